@@ -99,15 +99,15 @@ class Draft:
     def put(self, data: memoryview) -> Drafted:
         """Add bytes. Until they are written they are not copied, so they must not change."""
         data = data.cast("B") if data.nbytes else memoryview(b"")
-        found = Drafted(self, self.nbytes, data.nbytes)
+        drafted = Drafted(self, self.nbytes, data.nbytes)
         self.nbytes += data.nbytes
         if self._fd >= 0:
             self._append(data)
         elif data.nbytes:
-            self._held[found.first] = data
+            self._held[drafted.first] = data
             if self.nbytes > HELD:
                 self._open()
-        return found
+        return drafted
 
     def read(self, first: int, count: int) -> Iterator[memoryview]:
         """Yield bytes in order; they are those of one or several calls of `put`."""
@@ -125,12 +125,12 @@ class Draft:
     def sha256(self) -> str:
         """Return the SHA-256 of all data."""
         self._wait()
-        found = self._digest
-        if found is None or self._fd < 0:
-            found = hashlib.sha256()
+        digest = self._digest
+        if digest is None or self._fd < 0:
+            digest = hashlib.sha256()
             for piece in self.read(0, self.nbytes):
-                found.update(piece)
-        return found.hexdigest()
+                digest.update(piece)
+        return digest.hexdigest()
 
     def complete(self, header: Callable[[int], bytes]) -> int:
         """Write the header, and what is in memory; return the bytes of the file. `header`: returns it with spaces to a
@@ -140,13 +140,13 @@ class Draft:
                 self._room = len(header(0))
                 self._open()
             self._wait()
-            made = header(self._room)
-            self._make_room(len(made))
-            self._write(memoryview(made), 0)
+            new = header(self._room)
+            self._make_room(len(new))
+            self._write(memoryview(new), 0)
         except OSError as e:
             raise self._failure(e) from e
         self._own.close()
-        return len(made) + self.nbytes
+        return len(new) + self.nbytes
 
     def publish(self) -> None:
         """Give the file its name."""

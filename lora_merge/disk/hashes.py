@@ -131,8 +131,8 @@ def remember(learnt: Mapping[Path, tuple[str, str]]) -> None:
         folder.chmod(0o700)  # `recall` has returned nothing if others could write here
         key = _key() or _new_key(folder)
         new = {now: _signed(key, path, now, digest) for path, (now, digest) in learnt.items()}
-        kept = [*((k, v) for k, v in old.items() if k not in new), *new.items()][-MOST:]
-        put_file(cache_file(), json.dumps(dict(kept)).encode(), mode=PRIVATE)
+        entries = [*((k, v) for k, v in old.items() if k not in new), *new.items()][-MOST:]
+        put_file(cache_file(), json.dumps(dict(entries)).encode(), mode=PRIVATE)
 
 
 def _ours(path: Path, others: int = 0o022) -> bool:
@@ -229,10 +229,10 @@ class RunningHashes:
             self._stop_reading_ahead()
             self._rest.result()
             self._read_up_to(file, self._sizes[file])
-            found = self._done[file] = self._digests[file].hexdigest()
+            digest = self._done[file] = self._digests[file].hexdigest()
             before = self._states[file]
             if before is not None and before == state(file):
-                self._learnt[file] = before, found
+                self._learnt[file] = before, digest
         return self._done[file]
 
     def of(self, files: Iterable[Path]) -> list[str]:

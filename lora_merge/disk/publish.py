@@ -236,12 +236,12 @@ def replacing(
     check_output(target, inputs, overwrite=overwrite, folder=folder, contents=contents)
     part, lock, done = target, -1, False
     old: Path | None = None
-    made: list[Path] = []
+    folders: list[Path] = []
     try:
         with failures(target):
             for left in range(TRIES)[::-1]:
                 with uninterrupted():
-                    make_parents(target.parent, made)
+                    make_parents(target.parent, folders)
                 try:
                     with uninterrupted():
                         part, lock = create(target, folder=folder)
@@ -271,7 +271,7 @@ def replacing(
             remove(part if os.path.lexists(part) else moved(lock, part))
             release(part, lock)
         if not done:
-            _unmake(made)
+            _unmake(folders)
 
 
 def put_file(path: Path, content: bytes, *, overwrite: bool = True, mode: int | None = None) -> None:
@@ -320,10 +320,10 @@ def _turn(folder: Path) -> Iterator[None]:
                 os.close(fd)
 
 
-def make_parents(folder: Path, made: list[Path]) -> None:
-    """Make the missing folders, the outermost first; each is added to `made` before it exists."""
+def make_parents(folder: Path, folders: list[Path]) -> None:
+    """Make the missing folders, the outermost first; each is added to `folders` before it exists."""
     for path in [p for p in (folder, *folder.parents) if not p.exists()][::-1]:
-        made.append(path)
+        folders.append(path)
         path.mkdir(exist_ok=True)
         _unsynced.add(path)
 

@@ -40,7 +40,7 @@ class NewCodes:
         self.merger, self.pool, self.read = merger, pool, read
         self._known: list[dict[str, OutputTensor]] = [{} for _ in plans]
         self._own = [
-            {t.name: t for f in plan.files for t in f.targets if t.packing.encoding.measured} for plan in plans
+            {t.name: t for f in plan.files for t in f.targets if t.packing.encoding.needs_largest} for plan in plans
         ]
         self._partners = [partners(own.values()) for own in self._own]
         self._held: dict[Key, Held] = {}

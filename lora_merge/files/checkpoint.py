@@ -141,10 +141,10 @@ def _opened(path: Path, *, adapter: bool) -> Index:
     if path.is_dir():
         return _nonempty(_folder(path, adapter=adapter))
     if is_index(path):
-        found = next((w for w in weights_in(path.parent) if w.index == path), None)
-        if found is None:
+        weights = next((w for w in weights_in(path.parent) if w.index == path), None)
+        if weights is None:
             raise InputError("index of no known naming", str(path), "name it <model>.safetensors.index.json")
-        return _nonempty(_indexed(path.parent, _sharded(path.parent, found)))
+        return _nonempty(_indexed(path.parent, _sharded(path.parent, weights)))
     if is_split(path):
         parts = next(w for w in weights_in(path.parent) if path in w.files)
         require_all(parts)
@@ -171,9 +171,9 @@ def configuration(path: Path) -> Path | None:
     path = of_index(path)
     whole = is_folder(path)
     folder = path if whole else path.parent
-    found = [folder / name for name in (CONFIGS if whole else CONFIGS[:1]) if exists(folder / name)]
-    if whole or not found or _is_called_trained(path) or _holds_peft(path, FileState.at(path)):
-        return next(iter(found), None)
+    files = [folder / name for name in (CONFIGS if whole else CONFIGS[:1]) if exists(folder / name)]
+    if whole or not files or _is_called_trained(path) or _holds_peft(path, FileState.at(path)):
+        return next(iter(files), None)
     return None
 
 
@@ -195,10 +195,10 @@ def adapter_config(path: Path) -> dict[str, Any]:
 
 def _model_config(folder: Path) -> Path | None:
     """Return the configuration of the model in a folder, with its weights beside it; None where there is no model."""
-    found = next((folder / name for name in CONFIGS[1:] if exists(folder / name)), None)
-    if found is None or found.name == CONFIGS[1]:
-        return found
-    return found if any(w.stem in STEMS[:-1] for w in weights_in(folder)) else None
+    file = next((folder / name for name in CONFIGS[1:] if exists(folder / name)), None)
+    if file is None or file.name == CONFIGS[1]:
+        return file
+    return file if any(w.stem in STEMS[:-1] for w in weights_in(folder)) else None
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -242,8 +242,8 @@ def _of_model(path: Path, config: dict[str, Any], index: Index) -> Index:
 
 
 def _component(path: Path) -> Index:
-    found = weights_in(path)
-    if not found:
+    sets = weights_in(path)
+    if not sets:
         inside = [p.name for p in entries(path) if p.is_dir() and weights_in(p)]
         fix = (
             f"give one of its sub-folders: {listed(inside)}"
@@ -251,7 +251,7 @@ def _component(path: Path) -> Index:
             else "give the folder with the .safetensors files"
         )
         raise InputError("the folder holds no weights", str(path), fix)
-    weights, notes = choose(path, found)
+    weights, notes = choose(path, sets)
     return _sharded(path, weights, notes)
 
 
@@ -262,10 +262,10 @@ def _peft(path: Path, config: Mapping[str, Any]) -> Index:
             both = Note(f"the folder also holds a model; the adapter is {name}")
             notes = (both,) if _model_config(path) else ()
             return _of_files(path, [path / name], config=config, notes=notes)
-    found = weights_in(path)
-    if shards := next((weights for weights in found if weights.stem == PEFT_STEM), None):
+    sets = weights_in(path)
+    if shards := next((weights for weights in sets if weights.stem == PEFT_STEM), None):
         return _peft_shards(path, config, _sharded(path, shards))
-    others = listed(weights.label for weights in found)
+    others = listed(weights.label for weights in sets)
     fix = f"if {others} is the adapter, name that file; if it is a whole model, move adapter_config.json away"
     fix = fix if others else "download the folder again"
     raise InputError(f"adapter_config.json without {PEFT_FILES[0]}", str(path), fix)
@@ -315,8 +315,8 @@ def of_components(path: Path, config: Mapping[str, Any], parts: Mapping[str, Ind
 
 def _inside(component: str, packing: Packing, tensors: Mapping[str, StoredTensor]) -> Packing:
     """Return how a weight of a pipeline's component is stored; `tensors` are those of the pipeline."""
-    found = {role: tensors.get(f"{component}.{part.info.name}") for role, part in packing.parts.items()}
-    parts = {role: part._replace(info=found[role] or part.info) for role, part in packing.parts.items()}
+    infos = {role: tensors.get(f"{component}.{part.info.name}") for role, part in packing.parts.items()}
+    parts = {role: part._replace(info=infos[role] or part.info) for role, part in packing.parts.items()}
     return packing._replace(parts=parts, beside=frozenset(f"{component}.{other}" for other in packing.beside))
 
 
@@ -378,10 +378,10 @@ def _of_files(
 
 def _of_first(metadata: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the union of all entries; the first value of a key wins."""
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for of_file in metadata:
-        found |= {key: text for key, text in of_file.items() if key not in found}
-    return found
+        entries |= {key: text for key, text in of_file.items() if key not in entries}
+    return entries
 
 
 def read_header(path: Path) -> Header:

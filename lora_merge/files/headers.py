@@ -55,10 +55,10 @@ def with_metadata(header: bytes, metadata: Mapping[str, str]) -> bytes:
         return with_texts(header, metadata)
     text = header[8:].decode()
     start, (_, end) = len(_METADATA), _metadata(text)
-    made = (text[:start] + _json(dict(metadata)).decode() + text[end:]).encode().rstrip(b" ")
-    if len(made) + 8 > len(header):
+    new = (text[:start] + _json(dict(metadata)).decode() + text[end:]).encode().rstrip(b" ")
+    if len(new) + 8 > len(header):
         raise ValueError("the entries are longer than the planned ones")
-    return header[:8] + made.ljust(len(header) - 8, b" ")
+    return header[:8] + new.ljust(len(header) - 8, b" ")
 
 
 def metadata_of(header: bytes) -> dict[str, str]:

@@ -265,7 +265,7 @@ def check_stored(matched: Matched) -> None:
             if encoding.decode_only and job.dtype == "keep":
                 what = f"a changed weight cannot be stored as {encoding.title} again: {encoding.decode_only}"
                 raise InputError(what, where, "write --dtype bf16")
-            if key in whole and not (key in replaced and (encoding.afresh or job.dtype != "keep")):
+            if key in whole and not (key in replaced and (encoding.from_zeros or job.dtype != "keep")):
                 what = f"an adapter replaces a weight that is stored as {encoding.title}"
                 other = "write --dtype bf16, or " if key in replaced else ""
                 raise InputError(what, where, f"{other}merge into the unquantised model, in fp32, fp16 or bf16")

@@ -342,5 +342,5 @@ def protected(job: Job) -> tuple[Path, ...]:
 
 def partners(targets: Iterable[OutputTensor]) -> dict[str, tuple[OutputTensor, ...]]:
     """Return name of a weight → the weights that servers join, itself included, where they need one scale."""
-    own = {target.name: target for target in targets if target.packing.encoding.joined}
+    own = {target.name: target for target in targets if target.packing.encoding.joint_scale}
     return {name: tuple(own[other] for other in group) for name, group in together(own).items()}

@@ -24,7 +24,7 @@ from lora_merge.files.formats import FORMATS
 from lora_merge.files.formats.base import Checkpoint
 from lora_merge.files.formats.output import FILES, FOLDERS
 from lora_merge.files.gguf.blocks import KINDS
-from lora_merge.files.gguf.encoding import fresh, ggml
+from lora_merge.files.gguf.encoding import ggml, new_encoding
 from lora_merge.files.gguf.types import READ_ONLY, TYPES
 from lora_merge.proof.decoders import DECODERS
 from lora_merge.proof.grids import Grid
@@ -239,7 +239,7 @@ def _blocks(kind: str, *, zeros: bool = False) -> Weight:
     raw = np.zeros(6 * 256 // TYPES[kind].unit[0] * TYPES[kind].unit[1], np.uint8) if zeros else encoded(values, kind)
     data = np.ascontiguousarray(raw).tobytes()
     codes = StoredTensor(WEIGHT, kind, (6, 256), Memory.of(Path("memory"), memoryview(data)), 0, len(data))
-    return Weight((6, 256), Packing(fresh(kind) if zeros else ggml(kind), codes), {CODES: data})
+    return Weight((6, 256), Packing(new_encoding(kind) if zeros else ggml(kind), codes), {CODES: data})
 
 
 def _made(make: Callable[[StoredTensor], Any]) -> Weight:

@@ -23,7 +23,7 @@ class Affine(Encoding):
     numbers: str = "BF16"  # dtype of scales and biases
     name: ClassVar[str] = "mlx"
     stochastic: ClassVar[bool] = True
-    afresh: ClassVar[bool] = True
+    from_zeros: ClassVar[bool] = True
 
     @property
     def block_of_scale(self) -> tuple[int, int]:
@@ -50,7 +50,7 @@ class Affine(Encoding):
         if DRAW in parts:
             levels = rounding.to_integers(levels, parts[DRAW].view(levels.shape))
         codes = bit_packing.in_stream(levels.round().clamp(0, self._most), self.bits)
-        stored = {role: made.to(parts[role].dtype).reshape(-1) for role, made in ((SCALE, scale), (BIAS, bias))}
+        stored = {role: numbers.to(parts[role].dtype).reshape(-1) for role, numbers in ((SCALE, scale), (BIAS, bias))}
         return {CODES: codes, **stored}
 
     @property
@@ -63,7 +63,9 @@ class Affine(Encoding):
         scale, bias = (finite(parts[role], "a scale or a bias").view(-1, 1) for role in (SCALE, BIAS))
         return scale, bias
 
-    def _fitted(self, of: tuple[Tensor, Tensor], scale: Tensor, bias: Tensor, parts: Parts) -> tuple[Tensor, Tensor]:
+    def _fitted(
+        self, ends_of: tuple[Tensor, Tensor], scale: Tensor, bias: Tensor, parts: Parts
+    ) -> tuple[Tensor, Tensor]:
         """Return (scales, biases) of groups with these ranges: the old ones where they cover the range and use most of
         their codes, else new ones by mlx's rule, a little wider where the stored numbers would not cover the range.
 
@@ -71,9 +73,9 @@ class Affine(Encoding):
         """
         import torch
 
-        (low, high), margin = of, beyond(parts)
-        ends = bias - scale * margin, bias + scale * (self._most + margin)
-        over = (low < torch.minimum(*ends)) | (high > torch.maximum(*ends))
+        (low, high), margin = ends_of, beyond(parts)
+        reach = bias - scale * margin, bias + scale * (self._most + margin)
+        over = (low < torch.minimum(*reach)) | (high > torch.maximum(*reach))
         over |= (high - low < (COARSE[False] * self._most - 1) * scale.abs()) & (high > low)
         step = ((high - low) / self._most).clamp(min=1e-7)
         below = low.abs() > high.abs()
@@ -81,13 +83,13 @@ class Affine(Encoding):
         step = step.where(below, -step)
         zero = (edge / step).round()
         step = torch.where(zero != 0, edge / zero.where(zero != 0, 1), step)
-        made = self._rounded(torch.where(zero != 0, edge, 0.0), up=~below), self._rounded(step)
-        short = (other - made[0]) / made[1] > self._most + min(margin, 0.25)
-        step = torch.where(short, self._rounded((other - made[0]) / self._most, up=below), made[1])
-        if not bool((step.isfinite() & made[0].isfinite() | ~over).all()):
+        rounded = self._rounded(torch.where(zero != 0, edge, 0.0), up=~below), self._rounded(step)
+        short = (other - rounded[0]) / rounded[1] > self._most + min(margin, 0.25)
+        step = torch.where(short, self._rounded((other - rounded[0]) / self._most, up=below), rounded[1])
+        if not bool((step.isfinite() & rounded[0].isfinite() | ~over).all()):
             raise OutOfRange
         over &= step != 0
-        return torch.where(over, step, scale), torch.where(over, made[0], bias)
+        return torch.where(over, step, scale), torch.where(over, rounded[0], bias)
 
     def _rounded(self, numbers: Tensor, up: Tensor | None = None) -> Tensor:
         """Return numbers as the file can hold them, in fp32: the nearest, or the next one above or below."""

@@ -17,24 +17,24 @@ if TYPE_CHECKING:
 
 FLOAT_DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 FP8: Final = {name: getattr(torch, TABLE[name].library) for name in ("F8_E4M3", "F8_E5M2")}
-Given = ParamSpec("Given")
+Arguments = ParamSpec("Given")
 
 
-def a_table(make: Callable[Given, Tensor]) -> Callable[Given, Tensor]:
+def a_table(make: Callable[Arguments, Tensor]) -> Callable[Arguments, Tensor]:
     """Keep the last tensors that a function makes. They are made on the CPU and copied to torch's default device, which
     is the one that a codec computes on."""
 
     @lru_cache(maxsize=64)
-    def kept(device: torch.device, *given: Given.args, **named: Given.kwargs) -> Tensor:
+    def cached(device: torch.device, *arguments: Arguments.args, **named: Arguments.kwargs) -> Tensor:
         with torch.device("cpu"):
-            made = make(*given, **named)
-        return made if device.type == "cpu" else torch.empty_like(made, device=device).copy_(made)
+            tensor = make(*arguments, **named)
+        return tensor if device.type == "cpu" else torch.empty_like(tensor, device=device).copy_(tensor)
 
     @wraps(make)
-    def table(*given: Given.args, **named: Given.kwargs) -> Tensor:
-        return kept(torch.get_default_device(), *given, **named)  # type: ignore[arg-type]
+    def table(*arguments: Arguments.args, **named: Arguments.kwargs) -> Tensor:
+        return cached(torch.get_default_device(), *arguments, **named)  # type: ignore[arg-type]
 
-    TABLES.append(kept.cache_clear)
+    TABLES.append(cached.cache_clear)
     return table
 
 

@@ -82,7 +82,7 @@ class Encoding:
     group: int = 1  # consecutive numbers that are decoded and encoded together; blocks are cut between such groups
 
     label: str = ""  # for the user, where it is not the name
-    fresh: bool = False  # whether the scales are made for an output whose base has none, so that none is kept
+    new_scales: bool = False  # whether the base has no scales to keep: those of an output are new
 
     name: ClassVar[str] = ""  # of the codec, by which the proof finds its decoder
     stochastic: ClassVar[bool] = False
@@ -92,7 +92,7 @@ class Encoding:
     """The reason why new numbers cannot be stored; "" if they can."""
     fixed: ClassVar[frozenset[str]] = frozenset()
     """Roles of the parts that new numbers never change."""
-    afresh: ClassVar[bool] = False
+    from_zeros: ClassVar[bool] = False
     """Whether new numbers can be stored where no codes were before: `encode` then gets codes of zeros."""
 
     @classmethod
@@ -102,12 +102,12 @@ class Encoding:
         return encoding
 
     @property
-    def measured(self) -> bool:
+    def needs_largest(self) -> bool:
         """Whether a part of the whole weight depends on its largest number; 0 is written until that number is known."""
         return False
 
     @property
-    def joined(self) -> bool:
+    def joint_scale(self) -> bool:
         """Whether weights that servers join, such as q, k and v, need one scale of the whole weight."""
         return False
 
@@ -201,7 +201,7 @@ class Packing(NamedTuple):
     @property
     def changing(self) -> frozenset[str]:
         """Return the names of the tensors beside the codes that new numbers may change."""
-        fixed = frozenset[str]() if self.encoding.fresh else self.encoding.fixed
+        fixed = frozenset[str]() if self.encoding.new_scales else self.encoding.fixed
         return frozenset(part.info.name for role, part in self.parts.items() if role not in fixed)
 
     @property

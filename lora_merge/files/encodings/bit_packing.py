@@ -53,11 +53,11 @@ def from_planes(raw: Tensor, bits: int) -> Tensor:
         return (raw[:, None] >> places).bitwise_and_(2**bits - 1).view(-1)
     whole, packed = {3: (3, 8), 5: (5, 8), 6: (3, 4), 7: (7, 8)}[bits]
     words = raw.view(-1, whole)
-    found = words.new_zeros(len(words), packed)
+    numbers = words.new_zeros(len(words), packed)
     for number, pieces in enumerate(PLANES[bits]):
-        for byte, shift, kept, up in pieces:
-            found[:, number] |= (words[:, byte] >> shift & kept) << up
-    return found.view(-1)
+        for byte, shift, mask, up in pieces:
+            numbers[:, number] |= (words[:, byte] >> shift & mask) << up
+    return numbers.view(-1)
 
 
 def from_rows(raw: Tensor, bits: int, *, dense: bool) -> Tensor:

@@ -46,8 +46,8 @@ class Aqlm(Encoding):
         codes = parts[CODES].view(torch.int16 if self.wide else torch.int8).view(-1, self.books).long()
         book = finite(parts[BOOK], NUMBERS).view(self.books, self.entries, self.width)
         values = sum(book[n][codes[:, n] % self.entries] for n in range(self.books))
-        found: Tensor = values.view(-1, self.cols) * finite(parts[SCALE], NUMBERS)[:, None]  # type: ignore[union-attr]
-        return found
+        scaled: Tensor = values.view(-1, self.cols) * finite(parts[SCALE], NUMBERS)[:, None]  # type: ignore[union-attr]
+        return scaled
 
 
 @dataclass(frozen=True, eq=False)

@@ -44,15 +44,15 @@ class Fp4(Encoding):
     name: ClassVar[str] = "fp4"
     stochastic: ClassVar[bool] = True
     fixed: ClassVar[frozenset[str]] = frozenset((PRE,))
-    afresh: ClassVar[bool] = True
+    from_zeros: ClassVar[bool] = True
 
     @property
-    def measured(self) -> bool:
+    def needs_largest(self) -> bool:
         """Whether there is a new scale for the whole weight."""
-        return self.fresh and self.kind != E8M0
+        return self.new_scales and self.kind != E8M0
 
     @property
-    def joined(self) -> bool:
+    def joint_scale(self) -> bool:
         """Whether weights that servers join need one scale of the whole weight; ComfyUI joins none."""
         return self.kind != E8M0 and not self.high_first
 
@@ -73,17 +73,17 @@ class Fp4(Encoding):
         values = arithmetic.from_halves(parts[CODES], arithmetic.E2M1, high_first=self.high_first)
         if WHOLE in parts and not parts[WHOLE].item() and bool(values.any()):
             raise InvalidPart(ALL_ZEROS)
-        found = values.view(-1, self.size).mul_(self._scale(parts, count)[:, None]).view(-1)
+        numbers = values.view(-1, self.size).mul_(self._scale(parts, count)[:, None]).view(-1)
         if PRE in parts:
-            return found.view(-1, self.cols).mul_(self._pre(parts))
-        return found.view(-1, self.turned, self.cols).transpose(1, 2) if self.turned else found
+            return numbers.view(-1, self.cols).mul_(self._pre(parts))
+        return numbers.view(-1, self.turned, self.cols).transpose(1, 2) if self.turned else numbers
 
     def encode(self, values: Tensor, parts: Parts, first: int) -> Parts | None:
         """Return codes and scales of blocks; None where the scale of the whole weight does not cover the numbers."""
         from . import arithmetic
 
         count = values.numel()
-        if self.measured and not parts[WHOLE].item():
+        if self.needs_largest and not parts[WHOLE].item():
             return None
         if self.turned:
             values = values.view(-1, self.cols, self.turned).transpose(1, 2).contiguous()
@@ -91,14 +91,14 @@ class Fp4(Encoding):
             values = (values.view(-1, self.cols) / self._pre(parts).to(values.dtype)).view(-1)
         blocks = values.view(-1, self.size)
         old, stored = self._scale(parts, count), parts[SCALE]
-        codes, rows = _kept(blocks, old, every=self.fresh or DRAW in parts)
+        codes, rows = _kept(blocks, old, every=self.new_scales or DRAW in parts)
         if rows is None or len(rows):
             some, before = (blocks, old) if rows is None else (blocks[rows], old[rows])
             scale = self._refitted(some, before, parts)
             if scale is None:
                 return None
-            made = self._codes(some, scale, parts)
-            codes = made if rows is None else codes.view(-1, self.size).index_copy_(0, rows, made.view(some.shape))
+            new = self._codes(some, scale, parts)
+            codes = new if rows is None else codes.view(-1, self.size).index_copy_(0, rows, new.view(some.shape))
             if scale is not before:
                 stored = self._stored(scale if rows is None else old.index_copy(0, rows, scale), parts, count)
         return {CODES: arithmetic.in_halves(codes, high_first=self.high_first), SCALE: stored}
@@ -137,24 +137,24 @@ class Fp4(Encoding):
         scale = largest / (FP8 * LARGEST) or 1.0
         return {WHOLE: torch.full_like(parts[WHOLE], 1 / scale if self.divided else scale)}
 
-    def _fitted(self, wanted: Tensor, whole: float, covered: float) -> Tensor:
+    def _fitted(self, ideal: Tensor, whole: float, covered: float) -> Tensor:
         """Return scales of blocks that the file can hold, times that of the weight, near the wanted ones; `covered` of
         them reach as far as the largest codes of the wanted ones."""
         from . import arithmetic
 
         if self.kind == E8M0:
-            return arithmetic.power_above(wanted)
-        wanted = (wanted / whole).clamp(2.0**-9, FP8)
-        codes = arithmetic.cut_to_fp8(wanted, "F8_E4M3")
-        short = arithmetic.from_fp8(codes, "F8_E4M3") * covered < wanted * LARGEST  # among the smallest fp8 numbers
+            return arithmetic.power_above(ideal)
+        ideal = (ideal / whole).clamp(2.0**-9, FP8)
+        codes = arithmetic.cut_to_fp8(ideal, "F8_E4M3")
+        short = arithmetic.from_fp8(codes, "F8_E4M3") * covered < ideal * LARGEST  # among the smallest fp8 numbers
         return arithmetic.from_fp8(codes + short, "F8_E4M3") * whole
 
     def _pre(self, parts: Parts) -> Tensor:
         """Return the factors of the inputs in fp32; InvalidPart if one is not a positive number."""
-        found = parts[PRE].float()
-        if not bool(((found > 0) & (found < inf)).all()):
+        factors = parts[PRE].float()
+        if not bool(((factors > 0) & (factors < inf)).all()):
             raise InvalidPart("a factor of its inputs is not a positive number")
-        return found
+        return factors
 
     def _whole(self, parts: Parts) -> float:
         if WHOLE not in parts:
@@ -171,23 +171,23 @@ class Fp4(Encoding):
         raw = parts[SCALE].view(arithmetic.BYTE)
         if self.swizzled:
             raw = raw.index_select(0, arithmetic.swizzle(count // self.cols, self.cols // self.size))
-        found = arithmetic.powers(raw) if self.kind == E8M0 else arithmetic.from_fp8(raw, "F8_E4M3")
+        scale = arithmetic.powers(raw) if self.kind == E8M0 else arithmetic.from_fp8(raw, "F8_E4M3")
         largest = int(raw.max()) if len(raw) else 0
-        if largest > arithmetic.LAST["F8_E4M3"] and not bool((found >= 0).all()):  # as e8m0, the byte may be good
+        if largest > arithmetic.LAST["F8_E4M3"] and not bool((scale >= 0).all()):  # as e8m0, the byte may be good
             raise InvalidPart("a scale is negative or not a number")
-        return found * self._whole(parts)
+        return scale * self._whole(parts)
 
     def _stored(self, scale: Tensor, parts: Parts, count: int) -> Tensor:
         """Return the scales of blocks as they are stored."""
         from . import arithmetic
 
         whole = self._whole(parts)
-        made = arithmetic.exponents(scale) if self.kind == E8M0 else arithmetic.cut_to_fp8(scale / whole, "F8_E4M3")
+        stored = arithmetic.exponents(scale) if self.kind == E8M0 else arithmetic.cut_to_fp8(scale / whole, "F8_E4M3")
         if not self.swizzled:
-            return made
-        found = parts[SCALE].view(arithmetic.BYTE).clone()
-        found[arithmetic.swizzle(count // self.cols, self.cols // self.size)] = made
-        return found
+            return stored
+        filled = parts[SCALE].view(arithmetic.BYTE).clone()
+        filled[arithmetic.swizzle(count // self.cols, self.cols // self.size)] = stored
+        return filled
 
 
 def _levels(blocks: Tensor, scale: Tensor) -> Tensor:
@@ -228,7 +228,7 @@ def fp4(
     high_first: bool = False,
     swizzled: bool = False,
     divided: bool = False,
-    fresh: bool = False,
+    new_scales: bool = False,
 ) -> Packing | None:
     """Return how a weight is stored as e2m1 codes; None where dtypes and shapes do not go together.
 
@@ -242,17 +242,17 @@ def fp4(
         return None
     cols, lead = codes.shape[-1] * 2, codes.shape[:-1]
     across, tiles = cols // size, TILE * -(-cols // size // 4) * 4
-    wanted = prod(lead[:-1]) * -(-lead[-1] // TILE) * tiles if swizzled else prod(lead) * across
-    if cols % size or prod(scale.shape) != wanted or (swizzled and len(lead) > 1 and lead[-1] % TILE):
+    scales = prod(lead[:-1]) * -(-lead[-1] // TILE) * tiles if swizzled else prod(lead) * across
+    if cols % size or prod(scale.shape) != scales or (swizzled and len(lead) > 1 and lead[-1] % TILE):
         return None
     if of.pre is not None and (of.pre.dtype not in ("F32", "F16", "BF16") or of.pre.shape != (cols,)):
         return None
     kind = "F8_E4M3" if nv else E8M0
     part = Part(scale, TILE * cols, tiles) if swizzled else Part(scale, size, 1)
     together = part.numbers if swizzled else cols if of.pre is not None else size
-    found = Fp4.shared((2, 1), together, kind=kind, size=size, cols=cols, label=of.label,
-                      high_first=high_first, swizzled=swizzled, divided=divided, fresh=fresh,
+    encoding = Fp4.shared((2, 1), together, kind=kind, size=size, cols=cols, label=of.label,
+                      high_first=high_first, swizzled=swizzled, divided=divided, new_scales=new_scales,
                       inputs=of.pre.dtype if of.pre is not None else "")  # fmt: skip
     parts = {SCALE: part} | ({WHOLE: Part(of.whole)} if of.whole is not None else {})
     parts |= {PRE: Part(of.pre)} if of.pre is not None else {}
-    return Packing(found, codes, parts, of.beside)
+    return Packing(encoding, codes, parts, of.beside)

@@ -34,7 +34,7 @@ class LowRank(Encoding):
     factors: str = "F32"  # dtype of the factors
     name: ClassVar[str] = "low_rank"
     stochastic: ClassVar[bool] = True
-    afresh: ClassVar[bool] = True
+    from_zeros: ClassVar[bool] = True
     fixed: ClassVar[frozenset[str]] = frozenset((UP, DOWN))
 
     @property
@@ -46,9 +46,9 @@ class LowRank(Encoding):
         """Return (decoded + up · down) · H in fp32."""
         from . import arithmetic
 
-        found = self.inner.decode(parts, first, count).reshape(-1, self.cols)
-        found = found + self._product(parts) if self.rank else found
-        return arithmetic.rotated(found, self.rotation) if self.rotation else found
+        values = self.inner.decode(parts, first, count).reshape(-1, self.cols)
+        values = values + self._product(parts) if self.rank else values
+        return arithmetic.rotated(values, self.rotation) if self.rotation else values
 
     def encode(self, values: Tensor, parts: Parts, first: int) -> Parts | None:
         """Return codes and scales of what the product leaves."""
@@ -103,15 +103,15 @@ class Sums(Encoding):
             levels = arithmetic.from_bytes(parts[CODES].view(arithmetic.BYTE), self.dtype)
         else:
             levels = bit_packing.from_planes(parts[CODES].view(arithmetic.BYTE), self.bits).float() + self.lowest
-        found: Tensor = levels.view(rows, *self.shape) * finite(parts[SCALE], what).view(rows, groups, 1, places)
+        values: Tensor = levels.view(rows, *self.shape) * finite(parts[SCALE], what).view(rows, groups, 1, places)
         if ZERO in parts:
-            found = found + finite(parts[ZERO], what).view(rows, groups, 1, places)
-        found = found.view(rows, self.cols)
+            values = values + finite(parts[ZERO], what).view(rows, groups, 1, places)
+        values = values.view(rows, self.cols)
         if self.rank:
-            found = torch.addmm(
-                found, finite(parts[UP], what).view(rows, -1), finite(parts[DOWN], what).view(self.rank, -1)
+            values = torch.addmm(
+                values, finite(parts[UP], what).view(rows, -1), finite(parts[DOWN], what).view(self.rank, -1)
             )
-        return arithmetic.rotated(found, self.rotation) if self.rotation else found
+        return arithmetic.rotated(values, self.rotation) if self.rotation else values
 
 
 class Factors(NamedTuple):

@@ -31,12 +31,12 @@ EACH: Final = 0x0101010101010101
 
 def nearest(levels: Tensor, table: Tensor) -> Tensor:
     """Return, as bytes, the places of the nearest numbers of a table; of two equally near ones, that of the smaller."""
-    found = table.sort()
-    middles = (found.values[1:].to(levels.dtype) + found.values[:-1].to(levels.dtype)) / 2
-    codes: Tensor = found.indices.to(torch.uint8)
+    ordered = table.sort()
+    middles = (ordered.values[1:].to(levels.dtype) + ordered.values[:-1].to(levels.dtype)) / 2
+    codes: Tensor = ordered.indices.to(torch.uint8)
     small = torch.int8 if len(middles) < SMALL else torch.int16
     places = ranks(levels.reshape(-1), middles, small)
-    if torch.equal(found.indices, torch.arange(len(codes))):
+    if torch.equal(ordered.indices, torch.arange(len(codes))):
         return places.to(torch.uint8).view(levels.shape)
     return codes.index_select(0, places.int()).view(levels.shape)
 
@@ -50,9 +50,9 @@ def ranks(values: Tensor, ends: Tensor, dtype: torch.dtype = torch.int32) -> Ten
     if not buckets.numel():
         return torch.bucketize(values, ends).to(dtype)
     bits = values.contiguous().view(torch.int32)
-    found = buckets.index_select(0, (bits >> 16).bitwise_and_(LOW))
-    found = found.add_(bits).bitwise_right_shift_(16).to(dtype)
-    return found.bitwise_xor_(found >> 8 * dtype.itemsize - 1)
+    places = buckets.index_select(0, (bits >> 16).bitwise_and_(LOW))
+    places = places.add_(bits).bitwise_right_shift_(16).to(dtype)
+    return places.bitwise_xor_(places >> 8 * dtype.itemsize - 1)
 
 
 @a_table

@@ -39,7 +39,7 @@ class PackedInts(Encoding):
     rotation: int = 0  # columns that are rotated together; 0 without a rotation
     name: ClassVar[str] = "packed_ints"
     stochastic: ClassVar[bool] = True
-    afresh: ClassVar[bool] = True
+    from_zeros: ClassVar[bool] = True
     fixed: ClassVar[frozenset[str]] = frozenset((ORDER,))
 
     @property
@@ -61,9 +61,9 @@ class PackedInts(Encoding):
         values: Tensor = steps.mul_(scale).view(rows, self.cols)
         if order is None:
             return arithmetic.rotated(values, self.rotation) if self.rotation else values
-        found: Tensor = values.new_empty(values.shape)
-        found[:, order] = values
-        return found
+        ordered: Tensor = values.new_empty(values.shape)
+        ordered[:, order] = values
+        return ordered
 
     def encode(self, values: Tensor, parts: Parts, first: int) -> Parts | None:
         """Return codes, scales and zero points."""
@@ -88,18 +88,18 @@ class PackedInts(Encoding):
             ordered = torch.empty_like(levels)
             ordered[:, order] = levels
             levels = ordered
-        made = {SCALE: scale.to(parts[SCALE].dtype).reshape(-1)}
+        stored = {SCALE: scale.to(parts[SCALE].dtype).reshape(-1)}
         if self.zeros:
-            made[ZERO] = self._stored_zeros(zero.view(rows, -1), parts[ZERO])
-        return {CODES: self._packed(levels, parts[CODES], rows), **made}
+            stored[ZERO] = self._stored_zeros(zero.view(rows, -1), parts[ZERO])
+        return {CODES: self._packed(levels, parts[CODES], rows), **stored}
 
     def _levels(self, raw: Tensor, rows: int) -> Tensor:
         """Return the codes [rows, cols] as whole numbers."""
         from . import arithmetic, bit_packing
 
-        found = bit_packing.from_rows(raw.view(arithmetic.BYTE).view(rows, -1), self.bits, dense=self.dense)
+        codes = bit_packing.from_rows(raw.view(arithmetic.BYTE).view(rows, -1), self.bits, dense=self.dense)
         half = 2 ** (self.bits - 1)
-        return (found ^ half if self.signed else found)[:, : self.cols].sub(half)
+        return (codes ^ half if self.signed else codes)[:, : self.cols].sub(half)
 
     @property
     def _least(self) -> int:
@@ -110,28 +110,28 @@ class PackedInts(Encoding):
         from . import arithmetic, bit_packing
 
         raw = old.view(arithmetic.BYTE).view(rows, -1)
-        found = bit_packing.from_rows(raw, self.bits, dense=self.dense)
+        codes = bit_packing.from_rows(raw, self.bits, dense=self.dense)
         half = 2 ** (self.bits - 1)
-        made = (levels + half).to(found.dtype)
-        found[:, : self.cols] = made ^ half if self.signed else made
-        return bit_packing.in_rows(found, self.bits, raw.shape[1], dense=self.dense).reshape(-1)
+        new = (levels + half).to(codes.dtype)
+        codes[:, : self.cols] = new ^ half if self.signed else new
+        return bit_packing.in_rows(codes, self.bits, raw.shape[1], dense=self.dense).reshape(-1)
 
     def _groups(self, matrix: Tensor) -> Tensor:
         return matrix.reshape(len(matrix), -1, self.size)
 
     def _scale(self, parts: Parts, rows: int) -> Tensor:
-        found = parts[SCALE].float().view(rows, -1, 1)
-        if not bool(((found >= 0) & (found < inf)).all()):
+        scale = parts[SCALE].float().view(rows, -1, 1)
+        if not bool(((scale >= 0) & (scale < inf)).all()):
             raise InvalidPart("a scale is not a positive number")
-        return found
+        return scale
 
     def _zero(self, parts: Parts, rows: int) -> Any:
         from . import bit_packing
 
         if not self.zeros:
             return 0.0
-        found = bit_packing.from_rows(self._by_group(parts[ZERO]), self.bits, dense=self.dense).t()[:rows]
-        return found[:, :, None].float() - 2 ** (self.bits - 1)
+        zero = bit_packing.from_rows(self._by_group(parts[ZERO]), self.bits, dense=self.dense).t()[:rows]
+        return zero[:, :, None].float() - 2 ** (self.bits - 1)
 
     def _by_group(self, zeros: Tensor) -> Tensor:
         """Return the bytes of zero points, a row of them for each group of columns."""
@@ -144,10 +144,10 @@ class PackedInts(Encoding):
         from . import bit_packing
 
         raw = self._by_group(old)
-        found = bit_packing.from_rows(raw, self.bits, dense=self.dense)
-        found[:, : len(zero)] = (zero + 2 ** (self.bits - 1)).to(found.dtype).t()
-        made = bit_packing.in_rows(found, self.bits, raw.shape[1], dense=self.dense)
-        return made.reshape(len(raw), -1, 4).transpose(0, 1).reshape(-1).view(old.dtype)
+        codes = bit_packing.from_rows(raw, self.bits, dense=self.dense)
+        codes[:, : len(zero)] = (zero + 2 ** (self.bits - 1)).to(codes.dtype).t()
+        stored = bit_packing.in_rows(codes, self.bits, raw.shape[1], dense=self.dense)
+        return stored.reshape(len(raw), -1, 4).transpose(0, 1).reshape(-1).view(old.dtype)
 
     def _order(self, parts: Parts) -> Tensor | None:
         """Return the columns, group after group; InvalidPart where the groups have other sizes."""

@@ -51,23 +51,23 @@ def to_floats(values: Tensor, dtype: str, uniform: Tensor) -> Tensor:
     quantum, size = 2.0**row.smallest, values.abs()
     small = size < quantum * 2.0 ** (row.significand - 1)
     tiny = size.div_(quantum).add_(uniform).floor_().mul_(quantum).copysign_(values)
-    found = torch.where(small, tiny, raised)
+    rounded = torch.where(small, tiny, raised)
     if not values.numel() or max(-float(values.amin()), float(values.amax())) <= row.room:
-        return found.clamp_(-row.largest, row.largest)
-    near = (found.abs() > row.largest) & (values.abs() <= row.room)
-    found = torch.where(near, found.clamp(-row.largest, row.largest), found)
-    return torch.where(values.isfinite(), found, values)
+        return rounded.clamp_(-row.largest, row.largest)
+    near = (rounded.abs() > row.largest) & (values.abs() <= row.room)
+    rounded = torch.where(near, rounded.clamp(-row.largest, row.largest), rounded)
+    return torch.where(values.isfinite(), rounded, values)
 
 
 def rounded(values: Tensor, dtype: str, draw: Callable[[int, int], Tensor], at: int) -> Tensor:
     """Return what `to_floats` does, of numbers in any shape, some at a time: their draws take many times their memory.
     `draw`: (first, count) → uniform numbers. `at`: the place of the first number."""
-    found = torch.empty(values.shape, dtype=torch.float32, device=values.device)
-    flat, into = values.reshape(-1), found.view(-1)
+    rounded_values = torch.empty(values.shape, dtype=torch.float32, device=values.device)
+    flat, into = values.reshape(-1), rounded_values.view(-1)
     for first in range(0, len(flat), PIECE):
         some = flat[first : first + PIECE]
         into[first : first + PIECE] = to_floats(some, dtype, draw(at + first, len(some)))
-    return found
+    return rounded_values
 
 
 def to_integers(values: Tensor, uniform: Tensor) -> Tensor:
@@ -79,11 +79,11 @@ def to_table(values: Tensor, table: Tensor, uniform: Tensor) -> Tensor:
     """Return numbers of a table above or below each value; the outermost ones beyond its ends."""
     from .nearest import ranks
 
-    made, values = _neighbours(tuple(table.tolist())), values.float()
-    place = ranks(values.reshape(-1).neg(), made[0, :-1])
-    low, gap = (n.index_select(0, place).view(values.shape) for n in (made[1], made[2] - made[1]))
+    pairs, values = _neighbours(tuple(table.tolist())), values.float()
+    place = ranks(values.reshape(-1).neg(), pairs[0, :-1])
+    low, gap = (n.index_select(0, place).view(values.shape) for n in (pairs[1], pairs[2] - pairs[1]))
     up = uniform * gap < values - low
-    return made[1:].t().reshape(-1).index_select(0, place.mul_(2).add_(up.view(-1))).view(values.shape)
+    return pairs[1:].t().reshape(-1).index_select(0, place.mul_(2).add_(up.view(-1))).view(values.shape)
 
 
 @a_table

@@ -71,17 +71,17 @@ class Scaled(Encoding):
     rotation: int = 0  # columns that are rotated together; 0 without a rotation
     name: ClassVar[str] = "scaled"
     stochastic: ClassVar[bool] = True
-    afresh: ClassVar[bool] = True
+    from_zeros: ClassVar[bool] = True
 
     @property
-    def measured(self) -> bool:
+    def needs_largest(self) -> bool:
         """Whether there is one new scale for the whole weight."""
-        return self.fresh and not self.block[0]
+        return self.new_scales and not self.block[0]
 
     @property
     def common(self) -> str:
         """Role of the scale of the whole weight; "" where new numbers may need another."""
-        return "" if self.block[0] or self.fresh else SCALE
+        return "" if self.block[0] or self.new_scales else SCALE
 
     def factor_of(self, parts: Parts) -> float:
         """Return the scale of the whole weight; 1 for numbers in units of it."""
@@ -103,10 +103,10 @@ class Scaled(Encoding):
 
         if not self.block[0]:
             unit = self.factor_of(parts)
-            found = arithmetic.from_bytes(parts[CODES], self.dtype, unit or 1.0)
-            if not unit and bool(found.any()):
+            values = arithmetic.from_bytes(parts[CODES], self.dtype, unit or 1.0)
+            if not unit and bool(values.any()):
                 raise InvalidPart(ALL_ZEROS)
-            return found
+            return values
         scale = self._scale(parts, count) * self.factor
         # One product instead of two: fp8 becomes fp32 as parts of fp16, over 256.
         step = 256.0 if self.dtype == "F8_E4M3" and not self.zeros and float(scale.max()) < arithmetic.LARGE else 1.0
@@ -126,17 +126,17 @@ class Scaled(Encoding):
         from . import arithmetic
 
         count = values.numel()
-        if not self.block[0] and SCALE in parts and not parts[SCALE].item() and (self.fresh or bool(values.any())):
+        if not self.block[0] and SCALE in parts and not parts[SCALE].item() and (self.new_scales or bool(values.any())):
             return None
         if not self.block[0]:
             unit = self.factor_of(parts)
             levels = values if unit == 1 else values / (unit or inf)
-            if DRAW in parts and not self.fresh and levels.numel():
+            if DRAW in parts and not self.new_scales and levels.numel():
                 (bottom, top), (least, most) = self._covered(parts), levels.aminmax()
                 if not (bottom <= float(least) and float(most) <= top):
                     return None
             drawn = self._drawn(levels, parts)
-            if self.fresh:  # the scale was made for the largest of all numbers
+            if self.new_scales:  # the scale was made for the largest of all numbers
                 return {CODES: arithmetic.cut_to_bytes(drawn, self.dtype, self.ends)}
             codes = arithmetic.to_bytes(drawn, self.dtype, self.ends)
             return None if codes is None else {CODES: codes}
@@ -146,23 +146,23 @@ class Scaled(Encoding):
         if (codes := self._kept(blocks, parts, count)) is not None:
             return {CODES: codes, SCALE: parts[SCALE]}
         low, high = self._ends(blocks)
-        old, found = torch.ones_like(low) if self.fresh else self._scale(parts, count).view(low.shape), {}
+        old, zeros = torch.ones_like(low) if self.new_scales else self._scale(parts, count).view(low.shape), {}
         if self.zeros:
             zero = parts[ZERO].view(low.shape).to(low.dtype)
             scale, zero = self._fitted_with_zero((low, high), old, zero, parts)
-            found[ZERO] = zero.to(parts[ZERO].dtype).reshape(-1)
+            zeros[ZERO] = zero.to(parts[ZERO].dtype).reshape(-1)
             levels = blocks / torch.where(scale > 0, scale, inf).to(values.dtype)[:, :, None, :, None]
             levels += zero[:, :, None, :, None]
         else:
             scale = self._fitted((low, high), old, parts)
             levels = self._levels(blocks, scale[:, :, None, :, None])
         codes = arithmetic.cut_to_bytes(self._drawn(self._flat(levels, count), parts), self.dtype, self.ends)
-        return {CODES: codes, SCALE: self._stored(scale, parts[SCALE], count), **found}
+        return {CODES: codes, SCALE: self._stored(scale, parts[SCALE], count), **zeros}
 
     def _kept(self, blocks: Tensor, parts: Parts, count: int) -> Tensor | None:
         """Return the codes of fp8 at the old scales where the largest level of all shows that these cover the numbers,
         and the first row of each block that it is not too coarse; None where each block is to be looked at."""
-        if self.fresh or self.zeros or self.dtype == "I8" or self.block[0] < TILE or DRAW in parts:
+        if self.new_scales or self.zeros or self.dtype == "I8" or self.block[0] < TILE or DRAW in parts:
             return None
         from . import arithmetic
 
@@ -205,9 +205,9 @@ class Scaled(Encoding):
 
         from . import arithmetic
 
-        limit, wanted = self._limit * self.factor, torch.full_like(parts[SCALE], largest, dtype=torch.float32)
-        made = arithmetic.covering(wanted, limit, limit, self.kind) if largest else torch.ones_like(wanted)
-        return {SCALE: made.to(parts[SCALE].dtype)}
+        limit, size = self._limit * self.factor, torch.full_like(parts[SCALE], largest, dtype=torch.float32)
+        scale = arithmetic.covering(size, limit, limit, self.kind) if largest else torch.ones_like(size)
+        return {SCALE: scale.to(parts[SCALE].dtype)}
 
     @property
     def _limit(self) -> float:
@@ -228,15 +228,15 @@ class Scaled(Encoding):
         from . import arithmetic
 
         raw = parts[SCALE]
-        found = arithmetic.powers(raw) if self.kind == E8M0 else raw.float()
-        if not self.block[0] and 0 < (one := found.item()) < inf:
-            return one
+        scale = arithmetic.powers(raw) if self.kind == E8M0 else raw.float()
+        if not self.block[0] and 0 < (single := scale.item()) < inf:
+            return single
         if self.swizzled:
-            found = found.index_select(0, arithmetic.swizzle(-(-count // self.shape[1]), self._columns))
-        good = (found >= 0) & (found < inf)
+            scale = scale.index_select(0, arithmetic.swizzle(-(-count // self.shape[1]), self._columns))
+        good = (scale >= 0) & (scale < inf)
         if not bool(good.all()):
-            raise InvalidPart(f"a scale is not a positive number: {found[~good][0].item():g}")
-        return found if self.block[0] else found.item()
+            raise InvalidPart(f"a scale is not a positive number: {scale[~good][0].item():g}")
+        return scale if self.block[0] else scale.item()
 
     @property
     def _columns(self) -> int:
@@ -250,10 +250,10 @@ class Scaled(Encoding):
         (rows, cols), (high, wide) = self.shape, self.block
         count = values.numel() // cols
         rows = rows if rows % high and count % rows == 0 else count
-        found = values.view(-1, rows, cols)
+        matrices = values.view(-1, rows, cols)
         if rows % high or cols % wide:
-            found = pad(found, (0, -cols % wide, 0, -rows % high))
-        return found.view(len(found), -(-rows // high), high, -(-cols // wide), wide)
+            matrices = pad(matrices, (0, -cols % wide, 0, -rows % high))
+        return matrices.view(len(matrices), -(-rows // high), high, -(-cols // wide), wide)
 
     def _flat(self, blocks: Tensor, count: int) -> Tensor:
         """Return the numbers of `_blocks` in their order, without the padding."""
@@ -284,7 +284,7 @@ class Scaled(Encoding):
         else:
             room = top if floats else limit + beyond(parts, NEARLY_HALF)
             new = arithmetic.covering(reach, limit * self.factor, room * self.factor, self.kind)
-        if self.fresh:
+        if self.new_scales:
             return torch.where(new > 0, new, old)
         over = largest > old * (self.factor * top)
         if not floats:
@@ -317,12 +317,12 @@ class Scaled(Encoding):
         """Return scales as they are stored; padding between them stays."""
         from . import arithmetic
 
-        made = arithmetic.exponents(scale) if self.kind == E8M0 else scale.to(old.dtype)
+        stored = arithmetic.exponents(scale) if self.kind == E8M0 else scale.to(old.dtype)
         if not self.swizzled:
-            return made.reshape(-1)
-        found = old.clone()
-        found[arithmetic.swizzle(-(-count // self.shape[1]), self._columns)] = made.reshape(-1).view(found.dtype)
-        return found
+            return stored.reshape(-1)
+        filled = old.clone()
+        filled[arithmetic.swizzle(-(-count // self.shape[1]), self._columns)] = stored.reshape(-1).view(filled.dtype)
+        return filled
 
 
 def scaled(of: ScaledTensors, **settings: Any) -> Packing | None:
@@ -344,18 +344,18 @@ def scaled(of: ScaledTensors, **settings: Any) -> Packing | None:
         return None
     up, across, whole = -(-rows // block[0]), -(-cols // block[1]), rows % block[0] == 0
     numbers, scales = (block[0] * cols, across) if whole else (rows * cols, up * across)
-    wanted = matrices * up * across
+    count = matrices * up * across
     if swizzled:
         numbers, scales = TILE * cols, TILE * -(-across // 4) * 4
-        wanted = matrices * -(-rows // TILE) * scales
+        count = matrices * -(-rows // TILE) * scales
     zeros = of.zero.dtype if of.zero is not None else ""
-    if size != wanted or (of.zero is not None and (zeros != "I8" or prod(of.zero.shape) != wanted)):
+    if size != count or (of.zero is not None and (zeros != "I8" or prod(of.zero.shape) != count)):
         return None
     parts = {SCALE: Part(of.scale, numbers, scales * ITEM_BYTES[of.scale.dtype])}
     if of.zero is not None:
         parts[ZERO] = Part(of.zero, numbers, scales)
-    found = Scaled.shared((1, 1), lcm(numbers, cols), shape=(rows, cols), block=block, zeros=zeros, **settings)
-    return Packing(found, of.codes, parts, of.beside)
+    encoding = Scaled.shared((1, 1), lcm(numbers, cols), shape=(rows, cols), block=block, zeros=zeros, **settings)
+    return Packing(encoding, of.codes, parts, of.beside)
 
 
 def _rows_of(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int]:

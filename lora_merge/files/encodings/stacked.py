@@ -31,23 +31,25 @@ class Stacked(Encoding):
         import torch
 
         each = self._each(parts, count)
-        return torch.cat([self.inner.decode(one, 0, self.group).reshape(-1) for one in each])
+        return torch.cat([self.inner.decode(parts_of, 0, self.group).reshape(-1) for parts_of in each])
 
     def encode(self, values: Tensor, parts: Parts, first: int) -> Parts:
         """Return codes and scales; those of a matrix are fitted again where they do not cover it."""
         import torch
 
-        made = []
-        for own, one in zip(values.view(-1, self.group), self._each(parts, values.numel()), strict=True):
-            new = self.inner.encode(own, one, 0)
+        matrices = []
+        for numbers, before in zip(values.view(-1, self.group), self._each(parts, values.numel()), strict=True):
+            new = self.inner.encode(numbers, before, 0)
             if new is None:
-                grown = self.inner.refit(one, float(own.abs().max()))
-                new = self.inner.encode(own, {**one, **grown}, 0)
+                grown = self.inner.refit(before, float(numbers.abs().max()))
+                new = self.inner.encode(numbers, {**before, **grown}, 0)
                 if new is None:
                     raise OutOfRange
                 new = {**new, **grown}
-            made.append({**{role: numbers for role, numbers in one.items() if role not in (CODES, DRAW)}, **new})
-        stored = {role: [one[role].reshape(-1).view(parts[role].dtype) for one in made] for role in made[0]}
+            matrices.append({**{role: numbers for role, numbers in before.items() if role not in (CODES, DRAW)}, **new})
+        stored = {
+            role: [before[role].reshape(-1).view(parts[role].dtype) for before in matrices] for role in matrices[0]
+        }
         return {role: torch.cat(numbers) for role, numbers in stored.items()}
 
     def _each(self, parts: Parts, count: int) -> Iterator[dict[str, Tensor]]:
@@ -62,13 +64,13 @@ def one_of(info: StoredTensor) -> StoredTensor:
     return replace(info, shape=info.shape[1:], nbytes=info.nbytes // info.shape[0])
 
 
-def stacked(codes: StoredTensor, one: Packing | None, parts: Mapping[str, StoredTensor]) -> Packing | None:
+def stacked(codes: StoredTensor, first: Packing | None, parts: Mapping[str, StoredTensor]) -> Packing | None:
     """Return how matrices are stored of which the first is stored as `one`; `parts`: its tensors, of all matrices."""
-    if one is None:
+    if first is None:
         return None
     matrices = codes.shape[0]
-    numbers = one.encoding.count(codes.nbytes // matrices)
-    found = {role: Part(info, numbers, info.nbytes // matrices) for role, info in parts.items()}
-    inner = one.encoding
+    numbers = first.encoding.count(codes.nbytes // matrices)
+    whole = {role: Part(info, numbers, info.nbytes // matrices) for role, info in parts.items()}
+    inner = first.encoding
     encoding = Stacked.shared(inner.unit, numbers, label=inner.label, inner=inner)
-    return Packing(encoding, codes, found, one.beside)
+    return Packing(encoding, codes, whole, first.beside)

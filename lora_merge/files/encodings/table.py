@@ -32,7 +32,7 @@ class TableCodes(Encoding):
     name: ClassVar[str] = "bnb4"
     stochastic: ClassVar[bool] = True
     fixed: ClassVar[frozenset[str]] = frozenset((MAP, NESTED_MAP))
-    afresh: ClassVar[bool] = True
+    from_zeros: ClassVar[bool] = True
 
     @property
     def block_of_scale(self) -> tuple[int, int]:
@@ -65,13 +65,13 @@ class TableCodes(Encoding):
         (first, second, *_, before, last), margin = parts[MAP].sort().values.tolist(), beyond(parts)
         cover = min(last + margin * (last - before), margin * (second - first) - first)
         refit = (largest > old.abs() * cover) | (largest < old.abs() * SMALL)
-        made, scale = self._fitted(old, largest, refit & (largest > 0), cover, parts)
+        scales, scale = self._fitted(old, largest, refit & (largest > 0), cover, parts)
         divisor = torch.where(scale == 0, inf, scale).to(values.dtype)
         levels = (padded / divisor[:, None]).view(-1)
         if DRAW in parts:
             levels[:count] = rounding.to_table(levels[:count], parts[MAP], parts[DRAW]).to(levels.dtype)
         codes = nearest(levels, parts[MAP])[: count + count % 2]
-        return {CODES: arithmetic.in_halves(codes, high_first=True), **made}
+        return {CODES: arithmetic.in_halves(codes, high_first=True), **scales}
 
     def _scale(self, parts: Parts) -> Tensor:
         """Return the scale of each block; InvalidPart if one is negative or not finite, or for a bad map."""
@@ -96,20 +96,20 @@ class TableCodes(Encoding):
 
         from .nearest import nearest
 
-        wanted = torch.where(refit, largest, old)
+        ideal = torch.where(refit, largest, old)
         if not self.nested:
-            return {ABSMAX: wanted}, wanted
+            return {ABSMAX: ideal}, ideal
         table, size = parts[NESTED_MAP], self.nested
-        shifted = pad(wanted - self.offset, (0, -len(wanted) % size)).view(-1, size)
+        shifted = pad(ideal - self.offset, (0, -len(ideal) % size)).view(-1, size)
         top, before = shifted.abs().amax(1), parts[NESTED]
         grown = top > before * table.abs().max()
         outer = torch.where(grown, top, before)
         codes = nearest(shifted / torch.where(outer > 0, outer, inf)[:, None], table)
         stored = pad(parts[ABSMAX], (0, codes.numel() - len(old))).view(codes.shape)
-        fresh = pad(refit, (0, codes.numel() - len(old))).view(codes.shape) | grown[:, None]
-        codes = torch.where(fresh, codes, stored)
+        refitted = pad(refit, (0, codes.numel() - len(old))).view(codes.shape) | grown[:, None]
+        codes = torch.where(refitted, codes, stored)
         scale = table[codes.int()] * outer[:, None] + self.offset
-        short = fresh & (pad(largest, (0, codes.numel() - len(old))).view(codes.shape) > scale.abs() * cover)
+        short = refitted & (pad(largest, (0, codes.numel() - len(old))).view(codes.shape) > scale.abs() * cover)
         codes = torch.where(short, (codes.int() + 1).clamp(max=len(table) - 1).to(codes.dtype), codes)
         scale = table[codes.int()] * outer[:, None] + self.offset
         return {ABSMAX: codes.reshape(-1)[: len(old)], NESTED: outer}, scale.reshape(-1)[: len(old)]

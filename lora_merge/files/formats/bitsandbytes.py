@@ -97,7 +97,7 @@ def new_int8(weight: StoredTensor) -> NewWeight | None:
     scale = new_tensor(weight, "SCB", "F32", weight.shape[:1])
     form = new_tensor(weight, "weight_format", "U8", (), b"\0")
     of = ScaledTensors(codes_of(weight, "I8", weight.shape), scale, "bitsandbytes int8", frozenset({form.name}))
-    packing = scaled(of, fresh=True, factor=1 / 127, ends=(-127, 127))
+    packing = scaled(of, new_scales=True, factor=1 / 127, ends=(-127, 127))
     return NewWeight(packing, (scale, form)) if packing else None
 
 
@@ -113,7 +113,7 @@ def new_nf4(weight: StoredTensor) -> NewWeight | None:
     note = new_note(weight, "weight.quant_state.bitsandbytes__nf4", state, (absmax, table))
     parts = {ABSMAX: Part(absmax, FLAT, 4), MAP: Part(table)}
     codes = codes_of(weight, "U8", (total // 2, 1))
-    encoding = TableCodes.shared((2, 1), FLAT, size=FLAT, label="bitsandbytes nf4", fresh=True)
+    encoding = TableCodes.shared((2, 1), FLAT, size=FLAT, label="bitsandbytes nf4", new_scales=True)
     return NewWeight(Packing(encoding, codes, parts, frozenset({note.name})), (absmax, table, note))
 
 

@@ -261,14 +261,16 @@ def _with_note(weight: StoredTensor, packing: Packing | None, options: Mapping[s
 def new_fp8(weight: StoredTensor) -> NewWeight | None:
     """Return a matrix as fp8 with one scale."""
     codes, scale = codes_of(weight, "F8_E4M3", weight.shape), new_tensor(weight, "weight_scale", "F32", ())
-    packing = scaled(ScaledTensors(codes, scale, FP8_SCALED), fresh=True)
+    packing = scaled(ScaledTensors(codes, scale, FP8_SCALED), new_scales=True)
     return _with_note(weight, packing, {"format": "float8_e4m3fn"})
 
 
 def new_int8(weight: StoredTensor) -> NewWeight | None:
     """Return a matrix as int8 with a scale for each row."""
     scale = new_tensor(weight, "weight_scale", "F32", (weight.shape[0], 1))
-    packing = scaled(ScaledTensors(codes_of(weight, "I8", weight.shape), scale, "int8"), fresh=True, ends=(-127, 127))
+    packing = scaled(
+        ScaledTensors(codes_of(weight, "I8", weight.shape), scale, "int8"), new_scales=True, ends=(-127, 127)
+    )
     return _with_note(weight, packing, {"format": "int8_tensorwise", "per_row": True})
 
 
@@ -278,7 +280,7 @@ def new_mxfp8(weight: StoredTensor) -> NewWeight | None:
         return None
     scale = new_tensor(weight, "weight_scale", "U8", _tiles(weight, 32))
     of = ScaledTensors(codes_of(weight, "F8_E4M3", weight.shape), scale, "mxfp8", block=(1, 32), byte_powers=True)
-    return _with_note(weight, scaled(of, fresh=True, swizzled=True), {"format": "mxfp8"})
+    return _with_note(weight, scaled(of, new_scales=True, swizzled=True), {"format": "mxfp8"})
 
 
 def new_nvfp4(weight: StoredTensor) -> NewWeight | None:
@@ -289,7 +291,7 @@ def new_nvfp4(weight: StoredTensor) -> NewWeight | None:
     scale = new_tensor(weight, "weight_scale", "F8_E4M3", _tiles(weight, 16))
     whole = new_tensor(weight, "weight_scale_2", "F32", ())
     of = Fp4Tensors(codes_of(weight, "U8", (rows, cols // 2)), scale, "nvfp4", whole)
-    return _with_note(weight, fp4(of, high_first=True, swizzled=True, fresh=True), {"format": "nvfp4"})
+    return _with_note(weight, fp4(of, high_first=True, swizzled=True, new_scales=True), {"format": "nvfp4"})
 
 
 def _tiles(weight: StoredTensor, size: int) -> Shape:

@@ -193,7 +193,7 @@ def new_nvfp4(weight: StoredTensor) -> NewWeight | None:
     scale = new_tensor(weight, "weight_scale", "F8_E4M3", (rows, cols // 16))
     whole = new_tensor(weight, "weight_global_scale", "F32", (1,))
     of = Fp4Tensors(new_tensor(weight, "weight_packed", "U8", (rows, cols // 2)), scale, "nvfp4", whole)
-    packing = fp4(of, divided=True, fresh=True)
+    packing = fp4(of, divided=True, new_scales=True)
     return NewWeight(packing, (scale, whole)) if packing else None
 
 
@@ -204,7 +204,7 @@ def new_mxfp8(weight: StoredTensor) -> NewWeight | None:
         return None
     scale = new_tensor(weight, "weight_scale", "U8", (rows, cols // 32))
     of = ScaledTensors(codes_of(weight, "F8_E4M3", weight.shape), scale, "mxfp8", block=(1, 32), byte_powers=True)
-    packing = scaled(of, fresh=True)
+    packing = scaled(of, new_scales=True)
     return NewWeight(packing, (scale,)) if packing else None
 
 

@@ -69,7 +69,7 @@ def new_blocks(weight: StoredTensor) -> NewWeight | None:
         return None
     scale = new_tensor(weight, "weight_scale_inv", "F32", (rows // BLOCK, cols // BLOCK))
     of = ScaledTensors(codes_of(weight, "F8_E4M3", weight.shape), scale, "block fp8", block=(BLOCK, BLOCK))
-    packing = scaled(of, fresh=True)
+    packing = scaled(of, new_scales=True)
     return NewWeight(packing, (scale,)) if packing else None
 
 

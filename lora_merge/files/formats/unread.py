@@ -131,8 +131,8 @@ def _instead(how: str) -> str:
 
 def together(parts: Mapping[str, Quantised]) -> Quantised:
     """Return the quantised parts of all components of a pipeline."""
-    inside = {f"{name}.{part}".removesuffix(".") for name, found in parts.items() for part in found.parts}
-    how = (f"{found.how}, in {name}" for name, found in parts.items() if found.parts)
+    inside = {f"{name}.{part}".removesuffix(".") for name, quantised in parts.items() for part in quantised.parts}
+    how = (f"{quantised.how}, in {name}" for name, quantised in parts.items() if quantised.parts)
     return Quantised(next(how, ""), frozenset(inside))
 
 
@@ -140,25 +140,25 @@ def quantised(
     tensors: Tensors, metadata: Mapping[str, str], config: Mapping[str, Any], packed: Mapping[str, Packing]
 ) -> Quantised:
     """Return the quantised parts of one checkpoint that no codec reads."""
-    told = section(config)
-    if told.get("transform_config"):
+    entries = section(config)
+    if entries.get("transform_config"):
         return Quantised("its weights are rotated, config.json says so by transform_config", frozenset({""}))
     read = {name for name in packed if tensors[name].dtype not in UNREAD}
     read |= beside(packed)
-    found: dict[str, str] = {}
+    signs: dict[str, str] = {}
     for name, info in tensors.items():
         if name not in read and (part := _sign(name, info, tensors)):
-            found.setdefault(*part)
-    if found and not told and LAYERS_ENTRY not in metadata and (name := _unmarked(found, tensors)):
-        found = {part: f"{UNMARKED}, it has {name}" for part in found}
-    if found:
-        how = next(iter(found.values()))
-        return Quantised(_as_told(how, told), frozenset(found))
+            signs.setdefault(*part)
+    if signs and not entries and LAYERS_ENTRY not in metadata and (name := _unmarked(signs, tensors)):
+        signs = {part: f"{UNMARKED}, it has {name}" for part in signs}
+    if signs:
+        how = next(iter(signs.values()))
+        return Quantised(_as_told(how, entries), frozenset(signs))
     for key, what in METADATA.items():
         if key in metadata and not packed:
             return Quantised(f"{what}, its metadata has {key}", frozenset({""}))
-    if told and not packed:
-        return Quantised(f"{told.get('quant_method', 'unknown')}, says its config.json", frozenset({""}))
+    if entries and not packed:
+        return Quantised(f"{entries.get('quant_method', 'unknown')}, says its config.json", frozenset({""}))
     return Quantised()
 
 
@@ -169,14 +169,14 @@ def _unmarked(parts: Iterable[str], tensors: Tensors) -> str:
     return name if name in tensors and f"{stem}.comfy_quant" not in tensors else ""
 
 
-def _as_told(how: str, told: Mapping[str, Any]) -> str:
+def _as_told(how: str, entries: Mapping[str, Any]) -> str:
     """Return what a tensor shows, with the method of the section on quantisation if that is another, and its variant.
 
     `how`: format, comma, the tensor that shows it.
     """
     shown, _, tensor = how.rpartition(", ")
-    method, sparse = str(told.get("quant_method") or ""), told.get("sparsity_config")
-    more = [f"{key}: {told[key]}"[:LONG] for key in VARIANTS if isinstance(told.get(key), str) and told[key]]
+    method, sparse = str(entries.get("quant_method") or ""), entries.get("sparsity_config")
+    more = [f"{key}: {entries[key]}"[:LONG] for key in VARIANTS if isinstance(entries.get(key), str) and entries[key]]
     more += [f"sparse: {sparse['format']}"[:LONG]] if isinstance(sparse, Mapping) and sparse.get("format") else []
     same = method.partition("_")[0].lower() in shown.lower()
     what = shown if same else method[:LONG]

@@ -49,12 +49,12 @@ class Bits:
 
     def pack(self, codes: Tensor, blocks: Tensor) -> None:
         """Write codes, no wider than the bits, into the blocks."""
-        found = codes.reshape(-1, self.rows, self.fields, self.width)
+        rows = codes.reshape(-1, self.rows, self.fields, self.width)
         into = blocks[:, self.start : self.stop].view(-1, self.rows, self.width)
         if self.bits == 8:
-            into.copy_(found[:, :, 0])
+            into.copy_(rows[:, :, 0])
             return
-        first, *others = found.unbind(2)
+        first, *others = rows.unbind(2)
         for at, field in zip(_shifts(self.bits)[1:], others, strict=True):
             first = torch.add(first, field, alpha=1 << at, out=into)  # a shift of u8 takes ten times as long
 
@@ -132,9 +132,9 @@ def _q3_scales(raw: Tensor) -> Parts:
 
 
 def _from_q3_scales(parts: Parts) -> Tensor:
-    found = (parts[0] + 32).to(torch.uint8)
-    high = [(found[:, 4 * n : 4 * n + 4] >> 4) << 2 * n for n in range(4)]
-    return torch.cat([(found[:, :8] & 15) | (found[:, 8:] & 15) << 4, high[0] | high[1] | high[2] | high[3]], 1)
+    scales = (parts[0] + 32).to(torch.uint8)
+    high = [(scales[:, 4 * n : 4 * n + 4] >> 4) << 2 * n for n in range(4)]
+    return torch.cat([(scales[:, :8] & 15) | (scales[:, 8:] & 15) << 4, high[0] | high[1] | high[2] | high[3]], 1)
 
 
 def _signed_bytes(raw: Tensor) -> Parts:
@@ -153,9 +153,9 @@ def _iq4_scales(raw: Tensor) -> Parts:
 
 
 def _from_iq4_scales(parts: Parts) -> Tensor:
-    found = (parts[0] + 32).to(torch.uint8)
-    low = found.reshape(-1, 4, 2) & 15
-    high = (found >> 4).reshape(-1, 2, 4)
+    scales = (parts[0] + 32).to(torch.uint8)
+    low = scales.reshape(-1, 4, 2) & 15
+    high = (scales >> 4).reshape(-1, 2, 4)
     top = high[..., 0] | high[..., 1] << 2 | high[..., 2] << 4 | high[..., 3] << 6
     return torch.cat([top, low[..., 0] | low[..., 1] << 4], 1)
 

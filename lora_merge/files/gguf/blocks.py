@@ -65,8 +65,8 @@ class Levels:
 
     def drawn(self, values: Tensor, uniform: Tensor) -> Tensor:
         """Return the codes of one of both neighbours of each value, by draws from [0, 1)."""
-        found = to_table(values, torch.tensor(self.table), uniform) if self.table else to_integers(values, uniform)
-        return self.nearest(found)
+        neighbours = to_table(values, torch.tensor(self.table), uniform) if self.table else to_integers(values, uniform)
+        return self.nearest(neighbours)
 
     def nearest(self, values: Tensor) -> Tensor:
         """Return the codes of the nearest levels; `values` is overwritten."""
@@ -131,8 +131,8 @@ class Kind(NamedTuple):
             return Fields(power_of_two(raw.int() - 128))
         d = half(blocks, layout.d)
         m = None if layout.m is None else half(blocks, layout.m)
-        for found in (d, m):
-            if found is not None and not bool(found.isfinite().all()):
+        for scale in (d, m):
+            if scale is not None and not bool(scale.isfinite().all()):
                 raise InvalidPart("a scale is not a number")
         if layout.scales is None:
             return Fields(d, m)
@@ -140,21 +140,21 @@ class Kind(NamedTuple):
 
     def put_fields(self, fields: Fields, rows: Tensor | slice, blocks: Tensor) -> None:
         """Write the scales of some blocks."""
-        layout, found = self.layout, blocks[rows]
+        layout, chosen = self.layout, blocks[rows]
         if self.one_byte == E4M3:
-            found[:, : layout.subs] = cut_to_fp8(2 * fields.d, E4M3)
+            chosen[:, : layout.subs] = cut_to_fp8(2 * fields.d, E4M3)
         elif layout.d is None:
-            found[:, :1] = (torch.frexp(fields.d).exponent + 127).to(torch.uint8)
+            chosen[:, :1] = (torch.frexp(fields.d).exponent + 127).to(torch.uint8)
         else:
-            put_half(found, layout.d, fields.d)
+            put_half(chosen, layout.d, fields.d)
         if layout.m is not None and fields.m is not None:
-            put_half(found, layout.m, fields.m)
+            put_half(chosen, layout.m, fields.m)
         if layout.scales is not None:
             small = [t for t in (fields.sc, fields.mn) if t is not None]
             if fields.mn is not None:
                 small = [t.to(torch.uint8) for t in small]
-            found[:, layout.scales.start : layout.scales.stop] = layout.scales.pack(tuple(small))
-        blocks[rows] = found
+            chosen[:, layout.scales.start : layout.scales.stop] = layout.scales.pack(tuple(small))
+        blocks[rows] = chosen
 
 
 def _kind(name: str, levels: Levels, most: int = 0) -> Kind:
@@ -221,13 +221,13 @@ def _encoded(kind: Kind, numbers: Tensor, old: Tensor, fields: Fields, uniform: 
     covered = _covers(kind.levels, scale, shift, (low, high), margin)
     if (rows := _open_rows(covered)) is not None:
         ends = low[rows].float(), high[rows].float()
-        made = _refitted(kind, fields.at(rows), ends, covered[rows], margin)
-        kind.put_fields(made, rows, new)
+        refitted = _refitted(kind, fields.at(rows), ends, covered[rows], margin)
+        kind.put_fields(refitted, rows, new)
         scale = scale.expand(covered.shape).clone()
-        scale[rows] = made.scale()
-        if shift is not None and (own := made.shift()) is not None:
+        scale[rows] = refitted.scale()
+        if shift is not None and (part := refitted.shift()) is not None:
             shift = shift.expand(covered.shape).clone()
-            shift[rows] = own
+            shift[rows] = part
     levels = _levels(numbers, scale, shift, room)
     codes = kind.levels.nearest(levels) if uniform is None else kind.levels.drawn(levels, uniform.view(levels.shape))
     kind.layout.put_codes(codes, new)
@@ -242,11 +242,11 @@ def _levels(numbers: Tensor, scale: Tensor, shift: Tensor | None, room: Tensor |
     return torch.add(numbers, shift.unsqueeze(-1), out=room).div_(divisor)
 
 
-def _doubtful(levels: Levels, found: Tensor, fields: Fields) -> Tensor:
+def _doubtful(levels: Levels, new: Tensor, fields: Fields) -> Tensor:
     """Return the blocks that may have a sub-block whose scale does not cover it: those with a level close to half a
     step beyond the ends, without a scale, or with a shift so large that levels are not exact."""
     below, above = levels.gaps
-    flat, scale, shift = found.flatten(1), fields.scale(), fields.shift()
+    flat, scale, shift = new.flatten(1), fields.scale(), fields.shift()
     open_ = (flat.amin(1) < levels.low - SURE * below) | (flat.amax(1) > levels.high + SURE * above)
     open_ |= (scale == 0).any(1)
     if shift is not None:
@@ -355,24 +355,24 @@ def _fp8(levels: Levels, old: Fields, largest: Tensor, covered: Tensor, margin: 
 
 def f16_near(values: Tensor) -> Tensor:
     """Return numbers of f16 near the values; where f16 is coarse, the next one by magnitude. Result in fp32."""
-    found = _f16(values)
-    return _moved(found, found.float().abs() < values.abs() * (1 - 2.0**-10), 1)
+    near = _f16(values)
+    return _moved(near, near.float().abs() < values.abs() * (1 - 2.0**-10), 1)
 
 
 def f16_beyond(values: Tensor, *, up: bool = True) -> Tensor:
     """Return the nearest numbers of f16 at or above the values, with `up`, or at or below them. Result in fp32."""
     if not up:
         return -f16_beyond(-values)
-    found = _f16(values)
-    return _moved(found, found.float() < values, torch.where(values > 0, 1, -1).to(torch.int16))
+    near = _f16(values)
+    return _moved(near, near.float() < values, torch.where(values > 0, 1, -1).to(torch.int16))
 
 
-def _moved(found: Tensor, where: Tensor, step: Tensor | int) -> Tensor:
+def _moved(numbers: Tensor, where: Tensor, step: Tensor | int) -> Tensor:
     """Return f16 numbers, in fp32, those chosen moved by a step of their magnitude."""
-    made = torch.where(where, (found.view(torch.int16) + step).view(torch.float16), found).float()
-    if not bool(made.isfinite().all()):
+    moved = torch.where(where, (numbers.view(torch.int16) + step).view(torch.float16), numbers).float()
+    if not bool(moved.isfinite().all()):
         raise OutOfRange
-    return made
+    return moved
 
 
 def _f16(values: Tensor) -> Tensor:

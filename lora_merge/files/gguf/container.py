@@ -191,13 +191,13 @@ def _content(cursor: _Cursor) -> Content:
 
 
 def _entries(cursor: _Cursor, count: int) -> Iterator[Entry]:
-    seen: set[str] = set()
+    keys: set[str] = set()
     strings = STRINGS
     for _ in range(count):
         start, key = cursor.at, cursor.text()
-        if key in seen:
+        if key in keys:
             raise _Malformed(f"the entry {quoted(key)} appears twice")
-        seen.add(key)
+        keys.add(key)
         kind = cursor.number("I")
         if kind == ARRAY:
             item, length = cursor.number("I"), cursor.number("Q")
@@ -232,12 +232,12 @@ def _array(cursor: _Cursor, key: str, item: int, length: int) -> list[Any] | Non
 
 
 def _infos(cursor: _Cursor, count: int) -> Iterator[Info]:
-    seen: set[str] = set()
+    names: set[str] = set()
     for _ in range(count):
         name = cursor.text()
-        if name in seen or not name or "\0" in name:
+        if name in names or not name or "\0" in name:
             raise _Malformed(f"the name {quoted(name)} of a tensor is empty, holds NUL or appears twice")
-        seen.add(name)
+        names.add(name)
         axes = cursor.number("I")
         if axes > AXES:
             raise _Malformed(f"{quoted(name)} has {axes} axes")

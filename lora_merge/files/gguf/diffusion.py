@@ -16,7 +16,7 @@ from ...disk.files import StoredTensor
 from ...dtypes import Shape
 from ..encodings.base import Packing
 from .container import ARRAY, MAGIC
-from .encoding import fresh
+from .encoding import new_encoding
 from .layout import BLOCKS, FILE_TYPE, FILE_TYPES, VERSION, string, unsigned
 from .types import TYPES
 from .view import ARCHITECTURE, ORIGINAL
@@ -82,7 +82,7 @@ def diffusion_file(tensors: Container[str]) -> DiffusionFile | None:
     return None
 
 
-def plain_type(name: str, shape: Shape, wanted: str) -> str:
+def plain_type(name: str, shape: Shape, dtype: str) -> str:
     """Return the type of a tensor of numbers of this name and shape that is not quantised.
 
     Vectors, small tensors, and parameters of no layer, which the loader does not convert, are fp32. So are tensors of
@@ -90,7 +90,7 @@ def plain_type(name: str, shape: Shape, wanted: str) -> str:
     """
     if len(shape) < 2 or prod(shape) <= SMALL or len(shape) > AXES or not name.endswith(".weight"):
         return "F32"
-    return {"F64": "F32", "F8_E4M3": "F16", "F8_E5M2": "F16"}.get(wanted, wanted)
+    return {"F64": "F32", "F8_E4M3": "F16", "F8_E5M2": "F16"}.get(dtype, dtype)
 
 
 def new_blocks(file: DiffusionFile, info: StoredTensor, dtype: str) -> Packing | None:
@@ -104,7 +104,7 @@ def new_blocks(file: DiffusionFile, info: StoredTensor, dtype: str) -> Packing |
     if name is None or shape[-1] % block:
         return None
     codes = replace(info, dtype=dtype, shape=shape, nbytes=total // block * size, stored=name)
-    return Packing(fresh(dtype), codes)
+    return Packing(new_encoding(dtype), codes)
 
 
 def empty_header(kind: Kind, tensors: Sequence[tuple[str, str, Shape]], shapes: Mapping[str, Shape]) -> bytes:

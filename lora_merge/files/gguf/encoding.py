@@ -29,7 +29,7 @@ class Ggml(Encoding):
     offset: float = 0.0
     """The number that is added to every number in the file."""
     name: ClassVar[str] = "ggml"
-    afresh: ClassVar[bool] = True
+    from_zeros: ClassVar[bool] = True
     stochastic: ClassVar[bool] = True
 
     @property
@@ -44,11 +44,11 @@ class Ggml(Encoding):
 
     def as_plain(self, dtype: str) -> Ggml | None:
         """Return the same with plain numbers of this dtype; None if these are stored as they are."""
-        return _made(dtype, self.head, self.cols, self.offset) if self.head or self.offset else None
+        return _encoding(dtype, self.head, self.cols, self.offset) if self.head or self.offset else None
 
     def as_type(self, kind: str) -> Ggml:
         """Return the same with new blocks of a type."""
-        return _made(kind, self.head, self.cols, self.offset, fresh=True)
+        return _encoding(kind, self.head, self.cols, self.offset, new_scales=True)
 
     @property
     def block_of_scale(self) -> tuple[int, int]:
@@ -108,7 +108,7 @@ class Grid(Ggml):
     """Points of a grid; read, never written."""
 
     name: ClassVar[str] = "ggml_grids"
-    afresh: ClassVar[bool] = False
+    from_zeros: ClassVar[bool] = False
     decode_only: ClassVar[str] = "its points were chosen with an importance matrix"
 
     def _decoded(self, codes: Tensor) -> Tensor:
@@ -119,26 +119,28 @@ class Grid(Ggml):
 
 def ggml(kind: str) -> Ggml:
     """Return the encoding of a type."""
-    return _made(kind, 0, 0, 0.0)
+    return _encoding(kind, 0, 0, 0.0)
 
 
-def fresh(kind: str) -> Ggml:
+def new_encoding(kind: str) -> Ggml:
     """Return the encoding of new blocks of a type."""
-    return _made(kind, 0, 0, 0.0, fresh=True)
+    return _encoding(kind, 0, 0, 0.0, new_scales=True)
 
 
 def permuted(kind: str, head: int, cols: int) -> Ggml:
     """Return the encoding of a type for q or k of llama: heads of so many rows, of so many numbers."""
-    return _made(kind, head, cols, 0.0)
+    return _encoding(kind, head, cols, 0.0)
 
 
 def shifted(kind: str, offset: float) -> Ggml:
     """Return the encoding of a type with a constant added to every number."""
-    return _made(kind, 0, 0, offset)
+    return _encoding(kind, 0, 0, offset)
 
 
-def _made(kind: str, head: int, cols: int, offset: float, *, fresh: bool = False) -> Ggml:
+def _encoding(kind: str, head: int, cols: int, offset: float, *, new_scales: bool = False) -> Ggml:
     """Return one object for each encoding: weights that are stored alike are merged together."""
     unit = TYPES[kind].unit
-    made = Grid if kind in READ_ONLY else Ggml
-    return made.shared(unit, max(unit[0], head * cols), kind=kind, head=head, cols=cols, offset=offset, fresh=fresh)
+    form = Grid if kind in READ_ONLY else Ggml
+    return form.shared(
+        unit, max(unit[0], head * cols), kind=kind, head=head, cols=cols, offset=offset, new_scales=new_scales
+    )

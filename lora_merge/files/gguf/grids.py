@@ -109,12 +109,12 @@ def _points(kind: str) -> Tensor:
 
 def decode(kind: str, raw: Tensor, size: int) -> Tensor:
     """Return the numbers of blocks of `size` bytes, flat, in fp32; InvalidPart for scales that are not finite."""
-    found = READERS[kind](raw.reshape(-1, size))
-    if not bool(found.scale.isfinite().all()):
+    block = READERS[kind](raw.reshape(-1, size))
+    if not bool(block.scale.isfinite().all()):
         raise InvalidPart("a scale is not a number")
-    values = _points("IQ1_S" if kind == "IQ1_M" else kind)[found.point].flatten(1)
-    if found.signs is not None:
-        values = torch.where(_fields(found.signs, 1, 8) == 1, -values, values)
-    if found.down is not None:
-        values = values + (SHIFT - 2 * SHIFT * found.down).repeat_interleave(256 // found.down.shape[1], 1)
-    return values.view(*found.scale.shape, -1).mul_(found.scale[:, :, None]).reshape(-1)
+    values = _points("IQ1_S" if kind == "IQ1_M" else kind)[block.point].flatten(1)
+    if block.signs is not None:
+        values = torch.where(_fields(block.signs, 1, 8) == 1, -values, values)
+    if block.down is not None:
+        values = values + (SHIFT - 2 * SHIFT * block.down).repeat_interleave(256 // block.down.shape[1], 1)
+    return values.view(*block.scale.shape, -1).mul_(block.scale[:, :, None]).reshape(-1)

@@ -56,11 +56,11 @@ def new_layout(header: bytes, tensors: Sequence[tuple[str, str, Shape]], metadat
 def _laid_out(
     content: Content, tensors: Sequence[tuple[str, str, Shape]], metadata: Mapping[str, str], end: int
 ) -> bytes:
-    kept = [e for e in content.entries if not isinstance(e.value, str) or metadata.get(e.key) == e.value]
-    there, types = {e.key for e in kept}, _retyped(content, tensors)
-    spans = [types.pop(e.key, content.raw[e.start : e.stop]) for e in kept if e.key != PADDING]
-    own = {key: text for key, text in metadata.items() if key not in there}
-    spans += [*types.values(), *(string(*entry) for entry in own.items())]
+    entries = [e for e in content.entries if not isinstance(e.value, str) or metadata.get(e.key) == e.value]
+    keys, types = {e.key for e in entries}, _retyped(content, tensors)
+    spans = [types.pop(e.key, content.raw[e.start : e.stop]) for e in entries if e.key != PADDING]
+    texts = {key: text for key, text in metadata.items() if key not in keys}
+    spans += [*types.values(), *(string(*entry) for entry in texts.items())]
     return _whole(content, spans, (len(tensors), _infos(content, tensors)), end)
 
 
@@ -77,10 +77,10 @@ def with_texts(header: bytes, metadata: Mapping[str, str]) -> bytes:
         elif e.key != PADDING:
             spans.append(content.raw[e.start : e.stop])
     infos = len(content.infos), content.raw[content.infos_start :]
-    made = _whole(content, spans, infos, len(header), exactly=True)
-    if len(made) != len(header):
+    new = _whole(content, spans, infos, len(header), exactly=True)
+    if len(new) != len(header):
         raise ValueError("the entries are longer than the planned ones")
-    return made
+    return new
 
 
 def texts_of(header: bytes) -> dict[str, str]:
@@ -113,8 +113,8 @@ def _retyped(content: Content, tensors: Iterable[tuple[str, str, Shape]]) -> dic
     if len(new) != 1:
         return {}
     (kind,) = new
-    found = {FILE_TYPE: unsigned(FILE_TYPE, FILE_TYPES[kind])}
-    return found | {BLOCKS: unsigned(BLOCKS, VERSION)} if TYPES[kind].unit[0] > 1 else found
+    entries = {FILE_TYPE: unsigned(FILE_TYPE, FILE_TYPES[kind])}
+    return entries | {BLOCKS: unsigned(BLOCKS, VERSION)} if TYPES[kind].unit[0] > 1 else entries
 
 
 def _infos(content: Content, tensors: Sequence[tuple[str, str, Shape]]) -> bytes:
@@ -122,11 +122,11 @@ def _infos(content: Content, tensors: Sequence[tuple[str, str, Shape]]) -> bytes
     placed = [*_places(tensors, content.alignment)]
     if {(i.name, i.dtype, i.shape, i.offset) for i in content.infos} == {*placed}:
         return content.raw[content.infos_start :]
-    made = []
+    infos = []
     for name, dtype, shape, offset in placed:
         axes = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
-        made.append(_text(name) + axes + struct.pack("<IQ", TYPES[dtype].number, offset))
-    return b"".join(made)
+        infos.append(_text(name) + axes + struct.pack("<IQ", TYPES[dtype].number, offset))
+    return b"".join(infos)
 
 
 def _places(tensors: Iterable[tuple[str, str, Shape]], alignment: int) -> Iterator[tuple[str, str, Shape, int]]:
