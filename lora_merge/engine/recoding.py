@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..disk.files import Memory
-from ..disk.spool import PartBytes
+from ..disk.scale_spool import PartBytes
 from ..errors import InputError, TooLarge
 from ..files.encodings.base import CODES, DRAW, OutOfRange, Packing
 from ..planning.plan import OutputTensor

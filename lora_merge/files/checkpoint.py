@@ -83,14 +83,14 @@ class Index:
 
     @cached_property
     def quantised(self) -> Quantised:
-        """Return the quantised parts of this checkpoint that no codec reads."""
+        """Return the quantised parts of this checkpoint that no format reads."""
         if self.components:
             return together({name: part.quantised for name, part in self.components.items()})
         return quantised(self.tensors, self.metadata, self.config, self.packed)
 
     @cached_property
     def beside(self) -> frozenset[str]:
-        """Return the names of the tensors beside quantised weights that a codec reads, and of the scales of caches."""
+        """Return the names of the tensors beside quantised weights that a format reads, and of the scales of caches."""
         return beside(self.packed).union(of_cache(self.tensors, self.config)) if self.packed else frozenset()
 
     @cached_property

@@ -21,7 +21,7 @@ from ..files.gguf.layout import gguf_layout, new_layout
 from ..files.gguf.names import FAMILIES
 from ..files.gguf.types import TYPES
 from ..files.gguf.view import ARCHITECTURE, as_plain
-from ..files.headers import layout
+from ..files.safetensors import layout
 from ..job import Job
 from ..models.weights import Weight
 from ..paths import typed

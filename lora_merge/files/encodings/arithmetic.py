@@ -22,7 +22,7 @@ Arguments = ParamSpec("Given")
 
 def a_table(make: Callable[Arguments, Tensor]) -> Callable[Arguments, Tensor]:
     """Keep the last tensors that a function makes. They are made on the CPU and copied to torch's default device, which
-    is the one that a codec computes on."""
+    is the one on which encodings compute."""
 
     @lru_cache(maxsize=64)
     def cached(device: torch.device, *arguments: Arguments.args, **named: Arguments.kwargs) -> Tensor:

@@ -49,7 +49,7 @@ class InvalidPart(ValueError):
 
 
 class OutOfRange(ValueError):
-    """The error for new numbers that no scale of a codec can cover."""
+    """The error for new numbers that no scale can cover."""
 
 
 class Part(NamedTuple):
@@ -72,7 +72,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Encoding:
-    """One way to store numbers, with its settings; a subclass for each codec. Weights stored alike share one object.
+    """One way to store numbers, with its settings; a subclass for each form of codes. Weights stored alike share one object.
 
     The functions are pure, and know nothing of adapters.
     """
@@ -84,7 +84,7 @@ class Encoding:
     label: str = ""  # for the user, where it is not the name
     new_scales: bool = False  # whether the base has no scales to keep: those of an output are new
 
-    name: ClassVar[str] = ""  # of the codec, by which the proof finds its decoder
+    name: ClassVar[str] = ""  # by which the proof finds its decoder
     stochastic: ClassVar[bool] = False
     """Whether `encode` rounds stochastically where `parts` holds `DRAW`."""
 

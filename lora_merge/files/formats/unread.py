@@ -84,7 +84,7 @@ MARKED: Final = (
 
 @dataclass(frozen=True)
 class Quantised:
-    """The quantised parts of a checkpoint that no codec reads."""
+    """The quantised parts of a checkpoint that no format reads."""
 
     how: str = ""  # format and the tensor that shows it, for messages
     parts: frozenset[str] = frozenset()  # modules, or whole networks, with all below them; "" is the whole checkpoint
@@ -139,7 +139,7 @@ def together(parts: Mapping[str, Quantised]) -> Quantised:
 def quantised(
     tensors: Tensors, metadata: Mapping[str, str], config: Mapping[str, Any], packed: Mapping[str, Packing]
 ) -> Quantised:
-    """Return the quantised parts of one checkpoint that no codec reads."""
+    """Return the quantised parts of one checkpoint that no format reads."""
     entries = section(config)
     if entries.get("transform_config"):
         return Quantised("its weights are rotated, config.json says so by transform_config", frozenset({""}))
