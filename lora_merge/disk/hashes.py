@@ -81,7 +81,7 @@ def state(path: Path) -> str | None:
     return f"{s.st_dev}:{s.st_ino}:{s.st_size}:{s.st_mtime_ns}:{s.st_ctime_ns}"
 
 
-class Known:
+class RememberedHashes:
     """The remembered digests. They are read once, at the first call of `digest`."""
 
     @cached_property
@@ -137,7 +137,7 @@ def remember(learnt: Mapping[Path, tuple[str, str]]) -> None:
 
 def _ours(path: Path, others: int = 0o022) -> bool:
     """Return whether the user or root owns the path, and others have none of these permissions, as ssh requires."""
-    s = path.stat() if path.is_dir() else path.lstat()  # a folder may lie on another disk, behind a link
+    s = path.stat() if path.is_dir() else path.lstat()  # a folder may be on another disk, behind a link
     user = user_id()
     return user is None or (s.st_uid in (0, user) and not s.st_mode & others)
 
@@ -184,7 +184,7 @@ class RunningHashes:
 
     def __init__(self, reader: Reader, base: Sequence[Path], others: Sequence[Path], *, ahead: bool = True) -> None:
         files = dict.fromkeys((*base, *others))
-        self._states, known = {path: state(path) for path in files}, Known()
+        self._states, known = {path: state(path) for path in files}, RememberedHashes()
         self._done = {path: digest for path in files if (digest := known.digest(path))}
         self._learnt: dict[Path, tuple[str, str]] = {}
         self.reader, self._base = reader, [p for p in base if p not in self._done]

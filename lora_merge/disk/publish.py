@@ -48,7 +48,7 @@ SWEEPS: Final = 10.0  # seconds after which a process searches the same folder a
 NEW: Final = 0o666  # permissions of a new file, before the umask
 
 LOCK: Final = "" if CAN_LOCK else ".lock"
-"""Ending of the file that a run locks while it writes a temporary file; "" where that is the temporary file itself."""
+"""Ending of the file that a run locks while it writes a temporary file; "" if that is the temporary file itself."""
 
 _swept: dict[Path, float] = {}
 """Folder → time of its last search."""
@@ -127,7 +127,7 @@ def moved(fd: int, part: Path) -> Path:
 
 
 def try_lock(fd: int) -> bool | None:
-    """Try to take the lock; return whether this process has it now, None where the file system has no locks."""
+    """Try to take the lock; return whether this process has it now, None if the file system has no locks."""
     try:
         return lock_now(fd)
     except OSError:
@@ -397,7 +397,7 @@ def _publish(part: Path, target: Path, *, overwrite: bool, replaces: bool) -> Pa
 
 
 def _swap_file(part: Path, target: Path) -> Path | None:
-    """Rename the file over the old one; return the new name of the old file, None where it could not be kept."""
+    """Rename the file over the old one; return the new name of the old file, None if it could not be kept."""
     if _exchange(part, target):
         return part
     old = sibling(target)
@@ -474,7 +474,7 @@ def _publish_folder(part: Path, target: Path, *, overwrite: bool) -> None:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Swap two names; return False where that is not possible. Raises OSError if the disk itself fails."""
+    """Swap two names; return False if that is not possible. Raises OSError if the disk itself fails."""
     reply: int | None = None
 
     def swap(_: Path) -> None:

@@ -31,12 +31,12 @@ FICLONERANGE: Final = 0x4020940D  # ioctl_ficlonerange(2)
 
 
 def clone(old: int, new: int) -> bool:
-    """Make the open, empty file `new` share all bytes of the open file `old`; return False where it cannot."""
+    """Make the open, empty file `new` share all bytes of the open file `old`; return False if it cannot."""
     return _ioctl(new, FICLONE, old)
 
 
 def clone_range(old: int, offset: int, size: int, new: int, at: int) -> bool:
-    """Make `new` share, from `at` on, `size` bytes of `old` from `offset` on; return False where it cannot.
+    """Make `new` share, from `at` on, `size` bytes of `old` from `offset` on; return False if it cannot.
 
     `offset`, `size` and `at` are multiples of a block of the file system.
     """
@@ -63,7 +63,7 @@ BEHIND: Final = 128 << 20  # bytes in the page cache that may still be unwritten
 
 
 def _find_sync_range() -> Any:
-    """Return sync_file_range(2) of the C library; None where there is none."""
+    """Return sync_file_range(2) of the C library; None if there is none."""
     if not sys.platform.startswith("linux"):
         return None
     call = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)

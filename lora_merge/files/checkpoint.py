@@ -163,7 +163,7 @@ def _opened(path: Path, *, adapter: bool) -> Index:
 
 
 def configuration(path: Path) -> Path | None:
-    """Return the path of the configuration of the folder or PEFT file at `path`; None where there is none.
+    """Return the path of the configuration of the folder or PEFT file at `path`; None if there is none.
 
     Any file with PEFT's tensors needs its configuration, which holds alpha. DeepSpeed's zero_to_fp32 writes such
     tensors to pytorch_model.bin.
@@ -188,13 +188,13 @@ def _is_called_trained(path: Path) -> bool:
 
 
 def adapter_config(path: Path) -> dict[str, Any]:
-    """Return the adapter_config.json of a folder, or of the folder of a file; {} where there is none."""
+    """Return the adapter_config.json of a folder, or of the folder of a file; {} if there is none."""
     file = (path if is_folder(path) else path.parent) / CONFIGS[0]
     return read_json(file) if file.is_file() else {}
 
 
 def _model_config(folder: Path) -> Path | None:
-    """Return the configuration of the model in a folder, with its weights beside it; None where there is no model."""
+    """Return the configuration of the model in a folder, with its weights beside it; None if there is no model."""
     file = next((folder / name for name in CONFIGS[1:] if exists(folder / name)), None)
     if file is None or file.name == CONFIGS[1]:
         return file

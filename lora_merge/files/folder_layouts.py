@@ -1,7 +1,7 @@
 """Finds the files of a folder that make up the checkpoint (shards, variants, components) by their names alone.
 
 The layouts are those of `save_pretrained` in transformers and diffusers. In the many versions of these libraries the
-variant stands before or after the shard number, and before or after `index`.
+variant comes before or after the shard number, and before or after `index`.
 
 If a folder holds several sets of weights, the output holds the set that those libraries would load from the base:
 

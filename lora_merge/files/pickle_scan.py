@@ -7,7 +7,7 @@ of a dict. So this module follows the stream without making objects: its stack h
 value. Only the operations and globals that state dicts need are allowed. All items that calls copy and keys hash must
 together be no more than a few times the size of the file.
 
-The operations are those that torch's unpickler knows (2.13, _weights_only_unpickler.py); their formats are in Python's
+The operations are the ones of torch's unpickler (2.13, _weights_only_unpickler.py); their formats are in Python's
 pickletools.py.
 """
 
@@ -33,7 +33,7 @@ REBUILT: Final = frozenset(
         "_rebuild_meta_tensor_no_storage",
     )
 )
-"""Functions that make a tensor from a storage; none of them reserves memory."""
+"""Functions that make a tensor from a storage; they reserve no memory."""
 
 TYPED: Final = "torch._tensor._rebuild_from_type_v2"
 """Calls the function in its first argument, which must be one of `REBUILT`."""

@@ -47,7 +47,7 @@ class Tokenizer(NamedTuple):
     why: str
 
 
-class Rows(NamedTuple):
+class EmbeddingRows(NamedTuple):
     """The rows of the embeddings: in the base, in the output, and whether an adapter changes them."""
 
     before: int
@@ -56,7 +56,7 @@ class Rows(NamedTuple):
 
 
 def taken(
-    asked: str | None, base: Folder, adapters: Sequence[Folder], rows: Sequence[Rows]
+    asked: str | None, base: Folder, adapters: Sequence[Folder], rows: Sequence[EmbeddingRows]
 ) -> tuple[Tokenizer | None, tuple[Note, ...]]:
     """Return the tokenizer that replaces the base's, None for the base's own, and notes.
 

@@ -32,7 +32,7 @@ from ..files.side_files import (
     refuse_links_outside,
     stored_name,
 )
-from ..files.tokenizers import OTHER_TOKENIZER, Rows, taken
+from ..files.tokenizers import OTHER_TOKENIZER, EmbeddingRows, taken
 from ..job import Adapter, Job
 from ..matching.conflicts import with_overlap_notes
 from ..matching.formula import AdapterContext, check_settings
@@ -189,16 +189,16 @@ def _folders(matched: Matched) -> tuple[tuple[Folder, ...], dict[str, Path], lis
     return folders, sides, [*(note for folder in folders for note in folder.warning()), *notes]
 
 
-def _embedding_rows(matched: Matched, number: int) -> Rows:
+def _embedding_rows(matched: Matched, number: int) -> EmbeddingRows:
     """Return the rows of the largest table of tokens, before and after an adapter."""
     base, one = matched.inputs.base, matched.adapters[number]
     tables = [key for key, info in base.tensors.items() if len(info.shape) == 2 and EMBEDDING.fullmatch(key)]
     key = max(tables, key=lambda name: base.tensors[name].shape[0], default=None)
     if key is None:
-        return Rows(0, 0, changed=False)
+        return EmbeddingRows(0, 0, changed=False)
     after = one.replaced[key].shape if key in one.replaced else matched.weights[key].shape
     changed = key in one.uses or key in one.replaced or key in one.bases
-    return Rows(base.tensors[key].shape[0], after[0], changed=changed)
+    return EmbeddingRows(base.tensors[key].shape[0], after[0], changed=changed)
 
 
 def matches(inputs: Inputs, values: Values, *, every_setting: bool = True) -> tuple[Match, ...]:

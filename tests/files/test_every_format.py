@@ -21,7 +21,7 @@ from lora_merge.errors import InputError
 from lora_merge.files import formats
 from lora_merge.files.encodings.base import CODES, InvalidPart, OutOfRange
 from lora_merge.files.formats import FORMATS
-from lora_merge.files.formats.base import Checkpoint, Claim
+from lora_merge.files.formats.base import Checkpoint, WeightClaim
 from lora_merge.files.formats.output import FILES, FOLDERS, OutputFormat
 from lora_merge.files.gguf.blocks import KINDS
 from lora_merge.files.gguf.types import READ, READ_ONLY
@@ -55,7 +55,7 @@ def numbers(count: int) -> Iterator[tuple[str, Tensor]]:
 
 
 @cache
-def claiming(name: str) -> Callable[[Checkpoint], Iterable[Claim]]:
+def claiming(name: str) -> Callable[[Checkpoint], Iterable[WeightClaim]]:
     """The format that reads the example of a row."""
     checkpoint = EXAMPLES[name]((32, 64)).checkpoint()
     (claim,) = (claim for claim in FORMATS if [*claim(checkpoint)])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from .base import CODES, DRAW, Encoding, OutOfRange, Parts, beyond, finite
+from .base import CODES, DRAW, Encoding, OutOfRange, PartNumbers, beyond, finite
 from .scaled import COARSE, SCALE
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Affine(Encoding):
         """Rows and columns with one scale."""
         return 1, self.group
 
-    def decode(self, parts: Parts, first: int, count: int) -> Tensor:
+    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
         """Return q · s + b in fp32."""
         from . import bit_packing
 
@@ -38,7 +38,7 @@ class Affine(Encoding):
         scale, bias = self._line(parts)
         return levels.mul_(scale).add_(bias)
 
-    def encode(self, values: Tensor, parts: Parts, first: int) -> Parts | None:
+    def encode(self, values: Tensor, parts: PartNumbers, first: int) -> PartNumbers | None:
         """Return codes, scales and biases; those of a group are kept where they cover the new numbers."""
         from . import bit_packing, rounding
 
@@ -58,18 +58,18 @@ class Affine(Encoding):
         """The largest code."""
         return int(2**self.bits - 1)
 
-    def _line(self, parts: Parts) -> tuple[Tensor, Tensor]:
+    def _line(self, parts: PartNumbers) -> tuple[Tensor, Tensor]:
         """Return (scales, biases), each [groups, 1] in fp32; InvalidPart if one is not finite."""
         scale, bias = (finite(parts[role], "a scale or a bias").view(-1, 1) for role in (SCALE, BIAS))
         return scale, bias
 
     def _fitted(
-        self, ends_of: tuple[Tensor, Tensor], scale: Tensor, bias: Tensor, parts: Parts
+        self, ends_of: tuple[Tensor, Tensor], scale: Tensor, bias: Tensor, parts: PartNumbers
     ) -> tuple[Tensor, Tensor]:
         """Return (scales, biases) of groups with these ranges: the old ones where they cover the range and use most of
         their codes, else new ones by mlx's rule, a little wider where the stored numbers would not cover the range.
 
-        mlx's rule: one end of the range is the bias, the end that lies farther from zero, and zero is a whole code.
+        mlx's rule: one end of the range is the bias, the end farther from zero, and zero is a whole code.
         """
         import torch
 

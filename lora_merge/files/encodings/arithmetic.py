@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 FLOAT_DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 FP8: Final = {name: getattr(torch, TABLE[name].library) for name in ("F8_E4M3", "F8_E5M2")}
-Arguments = ParamSpec("Given")
+Arguments = ParamSpec("Arguments")
 
 
 def a_table(make: Callable[Arguments, Tensor]) -> Callable[Arguments, Tensor]:
@@ -44,7 +44,7 @@ TABLES: Final[list[Callable[[], None]]] = []
 
 @a_table
 def byte_values(dtype: str) -> Tensor:
-    """Return the number that each byte of a dtype stands for, in fp32."""
+    """Return the number of each byte of a dtype, in fp32."""
     return torch.arange(256, dtype=torch.uint8).view(getattr(torch, TABLE[dtype].library)).float()
 
 
@@ -58,7 +58,7 @@ def from_fp8(codes: Tensor, dtype: str, scale: float = 1.0, last: int | None = N
     if raw.device.type == "cpu" and dtype == "F8_E5M2":
         return _times(raw.to(torch.int16).mul_(256).view(torch.float16).float(), scale)
     if raw.device.type == "cpu" and raw.numel() and (last_byte(raw) if last is None else last) < 0x7F:
-        signed = raw.to(torch.int16).mul_(128).bitwise_and_(~0x4000)  # the sign lies in bits 14 and 15
+        signed = raw.to(torch.int16).mul_(128).bitwise_and_(~0x4000)  # the sign is in bits 14 and 15
         wide = signed.view(torch.float16).float()  # the exponents' biases are 15 and 7
         return _times(wide, 256.0 * scale) if scale < LARGE else wide.mul_(256.0).mul_(scale)
     return _times(byte_values(dtype).index_select(0, raw.view(torch.uint8).int()), scale)
@@ -79,6 +79,7 @@ def _times(values: Tensor, scale: float) -> Tensor:
 
 LARGE: Final = 2.0**100
 """The scale below which no power of two that it is multiplied by overflows."""
+
 LAST: Final = {"F8_E4M3": 0x7E, "F8_E5M2": 0x7B}
 """Dtype → byte of the largest number, without its sign."""
 
@@ -188,7 +189,7 @@ def covering(largest: Tensor, steps: float, room: float, dtype: str) -> Tensor:
     """Return scales, in fp32, that `dtype` holds and at which `steps` codes reach as far as the largest numbers.
 
     They are the nearest ones, or the next above where even `room` codes would not reach: bf16 moves a scale by up to a
-    512th, and the smallest numbers of fp16 lie far apart. Raises OutOfRange where no scale is large enough.
+    512th, and the smallest numbers of fp16 are far apart. Raises OutOfRange if no scale is large enough.
     """
     kind = FLOAT_DTYPES[dtype]
     near = (largest / steps).to(kind)
@@ -229,7 +230,7 @@ def neighbour(numbers: Tensor, up: Tensor) -> Tensor:
 
 @a_table
 def _powers() -> Tensor:
-    """Return the number that each byte of e8m0 stands for: 2 ** (b - 127), and NaN for 255."""
+    """Return the number of each byte of e8m0: 2 ** (b - 127), and NaN for 255."""
     found = torch.ldexp(torch.ones(256), torch.arange(-127, 129)).float()
     found[255] = float("nan")
     return found
@@ -279,6 +280,7 @@ def rotated(values: Tensor, size: int) -> Tensor:
 
 
 BYTE: Final = torch.uint8
+
 E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The number of each 4-bit code."""
 
@@ -304,5 +306,5 @@ def from_halves(raw: Tensor, table: Sequence[float], *, high_first: bool) -> Ten
 
 def in_halves(codes: Tensor, *, high_first: bool) -> Tensor:
     """Return 4-bit codes, given as bytes, two in a byte."""
-    pairs = codes.contiguous().view(-1).view(torch.int16)  # the second code lies in the upper byte
+    pairs = codes.contiguous().view(-1).view(torch.int16)  # the second code is in the upper byte
     return (pairs << 4 | pairs >> 8 if high_first else pairs >> 4 | pairs).to(BYTE)

@@ -1,7 +1,7 @@
 """The interface of an encoding, which decodes the stored numbers of a weight and encodes new ones; plain numbers.
 
 A weight is stored as a group of tensors: one with codes, and others (the parts) with scales, zero points, tables. They
-may lie anywhere in the file, or in another shard. Every tensor of the group either grows with the weight, so many bytes
+may be anywhere in the file, or in another shard. Every tensor of the group either grows with the weight, so many bytes
 for so many consecutive numbers, or belongs to the weight as a whole. Windows carry the codes; the other bytes that a
 block needs are read for it, and written back to their place.
 """
@@ -23,23 +23,30 @@ if TYPE_CHECKING:
 
 FLOATS: Final = ("F32", "F16", "BF16")
 """Dtypes of scales, zero points, tables and factors."""
+
 ROTATIONS: Final = (4, 16, 64, 256, 1024)
 """How many columns may be rotated together, by `arithmetic.rotated`."""
+
 Tensors: TypeAlias = Mapping[str, StoredTensor]
-Parts: TypeAlias = "Mapping[str, Tensor]"
+
+PartNumbers: TypeAlias = "Mapping[str, Tensor]"
 """Role → stored numbers of a range of the weight, flat, in their stored dtype; codes, and dtypes that torch may lack,
 as bytes."""
+
 CODES: str = "codes"
 """The role of the tensor that the windows carry."""
+
 DRAW: Final = "draw"
 """The role of uniform numbers for stochastic rounding, one for each number; no tensor of the file has it."""
+
 BARELY: Final = 2.0**-12  # of a step: what a level may be off by, as it is computed in fp32
+
 ALL_ZEROS: Final = "a scale is not a positive number: 0, for codes that are not 0"
 """The reason why codes are invalid: only a block of zeros may have the scale 0, as its largest number is 0."""
 
 
-def beyond(parts: Parts, most: float = 0.5) -> float:
-    """Return how many steps a number may lie beyond the outermost codes of a scale that covers it: so many as round to
+def beyond(parts: PartNumbers, most: float = 0.5) -> float:
+    """Return how many steps a number may be beyond the outermost codes of a scale that covers it: so many as round to
     these. Stochastic rounding needs a code on both sides of a number, else the mean is another one."""
     return BARELY if DRAW in parts else most
 
@@ -52,7 +59,7 @@ class OutOfRange(ValueError):
     """The error for new numbers that no scale can cover."""
 
 
-class Part(NamedTuple):
+class WeightPart(NamedTuple):
     """One stored tensor of a group: `size` bytes for every `numbers` consecutive numbers of the weight.
 
     `numbers` is 0 for a tensor that belongs to the whole weight.
@@ -72,7 +79,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Encoding:
-    """One way to store numbers, with its settings; a subclass for each form of codes. Weights stored alike share one object.
+    """One way to store numbers, with its settings; a subclass for each form of codes. Weights share one object.
 
     The functions are pure, and know nothing of adapters.
     """
@@ -98,7 +105,7 @@ class Encoding:
     @classmethod
     def shared(cls, unit: tuple[int, int], group: int = 1, **settings: Any) -> Self:
         """Return the encoding with these settings, always the same object: weights with one are merged together."""
-        encoding: Self = _shared(cls, unit, group, **settings)
+        encoding: Self = _shared(cls, unit, group, **settings)  # type: ignore[arg-type]
         return encoding
 
     @property
@@ -113,8 +120,8 @@ class Encoding:
 
     @property
     def common(self) -> str:
-        """Role of the part that holds one factor of all numbers; "" without one. Where `decode` and `encode` do not get
-        it, the numbers are in units of this factor."""
+        """Role of the per-tensor scale s; "" without one. If it is withheld, `decode` returns W / s and `encode` takes
+        W / s."""
         return ""
 
     @property
@@ -134,7 +141,7 @@ class Encoding:
 
     @property
     def block_of_scale(self) -> tuple[int, int]:
-        """Rows and columns with one scale; (0, 0) where there is one for the whole weight, or in another shape."""
+        """Rows and columns with one scale; (0, 0) if there is one for the whole weight, or in another shape."""
         return 0, 0
 
     def nbytes(self, count: int) -> int:
@@ -151,15 +158,15 @@ class Encoding:
         """Return the reason why the numbers of a part of the whole weight are invalid; "" if they are valid."""
         return ""
 
-    def decode(self, parts: Parts, first: int, count: int) -> Tensor:
+    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
         """Return `count` numbers of the weight from `first` on, as floats in any shape; InvalidPart for bad parts."""
         raise NotImplementedError
 
-    def factor_of(self, parts: Parts) -> float:
+    def factor_of(self, parts: PartNumbers) -> float:
         """Return the factor of all numbers, 1 without one; InvalidPart if it is not a positive number."""
         return 1.0
 
-    def encode(self, values: Tensor, parts: Parts, first: int) -> Parts | None:
+    def encode(self, values: Tensor, parts: PartNumbers, first: int) -> PartNumbers | None:
         """Return the codes, and the parts that grow with the weight, of new numbers from `first` on.
 
         `values`: flat, fp32 or fp64, finite. `parts`: those of the numbers before the change; their scales are kept
@@ -167,7 +174,7 @@ class Encoding:
         """
         raise NotImplementedError
 
-    def refit(self, parts: Parts, largest: float) -> Parts:
+    def refit(self, parts: PartNumbers, largest: float) -> PartNumbers:
         """Return the parts of the whole weight that cover numbers of this largest magnitude."""
         raise NotImplementedError
 
@@ -190,7 +197,7 @@ class Packing(NamedTuple):
 
     encoding: Encoding
     codes: StoredTensor | None = None  # as the container lists it; None for plain numbers
-    parts: Mapping[str, Part] = {}
+    parts: Mapping[str, WeightPart] = {}
     beside: frozenset[str] = frozenset()  # names of other tensors of this weight: marks, scales of activations
 
     @property
@@ -232,7 +239,7 @@ class Plain(Encoding):
         """Whether the stored numbers are the weight."""
         return True
 
-    def decode(self, parts: Parts, first: int, count: int) -> Tensor:
+    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
         """Return the stored numbers."""
         return parts[CODES]
 

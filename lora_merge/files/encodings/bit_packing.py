@@ -45,7 +45,7 @@ def in_stream(numbers: Tensor, bits: int) -> Tensor:
 def from_planes(raw: Tensor, bits: int) -> Tensor:
     """Return the whole numbers of 2 to 7 bits in bytes as SDNQ packs them, as uint8.
 
-    Some of the numbers that are packed together lie in the lowest bits of a byte each; of the others, parts lie above
+    Some of the numbers that are packed together are in the lowest bits of a byte each; of the others, parts are above
     them: the higher a part of the number, the later the byte.
     """
     if bits in (2, 4):
@@ -63,7 +63,7 @@ def from_planes(raw: Tensor, bits: int) -> Tensor:
 def from_rows(raw: Tensor, bits: int, *, dense: bool) -> Tensor:
     """Return the whole numbers in rows of bytes [rows, n]: as many as a row can hold, lowest bits first.
 
-    Dense rows are streams of bits; in others no number lies in two words, whose highest bits may then be unused.
+    Dense rows are streams of bits; in others no number spans two words, whose highest bits may then be unused.
     """
     if not dense:
         return from_words(raw.contiguous().view(torch.int32), bits)[..., : 32 // bits].flatten(1)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from .base import CODES, Encoding, Parts, finite
+from .base import CODES, Encoding, PartNumbers, finite
 from .scaled import SCALE, ZERO
 
 if TYPE_CHECKING:
@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
 BOOK: Final = "book"
 """Role of the numbers that codes choose from."""
+
 ROW: Final = "row"
 """Role of the scales of rows."""
+
 NUMBERS: Final = "a scale or a number of a table"
 FITTED: Final = "its tables or scales were fitted to the old numbers"
 
@@ -39,7 +41,7 @@ class Aqlm(Encoding):
     name: ClassVar[str] = "aqlm"
     decode_only: ClassVar[str] = FITTED
 
-    def decode(self, parts: Parts, first: int, count: int) -> Tensor:
+    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
         """Return Σ book[q] · s in fp32."""
         import torch
 
@@ -67,7 +69,7 @@ class Grouped(Encoding):
         """Rows and columns with one scale."""
         return 1, self.size
 
-    def decode(self, parts: Parts, first: int, count: int) -> Tensor:
+    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
         """Return round(level · s of the group) · s of the row in fp32, in the basis of the model."""
         from . import arithmetic, bit_packing
 
@@ -92,7 +94,7 @@ class Columns(Encoding):
     name: ClassVar[str] = "awq_w4a16"
     decode_only: ClassVar[str] = FITTED
 
-    def decode(self, parts: Parts, first: int, count: int) -> Tensor:
+    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
         """Return (q − 8) · s + z in fp32."""
         from . import arithmetic, bit_packing
 

@@ -13,7 +13,7 @@ from math import inf, prod
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 from ...disk.files import StoredTensor
-from .base import ALL_ZEROS, CODES, DRAW, Encoding, InvalidPart, OutOfRange, Packing, Part, Parts, beyond
+from .base import ALL_ZEROS, CODES, DRAW, Encoding, InvalidPart, OutOfRange, Packing, PartNumbers, WeightPart, beyond
 from .scaled import E8M0, SCALE, TILE
 
 if TYPE_CHECKING:
@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
 WHOLE: Final = "whole"
 """Role of the scale of the whole weight."""
+
 PRE: Final = "pre"
 """Role of the numbers by which a layer multiplies its inputs: W = decoded · diag(p)."""
+
 LARGEST: Final = 6.0  # of e2m1
 STEP: Final = 2.0  # between the two largest codes
 FINE: Final = 2.4  # a block whose largest code would be below is fitted again
@@ -39,7 +41,7 @@ class Fp4(Encoding):
     high_first: bool = False
     swizzled: bool = False
     divided: bool = False  # whether the scale of the whole weight is a divisor
-    turned: int = 0  # rows of a matrix whose transpose the model knows as the weight; 0 where it is the matrix itself
+    turned: int = 0  # rows of a matrix whose transpose the model knows as the weight; 0 if it is the matrix itself
     inputs: str = ""  # dtype of the factors of the inputs; "" without them
     name: ClassVar[str] = "fp4"
     stochastic: ClassVar[bool] = True
@@ -66,7 +68,7 @@ class Fp4(Encoding):
         """Rows and columns with one scale."""
         return 1, self.size
 
-    def decode(self, parts: Parts, first: int, count: int) -> Tensor:
+    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
         """Return e2m1 · s · g in fp32."""
         from . import arithmetic
 
@@ -78,8 +80,8 @@ class Fp4(Encoding):
             return numbers.view(-1, self.cols).mul_(self._pre(parts))
         return numbers.view(-1, self.turned, self.cols).transpose(1, 2) if self.turned else numbers
 
-    def encode(self, values: Tensor, parts: Parts, first: int) -> Parts | None:
-        """Return codes and scales of blocks; None where the scale of the whole weight does not cover the numbers."""
+    def encode(self, values: Tensor, parts: PartNumbers, first: int) -> PartNumbers | None:
+        """Return codes and scales of blocks; None if the scale of the whole weight does not cover the numbers."""
         from . import arithmetic
 
         count = values.numel()
@@ -103,7 +105,7 @@ class Fp4(Encoding):
                 stored = self._stored(scale if rows is None else old.index_copy(0, rows, scale), parts, count)
         return {CODES: arithmetic.in_halves(codes, high_first=self.high_first), SCALE: stored}
 
-    def _codes(self, blocks: Tensor, scale: Tensor, parts: Parts) -> Tensor:
+    def _codes(self, blocks: Tensor, scale: Tensor, parts: PartNumbers) -> Tensor:
         """Return the nearest codes of blocks, or those of stochastic rounding, flat."""
         from . import arithmetic, rounding
         from .nearest import e2m1_codes
@@ -111,9 +113,9 @@ class Fp4(Encoding):
         levels = _levels(blocks, scale)
         return e2m1_codes(rounding.to_table(levels, arithmetic.e2m1(), parts[DRAW]) if DRAW in parts else levels)
 
-    def _refitted(self, blocks: Tensor, old: Tensor, parts: Parts) -> Tensor | None:
+    def _refitted(self, blocks: Tensor, old: Tensor, parts: PartNumbers) -> Tensor | None:
         """Return the scales of blocks: the old ones, the same tensor, where all of them cover the numbers and are not
-        too coarse. None where that of the weight does not cover them; OutOfRange if there is none."""
+        too coarse. None if that of the weight does not cover them; OutOfRange if there is none."""
         import torch
 
         from . import arithmetic
@@ -128,7 +130,7 @@ class Fp4(Encoding):
             return old
         return torch.where(refit, self._fitted(largest.float() / LARGEST, whole, covered), old)
 
-    def refit(self, parts: Parts, largest: float) -> Parts:
+    def refit(self, parts: PartNumbers, largest: float) -> PartNumbers:
         """Return the scale of the whole weight at which the largest scale of a block is the largest fp8 number."""
         import torch
 
@@ -149,14 +151,14 @@ class Fp4(Encoding):
         short = arithmetic.from_fp8(codes, "F8_E4M3") * covered < ideal * LARGEST  # among the smallest fp8 numbers
         return arithmetic.from_fp8(codes + short, "F8_E4M3") * whole
 
-    def _pre(self, parts: Parts) -> Tensor:
+    def _pre(self, parts: PartNumbers) -> Tensor:
         """Return the factors of the inputs in fp32; InvalidPart if one is not a positive number."""
         factors = parts[PRE].float()
         if not bool(((factors > 0) & (factors < inf)).all()):
             raise InvalidPart("a factor of its inputs is not a positive number")
         return factors
 
-    def _whole(self, parts: Parts) -> float:
+    def _whole(self, parts: PartNumbers) -> float:
         if WHOLE not in parts:
             return 1.0
         scale = parts[WHOLE].item()
@@ -164,7 +166,7 @@ class Fp4(Encoding):
             raise InvalidPart(fault)
         return 1 / scale if self.divided else scale
 
-    def _scale(self, parts: Parts, count: int) -> Tensor:
+    def _scale(self, parts: PartNumbers, count: int) -> Tensor:
         """Return the scale of each block, times that of the weight, in fp32; InvalidPart if one is negative or NaN."""
         from . import arithmetic
 
@@ -177,7 +179,7 @@ class Fp4(Encoding):
             raise InvalidPart("a scale is negative or not a number")
         return scale * self._whole(parts)
 
-    def _stored(self, scale: Tensor, parts: Parts, count: int) -> Tensor:
+    def _stored(self, scale: Tensor, parts: PartNumbers, count: int) -> Tensor:
         """Return the scales of blocks as they are stored."""
         from . import arithmetic
 
@@ -200,7 +202,7 @@ def _levels(blocks: Tensor, scale: Tensor) -> Tensor:
 
 def _kept(blocks: Tensor, old: Tensor, *, every: bool) -> tuple[Tensor, Tensor | None]:
     """Return the codes of blocks at their old scales, flat, and the blocks whose scales may not be kept: few, as the
-    codes tell. None for all of them, without codes, where `every` one is to be looked at."""
+    codes show. None for all of them, without codes, where `every` one is to be looked at."""
     from .nearest import doubtful, marked_e2m1_codes
 
     if every:
@@ -248,11 +250,11 @@ def fp4(
     if of.pre is not None and (of.pre.dtype not in ("F32", "F16", "BF16") or of.pre.shape != (cols,)):
         return None
     kind = "F8_E4M3" if nv else E8M0
-    part = Part(scale, TILE * cols, tiles) if swizzled else Part(scale, size, 1)
+    part = WeightPart(scale, TILE * cols, tiles) if swizzled else WeightPart(scale, size, 1)
     together = part.numbers if swizzled else cols if of.pre is not None else size
     encoding = Fp4.shared((2, 1), together, kind=kind, size=size, cols=cols, label=of.label,
                       high_first=high_first, swizzled=swizzled, divided=divided, new_scales=new_scales,
                       inputs=of.pre.dtype if of.pre is not None else "")  # fmt: skip
-    parts = {SCALE: part} | ({WHOLE: Part(of.whole)} if of.whole is not None else {})
-    parts |= {PRE: Part(of.pre)} if of.pre is not None else {}
+    parts = {SCALE: part} | ({WHOLE: WeightPart(of.whole)} if of.whole is not None else {})
+    parts |= {PRE: WeightPart(of.pre)} if of.pre is not None else {}
     return Packing(encoding, codes, parts, of.beside)

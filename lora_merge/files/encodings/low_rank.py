@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 from ...disk.files import StoredTensor
 from ...dtypes import ITEM_BYTES, Shape
-from .base import CODES, FLOATS, Encoding, Packing, Part, Parts, finite
+from .base import CODES, FLOATS, Encoding, Packing, PartNumbers, WeightPart, finite
 from .scaled import SCALE, ZERO
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class LowRank(Encoding):
         """Rows and columns with one scale."""
         return self.inner.block_of_scale
 
-    def decode(self, parts: Parts, first: int, count: int) -> Tensor:
+    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
         """Return (decoded + up · down) · H in fp32."""
         from . import arithmetic
 
@@ -50,7 +50,7 @@ class LowRank(Encoding):
         values = values + self._product(parts) if self.rank else values
         return arithmetic.rotated(values, self.rotation) if self.rotation else values
 
-    def encode(self, values: Tensor, parts: Parts, first: int) -> Parts | None:
+    def encode(self, values: Tensor, parts: PartNumbers, first: int) -> PartNumbers | None:
         """Return codes and scales of what the product leaves."""
         from . import arithmetic
 
@@ -59,14 +59,14 @@ class LowRank(Encoding):
             values = (values.view(-1, self.cols) - self._product(parts)).view(-1)
         return self.inner.encode(values, parts, first)
 
-    def _product(self, parts: Parts) -> Tensor:
+    def _product(self, parts: PartNumbers) -> Tensor:
         """Return up · down in fp32; InvalidPart if a factor is not finite."""
         up, down = (finite(parts[role], "a factor") for role in (UP, DOWN))
         return up.view(-1, self.rank) @ down.view(self.rank, -1)
 
 
 @dataclass(frozen=True, eq=False)
-class Sums(Encoding):
+class LowRankSums(Encoding):
     """q · s + z + up · down, in the basis of the model."""
 
     dtype: str = ""  # of codes of one byte; "" where several codes share bytes
@@ -90,7 +90,7 @@ class Sums(Encoding):
         """Rows and columns with one scale."""
         return (1, self.shape[1]) if self.shape[2] == 1 else (0, 0)
 
-    def decode(self, parts: Parts, first: int, count: int) -> Tensor:
+    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
         """Return the numbers in fp32."""
         import torch
 
@@ -114,7 +114,7 @@ class Sums(Encoding):
         return arithmetic.rotated(values, self.rotation) if self.rotation else values
 
 
-class Factors(NamedTuple):
+class LowRankFactors(NamedTuple):
     """The factors of a weight, if it has them, and the columns that are rotated together, 0 for none."""
 
     up: StoredTensor | None
@@ -134,14 +134,14 @@ class Factors(NamedTuple):
         """Columns of the first factor."""
         return self.up.shape[-1] if self.up is not None and self.up.shape else 0
 
-    def parts(self, cols: int) -> Mapping[str, Part]:
+    def parts(self, cols: int) -> Mapping[str, WeightPart]:
         """Return the parts that hold the factors."""
         if self.up is None or self.down is None:
             return {}
-        return {UP: Part(self.up, cols, self.rank * ITEM_BYTES[self.up.dtype]), DOWN: Part(self.down)}
+        return {UP: WeightPart(self.up, cols, self.rank * ITEM_BYTES[self.up.dtype]), DOWN: WeightPart(self.down)}
 
 
-def with_factors(packing: Packing, shape: Shape, of: Factors) -> Packing | None:
+def with_factors(packing: Packing, shape: Shape, of: LowRankFactors) -> Packing | None:
     """Return how a matrix is stored with a low-rank part, or rotated; None if the factors do not fit it."""
     rows, cols = shape
     if not of.fit(rows, cols) or (of.rotation and cols % of.rotation):

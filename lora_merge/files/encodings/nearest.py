@@ -12,19 +12,27 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 KEYS: Final = 2**16
+
 LOW: Final = 0xFFFF
-"""Numbers of fp32 are told apart by their upper 16 bits first; a bucket of equal upper bits has 2**16 numbers."""
+"""Numbers of fp32 are compared by their upper 16 bits first; a bucket of equal upper bits has 2**16 numbers."""
+
 INFINITE: Final = 0x7F800000
+
 SMALL: Final = 2**7
 """The count that one signed byte does not hold."""
+
 CUT: Final = 19
+
 UPPER: Final = 32 - CUT + 1
 """Bits of fp32 below the four upper ones of the mantissa; the others, and one for whether a lower bit is set."""
+
 HALF: Final = 3.0
 NEAR_END: Final = 6.75
 LARGE: Final = 0x10
+
 BEYOND: Final = 0x40
 """Numbers before they are rounded, and the marks of their codes from there on."""
+
 EACH: Final = 0x0101010101010101
 """A one in each byte of a word."""
 
@@ -42,7 +50,7 @@ def nearest(levels: Tensor, table: Tensor) -> Tensor:
 
 
 def ranks(values: Tensor, ends: Tensor, dtype: torch.dtype = torch.int32) -> Tensor:
-    """Return how many of some ends, in order, lie below each of flat numbers. `dtype`: a signed one that holds them.
+    """Return how many of some ends, in order, are below each of flat numbers. `dtype`: a signed one that holds them.
 
     A search for each number takes forty times as long.
     """
@@ -57,10 +65,10 @@ def ranks(values: Tensor, ends: Tensor, dtype: torch.dtype = torch.int32) -> Ten
 
 @a_table
 def _buckets(places: tuple[float, ...]) -> Tensor:
-    """Return a number for each upper 16 bits of fp32. The upper bits of its sum with the bits of a number tell how many
-    ends lie below that: n, or -1 - n for a negative number. Empty if a bucket has two ends.
+    """Return a number for each upper 16 bits of fp32. The upper bits of its sum with the bits of a number show how many
+    ends are below that: n, or -1 - n for a negative number. Empty if a bucket has two ends.
 
-    Where an end lies inside a bucket, its lower bits are stored so that the sum carries for numbers beyond it: the bits
+    If an end is inside a bucket, its lower bits are stored so that the sum carries for numbers beyond it: the bits
     of negative numbers grow as these, and n, become smaller.
     """
     ends, points = torch.tensor(places), torch.arange(KEYS, dtype=torch.int32) << 16
@@ -94,8 +102,8 @@ def marked_e2m1_codes(levels: Tensor) -> Tensor:
     """Return the nearest 4-bit codes, ties to even, as bytes; numbers beyond the range become the largest. Upper bits
     mark those of numbers from `HALF` on, and from `NEAR_END` on. The levels are overwritten.
 
-    By a table: sign, exponent and the first bits of the mantissa tell the code, but for a tie, which no lower bit may
-    follow. The sum of these bits, cut off and rounded up, tells both.
+    By a table: sign, exponent and the first bits of the mantissa give the code, but for a tie, which no lower bit may
+    follow. The sum of these bits, cut off and rounded up, gives both.
     """
     bits = single(levels).contiguous().reshape(-1).view(torch.int32)
     above = (bits + ((1 << CUT) - 1)).bitwise_right_shift_(CUT)

@@ -12,7 +12,19 @@ from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from ...disk.files import StoredTensor
-from .base import ALL_ZEROS, CODES, DRAW, FLOATS, Encoding, InvalidPart, Packing, Part, Parts, beyond, finite
+from .base import (
+    ALL_ZEROS,
+    CODES,
+    DRAW,
+    FLOATS,
+    Encoding,
+    InvalidPart,
+    Packing,
+    PartNumbers,
+    WeightPart,
+    beyond,
+    finite,
+)
 from .scaled import COARSE, NEARLY_HALF, SCALE, ZERO
 
 if TYPE_CHECKING:
@@ -20,9 +32,11 @@ if TYPE_CHECKING:
 
 ORDER: Final = "order"
 """Role of the group of each column."""
+
 WORD: Final = 32
+
 ACROSS: Final = (0, 4, 1, 5, 2, 6, 3, 7)
-"""AWQ: where column j of eight lies in its word: in the nibble of this number."""
+"""AWQ: the nibble of its word that holds column j of eight."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +47,7 @@ class PackedInts(Encoding):
     cols: int = 0
     size: int = 0  # columns with one scale
     zeros: bool = False
-    dense: bool = True  # whether a code may lie in two words
+    dense: bool = True  # whether a code may span two words
     scales: str = "F32"  # dtype of the scales
     signed: bool = False  # whether codes are stored in two's complement, and the lowest one is not used
     rotation: int = 0  # columns that are rotated together; 0 without a rotation
@@ -47,7 +61,7 @@ class PackedInts(Encoding):
         """Rows and columns with one scale."""
         return 1, self.size
 
-    def decode(self, parts: Parts, first: int, count: int) -> Tensor:
+    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
         """Return (q − z) · s in fp32."""
         from . import arithmetic
 
@@ -65,7 +79,7 @@ class PackedInts(Encoding):
         ordered[:, order] = values
         return ordered
 
-    def encode(self, values: Tensor, parts: Parts, first: int) -> Parts | None:
+    def encode(self, values: Tensor, parts: PartNumbers, first: int) -> PartNumbers | None:
         """Return codes, scales and zero points."""
         import torch
 
@@ -119,13 +133,13 @@ class PackedInts(Encoding):
     def _groups(self, matrix: Tensor) -> Tensor:
         return matrix.reshape(len(matrix), -1, self.size)
 
-    def _scale(self, parts: Parts, rows: int) -> Tensor:
+    def _scale(self, parts: PartNumbers, rows: int) -> Tensor:
         scale = parts[SCALE].float().view(rows, -1, 1)
         if not bool(((scale >= 0) & (scale < inf)).all()):
             raise InvalidPart("a scale is not a positive number")
         return scale
 
-    def _zero(self, parts: Parts, rows: int) -> Any:
+    def _zero(self, parts: PartNumbers, rows: int) -> Any:
         from . import bit_packing
 
         if not self.zeros:
@@ -149,7 +163,7 @@ class PackedInts(Encoding):
         stored = bit_packing.in_rows(codes, self.bits, raw.shape[1], dense=self.dense)
         return stored.reshape(len(raw), -1, 4).transpose(0, 1).reshape(-1).view(old.dtype)
 
-    def _order(self, parts: Parts) -> Tensor | None:
+    def _order(self, parts: PartNumbers) -> Tensor | None:
         """Return the columns, group after group; InvalidPart where the groups have other sizes."""
         from . import bit_packing
 
@@ -160,7 +174,7 @@ class PackedInts(Encoding):
             raise InvalidPart("its weight_g_idx does not give every group as many columns")
         return order
 
-    def _fitted(self, ends: tuple[Tensor, Tensor], old: Tensor, zero: Any, parts: Parts) -> tuple[Tensor, Any]:
+    def _fitted(self, ends: tuple[Tensor, Tensor], old: Tensor, zero: Any, parts: PartNumbers) -> tuple[Tensor, Any]:
         """Return scales and zero points: the old ones where they cover the numbers, else the smallest that do."""
         import torch
 
@@ -198,7 +212,7 @@ class TransposedInts(Encoding):
     name: ClassVar[str] = "gptq"
     decode_only: ClassVar[str] = "its grid was chosen with calibration data"
 
-    def decode(self, parts: Parts, first: int, count: int) -> Tensor:
+    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
         """Return (q - z) · s in fp32."""
         from . import arithmetic, bit_packing
 
@@ -237,7 +251,7 @@ class SharedByteInts(Encoding):
     name: ClassVar[str] = "halves"
     decode_only: ClassVar[str] = "rows that are far apart share its bytes"
 
-    def decode(self, parts: Parts, first: int, count: int) -> Tensor:
+    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
         """Return the numbers in fp32."""
         from . import arithmetic, bit_packing
 
@@ -258,4 +272,4 @@ def shared_byte_ints(
     if scale.dtype not in FLOATS or zero.dtype not in FLOATS:
         return None
     encoding = SharedByteInts.shared((1, 0), group, scales=scale.dtype, zeros=zero.dtype, **settings)
-    return Packing(encoding, codes, {CODES: Part(codes), SCALE: Part(scale), ZERO: Part(zero)})
+    return Packing(encoding, codes, {CODES: WeightPart(codes), SCALE: WeightPart(scale), ZERO: WeightPart(zero)})

@@ -22,9 +22,12 @@ if TYPE_CHECKING:
 
 Draw: TypeAlias = "Callable[[str, int, int], Tensor]"
 """(name of a tensor, first number, count) → uniform numbers in [0, 1), in fp32."""
+
 PIECE: Final = 2**20
 """Numbers that are rounded at once."""
+
 STEP: Final = 0x9E3779B97F4A7C15 - 2**64
+
 MIXES: Final = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 """Increment and rounds of SplitMix64 (Steele, Lea and Flood 2014), a hash of a counter; as signed numbers."""
 
@@ -89,7 +92,7 @@ def to_table(values: Tensor, table: Tensor, uniform: Tensor) -> Tensor:
 @a_table
 def _neighbours(table: tuple[float, ...]) -> Tensor:
     """Return [3, n + 1] for a table of n different numbers: what they are, times -1, in order; and for each count of
-    them that lie above a value its neighbours in the table."""
+    them above a value its neighbours in the table."""
     levels = torch.tensor(table, dtype=torch.float32).sort().values
     ends = levels[torch.nn.functional.pad(levels[1:] > levels[:-1], (1, 0), value=1)]  # there may be two zeros
     above = torch.bucketize(ends, levels, right=True).flip(0).clamp(1, len(levels) - 1)

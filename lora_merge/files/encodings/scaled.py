@@ -1,6 +1,6 @@
 """Codes of one byte, fp8 or whole numbers, times scales: W = (q − z) · s, the form of most quantised checkpoints.
 
-One scale stands for the whole weight, for a row, for a group of columns of a row, or for a block of rows and columns.
+One scale belongs to the whole weight, for a row, for a group of columns of a row, or for a block of rows and columns.
 Scales are kept where they cover the new numbers; each of the others is fitted again by itself.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from ...disk.files import StoredTensor
 from ...dtypes import ITEM_BYTES, TABLE, flat
-from .base import ALL_ZEROS, CODES, DRAW, Encoding, InvalidPart, Packing, Part, Parts, beyond
+from .base import ALL_ZEROS, CODES, DRAW, Encoding, InvalidPart, Packing, PartNumbers, WeightPart, beyond
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,20 +36,24 @@ class ScaledTensors(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The form in which the scales are stored; "" where they are not numbers of a known kind."""
+        """The form in which the scales are stored; "" if they are not numbers of a known kind."""
         return E8M0 if self.byte_powers and self.scale.dtype == "U8" else SCALES.get(self.scale.dtype, "")
 
 
 SCALE: Final = "scale"
 ZERO: Final = "zero"
+
 E8M0: Final = "E8M0"
 """Powers of two in a byte; files call their dtype F8_E8M0 or U8."""
+
 SCALES: Final = {"F32": "F32", "F16": "F16", "BF16": "BF16", "F8_E8M0": E8M0}
 """Dtype of a tensor of scales → how its numbers are stored."""
+
 CODE_DTYPES: Final = ("F8_E4M3", "F8_E5M2", "I8")
 TILE: Final = 128  # rows of the tiles in which cuBLAS wants the scales of blocks
-NEARLY_HALF: Final = 0.4  # of a step that a number may lie beyond the last code
+NEARLY_HALF: Final = 0.4  # of a step by which a number may be beyond the last code
 SURE: Final = 0.999  # of a bound, up to which no rounding matters
+
 COARSE: Final = {True: 2.0**-6, False: 0.8}
 """Whether codes are fp8 → the share of the range below which a scale is fitted again. A floating-point code is as exact
 anywhere in the range; a whole number is not."""
@@ -63,7 +67,7 @@ class Scaled(Encoding):
     kind: str = "F32"  # of the scales
     shape: tuple[int, int] = (0, 0)  # rows and columns of one matrix
     block: tuple[int, int] = (0, 0)  # rows and columns with one scale; (0, 0): one scale for the whole weight
-    swizzled: bool = False  # whether scales lie in cuBLAS's tiles
+    swizzled: bool = False  # whether scales are in cuBLAS's tiles
     powers: bool = False  # whether all scales are powers of two
     factor: float = 1.0  # W = q · s · factor
     ends: tuple[int, int] = (-128, 127)  # the smallest and the largest code of whole numbers
@@ -83,7 +87,7 @@ class Scaled(Encoding):
         """Role of the scale of the whole weight; "" where new numbers may need another."""
         return "" if self.block[0] or self.new_scales else SCALE
 
-    def factor_of(self, parts: Parts) -> float:
+    def factor_of(self, parts: PartNumbers) -> float:
         """Return the scale of the whole weight; 1 for numbers in units of it."""
         return float(self._scale(parts, 0) * self.factor) if SCALE in parts else 1.0
 
@@ -97,7 +101,7 @@ class Scaled(Encoding):
         """Rows and columns with one scale."""
         return self.block
 
-    def decode(self, parts: Parts, first: int, count: int) -> Tensor:
+    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
         """Return (q − z) · s in fp32."""
         from . import arithmetic
 
@@ -119,8 +123,8 @@ class Scaled(Encoding):
         values = self._flat(blocks.mul_(self._spread(scale, count)), count)
         return arithmetic.rotated(values, self.rotation) if self.rotation else values
 
-    def encode(self, values: Tensor, parts: Parts, first: int) -> Parts | None:
-        """Return codes, scales and zero points; None where one scale for the whole weight does not cover it."""
+    def encode(self, values: Tensor, parts: PartNumbers, first: int) -> PartNumbers | None:
+        """Return codes, scales and zero points; None if one scale for the whole weight does not cover it."""
         import torch
 
         from . import arithmetic
@@ -159,9 +163,9 @@ class Scaled(Encoding):
         codes = arithmetic.cut_to_bytes(self._drawn(self._flat(levels, count), parts), self.dtype, self.ends)
         return {CODES: codes, SCALE: self._stored(scale, parts[SCALE], count), **zeros}
 
-    def _kept(self, blocks: Tensor, parts: Parts, count: int) -> Tensor | None:
+    def _kept(self, blocks: Tensor, parts: PartNumbers, count: int) -> Tensor | None:
         """Return the codes of fp8 at the old scales where the largest level of all shows that these cover the numbers,
-        and the first row of each block that it is not too coarse; None where each block is to be looked at."""
+        and the first row of each block that it is not too coarse; None if each block is to be looked at."""
         if self.new_scales or self.zeros or self.dtype == "I8" or self.block[0] < TILE or DRAW in parts:
             return None
         from . import arithmetic
@@ -175,13 +179,13 @@ class Scaled(Encoding):
         return arithmetic.cut_to_fp8(self._flat(levels, count), self.dtype)
 
     def _levels(self, blocks: Tensor, scale: Tensor) -> Tensor:
-        """Return the numbers of blocks over their scales; 0 where a scale is 0."""
+        """Return the numbers of blocks over their scales; 0 if a scale is 0."""
         import torch
 
         return blocks / (torch.where(scale > 0, scale, inf).to(blocks.dtype) * self.factor)
 
     def _ends(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the smallest and the largest number of each block; for fp8, they may lie further from zero."""
+        """Return the smallest and the largest number of each block; for fp8, they may be further from zero."""
         from . import arithmetic
 
         if self.dtype != "I8" and not self.zeros:
@@ -189,7 +193,7 @@ class Scaled(Encoding):
             return -size, size
         return blocks.amin((2, 4)), blocks.amax((2, 4))
 
-    def _drawn(self, levels: Tensor, parts: Parts) -> Tensor:
+    def _drawn(self, levels: Tensor, parts: PartNumbers) -> Tensor:
         """Return the levels, those of stochastic rounding where draws are given."""
         from . import rounding
 
@@ -199,7 +203,7 @@ class Scaled(Encoding):
             return rounding.to_integers(levels, parts[DRAW]).clamp_(*self.ends)
         return rounding.to_floats(levels, self.dtype, parts[DRAW])
 
-    def refit(self, parts: Parts, largest: float) -> Parts:
+    def refit(self, parts: PartNumbers, largest: float) -> PartNumbers:
         """Return the scale at which the largest magnitude becomes the largest code."""
         import torch
 
@@ -214,15 +218,15 @@ class Scaled(Encoding):
         """The largest code."""
         return TABLE[self.dtype].largest or float(self.ends[1])
 
-    def _covered(self, parts: Parts) -> tuple[float, float]:
-        """Return the lowest and the highest level that the codes stand for."""
+    def _covered(self, parts: PartNumbers) -> tuple[float, float]:
+        """Return the lowest and the highest level of the codes."""
         margin = beyond(parts)
         if self.dtype == "I8":
             return self.ends[0] - margin, self.ends[1] + margin
         top = self._limit + 2 * margin * (TABLE[self.dtype].room - self._limit)
         return -top, top
 
-    def _scale(self, parts: Parts, count: int) -> Any:
+    def _scale(self, parts: PartNumbers, count: int) -> Any:
         """Return the scales in fp32, flat, or the one of the whole weight; InvalidPart if one is negative or not a
         number."""
         from . import arithmetic
@@ -240,7 +244,7 @@ class Scaled(Encoding):
 
     @property
     def _columns(self) -> int:
-        """The number of scales that lie beside each other."""
+        """The number of scales in a row."""
         return -(-self.shape[1] // self.block[1])
 
     def _blocks(self, values: Tensor) -> Tensor:
@@ -270,7 +274,7 @@ class Scaled(Encoding):
         matrices = total // rows if rows % high and total % rows == 0 else 1
         return numbers.view(matrices, -1, 1, self._columns, 1)
 
-    def _fitted(self, ends: tuple[Tensor, Tensor], old: Tensor, parts: Parts) -> Tensor:
+    def _fitted(self, ends: tuple[Tensor, Tensor], old: Tensor, parts: PartNumbers) -> Tensor:
         """Return the scales: the old ones where they cover the numbers, else the smallest that do."""
         import torch
 
@@ -293,7 +297,7 @@ class Scaled(Encoding):
         return torch.where((over | coarse) & (new > 0), new, old)
 
     def _fitted_with_zero(
-        self, ends: tuple[Tensor, Tensor], old: Tensor, zero: Tensor, parts: Parts
+        self, ends: tuple[Tensor, Tensor], old: Tensor, zero: Tensor, parts: PartNumbers
     ) -> tuple[Tensor, Tensor]:
         """Return scales and zero points: the old ones where they cover the numbers."""
         import torch
@@ -336,9 +340,9 @@ def scaled(of: ScaledTensors, **settings: Any) -> Packing | None:
     if len(shape) > 3 and of.block is None:
         shape = flat(shape)  # a convolution has a scale for each output channel
     if of.block is None and size == 1 and of.zero is None and not settings.get("rotation"):
-        return Packing(Scaled.shared((1, 1), **settings), of.codes, {SCALE: Part(of.scale)}, of.beside)
+        return Packing(Scaled.shared((1, 1), **settings), of.codes, {SCALE: WeightPart(of.scale)}, of.beside)
     (rows, cols), matrices, (high, wide) = shape[-2:], prod(shape[:-2]), of.block or _rows_of(shape, of.scale.shape)
-    block = min(high, rows), min(wide, cols)  # a larger one, of any size that a file tells, is the whole weight
+    block = min(high, rows), min(wide, cols)  # a larger one, of any size in the file, is the whole weight
     rotation, swizzled = settings.get("rotation", 0), settings.get("swizzled", False)
     if not block[0] or len(shape) > 3 or cols % (rotation or 1) or (swizzled and matrices > 1 and rows % TILE):
         return None
@@ -351,9 +355,9 @@ def scaled(of: ScaledTensors, **settings: Any) -> Packing | None:
     zeros = of.zero.dtype if of.zero is not None else ""
     if size != count or (of.zero is not None and (zeros != "I8" or prod(of.zero.shape) != count)):
         return None
-    parts = {SCALE: Part(of.scale, numbers, scales * ITEM_BYTES[of.scale.dtype])}
+    parts = {SCALE: WeightPart(of.scale, numbers, scales * ITEM_BYTES[of.scale.dtype])}
     if of.zero is not None:
-        parts[ZERO] = Part(of.zero, numbers, scales)
+        parts[ZERO] = WeightPart(of.zero, numbers, scales)
     encoding = Scaled.shared((1, 1), lcm(numbers, cols), shape=(rows, cols), block=block, zeros=zeros, **settings)
     return Packing(encoding, of.codes, parts, of.beside)
 

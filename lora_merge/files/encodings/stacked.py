@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from ...disk.files import StoredTensor
-from .base import CODES, DRAW, Encoding, OutOfRange, Packing, Part, Parts
+from .base import CODES, DRAW, Encoding, OutOfRange, Packing, PartNumbers, WeightPart
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,14 +26,14 @@ class Stacked(Encoding):
         """Rows and columns with one scale."""
         return self.inner.block_of_scale
 
-    def decode(self, parts: Parts, first: int, count: int) -> Tensor:
+    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
         """Return the numbers in fp32."""
         import torch
 
         each = self._each(parts, count)
         return torch.cat([self.inner.decode(parts_of, 0, self.group).reshape(-1) for parts_of in each])
 
-    def encode(self, values: Tensor, parts: Parts, first: int) -> Parts:
+    def encode(self, values: Tensor, parts: PartNumbers, first: int) -> PartNumbers:
         """Return codes and scales; those of a matrix are fitted again where they do not cover it."""
         import torch
 
@@ -52,7 +52,7 @@ class Stacked(Encoding):
         }
         return {role: torch.cat(numbers) for role, numbers in stored.items()}
 
-    def _each(self, parts: Parts, count: int) -> Iterator[dict[str, Tensor]]:
+    def _each(self, parts: PartNumbers, count: int) -> Iterator[dict[str, Tensor]]:
         """Yield the parts of every matrix."""
         matrices = count // self.group
         for n in range(matrices):
@@ -60,7 +60,7 @@ class Stacked(Encoding):
 
 
 def one_of(info: StoredTensor) -> StoredTensor:
-    """Return the first of the matrices of a tensor, as far as its header tells."""
+    """Return the first of the matrices of a tensor, as its header would list it."""
     return replace(info, shape=info.shape[1:], nbytes=info.nbytes // info.shape[0])
 
 
@@ -70,7 +70,7 @@ def stacked(codes: StoredTensor, first: Packing | None, parts: Mapping[str, Stor
         return None
     matrices = codes.shape[0]
     numbers = first.encoding.count(codes.nbytes // matrices)
-    whole = {role: Part(info, numbers, info.nbytes // matrices) for role, info in parts.items()}
+    whole = {role: WeightPart(info, numbers, info.nbytes // matrices) for role, info in parts.items()}
     inner = first.encoding
     encoding = Stacked.shared(inner.unit, numbers, label=inner.label, inner=inner)
     return Packing(encoding, codes, whole, first.beside)

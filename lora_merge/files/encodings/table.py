@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from .base import CODES, DRAW, Encoding, InvalidPart, Parts, beyond
+from .base import CODES, DRAW, Encoding, InvalidPart, PartNumbers, beyond
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +39,7 @@ class TableCodes(Encoding):
         """Rows and columns with one scale."""
         return 1, self.size
 
-    def decode(self, parts: Parts, first: int, count: int) -> Tensor:
+    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
         """Return map[q] · a in fp32."""
         from . import arithmetic
 
@@ -51,7 +51,7 @@ class TableCodes(Encoding):
             values[whole:].mul_(scale[-1])
         return values
 
-    def encode(self, values: Tensor, parts: Parts, first: int) -> Parts | None:
+    def encode(self, values: Tensor, parts: PartNumbers, first: int) -> PartNumbers | None:
         """Return codes and scales."""
         import torch
 
@@ -73,7 +73,7 @@ class TableCodes(Encoding):
         codes = nearest(levels, parts[MAP])[: count + count % 2]
         return {CODES: arithmetic.in_halves(codes, high_first=True), **scales}
 
-    def _scale(self, parts: Parts) -> Tensor:
+    def _scale(self, parts: PartNumbers) -> Tensor:
         """Return the scale of each block; InvalidPart if one is negative or not finite, or for a bad map."""
         scale = parts[ABSMAX]
         for table in (parts[role] for role in (MAP, NESTED_MAP) if role in parts):
@@ -88,7 +88,7 @@ class TableCodes(Encoding):
         return scale
 
     def _fitted(
-        self, old: Tensor, largest: Tensor, refit: Tensor, cover: float, parts: Parts
+        self, old: Tensor, largest: Tensor, refit: Tensor, cover: float, parts: PartNumbers
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Return scales as stored and as numbers: the old ones where they cover the numbers, else new ones."""
         import torch
@@ -123,7 +123,7 @@ class Fnuz(Encoding):
     name: ClassVar[str] = "fnuz"
     decode_only: ClassVar[str] = "only some devices of AMD have these numbers"
 
-    def decode(self, parts: Parts, first: int, count: int) -> Tensor:
+    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
         """Return the numbers in fp32."""
         from . import arithmetic
 

@@ -23,15 +23,15 @@ from . import (
     torchao,
     transformers_fp8,
 )
-from .base import Checkpoint, Claim
+from .base import Checkpoint, WeightClaim
 from .quantization_config import section
 
-FORMATS: Final[tuple[Callable[[Checkpoint], Iterable[Claim]], ...]] = (
+FORMATS: Final[tuple[Callable[[Checkpoint], Iterable[WeightClaim]], ...]] = (
     comfyui.claim, transformers_fp8.claim, modelopt.claim, gpt_oss.claim, compressed_tensors.claim, bitsandbytes.claim,
     gptq.claim, aqlm.claim, mlx.claim, torchao.claim, quanto.claim, hqq.claim, sdnq.claim, musubi.claim, fnuz.claim,
 )  # fmt: skip
-"""Functions that yield the weights that a format reads; the first claim of a weight counts. All tensors that none of
-them claims are plain numbers."""
+"""Functions that yield the weights that a format reads; the first claim of a weight counts. All other tensors are
+plain numbers."""
 
 
 def recognised(
@@ -43,7 +43,7 @@ def recognised(
     """
     checkpoint = Checkpoint(tensors, metadata, section(config))
     # The first claim of each tensor of codes, and of each name, counts.
-    claims: dict[str, Claim] = {}  # name of the codes → claim
+    claims: dict[str, WeightClaim] = {}  # name of the codes → claim
     names: set[str] = set()
     for claims_of in FORMATS:
         for claim in claims_of(checkpoint):

@@ -10,17 +10,17 @@ from math import prod
 from typing import Final
 
 from ...dtypes import ITEM_BYTES
-from ..encodings.base import FLOATS, Packing, Part
+from ..encodings.base import FLOATS, Packing, WeightPart
 from ..encodings.codebook import BOOK, Aqlm
 from ..encodings.scaled import SCALE
-from .base import Checkpoint, Claim, claimed
+from .base import Checkpoint, WeightClaim, claimed
 
 BOOKS: Final = 1 << 24
 """Numbers of all codebooks of a weight; released models have at most half a million."""
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[Claim]:
-    """Yield the weights of AQLM whose entries stand for numbers of one row."""
+def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
+    """Yield the weights of AQLM whose entries are numbers of one row."""
     for stem in checkpoint.stems("codebooks") if checkpoint.config.get("quant_method") == "aqlm" else ():
         codes, book, scale = (
             checkpoint.get(stem, "codes"),
@@ -44,5 +44,5 @@ def claim(checkpoint: Checkpoint) -> Iterator[Claim]:
         cols, size = across * width, books * ITEM_BYTES[codes.dtype]
         encoding = Aqlm.shared((width, size), cols, cols=cols, books=books, entries=entries, width=width,
                          wide=codes.dtype == "I16", numbers=book.dtype, scales=scale.dtype, label="AQLM")  # fmt: skip
-        parts = {BOOK: Part(book), SCALE: Part(scale, cols, ITEM_BYTES[scale.dtype])}
+        parts = {BOOK: WeightPart(book), SCALE: WeightPart(scale, cols, ITEM_BYTES[scale.dtype])}
         yield claimed(codes, f"{stem}.weight", (rows, cols), Packing(encoding, codes, parts))

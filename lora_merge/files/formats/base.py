@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from math import prod
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeGuard
 
 from ...disk.files import Memory, StoredTensor
 from ...disk.reader import read_bytes
@@ -25,7 +25,7 @@ from ..encodings.base import Packing, Tensors
 NOTE_LIMIT: Final = 4096  # bytes of a JSON in a tensor; writers need about fifty
 
 
-class Claim(NamedTuple):
+class WeightClaim(NamedTuple):
     """A weight that a format reads: its tensor by the name and shape that the model knows, and how it is stored."""
 
     weight: StoredTensor
@@ -62,10 +62,12 @@ class Checkpoint:
         return names
 
 
-def claimed(codes: StoredTensor, name: str, shape: tuple[int, ...], packing: Packing) -> Claim:
+def claimed(codes: StoredTensor, name: str, shape: tuple[int, ...], packing: Packing) -> WeightClaim:
     """Return the claim of a weight of this name and shape."""
     stored = codes.stored if name == codes.name else ""
-    return Claim(StoredTensor(name, codes.dtype, shape, codes.source, codes.offset, codes.nbytes, stored), packing)
+    return WeightClaim(
+        StoredTensor(name, codes.dtype, shape, codes.source, codes.offset, codes.nbytes, stored), packing
+    )
 
 
 def read_note(info: StoredTensor) -> Any:
@@ -78,7 +80,7 @@ def read_note(info: StoredTensor) -> Any:
         return None
 
 
-def positive(number: Any) -> bool:
+def positive(number: Any) -> TypeGuard[int]:
     """Return whether an entry of a configuration is a whole number above 0."""
     return isinstance(number, int) and not isinstance(number, bool) and number > 0
 

@@ -14,10 +14,10 @@ from typing import Any, Final
 from ...disk.files import StoredTensor
 from ...disk.reader import read_bytes
 from ...dtypes import TABLE
-from ..encodings.base import Packing, Part
+from ..encodings.base import Packing, WeightPart
 from ..encodings.scaled import ScaledTensors, scaled
 from ..encodings.table import ABSMAX, MAP, NESTED, NESTED_MAP, TableCodes
-from .base import Checkpoint, Claim, NewWeight, claimed, codes_of, new_note, new_tensor, positive, read_note
+from .base import Checkpoint, NewWeight, WeightClaim, claimed, codes_of, new_note, new_tensor, positive, read_note
 
 STATES: Final = ("quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4")
 ROLES: Final = {"absmax": ABSMAX, "quant_map": MAP, "nested_absmax": NESTED, "nested_quant_map": NESTED_MAP}
@@ -28,10 +28,11 @@ NF4: Final = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 """bitsandbytes' table: quantiles of a normal distribution. Dettmers et al. 2023, arXiv:2305.14314, appendix E."""
+
 FLAT: Final = 64  # numbers with one scale, of nf4
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[Claim]:
+def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
     """Yield every weight of bitsandbytes."""
     for state in STATES:
         for name in checkpoint.stems(state):
@@ -53,7 +54,7 @@ def claim(checkpoint: Checkpoint) -> Iterator[Claim]:
             yield claimed(codes, codes.name, codes.shape, packing)
 
 
-def _four_bits(checkpoint: Checkpoint, name: str, mark: str) -> Claim | None:
+def _four_bits(checkpoint: Checkpoint, name: str, mark: str) -> WeightClaim | None:
     """Return the claim of a weight by the JSON that says how it is stored; None if that contradicts the tensors."""
     codes, note = checkpoint.tensors.get(name), read_note(checkpoint.tensors[mark])
     state = note if isinstance(note, dict) else {}
@@ -68,7 +69,7 @@ def _four_bits(checkpoint: Checkpoint, name: str, mark: str) -> Claim | None:
     if not size or (doubled and not nested) or not isinstance(offset, float) or not isfinite(offset):
         return None
     total = prod(shape)
-    size = min(size, total + total % 2)  # a larger block, of any size that a file tells, is the whole weight
+    size = min(size, total + total % 2)  # a larger block, of any size in the JSON, is the whole weight
     blocks = -(-total // size)
     nested = min(nested, blocks)
     # The other tensors must have these dtypes and sizes.
@@ -79,7 +80,7 @@ def _four_bits(checkpoint: Checkpoint, name: str, mark: str) -> Claim | None:
     if not same or len(tensors) < len(sizes) or size % 2 or codes.nbytes != -(-total // 2):
         return None
     units = {"absmax": (size, 1 if doubled else 4), "nested_absmax": (size * nested, 4)}
-    parts = {ROLES[last]: Part(info, *units.get(last, (0, 0))) for last, info in tensors.items()}
+    parts = {ROLES[last]: WeightPart(info, *units.get(last, (0, 0))) for last, info in tensors.items()}
     label = f"bitsandbytes {state.get('quant_type', '4-bit')}"
     encoding = TableCodes.shared((2, 1), size * (nested or 1), size=size, nested=nested, offset=offset, label=label)
     weight = claimed(codes, name, tuple(shape), Packing(encoding, codes, parts, frozenset({mark})))
@@ -111,7 +112,7 @@ def new_nf4(weight: StoredTensor) -> NewWeight | None:
         "dtype": TABLE[weight.dtype].library if weight.dtype in ("F32", "F16", "BF16") else "bfloat16",
     }  # fmt: skip
     note = new_note(weight, "weight.quant_state.bitsandbytes__nf4", state, (absmax, table))
-    parts = {ABSMAX: Part(absmax, FLAT, 4), MAP: Part(table)}
+    parts = {ABSMAX: WeightPart(absmax, FLAT, 4), MAP: WeightPart(table)}
     codes = codes_of(weight, "U8", (total // 2, 1))
     encoding = TableCodes.shared((2, 1), FLAT, size=FLAT, label="bitsandbytes nf4", new_scales=True)
     return NewWeight(Packing(encoding, codes, parts, frozenset({note.name})), (absmax, table, note))

@@ -17,13 +17,13 @@ from typing import Any, Final, NamedTuple
 from ...disk.files import StoredTensor
 from ...dtypes import ITEM_BYTES, Shape
 from ...safe_regex import from_json
-from ..encodings.base import FLOATS, ROTATIONS, Packing, Part
+from ..encodings.base import FLOATS, ROTATIONS, Packing, WeightPart
 from ..encodings.codebook import BOOK, ROW, Columns, Grouped
 from ..encodings.fp4 import WHOLE, Fp4Tensors, fp4
 from ..encodings.packed_ints import PackedInts
 from ..encodings.scaled import E8M0, SCALE, TILE, ZERO, ScaledTensors, scaled
 from ..encodings.stacked import one_of, stacked
-from .base import Checkpoint, Claim, NewWeight, claimed, codes_of, new_note, new_tensor, positive, read_note
+from .base import Checkpoint, NewWeight, WeightClaim, claimed, codes_of, new_note, new_tensor, positive, read_note
 
 LAYERS_ENTRY: Final = "_quantization_metadata"
 """Entry of the metadata with the JSON of all layers."""
@@ -39,6 +39,7 @@ FP8_SCALED: Final = "fp8_scaled"
 FOUR_BITS: Final = "convrot_w4a4"
 MXFP8_ROWS: Final = 32  # of which ComfyUI stores a multiple
 NVFP4_ROWS: Final = 16  # of which ComfyUI stores a multiple
+
 ROTATED: Final = 256
 """Columns that are rotated together, where the JSON does not say it."""
 
@@ -46,7 +47,7 @@ BESIDE: Final = ("comfy_quant", "input_scale")
 """Last names of tensors of a layer that are no parts of its weight."""
 
 
-class Layer(NamedTuple):
+class LayerNote(NamedTuple):
     """The JSON of one layer."""
 
     form: str
@@ -64,7 +65,7 @@ class Layer(NamedTuple):
         return size if isinstance(size, int) and size in ROTATIONS else 0
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[Claim]:
+def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
     """Yield every weight of ComfyUI's files that is read."""
     yield from _old_style(checkpoint)
     for stem, layer in _layers(checkpoint):
@@ -73,7 +74,7 @@ def claim(checkpoint: Checkpoint) -> Iterator[Claim]:
             yield weight
 
 
-def _layers(checkpoint: Checkpoint) -> Iterator[tuple[str, Layer]]:
+def _layers(checkpoint: Checkpoint) -> Iterator[tuple[str, LayerNote]]:
     """Yield name and JSON of every layer that a file of the new style marks as quantised."""
     # The entry of the metadata names layers; a tensor beside a weight counts more.
     try:
@@ -92,10 +93,10 @@ def _layers(checkpoint: Checkpoint) -> Iterator[tuple[str, Layer]]:
         inner = options.get("params")
         options = {**options, **(inner if isinstance(inner, dict) else {})}
         if isinstance(form := options.get("format"), str):
-            yield (name if f"{name}.weight" in checkpoint.tensors else PREFIX + name), Layer(form, options)
+            yield (name if f"{name}.weight" in checkpoint.tensors else PREFIX + name), LayerNote(form, options)
 
 
-def _rows_of(checkpoint: Checkpoint, stem: str, layer: Layer, stored: tuple[int, int], unit: int) -> int:
+def _rows_of(checkpoint: Checkpoint, stem: str, layer: LayerNote, stored: tuple[int, int], unit: int) -> int:
     """Return the rows of a weight of which (rows, columns) are stored, the rows filled up to a multiple of `unit`.
 
     They follow from the bias, or from the shape in the JSON; 0 if that has other columns.
@@ -109,7 +110,7 @@ def _rows_of(checkpoint: Checkpoint, stem: str, layer: Layer, stored: tuple[int,
     return rows if rows > 0 and -(-rows // unit) * unit == stored[0] else stored[0]
 
 
-def _old_style(checkpoint: Checkpoint) -> Iterator[Claim]:
+def _old_style(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
     """Yield the weights beside scales of the old style, under the prefix of a mark."""
     names = checkpoint.tensors
     marks = [name.removesuffix("scaled_fp8") for name in names if name.rpartition(".")[2] == "scaled_fp8"]
@@ -123,7 +124,7 @@ def _old_style(checkpoint: Checkpoint) -> Iterator[Claim]:
             yield claimed(weight, weight.name, weight.shape, packing)
 
 
-def _one_byte(checkpoint: Checkpoint, stem: str, layer: Layer) -> Claim | None:
+def _one_byte(checkpoint: Checkpoint, stem: str, layer: LayerNote) -> WeightClaim | None:
     """Return the claim of a weight of fp8, int8 or mxfp8."""
     weight, scale = checkpoint.get(stem, "weight"), checkpoint.get(stem, "weight_scale")
     if weight is None or scale is None or weight.dtype != DTYPES[layer.form]:
@@ -156,7 +157,7 @@ def _mxfp8_bank(of: ScaledTensors) -> Packing | None:
     return stacked(of.codes, scaled(expert, swizzled=True), {SCALE: of.scale})
 
 
-def _rotated_rows(checkpoint: Checkpoint, stem: str, layer: Layer) -> Claim | None:
+def _rotated_rows(checkpoint: Checkpoint, stem: str, layer: LayerNote) -> WeightClaim | None:
     """Return the claim of a rotated weight of 4-bit codes with a scale for each row."""
     codes, scale, size = checkpoint.get(stem, "weight"), checkpoint.get(stem, "weight_scale"), layer.rotation
     if codes is None or scale is None or codes.dtype not in ("I8", "U8") or len(codes.shape) != 2:
@@ -169,11 +170,11 @@ def _rotated_rows(checkpoint: Checkpoint, stem: str, layer: Layer) -> Claim | No
     encoding = PackedInts.shared(
         (cols, cols // 2), cols, bits=4, cols=cols, size=cols, signed=True, rotation=size, label=FOUR_BITS
     )
-    packing = Packing(encoding, codes, {SCALE: Part(scale, cols, 4)}, checkpoint.present(stem, *BESIDE))
+    packing = Packing(encoding, codes, {SCALE: WeightPart(scale, cols, 4)}, checkpoint.present(stem, *BESIDE))
     return claimed(codes, codes.name, (rows, cols), packing)
 
 
-def _nvfp4(checkpoint: Checkpoint, stem: str, layer: Layer) -> Claim | None:
+def _nvfp4(checkpoint: Checkpoint, stem: str, layer: LayerNote) -> WeightClaim | None:
     """Return the claim of a weight of nvfp4: swizzled scales, even columns in the high half."""
     codes, scale = checkpoint.get(stem, "weight"), checkpoint.get(stem, "weight_scale")
     whole, pre = checkpoint.get(stem, "weight_scale_2"), checkpoint.get(stem, "pre_quant_scale")
@@ -199,7 +200,7 @@ def _nvfp4_bank(of: Fp4Tensors) -> Packing | None:
     return stacked(of.codes, fp4(expert, high_first=True, swizzled=True), parts)
 
 
-def _grouped(checkpoint: Checkpoint, stem: str, layer: Layer) -> Claim | None:
+def _grouped(checkpoint: Checkpoint, stem: str, layer: LayerNote) -> WeightClaim | None:
     """Return the claim of a weight of asym_w4a8_int8: `weight_s_rel` for groups, `weight_s_channel` for rows."""
     codes, group, row = (checkpoint.get(stem, last) for last in ("weight", "weight_s_rel", "weight_s_channel"))
     book, size, rotation = checkpoint.get(stem, "weight_codebook"), layer.options.get("group_size", 16), layer.rotation
@@ -220,13 +221,13 @@ def _grouped(checkpoint: Checkpoint, stem: str, layer: Layer) -> Claim | None:
     encoding = Grouped.shared(
         (cols, codes.shape[1]), cols, cols=cols, size=size, bits=bits, rotation=rotation, kind=kind, label=layer.form
     )
-    parts = {SCALE: Part(group, size, ITEM_BYTES[group.dtype]), ROW: Part(row, cols, 4)}
-    parts |= {BOOK: Part(book)} if book is not None else {}
+    parts = {SCALE: WeightPart(group, size, ITEM_BYTES[group.dtype]), ROW: WeightPart(row, cols, 4)}
+    parts |= {BOOK: WeightPart(book)} if book is not None else {}
     packing = Packing(encoding, codes, parts, checkpoint.present(stem, *BESIDE))
     return claimed(codes, codes.name, (rows, cols), packing)
 
 
-def _columns(checkpoint: Checkpoint, stem: str, layer: Layer) -> Claim | None:
+def _columns(checkpoint: Checkpoint, stem: str, layer: LayerNote) -> WeightClaim | None:
     """Return the claim of a weight of awq_w4a16, whose scales and zero points are [groups, rows]."""
     codes, scale, zero = (checkpoint.get(stem, last) for last in ("weight", "weight_scale", "weight_zeros"))
     size = layer.options.get("group_size", 64)
@@ -238,11 +239,13 @@ def _columns(checkpoint: Checkpoint, stem: str, layer: Layer) -> Claim | None:
     if scale.shape != (cols // size, rows) or (zero.dtype, zero.shape) != (scale.dtype, scale.shape) or not cols:
         return None
     encoding = Columns.shared((2, 1), cols, shape=(rows, cols), scales=scale.dtype, label=layer.form)
-    packing = Packing(encoding, codes, {SCALE: Part(scale), ZERO: Part(zero)}, checkpoint.present(stem, *BESIDE))
+    packing = Packing(
+        encoding, codes, {SCALE: WeightPart(scale), ZERO: WeightPart(zero)}, checkpoint.present(stem, *BESIDE)
+    )
     return claimed(codes, codes.name, (rows, cols), packing)
 
 
-READERS: Final[Mapping[str, Callable[[Checkpoint, str, Layer], Claim | None]]] = MappingProxyType({
+READERS: Final[Mapping[str, Callable[[Checkpoint, str, LayerNote], WeightClaim | None]]] = MappingProxyType({
     **dict.fromkeys(DTYPES, _one_byte), FOUR_BITS: _rotated_rows, "nvfp4": _nvfp4,
     "asym_w4a8_int8": _grouped, "awq_w4a16": _columns,
 })  # fmt: skip

@@ -18,22 +18,25 @@ from ...disk.files import StoredTensor
 from ...disk.reader import read_bytes
 from ...dtypes import ITEM_BYTES
 from ...safe_regex import Refused, Steps, pattern
-from ..encodings.base import FLOATS, Packing, Part
+from ..encodings.base import FLOATS, Packing, WeightPart
 from ..encodings.fp4 import Fp4Tensors, fp4
 from ..encodings.packed_ints import ORDER, WORD, PackedInts
 from ..encodings.scaled import SCALE, ZERO, ScaledTensors, scaled
-from .base import Checkpoint, Claim, NewWeight, claimed, codes_of, new_tensor, positive
+from .base import Checkpoint, NewWeight, WeightClaim, claimed, codes_of, new_tensor, positive
 
 EMBEDDING: Final = re.compile(r"(^|[._])(\w*embed\w*|wte|wpe)$", re.IGNORECASE)
-"""Names of modules that are embeddings and no linear layers; files do not tell the class of a module."""
+"""Names of modules that are embeddings and no linear layers; files do not hold the class of a module."""
+
 METHOD: Final = "compressed-tensors"
 BESIDE: Final = ("input_scale", "input_global_scale", "input_zero_point", "weight_shape")
+
 BYTES: Final = ("float-quantized", "naive-quantized", "int-quantized", "mxfp8-quantized")
 """Formats with codes of one byte in `l.weight`."""
+
 BITS: Final = (2, 3, 4, 5, 6, 7, 8)
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[Claim]:
+def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
     """Yield every weight of a folder that is read; none if weights are sparse or rotated too."""
     config = checkpoint.config
     sparse = config.get("sparsity_config") or {}
@@ -49,7 +52,7 @@ def claim(checkpoint: Checkpoint) -> Iterator[Claim]:
             yield weight
 
 
-def _codes_in_bytes(checkpoint: Checkpoint, stem: str, args: Mapping[str, Any]) -> Claim | None:
+def _codes_in_bytes(checkpoint: Checkpoint, stem: str, args: Mapping[str, Any]) -> WeightClaim | None:
     weight, zero = checkpoint.get(stem, "weight"), checkpoint.get(stem, "weight_zero_point")
     if (
         weight is None
@@ -77,7 +80,7 @@ def _block(args: Mapping[str, Any], weight: StoredTensor, scale: StoredTensor) -
     return (1, size) if args.get("strategy") == "group" and positive(size) else None
 
 
-def _packed(checkpoint: Checkpoint, stem: str, args: Mapping[str, Any], form: str) -> Claim | None:
+def _packed(checkpoint: Checkpoint, stem: str, args: Mapping[str, Any], form: str) -> WeightClaim | None:
     """Return the claim of a weight with several codes in a byte."""
     codes, scale = checkpoint.get(stem, "weight_packed"), checkpoint.tensors[f"{stem}.weight_scale"]
     name, beside = f"{stem}.weight", checkpoint.present(stem, *BESIDE)
@@ -142,7 +145,7 @@ class PackedTensors(NamedTuple):
     beside: frozenset[str]
 
 
-def _packed_ints(of: PackedTensors, name: str) -> Claim | None:
+def _packed_ints(of: PackedTensors, name: str) -> WeightClaim | None:
     """Return the claim of a weight of packed whole numbers; None if dtypes and shapes do not go together."""
     bits, size, codes = of.args.get("num_bits"), of.args.get("group_size"), of.codes
     shape = _shape(of.shape)
@@ -163,9 +166,9 @@ def _packed_ints(of: PackedTensors, name: str) -> Claim | None:
     if of.order is not None and (of.order.dtype != "I32" or of.order.shape != (cols,)):
         return None
     each, size_of_each = (WORD, bits * 4) if dense and WORD % bits else (WORD // bits, 4)
-    parts = {SCALE: Part(of.scale, cols, across * ITEM_BYTES[of.scale.dtype])}
-    parts |= {ZERO: Part(of.zero, each * cols, across * size_of_each)} if of.zero is not None else {}
-    parts |= {ORDER: Part(of.order)} if of.order is not None else {}
+    parts = {SCALE: WeightPart(of.scale, cols, across * ITEM_BYTES[of.scale.dtype])}
+    parts |= {ZERO: WeightPart(of.zero, each * cols, across * size_of_each)} if of.zero is not None else {}
+    parts |= {ORDER: WeightPart(of.order)} if of.order is not None else {}
     encoding = PackedInts.shared(
         (cols, words * 4), lcm(cols, each * cols if of.zero is not None else 1), bits=bits, cols=cols, size=size,
         zeros=of.zero is not None, dense=dense, scales=of.scale.dtype, label=f"compressed-tensors int{bits}",

@@ -1,6 +1,6 @@
 """fp8 without scales whose only NaN is the negative zero: e4m3fnuz and e5m2fnuz. They are read, never written.
 
-A byte stands for half the number that it has in the dtypes of the same name without `uz`.
+The number of a byte is half the number that it has in the dtypes of the same name without `uz`.
 Noune et al. 2022, arXiv:2206.02915.
 """
 
@@ -11,13 +11,13 @@ from typing import Final
 
 from ..encodings.base import Packing
 from ..encodings.table import Fnuz
-from .base import Checkpoint, Claim, claimed
+from .base import Checkpoint, WeightClaim, claimed
 
 DTYPES: Final = {"F8_E4M3FNUZ": "fp8_e4m3fnuz", "F8_E5M2FNUZ": "fp8_e5m2fnuz"}
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[Claim]:
-    """Yield the tensors of these dtypes that no scale stands beside."""
+def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
+    """Yield the tensors of these dtypes without a scale beside them."""
     for name, info in checkpoint.tensors.items():
         stem = name.rpartition(".")[0]
         if (

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..encodings.base import Packing, Part
+from ..encodings.base import Packing, WeightPart
 from ..encodings.fp4 import Fp4
 from ..encodings.scaled import E8M0, SCALE
-from .base import Checkpoint, Claim, claimed
+from .base import Checkpoint, WeightClaim, claimed
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[Claim]:
+def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
     """Yield the experts of gpt-oss: mxfp4 of [experts, out, in], which the model knows as [experts, in, out]."""
     if checkpoint.config.get("quant_method") != "mxfp4":
         return
@@ -24,4 +24,4 @@ def claim(checkpoint: Checkpoint) -> Iterator[Claim]:
             continue
         cols = across * 32
         encoding = Fp4.shared((2, 1), rows * cols, kind=E8M0, size=32, cols=cols, turned=rows, label="gpt-oss mxfp4")
-        yield claimed(codes, stem, (experts, cols, rows), Packing(encoding, codes, {SCALE: Part(scale, 32, 1)}))
+        yield claimed(codes, stem, (experts, cols, rows), Packing(encoding, codes, {SCALE: WeightPart(scale, 32, 1)}))

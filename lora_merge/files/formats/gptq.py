@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...disk.files import StoredTensor
-from ..encodings.base import CODES, FLOATS, Packing, Part
+from ..encodings.base import CODES, FLOATS, Packing, WeightPart
 from ..encodings.packed_ints import ORDER, WORD, TransposedInts
 from ..encodings.scaled import SCALE, ZERO
-from .base import Checkpoint, Claim, claimed
+from .base import Checkpoint, WeightClaim, claimed
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[Claim]:
-    """Yield the weights of GPTQ and AWQ folders; none of those whose numbers are in the order of a kernel."""
+def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
+    """Yield the weights of GPTQ and AWQ folders; but none whose numbers are in the order of a kernel."""
     config = checkpoint.config
     method = config.get("quant_method")
     if (method, config.get("packing_format")) == ("auto-round", "auto_round:auto_gptq"):
@@ -33,7 +33,7 @@ def claim(checkpoint: Checkpoint) -> Iterator[Claim]:
             yield weight
 
 
-def _weight(checkpoint: Checkpoint, stem: str, bits: Any, *, awq: bool) -> Claim | None:
+def _weight(checkpoint: Checkpoint, stem: str, bits: Any, *, awq: bool) -> WeightClaim | None:
     codes, zero, scale = (
         checkpoint.tensors[f"{stem}.qweight"],
         checkpoint.get(stem, "qzeros"),
@@ -61,7 +61,7 @@ def _weight(checkpoint: Checkpoint, stem: str, bits: Any, *, awq: bool) -> Claim
     encoding = TransposedInts.shared(
         (1, 0), cols, bits=bits, shape=(rows, cols), along_rows=awq, scales=scale.dtype, plus_one=plus_one, label=label
     )
-    parts = {role: Part(info) for role, info in stored.items()}
+    parts = {role: WeightPart(info) for role, info in stored.items()}
     return claimed(codes, f"{stem}.weight", (rows, cols), Packing(encoding, codes, parts))
 
 

@@ -15,7 +15,7 @@ from typing import Final
 from ...disk.files import StoredTensor
 from ...disk.reader import read_bytes
 from ..encodings.packed_ints import shared_byte_ints
-from .base import Checkpoint, Claim, claimed
+from .base import Checkpoint, WeightClaim, claimed
 
 SETTINGS: Final = (
     "nbits", "group_size", "shape", "axis", "packing", "unpack_view_dtype", "view_as_float", "quant_scale",
@@ -25,7 +25,7 @@ SETTINGS: Final = (
 """Tensors in which HQQ stores the settings of a layer."""
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[Claim]:
+def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
     """Yield the weights of HQQ, as transformers saves them."""
     for stem in checkpoint.stems("W_q"):
         codes, scale, zero = (checkpoint.get(stem, last) for last in ("W_q", "scale", "zero"))

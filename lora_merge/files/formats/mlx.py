@@ -15,18 +15,19 @@ from typing import Any, Final
 from ...disk.files import StoredTensor
 from ...dtypes import ITEM_BYTES
 from ..encodings.affine import BIAS, affine
-from ..encodings.base import FLOATS, Packing, Part
+from ..encodings.base import FLOATS, Packing, WeightPart
 from ..encodings.fp4 import Fp4Tensors, fp4
 from ..encodings.packed_ints import WORD
 from ..encodings.scaled import E8M0, SCALE, ScaledTensors, scaled
-from .base import Checkpoint, Claim, claimed
+from .base import Checkpoint, WeightClaim, claimed
 
 BITS: Final = (1, 2, 3, 4, 5, 6, 8)
+
 SIZES: Final = (16, 32, 64, 128)
 """Columns of a group."""
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[Claim]:
+def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
     """Yield the weights of mlx folders."""
     config = checkpoint.config
     if "quant_method" in config or not isinstance(config.get("group_size"), int):
@@ -38,7 +39,7 @@ def claim(checkpoint: Checkpoint) -> Iterator[Claim]:
             yield weight
 
 
-def _weight(checkpoint: Checkpoint, stem: str, config: Mapping[str, Any]) -> Claim | None:
+def _weight(checkpoint: Checkpoint, stem: str, config: Mapping[str, Any]) -> WeightClaim | None:
     codes, scale, bias = (
         checkpoint.get(stem, "weight"),
         checkpoint.tensors[f"{stem}.scales"],
@@ -55,14 +56,14 @@ def _weight(checkpoint: Checkpoint, stem: str, config: Mapping[str, Any]) -> Cla
     if bias is None or (scale.dtype, scale.shape) != (bias.dtype, bias.shape) or scale.dtype not in FLOATS:
         return None
     each = ITEM_BYTES[scale.dtype]
-    parts = {role: Part(info, size, each) for role, info in ((SCALE, scale), (BIAS, bias))}
+    parts = {role: WeightPart(info, size, each) for role, info in ((SCALE, scale), (BIAS, bias))}
     encoding = affine(size, bits=bits, numbers=scale.dtype, label=f"mlx {bits} bit")
     return claimed(codes, codes.name, shape, Packing(encoding, codes, parts))
 
 
 def _floats(
     codes: StoredTensor, scale: StoredTensor, shape: tuple[int, ...], settings: tuple[str, int, int]
-) -> Claim | None:
+) -> WeightClaim | None:
     """Return the claim of a weight of floating-point codes, in one of mlx's other modes."""
     mode, size, bits = settings
     packing, label = None, f"mlx {mode}"

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ..encodings.fp4 import Fp4Tensors, fp4
 from ..encodings.scaled import TILE, ScaledTensors, scaled
-from .base import Checkpoint, Claim, claimed
+from .base import Checkpoint, WeightClaim, claimed
 from .comfyui import LAYERS_ENTRY
 
 FP8: Final = ("FP8", "MIXED_PRECISION")
@@ -21,7 +21,7 @@ NVFP4: Final = ("NVFP4", "NVFP4_AWQ", "W4A16_NVFP4", "MIXED_PRECISION")
 """Algorithms some layers of which, or all, are nvfp4."""
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[Claim]:
+def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
     """Yield the weights of ModelOpt that are read."""
     config = checkpoint.config
     algorithm = str(config.get("quant_algo")) if config.get("quant_method") == "modelopt" else ""
@@ -37,7 +37,7 @@ def side_section(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"quant_method": "modelopt", **inner} if isinstance(inner, Mapping) and inner.get("quant_algo") else {}
 
 
-def _fp8(checkpoint: Checkpoint, algorithm: str) -> Iterator[Claim]:
+def _fp8(checkpoint: Checkpoint, algorithm: str) -> Iterator[WeightClaim]:
     """Yield the weights of fp8: a scale for the weight, for each row, each block of 128 by 128, or a power of two for
     32 columns."""
     for stem in checkpoint.stems("weight_scale"):
@@ -51,7 +51,7 @@ def _fp8(checkpoint: Checkpoint, algorithm: str) -> Iterator[Claim]:
             yield claimed(weight, weight.name, weight.shape, packing)
 
 
-def _nvfp4(checkpoint: Checkpoint) -> Iterator[Claim]:
+def _nvfp4(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
     """Yield the weights of nvfp4: scales row after row, even columns in the low half."""
     for stem in checkpoint.stems("weight_scale_2"):
         codes, scale = checkpoint.get(stem, "weight"), checkpoint.get(stem, "weight_scale")

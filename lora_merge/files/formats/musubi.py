@@ -14,14 +14,14 @@ from math import prod
 from typing import Final
 
 from ..encodings.scaled import TILE, ScaledTensors, scaled
-from .base import Checkpoint, Claim, claimed
+from .base import Checkpoint, WeightClaim, claimed
 from .comfyui import LAYERS_ENTRY
 
 MORE: Final = ("weight_zero_point", "weight_scale_2", "pre_quant_scale")
 """Tensors without which such a weight would be other numbers."""
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[Claim]:
+def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
     """Yield the weights of such files; none where config.json or a mark of ComfyUI says another way."""
     lasts = {name.rpartition(".")[2] for name in checkpoint.tensors}
     if (

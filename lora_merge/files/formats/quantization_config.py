@@ -16,13 +16,18 @@ from .modelopt import side_section
 
 SECTIONS: Final = ("quantization_config", "compression_config", "quantization")
 """Names of that section: of transformers, of older compressed-tensors, of mlx."""
+
 RECIPE: Final = "recipe.yaml"
 """llm-compressor's file of what was done to a model."""
+
 MODIFIERS: Final = {"SmoothQuantModifier": "SmoothQuant", "AWQModifier": "AWQ"}
 """Steps of a recipe that move scales between a layer and the one before it. Rotations also leave `transform_config`."""
+
 RECIPE_LIMIT: Final = 1 << 20  # bytes of a recipe that are looked at
+
 ACTIVATIONS: Final = ("input_scale", "scale_input", "input_global_scale", "activation_scale", "output_scale")
 """Last names of scales that were measured on what goes through a layer."""
+
 CACHE: Final = ("k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale", "output_scale")
 """Last names of scales of the cache of keys and values, and of what attention computes: one number each."""
 

@@ -13,13 +13,13 @@ from typing import Final
 from ...disk.files import StoredTensor
 from ..encodings.packed_ints import shared_byte_ints
 from ..encodings.scaled import ScaledTensors, scaled
-from .base import Checkpoint, Claim, claimed
+from .base import Checkpoint, WeightClaim, claimed
 
 ACTIVATIONS: Final = ("input_scale", "output_scale")
 KINDS: Final = {"I8": "int8", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[Claim]:
+def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
     """Yield the weights of optimum-quanto: codes of one byte with a scale for each row, and codes of 2 and 4 bits.
 
     The shape of the latter is stored nowhere: it follows from the bias; without one, they are not read.
@@ -40,7 +40,7 @@ def claim(checkpoint: Checkpoint) -> Iterator[Claim]:
             yield weight
 
 
-def _few_bits(checkpoint: Checkpoint, name: str, scale: StoredTensor, beside: frozenset[str]) -> Claim | None:
+def _few_bits(checkpoint: Checkpoint, name: str, scale: StoredTensor, beside: frozenset[str]) -> WeightClaim | None:
     """Return the claim of a weight of 2 or 4 bits, whose rows its bias shows."""
     codes, zero = checkpoint.get(name, "_data._data"), checkpoint.get(name, "_shift")
     bias = checkpoint.get(name.rpartition(".")[0], "bias")

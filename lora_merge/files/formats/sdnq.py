@@ -19,20 +19,24 @@ from ...disk.files import StoredTensor
 from ...dtypes import ITEM_BYTES, Shape
 from ...safe_regex import Refused, Steps
 from ..encodings.affine import BIAS, affine
-from ..encodings.base import FLOATS, ROTATIONS, Encoding, Packing, Part
-from ..encodings.low_rank import Factors, Sums, with_factors
+from ..encodings.base import FLOATS, ROTATIONS, Encoding, Packing, WeightPart
+from ..encodings.low_rank import LowRankFactors, LowRankSums, with_factors
 from ..encodings.packed_ints import PackedInts
 from ..encodings.scaled import SCALE, ZERO, ScaledTensors, scaled
-from .base import Checkpoint, Claim, claimed, positive
+from .base import Checkpoint, WeightClaim, claimed, positive
 
 EXTRAS: Final = ("use_codebook", "use_codebook_scale", "use_quantized_matmul", "use_quantized_matmul_conv")
 """Entries of the configuration for what is not read."""
+
 BITS: Final = {"uint8": 8, "uint4": 4, "uint2": 2}
 """Unsigned types, whose codes are a stream of bits, lowest bits first."""
+
 BESIDE: Final = ("scale_2", "scale_zero_point", "zero_point_scale", "zero_point_2")
 """Tensors of scales that are codes themselves, which are not read."""
+
 ROTATED: Final = 256
 """Columns that are rotated together at most, where the configuration does not say it."""
+
 PACKED: Final = {2: (4, 1), 3: (8, 3), 4: (2, 1), 5: (8, 5), 6: (4, 3), 7: (8, 7)}
 """Bits of a code → numbers that are packed together, and their bytes."""
 
@@ -43,12 +47,12 @@ class SdnqTensors(NamedTuple):
     codes: StoredTensor
     scale: StoredTensor
     zero: StoredTensor | None
-    factors: Factors
+    factors: LowRankFactors
     kind: str
     rotation: int
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[Claim]:
+def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
     """Yield the weights of SDNQ that are read."""
     config, steps = checkpoint.config, Steps()
     if config.get("quant_method") != "sdnq":
@@ -99,7 +103,7 @@ def _kind(usual: str, key: str) -> str:
     return f"uint{bits}" if sign == "uint" or bits <= 4 else f"int{bits}"
 
 
-def _weight(checkpoint: Checkpoint, stem: str, config: Mapping[str, Any]) -> Claim | None:
+def _weight(checkpoint: Checkpoint, stem: str, config: Mapping[str, Any]) -> WeightClaim | None:
     """Return the claim of a weight with these settings."""
     codes, zero, up, down = (checkpoint.get(stem, last) for last in ("weight", "zero_point", "svd_up", "svd_down"))
     scale, kind = checkpoint.tensors[f"{stem}.scale"], str(config.get("weights_dtype", ""))
@@ -108,7 +112,7 @@ def _weight(checkpoint: Checkpoint, stem: str, config: Mapping[str, Any]) -> Cla
     size, rotated = config.get("hadamard_group_size", ROTATED), bool(config.get("use_hadamard"))
     if rotated and not positive(size):
         return None
-    factors = Factors(up, down)
+    factors = LowRankFactors(up, down)
     # A matrix in bytes or in a stream of bits, to which a product is added, or nothing.
     if len(scale.shape) in (2, 3) and scale.shape[-1] == 1:
         signed = zero is None and codes.dtype in ("I8", "F8_E4M3", "F8_E5M2")
@@ -124,7 +128,7 @@ def _weight(checkpoint: Checkpoint, stem: str, config: Mapping[str, Any]) -> Cla
     return _sums(SdnqTensors(codes, scale, zero, factors, kind, size if rotated else 0))
 
 
-def _stream(codes: StoredTensor, scale: StoredTensor, zero: StoredTensor | None, kind: str) -> Claim | None:
+def _stream(codes: StoredTensor, scale: StoredTensor, zero: StoredTensor | None, kind: str) -> WeightClaim | None:
     """Return the claim of a weight of unsigned codes, or of signed ones of 4 bits."""
     bits = 4 if kind == "int4" else BITS.get(kind, 0)
     if codes.dtype != "U8" or not bits or scale.dtype not in FLOATS or (zero is None) != (kind == "int4"):
@@ -137,17 +141,17 @@ def _stream(codes: StoredTensor, scale: StoredTensor, zero: StoredTensor | None,
     if total % prod(scale.shape) or (size * bits) % 8 or not same:
         return None
     if zero is None:
-        parts, label = {SCALE: Part(scale, cols, cols // size * each)}, "SDNQ int4"
+        parts, label = {SCALE: WeightPart(scale, cols, cols // size * each)}, "SDNQ int4"
         encoding: Encoding = PackedInts.shared(
             (cols, cols // 2), cols, bits=4, cols=cols, size=size, scales=scale.dtype, label=label
         )
     else:
-        parts = {SCALE: Part(scale, size, each), BIAS: Part(zero, size, each)}
+        parts = {SCALE: WeightPart(scale, size, each), BIAS: WeightPart(zero, size, each)}
         encoding = affine(size, bits=bits, numbers=scale.dtype, label=f"SDNQ {kind}")
     return claimed(codes, codes.name, (rows, cols), Packing(encoding, codes, parts))
 
 
-def _signed(codes: StoredTensor, scale: StoredTensor) -> Claim | None:
+def _signed(codes: StoredTensor, scale: StoredTensor) -> WeightClaim | None:
     """Return the claim of a weight of codes of one byte without a zero point."""
     if len(codes.shape) != len(scale.shape) or codes.shape[:-1] != scale.shape[:-1]:
         return None
@@ -159,7 +163,7 @@ def _signed(codes: StoredTensor, scale: StoredTensor) -> Claim | None:
     return claimed(codes, codes.name, shape, packing._replace(codes=codes)) if packing else None
 
 
-def _sums(of: SdnqTensors) -> Claim | None:
+def _sums(of: SdnqTensors) -> WeightClaim | None:
     """Return the claim of a weight; None if types and shapes do not go together."""
     codes, scale, zero = of.codes, of.scale, of.zero
     signed, bits = not of.kind.startswith("u"), _bits(of.kind)
@@ -182,14 +186,14 @@ def _sums(of: SdnqTensors) -> Claim | None:
     rotation, rank = _rotation_within(of.rotation, channels), of.factors.rank
     if rotation is None or (rotation and kernel) or not of.factors.fit(rows, cols):
         return None
-    encoding = Sums.shared(
+    encoding = LowRankSums.shared(
         (numbers, size), lcm(cols, numbers), dtype=codes.dtype if bits == 8 else "", bits=bits,
         lowest=-(2 ** (bits - 1)) if signed and bits < 8 else 0, shape=(groups, channels // groups, places), rank=rank,
         rotation=rotation, scales=scale.dtype, label=f"SDNQ {of.kind}",
         factors=of.factors.up.dtype if of.factors.up else "F32",
     )  # fmt: skip
     each = ITEM_BYTES[scale.dtype] * groups * places
-    parts = {SCALE: Part(scale, cols, each)} | ({ZERO: Part(zero, cols, each)} if zero is not None else {})
+    parts = {SCALE: WeightPart(scale, cols, each)} | ({ZERO: WeightPart(zero, cols, each)} if zero is not None else {})
     parts |= of.factors.parts(cols)
     return claimed(codes, codes.name, (rows, channels, *kernel), Packing(encoding, codes, parts))
 

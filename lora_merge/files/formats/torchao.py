@@ -2,7 +2,7 @@
 
 `L.weight` is stored as `L._weight_qdata`, `L._weight_scale` and, with zero points, `L._weight_zero_point`; an entry
 `L.weight` of the metadata says of which class the weight is and which block of it shares a scale. The scales of
-MXTensor and NVFP4Tensor may lie in cuBLAS's tiles; NVFP4Tensor may have a scale of the whole weight.
+MXTensor and NVFP4Tensor may be in cuBLAS's tiles; NVFP4Tensor may have a scale of the whole weight.
 https://github.com/pytorch/ao torchao/prototype/safetensors/safetensors_support.py, torchao/prototype/mx_formats.
 """
 
@@ -20,12 +20,14 @@ from ...safe_regex import from_json
 from ..encodings.base import Packing
 from ..encodings.fp4 import Fp4Tensors, fp4
 from ..encodings.scaled import ScaledTensors, scaled
-from .base import Checkpoint, Claim, claimed, positive
+from .base import Checkpoint, WeightClaim, claimed, positive
 
 NAMES: Final = "tensor_names"
 """Entry of the metadata with the names of all tensors."""
+
 BITS: Final = {f"int{bits}": bits for bits in range(2, 9)}
 """Type of whole numbers → their bits."""
+
 ENTRY_LIMIT: Final = 4096  # bytes of the entry of one weight; torchao writes about 400
 
 
@@ -41,11 +43,11 @@ class TorchaoTensors(NamedTuple):
     beside: frozenset[str]
 
 
-Read = tuple[Packing | None, Shape]
+StoredForm = tuple[Packing | None, Shape]
 """How a weight is stored, if it is read, and its shape."""
 
 
-def _blocks(of: TorchaoTensors, dtype: str, **settings: Any) -> Read:
+def _blocks(of: TorchaoTensors, dtype: str, **settings: Any) -> StoredForm:
     """Return how codes of one byte with a scale for each block are stored."""
     codes, scale, zero, beside = of.codes, of.scale, of.zero, of.beside
     block = of.settings.get("block_size")
@@ -62,14 +64,14 @@ def _blocks(of: TorchaoTensors, dtype: str, **settings: Any) -> Read:
     return scaled(stored, **settings), codes.shape
 
 
-def _few_bits(of: TorchaoTensors) -> Read:
+def _few_bits(of: TorchaoTensors) -> StoredForm:
     """Return how whole numbers of 2 to 8 bits in bytes are stored."""
     target = of.settings.get("target_dtype")
     bits = BITS.get(str(target.get("_data")), 0) if isinstance(target, Mapping) else 0
     return _blocks(of, "I8", ends=(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)) if bits else (None, ())
 
 
-def _mx(of: TorchaoTensors) -> Read:
+def _mx(of: TorchaoTensors) -> StoredForm:
     """Return how codes with a power of two for 32 columns are stored."""
     element = of.settings.get("elem_dtype")
     kind = element.get("_data") if isinstance(element, Mapping) else None
@@ -82,26 +84,26 @@ def _mx(of: TorchaoTensors) -> Read:
     return _halves(of, swizzled=swizzled) if kind == "float4_e2m1fn_x2" else (None, ())
 
 
-def _nvfp4(of: TorchaoTensors) -> Read:
+def _nvfp4(of: TorchaoTensors) -> StoredForm:
     """Return how 4-bit codes with fp8 scales for 16 columns are stored."""
     if of.settings.get("block_size") != 16 or of.zero is not None:
         return None, ()
     return _halves(of, swizzled=bool(of.settings.get("is_swizzled_scales")), fp8_scales=True)
 
 
-def _halves(of: TorchaoTensors, *, swizzled: bool, fp8_scales: bool = False) -> Read:
+def _halves(of: TorchaoTensors, *, swizzled: bool, fp8_scales: bool = False) -> StoredForm:
     stored = Fp4Tensors(of.codes, of.scale, of.label, of.whole, of.beside, fp8_scales=fp8_scales)
     return fp4(stored, swizzled=swizzled), (*of.codes.shape[:-1], 2 * of.codes.shape[-1] if of.codes.shape else 0)
 
 
-CLASSES: Final[Mapping[str, Callable[[TorchaoTensors], Read]]] = MappingProxyType({
+CLASSES: Final[Mapping[str, Callable[[TorchaoTensors], StoredForm]]] = MappingProxyType({
     "Int8Tensor": lambda of: _blocks(of, "I8"), "Float8Tensor": lambda of: _blocks(of, "F8_E4M3"),
     "IntxUnpackedToInt8Tensor": _few_bits, "MXTensor": _mx, "NVFP4Tensor": _nvfp4,
 })  # fmt: skip
 """Class of a weight → how it is read. Others hold packed whole numbers, or codes in the order of a kernel."""
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[Claim]:
+def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
     """Yield the weights of these classes."""
     if NAMES not in checkpoint.metadata:
         return

@@ -10,19 +10,21 @@ from typing import Any, Final
 
 from ...disk.files import StoredTensor
 from ..encodings.scaled import ScaledTensors, scaled
-from .base import Checkpoint, Claim, NewWeight, claimed, codes_of, new_tensor, positive
+from .base import Checkpoint, NewWeight, WeightClaim, claimed, codes_of, new_tensor, positive
 
 SCALES: Final = {
     "_scale_inv": "", "_scales_inv": "", ".weight_scale": ".weight", ".qscale_weight": ".weight",
 }  # fmt: skip
 """Ending of the name of a scale → that of its weight. All are multipliers, whatever a name says."""
+
 POWERS: Final = {".scale": ".weight"}
 """The same for scales whose dtype is F8_E8M0."""
+
 ACTIVATIONS: Final = ("input_scale", "activation_scale", "qscale_act")
 BLOCK: Final = 128  # rows and columns with one scale, of block fp8
 
 
-def claim(checkpoint: Checkpoint) -> Iterator[Claim]:
+def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
     """Yield the fp8 weights of folders whose `quant_method` is `fp8` or `fbgemm_fp8`."""
     if checkpoint.config.get("quant_method") == "fp8":
         yield from _blocks(checkpoint)
@@ -30,7 +32,7 @@ def claim(checkpoint: Checkpoint) -> Iterator[Claim]:
         yield from _fbgemm(checkpoint)
 
 
-def _blocks(checkpoint: Checkpoint) -> Iterator[Claim]:
+def _blocks(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
     """Yield the weights of fp8 with a scale for each block, or for the weight."""
     size, powers = checkpoint.config.get("weight_block_size"), checkpoint.config.get("scale_fmt") == "ue8m0"
     if size is not None and not (isinstance(size, list) and len(size) == 2 and all(map(positive, size))):
@@ -48,7 +50,7 @@ def _blocks(checkpoint: Checkpoint) -> Iterator[Claim]:
             yield claimed(weight, weight.name, weight.shape, packing)
 
 
-def _fbgemm(checkpoint: Checkpoint) -> Iterator[Claim]:
+def _fbgemm(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
     """Yield the weights of FBGEMM: a scale for each row, or for each column of stacked experts."""
     for name, scale in checkpoint.tensors.items():
         weight = checkpoint.tensors.get(name.removesuffix("_scale")) if name.endswith("_scale") else None

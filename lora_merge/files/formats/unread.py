@@ -49,7 +49,7 @@ SIGNS: Final = {
     "_data":                 "optimum-quanto",
     "_packed_params":        "torch.ao quantised modules",
 }  # fmt: skip
-"""Tensors that stand beside quantised weights. https://github.com/comfyanonymous/ComfyUI comfy/ops.py,
+"""Tensors beside quantised weights. https://github.com/comfyanonymous/ComfyUI comfy/ops.py,
 transformers/quantizers, musubi-tuner modules/fp8_optimization_utils.py."""
 
 BESIDE_WEIGHTS: Final = {
@@ -57,7 +57,9 @@ BESIDE_WEIGHTS: Final = {
     "scales": ("mlx", frozenset(("U32",))),
 }
 """Last name of the scales beside a `weight` of these dtypes; norms use such names too. https://github.com/Disty0/sdnq"""
+
 FP8: Final = frozenset(("F8_E4M3", "F8_E5M2"))
+
 OF_OTHERS: Final = re.compile(r"input|output|act|logit|query|key|[kqv]_")
 """Parts of last names that show the scale of something else than the weight."""
 
@@ -65,10 +67,13 @@ METADATA: Final = {
     "_quantization_metadata": "ComfyUI's quantisation",
     "quantization_config": SVDQUANT,
 }
+
 VARIANTS: Final = ("version", "checkpoint_format", "packing_format")
-"""Entries of a section on quantisation that tell in which order numbers lie."""
+"""Entries of a section on quantisation on the order of the numbers."""
+
 LONG: Final = 80
 """Characters of an entry of a configuration that a message shows."""
+
 FIX: Final = "merge into the unquantised model"
 
 LOADED: Final = (
@@ -76,7 +81,9 @@ LOADED: Final = (
     " update_lora_params; or merge into the unquantised model"
 )
 """What to do instead of a merge into SVDQuant. https://github.com/nunchaku-tech/nunchaku."""
+
 UNMARKED: Final = "nvfp4 without a mark, whose scales may lie in tiles (ComfyUI) or row after row (ModelOpt)"
+
 MARKED: Final = (
     "give the folder with its config.json, or the file with ComfyUI's comfy_quant; or merge into the unquantised model"
 )

@@ -42,8 +42,10 @@ class Slot(NamedTuple):
 
 
 MATRICES: Final = {"lora_a": Slot(".lora_down.weight"), "lora_b": Slot(".lora_up.weight")}
+
 STACKED: Final = {"lora_a": Slot(".lora_A.weight"), "lora_b": Slot(".lora_B.weight", (1, 2, 0))}
 """The factors of all experts of a layer, [E, r, in] and [E, out, r]; PEFT has [E·r, in] and [out, r·E] for these."""
+
 OF_TABLE: Final = {"lora_a": Slot(".lora_embedding_A", (1, 0)), "lora_b": Slot(".lora_embedding_B")}
 """The factors of the table of tokens, [vocabulary, r] and [dim, r]; src/models of llama.cpp, build_inp_embd."""
 

@@ -15,11 +15,11 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
-Parts: TypeAlias = tuple[Tensor, ...]
+SmallScales: TypeAlias = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
-class Bits:
+class BitRange:
     """Codes in a range of bytes: each row of `width` bytes holds `fields` rows of codes, the lowest bits first."""
 
     start: int
@@ -91,25 +91,25 @@ def _shifts(bits: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Scales:
+class ScaleBits:
     """The small scales of sub-blocks in a range of bytes."""
 
     start: int
     stop: int
-    unpack: Callable[[Tensor], Parts]
-    pack: Callable[[Parts], Tensor]
+    unpack: Callable[[Tensor], SmallScales]
+    pack: Callable[[SmallScales], Tensor]
 
 
-def _nibbles(raw: Tensor) -> Parts:
+def _nibbles(raw: Tensor) -> SmallScales:
     return raw & 15, raw >> 4
 
 
-def _from_nibbles(parts: Parts) -> Tensor:
+def _from_nibbles(parts: SmallScales) -> Tensor:
     low, high = parts
     return low | high << 4
 
 
-def _six_bit_pairs(raw: Tensor) -> Parts:
+def _six_bit_pairs(raw: Tensor) -> SmallScales:
     """Return sc and mn of Q4_K and Q5_K: eight of six bits each in twelve bytes."""
     a, b, c = raw[:, :4], raw[:, 4:8], raw[:, 8:]
     sc = torch.cat([a & 63, (c & 15) | (a >> 6) << 4], 1)
@@ -117,42 +117,42 @@ def _six_bit_pairs(raw: Tensor) -> Parts:
     return sc, mn
 
 
-def _from_six_bit_pairs(parts: Parts) -> Tensor:
+def _from_six_bit_pairs(parts: SmallScales) -> Tensor:
     sc, mn = parts
     a = sc[:, :4] | (sc[:, 4:] >> 4) << 6
     b = mn[:, :4] | (mn[:, 4:] >> 4) << 6
     return torch.cat([a, b, (sc[:, 4:] & 15) | (mn[:, 4:] & 15) << 4], 1)
 
 
-def _q3_scales(raw: Tensor) -> Parts:
+def _q3_scales(raw: Tensor) -> SmallScales:
     """Return the scales of Q3_K: sixteen of six bits, less 32."""
     low = torch.cat([raw[:, :8] & 15, raw[:, :8] >> 4], 1)
     high = torch.cat([(raw[:, 8:] >> at) & 3 for at in (0, 2, 4, 6)], 1)
     return ((low | high << 4).to(torch.int16) - 32,)
 
 
-def _from_q3_scales(parts: Parts) -> Tensor:
+def _from_q3_scales(parts: SmallScales) -> Tensor:
     scales = (parts[0] + 32).to(torch.uint8)
     high = [(scales[:, 4 * n : 4 * n + 4] >> 4) << 2 * n for n in range(4)]
     return torch.cat([(scales[:, :8] & 15) | (scales[:, 8:] & 15) << 4, high[0] | high[1] | high[2] | high[3]], 1)
 
 
-def _signed_bytes(raw: Tensor) -> Parts:
+def _signed_bytes(raw: Tensor) -> SmallScales:
     return (raw.contiguous().view(torch.int8).to(torch.int16),)
 
 
-def _from_signed_bytes(parts: Parts) -> Tensor:
+def _from_signed_bytes(parts: SmallScales) -> Tensor:
     return parts[0].to(torch.int8).view(torch.uint8)
 
 
-def _iq4_scales(raw: Tensor) -> Parts:
+def _iq4_scales(raw: Tensor) -> SmallScales:
     """Return the scales of IQ4_XS: eight of six bits, less 32; two bytes of high bits, four of low ones."""
     low = torch.stack([raw[:, 2:] & 15, raw[:, 2:] >> 4], 2).reshape(-1, 8)
     high = torch.stack([(raw[:, :2] >> at) & 3 for at in (0, 2, 4, 6)], 2).reshape(-1, 8)
     return ((low | high << 4).to(torch.int16) - 32,)
 
 
-def _from_iq4_scales(parts: Parts) -> Tensor:
+def _from_iq4_scales(parts: SmallScales) -> Tensor:
     scales = (parts[0] + 32).to(torch.uint8)
     low = scales.reshape(-1, 4, 2) & 15
     high = (scales >> 4).reshape(-1, 2, 4)
@@ -161,16 +161,16 @@ def _from_iq4_scales(parts: Parts) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BlockLayout:
     """The bytes of one type."""
 
     size: int  # bytes of a block
     subs: int  # sub-blocks
-    low: Bits | Digits  # the low bits of the codes
-    high: Bits | None = None  # their high bits
+    low: BitRange | Digits  # the low bits of the codes
+    high: BitRange | None = None  # their high bits
     d: int | None = 0  # the first byte of the scale of the block, f16
     m: int | None = None  # that of its minimum, or of the scale of the minima, f16
-    scales: Scales | None = None
+    scales: ScaleBits | None = None
 
     def codes(self, blocks: Tensor) -> Tensor:
         """Return the codes: [blocks, sub-blocks, elements]."""
@@ -199,24 +199,24 @@ def put_half(blocks: Tensor, at: int, values: Tensor) -> None:
 
 _PAIRS: Final = (_six_bit_pairs, _from_six_bit_pairs)
 
-LAYOUTS: Final[Mapping[str, Layout]] = MappingProxyType({
-    "Q4_0": Layout(18, 1, Bits(2, 1, 16, 4)),
-    "Q4_1": Layout(20, 1, Bits(4, 1, 16, 4), m=2),
-    "Q5_0": Layout(22, 1, Bits(6, 1, 16, 4), Bits(2, 4, 1, 1)),
-    "Q5_1": Layout(24, 1, Bits(8, 1, 16, 4), Bits(4, 4, 1, 1), m=2),
-    "Q8_0": Layout(34, 1, Bits(2, 1, 32, 8)),
-    "Q2_K": Layout(84, 16, Bits(16, 2, 32, 2), d=80, m=82, scales=Scales(0, 16, _nibbles, _from_nibbles)),
-    "Q3_K": Layout(110, 16, Bits(32, 2, 32, 2), Bits(0, 1, 32, 1), 108, None,
-                   Scales(96, 108, _q3_scales, _from_q3_scales)),
-    "Q4_K": Layout(144, 8, Bits(16, 4, 32, 4), m=2, scales=Scales(4, 16, *_PAIRS)),
-    "Q5_K": Layout(176, 8, Bits(48, 4, 32, 4), Bits(16, 1, 32, 1), m=2, scales=Scales(4, 16, *_PAIRS)),
-    "Q6_K": Layout(210, 16, Bits(0, 2, 64, 4), Bits(128, 2, 32, 2), 208, None,
-                   Scales(192, 208, _signed_bytes, _from_signed_bytes)),
-    "IQ4_NL": Layout(18, 1, Bits(2, 1, 16, 4)),
-    "IQ4_XS": Layout(136, 8, Bits(8, 8, 16, 4), scales=Scales(2, 8, _iq4_scales, _from_iq4_scales)),
-    "MXFP4": Layout(17, 1, Bits(1, 1, 16, 4), d=None),
-    "NVFP4": Layout(36, 4, Bits(4, 4, 8, 4), d=None),
-    "TQ1_0": Layout(54, 1, Digits(((0, 32, 5), (32, 16, 5), (48, 4, 4))), d=52),
-    "TQ2_0": Layout(66, 1, Bits(0, 2, 32, 2), d=64),
+LAYOUTS: Final[Mapping[str, BlockLayout]] = MappingProxyType({
+    "Q4_0": BlockLayout(18, 1, BitRange(2, 1, 16, 4)),
+    "Q4_1": BlockLayout(20, 1, BitRange(4, 1, 16, 4), m=2),
+    "Q5_0": BlockLayout(22, 1, BitRange(6, 1, 16, 4), BitRange(2, 4, 1, 1)),
+    "Q5_1": BlockLayout(24, 1, BitRange(8, 1, 16, 4), BitRange(4, 4, 1, 1), m=2),
+    "Q8_0": BlockLayout(34, 1, BitRange(2, 1, 32, 8)),
+    "Q2_K": BlockLayout(84, 16, BitRange(16, 2, 32, 2), d=80, m=82, scales=ScaleBits(0, 16, _nibbles, _from_nibbles)),
+    "Q3_K": BlockLayout(110, 16, BitRange(32, 2, 32, 2), BitRange(0, 1, 32, 1), 108, None,
+                   ScaleBits(96, 108, _q3_scales, _from_q3_scales)),
+    "Q4_K": BlockLayout(144, 8, BitRange(16, 4, 32, 4), m=2, scales=ScaleBits(4, 16, *_PAIRS)),
+    "Q5_K": BlockLayout(176, 8, BitRange(48, 4, 32, 4), BitRange(16, 1, 32, 1), m=2, scales=ScaleBits(4, 16, *_PAIRS)),
+    "Q6_K": BlockLayout(210, 16, BitRange(0, 2, 64, 4), BitRange(128, 2, 32, 2), 208, None,
+                   ScaleBits(192, 208, _signed_bytes, _from_signed_bytes)),
+    "IQ4_NL": BlockLayout(18, 1, BitRange(2, 1, 16, 4)),
+    "IQ4_XS": BlockLayout(136, 8, BitRange(8, 8, 16, 4), scales=ScaleBits(2, 8, _iq4_scales, _from_iq4_scales)),
+    "MXFP4": BlockLayout(17, 1, BitRange(1, 1, 16, 4), d=None),
+    "NVFP4": BlockLayout(36, 4, BitRange(4, 4, 8, 4), d=None),
+    "TQ1_0": BlockLayout(54, 1, Digits(((0, 32, 5), (32, 16, 5), (48, 4, 4))), d=52),
+    "TQ2_0": BlockLayout(66, 1, BitRange(0, 2, 32, 2), d=64),
 })  # fmt: skip
 """Type → the layout of its blocks."""

@@ -1,7 +1,7 @@
 """The types of GGUF whose numbers are level · scale − shift: their levels, scales, decoding and encoding.
 
 Scale and shift belong to a sub-block. New numbers keep the scales of every sub-block whose range still covers them, up
-to half a step beyond its ends; the others get the smallest scales that do. So every number lies within half a step of
+to half a step beyond its ends; the others get the smallest scales that do. So every number is within half a step of
 what was merged, and blocks that an adapter hardly changes get no second error. Imported when weights are decoded.
 """
 
@@ -18,16 +18,20 @@ from torch import Tensor
 from ..encodings.arithmetic import a_table, cut_to_fp8, ends_of_each, from_fp8
 from ..encodings.base import BARELY, InvalidPart, OutOfRange
 from ..encodings.rounding import to_integers, to_table
-from .bit_layouts import LAYOUTS, Layout, half, put_half
+from .bit_layouts import LAYOUTS, BlockLayout, half, put_half
 
 E4M3: Final = "F8_E4M3"
+
 NO_NUMBER: Final = {"E8M0": 0xFF, E4M3: 0x7F}
-"""Form of scales of one byte → the first byte that stands for none; of e4m3, NaN and negative ones. OCP Microscaling
+"""Form of scales of one byte → the first byte that is no number; of e4m3, NaN and negative ones. OCP Microscaling
 Formats 1.0, 5.4.1."""
+
 IQ4: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """Levels of IQ4_NL and IQ4_XS. ggml-common.h, kvalues_iq4nl."""
+
 FP4: Final = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Levels of MXFP4: twice the numbers of e2m1."""
+
 FP8_LARGEST: Final = 448.0
 F16_LARGEST: Final = 65504.0
 SLACK: Final = 0.96  # of half a step that the narrow end of a range may be exceeded by; the rest is for rounding of d
@@ -41,7 +45,7 @@ def power_of_two(exponents: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Levels:
+class CodeLevels:
     """The level of each code: code + `first`, or an entry of a table. New codes have levels from low to high."""
 
     first: int
@@ -88,7 +92,7 @@ def _nearest(table: tuple[int, ...]) -> Tensor:
     return codes[torch.bucketize((torch.arange(-256, 256) + 0.5) / 2, (levels[1:] + levels[:-1]) / 2)]
 
 
-class Fields(NamedTuple):
+class BlockScales(NamedTuple):
     """The scales of some blocks: d and m [blocks, 1] in fp32; sc and mn [blocks, sub-blocks], whole numbers."""
 
     d: Tensor
@@ -96,9 +100,9 @@ class Fields(NamedTuple):
     sc: Tensor | None = None
     mn: Tensor | None = None
 
-    def at(self, rows: Tensor | slice) -> Fields:
+    def at(self, rows: Tensor | slice) -> BlockScales:
         """Return those of some blocks."""
-        return Fields(*(None if t is None else t[rows] for t in self))  # type: ignore[arg-type]
+        return BlockScales(*(None if t is None else t[rows] for t in self))  # type: ignore[arg-type]
 
     def scale(self) -> Tensor:
         """Return the scale of every sub-block."""
@@ -111,15 +115,15 @@ class Fields(NamedTuple):
         return -self.m if self.mn is None else self.m * self.mn
 
 
-class Kind(NamedTuple):
+class BlockType(NamedTuple):
     """One type: its bytes, its levels, and the largest magnitude of the small scales."""
 
-    layout: Layout
-    levels: Levels
+    layout: BlockLayout
+    levels: CodeLevels
     most: int = 0
     one_byte: str = ""  # how scales of one byte are stored: as powers of two (E8M0), or as fp8 (F8_E4M3)
 
-    def fields(self, blocks: Tensor) -> Fields:
+    def fields(self, blocks: Tensor) -> BlockScales:
         """Return the scales; InvalidPart for those that are not finite numbers."""
         layout = self.layout
         if layout.d is None:
@@ -127,18 +131,18 @@ class Kind(NamedTuple):
             if bool((raw >= NO_NUMBER[self.one_byte]).any()):
                 raise InvalidPart("a scale is not a number")
             if self.one_byte == E4M3:
-                return Fields(from_fp8(raw, E4M3, 0.5).view(raw.shape))
-            return Fields(power_of_two(raw.int() - 128))
+                return BlockScales(from_fp8(raw, E4M3, 0.5).view(raw.shape))
+            return BlockScales(power_of_two(raw.int() - 128))
         d = half(blocks, layout.d)
         m = None if layout.m is None else half(blocks, layout.m)
         for scale in (d, m):
             if scale is not None and not bool(scale.isfinite().all()):
                 raise InvalidPart("a scale is not a number")
         if layout.scales is None:
-            return Fields(d, m)
-        return Fields(d, m, *layout.scales.unpack(blocks[:, layout.scales.start : layout.scales.stop]))
+            return BlockScales(d, m)
+        return BlockScales(d, m, *layout.scales.unpack(blocks[:, layout.scales.start : layout.scales.stop]))
 
-    def put_fields(self, fields: Fields, rows: Tensor | slice, blocks: Tensor) -> None:
+    def put_fields(self, fields: BlockScales, rows: Tensor | slice, blocks: Tensor) -> None:
         """Write the scales of some blocks."""
         layout, chosen = self.layout, blocks[rows]
         if self.one_byte == E4M3:
@@ -157,27 +161,27 @@ class Kind(NamedTuple):
         blocks[rows] = chosen
 
 
-def _kind(name: str, levels: Levels, most: int = 0) -> Kind:
-    return Kind(LAYOUTS[name], levels, most, {"MXFP4": "E8M0", "NVFP4": E4M3}.get(name, ""))
+def _kind(name: str, levels: CodeLevels, most: int = 0) -> BlockType:
+    return BlockType(LAYOUTS[name], levels, most, {"MXFP4": "E8M0", "NVFP4": E4M3}.get(name, ""))
 
 
-KINDS: Final[Mapping[str, Kind]] = MappingProxyType({
-    "Q4_0": _kind("Q4_0", Levels(-8, -8, 7)),
-    "Q4_1": _kind("Q4_1", Levels(0, 0, 15)),
-    "Q5_0": _kind("Q5_0", Levels(-16, -16, 15)),
-    "Q5_1": _kind("Q5_1", Levels(0, 0, 31)),
-    "Q8_0": _kind("Q8_0", Levels(-128, -127, 127)),
-    "Q2_K": _kind("Q2_K", Levels(0, 0, 3), 15),
-    "Q3_K": _kind("Q3_K", Levels(-4, -4, 3), 31),
-    "Q4_K": _kind("Q4_K", Levels(0, 0, 15), 63),
-    "Q5_K": _kind("Q5_K", Levels(0, 0, 31), 63),
-    "Q6_K": _kind("Q6_K", Levels(-32, -32, 31), 127),
-    "IQ4_NL": _kind("IQ4_NL", Levels(0, -127, 113, IQ4)),
-    "IQ4_XS": _kind("IQ4_XS", Levels(0, -127, 113, IQ4), 31),
-    "MXFP4": _kind("MXFP4", Levels(0, -12, 12, FP4)),
-    "NVFP4": _kind("NVFP4", Levels(0, -12, 12, FP4)),
-    "TQ1_0": _kind("TQ1_0", Levels(-1, -1, 1)),
-    "TQ2_0": _kind("TQ2_0", Levels(-1, -1, 1)),
+KINDS: Final[Mapping[str, BlockType]] = MappingProxyType({
+    "Q4_0": _kind("Q4_0", CodeLevels(-8, -8, 7)),
+    "Q4_1": _kind("Q4_1", CodeLevels(0, 0, 15)),
+    "Q5_0": _kind("Q5_0", CodeLevels(-16, -16, 15)),
+    "Q5_1": _kind("Q5_1", CodeLevels(0, 0, 31)),
+    "Q8_0": _kind("Q8_0", CodeLevels(-128, -127, 127)),
+    "Q2_K": _kind("Q2_K", CodeLevels(0, 0, 3), 15),
+    "Q3_K": _kind("Q3_K", CodeLevels(-4, -4, 3), 31),
+    "Q4_K": _kind("Q4_K", CodeLevels(0, 0, 15), 63),
+    "Q5_K": _kind("Q5_K", CodeLevels(0, 0, 31), 63),
+    "Q6_K": _kind("Q6_K", CodeLevels(-32, -32, 31), 127),
+    "IQ4_NL": _kind("IQ4_NL", CodeLevels(0, -127, 113, IQ4)),
+    "IQ4_XS": _kind("IQ4_XS", CodeLevels(0, -127, 113, IQ4), 31),
+    "MXFP4": _kind("MXFP4", CodeLevels(0, -12, 12, FP4)),
+    "NVFP4": _kind("NVFP4", CodeLevels(0, -12, 12, FP4)),
+    "TQ1_0": _kind("TQ1_0", CodeLevels(-1, -1, 1)),
+    "TQ2_0": _kind("TQ2_0", CodeLevels(-1, -1, 1)),
 })  # fmt: skip
 """Type → how its numbers are made."""
 
@@ -203,7 +207,7 @@ def encode(name: str, values: Tensor, raw: Tensor, uniform: Tensor | None = None
     numbers, fields = values.reshape(len(old), kind.layout.subs, -1), kind.fields(old)
     if uniform is not None or not bool(fields.d.any()):
         return _encoded(kind, numbers, old, fields, uniform).reshape(-1)
-    # Nearly all blocks keep their scales, as their levels tell; the others are looked at one sub-block at a time.
+    # Nearly all blocks keep their scales, as their levels show; the others are read one sub-block at a time.
     levels, new = _levels(numbers, fields.scale(), fields.shift()), old.clone()
     rows = _doubtful(kind.levels, levels, fields)
     kind.layout.put_codes(kind.levels.nearest(levels), new)
@@ -212,7 +216,7 @@ def encode(name: str, values: Tensor, raw: Tensor, uniform: Tensor | None = None
     return new.reshape(-1)
 
 
-def _encoded(kind: Kind, numbers: Tensor, old: Tensor, fields: Fields, uniform: Tensor | None) -> Tensor:
+def _encoded(kind: BlockType, numbers: Tensor, old: Tensor, fields: BlockScales, uniform: Tensor | None) -> Tensor:
     """Return new blocks [blocks, bytes] of numbers [blocks, sub-blocks, elements]. `fields`: the scales of the old."""
     new, room = old.clone(), torch.empty_like(numbers)
     low, high = ends_of_each(numbers, room)
@@ -235,14 +239,14 @@ def _encoded(kind: Kind, numbers: Tensor, old: Tensor, fields: Fields, uniform: 
 
 
 def _levels(numbers: Tensor, scale: Tensor, shift: Tensor | None, room: Tensor | None = None) -> Tensor:
-    """Return (number + shift) / scale, which `Levels` rounds to codes; `room`: a tensor for the result."""
+    """Return (number + shift) / scale, which `CodeLevels` rounds to codes; `room`: a tensor for the result."""
     divisor = torch.where(scale == 0, torch.inf, scale).unsqueeze(-1).to(numbers.dtype)  # 0 / inf is code 0
     if shift is None:
         return torch.div(numbers, divisor, out=room)
     return torch.add(numbers, shift.unsqueeze(-1), out=room).div_(divisor)
 
 
-def _doubtful(levels: Levels, new: Tensor, fields: Fields) -> Tensor:
+def _doubtful(levels: CodeLevels, new: Tensor, fields: BlockScales) -> Tensor:
     """Return the blocks that may have a sub-block whose scale does not cover it: those with a level close to half a
     step beyond the ends, without a scale, or with a shift so large that levels are not exact."""
     below, above = levels.gaps
@@ -262,9 +266,11 @@ def _open_rows(covered: Tensor) -> Tensor | slice | None:
     return whole.logical_not_().nonzero()[:, 0] if bool(whole.any()) else slice(None)
 
 
-def _covers(levels: Levels, scale: Tensor, shift: Tensor | None, of: tuple[Tensor, Tensor], margin: float) -> Tensor:
+def _covers(
+    levels: CodeLevels, scale: Tensor, shift: Tensor | None, of: tuple[Tensor, Tensor], margin: float
+) -> Tensor:
     """Return which sub-blocks hold their numbers with at most half a step of error. `of`: their smallest and largest
-    numbers. `margin`: steps that a number may lie beyond the ends, see `beyond`."""
+    numbers. `margin`: steps by which a number may be beyond the ends, see `beyond`."""
     (low, high), (below, above) = of, levels.gaps
     ends = scale * (levels.low - margin * below), scale * (levels.high + margin * above)
     if shift is not None:
@@ -272,7 +278,9 @@ def _covers(levels: Levels, scale: Tensor, shift: Tensor | None, of: tuple[Tenso
     return (low >= torch.minimum(*ends)) & (high <= torch.maximum(*ends))
 
 
-def _refitted(kind: Kind, old: Fields, ends: tuple[Tensor, Tensor], covered: Tensor, margin: float) -> Fields:
+def _refitted(
+    kind: BlockType, old: BlockScales, ends: tuple[Tensor, Tensor], covered: Tensor, margin: float
+) -> BlockScales:
     """Return scales that cover the numbers from low to high; those that are covered keep theirs where they can."""
     low, high = ends
     if kind.one_byte == E4M3:
@@ -283,11 +291,13 @@ def _refitted(kind: Kind, old: Fields, ends: tuple[Tensor, Tensor], covered: Ten
         return _symmetric(kind, old, ends, covered, margin)
     if kind.layout.scales is None:
         m = f16_beyond(low, up=False)
-        return Fields(f16_beyond((high - m) / kind.levels.high), m)
+        return BlockScales(f16_beyond((high - m) / kind.levels.high), m)
     return _affine(kind, old, low, high, covered)
 
 
-def _symmetric(kind: Kind, old: Fields, ends: tuple[Tensor, Tensor], covered: Tensor, margin: float) -> Fields:
+def _symmetric(
+    kind: BlockType, old: BlockScales, ends: tuple[Tensor, Tensor], covered: Tensor, margin: float
+) -> BlockScales:
     """Return scales without a shift. The wide end of the range takes the larger of both magnitudes."""
     levels, (low, high) = kind.levels, ends
     wide, narrow = -levels.low, levels.high
@@ -297,7 +307,7 @@ def _symmetric(kind: Kind, old: Fields, ends: tuple[Tensor, Tensor], covered: Te
     down = torch.maximum(high / wide, -low / narrow)
     needed = torch.where(up <= down, up, -down)
     if old.sc is None:
-        return Fields(f16_near(needed) if margin > BARELY else f16_beyond(needed.abs()) * needed.sign())
+        return BlockScales(f16_near(needed) if margin > BARELY else f16_beyond(needed.abs()) * needed.sign())
     d = old.d
     sc = torch.where(covered, old.sc.float(), _up(needed, d))
     fits = (covered | (sc.abs() <= kind.most)).all(1, keepdim=True)
@@ -305,10 +315,10 @@ def _symmetric(kind: Kind, old: Fields, ends: tuple[Tensor, Tensor], covered: Te
     largest = needed.abs().amax(1, keepdim=True)
     d = torch.where(fits, d, f16_beyond(largest / kind.most))
     sc = torch.where(fits, sc, _up(needed, d).clamp_(-kind.most, kind.most))
-    return Fields(d, None, sc.to(torch.int16))
+    return BlockScales(d, None, sc.to(torch.int16))
 
 
-def _affine(kind: Kind, old: Fields, low: Tensor, high: Tensor, covered: Tensor) -> Fields:
+def _affine(kind: BlockType, old: BlockScales, low: Tensor, high: Tensor, covered: Tensor) -> BlockScales:
     """Return scales and minima. A minimum or step beyond the small numbers makes all of its kind anew."""
     assert old.m is not None
     assert old.sc is not None
@@ -323,7 +333,7 @@ def _affine(kind: Kind, old: Fields, low: Tensor, high: Tensor, covered: Tensor)
     fits = (old.d >= 0) & (sc <= kind.most).all(1, keepdim=True)
     d = torch.where(fits, old.d, f16_beyond(needed.amax(1, keepdim=True) / kind.most))
     sc = torch.where(fits, sc, _up(needed, d).clamp_(max=kind.most))
-    return Fields(d, m, sc, mn)
+    return BlockScales(d, m, sc, mn)
 
 
 def _up(needed: Tensor, unit: Tensor) -> Tensor:
@@ -332,17 +342,17 @@ def _up(needed: Tensor, unit: Tensor) -> Tensor:
     return torch.where(needed == 0, 0.0, torch.where(unit == 0, torch.inf, ratio.abs().ceil() * ratio.sign()))
 
 
-def _power(levels: Levels, low: Tensor, high: Tensor) -> Fields:
+def _power(levels: CodeLevels, low: Tensor, high: Tensor) -> BlockScales:
     """Return the least powers of two that cover the numbers."""
     largest = torch.maximum(-low, high) / levels.high
     fraction, exponent = torch.frexp(largest)
     exponent = torch.where(fraction == 0.5, exponent - 1, exponent)
     if int(exponent.max()) > 126:
         raise OutOfRange
-    return Fields(power_of_two(torch.where(largest == 0, -128, exponent.clamp(min=-128))))
+    return BlockScales(power_of_two(torch.where(largest == 0, -128, exponent.clamp(min=-128))))
 
 
-def _fp8(levels: Levels, old: Fields, largest: Tensor, covered: Tensor, margin: float) -> Fields:
+def _fp8(levels: CodeLevels, old: BlockScales, largest: Tensor, covered: Tensor, margin: float) -> BlockScales:
     """Return scales of sub-blocks, halves of fp8 numbers, that cover the numbers; those that do already stay."""
     needed = 2 * largest / levels.high
     if float(needed.max()) > FP8_LARGEST:
@@ -350,7 +360,7 @@ def _fp8(levels: Levels, old: Fields, largest: Tensor, covered: Tensor, margin: 
     codes = cut_to_fp8(needed, E4M3).view(needed.shape)
     reach = from_fp8(codes, E4M3, 0.5).view(needed.shape) * (levels.high + SLACK * margin * levels.gaps[1])
     codes = codes + (reach < largest).to(codes.dtype)  # among the smallest fp8 numbers
-    return Fields(torch.where(covered, old.d, from_fp8(codes, E4M3, 0.5).view(needed.shape)))
+    return BlockScales(torch.where(covered, old.d, from_fp8(codes, E4M3, 0.5).view(needed.shape)))
 
 
 def f16_near(values: Tensor) -> Tensor:

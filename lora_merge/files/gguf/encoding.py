@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ...dtypes import TABLE
-from ..encodings.base import CODES, DRAW, Encoding, OutOfRange, Parts
+from ..encodings.base import CODES, DRAW, Encoding, OutOfRange, PartNumbers
 from .types import READ_ONLY, TYPES
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Ggml(Encoding):
         """Rows and columns with one scale."""
         return (1, self.unit[0]) if self.quantised else (0, 0)
 
-    def decode(self, parts: Parts, first: int, count: int) -> Tensor:
+    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
         """Return the numbers, in fp32; InvalidPart for scales that are not finite numbers."""
         values = self._decoded(parts[CODES])
         if self.offset:
@@ -64,8 +64,8 @@ class Ggml(Encoding):
             values = values.reshape(-1, self.head // 2, 2, self.cols).transpose(1, 2).reshape(-1)
         return values
 
-    def encode(self, values: Tensor, parts: Parts, first: int) -> Parts:
-        """Return the codes of new numbers; scales that cover them stay. OutOfRange where no scale does."""
+    def encode(self, values: Tensor, parts: PartNumbers, first: int) -> PartNumbers:
+        """Return the codes of new numbers; scales that cover them stay. OutOfRange if no scale does."""
         uniform = self._stored_order(parts[DRAW]) if DRAW in parts else None
         numbers = self._stored_order(values)
         return {CODES: self._encoded(numbers + self.offset if self.offset else numbers, parts[CODES], uniform)}
@@ -104,7 +104,7 @@ class Ggml(Encoding):
 
 
 @dataclass(frozen=True, eq=False)
-class Grid(Ggml):
+class GgmlGrid(Ggml):
     """Points of a grid; read, never written."""
 
     name: ClassVar[str] = "ggml_grids"
@@ -140,7 +140,7 @@ def shifted(kind: str, offset: float) -> Ggml:
 def _encoding(kind: str, head: int, cols: int, offset: float, *, new_scales: bool = False) -> Ggml:
     """Return one object for each encoding: weights that are stored alike are merged together."""
     unit = TYPES[kind].unit
-    form = Grid if kind in READ_ONLY else Ggml
+    form = GgmlGrid if kind in READ_ONLY else Ggml
     return form.shared(
         unit, max(unit[0], head * cols), kind=kind, head=head, cols=cols, offset=offset, new_scales=new_scales
     )

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 
 class Points(NamedTuple):
-    """One grid: the levels, how many numbers a point stands for, and the places of the points."""
+    """One grid: the levels, how many numbers a point has, and the places of the points."""
 
     levels: tuple[int, ...]
     width: int

@@ -21,13 +21,13 @@ from .grid_points import POINTS
 SHIFT: Final = 0.125  # of a level, by which IQ1 moves its points up or down
 
 
-class Block(NamedTuple):
+class GridBlock(NamedTuple):
     """Some blocks as their bytes give them: points of a grid, scales and signs."""
 
     point: Tensor  # [blocks, points]
     scale: Tensor  # [blocks, sub-blocks], fp32
     signs: Tensor | None = None  # [blocks, 32]: a bit for each of eight numbers, 1 for a negative one
-    down: Tensor | None = None  # [blocks, parts]: 1 where points are moved down, 0 where they are moved up
+    down: Tensor | None = None  # [blocks, parts]: 1 where points are moved down, 0 where up
 
 
 def _words(blocks: Tensor, start: int, count: int, width: int) -> Tensor:
@@ -49,52 +49,52 @@ def _even(seven: Tensor) -> Tensor:
     return seven | (parity & 1) << 7
 
 
-def _iq2_xxs(blocks: Tensor) -> Block:
+def _iq2_xxs(blocks: Tensor) -> GridBlock:
     words = _words(blocks, 2, 16, 4)
     points, rest = words[:, 0::2], words[:, 1::2]
     scale = half(blocks, 0) * ((rest >> 28) + 0.5) * 0.25
-    return Block(_fields(points, 8, 4), scale, _even(_fields(rest, 7, 4)))
+    return GridBlock(_fields(points, 8, 4), scale, _even(_fields(rest, 7, 4)))
 
 
-def _iq2_xs(blocks: Tensor) -> Block:
+def _iq2_xs(blocks: Tensor) -> GridBlock:
     words = _words(blocks, 2, 32, 2)
     scale = half(blocks, 0) * (_fields(_words(blocks, 66, 8, 1), 4, 2) + 0.5) * 0.25
-    return Block(words & 511, scale, _even(words >> 9))
+    return GridBlock(words & 511, scale, _even(words >> 9))
 
 
-def _iq2_s(blocks: Tensor) -> Block:
+def _iq2_s(blocks: Tensor) -> GridBlock:
     points = _words(blocks, 2, 32, 1) | _fields(_words(blocks, 66, 8, 1), 2, 4) << 8
     scale = half(blocks, 0) * (_fields(_words(blocks, 74, 8, 1), 4, 2) + 0.5) * 0.25
-    return Block(points, scale, _words(blocks, 34, 32, 1))
+    return GridBlock(points, scale, _words(blocks, 34, 32, 1))
 
 
-def _iq3_xxs(blocks: Tensor) -> Block:
+def _iq3_xxs(blocks: Tensor) -> GridBlock:
     rest = _words(blocks, 66, 8, 4)
     scale = half(blocks, 0) * ((rest >> 28) + 0.5) * 0.5
-    return Block(_words(blocks, 2, 64, 1), scale, _even(_fields(rest, 7, 4)))
+    return GridBlock(_words(blocks, 2, 64, 1), scale, _even(_fields(rest, 7, 4)))
 
 
-def _iq3_s(blocks: Tensor) -> Block:
+def _iq3_s(blocks: Tensor) -> GridBlock:
     points = _words(blocks, 2, 64, 1) | _fields(_words(blocks, 66, 8, 1), 1, 8) << 8
     scale = half(blocks, 0) * (2 * _fields(_words(blocks, 106, 4, 1), 4, 2) + 1)
-    return Block(points, scale, _words(blocks, 74, 32, 1))
+    return GridBlock(points, scale, _words(blocks, 74, 32, 1))
 
 
-def _iq1_s(blocks: Tensor) -> Block:
+def _iq1_s(blocks: Tensor) -> GridBlock:
     high = _words(blocks, 34, 8, 2)
     points = _words(blocks, 2, 32, 1) | _fields(high, 3, 4) << 8
     scale = half(blocks, 0) * (2 * (high >> 12 & 7) + 1)
-    return Block(points, scale, None, high >> 15)
+    return GridBlock(points, scale, None, high >> 15)
 
 
-def _iq1_m(blocks: Tensor) -> Block:
+def _iq1_m(blocks: Tensor) -> GridBlock:
     high, small = _fields(_words(blocks, 32, 16, 1), 4, 2), _words(blocks, 48, 4, 2)
     whole = (small >> 12 << 4 * torch.arange(4)).sum(1, keepdim=True)  # f16, four bits in each word
     scale = whole.to(torch.int16).view(torch.float16).float() * (2 * _fields(small, 3, 4) + 1)
-    return Block(_words(blocks, 0, 32, 1) | (high & 7) << 8, scale, None, high >> 3)
+    return GridBlock(_words(blocks, 0, 32, 1) | (high & 7) << 8, scale, None, high >> 3)
 
 
-READERS: Final[Mapping[str, Callable[[Tensor], Block]]] = MappingProxyType({
+READERS: Final[Mapping[str, Callable[[Tensor], GridBlock]]] = MappingProxyType({
     "IQ1_S": _iq1_s, "IQ1_M": _iq1_m, "IQ2_XXS": _iq2_xxs, "IQ2_XS": _iq2_xs, "IQ2_S": _iq2_s,
     "IQ3_XXS": _iq3_xxs, "IQ3_S": _iq3_s,
 })  # fmt: skip

@@ -14,7 +14,7 @@ from ...disk.files import open_regular
 from ...disk.pages import PAGE
 from ...dtypes import Shape
 from ...errors import InputError
-from .container import HEADER_LIMIT, MAGIC, PADDING, STRING, Content, aligned, content_of, read_content
+from .container import HEADER_LIMIT, MAGIC, PADDING, STRING, GgufContent, aligned, content_of, read_content
 from .types import TYPES
 
 FILE_TYPE: Final = "general.file_type"
@@ -54,7 +54,7 @@ def new_layout(header: bytes, tensors: Sequence[tuple[str, str, Shape]], metadat
 
 
 def _laid_out(
-    content: Content, tensors: Sequence[tuple[str, str, Shape]], metadata: Mapping[str, str], end: int
+    content: GgufContent, tensors: Sequence[tuple[str, str, Shape]], metadata: Mapping[str, str], end: int
 ) -> bytes:
     entries = [e for e in content.entries if not isinstance(e.value, str) or metadata.get(e.key) == e.value]
     keys, types = {e.key for e in entries}, _retyped(content, tensors)
@@ -103,7 +103,7 @@ def _text(value: str) -> bytes:
     return struct.pack("<Q", len(raw)) + raw
 
 
-def _retyped(content: Content, tensors: Iterable[tuple[str, str, Shape]]) -> dict[str, bytes]:
+def _retyped(content: GgufContent, tensors: Iterable[tuple[str, str, Shape]]) -> dict[str, bytes]:
     """Return the entries on types that an output needs whose tensors have another type than the base's.
 
     They are those of llama.cpp's quantiser: the type of the matrices, and the version of ggml's blocks.
@@ -117,7 +117,7 @@ def _retyped(content: Content, tensors: Iterable[tuple[str, str, Shape]]) -> dic
     return entries | {BLOCKS: unsigned(BLOCKS, VERSION)} if TYPES[kind].unit[0] > 1 else entries
 
 
-def _infos(content: Content, tensors: Sequence[tuple[str, str, Shape]]) -> bytes:
+def _infos(content: GgufContent, tensors: Sequence[tuple[str, str, Shape]]) -> bytes:
     """Return the tensor infos: the bytes of the base where nothing changes, else new ones in the order of the data."""
     placed = [*_places(tensors, content.alignment)]
     if {(i.name, i.dtype, i.shape, i.offset) for i in content.infos} == {*placed}:
@@ -137,7 +137,7 @@ def _places(tensors: Iterable[tuple[str, str, Shape]], alignment: int) -> Iterat
 
 
 def _whole(
-    content: Content, spans: Sequence[bytes], count_and_infos: tuple[int, bytes], end: int, *, exactly: bool = False
+    content: GgufContent, spans: Sequence[bytes], count_and_infos: tuple[int, bytes], end: int, *, exactly: bool = False
 ) -> bytes:
     """Return a header of these entries and infos, with spaces so that its length is `end`, or `end` modulo 4096."""
     count, infos = count_and_infos

@@ -65,6 +65,7 @@ FAMILIES: Final = MappingProxyType({
 """`general.architecture` → what is known of it."""
 
 _BLOCK: Final = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias|scale)")
+
 FOREIGN: Final = re.compile(r"(?:(?:enc|dec|v|a|mm)\.)?blk\.\d+\.|token_embd\.|mm\.\d+\.")
 """Names of llama.cpp, in any architecture."""
 

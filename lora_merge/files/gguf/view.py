@@ -16,6 +16,7 @@ from .names import FAMILIES, FOREIGN, NORM, ROTATED, Family, configured, renamed
 from .types import READ, READ_ONLY, TYPES, UNREAD
 
 ARCHITECTURE: Final = "general.architecture"
+
 ORIGINAL: Final = "comfy.gguf.orig_shape."
 """Entries of city96's converter: the shape of a tensor that is stored in rows of 256."""
 
@@ -43,7 +44,7 @@ class View:
 
 
 def viewed(tensors: Mapping[str, StoredTensor], values: Mapping[str, Any]) -> View:
-    """Return the tensors of GGUF files with the entries of their headers; InputError where these contradict."""
+    """Return the tensors of GGUF files with the entries of their headers; InputError if these contradict."""
     arch = str(values.get(ARCHITECTURE, ""))
     foreign = any(FOREIGN.match(name) for name in tensors)
     family = FAMILIES.get(arch) if foreign else None
@@ -92,7 +93,7 @@ def _shape(info: StoredTensor, values: Mapping[str, Any]) -> Shape:
 
 
 def as_blocks(packing: Packing | None, info: StoredTensor, kind: str) -> Packing | None:
-    """Return how a weight of a GGUF file is stored as blocks of this type; None where its rows do not fill blocks.
+    """Return how a weight of a GGUF file is stored as blocks of this type; None if its rows do not fill blocks.
 
     `info`: the weight as the model knows it; `packing`: how the file stores it, None for plain numbers.
     """
