@@ -161,7 +161,7 @@ class Draft:
         """Return the typed error for a failed write; what was written of the file is removed."""
         blocks: int = getattr(os.fstat(self._fd), "st_blocks", 0) if self._fd >= 0 else 0  # 0 on Windows
         needed, known = self._room + max(self._most, self.nbytes), self._most > self.nbytes
-        return failure(e, self._target, needed, own=blocks * BLOCK, most=known)
+        return failure(e, self._target, needed, written=blocks * BLOCK, most=known)
 
     def _open(self) -> None:
         path = self.part / self._inside if self._inside else self.part

@@ -132,9 +132,11 @@ def elsewhere(output: Path) -> str:
     return f"name an output in another folder, such as ~/{output.name}"
 
 
-def failure(e: OSError, path: Path, needed: int, *, own: int = 0, most: bool = False) -> MergeError:
-    """Return the typed error for a failed write with `needed` bytes still to be written, or so many at `most`. `own`:
-    bytes that will be free again, because what was written is removed."""
+def failure(e: OSError, path: Path, needed: int, *, written: int = 0, most: bool = False) -> MergeError:
+    """Return the typed error for a failed write with `needed` bytes still to be written, or so many at `most`.
+
+    `written`: bytes that will be free again, because what was written is removed.
+    """
     if e.errno == errno.EFBIG:
         return ResourceError(
             f"files of {needed} bytes are not allowed here: {e.strerror}",
@@ -142,7 +144,7 @@ def failure(e: OSError, path: Path, needed: int, *, own: int = 0, most: bool = F
             "raise the limit (ulimit -f), or write to a file system that allows large files",
         )
     if e.errno in (errno.ENOSPC, errno.EDQUOT):
-        return _no_space(path, needed, free_bytes(path.parent) + own, most=most)
+        return _no_space(path, needed, free_bytes(path.parent) + written, most=most)
     if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return UsageError(f"no permission to write: {e.strerror}", str(path), elsewhere(path))
     if e.errno in (errno.ENAMETOOLONG, errno.EILSEQ):

@@ -138,6 +138,7 @@ def open_checkpoint(path: Path, *, adapter: bool = False) -> Index:
 def _opened(path: Path, *, adapter: bool) -> Index:
     if not path.exists():
         raise missing(path)
+    # A folder, the index of its shards, or one of the parts of a split GGUF file.
     if path.is_dir():
         return _nonempty(_folder(path, adapter=adapter))
     if is_index(path):
@@ -149,6 +150,7 @@ def _opened(path: Path, *, adapter: bool) -> Index:
         parts = next(w for w in weights_in(path.parent) if path in w.files)
         require_all(parts)
         return _nonempty(_of_files(path.parent, parts.files).recognised())
+    # One file, read with the configuration beside it.
     notes: tuple[Note, ...] = ()
     shard = shard_of(path)
     if shard and shard[1] > 1:
@@ -328,6 +330,7 @@ def _sharded(folder: Path, weights: Weights, notes: tuple[Note, ...] = ()) -> In
     if weights.index is None:
         require_all(weights)
         return _of_files(folder, weights.files, notes=notes)
+    # The index names files of the folder.
     table = read_index(weights.index)["weight_map"]
     if not table or not all(isinstance(v, str) for v in table.values()):
         raise bad_index(weights.index, "it has no weight_map of names to files")
@@ -339,6 +342,7 @@ def _sharded(folder: Path, weights: Weights, notes: tuple[Note, ...] = ()) -> In
                 f"{quoted(name)} is not in the folder" if plain else f"{quoted(name)} is a path, not the name of a file"
             )
             raise bad_index(weights.index, why)
+    # Each tensor is in the file that the index names.
     index = _of_files(folder, [present[n] for n in sorted(set(table.values()))], notes=notes)
     homes = {n: info.file for n, info in index.tensors.items()}
     wrong = [n for n, file in table.items() if (home := homes.get(n)) is not present[file] and home != present[file]]
@@ -348,6 +352,7 @@ def _sharded(folder: Path, weights: Weights, notes: tuple[Note, ...] = ()) -> In
     if unlisted:
         note = Note(f"{weights.index.name} does not list {listed(unlisted, 3)}")
         index = replace(index, notes=(*index.notes, note))
+    # Further shards of the model, or of an earlier export.
     same, other = unnamed(weights, table.values())
     if same and weights.suffix != "safetensors":
         raise bad_index(weights.index, f"it does not name {listed(f.name for f in same)}")

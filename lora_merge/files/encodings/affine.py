@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from .base import CODES, DRAW, Encoding, OutOfRange, PartNumbers, beyond, finite
+from .base import CODES, DRAW, Encoding, OutOfRange, PartNumbers, end_margin, finite
 from .scaled import COARSE, SCALE
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Affine(Encoding):
         """
         import torch
 
-        (low, high), margin = ends_of, beyond(parts)
+        (low, high), margin = ends_of, end_margin(parts)
         reach = bias - scale * margin, bias + scale * (self._most + margin)
         over = (low < torch.minimum(*reach)) | (high > torch.maximum(*reach))
         over |= (high - low < (COARSE[False] * self._most - 1) * scale.abs()) & (high > low)

@@ -20,7 +20,7 @@ FP8: Final = {name: getattr(torch, TABLE[name].library) for name in ("F8_E4M3", 
 Arguments = ParamSpec("Arguments")
 
 
-def a_table(make: Callable[Arguments, Tensor]) -> Callable[Arguments, Tensor]:
+def cached_table(make: Callable[Arguments, Tensor]) -> Callable[Arguments, Tensor]:
     """Keep the last tensors that a function makes. They are made on the CPU and copied to torch's default device, which
     is the one on which encodings compute."""
 
@@ -42,7 +42,7 @@ TABLES: Final[list[Callable[[], None]]] = []
 """Functions that forget the tables, for tests of devices."""
 
 
-@a_table
+@cached_table
 def byte_values(dtype: str) -> Tensor:
     """Return the number of each byte of a dtype, in fp32."""
     return torch.arange(256, dtype=torch.uint8).view(getattr(torch, TABLE[dtype].library)).float()
@@ -194,10 +194,10 @@ def covering(largest: Tensor, steps: float, room: float, dtype: str) -> Tensor:
     kind = FLOAT_DTYPES[dtype]
     near = (largest / steps).to(kind)
     beyond = (near.view(torch.int32 if kind.itemsize == 4 else torch.int16) + 1).view(kind)
-    made = torch.where(near.float() < largest / room, beyond, near).float()
-    if not bool(made.isfinite().all()):
+    scales = torch.where(near.float() < largest / room, beyond, near).float()
+    if not bool(scales.isfinite().all()):
         raise OutOfRange
-    return made
+    return scales
 
 
 def with_zero(low: Tensor, high: Tensor, ends: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -228,12 +228,12 @@ def neighbour(numbers: Tensor, up: Tensor) -> Tensor:
     return (keys ^ (keys >> sign & magnitude)).view(numbers.dtype)
 
 
-@a_table
+@cached_table
 def _powers() -> Tensor:
     """Return the number of each byte of e8m0: 2 ** (b - 127), and NaN for 255."""
-    found = torch.ldexp(torch.ones(256), torch.arange(-127, 129)).float()
-    found[255] = float("nan")
-    return found
+    numbers = torch.ldexp(torch.ones(256), torch.arange(-127, 129)).float()
+    numbers[255] = float("nan")
+    return numbers
 
 
 def powers(raw: Tensor) -> Tensor:
@@ -253,7 +253,7 @@ def exponents(numbers: Tensor) -> Tensor:
     return (torch.frexp(numbers.float()).exponent - 1 + 127).clamp(0, 254).to(torch.uint8)
 
 
-@a_table
+@cached_table
 def swizzle(rows: int, cols: int) -> Tensor:
     """Return the place of each scale [rows, cols], flat, in cuBLAS's tiles of 128 rows and 4 columns.
 
@@ -264,14 +264,14 @@ def swizzle(rows: int, cols: int) -> Tensor:
     return (tile * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4).reshape(-1)
 
 
-@a_table
+@cached_table
 def _hadamard(size: int) -> Tensor:
     """Return the regular Hadamard matrix of this size, a power of 4, divided by its root: its own inverse."""
     four = torch.ones(4, 4) - 2 * torch.eye(4).flip(0)
-    found = torch.ones(1, 1)
-    while len(found) < size:
-        found = torch.kron(found, four)
-    return found.div_(size**0.5)
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.kron(matrix, four)
+    return matrix.div_(size**0.5)
 
 
 def rotated(values: Tensor, size: int) -> Tensor:
@@ -285,13 +285,13 @@ E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -
 """The number of each 4-bit code."""
 
 
-@a_table
+@cached_table
 def e2m1() -> Tensor:
     """Return the number of each 4-bit code, in fp32."""
     return torch.tensor(E2M1)
 
 
-@a_table
+@cached_table
 def _pairs(table: tuple[float, ...], high_first: bool) -> Tensor:  # noqa: FBT001
     """Return the two numbers of each byte of two codes, in fp32, as one of 64 bits: it is copied at once."""
     codes, numbers = torch.arange(256), torch.tensor(table)

@@ -45,7 +45,7 @@ ALL_ZEROS: Final = "a scale is not a positive number: 0, for codes that are not 
 """The reason why codes are invalid: only a block of zeros may have the scale 0, as its largest number is 0."""
 
 
-def beyond(parts: PartNumbers, most: float = 0.5) -> float:
+def end_margin(parts: PartNumbers, most: float = 0.5) -> float:
     """Return how many steps a number may be beyond the outermost codes of a scale that covers it: so many as round to
     these. Stochastic rounding needs a code on both sides of a number, else the mean is another one."""
     return BARELY if DRAW in parts else most

@@ -13,7 +13,18 @@ from math import inf, prod
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 from ...disk.files import StoredTensor
-from .base import ALL_ZEROS, CODES, DRAW, Encoding, InvalidPart, OutOfRange, Packing, PartNumbers, WeightPart, beyond
+from .base import (
+    ALL_ZEROS,
+    CODES,
+    DRAW,
+    Encoding,
+    InvalidPart,
+    OutOfRange,
+    Packing,
+    PartNumbers,
+    WeightPart,
+    end_margin,
+)
 from .scaled import E8M0, SCALE, TILE
 
 if TYPE_CHECKING:
@@ -87,13 +98,16 @@ class Fp4(Encoding):
         count = values.numel()
         if self.needs_largest and not parts[WHOLE].item():
             return None
+        # The numbers in the basis and order of the file.
         if self.turned:
             values = values.view(-1, self.cols, self.turned).transpose(1, 2).contiguous()
         if PRE in parts:
             values = (values.view(-1, self.cols) / self._pre(parts).to(values.dtype)).view(-1)
+        # Codes at the old scales, and the blocks that need other scales.
         blocks = values.view(-1, self.size)
         old, stored = self._scale(parts, count), parts[SCALE]
-        codes, rows = _kept(blocks, old, every=self.new_scales or DRAW in parts)
+        codes, rows = _codes_at_old_scales(blocks, old, every=self.new_scales or DRAW in parts)
+        # Scales and codes of these blocks.
         if rows is None or len(rows):
             some, before = (blocks, old) if rows is None else (blocks[rows], old[rows])
             scale = self._refitted(some, before, parts)
@@ -120,7 +134,11 @@ class Fp4(Encoding):
 
         from . import arithmetic
 
-        largest, whole, covered = arithmetic.largest_of_each(blocks), self._whole(parts), LARGEST + STEP * beyond(parts)
+        largest, whole, covered = (
+            arithmetic.largest_of_each(blocks),
+            self._whole(parts),
+            LARGEST + STEP * end_margin(parts),
+        )
         if self.kind != E8M0 and float(largest.max()) > FP8 * whole * covered:
             if WHOLE not in parts:
                 raise OutOfRange
@@ -200,7 +218,7 @@ def _levels(blocks: Tensor, scale: Tensor) -> Tensor:
     return (blocks / divisor.to(blocks.dtype)[:, None]).view(-1)
 
 
-def _kept(blocks: Tensor, old: Tensor, *, every: bool) -> tuple[Tensor, Tensor | None]:
+def _codes_at_old_scales(blocks: Tensor, old: Tensor, *, every: bool) -> tuple[Tensor, Tensor | None]:
     """Return the codes of blocks at their old scales, flat, and the blocks whose scales may not be kept: few, as the
     codes show. None for all of them, without codes, where `every` one is to be looked at."""
     from .nearest import doubtful, marked_e2m1_codes
@@ -242,6 +260,7 @@ def fp4(
         return None
     if of.whole is not None and (of.whole.dtype != "F32" or prod(of.whole.shape) != 1):
         return None
+    # The scales must be as many as the shape of the codes asks for.
     cols, lead = codes.shape[-1] * 2, codes.shape[:-1]
     across, tiles = cols // size, TILE * -(-cols // size // 4) * 4
     scales = prod(lead[:-1]) * -(-lead[-1] // TILE) * tiles if swizzled else prod(lead) * across
@@ -249,6 +268,7 @@ def fp4(
         return None
     if of.pre is not None and (of.pre.dtype not in ("F32", "F16", "BF16") or of.pre.shape != (cols,)):
         return None
+    # So many numbers are decoded together as share a scale, a row of factors, or a tile of scales.
     kind = "F8_E4M3" if nv else E8M0
     part = WeightPart(scale, TILE * cols, tiles) if swizzled else WeightPart(scale, size, 1)
     together = part.numbers if swizzled else cols if of.pre is not None else size

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from .arithmetic import a_table, single
+from .arithmetic import cached_table, single
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,7 +63,7 @@ def ranks(values: Tensor, ends: Tensor, dtype: torch.dtype = torch.int32) -> Ten
     return places.bitwise_xor_(places >> 8 * dtype.itemsize - 1)
 
 
-@a_table
+@cached_table
 def _buckets(places: tuple[float, ...]) -> Tensor:
     """Return a number for each upper 16 bits of fp32. The upper bits of its sum with the bits of a number show how many
     ends are below that: n, or -1 - n for a negative number. Empty if a bucket has two ends.
@@ -83,7 +83,7 @@ def _buckets(places: tuple[float, ...]) -> Tensor:
     return ((upper << 16) + carry).to(torch.int32)
 
 
-@a_table
+@cached_table
 def _e2m1_codes() -> Tensor:
     """Return the code for each upper bits of fp32, whether or not bits below are set; numbers beyond the range give the
     largest. Marked are those of large numbers."""

@@ -22,7 +22,7 @@ from .base import (
     Packing,
     PartNumbers,
     WeightPart,
-    beyond,
+    end_margin,
     finite,
 )
 from .scaled import COARSE, NEARLY_HALF, SCALE, ZERO
@@ -85,14 +85,17 @@ class PackedInts(Encoding):
 
         from . import arithmetic, rounding
 
+        # The groups of columns that share a scale, in the basis of the file.
         rows = values.numel() // self.cols
         values = arithmetic.rotated(values, self.rotation) if self.rotation else values
         order = self._order(parts)
         matrix = values.view(rows, self.cols)
         groups = self._groups(matrix if order is None else matrix[:, order])
+        # Their scales and zero points: the old ones where they cover the numbers.
         old, zero = self._scale(parts, rows), self._zero(parts, rows)
         low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
         scale, zero = self._fitted((low, high), old, zero, parts)
+        # The codes, in the order of the columns.
         half = 2 ** (self.bits - 1)
         levels = (groups / scale.to(values.dtype).where(scale > 0, inf) + zero).view(rows, self.cols)
         if DRAW in parts:
@@ -180,7 +183,7 @@ class PackedInts(Encoding):
 
         from . import arithmetic
 
-        (low, high), half, least, margin = ends, 2 ** (self.bits - 1), self._least, beyond(parts)
+        (low, high), half, least, margin = ends, 2 ** (self.bits - 1), self._least, end_margin(parts)
         over = (high > (half - 1 + margin - zero) * old) | (low < (least - margin - zero) * old)
         if self.zeros:
             low, high = low.clamp(max=0), high.clamp(min=0)
@@ -194,7 +197,7 @@ class PackedInts(Encoding):
         else:
             reach = torch.maximum(high, low * ((half - 1) / least))
             over |= (torch.maximum(high, -low) < COARSE[False] * (half - 1) * old) & (reach > 0)
-            new = arithmetic.covering(reach, half - 1, half - 1 + beyond(parts, NEARLY_HALF), self.scales)
+            new = arithmetic.covering(reach, half - 1, half - 1 + end_margin(parts, NEARLY_HALF), self.scales)
         over &= new > 0
         scale = torch.where(over, new, old)
         return scale, torch.where(over, point, zero) if self.zeros else zero

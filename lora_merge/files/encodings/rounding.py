@@ -1,7 +1,7 @@
 """Stochastic rounding: a number becomes one of its two neighbours, the nearer one more often, so that sums stay right.
 
 The mean of many draws is the number, up to the largest number of a dtype and the outermost codes of a scale. Scales
-cover their numbers up to there alone (`base.beyond`); what a plain dtype cuts to its largest number stays that.
+cover their numbers up to there alone (`base.end_margin`); what a plain dtype cuts to its largest number stays that.
 
 The draws depend on the tensor's name, the seed and the place of the number alone, not on windows, threads or devices.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import torch
 
 from ...dtypes import TABLE
-from .arithmetic import a_table
+from .arithmetic import cached_table
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,7 +89,7 @@ def to_table(values: Tensor, table: Tensor, uniform: Tensor) -> Tensor:
     return pairs[1:].t().reshape(-1).index_select(0, place.mul_(2).add_(up.view(-1))).view(values.shape)
 
 
-@a_table
+@cached_table
 def _neighbours(table: tuple[float, ...]) -> Tensor:
     """Return [3, n + 1] for a table of n different numbers: what they are, times -1, in order; and for each count of
     them above a value its neighbours in the table."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from ...disk.files import StoredTensor
 from ...dtypes import ITEM_BYTES, TABLE, flat
-from .base import ALL_ZEROS, CODES, DRAW, Encoding, InvalidPart, Packing, PartNumbers, WeightPart, beyond
+from .base import ALL_ZEROS, CODES, DRAW, Encoding, InvalidPart, Packing, PartNumbers, WeightPart, end_margin
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -132,6 +132,7 @@ class Scaled(Encoding):
         count = values.numel()
         if not self.block[0] and SCALE in parts and not parts[SCALE].item() and (self.new_scales or bool(values.any())):
             return None
+        # One scale for the whole weight: it stays, or the caller fits it again.
         if not self.block[0]:
             unit = self.factor_of(parts)
             levels = values if unit == 1 else values / (unit or inf)
@@ -144,11 +145,13 @@ class Scaled(Encoding):
                 return {CODES: arithmetic.cut_to_bytes(drawn, self.dtype, self.ends)}
             codes = arithmetic.to_bytes(drawn, self.dtype, self.ends)
             return None if codes is None else {CODES: codes}
+        # Scales of blocks: mostly all of them stay.
         if self.rotation:
             values = arithmetic.rotated(values, self.rotation)
         blocks = self._blocks(values)
-        if (codes := self._kept(blocks, parts, count)) is not None:
+        if (codes := self._codes_at_old_scales(blocks, parts, count)) is not None:
             return {CODES: codes, SCALE: parts[SCALE]}
+        # Each block keeps its scale, and zero point, or gets a new one by its smallest and largest number.
         low, high = self._ends(blocks)
         old, zeros = torch.ones_like(low) if self.new_scales else self._scale(parts, count).view(low.shape), {}
         if self.zeros:
@@ -163,7 +166,7 @@ class Scaled(Encoding):
         codes = arithmetic.cut_to_bytes(self._drawn(self._flat(levels, count), parts), self.dtype, self.ends)
         return {CODES: codes, SCALE: self._stored(scale, parts[SCALE], count), **zeros}
 
-    def _kept(self, blocks: Tensor, parts: PartNumbers, count: int) -> Tensor | None:
+    def _codes_at_old_scales(self, blocks: Tensor, parts: PartNumbers, count: int) -> Tensor | None:
         """Return the codes of fp8 at the old scales where the largest level of all shows that these cover the numbers,
         and the first row of each block that it is not too coarse; None if each block is to be looked at."""
         if self.new_scales or self.zeros or self.dtype == "I8" or self.block[0] < TILE or DRAW in parts:
@@ -220,7 +223,7 @@ class Scaled(Encoding):
 
     def _covered(self, parts: PartNumbers) -> tuple[float, float]:
         """Return the lowest and the highest level of the codes."""
-        margin = beyond(parts)
+        margin = end_margin(parts)
         if self.dtype == "I8":
             return self.ends[0] - margin, self.ends[1] + margin
         top = self._limit + 2 * margin * (TABLE[self.dtype].room - self._limit)
@@ -286,7 +289,7 @@ class Scaled(Encoding):
         if self.kind == E8M0 or self.powers:
             new = arithmetic.power_above(reach / (limit * self.factor))
         else:
-            room = top if floats else limit + beyond(parts, NEARLY_HALF)
+            room = top if floats else limit + end_margin(parts, NEARLY_HALF)
             new = arithmetic.covering(reach, limit * self.factor, room * self.factor, self.kind)
         if self.new_scales:
             return torch.where(new > 0, new, old)
@@ -304,7 +307,7 @@ class Scaled(Encoding):
 
         from . import arithmetic
 
-        low, high, (lowest, highest), margin = ends[0].clamp(max=0), ends[1].clamp(min=0), self.ends, beyond(parts)
+        low, high, (lowest, highest), margin = ends[0].clamp(max=0), ends[1].clamp(min=0), self.ends, end_margin(parts)
         over = (high > (highest + margin - zero) * old) | (low < (lowest - margin - zero) * old)
         steps = highest - lowest
         over |= (high - low < COARSE[False] * steps * old) & (high > low)
@@ -337,15 +340,18 @@ def scaled(of: ScaledTensors, **settings: Any) -> Packing | None:
         return None
     if of.kind == E8M0 and (of.block is None or of.zero is not None):
         return None
+    # A scale for the whole weight.
     if len(shape) > 3 and of.block is None:
         shape = flat(shape)  # a convolution has a scale for each output channel
     if of.block is None and size == 1 and of.zero is None and not settings.get("rotation"):
         return Packing(Scaled.shared((1, 1), **settings), of.codes, {SCALE: WeightPart(of.scale)}, of.beside)
+    # Scales of blocks of rows and columns.
     (rows, cols), matrices, (high, wide) = shape[-2:], prod(shape[:-2]), of.block or _rows_of(shape, of.scale.shape)
     block = min(high, rows), min(wide, cols)  # a larger one, of any size in the file, is the whole weight
     rotation, swizzled = settings.get("rotation", 0), settings.get("swizzled", False)
     if not block[0] or len(shape) > 3 or cols % (rotation or 1) or (swizzled and matrices > 1 and rows % TILE):
         return None
+    # Consecutive numbers of the weight, and the scales that belong to them.
     up, across, whole = -(-rows // block[0]), -(-cols // block[1]), rows % block[0] == 0
     numbers, scales = (block[0] * cols, across) if whole else (rows * cols, up * across)
     count = matrices * up * across
@@ -355,6 +361,7 @@ def scaled(of: ScaledTensors, **settings: Any) -> Packing | None:
     zeros = of.zero.dtype if of.zero is not None else ""
     if size != count or (of.zero is not None and (zeros != "I8" or prod(of.zero.shape) != count)):
         return None
+    # The parts, and the numbers that are decoded together.
     parts = {SCALE: WeightPart(of.scale, numbers, scales * ITEM_BYTES[of.scale.dtype])}
     if of.zero is not None:
         parts[ZERO] = WeightPart(of.zero, numbers, scales)

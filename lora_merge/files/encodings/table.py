@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from .base import CODES, DRAW, Encoding, InvalidPart, PartNumbers, beyond
+from .base import CODES, DRAW, Encoding, InvalidPart, PartNumbers, end_margin
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,14 +58,16 @@ class TableCodes(Encoding):
         from . import arithmetic, rounding
         from .nearest import nearest
 
+        # The blocks whose scales do not cover their numbers, or are too coarse.
         count = values.numel()
         ragged = -count % self.size
         padded = (torch.nn.functional.pad(values, (0, ragged)) if ragged else values).view(-1, self.size)
         old, largest = self._scale(parts), arithmetic.largest_of_each(padded).float()
-        (first, second, *_, before, last), margin = parts[MAP].sort().values.tolist(), beyond(parts)
+        (first, second, *_, before, last), margin = parts[MAP].sort().values.tolist(), end_margin(parts)
         cover = min(last + margin * (last - before), margin * (second - first) - first)
         refit = (largest > old.abs() * cover) | (largest < old.abs() * SMALL)
         scales, scale = self._fitted(old, largest, refit & (largest > 0), cover, parts)
+        # The nearest codes.
         divisor = torch.where(scale == 0, inf, scale).to(values.dtype)
         levels = (padded / divisor[:, None]).view(-1)
         if DRAW in parts:
@@ -99,6 +101,7 @@ class TableCodes(Encoding):
         ideal = torch.where(refit, largest, old)
         if not self.nested:
             return {ABSMAX: ideal}, ideal
+        # Double quantisation: the scales are codes, with a scale for `size` of them that may have to grow.
         table, size = parts[NESTED_MAP], self.nested
         shifted = pad(ideal - self.offset, (0, -len(ideal) % size)).view(-1, size)
         top, before = shifted.abs().amax(1), parts[NESTED]
@@ -109,6 +112,7 @@ class TableCodes(Encoding):
         refitted = pad(refit, (0, codes.numel() - len(old))).view(codes.shape) | grown[:, None]
         codes = torch.where(refitted, codes, stored)
         scale = table[codes.int()] * outer[:, None] + self.offset
+        # A code whose scale falls short of the largest number is raised by one.
         short = refitted & (pad(largest, (0, codes.numel() - len(old))).view(codes.shape) > scale.abs() * cover)
         codes = torch.where(short, (codes.int() + 1).clamp(max=len(table) - 1).to(codes.dtype), codes)
         scale = table[codes.int()] * outer[:, None] + self.offset

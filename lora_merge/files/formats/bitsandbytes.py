@@ -68,6 +68,7 @@ def _four_bits(checkpoint: Checkpoint, name: str, mark: str) -> WeightClaim | No
         return None
     if not size or (doubled and not nested) or not isinstance(offset, float) or not isfinite(offset):
         return None
+    # The sizes that the JSON asks for.
     total = prod(shape)
     size = min(size, total + total % 2)  # a larger block, of any size in the JSON, is the whole weight
     blocks = -(-total // size)

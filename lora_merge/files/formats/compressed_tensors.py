@@ -153,18 +153,21 @@ def _packed_ints(of: PackedTensors, name: str) -> WeightClaim | None:
         return None
     if (of.zero is None) != bool(of.args.get("symmetric", True)) or of.scale.dtype not in FLOATS:
         return None
+    # Dense rows are streams of bits; in others no code spans two words.
     rows, cols = shape
     size = size if positive(size) else cols
     across = cols // size
     dense = codes.shape == (rows, _words(cols, bits, dense=True))
     words = _words(cols, bits, dense=dense)
     unclear = dense and words > 1 and WORD % bits and words == _words(cols, bits, dense=False)
+    # Dtypes and shapes of all tensors.
     if cols % size or codes.shape != (rows, words) or unclear or of.scale.shape != (rows, across):
         return None
     if of.zero is not None and (of.zero.dtype, of.zero.shape) != ("I32", (_words(rows, bits, dense=dense), across)):
         return None
     if of.order is not None and (of.order.dtype != "I32" or of.order.shape != (cols,)):
         return None
+    # So many rows are decoded together as share whole words of zero points.
     each, size_of_each = (WORD, bits * 4) if dense and WORD % bits else (WORD // bits, 4)
     parts = {SCALE: WeightPart(of.scale, cols, across * ITEM_BYTES[of.scale.dtype])}
     parts |= {ZERO: WeightPart(of.zero, each * cols, across * size_of_each)} if of.zero is not None else {}

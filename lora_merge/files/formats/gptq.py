@@ -44,6 +44,7 @@ def _weight(checkpoint: Checkpoint, stem: str, bits: Any, *, awq: bool) -> Weigh
         return None
     if {codes.dtype, zero.dtype} != {"I32"} or len(codes.shape) != 2:
         return None
+    # Codes are packed along the first axis, those of AWQ along the second.
     first, second = codes.shape
     cols, rows = (first, second * WORD // bits) if awq else (first * WORD // bits, second)
     groups = scale.shape[0]
@@ -54,6 +55,7 @@ def _weight(checkpoint: Checkpoint, stem: str, bits: Any, *, awq: bool) -> Weigh
         return None
     if order is not None and (order.dtype != "I32" or order.shape != (cols,)):
         return None
+    # All tensors belong to the whole weight: the rows of a window are columns of what is stored.
     stored: dict[str, StoredTensor] = {CODES: codes, ZERO: zero, SCALE: scale}
     stored |= {ORDER: order} if order is not None else {}
     plus_one = not awq and checkpoint.config.get("checkpoint_format") != "gptq_v2"

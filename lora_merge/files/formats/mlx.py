@@ -48,6 +48,7 @@ def _weight(checkpoint: Checkpoint, stem: str, config: Mapping[str, Any]) -> Wei
     bits, size, mode = config.get("bits"), config.get("group_size"), config.get("mode", "affine")
     if codes is None or bits not in BITS or size not in SIZES:
         return None
+    # The shape follows from that of the scales.
     shape = (*scale.shape[:-1], scale.shape[-1] * size) if scale.shape else ()
     if codes.dtype != "U32" or len(shape) < 2 or codes.shape != (*shape[:-1], shape[-1] * bits // WORD):
         return None

@@ -172,6 +172,7 @@ def _sums(of: SdnqTensors) -> WeightClaim | None:
         return None
     if zero is not None and (zero.dtype, zero.shape) != (scale.dtype, scale.shape):
         return None
+    # Channels, and places of the kernel, by the number of the codes.
     (rows, groups), kernel = form, scale.shape[2 + (len(scale.shape) > 2 and scale.shape[1] > 1) :]
     numbers, size = (1, 1) if bits == 8 else PACKED[bits]
     places, total = prod(kernel), codes.nbytes // size * numbers
@@ -179,6 +180,7 @@ def _sums(of: SdnqTensors) -> WeightClaim | None:
     cols = channels * places
     if codes.nbytes % size or rows * cols != total or not channels or channels % groups or cols % numbers:
         return None
+    # The codes must be stored in the dtype and shape of their type.
     shape = (rows, *((groups, channels // groups) if groups > 1 else (channels,)), *kernel)
     packed = (codes.nbytes // size, size) if size > 1 else (codes.nbytes,)
     if codes.dtype != _stored(of.kind) or codes.shape != (shape if bits == 8 else packed):

@@ -150,6 +150,7 @@ def quantised(
     entries = section(config)
     if entries.get("transform_config"):
         return Quantised("its weights are rotated, config.json says so by transform_config", frozenset({""}))
+    # The tensors that show it, apart from those that a format reads.
     read = {name for name in packed if tensors[name].dtype not in UNREAD}
     read |= beside(packed)
     signs: dict[str, str] = {}
@@ -161,6 +162,7 @@ def quantised(
     if signs:
         how = next(iter(signs.values()))
         return Quantised(_as_told(how, entries), frozenset(signs))
+    # Otherwise the metadata, or the configuration, if no format reads anything.
     for key, what in METADATA.items():
         if key in metadata and not packed:
             return Quantised(f"{what}, its metadata has {key}", frozenset({""}))

@@ -69,11 +69,11 @@ class Digits:
 
     def unpack(self, blocks: Tensor) -> Tensor:
         """Return the codes, flat."""
-        found = []
+        codes = []
         for start, width, digits in self.ranges:
             raw = blocks[:, None, start : start + width].int() * 3 ** torch.arange(digits)[None, :, None]
-            found.append(((raw & 255) * 3 >> 8).to(torch.uint8).flatten(1))
-        return torch.cat(found, 1)
+            codes.append(((raw & 255) * 3 >> 8).to(torch.uint8).flatten(1))
+        return torch.cat(codes, 1)
 
     def pack(self, codes: Tensor, blocks: Tensor) -> None:
         """Write codes into the blocks."""
@@ -174,10 +174,10 @@ class BlockLayout:
 
     def codes(self, blocks: Tensor) -> Tensor:
         """Return the codes: [blocks, sub-blocks, elements]."""
-        found = self.low.unpack(blocks)
+        codes = self.low.unpack(blocks)
         if self.high is not None:
-            found |= self.high.unpack(blocks) << self.low.bits
-        return found.reshape(len(blocks), self.subs, -1)
+            codes |= self.high.unpack(blocks) << self.low.bits
+        return codes.reshape(len(blocks), self.subs, -1)
 
     def put_codes(self, codes: Tensor, blocks: Tensor) -> None:
         """Write codes into the blocks."""

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ..encodings.arithmetic import a_table, cut_to_fp8, ends_of_each, from_fp8
+from ..encodings.arithmetic import cached_table, cut_to_fp8, ends_of_each, from_fp8
 from ..encodings.base import BARELY, InvalidPart, OutOfRange
 from ..encodings.rounding import to_integers, to_table
 from .bit_layouts import LAYOUTS, BlockLayout, half, put_half
@@ -83,7 +83,7 @@ class CodeLevels:
         return values.to(torch.int8).view(torch.uint8)  # torch's cast to u8 takes eight times as long
 
 
-@a_table
+@cached_table
 def _nearest(table: tuple[int, ...]) -> Tensor:
     """Return the code of the nearest level for n/2 to (n + 1)/2, n from -256 to 255: all middles are such numbers."""
     order = sorted({level: code for code, level in reversed([*enumerate(table)])}.items())
@@ -270,7 +270,7 @@ def _covers(
     levels: CodeLevels, scale: Tensor, shift: Tensor | None, of: tuple[Tensor, Tensor], margin: float
 ) -> Tensor:
     """Return which sub-blocks hold their numbers with at most half a step of error. `of`: their smallest and largest
-    numbers. `margin`: steps by which a number may be beyond the ends, see `beyond`."""
+    numbers. `margin`: steps by which a number may be beyond the ends, see `end_margin`."""
     (low, high), (below, above) = of, levels.gaps
     ends = scale * (levels.low - margin * below), scale * (levels.high + margin * above)
     if shift is not None:

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ..encodings.arithmetic import a_table
+from ..encodings.arithmetic import cached_table
 from ..encodings.base import InvalidPart
 from .bit_layouts import half
 from .grid_points import POINTS
@@ -101,7 +101,7 @@ READERS: Final[Mapping[str, Callable[[Tensor], GridBlock]]] = MappingProxyType({
 """Type → the function that reads its blocks."""
 
 
-@a_table
+@cached_table
 def _points(kind: str) -> Tensor:
     """Return the levels of every point in fp32: [points, width]."""
     return torch.tensor(POINTS[kind].all(), dtype=torch.float32)
