@@ -1,4 +1,4 @@
-"""Every way to store a weight that is read, by its row of a table: an example of each, as its codec sees it."""
+"""Every way to store a weight that is read, by its row of a table: an example of each, as its format sees it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Weight(NamedTuple):
         return prod(self.shape)
 
     def parts(self) -> dict[str, Tensor]:
-        """The parts as the engine gives them to the codec."""
+        """The parts as the engine gives them to the encoding."""
         roles = {part.info.name: role for role, part in self.packing.parts.items()}
 
         def fetch(info: StoredTensor) -> Tensor:
@@ -124,7 +124,7 @@ class Example(NamedTuple):
         return Checkpoint(in_memory(named), self.metadata, self.config)
 
     def weight(self) -> Weight:
-        (claim,) = (claim for codec in FORMATS for claim in codec(self.checkpoint()))
+        (claim,) = (claim for claims_of in FORMATS for claim in claims_of(self.checkpoint()))
         return weight(claim.weight.shape, claim.packing)
 
 
