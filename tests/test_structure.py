@@ -103,6 +103,14 @@ def test_proof_uses_tables_of_what_it_proves_and_none_of_its_arithmetic() -> Non
                 assert not shared or target in tables, f"{module} imports {target}"
 
 
+def test_encodings_know_no_program_that_stores_them() -> None:
+    """Numbers and bytes are one thing, names of tensors and configurations another."""
+    for module, path in modules():
+        if module.startswith("lora_merge.files.encodings"):
+            wrong = [t for t in imports(module, path) if re.match(r"lora_merge\.files\.(?!encodings)", t)]
+            assert not wrong, f"{module} imports {wrong}"
+
+
 def test_library_is_imported_only_where_it_belongs() -> None:
     for module, path in modules():
         for name in (n.partition(".")[0] for n in imports(module, path, typed=False)):

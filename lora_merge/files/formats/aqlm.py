@@ -22,24 +22,16 @@ BOOKS: Final = 1 << 24
 def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
     """Yield the weights of AQLM whose entries are numbers of one row."""
     for stem in checkpoint.stems("codebooks") if checkpoint.config.get("quant_method") == "aqlm" else ():
-        codes, book, scale = (
-            checkpoint.get(stem, "codes"),
-            checkpoint.tensors[f"{stem}.codebooks"],
-            checkpoint.get(stem, "scales"),
-        )
+        codes, scale = checkpoint.get(stem, "codes"), checkpoint.get(stem, "scales")
+        book = checkpoint.tensors[f"{stem}.codebooks"]
         if codes is None or scale is None or len(codes.shape) != 3 or len(book.shape) != 4 or not codes.nbytes:
             continue
         (rows, across, books), (_, entries, height, width) = codes.shape, book.shape
         if codes.dtype not in ("I8", "I16") or (book.shape[0], height) != (books, 1) or not width or not entries:
             continue
-        if (
-            prod(book.shape) > BOOKS
-            or entries > 2 ** (8 * ITEM_BYTES[codes.dtype])
-            or entries & (entries - 1)
-            or prod(scale.shape) != rows
-        ):
+        if prod(book.shape) > BOOKS or entries > 2 ** (8 * ITEM_BYTES[codes.dtype]) or entries & (entries - 1):
             continue
-        if not {book.dtype, scale.dtype} <= {*FLOATS}:
+        if prod(scale.shape) != rows or not {book.dtype, scale.dtype} <= {*FLOATS}:
             continue
         cols, size = across * width, books * ITEM_BYTES[codes.dtype]
         encoding = Aqlm.shared((width, size), cols, cols=cols, books=books, entries=entries, width=width,

@@ -40,11 +40,8 @@ def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
             if weight is not None:
                 yield weight
     for stem in checkpoint.stems("SCB"):
-        codes, scale, form = (
-            checkpoint.get(stem, "weight"),
-            checkpoint.tensors[f"{stem}.SCB"],
-            checkpoint.get(stem, "weight_format"),
-        )
+        codes, form = checkpoint.get(stem, "weight"), checkpoint.get(stem, "weight_format")
+        scale = checkpoint.tensors[f"{stem}.SCB"]
         if codes is None or codes.dtype != "I8" or scale.shape != codes.shape[:1]:
             continue
         if form is not None and (form.nbytes != 1 or read_bytes(form) != b"\0"):
@@ -58,12 +55,8 @@ def _four_bits(checkpoint: Checkpoint, name: str, mark: str) -> WeightClaim | No
     """Return the claim of a weight by the JSON that says how it is stored; None if that contradicts the tensors."""
     codes, note = checkpoint.tensors.get(name), read_note(checkpoint.tensors[mark])
     state = note if isinstance(note, dict) else {}
-    size, nested, offset = (
-        _count(state, "blocksize"),
-        _count(state, "nested_blocksize"),
-        state.get("nested_offset", 0.0),
-    )
-    shape, doubled = state.get("shape"), "nested_blocksize" in state
+    size, nested, doubled = _count(state, "blocksize"), _count(state, "nested_blocksize"), "nested_blocksize" in state
+    shape, offset = state.get("shape"), state.get("nested_offset", 0.0)
     if codes is None or not isinstance(shape, list) or not shape or not all(map(positive, shape)):
         return None
     if not size or (doubled and not nested) or not isinstance(offset, float) or not isfinite(offset):

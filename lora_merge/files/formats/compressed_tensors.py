@@ -54,11 +54,9 @@ def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
 
 def _codes_in_bytes(checkpoint: Checkpoint, stem: str, args: Mapping[str, Any]) -> WeightClaim | None:
     weight, zero = checkpoint.get(stem, "weight"), checkpoint.get(stem, "weight_zero_point")
-    if (
-        weight is None
-        or checkpoint.present(stem, "weight_g_idx")
-        or (zero is None) != bool(args.get("symmetric", True))
-    ):
+    if weight is None or checkpoint.present(stem, "weight_g_idx"):
+        return None
+    if (zero is None) != bool(args.get("symmetric", True)):
         return None
     scale = checkpoint.tensors[f"{stem}.weight_scale"]
     form = "int8" if weight.dtype == "I8" else "mxfp8" if scale.dtype in ("U8", "F8_E8M0") else "fp8"

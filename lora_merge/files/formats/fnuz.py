@@ -19,12 +19,8 @@ DTYPES: Final = {"F8_E4M3FNUZ": "fp8_e4m3fnuz", "F8_E5M2FNUZ": "fp8_e5m2fnuz"}
 def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
     """Yield the tensors of these dtypes without a scale beside them."""
     for name, info in checkpoint.tensors.items():
-        stem = name.rpartition(".")[0]
-        if (
-            info.dtype in DTYPES
-            and info.nbytes
-            and not checkpoint.present(stem, "weight_scale", "scale_weight", "scale")
-        ):
-            yield claimed(
-                info, name, info.shape, Packing(Fnuz.shared((1, 1), dtype=info.dtype, label=DTYPES[info.dtype]), info)
-            )
+        if info.dtype not in DTYPES or not info.nbytes:
+            continue
+        if not checkpoint.present(name.rpartition(".")[0], "weight_scale", "scale_weight", "scale"):
+            encoding = Fnuz.shared((1, 1), dtype=info.dtype, label=DTYPES[info.dtype])
+            yield claimed(info, name, info.shape, Packing(encoding, info))

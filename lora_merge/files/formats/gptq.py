@@ -34,12 +34,8 @@ def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
 
 
 def _weight(checkpoint: Checkpoint, stem: str, bits: Any, *, awq: bool) -> WeightClaim | None:
-    codes, zero, scale = (
-        checkpoint.tensors[f"{stem}.qweight"],
-        checkpoint.get(stem, "qzeros"),
-        checkpoint.get(stem, "scales"),
-    )
-    order = checkpoint.get(stem, "g_idx")
+    codes = checkpoint.tensors[f"{stem}.qweight"]
+    zero, scale, order = (checkpoint.get(stem, last) for last in ("qzeros", "scales", "g_idx"))
     if bits not in ((4,) if awq else (2, 3, 4, 8)) or zero is None or scale is None or len(scale.shape) != 2:
         return None
     if {codes.dtype, zero.dtype} != {"I32"} or len(codes.shape) != 2:

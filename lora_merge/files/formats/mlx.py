@@ -40,11 +40,8 @@ def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
 
 
 def _weight(checkpoint: Checkpoint, stem: str, config: Mapping[str, Any]) -> WeightClaim | None:
-    codes, scale, bias = (
-        checkpoint.get(stem, "weight"),
-        checkpoint.tensors[f"{stem}.scales"],
-        checkpoint.get(stem, "biases"),
-    )
+    codes, bias = checkpoint.get(stem, "weight"), checkpoint.get(stem, "biases")
+    scale = checkpoint.tensors[f"{stem}.scales"]
     bits, size, mode = config.get("bits"), config.get("group_size"), config.get("mode", "affine")
     if codes is None or bits not in BITS or size not in SIZES:
         return None

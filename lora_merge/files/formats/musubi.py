@@ -17,19 +17,19 @@ from ..encodings.scaled import TILE, ScaledTensors, scaled
 from .base import Checkpoint, WeightClaim, claimed
 from .comfyui import LAYERS_ENTRY
 
+MARKS: Final = frozenset({"scaled_fp8", "comfy_quant", "weight_packed"})
+"""Last names of tensors of other formats."""
+
 MORE: Final = ("weight_zero_point", "weight_scale_2", "pre_quant_scale")
 """Tensors without which such a weight would be other numbers."""
 
 
 def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
-    """Yield the weights of such files; none where config.json or a mark of ComfyUI says another way."""
-    lasts = {name.rpartition(".")[2] for name in checkpoint.tensors}
-    if (
-        checkpoint.config
-        or LAYERS_ENTRY in checkpoint.metadata
-        or lasts & {"scaled_fp8", "comfy_quant", "weight_packed"}
-    ):
+    """Yield the weights of such files; none if config.json or a mark of ComfyUI states another format."""
+    marks = {name.rpartition(".")[2] for name in checkpoint.tensors} & MARKS
+    if checkpoint.config or marks or LAYERS_ENTRY in checkpoint.metadata:
         return
+    # musubi-tuner and sd-scripts.
     for stem in checkpoint.stems("scale_weight"):
         weight, scale = checkpoint.get(stem, "weight"), checkpoint.tensors[f"{stem}.scale_weight"]
         if weight is None or weight.dtype[:2] != "F8":
@@ -38,10 +38,10 @@ def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
         if groups and (len(weight.shape) != 2 or weight.shape[1] % groups):
             continue
         block = (1, weight.shape[1] // groups) if groups else None
-        if packing := scaled(
-            ScaledTensors(weight, scale, "musubi fp8", checkpoint.present(stem, "scale_input"), block=block)
-        ):
+        of = ScaledTensors(weight, scale, "musubi fp8", checkpoint.present(stem, "scale_input"), block=block)
+        if packing := scaled(of):
             yield claimed(weight, weight.name, weight.shape, packing)
+    # lightx2v, and files of one scale.
     for stem in checkpoint.stems("weight_scale"):
         weight, scale = checkpoint.get(stem, "weight"), checkpoint.tensors[f"{stem}.weight_scale"]
         if weight is None or len(weight.shape) != 2 or scale.dtype == "F8_E8M0" or checkpoint.present(stem, *MORE):

@@ -25,11 +25,8 @@ def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
     The shape of the latter is stored nowhere: it follows from the bias; without one, they are not read.
     """
     for name in checkpoint.stems("_scale"):
-        stem, codes, scale = (
-            name.rpartition(".")[0],
-            checkpoint.get(name, "_data"),
-            checkpoint.tensors[f"{name}._scale"],
-        )
+        stem, scale = name.rpartition(".")[0], checkpoint.tensors[f"{name}._scale"]
+        codes = checkpoint.get(name, "_data")
         beside = checkpoint.present(stem, *ACTIVATIONS)
         if codes is None:
             weight = _few_bits(checkpoint, name, scale, beside)

@@ -161,7 +161,7 @@ def quantised(
         signs = {part: f"{UNMARKED}, it has {name}" for part in signs}
     if signs:
         how = next(iter(signs.values()))
-        return Quantised(_as_told(how, entries), frozenset(signs))
+        return Quantised(_with_method(how, entries), frozenset(signs))
     # Otherwise the metadata, or the configuration, if no format reads anything.
     for key, what in METADATA.items():
         if key in metadata and not packed:
@@ -178,7 +178,7 @@ def _unmarked(parts: Iterable[str], tensors: Tensors) -> str:
     return name if name in tensors and f"{stem}.comfy_quant" not in tensors else ""
 
 
-def _as_told(how: str, entries: Mapping[str, Any]) -> str:
+def _with_method(how: str, entries: Mapping[str, Any]) -> str:
     """Return what a tensor shows, with the method of the section on quantisation if that is another, and its variant.
 
     `how`: format, comma, the tensor that shows it.
