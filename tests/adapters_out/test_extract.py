@@ -414,9 +414,7 @@ def test_diffusers_has_no_factors_of_an_embedding(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rank", "dtype"), [("2", torch.bfloat16), ("energy:0.9", torch.float16), ("1", torch.float32)]
 )
-def test_small_weights_have_the_factors_of_their_own_change(
-    tmp_path: Path, rank: str, dtype: torch.dtype
-) -> None:
+def test_small_weights_have_the_factors_of_their_own_change(tmp_path: Path, rank: str, dtype: torch.dtype) -> None:
     """Among them are equal ones, rows, columns, convolutions and matrices of rank 1."""
     shapes = [(4, 6), (6, 4), (1, 1), (3, 2, 1, 1), (1, 5), (5, 1)]
     base = {f"layers.{n}.q.weight": rand(*shapes[n % len(shapes)], seed=n).to(dtype) for n in range(120)}
