@@ -8,7 +8,7 @@ from os import sep
 from pathlib import Path
 from typing import Any, Final
 
-from ..adapter_options import KEEP, OF_MERGE
+from ..adapter_options import ADAPTER_OPTIONS, KEEP, OF_MERGE
 from ..algorithms.lokr import LOKR
 from ..algorithms.lora import LORA
 from ..algorithms.whole import FULL
@@ -19,7 +19,7 @@ from ..job import Adapter, Job, make_job
 from ..merge_methods import COMBINATIONS, SAME_COMBINATION, SUM
 from ..method_parameters import NAMES, Numbers, numbers_of
 from ..models.part_factors import parts
-from ..options import OPTIONS, dtype_name, pairs, shown
+from ..options import MEANT, OPTIONS, dtype_name, pairs, shown
 from ..paths import absolute, expand, input_path, is_file, is_folder, names_folder, output_file
 from ..text import plural
 from .dialects import DIALECTS, OF_INPUT, Dialect, dialect, names
@@ -178,8 +178,11 @@ def _options(request: Request, rows: Rows) -> tuple[dict[str, Any], dict[str, An
     """Return the stated options of a command with their values, and those that mean what they mean for `merge`."""
     of_merge = request.stated
     stated = {name: of_merge.pop(name) for name in rows if name in of_merge and name not in OF_MERGE}
-    if stray := next((name for name in ("method", *NAMES) if name in of_merge), None):
-        raise UsageError(f"{request.command} has no such option", OPTIONS[stray].flag, "leave it out, or combine")
+    of_others = {"method", *NAMES, *ADAPTER_OPTIONS} - MEANT.keys()
+    if stray := next((name for name in of_merge if name in of_others), None):
+        known = ", ".join(name for name, row in rows.items() if row.group)
+        raise UsageError(f"{request.command} has no such option", f"--{stray.replace('_', '-')}",
+                         f"leave it out, or use one of {known}")  # fmt: skip
     if missing := next((name for name, row in rows.items() if row.required and name not in stated), None):
         raise UsageError(f"{request.command} needs a rule for the {missing}", missing,
                          f"write {missing}: 16 or energy:0.99")  # fmt: skip
