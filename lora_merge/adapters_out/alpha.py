@@ -72,8 +72,8 @@ class Scales:
         if strength == 1:
             return True
         scaled = replace(patch, numbers={**patch.numbers, "scale": patch.numbers["scale"] * strength})
-        held, own = whole_change(scaled, self.evaluator), whole_change(patch, self.evaluator)
-        return squares_between(held, own, strength) <= EXACT**2 * strength**2 * squares_of_rows(own)
+        scaled_change, change = whole_change(scaled, self.evaluator), whole_change(patch, self.evaluator)
+        return squares_between(scaled_change, change, strength) <= EXACT**2 * strength**2 * squares_of_rows(change)
 
     def _named(self, alpha: float) -> dict[str, Tensor]:
         return {self.to.endings.get("alpha", ".alpha"): torch.tensor(alpha, dtype=torch.float32)}

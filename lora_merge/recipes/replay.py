@@ -119,20 +119,20 @@ def is_adapter(output: Path) -> bool:
     return made_by(output) in COMMANDS
 
 
-def again(made: Path, output: str | Path, search: Sequence[Path] = (), **options: Any) -> Plan | AdapterJob:
+def again(written: Path, output: str | Path, search: Sequence[Path] = (), **options: Any) -> Plan | AdapterJob:
     """Return what writes an output a second time, under another name: the plan of a merge, or the job of an adapter."""
-    return (job_again if is_adapter(made) else plan_again)(made, output, search, **options)
+    return (job_again if is_adapter(written) else plan_again)(written, output, search, **options)
 
 
-def plan_again(made: Path, output: str | Path, search: Sequence[Path] = (), **options: Any) -> Plan:
-    """Return the plan that makes `made` a second time, under another name; its inputs are searched by content."""
-    index = open_checkpoint(made)
+def plan_again(merged: Path, output: str | Path, search: Sequence[Path] = (), **options: Any) -> Plan:
+    """Return the plan that makes `merged` a second time, under another name; its inputs are searched by content."""
+    index = open_checkpoint(merged)
     recipe = read_recipe(index)
     with ExitStack() as stack:
-        around = _around(made, search)
+        around = _around(merged, search)
         job = _job(recipe, find(recipe, around), output, stack, around, **options)
         plan = _followed(job, index)
-    _require_same(plan, made, recipe)
+    _require_same(plan, merged, recipe)
     edited = [change for change in header_changes(plan, index) if change.differences]
     more = tuple(Note(f"{RECIPE_EDITED}: {c.path.name}: {'; '.join(c.differences)}") for c in edited)
     return replace(plan, base=replace(plan.base, notes=(*plan.base.notes, *more)))

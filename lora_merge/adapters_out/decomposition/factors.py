@@ -71,10 +71,10 @@ def triangle(matrix: Tensor) -> Triangle:
         second = _turned(first.basis @ first.turn)
         if second is not None and float((second.r - _one(second.r)).abs().max()) < DEFECT:
             second = second._replace(r=second.r @ first.r)
-            return Triangle(*(chosen(clean, one, other) for one, other in zip(first, second, strict=True)))
+            return Triangle(*(chosen(clean, part, other) for part, other in zip(first, second, strict=True)))
     q, r = torch.linalg.qr(host(matrix, torch.float64))
-    one = _one(r[..., : r.shape[-2]]).expand(len(q), -1, -1)
-    return Triangle(beside(q.to(matrix.dtype), matrix), beside(one.to(matrix.dtype), matrix), r)
+    identity = _one(r[..., : r.shape[-2]]).expand(len(q), -1, -1)
+    return Triangle(beside(q.to(matrix.dtype), matrix), beside(identity.to(matrix.dtype), matrix), r)
 
 
 def _turned(matrix: Tensor) -> Triangle | None:
@@ -88,14 +88,14 @@ def _turned(matrix: Tensor) -> Triangle | None:
     return Triangle(matrix, beside(inverse.mT.to(matrix.dtype), matrix), lower.mT)
 
 
-def chosen(which: Tensor, one: Tensor, other: Tensor) -> Tensor:
+def chosen(which: Tensor, first: Tensor, other: Tensor) -> Tensor:
     """Return of each pair of matrices the one that a truth value [n] on the host says."""
-    return torch.where(beside(which, one)[:, None, None], one, other) if bool(which.any()) else other
+    return torch.where(beside(which, first)[:, None, None], first, other) if bool(which.any()) else other
 
 
-def _condition(found: Triangle) -> Tensor:
+def _condition(factor: Triangle) -> Tensor:
     """Return a bound of the condition of each matrix."""
-    sizes: list[Tensor] = [torch.linalg.vector_norm(t, dim=(1, 2)) for t in (found.r, host(found.turn))]
+    sizes: list[Tensor] = [torch.linalg.vector_norm(t, dim=(1, 2)) for t in (factor.r, host(factor.turn))]
     return sizes[0] * sizes[1]
 
 

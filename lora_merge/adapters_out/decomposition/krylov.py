@@ -154,9 +154,9 @@ def searched(
 
 def _near(items: Sequence[_Item], bases: _Bases) -> bool:
     """Return whether all are near enough to the optimum; those that are stay as they are."""
-    for item, core, found in zip(items, bases.core, bases.values(), strict=True):
+    for item, core, values in zip(items, bases.core, bases.values(), strict=True):
         if item.core is None:
-            item.look(core, found, single=bases.stack.dtype != torch.float64)
+            item.look(core, values, single=bases.stack.dtype != torch.float64)
     return all(item.core is not None for item in items)
 
 
