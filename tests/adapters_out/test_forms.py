@@ -20,6 +20,7 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "exactly": ("combine", ("a", "b"), {}),
     "whole": ("combine", ("a", "b"), {"algorithm": "full"}),
     "the smaller of both": ("combine", ("a", "b"), {"algorithm": "auto", "rank": 4}),
+    "of a method that is not linear": ("combine", ("a", "b"), {"method": "ties", "density": 0.5, "rank": 12}),
     "an average at the inputs' rank": ("average", ("a", "b"), {}),
     "renamed": ("convert", ("a",), {"to": "lycoris"}),
     "at the input's rank": ("convert", ("a",), {"to": "kohya", "rank": "same"}),
