@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, LowRank, Shape, Shapes, alpha_by, expect, expect_shapes, flat, rank_of
+from .base import LowRank, Shape, Shapes, alpha_by, expect, expect_shapes, flat, of_factors, rank_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,12 +37,6 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     return expect_shapes(shapes, {slot: wanted[slot] for slot in shapes})
 
 
-def delta(base: Tensor, t: DeftTensors) -> Tensor:
-    """Return Q (c R − Pᵀ W) [n, out, cols]."""
-    left, right = factors(base, t)
-    return left @ right
-
-
 def factors(base: Tensor, t: DeftTensors) -> tuple[Tensor, Tensor]:
     """Return Q and c R − Pᵀ W."""
     import torch
@@ -56,7 +50,7 @@ def factors(base: Tensor, t: DeftTensors) -> tuple[Tensor, Tensor]:
     return left, inner if t.content is None else inner + t.content * t.scale
 
 
-DEFT = Algorithm(
-    "deft", DeftTensors, fitted_shapes, delta, "PEFT", reads_base=True, decomposes=True,
-    scalars_from=alpha_by(), low_rank=LowRank(rank_of("subspace", 1), factors),
+DEFT = of_factors(
+    "deft", DeftTensors, fitted_shapes, LowRank(rank_of("subspace", 1), factors), "PEFT", reads_base=True,
+    decomposes=True, scalars_from=alpha_by(),
 )  # fmt: skip

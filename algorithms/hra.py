@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .base import Algorithm, LowRank, Shape, Shapes, expect, flat, length, rank_of
+from .base import Algorithm, Checks, LowRank, Shape, Shapes, expect, flat, length, rank_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -65,14 +65,6 @@ def factors(base: Tensor, t: HraTensors) -> tuple[Tensor, Tensor]:
 
 
 HRA = Algorithm(
-    "hra",
-    HraTensors,
-    fitted_shapes,
-    delta,
-    "arXiv:2405.17484",
-    row_axes={},
-    reads_base=True,
-    decomposes=True,
-    low_rank=LowRank(rank_of("vectors", 1), factors),
-    check_settings=check_settings,
-)
+    "hra", HraTensors, fitted_shapes, delta, "arXiv:2405.17484", row_axes={}, reads_base=True, decomposes=True,
+    low_rank=LowRank(rank_of("vectors", 1), factors), checks=Checks(settings=check_settings),
+)  # fmt: skip

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import inf, prod
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, LowRank, Shape, Shapes, alpha_over, expect, flat, same_inputs, tucker
+from .base import Algorithm, Bypass, LowRank, Shape, Shapes, alpha_over, expect, flat, same_inputs, tucker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -179,4 +179,5 @@ LOKR = Algorithm(
     "lokr", LokrTensors, fitted_shapes, delta, "arXiv:2309.14859", scalars_from=scalars_from,
     row_axes={"w1": 0, "w1_a": 0}, not_sliceable_with=frozenset({"right_aligned"}), accumulate=accumulate,
     low_rank=LowRank(_rank, factors), weight_shape=weight_shape,
+    bypass=Bypass(no_magnitude=True, groups="other"),
 )  # fmt: skip

@@ -18,13 +18,14 @@ from operator import mul
 from typing import TYPE_CHECKING
 
 from .base import (
-    Algorithm,
+    Bypass,
     LowRank,
     Shape,
     Shapes,
     alpha_over,
     expect,
     flat,
+    of_factors,
     rank_of,
     same_inputs,
     shape_of_pair,
@@ -71,12 +72,6 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     return {"up": (out, rank), "down": (rank, width), "mid": (rank, rank, prod(core[2:]))}
 
 
-def delta(base: Tensor, t: LoraTensors) -> Tensor:
-    """Return ΔW [n, out, cols]; `base` is not read."""
-    left, right = factors(base, t)
-    return left @ right
-
-
 def factors(base: Tensor, t: LoraTensors) -> tuple[Tensor, Tensor]:
     """Return (α / r) · B and A; `base` is not read."""
     return t.up * t.scale, _columns(t)
@@ -102,8 +97,8 @@ def _columns(t: LoraTensors) -> Tensor:
     return t.down if t.mid is None else tucker(t.mid, t.down)
 
 
-LORA = Algorithm(
-    "lora", LoraTensors, fitted_shapes, delta, "arXiv:2106.09685",
-    scalars_from=alpha_over("down"), row_axes={"up": 0}, accumulate=accumulate,
-    low_rank=LowRank(rank_of("down"), factors), weight_shape=shape_of_pair,
+LORA = of_factors(
+    "lora", LoraTensors, fitted_shapes, LowRank(rank_of("down"), factors), "arXiv:2106.09685",
+    scalars_from=alpha_over("down"), row_axes={"up": 0}, accumulate=accumulate, weight_shape=shape_of_pair,
+    bypass=Bypass(no_magnitude=True, groups="off"), scale_words=frozenset({"dylora", "split_qkv"}),
 )  # fmt: skip

@@ -21,7 +21,7 @@ from math import isqrt
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from .base import Algorithm, Shape, Shapes, expect, flat, length
+from .base import Algorithm, Checks, Shape, Shapes, expect, flat, length
 from .bounds import below
 from .oft import stretch
 
@@ -228,39 +228,19 @@ def _identity(like: Tensor) -> Tensor:
 
 
 PEFT_OFT = Algorithm(
-    "peft_oft",
-    OftTensors,
-    fitted_shapes,
-    delta,
-    "arXiv:2306.07280",
-    row_axes={},
-    reads_base=True,
-    prepare=prepare,
-    bounds=TERMS,
-    check_settings=check_settings,
-)
+    "peft_oft", OftTensors, fitted_shapes, delta, "arXiv:2306.07280", row_axes={}, reads_base=True, prepare=prepare,
+    checks=Checks(TERMS, settings=check_settings),
+    kernel_note="PEFT's forward pass of OFT on a kernel is not a convolution; this is what PEFT merges it to",
+)  # fmt: skip
 PEFT_OFT_EMBEDDING = Algorithm(
-    "peft_oft_embedding", OftTensors, fitted_shapes, delta, "arXiv:2306.07280",
-    row_axes={}, reads_base=True, prepare=prepare_embedding, bounds=TERMS, check_settings=check_settings,
-    of_table=True,
+    "peft_oft_embedding", OftTensors, fitted_shapes, delta, "arXiv:2306.07280", row_axes={}, reads_base=True,
+    prepare=prepare_embedding, checks=Checks(TERMS, settings=check_settings), layout="table",
 )  # fmt: skip
 PEFT_OFT2 = Algorithm(
-    "peft_oft2",
-    SecondTensors,
-    fitted_shapes_second,
-    second_delta,
-    "arXiv:2306.07280",
-    reads_base=True,
-    decomposes=True,
-    check_settings=check_settings,
-)
+    "peft_oft2", SecondTensors, fitted_shapes_second, second_delta, "arXiv:2306.07280", reads_base=True,
+    decomposes=True, checks=Checks(settings=check_settings),
+)  # fmt: skip
 PEFT_OFT1 = Algorithm(
-    "peft_oft1",
-    FirstTensors,
-    fitted_shapes_first,
-    first_delta,
-    "arXiv:2306.07280",
-    reads_base=True,
-    prepare=prepare_first,
-    check_settings=check_settings,
-)
+    "peft_oft1", FirstTensors, fitted_shapes_first, first_delta, "arXiv:2306.07280", reads_base=True,
+    prepare=prepare_first, checks=Checks(settings=check_settings),
+)  # fmt: skip

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
-from .base import Algorithm, Loaded, LowRank, Shape, Shapes, expect, expect_shapes, flat
+from .base import Checks, Loaded, LowRank, Rebuild, Shape, Shapes, expect, expect_shapes, flat, of_factors
 from .bounds import COUNT, Bounds, below
 
 if TYPE_CHECKING:
@@ -63,12 +63,6 @@ def entries(shapes: Shapes, _: Shape) -> list[Bounds]:
     return [below(shapes["bank"][0])]
 
 
-def delta(base: Tensor, t: UniTensors) -> Tensor:
-    """Return ΔW [n, out, cols]; `base` is not read."""
-    left, right = factors(base, t)
-    return left @ right
-
-
 def factors(base: Tensor, t: UniTensors) -> tuple[Tensor, Tensor]:
     """Return B and A; `base` is not read."""
     assert t.up_choice is not None and t.up_weight is not None, "rebuilt"
@@ -114,12 +108,17 @@ def _rank(shapes: Shapes, target: Shape) -> int:
     return shapes["down_weight"][0] if "down_weight" in shapes else min(flat(target))
 
 
-UNILORA = Algorithm(
-    "unilora", UniTensors, fitted_shapes, delta, "arXiv:2506.00799",
+UNILORA = of_factors(
+    "unilora", UniTensors, fitted_shapes, LowRank(_rank, factors), "arXiv:2506.00799",
     row_axes={"up_choice": 0, "up_weight": 0}, not_sliceable_with=frozenset({"total"}), shared=frozenset({"bank"}),
-    check_settings=check_settings, rebuild=rebuild,
-    low_rank=LowRank(_rank, factors),
-    rebuilds=frozenset({"down_choice", "down_weight", "up_choice", "up_weight"}),
-    bounds={"up_choice": entries, "down_choice": entries, "shuffle": lambda _shapes, _target: [below(2**64)],
-            **dict.fromkeys(("rank", "start", "total"), lambda _shapes, _target: [COUNT])},
+    checks=Checks(
+        {"up_choice": entries, "down_choice": entries, "shuffle": lambda _shapes, _target: [below(2**64)],
+         **dict.fromkeys(("rank", "start", "total"), lambda _shapes, _target: [COUNT])},
+        settings=check_settings,
+    ),
+    rebuild=Rebuild(
+        frozenset({"down_choice", "down_weight", "up_choice", "up_weight"}), rebuild,
+        "it is not stored (save_indices): taken for one of the layers that its configuration means, in the order of "
+        "the model's own class",
+    ),
 )  # fmt: skip

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .base import SEEDED, Algorithm, Shape, Shapes, alpha_by, expect
+from .base import SEEDED, Algorithm, Checks, Shape, Shapes, alpha_by, expect
 from .fourierft import fitted_shapes, places
 from .wavelets import low_pass
 
@@ -78,7 +78,6 @@ def delta(base: Tensor, t: WaveTensors) -> Tensor:
 
 
 WAVEFT = Algorithm(
-    "waveft", WaveTensors, fitted_shapes, delta, "arXiv:2505.12532",
-    scalars_from=alpha_by(), derive=derive, decomposes=True, bounds=SEEDED, check_settings=check_settings,
-    scale_from_config=True,
+    "waveft", WaveTensors, fitted_shapes, delta, "arXiv:2505.12532", scalars_from=alpha_by(), derive=derive,
+    decomposes=True, checks=Checks(SEEDED, settings=check_settings), scale_from_config=True,
 )  # fmt: skip

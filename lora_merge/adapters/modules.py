@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from ..algorithms import ALGORITHMS
-from ..algorithms.lora_bias import LORA_BIAS
-from ..algorithms.lora_transposed import LORA_TRANSPOSED
 from ..algorithms.whole import SET
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader, read_bytes
@@ -110,7 +108,8 @@ class Module:
     @property
     def wrapped(self) -> bool:
         """Whether LLMs-from-scratch wrapped this layer and calls it `linear`; pkg/llms_from_scratch/appendix_e.py."""
-        return self.algorithms == (LORA_TRANSPOSED.name,) and self.name.endswith(WRAPPED)
+        layouts = {ALGORITHMS[name].layout for name in self.algorithms}
+        return layouts == {"in_out"} and self.name.endswith(WRAPPED)
 
     @cached_property
     def shapes(self) -> Mapping[str, Shape]:
@@ -330,7 +329,7 @@ def _module(key: tuple[str, str], groups: Mapping[tuple[str, str], _Group]) -> M
     whole, number = split_row_part(key[0])
     g, parent = groups[key], groups.get((whole, "weight"))
     held: dict[str, list[StoredTensor]] = {slot: [*infos] for slot, infos in g.shared.items()}
-    is_bias = g.algorithms == (LORA_BIAS.name,)
+    is_bias = {ALGORITHMS[name].of_factors for name in g.algorithms or ()} == {True}
     if parent and (number is not None or is_bias):
         for slot, infos in parent.shared.items():
             if slot in SCALES or not is_bias:
@@ -390,5 +389,5 @@ def rank_of(module: Module) -> int:
         shape[0],
         *(1 for _ in shape[2:]),
     )  # a convolution's, which a layer of experts has at rank 1 only
-    stack = len(shape) == len(up) == 3 and not kernel and any(ALGORITHMS[name].stacked for name in complete)
-    return shape[1 if stack else -1 if any(ALGORITHMS[name].in_out for name in complete) else 0]
+    stack = len(shape) == len(up) == 3 and not kernel and any(ALGORITHMS[name].layout == "experts" for name in complete)
+    return shape[1 if stack else -1 if any(ALGORITHMS[name].layout == "in_out" for name in complete) else 0]

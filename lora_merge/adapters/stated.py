@@ -18,9 +18,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from ..algorithms.loha import LOHA
-from ..algorithms.lokr import LOKR
-from ..algorithms.lora import LORA
 from ..errors import FitError, InputError, MergeError, UsageError
 from ..files.checkpoint import Index
 from ..files.side_texts import SideText, side_texts
@@ -67,7 +64,7 @@ OTHERS: Final = (
 )  # fmt: skip
 """Beginnings of entries of a header that other modules read, or that describe the training and not the tensors."""
 
-OWNERS: Final = frozenset((LORA.name, LOHA.name, LOKR.name, "adapter", "network", "peft", "lycoris", "dora"))
+OWNERS: Final = frozenset(("lora", "loha", "lokr", "adapter", "network", "peft", "lycoris", "dora"))
 """Words of which the name of a table, an entry or a file has one if it describes an adapter."""
 
 GENERAL: Final = frozenset(

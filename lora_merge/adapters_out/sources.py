@@ -223,7 +223,8 @@ class CheckpointWeights:
 
 
 def _context(number: int, file: AdapterFile, values: FileValues, job: AdapterJob) -> AdapterContext:
-    return AdapterContext(number, file, rules_of(file), values, given=dict(job.inputs.setting), base=ALL_UPRIGHT)
+    settings = dict(job.inputs.setting)
+    return AdapterContext(number, file, rules_of(file), values, user_settings=settings, base=ALL_UPRIGHT)
 
 
 def _joined_target(

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from ..adapters.modules import Values
-from ..errors import InputError
-from ..job import Job
+from ..algorithms import ALGORITHMS
+from ..errors import FitError, InputError
+from ..job import Adapter, Job
 from ..merge_methods import SUM
 from ..models.prefixes import prefixed
 from ..models.weights import RowSlice
@@ -184,3 +185,38 @@ class _Changed:
         starts, stops = self._starts.get(piece.key, []), self._stops.get(piece.key, [])
         before = bisect_left(starts, piece.stop)  # number of ranges that begin before the piece ends
         return before > 0 and stops[before - 1] > piece.start
+
+
+def check_addable(adapters: Sequence[Adapter], matches: Sequence[Match], values: Values) -> None:
+    """Raise FitError if adapters cannot be added: they replace one parameter, or were trained on different values."""
+    _check_same_values(adapters, matches, values)
+    # A parameter that one adapter replaces is changed by no other, and by itself only with what PEFT adds to values.
+    replaced: set[str] = set()
+    for adapter, match in zip(adapters, matches, strict=True):
+        for key in match.replaced:
+            formulas = {use.patch.algorithm for use in match.uses.get(key, ())}
+            by_itself = any(not ALGORITHMS[name].of_factors for name in formulas)
+            if key in replaced or by_itself or any(key in other.uses for other in matches if other is not match):
+                raise FitError("a parameter is replaced as a whole and changed again", f"{key}: by {adapter.path}",
+                               "merge the adapters one after the other")  # fmt: skip
+            replaced.add(key)
+    # A weight that one adapter makes larger is changed by no other at its old size.
+    sizes = {key: shape for match in matches for key, shape in match.grown.items()}
+    for key, shape in sizes.items():
+        uses = [use for match in matches for use in match.uses.get(key, ())]
+        if any(use.patch.view.shape != shape for use in uses):
+            raise FitError("one adapter makes a weight larger that another changes as it is", f"{key} to {list(shape)}",
+                           "merge the adapters one after the other, the one that makes it larger last")  # fmt: skip
+
+
+def _check_same_values(adapters: Sequence[Adapter], matches: Sequence[Match], values: Values) -> None:
+    """Raise FitError if two adapters store different values of a tensor of the base."""
+    for adapter, match in zip(adapters, matches, strict=True):
+        for key, info in match.bases.items():
+            for other_adapter, other in zip(adapters, matches, strict=True):
+                copy = other.copies.get(key, info)
+                if other is not match and (copy.shape != info.shape or values.differing(copy, info)):
+                    raise FitError("two adapters were trained on different values of a tensor",
+                                   f"{key}: {adapter.path}: {info.name}, {other_adapter.path}: {copy.name}",
+                                   "merge one of them, or remove that tensor from the one whose values shall not count"
+                                   )  # fmt: skip

@@ -23,7 +23,8 @@ from ..adapters.modules import Module
 from ..adapters.peft.config import CONVERT, ORDER_OF, UNKNOWN_ORDER, refuse
 from ..adapters.peft.rules import PeftRules
 from ..adapters.peft.target_parameters import bare, is_layer, shared_kind
-from ..algorithms.frod import FROD, LAYER
+from ..algorithms import ALGORITHMS
+from ..algorithms.base import LAYER
 from ..algorithms.unilora import UNILORA
 from ..disk.files import StoredTensor
 from ..dtypes import flat
@@ -130,13 +131,14 @@ def related(
 
     `dtype`: dtype of a module's weight. InputError where the basis depends on an unknown order of the layers.
     """
-    layers = {bare(m.name): m for m in modules if FROD.name in m.algorithms}
+    formulas = {m.name: formula for m in modules if (formula := _formula_of_relatives(m))}
+    layers = {bare(m.name): m for m in modules if m.name in formulas}
     if rules.kind != "FROD" or rules.fields.flag("save_projection", default=True) or not layers:
         return rules
     if any(
         key in context.adapter.index.tensors
         for m in layers.values()
-        for key in rules.shared(FROD.name, m.name).values()
+        for key in rules.shared(formulas[m.name], m.name).values()
     ):
         return rules
     order = in_order([*layers], type_of(context.config))
@@ -160,6 +162,12 @@ def related(
         relatives[module.name] = same[kind]
         settings[module.name] = {**common, "layers": len(kinds[kind]), "dtype": dtype(module), "widths": up_to[kind]}
     return replace(rules, relatives=relatives, layer_settings=settings)
+
+
+def _formula_of_relatives(module: Module) -> str:
+    """Return the formula of a module whose basis is computed from all layers of its kind; "" for all other modules."""
+    rebuilds = ((name, ALGORITHMS[name].rebuild) for name in module.algorithms)
+    return next((name for name, rebuild in rebuilds if rebuild and rebuild.of_relatives), "")
 
 
 def basis_weights(patch: Patch) -> tuple[WeightView, ...]:

@@ -28,19 +28,23 @@ from ..models.weights import RowSlice, WeightView, whole
 from ..options import Unmatched
 from ..row_ranges import Rows
 from ..text import Note, listed
+from .biases import GIVE_BIAS, NEW_BIAS, NO_BIAS, TUNED_BIAS, TURNED_BIAS, bias_beside
 from .conflicts import TWICE, DuplicateCheck
 from .fit_errors import IDLE, STRANGE, check_scales, check_variant, raise_problems
-from .formula import ALPHA, LEFT_OUT, TUNED_BIAS, TURNED_BIAS, AdapterContext, choose, is_fixed
+from .formula import ALPHA, AdapterContext, choose
 from .layer_order import related, unstored
 from .missing_tensors import Gap, gaps, incomplete
 from .orientation import Base, base_types
 from .pairs import pairs
 from .patch import COPY, NO_LAYER, OFF, ZEROS, Match, Patch, PatchPart
-from .resizing import GIVE_BIAS, NEW_BIAS, NO_BIAS, as_rows, bias_beside, grown, is_copy, is_zero, sizes, with_values
+from .resizing import grown, sizes
 from .row_parts import chosen_rows
 from .side_by_side import as_trained
 from .tied_embeddings import AGAIN, AdapterPair, separate, shared_layers
+from .values import as_rows, is_copy, is_fixed, is_zero, with_values
 from .weight_finder import Places, stored_base
+
+LEFT_OUT: Final = Note("it does not fit the base, and is left out because its strength is 0")
 
 UNUSED: Final = "modules_to_save names a module and one inside it, of which the model used another copy than was saved"
 INSIDE: Final = "train it again with modules_to_save naming one of the two; PEFT cannot load this adapter either"
@@ -181,7 +185,7 @@ class MatchBuilder:
             self._leave_unused(module, COPY, {self.names.component(view.row_slices[0].key)})
             return
         gap = self.lacks.get(module.where)
-        if gap and not (gap.slot == "alpha" and ALPHA in self.context.given):
+        if gap and not (gap.slot == "alpha" and ALPHA in self.context.user_settings):
             self.failures.append(incomplete(f"{module.where} has no {gap.key}", self.path))
             return
         larger = self._grow(module, view)
@@ -230,7 +234,7 @@ class MatchBuilder:
         if on_input is not None and any(self.values.numbers(on_input)):
             return  # (IA)³ of inputs
         torchtune = patch.magnitude is not None and up is not None and up.name.endswith(".lora_b.weight")
-        both = ALGORITHMS[patch.algorithm].also_bias or self.context.trained(patch.algorithm).turns_bias
+        both = ALGORITHMS[patch.algorithm].also_bias or self.context.arguments(patch.algorithm).turns_bias
         bias = self.places.look(module.name, "bias") if both or torchtune else None
         if bias is not None and both:
             beside = {slot: of.matrix for slot, of in patch.beside.items()}

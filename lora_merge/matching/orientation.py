@@ -175,9 +175,10 @@ class Orientation:
         """
         if not _may_turn(view):
             return [view], False
-        if ALGORITHMS[row].in_out:  # mlx-lm's
-            return ([transposed(view), view] if _leaf(module) in TABLES else [view]), False
-        if ALGORITHMS[row].as_stored or ALGORITHMS[row].of_table or not self._is_pefts(module):
+        layout = ALGORITHMS[row].layout
+        if layout == "in_out" and _leaf(module) in TABLES:  # mlx-lm's layers of embeddings
+            return [transposed(view), view], False
+        if layout in ("in_out", "stored", "table") or not self._is_pefts(module):
             return [view], False  # PEFT has no flag for embeddings
         turned = self._is_turned(module, view)
         if turned is None:

@@ -16,7 +16,6 @@ from typing import Final
 
 from ..adapters.modules import Module
 from ..adapters.peft.methods import MLX
-from ..algorithms.lora import LORA
 from ..disk.files import StoredTensor
 from ..dtypes import Shape
 from ..errors import FitError, MergeError
@@ -148,7 +147,9 @@ class AdapterPair:
 
     def _scale(self, module: Module) -> float:
         """Return the scale in PEFT, which each end has for itself, also where both share the factors."""
-        return self.context.rules.of(module.name).numbers(LORA.name, module.name, module.shapes).get("scale", 1.0)
+        rules = self.context.rules.of(module.name)
+        formula = next((name for name in module.complete if name in rules.method.algorithms), "")
+        return rules.numbers(formula, module.name, module.shapes).get("scale", 1.0)
 
     def _transposed(self, heads: Sequence[Module], tables: Sequence[Module]) -> Iterator[str]:
         """Yield the heads whose A is the transpose of the B of embeddings, the smaller two of the four factors, and

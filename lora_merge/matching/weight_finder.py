@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Final
 
 from ..adapters.modules import WRAPPED, Module, Values
-from ..adapters.peft.methods import STARTED
 from ..adapters.peft.rules import BASE_LAYER
 from ..adapters.peft.target_parameters import paths
 from ..adapters.suffixes import split_parameter, split_row_part
 from ..algorithms import ALGORITHMS
-from ..algorithms.frod import LAYER
+from ..algorithms.base import LAYER
 from ..disk.files import StoredTensor
 from ..dtypes import flat
 from ..errors import AmbiguousName, FitError, MergeError, ShapeMismatch
@@ -84,7 +83,7 @@ class StoredBase:
         """Return the error for a start that was subtracted from tied ends whose rest the adapter does not store."""
         key = patch.view.row_slices[0].key
         ends = {self.tied.info.name, self.tied.stored} if self.tied else set()
-        if patch.algorithm not in STARTED or key not in ends - {*self.without_start}:
+        if not ALGORITHMS[patch.algorithm].starts_in_base or key not in ends - {*self.without_start}:
             return None
         return FitError("the start of the adapter was subtracted from tied embeddings, and it does not store the rest",
                         f"{self.path}: {patch.module.where} ({patch.algorithm}), which shares {key}",
@@ -130,7 +129,10 @@ def stored_base(
 def _takes_start(context: AdapterContext, info: StoredTensor, complete: Mapping[str, Sequence[str]]) -> bool:
     """Return whether this is a copy of a weight from which a start was subtracted. `complete`: module → its rows."""
     name = info.name.partition(".base_layer.")[0]
-    return bool(complete.get(name)) and context.rules.of(name).algorithm(name, complete[name]) in STARTED
+    if not complete.get(name):
+        return False
+    selected = context.rules.of(name).algorithm(name, complete[name])
+    return selected is not None and ALGORITHMS[selected].starts_in_base
 
 
 def _stored(
@@ -179,7 +181,7 @@ class Places:
         self._relatives: dict[tuple[str, ...], dict[str, WeightView]] = {}  # modules → their weights
         self._parts = heights(context.adapter.modules)
         self._found: dict[str, WeightView] = {}  # modules → their weights, once `of` has looked for all
-        self._order = context.given.get(ROW_ORDER)
+        self._order = context.user_settings.get(ROW_ORDER)
         self.settings: set[str] = set()  # the user's settings that a place depends on
 
     def look(self, name: str, parameter: str = "weight") -> WeightView | None:

@@ -119,7 +119,7 @@ class LoadedAdapter(Shown):
         view = whole("weight", shape)
         given = {} if fan_in_fan_out is None else {SETTING: fan_in_fan_out}
         layers = Base((), lambda _: False, lambda: [Place(module, view, None)])
-        context = AdapterContext(0, self.file, self._rules, FileValues(), given=given, base=layers)
+        context = AdapterContext(0, self.file, self._rules, FileValues(), user_settings=given, base=layers)
         patch = choose(module, view, context, {"weight": view}).patch
         at = place("cpu", "F64" if ALGORITHMS[patch.algorithm].decomposes else "F32")
         with Reader([self.file.index]) as reader, torch.no_grad():

@@ -174,7 +174,7 @@ def _factored(stack: StackedPatch, weight: Tensor) -> Delta | None:
 def shape_of(module: Module) -> Shape:
     """Return the shape of the weight that a module changes, as far as its tensors show it; () otherwise."""
     row = ALGORITHMS.get(algorithm_of(module))
-    return () if row is None or row.stacked or row.of_table else row.shown_shape(module.shapes) or ()
+    return () if row is None or row.layout in ("experts", "table") else row.shown_shape(module.shapes) or ()
 
 
 def changes(plan: Plan, reader: Reader) -> Callable[[OutputTensor], Delta]:

@@ -17,7 +17,7 @@ from ...algorithms import ALGORITHMS, COUNT, SEED, Bounds, DoesNotFit, Shapes, l
 from ...errors import InputError
 from ...models.weights import WeightView
 from ...text import Note
-from .config import CONVERT, NEEDS_INPUT, RESAVE, RETAKE, TRAIN_AGAIN, PeftConfig, refuse, refuse_lora
+from .config import CONVERT, NEEDS_INPUT, REPEATED_INIT, RESAVE, RETAKE, TRAIN_AGAIN, PeftConfig, refuse, refuse_lora
 from .target_parameters import bare, experts_row, parameters
 
 MHA_OUTPUT: Final = ".base_layer.out_proj"
@@ -271,7 +271,7 @@ def _lora(fields: PeftConfig, module: str, rows: Sequence[str], weight: WeightVi
     start = fields.get("init_lora_weights")
     if start == "olora" and weight is not None and any(piece.transposed for piece in weight.row_slices):
         raise refuse("OLoRA", NOT_TRANSPOSED, RESAVE, f"{fields.where}: {module}")
-    if isinstance(start, str) and start.lower() in STARTED:
+    if isinstance(start, str) and start.lower() in REPEATED_INIT:
         return start.lower()
     if fields.get("kasa_config") and "kasa" not in rows:
         raise InputError("KaSA without its lora_diag", f"{fields.where}: {module}", "save the adapter again")
@@ -295,13 +295,7 @@ def _seeded(fields: PeftConfig) -> None:
         raise refuse("FOURIERFT", why, CONVERT, fields.where)
 
 
-STARTED: Final = tuple(row.name for row in ALGORITHMS.values() if row.starts_in_base)
-"""Rows whose initial factors PEFT subtracts from the weight when it wraps a layer."""
-
 STACKED: Final = tuple(row.name for row in lora_stacked.STACKED)
-
-OTHERS: Final = frozenset({"onetrainer_oft", "onetrainer_oft_conv", "full_rank"})
-"""Rows of other trainers that spell their tensors as PEFT does."""
 
 _LETTER: Final = {"X": "", "zeros": "", "Xd": "_up", "Xu": "_down"}
 """Ending of GLoRA's tensors of a letter → suffix of the letter's slot."""
@@ -330,7 +324,7 @@ def _bone(name: str) -> Method:
 ROWS: Final = (
     Method(
         "LORA", ("lora", "lora_bias", "lora_embedding", "lora_experts", "lora_experts_transposed", *STACKED, "bdlora",
-                 *STARTED, "lora_sparse"),
+                 "pissa", "olora", "kasa", "lora_sparse"),
         {".lora_embedding_A": ("down", "lora_embedding"), ".lora_embedding_B": ("up", "lora_embedding"),
          ".lora_diag": ("values", "kasa")},
         ratio("lora_alpha", 8, stored_rank), check=refuse_lora, choose=_lora, conv1d=True,

@@ -31,8 +31,6 @@ from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from ...algorithms import ALGORITHMS, Shapes
-from ...algorithms.lora import LORA
-from ...algorithms.whole import SET
 from ...errors import InputError
 from ...files.folder_layouts import PEFT
 from ...models.module_order import in_order
@@ -42,7 +40,7 @@ from ...row_ranges import Rows
 from ...safe_regex import from_json
 from ...text import Note
 from .config import CONVERT, ORDER_OF, RETAKE, UNKNOWN_ORDER, PeftConfig, refuse
-from .methods import METHODS, MLX, OTHERS, SHARED, Method, alpha_doubt, check_count, rank_doubt
+from .methods import METHODS, MLX, SHARED, Method, alpha_doubt, check_count, rank_doubt
 from .target_parameters import WRAPPER, bare, is_layer, parameters, shared_kind
 
 METADATA: Final = "lora_adapter_metadata"
@@ -51,6 +49,9 @@ SHARED_PREFIX: Final = "base_model."
 RENAMED: Final = "load the adapter with diffusers and save it again, or take `lora_adapter_metadata` out of its header"
 
 NONE: Final = Method("")
+
+PLAIN: Final = METHODS["LORA"].algorithms[0]
+"""The row for a file of PEFT without a configuration, of whose tensors only the rows of other trainers know all."""
 
 UNTYPED: Final = {"lora_alpha": "LORA", "lora_parameters": MLX}
 """Field of a configuration without peft_type → its method."""
@@ -146,9 +147,9 @@ class PeftRules:
         InputError if no candidate is of this method, DoesNotFit if the orientation of stacked experts is unknown.
         """
         if not self.kind and module.startswith(PEFT):  # a file of PEFT without its configuration
-            rows = [name for name in candidates if name not in OTHERS]
-            return next(iter(rows), LORA.name) if len(rows) < min(2, len(candidates)) else None
-        if not self.kind or tuple(candidates) == (SET.name,):  # whole values, which any method may save
+            rows = [name for name in candidates if ALGORITHMS[name].in_peft != "never"]
+            return next(iter(rows), PLAIN) if len(rows) < min(2, len(candidates)) else None
+        if not self.kind or {ALGORITHMS[name].in_peft for name in candidates} == {"any"}:
             return None
         rows = [name for name in candidates if name in self.method.algorithms]
         if candidates and not rows and (self.borrowed or self.aside):
