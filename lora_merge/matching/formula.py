@@ -643,17 +643,17 @@ def repeated(module: Module, path: Path, values: Values) -> Iterator[str]:
         yield slot
 
 
-def _same(slot: str, one: StoredTensor, other: StoredTensor, values: Values) -> bool:
+def _same(slot: str, first: StoredTensor, second: StoredTensor, values: Values) -> bool:
     """Return whether two tensors of one slot are equal: single numbers by value, others byte for byte.
 
     Magnitudes are equal if they also lie along the same axis, [out] and [out, 1] for example.
     """
-    if prod(one.shape) == prod(other.shape) == 1:
-        return values.numbers(one) == values.numbers(other)
+    if prod(first.shape) == prod(second.shape) == 1:
+        return values.numbers(first) == values.numbers(second)
     if slot != "magnitude":
-        return values.same(one, other)
-    flat = [replace(info, shape=(prod(info.shape),)) for info in (one, other)]
-    return _is_of_inputs(one) == _is_of_inputs(other) and values.same(*flat)
+        return values.same(first, second)
+    flat = [replace(info, shape=(prod(info.shape),)) for info in (first, second)]
+    return _is_of_inputs(first) == _is_of_inputs(second) and values.same(*flat)
 
 
 def _is_of_inputs(info: StoredTensor) -> bool:

@@ -44,16 +44,16 @@ def unstored(
     InputError where the layers cannot be determined."""
     if rules.kind != "UNILORA" or rules.fields.flag("save_indices", default=False) or modules:
         return rules, modules
-    found = _targets(rules, base)
-    why = _doubt(rules, [*found], config)
-    order = None if why or type_of(config) not in tables() else in_order([*found], type_of(config))
+    weights = _targets(rules, base)
+    why = _doubt(rules, [*weights], config)
+    order = None if why or type_of(config) not in tables() else in_order([*weights], type_of(config))
     if order is None:
         raise refuse(rules.kind, why or UNKNOWN_ORDER, SAVE_INDICES, rules.fields.where)
     rank = rules.fields.integer("r", 4)
-    *starts, total = accumulate((rank * sum(flat(found[name].shape)) for name in order), initial=0)
+    *starts, total = accumulate((rank * sum(flat(weights[name].shape)) for name in order), initial=0)
     common = {"rank": rank, "shuffle": rules.fields.integer("proj_seed", 42), "total": total}
     settings = {
-        name: {**common, "start": at, "dtype": found[name].dtype} for name, at in zip(order, starts, strict=True)
+        name: {**common, "start": at, "dtype": weights[name].dtype} for name, at in zip(order, starts, strict=True)
     }
     named = [Module(name, "weight", {}, {}, (UNILORA.name,)) for name in order]
     return replace(rules, layers=tuple(order), ordered=True, layer_settings=settings), named
@@ -86,8 +86,8 @@ def _transformed(rules: PeftRules, path: str) -> bool:
 
 
 def _pattern(rules: PeftRules) -> Sequence[str]:
-    given = rules.fields.get("layers_pattern")
-    return [given] if given and isinstance(given, str) else rules.fields.texts("layers_pattern")
+    names = rules.fields.get("layers_pattern")
+    return [names] if names and isinstance(names, str) else rules.fields.texts("layers_pattern")
 
 
 def _doubt(rules: PeftRules, paths: list[str], config: Mapping[str, Any]) -> str:
@@ -202,5 +202,5 @@ def _number(path: str) -> int | None:
     """Return the number of a layer's block: behind `layers`, else the first part of its name that is one."""
     parts = path.split(".")
     after = parts[parts.index("layers") + 1 : parts.index("layers") + 2] if "layers" in parts else []
-    found = next((part for part in [*after, *parts] if part.isdecimal()), None)
-    return None if found is None else int(found)
+    number = next((part for part in [*after, *parts] if part.isdecimal()), None)
+    return None if number is None else int(number)

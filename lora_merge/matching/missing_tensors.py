@@ -50,7 +50,7 @@ def gaps(modules: Sequence[Module], rules: PeftRules) -> dict[str, Gap]:
     kinds = Counter((has, m.algorithms) for m, has in weights)
     lacking = _lacking(kinds)
     paired = any({"up", "down"} <= m.slots.keys() for m, _ in weights)
-    found: dict[str, str] = {}
+    lacking_slots: dict[str, str] = {}
     for m, has in weights:
         if {"up", "down"} <= has:
             missing = rules.of(m.name).beside_pairs - has - ({"bias"} if m.name in biases else set())
@@ -58,9 +58,9 @@ def gaps(modules: Sequence[Module], rules: PeftRules) -> dict[str, Gap]:
             missing = frozenset({"up"} if paired and m.slots.keys() == {"down"} else ())
         missing = missing or (_slot_of_others(m, lacking.get(has, ())) if kinds[has, m.algorithms] == 1 else missing)
         if missing:
-            found[m.where] = min(missing)
-    ends = {slot: _end_of_key(slot, modules) for slot in {*found.values()}}
-    return {where: Gap(slot, ends[slot]) for where, slot in found.items()}
+            lacking_slots[m.where] = min(missing)
+    ends = {slot: _end_of_key(slot, modules) for slot in {*lacking_slots.values()}}
+    return {where: Gap(slot, ends[slot]) for where, slot in lacking_slots.items()}
 
 
 def _end_of_key(slot: str, modules: Iterable[Module]) -> str:
@@ -79,11 +79,11 @@ def _compared_slots(m: Module) -> frozenset[str]:
 
 def _lacking(kinds: Kinds) -> Mapping[frozenset[str], Sequence[tuple[str, tuple[str, ...]]]]:
     """Return slots → (one slot more, algorithms) of the frequent kinds of modules that have it."""
-    found: dict[frozenset[str], list[tuple[str, tuple[str, ...]]]] = {}
+    kinds_by_slots: dict[frozenset[str], list[tuple[str, tuple[str, ...]]]] = {}
     for slots, algorithms in (kind for kind, count in kinds.items() if count >= AGREEING):
         for slot in slots:
-            found.setdefault(slots - {slot}, []).append((slot, algorithms))
-    return found
+            kinds_by_slots.setdefault(slots - {slot}, []).append((slot, algorithms))
+    return kinds_by_slots
 
 
 def _slot_of_others(m: Module, others: Iterable[tuple[str, tuple[str, ...]]]) -> frozenset[str]:
@@ -117,13 +117,13 @@ def _in_spelling(slot: str, beside: str) -> str:
 
     SUFFIXES has the rows of one spelling side by side.
     """
-    found = split(f"{STEM}.{beside}")
-    here = SUFFIXES.index(found[1]) if found else 0
+    known = split(f"{STEM}.{beside}")
+    here = SUFFIXES.index(known[1]) if known else 0
     parts = SUFFIXES[here].ending.split(".")
 
     def distance(index: int) -> tuple[int, int]:
         other = SUFFIXES[index].ending.split(".")
-        return sum(one != two for one, two in zip_longest(parts, other)), abs(index - here)
+        return sum(first != second for first, second in zip_longest(parts, other)), abs(index - here)
 
     rows = [index for index, row in enumerate(SUFFIXES) if row.slot == slot]
     return SUFFIXES[min(rows, key=distance)].ending.removeprefix(".") if rows else slot

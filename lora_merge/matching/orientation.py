@@ -68,12 +68,12 @@ def known_types() -> frozenset[str]:
 
 def base_types(config: Mapping[str, Any]) -> frozenset[str]:
     """Return the model types in a config.json, including the types of the model's parts; "" stands for unknown code."""
-    found = {str(config["model_type"])} if config.get("model_type") else set()
-    if found - known_types() or ("auto_map" in config and not found & LINEAR_TYPES):
-        found.add("")
+    types = {str(config["model_type"])} if config.get("model_type") else set()
+    if types - known_types() or ("auto_map" in config and not types & LINEAR_TYPES):
+        types.add("")
     for part in config.values():
-        found |= base_types(part) if isinstance(part, Mapping) and "model_type" in part else set()
-    return frozenset(found)
+        types |= base_types(part) if isinstance(part, Mapping) and "model_type" in part else set()
+    return frozenset(types)
 
 
 def conv1d_by_base(name: str, types: Collection[str], *, recognised: bool, kind: str) -> bool | None:
@@ -154,7 +154,7 @@ ALL_UPRIGHT: Final = Base(base_types(UPRIGHT), lambda _: False, tuple)
 class Orientation:
     """Orientation of one adapter's layers on one base.
 
-    `fits`: whether a module's tensors fit a view of its weight. `given`: the orientation that the user states.
+    `fits`: whether a module's tensors fit a view of its weight. `setting`: the orientation that the user states.
     """
 
     def __init__(
@@ -163,9 +163,9 @@ class Orientation:
         modules: Iterable[Module],
         fits: Callable[[Module, WeightView], bool],
         base: Base,
-        given: bool | None,  # noqa: FBT001
+        setting: bool | None,  # noqa: FBT001
     ) -> None:
-        self._rules, self._modules, self._fits, self._base, self._given = rules, modules, fits, base, given
+        self._rules, self._modules, self._fits, self._base, self._setting = rules, modules, fits, base, setting
         self._decided: dict[tuple[str, bool | None], bool | None] = {}
 
     def ways(self, module: Module, row: str, view: WeightView) -> tuple[Sequence[WeightView], bool]:
@@ -182,7 +182,7 @@ class Orientation:
             return [view], False  # PEFT has no flag for embeddings
         turned = self._is_turned(module, view)
         if turned is None:
-            turned = conv1d_by_setting(_leaf(module), self._layers, flag=bool(self._given))
+            turned = conv1d_by_setting(_leaf(module), self._layers, flag=bool(self._setting))
             return [transposed(view) if turned else view], True
         return [transposed(view) if turned else view], False
 
@@ -203,7 +203,7 @@ class Orientation:
             return turned and self._by_shape.get(module.name) is not False  # the layer's bias may show another one
         if (by_shape := self._by_shape.get(module.name)) is not None:
             return by_shape
-        if self._given is not None:
+        if self._setting is not None:
             return None
         flag = rules.fan_in_fan_out if rules.kind and rules.method.says_flag else None
         if (name, flag) not in self._decided:  # layers of one name are alike, and there are thousands
@@ -229,7 +229,7 @@ class Orientation:
             return None
         if len(bias) == 1 and bias[0] in shape:
             return bias[0] == shape[1]
-        upright, turned = (self._fits(place.module, seen) for seen in (place.view, transposed(place.view)))
+        upright, turned = (self._fits(place.module, view) for view in (place.view, transposed(place.view)))
         return turned if upright != turned else None
 
 

@@ -37,7 +37,7 @@ def grown(module: Module, view: WeightView, adapter: AdapterFile, values: Values
 
     `model` is the base's architecture. FitError if the weight would shrink, or is only a part of a tensor of the base.
     """
-    shape = _wanted(module, view, adapter, values, model)
+    shape = _adapters_size(module, view, adapter, values, model)
     if shape == view.shape:
         return view
     piece, where = (
@@ -55,7 +55,7 @@ def grown(module: Module, view: WeightView, adapter: AdapterFile, values: Values
     return whole(piece.key, shape)
 
 
-def _wanted(module: Module, view: WeightView, adapter: AdapterFile, values: Values, model: str) -> Shape:
+def _adapters_size(module: Module, view: WeightView, adapter: AdapterFile, values: Values, model: str) -> Shape:
     if "reshape" in module.shared:
         info = module.shared["reshape"]
         sizes = [COUNT.number(n) for n in values.numbers(info)] if prod(info.shape) <= MOST_AXES else [None]

@@ -57,12 +57,12 @@ NO_PARTS: Final = Parts({})
 
 def heights(modules: Iterable[Module]) -> Mapping[str, Parts]:
     """Return split module → its parts."""
-    found: dict[str, dict[int, int]] = defaultdict(dict)
+    parts_of: dict[str, dict[int, int]] = defaultdict(dict)
     for module in modules:
         whole, number = split_row_part(module.name)
         if number is not None and module.parameter == "weight":
-            found[whole][number] = module.height
-    return {name: Parts(dict(sorted(parts.items()))) for name, parts in found.items()}
+            parts_of[whole][number] = module.height
+    return {name: Parts(dict(sorted(parts.items()))) for name, parts in parts_of.items()}
 
 
 def place(view: WeightView, number: int, parts: Parts, splits: Mapping[str, Split]) -> WeightView:

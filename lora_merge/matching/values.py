@@ -22,14 +22,16 @@ def with_values(
 ) -> tuple[list[Module], list[StoredTensor]]:
     """Return the modules, with the trained value of their parameter as one more tensor where the formula needs it, and
     the strange tensors that are left."""
-    valued = {name for name, row in ALGORITHMS.items() if row.value}
-    wanted = {f"{m.name}.{m.parameter}" for m in modules if not valued.isdisjoint(m.algorithms)}
-    stored = [(info, rules.of(info.name).stored_value(info.name)) for info in strange] if wanted else []
-    found = {value.target: info for info, value in stored if value and value.kind == "value" and value.rows is None}
-    taken = {target: info for target, info in found.items() if target in wanted}
-    names = {info.name for info in taken.values()}
+    # The parameters whose value a formula needs.
+    formulas = {name for name, row in ALGORITHMS.items() if row.value}
+    parameters = {f"{m.name}.{m.parameter}" for m in modules if not formulas.isdisjoint(m.algorithms)}
+    # The tensors that hold these values.
+    meanings = [(info, rules.of(info.name).stored_value(info.name)) for info in strange] if parameters else []
+    values = {v.target: info for info, v in meanings if v and v.kind == "value" and v.rows is None}
+    values = {target: info for target, info in values.items() if target in parameters}
+    names = {info.name for info in values.values()}
     left = [info for info in strange if info.name not in names]
-    return [_with_value(m, taken.get(f"{m.name}.{m.parameter}")) for m in modules], left
+    return [_with_value(m, values.get(f"{m.name}.{m.parameter}")) for m in modules], left
 
 
 def _with_value(module: Module, info: StoredTensor | None) -> Module:
@@ -37,19 +39,19 @@ def _with_value(module: Module, info: StoredTensor | None) -> Module:
     return replace(module, slots={**module.slots, **slots}) if slots else module
 
 
-def is_zero(module: Module, own: StoredTensor | None, values: Values) -> bool:
+def is_zero(module: Module, base: StoredTensor | None, values: Values) -> bool:
     """Return whether the module adds zeros to a tensor of whole numbers, such as a counter, or to an absent one.
 
-    `own`: the base's tensor; None where it has none."""
+    `base`: the base's tensor; None where it has none."""
     info = module.slots.get("diff")
-    if info is None or (own is not None and own.dtype not in WHOLE):
+    if info is None or (base is not None and base.dtype not in WHOLE):
         return False
     return values.zero_outside(info, (0, info.shape[0] if info.shape else 1), (0, 0))
 
 
-def is_copy(info: StoredTensor, own: StoredTensor, values: Values) -> bool:
+def is_copy(info: StoredTensor, base: StoredTensor, values: Values) -> bool:
     """Return whether a tensor equals the base's tensor."""
-    return info.shape == own.shape and not values.differing(info, own)
+    return info.shape == base.shape and not values.differing(info, base)
 
 
 def as_rows(module: Module, view: WeightView) -> tuple[Module, WeightView]:
@@ -61,56 +63,56 @@ def as_rows(module: Module, view: WeightView) -> tuple[Module, WeightView]:
     return replace(module, slots=slots), WeightView(view.row_slices, view.matrix)
 
 
-def is_fixed(info: StoredTensor, view: WeightView, own: StoredTensor, values: Values, strength: float) -> bool:
+def is_fixed(info: StoredTensor, view: WeightView, base: StoredTensor, values: Values, strength: float) -> bool:
     """Return whether a value takes the place of a whole tensor of the base as it is, or not at all: at strength 1, and
     whole numbers that have no halfway, such as a counter, or that are the base's."""
-    (piece, *others), fits = view.row_slices, (len(info.shape), *info.shape[1:]) == (len(own.shape), *own.shape[1:])
-    if others or piece.transposed or piece.size != prod(own.shape) or not fits:
+    (piece, *others), fits = view.row_slices, (len(info.shape), *info.shape[1:]) == (len(base.shape), *base.shape[1:])
+    if others or piece.transposed or piece.size != prod(base.shape) or not fits:
         return False
     if strength == 1 or info.dtype not in WHOLE:
         return strength == 1
-    return not (strength and info.shape) or is_copy(info, own, values)
+    return not (strength and info.shape) or is_copy(info, base, values)
 
 
-def replace_in_turn(matched: Sequence[Match], base: Mapping[str, StoredTensor]) -> list[Match]:
+def replace_in_turn(matches: Sequence[Match], base: Mapping[str, StoredTensor]) -> list[Match]:
     """Return the matches for adapters in turn, each applied to the result of the adapters before it.
 
     A value is left out if later adapters only replace it. If an adapter also changes the parameter, the value becomes
     a change, W' = W + (V − W), because formulas read the weight before and after it.
     """
-    read = [{*one.uses, *_beside(one)} for one in matched]
-    made = []
-    for number, one in enumerate(matched):
-        uses, replaced, unused = dict(one.uses), dict(one.replaced), dict(one.unused)
-        for key, info in one.replaced.items():
+    read = [{*match.uses, *_read_besides(match)} for match in matches]
+    in_turn = []
+    for number, match in enumerate(matches):
+        uses, replaced, unused = dict(match.uses), dict(match.replaced), dict(match.unused)
+        for key, info in match.replaced.items():
             others = any(key in keys for n, keys in enumerate(read) if n != number)
-            if not others and any(key in later.replaced for later in matched[number + 1 :]):
+            if not others and any(key in later.replaced for later in matches[number + 1 :]):
                 unused[replaced.pop(key).name] = REPLACED
             elif others and key in base and info.shape == base[key].shape:
                 uses[key] = [_as_change(key, replaced.pop(key), number), *uses.get(key, ())]
-        made.append(replace(one, uses=uses, replaced=replaced, unused=unused))
-    return made
+        in_turn.append(replace(match, uses=uses, replaced=replaced, unused=unused))
+    return in_turn
 
 
-def values_as_changes(matched: Sequence[Match], base: Mapping[str, StoredTensor], *, alone: bool) -> list[Match]:
+def values_as_changes(matches: Sequence[Match], base: Mapping[str, StoredTensor], *, alone: bool) -> list[Match]:
     """Return the matches for a method that makes one change of all changes of a weight: a value V is the change V − W.
 
     `alone`: also where no other adapter changes the parameter, because the method changes a single change too.
     """
-    made = []
-    for number, one in enumerate(matched):
-        uses, replaced = dict(one.uses), dict(one.replaced)
-        for key, info in one.replaced.items():
-            met = alone or any(key in m.uses or key in m.replaced for n, m in enumerate(matched) if n != number)
-            if met and key in base and info.shape == base[key].shape and info.dtype not in WHOLE:
+    as_changes = []
+    for number, match in enumerate(matches):
+        uses, replaced = dict(match.uses), dict(match.replaced)
+        for key, info in match.replaced.items():
+            shared = alone or any(key in m.uses or key in m.replaced for n, m in enumerate(matches) if n != number)
+            if shared and key in base and info.shape == base[key].shape and info.dtype not in WHOLE:
                 uses[key] = [_as_change(key, replaced.pop(key), number), *uses.get(key, ())]
-        made.append(replace(one, uses=uses, replaced=replaced))
-    return made
+        as_changes.append(replace(match, uses=uses, replaced=replaced))
+    return as_changes
 
 
-def _beside(one: Match) -> Iterator[str]:
+def _read_besides(match: Match) -> Iterator[str]:
     """Return the keys of the tensors that an adapter's formulas read besides the weights that they change."""
-    views = (view for uses in one.uses.values() for use in uses for view in use.patch.beside.values())
+    views = (view for uses in match.uses.values() for use in uses for view in use.patch.beside.values())
     return (piece.key for view in views for piece in view.row_slices)
 
 
