@@ -303,9 +303,9 @@ class Algorithm:
         taken = set(self.slots) | self.scalars
         return MappingProxyType({f.name: f.default for f in fields(self.tensors) if f.name not in taken})
 
-    def missing_settings(self, given: Mapping[str, Any]) -> list[str]:
-        """Return the settings without a default that are not in `given`."""
-        return [name for name, default in self.settings.items() if default is MISSING and name not in given]
+    def missing_settings(self, stated: Mapping[str, Any]) -> list[str]:
+        """Return the settings without a default that are not in `stated`."""
+        return [name for name, default in self.settings.items() if default is MISSING and name not in stated]
 
 
 def of_factors(

@@ -33,8 +33,8 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
         holds=len(stored) == 2 and stored[0] == out and 0 < stored[1] <= out,
         otherwise=f"subspace is {list(stored)}, the weight has {out} rows",
     )
-    wanted = {"subspace": stored, "content": (stored[1], cols)}
-    return expect_shapes(shapes, {slot: wanted[slot] for slot in shapes})
+    expected = {"subspace": stored, "content": (stored[1], cols)}
+    return expect_shapes(shapes, {slot: expected[slot] for slot in shapes})
 
 
 def factors(base: Tensor, t: DeftTensors) -> tuple[Tensor, Tensor]:

@@ -62,8 +62,8 @@ def _factor(name: str, shapes: Shapes) -> tuple[dict[str, Shape], tuple[int, int
     if present == {name}:
         whole = shapes[name]
         expect(holds=len(whole) > 1, otherwise=f"{name} is {list(whole)}")
-        kept = whole if len(whole) == 3 and name == "w2" else flat(whole)
-        return {name: kept}, (whole[0], whole[1]), whole[2:]
+        flattened = whole if len(whole) == 3 and name == "w2" else flat(whole)
+        return {name: flattened}, (whole[0], whole[1]), whole[2:]
     expect(
         holds=present - {t} == {a, b},
         otherwise=f"there is {sorted(present)}: needs {name} alone, or {a} and {b}",
@@ -149,8 +149,8 @@ def _pair(whole: Tensor | None, up: Tensor | None, down: Tensor | None) -> tuple
         return up, down
     assert whole is not None, "fitted_shapes lets no other combination through"
     n, rows, cols = whole.shape
-    one = torch.eye(min(rows, cols), dtype=whole.dtype, device=whole.device).expand(n, -1, -1)
-    return (one, whole) if rows <= cols else (whole, one)
+    identity = torch.eye(min(rows, cols), dtype=whole.dtype, device=whole.device).expand(n, -1, -1)
+    return (identity, whole) if rows <= cols else (whole, identity)
 
 
 def _rank(shapes: Shapes, _: Shape) -> int:

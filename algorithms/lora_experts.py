@@ -40,10 +40,10 @@ def _fitted_shapes(shapes: Shapes, target: Shape, *, transposed: bool) -> Shapes
         holds=experts > 0 and ranks % experts == 0,
         otherwise=f"{ranks} ranks cannot be shared out to {experts} experts",
     )
-    own = (width, out) if transposed else (out, width)
+    sides = (width, out) if transposed else (out, width)
     expect(
-        holds=own == target[1:],
-        otherwise=f"each expert's update is {list(own)}, its weight {list(target[1:])}",
+        holds=sides == target[1:],
+        otherwise=f"each expert's update is {list(sides)}, its weight {list(target[1:])}",
     )
     rank = ranks // experts
     return {"up": (1,) * transposed + (out, rank, experts), "down": (experts, rank, width)}

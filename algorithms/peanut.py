@@ -51,11 +51,11 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
 def check_settings(settings: Mapping[str, Any], shapes: Shapes, _: Shape) -> None:
     """Raise DoesNotFit if a layer of the network is missing, or f is unknown."""
     depth, name = settings.get("depth", 0), settings.get("activation", "relu")
-    found = shapes.keys() - {"down", "up"}
+    stored = shapes.keys() - {"down", "up"}
     inner = {f"{side}_{i}" for side in ("encoder", "decoder") for i in range(min(depth, DEEPEST))}
     expect(
-        holds=depth <= DEEPEST and inner == found,
-        otherwise=f"the network is {depth} deep, the file has {sorted(found)}",
+        holds=depth <= DEEPEST and inner == stored,
+        otherwise=f"the network is {depth} deep, the file has {sorted(stored)}",
     )
     expect(holds=name in ACTIVATIONS, otherwise=f"f is {str(name)[:20]!r}, known are {', '.join(ACTIVATIONS)}")
 
@@ -81,12 +81,12 @@ def delta(base: Tensor, t: PeanutTensors) -> Tensor:
         done: Tensor = activation(x, **arguments)
         return done
 
-    hidden, kept = f(base.mT @ t.down.mT), []
+    hidden, layers = f(base.mT @ t.down.mT), []
     for i in range(t.depth):
-        kept.append(hidden)
+        layers.append(hidden)
         hidden = f(hidden @ getattr(t, f"encoder_{i}").mT)
     for i in range(t.depth):
-        hidden = f(hidden @ getattr(t, f"decoder_{i}").mT) + kept.pop()
+        hidden = f(hidden @ getattr(t, f"decoder_{i}").mT) + layers.pop()
     return (t.up * t.scale) @ hidden.mT
 
 

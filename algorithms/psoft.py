@@ -111,10 +111,10 @@ def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
     rank = block_size(count) if settings.get("orthogonal", True) else count
     if settings.get("low_rank", False):
         left, values, right = low_rank_svd(weight, rank, settings.get("rounds", 10), settings.get("seed", 0))
-        found = left, values, right.mT
+        triples = left, values, right.mT
     else:
-        found = torch.linalg.svd(weight, full_matrices=False)
-    left, values, right = found[0][:, :rank], found[1][:rank], found[2][:rank]
+        triples = torch.linalg.svd(weight, full_matrices=False)
+    left, values, right = triples[0][:, :rank], triples[1][:rank], triples[2][:rank]
     if settings.get("balanced", False):
         root = values.sqrt()
         return {"left": left * root, "right": root[:, None] * right}

@@ -85,8 +85,8 @@ def _start(base: Tensor, t: TloraTensors) -> tuple[Tensor, Tensor]:
     rank, total = t.q.shape[1], s.shape[1]
     # of a rank above the number of triples, LyCORIS takes all, but in the middle those that Python's slice gives
     first = {"principal": 0, "last": max(0, total - rank), "middle": (total - rank) // 2}[t.sig_type]
-    kept = slice(first, first + rank)
-    return u[:, :, kept] * s[:, None, kept], vh[:, kept]
+    triples = slice(first, first + rank)
+    return u[:, :, triples] * s[:, None, triples], vh[:, triples]
 
 
 TLORA = Algorithm(

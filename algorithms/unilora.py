@@ -84,8 +84,8 @@ def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
     middle = first + rank * cols
     down, up = chosen[first:middle].reshape(rank, cols), chosen[middle : middle + out * rank].reshape(out, rank)
     scale = loaded.cast(torch.from_numpy(uses).rsqrt(), settings["dtype"])
-    found = {"down_choice": torch.from_numpy(down), "up_choice": torch.from_numpy(up)}
-    return found | {"down_weight": scale[found["down_choice"]], "up_weight": scale[found["up_choice"]]}
+    slots = {"down_choice": torch.from_numpy(down), "up_choice": torch.from_numpy(up)}
+    return slots | {"down_weight": scale[slots["down_choice"]], "up_weight": scale[slots["up_choice"]]}
 
 
 @lru_cache(maxsize=1)

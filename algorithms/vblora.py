@@ -98,8 +98,8 @@ def entries(shapes: Shapes, _: Shape) -> list[Bounds]:
 
 
 def _mix(logits: Tensor, bank: Tensor, top: int) -> Tensor:
-    kept, chosen = logits.topk(min(top, logits.shape[-1]), dim=-1)
-    return _weigh(chosen, kept.softmax(dim=-1), bank)
+    largest, chosen = logits.topk(min(top, logits.shape[-1]), dim=-1)
+    return _weigh(chosen, largest.softmax(dim=-1), bank)
 
 
 def _pick(chosen: Tensor, weights: Tensor, bank: Tensor) -> Tensor:

@@ -48,12 +48,12 @@ def derive(shapes: Shapes, target: Shape, settings: Mapping[str, Any]) -> Mappin
     """Return the positions of the coefficients, and the filters of the wavelet."""
     import torch
 
-    found = {"places": places(shapes, target, settings["seed"])}
+    slots = {"places": places(shapes, target, settings["seed"])}
     if not settings.get("transform", True):
-        return found
+        return slots
     low = low_pass()[settings.get("family", "db1")]
     high = [value if i % 2 == 0 else -value for i, value in enumerate(reversed(low))]
-    return found | {"filters": torch.tensor([low, high], dtype=torch.float64)}
+    return slots | {"filters": torch.tensor([low, high], dtype=torch.float64)}
 
 
 def delta(base: Tensor, t: WaveTensors) -> Tensor:

@@ -59,7 +59,7 @@ NAMED: Final = (
     ("lora_merge/proof/sampling.py", "insort(chosen, random.choice(part))", "pass"),
     ("lora_merge/matching/match.py", "self.strengths.factor(piece.key, component), self.base", "self.strengths.factor(component, piece.key), self.base"),
     ("lora_merge/matching/match.py", "self.strengths.factor(into, component := self.names.component(into))", "self.strengths.factor(component := self.names.component(into), into)"),
-    ("lora_merge/adapters/peft/methods.py", "found = 0 if _shares(fields, module) else rank(row, shapes)", "found = rank(row, shapes)"),
+    ("lora_merge/adapters/peft/methods.py", "stored = 0 if _shares(fields, module) else rank(row, shapes)", "stored = rank(row, shapes)"),
     ("lora_merge/adapters/peft/methods.py", 'module.endswith("lm_head") and fields.flag(', "fields.flag("),
     ("algorithms/lora_sparse.py", "holds=len(set(places)) == len(places)", "holds=True"),
     ("lora_merge/proof/reference/transforms.py", '"silu": x * logistic', '"silu": x + logistic'),

@@ -163,21 +163,23 @@ class Statement:
             return None
         alphas, scales = self.numbers[Meaning.ALPHA], self.numbers[Meaning.SCALE]
         factor = max(rank, 1) ** 0.5 if self.root else 1.0
-        found = {factor * value for value in alphas.values()} | {value * max(rank, 1) for value in scales.values()}
-        one, where = f"{next(iter(alphas.values()), min(found)):g}", _listed({**alphas, **scales})
-        if max(found) - min(found) > 1e-6 * max(map(abs, found)):
-            raise InputError("the adapter's alpha is stated with several values", where, STATE.format(one))
-        if found == {0.0}:
+        stated = {factor * value for value in alphas.values()} | {value * max(rank, 1) for value in scales.values()}
+        first, where = f"{next(iter(alphas.values()), min(stated)):g}", _listed({**alphas, **scales})
+        # All entries state one α, which is not 0.
+        if max(stated) - min(stated) > 1e-6 * max(map(abs, stated)):
+            raise InputError("the adapter's alpha is stated with several values", where, STATE.format(first))
+        if stated == {0.0}:
             raise FitError("the adapter's alpha is stated as 0, and such an adapter changes nothing", where,
                            STATE.format("VALUE"))  # fmt: skip
+        # It is stated for the rank of the tensors, of which there is one.
         ranks, tensors = self.numbers[Meaning.RANK], listed(map(str, self.file_ranks))
         if alphas and len(self.file_ranks) > 1:
             raise InputError("one alpha is stated for modules of different ranks",
-                             f"{where}; the tensors have ranks {tensors}", STATE.format(one))  # fmt: skip
+                             f"{where}; the tensors have ranks {tensors}", STATE.format(first))  # fmt: skip
         if any((value,) != self.file_ranks for value in ranks.values()):
             raise InputError("the rank that is stated with alpha is not the rank of the tensors",
-                             f"{where}; {_listed(ranks)}; the tensors have {tensors}", STATE.format(one))  # fmt: skip
-        return min(found)
+                             f"{where}; {_listed(ranks)}; the tensors have {tensors}", STATE.format(first))  # fmt: skip
+        return min(stated)
 
     def check(self, module: Module) -> None:
         """Raise InputError if the module is of another formula than its tensors show."""
@@ -233,10 +235,10 @@ def _lacks_alpha(file: AdapterFile) -> bool:
 
 def _tables(file: AdapterFile) -> list[Table]:
     """Return the tables of the header, then those of the files next to an adapter that leaves its scale open."""
-    found = [*_of_header(file.index)]
+    tables = [*_of_header(file.index)]
     if _lacks_alpha(file) and "peft_type" not in file.index.config:
-        found += [table for side in side_texts(file.index) for table in _of_side(side)]
-    return found
+        tables += [table for side in side_texts(file.index) for table in _of_side(side)]
+    return tables
 
 
 def _of_header(index: Index) -> Iterator[Table]:

@@ -204,8 +204,8 @@ def split(key: str) -> tuple[str, Suffix] | None:
     head, *tail = key.rsplit(".", LONGEST)
     for first in range(0 if head else 1, len(tail)):
         if tail[first] in _FIRST:
-            found = _longest(tuple(tail[first:]))
-            return (key[: -found[0]], found[1]) if found else None
+            longest = _longest(tuple(tail[first:]))
+            return (key[: -longest[0]], longest[1]) if longest else None
     return None
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ..adapter_options import KEEP
-from ..adapters.modules import AdapterFile, FileValues, Module
+from ..adapters.modules import AdapterFile, Module
 from ..adapters.stated import rules_of
+from ..adapters.tensor_values import FileValues
 from ..algorithms import ALGORITHMS
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader

@@ -14,7 +14,7 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ..adapters.modules import Values
+from ..adapters.tensor_values import Values
 from ..algorithms import ALGORITHMS
 from ..errors import FitError, InputError
 from ..job import Adapter, Job

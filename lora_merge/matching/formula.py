@@ -31,11 +31,12 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from ..adapters.kohya_args import DYLORA, NetworkArguments, is_norm_limit, network_arguments
-from ..adapters.modules import SCALES, AdapterFile, Module, Values
+from ..adapters.modules import SCALES, AdapterFile, Module
 from ..adapters.peft.methods import SHARED
 from ..adapters.peft.rules import PeftRules
 from ..adapters.peft.target_parameters import TABLES
 from ..adapters.stated import Statement, aside_remark, statement
+from ..adapters.tensor_values import Values
 from ..algorithms import ALGORITHMS, DoesNotFit, dora
 from ..algorithms.base import LAYER, expect
 from ..disk.files import StoredTensor

@@ -1,14 +1,14 @@
-"""Layers of an adapter that its file does not name. Uni-LoRA with `save_indices=False` stores one vector; only the
-patterns of its configuration say which layers take their factors from it. No torch.
+"""Methods whose change depends on the number of a layer in the model, where their files leave that out. No torch.
 
-PEFT numbers the layers in the order of the model's code (tuners/unilora/model.py), so exactly the trained layers must
-be found. They are searched among the base's names, which must be those of its model class.
+Uni-LoRA with `save_indices=False` stores one vector for all layers; only the patterns of its configuration say which
+layers take their factors from it. PEFT numbers the layers in the order of the model's code (tuners/unilora/model.py),
+so exactly the trained layers are needed. They are searched among the base's names, which must be those of its model
+class (`unstored`).
 
-Layers that share a basis which FRoD computes from the base, in order (`save_projection=False`). No torch.
-
-PEFT sorts every layer that it wraps by kind, the end of its name, and by the number of its block. Of two layers with
-the same kind and number it uses the later one in the order of the model's code. The number of a layer outside all
-blocks is its position in that order. Source: PEFT 0.21.2, tuners/frod/model.py.
+FRoD with `save_projection=False` computes a basis from the weights of several layers, in order (`related`). PEFT sorts
+every layer that it wraps by kind, the end of its name, and by the number of its block. Of two layers with the same kind
+and number it uses the later one in the order of the model's code. The number of a layer outside all blocks is its
+position in that order. Source: PEFT 0.21.2, tuners/frod/model.py.
 """
 
 from __future__ import annotations
@@ -131,6 +131,7 @@ def related(
 
     `dtype`: dtype of a module's weight. InputError where the basis depends on an unknown order of the layers.
     """
+    # The layers whose basis is computed; none if the file stores one.
     formulas = {m.name: formula for m in modules if (formula := _formula_of_relatives(m))}
     layers = {bare(m.name): m for m in modules if m.name in formulas}
     if rules.kind != "FROD" or rules.fields.flag("save_projection", default=True) or not layers:
@@ -141,12 +142,14 @@ def related(
         for key in rules.shared(formulas[m.name], m.name).values()
     ):
         return rules
+    # The layers of each kind, in order.
     order = in_order([*layers], type_of(context.config))
     kinds = _kinds([*layers] if order is None else order, ordered=order is not None)
     if kinds is None:
         raise refuse(rules.kind, UNKNOWN_ORDER, ORDER_OF + CONVERT, rules.fields.where)
     if (most := max(map(len, kinds.values()))) > MOST_RELATIVES:
         raise refuse(rules.kind, f"{most} layers share a basis, more than any model has", CONVERT, rules.fields.where)
+    # The settings of the basis: those of the configuration, and the widths of all kinds up to the layer's own.
     fields, widths = rules.fields, {kind: _width(layers[paths[0]]) for kind, paths in kinds.items()}
     common = {
         "ridge": fields.number("regularization_alpha", 1e-3),

@@ -1,12 +1,11 @@
 """Orientation, [out, in] or [in, out], of the weights that one adapter changes in one base. No torch.
 
-Layers that store their weight [in, out]: transformers' Conv1D, of GPT-2 and its kin. No torch.
-
-PEFT trains factors of [out, in] on such layers and transposes the change. The configuration holds one `fan_in_fan_out`:
-the flag of the layer that PEFT wrapped last, and always false for HiRA. On loading, PEFT looks at each layer's class
-(0.21.2, `_create_new_module` of each tuner). A checkpoint has no classes, so this module decides by the type of the
-model, the architecture's table, the names that Conv1D layers have, and the shapes of the adapter's layers that are not
-square. Where these signs contradict each other about a square weight, only the user can decide.
+Conv1D layers of transformers, in GPT-2 and models that descend from it, store their weight [in, out]. PEFT trains
+factors of [out, in] on such layers and transposes the change. The configuration holds one `fan_in_fan_out`: the flag of
+the layer that PEFT wrapped last, and always false for HiRA. On loading, PEFT looks at each layer's class (0.21.2,
+`_create_new_module` of each tuner). A checkpoint has no classes, so this module decides by the type of the model, the
+architecture's table, the names that Conv1D layers have, and the shapes of the adapter's layers that are not square.
+Where these signs contradict each other about a square weight, only the user can decide.
 """
 
 from __future__ import annotations

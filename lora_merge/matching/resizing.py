@@ -15,7 +15,8 @@ from math import prod
 from pathlib import Path
 from typing import Final
 
-from ..adapters.modules import AdapterFile, Module, Values
+from ..adapters.modules import AdapterFile, Module
+from ..adapters.tensor_values import Values
 from ..algorithms import COUNT
 from ..disk.files import StoredTensor
 from ..dtypes import Shape

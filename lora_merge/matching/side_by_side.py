@@ -15,7 +15,7 @@ from math import prod
 from typing import Final
 
 from ..adapters.kohya_args import DYLORA, SPLIT
-from ..adapters.modules import Values
+from ..adapters.tensor_values import Values
 from ..algorithms import ALGORITHMS
 from ..disk.files import StoredTensor
 from ..models.fused import Split, agreed

@@ -15,9 +15,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..adapters.modules import Values
 from ..adapters.peft.rules import BASE_LAYER
 from ..adapters.suffixes import split_parameter
+from ..adapters.tensor_values import Values
 from ..algorithms import ALGORITHMS
 from ..disk.files import StoredTensor
 from ..errors import FitError, MergeError, ShapeMismatch

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
-from ..adapters.modules import Module, Values
+from ..adapters.modules import Module
 from ..adapters.peft.rules import PeftRules
 from ..adapters.suffixes import split_parameter
+from ..adapters.tensor_values import Values
 from ..algorithms import ALGORITHMS
 from ..algorithms.whole import SET
 from ..disk.files import StoredTensor

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ..adapter_arguments import adapter_path
-from ..adapters.modules import AdapterFile, FileValues, Module, group
+from ..adapters.modules import AdapterFile, Module, group
 from ..adapters.stated import rules_of
+from ..adapters.tensor_values import FileValues
 from ..algorithms import ALGORITHMS, DoesNotFit
 from ..boundary import public
 from ..disk.reader import Reader

@@ -11,8 +11,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from ..adapters.modules import AdapterFile, FileValues, Values
+from ..adapters.modules import AdapterFile
 from ..adapters.stated import rules_of
+from ..adapters.tensor_values import FileValues, Values
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..dtypes import FLOATS, WHOLE, Shape, spoken

@@ -15,8 +15,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ..adapters.modules import AdapterFile, FileValues, Module
+from ..adapters.modules import AdapterFile, Module
 from ..adapters.stated import rules_of
+from ..adapters.tensor_values import FileValues
 from ..algorithms import ALGORITHMS, DoesNotFit
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader

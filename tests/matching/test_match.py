@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 import lora_merge
-from lora_merge.adapters.modules import FileValues, group
+from lora_merge.adapters.modules import group
 from lora_merge.adapters.peft.rules import rules
+from lora_merge.adapters.tensor_values import FileValues
 from lora_merge.errors import MergeError
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.job import make_job

@@ -1,9 +1,7 @@
-"""One row for every `peft_type` of PEFT, and one for mlx-lm. A table; no torch.
+"""The methods of PEFT: a table with one row for every `peft_type`, and one for mlx-lm. No torch.
 
-A row holds the method's names of tensors, the rows of ALGORITHMS that can use them, and how its configuration is read.
-Source: PEFT 0.21.2, tuners/*/{config,layer,model}.py.
-
-Readers of numbers and settings in a PEFT configuration, of which the rows of methods.py are built. No torch.
+A row has the method's names of tensors, the rows of ALGORITHMS that can use them, and the readers of the numbers and
+settings in its configuration. Source: PEFT 0.21.2, tuners/*/{config,layer,model}.py.
 """
 
 from __future__ import annotations
@@ -80,10 +78,10 @@ def _numbers(fields: PeftConfig, name: str, module: str, default: float) -> set[
 
 def _by_pattern(fields: PeftConfig, name: str, module: str, default: float) -> float:
     """Return the number that a pattern field gives to a module; DoesNotFit if there are several."""
-    found = _numbers(fields, name, module, default)
-    if len(found) > 1:
+    numbers = _numbers(fields, name, module, default)
+    if len(numbers) > 1:
         raise DoesNotFit(f"{name} has several numbers for the parameters that this may mean")
-    return found.pop()
+    return numbers.pop()
 
 
 def _shares(fields: PeftConfig, module: str) -> bool:
@@ -113,8 +111,8 @@ def ratio(alpha: str, default: float, rank: Callable[[str, Shapes], int] = no_ra
 
     def scale(fields: PeftConfig, module: str, row: str, shapes: Shapes) -> float:
         a = _by_pattern(fields, "alpha_pattern", module, fields.number(alpha, default))
-        found = 0 if _shares(fields, module) else rank(row, shapes)
-        r = found or _by_pattern(fields, "rank_pattern", module, fields.number("r", 8))
+        stored = 0 if _shares(fields, module) else rank(row, shapes)
+        r = stored or _by_pattern(fields, "rank_pattern", module, fields.number("r", 8))
         if r <= 0:
             raise fields.wrong_type("r", "a positive number")
         doubled = 2 if module.endswith(MHA_OUTPUT) else 1
@@ -221,7 +219,7 @@ Choose: TypeAlias = Callable[[PeftConfig, str, Sequence[str], WeightView | None,
 """(configuration, module, rows that fit its tensors, its weight, model type of the base) → the row."""
 
 
-def _one(_: PeftConfig, __: str, rows: Sequence[str], ___: WeightView | None, ____: str) -> str | None:
+def _only_row(_: PeftConfig, __: str, rows: Sequence[str], ___: WeightView | None, ____: str) -> str | None:
     return rows[0] if len(rows) == 1 else None
 
 
@@ -246,7 +244,7 @@ class Method:
     """Why the method cannot be merged, and what to do instead."""
     check: Callable[[PeftConfig], None] = lambda _: None
     """Raises InputError for configurations that cannot be merged."""
-    choose: Choose = _one
+    choose: Choose = _only_row
     """Chooses the row for a module; None: the first row of ALGORITHMS that fits."""
     conv1d: bool = False
     """Whether the method accepts layers whose weights are [in, out] (conv1d.py)."""
@@ -262,7 +260,7 @@ class Method:
 
 def _lora(fields: PeftConfig, module: str, rows: Sequence[str], weight: WeightView | None, model: str) -> str | None:
     if "lora" not in rows:
-        return _one(fields, module, rows, weight, model)
+        return _only_row(fields, module, rows, weight, model)
     named = parameters(fields, module)
     if named and weight is not None and len(weight.shape) == 3:
         return experts_row(fields, weight.shape[1:], model, separate=len(weight.row_slices) > 1)
@@ -308,8 +306,8 @@ _FREQUENCIES: Final = Count("spectrum", 0, "n_frequency", "n_frequency_pattern")
 def _projected(name: str) -> dict[str, Any]:
     """Return the fields that VeRA and PVeRA have in common, with the method's name in them."""
     shared = {slot: f"{name}_{letter}" for letter, slot in _PAIR.items()}
-    own = {f".{name}_lambda_b": "out_scale", f".{name}_lambda_d": "rank_scale"}
-    suffixes = own | {f".{name}_{letter}": slot for letter, slot in _PAIR.items()}
+    scales = {f".{name}_lambda_b": "out_scale", f".{name}_lambda_d": "rank_scale"}
+    suffixes = scales | {f".{name}_{letter}": slot for letter, slot in _PAIR.items()}
     return {"algorithms": (name,), "suffixes": suffixes, "settings": _RANDOM, "shared": shared}
 
 

@@ -136,8 +136,8 @@ class PeftRules:
         named = self.components.keys() & COMPONENTS.get(hint, ())
         if self.kind or len(named) != 1:
             return self
-        found = self.components[named.pop()]
-        return replace(found, fields=replace(found.fields, inside=module.removesuffix(path)), borrowed=True)
+        component = self.components[named.pop()]
+        return replace(component, fields=replace(component.fields, inside=module.removesuffix(path)), borrowed=True)
 
     def algorithm(
         self, module: str, candidates: Sequence[str], weight: WeightView | None = None, model: str = ""
@@ -180,8 +180,8 @@ class PeftRules:
     @property
     def zero_alpha(self) -> str:
         """The field that gives an α of 0 to the whole adapter or a component; "" without one."""
-        found = [name for r in (self, *self.components.values()) for name in ALPHAS if r.fields.get(name) == 0]
-        return found[0] if found else ""
+        fields = [name for r in (self, *self.components.values()) for name in ALPHAS if r.fields.get(name) == 0]
+        return fields[0] if fields else ""
 
     def with_alpha(self, alpha: float) -> PeftRules:
         """Return the rules with another α in place of one of 0."""
@@ -200,11 +200,11 @@ class PeftRules:
         if algorithm not in self.method.algorithms:
             return {}
         known = ALGORITHMS[algorithm].settings
-        found = {name: read(self.fields) for name, read in self.method.settings.items() if name in known}
+        values = {name: read(self.fields) for name, read in self.method.settings.items() if name in known}
         if self.method.counted and not self.fields.flag("save_projection", default=True):
-            found["seed"] = self.fields.integer("projection_seed", 42) + self._number(module)
+            values["seed"] = self.fields.integer("projection_seed", 42) + self._number(module)
         return {
-            **{name: value for name, value in found.items() if value is not None},
+            **{name: value for name, value in values.items() if value is not None},
             **self.layer_settings.get(module, {}),
         }
 
@@ -254,8 +254,8 @@ class PeftRules:
         value = self.fields.get(name)
         if isinstance(value, dict):
             ends = [module, *(module[dot.end() :] for dot in re.finditer(r"\.", module))]
-            found = [end for end in ends if end in value]
-            value = value[found[0]] if len(found) == 1 else None
+            ends_in_table = [end for end in ends if end in value]
+            value = value[ends_in_table[0]] if len(ends_in_table) == 1 else None
         if value is None:
             what = f"{name} does not say which rows of {module} were trained"
             raise InputError(what, self.fields.where, RETAKE)
@@ -269,8 +269,8 @@ def rules(config: Mapping[str, Any], where: str, metadata: Mapping[str, str] = M
     fields = PeftConfig(MappingProxyType({str(k): v for k, v in config.items()}), where)
     if not config:
         return PeftRules(fields)
-    given = fields.text("peft_type", next((kind for sign, kind in UNTYPED.items() if sign in config), ""))
-    kind = given.rpartition(".")[2].upper()  # some dumps have "PeftType.LORA"
+    peft_type = fields.text("peft_type", next((kind for sign, kind in UNTYPED.items() if sign in config), ""))
+    kind = peft_type.rpartition(".")[2].upper()  # some dumps have "PeftType.LORA"
     if kind not in METHODS:
         what = f"peft_type {kind[:40]!r}" if kind else "a configuration without peft_type"
         raise refuse(what, "this tool does not know it", CONVERT, where)
