@@ -181,7 +181,9 @@ def _prove(written: Written, reader: Reader, progress: Progress) -> Mapping[str,
     wanted = plan.job.verify or full
     headers, seen = final_headers(plan, written.digests, written.sums), written.measures.seen
     proof = (
-        verify(plan, written.part, reader, full=full, written=headers, seen=seen, progress=progress) if wanted else None
+        verify(plan, written.part, reader, full=full, written=headers, recorded=seen, progress=progress)
+        if wanted
+        else None
     )
     if touched != reader.check_unchanged(plan.inputs):
         raise changed(next(iter(touched), plan.inputs[0]), "its times of change differ")

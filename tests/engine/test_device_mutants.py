@@ -183,7 +183,7 @@ ROUNDED = merges(
     NOTHING | lora("m.1"),  # an adapter without any effect is refused
     base={"m.0.weight": TIES, "m.1.weight": model()["m.1.weight"]}, dtype="fp16", compute_dtype="fp64",
 )  # fmt: skip
-ENGINE = "engine.placement:DeviceStream"
+ENGINE = "engine.tensor_moves:DeviceStream"
 OTHERS = (held,)
 """Scenes in which no fault of the table shows, and which must be right all the same."""
 
@@ -191,21 +191,21 @@ MUTANTS: dict[str, tuple[Scene, str, str, str]] = {
     "tensors of other lanes are not held": (freed, f"{ENGINE}.hold", "self._held.append(tensor)", "pass"),
     "a turn ends before its work": (freed, f"{ENGINE}.turn", "self.settle()", "pass"),
     "factors are shared before they are there": (shared, "engine.tensors:DeviceCache.get", "settle()", "pass"),
-    "results are read before they are there": (carried, "engine.placement:land", "lane.settle()", "pass"),
+    "results are read before they are there": (carried, "engine.tensor_moves:land", "lane.settle()", "pass"),
     "the caller's work is not waited for": (lanes, f"{ENGINE}.turn", "self.stream.wait_stream(", "str("),
     "the stream's way back starts another device": (merges(lora("m.0")), f"{ENGINE}.turn", "torch.cuda.device(self.at.device), ", ""),
     "lanes share pinned memory": (pieces, f"{ENGINE}.__init__", "self._memory: dict[str, Tensor] = {}", "self._memory = globals().setdefault('_all', {})"),
-    "a piece is overwritten on its way up": (pieces, "engine.device.placement:upload", "lane.settle()", "pass"),
+    "a piece is overwritten on its way up": (pieces, "engine.tensor_moves:upload", "lane.settle()", "pass"),
     "lanes share a stream": (lanes, f"{ENGINE}.__init__", "_stream(at.device, number)", "_stream(at.device, 0)"),
     "TF32 is left on": (wide, "engine.torch_state:_make_exact", 'whole == "highest" and', "True or"),
-    "fp64 is rounded twice": (ROUNDED, "engine.device.placement:rounded", "_ready(work, dtype)", "work.float()"),
+    "fp64 is rounded twice": (ROUNDED, "engine.tensor_moves:rounded", "_ready(work, dtype)", "work.float()"),
     "the base is overwritten under a second formula": (
         merges(lora("m.0", seed=3), DORA, dtype="fp32"), "engine.fold:fold", "base.clone() if any(s.reads_base and s.view is None for s in stacks[1:]) else base", "base"),
     "an index is made on the host": (merges(C3A), "algorithms.c3a:delta", ", device=base.device", ""),
     "a decomposition in fp32": (merges(OFT, dtype="fp32"), "engine.devices:_precise", "return Placement(", "return at or Placement("),
     "integers are not checked": (hostile, "algorithms.base:Checks.check_integers", "exceeded is None", "True"),
-    "bytes of others are downloaded": (merges(lora(*(f"m.{n}" for n in range(6))), dtype="bf16"), "engine.device.windows:_runs", "bridged and", "True or"),
-    "buffers stay registered": (merges(lora("m.0")), "engine.device.registered:RegisteredBuffers.close", "self._drop(key)", "pass"),
+    "bytes of others are downloaded": (merges(lora(*(f"m.{n}" for n in range(6))), dtype="bf16"), "engine.gpu_windows:_runs", "bridged and", "True or"),
+    "buffers stay registered": (merges(lora("m.0")), "engine.gpu_windows:RegisteredBuffers.close", "self._drop(key)", "pass"),
 }  # fmt: skip
 """What is wrong → a scene that sees it, the function, and the words in its source that are replaced."""
 

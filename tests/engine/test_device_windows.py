@@ -319,7 +319,7 @@ def test_numbers_of_a_report_are_those_of_the_cpu_however_windows_cut_weights(
     rows: int, rounding: str, tmp_path: Path, cuda: Pretended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four blocks and a fifth one do not fit a window: one block, or two, lie in the next beside another weight."""
-    for module in ("blocks", "device.memory", "patch_tensors"):
+    for module in ("row_blocks", "device_memory", "patch_tensors"):
         monkeypatch.setattr(f"lora_merge.engine.{module}.BLOCK_ELEMENTS", 2**18)
     base = {"a.weight": rand(rows, 512).bfloat16(), "b.weight": rand(512, 512, seed=1).bfloat16()}
     adapter: Tensors = {"b.lora_up.weight": 3 * rand(512, 4), "b.lora_down.weight": rand(4, 512)}
@@ -341,7 +341,7 @@ def test_blocks_that_are_folded_one_by_one_are_counted_once(
     tmp_path: Path, cuda: Pretended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the second window a number is too large, so that its blocks go alone; those of the first go together."""
-    for module in ("blocks", "device.memory", "patch_tensors"):
+    for module in ("row_blocks", "device_memory", "patch_tensors"):
         monkeypatch.setattr(f"lora_merge.engine.{module}.BLOCK_ELEMENTS", 2**18)
     base = save({"a.weight": rand(2560, 512).half()}, tmp_path / "b")
     up = rand(2560, 4)
@@ -385,7 +385,7 @@ def test_devices_of_other_kinds_get_what_they_have(
     """Neither has streams here; Metal has no fp64 either, and both leave fp8 and decompositions to the host."""
     cuda.lacks = frozenset({*EIGHT, *({torch.float64} if kind == "mps" else ())})
     monkeypatch.setattr("lora_merge.engine.tensor_moves.queues", lambda _: False)
-    for module in ("placement", "devices"):
+    for module in ("tensor_moves", "devices"):
         monkeypatch.setattr(f"lora_merge.engine.{module}.WHOLE", {"cpu"})
     monkeypatch.setattr("lora_merge.engine.window_merger.threads", lambda *_: 1)
     kinds = (torch.float16, torch.float64, *EIGHT)

@@ -64,13 +64,13 @@ def moves(call: ast.Call) -> bool:
     return "device" in named or text or any(k.arg == "device" for k in call.keywords)
 
 
-def test_placement_alone_moves_or_casts_tensors() -> None:
+def test_tensor_moves_alone_moves_or_casts_tensors() -> None:
     for path in sources():
         allowed = CASTS if ON_THE_HOST & {*path.relative_to(ROOT).parts} else set()
         for node in nodes(path):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MOVES:
                 cast = node.func.attr in allowed and not moves(node)
-                assert path.name == "placement.py" or cast, f"{path.name}:{node.lineno}"
+                assert path == ROOT / "lora_merge/engine/tensor_moves.py" or cast, f"{path.name}:{node.lineno}"
 
 
 def linear(dtype: torch.dtype, out: int = 12, width: int = 10, rank: int = 3) -> Tensors:
@@ -311,7 +311,7 @@ class Metal(FakeTensorMode):
 def test_metal_is_given_only_what_it_holds(
     stored: torch.dtype, output: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("placement", "devices"):
+    for module in ("tensor_moves", "devices"):
         monkeypatch.setattr(f"lora_merge.engine.{module}.WHOLE", {"cpu"})
     with Metal() as metal:
         for more in (linear(torch.float32), {"m.full.oft_blocks": torch.empty(3, 4, 4)}):

@@ -20,7 +20,7 @@ BLOCKS = LAYERS * SHAPE[0] // 128  # whole tiles of rows, which are encoded toge
 @pytest.fixture
 def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """A base of several blocks a weight, and an adapter that changes all of them."""
-    for module in ("blocks", "storing.new_codes"):
+    for module in ("row_blocks", "quantised_output"):
         monkeypatch.setattr(f"lora_merge.engine.{module}.BLOCK_ELEMENTS", 128 * SHAPE[1])
     names = [f"model.layers.{i}.self_attn.q_proj" for i in range(LAYERS)]
     base = {f"{name}.weight": rand(*SHAPE, seed=i, scale=0.02).bfloat16() for i, name in enumerate(names)}

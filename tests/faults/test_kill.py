@@ -244,7 +244,7 @@ def test_worker_interrupted_during_its_imports_is_quiet(scene: Scene, module: st
 AT = """
     import atexit, os, sys
     from pathlib import Path
-    import lora_merge.cli.main, lora_merge.cli.text, lora_merge.disk.publish, lora_merge.engine.merge
+    import lora_merge.cli.main, lora_merge.cli.reports, lora_merge.disk.publish, lora_merge.engine.merge
     from lora_merge.__main__ import start
 
     def then(place, name):
@@ -270,7 +270,7 @@ def at(moment: str, scene: Scene, argv: list[str]) -> int:
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     "moment",
-    ['then(lora_merge.disk.publish, "remove")', 'then(lora_merge.engine.merge.RunningHashes, "__exit__")', 'then(lora_merge.cli.text, "carry_out")',
+    ['then(lora_merge.disk.publish, "remove")', 'then(lora_merge.engine.merge.RunningHashes, "__exit__")', 'then(lora_merge.cli.reports, "carry_out")',
      "atexit.register(os.kill, os.getpid(), NUMBER)"],
 )  # fmt: skip
 def test_interrupt_after_the_output_has_its_name(scene: Scene, moment: str) -> None:

@@ -157,12 +157,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
         with Watching(stream):
             yield
 
-    for module in ("placement", "devices"):
+    for module in ("tensor_moves", "devices"):
         monkeypatch.setattr(f"lora_merge.engine.{module}.WHOLE", {"cpu", "meta"})
     monkeypatch.setattr("lora_merge.engine.tensor_moves.queues", lambda device: device.type == "meta")
     monkeypatch.setattr("lora_merge.engine.tensor_moves.odd", lambda _: False)  # there are no values
-    for module in ("windows", "adapters"):
-        monkeypatch.setattr(f"lora_merge.engine.device.{module}.fit", lambda *_: True)
+    for module in ("gpu_windows", "gpu_adapters"):
+        monkeypatch.setattr(f"lora_merge.engine.{module}.fit", lambda *_: True)
     for name, value in {"Stream": lambda _: Stream(found), "Event": Event, "stream": turn, "current_stream": lambda _: caller,
                         "device": nullcontext}.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)

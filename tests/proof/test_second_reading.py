@@ -515,10 +515,10 @@ def test_neighbouring_rows_of_one_tensor_are_one_span() -> None:
 
 def test_second_reading_shares_no_code_with_the_planner() -> None:
     """Headers and its own files alone: no table, name or number of the planner."""
-    own = {"reading", "blocks", "layouts", "places", "numbers", "claims", "kinds", "methods"}
+    own = {"modules", "blocks", "layouts", "rows", "scales", "claims", "formulas", "methods"}
     for name in own:
         tree = ast.parse(
-            (Path(lora_merge.__file__).parent / "proof" / "reference" / f"{name}.py").read_text(encoding="utf-8")
+            (Path(lora_merge.__file__).parent / "proof" / "second_reading" / f"{name}.py").read_text(encoding="utf-8")
         )
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom):
