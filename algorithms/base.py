@@ -185,7 +185,7 @@ class Algorithm:
     [n, out, cols], or [n, out, 1] for a vector. A required slot needs the parameter; an optional slot is None where the
     base does not have it."""
     value: str = ""
-    """The optional slot for the trained value of the parameter, where an adapter stores that value beside the tensors
+    """The optional slot for the trained value of the parameter, where an adapter stores that value with the tensors
     of the formula, and the formula changes the trained value instead of the base's."""
     decomposes: bool = False
     """Whether the formula inverts, factorises or transforms a weight. torch cannot do that in 16-bit floats, and

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .base import Algorithm, LowRank, Shape, Shapes, alpha_by, expect, flat
-from .tensors import Pair
+from .tensors import FactorPair
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +40,7 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     return {"up": (out, in_down, rank // in_down), "down": (in_down, rank // in_down, width)}
 
 
-def delta(base: Tensor, t: Pair) -> Tensor:
+def delta(base: Tensor, t: FactorPair) -> Tensor:
     """Return ΔW [n, out, cols]; `base` is not read."""
     up, blocks = t.up * t.scale.unsqueeze(3), t.down.shape[1]
     if t.down.shape[3] * blocks == base.shape[2]:
@@ -48,8 +48,8 @@ def delta(base: Tensor, t: Pair) -> Tensor:
     return (up @ t.down).reshape(base.shape)
 
 
-def factors(base: Tensor, t: Pair) -> tuple[Tensor, Tensor]:
-    """Return (α / r) · B and A, the one that is stored in blocks with zeros beside them; `base` is not read."""
+def factors(base: Tensor, t: FactorPair) -> tuple[Tensor, Tensor]:
+    """Return (α / r) · B and A, the factor that is stored in blocks with zeros around them; `base` is not read."""
     (n, out, cols), blocks, rank = base.shape, t.down.shape[1], t.down.shape[2]
     up = t.up * t.scale.unsqueeze(3)
     if t.down.shape[3] * blocks == cols:
@@ -66,7 +66,7 @@ def _rank(shapes: Shapes, _: Shape) -> int:
 
 
 BDLORA = Algorithm(
-    "bdlora", Pair, fitted_shapes, delta, "PEFT",
+    "bdlora", FactorPair, fitted_shapes, delta, "PEFT",
     scalars_from=alpha_by(lambda shapes: shapes["down"][0] * shapes["down"][1]),
     low_rank=LowRank(_rank, factors),
 )  # fmt: skip

@@ -142,7 +142,7 @@ def factors(base: Tensor, t: LokrTensors) -> tuple[Tensor, Tensor]:
 
 
 def _pair(whole: Tensor | None, up: Tensor | None, down: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return two factors of w1 or w2; beside a whole matrix an identity stands on its shorter side."""
+    """Return two factors of w1 or w2; of a whole matrix one is an identity, on its shorter side."""
     import torch
 
     if up is not None and down is not None:

@@ -4,7 +4,7 @@ Also LoRA-FA, LoCon, C3Lier and DyLoRA, which store the same tensors. Convolutio
 kernel and B is 1×1, so the flattened product is the flattened ΔW. With a Tucker core (LoCon,
 `mid`), ΔW[o, i, …] = Σ mid[m, n, …] up[o, m] down[n, i].
 
-LyCORIS trains its DyLoRA with α over the number of blocks, which only the file's metadata tells. Without metadata,
+LyCORIS trains its DyLoRA with α over the number of blocks, which only the file's metadata shows. Without metadata,
 a DyLoRA of linear layers has the names, the shapes and the numbers of a LoRA: it is merged by α / r, as LyCORIS loads
 it again, and nothing can be noted. sd-scripts' DyLoRA has the scale α / r where all its ranks are used.
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .base import LowRank, Shape, Shapes, alpha_over, expect_shapes, flat, of_factors, rank_of
-from .tensors import Pair
+from .tensors import FactorPair
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,18 +21,18 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     return expect_shapes(shapes, {"up": (cols, rank), "down": (rank, rows)})
 
 
-def factors(base: Tensor, t: Pair) -> tuple[Tensor, Tensor]:
+def factors(base: Tensor, t: FactorPair) -> tuple[Tensor, Tensor]:
     """Return Aᵀ and (α / r) · Bᵀ; `base` is not read."""
     return t.down.transpose(1, 2), (t.up * t.scale).transpose(1, 2)
 
 
-def accumulate(acc: Tensor, t: Pair, strength: Tensor) -> None:
+def accumulate(acc: Tensor, t: FactorPair, strength: Tensor) -> None:
     """Add strength · ΔW to acc, in one fused multiply-add."""
     acc.baddbmm_(t.down.transpose(1, 2), (t.up * (t.scale * strength)).transpose(1, 2))
 
 
 LORA_EMBEDDING = of_factors(
-    "lora_embedding", Pair, fitted_shapes, LowRank(rank_of("down"), factors), "arXiv:2106.09685",
+    "lora_embedding", FactorPair, fitted_shapes, LowRank(rank_of("down"), factors), "arXiv:2106.09685",
     scalars_from=alpha_over("down"), row_axes={"down": 1}, accumulate=accumulate, layout="table",
     weight_shape=lambda shapes: (shapes["down"][-1], shapes["up"][0]),
 )  # fmt: skip

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from .base import Algorithm, Shape, Shapes, alpha_by, expect
-from .tensors import Pair
+from .tensors import FactorPair
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +49,7 @@ def _fitted_shapes(shapes: Shapes, target: Shape, *, transposed: bool) -> Shapes
     return {"up": (1,) * transposed + (out, rank, experts), "down": (experts, rank, width)}
 
 
-def delta(base: Tensor, t: Pair) -> Tensor:
+def delta(base: Tensor, t: FactorPair) -> Tensor:
     """Return ΔW in the shape of `base`, whose values are not read: [n, E, out·in], or [n, E·out, in] for rows of it."""
     transposed = t.up.dim() == 5
     up = (t.up[:, 0] if transposed else t.up).permute(0, 3, 1, 2) * t.scale.unsqueeze(3)  # [n, E, out, r]
@@ -60,7 +60,7 @@ def delta(base: Tensor, t: Pair) -> Tensor:
 
 def _row(name: str, shapes: Callable[[Shapes, Shape], Shapes]) -> Algorithm:
     return Algorithm(
-        name, Pair, shapes, delta, "arXiv:2106.09685",
+        name, FactorPair, shapes, delta, "arXiv:2106.09685",
         scalars_from=alpha_by(lambda fitted: fitted["down"][1]), row_axes={"up": -1, "down": 0}, layout="experts",
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from .base import Algorithm, Shape, Shapes, alpha_by, expect
-from .tensors import Pair
+from .tensors import FactorPair
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,14 +38,14 @@ def _fitted_shapes(shared: frozenset[str]) -> Callable[[Shapes, Shape], Shapes]:
     return fitted_shapes
 
 
-def delta(base: Tensor, t: Pair) -> Tensor:
+def delta(base: Tensor, t: FactorPair) -> Tensor:
     """Return ΔW in the shape of `base`, whose values are not read: [n, E, out·in], or [n, E·out, in] for rows of it."""
     return ((t.up * t.scale.unsqueeze(3)) @ t.down).reshape(base.shape)
 
 
 def _row(name: str, shared: str = "") -> Algorithm:
     return Algorithm(
-        name, Pair, _fitted_shapes(frozenset((shared,))), delta, "arXiv:2106.09685",
+        name, FactorPair, _fitted_shapes(frozenset((shared,))), delta, "arXiv:2106.09685",
         scalars_from=alpha_by(lambda fitted: fitted["down"][1]), row_axes=dict.fromkeys({"up", "down"} - {shared}, 0),
         layout="experts",
     )  # fmt: skip

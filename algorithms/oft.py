@@ -74,7 +74,7 @@ def turn(blocks: Tensor, norm_limit: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Rotation:
-    """The rotations that the blocks stand for."""
+    """The rotations of the blocks."""
 
     turned: Tensor  # R − I, [n, k, b, b]
     rescale: Tensor | None

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .base import Algorithm, LowRank, Shape, Shapes, alpha_over, expect, expect_shapes, flat
-from .tensors import Pair, ScaledPair
+from .tensors import FactorPair, ScaledPair
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,12 +53,12 @@ def triple_factors(base: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]
     return u[..., first:last] * s[:, None, first:last], v[:, first:last]
 
 
-def pissa_delta(base: Tensor, t: Pair) -> Tensor:
+def pissa_delta(base: Tensor, t: FactorPair) -> Tensor:
     """Return (α / r) · B A minus the r largest singular triples of `base`, [n, out, cols]."""
     return (t.up * t.scale) @ t.down - triples(base, 0, t.down.shape[1])
 
 
-def olora_delta(base: Tensor, t: Pair) -> Tensor:
+def olora_delta(base: Tensor, t: FactorPair) -> Tensor:
     """Return (α / r) · (B A − Q_r R_r) with the QR decomposition of `base`, [n, out, cols]."""
     import torch
 
@@ -74,7 +74,7 @@ def kasa_delta(base: Tensor, t: ScaledPair) -> Tensor:
     return t.up @ (t.down * (t.values * t.scale)) - triples(base, total - t.down.shape[1], total)
 
 
-def pissa_factors(base: Tensor, t: Pair) -> tuple[Tensor, Tensor]:
+def pissa_factors(base: Tensor, t: FactorPair) -> tuple[Tensor, Tensor]:
     """Return [(α / r) · B, −U S] and [A; Vᵀ], with the r largest singular triples of `base`."""
     import torch
 
@@ -82,7 +82,7 @@ def pissa_factors(base: Tensor, t: Pair) -> tuple[Tensor, Tensor]:
     return torch.cat((t.up * t.scale, -left), 2), torch.cat((t.down, right), 1)
 
 
-def olora_factors(base: Tensor, t: Pair) -> tuple[Tensor, Tensor]:
+def olora_factors(base: Tensor, t: FactorPair) -> tuple[Tensor, Tensor]:
     """Return (α / r) · [B, −Q_r] and [A; R_r], with the QR decomposition of `base`."""
     import torch
 
@@ -105,11 +105,11 @@ def _twice(shapes: Shapes, _: Shape) -> int:
 
 
 PISSA = Algorithm(
-    "pissa", Pair, fitted_shapes, pissa_delta, "arXiv:2404.02948", scalars_from=alpha_over("down"),
+    "pissa", FactorPair, fitted_shapes, pissa_delta, "arXiv:2404.02948", scalars_from=alpha_over("down"),
     reads_base=True, decomposes=True, without_start="lora", low_rank=LowRank(_twice, pissa_factors),
 )  # fmt: skip
 OLORA = Algorithm(
-    "olora", Pair, fitted_shapes, olora_delta, "arXiv:2406.01775", scalars_from=alpha_over("down"),
+    "olora", FactorPair, fitted_shapes, olora_delta, "arXiv:2406.01775", scalars_from=alpha_over("down"),
     reads_base=True, decomposes=True, without_start="lora", low_rank=LowRank(_twice, olora_factors),
 )  # fmt: skip
 KASA = Algorithm(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Pair:
+class FactorPair:
     """Two factors with a scale."""
 
     up: Tensor  # B

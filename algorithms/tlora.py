@@ -83,7 +83,7 @@ def _start(base: Tensor, t: TloraTensors) -> tuple[Tensor, Tensor]:
 
     u, s, vh = torch.linalg.svd(base, full_matrices=False)
     rank, total = t.q.shape[1], s.shape[1]
-    # of a rank above the number of triples, LyCORIS takes all, but in the middle those that Python's slice gives
+    # of a rank above the number of triples, LyCORIS takes all, but in the middle the triples that Python's slice gives
     first = {"principal": 0, "last": max(0, total - rank), "middle": (total - rank) // 2}[t.sig_type]
     triples = slice(first, first + rank)
     return u[:, :, triples] * s[:, None, triples], vh[:, triples]

@@ -1,7 +1,7 @@
 """WaveFT, ΔW = c · S or c · IDWT(S), S zero except for n entries. Bilican et al. 2025, arXiv:2505.12532.
 
 The positions of the entries are not stored: they are the first n of a random permutation of all positions, drawn from
-`random_loc_seed` on the CPU. For the inverse wavelet transform, S lies in the middle of a matrix with f − 2 more rows
+`random_loc_seed` on the CPU. For the inverse wavelet transform, S is the middle of a matrix with f − 2 more rows
 and columns, rounded up to even numbers, where f is the length of the filter; its quarters are the four bands. PEFT
 tuners/waveft/layer.py.
 """

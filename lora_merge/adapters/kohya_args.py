@@ -1,7 +1,7 @@
 """Settings of a formula that no tensor shows, from the metadata that kohya's and LyCORIS' trainers write.
 
 `ss_network_args` (sd-scripts with LyCORIS) and `lycoris_config` (SimpleTuner) hold the arguments that the user gave.
-All other arguments had their defaults, and so had those that the library's function does not read:
+All other arguments had their defaults, also arguments that the library's function does not read:
 `lycoris.kohya.create_network` and `lycoris.create_lycoris` pass on different arguments (LyCORIS 4.1, kohya.py,
 wrapper.py). The arguments that a preset gives to some kinds of layers always reach these layers. No torch.
 """
@@ -85,7 +85,7 @@ def network_arguments(row: Algorithm, metadata: Mapping[str, str], where: str) -
                 raise
             note = Note(f"{e.what} ({name}); its formula takes nothing from there")
     arguments = {name: table[name] for entry, table in tables.items() for name in READ[entry] if name in table}
-    # Settings of the formula, and those that only some layers have.
+    # Settings of the formula, and settings that only some layers have.
     settings = {name: _like(value, row.settings[name]) for name, value in arguments.items() if name in row.settings}
     partial = {name for table in tables.values() for name in _of_some_layers(table) if name in row.settings}
     # Arguments that change the meaning of the tensors.

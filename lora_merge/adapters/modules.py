@@ -298,7 +298,7 @@ def looks_like_adapter(index: Index) -> bool:
     # Tensors with an ending that only adapters have, and the shared tensors of their modules.
     marked = {module for module, row in rows if row.slot not in SHARED and row.ending != ".weight"}
     count = sum(row.ending != ".weight" and module in marked for module, row in rows)
-    count += sum(row.slot == "on_input" for _, row in rows)  # each has a `.weight` beside it
+    count += sum(row.slot == "on_input" for _, row in rows)  # each has a `.weight` too
     if count * 2 <= len(index.tensors):
         return False
     # The weights of all these layers, and others.

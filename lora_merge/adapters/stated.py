@@ -92,7 +92,7 @@ REMOVE: Final = "merge with the program that wrote it; if it has no effect on th
 
 
 @dataclass(frozen=True)
-class Table:
+class EntryTable:
     """The entries of one level of a header or a configuration."""
 
     place: str  # the beginning of an entry's place: "style.safetensors: training."
@@ -233,7 +233,7 @@ def _lacks_alpha(file: AdapterFile) -> bool:
     return any(m.shared.keys().isdisjoint(SCALES) and not m.slots.keys() <= {"diff"} for m in file.modules)
 
 
-def _tables(file: AdapterFile) -> list[Table]:
+def _tables(file: AdapterFile) -> list[EntryTable]:
     """Return the tables of the header, then those of the files next to an adapter that leaves its scale open."""
     tables = [*_of_header(file.index)]
     if _lacks_alpha(file) and "peft_type" not in file.index.config:
@@ -241,16 +241,16 @@ def _tables(file: AdapterFile) -> list[Table]:
     return tables
 
 
-def _of_header(index: Index) -> Iterator[Table]:
+def _of_header(index: Index) -> Iterator[EntryTable]:
     """Yield the plain entries of a header, and the tables in its entries of JSON."""
     texts = {key: text for key, text in index.metadata.items() if not key.lower().startswith(OTHERS)}
     entries = {key: _value(text) if isinstance(text, str) else text for key, text in texts.items()}
-    yield Table(f"{index.path}: ", "", entries, header=True)
+    yield EntryTable(f"{index.path}: ", "", entries, header=True)
     for key in [key for key, value in entries.items() if isinstance(value, (dict, list)) and not _is_pattern(key)]:
-        yield from _levels(entries[key], Table(f"{index.path}: {key}.", key, {}, header=True))
+        yield from _levels(entries[key], EntryTable(f"{index.path}: {key}.", key, {}, header=True))
 
 
-def _of_side(side: SideText) -> Iterator[Table]:
+def _of_side(side: SideText) -> Iterator[EntryTable]:
     """Yield the tables of a configuration; one without entries for a file that names alpha and cannot be read."""
     try:
         if side.unread:
@@ -260,18 +260,18 @@ def _of_side(side: SideText) -> Iterator[Table]:
         if re.search(r"(?:lora|network)_alpha", side.text):
             what = f"a configuration next to the adapter cannot be read: {getattr(e, 'what', e)}"
             damage = InputError(what, str(side.path), f"correct it, or {STATE.format('VALUE')}")
-            yield Table(f"{side.path}: ", "", {}, damage=damage)
+            yield EntryTable(f"{side.path}: ", "", {}, damage=damage)
         return
     if isinstance(value, dict) and not MODEL.isdisjoint(value) and "peft_type" not in value:
         value = {key: inner for key, inner in value.items() if _words(str(key)) & OWNERS}
-    for table in _levels(value, Table(f"{side.path}: ", "", {}, file=side.path.stem, certain=side.certain)):
+    for table in _levels(value, EntryTable(f"{side.path}: ", "", {}, file=side.path.stem, certain=side.certain)):
         if not table.foreign:
             yield table
 
 
-def _levels(value: Any, level: Table, depth: int = 0) -> Iterator[Table]:
+def _levels(value: Any, level: EntryTable, depth: int = 0) -> Iterator[EntryTable]:
     """Yield a table and the tables inside it. `level`: its place and the names above it."""
-    inside: list[tuple[Table, Any]] = []
+    inside: list[tuple[EntryTable, Any]] = []
     if isinstance(value, dict):
         table = replace(level, entries={str(key): inner for key, inner in value.items()})
         yield table
@@ -285,7 +285,7 @@ def _levels(value: Any, level: Table, depth: int = 0) -> Iterator[Table]:
         yield from _levels(inner, of, depth + 1)
 
 
-def _read(tables: Sequence[Table], file_ranks: tuple[int, ...]) -> Statement:
+def _read(tables: Sequence[EntryTable], file_ranks: tuple[int, ...]) -> Statement:
     """Return what the entries of these tables state together."""
     numbers: dict[Meaning, dict[str, float]] = {m: {} for m in (Meaning.ALPHA, Meaning.SCALE, Meaning.RANK)}
     switches: dict[Meaning, str] = {}
@@ -312,7 +312,7 @@ def _read(tables: Sequence[Table], file_ranks: tuple[int, ...]) -> Statement:
     return Statement(numbers, file_ranks, bool(root), dora, problem, variant)
 
 
-def _refusal(table: Table, key: str, value: Any, file_ranks: tuple[int, ...]) -> InputError:
+def _refusal(table: EntryTable, key: str, value: Any, file_ranks: tuple[int, ...]) -> InputError:
     """Return the error for an entry that may give the scale and is not used."""
     what = "an entry may give the adapter's scale, and its meaning is not known"
     if not table.certain:

@@ -272,7 +272,7 @@ def _numbered(name: str, numbers: Sequence[str]) -> str:
 def advice_for_groups(down: Shape, weight: Shape) -> str:
     """Return the advice for a convolution in groups whose `down` reads the channels of all groups; else "".
 
-    Trainers that add a branch beside the layer give this branch all channels (PEFT, kohya's scripts).
+    Trainers that add a branch to the layer give this branch all channels (PEFT, kohya's scripts).
     """
     if len(weight) < 3 or len(down) != len(weight) or down[2:] != weight[2:] or not weight[1]:
         return ""

@@ -47,7 +47,7 @@ from ..models.weights import WeightView, turned
 from ..text import Note
 from .fit_errors import advice_for_groups
 from .missing_tensors import UNGATHERED, incomplete, lacks
-from .orientation import NO_FACTS, STATE, Base, Orientation, Undecided
+from .orientation import NO_FACTS, STATE, BaseLayers, Orientation, Undecided
 from .patch import Patch
 
 NO_ALPHA: Final = Note(
@@ -77,7 +77,7 @@ MAY_HAVE_GROUPS: Final = Note(
 )
 SHARED_TWICE: Final = "its {slot} is stored twice under different names, with equal values; it is used once"
 ALPHA: Final = "lora_alpha"
-"""The setting by which the user states α where a file holds none."""
+"""The setting by which the user states α if a file has none."""
 
 TRAINED_ON: Final = "merge into the checkpoint that the adapter was trained on"
 IN_FLOATS: Final = "export the adapter in fp32, fp16 or bf16 with the program that quantised it"
@@ -115,7 +115,7 @@ class AdapterContext:
     config: Mapping[str, Any] = field(default_factory=dict)  # config.json of the base
     model: str = ""  # architecture or model type of the base
     user_settings: Mapping[str, Any] = field(default_factory=dict)  # of --setting
-    base: Base = NO_FACTS  # layers of the base
+    base: BaseLayers = NO_FACTS  # layers of the base
     without_start: Collection[str] = frozenset()  # tensors with the values of the adapter's copy, without the start
     widest: tuple[int, int] = (0, 0)  # most rows and columns of the weights whose formula needs it
     _arguments: dict[str, NetworkArguments] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -211,7 +211,7 @@ class Refusal(NamedTuple):
     reason: str
 
 
-class Rows(NamedTuple):
+class CandidateRows(NamedTuple):
     """The rows of ALGORITHMS for one module that are left before shapes and numbers are looked at."""
 
     names: Sequence[str]
@@ -290,7 +290,7 @@ class Site(NamedTuple):
         """See `AdapterContext.with_shared`."""
         return self.context.with_shared(self.module, formula)
 
-    def rows(self) -> Rows:
+    def rows(self) -> CandidateRows:
         """Return the rows that the filters `slots`, `configuration` and `tensors` leave.
 
         ShapeMismatch if the files do not hold enough to decide, InputError if the configuration is for other tensors.
@@ -304,14 +304,14 @@ class Site(NamedTuple):
             raise ShapeMismatch(LACKS_FACTS, f"{self.where} {shapes_of(self.module)}: {e}", FROM_THE_TRAINING) from e
         if selected is not None and ALGORITHMS[selected].layout == "experts" and self._has_stack:
             # Other programs store the same factors as stacks, under PEFT's names.
-            return Rows([name for name in complete if ALGORITHMS[name].layout == "experts"], None)
+            return CandidateRows([name for name in complete if ALGORITHMS[name].layout == "experts"], None)
         if selected is not None:
             without_start = ALGORITHMS[selected].without_start
             if without_start in complete and self.view.row_slices[0].key in self.context.without_start:
                 selected = without_start
         # tensors: the rows whose required slots are stored, or filled from the base.
         names = complete if selected is None else (selected,)
-        return Rows([name for name in names if not self._lacking(name)], selected)
+        return CandidateRows([name for name in names if not self._lacking(name)], selected)
 
     @property
     def _has_stack(self) -> bool:
@@ -325,7 +325,7 @@ class Site(NamedTuple):
         lacking = row.required - self.with_shared(formula).slots.keys()
         return sorted(slot for slot in lacking if row.beside.get(slot) not in self.near)
 
-    def refused_rows(self, rows: Rows) -> Iterator[Refusal]:
+    def refused_rows(self, rows: CandidateRows) -> Iterator[Refusal]:
         """Yield why the filters of `rows` refuse the other rows that the keys' endings allow."""
         complete = self.module.complete
         for name in self.module.algorithms:
@@ -341,7 +341,7 @@ class Site(NamedTuple):
             if name not in rows.names and (lacking := self._lacking(name)):
                 yield Refusal(name, "tensors", f"neither the file nor the base has its {', '.join(lacking)}")
 
-    def candidates(self, rows: Rows) -> Iterator[Candidate]:
+    def candidates(self, rows: CandidateRows) -> Iterator[Candidate]:
         """Yield each row with each view of the weight that may be right.
 
         ShapeMismatch if the weight's orientation stays unknown.
@@ -359,7 +359,7 @@ class Site(NamedTuple):
             where = f"{self.where} on {self.view.row_slices[0].key} {list(self.view.shape)}: {e}"
             raise ShapeMismatch(LACKS_FACTS, where, STATE) from e
 
-    def error(self, rows: Rows, refusals: Sequence[Refusal]) -> MergeError:
+    def error(self, rows: CandidateRows, refusals: Sequence[Refusal]) -> MergeError:
         """Return the error for a module of which every formula is refused."""
         module, path = self.module, self.context.adapter.path
         # The formula that the keys were written for lacks a tensor: the reasons of the others would mislead.
@@ -647,7 +647,7 @@ def repeated(module: Module, path: Path, values: Values) -> Iterator[str]:
 def _same(slot: str, first: StoredTensor, second: StoredTensor, values: Values) -> bool:
     """Return whether two tensors of one slot are equal: single numbers by value, others byte for byte.
 
-    Magnitudes are equal if they also lie along the same axis, [out] and [out, 1] for example.
+    Magnitudes must also be of the same axis, as [out] and [out, 1] are.
     """
     if prod(first.shape) == prod(second.shape) == 1:
         return values.numbers(first) == values.numbers(second)
@@ -658,7 +658,7 @@ def _same(slot: str, first: StoredTensor, second: StoredTensor, values: Values) 
 
 
 def _is_of_inputs(info: StoredTensor) -> bool:
-    """Return whether a magnitude lies along the input axis; see algorithms/dora.py."""
+    """Return whether a magnitude has a number for each input; see algorithms/dora.py."""
     return info.name.endswith(dora.SHAPED) and len(info.shape) > 1 and info.shape[0] != prod(info.shape)
 
 

@@ -40,8 +40,9 @@ SAVE_INDICES: Final = "save it again with save_indices=True, or " + CONVERT
 def unstored(
     rules: PeftRules, modules: list[Module], base: Mapping[str, StoredTensor], config: Mapping[str, Any]
 ) -> tuple[PeftRules, list[Module]]:
-    """Return the rules with the offset of each layer's numbers, and the modules with those that the file does not name;
-    InputError where the layers cannot be determined."""
+    """Return the rules with the offset of each layer's numbers, and the modules including the unnamed ones.
+
+    InputError if the layers cannot be determined."""
     if rules.kind != "UNILORA" or rules.fields.flag("save_indices", default=False) or modules:
         return rules, modules
     weights = _targets(rules, base)

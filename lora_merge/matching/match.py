@@ -36,7 +36,7 @@ from .fit_errors import IDLE, STRANGE, check_scales, check_variant, raise_proble
 from .formula import ALPHA, AdapterContext, choose
 from .layer_order import related, unstored
 from .missing_tensors import Gap, gaps, incomplete
-from .orientation import Base, base_types
+from .orientation import BaseLayers, base_types
 from .pairs import pairs
 from .patch import COPY, NO_LAYER, OFF, ZEROS, Match, Patch, PatchPart
 from .resizing import grown, sizes
@@ -69,7 +69,7 @@ def match_adapter(unplaced: AdapterContext, base: KnownBase, strengths: Strength
     # The base as this adapter sees it: with the tensors that PEFT saved for it, and a head that may be separated.
     stored = stored_base(unplaced, strengths, names, base.tensors, base.tied)
     pair = AdapterPair(stored.tied, unplaced)
-    # The modules: also those that no key names, or whose keys have no known ending.
+    # The modules: also the ones that no key names, or whose keys have no known ending.
     modules = [m for m in adapter.modules if not unplaced.rules.of(m.name).is_shared(m.name)]
     rules, modules = unstored(unplaced.rules, modules, {**stored.base, **pair.new_tensors}, unplaced.config)
     lone = names.lone_expert([m.name for m in modules])
@@ -81,7 +81,7 @@ def match_adapter(unplaced: AdapterContext, base: KnownBase, strengths: Strength
     widest = finder.widest(modules)
     rules = rules.counting([m.name for m in modules], type_of(unplaced.config))
     rules = related(rules, modules, finder.dtype, unplaced)
-    layers = Base(base_types(unplaced.config), names.recognised, partial(finder.of, adapter.modules))
+    layers = BaseLayers(base_types(unplaced.config), names.recognised, partial(finder.of, adapter.modules))
     context = replace(unplaced, rules=rules, base=layers, without_start=stored.without_start, widest=widest)
     # Place the modules, then the whole values.
     placer = ModulePlacer(context, strengths, finder, gaps(modules, rules))

@@ -64,7 +64,7 @@ def gaps(modules: Sequence[Module], rules: PeftRules) -> dict[str, Gap]:
 
 
 def _end_of_key(slot: str, modules: Iterable[Module]) -> str:
-    """Return what follows a module's name in the keys of this slot; the slot's own name where no key tells."""
+    """Return the text that follows a module's name in the keys of this slot; the slot's name if no key shows it."""
     for m in modules:
         info = m.slots.get(slot) or m.shared.get(slot)
         if info is not None and info.name.startswith(f"{m.name}."):
@@ -73,7 +73,7 @@ def _end_of_key(slot: str, modules: Iterable[Module]) -> str:
 
 
 def _compared_slots(m: Module) -> frozenset[str]:
-    """Return the slots that a module has, but for those that only some layers get."""
+    """Return the slots of a module, without the slots that only some layers get."""
     return frozenset({*m.slots, *m.shared}) - BY_LAYER
 
 
@@ -108,16 +108,16 @@ def lacks(module: Module) -> str:
     fewest = next((slots for slots in missing if slots), None)
     if fewest is None:
         return f"{module.where} mixes tensors of different algorithms ({have})"
-    beside = next(iter(ends.values()), "")[-LONGEST_END:]
-    return f"{module.where} has {have} but no {', '.join(_in_spelling(slot, beside) for slot in fewest)}"
+    end = next(iter(ends.values()), "")[-LONGEST_END:]
+    return f"{module.where} has {have} but no {', '.join(_in_spelling(slot, end) for slot in fewest)}"
 
 
-def _in_spelling(slot: str, beside: str) -> str:
-    """Return the end of a key of this slot in the spelling of a key that is there: lora_A.weight for lora_B.weight.
+def _in_spelling(slot: str, end: str) -> str:
+    """Return the end of a key of this slot in the spelling of a key of the file: lora_A.weight for lora_B.weight.
 
-    SUFFIXES has the rows of one spelling side by side.
+    The rows of one spelling are next to each other in SUFFIXES.
     """
-    known = split(f"{STEM}.{beside}")
+    known = split(f"{STEM}.{end}")
     here = SUFFIXES.index(known[1]) if known else 0
     parts = SUFFIXES[here].ending.split(".")
 

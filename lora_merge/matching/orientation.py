@@ -51,7 +51,7 @@ UPRIGHT: Final = {"model_type": "gpt_neo"}
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerOrientation:
     """One layer that an adapter changes."""
 
     name: str  # the last part of its module's path
@@ -66,7 +66,7 @@ def known_types() -> frozenset[str]:
 
 
 def base_types(config: Mapping[str, Any]) -> frozenset[str]:
-    """Return the model types in a config.json, including the types of the model's parts; "" stands for unknown code."""
+    """Return the model types in a config.json, including the types of the model's parts; "" means unknown code."""
     types = {str(config["model_type"])} if config.get("model_type") else set()
     if types - known_types() or ("auto_map" in config and not types & LINEAR_TYPES):
         types.add("")
@@ -93,7 +93,9 @@ def conv1d_by_base(name: str, types: Collection[str], *, recognised: bool, kind:
     return None
 
 
-def conv1d_by_shapes(name: str, layers: Sequence[Layer], types: Collection[str], *, flag: bool | None) -> bool | None:
+def conv1d_by_shapes(
+    name: str, layers: Sequence[LayerOrientation], types: Collection[str], *, flag: bool | None
+) -> bool | None:
     """Return whether a layer whose shapes fit both ways is a Conv1D, in a model that no table knows.
 
     None where signs contradict each other. `flag`: `fan_in_fan_out`, None where the configuration does not hold the
@@ -116,7 +118,7 @@ def conv1d_by_shapes(name: str, layers: Sequence[Layer], types: Collection[str],
     return False if signs == {False} or not (signs or name in CONV1D_NAMES) else None
 
 
-def conv1d_by_setting(name: str, layers: Sequence[Layer], *, flag: bool) -> bool:
+def conv1d_by_setting(name: str, layers: Sequence[LayerOrientation], *, flag: bool) -> bool:
     """Return whether a layer is a Conv1D by a flag that the user states: true is for layers named like one, if any."""
     return flag and (name in CONV1D_NAMES or all(layer.name not in CONV1D_NAMES for layer in layers))
 
@@ -126,8 +128,8 @@ class Undecided(ValueError):
 
 
 @dataclass(frozen=True)
-class Place:
-    """A module with its weight in the base, and the bias of its layer, if that can tell the orientation."""
+class ModulePlace:
+    """A module with its weight in the base, and the bias of its layer if its length shows the orientation."""
 
     module: Module
     view: WeightView
@@ -135,18 +137,18 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Base:
+class BaseLayers:
     """The facts about a base that decide the orientation of its layers."""
 
     types: Collection[str]  # model types in its config.json
     recognised: Callable[[str], bool]  # whether a table knows the model of a tensor
-    places: Callable[[], Iterable[Place]]  # of the adapter's modules
+    places: Callable[[], Iterable[ModulePlace]]  # of the adapter's modules
 
 
-NO_FACTS: Final = Base((), lambda _: False, tuple)
+NO_FACTS: Final = BaseLayers((), lambda _: False, tuple)
 """The empty facts, where only the adapter is known."""
 
-ALL_UPRIGHT: Final = Base(base_types(UPRIGHT), lambda _: False, tuple)
+ALL_UPRIGHT: Final = BaseLayers(base_types(UPRIGHT), lambda _: False, tuple)
 """Weights that an adapter alone shows: [out, in] as its own tensors, however the model stores them."""
 
 
@@ -161,7 +163,7 @@ class Orientation:
         rules: PeftRules,
         modules: Iterable[Module],
         fits: Callable[[Module, WeightView], bool],
-        base: Base,
+        base: BaseLayers,
         setting: bool | None,  # noqa: FBT001
     ) -> None:
         self._rules, self._modules, self._fits, self._base, self._setting = rules, modules, fits, base, setting
@@ -218,10 +220,10 @@ class Orientation:
         return {module.name: None for module in self._modules} | places
 
     @cached_property
-    def _layers(self) -> tuple[Layer, ...]:
-        return tuple(Layer(name.rpartition(".")[2], in_out) for name, in_out in self._by_shape.items())
+    def _layers(self) -> tuple[LayerOrientation, ...]:
+        return tuple(LayerOrientation(name.rpartition(".")[2], in_out) for name, in_out in self._by_shape.items())
 
-    def _is_in_out(self, place: Place) -> bool | None:
+    def _is_in_out(self, place: ModulePlace) -> bool | None:
         """Return the orientation by the length of the bias, which is the output's, else by the adapter's tensors."""
         shape, bias = place.view.shape, place.bias.shape if place.bias else ()
         if not _may_turn(place.view) or is_square(place.view):

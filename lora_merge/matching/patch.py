@@ -81,7 +81,7 @@ class Match:
     replaced: Mapping[str, StoredTensor]  # output key → the tensor that takes its place
     copies: Mapping[str, StoredTensor]  # base key → copy of the tensor in the adapter
     bases: Mapping[str, StoredTensor]  # copies that differ from the base's tensor and replace it
-    created: Mapping[str, tuple[Shape, str]]  # new tensor → its shape, and the tensor beside which it is stored
+    created: Mapping[str, tuple[Shape, str]]  # new tensor → its shape, and the tensor next to which it is stored
     grown: Mapping[str, Shape]  # base key → its larger shape
     placed: Sequence[str]  # modules with a place in the base
     unmatched: Mapping[str, str]  # module → reason

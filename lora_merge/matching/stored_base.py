@@ -1,4 +1,4 @@
-"""Tensors of the base that PEFT stores beside an adapter: the values of the training, which the base may not hold.
+"""Tensors of the base that PEFT stores with an adapter: the values of the training, which the base may not have.
 
 PEFT saves the embeddings and the head below its own layer (`base_layer`) whenever one of them is trained or the
 vocabulary was resized, and on loading replaces the base's, also where the two differ: new tokens get their first
@@ -31,7 +31,7 @@ from .patch import Patch
 
 @dataclass(frozen=True)
 class StoredBase:
-    """The base with the tensors that PEFT saved beside the adapter in place of its own."""
+    """The base with the tensors that PEFT saved with the adapter in place of its own."""
 
     path: Path  # of the adapter
     base: Mapping[str, StoredTensor]  # in the shapes that the tensors have for the adapter

@@ -111,7 +111,7 @@ class AdapterPair:
         return view.row_slices[0].key if view.row_slices[0].key in self.new_tensors else ""
 
     def changes_both(self, name: str) -> bool:
-        """Return whether the module changes both ends: PEFT was told to tie them, and the saved changes are equal.
+        """Return whether the module changes both ends: the configuration ties them, and the saved changes are equal.
 
         PEFT looks for ends named `embed_tokens` or `lm_head`, which encoders do not have.
         """

@@ -35,7 +35,7 @@ from ..row_ranges import Rows
 from ..text import NUMBER
 from .common_change import CommonChange, common_change
 from .formula import AdapterContext
-from .orientation import Place, is_square
+from .orientation import ModulePlace, is_square
 from .row_parts import ALL_PARTS, NO_PARTS, PARTLY, NoPlace, heights, place
 from .stored_base import StoredBase
 from .tied_embeddings import EMBEDDING_NAMES, AdapterPair
@@ -51,7 +51,7 @@ class WeightFinder:
         self, strengths: Strengths, context: AdapterContext, stored: StoredBase, pair: AdapterPair, lone: str
     ) -> None:
         self.names, self._strengths, self.stored, self.pair = strengths.names, strengths, stored, pair
-        self.base = {**stored.base, **pair.new_tensors}  # with those that a separate head gets
+        self.base = {**stored.base, **pair.new_tensors}  # with the tensors that a separate head gets
         self._rules, self._path, self._lone = context.rules, context.adapter.path, lone
         self._modules = context.adapter.modules
         self._wrapped = {module.name for module in self._modules if module.wrapped}
@@ -63,7 +63,7 @@ class WeightFinder:
         self.settings: set[str] = set()  # the user's settings that a place depends on
 
     def look(self, name: str, parameter: str = "weight") -> WeightView | None:
-        """Return a parameter by its name; None if the base has none of this name."""
+        """Return a parameter by its name; None if the base has no such name."""
         # Of two experts, only the one in the base.
         if self._lone and name.startswith(tuple(EXPERTS)) and not name.startswith(self._lone):
             return None
@@ -132,7 +132,7 @@ class WeightFinder:
             return known
         name, number = split_row_part(module.name)
         view = self.named(name, module.parameter)
-        if view is None and "diff" in module.slots:  # `.set_weight` and `.diff` may stand behind a parameter
+        if view is None and "diff" in module.slots:  # `.set_weight` and `.diff` may follow a parameter
             view = self.look(*split_parameter(name))
         if view is not None and "diff" in module.slots and len(view.shape) == 3:
             view = self.names.value(view)
@@ -145,14 +145,14 @@ class WeightFinder:
             where = f"{self._path}: {module.where} of {view.row_slices[0].key}: {e}"
             raise ShapeMismatch(PARTLY, where, ALL_PARTS) from e
 
-    def of(self, modules: Iterable[Module]) -> Iterator[Place]:
+    def of(self, modules: Iterable[Module]) -> Iterator[ModulePlace]:
         """Yield the places of the modules that change a weight of the base."""
         for module in (m for m in modules if m.parameter == "weight"):
             with suppress(MergeError):  # `find` raises this again when the module is placed
                 view = self.find(module)
                 if view is not None:
                     self._weights[module.name] = view
-                    yield Place(module, view, None if is_square(view) else self.look(module.name, "bias"))
+                    yield ModulePlace(module, view, None if is_square(view) else self.look(module.name, "bias"))
 
     def near(self, module: Module, relatives: Sequence[str]) -> dict[str, WeightView]:
         """Return the module's other parameters that its formulas read, and the weights of its relatives."""

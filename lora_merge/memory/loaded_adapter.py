@@ -29,7 +29,7 @@ from ..errors import InputError, TooLarge, UsageError, misfit
 from ..files.checkpoint import open_checkpoint
 from ..job import SETTING
 from ..matching.formula import AdapterContext, choose
-from ..matching.orientation import Base, Place
+from ..matching.orientation import BaseLayers, ModulePlace
 from ..matching.patch import PatchPart
 from ..models.weights import Weight, whole
 from ..planning.plan import OutputTensor
@@ -119,7 +119,7 @@ class LoadedAdapter(Shown):
         rows, cols = flat(shape)
         view = whole("weight", shape)
         settings = {} if fan_in_fan_out is None else {SETTING: fan_in_fan_out}
-        layers = Base((), lambda _: False, lambda: [Place(module, view, None)])
+        layers = BaseLayers((), lambda _: False, lambda: [ModulePlace(module, view, None)])
         context = AdapterContext(0, self.file, self._rules, FileValues(), user_settings=settings, base=layers)
         patch = choose(module, view, context, {"weight": view}).patch
         at = place("cpu", "F64" if ALGORITHMS[patch.algorithm].decomposes else "F32")

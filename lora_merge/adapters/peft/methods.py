@@ -224,7 +224,7 @@ def _only_row(_: PeftConfig, __: str, rows: Sequence[str], ___: WeightView | Non
 
 
 @dataclass(frozen=True)
-class Method:
+class PeftMethod:
     """One peft_type and how it is read."""
 
     name: str
@@ -311,16 +311,16 @@ def _projected(name: str) -> dict[str, Any]:
     return {"algorithms": (name,), "suffixes": suffixes, "settings": _RANDOM, "shared": shared}
 
 
-def _bone(name: str) -> Method:
+def _bone(name: str) -> PeftMethod:
     block = Count("block", 0, "r", "rank_pattern")
-    return Method(
+    return PeftMethod(
         name, ("miss", "miss_mini", "miss_bat"), {f".{name.lower()}_block": "block"},
         counts={"miss": block, "miss_mini": block},
     )  # fmt: skip
 
 
 ROWS: Final = (
-    Method(
+    PeftMethod(
         "LORA", ("lora", "lora_bias", "lora_embedding", "lora_experts", "lora_experts_transposed", *STACKED, "bdlora",
                  "pissa", "olora", "kasa", "lora_sparse"),
         {".lora_embedding_A": ("down", "lora_embedding"), ".lora_embedding_B": ("up", "lora_embedding"),
@@ -328,12 +328,12 @@ ROWS: Final = (
         ratio("lora_alpha", 8, stored_rank), check=refuse_lora, choose=_lora, conv1d=True,
         doubts_rank=True,
     ),
-    Method("ADALORA", ("adalora",), {".lora_E": "values"}, adalora, check=refuse_lora, conv1d=True),
-    Method("LOHA", ("loha",), scale=ratio("alpha", 8)),
+    PeftMethod("ADALORA", ("adalora",), {".lora_E": "values"}, adalora, check=refuse_lora, conv1d=True),
+    PeftMethod("LOHA", ("loha",), scale=ratio("alpha", 8)),
     # PEFT uses this scale also where both factors are full; LyCORIS uses 1 there
-    Method("LOKR", ("lokr",), scale=ratio("alpha", 8), settings={"right_aligned": lambda _: True}),
-    Method("IA3", ("peft_ia3_out", "peft_ia3_in"), {".ia3_l": "factor"}, choose=_ia3, conv1d=True),
-    Method(
+    PeftMethod("LOKR", ("lokr",), scale=ratio("alpha", 8), settings={"right_aligned": lambda _: True}),
+    PeftMethod("IA3", ("peft_ia3_out", "peft_ia3_in"), {".ia3_l": "factor"}, choose=_ia3, conv1d=True),
+    PeftMethod(
         "OFT", ("peft_oft", "peft_oft_embedding", "peft_oft2", "peft_oft1"),
         {".oft_embedding_R.weight": ("skew", "peft_oft_embedding"), ".oft_r": ("blocks", "peft_oft2", "peft_oft1"),
          ".oft_s": ("rows", "peft_oft2")},
@@ -342,11 +342,11 @@ ROWS: Final = (
             "limit": limit("eps", 6e-5, "coft"), "shared": flag("block_share"),
         },
     ),
-    Method("BOFT", ("peft_boft",), {".boft_R": "blocks", ".boft_s": "rows"}),
-    Method("VERA", **_projected("vera"), counts={"vera": Count("rank_scale", 0, "r")}, conv1d=True),
-    Method("PVERA", **_projected("pvera"), conv1d=True,
+    PeftMethod("BOFT", ("peft_boft",), {".boft_R": "blocks", ".boft_s": "rows"}),
+    PeftMethod("VERA", **_projected("vera"), counts={"vera": Count("rank_scale", 0, "r")}, conv1d=True),
+    PeftMethod("PVERA", **_projected("pvera"), conv1d=True,
            doubts=lambda fields: DRAWN if fields.flag("sample_at_inference", default=False) else None),
-    Method(
+    PeftMethod(
         "RANDLORA", ("randlora",),
         {".randlora_lambda": "rank_scale", ".randlora_gamma": "side_scale", ".randlora_A": "down",
          ".randlora_B": "up"},
@@ -354,39 +354,39 @@ ROWS: Final = (
         {**_RANDOM, "sparse": flag("sparse"), "very_sparse": flag("very_sparse")},
         shared={"down": "randlora_A", "up": "randlora_B"}, conv1d=True,
     ),
-    Method(
+    PeftMethod(
         "FOURIERFT", ("fourierft",), {".fourierft_spectrum": "spectrum"}, number("scaling", 150.0),
         {"seed": integer("random_loc_seed", 777, SEED)}, {"fourierft": _FREQUENCIES}, check=_seeded, conv1d=True,
     ),
-    Method("LN_TUNING"),
-    Method(
+    PeftMethod("LN_TUNING"),
+    PeftMethod(
         "HRA", ("hra",), {".hra_u": "vectors"}, settings={"orthogonal": flag("apply_GS")},
         counts={"hra": Count("vectors", 1, "r", "rank_pattern")},
     ),
     _bone("MISS"),
     _bone("BONE"),
-    Method("SHIRA", ("shira",), {".shira_weight": "values", ".shira_indices": "places"}),
-    Method("C3A", ("c3a",), {".c3a_kernel": "kernel"}),
-    Method(
+    PeftMethod("SHIRA", ("shira",), {".shira_weight": "values", ".shira_indices": "places"}),
+    PeftMethod("C3A", ("c3a",), {".c3a_kernel": "kernel"}),
+    PeftMethod(
         "ROAD", ("road",), {".road_theta": "theta", ".road_alpha": "stretch"},
         settings={"group": integer("group_size", 64)},
     ),
-    Method(
+    PeftMethod(
         "DELORA", ("delora",),
         {".delora_A": "down", ".delora_B": "up", ".delora_lambda": "length", ".delora_w_norm": "norms"},
     ),
-    Method(
+    PeftMethod(
         "GRALORA", ("gralora",),
         {".gralora_A": "inputs", ".gralora_B": "outputs", ".gralora_A_general.weight": "down",
          ".gralora_B_general.weight": "up"},
         gralora, conv1d=True,
     ),
-    Method(
+    PeftMethod(
         "HIRA", ("hira", "hira_embedding"),
         {f".{name}_{letter}": (slot, name) for name in ("hira", "hira_embedding") for letter, slot in _PAIR.items()},
         conv1d=True, says_flag=False,
     ),
-    Method(
+    PeftMethod(
         "VBLORA", ("vblora", "vblora_top"),
         {f".vblora_logits_{letter}": (slot, "vblora") for letter, slot in _PAIR.items()}
         | {f".vblora_logits_{letter}_topk_indices": (f"{slot}_choice", "vblora_top") for letter, slot in _PAIR.items()}
@@ -394,47 +394,47 @@ ROWS: Final = (
         | {".vblora_vector_bank": "bank"},
         settings={"top": integer("topk", 2)}, shared={"bank": "vblora_vector_bank"}, conv1d=True,
     ),
-    Method(
+    PeftMethod(
         "UNILORA", ("unilora",),
         {f".unilora_indices_{letter}": f"{slot}_choice" for letter, slot in _PAIR.items()}
         | {f".unilora_scales_{letter}": f"{slot}_weight" for letter, slot in _PAIR.items()}
         | {".unilora_theta_d": "bank"},
         shared={"bank": "unilora_theta_d"}, conv1d=True,
     ),
-    Method("BEFT", ("lora_bias",), {".beft_bias": "diff"}),
-    Method(
+    PeftMethod("BEFT", ("lora_bias",), {".beft_bias": "diff"}),
+    PeftMethod(
         "DEFT", ("deft",), {".deft_P": "subspace", ".deft_R": "content"}, deft,
         {"method": text("decomposition_method", "relu", "relu", "qr")}, conv1d=True,
     ),
-    Method(
+    PeftMethod(
         "SUPERTUNING", ("supertuning",),
         {".supertuning_values": "values", ".supertuning_indices": "places"}
         | {f".supertuning_lora_{letter}.weight": slot for letter, slot in _PAIR.items()},
         supra, {"top": flag("select_top", default=True)},
     ),
-    Method(
+    PeftMethod(
         "OSF", ("osf",),
         {f".osf_svd_params.{end}_low": slot for end, slot in (("U", "left"), ("S", "values"), ("V", "right"))},
     ),
-    Method(
+    PeftMethod(
         "WAVEFT", ("waveft",), {".waveft_spectrum": "spectrum"}, number("scaling", 25.0),
         {"seed": integer("random_loc_seed", 777, SEED), "family": text("wavelet_family", "db1"),
          "transform": flag("use_idwt", default=True)},
         {"waveft": _FREQUENCIES}, conv1d=True,
     ),
-    Method(
+    PeftMethod(
         "PEANUT", ("peanut",),
         {f".peanut_{letter}.weight": slot for letter, slot in _PAIR.items()}
         | {f".peanut_{side}s.{i}.weight": f"{side}_{i}" for side in ("encoder", "decoder") for i in range(4)},
         number("scaling", 1.0), {"depth": integer("depth", 0), "activation": text("act_fn", "relu")},
     ),
-    Method(
+    PeftMethod(
         "GLORA", ("peft_glora", "peft_glora_bias"),
         {f".glora_{x}.{end}": (x.lower() + slot, "peft_glora") for x in "AB" for end, slot in _LETTER.items()}
         | {f".glora_C.{end}": (f"c{slot}", "peft_glora_bias") for end, slot in _LETTER.items()}
         | {f".glora_{x}.{end}": (x.lower(), "peft_glora_bias") for x in "DE" for end in ("X", "zeros")},
     ),
-    Method(
+    PeftMethod(
         "PSOFT", ("psoft",), {".psoft_R.weight": "turn", ".psoft_R.vector_b": "rows", ".psoft_R.vector_a": "columns"},
         settings={
             "orthogonal": flag("psoft_orth", default=True), "terms": terms(required=False),
@@ -444,32 +444,32 @@ ROWS: Final = (
             "rounds": integer("psoft_svd_lowrank_niter", 10), "seed": integer("random_seed", 0),
         },
     ),
-    Method(
+    PeftMethod(
         "ADAMSS", ("adamss",),
         {".adamss_newB": "space"}
         | {f".adamss_{letter}.{i}": f"{slot}_{i}" for letter, slot in _PAIR.items() for i in range(32)},
         settings={"seed": integer("random_seed", 0)},
     ),
-    Method(
+    PeftMethod(
         "FROD", ("frod",), {".frod_lambda_l": "diagonal", ".frod_lambda_s_values": "values"},
         shared={"basis": "frod_V.{kind}", "places": "frod_s_indices.{kind}"}, conv1d=True,
     ),
-    Method(
+    PeftMethod(
         "TINYLORA", ("tinylora",), {".tinylora_A": "down", ".tinylora_B": "up", ".tinylora_P": "mixed"},
         counts={"tinylora": Count("vector", 0, "u")}, shared={"vector": "tinylora_v.{group}"}, conv1d=True,
         counted=True,
     ),
-    Method("TRAINABLE_TOKENS"),
-    Method(
+    PeftMethod("TRAINABLE_TOKENS"),
+    PeftMethod(
         MLX, ("lora_transposed", "lora_switch"), settings={"over_rank": lambda _: False, "lora_alpha": mlx_scale},
     ),
-    *(Method(name, refuses=(NOT_A_WEIGHT, TRAIN_AGAIN))
+    *(PeftMethod(name, refuses=(NOT_A_WEIGHT, TRAIN_AGAIN))
       for name in ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "ADAPTION_PROMPT", "CPT",
                    "CARTRIDGE")),
-    *(Method(name, refuses=(NEEDS_INPUT, TRAIN_AGAIN)) for name in ("XLORA", "POLY", "LILY", "SHADOW")),
+    *(PeftMethod(name, refuses=(NEEDS_INPUT, TRAIN_AGAIN)) for name in ("XLORA", "POLY", "LILY", "SHADOW")),
 )  # fmt: skip
 
-METHODS: Final[Mapping[str, Method]] = MappingProxyType({row.name: row for row in ROWS})
+METHODS: Final[Mapping[str, PeftMethod]] = MappingProxyType({row.name: row for row in ROWS})
 
 SHARED: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
     {row: method.shared for method in ROWS for row in method.algorithms if method.shared}

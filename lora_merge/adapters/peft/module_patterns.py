@@ -4,7 +4,7 @@ module paths (`alpha_pattern`, `rank_pattern`), without matching every key with 
 PEFT takes the first key for which `(.*\.)?(key)$` matches the module's path (0.21.2, utils/other.py,
 get_pattern_key). Most keys are plain names, and a table may have one for each of a model's thousands of modules. A
 plain key of n characters matches a path if it equals the last n characters, which begin at the start of the path or
-behind a dot. A dot in the key matches any character, unless a backslash stands before it. So the plain keys of one
+behind a dot. A dot in the key matches any character, unless a backslash precedes it. So the plain keys of one
 length with dots at the same positions take one look-up, and the names of a model have few such sets of positions.
 """
 
@@ -18,7 +18,7 @@ from ...safe_regex import Steps
 
 PLAIN: Final = re.compile(r"\^?(?:[A-Za-z0-9_.-]|\\[.-])+\$?")
 END: Final = r"(.*\.)?(%s)$"
-EXACT: Final = "\0"  # stands for an escaped dot of a key, which matches only a dot
+EXACT: Final = "\0"  # an escaped dot of a key, which matches only a dot
 Dots: TypeAlias = tuple[int, ...]
 Index = TypeVar("Index")
 

@@ -40,7 +40,7 @@ from ...row_ranges import Rows
 from ...safe_regex import from_json
 from ...text import Note
 from .config import CONVERT, ORDER_OF, RETAKE, UNKNOWN_ORDER, PeftConfig, refuse
-from .methods import METHODS, MLX, SHARED, Method, alpha_doubt, check_count, rank_doubt
+from .methods import METHODS, MLX, SHARED, PeftMethod, alpha_doubt, check_count, rank_doubt
 from .target_parameters import WRAPPER, bare, is_layer, parameters, shared_kind
 
 METADATA: Final = "lora_adapter_metadata"
@@ -48,7 +48,7 @@ SHARED_PREFIX: Final = "base_model."
 
 RENAMED: Final = "load the adapter with diffusers and save it again, or take `lora_adapter_metadata` out of its header"
 
-NONE: Final = Method("")
+NONE: Final = PeftMethod("")
 
 PLAIN: Final = METHODS["LORA"].algorithms[0]
 """The row for a file of PEFT without a configuration, of whose tensors only the rows of other trainers know all."""
@@ -94,7 +94,7 @@ class PeftRules:
     aside: bool = False  # from a place that PEFT's loaders do not read: α of a tensor and the user's α win
 
     @property
-    def method(self) -> Method:
+    def method(self) -> PeftMethod:
         """The row of METHODS, an empty row without a configuration."""
         return METHODS[self.kind] if self.kind else NONE
 
