@@ -79,6 +79,7 @@ def common_change(
     """
     if len(modules) > MOST_PATTERNS:
         return None
+    # The simplest changes that lead to weights; none if several lead to different ones.
     samples, sizes = {called(some[0]): some[0] for some in modules}, _pattern_sizes(names)
     for changes in _by_simplicity([*samples], names):
         changes_by_views: dict[tuple[WeightView, ...], CommonChange] = {}

@@ -76,6 +76,7 @@ def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape])
     `shapes`: module → shape of the weight that it changes, as `weight_shapes` returns them. Without `unmatched` names
     (where shapes do not fit) "" if nothing looks wrong.
     """
+    # A network that the base does not have, another model, another kind of model.
     if names.second and any(m.startswith("transformer.") for m in unmatched):
         return missing_networks(["transformer"], ["transformer_2"])
     networks = Counter(names.wanted(m) for m in unmatched)
@@ -87,6 +88,7 @@ def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape])
         return f"the adapter is for {other}, the base is {_kind_of_model(names.architecture)}; {OWN_BASE}"
     if absent := sorted(set(networks) - labels):
         return missing_networks(absent, sorted(labels))
+    # The network that most of these modules are for.
     part = max(names.parts, key=lambda p: (networks[p.label], p is names.parts[0]), default=None)
     if part is None or part is names.parts[0]:
         return _likely_reason(names, part, {m: shapes.get(m, ()) for m in unmatched}, modules)
@@ -198,6 +200,7 @@ def _other_names(unmatched: Mapping[str, Shape], title: str, stored: Mapping[str
     """Return the sentence on names that the base does not have; "" without names."""
     if not unmatched:
         return ""
+    # Heads and embeddings that the base does not store.
     tied = any("embed" in name or "wte" in name for name in stored)
     names = [name.removesuffix(".weight").removesuffix(".bias") for name in unmatched]
     if all(TASK.search(name) for name in names):
@@ -213,6 +216,7 @@ def _other_names(unmatched: Mapping[str, Shape], title: str, stored: Mapping[str
             "the base has no lm_head of its own, it uses its input embeddings (tie_word_embeddings), which the adapter "
             "trained apart from it; save the base untied first"
         )
+    # The nearest names, and the rows of a map if these are the same layers.
     base = f"the base is {_kind_of_model(title) if title not in ('', UNKNOWN) else 'a model unknown to lora-merge'}"
     name, shape = next(((n, s) for n, s in unmatched.items() if s), (next(iter(unmatched)), ()))
     alike = {key: of for key, of in stored.items() if not shape or flat(of) == shape}
@@ -296,6 +300,7 @@ def raise_problems(
     if result.modules and not (failures or result.unmatched):
         return
     path, shapes = result.adapter.path, weight_shapes(result.adapter.modules)
+    # Modules that do not fit: the first kind of error, with all modules of this kind.
     if failures:
         worst = failures[0]
         same = [e.where.removeprefix(f"{path}: ") for e in failures if type(e) is type(worst)]
@@ -315,6 +320,7 @@ def raise_problems(
             fix = or_strength_zero(fix, (key for keys in unfit for key in keys))
         count = f"{len(same)} of {len(result.adapter.modules)} modules, such as " if len(same) > 1 else ""
         raise type(worst)(why or worst.what, f"{path}: {count}{same[0]}", fix)
+    # Modules without a place: a file of another kind, no module at all, unknown tensors, or some modules.
     left = counted(by_pattern(result.unmatched), SHOWN)
     if result.modules == 0 and (what := foreign(result.adapter.index.tensors)):
         raise UnmatchedModules(f"this file is {what}", f"{path}: {left}", instead(what))

@@ -45,11 +45,13 @@ class Gap(NamedTuple):
 
 def gaps(modules: Sequence[Module], rules: PeftRules) -> dict[str, Gap]:
     """Return the incomplete modules, each with the tensor that it lacks."""
+    # The kinds of modules, by their slots and the formulas that these may belong to.
     weights = [(m, _compared_slots(m)) for m in modules if m.parameter == "weight"]
     biases = {m.name for m in modules if m.parameter == "bias"}
     kinds = Counter((has, m.algorithms) for m, has in weights)
     lacking = _lacking(kinds)
     paired = any({"up", "down"} <= m.slots.keys() for m, _ in weights)
+    # What each module lacks: by the configuration, or in comparison with a kind that has one slot more.
     lacking_slots: dict[str, str] = {}
     for m, has in weights:
         if {"up", "down"} <= has:

@@ -78,8 +78,10 @@ class AdapterPair:
     def place(self, info: StoredTensor, name: str, parameter: str, *, rows: bool) -> WeightView | None:
         """Return the place of a value, or of rows, for a head that the base does not store; None without a place."""
         key = self.weight if parameter == "weight" else f"{self._head}.{parameter}"
+        # Only for an end that the base does not store.
         if self.tied is None or not self.is_end(name) or (parameter != "weight" and key not in self.new_tensors):
             return None
+        # The embeddings, if both ends change; else the new head, if it can have one.
         shared = self.sources.get(key, self.tied.info)
         if self.changes_both(info.name):
             return whole(shared.name, shared.shape)
@@ -170,11 +172,13 @@ def separate(
     `ends`: module that changes one end → the tensor that it changes. FitError where PEFT trained one end and the two
     cannot be stored separately, unless `unmatched` is "skip": then both change.
     """
+    # The modules that change one end, and those of them that can only change both.
     changed = {name: key for name, key in ends.items() if strengths.factor(key, "model")}
     both = {name: key for name, key in changed.items() if key not in pair.new_tensors and not pair.separates(name)}
     separated = pair.sources if len(both) < len(changed) else {}
     if unmatched == "error" and (refusal := _refusal(pair, {} if separated else both)):
         raise refusal
+    # The new head, with the changes that it takes from the embeddings.
     created = {**match.created, **{key: (source.shape, source.name) for key, source in separated.items()}}
     notes = [Note(APART.format(head=pair.weight, table=separated[pair.weight].name))] if separated else []
     merged, end_notes = _with_tokens_of_head(pair, replace(match, separated=separated, created=created), strengths)
@@ -206,6 +210,7 @@ def _with_tokens_of_head(pair: AdapterPair, match: Match, strengths: Strengths) 
     Trained tokens change both ends, unless the head has trained tokens of its own. The same holds for a bias.
     """
     uses, replaced, notes = dict(match.uses), dict(match.replaced), list[Note]()
+    # Trained tokens of the embeddings.
     head = next((key for key in match.separated if key.endswith(".weight")), pair.stored)
     tokens = [use for use in uses.get(pair.shared, ()) if _trains_tokens(use)]
     if pair.bias and tokens:
@@ -216,6 +221,7 @@ def _with_tokens_of_head(pair: AdapterPair, match: Match, strengths: Strengths) 
             strength = strengths.factor(head, "model")
             tokens = [_moved(use, head, strength) for use in tokens if strength]
         uses[head] = [*uses.get(head, ()), *tokens]
+    # Other new tensors of the head, such as a bias.
     for key in match.separated.keys() - {head} - uses.keys() - replaced.keys():
         source = match.separated[key].name
         uses |= {key: uses[source]} if source in uses else {}

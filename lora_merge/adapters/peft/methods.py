@@ -247,7 +247,7 @@ class PeftMethod:
     choose: Choose = _only_row
     """Chooses the row for a module; None: the first row of ALGORITHMS that fits."""
     conv1d: bool = False
-    """Whether the method accepts layers whose weights are [in, out] (conv1d.py)."""
+    """Whether the method accepts layers whose weights are [in, out] (matching/orientation.py)."""
     says_flag: bool = True
     """Whether the method writes a meaningful `fan_in_fan_out`."""
     doubts_rank: bool = False

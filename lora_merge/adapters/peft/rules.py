@@ -18,7 +18,7 @@ file are used. Matching uses the rules so:
 
 Module names may begin with the `base_model.model.` of PEFT's files. A row with `also_bias` changes the module's bias
 too, with the same tensors, where the base has one. `fan_in_fan_out` is one sign of several for [in, out], and only
-for square weights (conv1d.py). Sources: PEFT 0.21.2, tuners/*/{config,layer,model}.py.
+for square weights (matching/orientation.py). Sources: PEFT 0.21.2, tuners/*/{config,layer,model}.py.
 """
 
 from __future__ import annotations
@@ -269,6 +269,7 @@ def rules(config: Mapping[str, Any], where: str, metadata: Mapping[str, str] = M
     fields = PeftConfig(MappingProxyType({str(k): v for k, v in config.items()}), where)
     if not config:
         return PeftRules(fields)
+    # The method, which must have a merged form.
     peft_type = fields.text("peft_type", next((kind for sign, kind in UNTYPED.items() if sign in config), ""))
     kind = peft_type.rpartition(".")[2].upper()  # some dumps have "PeftType.LORA"
     if kind not in METHODS:
@@ -293,6 +294,7 @@ def _from_metadata(text: str, where: str) -> PeftRules:
 
 def by_component(config: Mapping[str, Any], where: str, *, aside: bool = False) -> PeftRules:
     """Return the rules per component; fields without a component hold for the whole file."""
+    # The fields of each component.
     parts: dict[str, dict[str, Any]] = {}
     for key, value in config.items():
         component, _, name = key.rpartition(".")

@@ -83,6 +83,7 @@ def parameters(fields: PeftConfig, module: str) -> tuple[str, ...]:
     """Return the whole names of the parameters that a module may change; none where the module is a layer."""
     if not fields.get(FIELD):
         return ()
+    # The parameters whose module's name is an end of this path, in the order of the configuration.
     named, loose = fields.indexes.get((FIELD,), lambda: _by_owner(fields))
     path = bare(module)
     owner = path.replace(WRAPPER, "")
@@ -90,6 +91,7 @@ def parameters(fields: PeftConfig, module: str) -> tuple[str, ...]:
     leaves = [leaf for _, leaf in sorted(entry for start in starts for entry in named.get(owner[start:], ()))]
     if "weight" not in leaves and loose and not is_layer(fields, owner):
         leaves += loose
+    # Of several parameters of one module, the one that this level of wrappers is for.
     leaves, depth = list(dict.fromkeys(leaves)), path.count(WRAPPER)
     if all(leaf in REGISTERED for leaf in leaves) and depth < len(leaves):
         leaves = [sorted(leaves, key=REGISTERED.index)[-1 - depth]]
