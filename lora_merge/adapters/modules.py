@@ -87,8 +87,7 @@ class Module:
     @property
     def wrapped(self) -> bool:
         """Whether LLMs-from-scratch wrapped this layer and calls it `linear`; pkg/llms_from_scratch/appendix_e.py."""
-        layouts = {ALGORITHMS[name].layout for name in self.algorithms}
-        return layouts == {"in_out"} and self.name.endswith(WRAPPED)
+        return self.name.endswith(WRAPPED) and {ALGORITHMS[name].layout for name in self.algorithms} == {"in_out"}
 
     @cached_property
     def shapes(self) -> Mapping[str, Shape]:
@@ -275,7 +274,7 @@ def _module(key: tuple[str, str], groups: Mapping[tuple[str, str], _Group]) -> M
     whole, number = split_row_part(key[0])
     g, parent = groups[key], groups.get((whole, "weight"))
     shared: dict[str, list[StoredTensor]] = {slot: [*infos] for slot, infos in g.shared.items()}
-    is_bias = {ALGORITHMS[name].of_factors for name in g.algorithms or ()} == {True}
+    is_bias = key[1] == "bias" and {ALGORITHMS[name].of_factors for name in g.algorithms or ()} == {True}
     if parent and (number is not None or is_bias):
         for slot, infos in parent.shared.items():
             if slot in SCALES or not is_bias:

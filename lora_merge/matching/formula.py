@@ -239,7 +239,8 @@ def choose(
     context.stated.check(module)
     twice = [Note(SHARED_TWICE.format(slot=slot)) for slot in repeated(module, context.adapter.path, context.values)]
     # Try every row that is left on every view of the weight.
-    rows, refusals = site.rows(), list[Refusal]()
+    rows = site.rows()
+    refusals: list[Refusal] = []
     for candidate in site.candidates(rows):
         if (refusal := candidate.refusal()) is None:
             return candidate.choice(twice)
@@ -310,8 +311,9 @@ class Site(NamedTuple):
             if without_start in complete and self.view.row_slices[0].key in self.context.without_start:
                 selected = without_start
         # tensors: the rows whose required slots are stored, or filled from the base.
-        names = complete if selected is None else (selected,)
-        return CandidateRows([name for name in names if not self._lacking(name)], selected)
+        names, stored = complete if selected is None else (selected,), self.module.slots.keys()
+        left = [name for name in names if ALGORITHMS[name].required <= stored or not self._lacking(name)]
+        return CandidateRows(left, selected)
 
     @property
     def _has_stack(self) -> bool:
@@ -319,9 +321,7 @@ class Site(NamedTuple):
 
     def _lacking(self, formula: str) -> list[str]:
         """Return the required slots of a formula that neither the file has nor the base fills."""
-        row, stored = ALGORITHMS[formula], self.module.slots.keys()
-        if row.required <= stored:
-            return []
+        row = ALGORITHMS[formula]
         lacking = row.required - self.with_shared(formula).slots.keys()
         return sorted(slot for slot in lacking if row.beside.get(slot) not in self.near)
 
@@ -380,6 +380,7 @@ class Candidate:
     """One formula on one view of the weight: each filter fills in what it decides, or raises DoesNotFit."""
 
     shapes: Mapping[str, Shape]
+    arguments: NetworkArguments  # of the trainer
     magnitude: tuple[dora.Axis, Shape] | None
     configured: Mapping[str, float]  # numbers of the configuration
     numbers: Mapping[str, float]
@@ -396,11 +397,6 @@ class Candidate:
         self.settings = self._settings()
         self.remarks: list[Note] = []
         self.used_settings = used_settings  # settings of the user
-
-    @property
-    def arguments(self) -> NetworkArguments:
-        """The trainer's arguments for the formula; InputError for damaged metadata that it may depend on."""
-        return self.context.arguments(self.formula)
 
     def refusal(self) -> Refusal | None:
         """Run the filters in order; return the refusal of the first that does not pass."""
@@ -430,8 +426,11 @@ class Candidate:
 
     def fit_shapes(self) -> None:
         """Fit the tensors, and the weights of the base that fill slots, to the formula."""
-        stored = {**self.module.shapes, **{slot: of.matrix for slot, of in self.beside.items()}}
+        stored = self.module.shapes
+        if self.beside:
+            stored = {**stored, **{slot: of.matrix for slot, of in self.beside.items()}}
         self.shapes = fit(self.formula, tuple(stored.items()), self.view.shape, self.view.matrix)
+        self.arguments = self.context.arguments(self.formula)  # damaged metadata matters only if the shapes fit
 
     def fit_magnitude(self) -> None:
         """Fit DoRA's magnitude to the weight, if it has an effect."""
@@ -464,7 +463,7 @@ class Candidate:
         if not known:
             return {}
         return {
-            **self.arguments.settings,
+            **self.context.arguments(self.formula).settings,
             **self.rules.settings(self.formula, self.module.name),
             **{name: value for name, value in self.context.user_settings.items() if name in known},
             **({"widest": self.context.widest} if "widest" in known else {}),

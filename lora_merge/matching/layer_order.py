@@ -132,16 +132,13 @@ def related(
 
     `dtype`: dtype of a module's weight. InputError where the basis depends on an unknown order of the layers.
     """
+    if rules.kind != "FROD" or rules.fields.flag("save_projection", default=True):
+        return rules
     # The layers whose basis is computed; none if the file stores one.
     formulas = {m.name: formula for m in modules if (formula := _formula_of_relatives(m))}
     layers = {bare(m.name): m for m in modules if m.name in formulas}
-    if rules.kind != "FROD" or rules.fields.flag("save_projection", default=True) or not layers:
-        return rules
-    if any(
-        key in context.adapter.index.tensors
-        for m in layers.values()
-        for key in rules.shared(formulas[m.name], m.name).values()
-    ):
+    keys = (key for m in layers.values() for key in rules.shared(formulas[m.name], m.name).values())
+    if not layers or any(key in context.adapter.index.tensors for key in keys):
         return rules
     # The layers of each kind, in order.
     order = in_order([*layers], type_of(context.config))

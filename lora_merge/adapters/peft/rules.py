@@ -149,7 +149,7 @@ class PeftRules:
         if not self.kind and module.startswith(PEFT):  # a file of PEFT without its configuration
             rows = [name for name in candidates if ALGORITHMS[name].in_peft != "never"]
             return next(iter(rows), PLAIN) if len(rows) < min(2, len(candidates)) else None
-        if not self.kind or {ALGORITHMS[name].in_peft for name in candidates} == {"any"}:
+        if not self.kind or (len(candidates) == 1 and ALGORITHMS[candidates[0]].in_peft == "any"):
             return None
         rows = [name for name in candidates if name in self.method.algorithms]
         if candidates and not rows and (self.borrowed or self.aside):
