@@ -100,6 +100,9 @@ FROM_THE_TRAINING: Final = (
     "put the adapter_config.json of the training beside the adapter, and the base's config.json beside the base"
 )
 
+OF_ROWS: Final = ("slots", "configuration", "tensors", "experts")
+"""Filters whose reasons are about a row of ALGORITHMS, not about the shapes and numbers of the module's tensors."""
+
 STATED_BY: Final = ("--setting", "adapter_config")
 """A reason with one of these texts names the place from which the missing fact can come."""
 
@@ -240,12 +243,10 @@ def choose(
     twice = [Note(SHARED_TWICE.format(slot=slot)) for slot in repeated(module, context.adapter.path, context.values)]
     # Try every row that is left on every view of the weight.
     rows = site.rows()
-    refusals: list[Refusal] = []
     for candidate in site.candidates(rows):
-        if (refusal := candidate.refusal()) is None:
+        if candidate.refusal() is None:
             return candidate.choice(twice)
-        refusals.append(refusal)
-    raise site.error(rows, refusals)
+    raise site.error(rows, refusals(module, view, context, near))
 
 
 def refusals(
@@ -254,12 +255,12 @@ def refusals(
     """Return why each formula whose endings the module's keys have is refused, up to the first that is not."""
     site = Site(module, view, near, context)
     rows = site.rows()
-    reasons = [*site.refused_rows(rows)]
+    refused = [*site.refused_rows(rows)]
     for candidate in site.candidates(rows):
         if (refusal := candidate.refusal()) is None:
             break
-        reasons.append(refusal)
-    return reasons
+        refused.append(refusal)
+    return refused
 
 
 def check_settings(user_settings: Mapping[str, Any], used: Collection[str]) -> None:
@@ -365,7 +366,7 @@ class Site(NamedTuple):
         # The formula that the keys were written for lacks a tensor: the reasons of the others would mislead.
         if not rows.names or (rows.selected is None and module.algorithms[0] not in rows.names):
             return incomplete(lacks(module), path)
-        reasons = [*dict.fromkeys(refusal.reason for refusal in refusals if refusal.filter != "experts")]
+        reasons = [*dict.fromkeys(refusal.reason for refusal in refusals if refusal.filter not in OF_ROWS)]
         where = f"{self.where} {shapes_of(module)}: {'; or '.join(reasons)}"
         # A fact is missing that a file or the user can state.
         to_state = next((reason for reason in reasons if any(place in reason for place in STATED_BY)), None)
