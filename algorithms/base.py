@@ -253,6 +253,11 @@ class Algorithm:
         return self.rebuild.tensors(loaded) if self.rebuild and self.is_rebuilt(loaded.shapes) else {}
 
     @property
+    def module(self) -> str:
+        """The Python module of the formula."""
+        return (self.low_rank.factors if self.low_rank is not None else self.delta).__module__
+
+    @property
     def starts_in_base(self) -> bool:
         """Whether the trainer subtracted the initial product of the factors from the weight before training."""
         return bool(self.without_start)
