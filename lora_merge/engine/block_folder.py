@@ -18,8 +18,8 @@ from torch import Tensor
 from ..algorithms import DoesNotFit
 from ..dtypes import COMPUTE_DTYPES
 from ..errors import FULL, ResourceError, device_failure, device_full, misfit
-from ..files.codecs.arithmetic import largest
-from ..files.codecs.draws import Draw, draws, rounded
+from ..files.encodings.arithmetic import largest
+from ..files.encodings.rounding import Draw, draws, rounded
 from ..job import Job
 from ..planning.plan import OutputTensor
 from ..text import Note

@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 
 from torch import Tensor
 
-from ..files.codecs.arithmetic import largest
+from ..files.encodings.arithmetic import largest
 from ..planning.plan import OutputTensor, Plan, partners
 from .block_folder import BlockMerger
 from .recoding import Codes, new_parts, recode, refitted
@@ -40,7 +40,7 @@ class NewCodes:
         self.merger, self.pool, self.read = merger, pool, read
         self._known: list[dict[str, OutputTensor]] = [{} for _ in plans]
         self._own = [
-            {t.name: t for f in plan.files for t in f.targets if t.packing.encoding.measured} for plan in plans
+            {t.name: t for f in plan.files for t in f.targets if t.packing.encoding.needs_largest} for plan in plans
         ]
         self._partners = [partners(own.values()) for own in self._own]
         self._held: dict[Key, Held] = {}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ..change_statistics import Measured, Norms
 from ..disk.pages import PAGE, aligned_buffer
-from ..disk.spool import PartBytes
+from ..disk.scale_spool import PartBytes
 from .windows import Change, Window
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from ..disk.files import StoredTensor
 from ..dtypes import DTYPES, FLOATS, FORMATS, GGUF_TYPES, Shape, spoken
 from ..errors import FitError, InputError, UsageError
 from ..files.checkpoint import Index
-from ..files.codecs.base import Packing
-from ..files.codecs.making import Made
+from ..files.encodings.base import Packing
+from ..files.formats.base import NewWeight
 from ..files.gguf.adapter import adapter_tensors, family_of, is_adapter
 from ..files.gguf.container import ALIGNED
 from ..files.gguf.diffusion import KINDS, DiffusionFile, diffusion_file, empty_header, plain_type
@@ -21,7 +21,7 @@ from ..files.gguf.layout import gguf_layout, new_layout
 from ..files.gguf.names import FAMILIES
 from ..files.gguf.types import TYPES
 from ..files.gguf.view import ARCHITECTURE, as_plain
-from ..files.headers import layout
+from ..files.safetensors import layout
 from ..job import Job
 from ..models.weights import Weight
 from ..paths import typed
@@ -119,7 +119,7 @@ def with_names_of(base: Index, adapter: AdapterFile) -> AdapterFile:
 
 
 def stored_as(
-    job: Job, base: Index, info: StoredTensor, weight: Weight, form: Made | None
+    job: Job, base: Index, info: StoredTensor, weight: Weight, form: NewWeight | None
 ) -> tuple[str, Packing | None]:
     """Return dtype and packing of an output tensor; `info` is the base's, whose weight an adapter may replace.
 

@@ -8,11 +8,10 @@ from typing import Final
 
 from ..errors import UsageError
 from ..files.checkpoint import Index
-from ..files.codecs.recognise import METADATA
-from ..files.codecs.torchao import NAMES as TORCHAO_NAMES
+from ..files.formats.torchao import NAMES as TORCHAO_NAMES
+from ..files.formats.unread import METADATA
 from ..files.gguf.view import ARCHITECTURE
-from ..files.headers import with_metadata
-from ..files.seal import SEAL, sealed
+from ..files.safetensors import SEAL, sealed, with_metadata
 from ..job import Job
 from .containers import in_gguf, new_gguf
 from .plan import Plan

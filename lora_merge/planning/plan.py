@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from ..disk.files import StoredTensor
 from ..dtypes import Shape, flat
 from ..files.checkpoint import Index, configuration
-from ..files.codecs.base import Packing
-from ..files.codecs.plain import plain
+from ..files.encodings.base import Packing, plain
 from ..files.file_uses import Folder
 from ..job import TOKENIZERS, Job
 from ..matching.patch import Match, PatchPart
@@ -343,5 +342,5 @@ def protected(job: Job) -> tuple[Path, ...]:
 
 def partners(targets: Iterable[OutputTensor]) -> dict[str, tuple[OutputTensor, ...]]:
     """Return name of a weight → the weights that servers join, itself included, where they need one scale."""
-    own = {target.name: target for target in targets if target.packing.encoding.joined}
+    own = {target.name: target for target in targets if target.packing.encoding.joint_scale}
     return {name: tuple(own[other] for other in group) for name, group in together(own).items()}

@@ -17,7 +17,8 @@ from ..disk.files import StoredTensor
 from ..dtypes import FLOATS, FORMATS, GGUF_TYPES
 from ..errors import UsageError
 from ..files.checkpoint import Index
-from ..files.codecs.making import FILES, FOLDERS, Form, Made
+from ..files.formats.base import NewWeight
+from ..files.formats.output import FILES, FOLDERS, OutputFormat
 from ..files.gguf.diffusion import diffusion_file, new_blocks
 from ..files.gguf.view import as_blocks
 from ..files.side_files import stored_name
@@ -70,7 +71,7 @@ NO_CONVERSION: Final = frozenset(("gpt2", "gpt_bigcode", "imagegpt", "openai-gpt
 class Quantising:
     """The weights that an output quantises, and their form."""
 
-    made: Mapping[str, Made]  # weight → its new form
+    made: Mapping[str, NewWeight]  # weight → its new form
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Folder, relative to the output → the section of its config.json that says how its weights are quantised."""
 
@@ -101,10 +102,10 @@ def quantising(job: Job, base: Index, names: Names) -> Quantising:
     return Quantising(made, dict(_sections(base, made, form)))
 
 
-def _made(job: Job, base: Index, names: Names, form: Form | None, given: Parts) -> Mapping[str, Made]:
+def _made(job: Job, base: Index, names: Names, form: OutputFormat | None, given: Parts) -> Mapping[str, NewWeight]:
     """Return the weights that are quantised, in their new form. `given`: the parts that keep their numbers."""
     kept = _precise(job, base)
-    made: dict[str, Made] = {}
+    made: dict[str, NewWeight] = {}
     for key, part in _quantisable(base, names):
         if not (kept(key) or given.cover([key], part)) and (one := _coded(job, base, form, base.tensors[key])):
             made[key] = one
@@ -113,7 +114,7 @@ def _made(job: Job, base: Index, names: Names, form: Form | None, given: Parts) 
     return made
 
 
-def _coded(job: Job, base: Index, form: Form | None, info: StoredTensor) -> Made | None:
+def _coded(job: Job, base: Index, form: OutputFormat | None, info: StoredTensor) -> NewWeight | None:
     """Return the new form of a weight; None if the format or its names have no room for it."""
     made = form.make(info) if form else _blocks(job, base, info)
     taken = made is None or any(t.name in base.tensors and t.name not in base.beside for t in made.beside)
@@ -130,7 +131,7 @@ def _matrices(base: Index) -> Mapping[str, Mapping[str, StoredTensor]]:
     return found
 
 
-def _as_servers_read(base: Index, made: Mapping[str, Made]) -> dict[str, Made]:
+def _as_servers_read(base: Index, made: Mapping[str, NewWeight]) -> dict[str, NewWeight]:
     """Return the weights to quantise without those that servers join with a weight that keeps its numbers.
 
     https://github.com/vllm-project/vllm vllm/model_executor/layers/quantization/utils/quant_utils.py, is_layer_skipped.
@@ -140,8 +141,8 @@ def _as_servers_read(base: Index, made: Mapping[str, Made]) -> dict[str, Made]:
 
 
 def _as_loaders_read(
-    base: Index, made: Mapping[str, Made], form: Form, names: Names, given: Parts
-) -> dict[str, Made]:  # fmt: skip
+    base: Index, made: Mapping[str, NewWeight], form: OutputFormat, names: Names, given: Parts
+) -> dict[str, NewWeight]:  # fmt: skip
     """Return the weights to quantise, changed so that loaders read the list of the other weights as it is meant.
 
     config.json lists the weights that are not quantised, and loaders compare only the ends of names: `proj_out`, the
@@ -175,7 +176,9 @@ def _as_loaders_read(
     return found
 
 
-def _sections(base: Index, made: Mapping[str, Made], form: Form | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _sections(
+    base: Index, made: Mapping[str, NewWeight], form: OutputFormat | None
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield (folder, section of its config.json) for every folder with weights that are quantised."""
     if form is None or form.section is None:
         return
@@ -185,7 +188,7 @@ def _sections(base: Index, made: Mapping[str, Made], form: Form | None) -> Itera
             yield part, form.section(sorted({*kept, "lm_head"}))
 
 
-def _form(job: Job, base: Index) -> Form:
+def _form(job: Job, base: Index) -> OutputFormat:
     """Return the format of the output; UsageError where no loader reads it in such a file or folder."""
     where, folder = f"--dtype {job.dtype}", base.path.is_dir()
     if base.gguf is not None:
@@ -236,12 +239,12 @@ def precise(name: str) -> bool:
     return bool(PRECISE.search(name) and not (INSIDE.search(name) and not PRECISE.search(INSIDE.sub("", name))))
 
 
-def _blocks(job: Job, base: Index, info: StoredTensor) -> Made | None:
+def _blocks(job: Job, base: Index, info: StoredTensor) -> NewWeight | None:
     """Return a weight as blocks of ggml; None where it does not fill them."""
     kind = job.dtype.upper()
     if base.gguf is not None:
         packing = as_blocks(base.packed.get(info.name), info, kind)
-        return Made(packing, ()) if packing is not None else None
+        return NewWeight(packing, ()) if packing is not None else None
     file = diffusion_file(base.tensors)
     packing = new_blocks(file, info, kind) if file is not None else None
-    return Made(packing, ()) if packing is not None else None
+    return NewWeight(packing, ()) if packing is not None else None
