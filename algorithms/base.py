@@ -57,7 +57,7 @@ class Loaded:
         return cls(tensor, lambda values, dtype: torch.from_numpy(cast(values.numpy(), dtype)), *more)
 
 
-class LowRank(NamedTuple):
+class Factorisation(NamedTuple):
     """The two factors whose product is ΔW."""
 
     rank: Callable[[Shapes, Shape], int]
@@ -198,7 +198,7 @@ class Algorithm:
     accumulate: Callable[[Tensor, Any, Tensor], None] | None = None
     """(acc [n, out, cols], tensors, strength [n, 1, 1]): adds strength · ΔW to acc in place, without
     storing ΔW. Where ΔW depends on the base, acc is the untouched base."""
-    low_rank: LowRank | None = None
+    low_rank: Factorisation | None = None
     """The factors of ΔW. None: ΔW has no factors that are smaller than itself."""
     weight_shape: Callable[[Shapes], Shape | None] | None = None
     """(stored shape of each slot) → shape of the weight; None where the slots do not show it. Ask `shown_shape`."""
@@ -317,7 +317,7 @@ def of_factors(
     name: str,
     tensors: type[Any],
     fitted_shapes: Callable[[Shapes, Shape], Shapes],
-    low_rank: LowRank,
+    low_rank: Factorisation,
     paper: str,
     **more: Any,
 ) -> Algorithm:
@@ -362,7 +362,7 @@ def tucker(core: Tensor, inner: Tensor) -> Tensor:
 
 
 def rank_of(slot: str, axis: int = 0) -> Callable[[Shapes, Shape], int]:
-    """Return the rule for `LowRank.rank` that reads an axis of a fitted slot."""
+    """Return the rule for `Factorisation.rank` that reads an axis of a fitted slot."""
     return lambda shapes, _: shapes[slot][axis]
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from .base import LowRank, Shape, Shapes, expect, flat, length, of_factors, rank_of, shape_of_pair
+from .base import Factorisation, Shape, Shapes, expect, flat, length, of_factors, rank_of, shape_of_pair
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,6 +55,6 @@ def factors(base: Tensor, t: DeloraTensors) -> tuple[Tensor, Tensor]:
 
 
 DELORA = of_factors(
-    "delora", DeloraTensors, fitted_shapes, LowRank(rank_of("down"), factors), "arXiv:2503.18225",
+    "delora", DeloraTensors, fitted_shapes, Factorisation(rank_of("down"), factors), "arXiv:2503.18225",
     weight_shape=shape_of_pair,
 )  # fmt: skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .base import Checks, LowRank, Shape, Shapes, expect, flat, length, of_factors, rank_of
+from .base import Checks, Factorisation, Shape, Shapes, expect, flat, length, of_factors, rank_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,6 +59,6 @@ def factors(base: Tensor, t: HraTensors) -> tuple[Tensor, Tensor]:
 
 
 HRA = of_factors(
-    "hra", HraTensors, fitted_shapes, LowRank(rank_of("vectors", 1), factors), "arXiv:2405.17484",
+    "hra", HraTensors, fitted_shapes, Factorisation(rank_of("vectors", 1), factors), "arXiv:2405.17484",
     row_axes={}, reads_base=True, decomposes=True, checks=Checks(settings=check_settings),
 )  # fmt: skip

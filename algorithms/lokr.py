@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import inf, prod
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Bypass, LowRank, Shape, Shapes, alpha_over, expect, flat, same_inputs, tucker
+from .base import Algorithm, Bypass, Factorisation, Shape, Shapes, alpha_over, expect, flat, same_inputs, tucker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -178,6 +178,6 @@ def weight_shape(shapes: Shapes) -> Shape | None:
 LOKR = Algorithm(
     "lokr", LokrTensors, fitted_shapes, delta, "arXiv:2309.14859", scalars_from=scalars_from,
     row_axes={"w1": 0, "w1_a": 0}, not_sliceable_with=frozenset({"right_aligned"}), accumulate=accumulate,
-    low_rank=LowRank(_rank, factors), weight_shape=weight_shape,
+    low_rank=Factorisation(_rank, factors), weight_shape=weight_shape,
     bypass=Bypass(no_magnitude=True, groups="other"),
 )  # fmt: skip

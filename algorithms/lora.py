@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from .base import (
     Bypass,
-    LowRank,
+    Factorisation,
     Shape,
     Shapes,
     alpha_over,
@@ -98,7 +98,7 @@ def _columns(t: LoraTensors) -> Tensor:
 
 
 LORA = of_factors(
-    "lora", LoraTensors, fitted_shapes, LowRank(rank_of("down"), factors), "arXiv:2106.09685",
+    "lora", LoraTensors, fitted_shapes, Factorisation(rank_of("down"), factors), "arXiv:2106.09685",
     scalars_from=alpha_over("down"), row_axes={"up": 0}, accumulate=accumulate, weight_shape=shape_of_pair,
     bypass=Bypass(no_magnitude=True, groups="off"), scale_words=frozenset({"dylora", "split_qkv"}),
 )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import LowRank, Shape, Shapes, alpha_over, expect, expect_shapes, flat, of_factors, rank_of
+from .base import Factorisation, Shape, Shapes, alpha_over, expect, expect_shapes, flat, of_factors, rank_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,6 +60,6 @@ def factors(_: Tensor, t: LoraBlocksTensors) -> tuple[Tensor, Tensor]:
 
 
 LORA_BLOCKS = of_factors(
-    "lora_blocks", LoraBlocksTensors, fitted_shapes, LowRank(rank_of("down"), factors), "LongCat-Video",
+    "lora_blocks", LoraBlocksTensors, fitted_shapes, Factorisation(rank_of("down"), factors), "LongCat-Video",
     scalars_from=alpha_over("up_0", 1),
 )  # fmt: skip

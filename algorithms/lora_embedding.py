@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .base import LowRank, Shape, Shapes, alpha_over, expect_shapes, flat, of_factors, rank_of
+from .base import Factorisation, Shape, Shapes, alpha_over, expect_shapes, flat, of_factors, rank_of
 from .tensors import FactorPair
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def accumulate(acc: Tensor, t: FactorPair, strength: Tensor) -> None:
 
 
 LORA_EMBEDDING = of_factors(
-    "lora_embedding", FactorPair, fitted_shapes, LowRank(rank_of("down"), factors), "arXiv:2106.09685",
+    "lora_embedding", FactorPair, fitted_shapes, Factorisation(rank_of("down"), factors), "arXiv:2106.09685",
     scalars_from=alpha_over("down"), row_axes={"down": 1}, accumulate=accumulate, layout="table",
     weight_shape=lambda shapes: (shapes["down"][-1], shapes["up"][0]),
 )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .base import LowRank, Shape, Shapes, expect, flat, of_factors, rank_of
+from .base import Factorisation, Shape, Shapes, expect, flat, of_factors, rank_of
 from .lora import add_product
 from .tensors import PairWithoutAlpha
 
@@ -44,7 +44,7 @@ def scale(lora_alpha: float, rank: int, *, over_rank: bool) -> float:
 
 
 LORA_TRANSPOSED = of_factors(
-    "lora_transposed", PairWithoutAlpha, fitted_shapes, LowRank(rank_of("up"), factors), "LLMs-from-scratch",
+    "lora_transposed", PairWithoutAlpha, fitted_shapes, Factorisation(rank_of("up"), factors), "LLMs-from-scratch",
     row_axes={"up": 1}, accumulate=accumulate, layout="in_out",
     weight_shape=lambda shapes: (shapes["up"][-1], shapes["down"][0]),
 )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import LowRank, Shape, Shapes, alpha_over, expect_shapes, flat, of_factors, rank_of
+from .base import Factorisation, Shape, Shapes, alpha_over, expect_shapes, flat, of_factors, rank_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,6 +39,6 @@ def factors(_: Tensor, t: LoraXsTensors) -> tuple[Tensor, Tensor]:
 
 
 LORA_XS = of_factors(
-    "lora_xs", LoraXsTensors, fitted_shapes, LowRank(rank_of("core"), factors), "arXiv:2405.17604",
+    "lora_xs", LoraXsTensors, fitted_shapes, Factorisation(rank_of("core"), factors), "arXiv:2405.17604",
     scalars_from=alpha_over("core"), row_axes={"left": 0},
 )  # fmt: skip

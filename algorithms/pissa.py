@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, LowRank, Shape, Shapes, alpha_over, expect, expect_shapes, flat
+from .base import Algorithm, Factorisation, Shape, Shapes, alpha_over, expect, expect_shapes, flat
 from .tensors import FactorPair, ScaledPair
 
 if TYPE_CHECKING:
@@ -106,13 +106,13 @@ def _twice(shapes: Shapes, _: Shape) -> int:
 
 PISSA = Algorithm(
     "pissa", FactorPair, fitted_shapes, pissa_delta, "arXiv:2404.02948", scalars_from=alpha_over("down"),
-    reads_base=True, decomposes=True, without_start="lora", low_rank=LowRank(_twice, pissa_factors),
+    reads_base=True, decomposes=True, without_start="lora", low_rank=Factorisation(_twice, pissa_factors),
 )  # fmt: skip
 OLORA = Algorithm(
     "olora", FactorPair, fitted_shapes, olora_delta, "arXiv:2406.01775", scalars_from=alpha_over("down"),
-    reads_base=True, decomposes=True, without_start="lora", low_rank=LowRank(_twice, olora_factors),
+    reads_base=True, decomposes=True, without_start="lora", low_rank=Factorisation(_twice, olora_factors),
 )  # fmt: skip
 KASA = Algorithm(
     "kasa", ScaledPair, fitted_shapes, kasa_delta, "arXiv:2412.06071", scalars_from=alpha_over("down"),
-    reads_base=True, decomposes=True, without_start="lora", low_rank=LowRank(_twice, kasa_factors),
+    reads_base=True, decomposes=True, without_start="lora", low_rank=Factorisation(_twice, kasa_factors),
 )  # fmt: skip

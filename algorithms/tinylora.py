@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .base import SEEDED, Checks, LowRank, Shape, Shapes, expect, expect_shapes, flat, of_factors, rank_of
+from .base import SEEDED, Checks, Factorisation, Shape, Shapes, expect, expect_shapes, flat, of_factors, rank_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,6 +67,6 @@ def factors(base: Tensor, t: TinyTensors) -> tuple[Tensor, Tensor]:
 
 
 TINYLORA = of_factors(
-    "tinylora", TinyTensors, fitted_shapes, LowRank(rank_of("down"), factors), "PEFT", row_axes={"up": 0},
+    "tinylora", TinyTensors, fitted_shapes, Factorisation(rank_of("down"), factors), "PEFT", row_axes={"up": 0},
     shared=frozenset({"vector"}), derive=derive, checks=Checks(SEEDED, settings=check_settings),
 )  # fmt: skip

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .base import Algorithm, Bypass, Checks, LowRank, Shape, Shapes, alpha_over, expect, flat
+from .base import Algorithm, Bypass, Checks, Factorisation, Shape, Shapes, alpha_over, expect, flat
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -92,6 +92,6 @@ def _start(base: Tensor, t: TloraTensors) -> tuple[Tensor, Tensor]:
 TLORA = Algorithm(
     "tlora", TloraTensors, fitted_shapes, delta, "arXiv:2507.05964", scalars_from=alpha_over("q"),
     checks=Checks(settings=check_settings), reads_base=True, decomposes=True,
-    low_rank=LowRank(lambda shapes, _: 2 * shapes["q"][0], factors),
+    low_rank=Factorisation(lambda shapes, _: 2 * shapes["q"][0], factors),
     bypass=Bypass(groups="other"),
 )  # fmt: skip

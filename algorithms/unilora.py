@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
-from .base import Checks, Loaded, LowRank, Rebuild, Shape, Shapes, expect, expect_shapes, flat, of_factors
+from .base import Checks, Factorisation, Loaded, Rebuild, Shape, Shapes, expect, expect_shapes, flat, of_factors
 from .bounds import COUNT, Bounds, below
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def _rank(shapes: Shapes, target: Shape) -> int:
 
 
 UNILORA = of_factors(
-    "unilora", UniTensors, fitted_shapes, LowRank(_rank, factors), "arXiv:2506.00799",
+    "unilora", UniTensors, fitted_shapes, Factorisation(_rank, factors), "arXiv:2506.00799",
     row_axes={"up_choice": 0, "up_weight": 0}, not_sliceable_with=frozenset({"total"}), shared=frozenset({"bank"}),
     checks=Checks(
         {"up_choice": entries, "down_choice": entries, "shuffle": lambda _shapes, _target: [below(2**64)],

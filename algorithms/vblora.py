@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Checks, LowRank, Shape, Shapes, expect, flat, of_factors, rank_of
+from .base import Checks, Factorisation, Shape, Shapes, expect, flat, of_factors, rank_of
 from .bounds import COUNT, Bounds, below
 
 if TYPE_CHECKING:
@@ -120,10 +120,11 @@ def _pair(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 VBLORA = of_factors(
-    "vblora", VbTensors, fitted_shapes, LowRank(rank_of("down"), factors), "arXiv:2405.15179",
+    "vblora", VbTensors, fitted_shapes, Factorisation(rank_of("down"), factors), "arXiv:2405.15179",
     shared=frozenset({"bank"}), checks=Checks({"top": lambda _s, _t: [Bounds(1, COUNT.end)]}),
 )  # fmt: skip
 VBLORA_TOP = of_factors(
-    "vblora_top", VbTopTensors, fitted_shapes_top, LowRank(rank_of("down_choice"), top_factors), "arXiv:2405.15179",
+    "vblora_top", VbTopTensors, fitted_shapes_top, Factorisation(rank_of("down_choice"), top_factors),
+    "arXiv:2405.15179",
     shared=frozenset({"bank"}), checks=Checks({"up_choice": entries, "down_choice": entries}),
 )  # fmt: skip

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod, sqrt
 from typing import TYPE_CHECKING, Any
 
-from .base import SEEDED, Checks, LowRank, Shape, Shapes, expect, flat, of_factors, rank_of
+from .base import SEEDED, Checks, Factorisation, Shape, Shapes, expect, flat, of_factors, rank_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,11 +81,12 @@ def derive(shapes: Shapes, target: Shape, settings: Mapping[str, Any], *, halves
 
 
 VERA = of_factors(
-    "vera", VeraTensors, fitted_shapes, LowRank(rank_of("rank_scale"), factors), "arXiv:2310.11454", derive=derive,
+    "vera", VeraTensors, fitted_shapes, Factorisation(rank_of("rank_scale"), factors), "arXiv:2310.11454",
+    derive=derive,
     checks=Checks(SEEDED),
 )  # fmt: skip
 PVERA = of_factors(
-    "pvera", VeraTensors, fitted_shapes, LowRank(lambda shapes, _: shapes["rank_scale"][0] // 2, factors),
+    "pvera", VeraTensors, fitted_shapes, Factorisation(lambda shapes, _: shapes["rank_scale"][0] // 2, factors),
     "arXiv:2512.07703", derive=lambda shapes, target, settings: derive(shapes, target, settings, halves=2),
     checks=Checks(SEEDED),
 )  # fmt: skip
