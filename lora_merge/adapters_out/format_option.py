@@ -169,7 +169,7 @@ def _second(job: AdapterJob, sources: Sources, path: Path, to: Dialect, options:
 
 def _tables(sources: Sources) -> frozenset[str]:
     """Return the layers of the result that are embeddings, whose factors have the endings of other layers there."""
-    tables = (t.name for t in sources.targets if any(ALGORITHMS[u.patch.algorithm].of_table for u in t.uses))
+    tables = (t.name for t in sources.targets if any(ALGORITHMS[u.patch.algorithm].layout == "table" for u in t.uses))
     return frozenset(tables)
 
 
