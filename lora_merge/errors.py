@@ -140,6 +140,11 @@ def misfit(where: str, why: Exception) -> ShapeMismatch:
     return ShapeMismatch("adapter tensors do not fit the base", f"{where}: {why}", fix)
 
 
+def beyond_fp64(name: str, how: str = "large") -> TooLarge:
+    """Return the error for a layer whose change is too large, or too small, for the squares of its numbers in fp64."""
+    return TooLarge(f"the change of a layer is too {how} to be computed", name, "leave this layer out")
+
+
 class AmbiguousName(FitError):
     """A name matches two tensors, and nothing tells which one is right."""
 

@@ -6,9 +6,10 @@ A product of averaged factors is not the average of the products: for close snap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,9 @@ from .exact_sums import weight_norms
 from .groups import Target
 from .job import AdapterJob
 from .module_tensors import Layer, waiting_entry
-from .output_file import Entry, drafted, expect_room
+from .output_file import Entry, Proof, drafted, expect_room
 from .pipeline import Facts, Outcome, Run, coverage, model_of, output_dtype
-from .proof import BUDGET, REDO, evenly
+from .proof import REDO, Comparison, Squares, Stated, prove
 from .report import AdapterReport
 from .same_training import NOT_ONE, expect_alike
 from .sources import Sources, open_sources
@@ -124,7 +125,7 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
         outcome = Outcome(job, snapshots, layers, entries, model=model_of(sources), unchanged=_configured(snapshots))
         facts = Facts(coverage(job, sources), spoken(dtype), (*dict.fromkeys(sources.notes),))
         return outcome.finish(
-            reader, draft, facts, lambda part: prove(means, reader, part, this.counted, full=job.full), this
+            reader, draft, facts, lambda part: prove_average(means, job, reader, part, this.counted), this
         )
 
 
@@ -179,28 +180,30 @@ def _apart(delta: Delta, written: Delta) -> float:
     return squares_between(delta.rows, written.rows)
 
 
-def prove(means: Averages, reader: Reader, path: Path, begin: Counting, *, full: bool) -> dict[str, Any]:
-    """Compute tensors of the output once more with numpy, all of them with `full`; VerificationFailed where one is not
-    the nearest number of its dtype."""
+def prove_average(means: Averages, job: AdapterJob, reader: Reader, path: Path, begin: Counting) -> Proof:
+    """Compute tensors of the output once more with numpy; VerificationFailed if one is not the nearest number of its
+    dtype."""
     index = open_checkpoint(path)
-    names = [name for name, info in index.tensors.items() if _is_averaged(info)]
-    numbers = sum(index.tensors[n].nbytes // 2 for n in names)
-    chosen = evenly(names, numbers, BUDGET, full=full)
-    count: Callable[[int], object] = begin("prove", sum(index.tensors[n].nbytes for n in chosen))
+    averages = [info for info in index.tensors.values() if _is_averaged(info)]
 
     def read(info: StoredTensor, source: Reader, first: int) -> Any:
         size = ITEM_BYTES[info.dtype]
         return decode(source.read(info, first * size, min(PIECE * size, info.nbytes - first * size)), info.dtype)
 
     with Reader([index]) as written:
-        for name in chosen:
-            info = index.tensors[name]
+
+        def squares(info: StoredTensor) -> Squares:
             for first in range(0, prod(info.shape), PIECE):
-                some = [read(i.tensors[name], reader, first) for i in means.snapshots]
+                some = [read(i.tensors[info.name], reader, first) for i in means.snapshots]
                 average = averaged(some, means.weights, means.betas).astype(np.float64)
-                numbers_of = read(info, written, first).astype(np.float64)
-                if bool((np.abs(numbers_of - average) > step(average, info.dtype)).any()):
-                    raise VerificationFailed("a written tensor is not the average", f"{path}: {name}", REDO)
-            count(info.nbytes)
-    layers: Mapping[str, object] = dict.fromkeys(chosen)
-    return {"ok": True, "layers": len(names), "recomputed": len(layers), "worst_residual": 0.0, "worst_layer": ""}
+                numbers = read(info, written, first).astype(np.float64)
+                if bool((np.abs(numbers - average) > step(average, info.dtype)).any()):
+                    raise VerificationFailed("a written tensor is not the average", f"{path}: {info.name}", REDO)
+            return Squares(0.0, 0.0)
+
+        comparisons = [
+            Comparison(info.name, 2 * prod(info.shape), 8 * 4 * min(PIECE, prod(info.shape)), Stated(0.0),
+                       partial(squares, info))
+            for info in averages
+        ]  # fmt: skip
+        return prove(comparisons, job, path, begin, layers=len(averages))

@@ -25,6 +25,7 @@ from ..errors import FitError, InputError
 from ..merge_methods import COMBINATIONS
 from ..progress import Counting
 from ..text import Note
+from .combination_proof import Claims, prove_combination
 from .decomposition.svd_memory import note
 from .dialects import dialect
 from .exact_sums import Concatenation, weight_norms
@@ -36,7 +37,6 @@ from .module_tensors import Layer, Stored, waiting
 from .output_file import CONTENTS, Entry, drafted, expect_room, unique
 from .parallel import on_one_core, side_by_side
 from .pipeline import Facts, Outcome, Run, coverage, idle_alpha, left_out, model_of, output_dtype, planned
-from .proof import Claims, prove
 from .rank_rules import EXACT
 from .report import AdapterReport
 from .sources import Sources, open_sources, ruled
@@ -150,7 +150,9 @@ def run(job: AdapterJob, sources: Sources, this: Run) -> AdapterReport:
         outcome = Outcome(job, inputs, layers, _entries(sources, layers, tensors), model=model_of(sources))
         claims = Claims(job, sources, outcome.layer_facts, sum(e.data.nbytes for e in outcome.entries))
         facts = Facts(coverage(job, sources), spoken(dtype), notes, weights=weights_of(job, sources, dtype))
-        return outcome.finish(reader, draft, facts, lambda part: prove(claims, reader, part, this.counted), this)
+        return outcome.finish(
+            reader, draft, facts, lambda part: prove_combination(claims, reader, part, this.counted), this
+        )
 
 
 class LayerMaker:

@@ -14,11 +14,12 @@ from ..engine.devices import places
 from ..engine.row_matrix import Rows
 from ..engine.tensor_moves import HOST, TORCH_DTYPES, Placement
 from ..engine.tensors import TensorCache
+from ..errors import beyond_fp64
 from ..merge_methods import ADDED, COMBINATIONS, UNDIRECTED
 from ..planning.combination import Combining
 from ..text import Note
 from .change import SINGLE, Evaluator, norms_of
-from .combined_change import Cut, Delta, Storage, beyond_fp64, combine, expect_finite, shared_out
+from .combined_change import Cut, Delta, Storage, combine, expect_finite, shared_out
 from .copied_tensors import entry
 from .decomposition.factors import STORED_IN_16
 from .form import Form

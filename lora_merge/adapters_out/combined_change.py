@@ -14,7 +14,7 @@ from torch import Tensor
 from ..engine.combination import coefficients, combined_rows
 from ..engine.row_matrix import Rows
 from ..engine.tensor_moves import HOST, Placement, finite, odd
-from ..errors import TooLarge
+from ..errors import TooLarge, beyond_fp64
 from ..merge_methods import COMBINATIONS
 from .change import Change, largest_rank
 from .decomposition.factors import of_factors
@@ -143,11 +143,6 @@ def _products(changes: Sequence[Change]) -> list[list[float]]:
         return float(((a.left.mT @ b.left) * (a.right @ b.right.mT)).sum())
 
     return [[product(a, b) for b in changes] for a in changes]
-
-
-def beyond_fp64(name: str, how: str = "large") -> TooLarge:
-    """Return the error for a layer whose change is too large, or too small, for the squares of its numbers in fp64."""
-    return TooLarge(f"the change of a layer is too {how} to be computed", name, "leave this layer out")
 
 
 @contextmanager

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..adapter_options import KEEP
 from ..adapters.modules import BUNDLE, AdapterFile
@@ -38,7 +37,6 @@ class Writing(NamedTuple):
     whole: Sequence[StoredModule]  # with what the dialect asks for in addition
     zeros: Sequence[str]  # the names of those that change nothing
     beside: list[Entry]  # embeddings beside the adapter
-    prove: Callable[[Path], Mapping[str, Any]]
 
 
 def named(job: AdapterJob, to: Dialect) -> AdapterJob:

@@ -1,36 +1,38 @@
-"""The proof of a conversion: the output is read as an adapter of the same base, and its changes are compared with the
-input's in float64.
+"""What `convert` expects: each weight's change by the input. The output is read as an adapter of the same base.
+
+Factors that have the bytes of the input's, at the same scale and on the same rows, mean the same change. No torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from math import isfinite, sqrt
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from math import sqrt
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
+from zlib import crc32
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..engine.tensor_moves import HOST
-from ..errors import VerificationFailed
+from ..dtypes import Shape
+from ..job import Adapter
 from ..progress import Counting
-from .assumed_base_values import cache_of
-from .change import Change, Evaluator, squares_between, sum_of
-from .combined_change import beyond_fp64
-from .copy_factors import claimed, same_factors
-from .decomposition.storage_rounding import alike, squares_of
-from .groups import Target
+from ..proof.methods_again import Made, PatchRows, together
+from ..proof.recompute import Recomputation
+from ..proof.reference import REFERENCE
+from ..proof.reference.floats import Array
+from ..proof.weights import Stored
+from .groups import Target, is_plain
 from .job import AdapterJob
-from .parallel import PerThread, side_by_side
-from .proof import evenly
-from .rounding import squares_of_rows
+from .module_tensors import StoredModule
+from .output_file import Proof
+from .parallel import PerThread
+from .proof import Comparison, Squares, Stated, added, known, prove, recomputation, rows_at_once, shaped, squares_of
 from .sources import Sources
-from .without_base import same_base
-
-BUDGET: Final = 2**30
-"""Multiplications of a comparison that is not full."""
+from .without_base import NOWHERE, same_base
 
 FORMED: Final = 8
 """Multiplications that take as long as to form one number of a whole matrix."""
@@ -39,126 +41,170 @@ PROBES: Final = 8
 """Random vectors x of a comparison of factors. ‖E x‖² has the mean ‖E‖², so an error that all of them miss is one of
 probability 0; the estimate is larger than half of ‖E‖ in all but one of 10⁴ cases."""
 
-SLACK: Final = 1e-6
-"""By how much the change of the output may differ from the input's, beyond the loss that was reported."""
-
-REPORT: Final = "report it with the two inputs"
+AT_ONCE: Final = 2**18
+"""Bytes of two tensors that are compared at once."""
 
 
 class Claim(NamedTuple):
-    """The statements of a run about the file that it has written."""
+    """The claims of a run about its output."""
 
     job: AdapterJob
-    part: Path
-    residual: float  # the largest of a layer
-    lost: Mapping[str, float]
-    """Weight of the base → ‖Δ − Δ̂‖² of all modules of the output that have rows of it."""
+    sources: Sources
+    modules: Sequence[StoredModule]  # that change something, and what is lost in each
 
 
-def prove(claim: Claim, sources: Sources, before: PerThread[Evaluator], begin: Counting) -> dict[str, Any]:
-    """Compare the changes of an output with those of the input; VerificationFailed where one differs by more than it
-    should. `before`: computes those of the input, of a base that is drawn where none was given."""
-    job = claimed(claim.job, claim.part)
+def prove_conversion(claim: Claim, reader: Reader, path: Path, begin: Counting) -> Proof:
+    """Return what was proven of the output at `path`; VerificationFailed if a weight's change is not the input's."""
+    job, sources, modules = claim
     assert sources.inputs is not None, "a conversion has a base"
+    job = replace(job, inputs=replace(job.inputs, adapters=(Adapter(path),)))
     again = same_base(sources.inputs, job)
-    theirs = {t.key: t for t in again.targets}
-    chosen = evenly(sources.targets, sum(map(_cost, sources.targets)), BUDGET, full=job.full)
-    worst, name = 0.0, ""
-    done = begin("prove", sum(map(_cost, chosen)))
-    with Reader(again.indexes) as reader:
-        after = PerThread(lambda: Evaluator(again, cache_of(job, reader, again, drawn=True), HOST))
+    outputs, base, lost = {t.key: t for t in again.targets}, sources.inputs.base, _lost(modules)
+    worst = max((sqrt(m.layer.lost / m.layer.squares) for m in modules if m.layer.squares), default=0.0)
 
-        def work(target: Target) -> Apart:
-            before_values, other = before.get(), after.get()
-            written = theirs.get(target.key)
-            pairs = same_factors(target, written)
-            if pairs and all(_alike(other.cache.fetch(new), before_values.cache.fetch(old)) for old, new in pairs):
-                off = Apart(0.0, 0.0, (0.0, 0.0))
-            else:
-                stored, bound = (
-                    other.changes(written) if written else [],
-                    (claim.residual, claim.lost.get(target.key, 0)),
-                )
-                off = difference(target, before_values.changes(target), stored, bound)
-            before_values.forget()
-            other.forget()
-            return off
+    def computed(of: Sources, source: Reader) -> Recomputation:
+        return recomputation(job, base, of.weights, source, _Drawn(source, base))
 
-        bound = job.inputs.max_memory // 2
-        for target, off in zip(chosen, side_by_side(chosen, work, _nbytes, bound), strict=True):
-            if not isfinite(off.norm):
-                raise beyond_fp64(target.key)
-            worst, name = max((worst, name), (off.share, target.key))
-            if not off.fits:
-                where = f"{target.key}: off by {off.share:.3g} of ‖ΔW‖"
-                raise VerificationFailed("the output changes a weight otherwise than the input", where, REPORT)
-            done(_cost(target))
-    return {"ok": True, "layers": len(sources.targets), "recomputed": len(chosen), "worst_residual": worst,
-            "worst_layer": name}  # fmt: skip
+    with Reader(again.indexes) as file:
+        before, after = (PerThread(partial(computed, *side)) for side in ((sources, reader), (again, file)))
+
+        def squares(target: Target, stated: Stated) -> Squares | None:
+            output = outputs.get(target.key)
+            if not all(known(side) for side in (target, output) if side):
+                return None
+            pairs = same_factors(target, output)
+            if pairs and all(_alike(reader, old, file, new) for old, new in pairs):
+                return Squares(0.0, 0.0)
+            sides = (target, before.get()), (output, after.get())
+            if not all(map(_is_factored, (target, output))):
+                return _formed(target, sides)
+            estimate = _projected(target, sides, _random(target))
+            return estimate if stated.holds(estimate) else _projected(target, sides, _basis(target, sides))
+
+        comparisons = []
+        for target in sources.targets:
+            output, stated = outputs.get(target.key), Stated(worst, lost.get(target.key, 0.0), at_most=True)
+            numbers, nbytes = _cost(target, output)
+            comparisons.append(Comparison(target.key, numbers, nbytes, stated, partial(squares, target, stated)))
+        return prove(comparisons, job, path, begin, layers=len(comparisons))
 
 
-def _alike(first: Tensor, other: Tensor) -> bool:
-    return first.dtype == other.dtype and alike(first.reshape(-1), other.reshape(-1))
+class _Drawn(Stored):
+    """Reads tensors in float64. Those of a base that was not given are drawn at random.
+
+    An equation between two formulas that holds for random weights holds for all weights.
+    """
+
+    def __call__(self, info: StoredTensor, shape: Shape, entries: Array | None = None) -> Array:
+        """Return the tensor in `shape`, or these entries of its first axis."""
+        if info.file != NOWHERE:
+            return super().__call__(info, shape, entries)
+        values = np.random.default_rng(crc32(info.name.encode())).standard_normal(shape)
+        return values if entries is None else values[entries]
 
 
-def _nbytes(target: Target) -> int:
-    """Return about how many bytes a comparison takes: factors several times, or matrices."""
-    out, cols = target.matrix
-    return 8 * min(_cost(target), (len(target.uses) + 4) * out * cols)
+def _lost(modules: Sequence[StoredModule]) -> dict[str, float]:
+    """Return weight of the base → ‖Δ − Δ̂‖² of all modules that have rows of it."""
+    squares: dict[str, float] = {}
+    for module in modules:
+        for key in {piece.key for piece in module.place.view.row_slices}:
+            squares[key] = squares.get(key, 0.0) + module.layer.lost
+    return squares
 
 
-def _cost(target: Target) -> int:
-    """Return about how many multiplications the comparison of one weight takes."""
-    out, cols = target.matrix
-    ranks = [use.patch.shapes["down"][0] for use in target.uses if "down" in use.patch.shapes]
-    factored = ranks and len(ranks) == len(target.uses)
-    return 2 * PROBES * sum(ranks) * (out + cols) if factored else FORMED * out * cols
+Pairs = list[tuple[StoredTensor, StoredTensor]]
+"""Tensors of an input and of an output that must be alike."""
 
 
-class Apart(NamedTuple):
-    """How far the output's change is from the input's."""
-
-    size: float  # ‖Δ − Δ̂‖
-    norm: float  # ‖Δ‖
-    bound: tuple[float, float]
-    """By how much it may be off: a share of ‖Δ‖, or ‖Δ − Δ̂‖² of the modules that have rows of it, as the parts of a
-    fused module are not all as large."""
-
-    @property
-    def share(self) -> float:
-        """‖Δ − Δ̂‖ / ‖Δ‖; ‖Δ̂‖ where Δ is zero."""
-        return self.size / (self.norm or 1.0)
-
-    @property
-    def fits(self) -> bool:
-        """Whether it is off by no more than it may be."""
-        share, squares = self.bound
-        return self.size <= 1.01 * max(share * self.norm, sqrt(squares)) + SLACK * (self.norm or 1.0)
+def same_factors(target: Target, output: Target | None) -> Pairs:
+    """Return the factors of a weight's change in the input and in the output, if these mean the same change where their
+    bytes are alike: one pair of factors each with one scale, in one dtype. [] otherwise."""
+    if output is None or target.values or output.values or len(target.uses) != 1 or len(output.uses) != 1:
+        return []
+    (use,), (again,) = target.uses, output.uses
+    old, new = use.patch, again.patch
+    facts = [
+        (u.patch.algorithm, u.patch.numbers, u.patch.magnitude, u.piece, u.start, u.strength) for u in (use, again)
+    ]
+    if not is_plain(old) or not is_plain(new) or facts[0] != facts[1] or old.view != new.view:
+        return []
+    pairs = [(old.module.slots[slot], new.module.slots[slot]) for slot in ("up", "down")]
+    return pairs if all(info.dtype == other.dtype for info, other in pairs) else []
 
 
-def difference(
-    target: Target, input_changes: Sequence[Change], output_changes: Sequence[Change], bound: tuple[float, float]
-) -> Apart:
-    """Return how far the change of one weight is from that of the input; an estimate where it is within the bound."""
-    if any(c.left is None for c in (*input_changes, *output_changes)):
-        first, other = (
-            sum_of(target.matrix, [(c.strength, c.rows()) for c in changes])
-            for changes in (input_changes, output_changes)
-        )
-        return Apart(sqrt(squares_between(first, other)), sqrt(squares_of_rows(first)), bound)
-    (left, right), (up, down) = _factors(target, input_changes), _factors(target, output_changes)
-    generator = torch.Generator().manual_seed(0)
-    vectors = torch.randn(target.matrix[1], PROBES, generator=generator, dtype=torch.float64) / PROBES**0.5
-    products = left @ (right @ vectors)
-    estimate = Apart(float((products - up @ (down @ vectors)).norm()), float(products.norm()), bound)
-    if estimate.fits:
-        return estimate
-    off: float = squares_of(torch.cat((left, -up), 1), torch.cat((right, down)))
-    return Apart(sqrt(off), sqrt(squares_of(left, right)), bound)
+def _alike(reader: Reader, info: StoredTensor, other_reader: Reader, other: StoredTensor) -> bool:
+    """Return whether two tensors have the same bytes."""
+    if info.nbytes != other.nbytes:
+        return False
+    spans = [(first, min(AT_ONCE, info.nbytes - first)) for first in range(0, info.nbytes, AT_ONCE)]
+    return all(bytes(reader.read(info, *span)) == bytes(other_reader.read(other, *span)) for span in spans)
 
 
-def _factors(target: Target, changes: Sequence[Change]) -> tuple[Tensor, Tensor]:
-    out, cols = target.matrix
-    lefts = [torch.zeros(out, 0, dtype=torch.float64), *(c.strength * c.left for c in changes if c.left is not None)]
-    rights = [torch.zeros(0, cols, dtype=torch.float64), *(c.right for c in changes if c.right is not None)]
-    return torch.cat(lefts, 1), torch.cat(rights)
+def _is_factored(target: Target | None) -> bool:
+    """Return whether a weight's change has products with vectors without being formed."""
+    return target is None or (not target.values and all(
+        is_plain(u.patch) and u.patch.magnitude is None and not u.piece.transposed
+        and u.piece.cols == target.matrix[1] and REFERENCE[u.patch.algorithm].linear for u in target.uses))  # fmt: skip
+
+
+def _cost(target: Target, output: Target | None) -> tuple[int, int]:
+    """Return how many numbers the comparison of one weight forms, and about how many bytes it takes."""
+    (out, cols), sides = target.matrix, [side for side in (target, output) if side is not None]
+    if pairs := same_factors(target, output):
+        return 0, 2 * sum(min(new.nbytes, AT_ONCE) for _, new in pairs)
+    numbers = sum(len(side.uses) + len(side.values) for side in sides) * out * cols
+    nbytes = 8 * 4 * out * cols
+    if known(target) and all(map(_is_factored, sides)):
+        ranks = sum(use.patch.shapes["down"][0] for side in sides for use in side.uses)
+        numbers = min(numbers, PROBES * ranks * (out + cols) // FORMED)
+        nbytes = min(nbytes, 8 * 2 * ranks * (out + cols))
+    return numbers, nbytes
+
+
+Sides = tuple[tuple[Target, Recomputation], tuple[Target | None, Recomputation]]
+"""A weight's change by the input and by the output, with what computes each."""
+
+
+def _random(target: Target) -> Array:
+    """Return random vectors [cols, n] that give an estimate of the norms."""
+    return np.random.default_rng(0).standard_normal((target.matrix[1], PROBES)) / sqrt(PROBES)
+
+
+def _basis(target: Target, sides: Sides) -> Array:
+    """Return orthonormal vectors [cols, n] of which the rows of both changes are sums: they give the norms exactly."""
+    vectors = [again.spanning(part, cache) for side, again in sides for part, cache in _parts(side, again)]
+    return np.linalg.qr(np.concatenate([np.zeros((0, target.matrix[1])), *vectors]).T)[0]
+
+
+def _projected(target: Target, sides: Sides, vectors: Array) -> Squares:
+    """Return the comparison of the products of both changes with vectors."""
+    before, after = (_products(side, again, target.matrix[0], vectors) for side, again in sides)
+    return Squares(float(np.vdot(before, before)), float(np.vdot(before - after, before - after)))
+
+
+def _parts(target: Target | None, again: Recomputation) -> Iterator[tuple[PatchRows, Made]]:
+    """Yield the changes that are added to a weight."""
+    if target is not None:
+        tensor = shaped(target, again)
+        yield from ((part, Made(tensor, tensor.name)) for part in together(target.uses))
+
+
+def _products(target: Target | None, again: Recomputation, out: int, vectors: Array) -> Array:
+    """Return Σ s ΔW x for all rows of a weight."""
+    products, rows = np.zeros((out, vectors.shape[1])), np.arange(out)
+    for part, cache in _parts(target, again):
+        products += again.projected(part, rows, vectors, cache)
+    return products
+
+
+def _formed(target: Target, sides: Sides) -> Squares:
+    """Return the comparison of all numbers of both changes."""
+    rows, cols = target.matrix
+    (first, before), (output, after) = sides
+    step = max(rows_at_once(side, (rows, cols)) for side in (first, output) if side)
+    every = np.arange(rows)
+
+    def stored(some: slice) -> Array:
+        return np.zeros(()) if output is None else added(output, after, every[some], cols)
+
+    return squares_of(lambda some: added(first, before, every[some], cols), stored, rows, step)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ..adapter_options import KEEP
@@ -27,7 +26,8 @@ from ..progress import Counting, Progress, unwatched
 from ..text import Note
 from .adapter_dialect import heads, in_memory, own_dialect, own_places
 from .conversion import Conversion, Writing, bundled, named, weight_of
-from .copy_factors import all_factors, claimed, proven, renamed
+from .conversion_proof import Claim, prove_conversion
+from .copy_factors import all_factors, renamed
 from .decomposition.svd_memory import note
 from .dialects import DIALECTS, Dialect
 from .form import form_of_module
@@ -90,26 +90,20 @@ def run(
         dtype = spoken(Counter(e.dtype for e in entries).most_common(1)[0][0])
         covered = coverage(job, sources, [entry.name for entry in writing.beside])
         facts = Facts(covered, dtype, notes, to.name, _weights(modules))
-        return outcome.finish(reader, draft, facts, writing.prove, this)
+        claim = Claim(job, sources, writing.changed)
+        return outcome.finish(
+            reader, draft, facts, lambda part: prove_conversion(claim, reader, part, this.counted), this
+        )
 
 
 def _renamed(conversion: Conversion, reader: Reader, draft: Draft, begin: Counting) -> Writing | None:
     """Return the modules of a conversion that changes no number; None for another one."""
-    job, to, sources, *_ = conversion
+    to, sources = conversion.to, conversion.sources
     factors = [] if bundled(sources.adapters[0], to) else all_factors(conversion)
     if not factors:
         return None
     copies = renamed(factors, to, reader, draft, begin)
-
-    def prove(part: Path) -> Mapping[str, Any]:
-        alike = proven(sources, claimed(job, part), reader, begin)
-        if alike is not None:
-            return alike
-        from .convert_modules import proof
-
-        return proof(conversion, reader, copies, begin)(part)
-
-    return Writing(copies, copies, [], [], prove) if copies else None
+    return Writing(copies, copies, [], []) if copies else None
 
 
 def plan(job: AdapterJob, conversion: Conversion | None = None, cache: CheckpointCache | None = None) -> AdapterReport:

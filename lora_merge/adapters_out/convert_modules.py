@@ -1,17 +1,16 @@
 """One module of an adapter → its tensors in another dialect: copied, cut, fused, or brought to another form.
 
-The modules of a conversion whose numbers change: they are computed, and compared with the input's in fp64.
+The modules of a conversion whose numbers change.
 
 The rows of a part of a module in the rows of the module that it becomes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import inf, isfinite, prod, sqrt
-from pathlib import Path
+from math import inf, isfinite, prod
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -28,16 +27,15 @@ from ..engine.row_matrix import Rows
 from ..engine.tensor_moves import HOST, TORCH_DTYPES, Placement
 from ..engine.tensors import gathered
 from ..engine.torch_state import undisturbed
-from ..errors import FitError, InputError
+from ..errors import FitError, InputError, beyond_fp64
 from ..matching.patch import Patch
 from ..models.weights import RowSlice
 from ..progress import Counting
 from .alpha import IN_A_FACTOR, Scales, in_a_factor
 from .assumed_base_values import cache_of
 from .change import SINGLE, Evaluator, change_of, in_place, largest_rank, squares_between, sum_of, whole_change
-from .combined_change import Cut, Delta, Storage, beyond_fp64, expect_finite, shared_out, stacked
+from .combined_change import Cut, Delta, Storage, expect_finite, shared_out, stacked
 from .conversion import Conversion, Writing, bundled, weight_of
-from .conversion_proof import Claim, prove
 from .copied_tensors import (
     ModuleTensors,
     entry,
@@ -380,36 +378,12 @@ def computed(conversion: Conversion, reader: Reader, put: Heap | Draft, begin: C
     whole = completed(changed, all_modules, to, value, lambda module: stored_module(module, put))
     cache = cache_of(job, reader, sources)
     beside = [entry(info.name, cache.fetch(info)) for info in bundled(sources.adapters[0], to)]
-    return Writing(changed, whole, zeros, beside, proof(conversion, reader, changed, begin))
+    return Writing(changed, whole, zeros, beside)
 
 
-def proof(
-    conversion: Conversion, reader: Reader, modules: Sequence[StoredModule], begin: Counting
-) -> Callable[[Path], Mapping[str, Any]]:  # fmt: skip
-    """Return the function that proves the output at a path."""
-    job, sources = conversion.job, conversion.sources
-    worst = max(sqrt(module.layer.lost / module.layer.squares) if module.layer.squares else 0.0 for module in modules)
-
-    @undisturbed()
-    def proven(part: Path) -> Mapping[str, Any]:
-        before = _evaluators(job, reader, sources, drawn=True)
-        return prove(Claim(job, part, worst, _lost(modules)), sources, before, begin)
-
-    return proven
-
-
-def _lost(modules: Sequence[StoredModule]) -> dict[str, float]:
-    """Return weight of the base → ‖Δ − Δ̂‖² of all modules that have rows of it."""
-    squares: dict[str, float] = {}
-    for module in modules:
-        for key in {piece.key for piece in module.place.view.row_slices}:
-            squares[key] = squares.get(key, 0.0) + module.layer.lost
-    return squares
-
-
-def _evaluators(job: AdapterJob, reader: Reader, sources: Sources, *, drawn: bool = False) -> PerThread[Evaluator]:
+def _evaluators(job: AdapterJob, reader: Reader, sources: Sources) -> PerThread[Evaluator]:
     at = SINGLE if job.compute_dtype == "fp32" else HOST
-    return PerThread(lambda: Evaluator(sources, cache_of(job, reader, sources, drawn=drawn), at, wide=at is SINGLE))
+    return PerThread(lambda: Evaluator(sources, cache_of(job, reader, sources), at, wide=at is SINGLE))
 
 
 def _made(

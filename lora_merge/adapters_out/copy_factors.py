@@ -1,16 +1,12 @@
 """A conversion that gives the stored factors other names and changes no number of them. No torch: its import alone
 takes longer than all of this.
-
-It is proven as every other conversion: the output is read as an adapter of the same base. Where its factors have the
-bytes of the input's, it means the same change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import prod
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -18,18 +14,15 @@ from ..disk.draft import Draft
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..dtypes import TABLE
-from ..job import Adapter
 from ..progress import Counting
 from .conversion import Conversion
 from .dialects import Dialect
-from .groups import Filled, Place, Target, is_plain
-from .job import FACTORS, AdapterJob
+from .groups import Filled, Place
+from .job import FACTORS
 from .module_tensors import Layer, StoredModule, waiting
 from .output_file import Entry
 from .parallel import side_by_side
 from .rounding import WIDEN, Bytes, is_below, product, stored
-from .sources import Sources
-from .without_base import same_base
 
 AT_ONCE: Final = 2**28
 """Bytes of modules that are worked at at once."""
@@ -97,61 +90,8 @@ def renamed(
     return copies
 
 
-def proven(
-    sources: Sources, job: AdapterJob, reader: Reader, begin: Counting
-) -> dict[str, Any] | None:  # fmt: skip
-    """Return what is proven of the output, which is the job's only adapter: on every weight its factors have the bytes
-    of the input's. None where they have not."""
-    assert sources.inputs is not None, "a conversion has a base"
-    again = same_base(sources.inputs, job)
-    theirs = {t.key: t for t in again.targets}
-    pairs = [same_factors(target, theirs.get(target.key)) for target in sources.targets]
-    count = begin("prove", sum(new.nbytes for module in pairs for _, new in module))
-    with Reader(again.indexes) as written:
-
-        def work(module: Pairs) -> bool:
-            return bool(module) and all(
-                old.dtype == new.dtype and np.array_equal(stored(reader, old), stored(written, new))
-                for old, new in module
-            )
-
-        for module, same in zip(pairs, side_by_side(pairs, work, _both, AT_ONCE), strict=True):
-            if not same:
-                return None
-            count(sum(new.nbytes for _, new in module))
-    return {"ok": True, "layers": len(pairs), "recomputed": len(pairs), "worst_residual": 0.0, "worst_layer": ""}
-
-
-def claimed(job: AdapterJob, part: Any) -> AdapterJob:
-    """Return the job with the output in place of its adapters."""
-    return replace(job, inputs=replace(job.inputs, adapters=(Adapter(part),)))
-
-
-Pairs = list[tuple[StoredTensor, StoredTensor]]
-"""Tensors of an input and of an output that must be alike."""
-
-
-def same_factors(target: Target, written: Target | None) -> Pairs:
-    """Return the factors of a weight's change in the input and in the output, if these mean the same change where their
-    bytes are alike: one pair of factors each with one scale. [] otherwise."""
-    if written is None or target.values or written.values or len(target.uses) != 1 or len(written.uses) != 1:
-        return []
-    (use,), (again,) = target.uses, written.uses
-    old, new = use.patch, again.patch
-    facts = [
-        (u.patch.algorithm, u.patch.numbers, u.patch.magnitude, u.piece, u.start, u.strength) for u in (use, again)
-    ]
-    if not is_plain(old) or not is_plain(new) or facts[0] != facts[1] or old.view != new.view:
-        return []
-    return [(old.module.slots[slot], new.module.slots[slot]) for slot in ("up", "down")]
-
-
 def _nbytes(pair: Factors) -> int:
     return 3 * (pair.up.nbytes + pair.down.nbytes)  # as stored, and in fp32
-
-
-def _both(pairs: Pairs) -> int:
-    return 2 * sum(new.nbytes for _, new in pairs)
 
 
 def _squares(pair: Factors, up: Bytes, down: Bytes) -> float | None:

@@ -44,16 +44,17 @@ class Recomputation:
     """The recomputation of one output.
 
     `outputs`: the merged weights in the written files that are not plain numbers. `recorded`: what the merge recorded
-    of some rows of some tensors. `judged`: the compute dtype whose rounding is allowed; "": that of the job.
+    of some rows of some tensors. `judged`: the compute dtype whose rounding is allowed; "": that of the job. `stored`:
+    reads the inputs' tensors, if not as their files hold them.
     """
 
     def __init__(  # noqa: PLR0913  # one output, its inputs, how far
         self, plan: Plan, reader: Reader, pool: Executor, *, full: bool,
         outputs: Mapping[str, Coded] = MappingProxyType({}), recorded: Mapping[str, Checked] = MappingProxyType({}),
-        judged: str = "",
+        judged: str = "", stored: Stored | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.reader, self.pool, self.full = plan, reader, pool, full
-        self.stored = Stored(reader, plan.base)
+        self.stored = stored or Stored(reader, plan.base)
         self.outputs, self.recorded = outputs, recorded
         merged = (t.packed for f in plan.files for t in f.targets if t.packed and not t.copied)
         self.scales = frozenset[str]().union(*(packing.changing for packing in merged))
@@ -233,6 +234,10 @@ class Recomputation:
         raw = b"".join(read_exactly(fd, count * width, target.offset + first * width) for first, count in runs(rows))
         return decode(raw, target.dtype).reshape(len(rows), cols), plain_grid(target.dtype)
 
+    def values(self, key: str, rows: Array, cols: int) -> Array:
+        """Return rows of a weight of the base as a matrix `cols` wide."""
+        return self._base(self.plan.weights[key], rows, cols)
+
     def _base(self, weight: Weight, rows: Array, cols: int) -> Array:
         """Return rows of a weight as a matrix `cols` wide; zeros where the weight is padded."""
         info = weight.stored
@@ -256,6 +261,24 @@ class Recomputation:
         if placed is not None:
             change[placed[0]] = placed[1]
         return change
+
+    def projected(self, part: PatchRows, rows: Array, vectors: Array, cache: Made) -> Array:
+        """Return s ΔW x for vectors x [cols, n] and rows of the stored tensor, of a formula that is linear in one slot:
+        the formula is computed with the slot's products with x in its place."""
+        (at, rows_of), formula = part.find(rows), REFERENCE[part.patch.algorithm]
+        products = np.zeros((len(rows), vectors.shape[1]))
+        if len(rows_of):
+            g = self._given(part.patch, rows_of, cache)
+
+            def read(slot: str, entries: Array | None) -> Array:
+                return g.read(slot, entries) @ vectors if slot == formula.linear else g.read(slot, entries)
+
+            products[at] = part.strength * formula.formula(replace(g, read=read))
+        return products
+
+    def spanning(self, part: PatchRows, cache: Made) -> Array:
+        """Return vectors [r, cols] of which the rows of such a ΔW are sums."""
+        return self._given(part.patch, np.arange(0), cache)[REFERENCE[part.patch.algorithm].linear]
 
     def _change(self, part: PatchRows, rows: Array, cache: Made) -> tuple[Array | slice, Array] | None:
         """Return which of some rows of the stored tensor change, and s ΔW for them, in the tensor's own orientation;
@@ -358,17 +381,9 @@ class Recomputation:
 
         def read(key: str, lines: Array, cols: int) -> Array:
             on = changes_of if len(view.row_slices) == 1 else changes_of.on(key)
-            return self._after(adapter, self._base(self.plan.weights[key], lines, cols), lines, on)
+            return self._after(adapter, self.values(key, lines, cols), lines, on)
 
-        chosen = np.arange(view.matrix[0]) if rows is None else rows
-        if any(piece.transposed for piece in view.row_slices):
-            pieces = [(p, read(p.key, np.arange(p.start, p.stop), p.cols)) for p in view.row_slices]
-            parts = [values[:, p.across].T if p.transposed else values for p, values in pieces]
-            return np.concatenate(parts)[chosen]
-        values_of = np.empty((len(chosen), view.matrix[1]))
-        for key, at, lines in stored_rows(view, chosen):
-            values_of[at] = read(key, lines, values_of.shape[1])
-        return values_of
+        return gathered(view, np.arange(view.matrix[0]) if rows is None else rows, read)
 
     def _after(self, adapter: int, values: Array, rows: Array, changes_of: Made) -> Array:
         """Return the rows of a tensor with the changes of all adapters before this one, where adapters act in turn."""
@@ -378,6 +393,18 @@ class Recomputation:
                 values = values.copy()
                 values[placed[0]] += placed[1]
         return values
+
+
+def gathered(view: WeightView, rows: Array, read: Callable[[str, Array, int], Array]) -> Array:
+    """Return rows of a view from its pieces. `read`: gives rows of a stored tensor as a matrix of some columns."""
+    if any(piece.transposed for piece in view.row_slices):
+        pieces = [(p, read(p.key, np.arange(p.start, p.stop), p.cols)) for p in view.row_slices]
+        parts = [values[:, p.across].T if p.transposed else values for p, values in pieces]
+        return np.concatenate(parts)[rows]
+    values_of = np.empty((len(rows), view.matrix[1]))
+    for key, at, lines in stored_rows(view, rows):
+        values_of[at] = read(key, lines, values_of.shape[1])
+    return values_of
 
 
 def _as_drawn(stored: Array, grid: Grid, value: Array, lost: Array, drawn: Array) -> Array:

@@ -109,7 +109,7 @@ def test_fault_of_the_output_is_seen(base: Path, tmp_path: Path, monkeypatch: py
         return put(self, data)
 
     monkeypatch.setattr(Draft, "put", faulty)
-    with pytest.raises(VerificationFailed, match="otherwise than the input"):
+    with pytest.raises(VerificationFailed, match="not what the report says"):
         lora_merge.convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", base=base, to="comfy")
     assert seen[7] > 4, "a factor, and no α"
     assert not strays(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,14 +12,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import lora_merge
-from lora_merge.adapters_out import averaged_tensors as averages
-from lora_merge.adapters_out import conversion_proof
 from lora_merge.adapters_out import proof as written_proof
 from lora_merge.adapters_out.dialects import CANONICAL, DIALECTS
 from lora_merge.adapters_out.extract import extraction_proof
 from lora_merge.adapters_out.extract.kronecker import factored
+from lora_merge.disk.files import StoredTensor
+from lora_merge.dtypes import Shape
 from lora_merge.errors import FitError, InputError, UsageError
 from lora_merge.planning.checkpoint_cache import CheckpointCache
+from lora_merge.proof.weights import Stored
 from tests.kit.adapters import kohya
 from tests.kit.command_line import run
 from tests.kit.flux import flux
@@ -485,11 +487,20 @@ def test_changes_whose_squares_fp64_cannot_hold_are_refused(tmp_path: Path, size
 def test_proof_reads_whole_matrices_as_the_file_stores_them(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No formula widens them, which would take several times the memory of a weight; a wrong number is seen."""
+    """They are read by rows: widened at once they would take several times the memory of a weight; a wrong number is
+    seen."""
     given = (folder / "base.safetensors", folder / "all.safetensors", tmp_path / "o.safetensors")
-    monkeypatch.setattr(extraction_proof, "added", None)
+    read, rows = Stored.__call__, list[int]()
+
+    def counted(self: Stored, info: StoredTensor, shape: Shape, entries: Any = None) -> Any:
+        rows.append(shape[0] if entries is None else len(entries))
+        return read(self, info, shape, entries)
+
+    monkeypatch.setattr(written_proof, "BLOCK", 1)
+    monkeypatch.setattr(extraction_proof, "BLOCK", 1)
+    monkeypatch.setattr(Stored, "__call__", counted)
     report = lora_merge.extract(*given, algorithm="full")
-    assert report.verified is not None and report.verified["ok"]
+    assert report.verified is not None and report.verified["ok"] and {*rows} == {1}
     tensors = load_file(given[2])
     name = next(name for name, value in tensors.items() if name.endswith(".diff") and value.ndim == 2)
     tensors[name][0, 0] += 1
@@ -508,8 +519,7 @@ def test_full_proof_of_a_written_adapter_computes_every_layer(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, options: list[str]
 ) -> None:
     """Without --full it is a sample. The recipe states all options, so that others are refused, and not dropped."""
-    for module in (written_proof, conversion_proof, extraction_proof, averages):
-        monkeypatch.setattr(module, "BUDGET", 1)
+    monkeypatch.setattr(written_proof, "BUDGET", 1)
     lora, base = folder / "lora.safetensors", folder / "base.safetensors"
     inputs = {"extract": [base, folder / "tuned.safetensors"], "convert": [lora, "--base", base], "resize": [lora],
               "combine": [f"{lora}:0.5", lora, "--base", base]}.get(command, [lora, lora])  # fmt: skip

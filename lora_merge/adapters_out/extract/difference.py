@@ -20,11 +20,10 @@ from ...dtypes import ITEM_BYTES
 from ...engine.row_matrix import Rows
 from ...engine.tensor_moves import finite, pieces
 from ...engine.tensors import as_bytes, stored_numbers, view_bytes, weight_values
-from ...errors import InputError
+from ...errors import InputError, beyond_fp64
 from ...files.checkpoint import Index
 from ...models.part_factors import or_leave_out
 from ...models.weights import RowSlice, Weight, WeightView
-from ..combined_change import beyond_fp64
 from ..rounding import NOTHING, Totals, squares_of_rows, totals_of
 from .pairs import Pair
 

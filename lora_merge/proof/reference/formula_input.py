@@ -83,3 +83,5 @@ class Reference:
     formula: Formula
     whole: bool = False  # whether a row costs as much as the whole tensor
     loss: float = 1.0  # how many times more rounding the production formula may show (factorisations)
+    linear: str = ""
+    """The slot whose columns are those of ΔW, which is a product with it; of modules without a Tucker core."""

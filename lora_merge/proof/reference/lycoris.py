@@ -234,7 +234,7 @@ def onetrainer_oft_conv(g: FormulaInput) -> Array:
 
 
 LYCORIS: Final = MappingProxyType({
-    "lora": Reference(lora), "lora_sparse": Reference(lora_sparse),
+    "lora": Reference(lora, linear="down"), "lora_sparse": Reference(lora_sparse),
     "lora_sparse_tucker": Reference(lora_sparse_tucker), "lora_fused": Reference(lora_fused),
     "lora_transposed": Reference(lora_transposed), "lora_switch": Reference(lora_switch),
     "loha": Reference(loha), "lokr": Reference(lokr),
