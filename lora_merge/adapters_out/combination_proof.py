@@ -34,6 +34,7 @@ from .proof import (
     Squares,
     Stated,
     added,
+    confirm,
     known,
     prove,
     recomputation,
@@ -71,6 +72,7 @@ def prove_combination(claims: Claims, reader: Reader, path: Path, begin: Countin
     nbytes = sum(info.nbytes for info in index.tensors.values())
     if nbytes != claims.nbytes:
         raise VerificationFailed("the file does not hold the tensors that were made", f"{path}: {nbytes} bytes", REDO)
+    confirm(job, sources, reader)
     # Step 2: the layers that have a second computation, with the weights that they are of.
     written = [(whole, part) for whole in sources.targets for part in whole.stored
                if part.label in claims.layers and not whole.values]  # fmt: skip

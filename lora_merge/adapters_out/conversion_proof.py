@@ -30,7 +30,19 @@ from .job import AdapterJob
 from .module_tensors import StoredModule
 from .output_file import Proof
 from .parallel import PerThread
-from .proof import Comparison, Squares, Stated, added, known, prove, recomputation, rows_at_once, shaped, squares_of
+from .proof import (
+    Comparison,
+    Squares,
+    Stated,
+    added,
+    confirm,
+    known,
+    prove,
+    recomputation,
+    rows_at_once,
+    shaped,
+    squares_of,
+)
 from .sources import Sources
 from .without_base import NOWHERE, same_base
 
@@ -66,6 +78,8 @@ def prove_conversion(claim: Claim, reader: Reader, path: Path, begin: Counting) 
         return recomputation(job, base, of.weights, source, _Drawn(source, base))
 
     with Reader(again.indexes) as file:
+        confirm(claim.job, sources, reader)
+        confirm(job, again, file)
         before, after = (PerThread(partial(computed, *side)) for side in ((sources, reader), (again, file)))
 
         def squares(target: Target, stated: Stated) -> Squares | None:

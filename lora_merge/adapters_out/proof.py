@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from math import isfinite, isnan, nan, prod, sqrt
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -20,6 +21,7 @@ from ..disk.reader import Reader
 from ..errors import VerificationFailed, beyond_fp64
 from ..files.checkpoint import Index
 from ..job import Job
+from ..matching.patch import PatchPart
 from ..merge_methods import METHODS, SUM
 from ..models.weights import Weight
 from ..planning.plan import OutputTensor
@@ -29,11 +31,13 @@ from ..proof.recompute import Recomputation
 from ..proof.reference import REFERENCE
 from ..proof.reference.floats import Array
 from ..proof.reference.one_core import one_core
+from ..proof.second_reading.read_again import compare, stored_number
 from ..proof.weights import Stored
 from .groups import Target
 from .job import AdapterJob
 from .output_file import Proof
 from .parallel import side_by_side
+from .sources import Sources
 
 BUDGET: Final = 2**27
 """Numbers that are formed for a proof that is not full: those of ΔW, once for every change of it."""
@@ -146,6 +150,18 @@ def recomputation(
     """Return the second computation of changes of these weights, for one thread. `stored`: as for `Recomputation`."""
     facts: Any = _Facts(job.inputs, base, weights)
     return Recomputation(facts, reader, ThreadPoolExecutor(1), full=True, stored=stored)
+
+
+def confirm(job: AdapterJob, sources: Sources, reader: Reader) -> None:
+    """Raise VerificationFailed where a second reading of the adapters gives a module other places, another formula,
+    scale or strength. Nothing without a base: rows are those of the adapters' own modules then."""
+    if sources.matches:
+        uses: dict[str, list[PatchPart]] = {}
+        for match in sources.matches:
+            for key, parts in match.uses.items():
+                uses.setdefault(key, []).extend(parts)
+        targets = [OutputTensor(key, key, "F64", sources.weights[key], 0, 0, parts) for key, parts in uses.items()]
+        compare(job.inputs, sources.indexes[0], sources.matches, targets, partial(stored_number, reader))
 
 
 Changes: TypeAlias = Callable[[slice], Array]

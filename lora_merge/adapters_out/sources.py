@@ -23,7 +23,7 @@ from ..matching.fit_errors import check_scales
 from ..matching.formula import AdapterContext, check_settings, choose
 from ..matching.missing_tensors import gaps, incomplete
 from ..matching.orientation import ALL_UPRIGHT
-from ..matching.patch import PatchPart
+from ..matching.patch import Match, PatchPart
 from ..models.blocks import network_of
 from ..models.names import Names
 from ..models.part_factors import Chosen
@@ -61,6 +61,8 @@ class Sources:
     inputs: Inputs | None = None  # with the base and its names; None where names alone join the adapters
     fused: str = KEEP
     """The first adapter's dialect, where it has one module for several weights of the base; "" for an unknown one."""
+    matches: tuple[Match, ...] = ()
+    """The changes of each adapter, if the base is a checkpoint that was read."""
     stores_alpha: bool = False
     """Whether the result stores α in any case, since it is written again in a dialect that does."""
 
@@ -170,7 +172,8 @@ def on_base(inputs: Inputs, *, stored: bool = True, every_setting: bool = True) 
                               f"{listed(naming.nameless, 3)}"))  # fmt: skip
     indexes = (*([base] if stored else []), *(m.adapter.index for m in matches))
     architecture = inputs.names.architecture
-    return Sources(inputs.adapters, tuple(targets), changed_weights, indexes, notes, architecture, inputs, naming.fused)
+    return Sources(inputs.adapters, tuple(targets), changed_weights, indexes, notes, architecture, inputs, naming.fused,
+                   matches if stored else ())  # fmt: skip
 
 
 def _is_turned(inputs: Inputs, module: str, parameter: str, uses: Sequence[PatchPart]) -> bool:

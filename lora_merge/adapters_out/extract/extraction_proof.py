@@ -35,6 +35,7 @@ from ..proof import (
     Squares,
     Stated,
     added,
+    confirm,
     known,
     prove,
     recomputation,
@@ -70,7 +71,8 @@ def prove_extraction(claim: Claim, reader: Reader, path: Path, begin: Counting) 
     inputs = replace(job.inputs, adapters=(Adapter(path),), base=job.base or path, method="sum")
     if any(pair.fresh for _, pair in pairs):  # the base has no place for a module that it lacks
         inputs = replace(inputs, unmatched="skip")
-    again = open_sources(replace(job, inputs=inputs, include=(), exclude=()), claim.cache)
+    check = replace(job, inputs=inputs, include=(), exclude=())
+    again = open_sources(check, claim.cache)
     targets, file = {t.key: t for t in again.targets}, again.adapters[0].index
     # Step 2: three computations: of both checkpoints' numbers, and of the output's changes.
     views = [(pair.place.view, pair.tuned) for _, pair in pairs]
@@ -80,6 +82,7 @@ def prove_extraction(claim: Claim, reader: Reader, path: Path, begin: Counting) 
         for side, index in enumerate((base, tuned))
     ]  # fmt: skip
     with Reader(again.indexes) as written:
+        confirm(check, again, written)
         before, after, stored = (
             PerThread(partial(recomputation, job, *of))
             for of in ((base, weights[0], reader), (tuned, weights[1], reader), (base, again.weights, written))

@@ -73,11 +73,12 @@ def read_again(plan: Plan, reader: Reader) -> Reading:
     """Return how many modules the second reading confirms; VerificationFailed where it disagrees with the plan."""
     targets = [target for file in plan.files for target in file.targets]
     check_sources(plan.base, plan.adapters, targets, network=_network(plan, targets))
+    return compare(plan.job, plan.base, plan.adapters, targets, partial(stored_number, reader))
 
-    def number(info: StoredTensor) -> float:
-        return float(decode(reader.read(info), info.dtype)[0]) if info.nbytes else nan
 
-    return compare(plan.job, plan.base, plan.adapters, targets, number)
+def stored_number(reader: Reader, info: StoredTensor) -> float:
+    """Return the first number of a tensor, such as α; NaN where there is none."""
+    return float(decode(reader.read(info), info.dtype)[0]) if info.nbytes else nan
 
 
 def compare(

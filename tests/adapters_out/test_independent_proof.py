@@ -1,0 +1,94 @@
+"""The proof of a written adapter shares no arithmetic with the run: a fault of the run's own is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import lora_merge
+from lora_merge.adapters_out import change
+from lora_merge.adapters_out.extract.difference import Side
+from lora_merge.algorithms import loha
+from lora_merge.algorithms.base import AlphaOverRank
+from lora_merge.models.weights import RowSlice
+from tests.kit.command_line import run
+from tests.kit.files import strays
+from tests.kit.flux import flux, of_flux
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    files = tmp_path_factory.mktemp("proof")
+    save_file(flux(), files / "base.safetensors")
+    for name, options in {"lora": {}, "dora": {"dora": True}, "loha": {"loha": True}}.items():
+        save_file(of_flux(**options), files / f"{name}.safetensors")
+    tuned = lora_merge.merge_state_dict(load_file(files / "base.safetensors"), [files / "lora.safetensors"])
+    save_file({k: v.clone() for k, v in tuned.items()}, files / "tuned.safetensors")
+    return files
+
+
+def product(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = loha._halves
+    monkeypatch.setattr(loha, "_halves", lambda t: [(2 * a, b) for a, b in right(t)])
+
+
+def magnitude(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = change.change
+    monkeypatch.setattr(change, "change", lambda *args: 2 * right(*args))
+
+
+def scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = AlphaOverRank.__call__
+
+    def wrong(self: AlphaOverRank, alpha: float | None, *shapes: Any) -> Mapping[str, float]:
+        return right(self, None if alpha is None else 2 * alpha, *shapes)
+
+    monkeypatch.setattr(AlphaOverRank, "__call__", wrong)
+
+
+def numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Side._piece
+
+    def wrong(self: Side, piece: RowSlice) -> torch.Tensor:
+        return 2 * right(self, piece)
+
+    monkeypatch.setattr(Side, "_piece", wrong)
+
+
+def rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Side._piece
+    monkeypatch.setattr(Side, "_piece", lambda self, piece: right(self, piece).flip(0))
+
+
+@pytest.mark.parametrize(("fault", "command", "options"), [
+    (product, "convert", ["loha", "--to", "kohya", "--rank", "4"]),
+    (product, "convert", ["loha", "--to", "peft", "--rank", "4"]),
+    (magnitude, "convert", ["dora", "--to", "kohya", "--rank", "4"]),
+    (magnitude, "convert", ["dora", "--to", "kohya", "--algorithm", "full"]),
+    (scale, "convert", ["lora", "--to", "ai-toolkit"]),
+    (scale, "convert", ["lora", "--to", "ai-toolkit", "--rank", "2"]),
+    (numbers, "extract", ["tuned", "--rank", "exact"]), (numbers, "extract", ["tuned", "--algorithm", "full"]),
+    (rows, "extract", ["tuned", "--rank", "2"]), (rows, "extract", ["tuned", "--algorithm", "lokr"]),
+])  # fmt: skip
+def test_fault_in_the_arithmetic_of_a_run_is_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Plant, command: str, options: list[str]
+) -> None:
+    """The formulas in torch, the scale by α, the stored numbers and the order of their rows: one is wrong, the proof
+    computes it otherwise, and nothing is written."""
+    name, *options = options
+    base, file = folder / "base.safetensors", folder / f"{name}.safetensors"
+    inputs = [base, file] if command == "extract" else [file, "--base", base]
+    right, wrong = (tmp_path / f"{n}{'' if 'peft' in options else '.safetensors'}" for n in ("right", "wrong"))
+    code, _, text = run(command, *inputs, *options, "-o", right)
+    assert code == 0, text
+    fault(monkeypatch)
+    code, _, text = run(command, *inputs, *options, "-o", wrong)
+    assert code == 6, text
+    assert not wrong.exists() and not strays(tmp_path)
