@@ -42,6 +42,7 @@ from .proof import (
     rows_at_once,
     shaped,
     squares_of,
+    untouched,
 )
 from .sources import Sources
 from .without_base import NOWHERE, same_base
@@ -100,7 +101,9 @@ def prove_conversion(claim: Claim, reader: Reader, path: Path, begin: Counting) 
             output, stated = outputs.get(target.key), Stated(worst, lost.get(target.key, 0.0), at_most=True)
             numbers, nbytes = _cost(target, output)
             comparisons.append(Comparison(target.key, numbers, nbytes, stated, partial(squares, target, stated)))
-        return prove(comparisons, job, path, begin, layers=len(comparisons))
+        known_keys = {target.key for target in sources.targets}
+        comparisons += untouched((t for t in again.targets if t.key not in known_keys), after, lost)
+        return prove(comparisons, job, path, begin, layers=len(sources.targets))
 
 
 class _Drawn(Stored):

@@ -7,7 +7,7 @@ file. Commands differ in what is expected alone: `combination_proof.py`, `conver
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,7 +36,7 @@ from ..proof.weights import Stored
 from .groups import Target
 from .job import AdapterJob
 from .output_file import Proof
-from .parallel import side_by_side
+from .parallel import PerThread, side_by_side
 from .sources import Sources
 
 BUDGET: Final = 2**27
@@ -160,7 +160,9 @@ def confirm(job: AdapterJob, sources: Sources, reader: Reader) -> None:
         for match in sources.matches:
             for key, parts in match.uses.items():
                 uses.setdefault(key, []).extend(parts)
-        targets = [OutputTensor(key, key, "F64", sources.weights[key], 0, 0, parts) for key, parts in uses.items()]
+        targets = [
+            OutputTensor(key, key, "F64", sources.weights[key], 0, 0, tuple(parts)) for key, parts in uses.items()
+        ]
         compare(job.inputs, sources.indexes[0], sources.matches, targets, partial(stored_number, reader))
 
 
@@ -183,18 +185,18 @@ def added(target: Target, again: Recomputation, rows: Array, cols: int) -> Array
     """Return Σ s ΔW for rows of a weight, seen as a matrix `cols` wide. Its uses may see other columns, such as those
     of stacked experts: then the rows are consecutive, and have whole rows of theirs."""
     tensor = shaped(target, again)
-    parts, cache = list[Array](), Made(tensor, tensor.name)
+    changes, cache = list[Array](), Made(tensor, tensor.name)
     for part in together(target.uses):
         lines = rows
         if part.cols != cols and len(rows):
             lines = np.arange(rows[0] * cols // part.cols, (rows[-1] + 1) * cols // part.cols)
-        parts.append(again.whole(part, lines, cache).reshape(len(rows), cols))
+        changes.append(again.whole(part, lines, cache).reshape(len(rows), cols))
     for _, info, strength in target.values:
         value = again.stored(info, (prod(again.plan.weights[target.key].shape) // cols, cols), rows)
-        parts.append(strength * (value - again.values(target.key, rows, cols)))
-    total = parts[0] if parts else np.zeros((len(rows), cols))
-    for part in parts[1:]:
-        total += part
+        changes.append(strength * (value - again.values(target.key, rows, cols)))
+    total = changes[0] if changes else np.zeros((len(rows), cols))
+    for change in changes[1:]:
+        total += change
     return total
 
 
@@ -219,3 +221,29 @@ def squares_of(expected: Changes, stored: Changes | None, rows: int, step: int) 
             delta -= stored(part)
             off += float(np.vdot(delta, delta))
     return Squares(size, off if stored is not None else nan)
+
+
+def untouched(
+    targets: Iterable[Target], again: PerThread[Recomputation], lost: Mapping[str, float]
+) -> list[Comparison]:
+    """Return the comparisons of weights that the output changes and of which no change is expected. `lost`: weight of
+    the base → ‖Δ̂‖² that rounding may give it, as a part of a fused module."""
+
+    def squares(target: Target) -> Squares | None:
+        if not known(target):
+            return None
+        (rows, cols), every = target.matrix, np.arange(target.matrix[0])
+
+        def stored(part: slice) -> Array:
+            return added(target, again.get(), every[part], cols)
+
+        return squares_of(
+            lambda part: np.zeros((len(every[part]), cols)), stored, rows, rows_at_once(target, (rows, cols))
+        )
+
+    comparisons = []
+    for target in targets:
+        stated = Stated(0.0, lost.get(target.key, 0.0), at_most=True)
+        numbers = prod(target.shape)
+        comparisons.append(Comparison(target.key, numbers, 8 * 4 * numbers, stated, partial(squares, target)))
+    return comparisons

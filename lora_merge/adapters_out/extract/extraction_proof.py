@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import sqrt
+from math import prod, sqrt
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -41,6 +41,7 @@ from ..proof import (
     recomputation,
     rows_at_once,
     squares_of,
+    untouched,
 )
 from ..sources import open_sources
 from .pairs import Pair, Pairs
@@ -106,12 +107,22 @@ def prove_extraction(claim: Claim, reader: Reader, path: Path, begin: Counting) 
             stated = Stated(sqrt(layer.lost / layer.squares) if layer.squares else 0.0)
             numbers, nbytes = 0 if pair.fresh else rows * cols, 8 * PARTS * min(rows, step) * cols
             comparisons.append(Comparison(pair.name, numbers, nbytes, stated, partial(squares, pair, step)))
-        return prove(comparisons, job, path, begin, layers=len(comparisons))
+        compared, head = {piece.key for _, pair in pairs for piece in _changed(pair).row_slices}, claim.pairs.head
+        if head is not None:  # it has the factors of the embeddings that share its weight
+            compared |= {f"{name}.weight" for name in (head.head, head.key) if name}
+        others = [t for t in again.targets if t.key not in compared and not _is_resized(t)]
+        comparisons += untouched(others, stored, {})
+        return prove(comparisons, job, path, begin, layers=len(pairs))
 
 
 def _weight(index: Index, key: str) -> Weight:
     info = index.tensors[key]
     return Weight(info.shape, info, index.packed.get(key))
+
+
+def _is_resized(target: Target) -> bool:
+    """Return whether a table gets a value with other rows, which is that of a fresh pair."""
+    return any(prod(info.shape) != prod(target.shape) for _, info, _ in target.values)
 
 
 def _changed(pair: Pair) -> WeightView:
