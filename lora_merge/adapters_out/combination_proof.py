@@ -151,9 +151,13 @@ def _of_sum(
     strengths = {u.patch.adapter: u.strength for u in whole.uses}  # of those that change any row of the weight
     scale = job.numbers.scale / (sum(strengths.values()) if job.method == MEAN else 1.0)
     order, (rows, cols) = _order(part), flat(part.shape)
-    return squares_of(
-        lambda some: scale * added(part, again, order[some], cols), stored, rows, rows_at_once(part, (rows, cols))
-    )
+
+    def expected(some: slice) -> Array:
+        delta = added(part, again, order[some], cols)
+        delta *= scale
+        return delta
+
+    return squares_of(expected, stored, rows, rows_at_once(part, (rows, cols)))
 
 
 def _change_of(module: Any, reader: Reader, part: Target) -> Changes | None:

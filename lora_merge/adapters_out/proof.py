@@ -185,18 +185,16 @@ def added(target: Target, again: Recomputation, rows: Array, cols: int) -> Array
     """Return Σ s ΔW for rows of a weight, seen as a matrix `cols` wide. Its uses may see other columns, such as those
     of stacked experts: then the rows are consecutive, and have whole rows of theirs."""
     tensor = shaped(target, again)
-    changes, cache = list[Array](), Made(tensor, tensor.name)
+    total, cache = np.zeros((len(rows), cols)), Made(tensor, tensor.name)
     for part in together(target.uses):
         lines = rows
         if part.cols != cols and len(rows):
             lines = np.arange(rows[0] * cols // part.cols, (rows[-1] + 1) * cols // part.cols)
-        changes.append(again.whole(part, lines, cache).reshape(len(rows), cols))
+        total += again.whole(part, lines, cache).reshape(total.shape)
+        cache.changes.clear()
     for _, info, strength in target.values:
         value = again.stored(info, (prod(again.plan.weights[target.key].shape) // cols, cols), rows)
-        changes.append(strength * (value - again.values(target.key, rows, cols)))
-    total = changes[0] if changes else np.zeros((len(rows), cols))
-    for change in changes[1:]:
-        total += change
+        total += strength * (value - again.values(target.key, rows, cols))
     return total
 
 
