@@ -23,7 +23,7 @@ from ..files.codecs.draws import Draw, draws, rounded
 from ..job import Job
 from ..planning.plan import OutputTensor
 from ..text import Note
-from .cancelling import Cancelled, stop_where
+from .cancelling import Cancelled, LargestSums, stop_where
 from .change_norms import factor_norms
 from .change_sample import (
     PendingRowSums,
@@ -32,12 +32,13 @@ from .change_sample import (
     Sampling,
     SharedSums,
     bring_sums,
-    fold_and_sample,
     measure_codes,
+    sample_of,
     sample_width,
 )
 from .device_memory import DRAWN, DeviceMemory, block_bytes, lane_share, lanes
 from .devices import device_bytes, device_failed, fallback_device, passed_over, precise_at, release
+from .fold import new_weights
 from .patch_tensors import PatchTensors
 from .recoding import Codes, NewParts, recode
 from .row_blocks import Block, groups, portions
@@ -247,9 +248,11 @@ class BlockMerger:
         base = base_values(group, at, None if one.keep else lane, self.tensors.fetch)
         if units := [i.unit for i in group if not i.block.target.packing.scaled]:
             stacks = [s.in_units(numbers(units, at)) for s in stacks]
-        sampling = None if one.measured and not one.keep else self.sampling
-        merged, sample, cancelled = fold_and_sample(blocks, base, stacks, sampling)
-        stop_where(cancelled)
+        sample = None if one.measured and not one.keep else sample_of(blocks, base, self.sampling)
+        sums = LargestSums.of(blocks, base)
+        merged = new_weights(blocks, base, stacks, *(o for o in (sums, sample) if o is not None))
+        if sums is not None:
+            stop_where(sums.cancelled)
         if blocks[0].target.packed is not None:
             return Folded(merged, replace(sample, units=units) if isinstance(sample, RowSample) else None)
         if self.draw is not None and one.into.dtype.itemsize < 4:

@@ -1,11 +1,10 @@
-"""Samples rows of blocks while they are folded: base, change and stored numbers, of which sums are made.
+"""Measures the change of weights on a sample of their numbers, for the report of a merge.
 
-Samples short runs of numbers, evenly spread over blocks: it takes two copies for each block, or on a device for a
-whole window, and a few operations for the sums of many blocks.
-
-Which numbers of a block are sampled, and how many.
-
-Measures outputs of codes: the sampled rows are read back from the new codes.
+A sample observes a fold: it copies some numbers before and after, and what each of several adapters changes. Later
+their sums are made, many blocks at once: W², ΔW², what is stored of ΔW. There are two kinds. A `RunSample` has short
+runs of numbers, evenly spread; it takes two copies for a block, or on a device for a whole window. A `RowSample` has
+whole rows, where runs are not enough: of codes that are encoded together and read back, of several adapters, and of the
+weights that the proof computes again.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ from torch import Tensor
 
 from ..change_statistics import Checked, Measure, Measured, Share
 from ..planning.plan import OutputTensor
-from .cancelling import Cancelling
-from .fold import new_weights
 from .recoding import Codes, NewParts, read_back
 from .row_blocks import Block
 from .tensor_moves import HOST, TORCH_DTYPES, DeviceStream, as_stored, brought, host, strided, take, workspace
@@ -32,7 +29,7 @@ from .tensors import Fetch
 
 if TYPE_CHECKING:
     from ..change_statistics import Measured
-    from .fold import SampleOf, StackedPatch
+    from .fold import SampleOf
 
 RUN: Final = 128
 """The numbers of a run; they lie side by side."""
@@ -53,11 +50,6 @@ PendingRunSums: TypeAlias = Callable[[], list[tuple[Measured, ...]]]
 """Function that returns the measures of samples, once the lane is settled."""
 
 
-def several(block: Block) -> bool:
-    """Return whether several adapters change a block."""
-    return block.target.combining is not None or len({s.use.patch.adapter for s in block.slices}) > 1
-
-
 def same(target: OutputTensor) -> bool:
     """Return whether the output can hold the numbers of the base as they are."""
     return target.weight.packing.encoding is target.packing.encoding
@@ -65,7 +57,7 @@ def same(target: OutputTensor) -> bool:
 
 def suits(block: Block) -> bool:
     """Return whether runs are enough for a block: it holds some, of plain numbers, and one adapter changes it."""
-    return block.elements >= LEAST and block.target.packed is None and not several(block)
+    return block.elements >= LEAST and block.target.packed is None and not block.several
 
 
 def runs(work: Tensor, period: int) -> Tensor:
@@ -74,14 +66,32 @@ def runs(work: Tensor, period: int) -> Tensor:
     return work.narrow(0, 0, whole).view(-1, period).narrow(1, 0, RUN).clone()
 
 
-class RunSample(NamedTuple):
-    """Runs of some blocks that lie one after another, before and after the blocks are folded."""
+@dataclass
+class RunSample:
+    """Runs of some blocks that lie one after another, before and after the blocks are folded. `note_merged` records the
+    runs after it."""
 
     blocks: Sequence[Block]
     stands_for: Sequence[int]  # numbers of its weight that those of each block stand for; 0: no sample
+    period: int  # one run lies in so many numbers
     before: Tensor  # [n, RUN]
     after: Tensor
-    period: int  # one run lies in so many numbers
+
+    @staticmethod
+    def of(blocks: Sequence[Block], stands_for: Sequence[int], base: Tensor, period: int) -> RunSample:
+        """Return the sample of blocks with these base values, which lie one after another."""
+        before = runs(base.view(-1), period)
+        return RunSample(blocks, stands_for, period, before, before)
+
+    def note_sum(self, adapter: int, merged: Tensor) -> None:
+        """Record nothing: one adapter changes these blocks."""
+
+    def note_change(self, adapter: int, change: SampleOf, strengths: Sequence[float]) -> None:
+        """Record nothing: one adapter changes these blocks."""
+
+    def note_merged(self, merged: Tensor) -> None:
+        """Record the merged blocks."""
+        self.after = runs(merged.reshape(-1), self.period)
 
     @property
     def numbers(self) -> int:
@@ -324,7 +334,7 @@ class RowSample:
     @property
     def several(self) -> bool:
         """Whether several adapters change the blocks, so that the change of each is kept."""
-        return several(self.blocks[0])
+        return self.blocks[0].several
 
     @property
     def numbers(self) -> int:
@@ -525,42 +535,15 @@ class SharedSums:
             return found + tuple(chain.from_iterable(added(by_runs, lane)())) if by_runs else found
 
 
-class FoldedWeights(NamedTuple):
-    """Merged weights [n, rows, cols], a sample of them, if any, and whether the terms of each cancel, where that is
-    looked at."""
-
-    merged: Tensor
-    sample: RowSample | RunSample | None
-    cancelled: Tensor | None
-
-
-def fold_and_sample(
-    blocks: Sequence[Block], base: Tensor, stacks: Sequence[StackedPatch], sampling: Sampling | None
-) -> FoldedWeights:
-    """Return merged weights as `new_weights` does, a sample of them, and whether their terms cancel."""
-    if not (base.numel() and stacks):
-        return FoldedWeights(new_weights(blocks, base, stacks), None, None)
-    before, sample, numbers, period = None, None, list[int](), 0
-    if sampling is not None and base.device.type == "cpu" and sampling.by_runs(blocks):
-        numbers = [rows * b.cols for rows, b in zip(sampling.stands_for(blocks), blocks, strict=True)]
-        period = sampling.period(blocks)
-        before = runs(base.view(-1), period) if any(numbers) else None
-    elif sampling is not None:
-        sample = RowSample.of(blocks, base, sampling)
-    alone = not several(blocks[0])
-    single = base.dtype == torch.float32 and blocks[0].target.combining is None
-    # On a device, a change that cancels with the base alone is not looked for: it would take two more calls each.
-    sums = Cancelling(base, sample) if single and not (alone and base.device.type != "cpu") else None
-    merged = new_weights(blocks, base, stacks, None if alone else sample if sums is None else sums)
-    if sums is not None:
-        sums.note(merged)
-    if sample is not None:
-        sample.note_merged(merged)
-    cancelled = None if sums is None else sums.found
-    if before is None:
-        return FoldedWeights(merged, sample, cancelled)
-    after = runs(merged.reshape(-1), period)
-    return FoldedWeights(merged, RunSample(blocks, numbers, before, after, period), cancelled)
+def sample_of(blocks: Sequence[Block], base: Tensor, sampling: Sampling) -> RowSample | RunSample | None:
+    """Return the sample of blocks of one kind, with their base values [n, rows, cols], as an observer of their fold;
+    None for blocks of which no numbers are sampled."""
+    if not (base.numel() and blocks[0].slices):
+        return None
+    if base.device.type != "cpu" or not sampling.by_runs(blocks):  # a device has runs of whole windows
+        return RowSample.of(blocks, base, sampling)
+    numbers = [rows * b.cols for rows, b in zip(sampling.stands_for(blocks), blocks, strict=True)]
+    return RunSample.of(blocks, numbers, base, sampling.period(blocks)) if any(numbers) else None
 
 
 def sample_width(sample: RowSample | None) -> int:

@@ -25,9 +25,11 @@ from ..change_statistics import Measured
 from ..disk.pages import address
 from . import change_sample
 from .block_folder import BlockMerger
-from .change_sample import PendingRowSums, RowSample, RunSample, RunSums, bring_sums, fold_and_sample, runs, suits
+from .cancelling import LargestSums
+from .change_sample import PendingRowSums, RowSample, RunSample, RunSums, bring_sums, sample_of, suits
 from .device_memory import base_share
 from .devices import device_bytes, precise_at
+from .fold import new_weights
 from .row_blocks import block, groups
 from .stages import Buffer, Outcome, WindowTask
 from .tensor_moves import (
@@ -311,24 +313,25 @@ class DeviceWindows:
         patches = [self.blocks.tensors.stacks([f.block for f in stack], at, lane, gather.stacked) for stack in stacks]
         gather.run()
         by_runs = self.blocks.draw is None and any(suits(f.block) for f in ordered)
-        before, done, row_samples = runs(work, change_sample.PERIOD) if by_runs else None, 0, list[RowSample]()
-        flags: list[Tensor] = []
+        sampled: RunSample | None = None
+        if by_runs:
+            counts = [f.block.elements if suits(f.block) else 0 for f in ordered]
+            sampled = RunSample.of([f.block for f in ordered], counts, work, change_sample.PERIOD)
+        done, row_samples, flags = 0, list[RowSample](), list[Tensor]()
         for stack, own in zip(stacks, patches, strict=True):
             b = stack[0].block
             base = work[done : done + len(stack) * b.elements].view(len(stack), b.last - b.first, b.cols)
-            sampling = None if by_runs and suits(b) else self.blocks.sampling
-            merged, sample, cancelled = fold_and_sample([f.block for f in stack], base, own, sampling)
-            flags += [] if cancelled is None else [cancelled]
+            alike = [f.block for f in stack]
+            sample = None if by_runs and suits(b) else sample_of(alike, base, self.blocks.sampling)
+            sums = LargestSums.of(alike, base)
+            merged = new_weights(alike, base, own, *(o for o in (sums, sample) if o is not None))
+            flags += [] if sums is None else [sums.cancelled]
             row_samples += [sample] if isinstance(sample, RowSample) else []
             if merged is not base:
                 base.copy_(merged)
             done += base.numel()
-        sampled = None
-        if before is not None:
-            numbers = [f.block.elements if suits(f.block) else 0 for f in ordered]
-            sampled = RunSample(
-                [f.block for f in ordered], numbers, before, runs(work, change_sample.PERIOD), change_sample.PERIOD
-            )
+        if sampled is not None:
+            sampled.note_merged(work)
         return FoldedBlocks(ordered, work, sizes, row_samples, sampled, flags)
 
     def close(self) -> None:

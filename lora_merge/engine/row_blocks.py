@@ -132,6 +132,11 @@ class Block:
         return bool(self.slices) or target.weight.padded or (drawn and target.recoded and bool(target.uses))
 
     @property
+    def several(self) -> bool:
+        """Whether several adapters change the block."""
+        return self.target.combining is not None or len({s.use.patch.adapter for s in self.slices}) > 1
+
+    @property
     def begins(self) -> bool:
         """Whether the changes of the weight begin in this block."""
         return bool(self.slices) and self.first <= self.target.uses[0].piece.start < self.last
