@@ -575,7 +575,7 @@ def measure_codes(
 
         return _each(values, one)
 
-    own = replace(own, found=_each(merged, lambda n, _: made[n].seen),
+    own = replace(own, found=_each(merged, lambda n, _: made[n].decoded),
                   before=None if same(target) else nearest(base))  # fmt: skip
     if not own.parts:
         return (), (own.thinned(),)

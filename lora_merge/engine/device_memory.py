@@ -86,7 +86,7 @@ class DeviceMemory:
             yield
 
 
-def lanes(at: Placement, limit: int) -> int:
+def lane_count(at: Placement, limit: int) -> int:
     """Return how many lanes one device gets; several threads must not use Metal's one queue."""
     return LANES if at.device.type == "cuda" and limit >= LANES * (WORKSPACE + SMALLEST) else 1
 
@@ -99,7 +99,7 @@ def base_share(limit: int) -> int:
 def lane_share(at: Placement, limit: int, held: int) -> int:
     """Return the bytes that a lane may use for blocks, where `held` bytes of the limit are taken."""
     return max(
-        0, (limit - base_share(limit) - held) // lanes(at, limit) - (WORKSPACE if at.device.type == "cuda" else 0)
+        0, (limit - base_share(limit) - held) // lane_count(at, limit) - (WORKSPACE if at.device.type == "cuda" else 0)
     )
 
 

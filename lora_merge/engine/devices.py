@@ -28,7 +28,7 @@ from ..errors import DeviceFailed, ResourceError
 from ..options import DEVICES
 from ..planning.plan import OutputTensor, Plan
 from ..text import Note
-from .device_memory import lanes
+from .device_memory import lane_count
 from .row_blocks import Block
 from .tensor_moves import HOST, TORCH_DTYPES, WHOLE, Placement
 
@@ -250,7 +250,7 @@ def threads(at: Sequence[Placement], max_vram: int | None = None) -> int:
     """Return how many blocks to fold side by side: on a CPU one for each core that an operation of torch leaves idle,
     elsewhere one for each lane."""
     if at[0].device.type != "cpu":
-        return len(at) * lanes(at[0], device_bytes(max_vram))
+        return len(at) * lane_count(at[0], device_bytes(max_vram))
     return max(1, process.cores() // (1 if _thread_limits() else torch.get_num_threads()))
 
 

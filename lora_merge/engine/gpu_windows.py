@@ -24,14 +24,15 @@ from ..algorithms import DoesNotFit
 from ..change_statistics import Measured
 from ..disk.pages import address
 from . import change_sample
-from .block_folder import BlockMerger
+from .block_folder import BlockFolder
 from .cancelling import LargestSums
 from .change_sample import PendingRowSums, RowSample, RunSample, RunSums, bring_sums, sample_of, suits
 from .device_memory import base_share
 from .devices import device_bytes, precise_at
 from .fold import new_weights
 from .row_blocks import block, groups
-from .stages import Buffer, Outcome, WindowTask
+from .stages import Buffer, WindowTask
+from .tasks import FoldTask, Merged, OutOfMemory
 from .tensor_moves import (
     TORCH_DTYPES,
     DeviceStream,
@@ -46,7 +47,7 @@ from .tensor_moves import (
     rounded,
     upload,
 )
-from .tensors import Item, codecs_on
+from .tensors import codecs_on
 from .windows import Fold, Window
 
 PORTABLE: Final = 1
@@ -123,12 +124,12 @@ class Batch(NamedTuple):
 
     task: WindowTask
     folds: tuple[Fold, ...]
-    items: Callable[[], list[Item]]
+    tasks: Callable[[], list[FoldTask]]
     made: Sequence[int]  # offsets of all results of the window
     nbytes: int  # of the device's memory that folding takes
 
 
-class FoldedBlocks(NamedTuple):
+class FoldedBatch(NamedTuple):
     """Folded blocks, in another order than in their window."""
 
     folds: list[Fold]
@@ -142,18 +143,18 @@ class FoldedBlocks(NamedTuple):
 class DeviceWindows:
     """Folds windows in the threads of a pool, each of which has a lane to a device."""
 
-    def __init__(self, blocks: BlockMerger, pool: ThreadPoolExecutor, piece: int) -> None:
+    def __init__(self, blocks: BlockFolder, pool: ThreadPoolExecutor, piece: int) -> None:
         """`piece`: the bytes of pinned memory for one transfer, where the device cannot use a buffer itself."""
         self.blocks, self.pool, self.piece = blocks, pool, piece
         self._shared: dict[tuple[int, bool, int, int, Placement], tuple[Window, Tensor]] = {}
         """Base bytes that several plans merge, by the number of their window, which is held for it, and their place."""
-        self._sharing, self._room = Lock(), base_share(device_bytes(blocks.max_vram))
-        self.run_sums = RunSums(min(change_sample.RUN_NUMBERS, blocks.share // change_sample.ROOM))
-        self.registered = RegisteredBuffers(wanted=blocks.at[0].device.type == "cuda")
+        self._sharing, self._room = Lock(), base_share(device_bytes(blocks.memory.limits.max_vram))
+        self.run_sums = RunSums(min(change_sample.RUN_NUMBERS, blocks.memory.share // change_sample.ROOM))
+        self.registered = RegisteredBuffers(wanted=blocks.lanes.at[0].device.type == "cuda")
 
-    def begin(self, task: WindowTask, item: Callable[[Fold], Item]) -> Iterator[Future[Outcome] | Fold]:
+    def begin(self, task: WindowTask, fold_task: Callable[[Fold], FoldTask]) -> Iterator[Future[Merged] | Fold]:
         """Start to fold the blocks of a task; yield a future for each part, and the blocks that are left: those whose
-        bytes are not numbers that the device has. `item` returns a block with its tensors on the host."""
+        bytes are not numbers that the device has. `fold_task` returns a block's task, with its tensors on the host."""
         change, ours = task.change, list[Fold]()
         made = sorted([f.at for f in change.folds] + [c.at for c in change.converts])
         for f in change.folds:
@@ -163,18 +164,18 @@ class DeviceWindows:
                 yield f
         for apart in (False, True):
             for some, nbytes in self._parts(sorted((f for f in ours if f.apart is apart), key=lambda f: f.at)):
-                items = partial(lambda some: [item(f) for j in some for f in _by_block(j)], some)
-                yield self.pool.submit(self._fold, Batch(task, tuple(j.fold for j in some), items, made, nbytes))
+                tasks = partial(lambda some: [fold_task(f) for j in some for f in _by_block(j)], some)
+                yield self.pool.submit(self._fold, Batch(task, tuple(j.fold for j in some), tasks, made, nbytes))
 
     def _takes(self, f: Fold) -> bool:
-        target, at = f.block.target, self.blocks.at[0]
+        target, at = f.block.target, self.blocks.lanes.at[0]
         weight = target.weight
         if not (target.packing.encoding.plain and weight.packing.encoding.plain) or weight.padded:
             return False
         dtypes = (TORCH_DTYPES[target.dtype], TORCH_DTYPES[weight.stored.dtype])
         aligned = f.source % dtypes[1].itemsize == 0 == f.at % dtypes[0].itemsize
         alike = precise_at(at, f.block).device == at.device and all(holds(at.device, d) for d in dtypes)
-        return aligned and alike and (self.blocks.draw is None or codecs_on(at.device))
+        return aligned and alike and (self.blocks.options.draw is None or codecs_on(at.device))
 
     def _parts(self, folds: Sequence[Fold]) -> Iterator[tuple[list[Joined], int]]:
         """Yield blocks, joined, that fit a lane's share of the device's memory together, and the bytes that folding
@@ -184,9 +185,9 @@ class DeviceWindows:
         for f in folds:
             if f.block.target is not target:  # its blocks are alike
                 target = f.block.target
-                rate = self.blocks.size(f.block) / max(f.block.elements, 1)
+                rate = self.blocks.memory.size(f.block) / max(f.block.elements, 1)
             needed = int(rate * f.block.elements)
-            full = bool(run) and used + needed > self.blocks.share
+            full = bool(run) and used + needed > self.blocks.memory.share
             if run and (full or not _follows(run[-1], f)):
                 part.append(_joined(run))
                 run = []
@@ -198,17 +199,19 @@ class DeviceWindows:
         if run:
             yield [*part, _joined(run)], used
 
-    def _fold(self, part: Batch) -> Outcome:
+    def _fold(self, part: Batch) -> Merged:
         """Fold a part of a window, block by block if it is not possible at once; alone on its device if it takes more
         than a lane's share."""
-        room = self.blocks.room
-        if room.full or self.blocks.exceeds(part.nbytes):
-            return self.blocks.fold_here(part.items())
-        with room.shared() if part.nbytes <= self.blocks.share else room.alone():
-            done = self.blocks.turn(partial(self._at_once, part))
-        if isinstance(done, str):
-            self.blocks.note("smaller batches were used")
-        return Outcome(measured=done()) if callable(done) else self.blocks.fold_here(part.items())
+        memory = self.blocks.memory
+        if memory.device.full or memory.exceeds(part.nbytes):
+            return self.blocks.fold_here(part.tasks())
+        with memory.device.shared() if part.nbytes <= memory.share else memory.device.alone():
+            sums = self.blocks.lanes.turn(partial(self._at_once, part))
+        if isinstance(sums, OutOfMemory):
+            memory.note("smaller batches were used")
+        elif sums is not None:
+            return Merged(measures=sums())
+        return self.blocks.fold_here(part.tasks())
 
     def _at_once(self, part: Batch, lane: DeviceStream) -> PendingRowSums | None:
         """Fold blocks and write the results. None, with nothing written, if a number is too large for its dtype or an
@@ -240,7 +243,7 @@ class DeviceWindows:
             return None
         for made, dtype in zip(found, dtypes, strict=True):
             new: Sequence[Tensor] = rounded(made.work, dtype).split_with_sizes(made.sizes)
-            drawn = self.blocks.draw is not None and dtype.itemsize < 4
+            drawn = self.blocks.options.draw is not None and dtype.itemsize < 4
             if drawn:
                 old = made.work.split_with_sizes(made.sizes)
                 new = [self.blocks.drawn(f.block, v) for f, v in zip(made.folds, old, strict=True)]
@@ -280,7 +283,7 @@ class DeviceWindows:
         direct = lane.stream is None or self.registered.has(buffer, lane.at.device)
         return 0 if direct else self.piece
 
-    def _add_up(self, plan: int, found: Sequence[FoldedBlocks], lane: DeviceStream) -> PendingRowSums:
+    def _add_up(self, plan: int, found: Sequence[FoldedBatch], lane: DeviceStream) -> PendingRowSums:
         """Start to add up the samples of a part, and of earlier ones; return a function for the measures of blocks that
         are sampled by rows. Those of the others are kept."""
         read = bring_sums([w for made in found for w in made.row_samples], lane)
@@ -295,12 +298,12 @@ class DeviceWindows:
     def measured(self, plan: int) -> Iterator[Measured]:
         """Yield what is known of a plan's blocks besides the outcomes, when all windows are merged."""
         for lane, add in self.run_sums.rest():
-            rest = self.blocks.turn(add, DeviceStream(lane.at))
-            if not isinstance(rest, str):
+            rest = self.blocks.lanes.turn(add, DeviceStream(lane.at))
+            if not isinstance(rest, OutOfMemory):
                 rest()
         return self.run_sums.of(plan)
 
-    def _merged(self, folds: Sequence[Fold], there: Tensor, low: int, lane: DeviceStream) -> FoldedBlocks:
+    def _merged(self, folds: Sequence[Fold], there: Tensor, low: int, lane: DeviceStream) -> FoldedBatch:
         """Fold blocks of one placement and dtype."""
         at = precise_at(lane.at, folds[0].block)
         stacks = [*groups(folds, lambda f: f.block, lambda _: len(folds))]
@@ -312,7 +315,7 @@ class DeviceWindows:
             gather.add(_numbers(there, f.source - low, f.source_bytes, dtype), part)
         patches = [self.blocks.tensors.stacks([f.block for f in stack], at, lane, gather.stacked) for stack in stacks]
         gather.run()
-        by_runs = self.blocks.draw is None and any(suits(f.block) for f in ordered)
+        by_runs = self.blocks.options.draw is None and any(suits(f.block) for f in ordered)
         sampled: RunSample | None = None
         if by_runs:
             counts = [f.block.elements if suits(f.block) else 0 for f in ordered]
@@ -322,7 +325,7 @@ class DeviceWindows:
             b = stack[0].block
             base = work[done : done + len(stack) * b.elements].view(len(stack), b.last - b.first, b.cols)
             alike = [f.block for f in stack]
-            sample = None if by_runs and suits(b) else sample_of(alike, base, self.blocks.sampling)
+            sample = None if by_runs and suits(b) else sample_of(alike, base, self.blocks.options.sampling)
             sums = LargestSums.of(alike, base)
             merged = new_weights(alike, base, own, *(o for o in (sums, sample) if o is not None))
             flags += [] if sums is None else [sums.cancelled]
@@ -332,14 +335,14 @@ class DeviceWindows:
             done += base.numel()
         if sampled is not None:
             sampled.note_merged(work)
-        return FoldedBlocks(ordered, work, sizes, row_samples, sampled, flags)
+        return FoldedBatch(ordered, work, sizes, row_samples, sampled, flags)
 
     def close(self) -> None:
         """Unregister the buffers; nothing may be under way."""
         self.registered.close()
 
 
-def _note_stored(made: FoldedBlocks, stored: Sequence[Tensor]) -> None:
+def _note_stored(made: FoldedBatch, stored: Sequence[Tensor]) -> None:
     """Record in the samples what is stored, where numbers are rounded stochastically."""
     numbers = {id(f.block): own for f, own in zip(made.folds, stored, strict=True)}
     for sample in made.row_samples:

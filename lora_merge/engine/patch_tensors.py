@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,13 +22,16 @@ from .fold import RULES, StackedPatch
 from .gpu_adapters import AdaptersOnDevice
 from .peft_initialisation import Kin, from_base
 from .row_blocks import BLOCK_ELEMENTS, LARGE, Block, BlockPart, blocks
+from .tasks import BlockTask, FoldTask
 from .tensor_moves import HOST, DeviceStream, Placement, finite, move, numbers, one_number, stage, stage_indices, whole
-from .tensors import DeviceCache, Fetch, Item, base_values, gathered, stored_numbers, weight_values
+from .tensors import DeviceCache, Fetch, base_values, gathered, stored_base, weight_values
 
 KEPT_WHOLE: Final = LARGE
 KEPT_PART: Final = BLOCK_ELEMENTS // 4
 """The most numbers of a tensor, and of the part of it that a block needs, that are kept while a window is merged."""
 
+
+Task = TypeVar("Task", bound=BlockTask)
 
 Stack: TypeAlias = Callable[[list[Tensor]], Tensor]
 """Function that returns n tensors of equal shape as one [n, …]."""
@@ -48,24 +51,23 @@ class PatchTensors:
         """Return all numbers of a weight of the base."""
         return weight_values(self.weights[key], self.fetch)
 
-    def untouched(self, item: Item) -> Item:
-        """Return a block with base values of its own, read again where the result may have overwritten them."""
-        target = item.block.target
-        if item.base is not item.into or target.packed is not None:
-            return item
-        base = stored_numbers(target.weight, *item.block.stored, self.fetch).view(item.into.shape)
-        return replace(item, base=base)
+    def untouched(self, task: Task) -> Task:
+        """Return a task with base values of its own, read again where the result may have overwritten them."""
+        target = task.block.target
+        if not isinstance(task, FoldTask) or task.base is not task.into or target.packed is not None:
+            return task
+        return replace(task, base=stored_base(task.block, self.fetch))
 
-    def overflown(self, item: Item, values: Tensor) -> bool:
+    def overflown(self, task: BlockTask, values: Tensor) -> bool:
         """Return whether a sum of a merged block is NaN or infinite where the base is finite.
 
         False if a formula reads a base tensor that holds a NaN or infinite number, as sums may then rightly be NaN; the
         proof checks those.
         """
         finite_sums = finite(values)
-        if finite_sums.all() or not all(finite(self.whole(key)).all() for key in item.block.reads):
+        if finite_sums.all() or not all(finite(self.whole(key)).all() for key in task.block.reads):
             return False
-        finite_base = finite(base_values([self.untouched(item)], HOST, DeviceStream(HOST), self.fetch)[0])
+        finite_base = finite(base_values([self.untouched(task)], HOST, DeviceStream(HOST), self.fetch)[0])
         return bool((finite_base & ~finite_sums).any())
 
     def stacks(

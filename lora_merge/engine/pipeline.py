@@ -30,7 +30,8 @@ from ..process import deliver_pending
 from ..progress import APART, Progress, Step
 from ..text import Note
 from .file_checksums import Checksums
-from .stages import Outcome, Pool, WindowBuffers, WindowTask, drive
+from .stages import Pool, WindowBuffers, WindowTask, drive
+from .tasks import Merged
 from .windows import Window, sharable, slots, window_bytes, windows
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Pipeline:
         that of the busiest stage."""
         self.shares = file_system(parts[0]) in CLONES
         """Whether the output may share blocks with the base; False once the system has refused."""
-        self.readers: list[Future[Outcome]] = []  # blocks under way that read the base bytes of the current window
+        self.readers: list[Future[Merged]] = []  # blocks under way that read the base bytes of the current window
         self.sums = [Checksums(plan) for plan in plans]
         self.entries: dict[int, Sequence[Mapping[str, str]]] = {}  # number of a plan → what its sums are
         self.failed: dict[int, Exception] = {}
@@ -104,8 +105,8 @@ class Pipeline:
         plan, merger = self.plans[number], self.merger
         return Written(
             plan, self.parts[number], tuple(self.digests.of(plan.inputs)), tuple(self.entries[number]), merger.device,
-            self.seconds, dict(sorted(merger.outcomes[number].cut.items())),
-            (*merger.blocks.notes, *merger.notes[number]), merger.choice.why,
+            self.seconds, dict(sorted(merger.cut[number].items())),
+            (*merger.blocks.memory.notes, *merger.notes[number]), merger.choice.why,
             merger.measures[number].in_order(t.name for f in plan.files for t in f.targets),
         )  # fmt: skip
 

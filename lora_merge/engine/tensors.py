@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from threading import Lock
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from ..errors import InputError
 from ..files.codecs.base import CODES, InvalidPart, Packing
 from ..models.weights import RowSlice, Weight, WeightView
 from .row_blocks import Block
+from .tasks import BlockTask, FoldTask, InUnitsTask
 from .tensor_moves import TORCH_DTYPES, WHOLE, DeviceStream, Placement, aligned, host, odd, rounds_to_eight_bits, stage
 from .windows import Fold
 
@@ -149,28 +150,25 @@ def computing(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if device.type == "cpu" else device
 
 
-def in_units(group: Sequence[Item], fetch: Fetch) -> Sequence[Item]:
-    """Return blocks of one kind in units of the factor of all numbers of their weights, where codes are kept, every
-    weight has one, and no change depends on W; else the blocks as they are.
+def in_units(tasks: Sequence[FoldTask], fetch: Fetch) -> Sequence[FoldTask]:
+    """Return tasks of one kind in units of the scale of their whole weights, where codes are kept, every weight has
+    such a scale, and no change depends on W; else the tasks as they are.
 
     Such numbers need no product where they are decoded, and no division where they are encoded.
     """
-    block, encoding = group[0].block, group[0].block.target.packing.encoding
-    common, targets = encoding.common, [item.block.target for item in group]
+    block, encoding = tasks[0].block, tasks[0].block.target.packing.encoding
+    common, targets = encoding.common, [task.block.target for task in tasks]
     reads = block.target.combining is not None or any(s.use.patch.reads_base for s in block.slices)
-    if (
-        not common
-        or reads
-        or group[0].measured
-        or any(t.recoded or t.weight.packing.parts != t.packing.parts for t in targets)
-    ):
-        return group  # a scale that is made anew is not that of the base
+    if not common or reads or any(t.recoded or t.weight.packing.parts != t.packing.parts for t in targets):
+        return tasks  # a scale that is made anew is not that of the base
     with suppress(InvalidPart):  # whoever decodes the weight raises the error
         units = [encoding.factor_of({common: fetch(t.packing.parts[common].info)}) for t in targets]
         if all(LEAST_UNIT < unit < 1 / LEAST_UNIT for unit in units):
-            made = zip(group, targets, units, strict=True)
-            return [replace(i, block=replace(i.block, target=t.in_units), unit=u, whole=i) for i, t, u in made]
-    return group
+            return [
+                InUnitsTask(replace(task.block, target=target.in_units), task.base, task.into, unit, task)
+                for task, target, unit in zip(tasks, targets, units, strict=True)
+            ]
+    return tasks
 
 
 def decoded(numbers: Tensor, weight: Weight, first: int, count: int, fetch: Fetch) -> Tensor:
@@ -225,34 +223,11 @@ def gathered(view: WeightView, whole: Callable[[RowSlice], Tensor], at: Placemen
     return torch.cat(parts)
 
 
-class Held(NamedTuple):
-    """A merged block whose codes are to be made, and the sample of its numbers."""
-
-    block: Block
-    values: Tensor  # [rows, cols]
-    sample: Any  # a RowSample, whose module imports this one; None if no numbers are measured
-
-
-@dataclass(frozen=True)
-class Item:
-    """A block with its stored base values and the tensor for its result, both on the host."""
-
-    block: Block
-    base: Tensor  # [rows, cols], or the stored numbers of a padded weight's rows, or codes as flat bytes
-    into: Tensor  # [rows, cols] in the output's dtype, or codes as flat bytes
-    measured: bool = False  # whether the largest number of a weight of codes is wanted, and nothing is written
-    keep: bool = False  # whether the merged numbers of a measured block are wanted too
-    held: Held | None = None  # the same block, where it is merged already
-    unit: float = 1.0  # of its numbers, the base's and the merged ones
-    whole: Item | None = None  # the same block, where its numbers are in units of another number than 1
-
-
-def item_of(block: Block, fetch: Fetch, given: Tensor | None = None) -> Item:
-    """Return a block with base values of its own, unless they are given, and memory of its own for its codes."""
-    weight, made = block.target.weight, block.target.packing.encoding
-    numbers = stored_numbers(weight, *block.stored, fetch) if given is None else given
-    base = numbers.view(-1, block.cols) if weight.packing.encoding.plain and not weight.padded else numbers
-    return Item(block, base, torch.empty(made.nbytes(block.elements), dtype=torch.uint8))
+def stored_base(block: Block, fetch: Fetch) -> Tensor:
+    """Return the stored base values of a block, read again, as a `BlockTask` has them."""
+    weight = block.target.weight
+    stored = stored_numbers(weight, *block.stored, fetch)
+    return stored.view(-1, block.cols) if weight.packing.encoding.plain and not weight.padded else stored
 
 
 def base_view(f: Fold, data: memoryview) -> Tensor:
@@ -262,22 +237,24 @@ def base_view(f: Fold, data: memoryview) -> Tensor:
     return packed(data[f.source : f.source + f.source_bytes], weight.packing, weight.stored.dtype, shape)
 
 
-def base_values(group: Sequence[Item], at: Placement, lane: DeviceStream | None, fetch: Fetch) -> Tensor:
+def base_values(tasks: Sequence[BlockTask], at: Placement, lane: DeviceStream | None, fetch: Fetch) -> Tensor:
     """Return base values [n, rows, cols] in the compute dtype, which may be overwritten; a padded weight has its
     stored values first along every axis, then zeros."""
-    block = group[0].block
+    block = tasks[0].block
     if not block.target.weight.padded:
-        values = [_values(i, at, fetch) for i in group]
-        own = len(group) == 1 and (values[0].device, values[0].dtype) == (at.device, at.dtype)
-        made = values[0] is not group[0].base and not _shares(values[0], group[0].base)
-        if own and (in_place(group, at) or (made and aligned(values[0]))):
-            return values[0].unsqueeze(0)
+        values = [_values(task, at, fetch) for task in tasks]
+        # One block needs no copy if it is where formulas compute, in memory that they may overwrite.
+        first, base = values[0], tasks[0].base
+        alone = len(tasks) == 1 and (first.device, first.dtype) == (at.device, at.dtype)
+        decoded_apart = first is not base and not _shares(first, base)
+        if alone and (in_place(tasks, at) or (decoded_apart and aligned(first))):
+            return first.unsqueeze(0)
         return stage(values, at, lane)
-    out = torch.zeros((len(group), block.last - block.first, block.cols), dtype=at.dtype, device=at.device)
-    for rows, item in zip(out, group, strict=True):
-        if item.base.numel():
-            weight = item.block.target.weight
-            corner = stage([item.base.reshape(-1, *weight.stored.shape[1:])], at)[0]
+    out = torch.zeros((len(tasks), block.last - block.first, block.cols), dtype=at.dtype, device=at.device)
+    for rows, task in zip(out, tasks, strict=True):
+        if task.base.numel():
+            weight = task.block.target.weight
+            corner = stage([task.base.reshape(-1, *weight.stored.shape[1:])], at)[0]
             rows.view(-1, *weight.shape[1:])[tuple(slice(0, d) for d in corner.shape)] = corner
     return out
 
@@ -287,22 +264,22 @@ def _shares(values: Tensor, base: Tensor) -> bool:
     return values.device == base.device and (values.untyped_storage().data_ptr() == base.untyped_storage().data_ptr())
 
 
-def _values(item: Item, at: Placement, fetch: Fetch) -> Tensor:
+def _values(task: BlockTask, at: Placement, fetch: Fetch) -> Tensor:
     """Return the numbers of a block, [rows, cols]; those of codes are on the device if it runs codecs."""
-    block, weight = item.block, item.block.target.weight
+    block, weight = task.block, task.block.target.weight
     if weight.packed is None:
-        return item.base
-    there = Placement(at.device, torch.uint8)
-    codes = stage([item.base], there)[0] if codecs_on(at.device) else item.base
+        return task.base
+    codes = stage([task.base], Placement(at.device, torch.uint8))[0] if codecs_on(at.device) else task.base
     return decoded(codes, weight, *block.stored, fetch).view(block.last - block.first, block.cols)
 
 
-def in_place(group: Sequence[Item], at: Placement) -> bool:
+def in_place(tasks: Sequence[BlockTask], at: Placement) -> bool:
     """Return whether base values and result share memory in which formulas may compute, in the compute dtype: then
     nothing is copied."""
-    item = group[0]
-    shared = len(group) == 1 and item.base is item.into and (at.device.type, at.dtype) == ("cpu", item.into.dtype)
-    return shared and aligned(item.into)
+    task = tasks[0]
+    if len(tasks) > 1 or not isinstance(task, FoldTask) or task.base is not task.into:
+        return False
+    return (at.device.type, at.dtype) == ("cpu", task.into.dtype) and aligned(task.into)
 
 
 def view_bytes(raw: memoryview, dtype: str, shape: tuple[int, ...]) -> Tensor:

@@ -23,7 +23,8 @@ import lora_merge
 from lora_merge.adapters.modules import FileValues
 from lora_merge.engine import pipeline
 from lora_merge.engine.admission import plan_merge
-from lora_merge.engine.block_folder import BlockMerger
+from lora_merge.engine.block_folder import BlockFolder
+from lora_merge.engine.memory_policy import MemoryPolicy
 from lora_merge.engine.pipeline import Pipeline
 from lora_merge.engine.stages import WindowTask
 from lora_merge.engine.tensor_moves import TORCH_DTYPES
@@ -729,10 +730,10 @@ def test_equal_layers_in_memory_are_folded_in_one_call(monkeypatch: pytest.Monke
     lora = {f"m.{n}.lora_up.weight": rand(16, 2, seed=n) for n in range(50)}
     lora |= {f"m.{n}.lora_down.weight": rand(2, 24, seed=n) for n in range(50)}
     calls: list[int] = []
-    fold = BlockMerger._attempt
-    monkeypatch.setattr(BlockMerger, "_most", lambda *_: 64)  # a CPU in a GPU's place
+    fold = BlockFolder._merge
+    monkeypatch.setattr(MemoryPolicy, "most", lambda *_: 64)  # a CPU in a GPU's place
     monkeypatch.setattr(
-        BlockMerger, "_attempt", lambda self, group, lane: calls.append(len(group)) or fold(self, group, lane)
+        BlockFolder, "_merge", lambda self, group, lane: calls.append(len(group)) or fold(self, group, lane)
     )
     merged = lora_merge.merge_state_dict(base, [lora])
     assert sum(calls) == 50
