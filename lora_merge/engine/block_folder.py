@@ -23,6 +23,7 @@ from ..files.codecs.arithmetic import largest
 from ..files.codecs.draws import Draw, draws, rounded
 from ..job import Job
 from ..planning.plan import OutputTensor
+from .block_values import base_values, in_place, in_units
 from .cancelling import Cancelled, LargestSums, stop_where
 from .change_norms import factor_norms
 from .change_sample import (
@@ -41,7 +42,7 @@ from .fold import new_weights
 from .lanes import Lanes
 from .memory_policy import STAGED, Call, MemoryLimits, MemoryPolicy
 from .patch_tensors import PatchTensors
-from .recoding import Codes, NewParts, recode
+from .recoding import Codes, NewParts, Uncovered, recode
 from .row_blocks import Block, groups, portions
 from .tasks import (
     BlockTask,
@@ -53,11 +54,10 @@ from .tasks import (
     Merged,
     MergedBlock,
     OutOfMemory,
-    Uncovered,
     settled,
 )
 from .tensor_moves import DeviceStream, Placement, host, land, numbers, odd, settle, sum_too_large
-from .tensors import base_values, codecs_on, computing, in_place, in_units
+from .tensors import codecs_on, computing
 
 LEAST_WORK: Final = 2**16
 """The least numbers that a thread of the pool gets at once: getting a tiny group would take longer than folding it."""
@@ -281,7 +281,8 @@ class BlockFolder:
         target, first = block.target, block.first * block.cols
         if self.options.draw is None:
             return values
-        return rounded(values, target.dtype, partial(self.options.draw, target.stored), first)
+        with computing(values.device):
+            return rounded(values, target.dtype, partial(self.options.draw, target.stored), first)
 
     def _recoded(
         self, tasks: Sequence[FoldTask], merged: Tensor, sample: RowSample | None, lane: DeviceStream | None

@@ -17,6 +17,7 @@ from ..dtypes import Shape
 from ..matching.patch import Patch
 from ..models.weights import RowSlice, Weight, WeightView
 from ..planning.plan import OutputTensor
+from .block_values import base_values, stored_base
 from .devices import load_decompositions, precise
 from .fold import RULES, StackedPatch
 from .gpu_adapters import AdaptersOnDevice
@@ -24,7 +25,7 @@ from .peft_initialisation import Kin, from_base
 from .row_blocks import BLOCK_ELEMENTS, LARGE, Block, BlockPart, blocks
 from .tasks import BlockTask, FoldTask
 from .tensor_moves import HOST, DeviceStream, Placement, finite, move, numbers, one_number, stage, stage_indices, whole
-from .tensors import DeviceCache, Fetch, base_values, gathered, stored_base, weight_values
+from .tensors import DeviceCache, Fetch, gathered, weight_values
 
 KEPT_WHOLE: Final = LARGE
 KEPT_PART: Final = BLOCK_ELEMENTS // 4

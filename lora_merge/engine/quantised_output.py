@@ -20,10 +20,11 @@ from torch import Tensor
 from ..files.codecs.arithmetic import largest
 from ..planning.plan import OutputTensor, Plan, partners
 from .block_folder import BlockFolder
-from .recoding import Codes, new_parts, recode, refitted
+from .block_values import base_view, stored_base
+from .recoding import Codes, Uncovered, new_parts, recode, refitted
 from .row_blocks import BLOCK_ELEMENTS, Block, blocks
-from .tasks import EncodeTask, FoldTask, Largest, LargestTask, Merged, MergedBlock, Uncovered, results
-from .tensors import Fetch, base_view, decoded, packed, stored_base, stored_numbers
+from .tasks import EncodeTask, FoldTask, Largest, LargestTask, Merged, MergedBlock, results
+from .tensors import Fetch, decoded, packed, stored_numbers
 from .windows import Change, Convert
 
 AT_ONCE: Final = 16  # blocks that are measured side by side: 64 MB of numbers

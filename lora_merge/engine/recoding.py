@@ -15,7 +15,6 @@ from ..errors import InputError, TooLarge
 from ..files.codecs.arithmetic import largest
 from ..files.codecs.base import CODES, DRAW, OutOfRange, Packing
 from ..planning.plan import OutputTensor
-from .tasks import Uncovered
 from .tensor_moves import Placement, host, odd, stage
 from .tensors import Fetch, as_bytes, beside, computing, parts_of, raw
 
@@ -35,6 +34,12 @@ class NewParts(NamedTuple):
     others: tuple[PartBytes, ...]
     decoded: Tensor | None = None
     """The first numbers, flat, on the host, as a reader of the output decodes them; None if `Codes.decode` is 0."""
+
+
+class Uncovered(NamedTuple):
+    """Numbers that are not encoded, as the scale of the whole weight does not cover the largest magnitude of them."""
+
+    largest: float
 
 
 def recode(target: OutputTensor, first: int, values: Tensor, codes: Codes, fetch: Fetch) -> NewParts | Uncovered:

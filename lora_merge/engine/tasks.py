@@ -100,12 +100,6 @@ class Largest(NamedTuple):
     merged: MergedBlock | None = None  # if the task keeps it
 
 
-class Uncovered(NamedTuple):
-    """Numbers that are not encoded, as the scale of the whole weight does not cover the largest magnitude of them."""
-
-    largest: float
-
-
 class OutOfMemory(NamedTuple):
     """A call that a device has no memory for, with the device's message; nothing is written."""
 

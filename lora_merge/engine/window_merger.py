@@ -17,6 +17,7 @@ from ..dtypes import COMPUTE_DTYPES
 from ..planning.plan import Plan, partners
 from ..text import Note, listed
 from .block_folder import BlockFolder, FoldOptions
+from .block_values import base_view
 from .change_norms import replaced, replaced_measures
 from .devices import choose, device_bytes, one_core, passed_over, places, release, threads
 from .gpu_adapters import AdaptersOnDevice
@@ -27,7 +28,7 @@ from .recoding import new_parts, refitted
 from .stages import WindowTask
 from .tasks import FoldTask, settled
 from .tensor_moves import convert, settle
-from .tensors import KEPT, SHARE, DeviceCache, TensorCache, base_view, decoded, packed, raw
+from .tensors import KEPT, SHARE, DeviceCache, TensorCache, decoded, packed, raw
 from .windows import Change, Fold, Window, pinned_bytes
 
 PINNED_UNITS: Final = 24
