@@ -134,6 +134,12 @@ class Job(Shown):
     """Whether a model card is written; None: with folders that name their inputs."""
 
 
+@dataclass(frozen=True, repr=False)
+class ResolvedJob(Job):
+    """A job whose base is open: its output has the suffix of the container, and the parts of its adapters have the
+    labels of the base's networks. Planning makes it once, from the job that the user asked for."""
+
+
 @runtime_checkable
 class Opened(Protocol):
     """An opened adapter, or a sum of several; the room `memory` makes them."""

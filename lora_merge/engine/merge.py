@@ -17,7 +17,6 @@ from ..disk.system import peak_memory
 from ..disk.writer import copy_file
 from ..errors import MergeError, TooLarge, as_resource_error, cause, resource_errors
 from ..models.blocks import groups
-from ..models.names import names
 from ..planning.header_entries import final_headers
 from ..planning.model_card import card, card_path
 from ..planning.output_files import Card, contents
@@ -193,7 +192,7 @@ def _report(written: Written, proof: Mapping[str, Any] | None, seconds: float, n
     plan, job = written.plan, written.plan.job
     proven = {n for n, row in enumerate(proof["retained"]) if row["retained"] is not None} if proof else set()
     lost = tuple(written.measures.lost(job, proven))
-    numbers = written.measures.to_dict(len(job.adapters), groups(names(plan.base, job.map)), written.saturated)
+    numbers = written.measures.to_dict(len(job.adapters), groups(plan.names), written.saturated)
     if proof:  # whose numbers are a sample of these
         numbers = numbers or proof["numbers"]
         proof = {name: found for name, found in proof.items() if name != "numbers"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -34,7 +34,7 @@ from ..files.side_files import (
     stored_name,
 )
 from ..files.tokenizers import OTHER_TOKENIZER, Rows, taken
-from ..job import Adapter, Job
+from ..job import Adapter, Job, ResolvedJob
 from ..matching.conflicts import with_overlap_notes
 from ..matching.formula import AdapterContext, check_settings
 from ..matching.match import KnownBase, match_adapter
@@ -52,7 +52,7 @@ from ..safe_regex import Steps
 from ..text import Note
 from .checkpoint_cache import CheckpointCache
 from .combination import Combining
-from .containers import check_container, check_names, check_tensors, header_of, new_gguf, stored_as, with_names_of
+from .containers import OutputContainer, check_name, check_names, container_of, with_names_of
 from .header_entries import kept_entries
 from .output_checksums import entry, summed
 from .plan import NO_OTHERS, OutputFile, OutputTensor, Plan, neighbour, weights
@@ -70,7 +70,7 @@ USUAL: Final = 4  # a larger strength is probably a mistake: 80 instead of 0.8
 class Inputs:
     """The opened inputs of a job: the base with the names of its weights, and its adapters as modules."""
 
-    job: Job
+    job: Job  # as the user asked for it
     base: Index
     names: Names
     adapters: tuple[AdapterFile, ...]
@@ -87,6 +87,18 @@ class Inputs:
             folder = adapter_folder(file.index) if whole else None
             both.append(with_trained_weights(file, folder, lookup, base.tensors, job.unmatched))
         return cls(job, base, lookup, tuple(file for file, _ in both), tuple(folder for _, folder in both))
+
+    @cached_property
+    def container(self) -> OutputContainer:
+        """The container of the output; UsageError for one that cannot be written."""
+        return container_of(self.job, self.base)
+
+    @cached_property
+    def resolved(self) -> ResolvedJob:
+        """The job on its base."""
+        asked = {f.name: getattr(self.job, f.name) for f in fields(Job)}
+        adapters = tuple(on_base(ref, self.names) for ref in self.job.adapters)
+        return ResolvedJob(**{**asked, "adapters": adapters, "output": self.container.output})
 
 
 @dataclass(frozen=True)
@@ -113,7 +125,8 @@ def open_inputs(job: Job, cache: CheckpointCache, *, merged: bool = True) -> Inp
     `merged`: whether the output is a checkpoint like the base, and not an adapter.
     """
     base, lookup = cache.base(job.base, job.map, plain=any(ref.path == job.base for ref in job.adapters))
-    job = check_container(job, base) if merged else job
+    if merged:
+        check_name(container_of(job, base))
     files = (cache.own_adapter(p) if p == job.base else cache.adapter(p) for p in (ref.path for ref in job.adapters))
     adapters = [with_names_of(base, file) for file in files]
     check_names(job, base, adapters)
@@ -128,27 +141,27 @@ def match(inputs: Inputs, *, every_setting: bool = True) -> Matched:
     with Reader(a.index for a in inputs.adapters) as reader, inputs.base.quantised.blamed(inputs.base.path):
         for adapter in inputs.adapters:
             reader.expect_numbers(adapter.index.tensors.values())
-        found = matches(inputs, FileValues(reader), every_setting=every_setting)
-    adapters = tuple(on_base(ref, inputs.names) for ref in inputs.job.adapters)
-    return Matched(replace(inputs, job=replace(inputs.job, adapters=adapters)), found)
+        return Matched(inputs, matches(inputs, FileValues(reader), every_setting=every_setting))
 
 
 def make_plan(matched: Matched) -> Plan:
     """Return the plan, in which every output tensor has its origin and its place."""
-    job, base, found = matched.inputs.job, matched.inputs.base, matched.adapters
+    job, base, names = matched.inputs.resolved, matched.inputs.base, matched.inputs.names
+    # The weights: whether they can be changed, their forms in the output, their places in its files.
     check_stored(matched)
-    quantised = quantising(job, base, matched.inputs.names)
+    quantised = quantising(job, base, names)
     files, indexes = _files(matched, quantised.made), index_names(base)
+    # The other files of a folder.
     folders, sides, notes = _folders(matched)
     refuse_links_outside(base, sides)
+    # Notes for the user.
     if job.method in UNDIRECTED and any(len(t.shape) < 2 and t.combining for f in files for t in f.targets):
         notes.append(Note(f"{job.method}: {ADDED}"))
     if job.dtype == "keep":
         notes += measured((t.name for f in files for t in f.targets if t.uses), base.packed)
     if notes:
         base = replace(base, notes=(*base.notes, *notes))
-    architecture = matched.inputs.names.architecture
-    return Plan(job, base, architecture, found, files, matched.weights, sides, indexes, quantised, folders)
+    return Plan(job, base, names, matched.adapters, files, matched.weights, sides, indexes, quantised, folders)
 
 
 def _folders(matched: Matched) -> tuple[tuple[Folder, ...], dict[str, Path], list[Note]]:
@@ -295,19 +308,21 @@ def _check_values(base: Index, replaced: Mapping[str, StoredTensor]) -> None:
 
 def _files(matched: Matched, made: Mapping[str, Made]) -> tuple[OutputFile, ...]:
     """Return an output file for every input file (same tensors, order and metadata, plus our entries)."""
-    job, base = matched.inputs.job, matched.inputs.base
+    job, base, container = matched.inputs.resolved, matched.inputs.base, matched.inputs.container
+    # The tensors of each file.
     by_file: dict[Path, list[OutputTensor]] = {path: [] for path in base.files}
     for path, target in outputs(matched, made):
         by_file[path].append(target)
-    check_tensors(job, base, (t for targets in by_file.values() for t in targets))
+    container.check_tensors(t for targets in by_file.values() for t in targets)
+    # Its header, with blanks for what is known after the merge: digests of the inputs, sums of codes.
     adapters = [m.adapter.index for m in matched.adapters]
-    found = entries(job, base, adapters, blanks(base, adapters), [m.strengths for m in matched.adapters])
+    by_merge = entries(job, base, adapters, blanks(base, adapters), [m.strengths for m in matched.adapters])
     files = []
     coded = summed([*by_file.values()])
-    for (path, targets), own, changed in zip(by_file.items(), found, coded, strict=True):
-        kept = kept_entries(job, base, path)
-        own |= entry([0] * len(changed)) if own else {}
-        header, alignment = header_of(job, base, path, targets, {**kept, **own})
+    for (path, targets), of_merge, changed in zip(by_file.items(), by_merge, coded, strict=True):
+        kept = kept_entries(container, path)
+        of_sums = entry([0] * len(changed)) if of_merge else {}
+        header, alignment = container.header(path, targets, {**kept, **of_merge, **of_sums})
         name = output_name(path, base) if base.path.is_dir() else ""
         files.append(OutputFile(name, header, _placed(targets, len(header), alignment), kept, alignment))
     return tuple(files)
@@ -325,7 +340,9 @@ def outputs(matched: Matched, made: Mapping[str, Made] = MappingProxyType({})) -
 
 def _outputs(matched: Matched, made: Mapping[str, Made]) -> Iterator[tuple[Path, OutputTensor]]:
     """Yield as `outputs` does, without the way in which changes are combined."""
-    job, base, adapters, before = matched.inputs.job, matched.inputs.base, matched.adapters, matched.weights
+    job, base, container = matched.inputs.job, matched.inputs.base, matched.inputs.container
+    adapters, before = matched.adapters, matched.weights
+    # What the adapters do to each weight.
     uses: dict[str, list[PatchPart]] = {}
     created: dict[str, tuple[Shape, str]] = {}
     separated = {key for one in adapters for key in one.separated}
@@ -335,27 +352,25 @@ def _outputs(matched: Matched, made: Mapping[str, Made]) -> Iterator[tuple[Path,
         for key, more in one.uses.items():
             uses.setdefault(key, []).extend(more)
     dropped = base.beside if job.dtype != "keep" else frozenset()
-    gguf = new_gguf(job, base)
+    # Tensors of the base, with the scales that a quantised form adds.
     for key, info in base.tensors.items():
-        if key in dropped or (gguf is not None and not gguf.holds(info, changed=key in uses)):
+        if key in dropped or not container.holds(info, changed=key in uses):
             continue
         form, weight = made.get(key), replaced.get(key, before[key])
-        if gguf is not None and form is None:
-            yield info.file, _target(job, gguf.named(info), weight, uses, gguf.stored_as(info, weight.shape))
-            continue
-        yield info.file, _target(job, info, weight, uses, stored_as(job, base, info, weight, form))
+        like = container.named(info) if form is None else info
+        yield info.file, _target(job, like, weight, uses, container.stored_as(info, weight, form))
         for new in form.beside if form else ():
             yield info.file, OutputTensor(new.name, stored_name(new), new.dtype, Weight(new.shape, new), 0, new.nbytes)
+    # Tensors that the base lacks, in the file of a tensor beside which they are.
     for key, (shape, beside) in created.items():
         if key in uses or key in replaced or key in separated:
             sibling = neighbour(base, beside)
             stored = stored_name(sibling).removesuffix(beside.rpartition(".")[2]) + key.rpartition(".")[2]
             like = StoredTensor(key, sibling.dtype, shape, sibling.file, 0, 0, key if key in separated else stored)
             weight = replaced.get(key, before[key])
-            if gguf is not None and gguf.holds(like, changed=True):
-                yield sibling.file, _target(job, gguf.named(like), weight, uses, gguf.stored_as(like, shape))
-                continue
-            yield sibling.file, _target(job, like, weight, uses, stored_as(job, base, like, weight, None))
+            if container.holds(like, changed=True):
+                form_of_new = container.stored_as(like, weight, None)
+                yield sibling.file, _target(job, container.named(like), weight, uses, form_of_new)
 
 
 def _target(

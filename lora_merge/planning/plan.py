@@ -23,10 +23,11 @@ from ..files.checkpoint import Index, configuration
 from ..files.codecs.base import Packing
 from ..files.codecs.plain import plain
 from ..files.file_uses import Folder
-from ..job import TOKENIZERS, Job
+from ..job import TOKENIZERS, Job, ResolvedJob
 from ..matching.patch import Match, PatchPart
 from ..merge_methods import METHODS, SUM, Method
 from ..models.fused import together
+from ..models.names import Names
 from ..models.weights import Weight, unstored
 from ..text import Shown, by_component, by_pattern, plural, size, stored
 from .quantisation import NOTHING, Quantising
@@ -149,9 +150,9 @@ class Plan(Shown):
     """One merge, ready to run.
 
     Attributes:
-        job: What was asked for.
+        job: What was asked for, on this base.
         base: The tensors of the base.
-        architecture: What the base is.
+        names: The names of its weights.
         adapters: For each adapter what it matches.
         files: The files that would be written, each with its tensors.
         weights: Name → the weight that formulas read.
@@ -166,9 +167,9 @@ class Plan(Shown):
         (264, 2132696762)
     """
 
-    job: Job
+    job: ResolvedJob
     base: Index
-    architecture: str
+    names: Names
     adapters: tuple[Match, ...]
     files: tuple[OutputFile, ...]
     weights: Mapping[str, Weight]
@@ -188,6 +189,11 @@ class Plan(Shown):
             strengths = [f"{s:g}× {part} ({n})" for part, counts in m.strengths.items() for s, n in counts.items()]
             yield "adapter", f"{ref.path.name}: {m.modules} of {plural(m.total, 'module')}, {', '.join(strengths)}"
         yield "changes", plural(self.changed, "tensor")
+
+    @property
+    def architecture(self) -> str:
+        """What the base is."""
+        return self.names.architecture
 
     @property
     def size(self) -> int:

@@ -118,7 +118,7 @@ def merge_numbers(plan: Plan, *, pictures: bool = False, progress: Progress = un
             measures.tensors[target.name] = found
             factors.forget()
             tensors.kept.clear()
-    told_of = measures.to_dict(len(plan.adapters), groups(names(plan.base, plan.job.map)))
+    told_of = measures.to_dict(len(plan.adapters), groups(plan.names))
     for name, row in told_of.get("tensors", {}).items():
         row |= shown.get(name, {})
     return {**told_of, "warnings": list(_warnings(plan, measures))} if told_of else {}
