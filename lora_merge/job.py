@@ -173,32 +173,32 @@ def make_job(base: str | Path, adapters: Any, output: str | Path | None = None, 
     `adapters`: paths, `(path, strength)` pairs, Adapter objects, or a single one of these. `options`: names of the
     table `OPTIONS`. `dtype` and `compute_dtype` also take torch dtypes, `max_memory` also text such as "2GiB".
     """
-    found, base = checked(options), input_path(base)
+    values, base = checked(options), input_path(base)
     adapters = adapter_list(adapters) or [base]  # the adapter that is attached inside the base
     if len(adapters) > MOST_ADAPTERS:
         raise UsageError(f"{len(adapters)} adapters for one merge", "the list of adapters",
                          f"give at most {MOST_ADAPTERS}, and merge the rest into the result")  # fmt: skip
-    strength, strength_for = found.pop("strength"), found.pop("strength_for")
+    strength, strength_for = values.pop("strength"), values.pop("strength_for")
     adapters = adapters if strength is None else _with_strengths(adapters, strength)
     steps = Steps()
     parts = tuple(_part(p, f, steps) for p, f in pairs(strength_for, "--strength-for"))
     refs = tuple(_adapter(a, parts, steps) for a in adapters)
-    found["max_memory"] = parse_size(found["max_memory"])
-    texts = a_list(found["keep_precision"], "--keep-precision", "a list of patterns")
-    found["keep_precision"] = tuple(text(one, "--keep-precision") for one in texts)
-    found["setting"] = _settings({} if found["setting"] is None else found["setting"])
-    entries = dict(pairs(() if found["metadata"] is None else found["metadata"], "--metadata"))
-    found["metadata"] = tuple((key, text(value, f"--metadata {key[:80]}")) for key, value in entries.items())
-    if found["max_vram"] is not None:
-        found["max_vram"] = parse_size(found["max_vram"], "--max-vram")
-    if found["map"] is not None:
-        found["map"] = expand(found["map"])
-    if found["tokenizer"] is not None:
-        found["tokenizer"] = _whose(found["tokenizer"])
+    values["max_memory"] = parse_size(values["max_memory"])
+    texts = a_list(values["keep_precision"], "--keep-precision", "a list of patterns")
+    values["keep_precision"] = tuple(text(pattern, "--keep-precision") for pattern in texts)
+    values["setting"] = _settings({} if values["setting"] is None else values["setting"])
+    entries = dict(pairs(() if values["metadata"] is None else values["metadata"], "--metadata"))
+    values["metadata"] = tuple((key, text(value, f"--metadata {key[:80]}")) for key, value in entries.items())
+    if values["max_vram"] is not None:
+        values["max_vram"] = parse_size(values["max_vram"], "--max-vram")
+    if values["map"] is not None:
+        values["map"] = expand(values["map"])
+    if values["tokenizer"] is not None:
+        values["tokenizer"] = _whose(values["tokenizer"])
     out = absolute(Path()) / _default_name(base, refs) if output is None else _output(output, base, refs)
-    made = Job(base=base, adapters=refs, output=out, **found)
-    numbers(made)
-    return made
+    job = Job(base=base, adapters=refs, output=out, **values)
+    numbers(job)
+    return job
 
 
 def _whose(value: Any) -> str:
@@ -225,11 +225,11 @@ def validated(job: Job) -> Job:
 
 def _output(path: str | Path, base: Path, adapters: tuple[Adapter, ...]) -> Path:
     """Return the path of the output; if the user names a folder for a file, the file in it has the default name."""
-    found, base = expand(path), of_index(base)
-    inside = names_folder(path) if is_file(base) else str(path).endswith(("/", sep)) and _holds_others(found)
+    path_of_output, base = expand(path), of_index(base)
+    inside = names_folder(path) if is_file(base) else str(path).endswith(("/", sep)) and _holds_others(path_of_output)
     if inside:
-        return found / _default_name(base, adapters)
-    return output_file(path, _ending(base)) if is_file(base) else found
+        return path_of_output / _default_name(base, adapters)
+    return output_file(path, _ending(base)) if is_file(base) else path_of_output
 
 
 def _holds_others(folder: Path) -> bool:
@@ -262,9 +262,9 @@ def adapter_list(adapters: Any) -> list[Any]:
     """Return what stands for adapters as a list: of paths, of Adapters, and of pairs with a strength."""
     adapters = [*adapters.items()] if isinstance(adapters, Mapping) else adapters
     single = isinstance(adapters, str | PathLike | Adapter | Opened) or is_pair(adapters)
-    wanted = "a path, or a list of them"
-    adapters = [adapters] if single else [] if adapters is None else a_list(adapters, "the list of adapters", wanted)
-    return [Path(one) if isinstance(one, PathLike) else one for one in summands(adapters)]
+    kinds = "a path, or a list of them"
+    adapters = [adapters] if single else [] if adapters is None else a_list(adapters, "the list of adapters", kinds)
+    return [Path(adapter) if isinstance(adapter, PathLike) else adapter for adapter in summands(adapters)]
 
 
 def is_pair(value: object) -> bool:
@@ -274,13 +274,13 @@ def is_pair(value: object) -> bool:
 
 def summands(adapters: Sequence[Any]) -> Iterator[Any]:
     """Yield the adapters; an opened one or a sum as pairs of each opened adapter and its strength."""
-    for one in adapters:
-        source, strength = one if isinstance(one, tuple) and len(one) == 2 else (one, 1.0)
+    for named in adapters:
+        source, strength = named if isinstance(named, tuple) and len(named) == 2 else (named, 1.0)
         if isinstance(source, Opened):
             times = factor(strength, "the strength of an adapter")
             yield from ((adapter, s * times) for adapter, s in source.terms)
         else:
-            yield one
+            yield named
 
 
 def _with_strengths(adapters: Sequence[Any], strengths: Sequence[float]) -> list[Any]:
@@ -296,15 +296,17 @@ def _with_strengths(adapters: Sequence[Any], strengths: Sequence[float]) -> list
 
 def _adapter(value: Any, parts: tuple[tuple[str, float], ...], steps: Steps) -> Adapter:
     path, strength = value if isinstance(value, tuple) and len(value) == 2 else (value, 1.0)
-    own: list[tuple[str, Any]] = []
+    parts_of_adapter: list[tuple[str, Any]] = []
     if isinstance(value, Adapter):
-        path, strength, own = value.path, value.strength, pairs(value.parts, str(value.path))
+        path, strength, parts_of_adapter = value.path, value.strength, pairs(value.parts, str(value.path))
     if isinstance(path, Real | tuple):
         raise unlike(value, "the list of adapters", 'a path, or a pair such as ("a.safetensors", 0.8)')
     path = adapter_path(path.terms[0][0].path if isinstance(path, Opened) else path)
-    if len(own) + len(parts) > MOST_PARTS:
-        raise UsageError(f"{len(own) + len(parts)} parts of one adapter", "--strength-for", f"at most {MOST_PARTS}")
-    return Adapter(path, factor(strength, str(path)), (*(_part(p, f, steps) for p, f in own), *parts))
+    if len(parts_of_adapter) + len(parts) > MOST_PARTS:
+        raise UsageError(
+            f"{len(parts_of_adapter) + len(parts)} parts of one adapter", "--strength-for", f"at most {MOST_PARTS}"
+        )
+    return Adapter(path, factor(strength, str(path)), (*(_part(p, f, steps) for p, f in parts_of_adapter), *parts))
 
 
 def _part(part: str, value: float | str, steps: Steps) -> tuple[str, float]:
@@ -335,18 +337,18 @@ def _known_settings() -> Mapping[str, tuple[str, Callable[[Any], bool]]]:
     return {name: KINDS[kind] for name, kind in {**kinds, SETTING: "bool", ROW_ORDER: "order"}.items() if kind in KINDS}
 
 
-def _settings(given: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
+def _settings(settings: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
     """Return the settings sorted, with tuples for lists; UsageError for a name or a value that no formula takes."""
     known = _known_settings()
-    found = {name: _frozen(value) for name, value in pairs(given, "--setting")}
-    for name, value in found.items():
+    values = {name: _frozen(value) for name, value in pairs(settings, "--setting")}
+    for name, value in values.items():
         if name not in known:
             fix = f"use one of {', '.join(sorted(known))}"
             raise UsageError(f"no formula has a setting {name!r}", "--setting", fix)
-        wanted, fits = known[name]
+        kind, fits = known[name]
         if not fits(value):
-            raise UsageError(f"{name} is not {wanted}", f"--setting {name}={shown(value)}", f"use {wanted}")
-    return tuple(sorted(found.items()))
+            raise UsageError(f"{name} is not {kind}", f"--setting {name}={shown(value)}", f"use {kind}")
+    return tuple(sorted(values.items()))
 
 
 def _frozen(value: Any) -> Any:

@@ -122,8 +122,8 @@ class BlockFolder:
         options: FoldOptions | None = None,
     ) -> None:
         self.tensors, self.pool, self.options = tensors, pool, options or FoldOptions()
-        self.lanes = Lanes(at, tensors.kept)
-        adapter_bytes = tensors.held.size if tensors.held is not None else (lambda _: 0)
+        self.lanes = Lanes(at, tensors.cache)
+        adapter_bytes = tensors.adapters_on_device.size if tensors.adapters_on_device is not None else (lambda _: 0)
         draws = self.options.draw is not None
         self.memory = MemoryPolicy(self.lanes, self.options.limits, adapter_bytes, draws=draws)
 

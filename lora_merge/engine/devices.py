@@ -40,36 +40,36 @@ DEVICE_BYTES: Final = 5 * 2**30
 
 def places(devices: str, dtype: str) -> tuple[Placement, ...]:
     """Return the placements for `--device`, one device or several of one kind; ResourceError if one is missing."""
-    found = tuple(place(d.strip(), dtype) for d in devices.split(","))
-    if len(found) > 1 and (len(set(found)) < len(found) or len({p.device.type for p in found}) > 1):
+    placements = tuple(place(d.strip(), dtype) for d in devices.split(","))
+    if len(placements) > 1 and (len(set(placements)) < len(placements) or len({p.device.type for p in placements}) > 1):
         raise ResourceError(
             f"{devices!r} names devices that cannot share the work: they must differ and be of one kind",
             "--device",
             "write cuda:0,cuda:1",
         )
-    return found
+    return placements
 
 
 def place(device: str, dtype: str) -> Placement:
     """Return the placement for `--device` and a dtype by its name in files; ResourceError if the device is missing or
     does not work."""
-    found = _tried(dtype)[-1][0] if device == "auto" else device
+    name = _tried(dtype)[-1][0] if device == "auto" else device
     try:
-        where = torch.device(found)
+        where = torch.device(name)
     except RuntimeError as e:
-        raise ResourceError(f"unknown device {found!r}", "--device", f"use {DEVICES}") from e
+        raise ResourceError(f"unknown device {name!r}", "--device", f"use {DEVICES}") from e
     if (where.index or 0) >= _count(where.type):
         names, why = ", ".join(k for k in KINDS if _count(k)), _refusal(where.type)
         if where.type == "cuda" and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
             why = f"this torch ({torch.__version__}) is a build without CUDA"
-        raise ResourceError(f"no device {found!r} here", f"--device: {why}" if why else "--device",
+        raise ResourceError(f"no device {name!r} here", f"--device: {why}" if why else "--device",
                             f"use one of: auto, {names}")  # fmt: skip
     if dtype == "F64" and not _doubles(where):
-        raise ResourceError(f"{found} computes no fp64", "--compute-dtype", "use fp32, or --device cpu")
+        raise ResourceError(f"{name} computes no fp64", "--compute-dtype", "use fp32, or --device cpu")
     if device != "auto" and (why := unusable(where)):
         if _failed_before(where):
             raise DeviceFailed(str(where), why)
-        raise ResourceError(f"{found} cannot be used", f"--device: {why}", "use --device cpu, or another device")
+        raise ResourceError(f"{name} cannot be used", f"--device: {why}", "use --device cpu, or another device")
     return Placement(_numbered(where), TORCH_DTYPES[dtype])
 
 
@@ -236,8 +236,8 @@ def nth_device(device: str, number: int) -> str:
     """Return the device of the n-th of several workers: each gets the next GPU, unless the user has named one device.
     If `auto` cannot use that GPU, the worker chooses for itself."""
     count = _count("cuda") if device in {"auto", "cuda"} else 0
-    own = f"cuda:{number % count}" if count > 1 else device
-    return device if own != device and device == "auto" and unusable(torch.device(own)) else own
+    numbered = f"cuda:{number % count}" if count > 1 else device
+    return device if numbered != device and device == "auto" and unusable(torch.device(numbered)) else numbered
 
 
 def share_cores(workers: int) -> None:

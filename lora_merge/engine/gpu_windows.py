@@ -1,9 +1,8 @@
 """Folds the changed blocks of a window on a device: one transfer up, a few operations, one transfer down.
 
 The host's bytes are written last, when the results are known to be finite. Until then everything can be done again
-block by block: where a number is too large for its dtype, and where the device is out of memory.
-
-Registers the buffers of windows with CUDA, which then reads and writes them itself, without a copy on the host.
+block by block: where a number is too large for its dtype, and where the device is out of memory. The buffers of windows
+are registered with CUDA, which then reads and writes them itself, without a copy on the host.
 """
 
 from __future__ import annotations
@@ -57,10 +56,10 @@ PORTABLE: Final = 1
 class RegisteredBuffers:
     """Buffers that are registered; their memory is kept until it is unregistered, by `close` at the latest."""
 
-    def __init__(self, *, wanted: bool) -> None:
+    def __init__(self, *, enabled: bool) -> None:
         self._memory: dict[int, tuple[memoryview, torch.device]] = {}
         """Buffer → its memory, and the device that was current when it was registered."""
-        self._wanted, self._lock = wanted, Lock()
+        self._enabled, self._lock = enabled, Lock()
 
     def has(self, buffer: Buffer, device: torch.device) -> bool:
         """Return whether the device can use a buffer itself; registers it, and again after it has grown.
@@ -69,16 +68,16 @@ class RegisteredBuffers:
         """
         memory = buffer.memory
         with self._lock:
-            held = self._memory.get(id(buffer))
-            if held is not None and held[0] is memory:
+            registered = self._memory.get(id(buffer))
+            if registered is not None and registered[0] is memory:
                 return True
-            if held is not None:  # nothing is under way in it: the buffer was free since
+            if registered is not None:  # nothing is under way in it: the buffer was free since
                 self._drop(id(buffer))
-            if not self._wanted or not len(memory):
+            if not self._enabled or not len(memory):
                 return False
             error = _cudart().cudaHostRegister(address(memory), len(memory), PORTABLE)
             if int(error):  # an enumeration, which is true for every value
-                self._wanted = False
+                self._enabled = False
                 _clear_error(device)
                 return False
             self._memory[id(buffer)] = memory, device
@@ -125,7 +124,7 @@ class Batch(NamedTuple):
     task: WindowTask
     folds: tuple[Fold, ...]
     tasks: Callable[[], list[FoldTask]]
-    made: Sequence[int]  # offsets of all results of the window
+    results: Sequence[int]  # offsets of all results of the window
     nbytes: int  # of the device's memory that folding takes
 
 
@@ -150,13 +149,13 @@ class DeviceWindows:
         """Base bytes that several plans merge, by the number of their window, which is held for it, and their place."""
         self._sharing, self._room = Lock(), base_share(device_bytes(blocks.memory.limits.max_vram))
         self.run_sums = RunSums(min(change_sample.RUN_NUMBERS, blocks.memory.share // change_sample.ROOM))
-        self.registered = RegisteredBuffers(wanted=blocks.lanes.at[0].device.type == "cuda")
+        self.registered = RegisteredBuffers(enabled=blocks.lanes.at[0].device.type == "cuda")
 
     def begin(self, task: WindowTask, fold_task: Callable[[Fold], FoldTask]) -> Iterator[Future[Merged] | Fold]:
         """Start to fold the blocks of a task; yield a future for each part, and the blocks that are left: those whose
         bytes are not numbers that the device has. `fold_task` returns a block's task, with its tensors on the host."""
         change, ours = task.change, list[Fold]()
-        made = sorted([f.at for f in change.folds] + [c.at for c in change.converts])
+        results = sorted([f.at for f in change.folds] + [c.at for c in change.converts])
         for f in change.folds:
             if self._takes(f):
                 ours.append(f)
@@ -165,7 +164,7 @@ class DeviceWindows:
         for apart in (False, True):
             for some, nbytes in self._parts(sorted((f for f in ours if f.apart is apart), key=lambda f: f.at)):
                 tasks = partial(lambda some: [fold_task(f) for j in some for f in _by_block(j)], some)
-                yield self.pool.submit(self._fold, Batch(task, tuple(j.fold for j in some), tasks, made, nbytes))
+                yield self.pool.submit(self._fold, Batch(task, tuple(j.fold for j in some), tasks, results, nbytes))
 
     def _takes(self, f: Fold) -> bool:
         target, at = f.block.target, self.blocks.lanes.at[0]
@@ -216,78 +215,82 @@ class DeviceWindows:
     def _at_once(self, part: Batch, lane: DeviceStream) -> PendingRowSums | None:
         """Fold blocks and write the results. None, with nothing written, if a number is too large for its dtype or an
         adapter's value is invalid, or terms cancel: folding block by block then finds which."""
+        # Up: the base bytes, from the first block's to the last one's.
         task, apart = part.task, part.folds[0].apart
         host = task.base_bytes.views(task.window)[apart]
         low = min(f.source for f in part.folds) // ALIGNED * ALIGNED
-        given = _bytes(host, low, max(f.source + f.source_bytes for f in part.folds))
-        there = self._uploaded(part, given, low, lane)
+        base = _bytes(host, low, max(f.source + f.source_bytes for f in part.folds))
+        uploaded = self._uploaded(part, base, low, lane)
         start = part.folds[0].at // ALIGNED * ALIGNED
         size = part.folds[-1].at + part.folds[-1].nbytes - start
         if apart:
             out = torch.empty(size, dtype=torch.uint8, device=lane.at.device)
         else:  # other plans need the base's bytes
-            out = there if task.last else there.clone()
+            out = uploaded if task.last else uploaded.clone()
+        # Fold, by placement and dtype; then look at the extremes of each kind, and at terms that cancel.
         kinds: dict[tuple[bool, str], list[Fold]] = {}
         for f in part.folds:
             kinds.setdefault((precise_at(lane.at, f.block) == lane.at, f.block.target.dtype), []).append(f)
         try:
-            found = [self._merged(some, there, low, lane) for some in kinds.values()]
+            folded = [self._merged(some, uploaded, low, lane) for some in kinds.values()]
         except DoesNotFit:
             return None
-        ends = [extremes(made.work, lane, number) for number, made in enumerate(found)]
-        flags = [flag for made in found for flag in made.cancelled]
+        ends = [extremes(part_of_window.work, lane, number) for number, part_of_window in enumerate(folded)]
+        flags = [flag for part_of_window in folded for flag in part_of_window.cancelled]
         cancelled = brought(torch.cat(flags), lane, "cancelled") if flags else torch.zeros(0)
         lane.settle()
         dtypes = [TORCH_DTYPES[dtype] for _, dtype in kinds]
         if cancelled.any() or not all(map(fit, ends, dtypes)):
             return None
-        for made, dtype in zip(found, dtypes, strict=True):
-            new: Sequence[Tensor] = rounded(made.work, dtype).split_with_sizes(made.sizes)
+        # Cast the merged numbers into the bytes of the output.
+        for part_of_window, dtype in zip(folded, dtypes, strict=True):
+            new: Sequence[Tensor] = rounded(part_of_window.work, dtype).split_with_sizes(part_of_window.sizes)
             drawn = self.blocks.options.draw is not None and dtype.itemsize < 4
             if drawn:
-                old = made.work.split_with_sizes(made.sizes)
-                new = [self.blocks.drawn(f.block, v) for f, v in zip(made.folds, old, strict=True)]
-            cast_all(new, [_numbers(out, f.at - start, f.nbytes, dtype) for f in made.folds])
+                old = part_of_window.work.split_with_sizes(part_of_window.sizes)
+                new = [self.blocks.drawn(f.block, v) for f, v in zip(part_of_window.folds, old, strict=True)]
+            cast_all(new, [_numbers(out, f.at - start, f.nbytes, dtype) for f in part_of_window.folds])
             if drawn:
-                _note_stored(made, new)
-        read = self._add_up(task.plan, found, lane)
-        view = task.own.out.view(task.window.start, task.window.size)
+                _note_stored(part_of_window, new)
+        # Down: the results; meanwhile the sums of the samples.
+        read = self._add_up(task.plan, folded, lane)
+        view = task.output.out.view(task.window.start, task.window.size)
         for a, b in _runs(part, bridged=not apart):
-            download(out[a - start : b - start], _bytes(view, a, b), lane, self._piece(task.own.out, lane))
+            download(out[a - start : b - start], _bytes(view, a, b), lane, self._piece(task.output.out, lane))
         lane.settle()
         return read
 
-    def _uploaded(self, part: Batch, given: Tensor, low: int, lane: DeviceStream) -> Tensor:
+    def _uploaded(self, part: Batch, base: Tensor, low: int, lane: DeviceStream) -> Tensor:
         """Return bytes of the base on the device: those that another plan's task has brought there, if there are such
         tasks."""
         task, apart = part.task, part.folds[0].apart
         piece = self._piece(task.base_bytes.base if apart else task.base_bytes.out, lane)
         if task.first and task.last:
-            return upload(given, lane, piece)
-        key = (id(task.window), apart, low, len(given), lane.at)
+            return upload(base, lane, piece)
+        key = (id(task.window), apart, low, len(base), lane.at)
         with self._sharing:
             if key not in self._shared:
-                there = upload(given, lane, piece)
-                if len(given) + sum(len(held) for _, held in self._shared.values()) > self._room:
-                    return there
+                uploaded = upload(base, lane, piece)
+                if len(base) + sum(len(bytes_there) for _, bytes_there in self._shared.values()) > self._room:
+                    return uploaded
                 lane.settle()
-                self._shared[key] = task.window, there
+                self._shared[key] = task.window, uploaded
             return lane.hold(self._shared[key][1])
 
     def forget(self, window: Window) -> None:
         """Give up the bytes of a window that all plans have merged."""
         with self._sharing:
-            self._shared = {key: held for key, held in self._shared.items() if held[0] is not window}
+            self._shared = {key: entry for key, entry in self._shared.items() if entry[0] is not window}
 
     def _piece(self, buffer: Buffer, lane: DeviceStream) -> int:
         direct = lane.stream is None or self.registered.has(buffer, lane.at.device)
         return 0 if direct else self.piece
 
-    def _add_up(self, plan: int, found: Sequence[FoldedBatch], lane: DeviceStream) -> PendingRowSums:
+    def _add_up(self, plan: int, folded: Sequence[FoldedBatch], lane: DeviceStream) -> PendingRowSums:
         """Start to add up the samples of a part, and of earlier ones; return a function for the measures of blocks that
         are sampled by rows. Those of the others are kept."""
-        read = bring_sums([w for made in found for w in made.row_samples], lane)
-        rest = self.run_sums.add(plan, [made.by_runs for made in found if made.by_runs is not None], lane)
+        read = bring_sums([w for batch in folded for w in batch.row_samples], lane)
+        rest = self.run_sums.add(plan, [batch.by_runs for batch in folded if batch.by_runs is not None], lane)
 
         def both() -> tuple[Measured, ...]:
             rest()
@@ -303,8 +306,9 @@ class DeviceWindows:
                 rest()
         return self.run_sums.of(plan)
 
-    def _merged(self, folds: Sequence[Fold], there: Tensor, low: int, lane: DeviceStream) -> FoldedBatch:
+    def _merged(self, folds: Sequence[Fold], input_bytes: Tensor, low: int, lane: DeviceStream) -> FoldedBatch:
         """Fold blocks of one placement and dtype."""
+        # The base values of all blocks, and all factors, gathered with few operations.
         at = precise_at(lane.at, folds[0].block)
         stacks = [*groups(folds, lambda f: f.block, lambda _: len(folds))]
         ordered = [f for stack in stacks for f in stack]
@@ -312,22 +316,23 @@ class DeviceWindows:
         work, gather = torch.empty(sum(sizes), dtype=at.dtype, device=at.device), Gather()
         for f, part in zip(ordered, work.split_with_sizes(sizes), strict=True):
             dtype = TORCH_DTYPES[f.block.target.weight.stored.dtype]
-            gather.add(_numbers(there, f.source - low, f.source_bytes, dtype), part)
+            gather.add(_numbers(input_bytes, f.source - low, f.source_bytes, dtype), part)
         patches = [self.blocks.tensors.stacks([f.block for f in stack], at, lane, gather.stacked) for stack in stacks]
         gather.run()
+        # Fold kind by kind; runs of the whole batch are one sample.
         by_runs = self.blocks.options.draw is None and any(suits(f.block) for f in ordered)
         sampled: RunSample | None = None
         if by_runs:
             counts = [f.block.elements if suits(f.block) else 0 for f in ordered]
             sampled = RunSample.of([f.block for f in ordered], counts, work, change_sample.PERIOD)
         done, row_samples, flags = 0, list[RowSample](), list[Tensor]()
-        for stack, own in zip(stacks, patches, strict=True):
+        for stack, patches_of_stack in zip(stacks, patches, strict=True):
             b = stack[0].block
             base = work[done : done + len(stack) * b.elements].view(len(stack), b.last - b.first, b.cols)
             alike = [f.block for f in stack]
             sample = None if by_runs and suits(b) else sample_of(alike, base, self.blocks.options.sampling)
             sums = LargestSums.of(alike, base)
-            merged = new_weights(alike, base, own, *(o for o in (sums, sample) if o is not None))
+            merged = new_weights(alike, base, patches_of_stack, *(o for o in (sums, sample) if o is not None))
             flags += [] if sums is None else [sums.cancelled]
             row_samples += [sample] if isinstance(sample, RowSample) else []
             if merged is not base:
@@ -342,10 +347,10 @@ class DeviceWindows:
         self.registered.close()
 
 
-def _note_stored(made: FoldedBatch, stored: Sequence[Tensor]) -> None:
+def _note_stored(folded: FoldedBatch, stored: Sequence[Tensor]) -> None:
     """Record in the samples what is stored, where numbers are rounded stochastically."""
-    numbers = {id(f.block): own for f, own in zip(made.folds, stored, strict=True)}
-    for sample in made.row_samples:
+    numbers = {id(f.block): stored_numbers for f, stored_numbers in zip(folded.folds, stored, strict=True)}
+    for sample in folded.row_samples:
         sample.note_stored(torch.stack([numbers[id(b)].view(-1, b.cols) for b in sample.blocks]))
 
 
@@ -378,7 +383,7 @@ def _runs(part: Batch, *, bridged: bool) -> Iterator[tuple[int, int]]:
 
     def near(a: Fold, b: Fold) -> bool:
         end = a.at + a.nbytes
-        return end == b.at or (bridged and part.made[bisect_left(part.made, end)] == b.at)
+        return end == b.at or (bridged and part.results[bisect_left(part.results, end)] == b.at)
 
     low = part.folds[0]
     for a, b in zip(part.folds, (*part.folds[1:], None), strict=True):
@@ -387,9 +392,9 @@ def _runs(part: Batch, *, bridged: bool) -> Iterator[tuple[int, int]]:
             low = b or low
 
 
-def _numbers(there: Tensor, at: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+def _numbers(data: Tensor, at: int, nbytes: int, dtype: torch.dtype) -> Tensor:
     """Return a part of some bytes as numbers, flat; they share the bytes."""
-    return there[at : at + nbytes].view(dtype)
+    return data[at : at + nbytes].view(dtype)
 
 
 def _bytes(memory: memoryview, low: int, high: int) -> Tensor:

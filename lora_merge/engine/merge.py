@@ -55,7 +55,7 @@ def run_together(
         stacks = [stack.enter_context(ExitStack()) for _ in plans]  # remove outputs without a name at the end
         for plan in plans:
             progress(Step("load", str(plan.job.output), total=plan.size))
-        outputs = [_open(plan, own) for plan, own in zip(plans, stacks, strict=True)]
+        outputs = [_open(plan, cleanup) for plan, cleanup in zip(plans, stacks, strict=True)]
         ready = [o for o in outputs if isinstance(o, _Output)]
         indexes = [i for o in ready for i in (o.plan.base, *(m.adapter.index for m in o.plan.adapters))]
         reader = stack.enter_context(Reader(indexes))
@@ -65,12 +65,12 @@ def run_together(
         for number, o in enumerate(outputs):
             outcome: Report | Exception
             if isinstance(o, _Output):
-                found = next(written)
+                result = next(written)
                 deliver_pending()
                 outcome = (
-                    o.failed(found)
-                    if isinstance(found, Exception)
-                    else o.attempt(partial(_end, o, found, reader, share, progress))
+                    o.failed(result)
+                    if isinstance(result, Exception)
+                    else o.attempt(partial(_end, o, result, reader, share, progress))
                 )
             else:
                 deliver_pending()
@@ -154,11 +154,11 @@ def _write_card(plan: Plan) -> tuple[Note, ...]:
     if plan.is_folder or not plan.has_card:
         return ()
     path = card_path(plan)
-    made = None if path in plan.read or path.is_symlink() else card(plan, path)
-    if made is None:
+    content = None if path in plan.read or path.is_symlink() else card(plan, path)
+    if content is None:
         return (Note(f"no model card was written: another kind of file is at {path}"),)
     try:
-        put_file(path, made)
+        put_file(path, content)
     except MergeError as e:
         return (Note(f"no model card was written: {cause(e)} ({path})"),)
     return ()
@@ -177,10 +177,12 @@ def _prove(written: Written, reader: Reader, progress: Progress) -> Mapping[str,
         if path in touched and sha256(path) != digest:
             raise changed(path, "its bytes differ, though its time of change does not")
     full = bool(touched)
-    wanted = plan.job.verify or full
-    headers, seen = final_headers(plan, written.digests, written.sums), written.measures.seen
+    verifies = plan.job.verify or full
+    headers, checked = final_headers(plan, written.digests, written.sums), written.measures.seen
     proof = (
-        verify(plan, written.part, reader, full=full, written=headers, seen=seen, progress=progress) if wanted else None
+        verify(plan, written.part, reader, full=full, written=headers, seen=checked, progress=progress)
+        if verifies
+        else None
     )
     if touched != reader.check_unchanged(plan.inputs):
         raise changed(next(iter(touched), plan.inputs[0]), "its times of change differ")
@@ -195,7 +197,7 @@ def _report(written: Written, proof: Mapping[str, Any] | None, seconds: float, n
     numbers = written.measures.to_dict(len(job.adapters), groups(plan.names), written.saturated)
     if proof:  # whose numbers are a sample of these
         numbers = numbers or proof["numbers"]
-        proof = {name: found for name, found in proof.items() if name != "numbers"}
+        proof = {name: facts for name, facts in proof.items() if name != "numbers"}
     return Report(
         output=str(job.output), base=str(job.base), architecture=plan.architecture, coverage=coverage(plan),
         tensors=sum(len(f.targets) for f in plan.files), changed=plan.changed, written=plan.size,

@@ -44,9 +44,9 @@ class PatchTensors:
 
     fetch: Fetch
     weights: Mapping[str, Weight]
-    kept: DeviceCache = field(default_factory=DeviceCache)
+    cache: DeviceCache = field(default_factory=DeviceCache)
     basis_weights: Kin = field(default_factory=dict)  # tensors that layers of one kind share, computed from the base
-    held: AdaptersOnDevice | None = None  # tensors that are on the device already
+    adapters_on_device: AdaptersOnDevice | None = None  # tensors that are on the device already
 
     def whole(self, key: str) -> Tensor:
         """Return all numbers of a weight of the base."""
@@ -100,9 +100,9 @@ class PatchTensors:
             values = [s.use.patch.numbers.get(name, 1.0) for s in slices]
             fields[name] = self._numbers(values, to, lane, stacked if row.prepare is None else torch.stack, alike=alike)
         derived = row.derived(patch.shapes, patch.view.shape, dict(patch.settings))
-        made = [{**derived, **from_base(s.use.patch, self.weights, self.fetch, self.basis_weights)} for s in slices]
-        for slot in made[0]:
-            fields[slot] = (stage_indices if slot in row.integer_slots else stage)([m[slot] for m in made], to)
+        computed = [{**derived, **from_base(s.use.patch, self.weights, self.fetch, self.basis_weights)} for s in slices]
+        for slot in computed[0]:
+            fields[slot] = (stage_indices if slot in row.integer_slots else stage)([m[slot] for m in computed], to)
         tensors = row.prepared(row.tensors(**fields))
         return StackedPatch(
             row,
@@ -142,9 +142,9 @@ class PatchTensors:
             tensor = self._rows(info, shape, cut) if cut is not None else self.fetch(info).reshape(shape)
             return put([tensor], at).squeeze(0)
 
-        held = self._held(info, at, lane)
-        if held is not None:
-            whole = held.view(shape)
+        on_device = self._uploaded(info, at, lane)
+        if on_device is not None:
+            whole = on_device.view(shape)
             return whole if cut is None else whole.narrow(*cut).contiguous()
         key = (info.file, info.name, shape, at)
         if prod(shape) <= KEPT_WHOLE:  # kept once for all blocks
@@ -162,11 +162,11 @@ class PatchTensors:
         part = replace(info, shape=(count, *shape[1:]), offset=info.offset + first * row, nbytes=count * row)
         return self.fetch(part)
 
-    def _held(self, wanted: StoredTensor | float, at: Placement, lane: DeviceStream) -> Tensor | None:
+    def _uploaded(self, tensor: StoredTensor | float, at: Placement, lane: DeviceStream) -> Tensor | None:
         """Return what is at the placement already, see `AdaptersOnDevice.get`."""
-        if self.held is None or at != lane.at or at.device.type == "cpu":
+        if self.adapters_on_device is None or at != lane.at or at.device.type == "cpu":
             return None
-        return self.held.get(wanted, lane)
+        return self.adapters_on_device.get(tensor, lane)
 
     def _numbers(
         self, values: Sequence[float], at: Placement, lane: DeviceStream, stacked: Stack, *, alike: bool
@@ -174,14 +174,14 @@ class PatchTensors:
         """Return the values as [n, 1, 1]; `alike`: or as one number without axes, if they are equal."""
         if alike and at.device.type != "cpu" and len(set(values)) == 1:
             return one_number(values[0], at)
-        held = [own for value in values if (own := self._held(value, at, lane)) is not None]
-        if len(held) == len(values):
-            return stacked(held) if len(held) > 1 else held[0].unsqueeze(0)
+        on_device = [number for value in values if (number := self._uploaded(value, at, lane)) is not None]
+        if len(on_device) == len(values):
+            return stacked(on_device) if len(on_device) > 1 else on_device[0].unsqueeze(0)
         return self._keep((tuple(values), at), lane, lambda: numbers(values, at))
 
     def _keep(self, key: tuple[Any, ...], lane: DeviceStream, make: Callable[[], Tensor]) -> Tensor:
         """Return the tensor kept under this key, or make it."""
-        return lane.hold(self.kept.get(key, make, lane.settle))
+        return lane.hold(self.cache.get(key, make, lane.settle))
 
     def _magnitude(self, slices: Sequence[BlockPart], at: Placement) -> tuple[dora.Axis, Tensor] | None:
         if slices[0].use.patch.magnitude is None:
@@ -208,10 +208,10 @@ class PatchTensors:
 
     def _changed(self, values: Tensor, target: OutputTensor, at: Placement, lane: DeviceStream) -> Tensor:
         """Return [rows, cols] a whole tensor of the base, changed by all uses of the target, at the placement."""
-        found = stage([values.reshape(target.matrix)], at)[0].clone()
+        changed = stage([values.reshape(target.matrix)], at)[0].clone()
         for block in blocks(target):
             if block.slices:
-                rows = found[block.first : block.last]
-                own = rows.unsqueeze(0).clone()  # as where the block is merged
-                rows.copy_(RULES[target.method.name](own, self.stacks([block], at, lane))[0])
-        return found.reshape(values.shape)
+                rows = changed[block.first : block.last]
+                block_values = rows.unsqueeze(0).clone()  # as where the block is merged
+                rows.copy_(RULES[target.method.name](block_values, self.stacks([block], at, lane))[0])
+        return changed.reshape(values.shape)

@@ -181,10 +181,10 @@ def blocks(target: OutputTensor) -> Iterator[Block]:
         return
     uses = Ranges((u.piece.start, u.piece.stop, u) for u in target.uses)
     for low, high in _ranges(target, rows, cols):
-        found = uses.meeting(low, high)
-        step = high - low if any(map(_joined, found)) else max(1, BLOCK_ELEMENTS // max(cols * group, 1)) * group
+        changing = uses.meeting(low, high)
+        step = high - low if any(map(_joined, changing)) else max(1, BLOCK_ELEMENTS // max(cols * group, 1)) * group
         for first in range(low, high, step):
-            yield _block(target, first, min(first + step, high), found, Run(low, high, step))
+            yield _block(target, first, min(first + step, high), changing, Run(low, high, step))
 
 
 def block(target: OutputTensor, first: int, last: int) -> Block:
@@ -193,8 +193,8 @@ def block(target: OutputTensor, first: int, last: int) -> Block:
 
 
 def _block(target: OutputTensor, first: int, last: int, uses: Sequence[PatchPart], run: Run) -> Block:
-    found = tuple(_slice(target, u, first, last) for u in uses if u.piece.start < last and first < u.piece.stop)
-    return Block(target, first, last, target.matrix[1], found, run)
+    parts = tuple(_slice(target, u, first, last) for u in uses if u.piece.start < last and first < u.piece.stop)
+    return Block(target, first, last, target.matrix[1], parts, run)
 
 
 def groups(items: Sequence[Work], of: Callable[[Work], Block], most: Callable[[Block], int]) -> Iterator[list[Work]]:

@@ -28,9 +28,9 @@ class Buffer:
     def view(self, start: int, size: int) -> memoryview:
         """Return `size` bytes whose address equals `start` modulo the size of a page."""
         lead = start % PAGE
-        held, needed = len(self.memory), lead + size
-        if held < needed:
-            self.memory = aligned_buffer(needed + needed // 4 if held else needed)
+        size_before, needed = len(self.memory), lead + size
+        if size_before < needed:
+            self.memory = aligned_buffer(needed + needed // 4 if size_before else needed)
         return self.memory[lead : lead + size]
 
 
@@ -53,7 +53,7 @@ class WindowTask:
     window: Window
     plan: int
     base_bytes: WindowBuffers  # the bytes read, shared by all tasks of the window
-    own: WindowBuffers  # for the output bytes; the last task makes them in `base_bytes`
+    output: WindowBuffers  # for the output bytes; the last task makes them in `base_bytes`
     first: bool
     last: bool
     shared: bool = False  # whether the output file shares these blocks with the base
@@ -81,15 +81,15 @@ class MemoryBudget:
     @contextmanager
     def hold(self, nbytes: int) -> Iterator[None]:
         """Hold so many bytes; waits until they are free. Who needs more than all of them waits to be alone."""
-        wanted = min(nbytes, self._whole)
+        taken = min(nbytes, self._whole)
         with self._changed:
-            self._changed.wait_for(lambda: self._free >= wanted)
-            self._free -= wanted
+            self._changed.wait_for(lambda: self._free >= taken)
+            self._free -= taken
         try:
             yield
         finally:
             with self._changed:
-                self._free += wanted
+                self._free += taken
                 self._changed.notify_all()
 
 

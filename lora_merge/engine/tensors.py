@@ -45,16 +45,16 @@ class TensorCache:
 
     def __init__(self, reader: Reader, adapters: frozenset[Path], room: int = 2**62) -> None:
         self._reader, self._adapters, self._room = reader, adapters, room
-        self._kept: OrderedDict[tuple[Source, int, int, str], Tensor] = OrderedDict()
+        self._tensors: OrderedDict[tuple[Source, int, int, str], Tensor] = OrderedDict()
         self._bytes, self._lock = 0, Lock()
 
     def fetch(self, info: StoredTensor) -> Tensor:
         """Return the tensor as stored, on the CPU; InputError if an adapter's values are not finite."""
         key = (info.source, info.offset, info.nbytes, info.dtype)  # an empty tensor has the offset of the next one
         with self._lock:
-            tensor = self._kept.get(key)
+            tensor = self._tensors.get(key)
             if tensor is not None:
-                self._kept.move_to_end(key)
+                self._tensors.move_to_end(key)
         if tensor is None:
             tensor = view_bytes(self._reader.view(info), info.dtype, info.shape)
             if info.file in self._adapters:
@@ -65,11 +65,11 @@ class TensorCache:
     def _keep(self, key: tuple[Source, int, int, str], tensor: Tensor) -> None:
         """Keep a tensor, and drop those used longest ago where all take more than the room."""
         with self._lock:
-            if key not in self._kept:
+            if key not in self._tensors:
                 self._bytes += tensor.nbytes
-            self._kept[key] = tensor
-            while self._bytes > self._room and len(self._kept) > RECENT:
-                self._bytes -= self._kept.popitem(last=False)[1].nbytes
+            self._tensors[key] = tensor
+            while self._bytes > self._room and len(self._tensors) > RECENT:
+                self._bytes -= self._tensors.popitem(last=False)[1].nbytes
 
     def read(self, info: StoredTensor) -> Tensor:
         """Return the tensor as stored, on the CPU; it is not kept."""
@@ -82,7 +82,7 @@ class TensorCache:
     def forget(self) -> None:
         """Drop the tensors; called after each window, so that memory does not grow with the model."""
         with self._lock:
-            self._kept.clear()
+            self._tensors.clear()
             self._bytes = 0
 
 
@@ -90,43 +90,43 @@ class DeviceCache:
     """Tensors at their placement, made once for all blocks and plans that use them; keeps about `most` numbers."""
 
     def __init__(self, most: int = KEPT) -> None:
-        self._made: dict[Any, Tensor] = {}
+        self._tensors: dict[Any, Tensor] = {}
         self._numbers, self._most = 0, most
         self._lock = Lock()
 
     def get(self, key: Any, make: Callable[[], Tensor], settle: Callable[[], None]) -> Tensor:
         """Return the tensor of this key, made once even if two threads want it, and settled before it is shared."""
-        found = self._made.get(key)
-        if found is not None:
-            return found
+        tensor = self._tensors.get(key)
+        if tensor is not None:
+            return tensor
         if self._numbers > self._most:
             return make()
         with self._lock:
-            if key not in self._made:
-                made = make()
+            if key not in self._tensors:
+                new = make()
                 settle()
-                self._made[key] = made
-                self._numbers += made.numel()
-            return self._made[key]
+                self._tensors[key] = new
+                self._numbers += new.numel()
+            return self._tensors[key]
 
     def clear(self) -> None:
         """Give the memory back."""
         with self._lock:
-            self._made.clear()
+            self._tensors.clear()
             self._numbers = 0
 
 
 def parts_of(numbers: Tensor, packing: Packing, first: int, count: int, fetch: Fetch) -> dict[str, Tensor]:
     """Return the stored parts of `count` numbers of a weight from `first` on, on the device of the codes, `numbers`; a
     single number of the whole weight stays on the CPU."""
-    found = {CODES: numbers}
+    parts = {CODES: numbers}
     for role, part in packing.parts.items():
         info, (low, size) = part.info, part.span(first, count)
         kind = info.dtype if info.dtype in TORCH_DTYPES and role != CODES else "U8"
         shape = (size // ITEM_BYTES[kind],)
-        own = fetch(replace(info, dtype=kind, shape=shape, offset=info.offset + low, nbytes=size))
-        found[role] = own if shape == (1,) and not part.numbers else beside(own, numbers)
-    return found
+        numbers_of_part = fetch(replace(info, dtype=kind, shape=shape, offset=info.offset + low, nbytes=size))
+        parts[role] = numbers_of_part if shape == (1,) and not part.numbers else beside(numbers_of_part, numbers)
+    return parts
 
 
 def beside(tensor: Tensor, other: Tensor) -> Tensor:
@@ -216,8 +216,8 @@ def packed(raw: memoryview, packing: Packing, dtype: str, shape: tuple[int, ...]
 
 def raw(numbers: Tensor) -> bytes:
     """Return the bytes of a tensor."""
-    found: Any = host(as_bytes(numbers)).numpy()
-    return bytes(found.tobytes())
+    array: Any = host(as_bytes(numbers)).numpy()
+    return bytes(array.tobytes())
 
 
 def check_finite(tensor: Tensor, info: StoredTensor) -> None:

@@ -45,19 +45,19 @@ class WindowMerger:
         at = places(job.device, COMPUTE_DTYPES[job.compute_dtype])
         self.device = ",".join(str(p.device) for p in at)
         room = min(p.job.max_memory for p in plans) // SHARE
-        own = frozenset(f for p in plans for m in p.adapters for f in m.adapter.index.files)
-        self.cache = TensorCache(reader, own, room)
+        adapter_files = frozenset(f for p in plans for m in p.adapters for f in m.adapter.index.files)
+        self.cache = TensorCache(reader, adapter_files, room)
         self.pool = ThreadPoolExecutor(threads(at, job.max_vram), thread_name_prefix="fold", initializer=one_core)
         unit = 1 << (pinned_bytes(job) // PINNED_UNITS).bit_length() - 1  # as torch pins memory in powers of two
-        held = None
+        uploaded = None
         if at[0].device.type != "cpu":
-            held = AdaptersOnDevice(reader, plans, device_bytes(job.max_vram) // 4, 4 * unit)
-        kept = DeviceCache(min(KEPT, room // (4 * SHARE)))
-        tensors = PatchTensors(self.cache.fetch, plans[0].weights, kept, held=held)
+            uploaded = AdaptersOnDevice(reader, plans, device_bytes(job.max_vram) // 4, 4 * unit)
+        cache = DeviceCache(min(KEPT, room // (4 * SHARE)))
+        tensors = PatchTensors(self.cache.fetch, plans[0].weights, cache, adapters_on_device=uploaded)
         changed = checked(t.name for f in plans[0].files for t in f.targets if t.uses)
         self.blocks = BlockFolder(at, tensors, self.pool, FoldOptions.of(job, at, 2 * unit, changed))
         self.blocks.memory.notes += passed_over(job.device, COMPUTE_DTYPES[job.compute_dtype])
-        self.whole = DeviceWindows(self.blocks, self.pool, unit) if held else None
+        self.whole = DeviceWindows(self.blocks, self.pool, unit) if uploaded else None
         self.cut = [Counter[str]() for _ in plans]
         """For each plan tensor → how many numbers were too large for its dtype, and cut."""
         self.uncovered: list[dict[str, float]] = [{} for _ in plans]
@@ -70,9 +70,9 @@ class WindowMerger:
     def begin(self, task: WindowTask) -> None:
         """Start to fold changed blocks, convert other dtypes and copy the rest; the task is complete after `settle`."""
         base_bytes, base = task.base_bytes.views(task.window)
-        out = task.own.out.view(task.window.start, task.window.size)
+        out = task.output.out.view(task.window.start, task.window.size)
         if not task.last:
-            for low, high in _kept(task.window, task.change):
+            for low, high in _copied_ranges(task.window, task.change):
                 out[low:high] = base_bytes[low:high]
         task.under_way.extend(self.codes.scales(task.plan, task.change, base))
         for c in task.change.converts:
@@ -87,10 +87,10 @@ class WindowMerger:
             into = packed(out[c.at : c.at + c.nbytes], c.target.packing, c.target.dtype, (c.count,))
             if not convert(values, into):
                 task.saturated[name] += settle(name, values, into, saturate=self.blocks.options.saturate)
-        kept = None if task.last else base_bytes  # the last task overwrites the base values
+        input_bytes = None if task.last else base_bytes  # the last task overwrites the base values
 
         def fold_task(f: Fold) -> FoldTask:
-            return self.codes.task(task.plan, _fold_task(f, out, base if f.apart else kept))
+            return self.codes.task(task.plan, _fold_task(f, out, base if f.apart else input_bytes))
 
         # Blocks: those of plain numbers in whole windows on a device, the others in groups.
         rest = task.change.folds
@@ -152,7 +152,7 @@ class WindowMerger:
     def forget(self) -> None:
         """Drop the adapters' tensors of this window, so that memory does not grow with the model."""
         self.cache.forget()
-        self.blocks.tensors.kept.clear()
+        self.blocks.tensors.cache.clear()
 
     def close(self) -> None:
         """End the threads, and give back the memory of their streams, which no other stream can use."""
@@ -160,8 +160,8 @@ class WindowMerger:
         if self.whole is not None:
             self.whole.close()
         self.forget()
-        if (held := self.blocks.tensors.held) is not None:
-            held.forget()
+        if (uploaded := self.blocks.tensors.adapters_on_device) is not None:
+            uploaded.forget()
         release(self.blocks.lanes.at)
         for spool in self.spools:
             spool.close()
@@ -178,7 +178,7 @@ def _unequal(plan: Plan, grown: Collection[str]) -> Iterator[Note]:
         )
 
 
-def _kept(window: Window, change: Change) -> Iterator[tuple[int, int]]:
+def _copied_ranges(window: Window, change: Change) -> Iterator[tuple[int, int]]:
     """Yield the ranges of the window that are read into the output buffer and not folded."""
     folds = iter(sorted((f.at, f.at + f.nbytes) for f in change.folds if not f.apart))
     low, high = next(folds, (window.size, window.size))

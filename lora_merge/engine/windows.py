@@ -173,14 +173,14 @@ def unshared_bytes(plan: Plan) -> int:
 
 def buffer_bytes(plan: Plan) -> int:
     """Return how much host memory the buffers of all windows take at most."""
-    held = min(slots(plan.job) * window_bytes(plan), plan.size)
-    return int(held * (1 + _widening(plan)))
+    output_bytes = min(slots(plan.job) * window_bytes(plan), plan.size)
+    return int(output_bytes * (1 + _widening(plan)))
 
 
 def _widening(plan: Plan) -> float:
     """Return the largest ratio of bytes read to bytes written of all tensors that are converted; at least 1."""
-    made = [t for f in plan.files for t in f.targets if not t.copied]
-    pairs = {(t.weight.packing.encoding, t.packing.encoding) for t in made}
+    stored_anew = [t for f in plan.files for t in f.targets if not t.copied]
+    pairs = {(t.weight.packing.encoding, t.packing.encoding) for t in stored_anew}
     return max([1.0, *(_width(read) / _width(written) for read, written in pairs)])
 
 
@@ -268,11 +268,11 @@ def _parts(targets: Sequence[OutputTensor], limit: int, *, drawn: bool) -> Itera
 
 def _runs(targets: Sequence[OutputTensor], *, drawn: bool) -> Iterator[_Folded]:
     """Yield the shortest ranges of elements that cut no block of any plan; a plan without changes has no blocks."""
-    own = [list(blocks(t)) if t.uses else [] for t in targets]
-    cuts = set.intersection(*({0, *(b.last * b.cols for b in of)} for of in own if of))
-    firsts = [[b.first * b.cols for b in of] for of in own]
+    by_plan = [list(blocks(t)) if t.uses else [] for t in targets]
+    cuts = set.intersection(*({0, *(b.last * b.cols for b in of)} for of in by_plan if of))
+    firsts = [[b.first * b.cols for b in of] for of in by_plan]
     for low, high in pairwise(sorted(cuts)):
-        inside = (of[bisect_left(at, low) : bisect_left(at, high)] for of, at in zip(own, firsts, strict=True))
+        inside = (of[bisect_left(at, low) : bisect_left(at, high)] for of, at in zip(by_plan, firsts, strict=True))
         yield _Folded(targets[0], low, high - low, tuple(map(tuple, inside)), drawn)
 
 
@@ -319,15 +319,15 @@ class _Folded:
         else:
             start = window.size
             window.read(source, reads(first), reads(count))
-        for change, own in zip(window.changes, self.blocks, strict=True):
-            for b in own:
+        for change, of_plan in zip(window.changes, self.blocks, strict=True):
+            for b in of_plan:
                 values = start + reads(b.stored[0] - first)
                 at = window.size + writes(b.first * b.cols - self.low)
                 if b.folded(drawn=self.drawn):
                     change.folds.append(Fold(b, values, at, apart))
                 elif apart:
                     change.converts.append(Convert(target, b.first * b.cols, b.elements, values, at))
-            if not own and apart:
+            if not of_plan and apart:
                 change.converts.append(Convert(target, self.low, self.count, start, window.size))
 
 

@@ -139,7 +139,7 @@ class MemoryMerge:
                     else:
                         give(target, results[name])
                 factors.forget()
-                tensors.kept.clear()
+                tensors.cache.clear()
                 report(sum(target.nbytes for target in some))
             whole = replaced(self.targets(), inputs.base, self.matched.adapters)
             measures.take(replaced_measures(whole, factors.read))

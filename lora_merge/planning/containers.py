@@ -273,8 +273,10 @@ def with_names_of(base: Index, adapter: AdapterFile) -> AdapterFile:
         raise InputError("the names of a GGUF adapter are those of the GGUF model, and the base is another container",
                          f"{adapter.path}, for the architecture {quoted(str(values.get(ARCHITECTURE, '')))}",
                          "merge into the model in GGUF, or merge the adapter that it was converted from")  # fmt: skip
-    stated, own = values.get(ARCHITECTURE), base.gguf.architecture if base.gguf is not None else ""
-    if stated and own and stated != own:
-        note = Note(f"it states the architecture {quoted(str(stated))}, the base {quoted(own)}: merged by equal names")
+    stated, architecture = values.get(ARCHITECTURE), base.gguf.architecture if base.gguf is not None else ""
+    if stated and architecture and stated != architecture:
+        note = Note(
+            f"it states the architecture {quoted(str(stated))}, the base {quoted(architecture)}: merged by equal names"
+        )
         index = replace(index, notes=(*index.notes, note))
     return group(replace(index, tensors=adapter_tensors(adapter.path, index.stored, values, family, base.config)))

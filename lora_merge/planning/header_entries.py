@@ -61,5 +61,5 @@ def final_headers(plan: Plan, digests: Sequence[str], sums: Sequence[Mapping[str
     adapters = [m.adapter.index for m in plan.adapters]
     written = entries(plan.job, plan.base, adapters, digests, [m.strengths for m in plan.adapters])
     for file, of_merge, of_sums in zip(plan.files, written, sums, strict=True):
-        header = with_metadata(file.header, {**file.kept, **of_merge, **of_sums})
+        header = with_metadata(file.header, {**file.entries, **of_merge, **of_sums})
         yield sealed(header) if SEAL in of_merge else header

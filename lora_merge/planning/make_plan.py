@@ -150,7 +150,7 @@ def make_plan(matched: Matched) -> Plan:
     # The weights: whether they can be changed, their forms in the output, their places in its files.
     check_stored(matched)
     quantised = quantising(job, base, names)
-    files, indexes = _files(matched, quantised.made), index_names(base)
+    files, indexes = _files(matched, quantised.forms), index_names(base)
     # The other files of a folder.
     folders, sides, notes = _folders(matched)
     refuse_links_outside(base, sides)
@@ -173,13 +173,13 @@ def _folders(matched: Matched) -> tuple[tuple[Folder, ...], dict[str, Path], lis
             raise UsageError("the output is a file, which holds no tokenizer", f"--tokenizer {job.tokenizer}",
                              "leave it out")  # fmt: skip
         return others, {}, [note for folder in others for note in folder.warning()]
-    own = base_folder(base)
-    read = {path for one in matched.adapters for path in one.adapter.index.files}
+    of_base = base_folder(base)
+    read = {path for match in matched.adapters for path in match.adapter.index.files}
     of_adapters = {path for path in read if base.path in path.parents and path not in base.files}
     within = {path.parent for path in {*of_adapters, *read.intersection(base.files)}}
     unpacked = bool(base.packed) and job.dtype != "keep"
     uses = []
-    for file in own.files:
+    for file in of_base.files:
         path = base.path / file.name
         if path in of_adapters:
             uses.append(FileUse(file.name, "read"))
@@ -187,31 +187,31 @@ def _folders(matched: Matched) -> tuple[tuple[Folder, ...], dict[str, Path], lis
             uses.append(FileUse(file.name, "left out", MERGED))
         elif unpacked and path.name in ON_QUANTISATION:
             uses.append(FileUse(file.name, "left out", ONLY_FOR_CODES))
-    own = own.replaced(uses)
+    of_base = of_base.replaced(uses)
     rows = [_embedding_rows(matched, number) for number, folder in enumerate(matched.inputs.folders) if folder]
-    tokenizer, notes = taken(job.tokenizer, own, others, rows)
-    sides = {name: base.path / name for name in own.names}
+    tokenizer, notes = taken(job.tokenizer, of_base, others, rows)
+    sides = {name: base.path / name for name in of_base.names}
     if tokenizer is not None:
         replaced = {*tokenizer.files, *tokenizer.dropped}
-        own = own.replaced(FileUse(name, "left out", OTHER_TOKENIZER) for name in sides if name in replaced)
+        of_base = of_base.replaced(FileUse(name, "left out", OTHER_TOKENIZER) for name in sides if name in replaced)
         sides = {name: path for name, path in sides.items() if name not in tokenizer.dropped} | dict(tokenizer.files)
         others = tuple(
             folder.replaced(FileUse(name, "copied") for name in tokenizer.files if folder.path == tokenizer.folder)
             for folder in others
         )
-    folders = (own, *others)
+    folders = (of_base, *others)
     return folders, sides, [*(note for folder in folders for note in folder.warning()), *notes]
 
 
 def _embedding_rows(matched: Matched, number: int) -> Rows:
     """Return the rows of the largest table of tokens, before and after an adapter."""
-    base, one = matched.inputs.base, matched.adapters[number]
+    base, match = matched.inputs.base, matched.adapters[number]
     tables = [key for key, info in base.tensors.items() if len(info.shape) == 2 and EMBEDDING.fullmatch(key)]
     key = max(tables, key=lambda name: base.tensors[name].shape[0], default=None)
     if key is None:
         return Rows(0, 0, changed=False)
-    after = one.replaced[key].shape if key in one.replaced else matched.weights[key].shape
-    changed = key in one.uses or key in one.replaced or key in one.bases
+    after = match.replaced[key].shape if key in match.replaced else matched.weights[key].shape
+    changed = key in match.uses or key in match.replaced or key in match.bases
     return Rows(base.tensors[key].shape[0], after[0], changed=changed)
 
 
@@ -221,8 +221,8 @@ def matches(inputs: Inputs, values: Values, *, every_setting: bool = True) -> tu
     steps = Steps()
     strengths = [Strengths(ref, lookup, steps) for ref in job.adapters]
     components = {key: lookup.component(key) for key in base.tensors} if any(r.parts for r in job.adapters) else {}
-    for one in strengths:
-        one.check(components)
+    for strengths_of_adapter in strengths:
+        strengths_of_adapter.check(components)
     matched: list[Match] = []
     known = KnownBase(lookup, base.tensors, tied(lookup, base.tensors, base.config))
     model = str(base.config.get("model_type") or ("gpt_oss" if lookup.architecture == "GPT-OSS" else ""))
@@ -237,17 +237,17 @@ def matches(inputs: Inputs, values: Values, *, every_setting: bool = True) -> tu
         matched = values_as_changes(matched, base.tensors, alone=alone)
     check_addable(job.adapters, matched, values)
     check_separations(job.adapters, matched)
-    used = {name for one in matched for name in one.settings}
+    used = {name for strengths_of_adapter in matched for name in strengths_of_adapter.settings}
     if every_setting:
         check_settings(dict(job.setting), used)
     files = [os.path.realpath(ref.path) for ref in job.adapters]
     check_effect(strengths)
-    made = []
-    for n, met in enumerate(with_overlap_notes(job, matched)):
-        usual = _unusual(met, job.adapters[n], again=files.index(files[n]) < n)
-        weights = strengths[n].notes({**met.uses, **met.replaced})
-        made.append(replace(met, notes=(*met.notes, *usual, *weights, *strengths[n].repeated())))
-    return tuple(made)
+    with_notes = []
+    for n, match in enumerate(with_overlap_notes(job, matched)):
+        usual = _unusual(match, job.adapters[n], again=files.index(files[n]) < n)
+        weights = strengths[n].notes({**match.uses, **match.replaced})
+        with_notes.append(replace(match, notes=(*match.notes, *usual, *weights, *strengths[n].repeated())))
+    return tuple(with_notes)
 
 
 def _unusual(match: Match, adapter: Adapter, *, again: bool) -> Iterator[Note]:
@@ -264,13 +264,13 @@ def _unusual(match: Match, adapter: Adapter, *, again: bool) -> Iterator[Note]:
 
 def check_stored(matched: Matched) -> None:
     """Raise InputError if a changed weight is quantised and cannot be decoded, or cannot be encoded again."""
-    job, base, found = matched.inputs.job, matched.inputs.base, matched.adapters
-    whole = {key for m in found for key in (*m.replaced, *m.bases, *m.grown, *m.created)}
-    replaced = {key for m in found for key in (*m.replaced, *m.bases)}
-    changed = whole.union(*(m.uses for m in found))
+    job, base, matched_adapters = matched.inputs.job, matched.inputs.base, matched.adapters
+    whole = {key for m in matched_adapters for key in (*m.replaced, *m.bases, *m.grown, *m.created)}
+    replaced = {key for m in matched_adapters for key in (*m.replaced, *m.bases)}
+    changed = whole.union(*(m.uses for m in matched_adapters))
     base.quantised.check(base.path, job.dtype, changed)
-    for one in found:
-        _check_values(base, one.replaced)
+    for match in matched_adapters:
+        _check_values(base, match.replaced)
     decoded = {k: p for k, p in base.packed.items() if k in changed or job.dtype != "keep"}
     with Reader([base] if decoded else []) as reader:
         values = FileValues(reader)
@@ -299,19 +299,19 @@ def _check_values(base: Index, replaced: Mapping[str, StoredTensor]) -> None:
     """Raise InputError if a value cannot take the place of the base's: whole numbers, which may be codes without their
     scales, replace only whole numbers of the same dtype that are no codes."""
     for key, info in replaced.items():
-        own = base.tensors.get(key)
-        dtypes = {info.dtype} if own is None or key in base.packed else {info.dtype, own.dtype}
-        if own is not None and not WHOLE.isdisjoint(dtypes) and (key in base.packed or len(dtypes) > 1):
-            where = f"{info.file}: {info.name} is {spoken(info.dtype)}, the base has {spoken(own.dtype)}"
+        of_base = base.tensors.get(key)
+        dtypes = {info.dtype} if of_base is None or key in base.packed else {info.dtype, of_base.dtype}
+        if of_base is not None and not WHOLE.isdisjoint(dtypes) and (key in base.packed or len(dtypes) > 1):
+            where = f"{info.file}: {info.name} is {spoken(info.dtype)}, the base has {spoken(of_base.dtype)}"
             raise InputError("whole numbers replace only a weight of the same dtype", where, IN_ITS_DTYPE)
 
 
-def _files(matched: Matched, made: Mapping[str, Made]) -> tuple[OutputFile, ...]:
+def _files(matched: Matched, forms: Mapping[str, Made]) -> tuple[OutputFile, ...]:
     """Return an output file for every input file (same tensors, order and metadata, plus our entries)."""
     job, base, container = matched.inputs.resolved, matched.inputs.base, matched.inputs.container
     # The tensors of each file.
     by_file: dict[Path, list[OutputTensor]] = {path: [] for path in base.files}
-    for path, target in outputs(matched, made):
+    for path, target in outputs(matched, forms):
         by_file[path].append(target)
     container.check_tensors(t for targets in by_file.values() for t in targets)
     # Its header, with blanks for what is known after the merge: digests of the inputs, sums of codes.
@@ -320,43 +320,43 @@ def _files(matched: Matched, made: Mapping[str, Made]) -> tuple[OutputFile, ...]
     files = []
     coded = summed([*by_file.values()])
     for (path, targets), of_merge, changed in zip(by_file.items(), by_merge, coded, strict=True):
-        kept = kept_entries(container, path)
+        kept_of_base = kept_entries(container, path)
         of_sums = entry([0] * len(changed)) if of_merge else {}
-        header, alignment = container.header(path, targets, {**kept, **of_merge, **of_sums})
+        header, alignment = container.header(path, targets, {**kept_of_base, **of_merge, **of_sums})
         name = output_name(path, base) if base.path.is_dir() else ""
-        files.append(OutputFile(name, header, _placed(targets, len(header), alignment), kept, alignment))
+        files.append(OutputFile(name, header, _placed(targets, len(header), alignment), kept_of_base, alignment))
     return tuple(files)
 
 
-def outputs(matched: Matched, made: Mapping[str, Made] = MappingProxyType({})) -> Iterator[tuple[Path, OutputTensor]]:
+def outputs(matched: Matched, forms: Mapping[str, Made] = MappingProxyType({})) -> Iterator[tuple[Path, OutputTensor]]:
     """Yield (input file, output tensor); the tensor goes to the output of that file, its offset is not yet known.
 
-    `made`: weight → its quantised form in the output.
+    `forms`: weight → its quantised form in the output.
     """
-    combining = Combining.of(matched.inputs.job, [one.adapter for one in matched.adapters])
-    for path, target in _outputs(matched, made):
+    combining = Combining.of(matched.inputs.job, [match.adapter for match in matched.adapters])
+    for path, target in _outputs(matched, forms):
         yield path, target._replace(combining=combining) if combining is not None and target.uses else target
 
 
-def _outputs(matched: Matched, made: Mapping[str, Made]) -> Iterator[tuple[Path, OutputTensor]]:
+def _outputs(matched: Matched, forms: Mapping[str, Made]) -> Iterator[tuple[Path, OutputTensor]]:
     """Yield as `outputs` does, without the way in which changes are combined."""
     job, base, container = matched.inputs.job, matched.inputs.base, matched.inputs.container
     adapters, before = matched.adapters, matched.weights
     # What the adapters do to each weight.
     uses: dict[str, list[PatchPart]] = {}
     created: dict[str, tuple[Shape, str]] = {}
-    separated = {key for one in adapters for key in one.separated}
-    replaced = {key: Weight(info.shape, info) for one in adapters for key, info in one.replaced.items()}
-    for one in adapters:
-        created.update(one.created)
-        for key, more in one.uses.items():
+    separated = {key for match in adapters for key in match.separated}
+    replaced = {key: Weight(info.shape, info) for match in adapters for key, info in match.replaced.items()}
+    for match in adapters:
+        created.update(match.created)
+        for key, more in match.uses.items():
             uses.setdefault(key, []).extend(more)
     dropped = base.beside if job.dtype != "keep" else frozenset()
     # Tensors of the base, with the scales that a quantised form adds.
     for key, info in base.tensors.items():
         if key in dropped or not container.holds(info, changed=key in uses):
             continue
-        form, weight = made.get(key), replaced.get(key, before[key])
+        form, weight = forms.get(key), replaced.get(key, before[key])
         like = container.named(info) if form is None else info
         yield info.file, _target(job, like, weight, uses, container.stored_as(info, weight, form))
         for new in form.beside if form else ():

@@ -127,8 +127,8 @@ def _of_base(file: OutputFile, found: Mapping[str, str]) -> Iterator[str]:
     """Yield the entries of the base that are others here; of those only that are here, where no merge of ours wrote
     them.
     """
-    edited = [key for key, text in file.kept.items() if key not in OURS and found.get(key, text) != text]
-    gone = [key for key in file.kept if KEY in found and key not in OURS and key not in found]
+    edited = [key for key, text in file.entries.items() if key not in OURS and found.get(key, text) != text]
+    gone = [key for key in file.entries if KEY in found and key not in OURS and key not in found]
     for what, keys in (("edited", edited), ("taken out", gone)):
         if keys:
             yield f"{listed(map(quoted, sorted(keys)))} {what}"

@@ -109,7 +109,7 @@ def sums_of_changes(a: Replaced, b: Replaced, read: Fetch) -> Sums:
     """Return the sums over V_A − W and V_B − W, which are read some numbers at a time. The shapes are equal."""
     found = Sums()
     for first, count in runs(a, 1):
-        old = values(a.own, first, count, read)
+        old = values(a.before, first, count, read)
         one, other = (values(x.target.weight, first, count, read) - old for x in (a, b))
         sound = one.isfinite() & other.isfinite()
         one, other = one[sound], other[sound]

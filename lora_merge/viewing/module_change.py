@@ -193,7 +193,7 @@ def changes(plan: Plan, reader: Reader) -> Callable[[OutputTensor], Delta]:
         except DoesNotFit as e:
             raise misfit(target.name, e) from e
         factors.forget()
-        tensors.kept.clear()
+        tensors.cache.clear()
         return found
 
     return change
@@ -209,7 +209,7 @@ def _difference(one: Replaced, read: Fetch) -> Tensor:
     found = torch.empty(prod(one.target.shape))
     for first, count in runs(one, 1):
         found[first : first + count] = values(one.target.weight, first, count, read) - values(
-            one.own, first, count, read
+            one.before, first, count, read
         )
     return found.view(one.target.matrix)
 

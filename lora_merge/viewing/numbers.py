@@ -117,7 +117,7 @@ def merge_numbers(plan: Plan, *, pictures: bool = False, progress: Progress = un
             found = _measured(target, tensors) if one is None else measure(one, factors.read, 1)
             measures.tensors[target.name] = found
             factors.forget()
-            tensors.kept.clear()
+            tensors.cache.clear()
     told_of = measures.to_dict(len(plan.adapters), groups(plan.names))
     for name, row in told_of.get("tensors", {}).items():
         row |= shown.get(name, {})

@@ -188,7 +188,7 @@ OTHERS = (held,)
 """Scenes in which no fault of the table shows, and which must be right all the same."""
 
 MUTANTS: dict[str, tuple[Scene, str, str, str]] = {
-    "tensors of other lanes are not held": (freed, f"{ENGINE}.hold", "self._held.append(tensor)", "pass"),
+    "tensors of other lanes are not held": (freed, f"{ENGINE}.hold", "self._in_use.append(tensor)", "pass"),
     "a turn ends before its work": (freed, f"{ENGINE}.turn", "self.settle()", "pass"),
     "factors are shared before they are there": (shared, "engine.tensors:DeviceCache.get", "settle()", "pass"),
     "results are read before they are there": (carried, "engine.tensor_moves:land", "lane.settle()", "pass"),

@@ -258,7 +258,7 @@ def test_bytes_that_need_no_torch_go_out_before_it_is_loaded(
 
     @wraps(write)
     def noting(self: Pipeline, task: WindowTask) -> None:
-        written.append((task.window.untouched, self._made.done()))
+        written.append((task.window.untouched, self._merger.done()))
         write(self, task)
         if len(written) == late:
             there.set()
