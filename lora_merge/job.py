@@ -173,6 +173,7 @@ def make_job(base: str | Path, adapters: Any, output: str | Path | None = None, 
     `adapters`: paths, `(path, strength)` pairs, Adapter objects, or a single one of these. `options`: names of the
     table `OPTIONS`. `dtype` and `compute_dtype` also take torch dtypes, `max_memory` also text such as "2GiB".
     """
+    # The adapters, with their strengths.
     values, base = checked(options), input_path(base)
     adapters = adapter_list(adapters) or [base]  # the adapter that is attached inside the base
     if len(adapters) > MOST_ADAPTERS:
@@ -183,6 +184,7 @@ def make_job(base: str | Path, adapters: Any, output: str | Path | None = None, 
     steps = Steps()
     parts = tuple(_part(p, f, steps) for p, f in pairs(strength_for, "--strength-for"))
     refs = tuple(_adapter(a, parts, steps) for a in adapters)
+    # Values of options that have a spelling of their own.
     values["max_memory"] = parse_size(values["max_memory"])
     texts = a_list(values["keep_precision"], "--keep-precision", "a list of patterns")
     values["keep_precision"] = tuple(text(pattern, "--keep-precision") for pattern in texts)
@@ -195,6 +197,7 @@ def make_job(base: str | Path, adapters: Any, output: str | Path | None = None, 
         values["map"] = expand(values["map"])
     if values["tokenizer"] is not None:
         values["tokenizer"] = _whose(values["tokenizer"])
+    # The output, by default in the current folder.
     out = absolute(Path()) / _default_name(base, refs) if output is None else _output(output, base, refs)
     job = Job(base=base, adapters=refs, output=out, **values)
     numbers(job)

@@ -228,6 +228,7 @@ def _karcher(products: Sequence[Sequence[float]], strengths: Sequence[float]) ->
 
     The mean and every tangent at it are weighted sums of the changes, so the scalar products of all pairs are enough.
     """
+    # Directions of the changes that are not 0, by their cosines.
     norms = [abs(s) * math.sqrt(products[i][i]) for i, s in enumerate(strengths)]
     nonzero = [i for i, size in enumerate(norms) if size > 0]
     if not nonzero:
@@ -235,6 +236,7 @@ def _karcher(products: Sequence[Sequence[float]], strengths: Sequence[float]) ->
     scale = [strengths[i] / norms[i] for i in nonzero]
     cosines = torch.tensor([[p * q * products[i][j] for j, q in zip(nonzero, scale, strict=True)]
                             for i, p in zip(nonzero, scale, strict=True)], dtype=torch.float64)  # fmt: skip
+    # From their sum along the mean tangent, until the step is tiny.
     at = torch.ones(len(nonzero), dtype=torch.float64)
     if float(at @ cosines @ at) < OPPOSITE:
         at = torch.eye(len(nonzero), dtype=torch.float64)[0]

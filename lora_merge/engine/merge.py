@@ -55,13 +55,16 @@ def run_together(
         stacks = [stack.enter_context(ExitStack()) for _ in plans]  # remove outputs without a name at the end
         for plan in plans:
             progress(Step("load", str(plan.job.output), total=plan.size))
+        # Outputs under temporary names; those that cannot be opened drop out.
         outputs = [_open(plan, cleanup) for plan, cleanup in zip(plans, stacks, strict=True)]
         ready = [o for o in outputs if isinstance(o, _Output)]
         indexes = [i for o in ready for i in (o.plan.base, *(m.adapter.index for m in o.plan.adapters))]
         reader = stack.enter_context(Reader(indexes))
+        # All of them written at once.
         began = time.monotonic()
         written = iter(_write(ready, reader, stack, progress))
         share = (time.monotonic() - began) / max(1, len(ready))
+        # Each of them proven, renamed and reported, while the caller waits for it.
         for number, o in enumerate(outputs):
             outcome: Report | Exception
             if isinstance(o, _Output):

@@ -87,6 +87,7 @@ class PatchTensors:
         to = at if row.prepare is None else precise(at)
         if row.decomposes:
             load_decompositions(at.device)  # here, where the error of a full device is handled
+        # The adapter's tensors.
         fields: dict[str, Any] = dict(patch.settings)
         for s in slices:
             self._check(s.use.patch)
@@ -94,11 +95,13 @@ class PatchTensors:
             parts = [self._factor(s, slot, to, lane) for s in slices]
             later = stacked if row.prepare is None else torch.stack
             fields[slot] = parts[0].unsqueeze(0) if len(parts) == 1 else later(parts)
-        added = first.taken is None and patch.magnitude is None and first.target.combining is None  # by `accumulate`
+        # Numbers of the formula, such as its scale; equal ones stay one number where `accumulate` takes that.
+        added = first.taken is None and patch.magnitude is None and first.target.combining is None
         alike = row.takes_one_number and added
         for name in row.scalars:
             values = [s.use.patch.numbers.get(name, 1.0) for s in slices]
             fields[name] = self._numbers(values, to, lane, stacked if row.prepare is None else torch.stack, alike=alike)
+        # Tensors that the file lacks: from shapes and settings, or computed from the base as PEFT does.
         derived = row.derived(patch.shapes, patch.view.shape, dict(patch.settings))
         computed = [{**derived, **from_base(s.use.patch, self.weights, self.fetch, self.basis_weights)} for s in slices]
         for slot in computed[0]:
@@ -131,6 +134,7 @@ class PatchTensors:
         if slot in patch.beside:
             return self._view(s, patch.beside[slot], at, lane).reshape(patch.shapes[slot])
         info = patch.module.slots[slot]
+        # The block's entries, where the tensor has an axis of rows.
         row, shape = ALGORITHMS[patch.algorithm], patch.shapes[slot]
         cut = None
         if patch.row_group < patch.view.matrix[0] and row.row_axes is not None and slot in row.row_axes:
@@ -142,6 +146,7 @@ class PatchTensors:
             tensor = self._rows(info, shape, cut) if cut is not None else self.fetch(info).reshape(shape)
             return put([tensor], at).squeeze(0)
 
+        # From the adapters that are on the device, from the cache, or from the file, in this order.
         on_device = self._uploaded(info, at, lane)
         if on_device is not None:
             whole = on_device.view(shape)

@@ -133,6 +133,7 @@ def largest(change: Rows, count: int) -> Largest:
 def _leading_bits(change: Rows, count: int) -> tuple[int, int, int, int]:
     """Return (leading bits of the count-th largest magnitude, number of bits after them, its place among the magnitudes
     with these leading bits, counted from the largest, number of these magnitudes)."""
+    # The next bits of all magnitudes with the known leading bits are counted, until few magnitudes are left.
     known, left, rank, number = 0, -1, count, change.numel()
     if change.numel() <= FEW:
         return known, INTEGERS[change.read(slice(0, 0)).dtype][1], rank, change.numel()

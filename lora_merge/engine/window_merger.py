@@ -44,6 +44,7 @@ class WindowMerger:
         job = replace(plans[0].job, device=self.choice.device)
         at = places(job.device, COMPUTE_DTYPES[job.compute_dtype])
         self.device = ",".join(str(p.device) for p in at)
+        # Adapters' tensors: cached on the host, and on a GPU uploaded once.
         room = min(p.job.max_memory for p in plans) // SHARE
         adapter_files = frozenset(f for p in plans for m in p.adapters for f in m.adapter.index.files)
         self.cache = TensorCache(reader, adapter_files, room)
@@ -54,10 +55,12 @@ class WindowMerger:
             uploaded = AdaptersOnDevice(reader, plans, device_bytes(job.max_vram) // 4, 4 * unit)
         cache = DeviceCache(min(KEPT, room // (4 * SHARE)))
         tensors = PatchTensors(self.cache.fetch, plans[0].weights, cache, adapters_on_device=uploaded)
+        # What folds: block by block, and on a GPU whole windows.
         changed = checked(t.name for f in plans[0].files for t in f.targets if t.uses)
         self.blocks = BlockFolder(at, tensors, self.pool, FoldOptions.of(job, at, 2 * unit, changed))
         self.blocks.memory.notes += passed_over(job.device, COMPUTE_DTYPES[job.compute_dtype])
         self.whole = DeviceWindows(self.blocks, self.pool, unit) if uploaded else None
+        # What comes of it.
         self.cut = [Counter[str]() for _ in plans]
         """For each plan tensor → how many numbers were too large for its dtype, and cut."""
         self.uncovered: list[dict[str, float]] = [{} for _ in plans]
@@ -71,10 +74,12 @@ class WindowMerger:
         """Start to fold changed blocks, convert other dtypes and copy the rest; the task is complete after `settle`."""
         base_bytes, base = task.base_bytes.views(task.window)
         out = task.output.out.view(task.window.start, task.window.size)
+        # Bytes that are written as they are, unless they are in the output buffer already.
         if not task.last:
             for low, high in _copied_ranges(task.window, task.change):
                 out[low:high] = base_bytes[low:high]
         task.under_way.extend(self.codes.scales(task.plan, task.change, base))
+        # Numbers that only change their dtype or form.
         for c in task.change.converts:
             if not c.target.packing.encoding.plain:
                 task.under_way.extend(self.codes.begin(task.plan, c, base, out, self.cache.fetch))

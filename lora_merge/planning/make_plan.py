@@ -173,6 +173,7 @@ def _folders(matched: Matched) -> tuple[tuple[Folder, ...], dict[str, Path], lis
             raise UsageError("the output is a file, which holds no tokenizer", f"--tokenizer {job.tokenizer}",
                              "leave it out")  # fmt: skip
         return others, {}, [note for folder in others for note in folder.warning()]
+    # Files of the base's folder: read, left out, or copied.
     of_base = base_folder(base)
     read = {path for match in matched.adapters for path in match.adapter.index.files}
     of_adapters = {path for path in read if base.path in path.parents and path not in base.files}
@@ -188,6 +189,7 @@ def _folders(matched: Matched) -> tuple[tuple[Folder, ...], dict[str, Path], lis
         elif unpacked and path.name in ON_QUANTISATION:
             uses.append(FileUse(file.name, "left out", ONLY_FOR_CODES))
     of_base = of_base.replaced(uses)
+    # The tokenizer, of the base or of an adapter.
     rows = [_embedding_rows(matched, number) for number, folder in enumerate(matched.inputs.folders) if folder]
     tokenizer, notes = taken(job.tokenizer, of_base, others, rows)
     sides = {name: base.path / name for name in of_base.names}
@@ -218,17 +220,20 @@ def _embedding_rows(matched: Matched, number: int) -> Rows:
 def matches(inputs: Inputs, values: Values, *, every_setting: bool = True) -> tuple[Match, ...]:
     """Return the match of every adapter; `values` reads the few stored tensors whose numbers the match depends on."""
     job, base, lookup, adapters = inputs.job, inputs.base, inputs.names, inputs.adapters
+    # The strengths of each adapter in the parts of the base.
     steps = Steps()
     strengths = [Strengths(ref, lookup, steps) for ref in job.adapters]
     components = {key: lookup.component(key) for key in base.tensors} if any(r.parts for r in job.adapters) else {}
     for strengths_of_adapter in strengths:
         strengths_of_adapter.check(components)
+    # The modules of each adapter.
     matched: list[Match] = []
     known = KnownBase(lookup, base.tensors, tied(lookup, base.tensors, base.config))
     model = str(base.config.get("model_type") or ("gpt_oss" if lookup.architecture == "GPT-OSS" else ""))
     for number, adapter in enumerate(adapters):
         context = AdapterContext(number, adapter, rules_of(adapter), values, base.config, model, dict(job.setting))
         matched.append(match_adapter(context, known, strengths[number], job.unmatched))
+    # How several adapters change one weight.
     method = METHODS[job.method]
     if method.in_turn:
         matched = replace_in_turn(matched, base.tensors)
@@ -237,7 +242,8 @@ def matches(inputs: Inputs, values: Values, *, every_setting: bool = True) -> tu
         matched = values_as_changes(matched, base.tensors, alone=alone)
     check_addable(job.adapters, matched, values)
     check_separations(job.adapters, matched)
-    used = {name for strengths_of_adapter in matched for name in strengths_of_adapter.settings}
+    # Mistakes of the user, and notes.
+    used = {name for match in matched for name in match.settings}
     if every_setting:
         check_settings(dict(job.setting), used)
     files = [os.path.realpath(ref.path) for ref in job.adapters]
@@ -265,12 +271,14 @@ def _unusual(match: Match, adapter: Adapter, *, again: bool) -> Iterator[Note]:
 def check_stored(matched: Matched) -> None:
     """Raise InputError if a changed weight is quantised and cannot be decoded, or cannot be encoded again."""
     job, base, matched_adapters = matched.inputs.job, matched.inputs.base, matched.adapters
+    # Adapters: quantised weights that they change, and values that they replace.
     whole = {key for m in matched_adapters for key in (*m.replaced, *m.bases, *m.grown, *m.created)}
     replaced = {key for m in matched_adapters for key in (*m.replaced, *m.bases)}
     changed = whole.union(*(m.uses for m in matched_adapters))
     base.quantised.check(base.path, job.dtype, changed)
     for match in matched_adapters:
         _check_values(base, match.replaced)
+    # Weights that are decoded: their format, and small parts such as one scale.
     decoded = {k: p for k, p in base.packed.items() if k in changed or job.dtype != "keep"}
     with Reader([base] if decoded else []) as reader:
         values = FileValues(reader)

@@ -346,7 +346,7 @@ def partners(targets: Iterable[OutputTensor]) -> dict[str, tuple[OutputTensor, .
     one scale of the whole weight.
 
     vLLM and SGLang keep one number for all of them, the largest, so different ones make wrong numbers there.
-    https://github.com/vllm-project/vllm vllm/model_executor/layers/quantization: compressed_tensors/schemes, modelopt.py
+    https://github.com/vllm-project/vllm, model_executor/layers/quantization: compressed_tensors/schemes, modelopt.py.
     """
     by_name = {target.name: target for target in targets if target.packing.encoding.joined}
     return {name: tuple(by_name[other] for other in group) for name, group in together(by_name).items()}

@@ -107,6 +107,7 @@ def recipe(
     """Return the whole recipe: names, sizes, hashes, strengths, and every option that changes a byte."""
     from ..version import __version__
 
+    # The inputs: names, sizes and digests, in the order of the digests.
     left = iter(digests)
     entries_of_recipe: dict[str, Any] = {
         "version": __version__,
@@ -124,9 +125,11 @@ def recipe(
     }
     for adapter, applied in zip(entries_of_recipe["adapters"], strengths, strict=False):
         adapter[STRENGTHS] = by_component(applied)
+    # The recipe of the base, if it is itself a merge.
     earlier = parsed(base.metadata.get(KEY, ""))
     if earlier is not None:
         entries_of_recipe["base"]["recipe"] = earlier
+    # Options that change a byte.
     for option in OPTIONS.values():
         value = getattr(job, option.name, option.default)
         if option.recorded == "always" or (option.recorded == "given" and value != option.default):
