@@ -57,16 +57,16 @@ def in_jobs_file(text: str) -> str:
     Commands (`lora-merge …`, up to a semicolon) stay as they are typed.
     """
     pieces = re.split(r"(lora-merge [^;]*)", text)
-    pieces[::2] = [re.sub(_OPTION, _field, one) for one in pieces[::2]]
+    pieces[::2] = [re.sub(_OPTION, _field, piece) for piece in pieces[::2]]
     return "".join(pieces)
 
 
-def _field(found: re.Match[str]) -> str:
-    name, value = (found["flag"] or "output").replace("-", "_"), found["value"]
+def _field(match: re.Match[str]) -> str:
+    name, value = (match["flag"] or "output").replace("-", "_"), match["value"]
     option = OPTIONS.get(name) or ADAPTER_OPTIONS.get(name)
     if (option is None and name not in ("base", "output")) or name in OF_BATCH:
-        return found[0]
-    kind, comma = option.kind if option else "path", "," * found.string.startswith((" --", " -o "), found.end())
+        return match[0]
+    kind, comma = option.kind if option else "path", "," * match.string.startswith((" --", " -o "), match.end())
     if value is None:
         return f"{name}: true" if kind == "switch" else name
     if kind == "switch":
@@ -90,14 +90,14 @@ def right_form(text: str) -> str:
     return value_of(match.groupdict()) if match else ""
 
 
-def value_of(found: Mapping[str, str | None]) -> str:
+def value_of(groups: Mapping[str, str | None]) -> str:
     """Return a number as it is written here: a point for a comma, a part of 1 for percents and fractions."""
     try:
-        number = float(str(found["value"]).replace(",", "."))
-        if found.get("percent"):
+        number = float(str(groups["value"]).replace(",", "."))
+        if groups.get("percent"):
             number /= 100
-        if found.get("below"):
-            number /= float(str(found["below"]))
+        if groups.get("below"):
+            number /= float(str(groups["below"]))
     except (ValueError, ZeroDivisionError):
         return "0.8"
     return f"{number:g}"
@@ -110,12 +110,12 @@ def strange(text: str) -> tuple[str, str] | None:
     """
     if exists(text) or len(text) > LONGEST:
         return None
-    there = (m for pattern in _BESIDE if (m := re.fullmatch(pattern, text)) and exists(with_found_ending(m["path"])))
-    for match in filter(None, (*there, *(re.fullmatch(pattern, text) for pattern in _SPELLINGS))):
-        found = match.groupdict()
-        path, strength = split_strength(found["path"].rstrip(":,"))
-        value = value_of(found) if found.get("value") else "0.8" if strength is None else f"{strength:g}"
-        if found.get("value") and strength is not None:  # the second number is for a part that is not named
+    existing = (m for pattern in _BESIDE if (m := re.fullmatch(pattern, text)) and exists(with_found_ending(m["path"])))
+    for match in filter(None, (*existing, *(re.fullmatch(pattern, text) for pattern in _SPELLINGS))):
+        groups = match.groupdict()
+        path, strength = split_strength(groups["path"].rstrip(":,"))
+        value = value_of(groups) if groups.get("value") else "0.8" if strength is None else f"{strength:g}"
+        if groups.get("value") and strength is not None:  # the second number is for a part that is not named
             value = f"{strength:g},te={value}"
         return _named(path), value
     return None
@@ -140,8 +140,8 @@ def with_parts(text: str) -> str:
             named, parts[word] = word, ""
         else:
             return ""
-    found = "".join(f",{name}={value or '0.5'}" for name, value in parts.items())
-    return f"{with_found_ending(path)}:{strength or '1'}{found}" if found else ""
+    endings = "".join(f",{name}={value or '0.5'}" for name, value in parts.items())
+    return f"{with_found_ending(path)}:{strength or '1'}{endings}" if endings else ""
 
 
 def of_tags(text: str) -> list[tuple[str, str, str]]:
@@ -189,28 +189,28 @@ def meant(text: str) -> Meant | None:
         return Meant(path, f"{value:g}")
     if match := re.fullmatch(_WITH_PARTS, with_parts(text) or text):
         return Meant(match["path"], match["strength"] or "1", _pairs(match["parts"]))
-    found = strange(text)
-    return Meant(*found) if found else None
+    reading = strange(text)
+    return Meant(*reading) if reading else None
 
 
 def _pairs(parts: str) -> tuple[tuple[str, str], ...]:
     """Return (("te", "0"), ("lbw", "1,0")) for "te=0,lbw=1,0"."""
-    found = (part.partition("=") for part in re.split(",(?=[^,=]+=)", parts) if part)
-    return tuple((name, value) for name, _, value in found)
+    pairs = (part.partition("=") for part in re.split(",(?=[^,=]+=)", parts) if part)
+    return tuple((name, value) for name, _, value in pairs)
 
 
 def adapter_path(path: str | Path, *, alone: bool = False) -> Path:
     """Return the path of an adapter as `input_path` does; UsageError for a text with a strength in it, as Python has
     other places for that. `alone`: it is opened by itself."""
-    if isinstance(path, str) and (found := meant(path)):
-        name = json.dumps(found.path, ensure_ascii=False)
-        parts = "".join(f'("{part}", {_in_python(part, value)}), ' for part, value in found.parts)
+    if isinstance(path, str) and (argument := meant(path)):
+        name = json.dumps(argument.path, ensure_ascii=False)
+        parts = "".join(f'("{part}", {_in_python(part, value)}), ' for part, value in argument.parts)
         if alone:
-            fix = f"load_adapter({name}) * {found.strength}"
+            fix = f"load_adapter({name}) * {argument.strength}"
         elif parts:
-            fix = f"lora_merge.Adapter({name}, {found.strength}, ({parts.rstrip(' ')}))"
+            fix = f"lora_merge.Adapter({name}, {argument.strength}, ({parts.rstrip(' ')}))"
         else:
-            fix = f"({name}, {found.strength}) in the list of adapters, or strengths=[{found.strength}]"
+            fix = f"({name}, {argument.strength}) in the list of adapters, or strengths=[{argument.strength}]"
         raise UsageError("a strength is not written like this in Python", path[:200], f"write {fix}")
     return input_path(path)
 

@@ -147,9 +147,9 @@ def plan(
     """
     from .engine.admission import plan_merge, require_device
 
-    made = plan_merge(make_job(base, adapters, output, **options), dry=True)
-    require_device(made.job)
-    return made
+    planned = plan_merge(make_job(base, adapters, output, **options), dry=True)
+    require_device(planned.job)
+    return planned
 
 
 @public
@@ -187,8 +187,8 @@ def unmerge(
     from .proof.unmerge import plan_unmerge
 
     with interruptible(), watched(progress) as watcher:
-        made, folders = input_path(merged), [*map(expand, search)]
-        return run(admit(plan_unmerge(made, adapters, output, folders, **options)), watcher)
+        output_path, folders = input_path(merged), [*map(expand, search)]
+        return run(admit(plan_unmerge(output_path, adapters, output, folders, **options)), watcher)
 
 
 @public
@@ -237,8 +237,8 @@ def replay(  # noqa: PLR0913  # the options of the command
         if made_by(made) in WRITERS:
             from .adapters_out.replay import replay as replay_adapter
 
-            given = {"device": device, "overwrite": overwrite}
-            return replay_adapter(made, output, folders, progress=watcher, **given)
+            options = {"device": device, "overwrite": overwrite}
+            return replay_adapter(made, output, folders, progress=watcher, **options)
         return run(admit(plan_again(made, output, folders, device=device, overwrite=overwrite)), watcher)
 
 
@@ -313,8 +313,8 @@ def verify(  # noqa: PLR0913  # the options of the command
 
             proof = prove_adapter(output, folders, watcher, full=full, options=options)
             return Facts(proof, proof_of_adapter)
-        found = prove(output, base, stated, search=folders, full=full, options=options, progress=watcher)
-    return Facts(found, proof_rows)
+        proven = prove(output, base, stated, search=folders, full=full, options=options, progress=watcher)
+    return Facts(proven, proof_rows)
 
 
 @public

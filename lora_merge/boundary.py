@@ -56,8 +56,8 @@ def _wrong_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         return None
     for parameter, value in bound.arguments.items():
         if parameter in hints and parameter != "options" and not _fits(value, hints[parameter]):
-            wanted = inspect.signature(function).parameters[parameter].annotation
-            return unlike(value, f"{name}: {parameter}", f"a value of the type {wanted}")
+            annotation = inspect.signature(function).parameters[parameter].annotation
+            return unlike(value, f"{name}: {parameter}", f"a value of the type {annotation}")
     return None
 
 
@@ -65,7 +65,7 @@ def _fits(value: object, hint: Any) -> bool:
     """Return whether a value is of a type, but for what is in it."""
     kind = typing.get_origin(hint) or hint
     if kind in (Union, types.UnionType):
-        return any(_fits(value, one) for one in typing.get_args(hint))
+        return any(_fits(value, option) for option in typing.get_args(hint))
     if kind is Literal:
         return isinstance(value, str | bool | int) and value in typing.get_args(hint)
     if kind is float:

@@ -105,10 +105,10 @@ class Measure:
     @property
     def loses(self) -> bool:
         """Whether less than `RETAINED` of the change is in the output, by more than three standard errors."""
-        retained, wanted = self.all.retained, self.all.intended
+        retained, intended = self.all.retained, self.all.intended
         if retained is None or not self.elements:
             return False
-        return retained + 3 * sqrt(max(self.noise / wanted, 0.0) / self.elements) < RETAINED
+        return retained + 3 * sqrt(max(self.noise / intended, 0.0) / self.elements) < RETAINED
 
     def to_dict(self, count: int) -> dict[str, Any]:
         """Return the numbers as reports have them; `count` is the number of adapters."""
@@ -163,12 +163,12 @@ class Measures:
         self.seen: dict[str, Checked] = {}
         """The numbers seen in a part of some tensors, those whose names have the smallest checksums."""
 
-    def take(self, found: Iterable[Measured]) -> None:
+    def take(self, measurements: Iterable[Measured]) -> None:
         """Add the measures of parts of tensors."""
-        for tensor, sums, seen in found:
+        for tensor, sums, checked in measurements:
             self._put(tensor, sums)
-            if seen is not None:
-                self.seen.setdefault(tensor, seen)
+            if checked is not None:
+                self.seen.setdefault(tensor, checked)
             if len(self.seen) > CHECKED:
                 del self.seen[max(self.seen, key=lambda name: crc32(name.encode()))]
 
@@ -204,11 +204,11 @@ class Measures:
         for number, ref in enumerate(job.adapters):
             if number in proven:
                 continue
-            one = Measure(elements=every.elements, noise=every.noise, all=every.adapters.get(number, NOTHING))
-            if one.loses and not every.cut:
-                kept = max(one.all.retained or 0.0, 0.0)
+            measure = Measure(elements=every.elements, noise=every.noise, all=every.adapters.get(number, NOTHING))
+            if measure.loses and not every.cut:
+                retained = max(measure.all.retained or 0.0, 0.0)
                 yield Note(
-                    f"only {kept:.0%} of {ref.path.name} is in the output: its changes are "
+                    f"only {retained:.0%} of {ref.path.name} is in the output: its changes are "
                     "smaller than the dtype can hold beside the weights; write a wider --dtype, or round with "
                     "--rounding stochastic"
                 )
@@ -216,20 +216,20 @@ class Measures:
     @property
     def below(self) -> dict[str, Measure]:
         """The tensors that surely lose more of their change than `RETAINED` allows."""
-        return {name: one for name, one in self.tensors.items() if one.loses}
+        return {name: measure for name, measure in self.tensors.items() if measure.loses}
 
     def to_dict(self, adapters: int, groups: Groups, cut: Mapping[str, int] = MappingProxyType({})) -> dict[str, Any]:
         """Return the numbers of the merge: in all, by group and by tensor; {} where nothing was measured.
 
         `adapters`: their number. `cut`: tensor → numbers that were cut to the largest of their dtype.
         """
-        tensors = {n: one.with_exact(self.norms.get(n, NONE), cut.get(n, 0)) for n, one in self.tensors.items()}
+        tensors = {n: measure.with_exact(self.norms.get(n, NONE), cut.get(n, 0)) for n, measure in self.tensors.items()}
         if not tensors:
             return {}
         kinds: dict[str, dict[str, list[Measure]]] = {"components": {}, "blocks": {}}
-        for name, one in tensors.items():
+        for name, measure in tensors.items():
             for kind, group in groups.of(name):
-                kinds[kind].setdefault(group, []).append(one)
+                kinds[kind].setdefault(group, []).append(measure)
         listed = tensors if len(tensors) <= MOST_LISTED else {}
         below = self.below
         return {
@@ -238,7 +238,7 @@ class Measures:
             "unlisted": len(tensors) - len(listed),
             **{kind: {name: total(rows[name]).to_dict(adapters) for name in sorted(rows, key=groups.place)}
                for kind, rows in kinds.items()},
-            "tensors": {name: one.to_dict(adapters) for name, one in listed.items()},
+            "tensors": {name: measure.to_dict(adapters) for name, measure in listed.items()},
         }  # fmt: skip
 
 
@@ -248,14 +248,14 @@ def total(measures: Iterable[Measure]) -> Measure:
     if len(every) < 2:
         return every[0] if every else Measure()
     shares: dict[int, list[Share]] = {}
-    for one in every:
-        for number, share in one.adapters.items():
+    for measure in every:
+        for number, share in measure.adapters.items():
             shares.setdefault(number, []).append(share)
     return Measure(
         sum(m.of for m in every), sum(m.elements for m in every), sum(m.changed for m in every),
         sum(m.cut for m in every), sum(m.weight for m in every), sum(m.noise for m in every),
         max((m.largest for m in every), default=0.0), _sum([m.all for m in every]),
-        {number: _sum(own) for number, own in shares.items()},
+        {number: _sum(adapter_shares) for number, adapter_shares in shares.items()},
     )  # fmt: skip
 
 

@@ -175,8 +175,8 @@ class BatchFailed(MergeError):
 
 def failure(e: BaseException) -> dict[str, Any]:
     """Return what is printed of a failure with --json; `lora-merge schema error` describes it."""
-    told = error_dict(e)
-    return {"error": told, "exit_code": told["exit_code"], "schema": "lora-merge/error/1"}
+    error = error_dict(e)
+    return {"error": error, "exit_code": error["exit_code"], "schema": "lora-merge/error/1"}
 
 
 def error_dict(e: BaseException) -> dict[str, Any]:
@@ -236,22 +236,22 @@ def as_resource_error(e: Exception) -> ResourceError | None:
     failure."""
     text = next(iter(str(e).splitlines()), "")
     if isinstance(e, RuntimeError) and "can't start new thread" in text:
-        found = ResourceError("the system allows no more threads", text, "raise the limit (ulimit -u, ulimit -v)")
+        error = ResourceError("the system allows no more threads", text, "raise the limit (ulimit -u, ulimit -v)")
     elif os.strerror(errno.EMFILE) in str(e):  # also the limit of the whole system: "… in system"
-        found = ResourceError("too many open files", getattr(e, "where", text), "raise the limit (ulimit -n)")
+        error = ResourceError("too many open files", getattr(e, "where", text), "raise the limit (ulimit -n)")
     elif device_full(e):
-        found = ResourceError("the device is out of memory", text, FULL)
+        error = ResourceError("the device is out of memory", text, FULL)
     elif device_failure(e):
-        found = DeviceFailed("a device", text)
+        error = DeviceFailed("a device", text)
     elif any(isinstance(e, kind) and sign in text for kind, sign in SCARCE) or (
         isinstance(e, OSError) and e.errno == errno.ENOMEM
     ):
-        found = ResourceError("not enough memory", text or "the system gave no more",
+        error = ResourceError("not enough memory", text or "the system gave no more",
                               "give a smaller --max-memory, or raise the limit (ulimit -v)")  # fmt: skip
     else:
         return None
-    found.__cause__ = e
-    return found
+    error.__cause__ = e
+    return error
 
 
 @contextmanager

@@ -265,9 +265,9 @@ def adapter_list(adapters: Any) -> list[Any]:
     """Return what stands for adapters as a list: of paths, of Adapters, and of pairs with a strength."""
     adapters = [*adapters.items()] if isinstance(adapters, Mapping) else adapters
     single = isinstance(adapters, str | PathLike | Adapter | Opened) or is_pair(adapters)
-    kinds = "a path, or a list of them"
-    adapters = [adapters] if single else [] if adapters is None else a_list(adapters, "the list of adapters", kinds)
-    return [Path(adapter) if isinstance(adapter, PathLike) else adapter for adapter in summands(adapters)]
+    expected = "a path, or a list of them"
+    adapters = [adapters] if single else [] if adapters is None else a_list(adapters, "the list of adapters", expected)
+    return [Path(item) if isinstance(item, PathLike) else item for item in summands(adapters)]
 
 
 def is_pair(value: object) -> bool:
@@ -277,13 +277,13 @@ def is_pair(value: object) -> bool:
 
 def summands(adapters: Sequence[Any]) -> Iterator[Any]:
     """Yield the adapters; an opened one or a sum as pairs of each opened adapter and its strength."""
-    for named in adapters:
-        source, strength = named if isinstance(named, tuple) and len(named) == 2 else (named, 1.0)
+    for item in adapters:
+        source, strength = item if isinstance(item, tuple) and len(item) == 2 else (item, 1.0)
         if isinstance(source, Opened):
             times = factor(strength, "the strength of an adapter")
             yield from ((adapter, s * times) for adapter, s in source.terms)
         else:
-            yield named
+            yield item
 
 
 def _with_strengths(adapters: Sequence[Any], strengths: Sequence[float]) -> list[Any]:
@@ -299,17 +299,15 @@ def _with_strengths(adapters: Sequence[Any], strengths: Sequence[float]) -> list
 
 def _adapter(value: Any, parts: tuple[tuple[str, float], ...], steps: Steps) -> Adapter:
     path, strength = value if isinstance(value, tuple) and len(value) == 2 else (value, 1.0)
-    parts_of_adapter: list[tuple[str, Any]] = []
+    named: list[tuple[str, Any]] = []
     if isinstance(value, Adapter):
-        path, strength, parts_of_adapter = value.path, value.strength, pairs(value.parts, str(value.path))
+        path, strength, named = value.path, value.strength, pairs(value.parts, str(value.path))
     if isinstance(path, Real | tuple):
         raise unlike(value, "the list of adapters", 'a path, or a pair such as ("a.safetensors", 0.8)')
     path = adapter_path(path.terms[0][0].path if isinstance(path, Opened) else path)
-    if len(parts_of_adapter) + len(parts) > MOST_PARTS:
-        raise UsageError(
-            f"{len(parts_of_adapter) + len(parts)} parts of one adapter", "--strength-for", f"at most {MOST_PARTS}"
-        )
-    return Adapter(path, factor(strength, str(path)), (*(_part(p, f, steps) for p, f in parts_of_adapter), *parts))
+    if len(named) + len(parts) > MOST_PARTS:
+        raise UsageError(f"{len(named) + len(parts)} parts of one adapter", "--strength-for", f"at most {MOST_PARTS}")
+    return Adapter(path, factor(strength, str(path)), (*(_part(p, f, steps) for p, f in named), *parts))
 
 
 def _part(part: str, value: float | str, steps: Steps) -> tuple[str, float]:
@@ -348,9 +346,9 @@ def _settings(settings: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> tuple[
         if name not in known:
             fix = f"use one of {', '.join(sorted(known))}"
             raise UsageError(f"no formula has a setting {name!r}", "--setting", fix)
-        kind, fits = known[name]
+        expected, fits = known[name]
         if not fits(value):
-            raise UsageError(f"{name} is not {kind}", f"--setting {name}={shown(value)}", f"use {kind}")
+            raise UsageError(f"{name} is not {expected}", f"--setting {name}={shown(value)}", f"use {expected}")
     return tuple(sorted(values.items()))
 
 

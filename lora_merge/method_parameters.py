@@ -45,30 +45,30 @@ RANGES: Final = {
 }
 
 
-def numbers_of(method: str, given: Mapping[str, Any], strengths: Sequence[float]) -> Numbers:
+def numbers_of(method: str, options: Mapping[str, Any], strengths: Sequence[float]) -> Numbers:
     """Return the numbers of a method for adapters of these strengths; None stands for one that is not given.
 
     UsageError for a number that the method does not take, that is missing, or that is out of range.
     """
-    row, stated = METHODS[method], {name: given[name] for name in NAMES if given.get(name) is not None}
+    row, stated = METHODS[method], {name: options[name] for name in NAMES if options.get(name) is not None}
     takes = {*row.takes, "seed", *(() if row.in_turn else ("scale",))}
     plain = Numbers()
     for name, value in stated.items():
         if name not in takes and value != getattr(plain, name):
             users = [m for m, other in METHODS.items() if name in other.takes] or ["another method"]
             raise UsageError(f"{method} has no {name}", f"--{name}", f"leave it out, or use {' or '.join(users)}")
-    found = Numbers(**stated)
-    if wrong := next((name for name, good in _holds(found, len(strengths)).items() if not good), None):
-        raise UsageError(f"{wrong} {shown(getattr(found, wrong))} is out of range", f"--{wrong}", RANGES[wrong])
+    numbers = Numbers(**stated)
+    if wrong := next((name for name, good in _holds(numbers, len(strengths)).items() if not good), None):
+        raise UsageError(f"{wrong} {shown(getattr(numbers, wrong))} is out of range", f"--{wrong}", RANGES[wrong])
     if method == "slerp" and len(strengths) != 2:
         raise UsageError(f"slerp of {plural(len(strengths), 'adapter')}", "--method slerp", "give two, or use karcher")
-    if method == "slerp" and found.t is None:
+    if method == "slerp" and numbers.t is None:
         raise UsageError("slerp needs a place on the arc", "--t", "0 is the first adapter, 1 the second, 0.5 between")
     if method == "model_stock" and len(strengths) < 2:
         raise UsageError("model_stock of one adapter", "--method model_stock", "give two or more")
     if method == "mean" and abs(sum(strengths)) < SMALLEST:
         raise UsageError("the strengths add up to 0", "--method mean", "use sum, or other strengths")
-    return found
+    return numbers
 
 
 def _holds(n: Numbers, adapters: int) -> dict[str, bool]:

@@ -253,34 +253,34 @@ def text(value: Any, where: str) -> str:
     return value
 
 
-def unlike(value: Any, where: str, wanted: str, fix: str = "") -> UsageError:
+def unlike(value: Any, where: str, kind: str, fix: str = "") -> UsageError:
     """Return the error for a value of a wrong type."""
-    return UsageError(f"{type(value).__name__} {shown(value)!r} is given for {wanted}", where, fix or f"give {wanted}")
+    return UsageError(f"{type(value).__name__} {shown(value)!r} is given for {kind}", where, fix or f"give {kind}")
 
 
-def a_list(value: Any, where: str, wanted: str) -> list[Any]:
+def a_list(value: Any, where: str, expected: str) -> list[Any]:
     """Return the items of a list, or of any iterable that is not text or a table; UsageError for other values."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise unlike(value, where, wanted)
+        raise unlike(value, where, expected)
     try:
         return list(value)
     except Exception as e:  # of the caller's iterator, or a closed file
         raise UsageError(
-            f"{type(e).__name__} while a {type(value).__name__} was read: {e}", where, f"give {wanted}"
+            f"{type(e).__name__} while a {type(value).__name__} was read: {e}", where, f"give {expected}"
         ) from e
 
 
 def pairs(value: Any, where: str) -> list[tuple[str, Any]]:
     """Return pairs of name and value, from a table or from pairs; UsageError for other values."""
-    wanted = 'a table such as {"NAME": VALUE}, or a list of pairs'
-    found = [
+    expected = 'a table such as {"NAME": VALUE}, or a list of pairs'
+    entries = [
         tuple(p) if isinstance(p, list | tuple) else (p,)
-        for p in (value.items() if isinstance(value, Mapping) else a_list(value, where, wanted))
+        for p in (value.items() if isinstance(value, Mapping) else a_list(value, where, expected))
     ]
-    wrong = next((p for p in found if len(p) != 2 or not isinstance(p[0], str)), None)
+    wrong = next((p for p in entries if len(p) != 2 or not isinstance(p[0], str)), None)
     if wrong is not None:
         raise unlike(wrong, where, 'a pair such as ("NAME", VALUE)')
-    return found
+    return entries
 
 
 def checked(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -357,7 +357,7 @@ def spelled(option: Option, value: str) -> str:
 
 def alike(word: str, known: Iterable[str]) -> list[str]:
     """Return the words with the digits of a misspelt one: fp61 may be meant as fp16, and fp64 may not."""
-    return [one for one in known if sorted(filter(str.isdigit, one)) == sorted(filter(str.isdigit, word))]
+    return [name for name in known if sorted(filter(str.isdigit, name)) == sorted(filter(str.isdigit, word))]
 
 
 def dtype_name(value: object, option: Option) -> str:

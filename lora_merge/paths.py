@@ -61,8 +61,8 @@ def split_strength(text: str) -> tuple[str, float | None]:
 
 def forbidden(path: str | Path) -> str:
     """Return the part of a path that Windows takes for no name of a file or folder; "" where there is none."""
-    found = PureWindowsPath(path)
-    for part in found.parts[1:] if found.root else found.parts:
+    windows = PureWindowsPath(path)
+    for part in windows.parts[1:] if windows.root else windows.parts:
         if re.search(r'[<>:"|?*\x00-\x1f]', part) or re.fullmatch(_DEVICE, part):
             return part
         if part[-1] in ". " and part != "..":
@@ -101,11 +101,11 @@ def names_folder(path: str | Path) -> bool:
 
 def expand(path: str | Path) -> Path:
     """Return the path with `~` expanded, made absolute without resolving links; without a `..` that leaves no link."""
-    found = absolute(home(path))
-    if ".." not in str(found) or ".." not in found.parts:
-        return found
-    plain = Path(os.path.normpath(found))
-    return plain if os.path.realpath(plain) == os.path.realpath(found) else found
+    whole = absolute(home(path))
+    if ".." not in str(whole) or ".." not in whole.parts:
+        return whole
+    plain = Path(os.path.normpath(whole))
+    return plain if os.path.realpath(plain) == os.path.realpath(whole) else whole
 
 
 def real_path(path: Path) -> Path:
@@ -120,10 +120,10 @@ def input_path(path: str | Path) -> Path:
     """
     if isinstance(path, str):
         check_input(path)
-    found = expand(path)
-    given = str(found)
-    whole = with_found_ending(given)
-    return found if whole == given else Path(whole)
+    expanded = expand(path)
+    text = str(expanded)
+    whole = with_found_ending(text)
+    return expanded if whole == text else Path(whole)
 
 
 def with_found_ending(path: str) -> str:
@@ -156,8 +156,8 @@ def check_input(path: str) -> None:
 def _download(address: str) -> str:
     """Return how to download a file from its address."""
     for pattern, command in _SITES:
-        if found := re.fullmatch(pattern, address, re.IGNORECASE):
-            groups = [typed([group]) for group in found.groups()]
+        if match := re.fullmatch(pattern, address, re.IGNORECASE):
+            groups = [typed([group]) for group in match.groups()]
             return command.format(
                 *(("https://civitai.com/api/download/models", *groups) if "curl" in command else groups)
             )
@@ -182,10 +182,10 @@ def of_index(path: Path) -> Path:
     return path.parent if is_index(path) or is_split(path) else path
 
 
-def output_file(given: str | Path, ending: str = ".safetensors") -> Path:
+def output_file(path: str | Path, ending: str = ".safetensors") -> Path:
     """Return the path of a new file of weights as `expand` does: words get an ending, see `with_ending`, and a Path is
     taken as it is."""
-    return expand(given) if isinstance(given, Path) else with_ending(expand(given), ending)
+    return expand(path) if isinstance(path, Path) else with_ending(expand(path), ending)
 
 
 def with_ending(path: Path, ending: str = ".safetensors") -> Path:
@@ -222,14 +222,14 @@ def home(path: str | Path) -> Path:
         os.fsencode(path)
         if not text.startswith("~"):
             return path if isinstance(path, Path) else Path(path)
-        found = Path(os.path.expanduser(path))  # noqa: PTH111  # Path takes ./~name for ~name
+        expanded = Path(os.path.expanduser(path))  # noqa: PTH111  # Path takes ./~name for ~name
     except TypeError as e:
         raise unlike(path, "a path", "a str or a Path") from e
     except UnicodeEncodeError as e:
         raise UsageError("the path contains an unpaired surrogate", ascii(text)[:200], "correct the path") from e
-    if str(found).startswith("~"):
+    if str(expanded).startswith("~"):
         raise UsageError("there is no such user", text, "write ./~… for a name that begins so")
-    return found
+    return expanded
 
 
 _lost = False

@@ -37,8 +37,8 @@ def share_cores(workers: int) -> None:
 
 def cores() -> int:
     """Return the number of cores that this process may use."""
-    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, own // _workers)
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, count // _workers)
 
 
 NUMBERS: Final = tuple(getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, n))
@@ -223,8 +223,8 @@ def check_room() -> None:
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY:
         return
-    found = PathFinder.find_spec("torch")
-    folders = (found and found.submodule_search_locations) or ()
+    spec = PathFinder.find_spec("torch")
+    folders = (spec and spec.submodule_search_locations) or ()
     needed = TORCH_ROOM + sum(p.stat().st_size for folder in folders for p in Path(folder, "lib").glob("*.so*"))
     try:
         mmap.mmap(-1, needed, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ).close()

@@ -76,9 +76,9 @@ class Report(Shown):
         """Yield what a person wants to know first."""
         yield "output", f"{self.output} ({size(self.written)}, {stored(self.dtype)})"
         yield "base", f"{Path(self.base).name} ({self.architecture})"
-        for name, one in self.coverage.items():
-            parts = [f"{s}× {part}" for part, counts in one["strengths"].items() for s in counts]
-            yield "adapter", f"{name}: {one['matched']} of {plural(one['total'], 'module')}, {', '.join(parts)}"
+        for name, row in self.coverage.items():
+            parts = [f"{s}× {part}" for part, counts in row["strengths"].items() for s in counts]
+            yield "adapter", f"{name}: {row['matched']} of {plural(row['total'], 'module')}, {', '.join(parts)}"
         yield "changed", f"{self.changed} of {plural(self.tensors, 'tensor')} in {self.seconds:.1f} s on {self.device}"
         if self.codes:
             yield "codes", codes_line(self.codes)
@@ -86,8 +86,8 @@ class Report(Shown):
             worst = f"at most {self.verified['worst_ulp']:.2f} ulp from the exact numbers"
             again = f"{plural(self.verified['tensors'], 'tensor')} computed again in fp64, {worst}"
             yield "verified", again if self.verified["changed"] else "all tensors were copied, none computed"
-        for name, one in self.coverage.items():
-            yield from (("note", f"{name}: {note}") for note in one.get("notes", ()))
+        for name, row in self.coverage.items():
+            yield from (("note", f"{name}: {note}") for note in row.get("notes", ()))
         yield from (("note", note) for note in self.notes)
 
     def to_json(self) -> str:

@@ -17,13 +17,13 @@ class Rows(tuple[int, ...]):
     @cached_property
     def runs(self) -> tuple[tuple[int, int], ...]:
         """(first, count) of each run of consecutive rows, in the order of the list."""
-        found: list[tuple[int, int]] = []
+        runs: list[tuple[int, int]] = []
         for row in self:
-            if found and row == sum(found[-1]):
-                found[-1] = found[-1][0], found[-1][1] + 1
+            if runs and row == sum(runs[-1]):
+                runs[-1] = runs[-1][0], runs[-1][1] + 1
             else:
-                found.append((row, 1))
-        return tuple(found)
+                runs.append((row, 1))
+        return tuple(runs)
 
     @cached_property
     def last(self) -> int:
@@ -66,7 +66,7 @@ class Ranges(Generic[Item]):
 
     def meeting(self, start: int, stop: int) -> list[Item]:
         """Return the items that have a row of [start, stop), in the order in which they were added."""
-        return [item for _, item in sorted(self._found(start, stop), key=lambda found: found[0])]
+        return [item for _, item in sorted(self._found(start, stop), key=lambda entry: entry[0])]
 
     def _found(self, start: int, stop: int) -> Iterator[tuple[int, Item]]:
         if stop <= start:

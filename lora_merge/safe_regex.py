@@ -137,15 +137,15 @@ def pattern(text: str) -> Pattern:
 
 def _nodes(parsed: Any) -> list[Node]:
     """Return Python's tree with operations by name, the widths of lookbehinds, and consecutive letters as one text."""
-    found: list[Node] = []
+    nodes: list[Node] = []
     for op, value in parsed:
         if str(op) != "LITERAL":
-            found.append((str(op), _inside(str(op), value)))
-        elif found and found[-1][0] == "TEXT":
-            found[-1] = ("TEXT", found[-1][1] + chr(value))
+            nodes.append((str(op), _inside(str(op), value)))
+        elif nodes and nodes[-1][0] == "TEXT":
+            nodes[-1] = ("TEXT", nodes[-1][1] + chr(value))
         else:
-            found.append(("TEXT", chr(value)))
-    return found
+            nodes.append(("TEXT", chr(value)))
+    return nodes
 
 
 def _inside(op: str, value: Any) -> Any:
@@ -164,7 +164,7 @@ def _inside(op: str, value: Any) -> Any:
 
 def _ways(nodes: Sequence[Node]) -> int:
     """Return the product of all choices on a short name; more than FEW if the body of a loop has choices itself."""
-    return reduce(lambda found, node: min(found * _choices(*node), FEW + 1), nodes, 1)
+    return reduce(lambda product, node: min(product * _choices(*node), FEW + 1), nodes, 1)
 
 
 def _choices(op: str, value: Any) -> int:
@@ -224,10 +224,10 @@ class _Walk:
             self.known[key, char] = any(_means(op, value, v, key[2]) for v in _variants(char, key[2]))
         return self.known[key, char]
 
-    def _of(self, wanted: Callable[[str], bool]) -> int:
-        """Return the positions of all characters for which `wanted` is true."""
+    def _of(self, matches: Callable[[str], bool]) -> int:
+        """Return the positions of all characters for which `matches` is true."""
         self.steps.take(1 + len(self.chars) // 4)
-        return sum(mask for char, mask in self.chars.items() if wanted(char))
+        return sum(mask for char, mask in self.chars.items() if matches(char))
 
     def word(self, value: str, places: int, flags: int) -> int:
         """Return the places behind this text, for the given places at which it stands."""
@@ -256,25 +256,25 @@ class _Walk:
 
     def either(self, value: Any, places: int, flags: int) -> int:
         """Return the places where any of the alternatives may end."""
-        found = 0
+        reached = 0
         for branch in value[1]:
             self.steps.take()
-            found |= self.through(branch, places, flags)
-        return found
+            reached |= self.through(branch, places, flags)
+        return reached
 
     def group(self, value: Any, places: int, flags: int) -> int:
         """Return the places where a group may end; a group may have its own flags."""
         return self.through(value[3], places, (flags | value[1]) & ~value[2])
 
-    def look(self, value: Any, places: int, flags: int, *, wanted: bool = True) -> int:
+    def look(self, value: Any, places: int, flags: int, *, positive: bool = True) -> int:
         """Return the places at which a lookahead, or a lookbehind, matches."""
         back, body = value
-        kept = 0
+        places_left = 0
         for at in range(places.bit_length()):
             if places >> at & 1:
-                found = at >= back and self.through(body, 1 << at - back, flags) != 0
-                kept |= (found == wanted) << at
-        return kept
+                matches = at >= back and self.through(body, 1 << at - back, flags) != 0
+                places_left |= (matches == positive) << at
+        return places_left
 
     def at(self, value: Any, places: int, flags: int) -> int:
         """Return the places that are a start, an end, or the edge of a word."""
@@ -302,7 +302,7 @@ class _Walk:
 STEP: Final[Mapping[str, Callable[[_Walk, Any, int, int], int]]] = {
     "TEXT": _Walk.word,
     "MAX_REPEAT": _Walk.loop, "MIN_REPEAT": _Walk.loop, "BRANCH": _Walk.either, "SUBPATTERN": _Walk.group,
-    "ASSERT": _Walk.look, "ASSERT_NOT": partial(_Walk.look, wanted=False), "AT": _Walk.at,
+    "ASSERT": _Walk.look, "ASSERT_NOT": partial(_Walk.look, positive=False), "AT": _Walk.at,
     "FAILURE": lambda *_: 0,  # `(?!)` never matches
 }  # fmt: skip
 

@@ -29,10 +29,10 @@ def json_text(value: object, *, indent: int | None = None) -> str:
     """Return a value as JSON. Numbers that are NaN or infinite, which JSON lacks, are null; what is no plain value is
     text. Hidden characters are escapes in it."""
     try:
-        made = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent, default=str)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent, default=str)
     except ValueError:
-        made = json.dumps(_finite(value), ensure_ascii=False, indent=indent, default=str)
-    return made.translate(CONTROLS)
+        text = json.dumps(_finite(value), ensure_ascii=False, indent=indent, default=str)
+    return text.translate(CONTROLS)
 
 
 def _finite(value: object) -> object:
@@ -40,7 +40,7 @@ def _finite(value: object) -> object:
     if isinstance(value, float):
         return value if isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     return [*map(_finite, value)] if isinstance(value, list | tuple) else value
 
 
@@ -70,9 +70,9 @@ def _short(n: int) -> tuple[str, str]:
     return f"{float(value):.{max(0, 3 - len(whole)) if dot else 0}f}", unit
 
 
-def plural(count: int, one: str, many: str = "") -> str:
-    """Return "1 job" or "3 jobs"; `many`: the words for several, where that is not `one` with an s."""
-    return f"{count} {one if count == 1 else many or one + 's'}"
+def plural(count: int, singular: str, many: str = "") -> str:
+    """Return "1 job" or "3 jobs"; `many`: the words for several, where that is not `singular` with an s."""
+    return f"{count} {singular if count == 1 else many or singular + 's'}"
 
 
 def listed(names: Iterable[str], limit: int = 5) -> str:
@@ -89,10 +89,10 @@ def by_component(strengths: Mapping[str, Mapping[float, int]]) -> dict[str, dict
 
 def by_pattern(names: Iterable[str]) -> dict[str, list[str]]:
     """Return pattern → its names, in their order; the numbers in a pattern are `{i}`: `layers.{i}.attn1.to_q`."""
-    found: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for name in names:
-        found.setdefault(NUMBER.sub("{i}", name), []).append(name)
-    return found
+        groups.setdefault(NUMBER.sub("{i}", name), []).append(name)
+    return groups
 
 
 def expression(names: Iterable[str], *, alike: bool = False) -> str:
@@ -103,10 +103,11 @@ def expression(names: Iterable[str], *, alike: bool = False) -> str:
     kinds = []
     for pattern, some in by_pattern(names).items():
         words = re.split(r"\{i\}", pattern)
-        columns = [sorted({*one}, key=int) for one in zip(*map(NUMBER.findall, some), strict=True)]
+        columns = [sorted({*values}, key=int) for values in zip(*map(NUMBER.findall, some), strict=True)]
         many = "[0-9]+"
         numbers = [
-            many if alike or len(one) > MOST_NUMBERS else f"({'|'.join(one)})" if one[1:] else one[0] for one in columns
+            many if alike or len(values) > MOST_NUMBERS else f"({'|'.join(values)})" if values[1:] else values[0]
+            for values in columns
         ]
         kinds.append("".join(map("".join, zip_longest(map(re.escape, words), numbers, fillvalue=""))))
     return "" if len(kinds) > MOST_KINDS else kinds[0] if len(kinds) == 1 else f"(?:{'|'.join(kinds)})"

@@ -34,41 +34,41 @@ class Search:
         """Return sorted paths; NoSuchName where there are none, or where too many names would have to be looked at."""
         start = Path(Path(pattern).anchor)
         steps = Path(pattern).parts[len(start.parts) :]
-        found = [start]
+        matches = [start]
         for number, step in enumerate(steps, 1):
-            if not found or len(step) > LONGEST_STEP:
-                found = []
+            if not matches or len(step) > LONGEST_STEP:
+                matches = []
                 break
             folders = number < len(steps)
             if step == ANY_FOLDERS:
-                found = list(self._below(found, folders=folders))
+                matches = list(self._below(matches, folders=folders))
             elif has_magic(step):
-                found = list(self._named(found, step, folders=folders))
+                matches = list(self._named(matches, step, folders=folders))
             else:
-                found = [path / step for path in found if self._exists(path / step)]
+                matches = [path / step for path in matches if self._exists(path / step)]
         if pattern.endswith("/"):
-            found = [path for path in found if (self.folder / path).is_dir()]
-        if not (paths := sorted(str(path) for path in found if path != start)):
+            matches = [path for path in matches if (self.folder / path).is_dir()]
+        if not (paths := sorted(str(path) for path in matches if path != start)):
             raise NoSuchName(f"nothing in {self.folder} matches the pattern; check the folder and the ending")
         return paths
 
-    def _named(self, found: Iterable[Path], step: str, *, folders: bool) -> Iterator[Path]:
+    def _named(self, folders_in: Iterable[Path], step: str, *, folders: bool) -> Iterator[Path]:
         """Return what has such a name in these folders."""
-        wanted = re.compile(translate(os.path.normcase(step)))
-        for path in found:
+        pattern = re.compile(translate(os.path.normcase(step)))
+        for path in folders_in:
             for entry in self._entries(path):
                 shown = step.startswith(".") or not entry.name.startswith(".")
-                if shown and wanted.match(os.path.normcase(entry.name)) and (not folders or _is_folder(entry)):
+                if shown and pattern.match(os.path.normcase(entry.name)) and (not folders or _is_folder(entry)):
                     yield path / entry.name
 
-    def _below(self, found: Iterable[Path], *, folders: bool) -> Iterator[Path]:
+    def _below(self, folders_in: Iterable[Path], *, folders: bool) -> Iterator[Path]:
         """Return these folders, and what lies in them at any depth, each once."""
-        waiting, seen = [path for path in found if (self.folder / path).is_dir()], set[Path]()
+        waiting, visited = [path for path in folders_in if (self.folder / path).is_dir()], set[Path]()
         while waiting:
             path = waiting.pop()
-            if path in seen:
+            if path in visited:
                 continue
-            seen.add(path)
+            visited.add(path)
             yield path
             for entry in self._entries(path):
                 if entry.name.startswith("."):

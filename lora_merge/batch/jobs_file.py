@@ -113,8 +113,8 @@ def load(
 def _without(parts: Any, part: str) -> Any:
     """Return the parts of an option, or pairs of a part and a value, without one of them."""
     if isinstance(parts, Mapping):
-        return {one: value for one, value in parts.items() if one != part}
-    return tuple(one for one in parts if part not in (one, one[0] if isinstance(one, tuple) else one))
+        return {name: value for name, value in parts.items() if name != part}
+    return tuple(name for name in parts if part not in (name, name[0] if isinstance(name, tuple) else name))
 
 
 def _plain(value: Any) -> Any:
@@ -152,7 +152,7 @@ class _Loader:
 
     def entries(self) -> tuple[BatchJob, ...]:
         """Return every job, or raise one error with every mistake."""
-        found: list[BatchJob] = []
+        entries: list[BatchJob] = []
         defaults, jobs = self._validated()
         axes = {n: self._axes(("jobs", n), entry) for n, entry in jobs}
         counts = {n: prod(len(values) for values in of.values()) for n, of in axes.items()}
@@ -171,15 +171,15 @@ class _Loader:
                 before = len(self.mistakes)
                 job = self._job(place, entry, defaults, values)
                 if job is not None and len(self.mistakes) == before:
-                    made, request = (job, None) if isinstance(job, Job) else (job.task().job.inputs, job)
+                    checked, request = (job, None) if isinstance(job, Job) else (job.task().job.inputs, job)
                     back = (entry.command or defaults.command) == UNMERGE
-                    found.append(BatchJob(len(found) + 1, made, self._where(place), back=back, request=request,
+                    entries.append(BatchJob(len(entries) + 1, checked, self._where(place), back=back, request=request,
                                           template=distinct(values), usual=_usual(entry, defaults)))  # fmt: skip
                 if len(self.mistakes) > MANY:
                     break
         if self.mistakes or (self.document is not None and self.document.mistakes):
             raise self._failure()
-        return tuple(found)
+        return tuple(entries)
 
     def _validated(self) -> tuple[Defaults, list[tuple[int, JobEntry]]]:
         """Return what is right in the file, with the number of each job; note the rest."""
@@ -204,8 +204,8 @@ class _Loader:
         if not isinstance(raw, dict) or "matrix" in bad:
             return None
         stand_ins = {k: v for k, v in ANY.items() if k in bad and k in kind.model_fields}
-        kept = {k: v for k, v in raw.items() if k not in bad} | stand_ins
-        return kind.model_validate(kept)
+        sound = {k: v for k, v in raw.items() if k not in bad} | stand_ins
+        return kind.model_validate(sound)
 
     def _note(self, place: Place, what: str) -> None:
         self.mistakes[place, what] = None
@@ -319,27 +319,27 @@ class _Loader:
         self, place: Place, command: str, entry: JobEntry, defaults: Defaults, values: Mapping[str, str]
     ) -> dict[str, Any]:
         """Return the options of a job, those of its command; note others that the job itself has."""
-        own, shared = (self._worded(place, given(options), values) for options in (entry, defaults))
+        of_job, shared = (self._worded(place, given(options), values) for options in (entry, defaults))
         takes = TAKES[command]
-        for name in own.keys() - {*takes}:
+        for name in of_job.keys() - {*takes}:
             self._note((*place, name), f"{command} has no such option{nearest(name, takes)}")
-        of_method = METHODS[own.get("method") or shared.get("method") or SUM].takes
-        idle = {*NAMES} - {*of_method, "seed"} - own.keys()  # defaults for jobs of another method
-        found = {name: value for name, value in (shared | own).items() if name in takes and name not in idle}
-        for name, kind in ((n, ROWS[n].kind) for n, value in [*found.items()] if isinstance(value, str)):
+        of_method = METHODS[of_job.get("method") or shared.get("method") or SUM].takes
+        idle = {*NAMES} - {*of_method, "seed"} - of_job.keys()  # defaults for jobs of another method
+        chosen = {name: value for name, value in (shared | of_job).items() if name in takes and name not in idle}
+        for name, kind in ((n, ROWS[n].kind) for n, value in [*chosen.items()] if isinstance(value, str)):
             with self._noting((*place, name)):
-                found[name] = render(found[name], values) if kind in TEXTS else found[name]
+                chosen[name] = render(chosen[name], values) if kind in TEXTS else chosen[name]
             if kind == "number":
-                found[name] = self._number((*place, name), found[name], values)
-        return found
+                chosen[name] = self._number((*place, name), chosen[name], values)
+        return chosen
 
     def _worded(self, place: Place, options: Mapping[str, Any], values: Mapping[str, str]) -> dict[str, Any]:
         """Return options with the templates filled in that stand for one of a few words."""
-        found = {}
+        words = {}
         for name, value in options.items():
             with self._noting((*place, name)):
-                found[name] = render_word(value, ROWS[name], values)
-        return found
+                words[name] = render_word(value, ROWS[name], values)
+        return words
 
     def _adapter(self, place: Place, entry: AdapterEntry, values: Mapping[str, str]) -> Adapter:
         """Return path, strength and parts; `path:0.8` is read as on the command line."""
@@ -352,25 +352,27 @@ class _Loader:
                 path = self._path(text)
                 if entry.strength is not None:
                     raise NoSuchName(f"a strength is given twice: {written!r} and {entry.strength}")
-        given = entry.strength if entry.strength is not None else 1.0 if tail is None else tail
+        strength = entry.strength if entry.strength is not None else 1.0 if tail is None else tail
         return Adapter(
-            path, self._number((*place, "strength"), given, values),
+            path, self._number((*place, "strength"), strength, values),
             self._parts((*place, "strength_for"), entry.strength_for, values),
         )  # fmt: skip
 
-    def _parts(self, place: Place, given: Mapping[str, Any], values: Mapping[str, str]) -> tuple[tuple[str, Any], ...]:
+    def _parts(
+        self, place: Place, by_part: Mapping[str, Any], values: Mapping[str, str]
+    ) -> tuple[tuple[str, Any], ...]:
         return tuple(
             (part, factor if part == BLOCK_WEIGHTS else self._number((*place, part), factor, values))
-            for part, factor in given.items()
+            for part, factor in by_part.items()
         )
 
-    def _number(self, place: Place, given: float | str, values: Mapping[str, str]) -> float:
+    def _number(self, place: Place, value: float | str, values: Mapping[str, str]) -> float:
         with self._noting(place):
-            text = render(given, values) if isinstance(given, str) else given
+            text = render(value, values) if isinstance(value, str) else value
             try:
                 return number(text)
             except ValueError:
-                raise NoSuchName(f"{given!r} becomes {text!r}, which is not a number") from None
+                raise NoSuchName(f"{value!r} becomes {text!r}, which is not a number") from None
         return 1.0
 
     def _path(self, text: str) -> Path:
@@ -398,18 +400,18 @@ def with_endings(entries: Sequence[BatchJob]) -> tuple[BatchJob, ...]:
     `make_job` has completed the names of jobs whose base is there.
     """
     waiting: dict[Path, list[BatchJob]] = defaultdict(list)
-    ready, found = deque[BatchJob](), {e.number: e for e in entries}
+    ready, by_number = deque[BatchJob](), {e.number: e for e in entries}
     for e in entries:
         if exists(e.job.base):
             ready.append(e)
         elif e.request is None:
             waiting[e.job.base].append(e)
     while waiting and ready:
-        made = ready.popleft().job.output
-        for name in (made, made.with_suffix("")) if made.suffix in ENDINGS else (made,):
+        output = ready.popleft().job.output
+        for name in (output, output.with_suffix("")) if output.suffix in ENDINGS else (output,):
             for e in waiting.pop(name, ()):
-                file = made.suffix in ENDINGS or is_file(made)
-                job = replace(e.job, base=made, output=with_ending(e.job.output) if file else e.job.output)
-                found[e.number] = replace(e, job=job)
-                ready.append(found[e.number])
-    return tuple(found.values())
+                file = output.suffix in ENDINGS or is_file(output)
+                job = replace(e.job, base=output, output=with_ending(e.job.output) if file else e.job.output)
+                by_number[e.number] = replace(e, job=job)
+                ready.append(by_number[e.number])
+    return tuple(by_number.values())

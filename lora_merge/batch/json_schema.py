@@ -29,12 +29,12 @@ def jobs_schema() -> Rule:
     fields = {name: full[name] for name in ("type", "properties", "required", "additionalProperties")}
     commands = {name: _command(name) for name in TAKES}
     needs = (_needs("base", WITH_BASE, MERGE), _needs("adapters", WITH_ADAPTERS, MERGE))
-    one = {"allOf": [_ref("JobEntry"), _ref("Own"), _otherwise("command", _ref(MERGE)), *needs]}
+    job = {"allOf": [_ref("JobEntry"), _ref("Own"), _otherwise("command", _ref(MERGE)), *needs]}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "urn:lora-merge:jobs:1",
         "title": "Jobs of lora-merge batch", "description": "A full file, a list of jobs, or one job.",
         "$defs": {
-            **full["$defs"], **commands, "Job": one, "Full": {**fields, "allOf": [*_with_defaults()]},
+            **full["$defs"], **commands, "Job": job, "Full": {**fields, "allOf": [*_with_defaults()]},
             "Own": {"allOf": [{"if": _is(name), "then": _ref(name)} for name in TAKES]},
         },
         "if": {"type": "array"}, "then": {"minItems": 1, "items": _ref("Job")},
@@ -67,8 +67,8 @@ def _is(*commands: str) -> Rule:
 def _command(name: str) -> Rule:
     """Return that a job has no options but those of its command, and not more adapters than that takes."""
     others = CommandOptions.model_fields.keys() - {*TAKES[name]}
-    one: Rule = {"adapters": {"maxItems": 1}} if name in ONE else {}
-    return {"properties": {option: {"type": "null"} for option in sorted(others)} | one}
+    rule: Rule = {"adapters": {"maxItems": 1}} if name in ONE else {}
+    return {"properties": {option: {"type": "null"} for option in sorted(others)} | rule}
 
 
 def _needs(field: str, commands: Collection[str], unnamed: str) -> Rule:
@@ -87,10 +87,10 @@ def _with_defaults() -> list[Rule]:
     def jobs(*rules: Rule) -> Rule:
         return {"properties": {"jobs": {"items": {"allOf": [*rules]}}}}
 
-    made = [jobs(_ref("Own"))]
+    conditions = [jobs(_ref("Own"))]
     for name in TAKES:
         unnamed = defaults(_is(name)) if name != MERGE else {"not": defaults(_is(*sorted({*TAKES} - {MERGE})))}
         fields = {"base": WITH_BASE, "adapters": WITH_ADAPTERS}
         needs = [{"if": defaults(_given(f)), "else": jobs(_needs(f, commands, name))} for f, commands in fields.items()]
-        made.append({"if": unnamed, "then": {"allOf": [jobs(_otherwise("command", _ref(name))), *needs]}})
-    return made
+        conditions.append({"if": unnamed, "then": {"allOf": [jobs(_otherwise("command", _ref(name))), *needs]}})
+    return conditions

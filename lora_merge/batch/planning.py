@@ -89,8 +89,8 @@ class _Outputs:
             if alike is not e and ignores_case(Path(real).parent):
                 other = alike
             if other is not e:
-                own = e.where == other.where
-                both = f"{e.where}, two jobs of its matrix" if own else f"{e.where} and {other.where}"
+                same_row = e.where == other.where
+                both = f"{e.where}, two jobs of its matrix" if same_row else f"{e.where} and {other.where}"
                 clashes.append(f"{both}: {e.job.output}")
         for path, e in self._by_path.items():
             around = self._around(path)
@@ -145,17 +145,17 @@ class _Sources:
 
     def _replaced(self, replacing: Sequence[BatchJob]) -> Iterator[str]:
         """Yield a line for each output that would replace a file that another job reads, by any of its names."""
-        found: dict[object, list[tuple[Path, Path]]] = {}  # name of a file, or of a folder around it → file, its source
+        files: dict[object, list[tuple[Path, Path]]] = {}  # name of a file, or of a folder around it → file, its source
         for path in self.readers:
             with suppress(OSError):  # the failure of the jobs that read it
                 for file in _files(path):
                     real = os.path.realpath(file)
                     for name in (_id(file), (real.casefold(),), real, *map(str, Path(real).parents)):
-                        found.setdefault(name, []).append((file, path))
+                        files.setdefault(name, []).append((file, path))
         for e in replacing:
             real = os.path.realpath(e.job.output)
-            hits = [*found.get(_id(e.job.output), ()), *found.get(real, ())]
-            hits += [one for one in found.get((real.casefold(),), ()) if same(one[0], e.job.output)]
+            hits = [*files.get(_id(e.job.output), ()), *files.get(real, ())]
+            hits += [hit for hit in files.get((real.casefold(),), ()) if same(hit[0], e.job.output)]
             for file, path in hits:
                 if (reader := self._reader(path, e)) is not None:
                     yield f"{e.where} would replace {file}, which {reader.where} reads"
@@ -208,10 +208,10 @@ def _is_model(folder: Path) -> bool:
 def _id(path: Path) -> tuple[int, int] | None:
     """Return what is equal for all names of a file; None where nothing is there."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def _levels(entries: Sequence[BatchJob], makers: Mapping[int, BatchJob | None]) -> Iterator[list[BatchJob]]:
@@ -220,13 +220,13 @@ def _levels(entries: Sequence[BatchJob], makers: Mapping[int, BatchJob | None]) 
     for e in entries:
         maker = makers[e.number]
         waiting.setdefault(None if maker is None else maker.number, []).append(e)
-    found: set[int] = set()
+    numbers: set[int] = set()
     some = waiting.get(None, [])
     while some:
         yield some
-        found |= {e.number for e in some}
+        numbers |= {e.number for e in some}
         some = sorted((w for e in some for w in waiting.get(e.number, ())), key=lambda e: e.number)
-    circle = [e for e in entries if e.number not in found]
+    circle = [e for e in entries if e.number not in numbers]
     if circle:
         itself = all(makers[e.number] is e for e in circle)
         raise UsageError("an output is its own base" if itself else "jobs wait for each other's outputs",
@@ -343,8 +343,8 @@ class _Surveyor:
         if error is not None:
             raise UsageError("the base is the output of a job that cannot run", f"{job.base}, made by {maker.where}",
                              "correct that job first")  # fmt: skip
-        made = self.grounded[maker.number]
-        return replace(job, base=made.base, dtype=made.dtype if job.dtype == "keep" else job.dtype)
+        ground = self.grounded[maker.number]
+        return replace(job, base=ground.base, dtype=ground.dtype if job.dtype == "keep" else job.dtype)
 
     def _outline(self, job: Job) -> _Outline:
         """Return the outline of a job, planned once for all jobs of a kind.
@@ -363,10 +363,10 @@ class _Surveyor:
         ))  # fmt: skip
         if kind not in self.outlines:
             self.outlines[kind] = self._planned(job)
-        found = self.outlines[kind]
-        if isinstance(found, MergeError):
-            raise found
-        return found
+        outline = self.outlines[kind]
+        if isinstance(outline, MergeError):
+            raise outline
+        return outline
 
     def _planned(self, job: Job) -> _Outline | MergeError:
         try:
@@ -394,9 +394,9 @@ def _apart(adapter: Adapter) -> bool:
     return bool(adapter.parts) or adapter.strength in (0, 1)
 
 
-def _applied(adapter: Adapter, found: Mapping[str, Mapping[float, int]]) -> Mapping[str, Mapping[float, int]]:
+def _applied(adapter: Adapter, by_part: Mapping[str, Mapping[float, int]]) -> Mapping[str, Mapping[float, int]]:
     """Return the strengths of an adapter, from those of the outline that stands for all strengths."""
-    return found if _apart(adapter) else {part: {adapter.strength: sum(n.values())} for part, n in found.items()}
+    return by_part if _apart(adapter) else {part: {adapter.strength: sum(n.values())} for part, n in by_part.items()}
 
 
 def disk_rooms(planned: Sequence[PlannedJob], workers: int) -> Iterator[tuple[Sequence[PlannedJob], Room]]:
@@ -412,8 +412,8 @@ def disk_rooms(planned: Sequence[PlannedJob], workers: int) -> Iterator[tuple[Se
             disks[folder] = next(p for p in (folder, *folder.parents) if p.exists()).stat().st_dev
         by_disk.setdefault(disks[folder], []).append(s)
     for some in by_disk.values():
-        kept = sorted((s.replaces for s in some), reverse=True)[: TOGETHER * workers]
-        size = sum(s.needs_disk - s.replaces for s in some) + sum(kept)
+        replaced = sorted((s.replaces for s in some), reverse=True)[: TOGETHER * workers]
+        size = sum(s.needs_disk - s.replaces for s in some) + sum(replaced)
         yield some, Room.at(some[0].entry.job.output, size)
 
 

@@ -125,12 +125,12 @@ class _Ray:
 
     def _start(self, group: JobGroup) -> None:
         """Start a group as a task. One that needs more GPUs than any node has fails on a node with most of them."""
-        wanted = max(0 if e.request else len(named_gpus(e.job.device)) for e in group.entries)
+        gpus = max(0 if e.request else len(named_gpus(e.job.device)) for e in group.entries)
         sent = group
-        if wanted <= self.gpus:
+        if gpus <= self.gpus:
             sent = replace(group, entries=tuple(replace(e, job=replace(e.job, device=granted(e.job.device)))
                                                for e in group.entries))  # fmt: skip
-        task = self.ray.remote(_task).options(num_cpus=1, num_gpus=min(wanted, self.gpus), max_retries=RETRIES)
+        task = self.ray.remote(_task).options(num_cpus=1, num_gpus=min(gpus, self.gpus), max_retries=RETRIES)
         self.running[task.remote(sent, self.inbox)] = group
 
     def _news(self) -> Iterator[JobReport]:
@@ -147,10 +147,10 @@ class _Ray:
     def _end(self, task: Any, group: JobGroup) -> Iterator[JobReport]:
         """Return the reports of a task that has ended, or failed, that the inbox has not brought."""
         try:
-            found = self.ray.get(task)
+            reports = self.ray.get(task)
         except self.ray.exceptions.RayError as e:
-            found = [failed(entry, _lost(entry, e), tries=RETRIES + 1) for entry in group.entries]
-        for report in found:
+            reports = [failed(entry, _lost(entry, e), tries=RETRIES + 1) for entry in group.entries]
+        for report in reports:
             if isinstance(report.error, DeviceFailed) and report.number in self.left.keys() - self.again:
                 self.again.add(report.number)  # Ray runs no second task in a process that had a GPU
                 self.waiting.append(replace(group, entries=(self.left[report.number],)))
@@ -191,15 +191,15 @@ def granted(device: str) -> str:
 
 def _task(group: JobGroup, inbox: Any) -> list[JobReport]:
     """Make a group on a node. Inputs that the plan found but this node does not see are on no shared disk."""
-    found: list[JobReport] = []
+    reports: list[JobReport] = []
     guard = Guard()  # what the inbox does not get comes with the task
     with observed(inbox.put.remote, guard) as observer:
         steps = Gathered(observer)
         for report in _here(group, steps):
             steps.flush()
             guard(inbox.put.remote, report)
-            found.append(report)
-    return found
+            reports.append(report)
+    return reports
 
 
 def _here(group: JobGroup, progress: Progress) -> Iterator[JobReport]:

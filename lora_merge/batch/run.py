@@ -111,11 +111,11 @@ def grouped(planned: Sequence[PlannedJob], workers: int | None, by: Executor) ->
     groups: dict[Any, list[BatchJob]] = {}
     for s in planned:
         groups.setdefault(s.together, []).append(s.entry)
-    found, share = [], _share(len(planned), workers, by)
+    parts, share = [], _share(len(planned), workers, by)
     for group in groups.values():
         step = min(TOGETHER, ceil(len(group) / (workers or 1)))
-        found += [JobGroup(tuple(group[n : n + step]), share) for n in range(0, len(group), step)]
-    return found
+        parts += [JobGroup(tuple(group[n : n + step]), share) for n in range(0, len(group), step)]
+    return parts
 
 
 def _share(jobs: int, workers: int | None, by: Executor) -> int:

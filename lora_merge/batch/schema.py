@@ -44,15 +44,15 @@ def _strength(value: Any) -> Any:
     if isinstance(value, str) and "{" in value:
         return value
     try:
-        found = number(value)
+        strength = number(value)
     except OverflowError:
         raise ValueError("a number of hundreds of digits") from None
     except ValueError:
         right = right_form(str(value))
         raise ValueError(f"{value!r} is not a number and holds no template{right and f'; write {right}'}") from None
-    if not math.isfinite(found):
+    if not math.isfinite(strength):
         raise ValueError(f"{value} is not finite")
-    return found
+    return strength
 
 
 _STRENGTH: Final = {"anyOf": [

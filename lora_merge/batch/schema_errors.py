@@ -115,7 +115,7 @@ def _model(place: Place) -> type[BaseModel]:
 def nearest(word: str, known: Iterable[str], *, every: bool = True) -> str:
     """Return "; did you mean X?", or what there is; empty where nothing helps."""
     names = [k for k in known if k != word]
-    found = difflib.get_close_matches(word, alike(word, names), n=1, cutoff=0.5)
-    if found:
-        return f"; did you mean {found[0]}?"
+    matches = difflib.get_close_matches(word, alike(word, names), n=1, cutoff=0.5)
+    if matches:
+        return f"; did you mean {matches[0]}?"
     return f"; there are {', '.join(names)}" if every and names else ""

@@ -54,11 +54,11 @@ def carry_out(group: JobGroup, opened: CheckpointCache, progress: Progress = unw
     """Return every job's report, as it ends. Nothing is raised for a job; SystemExit and the like end the group."""
     entries = [_bounded(e, group.workers) for e in group.entries]
     with ExitStack() as claims:
-        held: dict[int, ExitStack] = {}
+        claims_of: dict[int, ExitStack] = {}
         left: list[BatchJob] = []
         for e in entries:
-            held[e.number] = claims.enter_context(ExitStack())
-            ours = _caught(partial(held[e.number].enter_context, claimed(e.job.output, wait=group.wait)))
+            claims_of[e.number] = claims.enter_context(ExitStack())
+            ours = _caught(partial(claims_of[e.number].enter_context, claimed(e.job.output, wait=group.wait)))
             if ours is True:
                 left.append(e)
             else:
@@ -69,7 +69,7 @@ def carry_out(group: JobGroup, opened: CheckpointCache, progress: Progress = unw
                 if attempt < TRIES and report.error is not None and _transient(report.error):
                     again.append(entry)
                 else:
-                    held[entry.number].close()  # before it is told: who dies later leaves no claim of it
+                    claims_of[entry.number].close()  # before it is told: who dies later leaves no claim of it
                     yield report
             left = again
             if not left:
@@ -120,12 +120,12 @@ def _caught_report(entry: BatchJob, request: Request, hashes: Hashes, progress: 
         task = request.task(entry.job)
         return None if not entry.redo and made(task.job, hashes) else task.run(progress)
 
-    found = _caught(make)
+    result = _caught(make)
     seconds = time.monotonic() - started
-    if isinstance(found, Exception):
-        return failed(entry, found, seconds=seconds, tries=tries)
-    status: Status = "skipped" if found is None else "made"
-    return _ended(entry, status, seconds=seconds, tries=tries, report=found)
+    if isinstance(result, Exception):
+        return failed(entry, result, seconds=seconds, tries=tries)
+    status: Status = "skipped" if result is None else "made"
+    return _ended(entry, status, seconds=seconds, tries=tries, report=result)
 
 
 def _together(

@@ -71,16 +71,16 @@ def of_table(text: str, name: str) -> Document:
         if not JOB & set(head) or len(set(head)) < len(head):
             raise UsageError("a table of jobs begins with the names of its columns", f"{name}:1",
                              "write base,adapters,output in its first line")  # fmt: skip
-        found = [(row, rows.line_num) for row in rows if any(row)]
+        lines = [(row, rows.line_num) for row in rows if any(row)]
     except csv.Error as e:
         raise UsageError(f"not a valid table: {e}", f"{name}:{rows.line_num}", "write it as CSV, with commas") from e
-    if long := next((line for row, line in found if len(row) > len(head)), None):
+    if long := next((line for row, line in lines if len(row) > len(head)), None):
         raise UsageError("a row has more cells than the table has columns", f"{name}:{long}", "put the cell in quotes")
     nodes = [
         MappingNode("tag:yaml.org,2002:map", list(_cells(head, row, _mark(name, line))), _mark(name, line))
-        for row, line in found
+        for row, line in lines
     ]
-    jobs = [dict(_values(head, row)) for row, _ in found]
+    jobs = [dict(_values(head, row)) for row, _ in lines]
     return Document({"version": 1, "jobs": jobs}, _around(SequenceNode("tag:yaml.org,2002:seq", nodes, _mark(name, 1))))
 
 

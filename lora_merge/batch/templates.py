@@ -58,12 +58,12 @@ def render(template: str, values: Mapping[str, str]) -> str:
     return FIELD.sub(fill, template)
 
 
-def render_word(given: Any, option: Option, values: Mapping[str, str]) -> Any:
+def render_word(value: Any, option: Option, values: Mapping[str, str]) -> Any:
     """Return the value of an option. Where it is a template for one of a few words, that word; NoSuchName if there is
     none."""
-    if not (option.words and isinstance(given, str) and "{" in given):
-        return given
-    text = render(given, values)
+    if not (option.words and isinstance(value, str) and "{" in value):
+        return value
+    text = render(value, values)
     word = spelled(option, text)
     if word not in option.words:
         *some, last = map(repr, option.words)
@@ -79,13 +79,13 @@ def render_output(template: str, values: Mapping[str, str]) -> str:
     literal = render(template, dict.fromkeys(values, "x"))
     if "\0" in literal:
         raise NoSuchName(f"a NUL character in {template!r}")
-    whole, own = PurePath(path), PurePath(literal)
-    escapes = whole.parts.count("..") != own.parts.count("..")
-    absolute = whole.is_absolute() != own.is_absolute()
+    whole, own_path = PurePath(path), PurePath(literal)
+    escapes = whole.parts.count("..") != own_path.parts.count("..")
+    absolute = whole.is_absolute() != own_path.is_absolute()
     home = path.startswith("~") != literal.startswith("~")
     if escapes or absolute or home or "\0" in path:
         raise NoSuchName(f"a value of the matrix leads the output to {path!r}; only the template itself may do that")
-    for part, written in zip(whole.parts, own.parts, strict=False):
+    for part, written in zip(whole.parts, own_path.parts, strict=False):
         if part != written and (name := forbidden(part)):
             raise NoSuchName(f"Windows allows no file of the name {name!r}, so no output has it; {PLAIN}")
     return path
@@ -95,14 +95,14 @@ def split_adapter(written: str) -> tuple[str, float | None]:
     """Return path and strength of "style.safetensors:0.8"; NoSuchName where the path has more than a strength behind
     it, as on the command line, or has its strength as other programs write it."""
     path, strength = split_strength(written)
-    found = meant(written) if strength is None else None
-    if found is None:
+    argument = meant(written) if strength is None else None
+    if argument is None:
         return path, strength
-    if not found.parts:
-        raise NoSuchName(f"{written!r} is no way to write a strength; write {found.path}:{found.strength}")
-    parts = ", ".join(f"{name}: {_quoted(value)}" for name, value in found.parts)
-    raise NoSuchName(f"parts of an adapter stand below strength_for; write {{path: {found.path}, "
-                     f"strength: {found.strength}, strength_for: {{{parts}}}}}")  # fmt: skip
+    if not argument.parts:
+        raise NoSuchName(f"{written!r} is no way to write a strength; write {argument.path}:{argument.strength}")
+    parts = ", ".join(f"{name}: {_quoted(value)}" for name, value in argument.parts)
+    raise NoSuchName(f"parts of an adapter stand below strength_for; write {{path: {argument.path}, "
+                     f"strength: {argument.strength}, strength_for: {{{parts}}}}}")  # fmt: skip
 
 
 def _quoted(text: str) -> str:
@@ -113,8 +113,8 @@ def _quoted(text: str) -> str:
 def _value(name: str, values: Mapping[str, str], template: str) -> str:
     plain, dot, part = name.partition(".")
     if plain not in values:
-        there = nearest(plain, values) if values else "; the job has no matrix"
-        raise NoSuchName(f"no value for {{{name}}} in {template!r}{there}")
+        hint = nearest(plain, values) if values else "; the job has no matrix"
+        raise NoSuchName(f"no value for {{{name}}} in {template!r}{hint}")
     if not dot:
         return values[plain]
     if part not in PARTS:

@@ -133,12 +133,12 @@ def convert(
         from ..adapters_out.convert import make_conversion, plan, run
         from ..batch.commands import Task
 
-        (given,), found = _given([named_adapter(adapter)], {"rank": rank, **options})
-        if to == KEEP and isinstance(given, str) and all(found.get(name) in (None, KEEP, []) for name in CHANGING):
+        (named,), values = _given([named_adapter(adapter)], {"rank": rank, **options})
+        if to == KEEP and isinstance(named, str) and all(values.get(name) in (None, KEEP, []) for name in CHANGING):
             fix = "give --to, such as --to diffusers; or another --dtype, --rank, --algorithm or --alpha"
             raise UsageError("no format is named", "lora-merge convert", fix)
-        made = make_conversion(given, output, base, {"to": to, **found})
-        return Task(made.job, partial(plan, made), partial(run, made))
+        job = make_conversion(named, output, base, {"to": to, **values})
+        return Task(job.job, partial(plan, job), partial(run, job))
 
     show("convert", task, printed)
 
@@ -161,10 +161,10 @@ def average(
         from ..batch.commands import Task
         from .argument_values import as_number
 
-        given = [as_number(w, "--weights", whole=False) for w in weights.split(",")] if weights else None
-        named, found = _given(named_adapters(snapshots, options.get("strength")), {"rank": rank, **options})
-        made = make_average(named, output, base, {"weights": given, **found})
-        return Task(made.job, made.plan, made.run)
+        numbers = [as_number(w, "--weights", whole=False) for w in weights.split(",")] if weights else None
+        named, values = _given(named_adapters(snapshots, options.get("strength")), {"rank": rank, **options})
+        job = make_average(named, output, base, {"weights": numbers, **values})
+        return Task(job.job, job.plan, job.run)
 
     show("average", task, printed)
 
@@ -187,9 +187,9 @@ def extract(
         from ..batch.commands import Task
         from ..planning.checkpoint_cache import CheckpointCache
 
-        found, cache = _read({"rank": rank, **options}, 1), CheckpointCache()
-        made = prepared(completed(base), completed(tuned), output, found, cache)
-        return Task(made.job, partial(plan, made, cache), partial(run, made, cache=cache))
+        values, cache = _read({"rank": rank, **options}, 1), CheckpointCache()
+        job = prepared(completed(base), completed(tuned), output, values, cache)
+        return Task(job.job, partial(plan, job, cache), partial(run, job, cache=cache))
 
     show("extract", task, printed)
 
@@ -203,8 +203,8 @@ def _carry_out(command: str, adapters: Sequence[str], options: dict[str, Any]) -
         from ..adapters_out.job import make_adapter_job
         from ..batch.commands import Task
 
-        named, found = _given(named_adapters(adapters, options.get("strength")), options)
-        job = make_adapter_job(command, named, output, base, found)
+        named, values = _given(named_adapters(adapters, options.get("strength")), options)
+        job = make_adapter_job(command, named, output, base, values)
         return Task(job, partial(plan, job), partial(run, job))
 
     show(command, task, printed)
@@ -223,15 +223,15 @@ def _read(options: dict[str, Any], adapters: int) -> dict[str, Any]:
     """Return the values of options as jobs take them, for so many adapters."""
     from ..adapters_out.job import strings
 
-    found = read(options, adapters, {**OPTIONS, **OWN})
-    return {**found, "rank_for": strings(found["rank_for"])} if "rank_for" in found else found
+    values = read(options, adapters, {**OPTIONS, **OWN})
+    return {**values, "rank_for": strings(values["rank_for"])} if "rank_for" in values else values
 
 
 def _given(adapters: Sequence[Any], options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Return the adapters with their strengths, and the other options as jobs take them."""
-    strength_for, found = options.pop("strength_for") or (), _read(options, len(adapters))
-    named, parts = named_parts(with_strengths(adapters, found), strength_for)
-    return named, {**found, "strength_for": parts}
+    strength_for, values = options.pop("strength_for") or (), _read(options, len(adapters))
+    named, parts = named_parts(with_strengths(adapters, values), strength_for)
+    return named, {**values, "strength_for": parts}
 
 
 def show(command: str, make: Callable[[], Task], printed: dict[str, Any]) -> None:
@@ -241,7 +241,7 @@ def show(command: str, make: Callable[[], Task], printed: dict[str, Any]) -> Non
     from .stdio import reporting
 
     pictures = Pictures(printed["html"], printed["plot"], quiet=printed["quiet"], dry_run=printed["dry_run"])
-    with reporting(printed["report"]) as told, watching(quiet=printed["quiet"]) as display:
+    with reporting(printed["report"]) as report, watching(quiet=printed["quiet"]) as display:
         if command == "extract":
             preload(wait=True)  # it is imported first of all
         elif command in ("combine", "convert") or printed["dry_run"]:
@@ -250,14 +250,14 @@ def show(command: str, make: Callable[[], Task], printed: dict[str, Any]) -> Non
             preload()
         task = make()
         keep_freed_memory(task.job.inputs.max_memory)
-        for file in (told, pictures):
+        for file in (report, pictures):
             if file is not None:
                 file.protect([a.path for a in task.job.adapters], [task.job.output])
-        if told is not None:
-            told.begin()
+        if report is not None:
+            report.begin()
         done = task.plan() if printed["dry_run"] else task.run(display or unwatched)
-        if told is not None:
-            told.replace(done.to_json())
+        if report is not None:
+            report.replace(done.to_json())
     pictures.write(lambda: _with_pictures(done, task) if printed["html"] is not None else asdict(done))
     if printed["json"]:
         put(done.to_json())

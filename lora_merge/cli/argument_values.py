@@ -36,12 +36,12 @@ def expanded(words: Sequence[str]) -> Iterator[str]:
         pattern, strength = split_strength(word)
         from glob import glob
 
-        found = sorted(glob(word)) or sorted(glob(pattern))  # noqa: PTH207
-        if not found:
+        paths = sorted(glob(word)) or sorted(glob(pattern))  # noqa: PTH207
+        if not paths:
             check_adapter(word)
             raise UsageError("the pattern fits no file", word[:200], "check the folder and the ending")
         behind = "" if strength is None else f":{strength:g}"
-        yield from [f"{path}{behind}" for path in found] or [word]
+        yield from [f"{path}{behind}" for path in paths] or [word]
 
 
 def check_numbers(words: Sequence[str], strengths: Sequence[str]) -> None:
@@ -53,13 +53,13 @@ def check_numbers(words: Sequence[str], strengths: Sequence[str]) -> None:
     values = {word: right_form(bare[word]) for word in words if right_form(bare[word]) and not exists(word)}
     if not values:
         return
-    paths, found = [word for word in words if word not in values], [values[w] for w in words if w in values]
+    paths, numbers = [word for word in words if word not in values], [values[w] for w in words if w in values]
     fix = "write a strength behind its file: ADAPTER:0.8"
     if strengths:
-        many = len(strengths) + len(found) == len(paths)
-        fix = f"write -s {','.join([*strengths, *found])}" if many else "give one strength for each adapter"
-    elif len(paths) == len(found):
-        fix = f"write {' '.join(f'{path}:{value}' for path, value in zip(paths, found, strict=True))}"
+        many = len(strengths) + len(numbers) == len(paths)
+        fix = f"write -s {','.join([*strengths, *numbers])}" if many else "give one strength for each adapter"
+    elif len(paths) == len(numbers):
+        fix = f"write {' '.join(f'{path}:{value}' for path, value in zip(paths, numbers, strict=True))}"
     raise UsageError("a number where an adapter belongs", " ".join(values), fix)
 
 
@@ -86,8 +86,8 @@ def check_two(text: str) -> None:
 
 def check_adapter(text: str, parts: str = "") -> None:
     """Raise UsageError for an adapter with its strength as other programs write it. `parts`: what follows it."""
-    if found := strange(text):
-        path, value = found
+    if reading := strange(text):
+        path, value = reading
         raise UsageError(
             "a strength is not written like this", text[:200], f"write {typed([f'{path}:{value}{parts}'])}"
         )
@@ -104,8 +104,8 @@ def check_parts(text: str) -> None:
 
 def check_tag(text: str) -> None:
     """Raise UsageError for an adapter as it stands in the prompt of a web interface."""
-    if found := of_tags(text):
-        words = (f"{path}:{strength}{parts and f',{parts}'}" for path, strength, parts in found)
+    if tags := of_tags(text):
+        words = (f"{path}:{strength}{parts and f',{parts}'}" for path, strength, parts in tags)
         raise UsageError("a strength is not written like this", text[:200], f"write {typed(words)}")
 
 
@@ -143,13 +143,13 @@ def named_adapter(text: str) -> str | tuple[str, float] | Adapter:
         if strength is None:
             check_adapter(text[:comma], f",{text[comma + 1 :]}")
         if strength is not None or exists(completed(path)):
-            own = tuple(_own_parts(text, comma + 1))
-            return Adapter(Path(completed(path)), 1.0 if strength is None else strength, own)
+            parts = tuple(_own_parts(text, comma + 1))
+            return Adapter(Path(completed(path)), 1.0 if strength is None else strength, parts)
     check_numbers([text], ())
-    found = completed(text)
+    path_typed = completed(text)
     check_parts(text)
-    check_adapter(found)
-    return found
+    check_adapter(path_typed)
+    return path_typed
 
 
 def _own_parts(text: str, start: int) -> list[tuple[str, Any]]:
@@ -179,22 +179,22 @@ def named_parts(
     """Return the adapters and the parts of `--strength-for` that are for all of them; `2:te=0` is for the second."""
     from ..job import Adapter
 
-    given, common = [*adapters], list[tuple[str, Any]]()
+    named, common = [*adapters], list[tuple[str, Any]]()
     for text in strength_for:
         numbered = re.match(_NUMBERED, text)
         if numbered is None:
-            _check_named(text, [Path(str(a[0] if isinstance(a, tuple) else getattr(a, "path", a))) for a in given])
+            _check_named(text, [Path(str(a[0] if isinstance(a, tuple) else getattr(a, "path", a))) for a in named])
             common += _parts(text)
             continue
         place = int(numbered[1]) - 1
-        if not 0 <= place < len(given):
-            fix = f"give a number from 1 to {len(given)}" if len(given) > 1 else "give 1: there is one adapter"
+        if not 0 <= place < len(named):
+            fix = f"give a number from 1 to {len(named)}" if len(named) > 1 else "give 1: there is one adapter"
             raise UsageError(f"there is no adapter {numbered[1]}", f"--strength-for {text[:80]}", fix)
-        old = given[place]
+        old = named[place]
         path, strength = old if isinstance(old, tuple) else (old, 1.0)
-        own = old if isinstance(old, Adapter) else Adapter(Path(str(path)), strength)
-        given[place] = replace(own, parts=(*own.parts, *_parts(text[numbered.end() :])))
-    return given, common
+        adapter = old if isinstance(old, Adapter) else Adapter(Path(str(path)), strength)
+        named[place] = replace(adapter, parts=(*adapter.parts, *_parts(text[numbered.end() :])))
+    return named, common
 
 
 def _check_named(text: str, adapters: Sequence[Path]) -> None:
@@ -209,15 +209,15 @@ def _check_named(text: str, adapters: Sequence[Path]) -> None:
 def strengths(texts: Sequence[str], adapters: int) -> list[float] | None:
     """Return [0.8, 0.5] for `-s 0.8 -s 0.5` or `-s 0.8,0.5`; None without any. UsageError for another count."""
     texts = [word for text in texts for word in text.strip("[]()").replace(", ", " ").split() or [text]]
-    found = [_strength(one) for text in texts for one in text.split(",")]
-    if found and len(found) != adapters:
+    numbers = [_strength(part) for text in texts for part in text.split(",")]
+    if numbers and len(numbers) != adapters:
         if len(texts) == adapters and all(map(right_form, texts)):  # -s 0,8
             fix = " ".join(f"-s {right_form(text)}" for text in texts)
             raise UsageError(f"a comma in the number {texts[0]}", "--strength", f"write a point: {fix}")
-        each = " ".join(f"-s {found[min(n, len(found) - 1)]:g}" for n in range(adapters))
-        few = f"{len(found)} strength{'s' * (len(found) > 1)} for {adapters} adapter{'s' * (adapters > 1)}"
-        raise UsageError(few, "--strength", f"give one for each, in order: {each}; or write ADAPTER:{found[0]:g}")
-    return found or None
+        each = " ".join(f"-s {numbers[min(n, len(numbers) - 1)]:g}" for n in range(adapters))
+        few = f"{len(numbers)} strength{'s' * (len(numbers) > 1)} for {adapters} adapter{'s' * (adapters > 1)}"
+        raise UsageError(few, "--strength", f"give one for each, in order: {each}; or write ADAPTER:{numbers[0]:g}")
+    return numbers or None
 
 
 def _strength(text: str) -> float:
@@ -231,8 +231,8 @@ def _strength(text: str) -> float:
 
 def _parts(text: str) -> list[tuple[str, Any]]:
     """Return [("te", 0.5), ("unet", 0.8)] for "te=0.5,unet=0.8"; a list of block weights stays text."""
-    found = [text] if text.startswith(REGEX) else re.split(_BETWEEN_PARTS, text)
-    return [_part(one) for one in found]
+    texts = [text] if text.startswith(REGEX) else re.split(_BETWEEN_PARTS, text)
+    return [_part(piece) for piece in texts]
 
 
 def _part(text: str) -> tuple[str, Any]:

@@ -97,24 +97,24 @@ def batch(
         from ..batch.executors import Workers
         from ..batch.run import make_batch
 
-        made = make_batch(jobs, workers=number, executor=executor, overwrite=overwrite, redo=redo, card=card)
+        planned = make_batch(jobs, workers=number, executor=executor, overwrite=overwrite, redo=redo, card=card)
     if not (dry_run or quiet or as_json):
-        echo(announced(made))
-    told = None if report is None else ReportFile(report)
-    if told is not None:
-        told.protect(*_files(made, jobs))
-    pictures.protect(*_files(made, jobs))
-    if told is not None:
-        told.begin_lines()
+        echo(announced(planned))
+    file = None if report is None else ReportFile(report)
+    if file is not None:
+        file.protect(*_files(planned, jobs))
+    pictures.protect(*_files(planned, jobs))
+    if file is not None:
+        file.begin_lines()
     if dry_run:
-        _dry_run(made, number or 1, told, as_json=as_json, quiet=quiet)
+        _dry_run(planned, number or 1, file, as_json=as_json, quiet=quiet)
         return
     check_room()  # once, as it holds for every worker
-    run = partial(made.run, Workers(number, ray_address), name=executor, fail_fast=fail_fast)
+    run = partial(planned.run, Workers(number, ray_address), name=executor, fail_fast=fail_fast)
     here = executor == "local" and number in (None, 1)
-    ended = _run(made, run, told, as_json=as_json, quiet=quiet, here=here)
+    ended = _run(planned, run, file, as_json=as_json, quiet=quiet, here=here)
     pictures.write(lambda: [one.to_dict() for one in ended])
-    show_batch(made, ended, sys.stderr if as_json else sys.stdout)
+    show_batch(planned, ended, sys.stderr if as_json else sys.stdout)
 
 
 def _write_first(name: str) -> None:
@@ -130,71 +130,73 @@ def _write_first(name: str) -> None:
     echo(f"wrote    {path}: change its paths, then lora-merge batch {name} --dry-run")
 
 
-def _run(made: Batch, run: Any, told: ReportFile | None, *, as_json: bool, quiet: bool, here: bool) -> list[JobReport]:
+def _run(
+    planned: Batch, run: Any, file: ReportFile | None, *, as_json: bool, quiet: bool, here: bool
+) -> list[JobReport]:
     """Run the jobs and say how each of them ends; returns all reports. `here`: whether this process makes them."""
     ended: list[JobReport] = []
     from ..engine.torch_preload import keep_freed_memory, preload
 
-    runs = {str(s.entry.job.output): (s.size, s.effort) for s in made.planned if s.runs}
+    runs = {str(s.entry.job.output): (s.size, s.effort) for s in planned.planned if s.runs}
     with ExitStack() as stack:
-        display = stack.enter_context(watching(quiet=quiet, jobs=Jobs(len(made.planned), runs)))
+        display = stack.enter_context(watching(quiet=quiet, jobs=Jobs(len(planned.planned), runs)))
         if runs and here:
             preload(wait=True)
-            keep_freed_memory(min(s.entry.job.max_memory for s in made.planned))
-        if told is not None:
-            stack.callback(told.close)
-        telling = Telling(len(made.planned), quiet)
+            keep_freed_memory(min(s.entry.job.max_memory for s in planned.planned))
+        if file is not None:
+            stack.callback(file.close)
+        telling = Telling(len(planned.planned), quiet)
         # Where a signal stops it, what is unfinished is removed.
-        for one in stack.enter_context(closing(run(progress=display or unwatched))):
-            ended.append(one)
+        for job in stack.enter_context(closing(run(progress=display or unwatched))):
+            ended.append(job)
             if display is not None:
-                display.end(one.output)
-            if told is not None:
-                told.append(one.to_json())
+                display.end(job.output)
+            if file is not None:
+                file.append(job.to_json())
             with paused(display):
                 if as_json:
-                    put(one.to_json())
+                    put(job.to_json())
                 else:
-                    telling.ended(one)
+                    telling.ended(job)
         with paused(display):
             telling.flush()
     return ended
 
 
-def _files(made: Batch, jobs: str) -> tuple[set[Path], set[Path]]:
+def _files(planned: Batch, jobs: str) -> tuple[set[Path], set[Path]]:
     """Return the paths that are read, and those that are made."""
     from ..paths import expand
 
-    asked = [s.entry for s in made.planned]
+    asked = [s.entry for s in planned.planned]
     return {expand(jobs), *(p for e in asked for p in e.sources)}, {e.job.output for e in asked}
 
 
-def _dry_run(made: Batch, workers: int, told: ReportFile | None, *, as_json: bool, quiet: bool) -> None:
+def _dry_run(planned: Batch, workers: int, file: ReportFile | None, *, as_json: bool, quiet: bool) -> None:
     """Print every job with what would happen to it, and the room on each disk; fail if a job cannot run."""
     from ..batch.planning import disk_rooms
 
     named: dict[str, int] = {}  # error → number of the first job that has it
-    disks = [*disk_rooms(made.planned, workers)]
+    disks = [*disk_rooms(planned.planned, workers)]
     rooms = {s.entry.number: room.facts for some, room in disks for s in some}
-    lines = [json_text(job_facts(s, rooms.get(s.entry.number))) for s in made.planned]
-    if told is not None:
-        told.append("\n".join(lines))
-        told.close()
+    lines = [json_text(job_facts(s, rooms.get(s.entry.number))) for s in planned.planned]
+    if file is not None:
+        file.append("\n".join(lines))
+        file.close()
     if as_json:
         put(Lines.of(lines))
-    for s in made.planned if not as_json else ():
+    for s in planned.planned if not as_json else ():
         if not quiet or s.error is not None:
             first = named.setdefault(str(s.error), s.entry.number)
             again = s.error is not None and first != s.entry.number
-            echo(planned_job(s, len(made.planned)) + (f"  for the same reason as [{first}]" if again else ""))
+            echo(planned_job(s, len(planned.planned)) + (f"  for the same reason as [{first}]" if again else ""))
             if s.error is not None and not again:
                 echo(indented(s.error))
     if not (as_json or quiet):
-        echo(announced(made))
+        echo(announced(planned))
     for some, room in disks if not as_json else ():
         _say_room(some[0].entry.job.output.parent, room, quiet=quiet)
-    if broken_jobs(made):
-        raise failure(broken_jobs(made), len(made.planned), "planned")
+    if broken_jobs(planned):
+        raise failure(broken_jobs(planned), len(planned.planned), "planned")
 
 
 def _say_room(folder: Path, room: Room, *, quiet: bool) -> None:

@@ -69,31 +69,31 @@ def _filled(share: float, cell: int, ramp: Ramp, shades: str) -> Text:
     return Text(" " * cell, colored(share, ramp))
 
 
-def heat_map(found: Mapping[str, Any], width: int, shades: str = "") -> Iterator[Text]:
+def heat_map(chart: Mapping[str, Any], width: int, shades: str = "") -> Iterator[Text]:
     """Yield the lines of a heat map of a page: a cell for each block and kind of layer, at most `width` columns.
 
     The columns are numbered, and named below. Kinds of layers that find no room stand in a second picture below.
     `shades`: letters for the cells, from the least number to the greatest, where colours are not to be used.
     """
-    metric = found["metrics"][0]
-    values = {(c["row"], c["column"]): c["values"][metric["key"]] for c in found["cells"]}
+    metric = chart["metrics"][0]
+    values = {(c["row"], c["column"]): c["values"][metric["key"]] for c in chart["cells"]}
     known = [v for v in values.values() if v is not None]
     signed = metric["unit"] == COSINE
     (least, most), ramp = ((-1.0, 1.0), SIGNED) if signed else ((min(known), max(known)), RAMP)
-    wide = min(max(map(len, found["rows"])), max(width // 3, 8))
+    wide = min(max(map(len, chart["rows"])), max(width // 3, 8))
     room = width - wide - GAP
-    cell = min(max(room // len(found["columns"]), NARROWEST), WIDEST)
-    cell = max(cell, len(str(len(found["columns"]))) + 1)
+    cell = min(max(room // len(chart["columns"]), NARROWEST), WIDEST)
+    cell = max(cell, len(str(len(chart["columns"]))) + 1)
     count = max(room // cell, 1)
-    yield text(shortened(found["title"], width), "bold")
+    yield text(shortened(chart["title"], width), "bold")
     scale = Text(f"{metric['title']}  {number(least, metric['unit'])} ", "dim")
     for n in range(SCALE):
         scale.append_text(_filled(n / (SCALE - 1), 1, ramp, shades))
     yield scale.append(f" {number(most, metric['unit'])}", "dim")
-    for first in range(0, len(found["columns"]), count):
-        shown = range(first, min(first + count, len(found["columns"])))
+    for first in range(0, len(chart["columns"]), count):
+        shown = range(first, min(first + count, len(chart["columns"])))
         yield Text(" " * (wide + GAP) + "".join(f"{n + 1:^{cell}}" for n in shown), "dim")
-        for row, label in enumerate(found["rows"]):
+        for row, label in enumerate(chart["rows"]):
             if not any((row, column) in values for column in shown):
                 continue  # all its cells are in another picture
             line = text(shortened(label, wide).ljust(wide + GAP))
@@ -103,7 +103,7 @@ def heat_map(found: Mapping[str, Any], width: int, shades: str = "") -> Iterator
                 empty = Text(("." if shades == SHADES[1] else "·").center(cell), "dim")
                 line.append_text(_filled(share, cell, ramp, shades) if value is not None else empty)
             yield line
-    yield from _columns(found["columns"], width)
+    yield from _columns(chart["columns"], width)
 
 
 def _columns(names: Sequence[str], width: int) -> Iterator[Text]:
@@ -114,23 +114,23 @@ def _columns(names: Sequence[str], width: int) -> Iterator[Text]:
     count = max(width // wide, 1)
     for first in range(0, len(labels), count):
         yield text(
-            "".join(shortened(one, wide - 1).ljust(wide) for one in labels[first : first + count]).rstrip(), "dim"
+            "".join(shortened(label, wide - 1).ljust(wide) for label in labels[first : first + count]).rstrip(), "dim"
         )
 
 
-def bars(found: Mapping[str, Any], width: int, shades: str = "") -> Iterator[Text]:
+def bars(chart: Mapping[str, Any], width: int, shades: str = "") -> Iterator[Text]:
     """Yield the lines of bars of a page: a name, a bar, a number; bars of numbers below zero have another colour.
 
     `shades`: where colours are not to be used, the letters of cells; their first and last are those of bars.
     """
-    rows = [(name, value) for name, value in found["rows"] if value is not None]
-    told = [number(value, found["unit"]) for _, value in rows]
+    rows = [(name, value) for name, value in chart["rows"] if value is not None]
+    labels = [number(value, chart["unit"]) for _, value in rows]
     wide = min(max(len(name) for name, _ in rows), max(width // 3, 8))
-    room = max(width - wide - max(map(len, told)) - 2 * GAP, 4)
-    most = max((abs(value) for _, value in rows), default=0.0) if found["unit"] != COSINE else 1.0
+    room = max(width - wide - max(map(len, labels)) - 2 * GAP, 4)
+    most = max((abs(value) for _, value in rows), default=0.0) if chart["unit"] != COSINE else 1.0
     most = most or 1.0
-    yield text(found["title"], "bold")
-    for (name, value), words in zip(rows, told, strict=True):
+    yield text(chart["title"], "bold")
+    for (name, value), words in zip(rows, labels, strict=True):
         line = text(shortened(name, wide).ljust(wide + GAP))
         letter = (shades[-1] if value >= 0 else shades[0]) if shades else FULL
         line.append(_bar(abs(value) / most, room, letter), Style(color=Color.from_rgb(*SIGNED[2 if value >= 0 else 0])))

@@ -71,9 +71,9 @@ def check_once(args: Sequence[str], parameters: Iterable[Any]) -> None:
     for parameter in parameters:
         if parameter.param_type_name != "option" or parameter.multiple or parameter.is_flag:
             continue
-        given = [arg for arg in before if arg.startswith("-") and arg.partition("=")[0] in parameter.opts]
-        if len(given) > 1:
-            raise UsageError(f"{max(parameter.opts, key=len)} is given {len(given)} times", " ".join(args)[:200],
+        typed = [arg for arg in before if arg.startswith("-") and arg.partition("=")[0] in parameter.opts]
+        if len(typed) > 1:
+            raise UsageError(f"{max(parameter.opts, key=len)} is given {len(typed)} times", " ".join(args)[:200],
                              "give it once")  # fmt: skip
 
 
@@ -91,8 +91,8 @@ def check_command(word: str, commands: Mapping[str, str]) -> None:
     files = [stems[stem] for stem in get_close_matches(word, stems, 1, 0.7)]
     fix = f"name a base, or one of the commands: {', '.join(commands)}"
     if near or files:
-        told = [f"lora-merge {one} … ({_first_letter_small(commands[one])})" for one in near]
-        fix = "did you mean " + " or ".join([*told, *files]) + "?"
+        commands_near = [f"lora-merge {command} … ({_first_letter_small(commands[command])})" for command in near]
+        fix = "did you mean " + " or ".join([*commands_near, *files]) + "?"
     raise UsageError("there is neither such a command nor such a file", word, fix)
 
 
@@ -256,16 +256,16 @@ def check_options(command: str, args: Sequence[str], parameters: Iterable[Any]) 
     options = [parameter for parameter in parameters if parameter.param_type_name == "option"]
     known = {name: option.is_flag for option in options for name in (*option.opts, *option.secondary_opts)}
     check_dashes(args, known)
-    given, args = args, [_hyphened(arg) for arg in args]
-    names = {arg.partition("=")[0]: own.partition("=")[0] for arg, own in zip(args, given, strict=True)}
-    found = [name for name in names if name in FOREIGN and not {name, f"{name}s"} & known.keys()]
-    if found:
+    typed, args = args, [_hyphened(arg) for arg in args]
+    names = {arg.partition("=")[0]: word.partition("=")[0] for arg, word in zip(args, typed, strict=True)}
+    unknown = [name for name in names if name in FOREIGN and not {name, f"{name}s"} & known.keys()]
+    if unknown:
         right = translated(args, known) if command == "merge" else ""
-        advice = {name: text for name in found if (text := advice_on(name, known))}
-        told = [_usage(command, parameters) if text in (_BASE, ADAPTERS) else text for text in advice.values()]
-        fix = f"write {right}" if right else "; ".join(dict.fromkeys(told)) or f"see lora-merge help {command}"
-        words = " nor ".join(names[name] for name in found)
-        raise UsageError(f"there is no option {words} here", " ".join(given)[:200], fix)
+        advice = {name: text for name in unknown if (text := advice_on(name, known))}
+        advices = [_usage(command, parameters) if text in (_BASE, ADAPTERS) else text for text in advice.values()]
+        fix = f"write {right}" if right else "; ".join(dict.fromkeys(advices)) or f"see lora-merge help {command}"
+        words = " nor ".join(names[name] for name in unknown)
+        raise UsageError(f"there is no option {words} here", " ".join(typed)[:200], fix)
 
 
 def advice_on(name: str, known: Iterable[str]) -> str:
@@ -298,23 +298,23 @@ def translated(args: Sequence[str], known: Mapping[str, bool]) -> str:
 
     `known`: option of `merge` → whether it stands without a value.
     """
-    given: dict[str, list[str]] = {role: [] for role in ("plain", *_ROLES.values())}
+    by_role: dict[str, list[str]] = {role: [] for role in ("plain", *_ROLES.values())}
     rest, role = list[str](), "plain"
     for word in (part for arg in args for part in ((arg.split("=", 1)) if arg.startswith("--") else (arg,))):
-        before, role, own = role, *_read(word, role, known)
+        before, role, of_word = role, *_read(word, role, known)
         if not role:
             return ""
-        rest += own
-        if not own and before == role and not word.startswith("-"):
-            given[role].append(word)
+        rest += of_word
+        if not of_word and before == role and not word.startswith("-"):
+            by_role[role].append(word)
             role = role if role in ("adapters", "strengths") else "plain"
-    base, *plain = [*given["base"], *given["plain"]] or [""]
-    adapters, strengths = [*given["adapters"], *plain], [right_form(text) for text in given["strengths"]]
+    base, *plain = [*by_role["base"], *by_role["plain"]] or [""]
+    adapters, strengths = [*by_role["adapters"], *plain], [right_form(text) for text in by_role["strengths"]]
     if not base or not adapters or (strengths and len(strengths) != len(adapters)) or not all(strengths):
         return ""
     if strengths:
         adapters = [f"{path}:{value}" for path, value in zip(adapters, strengths, strict=True)]
-    for flag, values in (("-o", given["output"]), ("--dtype", given["dtype"])):
+    for flag, values in (("-o", by_role["output"]), ("--dtype", by_role["dtype"])):
         rest += [flag, values[-1]] if values else []
     return typed(["lora-merge", base, *adapters, *rest])
 
@@ -334,6 +334,6 @@ def _read(word: str, role: str, known: Mapping[str, bool]) -> tuple[str, list[st
     if word.startswith("-"):
         return "", []
     if role in FACTORS:
-        told = FACTORS[role].format(word) or ONLY.get(word, "")
-        return ("plain", ["--strength-for", told]) if told else ("", [])
+        option = FACTORS[role].format(word) or ONLY.get(word, "")
+        return ("plain", ["--strength-for", option]) if option else ("", [])
     return ("plain", [word]) if role == "value" else (role, [])

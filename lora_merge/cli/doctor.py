@@ -103,8 +103,8 @@ def _device(name: str) -> dict[str, Any]:
 def _holds(device: str, dtype: str) -> bool:
     """Return whether the device can hold a dtype and cast from and to it."""
     try:
-        there = stage([torch.ones(2)], Placement(torch.device(device), TORCH_DTYPES[dtype]))
-        return bool((host(there, torch.float32) == 1).all())
+        numbers = stage([torch.ones(2)], Placement(torch.device(device), TORCH_DTYPES[dtype]))
+        return bool((host(numbers, torch.float32) == 1).all())
     except (RuntimeError, TypeError, NotImplementedError):
         return False
 
@@ -134,9 +134,9 @@ def deviation(algorithm: str, at: Placement, stored: tuple[str, str]) -> float:
     """
     example = EXAMPLES[algorithm]
     base = _stored(weight(example), stored[0])
-    kept = {slot: _stored(value, stored[1]) for slot, value in tensors(algorithm, example).items()}
-    want = REFERENCE[algorithm].formula(given(algorithm, example, base, stored=kept))
-    got = computed(algorithm, example, base, at, kept, stored)
+    factors = {slot: _stored(value, stored[1]) for slot, value in tensors(algorithm, example).items()}
+    want = REFERENCE[algorithm].formula(given(algorithm, example, base, stored=factors))
+    got = computed(algorithm, example, base, at, factors, stored)
     return float(abs(got - want).max() / max(abs(want).max(), abs(base).max()))
 
 
@@ -150,14 +150,14 @@ def _stored(values: Array, dtype: str) -> Array:
 
 @undisturbed()
 def computed(
-    name: str, example: Example, base: Array, at: Placement, kept: dict[str, Array] | None = None,
+    name: str, example: Example, base: Array, at: Placement, factors: dict[str, Array] | None = None,
     stored: tuple[str, str] = ("F64", "F64"),
 ) -> Array:  # fmt: skip
     """Return ΔW [out, cols] of the formula that merges use, for an example, at a placement, from dtypes as stored."""
     row = ALGORITHMS[name]
     at = precise(at) if row.decomposes else at
     to = precise(at) if row.prepare is not None else at
-    given_tensors = tensors(name, example) if kept is None else kept
+    given_tensors = tensors(name, example) if factors is None else factors
     slots = {
         slot: torch.from_numpy(v) if v.dtype.kind != "f" else host(torch.from_numpy(v), TORCH_DTYPES[stored[1]])
         for slot, v in given_tensors.items()
@@ -166,33 +166,43 @@ def computed(
     fields = {slot: (stage_indices if slot in row.integer_slots else stage)([t], to) for slot, t in slots.items()}
     scalars = {n: numbers([example.numbers.get(n, 1.0)], to) for n in row.scalars}
     with torch.no_grad():
-        there = stage([host(torch.from_numpy(base), TORCH_DTYPES[stored[0]])], at)
-        given = row.prepared(row.tensors(**fields, **scalars, **example.settings))
-        change = row.delta(there, given if to == at else move(given, at))
-    found: Array = host(change[0], torch.float64).numpy()
-    return found
+        weight = stage([host(torch.from_numpy(base), TORCH_DTYPES[stored[0]])], at)
+        inputs = row.prepared(row.tensors(**fields, **scalars, **example.settings))
+        change = row.delta(weight, inputs if to == at else move(inputs, at))
+    result: Array = host(change[0], torch.float64).numpy()
+    return result
 
 
 def _disk(folder: Path, size: int) -> dict[str, Any]:
     """Return the rates of the disk in bytes per second, through the cache and past it, and the choice of `auto`."""
-    found: dict[str, Any] = {"folder": str(folder), "file_system": "", "free": 0, "writes": "cached", "problems": []}
+    facts_of_disk: dict[str, Any] = {
+        "folder": str(folder),
+        "file_system": "",
+        "free": 0,
+        "writes": "cached",
+        "problems": [],
+    }
     if not (exists(folder) and folder.is_dir()):
-        return found | {"problems": [f"{folder} is not a folder"]}
+        return facts_of_disk | {"problems": [f"{folder} is not a folder"]}
     kind = file_system(folder)
-    found |= {"file_system": kind, "free": free_bytes(folder), "writes": "direct" if kind in DIRECT_ON else "cached"}
-    if found["free"] < 2 * size:
-        return found | {"problems": [f"{folder}: only {found['free'] >> 20} MiB are free"]}
+    facts_of_disk |= {
+        "file_system": kind,
+        "free": free_bytes(folder),
+        "writes": "direct" if kind in DIRECT_ON else "cached",
+    }
+    if facts_of_disk["free"] < 2 * size:
+        return facts_of_disk | {"problems": [f"{folder}: only {facts_of_disk['free'] >> 20} MiB are free"]}
     path = folder / f".doctor.{secrets.token_hex(6)}.lora-merge.part"  # a killed one's is removed by the next merge
     modes: tuple[Mode, ...] = ("direct", "buffered")
     try:
         for mode in modes:
-            found[mode] = _rates(path, size, mode)
+            facts_of_disk[mode] = _rates(path, size, mode)
     except MergeError as e:
-        found["problems"].append(f"{e.what} ({e.where})")
+        facts_of_disk["problems"].append(f"{e.what} ({e.where})")
     finally:
         with suppress(OSError):  # it could not be made
             path.unlink()
-    return found
+    return facts_of_disk
 
 
 def _rates(path: Path, size: int, mode: Mode) -> dict[str, Any]:
@@ -223,41 +233,41 @@ def _rates(path: Path, size: int, mode: Mode) -> dict[str, Any]:
     return {"write": size / max(written - started, 1e-9), "read": size / max(read, 1e-9), "direct": direct}
 
 
-def lines(found: dict[str, Any]) -> list[str]:
+def lines(examined: dict[str, Any]) -> list[str]:
     """Return the findings as lines for pipes."""
-    head, rows = facts(found)
-    return [head, *(f"{name:8} {text}" for name, text in rows), *(problems(found) or ["all is well"])]
+    head, rows = facts(examined)
+    return [head, *(f"{name:8} {text}" for name, text in rows), *(problems(examined) or ["all is well"])]
 
 
-def problems(found: dict[str, Any]) -> list[str]:
+def problems(examined: dict[str, Any]) -> list[str]:
     """Return a line for each problem."""
-    return [f"problem  {p}" for p in found["problems"]]
+    return [f"problem  {p}" for p in examined["problems"]]
 
 
-def facts(found: dict[str, Any]) -> tuple[str, list[tuple[str, str]]]:
+def facts(examined: dict[str, Any]) -> tuple[str, list[tuple[str, str]]]:
     """Return the versions, and rows (what, text) about machine, devices and disk."""
-    packages = ", ".join(f"{k} {v}" for k, v in found["packages"].items())
-    rows = [("machine", f"{found['platform']}, {found['cpus']} CPUs, {size(found['memory'])}")]
-    for d in found["devices"]:
+    packages = ", ".join(f"{k} {v}" for k, v in examined["packages"].items())
+    rows = [("machine", f"{examined['platform']}, {examined['cpus']} CPUs, {size(examined['memory'])}")]
+    for d in examined["devices"]:
         worst = ", ".join(f"{k} within {v:.1g}" for k, v in d["worst"].items())
         rows.append((d["device"], f"{d['name']}, {size(d['memory']['total'])}, {' '.join(d['dtypes'])}; "
                                   f"{d['algorithms']} algorithms in {d['seconds']:.1f} s, {worst}"))  # fmt: skip
-    disk = found["disk"]
+    disk = examined["disk"]
     rows.append(("disk", f"{disk['folder']} ({disk['file_system'] or 'unknown'}), {size(disk['free'])} free"))
     for mode in ("direct", "buffered"):
         if disk.get(mode):
             how = "past the cache" if disk[mode]["direct"] else "through the cache"
             rates = ", ".join(f"{verb}s {size(int(disk[mode][verb]))}/s" for verb in ("write", "read"))
             rows.append(("", f"{how}: {rates}"))
-    auto = found["auto"]
+    auto = examined["auto"]
     rows.append(("auto", f"device {auto['device']}, compute dtype {auto['compute_dtype']}, {auto['writes']} writes"))
-    return f"lora-merge {found['version']}, Python {found['python']}, {packages}", rows
+    return f"lora-merge {examined['version']}, Python {examined['python']}, {packages}", rows
 
 
-def show_findings(found: dict[str, Any]) -> None:
+def show_findings(examined: dict[str, Any]) -> None:
     """Print the findings as a panel on a terminal."""
-    head, rows = facts(found)
-    wrong = [("problem", text(p, "bold red")) for p in found["problems"]]
+    head, rows = facts(examined)
+    wrong = [("problem", text(p, "bold red")) for p in examined["problems"]]
     well = bool(not wrong)
     title = f"{mark('done' if well else 'failed')} {'all is well' if well else 'problems'}"
     shown: list[tuple[str, Any]] = [("version", head.removeprefix("lora-merge ")), *rows, *wrong]

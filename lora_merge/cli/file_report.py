@@ -28,15 +28,15 @@ WIDEST: Final = 200
 def show_file(facts: Mapping[str, Any], *, again: bool = False) -> None:
     """Say what a file is; `again`: only how its adapter fits, as the base was described before."""
     match, pictured = facts.get("match"), styled(sys.stdout)
-    told = match_rows(match, pictured=pictured) if again and match else rows(facts, pictured=pictured)
-    _show(told, facts) if pictured else put(Lines.of(map(str, told)))
+    lines = match_rows(match, pictured=pictured) if again and match else rows(facts, pictured=pictured)
+    _show(lines, facts) if pictured else put(Lines.of(map(str, lines)))
 
 
-def show_comparison(found: Mapping[str, Any]) -> None:
+def show_comparison(comparison: Mapping[str, Any]) -> None:
     """Say where two files differ."""
     pictured = styled(sys.stdout)
-    told = compare_rows(found, pictured=pictured)
-    _show(told, found) if pictured else put(Lines.of(map(str, told)))
+    lines = compare_rows(comparison, pictured=pictured)
+    _show(lines, comparison) if pictured else put(Lines.of(map(str, lines)))
 
 
 def _in_columns(row: Fact, width: int) -> Text:
@@ -54,21 +54,21 @@ def _in_columns(row: Fact, width: int) -> Text:
     return text("").append("\n").join(text(line, "dim") for line in lines)
 
 
-def _show(told: Iterable[Fact], found: Mapping[str, Any]) -> None:
+def _show(facts_shown: Iterable[Fact], facts: Mapping[str, Any]) -> None:
     """Print lines as a table of names and values, and below it the pictures of the page."""
     from ..viewing.pages.page import content
     from .charts import SHADES, bars, heat_map
 
     width, before = min(console(sys.stdout).width, WIDEST), ""
     shown: list[tuple[Text, Text]] = []
-    every = [*told]
+    every = [*facts_shown]
     copied = [row.name in COPIED for row in every]
     room = width - max((len(row.name) for row in every), default=0) - GAP
     for row in every:
         name = "" if row.name == before else row.name
         shown.append((text(name), text(row.value) if row.name else _in_columns(row, room)))
         before = row.name or before
-    page = content(dict(found))
+    page = content(dict(facts))
     longer = (whole and _longest(row[1].plain) > room for whole, row in zip(copied, shown, strict=True))
     for whole, some in groupby(zip(longer, shown, strict=True), lambda pair: pair[0]):
         lines = [row for _, row in some]
@@ -77,10 +77,10 @@ def _show(told: Iterable[Fact], found: Mapping[str, Any]) -> None:
         else:
             show(grid(lines, width - room - GAP))
     shades = "" if colored() else next(s for s in SHADES if has(sys.stdout, s))
-    for one in page["heat_maps"]:
-        show("", *heat_map(one, width, shades))
-    for one in page["bars"]:
-        show("", *bars(one, width, shades))
+    for chart in page["heat_maps"]:
+        show("", *heat_map(chart, width, shades))
+    for chart in page["bars"]:
+        show("", *bars(chart, width, shades))
 
 
 def _longest(value: str) -> int:

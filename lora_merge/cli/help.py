@@ -43,8 +43,8 @@ def with_groups(command: Any) -> Any:
 
 def _parameters(command: Any, ctx: Any) -> list[Any]:
     """Return the parameters of a command; for the shell's completion also the options that stand anywhere."""
-    own: list[Any] = type(command).get_params(command, ctx)
-    return [*own, *everywhere()] if ctx.resilient_parsing else own
+    parameters: list[Any] = type(command).get_params(command, ctx)
+    return [*parameters, *everywhere()] if ctx.resilient_parsing else parameters
 
 
 @cache
@@ -64,10 +64,10 @@ def _everywhere(
 def _usage(command: Any, ctx: Any) -> list[str]:
     """Return the words behind the name of a command, the options last: "BASE ADAPTER[:STRENGTH]... [OPTIONS]"."""
     words = []
-    for given in (p for p in command.get_params(ctx) if p.param_type_name == "argument"):
-        word = str(given.metavar or given.name.upper())
-        word += "..." if given.nargs == -1 and "..." not in word else ""
-        words.append(word if given.required else f"[{word}]")
+    for parameter in (p for p in command.get_params(ctx) if p.param_type_name == "argument"):
+        word = str(parameter.metavar or parameter.name.upper())
+        word += "..." if parameter.nargs == -1 and "..." not in word else ""
+        words.append(word if parameter.required else f"[{word}]")
     return [*words, "[OPTIONS]"]
 
 
@@ -103,10 +103,10 @@ def _row(word: str, names: str, text: str) -> tuple[str, str]:
 
 def offered(words: Iterable[str]) -> Callable[[str], list[str]]:
     """Return a function that gives the words with a beginning, for the shell's completion."""
-    found = list(words)
+    known = list(words)
 
     def beginning(incomplete: str) -> list[str]:
-        return [word for word in found if word.startswith(incomplete)]
+        return [word for word in known if word.startswith(incomplete)]
 
     return beginning
 
@@ -115,8 +115,8 @@ def files(incomplete: str) -> list[str]:
     """Return the files and folders whose paths begin so, for the shell's completion."""
     from glob import escape, glob
 
-    found = sorted(glob(f"{escape(incomplete)}*"))  # noqa: PTH207
-    return [f"{path}/" if Path(path).is_dir() else path for path in found]
+    paths = sorted(glob(f"{escape(incomplete)}*"))  # noqa: PTH207
+    return [f"{path}/" if Path(path).is_dir() else path for path in paths]
 
 
 def examples(*commands: str) -> str:
@@ -156,15 +156,15 @@ def refused(error: Exception, commands: Container[str] = ()) -> UsageError:
 def _meant(name: str, context: Any) -> str:
     """Return advice on a misspelt option: those of the command that look alike, or what other programs' mean here."""
     parameters = getattr(getattr(context, "command", None), "params", ())
-    known = [one for parameter in parameters for one in (*parameter.opts, *parameter.secondary_opts)]
+    known = [known_name for parameter in parameters for known_name in (*parameter.opts, *parameter.secondary_opts)]
     known += ["--help", FLAG, DEBUG]
     if not name.startswith("--"):
         return "a strength stands behind its file: ADAPTER:-0.8; " if name[1:2].isdigit() else ""
     plain = name.replace("_", "-")
     if getattr(context, "info_name", "") == "batch" and plain in (option.flag for option in OPTIONS.values()):
         return _in_file(plain)
-    near = _alike(plain, known) or [one for one in known if one.startswith(plain)][:3]
-    other = [advice for one in _alike(plain, FOREIGN) if (advice := advice_on(one, known))]
+    near = _alike(plain, known) or [known_name for known_name in known if known_name.startswith(plain)][:3]
+    other = [advice for known_name in _alike(plain, FOREIGN) if (advice := advice_on(known_name, known))]
     return f"did you mean {' or '.join(near)}? " if near else f"{other[0]}; " if other else ""
 
 
@@ -178,5 +178,7 @@ def _in_file(flag: str) -> str:
 def _alike(name: str, known: Iterable[str]) -> list[str]:
     """Return the option that is spelled most like a name, if there is one; never the opposite of what was meant."""
     negated = name.startswith("--no-")
-    words = {one[2:]: one for one in known if one.startswith("--") and one.startswith("--no-") == negated}
+    words = {
+        option[2:]: option for option in known if option.startswith("--") and option.startswith("--no-") == negated
+    }
     return [words[word] for word in get_close_matches(name[2:], words, 1, 0.7)]

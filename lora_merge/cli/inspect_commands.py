@@ -65,15 +65,15 @@ def inspect(
     pictures.protect([path for base, ref in pairs for path in (base, *([ref.path] if ref else []))])
     with watching(quiet=as_json or quiet, doing="reading the numbers" if weights else "") as display:
         asked: dict[str, Any] = {"weights": weights, "hashes": hashes, "pictures": html is not None}
-        found = [look(*pair, **asked, progress=display or unwatched) for pair in pairs]
-    pictures.write(lambda: [dict(facts) for facts in found] if len(found) > 1 else dict(found[0]))
+        results = [look(*pair, **asked, progress=display or unwatched) for pair in pairs]
+    pictures.write(lambda: [dict(facts) for facts in results] if len(results) > 1 else dict(results[0]))
     if as_json:
-        put(json_text(found[0] if len(found) == 1 else {"files": found, "schema": version("files")}))
-    for n, facts in enumerate(() if as_json or quiet else found):
+        put(json_text(results[0] if len(results) == 1 else {"files": results, "schema": version("files")}))
+    for n, facts in enumerate(() if as_json or quiet else results):
         if n:
             echo("")
         show_file(facts, again=bool(n))
-    misfits = [facts["match"] for facts in found if "match" in facts and not facts["match"]["fits"]]
+    misfits = [facts["match"] for facts in results if "match" in facts and not facts["match"]["fits"]]
     if misfits:
         raise typer.Exit(FitError.exit_code)
 
@@ -97,10 +97,10 @@ def _ref(text: str) -> Adapter:
 
     if exists(completed(text)):
         return Adapter(expand(completed(text)))
-    found = named_adapter(text)
-    if isinstance(found, Adapter):
-        return Adapter(expand(found.path), found.strength, found.parts)
-    path, strength = found if isinstance(found, tuple) else (found, 1.0)
+    adapter = named_adapter(text)
+    if isinstance(adapter, Adapter):
+        return Adapter(expand(adapter.path), adapter.strength, adapter.parts)
+    path, strength = adapter if isinstance(adapter, tuple) else (adapter, 1.0)
     return Adapter(expand(path), strength)
 
 
@@ -127,18 +127,18 @@ def compare(
     pictures = Pictures(html, plot, quiet=as_json or quiet)
     pictures.protect([first, second])
     with watching(quiet=as_json or quiet, doing="reading both") as display:
-        found = look(
+        comparison = look(
             first,
             second,
             expand(completed(base)) if base else None,
             pictures=html is not None,
             progress=display or unwatched,
         )
-    pictures.write(lambda: dict(found))
+    pictures.write(lambda: dict(comparison))
     if as_json:
-        put(json_text(found))
+        put(json_text(comparison))
     elif not quiet:
-        show_comparison(found)
+        show_comparison(comparison)
 
 
 def _schemas(incomplete: str) -> list[str]:
@@ -163,5 +163,5 @@ def schema(
 
     if what not in KINDS:
         raise UsageError(f"there is no schema {what[:40]!r}", "lora-merge schema", f"use one of {', '.join(KINDS)}")
-    found: dict[str, Any] = schema_of(what)
-    put(Lines.of(json_text(found, indent=2).splitlines()))
+    document: dict[str, Any] = schema_of(what)
+    put(Lines.of(json_text(document, indent=2).splitlines()))

@@ -91,9 +91,9 @@ class Commands(TyperGroup):
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         """Return commands and options, and files: the first word may be a base, unless it stands behind `help`."""
-        found, any_item = super().shell_complete(ctx, incomplete), super().shell_complete(ctx, "")[0]
+        items, any_item = super().shell_complete(ctx, incomplete), super().shell_complete(ctx, "")[0]
         named = not incomplete.startswith("-") and HELP[-1] not in ctx.meta
-        return [*found, *(type(any_item)(path) for path in files(incomplete) if named)]
+        return [*items, *(type(any_item)(path) for path in files(incomplete) if named)]
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the program's own options; while the shell completes a word also those of every command."""
@@ -164,16 +164,16 @@ def merge(
 
     pictures = Pictures(html, plot, quiet=quiet, dry_run=dry_run)
     base = named_base(base)
-    given = named_adapters(adapters or [], options.get("strength")) or [base]
-    strength_for, found = options.pop("strength_for") or (), read(options, len(given))
-    named, parts = named_parts(with_strengths(given, found), strength_for)
-    with reporting(report) as told:
-        job = make_job(base, named, checked_output(output), strength_for=parts, **found)
-        if told is not None:
-            told.protect(sources(job), [job.output])
+    named_ones = named_adapters(adapters or [], options.get("strength")) or [base]
+    strength_for, values = options.pop("strength_for") or (), read(options, len(named_ones))
+    named, parts = named_parts(with_strengths(named_ones, values), strength_for)
+    with reporting(report) as file:
+        job = make_job(base, named, checked_output(output), strength_for=parts, **values)
+        if file is not None:
+            file.protect(sources(job), [job.output])
         pictures.protect(sources(job), [job.output])
         how = Asked(dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=verbose, overwrite=job.overwrite)
-        done = carried_out(lambda: _planned(job, dry=dry_run), told, how)
+        done = carried_out(lambda: _planned(job, dry=dry_run), file, how)
     if done is not None:
         pictures.write(lambda: with_pictures(*done) if html is not None else asdict(done[0]))
 
@@ -239,9 +239,9 @@ def main() -> None:
     except _Stopped as stop:
         _fail(stop, f"{stop}; nothing was left behind")
     except Exception as error:
-        told = as_resource_error(error) or error
-        if isinstance(told, MergeError):
-            _fail(told, str(told))
+        failure = as_resource_error(error) or error
+        if isinstance(failure, MergeError):
+            _fail(failure, str(failure))
         if not isinstance(error, OSError):
             _tell(error)
             raise

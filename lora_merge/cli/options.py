@@ -39,10 +39,10 @@ def parts_on_line(ctx: typer.Context, incomplete: str) -> list[str]:
     before, comma, word = incomplete.rpartition(",")
     base = ctx.params.get("base") or "".join(ctx.args[:1])  # an option without a value has ended the reading
     try:
-        found = parts_of(expand(completed(base)))
+        model = parts_of(expand(completed(base)))
     except (MergeError, OSError):  # the merge itself will tell
         return []
-    return [f"{before}{comma}{name}" for name in offered(f"{n}=0" for n in (*found["parts"], *found["blocks"]))(word)]
+    return [f"{before}{comma}{name}" for name in offered(f"{n}=0" for n in (*model["parts"], *model["blocks"]))(word)]
 
 
 OFFERED: Final[Mapping[str, Callable[..., list[str]]]] = {
@@ -62,10 +62,13 @@ def with_options(*rows: Option, before: str = "", stated: bool = False) -> Calla
 
     def decorate(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)
-        own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        made = [_parameter(row, stated=stated) for row in rows]
-        place = [p.name for p in own].index(before) if before else len(own)
-        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own[:place], *made, *own[place:])]
+        parameters_of = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        added = [_parameter(row, stated=stated) for row in rows]
+        place = [p.name for p in parameters_of].index(before) if before else len(parameters_of)
+        parameters = [
+            p.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for p in (*parameters_of[:place], *added, *parameters_of[place:])
+        ]
         command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {p.name: p.annotation for p in parameters}
         return command
@@ -88,24 +91,24 @@ def _parameter(option: Option, *, stated: bool) -> inspect.Parameter:
     kind: Any = list[str] if many else KINDS.get(option.kind, words)
     flag = f"{option.flag}/--no-{option.name}" if option.kind == "switch" and default is not False else option.flag
     text = OF_VERIFY.get(option.name, "As for merge, where there is no recipe.") if stated else option.help
-    made = typer.Option(
+    argument = typer.Option(
         *filter(None, (option.short, flag)), metavar=option.metavar, help=text, rich_help_panel=option.group,
         autocompletion=OFFERED.get(option.name),
     )  # fmt: skip
-    annotation = Annotated[kind if default is not None else kind | None, made]  # type: ignore[valid-type]
+    annotation = Annotated[kind if default is not None else kind | None, argument]  # type: ignore[valid-type]
     return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def read(options: Mapping[str, Any], adapters: int, rows: Mapping[str, Option] = OPTIONS) -> dict[str, Any]:
     """Return the values of options as `make_job` takes them, for so many adapters; UsageError for a wrong text."""
-    found = dict(options)
-    for option in (rows[name] for name in found if name in rows):
-        if option.kind in ("whole", "number") and isinstance(found[option.name], str):
-            found[option.name] = as_number(found[option.name], option.flag, whole=option.kind == "whole")
-    found["strength"] = strengths(found.get("strength") or (), adapters)
-    found["setting"] = [one_setting(text) for text in found.get("setting") or ()]
-    found["metadata"] = [one_entry(text) for text in found.get("metadata") or ()]
-    return {name: value for name, value in found.items() if value not in (None, (), [])}
+    values = dict(options)
+    for option in (rows[name] for name in values if name in rows):
+        if option.kind in ("whole", "number") and isinstance(values[option.name], str):
+            values[option.name] = as_number(values[option.name], option.flag, whole=option.kind == "whole")
+    values["strength"] = strengths(values.get("strength") or (), adapters)
+    values["setting"] = [one_setting(text) for text in values.get("setting") or ()]
+    values["metadata"] = [one_entry(text) for text in values.get("metadata") or ()]
+    return {name: value for name, value in values.items() if value not in (None, (), [])}
 
 
 def take_text(command: Any, ctx: Any) -> Any:

@@ -26,14 +26,14 @@ class Pictures:
             from ..viewing.pages.page import library, page
 
             library()
-            self._files.append((ReportFile(html, "--html"), lambda found: page(found).encode(errors="replace")))
+            self._files.append((ReportFile(html, "--html"), lambda result: page(result).encode(errors="replace")))
         if plot is not None:
             from ..viewing.pages.plot import drawable
             from ..viewing.pages.plot import plot as draw
 
             file = ReportFile(plot, "--plot")
             drawable(file.path)
-            self._files.append((file, lambda found: draw(found, file.path)))
+            self._files.append((file, lambda result: draw(result, file.path)))
 
     def protect(self, inputs: Iterable[Path], outputs: Iterable[Path] = ()) -> None:
         """Raise UsageError if a picture would be written over one of these."""
@@ -41,25 +41,25 @@ class Pictures:
         for file, _ in self._files:
             file.protect(inputs, outputs)
 
-    def write(self, found: Callable[[], Any]) -> None:
-        """Write all of them about what `found` returns, the JSON that the command prints; warn where that fails."""
+    def write(self, result: Callable[[], Any]) -> None:
+        """Write all of them about what `result` returns, the JSON that the command prints; warn where that fails."""
         if not self._files:
             return
         with watching(quiet=self._quiet, doing="drawing"):
-            failed = [*self._failed(found)]
+            failed = [*self._failed(result)]
         for path, error in failed:
             _unwritten(path, error)
 
-    def _failed(self, found: Callable[[], Any]) -> Iterator[tuple[Path, Exception]]:
+    def _failed(self, result: Callable[[], Any]) -> Iterator[tuple[Path, Exception]]:
         """Write all of them; yield the path of each that failed, with the error."""
         try:
-            made = found()
+            facts = result()
         except (OSError, MergeError) as e:  # what it is about is written and proven
             yield self._files[0][0].path, e
             return
         for file, make in self._files:
             try:
-                file.put(make(made))
+                file.put(make(facts))
             except (OSError, MergeError) as e:
                 yield file.path, e
             file.close()

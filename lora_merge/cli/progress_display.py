@@ -270,10 +270,10 @@ class Display:
         letters = SPINNER[0 if has(self.stream, SPINNER[0]) else 1]
         beat = letters[self.beats % len(letters)] if beats else " "
         prefix = f"{beat} {head} {share:4.0%} " if share is not None else f"{beat} {head} "
-        told = [fact for fact in facts if fact]
-        while len(told) > (share is None) and len(prefix) + len(", ".join(told)) + NARROWEST > width:
-            told.pop()
-        text = ", ".join(told)
+        shown_facts = [fact for fact in facts if fact]
+        while len(shown_facts) > (share is None) and len(prefix) + len(", ".join(shown_facts)) + NARROWEST > width:
+            shown_facts.pop()
+        text = ", ".join(shown_facts)
         if share is None:
             return f"{prefix}{text}"[: width - 1]
         whole = tqdm.format_meter(

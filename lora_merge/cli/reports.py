@@ -114,16 +114,16 @@ def _details(plan: Plan) -> Iterator[str]:
 
 def applied(strengths: Mapping[str, Mapping[float, int]]) -> str:
     """Return "0.8× unet (48), te 0: 16 left out" for {"unet": {0.8: 48}, "te": {0: 16}}."""
-    found = []
+    pieces = []
     for part, counts in strengths.items():
         used = sorted((strength for strength in counts if strength), reverse=True)
         if len(used) > MOST_STRENGTHS:
-            found.append(f"{used[-1]:g} to {used[0]:g}× {part} ({sum(counts[s] for s in used)})")
+            pieces.append(f"{used[-1]:g} to {used[0]:g}× {part} ({sum(counts[s] for s in used)})")
         else:
-            found += [f"{strength:g}× {part} ({counts[strength]})" for strength in used]
+            pieces += [f"{strength:g}× {part} ({counts[strength]})" for strength in used]
         if left := counts.get(0.0):
-            found.append(f"{part} 0: {left} left out")
-    return ", ".join(found)
+            pieces.append(f"{part} 0: {left} left out")
+    return ", ".join(pieces)
 
 
 def carry_out(plan: Plan, progress: Progress | None = None) -> Report:
@@ -140,10 +140,10 @@ def carry_out(plan: Plan, progress: Progress | None = None) -> Report:
 def remarks(coverage: Mapping[str, Any], notes: Sequence[Note]) -> Iterator[str]:
     """Return what the user should know of a merge whose lines are not shown: each note, and what was left out."""
     yield from (f"note: {note}" for note in notes)
-    for name, found in coverage.items():
-        if left := [*found["skipped"], *found["ignored"]]:
+    for name, row in coverage.items():
+        if left := [*row["skipped"], *row["ignored"]]:
             yield f"{name}: left out {len(left)}: {counted(by_pattern(left))}"
-        yield from (f"{name}: note: {note}" for note in found["notes"])
+        yield from (f"{name}: note: {note}" for note in row["notes"])
 
 
 def report_lines(done: Report, say: Any, said: Sequence[str], *, as_json: bool, verbose: bool = False) -> None:
@@ -227,10 +227,10 @@ class Asked:
         self.verbose, self.overwrite = verbose, overwrite
 
 
-def carried_out(plan_it: Callable[[], Plan], told: ReportFile | None, asked: Asked) -> tuple[Report, Plan] | None:
+def carried_out(plan_it: Callable[[], Plan], file: ReportFile | None, asked: Asked) -> tuple[Report, Plan] | None:
     """Merge and say what was done, or say what would be done; returns the report of a merge, and its plan.
 
-    `plan_it`: makes the plan; for a dry run of an output that may exist. `told`: the file for the report.
+    `plan_it`: makes the plan; for a dry run of an output that may exist. `file`: the file for the report.
     """
     from ..engine.torch_preload import preload
 
@@ -239,9 +239,9 @@ def carried_out(plan_it: Callable[[], Plan], told: ReportFile | None, asked: Ask
         if not asked.dry_run:
             preload()
         plan = plan_it()
-        if told is not None:
-            told.protect(plan.inputs, [plan.job.output])
-            told.begin()
+        if file is not None:
+            file.protect(plan.inputs, [plan.job.output])
+            file.begin()
         replaced = exists(plan.job.output)
         with paused(display):
             show_plan(plan, say, verbose=asked.verbose)
@@ -249,15 +249,15 @@ def carried_out(plan_it: Callable[[], Plan], told: ReportFile | None, asked: Ask
     if done is None:
         if replaced and not asked.overwrite:
             say("  note: the output exists: the merge will need --overwrite, or another -o")
-        _conclude_dry(plan, say, told, asked)
+        _conclude_dry(plan, say, file, asked)
         return None
-    if told is not None:
-        told.replace(done.to_json())
+    if file is not None:
+        file.replace(done.to_json())
     show_report(done, say, plan.base.notes, as_json=asked.as_json, verbose=asked.verbose, replaced=replaced)
     return done, plan
 
 
-def _conclude_dry(plan: Plan, say: Any, told: ReportFile | None, asked: Asked) -> None:
+def _conclude_dry(plan: Plan, say: Any, file: ReportFile | None, asked: Asked) -> None:
     """Say what a dry run says below the plan's own lines."""
     from ..engine.admission import require_device
     from ..planning.plan import coverage
@@ -270,11 +270,11 @@ def _conclude_dry(plan: Plan, say: Any, told: ReportFile | None, asked: Asked) -
         say(f"  note: {note}")
     for remark in remarks(coverage(plan), [*plan.base.notes, *short]) if asked.quiet else ():
         echo(remark, err=True)
-    found = json_text(facts)
-    if told is not None:
-        told.replace(found)
+    text_of_plan = json_text(facts)
+    if file is not None:
+        file.replace(text_of_plan)
     if asked.as_json:
-        put(found)
+        put(text_of_plan)
 
 
 def show_plan(plan: Plan, say: Callable[[str], object], *, verbose: bool = False) -> None:
@@ -292,9 +292,9 @@ def show_plan(plan: Plan, say: Callable[[str], object], *, verbose: bool = False
         for ref, m in zip(job.adapters, plan.adapters, strict=True)
     ]  # fmt: skip
     facts = f"{plan.architecture}, {plural(len(plan.base.tensors), 'tensor')}"
-    made = f"{size(plan.size)}, {stored(job.dtype)}, {plural(plan.changed, 'tensor')} to change"
+    line = f"{size(plan.size)}, {stored(job.dtype)}, {plural(plan.changed, 'tensor')} to change"
     output = text(nearest(str(job.output)), "bold")
-    show(grid([("base", text(job.base.name, "bold")), ("", facts), ("output", output), ("", made)]))
+    show(grid([("base", text(job.base.name, "bold")), ("", facts), ("output", output), ("", line)]))
     show(table(("adapter", "kind", "modules matched", "strength"), rows))
     for words in _notes(plan, verbose=verbose):
         show(words)
@@ -328,10 +328,10 @@ def show_report(
         return
     changed = f"{done.changed} of {plural(done.tensors, 'tensor')} of {Path(done.base).name}, {done.architecture}"
     rows: list[tuple[str, Any]] = [("changed", changed)]
-    for name, found in done.coverage.items():
-        strengths = {part: {float(s): n for s, n in c.items()} for part, c in found["strengths"].items()}
+    for name, row in done.coverage.items():
+        strengths = {part: {float(s): n for s, n in c.items()} for part, c in row["strengths"].items()}
         rows.append(("", f"{name}: {applied(strengths)}" if strengths else name))
-        if left := [*found["skipped"], *found["ignored"]]:
+        if left := [*row["skipped"], *row["ignored"]]:
             rows.append(("", text(f"{name}: left out {len(left)}: {counted(by_pattern(left))}", "yellow")))
     if done.method != SUM:
         rows.append(("method", done.method))
@@ -363,10 +363,10 @@ def proven(proof: Mapping[str, Any], *, verbose: bool = False) -> Iterator[tuple
     yield from (("", line) for line in how_far)
     if proof["untouched"]["of"]:
         yield "", f"{mark('done')} {unchanged(proof['untouched'])}"
-    for found in proof["retained"]:
-        if (share := found["retained"]) is not None:
+    for row in proof["retained"]:
+        if (share := row["retained"]) is not None:
             sign = mark("done" if abs(share - 1) < 0.1 else "note")
-            yield "", f"{sign} {retained(share)} of the change that {found['adapter']} makes is in the output"
+            yield "", f"{sign} {retained(share)} of the change that {row['adapter']} makes is in the output"
     if proof["numbers"]:
         yield "", f"the change: {effect(proof['numbers'])}{of_a_sample(proof)}"
     if proof["saturated"]:
@@ -419,12 +419,12 @@ def with_pictures(done: Report, plan: Plan) -> dict[str, Any]:
     from ..viewing.base import recipe_of
     from ..viewing.pictures import merge_pictures
 
-    found = asdict(done)
-    shown = merge_pictures(plan) if plan.job.output not in plan.inputs and found["numbers"] else {}
-    for name, one in found["numbers"].get("tensors", {}).items():
-        one |= shown.get(name, {})
+    values = asdict(done)
+    shown = merge_pictures(plan) if plan.job.output not in plan.inputs and values["numbers"] else {}
+    for name, tensor in values["numbers"].get("tensors", {}).items():
+        tensor |= shown.get(name, {})
     inputs = [str(path) for path in (plan.job.base, *(ref.path for ref in plan.job.adapters))]
-    return {**found, "recipe": recipe_of(plan.job.output), "inputs": inputs}
+    return {**values, "recipe": recipe_of(plan.job.output), "inputs": inputs}
 
 
 SKIPPED = "done already"
@@ -439,19 +439,19 @@ class Telling:
     _skipped: int = 0
     _named: dict[str, int] = field(default_factory=dict)  # error → number of the first job that has it
 
-    def ended(self, one: JobReport) -> None:
+    def ended(self, job: JobReport) -> None:
         """Say how a job has ended."""
-        if one.status == "skipped":
+        if job.status == "skipped":
             self._skipped += 1
             return
         self.flush()
-        found = [] if one.report is None else [*remarks(_left_out(one), one.report.notes), *_warnings(one)]
-        if self.quiet and one.ok:
-            for note in found:
-                echo(f"{one.output}: {note}", err=True)
+        notes = [] if job.report is None else [*remarks(_left_out(job), job.report.notes), *_warnings(job)]
+        if self.quiet and job.ok:
+            for note in notes:
+                echo(f"{job.output}: {note}", err=True)
             return
-        echo(self._line(one))
-        for note in found:
+        echo(self._line(job))
+        for note in notes:
             echo(f"    {note}")
 
     def flush(self) -> None:
@@ -460,27 +460,27 @@ class Telling:
             echo(f"{self._skipped} skipped: {SKIPPED}; their recipes and headers are right, verify reads the weights")
         self._skipped = 0
 
-    def _line(self, one: JobReport) -> str:
+    def _line(self, job: JobReport) -> str:
         """ "[3/9] merged  out/ink-0.5.safetensors  1.99 GiB in 3.1 s", and for a failure what, where and fix."""
-        head = f"[{one.number}/{self.total}] {one.status}  {nearest(one.output)}"
-        if one.report is not None:
-            head += f"  {size(one.report.written)} in {one.seconds:.1f} s"
-        if one.error is None:
+        head = f"[{job.number}/{self.total}] {job.status}  {nearest(job.output)}"
+        if job.report is not None:
+            head += f"  {size(job.report.written)} in {job.seconds:.1f} s"
+        if job.error is None:
             return head
-        first = self._named.setdefault(str(one.error), one.number)
-        if first != one.number:
+        first = self._named.setdefault(str(job.error), job.number)
+        if first != job.number:
             return f"{head}  for the same reason as [{first}]"
-        return Lines(f"{one_line(head)}\n{indented(one.error)}")
+        return Lines(f"{one_line(head)}\n{indented(job.error)}")
 
 
-def _left_out(one: JobReport) -> Mapping[str, Any]:
+def _left_out(job: JobReport) -> Mapping[str, Any]:
     """Return what a merge says of its adapters; commands that write adapters say it in their notes."""
-    return one.report.coverage if one.report is not None and one.status == "merged" else {}
+    return job.report.coverage if job.report is not None and job.status == "merged" else {}
 
 
-def _warnings(one: JobReport) -> list[str]:
+def _warnings(job: JobReport) -> list[str]:
     """Return the warnings of a merge's proof, such as that an adapter is smaller than the output's dtype can hold."""
-    proof = one.report.verified if one.report is not None and one.status == "merged" else None
+    proof = job.report.verified if job.report is not None and job.status == "merged" else None
     return [f"warning: {text}" for text in proof["warnings"]] if proof else []
 
 
@@ -489,18 +489,18 @@ def indented(error: Exception) -> Lines:
     return Lines.of(f"    {row}" for row in f"error: {error}".splitlines())
 
 
-def announced(made: Batch) -> str:
+def announced(planned: Batch) -> str:
     """Return the line about a batch before it runs: how many jobs of each kind."""
-    runs = [s for s in made.planned if s.runs]
+    runs = [s for s in planned.planned if s.runs]
     return (
-        f"{plural(len(made.planned), 'job')}: {len(runs)} to run ({size(made.size)} to write), "
-        f"{sum(s.done for s in made.planned)} done already, {broken_jobs(made)} that cannot run"
+        f"{plural(len(planned.planned), 'job')}: {len(runs)} to run ({size(planned.size)} to write), "
+        f"{sum(s.done for s in planned.planned)} done already, {broken_jobs(planned)} that cannot run"
     )
 
 
-def broken_jobs(made: Batch) -> int:
+def broken_jobs(planned: Batch) -> int:
     """Return the number of jobs that cannot run."""
-    return sum(s.error is not None for s in made.planned)
+    return sum(s.error is not None for s in planned.planned)
 
 
 def planned_job(s: PlannedJob, total: int) -> str:
@@ -528,8 +528,8 @@ def job_facts(s: PlannedJob, disk: Mapping[str, Any] | None) -> dict[str, Any]:
 
     job = s.entry.job
     adapters = [
-        {"path": str(a.path), "strength": a.strength, "strengths": by_component(found or {})}
-        for a, found in zip_longest(job.adapters, s.strengths)
+        {"path": str(a.path), "strength": a.strength, "strengths": by_component(strengths or {})}
+        for a, strengths in zip_longest(job.adapters, s.strengths)
     ]
     return {
         "dry_run": True, "number": s.entry.number, "where": s.entry.where, "output": str(job.output),
@@ -540,14 +540,14 @@ def job_facts(s: PlannedJob, disk: Mapping[str, Any] | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def show_batch(made: Batch, ended: list[JobReport], to: IO[str]) -> None:
+def show_batch(planned: Batch, ended: list[JobReport], to: IO[str]) -> None:
     """Print the table; raise BatchFailed if any job has no output."""
-    counts: Counter[str] = Counter(one.status for one in ended)
-    not_run = len(made.planned) - len(ended)
-    written = sum(one.report.written for one in ended if one.report is not None)
+    counts: Counter[str] = Counter(job.status for job in ended)
+    not_run = len(planned.planned) - len(ended)
+    written = sum(job.report.written for job in ended if job.report is not None)
     names = ["merged", *(["made"] if counts["made"] else []), "skipped", "failed"]
     row = {**{name: counts[name] for name in names}, "not run": not_run}
-    bad = [one for one in ended if not one.ok]
+    bad = [job for job in ended if not job.ok]
     if styled(to):
         _panel(row, written, bad, to)
     else:
@@ -556,7 +556,7 @@ def show_batch(made: Batch, ended: list[JobReport], to: IO[str]) -> None:
         for line in _failures(bad):
             print(one_line(f"  failed  {line}"), file=to)
     if bad or not_run:
-        raise failure(len(bad), len(made.planned), "run")
+        raise failure(len(bad), len(planned.planned), "run")
 
 
 def _panel(row: Mapping[str, int], written: int, bad: list[JobReport], to: IO[str]) -> None:
@@ -575,8 +575,8 @@ def _panel(row: Mapping[str, int], written: int, bad: list[JobReport], to: IO[st
 def _failures(bad: list[JobReport]) -> Iterator[str]:
     """Yield a line for each different reason, with the first job that failed for it."""
     by_reason: dict[str, list[JobReport]] = {}
-    for one in bad:
-        by_reason.setdefault(one.error.what if one.error is not None else one.status, []).append(one)
+    for job in bad:
+        by_reason.setdefault(job.error.what if job.error is not None else job.status, []).append(job)
     for what, some in by_reason.items():
         more = f" and {len(some) - 1} more" if len(some) > 1 else ""
         yield f"{some[0].where}  {nearest(some[0].output)}{more}: {what}"
@@ -596,12 +596,12 @@ def show_adapter_report(done: AdapterReport, title: str, *, quiet: bool, verbose
         for note in (*done.notes, *shortage(done.disk, done.output)):
             echo(f"note: {note}", err=quiet)
         return
-    rows = [(name, text(found["modules"]), text(found["layers"]), f"{found['strength']:g}×")
-            for name, found in done.coverage.items()]  # fmt: skip
+    rows = [(name, text(row["modules"]), text(row["layers"]), f"{row['strength']:g}×")
+            for name, row in done.coverage.items()]  # fmt: skip
     show(table(("adapter", "modules", "layers that they change", "strength"), rows, right=(1, 2)))
     if verbose:
-        layers = [(name, one["algorithm"], one["rank"], _number(one, "residual"), _number(one, "largest"))
-                  for name, one in done.layers.items()]  # fmt: skip
+        layers = [(name, layer["algorithm"], layer["rank"], _number(layer, "residual"), _number(layer, "largest"))
+                  for name, layer in done.layers.items()]  # fmt: skip
         show(table(("layer", "kind", "rank", "residual", "largest |ΔW|"), layers, right=(2, 3, 4)))
     if done.planned:
         show(grid([("output", text(nearest(done.output), "bold")), ("", _made(done)), *_adapter_notes(done)]))

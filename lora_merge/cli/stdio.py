@@ -210,16 +210,16 @@ class ReportFile:
         for role, paths in (("an input", inputs), ("an output", outputs)):
             if any(self._hits(path, new=role == "an output") for path in paths):
                 raise UsageError(f"the report would be written over {role}", f"{self._flag} {self.path}", ELSEWHERE)
-        there = self._start().lstrip() if self.path.is_file() and not self._streams else b""
-        if there and not there.startswith(KINDS[self._flag]):
+        start = self._start().lstrip() if self.path.is_file() and not self._streams else b""
+        if start and not start.startswith(KINDS[self._flag]):
             raise UsageError("a file of another kind is there", f"{self._flag} {self.path}", ELSEWHERE)
         self._spares = True
 
     def _hits(self, path: Path, *, new: bool) -> bool:
         """Return whether the report is this file, or lies in this folder: anywhere in a new one, else over a file."""
-        here, there, present = real_path(self.path), real_path(path), self.path.exists()
-        inside = there in here.parents and (new or present)
-        return here == there or inside or (present and same(self.path, path))
+        here, other, present = real_path(self.path), real_path(path), self.path.exists()
+        inside = other in here.parents and (new or present)
+        return here == other or inside or (present and same(self.path, path))
 
     def begin(self) -> None:
         """Empty the report of an earlier run, which would be taken for that of this one if it is killed."""
@@ -316,13 +316,13 @@ class ReportFile:
 @contextmanager
 def reporting(text: str | None) -> Iterator[ReportFile | None]:
     """Give the block the file for its report, if one is wanted; report a failure of the block there too."""
-    told = None if text is None else ReportFile(text)
+    file = None if text is None else ReportFile(text)
     try:
-        yield told
+        yield file
     except BaseException as e:
-        if told is not None:
-            told.fail((isinstance(e, Exception) and as_resource_error(e)) or e)
+        if file is not None:
+            file.fail((isinstance(e, Exception) and as_resource_error(e)) or e)
         raise
     finally:
-        if told is not None:
-            told.close()
+        if file is not None:
+            file.close()

@@ -36,25 +36,25 @@ def parts(
     """List parts and blocks, for --strength-for."""
     from ..paths import expand
 
-    found = parts_of(expand(completed(base)))
+    model = parts_of(expand(completed(base)))
     if as_json:
-        put(json_text(found))
+        put(json_text(model))
     elif styled(sys.stdout):
         columns = ("block", "tensors", "first of them")
-        rows = [(name, facts["tensors"], facts["first"] or "") for name, facts in found["blocks"].items()]
+        rows = [(name, facts["tensors"], facts["first"] or "") for name, facts in model["blocks"].items()]
         show(
             table(
                 ("part", "tensors"),
-                found["parts"].items(),
-                title=f"{found['base']}: {found['architecture']}",
+                model["parts"].items(),
+                title=f"{model['base']}: {model['architecture']}",
                 right=[1],
             )
         )
         show(table(columns, rows, title="--strength-for NAME=FLOAT, FIRST-LAST=FLOAT", right=[1]))
-        lists = [(count, " ".join(order)) for count, order in found["lists"].items()]
+        lists = [(count, " ".join(order)) for count, order in model["lists"].items()]
         show(table(("numbers", "order"), lists, title="--strength-for lbw=NUMBER,NUMBER,…", right=[0]))
     else:
-        put(Lines.of(text_of_parts(found)))
+        put(Lines.of(text_of_parts(model)))
 
 
 def algorithms(as_json: Annotated[bool, JSON] = False) -> None:
@@ -96,9 +96,9 @@ def known_architectures() -> Iterator[dict[str, Any]]:
     """Yield title, part, text encoders and layouts of every model, by title."""
     from ..models.architectures import shipped
 
-    for one in sorted(shipped(), key=lambda a: (a.title.lower(), a.component)):
-        encoders = [f"{part} ({kind})" for part, kind in one.text_encoders.items()]
-        yield {"title": one.title, "part": one.component, "text_encoders": encoders, "layouts": [*one.layouts]}
+    for row in sorted(shipped(), key=lambda a: (a.title.lower(), a.component)):
+        encoders = [f"{part} ({kind})" for part, kind in row.text_encoders.items()]
+        yield {"title": row.title, "part": row.component, "text_encoders": encoders, "layouts": [*row.layouts]}
 
 
 def parts_of(path: Path) -> dict[str, Any]:
@@ -116,37 +116,37 @@ def parts_of(path: Path) -> dict[str, Any]:
         fix = f"name the base; lora-merge inspect {path.name} tells what the adapter changes"
         raise UsageError("an adapter, and parts are those of a base", str(path), fix)
     lookup = names(index)
-    found = blocks(lookup)
-    tensors: dict[str, list[str]] = {name: [] for name in found.order}
+    model_blocks = blocks(lookup)
+    tensors: dict[str, list[str]] = {name: [] for name in model_blocks.order}
     for key in index.tensors:
-        if block := found.of(key):
+        if block := model_blocks.of(key):
             tensors[block].append(key)
     return {
         "base": path.name,
         "architecture": lookup.architecture,
         "parts": dict(Counter(map(lookup.component, index.tensors))),
         "blocks": {name: {"tensors": len(keys), "first": next(iter(keys), None)} for name, keys in tensors.items()},
-        "lists": {len(order): list(order) for order in (found.order, found.few) if order},
+        "lists": {len(order): list(order) for order in (model_blocks.order, model_blocks.few) if order},
         "schema": schema("parts"),
     }
 
 
-def text_of_parts(found: dict[str, Any]) -> Iterator[str]:
+def text_of_parts(model: dict[str, Any]) -> Iterator[str]:
     """Yield the lines that a person reads."""
 
     def tensors(count: int) -> str:
         return " " * (6 - len(str(count))) + plural(count, "tensor")
 
-    yield f"{found['base']}: {found['architecture']}"
+    yield f"{model['base']}: {model['architecture']}"
     yield ""
     yield "parts (--strength-for NAME=FLOAT)"
-    for name, count in found["parts"].items():
+    for name, count in model["parts"].items():
         yield f"  {name:<14}{tensors(count)}"
     yield ""
     yield "blocks (--strength-for NAME=FLOAT, FIRST-LAST=FLOAT)"
-    for name, facts in found["blocks"].items():
+    for name, facts in model["blocks"].items():
         yield f"  {name:<14}{tensors(facts['tensors'])}" + (f"  {facts['first']} …" if facts["first"] else "")
     yield ""
     yield "lists of block weights (--strength-for lbw=NUMBER,NUMBER,…)"
-    for count, order in found["lists"].items():
+    for count, order in model["lists"].items():
         yield f"  {count} numbers: {' '.join(order)}"

@@ -110,10 +110,10 @@ def columns(stream: Any) -> int:
 
 def reflows() -> bool:
     """Return whether this is a terminal that breaks long lines again when it gets another width; False if not known."""
-    own = os.environ
-    if own.get("TMUX") and own.get("TERM", "").startswith(("tmux", "screen")):
+    environment = os.environ
+    if environment.get("TMUX") and environment.get("TERM", "").startswith(("tmux", "screen")):
         return True
-    return not any(map(own.get, CUT)) and any(map(own.get, REFLOWING))
+    return not any(map(environment.get, CUT)) and any(map(environment.get, REFLOWING))
 
 
 def console(stream: Any) -> Console:
@@ -136,9 +136,9 @@ def prepare(stream: Any) -> None:
 def show(*shown: RenderableType, err: bool = False) -> None:
     """Print tables, panels and texts of Rich."""
     stream = sys.stderr if err else sys.stdout
-    there = console(stream)
-    for one in shown:
-        there.print(one)
+    target = console(stream)
+    for item in shown:
+        target.print(item)
     stream.flush()
 
 
@@ -180,26 +180,26 @@ def table(
     from rich.table import Table
 
     numbers = set(right)
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for n, name in enumerate(columns):
-        made.add_column(text(name), justify="right" if n in numbers else "left", overflow="fold")
+        drawn.add_column(text(name), justify="right" if n in numbers else "left", overflow="fold")
     for row in rows:
-        made.add_row(*map(cell, row))
-    return Group(text(title, "bold"), made) if title else made
+        drawn.add_row(*map(cell, row))
+    return Group(text(title, "bold"), drawn) if title else drawn
 
 
 def grid(rows: Iterable[Sequence[object]], wide: int = 0) -> Any:
     """Return rows whose first cells are words that say what they are about; `wide`: their least number of columns."""
     from rich.table import Table
 
-    found = list(rows)
-    made = Table.grid(padding=(0, 2))
-    made.add_column(style="bold", no_wrap=True, min_width=wide)
-    for _ in range(max(map(len, found), default=1) - 1):
-        made.add_column(overflow="fold")
-    for row in found:
-        made.add_row(*map(cell, row))
-    return made
+    lines = list(rows)
+    drawn = Table.grid(padding=(0, 2))
+    drawn.add_column(style="bold", no_wrap=True, min_width=wide)
+    for _ in range(max(map(len, lines), default=1) - 1):
+        drawn.add_column(overflow="fold")
+    for row in lines:
+        drawn.add_row(*map(cell, row))
+    return drawn
 
 
 def panel(title: str, rows: Iterable[Sequence[object]], style: str = "green") -> Any:
@@ -219,16 +219,16 @@ def show_whole(rows: Iterable[tuple[Text, Text]], width: int, indent: int) -> No
     on a line of its own, and further left where the width asks for that."""
     from rich.text import Text
 
-    there = console(sys.stdout)
+    target = console(sys.stdout)
     for name, value in rows:
         start = Text(name.plain, "bold")
         for words in _broken(value.plain, width - indent):
             left = max(min(indent, width - len(words)), 0)
             if len(start) > max(left - 2, 0):  # the name has a line of its own
-                there.print(start)
+                target.print(start)
                 start = Text()
             start.pad_right(left - len(start))
-            there.print(Text.assemble(start, (words, value.style)), soft_wrap=True)
+            target.print(Text.assemble(start, (words, value.style)), soft_wrap=True)
             start = Text()
     sys.stdout.flush()
 
@@ -238,18 +238,18 @@ def show_error(words: str) -> None:
     from rich.text import Text
 
     first, *rest = words.split("\n")
-    there = console(sys.stderr)
+    target = console(sys.stderr)
     sign = f"{mark('failed', sys.stderr)} error: "
-    for row in _broken(first, there.width - INDENT):
-        there.print(Text.assemble((sign.ljust(INDENT), "bold red"), (row, "bold")), soft_wrap=True)
+    for row in _broken(first, target.width - INDENT):
+        target.print(Text.assemble((sign.ljust(INDENT), "bold red"), (row, "bold")), soft_wrap=True)
         sign = ""
     for line in rest:
         head, colon, tail = line.partition(":")
         known = head.strip() if colon and head in ("  where", "  fix") else ""
         style = {"where": "dim", "fix": "green"}.get(known, "")
         start = f"  {known}:" if known else ""
-        for row in _broken((tail if known else line).strip(), there.width - INDENT):
-            there.print(Text.assemble((start.ljust(INDENT), f"bold {style}"), row), soft_wrap=True)
+        for row in _broken((tail if known else line).strip(), target.width - INDENT):
+            target.print(Text.assemble((start.ljust(INDENT), f"bold {style}"), row), soft_wrap=True)
             start = ""
     sys.stderr.flush()
 
@@ -267,8 +267,8 @@ def broken(line: str, width: int) -> str:
     """Return a line of text in rows that fit; those below the first begin where the text of the first does."""
     if len(line) <= width:
         return line
-    found = re.match(r"( *)([a-z]+ {2,})?", line)  # a label such as "needs    "
-    start, label = found.groups("") if found else ("", "")
+    match = re.match(r"( *)([a-z]+ {2,})?", line)  # a label such as "needs    "
+    start, label = match.groups("") if match else ("", "")
     return "\n".join(textwrap.wrap(
         line, width, subsequent_indent=start + (" " * len(label) or "  "), break_long_words=False,
         break_on_hyphens=False, replace_whitespace=False,

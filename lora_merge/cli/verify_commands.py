@@ -75,16 +75,16 @@ def verify(
     from ..proof.replay import prove
 
     output, base = completed(output), base and completed(base)
-    strength_for, found = options.pop("strength_for") or (), read(options, len(adapter or []))
-    pairs, parts = named_parts(with_strengths([named_adapter(a) for a in adapter or []], found), strength_for)
-    given = {name: value for name, value in ({"strength_for": parts} | found).items() if value}
+    strength_for, values = options.pop("strength_for") or (), read(options, len(adapter or []))
+    pairs, parts = named_parts(with_strengths([named_adapter(a) for a in adapter or []], values), strength_for)
+    stated = {name: value for name, value in ({"strength_for": parts} | values).items() if value}
     folders = [expand(p) for p in search or []]
     if base is None and not pairs and _is_adapter(expand(output)):
         from ..adapters_out.replay import prove as prove_adapter
         from ..viewing.merge_facts import proof_of_adapter
 
         with watching(quiet=as_json or quiet) as display:
-            proof = prove_adapter(expand(output), folders, display or unwatched, full=full, options=given)
+            proof = prove_adapter(expand(output), folders, display or unwatched, full=full, options=stated)
         if as_json:
             put(json_text(proof))
         for row in () if as_json or quiet else proof_of_adapter(proof):
@@ -92,7 +92,7 @@ def verify(
         return
     with watching(quiet=as_json or quiet, weights=PROOF) as display:
         proof = prove(
-            expand(output), base, pairs, search=folders, full=full, options=given, progress=display or unwatched
+            expand(output), base, pairs, search=folders, full=full, options=stated, progress=display or unwatched
         )
     if as_json:
         put(json_text(proof))
@@ -102,7 +102,7 @@ def verify(
 
 @with_options(OPTIONS["device"], OPTIONS["overwrite"], before="as_json")
 def replay(
-    made: Annotated[str, typer.Argument(metavar="MERGED", help="A merged checkpoint, file or folder.")],
+    path: Annotated[str, typer.Argument(metavar="MERGED", help="A merged checkpoint, file or folder.")],
     output: Annotated[str, typer.Option("-o", "--output", metavar="PATH", help="File or folder to write.")],
     search: Annotated[
         list[str] | None, typer.Option(metavar="FOLDER", help="Folders to search for the inputs.")
@@ -120,39 +120,39 @@ def replay(
     from ..paths import expand
     from ..proof.replay import plan_again
 
-    made, output, folders = completed(made), str(checked_output(output)), [expand(p) for p in search or []]
-    if _is_adapter(expand(made)):
+    path, output, folders = completed(path), str(checked_output(output)), [expand(p) for p in search or []]
+    if _is_adapter(expand(path)):
         from ..adapters_out.replay import replay as replay_adapter
 
-        given = {k: v for k, v in options.items() if v is not None}
+        stated = {k: v for k, v in options.items() if v is not None}
         with watching(quiet=quiet) as display:
-            told = replay_adapter(expand(made), output, folders, progress=display or unwatched, **given)
+            report = replay_adapter(expand(path), output, folders, progress=display or unwatched, **stated)
         if as_json:
-            put(told.to_json())
+            put(report.to_json())
         else:
-            show_adapter_report(told, "made again", quiet=quiet, verbose=False)
+            show_adapter_report(report, "made again", quiet=quiet, verbose=False)
         return
     say = silent if as_json or quiet else echo
     with watching(quiet=quiet) as display:
         preload()
-        plan = admit(plan_again(expand(made), output, folders, **options))
+        plan = admit(plan_again(expand(path), output, folders, **options))
         with paused(display):
             show_plan(plan, say)
         done = carry_out(plan, display)
     show_report(done, say, plan.base.notes, as_json=as_json)
 
 
-def _is_adapter(made: Path) -> bool:
+def _is_adapter(path: Path) -> bool:
     """Return whether a file says that a command made it that writes adapters. For others torch is not imported."""
     from ..adapter_options import WRITERS
     from ..proof.read_recipe import made_by
 
-    return made_by(made) in WRITERS
+    return made_by(path) in WRITERS
 
 
 @with_options(*(OPTIONS[name] for name in UNMERGE), before="dry_run")
 def unmerge(
-    made: Annotated[str, typer.Argument(metavar="MERGED", help="A merged checkpoint, file or folder.")],
+    path: Annotated[str, typer.Argument(metavar="MERGED", help="A merged checkpoint, file or folder.")],
     adapters: Annotated[
         list[str] | None,
         typer.Argument(metavar="ADAPTER[:STRENGTH]...", help="As they were merged. Default: those of the recipe."),
@@ -183,25 +183,25 @@ def unmerge(
     from .picture_files import Pictures
     from .stdio import reporting
 
-    made, output, pictures = completed(made), checked_output(output), Pictures(html, None, quiet=quiet, dry_run=dry_run)
+    path, output, pictures = completed(path), checked_output(output), Pictures(html, None, quiet=quiet, dry_run=dry_run)
     if output is None:
-        refuse_to_unmerge(expand(made))
-    strength_for, found = options.pop("strength_for") or (), read(options, len(adapters or []))
-    named, parts = named_parts(with_strengths([named_adapter(a) for a in adapters or []], found), strength_for)
-    given = {"strength_for": parts, **found} if parts else found
-    how = Asked(dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=False, overwrite=bool(given.get("overwrite")))
-    given |= {"overwrite": True} if dry_run else {}
+        refuse_to_unmerge(expand(path))
+    strength_for, values = options.pop("strength_for") or (), read(options, len(adapters or []))
+    named, parts = named_parts(with_strengths([named_adapter(a) for a in adapters or []], values), strength_for)
+    stated = {"strength_for": parts, **values} if parts else values
+    how = Asked(dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=False, overwrite=bool(stated.get("overwrite")))
+    stated |= {"overwrite": True} if dry_run else {}
 
     def planned() -> Plan:
         folders = [expand(p) for p in search or []]
-        plan = admit(plan_unmerge(expand(made), named, output or "", folders, **given), dry=dry_run)
+        plan = admit(plan_unmerge(expand(path), named, output or "", folders, **stated), dry=dry_run)
         pictures.protect(plan.inputs, [plan.job.output])
         return plan
 
-    with reporting(report) as told:
-        if told is not None:
-            told.protect([expand(made)], [expand(output or made)])
-        done = carried_out(planned, told, how)
+    with reporting(report) as file:
+        if file is not None:
+            file.protect([expand(path)], [expand(output or path)])
+        done = carried_out(planned, file, how)
     if done is not None:
         pictures.write(lambda: with_pictures(*done))
 
@@ -223,12 +223,12 @@ def doctor(
     with watching(quiet=as_json or quiet, doing="measuring the devices and the disk"):
         from .doctor import examine, lines, show_findings
 
-        found = examine(where)
+        examined = examine(where)
     if as_json:
-        put(json_text(found))
+        put(json_text(examined))
     elif not quiet and styled(sys.stdout):
-        show_findings(found)
+        show_findings(examined)
     elif not quiet:
-        for line in lines(found):
+        for line in lines(examined):
             echo(line)
-    raise typer.Exit(1 if found["problems"] else 0)
+    raise typer.Exit(1 if examined["problems"] else 0)

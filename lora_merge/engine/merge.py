@@ -183,7 +183,7 @@ def _prove(written: Written, reader: Reader, progress: Progress) -> Mapping[str,
     verifies = plan.job.verify or full
     headers, checked = final_headers(plan, written.digests, written.sums), written.measures.seen
     proof = (
-        verify(plan, written.part, reader, full=full, written=headers, seen=checked, progress=progress)
+        verify(plan, written.part, reader, full=full, written=headers, recorded=checked, progress=progress)
         if verifies
         else None
     )

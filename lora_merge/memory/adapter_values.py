@@ -119,10 +119,10 @@ class Changes:
         """
         from ..adapters_out.api import combine, convert
 
-        given = [(adapter.path, strength) for adapter, strength in self.terms]
-        if format == KEEP or len(given) > 1:
-            return combine(given, path, base=base, rank=rank, format=format, **options)
-        return convert(given[0], path, to=format, base=base, rank=None if rank == EXACT else rank, **options)
+        adapters = [(adapter.path, strength) for adapter, strength in self.terms]
+        if format == KEEP or len(adapters) > 1:
+            return combine(adapters, path, base=base, rank=rank, format=format, **options)
+        return convert(adapters[0], path, to=format, base=base, rank=None if rank == EXACT else rank, **options)
 
     @cached_property
     def _opened(self) -> dict[str | None, Sources]:
@@ -135,7 +135,7 @@ class Changes:
         sources = self._opened[base]
         body, stored = body_of(str(name)), ((t, p) for t in sources.targets for p in t.stored)
         layers = [(t, p) for t, p in stored if name == p.label or body_of(p.name) == body]
-        layers.sort(key=lambda found: found[1].label != name)  # a module's weight, before a bias of it
+        layers.sort(key=lambda layer: layer[1].label != name)  # a module's weight, before a bias of it
         target, part = next(iter(layers), (None, None))
         if target is None or part is None:
             raise UsageError(f"the adapter has no module {name!r}", "its spectrum", "see .modules for the names")
@@ -144,9 +144,9 @@ class Changes:
             changes = [c for c in Evaluator(sources, cache, place("cpu", "F64")).changes(target) if c.strength]
             if not changes:
                 return []
-            wanted = combined(job, target, changes, [""] * len(self.terms)).of(part)
+            combined_change = combined(job, target, changes, [""] * len(self.terms)).of(part)
             with decomposing(part.name):
-                return [float(s) for s in spectrum(wanted, EVERYTHING, 0.0).values]
+                return [float(s) for s in spectrum(combined_change, EVERYTHING, 0.0).values]
 
 
 class OpenAdapter(LoadedAdapter, Changes):
@@ -191,10 +191,10 @@ class AdapterSum(Shown, Changes):
     @cached_property
     def _named(self) -> dict[str, str]:
         """Name without its prefix → the name of the module in the first adapter that has it."""
-        found: dict[str, str] = {}
+        names: dict[str, str] = {}
         for name in (name for adapter, _ in self.terms for name in adapter.modules):
-            found.setdefault(body_of(name), name)
-        return found
+            names.setdefault(body_of(name), name)
+        return names
 
     @public
     def delta(self, name: str, base_weight: Tensor) -> Tensor:
@@ -216,11 +216,11 @@ class AdapterSum(Shown, Changes):
         body = body_of(str(name))
         if body not in self._named:
             raise UsageError(f"the adapters have no module {name!r}", "a sum of adapters", "see .modules for the names")
-        found = torch.zeros(base_weight.shape, dtype=torch.float64)
+        total = torch.zeros(base_weight.shape, dtype=torch.float64)
         for adapter, strength in self.terms:
-            for own in (m for m in adapter.modules if body_of(m) == body):
-                found += strength * host(adapter.delta(own, base_weight), torch.float64)
-        return host(found, torch.float32)
+            for module in (m for m in adapter.modules if body_of(m) == body):
+                total += strength * host(adapter.delta(module, base_weight), torch.float64)
+        return host(total, torch.float32)
 
     def _expect_one_layout(self) -> None:
         """Raise UsageError where names alone do not tell which modules of the adapters are the same."""

@@ -51,9 +51,9 @@ def live_model(model: object, tensors: dict[str, Tensor], original: Original) ->
                          "give a torch.nn.Module, a diffusers pipeline, or a model of transformers")  # fmt: skip
     components = {}
     for part, module in modules.items():
-        own = _tensors(module, f"{label}: {part}")
-        tensors.update({f"{part}.{name}": tensor for name, tensor in own.items()})
-        components[part] = replace(index_of(label, own), config=_config(module))
+        part_tensors = _tensors(module, f"{label}: {part}")
+        tensors.update({f"{part}.{name}": tensor for name, tensor in part_tensors.items()})
+        components[part] = replace(index_of(label, part_tensors), config=_config(module))
     return replace(index_of(label, tensors, original), config={"_class_name": label}, components=components)
 
 
@@ -80,13 +80,13 @@ def _all(module: Module, *, aliases: bool = False) -> dict[str, Tensor]:
 
 def _tensors(module: Module, where: str) -> dict[str, Tensor]:
     """Return the parameters and buffers of a module by name; InputError for classes that are not plain numbers."""
-    found = _all(module)
-    for name, tensor in found.items():
+    tensors = _all(module)
+    for name, tensor in tensors.items():
         if not _is_plain(tensor) or codes(tensor):
             raise InputError(f"a {type(tensor).__name__} cannot be changed in place", f"{where}: {name}", PLAIN_MODEL)
-    if any(tensor.dtype in FP8 for tensor in found.values()):
+    if any(tensor.dtype in FP8 for tensor in tensors.values()):
         _expect_no_scales(module, where)
-    return found
+    return tensors
 
 
 def _expect_no_scales(module: Module, where: str) -> None:
@@ -116,6 +116,6 @@ def _config(module: Module) -> dict[str, Any]:
     config = getattr(module, "config", None)
     if config is None:
         return {"architectures": [type(module).__name__]}
-    made = config.to_dict() if hasattr(config, "to_dict") else config
-    found = dict(made) if isinstance(made, Mapping) else {}
-    return {**found, "architectures": found.get("architectures") or [type(module).__name__]}
+    value = config.to_dict() if hasattr(config, "to_dict") else config
+    entries = dict(value) if isinstance(value, Mapping) else {}
+    return {**entries, "architectures": entries.get("architectures") or [type(module).__name__]}

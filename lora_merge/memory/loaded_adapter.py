@@ -68,8 +68,8 @@ class LoadedAdapter(Shown):
     @property
     def modules(self) -> tuple[str, ...]:
         """The names of the modules that the adapter changes, as the file spells them."""
-        own = (m.name for m in self.file.modules if not self._rules.of(m.name).is_shared(m.name))
-        return tuple(dict.fromkeys(own))
+        names = (m.name for m in self.file.modules if not self._rules.of(m.name).is_shared(m.name))
+        return tuple(dict.fromkeys(names))
 
     @public
     def algorithm(self, name: str) -> str:
@@ -117,9 +117,9 @@ class LoadedAdapter(Shown):
         module, shape = self._module(name), tuple(base_weight.shape)
         rows, cols = flat(shape)
         view = whole("weight", shape)
-        given = {} if fan_in_fan_out is None else {SETTING: fan_in_fan_out}
+        settings = {} if fan_in_fan_out is None else {SETTING: fan_in_fan_out}
         layers = Base((), lambda _: False, lambda: [Place(module, view, None)])
-        context = AdapterContext(0, self.file, self._rules, FileValues(), given=given, base=layers)
+        context = AdapterContext(0, self.file, self._rules, FileValues(), given=settings, base=layers)
         patch = choose(module, view, context, {"weight": view}).patch
         at = place("cpu", "F64" if ALGORITHMS[patch.algorithm].decomposes else "F32")
         with Reader([self.file.index]) as reader, torch.no_grad():
@@ -130,13 +130,13 @@ class LoadedAdapter(Shown):
             part = BlockPart(PatchPart(patch, piece, 0, 1.0), 0, rows, (0, piece.rows), None, alone)
             try:
                 stack = PatchTensors(factors.fetch, {"weight": weight}).stack([part], at, DeviceStream(at))
-                made = change(stack, stage([base_weight.reshape(rows, cols)], at))[0]
+                delta = change(stack, stage([base_weight.reshape(rows, cols)], at))[0]
             except DoesNotFit as e:
                 raise misfit(f"{self.path}: {name}", e) from e
-            found = host((made.t() if piece.transposed else made).reshape(shape), torch.float32)
-        if not finite(found).all() and finite(base_weight).all():
+            result = host((delta.t() if piece.transposed else delta).reshape(shape), torch.float32)
+        if not finite(result).all() and finite(base_weight).all():
             raise TooLarge("ΔW is too large for fp32", f"{self.path}: {name}", "use another checkpoint of the adapter")
-        return found
+        return result
 
     def _module(self, name: str) -> Module:
         for module in self.file.modules:

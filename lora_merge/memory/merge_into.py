@@ -124,14 +124,14 @@ class MergedModel(Shown):
             with _lock:
                 del self._works[block]
 
-    def _check(self, found: Mapping[str, Tensor]) -> None:
+    def _check(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise UsageError unless the original bytes can be written into these tensors."""
         with _lock:
             later = [m for m in _merges if m._number > self._number]
-        if names := [other for merge in later for _, other in shared(found, merge._changed())]:
+        if names := [other for merge in later for _, other in shared(tensors, merge._changed())]:
             raise UsageError("a later merge into this memory is not undone yet", listed(names), "undo that merge first")
-        _check_apart(found, found)
-        for name, tensor in found.items():
+        _check_apart(tensors, tensors)
+        for name, tensor in tensors.items():
             if (tensor.dtype, tensor.shape) != self._kinds[name] or tensor.is_meta:
                 was, now = (str(kind).removeprefix("torch.") for kind in (self._kinds[name][0], tensor.dtype))
                 what = "is on the meta device" if tensor.is_meta else f"{was} became {now}, {list(tensor.shape)}"
@@ -152,7 +152,7 @@ class MergedModel(Shown):
         yield "changed", plural(len(self._originals), "tensor")
         yield "undo", f"handle.undo() restores the bytes that are kept: {self._keep}"
 
-    def replace(self, name: str, made: Tensor) -> None:
+    def replace(self, name: str, merged: Tensor) -> None:
         """Write merged numbers into a tensor of the model, and keep its original bytes.
 
         Parameters:
@@ -160,11 +160,11 @@ class MergedModel(Shown):
             made: Its new numbers, of the same shape and dtype.
         """
         tensor = self._tensors[name]
-        kept = _KEEPERS[self._keep](tensor, made)
+        old = _KEEPERS[self._keep](tensor, merged)
         self._kinds[name] = tensor.dtype, tensor.shape
-        self._originals[name] = _on_host(tensor, made) if self._keep == "compressed" else kept  # until that is written
-        _write(tensor, as_bytes(made))
-        self._originals[name] = kept
+        self._originals[name] = _on_host(tensor, merged) if self._keep == "compressed" else old  # until that is written
+        _write(tensor, as_bytes(merged))
+        self._originals[name] = old
 
     def original(self, name: str) -> Tensor:
         """Return a tensor of the model with its original numbers.
@@ -237,9 +237,9 @@ def merge_into(
     names = live_tensors(model, aliases=True)
     aliases = [f"{other} with {name}" for name, other in shared(written, names) if other not in written]
 
-    def give(target: OutputTensor, made: Tensor) -> None:
+    def give(target: OutputTensor, tensor: Tensor) -> None:
         if target.name in written:
-            merged.replace(target.name, made)
+            merged.replace(target.name, tensor)
 
     with merged._alone(written, live | dict(merge.lent)):
         merged._number = next(_numbers)
@@ -261,12 +261,12 @@ def merge_into(
 
 def _check_fits(target: OutputTensor, live: Mapping[str, Tensor]) -> None:
     """Raise FitError for a result that the live model has no tensor for."""
-    own = live.get(target.name)
-    if own is None:
+    parameter = live.get(target.name)
+    if parameter is None:
         what, where = "the adapter adds a tensor that the live model lacks", target.name
-    elif tuple(own.shape) != tuple(target.shape):
+    elif tuple(parameter.shape) != tuple(target.shape):
         what = "the adapter resizes a tensor of the live model"
-        where = f"{target.name}: {list(own.shape)} becomes {list(target.shape)}"
+        where = f"{target.name}: {list(parameter.shape)} becomes {list(target.shape)}"
     else:
         return
     raise FitError(what, where, "merge into the model's files with `merge`, and load the result")
@@ -301,9 +301,9 @@ def _on_device(tensor: Tensor, _: Tensor) -> Restore:
     return partial(_kept, as_bytes(tensor.detach().resolve_neg()).clone())
 
 
-def _compressed(tensor: Tensor, made: Tensor) -> Restore:
+def _compressed(tensor: Tensor, merged: Tensor) -> Restore:
     """Keep the bits in which the original and the merged numbers differ: most numbers differ in few of them."""
-    new = as_bytes(host(made))
+    new = as_bytes(host(merged))
     different = as_bytes(host(tensor)) ^ new
     wide = different.view(-1, tensor.element_size())  # bytes of equal weight together: the upper ones are mostly zero
     return partial(_restored, zlib.compress(raw(wide.t()), LEVEL), zlib.crc32(raw(new)))

@@ -99,8 +99,8 @@ class MemoryMerge:
 
     def _own(self, name: str) -> Tensor:
         """Return the base's tensor of this name; no numbers, on the device of its weight, for a new bias."""
-        found = self.own.get(name)
-        return self.own[name.removesuffix("bias") + "weight"].new_empty(0) if found is None else found
+        tensor = self.own.get(name)
+        return self.own[name.removesuffix("bias") + "weight"].new_empty(0) if tensor is None else tensor
 
     def _pool(self, stack: ExitStack) -> ThreadPoolExecutor | None:
         """Return the threads that fold on a CPU, each on one core, as the number of threads of one operation changes
@@ -124,28 +124,28 @@ class MemoryMerge:
             folder = BlockFolder(self.at, tensors, self._pool(stack), FoldOptions.of(self.job, self.at))
             stack.callback(folder.lanes.leave)
             late = inputs.base.beside
-            kept: dict[str, tuple[OutputTensor, Tensor]] = {}
+            results: dict[str, tuple[OutputTensor, Tensor]] = {}
             parts: list[PartBytes] = []
             for some in portions(self.targets(), attrgetter("nbytes"), WINDOW_BYTES):
-                own = {t.name: self._own(t.source.name) for t in some if self.own and self.of_base(t)}
-                results, merged = _merged(some, folder, own, saturated)
+                in_memory = {t.name: self._own(t.source.name) for t in some if self.own and self.of_base(t)}
+                tensors_of_result, merged = _merged(some, folder, in_memory, saturated)
                 parts += merged.parts
                 measures.take(merged.measures)
                 measures.know(folder.norms(some).norms)
                 for target in some:
                     name = target.in_file[0]
                     if name in late:
-                        kept[name] = target, results[name]
+                        results[name] = target, tensors_of_result[name]
                     else:
-                        give(target, results[name])
+                        give(target, tensors_of_result[name])
                 factors.forget()
                 tensors.cache.clear()
                 report(sum(target.nbytes for target in some))
             whole = replaced(self.targets(), inputs.base, self.matched.adapters)
             measures.take(replaced_measures(whole, factors.read))
             check_effect(self.matched.adapters, measures, reader)
-            _amend(kept, parts)
-            for target, result in kept.values():
+            _amend(results, parts)
+            for target, result in results.values():
                 give(target, result)
         measures.in_order(target.name for target in self.targets())
         numbers = measures.to_dict(len(self.job.adapters), groups(inputs.names), saturated)
@@ -153,18 +153,18 @@ class MemoryMerge:
 
 
 def prepare(
-    base: Index, adapters: MemoryAdapters, options: PythonOptions, own: Mapping[str, Tensor], called: str
+    base: Index, adapters: MemoryAdapters, options: PythonOptions, live: Mapping[str, Tensor], called: str
 ) -> MemoryMerge:
     """Match adapters with a base in memory.
 
-    `own`: the tensors of the base. `called`: the public function, for errors. A base without a configuration is a state
-    dict: whether its head is tied is found from its values.
+    `live`: the tensors of the base. `called`: the public function, for errors. A base without a configuration is a
+    state dict: its values show if its head is tied.
     """
     if wrong := sorted(options.keys() & {"base", "output"}):
         raise UsageError(f"there is no option {wrong[0]!r}", called, "use `merge` for files")
     keep = isinstance(device := options.get("device"), str) and device == KEEP
     if keep:
-        options = {**options, "device": _device(own.values())}
+        options = {**options, "device": _device(live.values())}
     paths, files, lent = _adapters(adapters)
     if not files:
         raise UsageError("no adapter is named", called, "give at least one path, state dict or opened adapter")
@@ -174,21 +174,21 @@ def prepare(
                          "use `merge`, which writes the file that loaders read")  # fmt: skip
     lookup = names(base, job.map)
     head = () if base.config else tied_head(base, lookup)
-    found = match(Inputs.joined(job, replace(base, config=TIED) if head else base, lookup, files))
-    check_stored(found)
-    targets = (t for _, t in outputs(found)) if job.device == "auto" else ()
+    matched = match(Inputs.joined(job, replace(base, config=TIED) if head else base, lookup, files))
+    check_stored(matched)
+    targets = (t for _, t in outputs(matched)) if job.device == "auto" else ()
     job = replace(job, device=fastest(job.device, targets, 0.0, torch.get_num_threads()).device)
     at = places(job.device, COMPUTE_DTYPES[job.compute_dtype])
-    found = replace(found, inputs=replace(found.inputs, job=job))
-    return MemoryMerge(found, at, own if keep else {}, lent, head)
+    matched = replace(matched, inputs=replace(matched.inputs, job=job))
+    return MemoryMerge(matched, at, live if keep else {}, lent, head)
 
 
-def warn_of(made: MergeFacts) -> None:
+def warn_of(facts: MergeFacts) -> None:
     """Warn the caller of a public function of numbers that were cut to the largest of their dtype, and of changes that
     are lost in the rounding."""
-    for text in made.lost:
+    for text in facts.lost:
         warnings.warn(one_line(text), stacklevel=5)
-    if saturated := made.saturated:
+    if saturated := facts.saturated:
         were = plural(sum(saturated.values()), "number was", "numbers were")
         names = listed([f"{n} of {name}" for name, n in saturated.most_common()])
         warnings.warn(one_line(f"{were} too large for the dtype and cut to its largest: {names}"), stacklevel=5)
@@ -196,14 +196,14 @@ def warn_of(made: MergeFacts) -> None:
 
 def _device(tensors: Iterable[Tensor]) -> str:
     """Return the device on which all tensors are; "auto" if they are on several."""
-    found = {str(tensor.device) for tensor in tensors}
-    return found.pop() if len(found) == 1 else "auto"
+    devices = {str(tensor.device) for tensor in tensors}
+    return devices.pop() if len(devices) == 1 else "auto"
 
 
 @torch.no_grad()
 @torch.inference_mode(mode=False)  # a mode of the calling thread alone, with tensors that no other thread may write
 def _merged(
-    targets: Sequence[OutputTensor], folder: BlockFolder, own: Mapping[str, Tensor], saturated: Counter[str]
+    targets: Sequence[OutputTensor], folder: BlockFolder, live: Mapping[str, Tensor], saturated: Counter[str]
 ) -> tuple[dict[str, Tensor], Merged]:
     """Return (name → result, parts of codes and measures); adds to the counts of cut numbers."""
     tensors, tasks, fetch = {}, [], folder.tensors.fetch
@@ -215,18 +215,18 @@ def _merged(
 
     for target in targets:
         padded, (name, dtype, shape) = target.weight.padded, target.in_file
-        held = own.get(target.name)
+        value = live.get(target.name)
         if target.copied:
-            tensors[name] = fetch(replace(target.source, dtype=dtype, shape=shape)) if held is None else held.detach()
+            tensors[name] = fetch(replace(target.source, dtype=dtype, shape=shape)) if value is None else value.detach()
             continue
-        device = "cpu" if held is None else held.device
+        device = "cpu" if value is None else value.device
         out = tensors[name] = torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=device)
         _copy_padding(target, out, fetch)
         for block in blocks(target):
-            if held is None or target.weight.packed:
+            if value is None or target.weight.packed:
                 numbers = stored_numbers(target.weight, *block.stored, fetch)
             else:
-                numbers = held.detach().resolve_neg().reshape(-1).narrow(0, *block.stored)
+                numbers = value.detach().resolve_neg().reshape(-1).narrow(0, *block.stored)
             into = _rows(out, target, block)
             numbers = numbers if padded or target.weight.packed else numbers.view(into.shape)
             if block.folded(drawn=folder.options.draw is not None):
@@ -252,13 +252,13 @@ def _copy_padding(target: OutputTensor, out: Tensor, fetch: Fetch) -> None:
         as_bytes(out)[-rest:].copy_(fetch(replace(target.source, dtype="U8", shape=(rest,), offset=at, nbytes=rest)))
 
 
-def _amend(kept: dict[str, tuple[OutputTensor, Tensor]], parts: Sequence[PartBytes]) -> None:
+def _amend(results: dict[str, tuple[OutputTensor, Tensor]], parts: Sequence[PartBytes]) -> None:
     """Write new bytes of parts into copies of their tensors, which share memory with the input."""
     for name in dict.fromkeys(part.name for part in parts):
-        target, numbers = kept[name]
-        kept[name] = target, numbers.clone()
+        target, numbers = results[name]
+        results[name] = target, numbers.clone()
     for name, first, data in parts:
-        into = as_bytes(kept[name][1])[first : first + len(data)]
+        into = as_bytes(results[name][1])[first : first + len(data)]
         into.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
 
@@ -271,13 +271,13 @@ def _rows(out: Tensor, target: OutputTensor, block: Block) -> Tensor:
     return as_bytes(out)[low : low + size(block.elements)]
 
 
-def _adapters(given: MemoryAdapters) -> tuple[list[Any], list[AdapterFile], dict[str, Tensor]]:
+def _adapters(adapters: MemoryAdapters) -> tuple[list[Any], list[AdapterFile], dict[str, Tensor]]:
     """Return the adapters in the form that `make_job` takes, the opened files, and the tensors of state dicts."""
-    items: Any = given
-    if isinstance(given, Mapping) and given and all(isinstance(value, Real) for value in given.values()):
-        items = [*given.items()]
-    elif isinstance(given, str | PathLike | Adapter | Mapping | LoadedAdapter | Opened) or is_pair(given):
-        items = [given]
+    items: Any = adapters
+    if isinstance(adapters, Mapping) and adapters and all(isinstance(value, Real) for value in adapters.values()):
+        items = [*adapters.items()]
+    elif isinstance(adapters, str | PathLike | Adapter | Mapping | LoadedAdapter | Opened) or is_pair(adapters):
+        items = [adapters]
     items = a_list(items, "the list of adapters", "a path, a state dict, or a list of them")
     refs: list[Any] = []
     files: list[AdapterFile] = []

@@ -56,7 +56,7 @@ def merge_state_dict(
     merge = prepare(base, adapters, options, state_dict, "merge_state_dict")
     merged: dict[str, Tensor] = {}
     with watched(progress) as watcher:
-        facts = merge.run(lambda target, made: merged.__setitem__(target.in_file[0], made), watcher)
+        facts = merge.run(lambda target, tensor: merged.__setitem__(target.in_file[0], tensor), watcher)
     warn_of(facts)
     if numbers is not None:
         numbers.update(facts.numbers)

@@ -45,18 +45,18 @@ def described(titles: Iterable[Architecture], modules: Seen) -> str:
 
 
 def _holds(condition: str, modules: Seen) -> bool:
-    wanted, pattern, shape = parsed(condition)
-    found = any(
+    present, pattern, shape = parsed(condition)
+    exists = any(
         pattern.search(name) and (shape is None or (len(have) == len(shape) and fits(shape, have)))
         for name, have in modules
     )
-    return found == wanted
+    return exists == present
 
 
 def parsed(condition: str) -> tuple[bool, re.Pattern[str], tuple[str, ...] | None]:
     """Return (False after `no`, pattern of names, shape or None) of a condition."""
     words = condition.split(" ")
-    wanted = words[0] != "no"
-    words = words if wanted else words[1:]
+    present = words[0] != "no"
+    words = words if present else words[1:]
     pattern = re.compile(words[0].replace("#", r"\d+"))
-    return wanted, pattern, tuple(words[1].split("x")) if len(words) > 1 else None
+    return present, pattern, tuple(words[1].split("x")) if len(words) > 1 else None

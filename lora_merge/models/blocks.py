@@ -197,7 +197,7 @@ class Blocks:
     def chosen(self, text: str) -> frozenset[str]:
         """Return the blocks named by `IN04`, `IN04-IN08`, `IN04-08`, `IN`, or several joined by +; empty if one is
         unknown."""
-        found: set[str] = set()
+        blocks: set[str] = set()
         for item in text.upper().split("+"):
             first, _, last = item.partition("-")
             last = f"{first.rstrip('0123456789')}{last}" if last.isdigit() else last
@@ -206,8 +206,8 @@ class Blocks:
             stack = [name for name in self.order if name.rstrip("0123456789") == item]
             if not between and not stack:
                 return frozenset()
-            found.update(between or stack)
-        return frozenset(found)
+            blocks.update(between or stack)
+        return frozenset(blocks)
 
     def _position(self, name: str) -> int | None:
         """Return the index of a block in the order, None if unknown. `IN4` and `IN004` are IN04, `MID` is M00."""
@@ -237,9 +237,9 @@ class Blocks:
         for names in (self.order, self.few):
             if len(names) == len(numbers):
                 return {**dict.fromkeys(self.order, 0.0), **dict(zip(names, numbers, strict=True))}
-        wanted = f"{len(self.order)}: {' '.join(self.order)}"
-        wanted += f"; or {len(self.few)}: {' '.join(self.few)}" if self.few else ""
-        raise UsageError(f"{len(numbers)} block weights do not fit this base", where, f"give {wanted}")
+        expected = f"{len(self.order)}: {' '.join(self.order)}"
+        expected += f"; or {len(self.few)}: {' '.join(self.few)}" if self.few else ""
+        raise UsageError(f"{len(numbers)} block weights do not fit this base", where, f"give {expected}")
 
     def _preset(self, name: str, where: str) -> Mapping[str, float]:
         of_flux = self.order[:2] == ("CLIP", "T5")
@@ -317,8 +317,8 @@ def _unet(part: Component) -> tuple[Callable[[str], str], tuple[str, ...], Calla
             return f"IN{step * level + (layer + 1 if match[3] in _LAYERS else step):02d}"
         return f"OUT{step * level + (layer if match[3] in _LAYERS else step - 1):02d}"
 
-    found = {inner(body) for body in part.keys} - {"OUT", REST}
-    order = (REST, *sorted(b for b in found if b[0] == "I"), "M00", *sorted(b for b in found if b[0] == "O"))
+    names = {inner(body) for body in part.keys} - {"OUT", REST}
+    order = (REST, *sorted(b for b in names if b[0] == "I"), "M00", *sorted(b for b in names if b[0] == "O"))
     last = order[-1]
     return (
         lambda body: last if (block := inner(body)) == "OUT" else block,
@@ -360,12 +360,12 @@ def _stacks(part: Component, names: Sequence[str]) -> tuple[Callable[[str], str]
     taken: dict[str, str] = {}  # letters → the same ones, with the last one repeated until nothing else has them
     single = any(map(_is_single, stacks))
     for path in stacks:
-        own = _letters(path, single=single, alone=len(stacks) == 1)
-        own = own or ("B" if part.role == "denoiser" and part.label != "model" else "L")
-        first, own = own, taken.get(own, own)
-        while own in taken:
-            own += own[-1]
-        taken[first] = taken[own] = letters[path] = own
+        letter = _letters(path, single=single, alone=len(stacks) == 1)
+        letter = letter or ("B" if part.role == "denoiser" and part.label != "model" else "L")
+        first, letter = letter, taken.get(letter, letter)
+        while letter in taken:
+            letter += letter[-1]
+        taken[first] = taken[letter] = letters[path] = letter
 
     def inner(body: str) -> str:
         path, number = _layer(body)
@@ -383,8 +383,8 @@ def _layer(body: str) -> tuple[str | None, int]:
 
     A number right above the parameter counts the steps of a small Sequential, not layers.
     """
-    found = _NUMBER.search(body)
-    return (None, 0) if found is None else (body[: max(found.start() - 1, 0)], int(found[1]))
+    match = _NUMBER.search(body)
+    return (None, 0) if match is None else (body[: max(match.start() - 1, 0)], int(match[1]))
 
 
 def _letters(path: str, *, single: bool, alone: bool) -> str:
@@ -406,8 +406,8 @@ def _is_single(path: str) -> bool:
 def groups(lookup: Names) -> Groups:
     """Return the groups of the tensors of a base: ("components", part of the model), and ("blocks", part and block) for
     a tensor that lies in a block."""
-    found = blocks(lookup)
-    block_of, numbers = found.of, {block: n for n, block in enumerate(found.order)}
+    blocks_of_base = blocks(lookup)
+    block_of, numbers = blocks_of_base.of, {block: n for n, block in enumerate(blocks_of_base.order)}
     parts = {part.label: n for n, part in enumerate(lookup.parts)}
 
     def of_key(key: str) -> Iterator[tuple[str, str]]:
@@ -440,9 +440,9 @@ def network_of(name: str, denoiser: str = "denoiser") -> str:
 
 def block_name(name: str) -> str:
     """Return the path of the block that a module of an adapter belongs to; its prefix where it is in none."""
-    found = BLOCK.match(name)
-    if found:
-        return found[1]
+    match = BLOCK.match(name)
+    if match:
+        return match[1]
     prefix = next((p for p in _LONGEST_FIRST if name.startswith(p)), "")
     return f"{prefix}…" if prefix else "…"
 

@@ -99,14 +99,14 @@ def components(
             keys.setdefault(prefix, {})[key[len(prefix) :]] = key
     if len(keys) > MOST and not folders:
         keys, loose = {}, [*shapes]
-    found = [_container(prefix, own, shapes, folders) for prefix, own in keys.items()]
-    made = [_identified(c, extra) for c in found if c.role != "ignored"]
+    containers = [_container(prefix, names, shapes, folders) for prefix, names in keys.items()]
+    networks = [_identified(c, extra) for c in containers if c.role != "ignored"]
     if loose:
-        made.append(_rest(loose, shapes, config, extra, aside=any(c.role == "denoiser" for c in made)))
-    if extra is not None and all(c.architecture is not extra for c in made):
+        networks.append(_rest(loose, shapes, config, extra, aside=any(c.role == "denoiser" for c in networks)))
+    if extra is not None and all(c.architecture is not extra for c in networks):
         raise InputError(f"the map is for {extra.title}, which this base is not", str(extra.file),
                          "correct the layouts in the map, or leave --map out")  # fmt: skip
-    return labelled([replace(component, config=config) for component in made])
+    return labelled([replace(component, config=config) for component in networks])
 
 
 def _prefix(key: str, folders: Collection[str]) -> str | None:
@@ -239,12 +239,12 @@ def _cut_down(
 def labelled(networks: Iterable[Component]) -> list[Component]:
     """Return the networks, the denoiser first, with encoders called te, te1, te2 … as the denoiser's architecture calls
     them, else by their own numbers."""
-    made = sorted(networks, key=lambda c: c.role != "denoiser")  # stable
-    encoders = [c for c in made if c.kind]
-    main = made[0].architecture if made and made[0].role == "denoiser" else None
+    ordered = sorted(networks, key=lambda c: c.role != "denoiser")  # stable
+    encoders = [c for c in ordered if c.kind]
+    main = ordered[0].architecture if ordered and ordered[0].role == "denoiser" else None
     names = {kind: name for name, kind in reversed(list((main.text_encoders if main else {}).items()))}
     labels = {
         c.prefix: names.get(c.kind) or ("te" if len(encoders) == 1 else f"te{c.number or order}")
         for order, c in enumerate(encoders, 1)
     }
-    return [replace(c, label=labels.get(c.prefix, c.label)) for c in made]
+    return [replace(c, label=labels.get(c.prefix, c.label)) for c in ordered]

@@ -125,8 +125,8 @@ def weight_of(module: re.Match[str], find: Find, stack: Stack | None, architectu
             stack.part(part, expert, interleaved=interleaved) if stack else _alone(module, part, expert, find)
             for part in parts
         ]
-        found = [view for view in views if view is not None]
-        return stacked(found) if len(found) == len(parts) else None
+        parts_of_expert = [view for view in views if view is not None]
+        return stacked(parts_of_expert) if len(parts_of_expert) == len(parts) else None
 
     if module["number"] is not None:
         return one(int(module["number"]))

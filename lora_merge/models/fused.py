@@ -106,13 +106,13 @@ Source: https://github.com/thinking-machines-lab/tinker-cookbook tinker_cookbook
 
 def whole_of(module: str) -> list[tuple[str, int]]:
     """Return (name of a layer, position in it) for the layers of which a layer's name may mean a part."""
-    found = []
+    wholes = []
     for fused, parts in INSIDE.items():
         for number, part in enumerate(parts):
             stem = module.removesuffix(part)
             if stem != module and (not stem or stem[-1] in "._"):
-                found.append((stem + fused, number))
-    return found
+                wholes.append((stem + fused, number))
+    return wholes
 
 
 def parts_of(module: str) -> list[str]:
@@ -126,12 +126,12 @@ def parts_of(module: str) -> list[str]:
 
 def together(weights: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Return name of a weight → the weights that servers join, itself included; only those that are joined."""
-    found: dict[tuple[str, str], list[str]] = {}
+    groups: dict[tuple[str, str], list[str]] = {}
     for name in weights:
         module, _, leaf = name.removesuffix(".weight").rpartition(".")
         if leaf in _GROUP and name.endswith(".weight"):
-            found.setdefault((module, _GROUP[leaf]), []).append(name)
-    return {name: tuple(group) for group in found.values() for name in group if len(group) > 1}
+            groups.setdefault((module, _GROUP[leaf]), []).append(name)
+    return {name: tuple(group) for group in groups.values() for name in group if len(group) > 1}
 
 
 def splits(name: str, shapes: Mapping[str, Shape], config: Mapping[str, Any], kind: str = "") -> dict[str, Split]:
@@ -239,5 +239,5 @@ def _of_mamba(rows: int, near: Mapping[str, Shape]) -> Iterator[tuple[str, Split
 
 def _number(config: Mapping[str, Any], names: Sequence[str]) -> int:
     """Return the first of these entries that is a positive integer in a configuration; 0 if none is."""
-    found = (config.get(name) for name in names)
-    return next((n for n in found if isinstance(n, int) and not isinstance(n, bool) and n > 0), 0)
+    values = (config.get(name) for name in names)
+    return next((n for n in values if isinstance(n, int) and not isinstance(n, bool) and n > 0), 0)

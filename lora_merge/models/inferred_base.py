@@ -83,9 +83,9 @@ def assumed(changes: Sequence[Change], architecture: Architecture) -> list[Compo
     for change in changes:
         hint, _ = innermost(change.module)
         by_network.setdefault(_network(hint, architecture, change.module), []).append(change)
-    made = [_component(network, architecture, some) for network, some in by_network.items()]
-    shapes = {key: shape for c in made for key, shape in c.shapes.items()}
-    return labelled(replace(c, shapes=shapes) for c in made)
+    networks = [_component(network, architecture, some) for network, some in by_network.items()]
+    shapes = {key: shape for c in networks for key, shape in c.shapes.items()}
+    return labelled(replace(c, shapes=shapes) for c in networks)
 
 
 def complete(component: Component, layout: str) -> Component:
@@ -95,9 +95,9 @@ def complete(component: Component, layout: str) -> Component:
     tables = architecture.spellings if architecture else {}
     if layout not in tables or layout == component.layout:
         return component
-    there = {name: view.shape for name, view in component.views(CANONICAL).items()}
-    table, added = tables[layout].settled(there), dict[str, Shape]()
-    for name, own in there.items():
+    canonical_shapes = {name: view.shape for name, view in component.views(CANONICAL).items()}
+    table, added = tables[layout].settled(canonical_shapes), dict[str, Shape]()
+    for name, shape_of_name in canonical_shapes.items():
         hits = table.spelled(tuple(name.split(".")))
         if not hits and any(table.spellings_of(tuple(form(name).split(".")))):
             raise OtherModel(f"{name} has numbers that the layout {layout} lacks")
@@ -105,11 +105,11 @@ def complete(component: Component, layout: str) -> Component:
             if hit.row.stack:
                 raise NotTold("the number of experts is not in its file")
             parts = [(".".join(fill(part.path, hit.bound) + hit.tail), part.sized) for part in hit.row.parts]
-            equal = next((there[n][0] for n, sized in parts if n in there and not sized), 0)
-            for lacking, sized in ((n, sized) for n, sized in parts if n not in there):
+            equal = next((canonical_shapes[n][0] for n, sized in parts if n in canonical_shapes and not sized), 0)
+            for lacking, sized in ((n, sized) for n, sized in parts if n not in canonical_shapes):
                 if component.layout != CANONICAL or not (sized or equal):
                     raise NotTold(f"it leaves out {lacking}, whose rows it does not show")
-                added[lacking] = (own[1] if sized else equal, *own[1:])
+                added[lacking] = (shape_of_name[1] if sized else equal, *shape_of_name[1:])
     keys = {name: component.prefix + name for name in added}
     shapes = {component.prefix + name: shape for name, shape in added.items()}
     return replace(component, keys={**component.keys, **keys}, shapes={**component.shapes, **shapes})
@@ -128,47 +128,48 @@ def _network(hint: str, architecture: Architecture, module: str) -> str:
 def _component(network: str, denoiser: Architecture, some: Sequence[Change]) -> Component:
     """Return a network with the keys of the changed tensors, in the layout in which all names are known."""
     kind = network if network in OF_KIND else ""
-    own = next(a for a in shipped() if a.file.stem == OF_KIND[kind]) if kind else denoiser
+    model = next(a for a in shipped() if a.file.stem == OF_KIND[kind]) if kind else denoiser
     prefix = f"{kind or network}." if kind or network == SECOND else ""
-    read = {layout: _in_layout(own, layout, some) for layout in (CANONICAL, *own.spellings)}
-    found = {layout: names for layout, names in read.items() if len(names) == len(some)}
-    if not found:
+    read = {layout: _in_layout(model, layout, some) for layout in (CANONICAL, *model.spellings)}
+    ways = {layout: names for layout, names in read.items() if len(names) == len(some)}
+    if not ways:
         known = max(read.values(), key=len)
         lacking = next(change.module for change in some if change not in known)
-        raise OtherModel(f"{lacking} is no known name in {own.title}")
-    layout, names = next(iter(found.items()))
-    if any({*others.values()} != {*names.values()} for others in found.values()) or (
-        not layout and any(_renames(own.spellings[other], names.values()) for other in found if other)
+        raise OtherModel(f"{lacking} is no known name in {model.title}")
+    layout, names = next(iter(ways.items()))
+    if any({*others.values()} != {*names.values()} for others in ways.values()) or (
+        not layout and any(_renames(model.spellings[other], names.values()) for other in ways if other)
     ):
-        raise NotTold(f"its names fit {own.title} in two ways")
-    made = Component(
-        "te" if kind else "denoiser", SECOND if network == SECOND else own.component, prefix, own, layout, kind=kind,
+        raise NotTold(f"its names fit {model.title} in two ways")
+    component = Component(
+        "te" if kind else "denoiser", SECOND if network == SECOND else model.component, prefix, model, layout,
+        kind=kind,
         keys={name: prefix + name for name in names.values()},
         shapes={prefix + names[change]: change.shape for change in some},
     )  # fmt: skip
     if layout:
-        table = own.spellings[layout]
+        table = model.spellings[layout]
         for name in names.values():
             if table.canonical(tuple(name.split("."))) is None and any(table.names_of(tuple(form(name).split(".")))):
-                raise OtherModel(f"{name} has numbers that {own.title} lacks")
-        _check_last(made, table)
+                raise OtherModel(f"{name} has numbers that {model.title} lacks")
+        _check_last(component, table)
     else:
-        for table in own.spellings.values():
-            _check_last(made, table)
-    return made
+        for table in model.spellings.values():
+            _check_last(component, table)
+    return component
 
 
-def _in_layout(own: Architecture, layout: str, some: Iterable[Change]) -> dict[Change, str]:
+def _in_layout(architecture: Architecture, layout: str, some: Iterable[Change]) -> dict[Change, str]:
     """Return the tensors' own names in a layout, of those changes whose names it knows."""
-    forms, flat = forms_of(own.file.stem, layout)
-    found: dict[Change, str] = {}
+    forms, flat = forms_of(architecture.file.stem, layout)
+    names_of: dict[Change, str] = {}
     for change in some:
         readings = (text for _, body in prefixed(change.module) for text in written(body))
         names = next(filter(None, (_names(text, forms, flat) for text in readings)), set())
         if len(names) == 1:
             name = names.pop()
-            found[change] = f"{name.removesuffix('.weight')}.bias" if change.parameter == "bias" else name
-    return found
+            names_of[change] = f"{name.removesuffix('.weight')}.bias" if change.parameter == "bias" else name
+    return names_of
 
 
 def _names(body: str, forms: Forms, flat: FlatForms) -> set[str]:
@@ -181,18 +182,18 @@ def _names(body: str, forms: Forms, flat: FlatForms) -> set[str]:
 @cache
 def forms_of(stem: str, layout: str) -> tuple[Forms, FlatForms]:
     """Return the forms of the names of an architecture's parameters in the words of one layout."""
-    own = next(a for a in shipped() if a.file.stem == stem)
-    table = own.spellings.get(layout) if layout else None
-    found: dict[str, str] = {}
+    architecture = next(a for a in shipped() if a.file.stem == stem)
+    table = architecture.spellings.get(layout) if layout else None
+    forms: dict[str, str] = {}
     for of in parameter_forms().get(stem, ()):
         path = tuple(of.split("."))
         spelled = [".".join(name) for _, name in table.spellings_of(path)] if table else []
         for name in spelled or [of]:
-            found[name] = name
-    for name in [*found]:
+            forms[name] = name
+    for name in [*forms]:
         for other in other_names(name, ()):
-            found.setdefault(other, name)
-    return found, FlatForms(found)
+            forms.setdefault(other, name)
+    return forms, FlatForms(forms)
 
 
 def _renames(table: Table, names: Iterable[str]) -> bool:
@@ -228,11 +229,11 @@ def common_names(a: Mapping[str, Shape], b: Mapping[str, Shape]) -> tuple[Mappin
     The names are the adapters' own, flat and without prefixes, if that pairs all modules. Otherwise they are those of
     the model that both adapters are made for, if it is known and more modules pair by them.
     """
-    own = {name: plain(name) for name in a}, {name: plain(name) for name in b}
-    if {*own[0].values()} == {*own[1].values()}:
-        return own
+    plain_names = {name: plain(name) for name in a}, {name: plain(name) for name in b}
+    if {*plain_names[0].values()} == {*plain_names[1].values()}:
+        return plain_names
     of_model = _of_model(a), _of_model(b)
-    return max(own, of_model, key=lambda both: len({*both[0].values()} & {*both[1].values()}))
+    return max(plain_names, of_model, key=lambda both: len({*both[0].values()} & {*both[1].values()}))
 
 
 def plain(name: str) -> Name:
@@ -244,25 +245,25 @@ def plain(name: str) -> Name:
 
 def _of_model(modules: Mapping[str, Shape]) -> dict[str, Name]:
     """Return module → name in the words of the architecture's file; {} where the model is unknown."""
-    found = [Change(name, "weight", shape) for name, shape in modules.items()]
+    parameters = [Change(name, "weight", shape) for name, shape in modules.items()]
     if not all(modules.values()):
         return {}
     try:
-        for architecture in candidates(found):
-            if (named := _named(found, architecture)) is not None:
+        for architecture in candidates(parameters):
+            if (named := _named(parameters, architecture)) is not None:
                 return named
     except (NotTold, AmbiguousName):
         return {}
     return {}
 
 
-def _named(found: Sequence[Change], architecture: Architecture) -> dict[str, Name] | None:
+def _named(parameters: Sequence[Change], architecture: Architecture) -> dict[str, Name] | None:
     """Return module → name in the words of an architecture; None where it is another one."""
     try:
-        parts = assumed(found, architecture)
+        parts = assumed(parameters, architecture)
     except OtherModel:
         return None
     names = Names(parts, {key: shape for part in parts for key, shape in part.shapes.items()})
     views = {view: (part.label, name) for part in parts for name, view in part.views(CANONICAL).items()}
-    placed = ((change.module, names.find(change.module)) for change in found)
+    placed = ((change.module, names.find(change.module)) for change in parameters)
     return {module: views[view] for module, view in placed if view in views}

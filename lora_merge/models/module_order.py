@@ -21,8 +21,8 @@ Table: TypeAlias = Mapping[str, Sequence[str]]
 @cache
 def tables() -> Mapping[str, Table]:
     """Return type of model → its table."""
-    found: Mapping[str, Table] = json.loads(Path(__file__).with_name("module_orders.json").read_text(encoding="ascii"))
-    return {model: table for models, table in found.items() for model in models.split()}
+    rows: Mapping[str, Table] = json.loads(Path(__file__).with_name("module_orders.json").read_text(encoding="ascii"))
+    return {model: table for models, table in rows.items() for model in models.split()}
 
 
 def type_of(config: Mapping[str, Any]) -> str:
@@ -44,13 +44,13 @@ def _ordered(names: list[str], depth: int, parent: str, known: Sequence[Table]) 
     first = _siblings([part for part in parts if part], parent, known)
     if first is None:
         return None
-    found = parts.get("", [])  # the module itself comes before what is in it
+    ordered = parts.get("", [])  # the module itself comes before what is in it
     for part in first:
         inner = _ordered(parts[part], depth + 1, parent if part.isdigit() else part, known)
         if inner is None:
             return None
-        found += inner
-    return found
+        ordered += inner
+    return ordered
 
 
 def _siblings(parts: list[str], parent: str, known: Sequence[Table]) -> list[str] | None:

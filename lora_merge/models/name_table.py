@@ -48,9 +48,9 @@ def canonical(
     `bodies`: names in the network; `keys`: name in the network → name in the base, of all tensors; `shapes`: by name in
     the base; `table`: the table of the base's layout.
     """
-    found: Views = {}
+    views: Views = {}
     halves: dict[str, dict[int, WeightView]] = defaultdict(dict)
-    own: list[tuple[str, WeightView]] = []
+    stored_views: list[tuple[str, WeightView]] = []
     for body in bodies:
         key, path = keys[body], tuple(body.split("."))
         hit = None if table.empty else table.canonical(path)
@@ -60,18 +60,18 @@ def canonical(
             view = _matrices(view)  # as `spelled` joins the stack, so that both views are equal
         for name, half, part in cut:
             if half is None:
-                put(found, name, part)
+                put(views, name, part)
             else:
                 halves[name][half] = part
         reordered = hit is not None and hit.row.block > 0  # the canonical name means the rows in another order
         if not cut:
-            put(found, body, None if reordered else view)
+            put(views, body, None if reordered else view)
         elif not reordered and body not in (name for name, _, _ in cut):
-            own.append((body, view))
+            stored_views.append((body, view))
     for name, both in halves.items():
         if len(both) == 2:
-            put(found, name, stacked((both[0], both[1])))
-    return found, own
+            put(views, name, stacked((both[0], both[1])))
+    return views, stored_views
 
 
 def _width(body: str, keys: Mapping[str, str], shapes: Mapping[str, Shape]) -> int:
@@ -142,26 +142,26 @@ def _sizes(row: Row, rows: int, width: int) -> list[int]:
 
 
 def spelled(
-    names: Views, tables: Iterable[Table], wanted: Container[Row] | None = None
+    names: Views, tables: Iterable[Table], rows: Container[Row] | None = None
 ) -> Iterator[tuple[str, WeightView | None]]:
     """Yield (name, view) of every weight of some spelling whose canonical parts are all present.
 
-    `names`: the canonical names; `wanted`: the only rows of the tables to use, None for all.
+    `names`: the canonical names; `rows`: the only rows of the tables to use, None for all.
     """
     tables = [t for t in tables if not t.empty]
-    found: dict[tuple[Row, NamePath], dict[tuple[int, int], WeightView]] = defaultdict(dict)
+    pieces: dict[tuple[Row, NamePath], dict[tuple[int, int], WeightView]] = defaultdict(dict)
     for name, view in names.items():
         path = tuple(name.split("."))
         for hit in (hit for table in tables for hit in table.spelled(path)):
             row, bound = hit.row, hit.bound
-            if view is None or row.name == row.parts[0].path or (wanted is not None and row not in wanted):
+            if view is None or row.name == row.parts[0].path or (rows is not None and row not in rows):
                 continue  # the name fits two places, or the weight is stored transposed under its own name
             nth = int(bound[row.stack]) if row.stack else 0
-            found[row, fill(row.name, bound) + hit.tail][nth, hit.part] = view
-    for (row, path), parts in found.items():
-        made = _joined(row, parts)
-        if made is not None or row.block:  # None: the name is known, the order of its rows is not
-            yield ".".join(path), made
+            pieces[row, fill(row.name, bound) + hit.tail][nth, hit.part] = view
+    for (row, path), parts in pieces.items():
+        joined = _joined(row, parts)
+        if joined is not None or row.block:  # None: the name is known, the order of its rows is not
+            yield ".".join(path), joined
 
 
 def _in_turn(views: Sequence[WeightView], block: int) -> list[WeightView]:
@@ -191,10 +191,14 @@ def _joined(row: Row, parts: Mapping[tuple[int, int], WeightView]) -> WeightView
             return None
         chosen.append(view if half is None else rows_of(view, half * rows // 2, (half + 1) * rows // 2))
     chosen = _in_turn(chosen, row.block) if row.block else chosen
-    made = stacked(chosen) if chosen else None
-    if made is None or not row.stack:
-        return made
-    return WeightView(made.row_slices, (count, made.shape[0] // count, made.shape[1])) if len(made.shape) == 2 else None
+    whole = stacked(chosen) if chosen else None
+    if whole is None or not row.stack:
+        return whole
+    return (
+        WeightView(whole.row_slices, (count, whole.shape[0] // count, whole.shape[1]))
+        if len(whole.shape) == 2
+        else None
+    )
 
 
 PARAMETERS: Final = {"scale": "weight", "gamma": "weight", "beta": "bias"}
@@ -269,8 +273,8 @@ class NameTable:
     def dotted(self, name: str) -> Place:
         """Return the place of a parameter by its path, in any spelling."""
         of = form(name)
-        found = self._strong(name, of)
-        return found if found[1] else self._weak(name, of)
+        place = self._strong(name, of)
+        return place if place[1] else self._weak(name, of)
 
     def flat(self, name: str) -> Place:
         """Return the place of a parameter by a path with underscores for all dots but the last."""
@@ -278,9 +282,9 @@ class NameTable:
             paths = forms.paths(name)
             if paths is None:
                 return None, True
-            found = _agreed(find(path, of) for path, of in paths)
-            if found[1]:
-                return found
+            place = _agreed(find(path, of) for path, of in paths)
+            if place[1]:
+                return place
         return UNKNOWN
 
     def layers(self, body: str) -> list[RowSlice]:
@@ -289,17 +293,17 @@ class NameTable:
             of = form(body)
             renamed = [".".join(path) for _, path in self._native.names_of(tuple(of.split(".")))]
             if not renamed and self._sources[of].keys() == {of}:  # nothing is cut: every tensor is one layer
-                keys = {one: self._keys[one] for one in self._bodies[of]}
-                self._layers |= {one: [*whole(key, self._shapes[key]).row_slices] for one, key in keys.items()}
+                keys = {leaf: self._keys[leaf] for leaf in self._bodies[of]}
+                self._layers |= {leaf: [*whole(key, self._shapes[key]).row_slices] for leaf, key in keys.items()}
                 return self._layers[body]
             forms = [of, *renamed]
             sources = dict.fromkeys(source for other in forms for source in self._sources[other])
-            found, _ = self._canonical(sources)
+            views, _ = self._canonical(sources)
             slices: dict[str, set[RowSlice]] = {}
-            for pieces in (view.row_slices for view in found.values() if view is not None):
+            for pieces in (view.row_slices for view in views.values() if view is not None):
                 if len(pieces) == 1 and not pieces[0].transposed:
                     slices.setdefault(pieces[0].key, set()).add(pieces[0])
-            self._layers |= {one: sorted(slices.get(self._keys[one], ())) for one in self._bodies[of]}
+            self._layers |= {leaf: sorted(slices.get(self._keys[leaf], ())) for leaf in self._bodies[of]}
         return self._layers[body]
 
     def _canonical(self, sources: Iterable[str]) -> tuple[Views, list[tuple[str, WeightView]]]:
@@ -331,12 +335,12 @@ class NameTable:
         """Return all names of one form."""
         if of not in self._made:
             sources = self._sources[of]
-            found, own = self._canonical(sources)
+            views, stored_views = self._canonical(sources)
             rows = set().union(*sources.values())
-            made = self._made[of] = {}
-            for name, view in (*found.items(), *own, *spelled(found, self._spellings, rows)):
+            table = self._made[of] = {}
+            for name, view in (*views.items(), *stored_views, *spelled(views, self._spellings, rows)):
                 if form(name) == of:
-                    put(made, name, view)
+                    put(table, name, view)
         return self._made[of]
 
     def _weak(self, name: str, of: str) -> Place:
@@ -375,24 +379,24 @@ def _traced(body: str, tables: tuple[Table, ...]) -> tuple[tuple[str, frozenset[
     The first table is that of the base's layout, the others those of all spellings.
     """
     native, *spellings = tables
-    own = tuple(body.split("."))
-    cut = list(native.names_of(own))
-    found: dict[str, set[Row]] = {}
-    for row, path in [(None, own), *cut]:
-        found.setdefault(".".join(path), set()).update(r for r, _ in cut)
+    segments = tuple(body.split("."))
+    cut = list(native.names_of(segments))
+    names: dict[str, set[Row]] = {}
+    for row, path in [(None, segments), *cut]:
+        names.setdefault(".".join(path), set()).update(r for r, _ in cut)
         for table in spellings:
             for other, spelling in table.spellings_of(path):
-                found.setdefault(".".join(spelling), set()).update(r for r in (row, other) if r)
-    return tuple((name, frozenset(rows)) for name, rows in found.items())
+                names.setdefault(".".join(spelling), set()).update(r for r in (row, other) if r)
+    return tuple((name, frozenset(rows)) for name, rows in names.items())
 
 
 def _agreed(places: Iterable[Place]) -> Place:
     """Return the place that all known ones agree on; (None, True) if they differ."""
-    found = UNKNOWN
+    agreed = UNKNOWN
     for view, known in places:
-        if known and (not found[1] or found[0] != view):
-            found = (None if found[1] else view), True
-    return found
+        if known and (not agreed[1] or agreed[0] != view):
+            agreed = (None if agreed[1] else view), True
+    return agreed
 
 
 def other_names(path: str, inner: tuple[str, ...]) -> Iterator[str]:
@@ -415,9 +419,9 @@ def _ways_from(leaf: str, inner: Iterable[str]) -> Iterator[Way]:
         yield "", ""
     if leaf in ("weight", "bias"):
         yield "", f"_{leaf}"
-        for own, in_adapters in PARAMETERS.items():
+        for parameter, in_adapters in PARAMETERS.items():
             if in_adapters == leaf:
-                yield from (("", f".{own}"), (own, ""))
+                yield from (("", f".{parameter}"), (parameter, ""))
     yield from ((f"{start.split('.', 1)[0]}.", None) for start in dict.fromkeys(inner))
 
 
@@ -447,15 +451,15 @@ class FlatForms:
 
     def paths(self, name: str) -> list[tuple[str, str]] | None:
         """Return (path, its form) for everything that a flat name may mean; None if that is too much to try it all."""
-        digits, found = _DIGITS.findall(name), list[str]()
+        digits, forms = _DIGITS.findall(name), list[str]()
         choices = self._numbers.get(_DIGITS.sub("#", name), ())
         if len(choices) > MOST_FORMS:
             return None
         for numbers in choices:
             if all(is_number(d) or d == "#" for number, d in zip(numbers, digits, strict=True) if number):
                 written = ["#" if number else d for number, d in zip(numbers, digits, strict=True)]
-                found += self._forms.get(filled(name, written), ())
-        return [(filled(of, digits), of) for of in found] if len(found) <= MOST_FORMS else None
+                forms += self._forms.get(filled(name, written), ())
+        return [(filled(of, digits), of) for of in forms] if len(forms) <= MOST_FORMS else None
 
 
 def numbers_in(name: str) -> list[str]:

@@ -122,7 +122,10 @@ class Names:
         A fused layer that the base does not have is the rows of its layers, in order.
         """
         if self._renames:
-            module = next((m.expand(own) for pattern, own in self._renames if (m := pattern.fullmatch(module))), module)
+            module = next(
+                (m.expand(new) for pattern, new in self._renames if (m := pattern.fullmatch(module))),
+                module,
+            )
         if (view := self._find(module, parameter)) is not None:
             return view
         views = [view for name in parts_of(module) if (view := self._find(name, parameter)) is not None]
@@ -172,7 +175,7 @@ class Names:
     @cached_property
     def _twins(self) -> Mapping[str, Sequence[str]]:
         """Key → the keys of equal shape that differ from it by a word at the front of one level, in both directions."""
-        found: dict[str, list[str]] = {}
+        twins: dict[str, list[str]] = {}
         known = {level for key in self.shapes for level in key.split(".")}
         shorter = {level: rest for level in known if "_" in level and (rest := level.partition("_")[2]) in known}
         for key, shape in self.shapes.items() if shorter else ():
@@ -182,9 +185,9 @@ class Names:
                     continue
                 plain = ".".join((*levels[:n], shorter[level], *levels[n + 1 :]))
                 if self.shapes.get(plain) == shape:
-                    found.setdefault(plain, []).append(key)
-                    found.setdefault(key, []).append(plain)
-        return found
+                    twins.setdefault(plain, []).append(key)
+                    twins.setdefault(key, []).append(plain)
+        return twins
 
     def knows(self, module: str) -> bool:
         """Return whether the base has a module of this name, perhaps with other numbers in it."""
@@ -205,8 +208,8 @@ class Names:
     def _knowing(self, hint: str, body: str, parameter: str) -> list[Component]:
         """Return the networks that a prefix means and that know a name. A part of the denoiser in a single file, which
         is a network of its own in the base, is meant by names that the denoiser lacks."""
-        found = [p for p in self.hinted(hint) if p.knows(body, parameter)]
-        return [p for p in found if not p.connects] or found if hint in DENOISERS else found
+        networks = [p for p in self.hinted(hint) if p.knows(body, parameter)]
+        return [p for p in networks if not p.connects] or networks if hint in DENOISERS else networks
 
     def as_stored(self, view: WeightView) -> WeightView:
         """Return the view with the keys of the base, whose names may be wrapped (`_orig_mod.`)."""
@@ -235,8 +238,8 @@ class Names:
             every = sum(p.size for p in view.row_slices) == prod(shape)
             return as_matrices(whole(piece.key, shape)) if every else view
         part = self._part(piece.key)
-        own = part.dotted(self.without_wrappers(piece.key).removeprefix(part.prefix)) if part else None
-        return transposed(view) if piece.transposed and own and self.as_stored(own) == view else view
+        name = part.dotted(self.without_wrappers(piece.key).removeprefix(part.prefix)) if part else None
+        return transposed(view) if piece.transposed and name and self.as_stored(name) == view else view
 
     def recognised(self, key: str) -> bool:
         """Return whether the network of a base tensor has an architecture file."""
@@ -251,15 +254,15 @@ class Names:
         pieces = view.row_slices
         if self._stored:
             pieces = tuple(p._replace(key=self.without_wrappers(p.key)) for p in pieces)
-        found: tuple[int, ...] = ()
+        sizes: tuple[int, ...] = ()
         for piece in pieces:
             part = self._homes.get(piece.key)
             rows = part.cut(piece) if part else ()
             if not rows:
                 return {}
-            found += rows
-        if len(found) > 1:
-            return {f"the table of {self.architecture}": found}
+            sizes += rows
+        if len(sizes) > 1:
+            return {f"the table of {self.architecture}": sizes}
         name, shapes, known = pieces[0].key, self.shapes, self._homes[pieces[0].key].architecture
         split = splits(name, shapes, self._config, known.file.stem if known else "")
         return split if split and whole(name, shapes[name]).row_slices == pieces else {}
@@ -295,16 +298,16 @@ class Names:
     def weights(self, part: Component | None = None) -> dict[str, Shape]:
         """Return module → shape of its weight, for one network; the main network by default."""
         part = part or (self.parts[0] if self.parts else None)
-        found = {body: self.shapes[key] for body, key in part.keys.items()} if part else {}
-        return {body.removesuffix(".weight"): shape for body, shape in found.items() if len(shape) > 1}
+        shapes = {body: self.shapes[key] for body, key in part.keys.items()} if part else {}
+        return {body.removesuffix(".weight"): shape for body, shape in shapes.items() if len(shape) > 1}
 
     def _readings(self, name: str) -> Iterator[tuple[str, str]]:
         """Yield (component meant by the prefix, rest) for the name itself and with prefixes removed."""
         for hint, body in prefixed(name):
             yield hint, body
-            for prefix, own in self._prefixes:
+            for prefix, network_hint in self._prefixes:
                 if body.startswith(prefix):
-                    yield own, body[len(prefix) :]
+                    yield network_hint, body[len(prefix) :]
 
     def hinted(self, hint: str) -> list[Component]:
         """Return the networks that a prefix means; `hint`: its second column in PREFIXES."""
@@ -349,10 +352,10 @@ class Names:
     def _ambiguous(self, module: str, parameter: str, views: Sequence[WeightView | None]) -> AmbiguousName:
         keys = sorted({p.key for v in views if v for p in v.row_slices})
         experts = {p.label for p in self.parts if p.role == "denoiser"}
-        found = sorted({self.component(key) for key in keys})
+        networks = sorted({self.component(key) for key in keys})
         fix = "rename it in the adapter so that it names one of them"
-        if len(found) > 1 and experts.issuperset(found):
-            fix = f"give the folder of the expert that it was trained for as the base: {' or '.join(found)}"
+        if len(networks) > 1 and experts.issuperset(networks):
+            fix = f"give the folder of the expert that it was trained for as the base: {' or '.join(networks)}"
         return AmbiguousName(f"{module} ({parameter}) fits two places", ", ".join(keys) or self.architecture, fix)
 
 
@@ -361,13 +364,13 @@ def names(index: Index, extra: Path | None = None) -> Names:
     stored = unwrapped(index.tensors)
     tensors = {name: index.tensors[key] for name, key in stored.items()} if stored else index.tensors
     shapes = {name: info.shape for name, info in tensors.items()}
-    given = load(extra) if extra else None
+    model = load(extra) if extra else None
     parts = [
         replace(part, sharded=_in_several_files([tensors[key].file for key in part.keys.values()]))
-        for part in components(shapes, index.config, index.components, given if given and given.title else None)
+        for part in components(shapes, index.config, index.components, model if model and model.title else None)
     ]
     second = "transformer_2" in index.path.parts[-2:]
-    presets, renames = (given.lbw, given.renames) if given else ({}, ())
+    presets, renames = (model.lbw, model.renames) if model else ({}, ())
     return Names(parts, shapes, stored, index.config, second=second, presets=presets, renames=renames)
 
 
@@ -380,8 +383,8 @@ def guess(modules: Mapping[str, Shape]) -> str:
 
     "unknown" if none fits, "A or B" if several fit.
     """
-    found = seen(of_the_denoiser(modules))
-    return described(architectures(found), found)
+    modules_seen = seen(of_the_denoiser(modules))
+    return described(architectures(modules_seen), modules_seen)
 
 
 def denoiser_of(modules: Mapping[str, Shape]) -> str:
@@ -401,8 +404,8 @@ def of_the_denoiser(modules: Mapping[str, Shape]) -> dict[str, Shape]:
 
 def _look(parts: Sequence[Component], body: str, parameter: str) -> list[WeightView | None]:
     """Return all places of a name in these components."""
-    found = [part.find(body, parameter) for part in parts]
-    return [view for view, known in found if known]
+    places = [part.find(body, parameter) for part in parts]
+    return [view for view, known in places if known]
 
 
 def written(module: str) -> Iterator[str]:

@@ -71,8 +71,8 @@ class Component:
 
     def _named(self, module: str, parameter: str) -> Place:
         """Return the place of a parameter by the names of the tables."""
-        found = self._table.dotted(f"{module}.{parameter}".strip("."))
-        return found if found[1] else self._table.flat(_flat(module, parameter))
+        place = self._table.dotted(f"{module}.{parameter}".strip("."))
+        return place if place[1] else self._table.flat(_flat(module, parameter))
 
     def _weight(self, module: str) -> WeightView | None:
         """Return the weight of a layer, or a parameter of this name, as stacks of experts are."""
@@ -135,12 +135,12 @@ class Component:
         if layout == self.layout or self.architecture is None:
             return {body: whole(key, self.shapes[key]) for body, key in self.keys.items()}
         native, spellings = self._tables
-        found, _ = canonical(self.keys, self.keys, self.shapes, native)
-        known = {name: view for name, view in found.items() if view is not None}
+        views, _ = canonical(self.keys, self.keys, self.shapes, native)
+        known = {name: view for name, view in views.items() if view is not None}
         if layout not in spellings:
             return known
         joined = _one_name_each(
-            {name: view for name, view in spelled({**found}, [spellings[layout]]) if view is not None}
+            {name: view for name, view in spelled({**views}, [spellings[layout]]) if view is not None}
         )
         taken: dict[str, list[RowSlice]] = {}
         chosen: set[str] = set()
@@ -162,16 +162,16 @@ class Component:
 
     @cached_property
     def _in_memory(self) -> Table | None:
-        own = self.architecture
-        if own is None or own.component != "model" or self.role != "denoiser":
+        architecture = self.architecture
+        if architecture is None or architecture.component != "model" or self.role != "denoiser":
             return None
-        table = own.spellings.get(IN_MEMORY.get(self.prefix, own.canonical), NO_TABLE)
+        table = architecture.spellings.get(IN_MEMORY.get(self.prefix, architecture.canonical), NO_TABLE)
         return table if table.renames else None
 
     def named_in(self, table: str, name: str) -> bool:
         """Return whether a table has this name."""
-        own = self.architecture.spellings.get(table, NO_TABLE) if self.architecture else NO_TABLE
-        return own.canonical(tuple(name.split("."))) is not None
+        rows = self.architecture.spellings.get(table, NO_TABLE) if self.architecture else NO_TABLE
+        return rows.canonical(tuple(name.split("."))) is not None
 
     @cached_property
     def _table(self) -> NameTable:
@@ -207,8 +207,8 @@ def _one_name_each(names: Mapping[str, WeightView]) -> dict[str, WeightView]:
     groups: dict[tuple[RowSlice, ...], list[str]] = {}
     for name, view in names.items():
         groups.setdefault(view.row_slices, []).append(name)
-    held = {".".join(other[0].split(".")[:n]) for other in groups.values() if len(other) == 1 for n in range(1, 9)}
-    chosen = {next((n for n in some if n.rsplit(".", 2)[0] not in held), some[0]) for some in groups.values()}
+    prefixes = {".".join(other[0].split(".")[:n]) for other in groups.values() if len(other) == 1 for n in range(1, 9)}
+    chosen = {next((n for n in some if n.rsplit(".", 2)[0] not in prefixes), some[0]) for some in groups.values()}
     return {name: view for name, view in names.items() if name in chosen}
 
 

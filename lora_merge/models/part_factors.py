@@ -27,7 +27,7 @@ OPTION: Final = "--strength-for"
 
 def on_base(adapter: Adapter, names: Names) -> Adapter:
     """Return an adapter whose parts have the labels of the base's networks: `clip_g` is te2 in Stable Diffusion XL."""
-    parts = [(own, factor) for part, factor in adapter.parts for own in labels(part, names)]
+    parts = [(label, factor) for part, factor in adapter.parts for label in labels(part, names)]
     return replace(adapter, parts=tuple(parts))
 
 
@@ -53,15 +53,15 @@ class Strengths:
 
     def factor(self, key: str, component: str) -> float:
         """Return the strength for one tensor of the base. `key`: its name in the base; `component`: its network."""
-        found = self.strength
+        product = self.strength
         self._steps.allow()
         for part, value in self._factors:
             if (weight := self._parts.factor(part, key, component)) is not None:
-                found *= value * weight
+                product *= value * weight
                 self._used.add(part)
-        if not found:
+        if not product:
             self._set_to_0[key] = None
-        return found
+        return product
 
     def leaves_out(self, module: str) -> bool:
         """Return whether a module without a place is of a network that has factor 0 and that the base lacks."""
@@ -132,11 +132,11 @@ class Strengths:
 
 def check_effect(every: Sequence[Strengths]) -> None:
     """Raise UsageError for a part on which no strength of any adapter has depended."""
-    used = set[str]().union(*(one._used for one in every))
-    for one in every:
-        for part, found in one._labels.items():
-            if used.isdisjoint(found):
-                raise one._parts.refusal(part, ABSENT if one._absent.issuperset(found) else NOT_CHANGED)
+    used = set[str]().union(*(strengths._used for strengths in every))
+    for strengths in every:
+        for part, covered in strengths._labels.items():
+            if used.isdisjoint(covered):
+                raise strengths._parts.refusal(part, ABSENT if strengths._absent.issuperset(covered) else NOT_CHANGED)
 
 
 EXCLUDE: Final = "--exclude"
@@ -182,7 +182,7 @@ def or_leave_out(fix: str, keys: Iterable[str], *, alike: bool = False) -> str:
 
 def parts(value: Any, flag: str) -> tuple[str, ...]:
     """Return the parts that an option names, one or many; UsageError for what is not text."""
-    found = (value,) if isinstance(value, str) else tuple(a_list(value, flag, "a list of texts"))
-    if wrong := next((p for p in found if not isinstance(p, str) or not p), None):
+    names = (value,) if isinstance(value, str) else tuple(a_list(value, flag, "a list of texts"))
+    if wrong := next((p for p in names if not isinstance(p, str) or not p), None):
         raise unlike(wrong, flag, "a component, a block, or re:REGEX")
-    return found
+    return names

@@ -67,11 +67,11 @@ class Parts:
         self._known = {part.label for part in names.parts} if names else {*networks}
         for text in self.texts:
             self._expression(text)
-        self._networks = {text: found for text in self.texts if (found := self._named(text))}
+        self._networks = {text: matches for text in self.texts if (matches := self._named(text))}
         named = [text for text in self.texts if names and text not in self._networks and _is_block(text)]
         self.blocks: Blocks | None = blocks(names) if names and named else None
         weights = {text: self._weighted(text, self.blocks) for text in named if self.blocks}
-        self._weights = {text: found for text, found in weights.items() if found}
+        self._weights = {text: matches for text, matches in weights.items() if matches}
         self._words: Mapping[str, str] | None = None  # key → its name in diffusers' words
 
     def factor(self, text: str, key: str, network: str) -> float | None:
@@ -92,13 +92,13 @@ class Parts:
 
     def absent(self, networks: Mapping[str, str]) -> list[str]:
         """Return the parts that cover none of these tensors. `networks`: key → its network."""
-        found = []
+        absent = []
         for text in (t for t in self.texts if not self._covers_any(t, networks)):
             if self._words is None and self._names and _PATH.fullmatch(text):
                 self._words = words(self._names)
             if self._words is None or not self._covers_any(text, networks):
-                found.append(text)
-        return found
+                absent.append(text)
+        return absent
 
     def check(self, networks: Mapping[str, str], what: str) -> None:
         """Raise UsageError if a part covers none of these tensors; `what` says what these are."""
@@ -135,7 +135,7 @@ class Parts:
         base has is no path: text encoders have keys such as `cond_stage_model.transformer.text_model`.
         """
         if text in self._networks:
-            return any(_covers_component(one, network) for one in self._networks[text])
+            return any(_covers_component(label, network) for label in self._networks[text])
         if text == key:
             return True
         if text.startswith(REGEX) or _is_glob(text):
@@ -152,8 +152,8 @@ class Parts:
             return []
         if self._names is None:
             return by_prefix(text, self._known)
-        found = labels(text, self._names)
-        return found if any(_covers_component(one, label) for one in found for label in self._known) else []
+        names = labels(text, self._names)
+        return names if any(_covers_component(name, label) for name in names for label in self._known) else []
 
     def _weighted(self, text: str, base: Blocks) -> Mapping[str, float]:
         """Return block → factor for a part that names blocks, {} for the name of a network that the base lacks;
@@ -192,10 +192,10 @@ def labels(part: str, names: Names) -> list[str]:
     """Return the labels of the networks of a base that a part of a model names; the part itself for any other."""
     if part.startswith((REGEX, BLOCK_LIST)):
         return [part]
-    found = _called(part.lower(), names)
-    if not found or (part != part.lower() and blocks(names).chosen(part)):  # Flux.1 has blocks CLIP and T5
+    names_of_part = _called(part.lower(), names)
+    if not names_of_part or (part != part.lower() and blocks(names).chosen(part)):  # Flux.1 has blocks CLIP and T5
         return [part]
-    return found
+    return names_of_part
 
 
 def _called(word: str, names: Names) -> list[str]:
@@ -223,7 +223,7 @@ def by_prefix(word: str, hints: Collection[str]) -> list[str]:
     of_denoiser = {*DENOISER, "denoiser", "prior"}
     same = of_denoiser if known in of_denoiser else {known}
     if known == "te":
-        same = {one for one in hints if one.startswith(("te", "="))}
+        same = {hint for hint in hints if hint.startswith(("te", "="))}
     elif known == "te1":
         same = {*same, "te"}
     return sorted(same.intersection(hints))
@@ -253,5 +253,5 @@ def _lies_in(path: re.Match[str], name: str, dot: str = r"\.") -> bool:
     levels, end = re.escape(path["path"]).replace(r"\.", dot), r"\." if dot == r"\." else rf"(?:{dot}|$)"
     if path["first"] is None:
         return re.search(rf"(?:^|{dot}){levels}{end}", name) is not None
-    found = re.search(rf"(?:^|{dot}){levels}{dot}([0-9]{{1,9}}){end}", name)
-    return found is not None and int(path["first"]) <= int(found[1]) <= int(path["last"] or path["first"])
+    match = re.search(rf"(?:^|{dot}){levels}{dot}([0-9]{{1,9}}){end}", name)
+    return match is not None and int(path["first"]) <= int(match[1]) <= int(path["last"] or path["first"])

@@ -85,7 +85,7 @@ COMPONENTS: Final = {
 @lru_cache(maxsize=2**14)
 def prefixed(name: str) -> tuple[tuple[str, str], ...]:
     """Return (network that the prefix means, rest) for the name itself and with known prefixes removed."""
-    found: list[tuple[str, str]] = []
+    readings: list[tuple[str, str]] = []
     pending: list[tuple[str, str]] = [("any", name)]
     for at in range(MOST_READINGS):
         if at == len(pending):
@@ -93,31 +93,31 @@ def prefixed(name: str) -> tuple[tuple[str, str], ...]:
         hint, body = pending[at]
         if (hint, body) in pending[:at]:
             continue
-        found.append((hint, body))
+        readings.append((hint, body))
         for prefix, network in _BY_START.get(body[:1], ()):
             if body.startswith(prefix):
                 pending.append((network if network != "any" else hint, body[len(prefix) :]))
         if m := ENCODER.match(body):
             pending.append((f"={m[1]}", body[m.end() :]))
-    return tuple(found)
+    return tuple(readings)
 
 
 def innermost(name: str) -> tuple[str, str]:
     """Return (network, rest) of a name without any of its prefixes."""
     if not name.startswith(_STARTS):
         return "any", name
-    found = prefixed(name)
-    return max((hint for hint, _ in found), key=lambda hint: hint != "any"), min((b for _, b in found), key=len)
+    readings = prefixed(name)
+    return max((hint for hint, _ in readings), key=lambda hint: hint != "any"), min((b for _, b in readings), key=len)
 
 
 def numbers(prefixes: Iterable[str]) -> re.Pattern[str]:
     """Return the pattern of the numbers of layers in names: all numbers but those in a prefix (`te1`)."""
-    kept = {
+    patterns = {
         f"(?<!{re.escape(prefix[: m.start()])})" if m.start() else f"(?!{re.escape(prefix)})"
         for prefix in (*prefixes, "text_encoders.0.")
         for m in NUMBER.finditer(prefix)
     }
-    return re.compile("(?=[0-9])" + "".join(sorted(kept)) + NUMBER.pattern)  # the first test decides fast
+    return re.compile("(?=[0-9])" + "".join(sorted(patterns)) + NUMBER.pattern)  # the first test decides fast
 
 
 LEVELS: Final = ("_wrapped_module.", "_orig_mod.", "_forward_module.", "module.", "base_layer.", PEFT)

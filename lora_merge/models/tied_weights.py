@@ -103,14 +103,14 @@ def tied(names: Names, base: Mapping[str, StoredTensor], config: Mapping[str, An
         return None
     kind = str(config.get("model_type"))
     family = kind if kind in (*VISION_TYPES, WHISPER) or all(c.endswith(DECODERS) for c in named) else ""
-    found = (
+    pair = (
         _of_encoder(base) or _of_decoder(names, base, family) or (_only_table(base, config) if stated is True else None)
     )
-    own = names.only(found.head) if found else None
-    if found is None or own is None:
-        return found
-    fits = stated is True and found.bias is None and own.shape == found.info.shape and len(own.row_slices) == 1
-    return replace(found, separable=False, stored=own.row_slices[0].key) if fits else None
+    head = names.only(pair.head) if pair else None
+    if pair is None or head is None:
+        return pair
+    fits = stated is True and pair.bias is None and head.shape == pair.info.shape and len(head.row_slices) == 1
+    return replace(pair, separable=False, stored=head.row_slices[0].key) if fits else None
 
 
 def _of_encoder_decoder(base: Mapping[str, StoredTensor], decoder: object) -> TiedPair | None:
@@ -127,8 +127,8 @@ def _of_encoder(base: Mapping[str, StoredTensor]) -> TiedPair | None:
         table = next((i for k, i in base.items() if embeddings.fullmatch(k)), None) if bias in base else None
         if table is not None:
             shared = base[bias] if shares and f"{head}.bias" not in base else None
-            own = bias if shares or bias == f"{head}.bias" else ""
-            return TiedPair(table, head, shared, _plain(table), own_bias=own)
+            own_bias = bias if shares or bias == f"{head}.bias" else ""
+            return TiedPair(table, head, shared, _plain(table), own_bias=own_bias)
     return None
 
 

@@ -72,25 +72,25 @@ def account(plan: Plan, reader: Reader) -> Account:
     for adapter, matched, used in zip(plan.job.adapters, plan.adapters, _used(plan), strict=True):
         names = [*_names(matched.adapter.index, plan.base)]
         _check_places(used, adapter)
-        own = dict(_unused(names, matched, used.tensors, adapter, reader))
-        tensors, left_out, unused = tensors + len(names), left_out + len(own), unused | own
+        spare = dict(_unused(names, matched, used.tensors, adapter, reader))
+        tensors, left_out, unused = tensors + len(names), left_out + len(spare), unused | spare
     return Account(tensors, tensors - left_out, unused)
 
 
 def _used(plan: Plan) -> list[_Used]:
     """Return what the output tensors take from each adapter."""
-    found = [_Used() for _ in plan.adapters]
-    own = plan.base.tensors
-    by_file = {file: used for used, m in zip(found, plan.adapters, strict=True) for file in m.adapter.index.files}
+    used_of = [_Used() for _ in plan.adapters]
+    stored = plan.base.tensors
+    by_file = {file: used for used, m in zip(used_of, plan.adapters, strict=True) for file in m.adapter.index.files}
     for target in [t for f in plan.files for t in f.targets]:
         source = target.source
-        if source is not own.get(target.name) and source.file in by_file:
+        if source is not stored.get(target.name) and source.file in by_file:
             by_file[source.file].tensors.add(source.name)
         for use in target.uses:
-            used = found[use.patch.adapter]
+            used = used_of[use.patch.adapter]
             used.add(use.patch)
             used.written.setdefault(use.patch.module.where, set()).add(use.piece)
-    return found
+    return used_of
 
 
 def _names(index: Index, base: Index) -> Iterator[str]:
@@ -202,8 +202,8 @@ class _Copies:
     def has(self, info: StoredTensor) -> bool:
         """Return whether a used tensor holds the same numbers, or their transpose: PEFT saves the factors of a head
         that is tied to the embeddings transposed."""
-        found = self.read(info)
-        return any(_digest(seen) in self._of(seen.shape) for seen in (found, found.T))
+        values = self.read(info)
+        return any(_digest(form) in self._of(form.shape) for form in (values, values.T))
 
     def _of(self, shape: Shape) -> set[bytes]:
         if shape not in self._numbers:

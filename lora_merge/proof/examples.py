@@ -137,10 +137,10 @@ def shapes(example: Example) -> dict[str, Shape]:
 def tensors(name: str, example: Example) -> dict[str, Array]:
     """Return fixed random numbers in the shapes of the slots; indices as the example has them."""
     random = np.random.default_rng(zlib.crc32(name.encode()))
-    found: dict[str, Array] = {}
+    arrays: dict[str, Array] = {}
     for slot, what in example.slots.items():
-        found[slot] = random.standard_normal(what) * 0.3 if isinstance(what, tuple) else np.asarray(what, np.int64)
-    return found
+        arrays[slot] = random.standard_normal(what) * 0.3 if isinstance(what, tuple) else np.asarray(what, np.int64)
+    return arrays
 
 
 def weight(example: Example) -> Array:

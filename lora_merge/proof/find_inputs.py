@@ -35,7 +35,7 @@ def find(recipe: Recipe, folders: Iterable[Path]) -> list[Path]:
 def find_all(inputs: Iterable[Input], folders: Iterable[Path]) -> list[Path]:
     """Return the paths of these inputs, as `find`."""
     present = _Present(folders)
-    return [_find(one, present) for one in inputs]
+    return [_find(wanted_file, present) for wanted_file in inputs]
 
 
 class _Present:
@@ -59,11 +59,11 @@ class _Present:
             yield self._found[n]
 
 
-def _find(one: Input, present: Iterable[Path]) -> Path:
-    name, size, digest = one.files[0]
-    depth = len(PurePosixPath(name).parts) if one.folder else 0
-    within = one.folder and one.name not in {file for file, _, _ in one.files}  # else a part stands for all
-    ending = f"/{one.name}/{name}" if within else f"/{name}"
+def _find(entry: Input, present: Iterable[Path]) -> Path:
+    name, size, digest = entry.files[0]
+    depth = len(PurePosixPath(name).parts) if entry.folder else 0
+    within = entry.folder and entry.name not in {file for file, _, _ in entry.files}  # else a part stands for all
+    ending = f"/{entry.name}/{name}" if within else f"/{name}"
 
     def named(path: Path) -> bool:
         return f"/{path.as_posix()}".endswith(ending)
@@ -71,9 +71,9 @@ def _find(one: Input, present: Iterable[Path]) -> Path:
     others: list[str] = []
     for path in chain(filter(named, present), filterfalse(named, present)):
         if _size(path) == size and depth <= len(path.parents):
-            root = path.parents[depth - 1] if one.folder else path
+            root = path.parents[depth - 1] if entry.folder else path
             try:
-                other = different(one, root)
+                other = different(entry, root)
             except InputError as e:  # its configuration cannot be read
                 other = f"{e.where} ({e.what})"
             if other is None:
@@ -83,25 +83,25 @@ def _find(one: Input, present: Iterable[Path]) -> Path:
     namesake = next(filter(named, present), None)
     if namesake is not None:
         raise VerificationFailed("the output is older or newer than one of its inputs",
-                                 f"{[*others, namesake][0]} is not that of {quoted(one.name)} then, "
+                                 f"{[*others, namesake][0]} is not that of {quoted(entry.name)} then, "
                                  f"whose weights have the SHA-256 {digest}",
                                  f"merge again, or {SEARCH}")  # fmt: skip
-    raise InputError(f"the input {quoted(one.name)} is not found", f"SHA-256 {digest}, {size} bytes",
+    raise InputError(f"the input {quoted(entry.name)} is not found", f"SHA-256 {digest}, {size} bytes",
                      SEARCH)  # fmt: skip
 
 
-def different(one: Input, path: Path) -> str | None:
+def different(entry: Input, path: Path) -> str | None:
     """Return the file of the input at `path` that is not as the recipe says; None if all are the same."""
     whole = of_index(path)
-    for name, size, digest in one.files:
+    for name, size, digest in entry.files:
         file = whole / name if whole.is_dir() else path
         if _size(file) != size or sha256(file) != digest:
             return str(file)
-    if one.config and config_hash(path) != one.config:
+    if entry.config and config_hash(path) != entry.config:
         return str(configuration(path) or path)
-    if one.stated:
+    if entry.stated:
         stating = side_file(open_checkpoint(path, adapter=True))
-        if stating is None or sha256(stating) != one.stated:
+        if stating is None or sha256(stating) != entry.stated:
             return str(stating or path)
     return None
 
@@ -115,15 +115,15 @@ def _size(path: Path) -> int:
 
 def _walk(folders: Iterable[Path]) -> Iterator[Path]:
     """Yield regular files in these folders and DEPTH levels below, FILES at most; links to folders are not followed."""
-    seen: set[Path] = set()
+    paths: set[Path] = set()
     for top in folders:
         for here, below, files in os.walk(top):
             level = len(Path(here).relative_to(top).parts)
             below[:] = [] if level >= DEPTH else sorted(b for b in below if not b.startswith("."))
             for name in sorted(files):
                 path = Path(here) / name
-                if path not in seen and not name.startswith(".") and os.path.isfile(path):  # noqa: PTH113  # never raises
-                    seen.add(path)
+                if path not in paths and not name.startswith(".") and os.path.isfile(path):  # noqa: PTH113  # never raises
+                    paths.add(path)
                     yield path
-                if len(seen) >= FILES:
+                if len(paths) >= FILES:
                     return

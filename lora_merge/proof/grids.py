@@ -152,8 +152,8 @@ class Grid:
     def at(self, choose: Any) -> Grid:
         """Return the grid of some of the values, as an index or a shape chooses them."""
         parts = ((name, getattr(self, name)) for name in ("scale", "shift", "terms"))
-        found = {k: (v.reshape(choose) if isinstance(choose, tuple) else v[choose]) for k, v in parts if np.ndim(v)}
-        return replace(self, **found)
+        fields_at = {k: (v.reshape(choose) if isinstance(choose, tuple) else v[choose]) for k, v in parts if np.ndim(v)}
+        return replace(self, **fields_at)
 
     def _level(self, values: Array) -> Array:
         return values if self._bare else np.asarray((values - self.shift) / self._divisor)
@@ -174,8 +174,8 @@ def joined(grids: list[Grid]) -> Grid:
         return first
 
     def all_of(name: str) -> Any:
-        found = [getattr(g, name) for g in grids]
-        return np.concatenate(found) if np.ndim(found[0]) else found[0]
+        values = [getattr(g, name) for g in grids]
+        return np.concatenate(values) if np.ndim(values[0]) else values[0]
 
     return replace(first, scale=all_of("scale"), shift=all_of("shift"), terms=all_of("terms"))
 

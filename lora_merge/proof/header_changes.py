@@ -32,44 +32,44 @@ class Change:
     differences: tuple[str, ...]  # none where another program wrote the same entries in other bytes
 
 
-def changed_files(made: Index) -> list[Path]:
+def changed_files(index: Index) -> list[Path]:
     """Return the files of an output whose header is not as it was sealed, or has lost the seal that goes with its
     recipe.
     """
-    due = (parsed(made.metadata.get(KEY, "")) or {}).get("format") == FORMAT
-    states = {path: intact(path, made.headers[path]) for path in made.files}
+    due = (parsed(index.metadata.get(KEY, "")) or {}).get("format") == FORMAT
+    states = {path: intact(path, index.headers[path]) for path in index.files}
     return [path for path, state in states.items() if state is False or (state is None and due)]
 
 
-def header_changes(plan: Plan, made: Index) -> list[Change]:
-    """Return what was changed after the merge in the headers of `made`; `plan` is the plan that gives it.
+def header_changes(plan: Plan, index: Index) -> list[Change]:
+    """Return what was changed after the merge in the headers of `index`; `plan` is the plan that gives it.
 
     Without a seal, as in files of earlier versions and other programs, only entries of the base are compared.
     """
-    broken = changed_files(made)
-    found = []
+    broken = changed_files(index)
+    changes = []
     for file in plan.files:
-        path = made.path / file.name if file.name else made.path
-        if path not in made.headers:
+        path = index.path / file.name if file.name else index.path
+        if path not in index.headers:
             continue  # the proof of the weights reports the missing file
-        if path in broken and not _is_written_again(file, path, made):
-            differences = [*_differences(plan, file, path, made)]
-            found.append(
+        if path in broken and not _is_written_again(file, path, index):
+            differences = [*_differences(plan, file, path, index)]
+            changes.append(
                 Change(path, tuple(differences or [f"{KEY} or {SEAL} edited: all else is what the recipe gives"]))
             )
         elif path in broken:
-            found.append(Change(path, ()))
-        elif differences := [*_of_base(file, made.headers[path].metadata)]:
-            found.append(Change(path, tuple(differences)))
-    return found
+            changes.append(Change(path, ()))
+        elif differences := [*_of_base(file, index.headers[path].metadata)]:
+            changes.append(Change(path, tuple(differences)))
+    return changes
 
 
-def notes(changes: Sequence[Change], made: Index) -> list[Note]:
+def notes(changes: Sequence[Change], index: Index) -> list[Note]:
     """Return notes on headers with the merge's entries in other bytes; VerificationFailed where an entry differs."""
     if edited := [change for change in changes if change.differences]:
         raise VerificationFailed("the weights are right, but the header was changed after the merge",
                                  f"{edited[0].path}: {'; '.join(edited[0].differences)}", AGAIN)  # fmt: skip
-    if KEY not in made.metadata:
+    if KEY not in index.metadata:
         return [
             Note(
                 "the file holds no recipe: the inputs are those that were named, and edits of its metadata cannot be "
@@ -77,10 +77,13 @@ def notes(changes: Sequence[Change], made: Index) -> list[Note]:
             )
         ]
     again = [change.path.name for change in changes]
-    found = [Note(f"another program wrote the header anew, with the same entries in other bytes: {listed(again)}")]
-    unsealed = [path.name for path in made.files if KEY in made.metadata and SEAL not in made.headers[path].metadata]
+    rewritten = [Note(f"another program wrote the header anew, with the same entries in other bytes: {listed(again)}")]
+    unsealed = [path.name for path in index.files if KEY in index.metadata and SEAL not in index.headers[path].metadata]
     why = f"no {SEAL}, which earlier versions did not write: {listed(unsealed)}"
-    return [*(found if again else ()), *([Note(f"changes of the metadata cannot be found: {why}")] if unsealed else ())]
+    return [
+        *(rewritten if again else ()),
+        *([Note(f"changes of the metadata cannot be found: {why}")] if unsealed else ()),
+    ]
 
 
 def with_header_changes(failure: VerificationFailed, changes: Sequence[Change]) -> VerificationFailed:
@@ -95,9 +98,9 @@ def with_header_changes(failure: VerificationFailed, changes: Sequence[Change]) 
     )
 
 
-def _is_written_again(file: OutputFile, path: Path, made: Index) -> bool:
+def _is_written_again(file: OutputFile, path: Path, index: Index) -> bool:
     """Return whether a header has the sealed entries in another order or with other spaces."""
-    return _fits_seal(file, made.headers[path].metadata) and not [*_odd_fields(path, made)]
+    return _fits_seal(file, index.headers[path].metadata) and not [*_odd_fields(path, index)]
 
 
 def _fits_seal(file: OutputFile, entries: Mapping[str, str]) -> bool:
@@ -112,43 +115,46 @@ def _fits_seal(file: OutputFile, entries: Mapping[str, str]) -> bool:
     return metadata_of(header)[SEAL] == entries[SEAL]
 
 
-def _differences(plan: Plan, file: OutputFile, path: Path, made: Index) -> Iterator[str]:
+def _differences(plan: Plan, file: OutputFile, path: Path, index: Index) -> Iterator[str]:
     """Yield the differences that can be found in a changed header."""
-    found, planned = made.headers[path].metadata, metadata_of(file.header)
-    for what, keys in (("added", found.keys() - planned.keys()), ("taken out", planned.keys() - found.keys())):
+    entries_of, planned = index.headers[path].metadata, metadata_of(file.header)
+    for what, keys in (
+        ("added", entries_of.keys() - planned.keys()),
+        ("taken out", planned.keys() - entries_of.keys()),
+    ):
         if keys:
             yield f"{listed(map(quoted, sorted(keys)))} {what}"
-    yield from _of_base(file, found)
-    yield from _of_recipe(file, found, _own_entries(plan, file, found))
-    yield from _odd_fields(path, made)
+    yield from _of_base(file, entries_of)
+    yield from _of_recipe(file, entries_of, _own_entries(plan, file, entries_of))
+    yield from _odd_fields(path, index)
 
 
-def _of_base(file: OutputFile, found: Mapping[str, str]) -> Iterator[str]:
+def _of_base(file: OutputFile, stored: Mapping[str, str]) -> Iterator[str]:
     """Yield the entries of the base that are others here; of those only that are here, where no merge of ours wrote
     them.
     """
-    edited = [key for key, text in file.entries.items() if key not in OURS and found.get(key, text) != text]
-    gone = [key for key in file.entries if KEY in found and key not in OURS and key not in found]
+    edited = [key for key, text in file.entries.items() if key not in OURS and stored.get(key, text) != text]
+    gone = [key for key in file.entries if KEY in stored and key not in OURS and key not in stored]
     for what, keys in (("edited", edited), ("taken out", gone)):
         if keys:
             yield f"{listed(map(quoted, sorted(keys)))} {what}"
 
 
-def _of_recipe(file: OutputFile, found: Mapping[str, str], wanted: Mapping[str, str]) -> Iterator[str]:
+def _of_recipe(file: OutputFile, stored: Mapping[str, str], due: Mapping[str, str]) -> Iterator[str]:
     """Yield which of our own entries was edited: alone, as the seal shows, or else the recipe."""
-    odd = [key for key in wanted if key in found and not _same(key, found[key], wanted[key])]
-    alone = [key for key in odd if _fits_seal(file, {**found, key: wanted[key]})]
+    odd = [key for key in due if key in stored and not _same(key, stored[key], due[key])]
+    alone = [key for key in odd if _fits_seal(file, {**stored, key: due[key]})]
     if alone or odd == [KEY]:
         yield f"{quoted((alone or odd)[0])} edited"
     elif odd:
         yield f"edited so that {quoted(KEY)} contradicts {listed(quoted(key) for key in odd if key != KEY)}"
 
 
-def _own_entries(plan: Plan, file: OutputFile, found: Mapping[str, str]) -> Mapping[str, str]:
+def _own_entries(plan: Plan, file: OutputFile, stored: Mapping[str, str]) -> Mapping[str, str]:
     """Return our own entries as the recipe gives them; its digests were compared with the inputs before."""
-    recipe, number = parsed(found.get(KEY, "")) or {}, plan.files.index(file)
+    recipe, number = parsed(stored.get(KEY, "")) or {}, plan.files.index(file)
     try:
-        of_base, *others = [[f["sha256"] for f in one["files"]] for one in (recipe["base"], *recipe["adapters"])]
+        of_base, *others = [[f["sha256"] for f in entry["files"]] for entry in (recipe["base"], *recipe["adapters"])]
     except (LookupError, TypeError):
         return {}
     if number:  # a file other than the first: its recipe names one file of the base
@@ -157,24 +163,24 @@ def _own_entries(plan: Plan, file: OutputFile, found: Mapping[str, str]) -> Mapp
     if len(digests) != len(plan.inputs):
         return {}
     adapters = [m.adapter.index for m in plan.adapters]
-    own = entries(plan.job, plan.base, adapters, digests, [m.strengths for m in plan.adapters])
-    return {key: text for key, text in next(islice(own, number, None)).items() if key != SEAL}
+    headers = entries(plan.job, plan.base, adapters, digests, [m.strengths for m in plan.adapters])
+    return {key: text for key, text in next(islice(headers, number, None)).items() if key != SEAL}
 
 
-def _same(key: str, found: str, wanted: str) -> bool:
+def _same(key: str, text: str, due: str) -> bool:
     """Return whether two entries are equal; the versions of this program in two recipes may differ."""
     if key != KEY:
-        return found == wanted
-    one, other = parsed(found) or {}, parsed(wanted) or {}
-    return {**one, "version": ""} == {**other, "version": ""}
+        return text == due
+    recipe, other = parsed(text) or {}, parsed(due) or {}
+    return {**recipe, "version": ""} == {**other, "version": ""}
 
 
-def _odd_fields(path: Path, made: Index) -> Iterator[str]:
+def _odd_fields(path: Path, index: Index) -> Iterator[str]:
     """Yield the tensors with fields that a merge does not write."""
-    if made.headers[path].fields is not None:
+    if index.headers[path].fields is not None:
         return  # the entries of GGUF have no fields of their own
     with open_regular(path) as f:
-        raw = f.read(made.headers[path].data_offset)[8:]
+        raw = f.read(index.headers[path].data_offset)[8:]
     try:
         table: dict[str, Any] = from_json(raw)
     except ValueError as e:

@@ -53,28 +53,30 @@ def check_opened(file: OutputFile, path: Path, header: bytes | None = None) -> t
     import safetensors
 
     planned = (t.in_file for t in file.targets)
-    wanted = {name: (dtype, list(shape)) for name, dtype, shape in planned}
+    expected = {name: (dtype, list(shape)) for name, dtype, shape in planned}
     try:
         with safetensors.safe_open(str(path), framework="np") as f:
             slices = ((key, f.get_slice(key)) for key in f.keys())  # noqa: SIM118  # it is no dict
-            found = {key: (piece.get_dtype(), list(piece.get_shape())) for key, piece in slices}
+            opened = {key: (piece.get_dtype(), list(piece.get_shape())) for key, piece in slices}
             metadata = f.metadata() or {}
     except safetensors.SafetensorError as e:
-        if odd := {dtype for dtype, _ in wanted.values()} - EVERYBODY:
+        if odd := {dtype for dtype, _ in expected.values()} - EVERYBODY:
             note = f"safetensors {safetensors.__version__} does not open the output, which holds {listed(sorted(odd))}"
             return (Note(note),)
         raise VerificationFailed(f"the safetensors library does not open the output: {e}", str(path), AGAIN) from e
-    if found != wanted:
-        name = next(n for n in (*wanted, *found) if found.get(n) != wanted.get(n))
-        seen = f"{quoted(name)}: {_shown(found.get(name))}, planned {_shown(wanted.get(name))}"
-        raise VerificationFailed("the safetensors library sees another tensor than planned", f"{path}: {seen}", AGAIN)
+    if opened != expected:
+        name = next(n for n in (*expected, *opened) if opened.get(n) != expected.get(n))
+        difference = f"{quoted(name)}: {_shown(opened.get(name))}, planned {_shown(expected.get(name))}"
+        raise VerificationFailed(
+            "the safetensors library sees another tensor than planned", f"{path}: {difference}", AGAIN
+        )
     if header and metadata != metadata_of(header):
         raise VerificationFailed("the safetensors library sees other metadata than planned", str(path), AGAIN)
     return ()
 
 
-def _shown(seen: tuple[str, list[int]] | None) -> str:
-    return f"{seen[0]} {seen[1]}" if seen else "none"
+def _shown(tensor: tuple[str, list[int]] | None) -> str:
+    return f"{tensor[0]} {tensor[1]}" if tensor else "none"
 
 
 def _check_indexes(plan: Plan, part: Path, fix: str) -> None:
@@ -111,14 +113,14 @@ def _misplaced(table: object, files: Sequence[OutputFile]) -> str | None:
 
 def _check_configs(plan: Plan, part: Path, fix: str) -> None:
     """Check that every config.json has the dtype of the weights, and ties no weights that were separated."""
-    wanted = CONFIG_DTYPES.get(DTYPES.get(plan.job.dtype, ""))
+    due = CONFIG_DTYPES.get(DTYPES.get(plan.job.dtype, ""))
     for folder in dict.fromkeys(str(PurePosixPath(f.name).parent) for f in plan.files):
         path = part / folder / "config.json"
         if not path.is_file():
             continue
         config = _json(path, fix)
         dtypes = [config[key] for key in ("dtype", "torch_dtype") if isinstance(config.get(key), str)]
-        if wanted is not None and any(dtype != wanted for dtype in dtypes):
+        if due is not None and any(dtype != due for dtype in dtypes):
             what = "a configuration states another dtype than the weights have"
             raise VerificationFailed(what, f"{path}: {dtypes[0]}", fix)
         separated = [name for name, (old, _) in plan.resized(folder).items() if not old]

@@ -103,14 +103,14 @@ class Made:
 
 def together(uses: Sequence[PatchPart]) -> Sequence[PatchRows]:
     """Return the uses of a tensor in their order; consecutive uses of one patch become one `PatchRows`."""
-    found: list[list[PatchPart]] = []
+    groups: list[list[PatchPart]] = []
     for use in uses:
-        last = found[-1][-1] if found else None
+        last = groups[-1][-1] if groups else None
         if last and last.patch is use.patch and not use.piece.transposed:
-            found[-1].append(use)
+            groups[-1].append(use)
         else:
-            found.append([use])
-    return [PatchRows(some) for some in found]
+            groups.append([use])
+    return [PatchRows(some) for some in groups]
 
 
 def costs_all(use: PatchPart) -> bool:
@@ -319,28 +319,28 @@ def _weights(method: str, changes: Sequence[Rows], strengths: Sequence[float], n
         below = 1 + (count - 1) * pairs.mean()
         stock = min(max(count * pairs.mean() / below, 0.0), 1.0) if below > 0 else 0.0
         return [stock * sum(strengths) / count / count] * count
-    one, other = 1 - (n.t or 0.0), n.t or 0.0
+    first, other = 1 - (n.t or 0.0), n.t or 0.0
     cosine = float(cosines[0, 1])
     if abs(cosine) <= 0.9995 and all(norms):
         angle = math.acos(cosine)
-        one, other = (math.sin(x * angle) / math.sin(angle) for x in (one, other))
-    return [one * strengths[0], other * strengths[1]]
+        first, other = (math.sin(x * angle) / math.sin(angle) for x in (first, other))
+    return [first * strengths[0], other * strengths[1]]
 
 
 def _karcher(cosines: Array, norms: Sequence[float]) -> list[float]:
     """Return the Karcher mean of unit vectors with these cosines, times the mean of the norms, as multiples of them."""
-    there = np.array([float(size > 0) for size in norms])
-    if not there.any():
+    nonzero = np.array([float(size > 0) for size in norms])
+    if not nonzero.any():
         return [0.0] * len(norms)
-    at = there.copy()
+    at = nonzero.copy()
     length = math.sqrt(max(float(at @ cosines @ at), 0.0))
-    at = at / length if length >= 1e-6 else np.eye(len(norms))[int(np.argmax(there))]
+    at = at / length if length >= 1e-6 else np.eye(len(norms))[int(np.argmax(nonzero))]
     for _ in range(STEPS):
-        seen = (cosines @ at).clip(-1, 1)
-        angles = np.arccos(seen)
+        cosine = (cosines @ at).clip(-1, 1)
+        angles = np.arccos(cosine)
         sines = np.sin(angles)
-        turn = np.divide(angles, sines, out=np.zeros_like(angles), where=(angles > 1e-12) & (sines > 1e-12)) * there
-        step = (turn - at * float(turn @ seen)) / there.sum()
+        turn = np.divide(angles, sines, out=np.zeros_like(angles), where=(angles > 1e-12) & (sines > 1e-12)) * nonzero
+        step = (turn - at * float(turn @ cosine)) / nonzero.sum()
         size = math.sqrt(max(float(step @ cosines @ step), 0.0))
         if size < 1e-10:
             break

@@ -62,7 +62,7 @@ class Exact:
         return np.asarray(np.max(finite, axis=1, initial=0.0, keepdims=True))
 
 
-def measure(found: Array, exact: Exact, rounded: Callable[[Array], Array], weight: float) -> Measure:
+def measure(stored: Array, exact: Exact, rounded: Callable[[Array], Array], weight: float) -> Measure:
     """Return the measure of some rows of the output, each of which stands for `weight` rows of its tensor.
 
     `rounded` gives the nearest numbers that the output can hold. Applied is the difference to what the output would
@@ -70,19 +70,19 @@ def measure(found: Array, exact: Exact, rounded: Callable[[Array], Array], weigh
     """
     base, intended, changes = exact.base, exact.value, exact.changes
     before, change = rounded(base), intended - base
-    changed = np.count_nonzero((found != before) & ~np.isnan(found))
-    applied = found - before
+    changed = np.count_nonzero((stored != before) & ~np.isnan(stored))
+    applied = stored - before
     sound = np.isfinite(applied) & np.isfinite(change)
     applied, change, weights = applied[sound], change[sound], base[sound]
     whole, shares = _share(change, applied, weight), dict[int, Share]()
-    for number, own in changes.items():
+    for number, change_by in changes.items():
         shares[number] = whole
         if len(changes) > 1:
-            left = found - rounded(intended - own)
-            sound = np.isfinite(left) & np.isfinite(own)
-            shares[number] = _share(own[sound], left[sound], weight)
+            left = stored - rounded(intended - change_by)
+            sound = np.isfinite(left) & np.isfinite(change_by)
+            shares[number] = _share(change_by[sound], left[sound], weight)
     return Measure(
-        of=weight * found.size, elements=found.size, changed=weight * float(changed),
+        of=weight * stored.size, elements=stored.size, changed=weight * float(changed),
         weight=weight * float(weights @ weights), noise=weight * float(np.sum((applied - change) ** 2)),
         largest=float(np.max(np.abs(change), initial=0.0)), all=whole, adapters=shares,
     )  # fmt: skip
@@ -163,5 +163,7 @@ class Findings:
 
     def retained(self, adapter: int) -> float | None:
         """Return the share of an adapter's change that is in the file; None where none of its rows was recomputed."""
-        every = [one.adapters[adapter] for one in self.measures.tensors.values() if adapter in one.adapters]
+        every = [
+            measured.adapters[adapter] for measured in self.measures.tensors.values() if adapter in measured.adapters
+        ]
         return total(Measure(all=share) for share in every).all.retained

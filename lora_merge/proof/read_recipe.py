@@ -57,10 +57,10 @@ class Recipe:
         return make_job(paths[0], adapters, output, **{**self.options, **options})
 
 
-def made_by(made: Path) -> str:
+def made_by(path: Path) -> str:
     """Return the command that a file or folder says it was made by; "" for one that says nothing."""
-    found = (parsed(open_checkpoint(made).metadata.get(KEY, "")) or {}).get("command", "")
-    return found if isinstance(found, str) else ""
+    command = (parsed(open_checkpoint(path).metadata.get(KEY, "")) or {}).get("command", "")
+    return command if isinstance(command, str) else ""
 
 
 def read_recipe(index: Index, instead: str = AGAIN) -> Recipe:
@@ -76,9 +76,9 @@ def read_recipe(index: Index, instead: str = AGAIN) -> Recipe:
         if isinstance(command := value.get("command"), str):
             raise InputError(f"an adapter that {command} has written, and no merged checkpoint", str(index.path),
                              "verify and replay take an adapter alone; name a merged checkpoint")  # fmt: skip
-        found = _recipe_of(value)
-        found.job([index.path] * len(found.inputs), index.path)  # checks its values before a user adds others
-        return found
+        recipe = _recipe_of(value)
+        recipe.job([index.path] * len(recipe.inputs), index.path)  # checks its values before a user adds others
+        return recipe
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as e:
         raise damaged(index.path, str(e)) from e
     except UsageError as e:
@@ -134,9 +134,9 @@ def text_of(value: Any) -> str:
 
 
 def _count(value: Any) -> int:
-    if (found := COUNT.number(value)) is None:
+    if (number := COUNT.number(value)) is None:
         raise TypeError(f"{quoted(shown(value))} is not a size")
-    return found
+    return number
 
 
 def number_of(value: Any) -> float:

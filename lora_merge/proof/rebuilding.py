@@ -57,7 +57,7 @@ def _triples(r: Remade) -> bool:
     exact = [(u.T @ weight @ v, np.diag(sizes[used]))]
     if not r.settings.get("low_rank", False):  # a randomised method, which is not exact
         exact.append((sizes, values[: len(sizes)]))
-    near = all(np.abs(one - other).max(initial=0.0) <= CLOSE * values[0] for one, other in exact)
+    near = all(np.abs(product - other).max(initial=0.0) <= CLOSE * values[0] for product, other in exact)
     return near and all(np.abs(side.T @ side - unit).max(initial=0.0) <= CLOSE for side in (u, v))
 
 
@@ -79,16 +79,18 @@ def _shares(r: Remade) -> bool:
     inside = all(((v >= 0) & (v < numbers)).all() for v in (r.found["down_choice"], r.found["up_choice"]))
     step = np.spacing(np.float32(weights.max())) if dtype in ("F32", "F64") else 0.0
     near = (np.abs(r.found[s][..., None] - weights).min(axis=-1) <= step for s in ("down_weight", "up_weight"))
-    return inside and all(found.all() for found in near)
+    return inside and all(flags.all() for flags in near)
 
 
 def _joint(r: Remade) -> bool:
     """Check FRoD: places off the diagonal, each once; the basis that is common to all layers (see `_basis`)."""
     (rows, columns), basis = r.found["places"], held(r.found["basis"], "F64")
     off = bool((rows != columns).all()) and len({*zip(rows.tolist(), columns.tolist(), strict=True)}) == len(rows)
-    wanted = _basis([r.read(f"layer_{n}").astype(np.float64) for n in range(r.settings["layers"])], r.settings["ridge"])
-    apart = np.minimum(*(np.linalg.norm(basis - sign * wanted, axis=0) for sign in (1.0, -1.0)))
-    return off and bool(np.linalg.norm(apart) <= NEAR * np.linalg.norm(wanted))
+    expected = _basis(
+        [r.read(f"layer_{n}").astype(np.float64) for n in range(r.settings["layers"])], r.settings["ridge"]
+    )
+    apart = np.minimum(*(np.linalg.norm(basis - sign * expected, axis=0) for sign in (1.0, -1.0)))
+    return off and bool(np.linalg.norm(apart) <= NEAR * np.linalg.norm(expected))
 
 
 def _basis(weights: list[Array], ridge: float) -> Array:
@@ -121,10 +123,10 @@ def rebuilt_slots(patch: Patch, read: Callable[[str], Array]) -> Mapping[str, Ar
     if not row.is_rebuilt(patch.shapes):
         return {}
     more = patch.shapes, patch.view.shape, settings
-    found = {slot: np.asarray(v) for slot, v in row.rebuilt(Loaded.of_arrays(read, held, *more)).items()}
-    if not CHECKS[patch.algorithm](Remade(found, read, *more)):
-        where = f"{quoted(patch.module.where)} ({patch.algorithm}): {', '.join(sorted(found))}"
+    slots = {slot: np.asarray(v) for slot, v in row.rebuilt(Loaded.of_arrays(read, held, *more)).items()}
+    if not CHECKS[patch.algorithm](Remade(slots, read, *more)):
+        where = f"{quoted(patch.module.where)} ({patch.algorithm}): {', '.join(sorted(slots))}"
         raise VerificationFailed(
             "tensors computed from the base do not satisfy the definition of the adapter's method", where, REPORT
         )
-    return found
+    return slots

@@ -101,29 +101,31 @@ class Recomputation:
         parts = [chosen[first : first + size] for first in range(0, len(chosen), size)]
         find = partial(self._findings_of, target, fd, rows / max(len(chosen), 1))
         self.findings.count(tensors=1)
-        for n, found in enumerate(self.pool.map(find, parts) if len(parts) > 1 else map(find, parts)):
-            self.findings.add(found)
+        for n, findings in enumerate(self.pool.map(find, parts) if len(parts) > 1 else map(find, parts)):
+            self.findings.add(findings)
             before, after = (target.nbytes * done // len(parts) for done in (n, n + 1))
             report(after - before)
 
     @np.errstate(over="ignore", invalid="ignore")
     def confirm(self, target: OutputTensor, fd: int) -> None:
         """Compute again what the merge recorded of some rows of a tensor, and note the tensor if it differs."""
-        seen = self.recorded.get(target.name)
-        if seen is None or target.name in self.left_out or target.combining is not None:
+        recorded = self.recorded.get(target.name)
+        if recorded is None or target.name in self.left_out or target.combining is not None:
             return
-        rows, cols = np.array(seen.rows), target.matrix[1]
-        (found, grid), exact = self._output(target, fd, rows, cols), self._exact(target, rows, cols)
-        one = measure(found, exact, grid.rounded, 1.0)
-        if not np.isfinite(found).all() or grid.beyond(exact.value).any():
+        rows, cols = np.array(recorded.rows), target.matrix[1]
+        (stored, grid), exact = self._output(target, fd, rows, cols), self._exact(target, rows, cols)
+        measured = measure(stored, exact, grid.rounded, 1.0)
+        if not np.isfinite(stored).all() or grid.beyond(exact.value).any():
             return  # such numbers are not recorded
-        under = self.underflow * exact.growth * sqrt(found.size)
+        under = self.underflow * exact.growth * sqrt(stored.size)
         slack = exact.loss * (self.rounding * float(np.linalg.norm(exact.terms)) + under)
-        pairs = ((seen.weight, one.weight), (seen.change, one.all.change))
+        pairs = ((recorded.weight, measured.weight), (recorded.change, measured.all.change))
         same = all(abs(sqrt(max(a, 0.0)) - sqrt(b)) <= 1e-3 * sqrt(b) + slack for a, b in pairs)
         dtypes = target.dtype, target.weight.stored.dtype
         wide = max(ITEM_BYTES.get(dtype, 0) for dtype in dtypes) > 4  # than what is recorded
-        counted = seen.changed is None or target.name in self.outputs or wide or seen.changed == one.changed
+        counted = (
+            recorded.changed is None or target.name in self.outputs or wide or recorded.changed == measured.changed
+        )
         if not (same and counted):
             self.unconfirmed.append(target.name)
 
@@ -131,12 +133,12 @@ class Recomputation:
     def _findings_of(self, target: OutputTensor, fd: int, weight: float, rows: Array) -> Findings:
         """Return the findings of some rows; each counts for `weight` rows of its tensor."""
         cols = target.matrix[1]
-        (found, grid), exact = self._output(target, fd, rows, cols), self._exact(target, rows, cols)
+        (stored, grid), exact = self._output(target, fd, rows, cols), self._exact(target, rows, cols)
         if grid.turn is not None:
-            found, exact = grid.turn(found), exact.turned(grid.turn)
-        findings = self._compared(target, rows, found, grid, exact)
-        one = measure(found, exact, grid.rounded, weight)
-        findings.measures.tensors[target.name] = replace(one, cut=findings.cut) if findings.cut else one
+            stored, exact = grid.turn(stored), exact.turned(grid.turn)
+        findings = self._compared(target, rows, stored, grid, exact)
+        measured = measure(stored, exact, grid.rounded, weight)
+        findings.measures.tensors[target.name] = replace(measured, cut=findings.cut) if findings.cut else measured
         return findings
 
     def _exact(self, target: OutputTensor, rows: Array, cols: int) -> Exact:
@@ -144,31 +146,31 @@ class Recomputation:
         base = self._base(target.weight, rows, cols)
         if target.combining is not None:
             return self._combined(target, rows, base)
-        made, value, terms = Made(target), base.copy(), np.abs(base)
+        changes_of, value, terms = Made(target), base.copy(), np.abs(base)
         changes: dict[int, Array] = {}
         losses = [1.0]
         for part in self._parts(target.uses):
-            found = self._change(part, rows, made.on(target.name))
-            if found is None:
+            placed = self._change(part, rows, changes_of.on(target.name))
+            if placed is None:
                 continue
-            at, change = found
+            at, change = placed
             value[at] += change
             terms[at] = np.maximum(terms[at], np.maximum(np.abs(change), np.abs(value[at])))
             changes.setdefault(part.patch.adapter, np.zeros_like(base))[at] += change
             losses.append(REFERENCE[part.patch.algorithm].loss)
         loss = sum(losses) if target.method.in_turn else max(losses)
-        return Exact(base, value, terms, loss, max(made.growth), changes)
+        return Exact(base, value, terms, loss, max(changes_of.growth), changes)
 
     def _combined(self, target: OutputTensor, rows: Array, base: Array) -> Exact:
         """Return rows of the base with the one change that all changes of the weight become."""
-        one = of_weight(target, self._parts(target.uses), rows, lambda p, some: self.whole(p, some, Made(target)))
-        value, terms = base + one.total, np.abs(base)
-        for part in (value, *one.parts.values()):
+        combined = of_weight(target, self._parts(target.uses), rows, lambda p, some: self.whole(p, some, Made(target)))
+        value, terms = base + combined.total, np.abs(base)
+        for part in (value, *combined.parts.values()):
             terms = np.maximum(terms, np.abs(part))
         loss = sum(REFERENCE[u.patch.algorithm].loss for u in target.uses)
-        return Exact(base, value, terms, loss, changes=one.parts, slack=one.slack)
+        return Exact(base, value, terms, loss, changes=combined.parts, slack=combined.slack)
 
-    def _compared(self, target: OutputTensor, rows: Array, found: Array, grid: Grid, exact: Exact) -> Findings:
+    def _compared(self, target: OutputTensor, rows: Array, got: Array, grid: Grid, exact: Exact) -> Findings:
         """Find the elements that are further from the exact value than rounding explains.
 
         The unit of the worst error is that of the element's largest term where the output is coarser than the sum (16
@@ -178,33 +180,33 @@ class Recomputation:
         value, largest = grid.saturated(exact.value) if self.saturate else exact.value, exact.largest
         units = grid.step(value)
         with np.errstate(invalid="ignore", over="ignore"):
-            error = np.abs(found - value)
-        if not np.isfinite(found).all():
-            error[(found == value) | (np.isnan(found) & np.isnan(value))] = 0.0
+            error = np.abs(got - value)
+        if not np.isfinite(got).all():
+            error[(got == value) | (np.isnan(got) & np.isnan(value))] = 0.0
         parts = len(self._parts(target.uses))
         rounding = self.rounding if target.combining is None else ROUNDING["fp64"]
         if not target.weight.packing.encoding.plain:
             rounding = max(rounding, ROUNDING["fp32"])  # codes are decoded in fp32, whatever the sum is made in
         rounding *= max(1.0, parts / 16)
         lost = exact.loss * (rounding * largest + self.underflow * exact.growth) + exact.slack
-        beyond = self._beyond(target, rows, found, grid, value, error, lost)
+        beyond = self._beyond(target, rows, got, grid, value, error, lost)
         bad = ~(beyond <= lost)
         coarse = 2.0**-grid.levels.digits > self.rounding
         worst = float(np.max(error / grid.step(exact.terms if coarse else largest), initial=0.0))
         findings = Findings(
-            rows=len(rows), elements=found.size, worst=worst, worst_tensor=target.name,
-            broken=int(np.count_nonzero(~np.isfinite(found))),
+            rows=len(rows), elements=got.size, worst=worst, worst_tensor=target.name,
+            broken=int(np.count_nonzero(~np.isfinite(got))),
             cut=int(np.count_nonzero(grid.beyond(exact.value))) if self.saturate else 0,
             bounds={target.name: Bound.of(beyond, lost, exact, value)},
         )  # fmt: skip
         if bad.any():
-            products = self._products(target, rows, found.shape[1]).max(axis=1, initial=0.0, keepdims=True)
+            products = self._products(target, rows, got.shape[1]).max(axis=1, initial=0.0, keepdims=True)
             more = lost + exact.loss * rounding * products
-            explained = self._beyond(target, rows, found, grid, value, error, more) <= more
+            explained = self._beyond(target, rows, got, grid, value, error, more) <= more
             cancelled = self.rounding > ROUNDING["fp64"] and bool(explained[bad].all())
             row, col = np.argwhere(bad)[0]
             where = (
-                f"row {int(rows[row])}, column {int(col)}: {found[row, col]:.8g} was written, {value[row, col]:.8g} is "
+                f"row {int(rows[row])}, column {int(col)}: {got[row, col]:.8g} was written, {value[row, col]:.8g} is "
                 f"right, {error[row, col] / units[row, col]:.3g} units in the last place of {spoken(target.dtype)} away"
                 f"{f'; {UNASKED}' if grid.beyond(value)[row, col] else ''}"
             )
@@ -212,15 +214,15 @@ class Recomputation:
         return findings
 
     def _beyond(  # noqa: PLR0913, PLR0917  # what is compared, and how far it may be off
-        self, target: OutputTensor, rows: Array, found: Array, grid: Grid, value: Array, error: Array, lost: Array
+        self, target: OutputTensor, rows: Array, stored: Array, grid: Grid, value: Array, error: Array, lost: Array
     ) -> Array:
         """Return how far errors are above rounding to the output's dtype: all of an error where the draws choose
         another number, even for an exact value that is off by `lost`."""
         beyond = error - 1.0000002 * self.steps * grid.step(value)
         if not self.stochastic or target.name in self.outputs or ITEM_BYTES[target.dtype] >= LEAST_DRAWN:
             return beyond
-        places = rows[:, None] * found.shape[1] + np.arange(found.shape[1])
-        drawn = _as_drawn(found, grid, value, lost, uniform(target.stored, self.plan.job.seed, places))
+        places = rows[:, None] * stored.shape[1] + np.arange(stored.shape[1])
+        drawn = _as_drawn(stored, grid, value, lost, uniform(target.stored, self.plan.job.seed, places))
         return np.where(drawn, beyond, error)
 
     def _output(self, target: OutputTensor, fd: int, rows: Array, cols: int) -> tuple[Array, Grid]:
@@ -236,10 +238,10 @@ class Recomputation:
         info = weight.stored
         if not weight.padded:
             return self.stored(info, (prod(info.shape) // max(cols, 1), cols), rows)
-        found, stored = np.zeros((len(rows), *weight.shape[1:])), rows < info.shape[0]
+        values, stored = np.zeros((len(rows), *weight.shape[1:])), rows < info.shape[0]
         corner: tuple[Any, ...] = (stored, *map(slice, info.shape[1:]))
-        found[corner] = self.stored(info, info.shape, rows[stored])
-        return found.reshape(len(rows), cols)
+        values[corner] = self.stored(info, info.shape, rows[stored])
+        return values.reshape(len(rows), cols)
 
     def _parts(self, uses: Sequence[PatchPart]) -> Sequence[PatchRows]:
         """Return the changes of a tensor, those of one patch together. The plan keeps the uses."""
@@ -247,71 +249,76 @@ class Recomputation:
             self._by_patch[id(uses)] = together(uses)
         return self._by_patch[id(uses)]
 
-    def whole(self, part: PatchRows, rows: Array, made: Made) -> Array:
+    def whole(self, part: PatchRows, rows: Array, cache: Made) -> Array:
         """Return s ΔW for rows of the stored tensor, zeros where the part changes none."""
-        found = self._change(part, rows, made)
+        placed = self._change(part, rows, cache)
         change = np.zeros((len(rows), part.cols))
-        if found is not None:
-            change[found[0]] = found[1]
+        if placed is not None:
+            change[placed[0]] = placed[1]
         return change
 
-    def _change(self, part: PatchRows, rows: Array, made: Made) -> tuple[Array | slice, Array] | None:
+    def _change(self, part: PatchRows, rows: Array, cache: Made) -> tuple[Array | slice, Array] | None:
         """Return which of some rows of the stored tensor change, and s ΔW for them, in the tensor's own orientation;
         None where none changes."""
-        at, seen = part.find(rows)
-        if not len(seen):
+        at, rows_of = part.find(rows)
+        if not len(rows_of):
             return None
         key = part, rows.tobytes()
-        if key not in made.changes:
-            made.changes[key] = part.strength * self._inside(part, rows[at], seen, partial(self._delta, made=made))
-        return at, made.changes[key]
+        if key not in cache.changes:
+            cache.changes[key] = part.strength * self._inside(
+                part, rows[at], rows_of, partial(self._delta, changes_of=cache)
+            )
+        return at, cache.changes[key]
 
-    def _inside(self, part: PatchRows, rows: Array, seen: Array, delta: Callable[[Patch, Array], Array]) -> Array:
-        """Return ΔW at strength 1 for rows of the stored tensor, seen by the patch as `seen`; `delta` makes it."""
+    def _inside(self, part: PatchRows, rows: Array, rows_of: Array, delta: Callable[[Patch, Array], Array]) -> Array:
+        """Return ΔW at strength 1 for rows of the stored tensor, seen by the patch as `rows_of`; `delta` makes it."""
         first = part.first
         if first.piece.transposed:
-            seen = np.arange(first.start, first.start + first.piece.rows)
+            rows_of = np.arange(first.start, first.start + first.piece.rows)
             change = np.zeros((len(rows), part.cols))
-            change[:, first.piece.across] = delta(part.patch, seen).T[rows - first.piece.start]
+            change[:, first.piece.across] = delta(part.patch, rows_of).T[rows - first.piece.start]
             return change
-        return delta(part.patch, seen)
+        return delta(part.patch, rows_of)
 
     def _products(self, target: OutputTensor, rows: Array, cols: int) -> Array:
         """Return Σ |s| · |B| |A| for rows of a tensor, of formulas that are sums of products of stored tensors: far
         above |ΔW| where products cancel."""
-        found = np.zeros((len(rows), cols))
+        products = np.zeros((len(rows), cols))
         for part in self._parts(target.uses):
-            row, (at, seen) = ALGORITHMS[part.patch.algorithm], part.find(rows)
-            if len(seen) and not (row.reads_base or row.prepare or row.decomposes or part.patch.magnitude):
-                change = self._inside(part, rows[at], seen, partial(self._unsigned, Made(target)))
-                found[at] += np.abs(part.strength * change)
-        return found
+            row, (at, rows_of) = ALGORITHMS[part.patch.algorithm], part.find(rows)
+            if len(rows_of) and not (row.reads_base or row.prepare or row.decomposes or part.patch.magnitude):
+                change = self._inside(part, rows[at], rows_of, partial(self._unsigned, Made(target)))
+                products[at] += np.abs(part.strength * change)
+        return products
 
-    def _unsigned(self, made: Made, patch: Patch, rows: Array) -> Array:
+    def _unsigned(self, changes_of: Made, patch: Patch, rows: Array) -> Array:
         """Return ΔW of an adapter whose stored numbers have no signs."""
-        g = self._given(patch, rows, made)
+        g = self._given(patch, rows, changes_of)
         return REFERENCE[patch.algorithm].formula(replace(g, read=lambda *slot: np.abs(g.read(*slot))))
 
-    def _delta(self, patch: Patch, rows: Array, made: Made) -> Array:
+    def _delta(self, patch: Patch, rows: Array, changes_of: Made) -> Array:
         """Return ΔW for rows of the weight as the adapter saw it."""
         if patch.magnitude is None:
-            return REFERENCE[patch.algorithm].formula(self._given(patch, rows, made))
+            return REFERENCE[patch.algorithm].formula(self._given(patch, rows, changes_of))
         axis, shape = patch.magnitude
         magnitude = self.stored(patch.module.shared["magnitude"], shape)
-        g = self._given(patch, rows if axis == "out" else np.arange(prod(patch.view.shape[:1])), made)
+        g = self._given(patch, rows if axis == "out" else np.arange(prod(patch.view.shape[:1])), changes_of)
         v = g.w + REFERENCE[patch.algorithm].formula(g)
         if axis == "out":
             norm = np.sqrt(np.sum(v * v, axis=1, keepdims=True))
-            return np.asarray(v * made.enlarged(magnitude[rows] / _divisor(norm)) - g.w)
+            return np.asarray(v * changes_of.enlarged(magnitude[rows] / _divisor(norm)) - g.w)
         blocks = v.reshape(len(v), shape[1], -1)
         norm = np.sqrt(np.sum(blocks * blocks, axis=(0, 2), keepdims=True))
-        turned = blocks * made.enlarged(magnitude.reshape(norm.shape) / _divisor(norm))
+        turned = blocks * changes_of.enlarged(magnitude.reshape(norm.shape) / _divisor(norm))
         return np.asarray((turned.reshape(v.shape) - g.w)[rows])
 
-    def _given(self, patch: Patch, rows: Array, made: Made) -> FormulaInput:
+    def _given(self, patch: Patch, rows: Array, changes_of: Made) -> FormulaInput:
         row = ALGORITHMS[patch.algorithm]
         settings: dict[str, Any] = {**row.settings, **dict(patch.settings)}
-        derived = {**row.derived(patch.shapes, patch.view.shape, dict(patch.settings)), **self._rebuilt(patch, made)}
+        derived = {
+            **row.derived(patch.shapes, patch.view.shape, dict(patch.settings)),
+            **self._rebuilt(patch, changes_of),
+        }
 
         def read(slot: str, entries: Array | None) -> Array:
             if slot in derived:
@@ -320,60 +327,60 @@ class Recomputation:
                 return whole if entries is None else whole[entries]
             if slot in patch.beside:
                 near = patch.beside[slot]
-                whole = self._view(near, patch.adapter, made.on(near.row_slices[0].key), None).reshape(
+                whole = self._view(near, patch.adapter, changes_of.on(near.row_slices[0].key), None).reshape(
                     patch.shapes[slot]
                 )
                 return whole if entries is None else whole[entries]
             return self.stored(patch.module.slots[slot], patch.shapes[slot], entries)
 
         slots = frozenset(patch.module.slots) | frozenset(derived) | frozenset(patch.beside)
-        base = partial(self._view, patch.view, patch.adapter, made)
+        base = partial(self._view, patch.view, patch.adapter, changes_of)
         return FormulaInput(read, base, slots, patch.numbers, settings, patch.view.shape, rows, patch.view.matrix)
 
-    def _rebuilt(self, patch: Patch, made: Made) -> Mapping[str, Array]:
+    def _rebuilt(self, patch: Patch, changes_of: Made) -> Mapping[str, Array]:
         """Return the slots that are computed from the untouched base: once for all rows, as it may take long."""
         of = basis_weights(patch) or id(patch)
         if of not in self._made:
-            self._made[of] = rebuilt_slots(patch, partial(self._as_loaded, patch, made))
+            self._made[of] = rebuilt_slots(patch, partial(self._as_loaded, patch, changes_of))
         return self._made[of]
 
-    def _as_loaded(self, patch: Patch, made: Made, slot: str) -> Array:
+    def _as_loaded(self, patch: Patch, changes_of: Made, slot: str) -> Array:
         """Return a slot that the base or the file holds, or the weight, before the first adapter."""
         view = patch.view if not slot else patch.beside.get(slot)
         if view is None:
             return held(self.stored(patch.module.slots[slot], patch.shapes[slot]), "F32")
         wide = any(self.plan.weights[piece.key].stored.dtype == "F64" for piece in view.row_slices)
-        return held(self._view(view, 0, made, None), "F64" if wide else "F32")
+        return held(self._view(view, 0, changes_of, None), "F64" if wide else "F32")
 
-    def _view(self, view: WeightView, adapter: int, made: Made, rows: Array | None) -> Array:
+    def _view(self, view: WeightView, adapter: int, changes_of: Made, rows: Array | None) -> Array:
         """Return the rows of a weight that an adapter's formula reads, gathered from its pieces: the base's, changed by
         the adapters before it where adapters act in turn."""
 
         def read(key: str, lines: Array, cols: int) -> Array:
-            on = made if len(view.row_slices) == 1 else made.on(key)
+            on = changes_of if len(view.row_slices) == 1 else changes_of.on(key)
             return self._after(adapter, self._base(self.plan.weights[key], lines, cols), lines, on)
 
-        wanted = np.arange(view.matrix[0]) if rows is None else rows
+        chosen = np.arange(view.matrix[0]) if rows is None else rows
         if any(piece.transposed for piece in view.row_slices):
             pieces = [(p, read(p.key, np.arange(p.start, p.stop), p.cols)) for p in view.row_slices]
-            seen = [values[:, p.across].T if p.transposed else values for p, values in pieces]
-            return np.concatenate(seen)[wanted]
-        found = np.empty((len(wanted), view.matrix[1]))
-        for key, at, lines in stored_rows(view, wanted):
-            found[at] = read(key, lines, found.shape[1])
-        return found
+            parts = [values[:, p.across].T if p.transposed else values for p, values in pieces]
+            return np.concatenate(parts)[chosen]
+        values_of = np.empty((len(chosen), view.matrix[1]))
+        for key, at, lines in stored_rows(view, chosen):
+            values_of[at] = read(key, lines, values_of.shape[1])
+        return values_of
 
-    def _after(self, adapter: int, values: Array, rows: Array, made: Made) -> Array:
+    def _after(self, adapter: int, values: Array, rows: Array, changes_of: Made) -> Array:
         """Return the rows of a tensor with the changes of all adapters before this one, where adapters act in turn."""
-        for part in self._parts(made.uses):
-            found = self._change(part, rows, made) if part.patch.adapter < adapter else None
-            if found is not None:
+        for part in self._parts(changes_of.uses):
+            placed = self._change(part, rows, changes_of) if part.patch.adapter < adapter else None
+            if placed is not None:
                 values = values.copy()
-                values[found[0]] += found[1]
+                values[placed[0]] += placed[1]
         return values
 
 
-def _as_drawn(found: Array, grid: Grid, value: Array, lost: Array, drawn: Array) -> Array:
+def _as_drawn(stored: Array, grid: Grid, value: Array, lost: Array, drawn: Array) -> Array:
     """Return which numbers are the neighbour of the exact value that the draws choose; either one where rounding in the
     compute dtype may decide."""
     units, side = grid.step(value), np.where(value < 0, -1.0, 1.0)
@@ -382,7 +389,7 @@ def _as_drawn(found: Array, grid: Grid, value: Array, lost: Array, drawn: Array)
         grid.saturated(side * np.floor(np.abs(value) / units + drawn + more) * units) * side
         for more in (-unsure, unsure)
     )
-    return np.asarray((low <= found * side) & (found * side <= high))
+    return np.asarray((low <= stored * side) & (stored * side <= high))
 
 
 def _divisor(norm: Array) -> Array:

@@ -77,13 +77,13 @@ def ranges(targets: list[OutputTensor], total: int, *, full: bool) -> Iterator[R
         before += t.nbytes
 
 
-def neighbours(found: Iterable[Range]) -> Iterator[list[Range]]:
+def neighbours(pieces: Iterable[Range]) -> Iterator[list[Range]]:
     """Yield groups of ranges that follow each other both in the output and in the input, PIECE bytes at most.
 
     Each group is compared at once."""
     some: list[Range] = []
     size = 0
-    for this in found:
+    for this in pieces:
         if some and not (size + this[2] <= PIECE and _follows(some[-1], this)):
             yield some
             some, size = [], 0

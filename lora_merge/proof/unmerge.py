@@ -36,40 +36,40 @@ EXACT: Final = ("F32", "F64")
 
 
 def plan_unmerge(
-    made: Path, adapters: Any, output: str | Path | None, search: Sequence[Path] = (), **options: Any
+    path: Path, adapters: Any, output: str | Path | None, search: Sequence[Path] = (), **options: Any
 ) -> Plan:
     """Return the plan that takes adapters out of a merged checkpoint.
 
     `adapters`: as for `merge`, at the strengths of the merge; none: those of its recipe, searched by content. FitError
     for changes that depend on the base, as those of DoRA: there only the original base helps.
     """
-    recipe = read_recipe(open_checkpoint(made), "name its adapters") if not adapters else _recipe(made)
-    kept: dict[str, Any] = {}
+    recipe = read_recipe(open_checkpoint(path), "name its adapters") if not adapters else _recipe(path)
+    options_of: dict[str, Any] = {}
     if recipe is not None:
-        _expect_sum(recipe, made)
-        kept = {n: recipe.options[n] for n in KEPT if n in recipe.options and n not in options}
+        _expect_sum(recipe, path)
+        options_of = {n: recipe.options[n] for n in KEPT if n in recipe.options and n not in options}
     if not adapters and recipe is not None:
-        folders = [*search, absolute(made).parent, *current_folders()]
+        folders = [*search, absolute(path).parent, *current_folders()]
         paths = find_all([a for a, _, _ in recipe.adapters], folders)
         adapters = [Adapter(p, s, parts) for p, (_, s, parts) in zip(paths, recipe.adapters, strict=True)]
     try:
-        job = make_job(made, adapters, output, **options, **kept)
+        job = make_job(path, adapters, output, **options, **options_of)
         plan = plan_job(opposite(job), CheckpointCache())
     except UsageError as e:
-        if any(e.where.startswith(OPTIONS[name].flag) for name in kept):  # the user did not type it
-            raise damaged(made, f"{e.what} ({e.where})") from e
+        if any(e.where.startswith(OPTIONS[name].flag) for name in options_of):  # the user did not type it
+            raise damaged(path, f"{e.what} ({e.where})") from e
         raise
     return taken_back(plan, recipe)
 
 
-def _expect_sum(recipe: Recipe, made: Path) -> None:
+def _expect_sum(recipe: Recipe, path: Path) -> None:
     """Raise FitError for a merge that is no sum, or that may have cut numbers."""
     if (method := recipe.options.get("method", SUM)) != SUM:
-        raise FitError(f"the merge was no sum but {method}, which nothing takes back", str(made), _instead(recipe))
+        raise FitError(f"the merge was no sum but {method}, which nothing takes back", str(path), _instead(recipe))
     if recipe.options.get("on_overflow", "error") == "saturate":
         raise FitError(
             "the merge may have cut numbers that the dtype cannot hold (--on-overflow saturate): nothing restores them",
-            str(made), _instead(recipe),
+            str(path), _instead(recipe),
         )  # fmt: skip
 
 
@@ -88,13 +88,13 @@ def taken_back(plan: Plan, recipe: Recipe | None = None) -> Plan:
     recipe = recipe or _recipe(plan.base.path)
     if recipe is not None:
         _expect_sum(recipe, plan.base.path)
-    for one in plan.adapters:
-        patches = [use.patch for uses in one.uses.values() for use in uses]
+    for match in plan.adapters:
+        patches = [use.patch for uses in match.uses.values() for use in uses]
         wrong = [f"{p.module.name} depends on the weights before the merge" for p in patches if p.reads_base]
-        wrong += [f"{key} was replaced or enlarged" for key in (*one.replaced, *one.grown, *one.separated)]
+        wrong += [f"{key} was replaced or enlarged" for key in (*match.replaced, *match.grown, *match.separated)]
         if wrong:
             raise FitError(
-                "the change by an adapter cannot be taken back", f"{one.adapter.path}: {wrong[0]}", _instead(recipe)
+                "the change by an adapter cannot be taken back", f"{match.adapter.path}: {wrong[0]}", _instead(recipe)
             )
     notes = [*_otherwise(plan, recipe)] or [_inexact(plan, recipe)]
     return replace(plan, base=replace(plan.base, notes=(*plan.base.notes, *notes)))
@@ -128,22 +128,24 @@ def _digits(dtype: str) -> int:
 def _otherwise(plan: Plan, recipe: Recipe | None) -> Iterator[Note]:
     """Yield a note for each adapter that is taken out at another strength than that at which it was merged."""
     merged = {a.name: [] for a, _, _ in recipe.adapters} if recipe is not None else {}  # type: dict[str, list[Any]]
-    for one, strength, parts in recipe.adapters if recipe is not None else ():
-        merged[one.name].append((strength, sorted(parts)))
+    for adapter, strength, parts in recipe.adapters if recipe is not None else ():
+        merged[adapter.name].append((strength, sorted(parts)))
     for ref in plan.job.adapters:
         known = merged.get(ref.path.name, [])
         if recipe is not None and not known:
             yield Note(f"the result is not the base: its recipe names no {ref.path.name}")
         elif known and (-ref.strength, sorted(ref.parts)) not in known:
             strength, parts = known[0]
-            told = "".join(f",{part}={factor:g}" for part, factor in parts)
-            yield Note(f"the result is not the base: {ref.path.name} was merged as {ref.path.name}:{strength:g}{told}")
+            parts_typed = "".join(f",{part}={factor:g}" for part, factor in parts)
+            yield Note(
+                f"the result is not the base: {ref.path.name} was merged as {ref.path.name}:{strength:g}{parts_typed}"
+            )
 
 
-def _recipe(made: Path) -> Recipe | None:
+def _recipe(path: Path) -> Recipe | None:
     """Return the recipe of a checkpoint; None where it has none."""
     try:
-        return read_recipe(open_checkpoint(made), "name its adapters")
+        return read_recipe(open_checkpoint(path), "name its adapters")
     except InputError:
         return None
 

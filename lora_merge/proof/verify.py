@@ -53,7 +53,7 @@ def verify(  # noqa: PLR0913  # what is proven, how far, and who sees the progre
     *,
     full: bool = False,
     written: Iterable[bytes] | None = None,
-    seen: Mapping[str, Checked] | None = None,
+    recorded: Mapping[str, Checked] | None = None,
     judged: str = "",
     progress: Progress = unwatched,
 ) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def verify(  # noqa: PLR0913  # what is proven, how far, and who sees the progre
     `judged`: the compute dtype whose rounding is allowed; "": that of the job, whose user asked for it.
 
     `written`: the headers of the files, where this plan has just written them: they must be equal byte by byte.
-    `seen`: what the merge recorded of some rows; a warning says where the rows do not confirm it.
+    `recorded`: what the merge recorded of some rows; a warning says where the rows do not confirm it.
     """
     started, compared = time.monotonic(), {"bytes": 0, "of": 0}
     matching, tensors = read_again(plan, reader).to_dict(), account(plan, reader).to_dict()
@@ -75,7 +75,7 @@ def verify(  # noqa: PLR0913  # what is proven, how far, and who sees the progre
             checked.append(check_header(file, path, header))
             notes += check_opened(file, path, header)
         coded = _coded_outputs(paths, checked)
-        merged = Recomputation(plan, reader, pool, full=full, outputs=coded, recorded=seen or {}, judged=judged)
+        merged = Recomputation(plan, reader, pool, full=full, outputs=coded, recorded=recorded or {}, judged=judged)
         for path, targets in zip(paths, checked, strict=True):
             _check(targets, path, merged, compared, report)
     check_folder(plan, part, new=written is not None)
@@ -144,18 +144,18 @@ def check_header(file: OutputFile, path: Path, written: bytes | None = None) -> 
     if written is not None and _begins(path, written, file.size):
         return file.targets
     try:
-        found = read_header(path)
+        header = read_header(path)
     except InputError as e:
         raise _failed(f"the written file is damaged: {e.what}", e.where) from e
     if written is not None:
         raise _failed("the header is not the planned one", str(path))
-    missing = [t.stored for t in file.targets if t.stored not in found.tensors]
-    extra = found.tensors.keys() - {t.stored for t in file.targets}
+    missing = [t.stored for t in file.targets if t.stored not in header.tensors]
+    extra = header.tensors.keys() - {t.stored for t in file.targets}
     if missing or extra:
         raise _failed("the file has other tensors than planned", f"{path}: {quoted([*missing, *sorted(extra)][0])}")
-    placed = tuple(t._replace(offset=found.tensors[t.stored].offset) for t in file.targets)
+    placed = tuple(t._replace(offset=header.tensors[t.stored].offset) for t in file.targets)
     for t in placed:
-        info = found.tensors[t.stored]
+        info = header.tensors[t.stored]
         if (info.dtype, info.shape) != t.in_file[1:]:
             raise _failed("a tensor has another dtype or shape than planned",
                           f"{path}: {quoted(t.stored)} {spoken(info.dtype)} {list(info.shape)}")  # fmt: skip
@@ -178,9 +178,9 @@ def _unmerged(
     plain = [t for t in targets if not t.uses and t.nbytes and t.name not in scales]
     total = sum([t.nbytes for t in plain])
     compared["of"] += total
-    found = list(ranges(plain, total, full=full or total <= ALL_BELOW))
-    compared["bytes"] += sum(count for _, _, count in found)
-    return found
+    pieces = list(ranges(plain, total, full=full or total <= ALL_BELOW))
+    compared["bytes"] += sum(count for _, _, count in pieces)
+    return pieces
 
 
 def _expect(fd: int, reader: Reader, pieces: Sequence[Range]) -> None:
@@ -189,9 +189,9 @@ def _expect(fd: int, reader: Reader, pieces: Sequence[Range]) -> None:
     ahead = ReadAhead()
     for target, first, count in pieces:
         ahead.expect(fd, target.offset + first, count)
-        source, read, made = target.source, target.weight.packing.encoding, target.packing.encoding
+        source, read, written = target.source, target.weight.packing.encoding, target.packing.encoding
         if not target.weight.padded:
-            reader.expect(source, read.nbytes(made.count(first)), read.nbytes(made.count(count)))
+            reader.expect(source, read.nbytes(written.count(first)), read.nbytes(written.count(count)))
 
 
 def _same(target: OutputTensor, first: int, count: int, fd: int, reader: Reader) -> bool:
@@ -205,25 +205,25 @@ def _compare(target: OutputTensor, first: int, count: int, fd: int, merged: Reco
     Returns how many numbers were too large for the dtype and were cut; VerificationFailed unless `saturate`.
     """
     source = target.source
-    found = read_exactly(fd, count, target.offset + first)
+    stored = read_exactly(fd, count, target.offset + first)
     if target.copied:
         want = merged.reader.read(source, first, count)
-        if found != want:
-            at = next((i for i, (a, b) in enumerate(zip(found, want, strict=False)) if a != b), len(found))
+        if stored != want:
+            at = next((i for i, (a, b) in enumerate(zip(stored, want, strict=False)) if a != b), len(stored))
             raise _failed("a tensor that no adapter changes differs from the base", f"{target.name}, byte {first + at}")
         return 0
-    made, grid = target.packing.encoding, plain_grid(target.dtype)
-    low, high = made.count(first), min(made.count(first + count), prod(target.shape))
+    encoding, grid = target.packing.encoding, plain_grid(target.dtype)
+    low, high = encoding.count(first), min(encoding.count(first + count), prod(target.shape))
     if (output := merged.outputs.get(target.name)) is None:
-        got = decode(found, target.dtype)
+        got = decode(stored, target.dtype)
     else:
         got, grid = output.span(low, high)
         if grid.turn is not None:
             low, high = output.turned(low, high)
             got, grid = output.span(low, high)
     if (coded := merged.stored.coded(source)) is not None:
-        exact, own = coded.span(low, high)
-        slack = own.lost(exact)
+        exact, written = coded.span(low, high)
+        slack = written.lost(exact)
     else:
         scale = ITEM_BYTES[source.dtype]
         exact = decode(merged.reader.read(source, low * scale, (high - low) * scale), source.dtype)
@@ -238,7 +238,9 @@ def _compare(target: OutputTensor, first: int, count: int, fd: int, merged: Reco
     if not same.all():
         at = int(np.argmin(same))
         where = f"{target.name}, element {low + at}: {exact[at]:.8g} became {got[at]:.8g}"
-        raise _failed(f"a tensor was wrongly converted to {made.title}", f"{where}; {UNASKED}" if over[at] else where)
+        raise _failed(
+            f"a tensor was wrongly converted to {encoding.title}", f"{where}; {UNASKED}" if over[at] else where
+        )
     return int(np.count_nonzero(over))
 
 
@@ -299,8 +301,8 @@ def _check_sums(paths: Sequence[Path], targets: Sequence[Sequence[OutputTensor]]
         said = [text[at : at + DIGITS] for at in range(0, len(text), DIGITS)]
         if len(said) != len(tensors):
             raise _failed("the file has sums of other tensors", f"{path}: {CHECKSUMS}")
-        for target, one, found in zip(tensors, said, sums_of(path, tensors), strict=True):
-            if one != f"{found:0{DIGITS}x}":
+        for target, digits, checksum in zip(tensors, said, sums_of(path, tensors), strict=True):
+            if digits != f"{checksum:0{DIGITS}x}":
                 raise _failed("codes or scales were changed after they were written", f"{path}: {target.name}")
 
 

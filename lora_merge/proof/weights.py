@@ -64,10 +64,10 @@ class Coded:
 
     def rows(self, rows: Array, cols: int) -> tuple[Array, Grid]:
         """Return rows of the weight, seen as a matrix `cols` wide, and their grid."""
-        found = [self.span(first * cols, (first + count) * cols) for first, count in runs(rows)]
-        values = np.concatenate([v for v, _ in found]) if found else np.zeros(0)
+        spans = [self.span(first * cols, (first + count) * cols) for first, count in runs(rows)]
+        values = np.concatenate([v for v, _ in spans]) if spans else np.zeros(0)
         shape = (len(rows), cols)
-        return values.reshape(shape), joined([g for _, g in found]).at(shape)
+        return values.reshape(shape), joined([g for _, g in spans]).at(shape)
 
     def _codes(self, first: int, count: int) -> bytes | bytearray:
         codes, encoding = self.packing.codes, self.packing.encoding

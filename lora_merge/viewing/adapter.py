@@ -102,17 +102,17 @@ def _shapes(modules: Sequence[Module]) -> dict[str, Shape]:
 
 def parts(modules: Sequence[Module]) -> dict[str, Any]:
     """Return network → what it does, modules, parameters, and how many modules are of each kind of layer."""
-    found: dict[str, dict[str, Any]] = {}
+    networks: dict[str, dict[str, Any]] = {}
     denoiser = denoiser_of(_shapes(modules))
     for m in modules:
         hint, _ = innermost(m.name)
         network = network_of(m.name, denoiser)
         does = next((does for start, does in WORK.items() if hint.startswith(start)), "makes the picture")
-        row = found.setdefault(network, {"does": does, "modules": 0, "parameters": 0, "layers": Counter()})
+        row = networks.setdefault(network, {"does": does, "modules": 0, "parameters": 0, "layers": Counter()})
         row["modules"] += 1
         row["parameters"] += sum(prod(t.shape) for t in m.tensors)
         row["layers"][kind_of(m.name)] += 1
-    return {name: {**row, "layers": dict(row["layers"].most_common())} for name, row in found.items()}
+    return {name: {**row, "layers": dict(row["layers"].most_common())} for name, row in networks.items()}
 
 
 def kind_of(name: str) -> str:
@@ -151,13 +151,13 @@ def _algorithms(file: AdapterFile) -> dict[str, str]:
         known = rules_of(file)
     except MergeError:  # a merge will say what is wrong with the configuration
         return {m.where: algorithm_of(m) for m in file.modules}
-    found = {}
+    names = {}
     for m in file.modules:
         try:
-            found[m.where] = known.of(m.name).algorithm(m.name, m.complete) or algorithm_of(m)
+            names[m.where] = known.of(m.name).algorithm(m.name, m.complete) or algorithm_of(m)
         except (MergeError, DoesNotFit):
-            found[m.where] = algorithm_of(m)
-    return found
+            names[m.where] = algorithm_of(m)
+    return names
 
 
 def _patterns(
@@ -178,15 +178,15 @@ def _blocks(
     modules: Sequence[Module], ranks: Mapping[str, int], alphas: Mapping[str, Sequence[float]]
 ) -> dict[str, Any]:
     """Return block → number of modules, their ranks and alphas, in the order of the blocks' numbers."""
-    found: dict[str, list[str]] = {}
+    by_block: dict[str, list[str]] = {}
     for m in modules:
-        found.setdefault(block_name(m.name), []).append(m.where)
+        by_block.setdefault(block_name(m.name), []).append(m.where)
     return {
         block: {
             "modules": len(names), "ranks": spread([ranks[n] for n in names if n in ranks]),
             "alphas": spread([a for n in names for a in alphas.get(n, ())]),
         }
-        for block, names in sorted(found.items(), key=lambda item: in_order(item[0]))
+        for block, names in sorted(by_block.items(), key=lambda item: in_order(item[0]))
     }  # fmt: skip
 
 

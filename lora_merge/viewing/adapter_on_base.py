@@ -26,23 +26,23 @@ def fit(path: Path, base: Index, adapter: Adapter, numbers: Callable[[Plan], Any
     job = make_job(path, [adapter], path, unmatched="skip")
     file = group(open_checkpoint(adapter.path, adapter=True))
     lookup = names(base)
-    found: dict[str, Any] = {"adapter": str(adapter.path), "strength": adapter.strength, "total": len(file.modules)}
+    facts: dict[str, Any] = {"adapter": str(adapter.path), "strength": adapter.strength, "total": len(file.modules)}
     try:
         matched = match(Inputs.joined(job, base, lookup, (file,)))
     except FitError as e:
         error = {"what": e.what, "where": e.where, "fix": e.fix}
-        return {**found, "fits": False, "matched": None, "why": f"{e.what}: {e.where}; {e.fix}", "error": error}
-    (one,) = matched.adapters
-    why = explain(lookup, list(one.unmatched), weight_shapes(file.modules)) if one.unmatched else ""
+        return {**facts, "fits": False, "matched": None, "why": f"{e.what}: {e.where}; {e.fix}", "error": error}
+    (matching,) = matched.adapters
+    why = explain(lookup, list(matching.unmatched), weight_shapes(file.modules)) if matching.unmatched else ""
     plan = make_plan(Matched(matched.inputs, matched.adapters))
     return {
-        **found, "fits": not one.unmatched and bool(one.modules), "algorithms": list(one.algorithms),
-        "matched": one.modules, "total": one.total, "components": dict(one.components),
-        "strengths": {part: {f"{s:g}": n for s, n in sorted(c.items())} for part, c in one.strengths.items()},
+        **facts, "fits": not matching.unmatched and bool(matching.modules), "algorithms": list(matching.algorithms),
+        "matched": matching.modules, "total": matching.total, "components": dict(matching.components),
+        "strengths": {part: {f"{s:g}": n for s, n in sorted(c.items())} for part, c in matching.strengths.items()},
         "effective": _effective(matched, lookup),
-        "patterns": {pattern: len(some) for pattern, some in by_pattern(one.placed).items()},
-        "unmatched": dict(one.unmatched), "changed_tensors": plan.changed, "output_bytes": plan.size,
-        "notes": list(one.notes), "why": why, **({"numbers": numbers(plan)} if numbers else {}),
+        "patterns": {pattern: len(some) for pattern, some in by_pattern(matching.placed).items()},
+        "unmatched": dict(matching.unmatched), "changed_tensors": plan.changed, "output_bytes": plan.size,
+        "notes": list(matching.notes), "why": why, **({"numbers": numbers(plan)} if numbers else {}),
     }  # fmt: skip
 
 
@@ -51,9 +51,9 @@ def _effective(matched: Matched, lookup: Names) -> dict[str, Any]:
 
     Algorithms whose formula has no such factor are left out.
     """
-    found: dict[str, list[float]] = {}
+    factors_of: dict[str, list[float]] = {}
     for key, uses in matched.adapters[0].uses.items():
         for use in uses:
             if "scale" in use.patch.numbers:
-                found.setdefault(lookup.component(key), []).append(use.strength * use.patch.numbers["scale"])
-    return {component: spread(factors) for component, factors in found.items()}
+                factors_of.setdefault(lookup.component(key), []).append(use.strength * use.patch.numbers["scale"])
+    return {component: spread(factors) for component, factors in factors_of.items()}

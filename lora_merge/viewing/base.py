@@ -44,10 +44,10 @@ def base_facts(index: Index) -> dict[str, Any]:
 
 def block_sizes(index: Index, lookup: Names) -> dict[str, int]:
     """Return block → number of parameters, in the order of `--strength-for`; tensors without a block are left out."""
-    found = blocks(lookup)
-    counts = dict.fromkeys(found.order, 0)
+    blocks_of = blocks(lookup)
+    counts = dict.fromkeys(blocks_of.order, 0)
     for key, info in index.parameters.items():
-        if (block := found.of(key)) in counts:
+        if (block := blocks_of.of(key)) in counts:
             counts[block] += prod(info.shape)
     return {block: count for block, count in counts.items() if count}
 
@@ -74,8 +74,8 @@ def former_merges(index: Index) -> Iterator[dict[str, Any]]:
         yield {
             "base": str(base.get("name", "")), "by": f"lora-merge {recipe.get('version', '')}",
             "adapters": [
-                {key: one.get(key) for key in ("name", "strength", "parts", "strengths")} for one in adapters
-                if isinstance(one, Mapping)
+                {key: adapter.get(key) for key in ("name", "strength", "parts", "strengths")} for adapter in adapters
+                if isinstance(adapter, Mapping)
             ],
         }  # fmt: skip
         earlier = base.get("recipe")
@@ -103,8 +103,8 @@ def how_to_undo(index: Index) -> str:
 def quantised(index: Index) -> str:
     """Return how many weights are quantised, and how, in words; "" if none are."""
     read = Counter(p.encoding.title for p in index.packed.values() if p.encoding.quantised)
-    told = [f"{plural(count, 'weight')} as {name}" for name, count in read.items()]
-    return "; ".join([*told, *([index.quantised.how] if index.quantised.how else [])])
+    texts = [f"{plural(count, 'weight')} as {name}" for name, count in read.items()]
+    return "; ".join([*texts, *([index.quantised.how] if index.quantised.how else [])])
 
 
 def _components(index: Index, lookup: Names) -> dict[str, int]:

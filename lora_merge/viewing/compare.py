@@ -59,30 +59,30 @@ def _checkpoints(a: Index, b: Index, *, pictures: bool, progress: Progress) -> d
     tensors: dict[str, Any] = {}
     total, equal, others, only_b = Difference(), list[str](), dict[str, str](), list[str]()
     dtypes: Counter[str] = Counter()
-    seen: set[str] = set()
-    told = counted(progress, "look", str(b.path), sum(t.nbytes for t in b.parameters.values()))
-    for found in differences(a, b, lookup):
-        told(b.tensors[found.name].nbytes)
-        seen.update(found.keys)
-        dtypes.update({_dtypes(a.tensors[key], b.tensors[found.name]) for key in found.keys[:1]})
-        if not found.keys:
-            only_b.append(found.name)
-        elif found.why:
-            others[found.name] = found.why
+    keys: set[str] = set()
+    advance = counted(progress, "look", str(b.path), sum(t.nbytes for t in b.parameters.values()))
+    for pair in differences(a, b, lookup):
+        advance(b.tensors[pair.name].nbytes)
+        keys.update(pair.keys)
+        dtypes.update({_dtypes(a.tensors[key], b.tensors[pair.name]) for key in pair.keys[:1]})
+        if not pair.keys:
+            only_b.append(pair.name)
+        elif pair.why:
+            others[pair.name] = pair.why
         else:
-            total.add(found.sums)
-            group = [name for _, name in model.of(found.keys[0])][-1]  # its block, or else its part
-            rows.setdefault(group, Difference()).add(found.sums)
-            if found.sums.equal:
-                equal.append(found.name)
+            total.add(pair.sums)
+            group = [name for _, name in model.of(pair.keys[0])][-1]  # its block, or else its part
+            rows.setdefault(group, Difference()).add(pair.sums)
+            if pair.sums.equal:
+                equal.append(pair.name)
             else:
-                tensors[found.name] = found.sums.to_dict()
+                tensors[pair.name] = pair.sums.to_dict()
     if pictures:
-        for name, one in difference_pictures(a, b, lookup, evenly([*tensors])):
-            tensors[name] |= one
+        for name, other_dtypes in difference_pictures(a, b, lookup, evenly([*tensors])):
+            tensors[name] |= other_dtypes
     return {
         "compared": len(equal) + len(tensors), "equal": len(equal), "different": len(tensors), "other_shapes": others,
-        "only_a": [key for key in a.parameters if key not in seen], "only_b": only_b,
+        "only_a": [key for key in a.parameters if key not in keys], "only_b": only_b,
         "dtypes": {both: n for both, n in dtypes.most_common() if both},
         "total": total.to_dict(), "blocks": {name: rows[name].to_dict() for name in sorted(rows, key=model.place)},
         "tensors": tensors, "equal_tensors": equal,
@@ -95,39 +95,39 @@ def _dtypes(a: StoredTensor, b: StoredTensor) -> str:
     return f"{spoken(a.dtype)} in A, {spoken(b.dtype)} in B" if a.dtype != b.dtype else ""
 
 
-def compare_rows(found: Mapping[str, Any], *, pictured: bool = False) -> Iterator[Fact]:
+def compare_rows(result: Mapping[str, Any], *, pictured: bool = False) -> Iterator[Fact]:
     """Yield the comparison in words; `pictured`: without the tables whose numbers pictures show."""
-    yield from cut_rows(compare_summary(found))
-    yield from table((name, why) for name, why in found.get("other_shapes", {}).items())
+    yield from cut_rows(compare_summary(result))
+    yield from table((name, why) for name, why in result.get("other_shapes", {}).items())
     if pictured:
         return
-    if found["kind"] == "checkpoints":
-        yield from by_block((name, _difference(d)) for name, d in found["blocks"].items() if d["difference"] != 0)
+    if result["kind"] == "checkpoints":
+        yield from by_block((name, _difference(d)) for name, d in result["blocks"].items() if d["difference"] != 0)
     else:
-        yield from by_block((name, _alike(row)) for name, row in found["blocks"].items())
+        yield from by_block((name, _alike(row)) for name, row in result["blocks"].items())
 
 
-def compare_summary(found: Mapping[str, Any]) -> Iterator[Fact]:
+def compare_summary(result: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield the same without its tables."""
-    yield line("A", found["a"])
-    yield line("B", found["b"])
-    yield from (_of_models if found["kind"] == "checkpoints" else _of_adapters)(found)
-    if others := found.get("other_shapes"):
+    yield line("A", result["a"])
+    yield line("B", result["b"])
+    yield from (_of_models if result["kind"] == "checkpoints" else _of_adapters)(result)
+    if others := result.get("other_shapes"):
         yield line("other shapes", len(others))
     for name in ("A", "B"):
-        if names := found[f"only_{name.lower()}"]:
+        if names := result[f"only_{name.lower()}"]:
             yield line(f"only in {name}", f"{len(names)}: {listed(names, 3)}")
-    if names := found.get("metadata"):
+    if names := result.get("metadata"):
         yield line("metadata", f"{plural(len(names), 'entry differs', 'entries differ')}: {listed(names)}")
-    yield from (line("note", note) for note in found.get("notes", ()))
+    yield from (line("note", note) for note in result.get("notes", ()))
 
 
-def _of_models(found: Mapping[str, Any]) -> Iterator[Fact]:
-    yield line("tensors", f"{found['compared']} compared: {found['equal']} equal, {found['different']} different")
-    for both, count in found["dtypes"].items():
+def _of_models(result: Mapping[str, Any]) -> Iterator[Fact]:
+    yield line("tensors", f"{result['compared']} compared: {result['equal']} equal, {result['different']} different")
+    for both, count in result["dtypes"].items():
         yield line("dtypes", f"{both}: {plural(count, 'tensor')}")
-    if found["different"]:
-        yield line("difference", _difference(found["total"]))
+    if result["different"]:
+        yield line("difference", _difference(result["total"]))
 
 
 def _difference(d: Mapping[str, Any]) -> str:
@@ -136,25 +136,25 @@ def _difference(d: Mapping[str, Any]) -> str:
     return f"‖B−A‖ {d['difference']:.4g}, {share}; largest {d['largest']:.3g}; {changed}"
 
 
-def _of_adapters(found: Mapping[str, Any]) -> Iterator[Fact]:
-    yield line("modules", f"{found['common']} in both")
-    if found["common"]:
-        yield line("alike", _alike(found["total"]))
-        yield line("fight", of_fight(found))
-    if whole := found.get("whole"):
+def _of_adapters(result: Mapping[str, Any]) -> Iterator[Fact]:
+    yield line("modules", f"{result['common']} in both")
+    if result["common"]:
+        yield line("alike", _alike(result["total"]))
+        yield line("fight", of_fight(result))
+    if whole := result.get("whole"):
         equal, both = whole["equal"], len(whole["tensors"])
         differ = f"; {_difference(whole['total'])}" if equal < both else ""
         stored = f"{plural(both, 'tensor')} that both store whole"
         yield line("whole", f"{stored}: {equal} equal, {both - equal} different{differ}")
-    for left, why in by_reason(found["not_compared"]):
+    for left, why in by_reason(result["not_compared"]):
         yield line("not compared", f"{left}: {why}")
 
 
-def of_fight(found: Mapping[str, Any]) -> str:
+def of_fight(result: Mapping[str, Any]) -> str:
     """Return in how many blocks the changes of two adapters point against each other, in words."""
-    fight, labels = found["fight"], short(found["blocks"])
-    most = ", ".join(labels[name] for name in sorted(fight, key=lambda name: found["blocks"][name]["cosine"])[:3])
-    return f"in {len(fight)} of {plural(len(found['blocks']), 'block')}" + (f", most in {most}" if fight else "")
+    fight, labels = result["fight"], short(result["blocks"])
+    most = ", ".join(labels[name] for name in sorted(fight, key=lambda name: result["blocks"][name]["cosine"])[:3])
+    return f"in {len(fight)} of {plural(len(result['blocks']), 'block')}" + (f", most in {most}" if fight else "")
 
 
 def _alike(row: Mapping[str, Any]) -> str:

@@ -56,22 +56,22 @@ def compare_whole(a: AdapterFile, b: AdapterFile) -> dict[str, Any]:
     """Return how the values differ that both store: `equal`, `total`, `tensors` by A's names, `only_a`, `only_b`, and
     under `left` which tensors cannot be compared, and why."""
     left: dict[str, str] = {}
-    one, other = dict(_values(a, left)), dict(_values(b, left))
+    first, other = dict(_values(a, left)), dict(_values(b, left))
     total, tensors = Difference(), dict[str, Difference]()
     with Reader([a.index, b.index]) as reader:
-        for key, own in one.items():
+        for key, value in first.items():
             if (far := other.get(key)) is None:
                 continue
-            if own.shape != far.shape:
-                left[own.name] = of_shapes(own.shape, far.shape)
+            if value.shape != far.shape:
+                left[value.name] = of_shapes(value.shape, far.shape)
                 continue
-            tensors[own.name] = plain_sums(own, far, reader)
-            total.add(tensors[own.name])
+            tensors[value.name] = plain_sums(value, far, reader)
+            total.add(tensors[value.name])
     return {
-        "equal": sum(found.equal for found in tensors.values()), "total": total.to_dict(),
-        "tensors": {name: found.to_dict() for name, found in tensors.items()},
-        "only_a": [own.name for key, own in one.items() if key not in other],
-        "only_b": [far.name for key, far in other.items() if key not in one], "left": left,
+        "equal": sum(sums.equal for sums in tensors.values()), "total": total.to_dict(),
+        "tensors": {name: sums.to_dict() for name, sums in tensors.items()},
+        "only_a": [value.name for key, value in first.items() if key not in other],
+        "only_b": [far.name for key, far in other.items() if key not in first], "left": left,
     }  # fmt: skip
 
 
@@ -107,14 +107,14 @@ def _target(info: StoredTensor, known: PeftRules, left: dict[str, str]) -> str:
 
 def sums_of_changes(a: Replaced, b: Replaced, read: Fetch) -> Sums:
     """Return the sums over V_A − W and V_B − W, which are read some numbers at a time. The shapes are equal."""
-    found = Sums()
+    sums = Sums()
     for first, count in runs(a, 1):
         old = values(a.before, first, count, read)
-        one, other = (values(x.target.weight, first, count, read) - old for x in (a, b))
-        sound = one.isfinite() & other.isfinite()
-        one, other = one[sound], other[sound]
-        found = Sums(found.a + float(one @ one), found.b + float(other @ other), found.inner + float(one @ other))
-    return found
+        ours, other = (values(x.target.weight, first, count, read) - old for x in (a, b))
+        sound = ours.isfinite() & other.isfinite()
+        ours, other = ours[sound], other[sound]
+        sums = Sums(sums.a + float(ours @ ours), sums.b + float(other @ other), sums.inner + float(ours @ other))
+    return sums
 
 
 Spaces: TypeAlias = tuple[Tensor, Tensor] | None
@@ -168,15 +168,15 @@ def adapters_alike(a: Index, b: Index, base: Path | None, *, pictures: bool = Fa
     pairs = _by_name(*files, shown) if base is None else _on_base(a, b, base, left, pictures=pictures)
     total, rows, table = Alike(), dict[str, Alike](), dict[str, Any]()
     only: dict[str, list[str]] = {"a": [], "b": []}
-    for name, block, one in pairs:
-        if isinstance(one, Alike):
-            total.add(one)
-            rows.setdefault(block, Alike()).add(one)
-            table[name] = one.to_dict() | one.pictures
-        elif one in only:
-            only[one].append(name)
+    for name, block, likeness in pairs:
+        if isinstance(likeness, Alike):
+            total.add(likeness)
+            rows.setdefault(block, Alike()).add(likeness)
+            table[name] = likeness.to_dict() | likeness.pictures
+        elif likeness in only:
+            only[likeness].append(name)
         else:
-            left[name] = one
+            left[name] = likeness
     notes = []
     if base is None and only["a"] and only["b"]:
         which = "not every module" if table else "no module"
@@ -226,10 +226,10 @@ def _pair(
         return NEEDS_BASE
     if a.shape != b.shape:
         return of_shapes(a.shape, b.shape)
-    one, other = a.inner(a), b.inner(b)
-    known = one > 0 and other > 0  # zeros span no space
+    first, other = a.inner(a), b.inner(b)
+    known = first > 0 and other > 0  # zeros span no space
     overlaps = [*_overlap(_spaces(a, of[0]), _spaces(b, of[1]))] if known else []
-    return Alike(one, other, a.inner(b), overlaps, _both(pictured(a), pictured(b)) if pictures else {})
+    return Alike(first, other, a.inner(b), overlaps, _both(pictured(a), pictured(b)) if pictures else {})
 
 
 def _both(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
@@ -237,12 +237,12 @@ def _both(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
     return {kind: {"a": a.get(kind), "b": b.get(kind)} for kind in sorted({*a, *b})}
 
 
-def _overlap(one: Spaces, other: Spaces) -> Iterator[float]:
+def _overlap(first: Spaces, other: Spaces) -> Iterator[float]:
     """Yield the mean squared cosine of the principal angles between the column spaces, and between the row spaces:
     ‖Q₁ᵀ Q₂‖² / min(r₁, r₂). Björck and Golub 1973, doi:10.1090/S0025-5718-1973-0348991-3."""
-    if one is None or other is None:
+    if first is None or other is None:
         return
-    for p, q in zip(one, other, strict=True):
+    for p, q in zip(first, other, strict=True):
         if count := min(p.shape[1], q.shape[1]):
             yield float((p.T @ q).square().sum()) / count
 
@@ -262,12 +262,12 @@ def _spaces(delta: Delta, target: OutputTensor | None) -> Spaces:
         return None
     rank = min(sum(rank_of(u.patch.module) for u in uses), *change.shape)
     random = torch.Generator().manual_seed(0)
-    found = []
+    spaces = []
     for matrix in (change, change.T):
         sketch = matrix @ torch.randn(matrix.shape[1], rank + MORE, generator=random)
         columns, sizes, _ = torch.linalg.svd(sketch, full_matrices=False)
-        found.append(columns[:, sizes > NOISE * sizes[:1]][:, :rank])
-    return found[0], found[1]
+        spaces.append(columns[:, sizes > NOISE * sizes[:1]][:, :rank])
+    return spaces[0], spaces[1]
 
 
 def _on_base(
@@ -282,12 +282,12 @@ def _on_base(
     lookup = plans[0].names
     block_of = blocks(lookup).of
     with Reader([p.base for p in plans[:1]] + [m.adapter.index for p in plans for m in p.adapters]) as reader:
-        whole = [{one.target.name: one for one in replaced_by(plan)} for plan in plans]
+        whole = [{r.target.name: r for r in replaced_by(plan)} for plan in plans]
         first, second = (
-            {t.name: t for f in p.files for t in f.targets if t.uses or t.name in own}
-            for p, own in zip(plans, whole, strict=True)
+            {t.name: t for f in p.files for t in f.targets if t.uses or t.name in target_names}
+            for p, target_names in zip(plans, whole, strict=True)
         )
-        one, other = (changes(plan, reader) for plan in plans)
+        change_of, other = (changes(plan, reader) for plan in plans)
         shown = evenly([*first], 2) if pictures else frozenset()
         read = TensorCache(reader, frozenset()).read
         for name, target in first.items():
@@ -297,10 +297,10 @@ def _on_base(
             block = f"{lookup.component(name)} {block_of(name)}".strip()
             if target.shape != second[name].shape:
                 yield name, block, of_shapes(target.shape, second[name].shape)
-            elif all(name in own for own in whole):
+            elif all(name in target_names for target_names in whole):
                 sums = sums_of_changes(whole[0][name], whole[1][name], read)
                 yield name, block, Alike(sums.a, sums.b, sums.inner)
             else:
-                pair = _pair(one(target), other(second[name]), (target, second[name]), pictures=name in shown)
+                pair = _pair(change_of(target), other(second[name]), (target, second[name]), pictures=name in shown)
                 yield name, block, pair
         yield from ((name, "", "b") for name in second if name not in first)

@@ -98,28 +98,28 @@ class _Pair:
 
     def of(self, info: StoredTensor) -> Found:
         """Return a tensor of B with its difference from A."""
-        own = self.a.tensors.get(info.name)
-        if own is None:
+        counterpart = self.a.tensors.get(info.name)
+        if counterpart is None:
             return self._elsewhere(info)
-        if own.shape != info.shape:
-            return Found(info.name, (own.name,), f"{list(own.shape)} and {list(info.shape)}")
-        return Found(info.name, (own.name,), sums=self._sums(own, info))
+        if counterpart.shape != info.shape:
+            return Found(info.name, (counterpart.name,), f"{list(counterpart.shape)} and {list(info.shape)}")
+        return Found(info.name, (counterpart.name,), sums=self._sums(counterpart, info))
 
     def pictures(self, info: StoredTensor) -> dict[str, Any]:
         """Return the pictures of the difference of a tensor of B from its counterpart in A."""
-        own = self.a.tensors.get(info.name)
+        counterpart = self.a.tensors.get(info.name)
         if prod(info.shape) <= LIMIT:
             whole = self._whole(self.b, info).float()
-            if own is not None:
-                return of_matrix(whole - self._whole(self.a, own).float())
+            if counterpart is not None:
+                return of_matrix(whole - self._whole(self.a, counterpart).float())
             view = self.names.find(*info.name.rpartition(".")[::2])
             return {} if view is None else of_matrix(whole - self._rows(view).float().reshape(whole.shape))
-        plain = own is not None and own.name not in self.a.packed and info.name not in self.b.packed
-        if own is None or not plain or not {own.dtype, info.dtype} <= FLOATS:
+        plain = counterpart is not None and counterpart.name not in self.a.packed and info.name not in self.b.packed
+        if counterpart is None or not plain or not {counterpart.dtype, info.dtype} <= FLOATS:
             return {}
         length = prod(info.shape[1:])
         rows = [
-            self._row(info, n, length) - self._row(own, n, length)
+            self._row(info, n, length) - self._row(counterpart, n, length)
             for n in range(0, info.shape[0], -(-info.shape[0] // ROWS))
         ]
         return histogram(torch.stack(rows)) if bool(torch.isfinite(torch.stack(rows)).all()) else {}
@@ -154,14 +154,14 @@ class _Pair:
     def _whole(self, index: Index, info: StoredTensor) -> Tensor:
         return weight_values(Weight(info.shape, info, index.packed.get(info.name)), self.cache.fetch)
 
-    def _sums(self, own: StoredTensor, info: StoredTensor) -> Difference:
+    def _sums(self, counterpart: StoredTensor, info: StoredTensor) -> Difference:
         """Return the sums of two tensors of one shape; plain ones are read in pieces."""
-        packed = own.name in self.a.packed or info.name in self.b.packed
-        if packed or not {own.dtype, info.dtype} <= FLOATS:
-            found = _of_values(self._whole(self.a, own).reshape(-1), self._whole(self.b, info).reshape(-1))
-            sized = packed or {own.dtype, info.dtype} & FLOATS  # the sizes of positions and counts say nothing
-            return found if sized else Difference(found.of, found.changed)
-        return plain_sums(own, info, self.reader)
+        packed = counterpart.name in self.a.packed or info.name in self.b.packed
+        if packed or not {counterpart.dtype, info.dtype} <= FLOATS:
+            sums = _of_values(self._whole(self.a, counterpart).reshape(-1), self._whole(self.b, info).reshape(-1))
+            sized = packed or {counterpart.dtype, info.dtype} & FLOATS  # the sizes of positions and counts say nothing
+            return sums if sized else Difference(sums.of, sums.changed)
+        return plain_sums(counterpart, info, self.reader)
 
 
 def plain_sums(a: StoredTensor, b: StoredTensor, reader: Reader) -> Difference:
@@ -182,12 +182,12 @@ def plain_sums(a: StoredTensor, b: StoredTensor, reader: Reader) -> Difference:
 
 def _of_values(a: Tensor, b: Tensor) -> Difference:
     """Return the sums for two flat tensors; two NaN are equal."""
-    one, other = _numbers(a), _numbers(b)
-    apart = other - one
-    different = (one != other) & ~(one.isnan() & other.isnan())
+    first, other = _numbers(a), _numbers(b)
+    apart = other - first
+    different = (first != other) & ~(first.isnan() & other.isnan())
     finite = apart[different & apart.isfinite()]
     largest = float(finite.abs().max()) if finite.numel() else 0.0
-    return Difference(one.numel(), int(different.sum()), _squared(one), _squared(finite), largest)
+    return Difference(first.numel(), int(different.sum()), _squared(first), _squared(finite), largest)
 
 
 def _numbers(values: Tensor) -> Tensor:

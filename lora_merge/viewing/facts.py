@@ -48,18 +48,18 @@ def line(name: str, value: object) -> Fact:
 
 def table(rows: Iterable[tuple[str, str]]) -> Iterator[Fact]:
     """Yield rows of two columns, at most TABLE, and how many are left out."""
-    found = [(cut(str(a), 80), b) for a, b in rows]
-    wide = max((len(a) for a, _ in found[:TABLE]), default=0)
-    yield from (Fact("", a.ljust(wide), b) for a, b in found[:TABLE])
-    if len(found) > TABLE:
-        yield Fact("", f"… and {len(found) - TABLE} more (--json has all)")
+    cells = [(cut(str(a), 80), b) for a, b in rows]
+    wide = max((len(a) for a, _ in cells[:TABLE]), default=0)
+    yield from (Fact("", a.ljust(wide), b) for a, b in cells[:TABLE])
+    if len(cells) > TABLE:
+        yield Fact("", f"… and {len(cells) - TABLE} more (--json has all)")
 
 
 def by_block(rows: Iterable[tuple[str, str]]) -> Iterator[Fact]:
     """Yield a table of blocks below the number of them, if there are any."""
-    if found := list(rows):
-        yield line("by block", len(found))
-        yield from table(found)
+    if lines := list(rows):
+        yield line("by block", len(lines))
+        yield from table(lines)
 
 
 def cut_rows(rows: Iterable[Fact]) -> Iterator[Fact]:
@@ -77,7 +77,7 @@ def cut(text: str, width: int = WIDTH) -> str:
 def runs(rows: Iterable[tuple[str, str]]) -> Iterator[tuple[list[str], str]]:
     """Yield (names, value) of rows of one value whose names count on, such as `IN00` to `IN11`, as one."""
     parted = [(name, head := name.rstrip(DIGITS), name[len(head) :], value) for name, value in rows]
-    for (_, _, value), some in groupby(enumerate(parted), lambda one: _run(one[0], *one[1])):
+    for (_, _, value), some in groupby(enumerate(parted), lambda entry: _run(entry[0], *entry[1])):
         yield [name for _, (name, *_) in some], value
 
 
@@ -101,14 +101,14 @@ def between(of: Mapping[str, float]) -> str:
     return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}, median {of['median']:.4g}"
 
 
-def counted(found: Mapping[str, Any]) -> str:
+def counted(counts: Mapping[str, Any]) -> str:
     """Return numbers of things by kind: `unet 192, te 72`."""
-    return ", ".join(f"{name} {n}" for name, n in found.items())
+    return ", ".join(f"{name} {n}" for name, n in counts.items())
 
 
-def strengths(found: Mapping[str, Mapping[str, int]]) -> str:
+def strengths(parts: Mapping[str, Mapping[str, int]]) -> str:
     """Return strengths by part: `unet 0.8× (48), te 0× (16)`."""
-    return ", ".join(f"{part} {s}× ({n})" for part, counts in found.items() for s, n in counts.items())
+    return ", ".join(f"{part} {s}× ({n})" for part, counts in parts.items() for s, n in counts.items())
 
 
 def percent(share: float) -> str:
@@ -135,8 +135,8 @@ class Facts(Mapping[str, Any]):
         ('adapter', 264, True)
     """
 
-    def __init__(self, found: Mapping[str, Any], rows: Callable[[Mapping[str, Any]], Iterable[Fact]]) -> None:
-        self._found, self._rows = dict(found), rows
+    def __init__(self, values: Mapping[str, Any], rows: Callable[[Mapping[str, Any]], Iterable[Fact]]) -> None:
+        self._found, self._rows = dict(values), rows
 
     def __getitem__(self, name: str) -> Any:
         return self._found[name]

@@ -29,12 +29,12 @@ def formats(index: Index) -> dict[str, Any]:
             bits[kind] += 8 * _stored(packing)
     if not weights:
         return {}
-    found = [
+    rows = [
         {"format": kind[0], "weights": count, "bits": round(bits[kind] / max(numbers[kind], 1), 2)}
         | ({"block": [*kind[1]]} if kind[1] != (0, 0) else {})
         for kind, count in weights.items()
     ]
-    return {"formats": found, "not_quantised": _plain(index)}
+    return {"formats": rows, "not_quantised": _plain(index)}
 
 
 def _block(packing: Packing, numbers: int) -> tuple[int, int]:
@@ -42,9 +42,9 @@ def _block(packing: Packing, numbers: int) -> tuple[int, int]:
 
     Groups of columns of GPTQ and its kin are known by the number of their scales alone.
     """
-    found, scale = packing.encoding.block_of_scale, packing.parts.get(SCALE)
+    block, scale = packing.encoding.block_of_scale, packing.parts.get(SCALE)
     count = prod(scale.info.shape) if scale is not None else 0
-    return (1, numbers // count) if found == (0, 0) and count > 1 else found
+    return (1, numbers // count) if block == (0, 0) and count > 1 else block
 
 
 def _stored(packing: Packing) -> int:
@@ -61,13 +61,13 @@ def _plain(index: Index) -> dict[str, int]:
     return dict(Counter(NUMBER.sub("*", name) for name in plain))
 
 
-def of_format(one: Mapping[str, Any]) -> str:
+def of_format(row: Mapping[str, Any]) -> str:
     """Return one format as text."""
-    block: Sequence[int] = one.get("block", ())
+    block: Sequence[int] = row.get("block", ())
     scale = f", a scale for {' × '.join(map(str, block))} numbers" if block else ""
-    return f"{plural(one['weights'], 'weight')} as {one['format']}: {one['bits']:g} bits a number{scale}"
+    return f"{plural(row['weights'], 'weight')} as {row['format']}: {row['bits']:g} bits a number{scale}"
 
 
-def of_plain(found: Mapping[str, int]) -> str:
+def of_plain(counts: Mapping[str, int]) -> str:
     """Return the matrices that are not quantised as text."""
-    return ", ".join(f"{name} ({count})" if count > 1 else name for name, count in found.items())
+    return ", ".join(f"{name} ({count})" if count > 1 else name for name, count in counts.items())

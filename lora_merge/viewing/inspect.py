@@ -61,8 +61,8 @@ def inspect(  # noqa: PLR0913  # two for pages and progress
     else:
         facts |= base_facts(index)
         facts |= {"sizes": _sizes(index, pictures=pictures, progress=progress)} if weights else {}
-    found = hashes_of(index, always=True) if hashes else hashes_of(index, always=False) if is_adapter(index) else {}
-    facts |= {"hashes": {**found, **{f"stored {k}": v for k, v in stored_hashes(index).items()}}}
+    digests = hashes_of(index, always=True) if hashes else hashes_of(index, always=False) if is_adapter(index) else {}
+    facts |= {"hashes": {**digests, **{f"stored {k}": v for k, v in stored_hashes(index).items()}}}
     left = folder.warning() if folder else ()
     notes = [*index.notes, *left, *facts.get("notes", ()), *_changed(index)]
     return facts | {"metadata": dict(index.metadata), "notes": notes}
@@ -83,22 +83,22 @@ def is_adapter(index: Index) -> bool:
 def _numbers(file: AdapterFile, *, pictures: bool, progress: Progress) -> dict[str, Any]:
     from .numbers import adapter_numbers  # torch
 
-    found: dict[str, Any] = adapter_numbers(file, pictures=pictures, progress=progress)
-    return found
+    numbers: dict[str, Any] = adapter_numbers(file, pictures=pictures, progress=progress)
+    return numbers
 
 
 def _change(plan: Plan, *, pictures: bool, progress: Progress) -> dict[str, Any]:
     from .numbers import merge_numbers  # torch
 
-    found: dict[str, Any] = merge_numbers(plan, pictures=pictures, progress=progress)
-    return found
+    numbers: dict[str, Any] = merge_numbers(plan, pictures=pictures, progress=progress)
+    return numbers
 
 
 def _sizes(index: Index, *, pictures: bool, progress: Progress) -> dict[str, Any]:
     from .numbers import base_sizes  # torch
 
-    found: dict[str, Any] = base_sizes(index, pictures=pictures, progress=progress)
-    return found
+    numbers: dict[str, Any] = base_sizes(index, pictures=pictures, progress=progress)
+    return numbers
 
 
 def _changed(index: Index) -> Iterator[Note]:

@@ -14,11 +14,11 @@ MOST: Final = 1.1
 ENLARGED: Final = "A share above 100% is no mistake: the steps of the output's dtype are larger than the change there."
 
 
-def saturated(found: Mapping[str, int]) -> str:
+def saturated(counts: Mapping[str, int]) -> str:
     """Return how many numbers were cut, by tensor."""
-    most = sorted(found, key=lambda name: (-found[name], name))
-    return f"{plural(sum(found.values()), 'number')} too large for the output's dtype: " + listed(
-        [f"{found[name]} of {name}" for name in most]
+    most = sorted(counts, key=lambda name: (-counts[name], name))
+    return f"{plural(sum(counts.values()), 'number')} too large for the output's dtype: " + listed(
+        [f"{counts[name]} of {name}" for name in most]
     )
 
 
@@ -86,20 +86,20 @@ def matched(matching: Mapping[str, Any]) -> str:
     return f"proven a second way for {matching['proven']} of {plural(matching['modules'], 'module')}{more}"
 
 
-def proof_rows(found: Mapping[str, Any]) -> Iterator[Fact]:
+def proof_rows(proof: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield what a proof found."""
-    yield line("proven", found["output"])
-    how = f"{found['tensors']} of {plural(found['changed'], 'merged tensor')}, {plural(found['rows'], 'row')}"
-    by = f"judged by the bound of {found['bound']['compute_dtype']}"
-    yield line("recomputed", f"{how}: at most {found['worst_ulp']:.2f} ulp from the exact numbers, {by}")
-    yield line("unchanged", f"{size(found['untouched']['bytes'])} of {size(found['untouched']['of'])} compared")
-    for row in found["retained"]:
+    yield line("proven", proof["output"])
+    how = f"{proof['tensors']} of {plural(proof['changed'], 'merged tensor')}, {plural(proof['rows'], 'row')}"
+    by = f"judged by the bound of {proof['bound']['compute_dtype']}"
+    yield line("recomputed", f"{how}: at most {proof['worst_ulp']:.2f} ulp from the exact numbers, {by}")
+    yield line("unchanged", f"{size(proof['untouched']['bytes'])} of {size(proof['untouched']['of'])} compared")
+    for row in proof["retained"]:
         yield line("retained", f"{row['adapter']}: {retained(row['retained'])}")
-    yield from (line("warning", warning) for warning in found["warnings"])
+    yield from (line("warning", warning) for warning in proof["warnings"])
 
 
-def proof_of_adapter(found: Mapping[str, Any]) -> Iterator[Fact]:
+def proof_of_adapter(proof: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield what the proof of a written adapter found."""
-    yield line("proven", found["output"])
-    layers = f"{found['recomputed']} of {plural(found['layers'], 'layer')}"
+    yield line("proven", proof["output"])
+    layers = f"{proof['recomputed']} of {plural(proof['layers'], 'layer')}"
     yield line("recomputed", f"{layers}; its inputs give the same bytes")

@@ -107,8 +107,8 @@ class Delta:
             return None
         (left, upper), (right, lower) = torch.linalg.qr(self.left), torch.linalg.qr(self.right.T)
         columns, sizes, rows = torch.linalg.svd(upper @ lower.T, full_matrices=False)
-        kept = sizes > NOISE * sizes[:1]
-        return left @ columns[:, kept], right @ rows.T[:, kept]
+        large = sizes > NOISE * sizes[:1]
+        return left @ columns[:, large], right @ rows.T[:, large]
 
 
 def _svdvals(matrix: Tensor) -> Tensor:
@@ -121,9 +121,9 @@ class Deltas:
 
     def __init__(self, file: AdapterFile, reader: Reader) -> None:
         self.file = file
-        found = rules_of(file)
+        rules = rules_of(file)
         self._factors = TensorCache(reader, frozenset(file.index.files))
-        self._context = AdapterContext(0, file, found, FileValues(reader))
+        self._context = AdapterContext(0, file, rules, FileValues(reader))
 
     def each(self) -> Iterator[tuple[Module, Delta | None]]:
         """Yield every module with its ΔW; None where that takes a base or more tensors."""
@@ -152,14 +152,14 @@ class Deltas:
             with torch.no_grad():
                 stack = PatchTensors(self._factors.fetch, {"weight": weight}).stack([part], at, DeviceStream(at))
                 nothing = torch.zeros((1, *flat(shape)), dtype=at.dtype)
-                found = _factored(stack, nothing) or Delta(full=change(stack, nothing)[0])
+                delta = _factored(stack, nothing) or Delta(full=change(stack, nothing)[0])
         except DoesNotFit as e:
             raise misfit(f"{self.file.path}: {module.where}", e) from e
         self._factors.forget()
-        if not found.size < LARGEST:
+        if not delta.size < LARGEST:
             fix = "the training diverged; use an earlier checkpoint of the adapter"
             raise TooLarge("a change is too large to be measured", f"{self.file.path}: {module.where}", fix)
-        return found
+        return delta
 
 
 def _factored(stack: StackedPatch, weight: Tensor) -> Delta | None:
@@ -185,16 +185,16 @@ def changes(plan: Plan, reader: Reader) -> Callable[[OutputTensor], Delta]:
     tensors = PatchTensors(factors.fetch, plan.weights)
 
     def change(target: OutputTensor) -> Delta:
-        if (one := exchanged.get(target.name)) is not None:
-            return Delta(full=_difference(one, factors.read))
+        if (replaced := exchanged.get(target.name)) is not None:
+            return Delta(full=_difference(replaced, factors.read))
         try:
             with torch.no_grad():
-                found = _factors(target, tensors) or Delta(full=_whole(target, tensors))
+                delta = _factors(target, tensors) or Delta(full=_whole(target, tensors))
         except DoesNotFit as e:
             raise misfit(target.name, e) from e
         factors.forget()
         tensors.cache.clear()
-        return found
+        return delta
 
     return change
 
@@ -204,22 +204,22 @@ def replaced_by(plan: Plan) -> Iterator[Replaced]:
     return replaced((t for f in plan.files for t in f.targets), plan.base, plan.adapters)
 
 
-def _difference(one: Replaced, read: Fetch) -> Tensor:
+def _difference(replaced: Replaced, read: Fetch) -> Tensor:
     """Return V − W [rows, cols] of a weight that an adapter replaces."""
-    found = torch.empty(prod(one.target.shape))
-    for first, count in runs(one, 1):
-        found[first : first + count] = values(one.target.weight, first, count, read) - values(
-            one.before, first, count, read
+    difference = torch.empty(prod(replaced.target.shape))
+    for first, count in runs(replaced, 1):
+        difference[first : first + count] = values(replaced.target.weight, first, count, read) - values(
+            replaced.before, first, count, read
         )
-    return found.view(one.target.matrix)
+    return difference.view(replaced.target.matrix)
 
 
 def _whole(target: OutputTensor, tensors: PatchTensors) -> Tensor:
     """Return the change of a weight [rows, cols]."""
-    found = torch.zeros(target.matrix)
-    for one, rows, merged in merged_blocks(target, tensors):
-        found[one.first : one.last] = (merged - rows)[0]
-    return found
+    delta = torch.zeros(target.matrix)
+    for piece, rows, merged in merged_blocks(target, tensors):
+        delta[piece.first : piece.last] = (merged - rows)[0]
+    return delta
 
 
 def _factors(target: OutputTensor, tensors: PatchTensors) -> Delta | None:
@@ -232,11 +232,11 @@ def _factors(target: OutputTensor, tensors: PatchTensors) -> Delta | None:
     for s in tensors.stacks([block(target, 0, rows)], at, DeviceStream(at)):
         if s.taken is not None or s.view is not None or s.algorithm.low_rank is None:
             return None
-        one, other = s.algorithm.low_rank.factors(torch.zeros(()).expand(1, rows, cols), s.tensors)
-        left.append(one[0] * s.strength[0])
+        first, other = s.algorithm.low_rank.factors(torch.zeros(()).expand(1, rows, cols), s.tensors)
+        left.append(first[0] * s.strength[0])
         right.append(other[0])
-    found = Delta(torch.cat(left, 1), torch.cat(right))
-    return found if sum(part.shape[1] for part in left) < min(rows, cols) else None
+    delta = Delta(torch.cat(left, 1), torch.cat(right))
+    return delta if sum(part.shape[1] for part in left) < min(rows, cols) else None
 
 
 def merged_blocks(target: OutputTensor, tensors: PatchTensors) -> Iterator[tuple[Block, Tensor, Tensor]]:
@@ -245,10 +245,10 @@ def merged_blocks(target: OutputTensor, tensors: PatchTensors) -> Iterator[tuple
     at = place("cpu", "F64" if wide else "F32")
     lane = DeviceStream(at)
     base = weight_values(target.weight, tensors.fetch).reshape(target.matrix)
-    for one in (b for b in cut_into_blocks(target) if b.slices and base.numel()):
-        rows = stage([base[one.first : one.last]], at)
+    for piece in (b for b in cut_into_blocks(target) if b.slices and base.numel()):
+        rows = stage([base[piece.first : piece.last]], at)
         try:
-            merged = new_weights([one], rows.clone(), tensors.stacks([one], at, lane))
+            merged = new_weights([piece], rows.clone(), tensors.stacks([piece], at, lane))
         except DoesNotFit as e:
             raise misfit(target.name, e) from e
-        yield one, rows, merged
+        yield piece, rows, merged

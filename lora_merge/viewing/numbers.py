@@ -54,23 +54,23 @@ def adapter_numbers(file: AdapterFile, *, pictures: bool = False, progress: Prog
     left = 0
     by_block: dict[str, float] = defaultdict(float)
     with Reader([file.index]) as reader:
-        told = counted(progress, "look", str(file.path), sum(map(_stored, file.modules)))
+        advance = counted(progress, "look", str(file.path), sum(map(_stored, file.modules)))
         for module, delta in Deltas(file, reader).each():
-            told(_stored(module))
+            advance(_stored(module))
             if delta is None:
                 left += 1
                 continue
-            found = modules[module.where] = _numbers(delta, rank_of(module))
-            found |= pictured(delta) if pictures else {}
+            row = modules[module.where] = _numbers(delta, rank_of(module))
+            row |= pictured(delta) if pictures else {}
             if delta.shape[1] > 1:  # a vector has one direction
-                matrices.append(found)
-            by_block[block_name(module.name)] += found["norm"] * found["norm"]
+                matrices.append(row)
+            by_block[block_name(module.name)] += row["norm"] * row["norm"]
     return {
         "norm": sqrt(sum(by_block.values())), "measured": len(modules), "unmeasured": left,
         "stable_rank": spread([r["stable_rank"] for r in matrices if r["stable_rank"]]),
         "rank_for_energy": {
-            name: found for name in ENERGIES
-            if (found := spread([r["rank_for_energy"][name] for r in matrices if r["rank_for_energy"]]))
+            name: row for name in ENERGIES
+            if (row := spread([r["rank_for_energy"][name] for r in matrices if r["rank_for_energy"]]))
         },
         "blocks": {name: sqrt(by_block[name]) for name in sorted(by_block, key=in_order)}, "modules": modules,
     }  # fmt: skip
@@ -86,12 +86,12 @@ def _numbers(delta: Delta, rank: int) -> dict[str, Any]:
     norm, values = sqrt(max(delta.inner(delta), 0.0)), delta.singular_values()
     largest = float(values[0]) if len(values) else 0.0
     energy = (values**2).cumsum(0) / (values**2).sum().clamp_min(1e-30)
-    told = largest > 0 and len(values) > 1
+    enough = largest > 0 and len(values) > 1
     return {
         "norm": norm, "rank": rank, "largest": largest, "stable_rank": (norm / largest) ** 2 if largest else 0.0,
         "rank_for_energy": {
             name: min(int((energy < share).sum()) + 1, len(values)) for name, share in ENERGIES.items()
-        } if told else {},
+        } if enough else {},
     }  # fmt: skip
 
 
@@ -108,14 +108,14 @@ def merge_numbers(plan: Plan, *, pictures: bool = False, progress: Progress = un
     with Reader(indexes) as reader, torch.no_grad():
         factors = TensorCache(reader, frozenset(p for m in plan.adapters for p in m.adapter.index.files))
         tensors = PatchTensors(factors.fetch, plan.weights)
-        whole = {one.target.name: one for one in replaced_by(plan)}
+        whole = {replaced.target.name: replaced for replaced in replaced_by(plan)}
         targets = [t for f in plan.files for t in f.targets if t.uses or t.name in whole]
-        told = counted(progress, "look", str(plan.base.path), sum(t.nbytes for t in targets))
+        advance = counted(progress, "look", str(plan.base.path), sum(t.nbytes for t in targets))
         for target in targets:
-            told(target.nbytes)
-            one = whole.get(target.name)
-            found = _measured(target, tensors) if one is None else measure(one, factors.read, 1)
-            measures.tensors[target.name] = found
+            advance(target.nbytes)
+            replaced = whole.get(target.name)
+            result = _measured(target, tensors) if replaced is None else measure(replaced, factors.read, 1)
+            measures.tensors[target.name] = result
             factors.forget()
             tensors.cache.clear()
     told_of = measures.to_dict(len(plan.adapters), groups(plan.names))
@@ -129,7 +129,7 @@ def _warnings(plan: Plan, measures: Measures) -> Iterator[str]:
     every, below = total(measures.tensors.values()).all.retained, measures.below
     if every is None or every >= RETAINED:
         return
-    shares = {name: one.all.retained or 0.0 for name, one in below.items()}
+    shares = {name: measured.all.retained or 0.0 for name, measured in below.items()}
     stored, _, fix = remedy(plan)
     least = listed(f"{name} ({max(shares[name], 0):.0%})" for name in sorted(shares, key=lambda name: shares[name]))
     yield (
@@ -141,15 +141,15 @@ def _warnings(plan: Plan, measures: Measures) -> Iterator[str]:
 
 def _measured(target: OutputTensor, tensors: PatchTensors, *, refit: bool = True) -> Measure:
     """Return the measure of one weight. `refit`: whether a scale of the whole weight that is too small is replaced."""
-    found, largest, covered = Measure(), 0.0, True
+    total, largest, covered = Measure(), 0.0, True
     for block, rows, merged in merged_blocks(target, tensors):
         written = _written(target, block, merged, tensors)
         largest, covered = max(largest, float(merged.abs().max())), covered and written is not None
         known = written is not None and not (target.packed is not None and target.weight.padded)
         stored = stage([written], place("cpu", "F64"))[0].view(rows.shape) if written is not None and known else None
-        found += _sums(rows, merged, stored)
+        total += _sums(rows, merged, stored)
     if covered or not refit or not isfinite(largest):
-        return found
+        return total
     return _measured(refitted(target, largest, tensors.fetch), tensors, refit=False)
 
 
@@ -208,33 +208,33 @@ def base_sizes(index: Index, *, pictures: bool = False, progress: Progress = unw
     """
     model = groups(names(index))
     kinds: dict[str, dict[str, Size]] = {"components": {}, "blocks": {}, "kinds": {}, "tensors": {}}
-    every, seen = Size(), dict[str, dict[str, Any]]()
+    every, pictured = Size(), dict[str, dict[str, Any]]()
     shown = evenly([n for n, t in index.parameters.items() if len(t.shape) > 1]) if pictures else frozenset()
     with Reader([index]) as reader, torch.no_grad():
         cache = TensorCache(reader, frozenset())
-        told = counted(progress, "look", str(index.path), sum(info.nbytes for info in index.parameters.values()))
+        advance = counted(progress, "look", str(index.path), sum(info.nbytes for info in index.parameters.values()))
         numeric = (name for name, info in index.parameters.items() if info.dtype in FLOATS or name in index.packed)
         for name in numeric:  # others are positions and counts, whose sizes say nothing
             info = index.tensors[name]
-            told(info.nbytes)
+            advance(info.nbytes)
             values = weight_values(Weight(info.shape, info, index.packed.get(name)), cache.fetch)
-            found = _size(values.reshape(-1))
-            every += found
+            sizes = _size(values.reshape(-1))
+            every += sizes
             for kind, group in (*model.of(name), ("kinds", kind_of(name)), ("tensors", name)):
-                kinds[kind][group] = kinds[kind].get(group, Size()) + found
+                kinds[kind][group] = kinds[kind].get(group, Size()) + sizes
             if name in shown:
-                seen[name] = of_matrix(values)
+                pictured[name] = of_matrix(values)
             del values  # before the next one is read
             cache.forget()
-    made = {kind: {name: rows[name].to_dict() for name in sorted(rows, key=in_order)} for kind, rows in kinds.items()}
-    for name, one in made["tensors"].items():
-        one |= {"dimensions": len(index.tensors[name].shape), **seen.get(name, {})}
-    return {"all": every.to_dict(), **made}
+    tables = {kind: {name: rows[name].to_dict() for name in sorted(rows, key=in_order)} for kind, rows in kinds.items()}
+    for name, row in tables["tensors"].items():
+        row |= {"dimensions": len(index.tensors[name].shape), **pictured.get(name, {})}
+    return {"all": every.to_dict(), **tables}
 
 
 def _size(values: Tensor) -> Size:
     """Return the sums of the numbers of a tensor, some at a time: in fp32 where the parts are small, then in fp64."""
-    found = Size()
+    total = Size()
     for part in torch.split(values, PART) if values.numel() else ():
         numbers = stage([part], place("cpu", "F64" if part.dtype in (torch.float64, torch.int64) else "F32"))[0]
         norm = float(numbers.norm())
@@ -242,11 +242,11 @@ def _size(values: Tensor) -> Size:
             broken = int((~numbers.isfinite()).sum())
             numbers = numbers.nan_to_num(0.0, 0.0, 0.0).double()
             largest = numbers.abs().amax().clamp_min(1.0)  # whose square fp64 may not hold
-            found, norm = found + Size(broken=broken, zeros=-broken), float((numbers / largest).norm() * largest)
+            total, norm = total + Size(broken=broken, zeros=-broken), float((numbers / largest).norm() * largest)
         low, high = numbers.aminmax()
         zeros = numbers.numel() - int(numbers.count_nonzero())
-        found += Size(part.numel(), norm, max(-float(low), float(high)), zeros)
-    return found
+        total += Size(part.numel(), norm, max(-float(low), float(high)), zeros)
+    return total
 
 
 def _squared(values: Tensor) -> float:

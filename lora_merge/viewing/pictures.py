@@ -34,14 +34,14 @@ def pictures(delta: Delta) -> dict[str, Any]:
     every = delta.full if delta.full is not None else delta.left
     assert every is not None
     chosen = torch.linspace(0, len(every) - 1, min(len(every), ROWS)).long()
-    found = histogram(every[chosen] if delta.right is None else every[chosen] @ delta.right)
+    bins = histogram(every[chosen] if delta.right is None else every[chosen] @ delta.right)
     if delta.full is None or min(delta.shape) <= SMALL:
         values = delta.singular_values()[:SHOWN]
     elif delta.full.numel() <= LIMIT:
         values = _leading(delta.full)
     else:
-        return found
-    return {"spectrum": [float(f"{v:.4g}") for v in values.tolist()], **found}
+        return bins
+    return {"spectrum": [float(f"{v:.4g}") for v in values.tolist()], **bins}
 
 
 def histogram(rows: Tensor) -> dict[str, Any]:
@@ -80,17 +80,17 @@ def _leading(matrix: Tensor) -> Tensor:
 def merge_pictures(plan: Plan) -> dict[str, dict[str, Any]]:
     """Return weight → `spectrum` and `histogram` of what a plan adds to it. Of more than `MOST` weights, some that are
     spread evenly have them; of those that an adapter stores whole, those of at most `LIMIT` numbers."""
-    whole = {one.target.name for one in replaced_by(plan) if prod(one.target.shape) <= LIMIT}
+    whole = {replaced.target.name for replaced in replaced_by(plan) if prod(replaced.target.shape) <= LIMIT}
     targets = [t for f in plan.files for t in f.targets if (t.uses or t.name in whole) and min(t.matrix) > 0]
-    found: dict[str, dict[str, Any]] = {}
+    drawn: dict[str, dict[str, Any]] = {}
     with Reader([plan.base, *(m.adapter.index for m in plan.adapters)]) as reader, torch.no_grad():
         change = changes(plan, reader)
         chosen = evenly([target.name for target in targets])
         for target in (t for t in targets if t.name in chosen):
             delta = change(target)
             if torch.isfinite(torch.tensor(delta.size)):
-                found[target.name] = pictures(delta) | _rank(delta)
-    return found
+                drawn[target.name] = pictures(delta) | _rank(delta)
+    return drawn
 
 
 def _rank(delta: Delta) -> dict[str, int]:
@@ -105,9 +105,9 @@ def made_pictures(path: Path) -> dict[str, dict[str, Any]]:
     """Return layer → `spectrum` and `histogram` of the change that the adapter at `path` makes, at strength 1. Layers
     whose formulas read a base have none."""
     file = group(open_checkpoint(path))
-    found: dict[str, dict[str, Any]] = {}
+    drawn: dict[str, dict[str, Any]] = {}
     with Reader([file.index]) as reader, torch.no_grad():
         for module, delta in Deltas(file, reader).each():
             if delta is not None:
-                found[module.where] = pictures(delta)
-    return found
+                drawn[module.where] = pictures(delta)
+    return drawn

@@ -98,12 +98,12 @@ def summary(facts: Mapping[str, Any]) -> Iterator[Fact]:
 
 def _stored(facts: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield how a model is quantised, what it was merged from, and which blocks it has."""
-    for one in facts.get("formats", ()):
-        yield line("format", of_format(one))
+    for row in facts.get("formats", ()):
+        yield line("format", of_format(row))
     if plain := facts.get("not_quantised"):
         yield line("not quantised", of_plain(plain))
-    for n, one in enumerate(facts.get("merged", ())):
-        yield line("merged" if not n else "before that", of_merge(one))
+    for n, row in enumerate(facts.get("merged", ())):
+        yield line("merged" if not n else "before that", of_merge(row))
     if undo := facts.get("undo"):
         yield line("undo", undo)
     if (blocks := facts.get("blocks")) and facts.get("kind") != "adapter":
@@ -152,7 +152,7 @@ def match_summary(match: Mapping[str, Any]) -> Iterator[Fact]:
     if match["matched"] is None:
         return
     if match["effective"]:
-        factors = "; ".join(f"{part} {between(found)}" for part, found in match["effective"].items())
+        factors = "; ".join(f"{part} {between(factors_of)}" for part, factors_of in match["effective"].items())
         yield line("effective", f"{factors} (strength × scale: alpha / rank, or / √rank)")
     tensors, would = plural(match["changed_tensors"], "tensor"), size(match["output_bytes"])
     yield line("changes", f"{tensors}; the output would have {would}")
@@ -176,29 +176,29 @@ def _share(n: Mapping[str, Any]) -> str:
     return "all" if n["ratio"] is None else percent(n["ratio"])
 
 
-def of_merge(one: Mapping[str, Any]) -> str:
+def of_merge(row: Mapping[str, Any]) -> str:
     """Return one merge of those that made a model, in words."""
-    if "inputs" in one:
-        return str(one["inputs"])
-    adapters = ", ".join(f"{a['name']}:{a['strength']}{_parts(a['parts'])}" for a in one["adapters"])
-    return f"{one['base']} + {adapters} ({one['by']})"
+    if "inputs" in row:
+        return str(row["inputs"])
+    adapters = ", ".join(f"{a['name']}:{a['strength']}{_parts(a['parts'])}" for a in row["adapters"])
+    return f"{row['base']} + {adapters} ({row['by']})"
 
 
-def _parts(found: object) -> str:
+def _parts(value: object) -> str:
     """Return the parts in a recipe as they are typed behind an adapter, ",te=0.0"; "" for what is no list of them."""
-    pairs = [p for p in found if isinstance(p, list) and len(p) == 2] if isinstance(found, list) else []
+    pairs = [p for p in value if isinstance(p, list) and len(p) == 2] if isinstance(value, list) else []
     return "".join(f",{part}={factor}" for part, factor in pairs)
 
 
-def _part(network: str, found: Mapping[str, Any]) -> str:
-    does = f" ({found['does']})" if found["does"] else ""
-    modules, parameters = plural(found["modules"], "module"), size(found["parameters"], *COUNT)
-    return f"{network}{does}: {modules}, {parameters} parameters: {counted(found['layers'])}"
+def _part(network: str, facts: Mapping[str, Any]) -> str:
+    does = f" ({facts['does']})" if facts["does"] else ""
+    modules, parameters = plural(facts["modules"], "module"), size(facts["parameters"], *COUNT)
+    return f"{network}{does}: {modules}, {parameters} parameters: {counted(facts['layers'])}"
 
 
-def _training(found: Mapping[str, Any]) -> Iterator[Fact]:
+def _training(facts: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield what is known of the training, with few tags, and a row for each data set."""
-    for name, value in found.items():
+    for name, value in facts.items():
         if name == "tags":
             yield line("tags", _first(f"{tag} {count}" for tag, count in value.items()))
         elif name == "datasets":
@@ -211,7 +211,7 @@ def _training(found: Mapping[str, Any]) -> Iterator[Fact]:
 def of_training(name: str, value: Any) -> str:
     """Return a fact of the training in words."""
     if name == "datasets":
-        return ", ".join(f"{one['name']} ({of_dataset(one)})" for one in value)
+        return ", ".join(f"{item['name']} ({of_dataset(item)})" for item in value)
     if name == "buckets":
         return ", ".join(f"{sides} ({n})" for sides, n in value.items())
     if name == "tags":
@@ -249,17 +249,17 @@ def _modules(patterns: Mapping[str, Any], some: Iterable[str]) -> str:
     return plural(sum(patterns[name]["modules"] for name in some), "module")
 
 
-def _blocks(found: Mapping[str, Any]) -> Iterator[Fact]:
+def _blocks(by_name: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield the blocks of an adapter; those that count on and are alike have one row."""
-    if len(found) < 2:
+    if len(by_name) < 2:
         return
-    labels = short(found)
-    told = (
+    labels = short(by_name)
+    rows_of = (
         (labels[name], f"{plural(b['modules'], 'module')}{_range(' rank', b['ranks'])}{_range(' alpha', b['alphas'])}")
-        for name, b in found.items()
+        for name, b in by_name.items()
     )
-    yield line("blocks", len(found))
-    yield from table((spoken_run(names), value + " each" * (len(names) > 1)) for names, value in runs(told))
+    yield line("blocks", len(by_name))
+    yield from table((spoken_run(names), value + " each" * (len(names) > 1)) for names, value in runs(rows_of))
 
 
 def _few(name: str, values: Sequence[float]) -> str:
@@ -285,31 +285,31 @@ def _numbers(values: Sequence[float], of: Mapping[str, float]) -> str:
     return ", ".join(f"{v:g}" for v in values[:FEW]) + more + spread
 
 
-def _changed(found: Mapping[str, Any]) -> Iterator[Fact]:
+def _changed(numbers: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield how much an adapter changes, by its weights."""
     said = (
-        f"{found['norm']:.4g} in {plural(found['measured'], 'module')}"
-        if "measured" in found
-        else f"{found['norm']:.4g}"
+        f"{numbers['norm']:.4g} in {plural(numbers['measured'], 'module')}"
+        if "measured" in numbers
+        else f"{numbers['norm']:.4g}"
     )
     more = (
-        f"; {plural(found['unmeasured'], 'more needs its', 'more need their')} base: inspect BASE ADAPTER --weights"
-        if found.get("unmeasured")
+        f"; {plural(numbers['unmeasured'], 'more needs its', 'more need their')} base: inspect BASE ADAPTER --weights"
+        if numbers.get("unmeasured")
         else ""
     )
     yield line("‖ΔW‖", f"{said}{more}")
-    if found["stable_rank"]:
-        yield line("stable rank", between(found["stable_rank"]))
-    for share, rank in found.get("rank_for_energy", {}).items():
+    if numbers["stable_rank"]:
+        yield line("stable rank", between(numbers["stable_rank"]))
+    for share, rank in numbers.get("rank_for_energy", {}).items():
         yield line("energy", f"{share} is in rank {rank['median']:g} (median), {rank['max']:g} at most")
 
 
-def _sizes(found: Mapping[str, Any], *, pictured: bool) -> Iterator[Fact]:
+def _sizes(numbers: Mapping[str, Any], *, pictured: bool) -> Iterator[Fact]:
     """Yield how large the weights of a base are, by kind of layer, part and block."""
     for kind, of in (("kinds", "kind"), ("components", "part"), *([] if pictured else [("blocks", "block")])):
-        if len(found.get(kind, ())) > 1:
-            yield line(f"by {of}", len(found[kind]))
-            yield from table((name, of_size(row)) for name, row in found[kind].items())
+        if len(numbers.get(kind, ())) > 1:
+            yield line(f"by {of}", len(numbers[kind]))
+            yield from table((name, of_size(row)) for name, row in numbers[kind].items())
 
 
 def of_size(row: Mapping[str, Any]) -> str:
@@ -319,12 +319,12 @@ def of_size(row: Mapping[str, Any]) -> str:
 
 def metadata(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield entries of the metadata that no other fact tells, and how many are left out."""
-    found: Mapping[str, str] = facts.get("metadata", {})
-    told = TOLD if "trained" in facts else frozenset[str]()
-    shown = {key: found[key] for key in SHOWN if key in found and key not in told}
+    entries: Mapping[str, str] = facts.get("metadata", {})
+    hidden = TOLD if "trained" in facts else frozenset[str]()
+    shown = {key: entries[key] for key in SHOWN if key in entries and key not in hidden}
     yield from shown.items()
-    if left := len(found.keys() - shown.keys() - told):
-        yield f"{left} of {plural(len(found), 'entry', 'entries')}", "are neither here nor above (--json has all)"
+    if left := len(entries.keys() - shown.keys() - hidden):
+        yield f"{left} of {plural(len(entries), 'entry', 'entries')}", "are neither here nor above (--json has all)"
 
 
 def _value(key: str, value: Any) -> str:

@@ -85,26 +85,28 @@ PICTURES: Final = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jp
 
 def training(index: Index) -> dict[str, Any]:
     """Return what the metadata tells of the training; only what is there."""
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     tables = {name: entry(index, name) for name in ("ot_config", "training_info")}
     for name, entries in FIELDS.items():
         texts = (_text(index, tables, e) for e in entries)
         text = next((t for t in texts if t not in NOTHING), None)
         if text is not None:
-            found[name] = _date(text) if name == "date" else text
+            facts[name] = _date(text) if name == "date" else text
     if named := index.config.get("base_model_name_or_path"):
-        found["base_model"] = str(named)
+        facts["base_model"] = str(named)
     folders = [*_folders(index)]
     counts = [f["images"] for f in folders]
-    batches = dict.fromkeys(str(one["batch_size_per_device"]) for one in _sets(index) if "batch_size_per_device" in one)
-    found |= {"batch_size": ", ".join(batches)} if batches and "batch_size" not in found else {}
+    batches = dict.fromkeys(
+        str(dataset["batch_size_per_device"]) for dataset in _sets(index) if "batch_size_per_device" in dataset
+    )
+    facts |= {"batch_size": ", ".join(batches)} if batches and "batch_size" not in facts else {}
     lists = {
         "resolution": ", ".join(_resolutions(index, tables, folders)), "buckets": dict(_buckets(index)),
         "trigger_words": [*_triggers(index)], "tags": dict(tag_counts(index).most_common()), "datasets": folders,
         "preview": preview(index),
         "images": sum(counts) if all(isinstance(n, int) for n in counts) else 0,
     }  # fmt: skip
-    return found | {name: value for name, value in lists.items() if value}
+    return facts | {name: value for name, value in lists.items() if value}
 
 
 def _text(index: Index, tables: Mapping[str, Any], name: str) -> str:
@@ -128,16 +130,18 @@ def _date(text: str) -> str:
 
 def _sets(index: Index) -> list[Mapping[str, Any]]:
     """Return the data sets of a configuration file, as sd-scripts and musubi-tuner note them."""
-    found = entry(index, "ss_datasets")
-    return [one for one in found if isinstance(one, Mapping)] if isinstance(found, list) else []
+    datasets = entry(index, "ss_datasets")
+    return [dataset for dataset in datasets if isinstance(dataset, Mapping)] if isinstance(datasets, list) else []
 
 
 def _resolutions(index: Index, tables: Mapping[str, Any], folders: Sequence[Mapping[str, Any]]) -> Sequence[str]:
     """Return the resolutions of the training; else the one that the model is for."""
     trained = [*dict.fromkeys(f["resolution"] for f in folders if "resolution" in f)]
-    told = (_text(index, tables, name) for name in ("ss_resolution", "ot_config:resolution"))
-    one = next((t for t in told if t not in NOTHING), "") or (not trained and _text(index, {}, "modelspec.resolution"))
-    return [_by(one.strip("() ").split(",")) if one.startswith("(") else one] if one else trained
+    texts = (_text(index, tables, name) for name in ("ss_resolution", "ot_config:resolution"))
+    text = next((t for t in texts if t not in NOTHING), "") or (
+        not trained and _text(index, {}, "modelspec.resolution")
+    )
+    return [_by(text.strip("() ").split(",")) if text.startswith("(") else text] if text else trained
 
 
 def _by(sides: Any) -> str:
@@ -148,7 +152,7 @@ def _by(sides: Any) -> str:
 def _buckets(index: Index) -> Iterator[tuple[str, int]]:
     """Yield the resolutions of the buckets, with the number of images in each; of all data sets together."""
     counts: Counter[str] = Counter()
-    for table in (entry(index, "ss_bucket_info"), *(one.get("bucket_info") for one in _sets(index))):
+    for table in (entry(index, "ss_bucket_info"), *(dataset.get("bucket_info") for dataset in _sets(index))):
         rows = table.get("buckets") if isinstance(table, Mapping) else None
         for row in rows.values() if isinstance(rows, Mapping) else ():
             if isinstance(row, Mapping) and isinstance(row.get("count"), int) and row["count"] > 0:
@@ -177,13 +181,13 @@ def tag_counts(index: Index) -> Counter[str]:
 
 def _triggers(index: Index) -> Iterator[str]:
     """Yield the trigger words that the metadata states: of the specification, ai-toolkit and others."""
-    seen = set(NOTHING)
+    words_before = set(NOTHING)
     texts = [index.metadata.get(key, "") for key in TRIGGERS]
     if "training_info" in index.metadata:  # ai-toolkit notes its trigger word as the only tag
         texts += tag_counts(index)
     for text in texts:
-        if text not in seen:
-            seen.add(text)
+        if text not in words_before:
+            words_before.add(text)
             yield text
 
 
@@ -192,9 +196,9 @@ def _folders(index: Index) -> Iterator[dict[str, Any]]:
 
     sd-scripts notes the folders of a configuration file twice; the longer list, `ss_datasets`, is read.
     """
-    found = [row for one in _sets(index) for row in _of_set(one)]
-    tables = [(entry(index, key), key) for key in ("ss_dataset_dirs", "ss_reg_dataset_dirs")] if not found else []
-    yield from found
+    rows = [row for item in _sets(index) for row in _of_set(item)]
+    tables = [(entry(index, key), key) for key in ("ss_dataset_dirs", "ss_reg_dataset_dirs")] if not rows else []
+    yield from rows
     for table, key in tables:
         for name, row in table.items() if isinstance(table, Mapping) else ():
             if isinstance(row, Mapping):
@@ -202,21 +206,21 @@ def _folders(index: Index) -> Iterator[dict[str, Any]]:
                 yield {"name": str(name), "repeats": row.get("n_repeats"), "images": _images(row), **more}
     config = entry(index, "ot_config")
     concepts = config.get("concepts") if isinstance(config, Mapping) else None
-    for one in concepts if isinstance(concepts, list) else ():
-        if isinstance(one, Mapping) and one.get("enabled", True):
-            repeats = one.get("balancing") if one.get("balancing_strategy", "REPEATS") == "REPEATS" else None
-            yield {"name": _name(one), "repeats": repeats, "images": None}
+    for item in concepts if isinstance(concepts, list) else ():
+        if isinstance(item, Mapping) and item.get("enabled", True):
+            repeats = item.get("balancing") if item.get("balancing_strategy", "REPEATS") == "REPEATS" else None
+            yield {"name": _name(item), "repeats": repeats, "images": None}
 
 
-def _of_set(one: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _of_set(dataset: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the folders of one data set: its subsets, or itself."""
-    subsets = one.get("subsets")
-    of_set = {"resolution": _by(one["resolution"])} if one.get("resolution") else {}
-    for row in subsets if isinstance(subsets, list) else (one,):
+    subsets = dataset.get("subsets")
+    of_set = {"resolution": _by(dataset["resolution"])} if dataset.get("resolution") else {}
+    for row in subsets if isinstance(subsets, list) else (dataset,):
         if isinstance(row, Mapping):
-            found = {"name": _name(row), "repeats": row.get("num_repeats"), "images": _images(row), **of_set}
+            facts = {"name": _name(row), "repeats": row.get("num_repeats"), "images": _images(row), **of_set}
             words = {key: row[key] for key in ("class_tokens", "target_frames") if row.get(key)}
-            yield found | words | ({"regularisation": True} if row.get("is_reg") else {})
+            yield facts | words | ({"regularisation": True} if row.get("is_reg") else {})
 
 
 def _images(row: Mapping[str, Any]) -> Any:
@@ -229,13 +233,13 @@ def _name(row: Mapping[str, Any]) -> str:
     return next((str(row[key]) for key in FOLDERS if row.get(key)), "")
 
 
-def of_dataset(one: Mapping[str, Any]) -> str:
+def of_dataset(row: Mapping[str, Any]) -> str:
     """Return what is known of a folder, in words: `40 images × 5, 512x512`."""
-    images = "" if one.get("images") is None else plural(one["images"], "image")
-    repeats = "" if one.get("repeats") is None else f"× {one['repeats']:g}" if is_finite(one["repeats"]) else ""
-    words = [f"{images} {repeats}".strip(), one.get("resolution", "")]
-    words += [f"{key.replace('_', ' ')} {one[key]}" for key in ("class_tokens", "target_frames") if key in one]
-    return ", ".join([word for word in words if word] + ["regularisation"] * ("regularisation" in one))
+    images = "" if row.get("images") is None else plural(row["images"], "image")
+    repeats = "" if row.get("repeats") is None else f"× {row['repeats']:g}" if is_finite(row["repeats"]) else ""
+    words = [f"{images} {repeats}".strip(), row.get("resolution", "")]
+    words += [f"{key.replace('_', ' ')} {row[key]}" for key in ("class_tokens", "target_frames") if key in row]
+    return ", ".join([word for word in words if word] + ["regularisation"] * ("regularisation" in row))
 
 
 def preview(index: Index) -> dict[str, Any]:
@@ -249,5 +253,5 @@ def preview(index: Index) -> dict[str, Any]:
     path = index.files[0] if len(index.files) == 1 else index.path
     stems = f"{path.stem}.preview", path.stem
     names: list[Path] = [path.with_name(stem + ending) for stem in stems for ending in PICTURES]
-    found = next((p for p in names if p.is_file()), None)
-    return {"in": str(found), "type": PICTURES[found.suffix], "bytes": found.stat().st_size} if found else {}
+    file = next((p for p in names if p.is_file()), None)
+    return {"in": str(file), "type": PICTURES[file.suffix], "bytes": file.stat().st_size} if file else {}

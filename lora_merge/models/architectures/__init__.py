@@ -67,8 +67,8 @@ class Condition:
     def holds(self, shape_of: Callable[[str], Shape | None]) -> bool:
         """Return whether the condition holds; `shape_of` returns a tensor's shape, None for a missing tensor."""
         shape = shape_of(self.key)
-        found = shape is not None and (self.shape is None or fits(self.shape, shape))
-        return found != self.absent
+        present = shape is not None and (self.shape is None or fits(self.shape, shape))
+        return present != self.absent
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class Architecture:
         """The names of adapters in a file without a title: pattern of a whole name, template of the base's."""
         if self.title:
             return ()
-        rows = [(name, own) for name, own, _ in self.tables.get(OF_ADAPTERS[0], ())]
-        return [(re.compile(_BEFORE + _pattern(name)), rf"\g<before>{_NUMBER.sub(_GROUP, own)}") for name, own in rows]
+        rows = [(name, new) for name, new, _ in self.tables.get(OF_ADAPTERS[0], ())]
+        return [(re.compile(_BEFORE + _pattern(name)), rf"\g<before>{_NUMBER.sub(_GROUP, new)}") for name, new in rows]
 
     @cached_property
     def spellings(self) -> Mapping[str, Table]:
@@ -104,14 +104,14 @@ class Architecture:
     def _rows(self, table: str, without: Set[str] = frozenset()) -> list[Row]:
         rows: list[Row] = []
         lines = self.tables[table]
-        own = {name for name, _, _ in lines}
+        names = {name for name, _, _ in lines}
         for name, canonical, line in lines:
             if name == "<<":
                 stem, _, included = canonical.partition(".")
                 other = next(a for a in shipped() if a.file.stem == stem)
                 if (included := included or table) not in other.tables:
                     raise _bad(self.file, line, f"{other.file.name} has no table {included}")
-                rows.extend(other._rows(included, own | without))
+                rows.extend(other._rows(included, names | without))
                 continue
             if name in without:
                 continue
@@ -137,14 +137,14 @@ def recognise(shape_of: Callable[[str], Shape | None], among: Iterable[Architect
 
 def nearly(shape_of: Callable[[str], Shape | None], among: Iterable[Architecture]) -> list[tuple[Architecture, str]]:
     """Return every (architecture, layout) of whose tensors one is missing, while another one and all else holds."""
-    found = []
+    near = []
     for a in among:
         for layout, conditions in a.layouts.items():
             failed = [c for c in conditions if not c.holds(shape_of)]
-            one = len(failed) == 1 and not failed[0].absent and shape_of(failed[0].key) is None
-            if one and sum(not c.absent for c in conditions) > 1:
-                found.append((a, layout))
-    return found
+            absent = len(failed) == 1 and not failed[0].absent and shape_of(failed[0].key) is None
+            if absent and sum(not c.absent for c in conditions) > 1:
+                near.append((a, layout))
+    return near
 
 
 def _all_hold(conditions: Iterable[Condition], shape_of: Callable[[str], Shape | None]) -> bool:
@@ -186,25 +186,25 @@ class _Reader:
             "variants": lambda n: {k.value: tuple(self.text(v) for v in self.items(vs)) for k, vs in self.pairs(n)},
             "lbw": lambda n: {k.value: ",".join(self.text(v) for v in self.items(vs)) for k, vs in self.pairs(n)},
         }
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         tables: dict[str, tuple[tuple[str, str, int], ...]] = {}
         for key, value in self.pairs(node):
             if key.value in known:
-                found[key.value] = known[key.value](value)
+                fields[key.value] = known[key.value](value)
             else:
                 tables[key.value] = self.table(value)
-        if found.keys() <= {"lbw"} and tables.keys() <= {OF_ADAPTERS[0]}:
-            for name, own, line in tables.get(OF_ADAPTERS[0], ()):
+        if fields.keys() <= {"lbw"} and tables.keys() <= {OF_ADAPTERS[0]}:
+            for name, name_in_base, line in tables.get(OF_ADAPTERS[0], ()):
                 letters = _NUMBER.findall(name)
-                if len({*letters}) < len(letters) or not {*_NUMBER.findall(own)} <= {*letters}:
-                    raise _bad(self.file, line, f"{name}: {own} has other numbers")
-            return Architecture("", self.file, tables=tables, **found)
-        if "title" not in found:
+                if len({*letters}) < len(letters) or not {*_NUMBER.findall(name_in_base)} <= {*letters}:
+                    raise _bad(self.file, line, f"{name}: {name_in_base} has other numbers")
+            return Architecture("", self.file, tables=tables, **fields)
+        if "title" not in fields:
             raise _bad(self.file, 1, "it has no title")
-        layouts = {name + end for name in found.get("layouts", ()) for end in ("", IN_SHARDS)} | {*OF_ADAPTERS}
+        layouts = {name + end for name in fields.get("layouts", ()) for end in ("", IN_SHARDS)} | {*OF_ADAPTERS}
         if strange := [t for t in tables if t not in layouts]:
             raise _bad(self.file, 1, f"{strange[0]} is neither a setting nor one of its layouts")
-        made = Architecture(file=self.file, tables=tables, **found)
+        made = Architecture(file=self.file, tables=tables, **fields)
         if self.file.parent != FOLDER:
             made.spellings  # noqa: B018  reports mistakes in a user's rows at once
         return made
@@ -212,13 +212,13 @@ class _Reader:
     def pairs(self, node: Any) -> list[tuple[Any, Any]]:
         if node is None or node.id != "mapping":
             raise _bad(self.file, _line(node), "there should be a mapping")
-        seen: set[str] = set()
+        keys: set[str] = set()
         for key, _ in node.value:
             if key.id != "scalar":
                 raise _bad(self.file, _line(key), "there should be a name")
-            if key.value in seen:
+            if key.value in keys:
                 raise _bad(self.file, _line(key), f"{key.value} occurs twice")
-            seen.add(key.value)
+            keys.add(key.value)
         return list(node.value)
 
     def items(self, node: Any) -> list[Any]:
@@ -234,18 +234,18 @@ class _Reader:
         return str(node.value)
 
     def number(self, node: Any) -> int:
-        if (found := COUNT.number(self.text(node))) is None:
+        if (number := COUNT.number(self.text(node))) is None:
             raise _bad(self.file, _line(node), "there should be a number")
-        return found
+        return number
 
     def conditions(self, node: Any) -> tuple[Condition, ...]:
-        made = []
+        conditions = []
         for item in self.items(node):
             m = re.fullmatch(r"(no )?(\S+)(?: (\S+))?", self.text(item))
             if m is None or not _SHAPE.fullmatch(m[3] or "_"):
                 raise _bad(self.file, _line(item), "there should be `key`, `no key` or `key 64x_`")
-            made.append(Condition(m[2], tuple(m[3].split("x")) if m[3] else None, bool(m[1])))
-        return tuple(made)
+            conditions.append(Condition(m[2], tuple(m[3].split("x")) if m[3] else None, bool(m[1])))
+        return tuple(conditions)
 
     def table(self, node: Any) -> tuple[tuple[str, str, int], ...]:
         rows = tuple((k.value, self.text(v), _line(k)) for k, v in self.pairs(node))

@@ -226,12 +226,12 @@ class Table:
         """Return the rows for the last block alone, with the highest number in these names as its number."""
         open_rows = [row for row in self._rows if LAST in row.name]
         highest = _highest(names) if open_rows else {}
-        found = []
+        rows = []
         for row in open_rows:
             stems = [p[: p.index(LAST)] for p in (row.name, *(part.path for part in row.parts))]
             if numbers := [highest[stem] for stem in stems if stem in highest]:
-                found.append(_at(row, str(max(numbers))))
-        return found
+                rows.append(_at(row, str(max(numbers))))
+        return rows
 
     def canonical(self, path: NamePath) -> Hit | None:
         """Return the row that covers a name of this spelling."""
@@ -261,12 +261,12 @@ class Table:
 
         If no row requires certain numbers or equal ones, these are the rows that cover every such name.
         """
-        found = [(template, row, form[n:], part) for n in range(1, min(len(form), self._longest) + 1)
+        hits = [(template, row, form[n:], part) for n in range(1, min(len(form), self._longest) + 1)
                  for template, row, part in table.get(form[:n], ())]  # fmt: skip
-        if all(_even(template) for template, *_ in found):
+        if all(_even(template) for template, *_ in hits):
             example = tuple([str(n) if s == "#" else s for n, s in enumerate(form)])
             return [(hit.row, form[len(form) - len(hit.tail) :], hit.part) for hit in self._lookup(table, example)]
-        return [(row, tail, part) for _, row, tail, part in found]
+        return [(row, tail, part) for _, row, tail, part in hits]
 
     def _lookup(self, table: Lookup, path: NamePath) -> list[Hit]:
         blank = tuple(["#" if is_number(s) else s for s in path[: self._longest]])
@@ -292,13 +292,13 @@ def fill(path: NamePath, bound: Bound) -> NamePath:
 
 def _highest(names: Iterable[str]) -> dict[NamePath, int]:
     """Return path → the highest number behind it."""
-    found: dict[NamePath, int] = {}
+    highest: dict[NamePath, int] = {}
     for name in names:
         path = tuple(name.split("."))
         for at, segment in enumerate(path[:DEEPEST]):
             if is_number(segment):
-                found[path[:at]] = max(found.get(path[:at], 0), int(segment))
-    return found
+                highest[path[:at]] = max(highest.get(path[:at], 0), int(segment))
+    return highest
 
 
 def _at(row: Row, number: str) -> Row:

@@ -39,14 +39,14 @@ def _low_rank(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> 
 def _stacked(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Array, Grid]:
     """Return matrices that are stored one by one."""
     matrices, inner = count // encoding.group, DECODERS[encoding.inner.name]
-    found = []
+    decoded = []
     for n in range(matrices):
-        own = {}
+        parts = {}
         for role, data in raw.items():
             size = len(data) // matrices
-            own[role] = data[n * size : (n + 1) * size]
-        found.append(inner(own, encoding.inner, 0, encoding.group))
-    return np.concatenate([levels for levels, _ in found]), joined([grid for _, grid in found])
+            parts[role] = data[n * size : (n + 1) * size]
+        decoded.append(inner(parts, encoding.inner, 0, encoding.group))
+    return np.concatenate([levels for levels, _ in decoded]), joined([grid for _, grid in decoded])
 
 
 DECODERS: Final[Mapping[str, Decoder]] = MappingProxyType({

@@ -27,10 +27,10 @@ class BadPart(ValueError):
 
 def scales(raw: Any, dtype: str) -> Array:
     """Return the scales as float64; BadPart if one is negative or not a number."""
-    found = decode(raw, "F8_E8M0" if dtype == "E8M0" else dtype)
-    if not (np.isfinite(found) & (found >= 0)).all():
+    values = decode(raw, "F8_E8M0" if dtype == "E8M0" else dtype)
+    if not (np.isfinite(values) & (values >= 0)).all():
         raise BadPart("a scale is negative or not a number")
-    return found
+    return values
 
 
 def spread(scales: Array, shape: tuple[int, int], block: tuple[int, int], span: range, *, tiles: bool = False) -> Array:
@@ -87,9 +87,9 @@ def scaled(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tup
     if not encoding.block[0]:
         return levels, Grid(grid, float(scale[0]))
     span = range(first % encoding.group, first % encoding.group + count)
-    own = partial(spread, shape=encoding.shape, block=encoding.block, span=span, tiles=encoding.swizzled)
-    scale = own(scale)
-    shift = -own(decode(raw["zero"], encoding.zeros)) * scale if encoding.zeros else 0.0
+    spread_out = partial(spread, shape=encoding.shape, block=encoding.block, span=span, tiles=encoding.swizzled)
+    scale = spread_out(scale)
+    shift = -spread_out(decode(raw["zero"], encoding.zeros)) * scale if encoding.zeros else 0.0
     return levels, Grid(grid, scale, shift, turned(encoding.rotation))
 
 
@@ -112,19 +112,19 @@ def nibbles(raw: Any, table: Array, *, high_first: bool) -> Array:
 def fp4(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tuple[Array, Grid]:
     """Return e2m1 numbers with scales of blocks and of the whole weight."""
     levels = nibbles(raw["codes"], E2M1, high_first=encoding.high_first)
-    found = decode(raw["scale"], "F8_E8M0" if encoding.kind == "E8M0" else "F8_E4M3")
-    if not (np.isfinite(found) & (found >= 0)).all():
+    factors = decode(raw["scale"], "F8_E8M0" if encoding.kind == "E8M0" else "F8_E4M3")
+    if not (np.isfinite(factors) & (factors >= 0)).all():
         raise BadPart("a scale is negative or not a number")
     if "whole" in raw:
         (whole,) = scales(raw["whole"], "F32")
         if encoding.divided and not whole:
             raise BadPart("a scale by which others are divided is 0")
-        found = found / whole if encoding.divided else found * whole
+        factors = factors / whole if encoding.divided else factors * whole
     if encoding.swizzled:
         span = range(first % encoding.group, first % encoding.group + count)
-        scale = spread(found, (len(span) // encoding.cols, encoding.cols), (1, encoding.size), span, tiles=True)
+        scale = spread(factors, (len(span) // encoding.cols, encoding.cols), (1, encoding.size), span, tiles=True)
     else:
-        scale = np.repeat(found, encoding.size)
+        scale = np.repeat(factors, encoding.size)
     if "pre" in raw:
         scale = scale * np.resize(scales(raw["pre"], encoding.inputs), count)
     if encoding.turned:
@@ -210,26 +210,26 @@ def halves(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tup
     number = np.arange(first, first + count)
     group = number % cols if encoding.across else number // cols
     shift = -zero * scale if encoding.hqq else -zero
-    found = levels.ravel()[first : first + count].astype(np.float64)
-    return found, Grid(Table(np.arange(2**bits)), scale[group], shift[group])
+    values = levels.ravel()[first : first + count].astype(np.float64)
+    return values, Grid(Table(np.arange(2**bits)), scale[group], shift[group])
 
 
 def _finite(raw: Mapping[str, Any], role: str, dtype: str) -> Array:
-    found = decode(raw[role], dtype)
-    if not np.isfinite(found).all():
+    values = decode(raw[role], dtype)
+    if not np.isfinite(values).all():
         raise BadPart(f"a number of its {role} is not finite")
-    return found
+    return values
 
 
 def aqlm(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Array, Grid]:
     """Return sums of entries of codebooks, times the scales of rows."""
     codes = np.frombuffer(raw["codes"], "<i2" if encoding.wide else "i1").astype(np.int64).reshape(-1, encoding.books)
     book = _finite(raw, "book", encoding.numbers).reshape(encoding.books, encoding.entries, encoding.width)
-    found = np.zeros((len(codes), encoding.width))
+    values = np.zeros((len(codes), encoding.width))
     for n in range(encoding.books):
-        found += book[n, codes[:, n] & (encoding.entries - 1)]
+        values += book[n, codes[:, n] & (encoding.entries - 1)]
     scale = _finite(raw, "scale", encoding.scales)
-    return found.ravel() * np.repeat(scale, encoding.cols), Grid(Floats("F32"))
+    return values.ravel() * np.repeat(scale, encoding.cols), Grid(Floats("F32"))
 
 
 def grouped(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Array, Grid]:
@@ -274,8 +274,8 @@ def _packed(raw: Any, bits: int) -> Array:
     """Return the whole numbers of packed codes."""
     places = PLACES.get(bits, [range(n, n + bits) for n in range(0, 8, bits)])
     width = 8 * max(1, len(places) * bits // 8)
-    found = np.unpackbits(np.frombuffer(raw, np.uint8), bitorder="little").reshape(-1, width)
-    return np.asarray(found[:, np.array([list(p) for p in places])] @ (1 << np.arange(bits))).reshape(-1)
+    bits_of = np.unpackbits(np.frombuffer(raw, np.uint8), bitorder="little").reshape(-1, width)
+    return np.asarray(bits_of[:, np.array([list(p) for p in places])] @ (1 << np.arange(bits))).reshape(-1)
 
 
 def low_rank(raw: Mapping[str, Any], encoding: Any, first: int, count: int, inner: Decoder) -> tuple[Array, Grid]:
@@ -307,8 +307,8 @@ def sums(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Arr
         levels = _packed(raw["codes"], encoding.bits).astype(np.float64) + encoding.lowest
 
     def spread(role: str) -> Array:
-        given = _finite(raw, role, encoding.scales).reshape(rows, groups, 1, places)
-        return np.broadcast_to(given, (rows, groups, wide, places)).reshape(-1)
+        values = _finite(raw, role, encoding.scales).reshape(rows, groups, 1, places)
+        return np.broadcast_to(values, (rows, groups, wide, places)).reshape(-1)
 
     shift = spread("zero") if "zero" in raw else np.zeros(count)
     product, size = _product(raw, encoding)

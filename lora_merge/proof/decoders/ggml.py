@@ -33,25 +33,25 @@ class Form(NamedTuple):
 
 
 def _half(raw: Array, at: int) -> Array:
-    found = np.ascontiguousarray(raw[:, at : at + 2]).view(np.float16).astype(np.float64)
-    if not np.isfinite(found).all():
+    values = np.ascontiguousarray(raw[:, at : at + 2]).view(np.float16).astype(np.float64)
+    if not np.isfinite(values).all():
         raise BadPart("a scale is not a number")
-    return np.asarray(found)
+    return np.asarray(values)
 
 
 def _small(raw: Array, fields: tuple[tuple[Field, ...], ...]) -> Array:
     """Return small whole numbers, [blocks, numbers]: each one's fields, the lowest bits first."""
-    return np.stack([_joined_bits(raw, [one])[:, 0] for one in fields], 1)
+    return np.stack([_joined_bits(raw, [parts])[:, 0] for parts in fields], 1)
 
 
 def _joined_bits(raw: Array, codes: list[tuple[Field, ...]]) -> Array:
     """Return codes, [blocks, codes]."""
-    found, low = np.zeros((len(raw), len(codes)), np.int64), 0
+    joined, low = np.zeros((len(raw), len(codes)), np.int64), 0
     for part in zip(*codes, strict=True):
         place, shift, bits = (np.array(column) for column in zip(*part, strict=True))
-        found |= ((raw[:, place].astype(np.int64) >> shift) & ((1 << bits) - 1)) << low
+        joined |= ((raw[:, place].astype(np.int64) >> shift) & ((1 << bits) - 1)) << low
         low += int(bits[0])
-    return found
+    return joined
 
 
 def _d(raw: Array) -> tuple[Array, Array]:
@@ -84,12 +84,12 @@ def _last(at: int) -> Callable[[Array], tuple[Array, Array]]:
 def _trits(raw: Array) -> Array:
     """Return the digits of base 3 in bytes: digit n of a byte is the whole part of its 3ⁿ-fold as a fraction of 256."""
     places = [(32, 0)] * 5, [(16, 32)] * 5, [(4, 48)] * 4
-    found = [
+    digits = [
         raw[:, at : at + wide].astype(np.int64) * 3**n % 256 * 3 // 256
         for p in places
         for n, (wide, at) in enumerate(p)
     ]
-    return np.concatenate(found, axis=1)
+    return np.concatenate(digits, axis=1)
 
 
 def _six_bits(raw: Array) -> tuple[Array, Array]:

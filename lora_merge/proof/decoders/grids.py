@@ -74,8 +74,8 @@ def _grid(kind: str) -> Array:
 
 def _numbers(bits: Array, places: Sequence[Bits]) -> Array:
     """Return whole numbers, [blocks, numbers]."""
-    found = bits[:, np.array(places).ravel()].reshape(len(bits), len(places), -1)
-    return np.asarray(found.astype(np.int64) @ (1 << np.arange(found.shape[2])))
+    chosen = bits[:, np.array(places).ravel()].reshape(len(bits), len(places), -1)
+    return np.asarray(chosen.astype(np.int64) @ (1 << np.arange(chosen.shape[2])))
 
 
 def points(raw: Mapping[str, Any], encoding: Any, _: int, __: int) -> tuple[Array, Grid]:

@@ -35,20 +35,20 @@ class Rows:
 
     def at(self, rows: Array) -> Array:
         """Return some rows, in new memory."""
-        found = np.empty((len(rows), self.shape[1]))
+        values = np.empty((len(rows), self.shape[1]))
         for number in np.unique(rows // self.step):
             first = int(number) * self.step
             block = self.read(np.arange(first, min(first + self.step, self.shape[0])))
             here = rows // self.step == number
-            found[here] = block[rows[here] - first]
-        return found
+            values[here] = block[rows[here] - first]
+        return values
 
     def flat(self, of: Callable[[Array], Array]) -> Array:
         """Return all numbers in order, or what a function makes of them."""
-        found = np.empty(self.shape[0] * self.shape[1])
+        values = np.empty(self.shape[0] * self.shape[1])
         for rows, block in self.blocks():
-            found[rows.start * self.shape[1] : rows.stop * self.shape[1]] = of(block).ravel()
-        return found
+            values[rows.start * self.shape[1] : rows.stop * self.shape[1]] = of(block).ravel()
+        return values
 
     @cached_property
     def largest(self) -> float:

@@ -78,8 +78,8 @@ def rounded(values: Array, dtype: str) -> Array:
 def saturated(values: Array, dtype: str) -> Array:
     """Cut values to the range of the dtype; infinite ones stay, except in e4m3, which has no infinity."""
     largest = precision(dtype)[2]
-    held = np.clip(values, -largest, largest)
-    return held if dtype == "F8_E4M3" else np.where(np.isinf(values), values, held)
+    clipped = np.clip(values, -largest, largest)
+    return clipped if dtype == "F8_E4M3" else np.where(np.isinf(values), values, clipped)
 
 
 def beyond(values: Array, dtype: str) -> Array:

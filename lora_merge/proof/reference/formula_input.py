@@ -39,13 +39,13 @@ class FormulaInput:
         `wrapped` is added to negative indices, where the format stores large ones so. VerificationFailed for any other
         index: numpy would count it from the end, or as one of another row.
         """
-        found = self[slot]
-        indices = found.astype(np.int64)
+        values = self[slot]
+        indices = values.astype(np.int64)
         indices = np.where(indices < 0, indices + wrapped, indices)
         indices = indices.reshape(len(ends), *(indices.shape if len(ends) == 1 else indices.shape[1:]))
         for axis, end in zip(indices, ends, strict=True):
             wrong = axis[(axis < 0) | (axis >= end)]
-            if wrong.size or (found % 1 != 0).any():
+            if wrong.size or (values % 1 != 0).any():
                 where = f"{slot} has {wrong.flat[0]} of {end}" if wrong.size else slot
                 what, fix = "the adapter's indices point outside of what they count", "use an earlier save of it"
                 raise VerificationFailed(what, where, fix)

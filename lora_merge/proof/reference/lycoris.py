@@ -177,12 +177,12 @@ def _turned_rows(g: FormulaInput, rotations: Array) -> Array:
     """Return the wanted rows of bd(R)ᵀ W; one rotation may stand for all blocks."""
     b = rotations.shape[-1]
     blocks, inside = np.divmod(g.rows, b)
-    found = np.empty((len(g.rows), g.cols))
+    turned = np.empty((len(g.rows), g.cols))
     for block in np.unique(blocks):
         rotation = rotations[block if len(rotations) > 1 else 0]
         rows = blocks == block
-        found[rows] = rotation.T[inside[rows]] @ g.base(np.arange(block * b, (block + 1) * b))
-    return found
+        turned[rows] = rotation.T[inside[rows]] @ g.base(np.arange(block * b, (block + 1) * b))
+    return turned
 
 
 def _stretch(g: FormulaInput, turned: Array) -> Array:

@@ -232,8 +232,8 @@ def supertuning(g: FormulaInput) -> Array:
 def _scattered(g: FormulaInput, rows: Array, cols: Array, values: Array) -> Array:
     place = np.full(g.out, -1)
     place[g.rows] = np.arange(len(g.rows))
-    change, wanted = np.zeros((len(g.rows), g.cols)), place[rows] >= 0
-    np.add.at(change, (place[rows[wanted]], cols[wanted]), values[wanted])
+    change, inside = np.zeros((len(g.rows), g.cols)), place[rows] >= 0
+    np.add.at(change, (place[rows[inside]], cols[inside]), values[inside])
     return change
 
 
@@ -243,8 +243,8 @@ def vblora(g: FormulaInput) -> Array:
 
     def mixed(logits: Array) -> Array:
         chosen = np.argsort(-logits, axis=-1, kind="stable")[..., :top]
-        kept = np.take_along_axis(logits, chosen, axis=-1)
-        weight = np.exp(kept - kept.max(axis=-1, keepdims=True))
+        largest = np.take_along_axis(logits, chosen, axis=-1)
+        weight = np.exp(largest - largest.max(axis=-1, keepdims=True))
         return np.einsum("...k,...kl->...l", weight / weight.sum(axis=-1, keepdims=True), bank[chosen])
 
     return _from_pieces(g, mixed(g["down"]), mixed(g["up"]))

@@ -20,9 +20,9 @@ def glora(g: FormulaInput) -> Array:
 def glora_bias(g: FormulaInput) -> Array:
     """Return b ⊙ D + E + W C; where the adapter has its own b, plus its difference to the base's."""
     column = g["c"] if "c" in g.slots else g["c_up"] @ g["c_down"]
-    own = g["trained"].reshape(-1, 1)[g.rows] if "trained" in g.slots else g.w
-    change = own - g.w + g["weight"][g.rows] @ column.reshape(-1, 1)
-    for slot, factor in (("d", own), ("e", np.ones_like(g.w))):
+    trained = g["trained"].reshape(-1, 1)[g.rows] if "trained" in g.slots else g.w
+    change = trained - g.w + g["weight"][g.rows] @ column.reshape(-1, 1)
+    for slot, factor in (("d", trained), ("e", np.ones_like(g.w))):
         value = g[slot].reshape(-1, 1)
         change = change + (value if len(value) == 1 else value[g.rows]) * factor
     return change

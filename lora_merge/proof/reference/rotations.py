@@ -84,13 +84,13 @@ def peft_oft1(g: FormulaInput) -> Array:
     """Return bd(R)ᵀ W − W, the blocks cut to the weight's height."""
     b = g["blocks"].shape[1]
     rotation = _rotations_of_blocks(g, b)
-    found = np.empty((len(g.rows), g.cols))
+    turned = np.empty((len(g.rows), g.cols))
     for block in np.unique(g.rows // b):
         inside = g.rows // b == block
         height = min(b, g.out - block * b)
         turn = rotation[block % len(rotation)].T[g.rows[inside] % b, :height]
-        found[inside] = turn @ g.base(np.arange(block * b, block * b + height))
-    return found - g.w
+        turned[inside] = turn @ g.base(np.arange(block * b, block * b + height))
+    return turned - g.w
 
 
 def boft(g: FormulaInput) -> Array:

@@ -87,8 +87,8 @@ class Blocks:
             return None if weights is None or block is None else value * weights.get(block, 1.0)
         items = part.upper().split("+")
         if CAPITALS.fullmatch(part) and all(map(ITEM.fullmatch, items)):
-            held = [None if block is None else self._holds(item, block) for item in items]
-            return None if None in held else value if any(held) else 1.0
+            covers = [None if block is None else self._holds(item, block) for item in items]
+            return None if None in covers else value if any(covers) else 1.0
         lies = self.lies_in(part, key)
         return None if lies is None else value if lies else 1.0
 
@@ -117,18 +117,18 @@ class Blocks:
     @cached_property
     def _stacks(self) -> Mapping[str, frozenset[int]]:
         """Path of a stack of two or more layers → their numbers."""
-        found: dict[str, set[int]] = {}
+        numbers_of: dict[str, set[int]] = {}
         for name in self._names:
             if (layer := LAYER.search(name)) is not None:
-                found.setdefault(name[: layer.start()].rstrip("."), set()).add(int(layer[1]))
-        return {path: frozenset(numbers) for path, numbers in found.items() if len(numbers) > 1}
+                numbers_of.setdefault(name[: layer.start()].rstrip("."), set()).add(int(layer[1]))
+        return {path: frozenset(numbers) for path, numbers in numbers_of.items() if len(numbers) > 1}
 
     @cached_property
     def _order(self) -> Sequence[str]:
         """All blocks in the order of a full list; () where it is not known."""
         if self.is_unet:
-            found = {block for name in self._names if (block := self._of_unet(name)) not in (BASE, "END")}
-            ends = (sorted(b for b in found if b.startswith(letters)) for letters in ("IN", "OUT"))
+            names = {block for name in self._names if (block := self._of_unet(name)) not in (BASE, "END")}
+            ends = (sorted(b for b in names if b.startswith(letters)) for letters in ("IN", "OUT"))
             first, last = ends
             return (BASE, *first, "M00", *last)
         if self._is_flux:
@@ -154,12 +154,12 @@ class Blocks:
         """Return the block of a tensor of a model of stacked layers."""
         layer = LAYER.search(name)
         path = name[: layer.start()].rstrip(".") if layer else ""
-        if any(own.startswith(("input_blocks.", "down_blocks.")) for own in self._names):
+        if any(name_of.startswith(("input_blocks.", "down_blocks.")) for name_of in self._names):
             return None  # a U-Net of another kind
         if layer is None or path not in self._stacks:
             ends = "OUT" if name.startswith(FLUX_ENDS) else "IN"
             return ends if self._is_flux else BASE
-        if "S" in {STACKS.get(own) for own in self._stacks}:
+        if "S" in {STACKS.get(name_of) for name_of in self._stacks}:
             return f"{STACKS[path]}{int(layer[1]):02d}" if path in STACKS else None
         return f"#{int(layer[1]):02d}" if len(self._stacks) == 1 else None
 
@@ -183,10 +183,10 @@ class Blocks:
         """Return whether a block or a range of blocks has one; None for a range across stacks of no known order."""
         if item == block or (item, block) == ("MID", "M00"):
             return True
-        one, own = ITEM.fullmatch(item), OWN.fullmatch(block)
-        assert one is not None, "the caller has looked"
-        letters, first, other, last = one.groups()
-        stack, number = own.groups() if own is not None else (block, "")
+        match, block_match = ITEM.fullmatch(item), OWN.fullmatch(block)
+        assert match is not None, "the caller has looked"
+        letters, first, other, last = match.groups()
+        stack, number = block_match.groups() if block_match is not None else (block, "")
         if other and other != letters:
             ends = [f"{letters}{int(first or 0):02d}", f"{other}{int(last):02d}"]
             if not {*ends, block} <= {*self._order}:
@@ -224,11 +224,11 @@ class Blocks:
 def _lies_in(path: re.Match[str], key: str) -> bool:
     """Return whether a name has the levels of a path, with a level behind them; of layers, with a number in the range
     and a level behind it."""
-    levels, own = key.split("."), path[1].split(".")
-    for at in range(len(levels) - len(own)):
-        if levels[at : at + len(own)] != own:
+    levels, segments = key.split("."), path[1].split(".")
+    for at in range(len(levels) - len(segments)):
+        if levels[at : at + len(segments)] != segments:
             continue
-        after = levels[at + len(own) :]
+        after = levels[at + len(segments) :]
         if path[2] is None:
             return True
         if len(after) > 1 and after[0].isdecimal():

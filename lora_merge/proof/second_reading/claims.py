@@ -99,12 +99,12 @@ class Base:
     @cached_property
     def in_out_names(self) -> frozenset[str]:
         """Last names of layers of which one is certainly [in, out]: its bias is as long as its second axis."""
-        found = set()
+        names = set()
         for key, info in self.tensors.items():
             bias = self.tensors.get(key.removesuffix("weight") + "bias") if key.endswith(".weight") else None
             if bias is not None and len(info.shape) == 2 and bias.shape == info.shape[1:] != info.shape[:1]:
-                found.add(key.split(".")[-2])
-        return frozenset(found)
+                names.add(key.split(".")[-2])
+        return frozenset(names)
 
 
 def claims(
@@ -118,15 +118,15 @@ def claims(
     yield from _experts(read, numbers, base, strength, copies)
     yield from _tokens(tensors, numbers, base, strength)
     placed = ((group, _place(group, read, base)) for group in read)
-    found = [
+    pairs = [
         (g, p) for g, place in placed if place is not None and (p := _ordered(g, place, numbers, base)) is not None
     ]
-    if any(_is_stored_in_out(group, place) for group, place in found):  # then a square weight may, too
-        found = [(g, p) for g, p in found if _is_in_out(base) or not (fits(g, p.shape) and fits(g, p.shape[::-1]))]
-    taken = Counter((_family(group.kind), place.rows) for group, place in found if not _is_copy(group, copies))
+    if any(_is_stored_in_out(group, place) for group, place in pairs):  # then a square weight may, too
+        pairs = [(g, p) for g, p in pairs if _is_in_out(base) or not (fits(g, p.shape) and fits(g, p.shape[::-1]))]
+    taken = Counter((_family(group.kind), place.rows) for group, place in pairs if not _is_copy(group, copies))
     has_copies = any(COPIED in name for name in tensors)
     vectors = [name for name in tensors if name.startswith(SHARED_NUMBERS)]
-    for group, place in found:
+    for group, place in pairs:
         claim = _claim(group, place, numbers, base, strength) if taken[_family(group.kind), place.rows] <= 1 else None
         if claim is not None and claim.kind in STARTED and has_copies:
             continue  # a stored copy may lack the start already, and stand in for the base: the plan compares them
@@ -140,11 +140,11 @@ def claims(
 
 def _tokens(tensors: Mapping[str, StoredTensor], numbers: Numbers, base: Base, strength: Strength) -> Iterator[Claim]:
     """Yield the trained tokens of a table, unless a second tensor may follow it because the two are tied."""
-    own = [info for info in tensors.values() if info.name.endswith(TOKENS)]
-    others = [n for n in tensors if own and not n.endswith(TOKENS) and not {*TABLES}.isdisjoint(n.split("."))]
-    layers = [n.rpartition(".")[0] for n, t in base.tensors.items() if own and len(t.shape) == 2]
+    added = [info for info in tensors.values() if info.name.endswith(TOKENS)]
+    others = [n for n in tensors if added and not n.endswith(TOKENS) and not {*TABLES}.isdisjoint(n.split("."))]
+    layers = [n.rpartition(".")[0] for n, t in base.tensors.items() if added and len(t.shape) == 2]
     tables = [layer for layer in layers if layer.rpartition(".")[2] in TABLES]
-    for info in () if base.ties and (others or len(tables) > 1) else own:
+    for info in () if base.ties and (others or len(tables) > 1) else added:
         stem = info.name.removesuffix(TOKENS).removesuffix(".token_adapter")
         place = base.places.find(stem, "weight")
         if place is not None and len(place.rows) == 1 and base.tensors[place.rows[0].key].dtype in FLOATS:
@@ -163,9 +163,9 @@ def _experts(
     read: list[Group], numbers: Numbers, base: Base, strength: Strength, copies: Collection[str]
 ) -> Iterator[Claim]:
     """Yield the LoRA of stacked experts, whose sides show how the base stores them."""
-    found = [(group, *there) for group in read if (there := _stacked(group, numbers, base)) is not None]
-    taken = Counter(place.rows for group, place, _ in found if not _is_copy(group, copies))
-    for group, place, path in found:
+    stacks = [(group, *stack) for group in read if (stack := _stacked(group, numbers, base)) is not None]
+    taken = Counter(place.rows for group, place, _ in stacks if not _is_copy(group, copies))
+    for group, place, path in stacks:
         scale = numbers.of_experts(group, path, place.shape[0])
         factor = strength(place.rows[0].key, place.network)
         sides = group.roles["up"].shape[0], *group.roles["down"].shape[1:]

@@ -129,27 +129,27 @@ def variant(group: Group, numbers: Numbers) -> str:
 def kind_of(group: Group, shape: Shape, numbers: Numbers) -> str | None:
     """Return the row of ALGORITHMS for a weight of this shape; None where two rows fit the shapes, or the
     configuration is that of another method."""
-    kind, found = group.kind, numbers.method(group.stem)
+    kind, stated = group.kind, numbers.method(group.stem)
     if kind in METHODS:
-        return _of_method(group, shape, found)
+        return _of_method(group, shape, stated)
     if kind in ("full", "ia3"):
         return kind
     if kind == "peft_ia3":
-        inputs = numbers.inputs_scaled(group.stem) if found == "IA3" else None
+        inputs = numbers.inputs_scaled(group.stem) if stated == "IA3" else None
         return None if inputs is None else "peft_ia3_in" if inputs else "peft_ia3_out"
-    if found is None or (found and found not in (kind.upper(), "LORA" if kind in LOW_RANK else "")):
+    if stated is None or (stated and stated not in (kind.upper(), "LORA" if kind in LOW_RANK else "")):
         return None
-    if found == "LORA":
+    if stated == "LORA":
         return _started(kind, numbers, group.stem)
     return _glora(shapes(group), shape) if kind == "glora" else kind
 
 
-def _of_method(group: Group, shape: Shape, found: str | None) -> str | None:
+def _of_method(group: Group, shape: Shape, stated: str | None) -> str | None:
     """Return the row of a method's family; where two trainers write it, the presence of a configuration decides."""
     method, stored = METHODS[group.kind], shapes(group)
-    if found == "" and method.plain is not None and not group.stem.startswith(PEFT):
+    if stated == "" and method.plain is not None and not group.stem.startswith(PEFT):
         return method.plain(stored, shape)
-    if found != method.type and not (found == "BONE" and method.type == "MISS"):
+    if stated != method.type and not (stated == "BONE" and method.type == "MISS"):
         return None
     return method.kind(stored, shape) if method.kind else group.kind
 

@@ -135,9 +135,9 @@ class Lines:
     def of(self, name: str) -> Iterator[tuple[Line, list[str]]]:
         """Yield the lines that a name fits, each with the numbers that stand for its `#`."""
         numbers = _NUMBER.findall(name)
-        for wanted, line in self._found.get(_NUMBER.sub("#", name), ()):
-            if all(want in ("#", number) for want, number in zip(wanted, numbers, strict=True)):
-                yield line, [number for want, number in zip(wanted, numbers, strict=True) if want == "#"]
+        for template, line in self._found.get(_NUMBER.sub("#", name), ()):
+            if all(want in ("#", number) for want, number in zip(template, numbers, strict=True)):
+                yield line, [number for want, number in zip(template, numbers, strict=True) if want == "#"]
 
 
 def tables(keys: Mapping[str, object]) -> tuple[Lines, Lines]:

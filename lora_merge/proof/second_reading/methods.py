@@ -157,8 +157,10 @@ def _adamss(s: Stored, shape: Shape) -> bool:
 
 def _constraint(k: Known) -> Mapping[str, Any]:
     """Return the limit of LyCORIS' rotations, which is α times the number of outputs, and of ComfyUI's, which is α."""
-    own = k.alpha == 1 and k.stem.startswith("diffusion_model.") and len(k.shapes["blocks"]) == 3 and not k.of_lycoris
-    return {"limit": k.alpha * (1 if own else k.shape[0]) if k.alpha and k.alpha > 0 else inf}
+    of_comfy = (
+        k.alpha == 1 and k.stem.startswith("diffusion_model.") and len(k.shapes["blocks"]) == 3 and not k.of_lycoris
+    )
+    return {"limit": k.alpha * (1 if of_comfy else k.shape[0]) if k.alpha and k.alpha > 0 else inf}
 
 
 def _cayley(k: Known) -> Mapping[str, Any]:

@@ -96,7 +96,7 @@ class Group:
 
 def groups(tensors: Iterable[StoredTensor]) -> list[Group]:
     """Return the modules of a file, without those of unknown kinds or with a tensor of an unknown spelling."""
-    found: dict[tuple[str, str, int | None], Group] = {}
+    by_module: dict[tuple[str, str, int | None], Group] = {}
     odd: set[str] = set()
     for info in tensors:
         found_ending = ending(info.name)
@@ -106,19 +106,19 @@ def groups(tensors: Iterable[StoredTensor]) -> list[Group]:
         stem, role, part = found_ending
         parameter, _, role = role.rpartition(":")
         key = (stem, parameter or "weight", part)
-        group = found.get(key) or found.setdefault(key, Group(stem, parameter or "weight", part))
+        group = by_module.get(key) or by_module.setdefault(key, Group(stem, parameter or "weight", part))
         group.put(role, info)
-    for (stem, parameter, part), group in found.items():
-        if part is not None and (whole := found.get((stem, parameter, None))) is not None:
+    for (stem, parameter, part), group in by_module.items():
+        if part is not None and (whole := by_module.get((stem, parameter, None))) is not None:
             for role in NUMBERS & whole.roles.keys():  # one α for all parts
                 group.put(role, whole.roles[role])
-    made = (replace(group, kind=_kind(group.roles)) for group in found.values() if group.stem not in odd)
-    return [group for group in made if group.kind]
+    kinds = (replace(group, kind=_kind(group.roles)) for group in by_module.values() if group.stem not in odd)
+    return [group for group in kinds if group.kind]
 
 
 def _kind(roles: Collection[str]) -> str:
-    own = {*roles} - NUMBERS
-    return next((kind for kind, needs, may in KINDS if own and needs <= own <= needs | may), "")
+    tensors = {*roles} - NUMBERS
+    return next((kind for kind, needs, may in KINDS if tensors and needs <= tensors <= needs | may), "")
 
 
 def ending(name: str) -> tuple[str, str, int | None] | None:

@@ -86,24 +86,24 @@ def compare(
     """Return the same from headers alone; `number` gives the value of an α."""
     planned = _planned(targets)
     shapes = {name: info.shape for name, info in base.tensors.items()}
-    seen = Base(_as_floats(base), base.config, Places(shapes, base.components))
+    read_base = Base(_as_floats(base), base.config, Places(shapes, base.components))
     known: set[int] = set()
     why: dict[int, str] = {}
     for n, (ref, matched) in enumerate(zip(job.adapters, adapters, strict=True)):
         index = matched.adapter.index
         texts = AdapterTexts(index.config, index.metadata, index.tensors.keys(), partial(_texts, index))
         numbers = Numbers(texts, dict(job.setting), number)
-        own = [p for (at, _), p in planned.items() if at == n]
+        of_adapter = [p for (at, _), p in planned.items() if at == n]
         copies = {name for name, why in matched.unused.items() if why == COPY}
-        factor = partial(strength, ref.strength, ref.parts, seen.places.blocks)
-        for claim in claims(index.tensors, numbers, seen, factor, copies):
+        factor = partial(strength, ref.strength, ref.parts, read_base.places.blocks)
+        for claim in claims(index.tensors, numbers, read_base, factor, copies):
             if copies.issuperset(claim.tensors.values()):
-                claim = _of_original(claim, own, shapes)
-            found = {id(p): p for t in claim.tensors.values() if (p := planned.get((n, t))) is not None}
-            _compare(claim, list(found.values()), ref.path, shapes)
-            known.update(found)
+                claim = _of_original(claim, of_adapter, shapes)
+            by_id = {id(p): p for t in claim.tensors.values() if (p := planned.get((n, t))) is not None}
+            _compare(claim, list(by_id.values()), ref.path, shapes)
+            known.update(by_id)
         left = {id(p): t for (at, t), p in planned.items() if at == n and id(p) not in known}
-        why.update(_unknown(left, index, seen, factor) if left else {})
+        why.update(_unknown(left, index, read_base, factor) if left else {})
     modules = {id(p): p.name for p in planned.values()}
     whole = [(info.name, key) for m in adapters for key, info in m.replaced.items()]
     others = [name for name, key in whole if WRAPPERS.sub(r"\1", name.removeprefix(PEFT)) != key]
@@ -112,12 +112,12 @@ def compare(
     return Reading(len(modules) + len(whole), len(known) + len(whole) - len(others), alone, reasons)
 
 
-def _unknown(left: Mapping[int, str], index: Index, seen: Base, factor: Strength) -> Iterator[tuple[int, str]]:
+def _unknown(left: Mapping[int, str], index: Index, read_base: Base, factor: Strength) -> Iterator[tuple[int, str]]:
     """Yield what the second reading does not know of modules; `left`: any key of each → the name of a tensor of it."""
     grouped = {info.name: group for group in groups(index.tensors.values()) for info in group.roles.values()}
     for at, tensor in left.items():
         group = grouped.get(tensor)
-        place = seen.places.find(group.stem, group.parameter) if group is not None else None
+        place = read_base.places.find(group.stem, group.parameter) if group is not None else None
         if place is None:
             yield at, NAME if group is not None else SPELLING
         else:
@@ -136,15 +136,15 @@ def _as_floats(base: Index) -> Mapping[str, StoredTensor]:
 def _planned(targets: Sequence[OutputTensor]) -> Mapping[tuple[int, str], _Planned]:
     """Return (number of the adapter, name of one of its tensors) → the module that the plan gives the tensor to."""
     modules: dict[tuple[int, str], _Planned] = {}
-    found: dict[tuple[int, str], _Planned] = {}
+    patches: dict[tuple[int, str], _Planned] = {}
     for target in targets:
         for use in target.uses:
             number, module = use.patch.adapter, use.patch.module
             planned = modules.setdefault((number, module.where), _Planned(module.where))
             planned.uses.append((target.name, use))
             for info in module.slots.values():
-                found[number, info.name] = planned  # the last module, for a tensor that several share
-    return found
+                patches[number, info.name] = planned  # the last module, for a tensor that several share
+    return patches
 
 
 def _of_original(claim: Claim, planned: Sequence[_Planned], shapes: Mapping[str, Shape]) -> Claim:
@@ -234,7 +234,7 @@ def check_sources(
 ) -> None:
     """Raise VerificationFailed unless every tensor of the base is written under its own name, from the base or from an
     adapter that replaces it, and no other tensor is. `network`: the prefix of the tensors that are written."""
-    own, files = base.tensors, {f for m in adapters for f in m.adapter.index.files}
+    of_base, files = base.tensors, {f for m in adapters for f in m.adapter.index.files}
     written = {t.name: t for t in targets}
     added = {key for m in adapters for key in (*m.separated, *m.created)}
     recoded = [
@@ -246,7 +246,7 @@ def check_sources(
     new = {name for t in targets if t.packing.encoding.fresh for name in t.packing.names}
     if left := sorted(dropped & written.keys() - new):
         raise VerificationFailed("the plan keeps the scale of a weight that needs none", quoted(left[0]), REPORT)
-    for name, info in own.items():
+    for name, info in of_base.items():
         if name in dropped or name in new or not name.startswith(network):
             continue
         target = written.get(name)
@@ -254,7 +254,7 @@ def check_sources(
         if source is None or (source is not info and source != info and source.file not in files):
             where = f"{base.path}: {quoted(name)} from {quoted(source.name) if source else 'nowhere'}"
             raise VerificationFailed("the plan takes a tensor of the base from another place", where, REPORT)
-    if extra := sorted(written.keys() - own.keys() - added - new):
+    if extra := sorted(written.keys() - of_base.keys() - added - new):
         raise VerificationFailed("the plan writes a tensor that the base does not have", quoted(extra[0]), REPORT)
 
 

@@ -136,32 +136,32 @@ class Network:
         if flat:
             names = self._flat.get(module, ())
             return [place for name in names for place in self.find(name, parameter, flat=False)]
-        own = self.direct(module, parameter)
-        return [own] if own else [p for p in self._others(module, parameter) if p is not None]
+        direct_place = self.direct(module, parameter)
+        return [direct_place] if direct_place else [p for p in self._others(module, parameter) if p is not None]
 
     @cached_property
     def by_layer(self) -> Mapping[str, tuple[str, ...]]:
         """Module without its first levels of LEVELS → all modules of this name."""
-        found: dict[str, tuple[str, ...]] = {}
+        modules: dict[str, tuple[str, ...]] = {}
         for module in dict.fromkeys(self._modules()):
             if "." in (rest := _without_levels(module)):
-                found[rest] = (*found.get(rest, ()), module)
-        return found
+                modules[rest] = (*modules.get(rest, ()), module)
+        return modules
 
     @cached_property
     def others(self) -> Mapping[str, list[Cut | tuple[str, ...]]]:
         """Name in the other layout → its meanings: modules of the base, one below the other, or a part of one."""
-        found: dict[str, list[Cut | tuple[str, ...]]] = {}
+        meanings: dict[str, list[Cut | tuple[str, ...]]] = {}
         by_left, by_right = tables(self.shapes)
         for module in self._modules():
             for line, numbers in by_left.of(module):
                 for i, name in enumerate(line.right):
                     cut = Cut(module, i, len(line.right), line.split)
-                    found.setdefault(filled(name, numbers), []).append(cut)
+                    meanings.setdefault(filled(name, numbers), []).append(cut)
             for line, numbers in by_right.of(module):
                 parts = tuple(filled(name, numbers) for name in line.right)
-                found.setdefault(filled(line.left, numbers), []).append(parts)
-        return found
+                meanings.setdefault(filled(line.left, numbers), []).append(parts)
+        return meanings
 
     def parts(self, key: str) -> tuple[int, ...]:
         """Return the number of rows of each part of a stored weight; () where no layout gives it parts."""
@@ -172,7 +172,7 @@ class Network:
     @cached_property
     def _cuts(self) -> Mapping[str, Cut]:
         """Module that has several parts → one of them."""
-        meanings = (meaning for found in self.others.values() for meaning in found)
+        meanings = (meaning for meanings_of in self.others.values() for meaning in meanings_of)
         return {m.module: m for m in meanings if isinstance(m, Cut) and m.parts > 1}
 
     def _others(self, module: str, parameter: str) -> Iterator[Place | None]:
@@ -199,11 +199,11 @@ class Network:
     @cached_property
     def _flat(self) -> Mapping[str, tuple[str, ...]]:
         """Name with "_" for its dots → the names that it may stand for."""
-        found: dict[str, tuple[str, ...]] = {}
+        names: dict[str, tuple[str, ...]] = {}
         for name in dict.fromkeys([*self._modules(), *self.others]):
             flat = name.replace(".", "_")
-            found[flat] = (*found.get(flat, ()), name)
-        return found
+            names[flat] = (*names.get(flat, ()), name)
+        return names
 
 
 def rows_of(place: Place, start: int, stop: int) -> Place:
@@ -235,39 +235,39 @@ def reordered(place: Place, *, by_heads: bool) -> Place | None:
 
 def _stacked(parts: list[Place | None]) -> Place | None:
     """Return the weights one below the other; None if one is missing or their widths differ."""
-    found = [p for p in parts if p is not None]
-    if len(found) != len(parts) or len({p.shape[1:] for p in found}) != 1:
+    places = [p for p in parts if p is not None]
+    if len(places) != len(parts) or len({p.shape[1:] for p in places}) != 1:
         return None
-    rows = tuple(r for p in found for r in p.rows)
-    return Place(rows, (sum(p.shape[0] for p in found), *found[0].shape[1:]), found[0].network)
+    rows = tuple(r for p in places for r in p.rows)
+    return Place(rows, (sum(p.shape[0] for p in places), *places[0].shape[1:]), places[0].network)
 
 
 _CONTAINER: Final = re.compile("|".join(map(re.escape, CONTAINERS)))  # the first that fits
 
 
 def _container(key: str) -> str:
-    found = _CONTAINER.match(key)
-    assert found is not None, "the last container is that of all other names"
-    return found[0]
+    match = _CONTAINER.match(key)
+    assert match is not None, "the last container is that of all other names"
+    return match[0]
 
 
 class Places:
     """All networks of a base."""
 
     def __init__(self, shapes: Mapping[str, Shape], folders: Collection[str] = ()) -> None:
-        found: dict[str, dict[str, Shape]] = {}
+        by_prefix: dict[str, dict[str, Shape]] = {}
         for key, shape in shapes.items():
             prefix = f"{key.partition('.')[0]}." if folders else _container(key)
-            found.setdefault(prefix, {})[key[len(prefix) :]] = shape
+            by_prefix.setdefault(prefix, {})[key[len(prefix) :]] = shape
         table = FOLDERS if folders else CONTAINERS
-        named = {prefix: table.get(prefix, ("", ())) for prefix in found}
+        named = {prefix: table.get(prefix, ("", ())) for prefix in by_prefix}
         encoders = [prefix for prefix, (label, _) in named.items() if label.startswith("te")]
         if folders and len(encoders) == 1:
             _, called = named[encoders[0]]
-            of_sd = "unet." in found and OF_SDXL not in found["unet."]  # Stable Diffusion 1 or 2
+            of_sd = "unet." in by_prefix and OF_SDXL not in by_prefix["unet."]  # Stable Diffusion 1 or 2
             # In others, whether it is called te or te1 depends on the denoiser.
             named[encoders[0]] = ("te", (*called, "te")) if of_sd else ("", called)
-        self.networks = tuple(Network(prefix, *named[prefix], own) for prefix, own in found.items())
+        self.networks = tuple(Network(prefix, *named[prefix], shapes_of) for prefix, shapes_of in by_prefix.items())
         self._found: dict[tuple[str, str], Place | None] = {}
         main = next((n for n in self.networks if "denoiser" in n.called), None)
         self.blocks = Blocks((main.prefix, main.shapes) if main is not None else ("", ()), shapes)
@@ -279,13 +279,13 @@ class Places:
         return self._found[stem, parameter]
 
     def _find(self, stem: str, parameter: str) -> Place | None:
-        found: list[Place] = []
+        places: list[Place] = []
         for meant, name, flat in _readings(stem):
             for network in self.networks:
                 if not meant or meant in network.called:
-                    found += [p for p in network.find(name, parameter, flat=flat) if p not in found]
-        if found:
-            return found[0] if len(found) == 1 else None
+                    places += [p for p in network.find(name, parameter, flat=flat) if p not in places]
+        if places:
+            return places[0] if len(places) == 1 else None
         return self._on_another_level(stem, parameter)
 
     def _on_another_level(self, stem: str, parameter: str) -> Place | None:

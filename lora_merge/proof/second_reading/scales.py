@@ -73,25 +73,25 @@ class AdapterTexts(NamedTuple):
 class Numbers:
     """The numbers of one adapter's modules, from its configuration, its header and its α tensors."""
 
-    def __init__(self, stored: AdapterTexts, given: Mapping[str, Any], number: Number) -> None:
+    def __init__(self, stored: AdapterTexts, settings: Mapping[str, Any], number: Number) -> None:
         # PEFT may have taken the factors' start out of a weight that the adapter's file holds
         self.keeps_base = any(".base_layer." in name for name in stored.names)
         self._stored, self._config, self._metadata = stored, stored.config, stored.metadata
-        self._given, self._number = given, number
+        self._given, self._number = settings, number
         self._simple: dict[int, bool] = {}  # `id` of a table of patterns → whether they are
         self._unread = any(_changes_alpha(self._metadata.get(name, "")) for name in ARGUMENTS)
 
     @cached_property
     def _stated(self) -> tuple[bool, float | None]:
         """Whether it is known which α is stated outside of the tensors, and that α, None without one."""
-        own = {name: text for name, text in self._metadata.items() if not name.startswith((*TRAINING, *ARGUMENTS))}
-        found = {own.pop(name) for name in STATED if name in own}
-        off = {name for name, text in own.items() if text in ("", "None", "False", "{}")}
-        others = any(UNREAD.search(f"{name} {text}") for name, text in own.items() if name not in off)
-        if others or len(found) > 1 or any(map(UNREAD.search, [] if found else self._stored.beside())):
+        entries = {name: text for name, text in self._metadata.items() if not name.startswith((*TRAINING, *ARGUMENTS))}
+        values = {entries.pop(name) for name in STATED if name in entries}
+        off = {name for name, text in entries.items() if text in ("", "None", "False", "{}")}
+        others = any(UNREAD.search(f"{name} {text}") for name, text in entries.items() if name not in off)
+        if others or len(values) > 1 or any(map(UNREAD.search, [] if values else self._stored.beside())):
             return False, None
         try:
-            return True, next(map(float, found), None)
+            return True, next(map(float, values), None)
         except ValueError:
             return False, None
 
@@ -104,19 +104,19 @@ class Numbers:
     def _header(self) -> dict[str, Any] | None:
         """PEFT's configuration as diffusers keeps it; None where it is not readable JSON."""
         try:
-            found = json.loads(self._metadata[HEADER])
+            entries = json.loads(self._metadata[HEADER])
         except (ValueError, RecursionError):
             return None
-        return found if isinstance(found, dict) else None
+        return entries if isinstance(entries, dict) else None
 
     @cached_property
     def _models(self) -> Mapping[str, Mapping[str, Any]]:
         """Part of a pipeline, "" in a file of one model → its configuration in the header."""
-        found: dict[str, dict[str, Any]] = {}
+        configurations: dict[str, dict[str, Any]] = {}
         for key, value in (self._header or {}).items():
             model, _, name = key.rpartition(".")
-            found.setdefault(model, {"peft_type": "LORA"})[name] = value
-        return found
+            configurations.setdefault(model, {"peft_type": "LORA"})[name] = value
+        return configurations
 
     def stated(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return settings with the user's own values for them."""
@@ -150,12 +150,12 @@ class Numbers:
         """Return (first token, the one behind the last, row of the stored values) for each run of a table's trained
         tokens; empty where the configuration does not give exactly one list of `count` of the table's `rows` tokens."""
         config, path = self.configuration(stem) or ({}, stem)
-        given = config.get(
+        value = config.get(
             "token_indices" if config.get("peft_type") == "TRAINABLE_TOKENS" else "trainable_token_indices"
         )
-        if isinstance(given, dict) and len(given) > MOST_PATTERNS:
+        if isinstance(value, dict) and len(value) > MOST_PATTERNS:
             return []
-        lists = [v for k, v in given.items() if f".{path}".endswith(f".{k}")] if isinstance(given, dict) else [given]
+        lists = [v for k, v in value.items() if f".{path}".endswith(f".{k}")] if isinstance(value, dict) else [value]
         if len(lists) != 1 or not isinstance(lists[0], list) or len(lists[0]) != count:
             return []
         runs: list[tuple[int, int, int]] = []
@@ -237,8 +237,8 @@ class Numbers:
     def _alpha(self, group: Group) -> float | None:
         if "alpha" in group.roles:
             return self._number(group.roles["alpha"])
-        given = self._given.get("lora_alpha")
-        return float(given) if isinstance(given, (int, float)) else self._stated[1]
+        alpha = self._given.get("lora_alpha")
+        return float(alpha) if isinstance(alpha, (int, float)) else self._stated[1]
 
     def _knows_alpha(self, group: Group) -> bool:
         return "alpha" in group.roles or "lora_alpha" in self._given or self._stated[0]
@@ -260,8 +260,8 @@ class Numbers:
 
     def _configured(self, group: Group, method: str, rank: int, path: str = "") -> float | None:
         """Return the scale by PEFT's configuration: LoRA's rank is that of its tensors, others' is configured."""
-        config, own = self.configuration(group.stem) or ({}, "")
-        path = path or own
+        config, path_of = self.configuration(group.stem) or ({}, "")
+        path = path or path_of
         configured = config.get(ALPHAS[method], 8) or self._given.get("lora_alpha", 0)
         alpha = self._by_pattern(config, "alpha_pattern", path, configured)
         started = config.get("init_lora_weights") in ("pissa", "olora") and group.kind == "lora"
@@ -353,10 +353,10 @@ def strength(
     if len(parts) > MOST_PATTERNS:
         return None
     for part, factor in parts:
-        found = _factor(part, factor, blocks, key, network)
-        if found is None:
+        factor_of = _factor(part, factor, blocks, key, network)
+        if factor_of is None:
             return None
-        base *= found
+        base *= factor_of
     return base
 
 

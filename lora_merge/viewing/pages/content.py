@@ -100,21 +100,21 @@ class Content:
         `first`: it stands before the pictures. `details`: the summary and the tables to which each row opens.
         """
         named = [{"title": c} if isinstance(c, str) else dict(c) for c in columns]
-        if found := list(rows):
+        if lines := list(rows):
             opened = {"details": [*details]} if details else {}
-            self.data["tables"].append({"title": title, "columns": named, "rows": found, "first": first, **opened})
+            self.data["tables"].append({"title": title, "columns": named, "rows": lines, "first": first, **opened})
 
     def bars(self, title: str, of: str, rows: Iterable[tuple[str, float | None]], unit: str = "") -> None:
         """Add a picture of bars, if there are at least two."""
-        found = [[name, value] for name, value in rows if value is not None]
-        if len(found) > 1:
-            self.data["bars"].append({"title": title, "of": of, "unit": unit, "rows": found})
+        values = [[name, value] for name, value in rows if value is not None]
+        if len(values) > 1:
+            self.data["bars"].append({"title": title, "of": of, "unit": unit, "rows": values})
 
     def heat_map(
         self, title: str, text: str, metrics: Sequence[Metric], weights: Mapping[str, Found], of: str = "ΔW"
     ) -> None:
         """Add a heat map of weights, if there are several: block × kind of layer. `of`: what its pictures show."""
-        known = [m for m in metrics if any(found.get(m.key) is not None for found in weights.values())]
+        known = [m for m in metrics if any(numbers.get(m.key) is not None for numbers in weights.values())]
         if len(weights) < 2 or not known:
             return
         at = places(weights)
@@ -158,35 +158,35 @@ class Content:
         if unlisted := numbers["unlisted"]:
             hidden = plural(unlisted, "tensor")
             self.data["notes"].append(f"the numbers of {hidden} are told by part and by block alone")
-        if any((one["retained"] or 0) > MOST for one in (every, *numbers["tensors"].values())):
+        if any((measured["retained"] or 0) > MOST for measured in (every, *numbers["tensors"].values())):
             self.data["notes"].append(ENLARGED)
         self.heat_map(title, CLICK, CHANGED, numbers["tensors"])
         for kind, of in (("components", "part"), ("blocks", "block")):
             rows = [*numbers[kind].items()]
             self.bars(f"‖ΔW‖ / ‖W‖ by {of}", of, ((name, row["ratio"]) for name, row in rows), "%")
-            told = [m for m in CHANGED if m.key in every]
+            metrics = [m for m in CHANGED if m.key in every]
             shown = {"retained": SHARE, "ratio": {"unit": "%", "bar": True}}
-            columns = [{"title": m.title, **shown.get(m.key, {"unit": m.unit})} for m in told]
+            columns = [{"title": m.title, **shown.get(m.key, {"unit": m.unit})} for m in metrics]
             if len(rows) > 1:
-                self.table(f"By {of}", [of, *columns], ([name, *(row[m.key] for m in told)] for name, row in rows))
+                self.table(f"By {of}", [of, *columns], ([name, *(row[m.key] for m in metrics)] for name, row in rows))
 
     def command(self, label: str, *words: str) -> None:
         """Add a command with a button to copy it."""
         self.data["commands"].append({"label": label, "text": typed(words), "lines": False})
 
-    def recipe(self, found: Found | None) -> None:
+    def recipe(self, entries: Found | None) -> None:
         """Add a recipe with a button to copy it, if there is one."""
-        if found:
-            text = json_text(found, indent=2)
+        if entries:
+            text = json_text(entries, indent=2)
             self.data["commands"].append({"label": "The recipe, as the output's metadata hold it", "text": text,
                                           "lines": True})  # fmt: skip
 
 
 def _numbers(weights: Mapping[str, Found], names: Sequence[str], key: str) -> list[float]:
-    return [found for name in names if (found := weights[name].get(key)) is not None]
+    return [value for name in names if (value := weights[name].get(key)) is not None]
 
 
-def _of_one(found: Found, metrics: Sequence[Metric]) -> dict[str, Any]:
+def _of_one(facts: Found, metrics: Sequence[Metric]) -> dict[str, Any]:
     """Return the numbers of one weight that the page shows."""
-    pictures = {key: found[key] for key in ("spectrum", "histogram") if found.get(key)}
-    return {m.key: found.get(m.key) for m in metrics} | pictures
+    pictures = {key: facts[key] for key in ("spectrum", "histogram") if facts.get(key)}
+    return {m.key: facts.get(m.key) for m in metrics} | pictures

@@ -43,54 +43,54 @@ ALIKE: Final = (
 )
 
 
-def of_file(found: Found) -> dict[str, Any]:
+def of_file(facts: Found) -> dict[str, Any]:
     """Return the content of the page about one file, or about an adapter on a base."""
-    match = found.get("match")
-    page = Content("Adapter" if found["kind"] == "adapter" else "Model", Path(found["path"]).name)
+    match = facts.get("match")
+    page = Content("Adapter" if facts["kind"] == "adapter" else "Model", Path(facts["path"]).name)
     if match:
         page.data["title"] += f" + {Path(match['adapter']).name}"
-    page.summary(summary(found))
-    page.data["notes"] += found.get("notes", ())
+    page.summary(summary(facts))
+    page.data["notes"] += facts.get("notes", ())
     page.summary(match_summary(match) if match else ())
     page.table(
         "Parts",
         ["part", "what it does", "modules", "parameters", "layers"],
         (
             [name, part["does"], part["modules"], part["parameters"], counted(part["layers"])]
-            for name, part in found.get("parts", {}).items()
+            for name, part in facts.get("parts", {}).items()
         ),
         first=True,
     )
-    trained = found.get("trained") or {}
-    page.data["image"] = preview(trained.get("preview") or {}, found.get("metadata") or {})
-    told = ([name.replace("_", " "), of_training(name, value)] for name, value in trained.items())
-    page.table("Training", ["fact", "value"], told, first=True)
-    hashes = (found.get("hashes") or {}).items()
+    trained = facts.get("trained") or {}
+    page.data["image"] = preview(trained.get("preview") or {}, facts.get("metadata") or {})
+    lines = ([name.replace("_", " "), of_training(name, value)] for name, value in trained.items())
+    page.table("Training", ["fact", "value"], lines, first=True)
+    hashes = (facts.get("hashes") or {}).items()
     page.table("Hashes, by which model sites find it", ["hash", "value"], ([spoken(n), value] for n, value in hashes))
     page.table(
         "Layers",
         ["names", "algorithm", "modules", "ranks", "alphas"],
         (
             [name, row["algorithm"], row["modules"], few(row["ranks"]), few(row["alphas"])]
-            for name, row in found.get("patterns", {}).items()
+            for name, row in facts.get("patterns", {}).items()
         ),
     )
-    if numbers := found.get("weights"):
+    if numbers := facts.get("weights"):
         _changed(page, numbers)
-    blocks = found.get("blocks") or {}
-    if found["kind"] == "adapter":
+    blocks = facts.get("blocks") or {}
+    if facts["kind"] == "adapter":
         page.table(
             "Blocks",
             ["block", "modules", "ranks", "alphas"],
             ([name, b["modules"], between(b["ranks"]), between(b["alphas"])] for name, b in _labelled(blocks)),
         )
     elif not match:
-        if sizes := found.get("sizes"):
+        if sizes := facts.get("sizes"):
             _sized(page, sizes)
         page.bars("Parameters by block", "block", blocks.items())
     if match:
-        _matched(page, found, match)
-    page.table("Other metadata", ["entry", "value"], map(list, metadata(found)))
+        _matched(page, facts, match)
+    page.table("Other metadata", ["entry", "value"], map(list, metadata(facts)))
     return page.data
 
 
@@ -103,7 +103,7 @@ def _changed(page: Content, numbers: Found) -> None:
 
 def _sized(page: Content, sizes: Found) -> None:
     """Add pictures and tables of how large the weights of a model are."""
-    matrices = {name: one for name, one in sizes["tensors"].items() if one["dimensions"] > 1}
+    matrices = {name: sized for name, sized in sizes["tensors"].items() if sized["dimensions"] > 1}
     page.heat_map("How large its weights are, by block and layer", CLICK, SIZES, matrices, "W")
     for kind, of in (("components", "part"), ("kinds", "kind of layer"), ("blocks", "block")):
         columns: list[Column] = [of, "numbers", *({"title": m.title, "bar": m.key == "rms"} for m in SIZES), "zeros"]
@@ -111,7 +111,7 @@ def _sized(page: Content, sizes: Found) -> None:
         page.table(f"Weights by {of}", columns, rows if len(rows) > 1 else [])
 
 
-def _matched(page: Content, found: Found, match: Found) -> None:
+def _matched(page: Content, facts: Found, match: Found) -> None:
     """Add tables and pictures of how an adapter fits a base."""
     page.table(
         "Modules without a place",
@@ -122,51 +122,51 @@ def _matched(page: Content, found: Found, match: Found) -> None:
         page.change(numbers, "What the merge would change, by block and layer")
     page.table("Where it fits", ["names", "modules"], ([name, n] for name, n in (match.get("patterns") or {}).items()))
     if match["fits"]:
-        page.command("Merge it:", "lora-merge", found["path"], f"{match['adapter']}:{match['strength']:g}")
+        page.command("Merge it:", "lora-merge", facts["path"], f"{match['adapter']}:{match['strength']:g}")
 
 
-def of_comparison(found: Found) -> dict[str, Any]:
+def of_comparison(result: Found) -> dict[str, Any]:
     """Return the content of the page of a comparison."""
-    page = Content("Comparison", f"{Path(found['a']).name} ↔ {Path(found['b']).name}")
-    page.summary(compare_summary(found))
-    (_alike if found["kind"] == "adapters" else _different)(page, found)
-    whole = found.get("whole", {}).get("tensors", {})
+    page = Content("Comparison", f"{Path(result['a']).name} ↔ {Path(result['b']).name}")
+    page.summary(compare_summary(result))
+    (_alike if result["kind"] == "adapters" else _different)(page, result)
+    whole = result.get("whole", {}).get("tensors", {})
     columns = [{"title": m.title, "unit": m.unit, "bar": m.key == "relative"} for m in DIFFERENT]
     page.table("Stored whole in both", ["tensor", *columns, "numbers that differ", "of"],
                ([n, *(d[m.key] for m in DIFFERENT), d["changed"], d["of"]] for n, d in whole.items()))  # fmt: skip
-    page.table("Not compared", ["name", "why"], map(list, found.get("not_compared", {}).items()))
-    page.table("Of other shapes", ["name", "why"], ([n, why] for n, why in found.get("other_shapes", {}).items()))
+    page.table("Not compared", ["name", "why"], map(list, result.get("not_compared", {}).items()))
+    page.table("Of other shapes", ["name", "why"], ([n, why] for n, why in result.get("other_shapes", {}).items()))
     page.table(
         "Only in one",
         ["name", "in"],
-        [[n, w.upper()] for w in ("a", "b") for n in sorted(found.get(f"only_{w}", ()), key=in_order)],
+        [[n, w.upper()] for w in ("a", "b") for n in sorted(result.get(f"only_{w}", ()), key=in_order)],
     )
-    page.table("Equal in both", ["tensor"], ([name] for name in sorted(found.get("equal_tensors", ()), key=in_order)))
-    page.table("Entries of metadata that differ", ["entry"], ([name] for name in found.get("metadata", ())))
+    page.table("Equal in both", ["tensor"], ([name] for name in sorted(result.get("equal_tensors", ()), key=in_order)))
+    page.table("Entries of metadata that differ", ["entry"], ([name] for name in result.get("metadata", ())))
     return page.data
 
 
-def _alike(page: Content, found: Found) -> None:
+def _alike(page: Content, result: Found) -> None:
     page.heat_map(
         "How alike they are, by block and layer",
         "Cosine 1: the same direction; 0: independent; −1: they fight. Click a cell for its modules.",
         ALIKE,
-        found["modules"],
+        result["modules"],
     )
-    rows = list(_labelled(found["blocks"]))
+    rows = list(_labelled(result["blocks"]))
     page.bars("Cosine by block", "block", ((name, row["cosine"]) for name, row in rows), COSINE)
     columns = [{"title": m.title, "unit": m.unit} for m in ALIKE]
     page.table("By block", ["block", *columns], ([name, *(row[m.key] for m in ALIKE)] for name, row in rows))
 
 
-def _different(page: Content, found: Found) -> None:
+def _different(page: Content, result: Found) -> None:
     page.heat_map("Where they differ, by block and layer", "Equal tensors are left out. Click a cell for its tensors.",
-                  DIFFERENT, found["tensors"], "B − A")  # fmt: skip
-    _blocks_that_differ(page, found["blocks"])
+                  DIFFERENT, result["tensors"], "B − A")  # fmt: skip
+    _blocks_that_differ(page, result["blocks"])
     page.bars(
         "Norm of the difference by block",
         "block",
-        ((n, row["difference"]) for n, row in found["blocks"].items() if row["difference"]),
+        ((n, row["difference"]) for n, row in result["blocks"].items() if row["difference"]),
     )
 
 
@@ -177,9 +177,9 @@ def _blocks_that_differ(page: Content, blocks: Found) -> None:
     page.table("By block", ["block", *columns, "numbers that differ", "of"], rows)
 
 
-def of_files(found: Sequence[Found]) -> dict[str, Any]:
+def of_files(files: Sequence[Found]) -> dict[str, Any]:
     """Return the content of a page about several files: a table of all, then what the page of each would have."""
-    page = Content("Files", plural(len(found), "file"))
+    page = Content("Files", plural(len(files), "file"))
     page.table(
         "Files",
         [
@@ -192,30 +192,32 @@ def of_files(found: Sequence[Found]) -> dict[str, Any]:
             "tensors",
             {"title": "size", "unit": "B"},
         ],
-        (_of_several(f) for f in found),
+        (_of_several(f) for f in files),
         first=True,
     )
-    for name, one in zip(map(_of_pair, found), map(of_file, found), strict=True):
-        page.table(f"{name}: summary", ["fact", "value"], one["summary"])
+    for name, file_page in zip(map(_of_pair, files), map(of_file, files), strict=True):
+        page.table(f"{name}: summary", ["fact", "value"], file_page["summary"])
         for kind in ("tables", "heat_maps", "bars"):
-            page.data[kind] += [{**part, "title": f"{name}: {part['title']}", "first": False} for part in one[kind]]
+            page.data[kind] += [
+                {**part, "title": f"{name}: {part['title']}", "first": False} for part in file_page[kind]
+            ]
         for kind in ("warnings", "notes"):
-            page.data[kind] += [f"{name}: {text}" for text in one[kind]]
-        page.data["commands"] += [{**part, "label": f"{name}: {part['label']}"} for part in one["commands"]]
+            page.data[kind] += [f"{name}: {text}" for text in file_page[kind]]
+        page.data["commands"] += [{**part, "label": f"{name}: {part['label']}"} for part in file_page["commands"]]
     return page.data
 
 
-def _of_pair(found: Found) -> str:
+def _of_pair(facts: Found) -> str:
     """Return the name of a file, or of a base and the adapter that was looked at with it."""
-    adapter = (found.get("match") or {}).get("adapter")
-    return Path(found["path"]).name + (f" + {Path(adapter).name}" if adapter else "")
+    adapter = (facts.get("match") or {}).get("adapter")
+    return Path(facts["path"]).name + (f" + {Path(adapter).name}" if adapter else "")
 
 
-def _of_several(found: Found) -> list[Any]:
-    match = found.get("match") or {}
-    made_for = found.get("architecture") or found.get("made_for")
-    return [found["path"], found["kind"], made_for, match.get("adapter"), match.get("matched"), match.get("total"),
-            found["tensors"], found["bytes"]]  # fmt: skip
+def _of_several(facts: Found) -> list[Any]:
+    match = facts.get("match") or {}
+    made_for = facts.get("architecture") or facts.get("made_for")
+    return [facts["path"], facts["kind"], made_for, match.get("adapter"), match.get("matched"), match.get("total"),
+            facts["tensors"], facts["bytes"]]  # fmt: skip
 
 
 def _short(names: Mapping[str, Any]) -> list[str]:
@@ -223,5 +225,5 @@ def _short(names: Mapping[str, Any]) -> list[str]:
     return [labels[name] for name in names]
 
 
-def _labelled(found: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
-    return zip(_short(found), found.values(), strict=True)
+def _labelled(rows: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    return zip(_short(rows), rows.values(), strict=True)

@@ -19,8 +19,8 @@ NUMBERS: Final = re.compile(r"(?:(?<=[._])|^)[0-9]+(?=[._]|$)")
 
 def places(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     """Return name → (block, kind of layer), in the order of the blocks' numbers, and of the names."""
-    found = {name: _split(name) for name in names}
-    return dict(sorted(found.items(), key=lambda item: (in_order(item[1][0]), in_order(item[0]))))
+    cells = {name: _split(name) for name in names}
+    return dict(sorted(cells.items(), key=lambda item: (in_order(item[1][0]), in_order(item[0]))))
 
 
 def short(blocks: Iterable[str]) -> dict[str, str]:
@@ -31,14 +31,14 @@ def short(blocks: Iterable[str]) -> dict[str, str]:
     for name, (head, _) in every.items():
         stacks.setdefault(_word(name), []).append(head)
     shared = {word: _shared(heads) for word, heads in stacks.items()}
-    made = {}
+    labels = {}
     for name, (head, tail) in every.items():
         more = head[shared[_word(name)] :]
         if len(more) > (2 if "." in name else 3) and not any(level[0].isdigit() for level in (*more[1:], tail)):
             more = [f"{more[0].strip('._')}…"]
         label = "".join(more) + tail
-        made[name] = f"{label[:-1].strip('._')} (the rest)".strip() if label.endswith(REST) else label
-    return made if len({*made.values()}) == len(every) > 1 else {name: name for name in every}
+        labels[name] = f"{label[:-1].strip('._')} (the rest)".strip() if label.endswith(REST) else label
+    return labels if len({*labels.values()}) == len(every) > 1 else {name: name for name in every}
 
 
 def _shared(heads: list[list[str]]) -> int:

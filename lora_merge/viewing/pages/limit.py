@@ -34,17 +34,17 @@ def encoded(content: Mapping[str, Any]) -> str:
 
 def fitted(content: Mapping[str, Any], room: int) -> str:
     """Return content as JSON of at most `room` bytes, as much of it as fits, with a note on what is left out."""
-    short, made = {**_cut(content), "image": content.get("image", "")}, ""
+    short, text = {**_cut(content), "image": content.get("image", "")}, ""
     for level in LEVELS:
         left: list[str] = []
-        kept = _kept(short, level, left)
+        shorter = _kept(short, level, left)
         if left:
-            told = f"This page stays below {MOST // 10**6} MB. Left out: {'; '.join(left)}. The JSON (--json) has all."
-            kept["notes"] = [told, *kept["notes"]]
-        made = encoded(kept)
-        if len(made) <= room and len(made.encode(errors="replace")) <= room:
+            note = f"This page stays below {MOST // 10**6} MB. Left out: {'; '.join(left)}. The JSON (--json) has all."
+            shorter["notes"] = [note, *shorter["notes"]]
+        text = encoded(shorter)
+        if len(text) <= room and len(text.encode(errors="replace")) <= room:
             break
-    return made
+    return text
 
 
 def _cut(value: Any) -> Any:
@@ -53,26 +53,26 @@ def _cut(value: Any) -> Any:
         value = value.translate(CONTROLS)
         return value if len(value) <= LONG else f"{value[:LONG]}… ({len(value) - LONG} more characters)"
     if isinstance(value, Mapping):
-        return {_cut(name): _cut(one) for name, one in value.items()}
-    return [_cut(one) for one in value] if isinstance(value, list | tuple) else value
+        return {_cut(name): _cut(item) for name, item in value.items()}
+    return [_cut(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _kept(content: Mapping[str, Any], level: Level, left: list[str]) -> dict[str, Any]:
     """Return the content of a level; `left` gets what is left out, in words."""
-    made = dict(content)
+    shorter = dict(content)
     if content["image"] and not level.pictures:
         left.append("the preview picture")
-        made["image"] = ""
+        shorter["image"] = ""
     for name in ("warnings", "notes", "summary"):
-        made[name] = _first(content[name], level.rows, name, left)
-    if not level.pictures and any("details" in one for one in content["tables"]):
+        shorter[name] = _first(content[name], level.rows, name, left)
+    if not level.pictures and any("details" in item for item in content["tables"]):
         left.append("what the rows of tables open to")
         content = {**content, "tables": [{k: v for k, v in t.items() if k != "details"} for t in content["tables"]]}
     for name in ("tables", "bars"):
-        made[name] = [{**one, "rows": _first(one["rows"], level.rows, f"rows of “{one['title']}”", left)}
-                      for one in content[name]]  # fmt: skip
-    made["heat_maps"] = [_map(one, level, left) for one in content["heat_maps"]]
-    return made
+        shorter[name] = [{**item, "rows": _first(item["rows"], level.rows, f"rows of “{item['title']}”", left)}
+                      for item in content[name]]  # fmt: skip
+    shorter["heat_maps"] = [_map(item, level, left) for item in content["heat_maps"]]
+    return shorter
 
 
 def _first(rows: list[Any], count: int, what: str, left: list[str]) -> list[Any]:
@@ -81,22 +81,22 @@ def _first(rows: list[Any], count: int, what: str, left: list[str]) -> list[Any]
     return rows[:count]
 
 
-def _map(found: Mapping[str, Any], level: Level, left: list[str]) -> dict[str, Any]:
+def _map(chart: Mapping[str, Any], level: Level, left: list[str]) -> dict[str, Any]:
     """Return a heat map with the names of some weights of each cell. The colours are still those of all."""
-    title = f"“{found['title']}”"
-    cells = _first(found["cells"], level.rows, f"cells of {title}", left)
+    title = f"“{chart['title']}”"
+    cells = _first(chart["cells"], level.rows, f"cells of {title}", left)
     each = max(1, level.rows // max(len(cells), 1))
     cells = [{**cell, "names": cell["names"][:each]} for cell in cells]
     names = [name for cell in cells for name in cell["names"]]
-    if len(names) < len(found["weights"]):
-        total = len(found["weights"])
+    if len(names) < len(chart["weights"]):
+        total = len(chart["weights"])
         left.append(f"{total - len(names):,} of {total:,} weights that the cells of {title} name")
-    weights = {name: found["weights"][name] for name in names}
+    weights = {name: chart["weights"][name] for name in names}
     if not level.pictures and any("spectrum" in w or "histogram" in w for w in weights.values()):
         left.append(f"spectra and histograms of {title}")
-        weights = {name: dict(_plain(one)) for name, one in weights.items()}
+        weights = {name: dict(_plain(weight)) for name, weight in weights.items()}
     rows = max((cell["row"] for cell in cells), default=-1) + 1
-    return {**found, "rows": found["rows"][:rows], "cells": cells, "weights": weights}
+    return {**chart, "rows": chart["rows"][:rows], "cells": cells, "weights": weights}
 
 
 def _plain(weight: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -28,23 +28,23 @@ BY_BLOCK: Final = tuple(m for m in MADE if m.key in ("ratio", "norm", "changed",
 """Those of them that are told of several layers together."""
 
 
-def of_merge(found: Found) -> dict[str, Any]:
+def of_merge(facts: Found) -> dict[str, Any]:
     """Return the content of the page of a merge."""
-    page = Content("Merge", Path(found["output"]).name)
-    proof = found["verified"] or {}
-    every = (found["numbers"] or {}).get("all", {})
+    page = Content("Merge", Path(facts["output"]).name)
+    proof = facts["verified"] or {}
+    every = (facts["numbers"] or {}).get("all", {})
     rows: list[tuple[str, Any]] = [
-        ("output", f"{found['output']} ({size(found['written'])})"),
-        ("base", f"{found['base']} ({found['architecture']})"),
-        ("changed", f"{found['changed']} of {plural(found['tensors'], 'tensor')}"),
-        ("dtype", stored(found["dtype"]).removeprefix("dtype ")),
-        ("codes", codes_line(found["codes"]) if found["codes"] else ""),
-        ("method", found["method"]),
-        ("device", f"{found['device']}, computed in {found['compute_dtype']}"),
-        ("why this device", found["device_choice"]),
-        ("time", f"{found['seconds']:.1f} s"),
-        ("peak memory", size(found["peak_memory"])),
-        ("the change", effect(found["numbers"]) if found["numbers"] else ""),
+        ("output", f"{facts['output']} ({size(facts['written'])})"),
+        ("base", f"{facts['base']} ({facts['architecture']})"),
+        ("changed", f"{facts['changed']} of {plural(facts['tensors'], 'tensor')}"),
+        ("dtype", stored(facts["dtype"]).removeprefix("dtype ")),
+        ("codes", codes_line(facts["codes"]) if facts["codes"] else ""),
+        ("method", facts["method"]),
+        ("device", f"{facts['device']}, computed in {facts['compute_dtype']}"),
+        ("why this device", facts["device_choice"]),
+        ("time", f"{facts['seconds']:.1f} s"),
+        ("peak memory", size(facts["peak_memory"])),
+        ("the change", effect(facts["numbers"]) if facts["numbers"] else ""),
         ("retained", "" if every.get("retained") is None else f"{retained(every['retained'])} of the change"),
         ("proof", ": ".join(recomputed(proof)) if proof else "not proven (--no-verify)"),
     ]
@@ -53,48 +53,55 @@ def of_merge(found: Found) -> dict[str, Any]:
         rows += [("matching", matched(proof["matching"]))] if proof["matching"]["alone"] else []
         rows += [("unused", unused(proof["account"]))] if proof["account"]["unused"] else []
     page.summary(rows)
-    page.data["warnings"] = [*_cut(found), *proof.get("warnings", ())]
+    page.data["warnings"] = [*_cut(facts), *proof.get("warnings", ())]
     page.data["notes"] = [
-        *found["notes"],
-        *(f"{name}: {note}" for name, c in found["coverage"].items() for note in c["notes"]),
+        *facts["notes"],
+        *(f"{name}: {note}" for name, c in facts["coverage"].items() for note in c["notes"]),
     ]
-    _adapters(page, found)
-    page.change(found["numbers"], "What changed, by block and layer")
+    _adapters(page, facts)
+    page.change(facts["numbers"], "What changed, by block and layer")
     page.table(
         "Not merged",
         ["adapter", "module", "why"],
         (
             [name, module, why]
-            for name, c in found["coverage"].items()
+            for name, c in facts["coverage"].items()
             for module, why in {**c["skipped"], **c["ignored"]}.items()
         ),
     )
-    page.data["stages"] = _stages(found)
-    _commands(page, found, "--full")
-    page.command("Take the adapters out of it, where the base is lost:", "lora-merge", "unmerge", found["output"],
-                 "-o", _beside(found["output"], "without"), *_searched(found))  # fmt: skip
-    page.recipe(found.get("recipe"))
+    page.data["stages"] = _stages(facts)
+    _commands(page, facts, "--full")
+    page.command("Take the adapters out of it, where the base is lost:", "lora-merge", "unmerge", facts["output"],
+                 "-o", _beside(facts["output"], "without"), *_searched(facts))  # fmt: skip
+    page.recipe(facts.get("recipe"))
     return page.data
 
 
-def _cut(found: Found) -> Iterator[str]:
+def _cut(facts: Found) -> Iterator[str]:
     """Yield the warning about numbers that were cut to the range of their dtype, if some were."""
-    if cut := found.get("saturated"):
+    if cut := facts.get("saturated"):
         yield f"{plural(sum(cut.values()), 'number')} in {plural(len(cut), 'tensor')} were too large and were cut"
 
 
-def _adapters(page: Content, found: Found) -> None:
+def _adapters(page: Content, facts: Found) -> None:
     """Add a table of the adapters of a merge: how much of each fits, how large its change is, and what is kept."""
-    rows = [*found["coverage"].items()]
-    sampled = {row["adapter"]: row for row in (found["verified"] or {}).get("retained", ())}
-    measured = (found["numbers"] or {}).get("all", {}).get("adapters", [])
-    known = [{**sampled.get(name, {}), **(one or {})} for (name, _), one in zip_longest(rows, measured)]
+    rows = [*facts["coverage"].items()]
+    sampled = {row["adapter"]: row for row in (facts["verified"] or {}).get("retained", ())}
+    measured = (facts["numbers"] or {}).get("all", {}).get("adapters", [])
+    known = [{**sampled.get(name, {}), **(measures or {})} for (name, _), measures in zip_longest(rows, measured)]
     page.table(
         "Adapters",
         ["adapter", "strength", "modules matched", "of", "‖ΔW‖", {"title": "retained", **SHARE}],
         (
-            [name, strengths(c["strengths"]), c["matched"], c["total"], one.get("change"), one.get("retained")]
-            for (name, c), one in zip(rows, known, strict=True)
+            [
+                name,
+                strengths(c["strengths"]),
+                c["matched"],
+                c["total"],
+                measures.get("change"),
+                measures.get("retained"),
+            ]
+            for (name, c), measures in zip(rows, known, strict=True)
         ),
         first=True,
     )
@@ -118,76 +125,76 @@ STAGES: Final = {
 """Stage of the pipeline of a merge, which run side by side, or of a run that writes an adapter → what it does."""
 
 
-def _stages(found: Found) -> list[dict[str, Any]]:
+def _stages(facts: Found) -> list[dict[str, Any]]:
     """Return the picture of the time of the stages, which the line of the whole run does not add up to."""
-    times = found["stages"].items()
+    times = facts["stages"].items()
     rows = [[STAGES.get(name, name), seconds] for name, seconds in times if name != "wait" and seconds >= 0.005]
-    how = ", which run side by side" if "fold" in found["stages"] else ""
-    title = f"Time of the stages{how}; {found['seconds']:.1f} s in all"
+    how = ", which run side by side" if "fold" in facts["stages"] else ""
+    title = f"Time of the stages{how}; {facts['seconds']:.1f} s in all"
     return [{"title": title, "rows": rows}] if rows else []
 
 
-def of_adapter_made(found: Found) -> dict[str, Any]:
+def of_adapter_made(facts: Found) -> dict[str, Any]:
     """Return the content of the page of an adapter that was combined, resized, converted, averaged or extracted."""
-    page, every = Content("Adapter", Path(found["output"]).name), found["numbers"].get("all", {})
+    page, every = Content("Adapter", Path(facts["output"]).name), facts["numbers"].get("all", {})
     page.summary(
         (
-            ("output", f"{found['output']} ({size(found['written'])})"),
-            ("format", "" if found["format"] == "keep" else found["format"]),
-            ("dtype", found["dtype"]),
-            ("layers", len(found["layers"])),
+            ("output", f"{facts['output']} ({size(facts['written'])})"),
+            ("format", "" if facts["format"] == "keep" else facts["format"]),
+            ("dtype", facts["dtype"]),
+            ("layers", len(facts["layers"])),
             ("the change", f"{every['ratio']:.2%} of the weights (‖ΔW‖ / ‖W‖)" if every.get("ratio") else ""),
-            ("energy kept", f"{found['energy']:.2%} of ‖ΔW‖²"),
-            ("what is lost", f"{found['residual']:.2%} of ‖ΔW‖"),
-            ("time", f"{found['seconds']:.1f} s"),
-            ("proof", _proof_of_adapter(found["verified"] or {})),
+            ("energy kept", f"{facts['energy']:.2%} of ‖ΔW‖²"),
+            ("what is lost", f"{facts['residual']:.2%} of ‖ΔW‖"),
+            ("time", f"{facts['seconds']:.1f} s"),
+            ("proof", _proof_of_adapter(facts["verified"] or {})),
         )
     )
-    page.data["notes"] = list(found["notes"])
+    page.data["notes"] = list(facts["notes"])
     norms = every.get("adapters") or [{"change": every.get("norm")}]  # of extract and convert, which have one input
     page.table(
         "Inputs",
         ["input", "strength", "modules", "layers that they change", "‖ΔW‖"],
         (
-            [name, c.get("strength"), c.get("modules"), c.get("layers"), (one or {}).get("change")]
-            for (name, c), one in zip_longest(found["coverage"].items(), norms)
+            [name, c.get("strength"), c.get("modules"), c.get("layers"), (row or {}).get("change")]
+            for (name, c), row in zip_longest(facts["coverage"].items(), norms)
         ),
         first=True,
     )
-    before = {name: {**one, "rank_before": one.get("rank_before") or None} for name, one in found["layers"].items()}
+    before = {name: {**row, "rank_before": row.get("rank_before") or None} for name, row in facts["layers"].items()}
     known = _told(MADE, before)
     page.heat_map("What it changes, by block and layer", CLICK, known, before)
-    _by_block(page, found["numbers"])
-    page.data["stages"] = _stages(found)
+    _by_block(page, facts["numbers"])
+    page.data["stages"] = _stages(facts)
     page.table(
         "Layers",
         ["layer", "algorithm", *({"title": m.title, "unit": m.unit} for m in known)],
         ([name, layer.get("algorithm"), *(layer.get(m.key) for m in known)] for name, layer in before.items()),
     )
-    _commands(page, found)
-    page.recipe(found.get("recipe"))
+    _commands(page, facts)
+    page.recipe(facts.get("recipe"))
     return page.data
 
 
 def _told(metrics: Sequence[Metric], rows: Found) -> list[Metric]:
     """Return the numbers that are known and tell something: sums of factors change every number."""
-    values = {m: [one[m.key] for one in rows.values() if one.get(m.key) is not None] for m in metrics}
-    return [m for m, found in values.items() if found and (m.key != "changed" or min(found) < 1)]
+    values = {m: [row[m.key] for row in rows.values() if row.get(m.key) is not None] for m in metrics}
+    return [m for m, numbers in values.items() if numbers and (m.key != "changed" or min(numbers) < 1)]
 
 
-def _commands(page: Content, found: Found, *options: str) -> None:
+def _commands(page: Content, facts: Found, *options: str) -> None:
     """Add the commands that repeat, prove and undo what a page is about. `options`: of `verify`."""
-    output, searched = found["output"], [*_searched(found)]
+    output, searched = facts["output"], [*_searched(facts)]
     page.command("Repeat it, with the same bytes as the outcome:", "lora-merge", "replay", output,
                  "-o", _beside(output, "again"), *searched)  # fmt: skip
     page.command("Prove it again:", "lora-merge", "verify", output, *options, *searched)
     page.command("Undo it (the inputs are unchanged):", *_removal(output))
 
 
-def _searched(found: Found) -> Iterator[str]:
+def _searched(facts: Found) -> Iterator[str]:
     """Yield the options that say in which folders the inputs lie, beside that of the output."""
-    folders = (Path(path).absolute().parent for path in found.get("inputs", ()))
-    for folder in dict.fromkeys(f for f in folders if f != Path(found["output"]).absolute().parent):
+    folders = (Path(path).absolute().parent for path in facts.get("inputs", ()))
+    for folder in dict.fromkeys(f for f in folders if f != Path(facts["output"]).absolute().parent):
         yield from ("--search", str(folder))
 
 
@@ -206,27 +213,29 @@ def _proof_of_adapter(proof: Found) -> str:
 def _by_block(page: Content, numbers: Found) -> None:
     """Add how large the change of each part and block is, and how much of it is kept."""
     for kind, of in (("components", "part"), ("blocks", "block")):
-        found = numbers.get(kind, {})
-        labels = short(found)
-        known = _told(BY_BLOCK, found)
+        blocks = numbers.get(kind, {})
+        labels = short(blocks)
+        known = _told(BY_BLOCK, blocks)
         for m in known[:1]:
-            page.bars(f"{m.title} by {of}", of, ((labels[name], one.get(m.key)) for name, one in found.items()), m.unit)
-        if len(found) > 1:
+            page.bars(
+                f"{m.title} by {of}", of, ((labels[name], row.get(m.key)) for name, row in blocks.items()), m.unit
+            )
+        if len(blocks) > 1:
             columns = [{"title": m.title, "unit": m.unit, "bar": m in known[:1]} for m in known]
-            rows = [[labels[name], one["layers"], *(one.get(m.key) for m in known), one["energy"]]
-                    for name, one in found.items()]  # fmt: skip
+            rows = [[labels[name], row["layers"], *(row.get(m.key) for m in known), row["energy"]]
+                    for name, row in blocks.items()]  # fmt: skip
             page.table(f"By {of}", [of, "layers", *columns, {"title": "energy kept", **SHARE}], rows)
 
 
-def of_jobs(found: Sequence[Found]) -> dict[str, Any]:
+def of_jobs(jobs_of: Sequence[Found]) -> dict[str, Any]:
     """Return the content of the page of a batch."""
-    page = Content("Batch", plural(len(found), "job"))
+    page = Content("Batch", plural(len(jobs_of), "job"))
     counts: dict[str, int] = {}
-    for job in found:
+    for job in jobs_of:
         counts[job["status"]] = counts.get(job["status"], 0) + 1
-    page.summary((*counts.items(), ("time of all jobs", f"{sum(job.get('seconds', 0) for job in found):.1f} s")))
-    page.data["warnings"] = [f"{job['output']}: {text}" for job in found for text in _warned(job)]
-    jobs = sorted(found, key=lambda job: int(job["number"]))
+    page.summary((*counts.items(), ("time of all jobs", f"{sum(job.get('seconds', 0) for job in jobs_of):.1f} s")))
+    page.data["warnings"] = [f"{job['output']}: {text}" for job in jobs_of for text in _warned(job)]
+    jobs = sorted(jobs_of, key=lambda job: int(job["number"]))
     page.table("Jobs", JOBS, map(_job, jobs), details=[*map(_opened, jobs)])
     return page.data
 
@@ -242,7 +251,7 @@ def _opened(job: Found) -> dict[str, Any]:
     notes = [["note", text] for text in (*page["warnings"], *page["notes"])]
     return {
         "summary": [*page["summary"], *notes],
-        "tables": [one for one in page["tables"] if one["title"] != "Layers"],
+        "tables": [part for part in page["tables"] if part["title"] != "Layers"],
     }
 
 
@@ -265,15 +274,15 @@ def _job(job: Found) -> list[Any]:
     """Return the row of a job. An output that is there is a link."""
     report = job.get("report") or {}
     every, path = (report.get("numbers") or {}).get("all") or {}, Path(job["output"])
-    there = job["status"] in ("merged", "made", "skipped")
-    output = {"text": path.name, "href": path.absolute().as_uri()} if there else path.name
+    written = job["status"] in ("merged", "made", "skipped")
+    output = {"text": path.name, "href": path.absolute().as_uri()} if written else path.name
     adapters = ", ".join(f"{name} {_times(c)}".strip() for name, c in report.get("coverage", {}).items())
     return [job["number"], output, job["status"], adapters, report.get("written"), job.get("seconds") or None,
             every.get("ratio"), every.get("retained")]  # fmt: skip
 
 
-def _times(found: Found) -> str:
+def _times(adapter: Found) -> str:
     """Return the strengths of an adapter, whatever its parts: `0.5×`, `0.5× 0×`."""
-    if "strengths" not in found:
-        return f"{found['strength']:g}×" if "strength" in found else ""
-    return " ".join(f"{s}×" for s in dict.fromkeys(s for counts in found["strengths"].values() for s in counts))
+    if "strengths" not in adapter:
+        return f"{adapter['strength']:g}×" if "strength" in adapter else ""
+    return " ".join(f"{s}×" for s in dict.fromkeys(s for counts in adapter["strengths"].values() for s in counts))

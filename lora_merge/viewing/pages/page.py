@@ -18,29 +18,29 @@ from .limit import LONG, MOST, fitted
 from .output_pages import of_adapter_made, of_jobs, of_merge
 
 
-def content(found: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def content(result: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the content of the page about JSON that a command printed; of a batch, the list of its lines."""
-    if not isinstance(found, Mapping):
-        return of_jobs(found) if found and "number" in found[0] else of_files(found)
-    if "verified" in found and "method" in found:
-        return of_merge(found)
-    if "layers" in found:
-        return of_adapter_made(found)
-    return of_comparison(found) if "a" in found and "b" in found else of_file(found)
+    if not isinstance(result, Mapping):
+        return of_jobs(result) if result and "number" in result[0] else of_files(result)
+    if "verified" in result and "method" in result:
+        return of_merge(result)
+    if "layers" in result:
+        return of_adapter_made(result)
+    return of_comparison(result) if "a" in result and "b" in result else of_file(result)
 
 
-def page(found: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> str:
+def page(result: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> str:
     """Return the HTML page about JSON that a command prints; UsageError without Plotly.
 
     Names in the JSON are a stranger's text: the content holds no `<`, and the script sets it as text.
     """
-    made = content(found)
+    sections = content(result)
     hashes = f"{_hash(_text('page.js'))} {_hash(plotly())}"
-    parts = {"title": escape(one_line(f"{made['title'][:LONG]} · lora-merge")), "style": _text("page.css"),
+    parts = {"title": escape(one_line(f"{sections['title'][:LONG]} · lora-merge")), "style": _text("page.css"),
              "script": _text("page.js"), "library": library(), "hashes": hashes}  # fmt: skip
     frame = _text("page.html").split("{{")
     others = sum(len(part.encode(errors="replace")) for part in (*frame, *parts.values()))
-    parts["content"] = fitted(made, MOST - others)
+    parts["content"] = fitted(sections, MOST - others)
     return frame[0] + "".join(parts[name] + rest for name, _, rest in (part.partition("}}") for part in frame[1:]))
 
 
@@ -65,5 +65,5 @@ def plotly() -> str:
         from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
     except ImportError as e:
         raise UsageError("pages and plots need Plotly", "--html", "pip install -U plotly") from e
-    made: str = get_plotlyjs()
-    return made
+    script: str = get_plotlyjs()
+    return script

@@ -24,7 +24,7 @@ BAR: Final = "#2458c5"
 MOST: Final = 60  # bars of one picture; the largest are shown
 
 
-def plot(found: Mapping[str, Any] | Sequence[Mapping[str, Any]], path: Path) -> bytes:
+def plot(result: Mapping[str, Any] | Sequence[Mapping[str, Any]], path: Path) -> bytes:
     """Return the picture about JSON that a command prints, in the format of the path's ending.
 
     UsageError for another ending, without matplotlib, or where there is nothing to draw.
@@ -32,17 +32,17 @@ def plot(found: Mapping[str, Any] | Sequence[Mapping[str, Any]], path: Path) -> 
     drawable(path)
     from matplotlib.figure import Figure
 
-    made = content(found)
-    heat_maps, bars = made["heat_maps"], made["bars"]
+    sections = content(result)
+    heat_maps, bars = sections["heat_maps"], sections["bars"]
     if not heat_maps and not bars:
         raise UsageError("there is nothing to draw", f"--plot {path.name}", "ask for numbers, such as with --weights")
-    heights = [1.6 + 0.22 * len(one["rows"]) for one in heat_maps]
-    heights += [0.9 + 0.26 * min(len(one["rows"]), MOST) for one in bars]
+    heights = [1.6 + 0.22 * len(chart["rows"]) for chart in heat_maps]
+    heights += [0.9 + 0.26 * min(len(chart["rows"]), MOST) for chart in bars]
     figure = Figure(figsize=(10, 0.6 + sum(heights)), layout="constrained")
     axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
-    figure.suptitle(_text(made["title"]))
-    for one, ax in zip([*heat_maps, *bars], axes, strict=True):
-        (_heat_map if "cells" in one else _bars)(one, ax, figure)
+    figure.suptitle(_text(sections["title"]))
+    for chart, ax in zip([*heat_maps, *bars], axes, strict=True):
+        (_heat_map if "cells" in chart else _bars)(chart, ax, figure)
     raw = io.BytesIO()
     figure.savefig(
         raw, format=path.suffix[1:].lower(), dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None
@@ -62,50 +62,50 @@ def drawable(path: Path) -> None:
         raise UsageError("plots need matplotlib", "--plot", "pip install -U matplotlib")
 
 
-def _heat_map(found: Mapping[str, Any], ax: Any, figure: Any) -> None:
+def _heat_map(chart: Mapping[str, Any], ax: Any, figure: Any) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
-    metric = found["metrics"][0]
-    numbers = [[float("nan")] * len(found["columns"]) for _ in found["rows"]]
-    for cell in found["cells"]:
+    metric = chart["metrics"][0]
+    numbers = [[float("nan")] * len(chart["columns"]) for _ in chart["rows"]]
+    for cell in chart["cells"]:
         value = cell["values"][metric["key"]]
         numbers[cell["row"]][cell["column"]] = float("nan") if value is None else value
     signed = metric["unit"] == COSINE  # 0 is the middle of the colours, as on a page
     colours, limits = (SIGNED, {"vmin": -1, "vmax": 1}) if signed else (LARGE, {})
     image = ax.imshow(numbers, aspect="auto", cmap=LinearSegmentedColormap.from_list("ours", colours), **limits)
     ax.set_xticks(
-        range(len(found["columns"])), [_text(c) for c in found["columns"]], rotation=40, ha="left", fontsize=7
+        range(len(chart["columns"])), [_text(c) for c in chart["columns"]], rotation=40, ha="left", fontsize=7
     )
-    ax.set_yticks(range(len(found["rows"])), [_text(r) for r in found["rows"]], fontsize=7)
-    for axis, count in ((ax.xaxis, len(found["columns"])), (ax.yaxis, len(found["rows"]))):
+    ax.set_yticks(range(len(chart["rows"])), [_text(r) for r in chart["rows"]], fontsize=7)
+    for axis, count in ((ax.xaxis, len(chart["columns"])), (ax.yaxis, len(chart["rows"]))):
         axis.set_ticks([n - 0.5 for n in range(1, count)], minor=True)
     ax.grid(which="minor", color="white", linewidth=0.8)
     ax.tick_params(which="both", length=0)
     ax.spines[:].set_visible(False)
     ax.xaxis.tick_top()
-    ax.set_title(_text(f"{found['title']}: {metric['title']}"), fontsize=10, loc="left")
+    ax.set_title(_text(f"{chart['title']}: {metric['title']}"), fontsize=10, loc="left")
     scale = figure.colorbar(image, ax=ax, format="{x:.2%}" if metric["unit"] == "%" else None, pad=0.01, aspect=40)
     scale.outline.set_visible(False)
     scale.ax.tick_params(labelsize=7)
 
 
-def _bars(found: Mapping[str, Any], ax: Any, _: Any) -> None:
-    rows = found["rows"]
+def _bars(chart: Mapping[str, Any], ax: Any, _: Any) -> None:
+    rows = chart["rows"]
     if len(rows) > MOST:
         largest = sorted(rows, key=lambda row: -abs(row[1]))[:MOST]
         rows = [row for row in rows if row in largest]
     values = [value for _, value in rows]
-    whole = found["unit"] == COSINE
+    whole = chart["unit"] == COSINE
     signed = whole or min(values) < 0
     colours = [SIGNED[0 if value < 0 else -1] if signed else BAR for value in values]
     bars = ax.barh([_text(name) for name, _ in rows], values, color=colours)
-    ax.bar_label(bars, fmt="{:.3%}" if found["unit"] == "%" else "{:.4g}", fontsize=7, padding=3)
+    ax.bar_label(bars, fmt="{:.3%}" if chart["unit"] == "%" else "{:.4g}", fontsize=7, padding=3)
     ax.margins(x=0.12, y=0.01)
     if whole:  # one of 0.001 is no long bar
         ax.set_xlim(-1.2, 1.2)
     ax.invert_yaxis()
     ax.tick_params(labelsize=7, length=0)
-    ax.set_title(_text(found["title"]), fontsize=10, loc="left")
+    ax.set_title(_text(chart["title"]), fontsize=10, loc="left")
     ax.xaxis.set_visible(False)  # each bar has its number
     ax.spines[:].set_visible(False)
     ax.axvline(0, color="#5b6675", linewidth=0.8)

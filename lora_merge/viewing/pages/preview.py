@@ -22,12 +22,12 @@ KINDS: Final = {
 pictures."""
 
 
-def preview(found: Mapping[str, Any], metadata: Mapping[str, str]) -> str:
+def preview(picture: Mapping[str, Any], metadata: Mapping[str, str]) -> str:
     """Return a picture as an address that holds it; "" if there is none, or it is too large for a page."""
-    if found.get("in") == THUMBNAIL:
+    if picture.get("in") == THUMBNAIL:
         text = metadata.get(THUMBNAIL, "")
         return text if len(text) <= LARGEST * 4 // 3 and STORED.fullmatch(text) else ""
-    path = Path(str(found.get("in", "")))
+    path = Path(str(picture.get("in", "")))
     try:
         with open_regular(path) as f:
             content = f.read(LARGEST + 1)
