@@ -49,7 +49,7 @@ from .tasks import (
     EncodeTask,
     FoldTask,
     InUnitsTask,
-    Largest,
+    LargestNumber,
     LargestTask,
     Merged,
     MergedBlock,
@@ -145,7 +145,7 @@ class BlockFolder:
         for share in shares:
             yield self._submit(partial(self._fold_all, share, sums))
 
-    def begin_largest(self, task: LargestTask) -> Future[Largest]:
+    def begin_largest(self, task: LargestTask) -> Future[LargestNumber]:
         """Start to find the largest number of a block."""
         return self._submit(lambda: self._calls(self._largest, [task])[0])
 
@@ -205,7 +205,7 @@ class BlockFolder:
         merged = Merged(measures=written.sums(), samples=() if sample is None or sample.on_device else (sample,))
         return merged if written.too_large is None else merged + self._cut(tasks, written.too_large)
 
-    def _largest(self, tasks: Sequence[LargestTask], lane: DeviceStream | None) -> Largest | OutOfMemory:
+    def _largest(self, tasks: Sequence[LargestTask], lane: DeviceStream | None) -> LargestNumber | OutOfMemory:
         """Fold one block in one call, and return its largest number."""
         (task,) = tasks
         folded = self._in_turn(tasks, self._fold, lane)
@@ -217,7 +217,7 @@ class BlockFolder:
             return magnitude
         sample = folded.sample if isinstance(folded.sample, RowSample) else None
         merged = MergedBlock(values, sample) if task.keep else None
-        return Largest(task.block.target.name, magnitude, task.block.first, merged)
+        return LargestNumber(task.block.target.name, magnitude, task.block.first, merged)
 
     def _in_turn(
         self, tasks: Sequence[Task], work: Callable[[Sequence[Task], Placement, DeviceStream], Result],
@@ -328,7 +328,7 @@ class BlockFolder:
         if isinstance(task, InUnitsTask) and isinstance(encoded, Uncovered):
             # The largest number in units of 1; or a sum is not finite, which no scale covers.
             again = self._largest([LargestTask(task.original.block, task.original.base, keep=True)], None)
-            assert isinstance(again, Largest), "a CPU has room"
+            assert isinstance(again, LargestNumber), "a CPU has room"
             return Uncovered(again.magnitude)
         return encoded
 

@@ -310,27 +310,27 @@ CLEAR: Final = 0.9
 """The largest share of the CPU's seconds at which a GPU is taken."""
 
 
-class Choice(NamedTuple):
+class DeviceChoice(NamedTuple):
     """The device to use, as `--device` names it, and why; "" where there was no choice."""
 
     device: str
     why: str = ""
 
 
-def choose(plans: Sequence[Plan]) -> Choice:
+def choose(plans: Sequence[Plan]) -> DeviceChoice:
     """Return the device for merges that share a base; nothing is started for that."""
     targets = [t for p in plans for f in p.files for t in f.targets]
     return fastest(plans[0].job.device, targets, sum(p.size for p in plans) / DISK, threads([HOST]))
 
 
-def fastest(asked: str, targets: Iterable[OutputTensor], disk: float, cores: int) -> Choice:
+def fastest(asked: str, targets: Iterable[OutputTensor], disk: float, cores: int) -> DeviceChoice:
     """Return the device for the targets of merges, and of a CPU as many cores.
 
     `asked`: the value of `--device`. `disk`: the seconds that the disk needs; 0 for tensors in memory.
     """
     kinds = fast_kinds() if asked == "auto" else []
     if not kinds:
-        return Choice(asked)
+        return DeviceChoice(asked)
     kind, changed = kinds[0], [t for t in targets if t.uses or t.recoded]
     plain, decomposed = map(sum, zip(*map(_core_seconds, changed), strict=True)) if changed else (0.0, 0.0)
     moved = sum(max(t.nbytes, t.source.nbytes) for t in changed if t.uses)
@@ -338,7 +338,7 @@ def fastest(asked: str, targets: Iterable[OutputTensor], disk: float, cores: int
     folded = plain / CORES["plain"] + decomposed / CORES["decomposed"]
     on_device = (0.0 if started(kind) else START[kind]) + max(disk, folded, moved / LINK, moved * HOSTED)
     why = f"about {on_cpu:.1f} s on the CPU ({cores} cores), {on_device:.1f} s on {kind} with its start"
-    return Choice("auto" if on_device < CLEAR * on_cpu else "cpu", why)
+    return DeviceChoice("auto" if on_device < CLEAR * on_cpu else "cpu", why)
 
 
 def _core_seconds(target: OutputTensor) -> tuple[float, float]:

@@ -218,7 +218,7 @@ def _sampled(change: Rows, rows: range) -> Tensor:
     return change.of_rows(torch.tensor(rows)).dense().unsqueeze(0)
 
 
-class Rule(Protocol):
+class FoldRule(Protocol):
     """Function of base values, which it may overwrite, and stacks, that returns merged values."""
 
     def __call__(self, base: Tensor, stacks: Sequence[StackedPatch], *observers: FoldObserver) -> Tensor:
@@ -226,7 +226,7 @@ class Rule(Protocol):
         ...
 
 
-RULES: Final[Mapping[str, Rule]] = MappingProxyType({"sum": fold, "compose": in_turn})
+RULES: Final[Mapping[str, FoldRule]] = MappingProxyType({"sum": fold, "compose": in_turn})
 """Name of a row of METHODS that combines no changes → its function."""
 
 

@@ -118,7 +118,7 @@ class Joined(NamedTuple):
     parts: tuple[Fold, ...]
 
 
-class Batch(NamedTuple):
+class DeviceBatch(NamedTuple):
     """Blocks of a window that are folded at once, in the order of their results, with a way to fold them one by one."""
 
     task: WindowTask
@@ -164,7 +164,9 @@ class DeviceWindows:
         for apart in (False, True):
             for some, nbytes in self._parts(sorted((f for f in ours if f.apart is apart), key=lambda f: f.at)):
                 tasks = partial(lambda some: [fold_task(f) for j in some for f in _by_block(j)], some)
-                yield self.pool.submit(self._fold, Batch(task, tuple(j.fold for j in some), tasks, results, nbytes))
+                yield self.pool.submit(
+                    self._fold, DeviceBatch(task, tuple(j.fold for j in some), tasks, results, nbytes)
+                )
 
     def _takes(self, f: Fold) -> bool:
         target, at = f.block.target, self.blocks.lanes.at[0]
@@ -198,7 +200,7 @@ class DeviceWindows:
         if run:
             yield [*part, _joined(run)], used
 
-    def _fold(self, part: Batch) -> Merged:
+    def _fold(self, part: DeviceBatch) -> Merged:
         """Fold a part of a window, block by block if it is not possible at once; alone on its device if it takes more
         than a lane's share."""
         memory = self.blocks.memory
@@ -212,7 +214,7 @@ class DeviceWindows:
             return Merged(measures=sums())
         return self.blocks.fold_here(part.tasks())
 
-    def _at_once(self, part: Batch, lane: DeviceStream) -> PendingRowSums | None:
+    def _at_once(self, part: DeviceBatch, lane: DeviceStream) -> PendingRowSums | None:
         """Fold blocks and write the results. None, with nothing written, if a number is too large for its dtype or an
         adapter's value is invalid, or terms cancel: folding block by block then finds which."""
         # Up: the base bytes, from the first block's to the last one's.
@@ -260,7 +262,7 @@ class DeviceWindows:
         lane.settle()
         return read
 
-    def _uploaded(self, part: Batch, base: Tensor, low: int, lane: DeviceStream) -> Tensor:
+    def _uploaded(self, part: DeviceBatch, base: Tensor, low: int, lane: DeviceStream) -> Tensor:
         """Return bytes of the base on the device: those that another plan's task has brought there, if there are such
         tasks."""
         task, apart = part.task, part.folds[0].apart
@@ -377,7 +379,7 @@ def _by_block(joined: Joined) -> Iterator[Fold]:
         yield replace(f, block=replace(f.block, run=run))
 
 
-def _runs(part: Batch, *, bridged: bool) -> Iterator[tuple[int, int]]:
+def _runs(part: DeviceBatch, *, bridged: bool) -> Iterator[tuple[int, int]]:
     """Yield the ranges of the window that are downloaded: those of the results; `bridged`: and what lies between two of
     them and was uploaded, if no other result lies there."""
 

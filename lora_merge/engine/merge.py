@@ -29,7 +29,7 @@ from ..report import Report
 from ..text import Note
 from ..version import __version__
 from .change_effect import check_effect
-from .pipeline import Pipeline, Written
+from .pipeline import Pipeline, WrittenOutput
 
 Result = TypeVar("Result")
 
@@ -83,7 +83,7 @@ def run_together(
 
 def _write(
     outputs: Sequence[_Output], reader: Reader, stack: ExitStack, progress: Progress
-) -> Sequence[Written | Exception]:
+) -> Sequence[WrittenOutput | Exception]:
     if not outputs:
         return ()
     plans, first = [o.plan for o in outputs], outputs[0].plan
@@ -139,7 +139,7 @@ def _open(plan: Plan, stack: ExitStack) -> _Output | Exception:
     return output.attempt(prepared)
 
 
-def _end(output: _Output, written: Written, reader: Reader, share: float, progress: Progress) -> Report:
+def _end(output: _Output, written: WrittenOutput, reader: Reader, share: float, progress: Progress) -> Report:
     """Verify the finished output, give it its name, and return the report.
 
     `share`: its share, in seconds, of the time in which it and others were written.
@@ -167,7 +167,7 @@ def _write_card(plan: Plan) -> tuple[Note, ...]:
     return ()
 
 
-def _prove(written: Written, reader: Reader, progress: Progress) -> Mapping[str, Any] | None:
+def _prove(written: WrittenOutput, reader: Reader, progress: Progress) -> Mapping[str, Any] | None:
     """Return the result of `verify`, or None if the job does not ask for it.
 
     An input that was touched while it was read must have the bytes that were hashed, and the output is then verified to
@@ -193,7 +193,7 @@ def _prove(written: Written, reader: Reader, progress: Progress) -> Mapping[str,
     return proof and {**proof, "warnings": [Note(words(text)) for text in proof["warnings"]]}
 
 
-def _report(written: Written, proof: Mapping[str, Any] | None, seconds: float, notes: Sequence[Note]) -> Report:
+def _report(written: WrittenOutput, proof: Mapping[str, Any] | None, seconds: float, notes: Sequence[Note]) -> Report:
     plan, job = written.plan, written.plan.job
     proven = {n for n, row in enumerate(proof["retained"]) if row["retained"] is not None} if proof else set()
     lost = tuple(written.measures.lost(job, proven))

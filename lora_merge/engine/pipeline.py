@@ -42,7 +42,7 @@ MOST_WAITING: Final = 256  # windows that may wait while others go first: 8 GB o
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenOutput:
     """One plan's output under its temporary name, complete and not yet verified, with the facts for its report."""
 
     plan: Plan
@@ -80,7 +80,7 @@ class Pipeline:
         self.failed: dict[int, Exception] = {}
         """Number of a plan → its error; the other plans go on."""
 
-    def run(self) -> Sequence[Written | Exception]:
+    def run(self) -> Sequence[WrittenOutput | Exception]:
         """Write all windows, flushed to the disk, then the headers with the inputs' hashes.
 
         Returns, for each plan, its output or an error of this plan alone; errors that affect all plans are raised.
@@ -101,9 +101,9 @@ class Pipeline:
         finally:
             self.opened.close()
 
-    def _written(self, number: int) -> Written:
+    def _written(self, number: int) -> WrittenOutput:
         plan, merger = self.plans[number], self.merger
-        return Written(
+        return WrittenOutput(
             plan, self.parts[number], tuple(self.digests.of(plan.inputs)), tuple(self.entries[number]), merger.device,
             self.seconds, dict(sorted(merger.cut[number].items())),
             (*merger.blocks.memory.notes, *merger.notes[number]), merger.choice.why,

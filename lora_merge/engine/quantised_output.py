@@ -23,9 +23,9 @@ from .block_folder import BlockFolder
 from .block_values import base_view, stored_base
 from .recoding import Codes, Uncovered, new_parts, recode, refitted
 from .row_blocks import BLOCK_ELEMENTS, Block, blocks
-from .tasks import EncodeTask, FoldTask, Largest, LargestTask, Merged, MergedBlock, results
+from .tasks import EncodeTask, FoldTask, LargestNumber, LargestTask, Merged, MergedBlock, results
 from .tensors import Fetch, decoded, packed, stored_numbers
-from .windows import Change, Convert
+from .windows import Convert, WindowChange
 
 AT_ONCE: Final = 16  # blocks that are measured side by side: 64 MB of numbers
 SHARE: Final = 4  # the part of the memory limit for merged blocks is one of so many
@@ -52,7 +52,7 @@ class NewCodes:
         self._free = min(plan.job.max_memory for plan in plans) // SHARE if on_host else 0
         """Bytes that further merged blocks may take."""
 
-    def scales(self, plan: int, change: Change, base: memoryview) -> Iterator[Future[Merged]]:
+    def scales(self, plan: int, change: WindowChange, base: memoryview) -> Iterator[Future[Merged]]:
         """Find the scales of the whole weights of a window, where they are not known yet; yield their bytes.
 
         `base`: the window's input, which is not read again.
@@ -111,8 +111,8 @@ class NewCodes:
             yield self.pool.submit(_store, target, (c.first + low, count), stored, into, fetch)
 
     def _begin_largest(
-        self, plan: int, target: OutputTensor, change: Change, base: memoryview
-    ) -> Iterator[Future[Largest]]:
+        self, plan: int, target: OutputTensor, change: WindowChange, base: memoryview
+    ) -> Iterator[Future[LargestNumber]]:
         """Start to find the largest number of a weight, part by part. Its parts in the window, whose input is `base`,
         are not read again."""
         if target.uses:
@@ -134,11 +134,11 @@ class NewCodes:
                 part = packed(base[low : low + nbytes(count)], weight.packing, weight.stored.dtype, (count,))
             yield self.pool.submit(self._largest, target, first, count, part)
 
-    def _largest(self, target: OutputTensor, first: int, count: int, part: Tensor | None) -> Largest:
+    def _largest(self, target: OutputTensor, first: int, count: int, part: Tensor | None) -> LargestNumber:
         """Return the largest number of a part of a weight that no adapter changes; `part`: its stored numbers, if the
         window has them."""
         stored = stored_numbers(target.weight, first, count, self.read) if part is None else part
-        return Largest(target.name, largest(decoded(stored, target.weight, first, count, self.read)))
+        return LargestNumber(target.name, largest(decoded(stored, target.weight, first, count, self.read)))
 
 
 def _parts(total: int, group: int) -> Iterator[tuple[int, int]]:

@@ -84,7 +84,7 @@ class BlockPart:
         return self.formed[0] // row_group, (self.formed[1] - self.formed[0]) // row_group
 
 
-class Run(NamedTuple):
+class BlockRun(NamedTuple):
     """Rows [low, high) that the same patches change, cut into blocks of `step` rows."""
 
     low: int
@@ -101,7 +101,7 @@ class Block:
     last: int
     cols: int
     slices: tuple[BlockPart, ...]
-    run: Run  # of which it is one block
+    run: BlockRun  # of which it is one block
     exact: bool = False  # whether it is computed in fp64, as its terms cancel
 
     @cached_property
@@ -184,15 +184,15 @@ def blocks(target: OutputTensor) -> Iterator[Block]:
         changing = uses.meeting(low, high)
         step = high - low if any(map(_joined, changing)) else max(1, BLOCK_ELEMENTS // max(cols * group, 1)) * group
         for first in range(low, high, step):
-            yield _block(target, first, min(first + step, high), changing, Run(low, high, step))
+            yield _block(target, first, min(first + step, high), changing, BlockRun(low, high, step))
 
 
 def block(target: OutputTensor, first: int, last: int) -> Block:
     """Return rows [first, last) of a target as one block; they begin and end where other blocks do."""
-    return _block(target, first, last, target.uses, Run(first, last, last - first))
+    return _block(target, first, last, target.uses, BlockRun(first, last, last - first))
 
 
-def _block(target: OutputTensor, first: int, last: int, uses: Sequence[PatchPart], run: Run) -> Block:
+def _block(target: OutputTensor, first: int, last: int, uses: Sequence[PatchPart], run: BlockRun) -> Block:
     parts = tuple(_slice(target, u, first, last) for u in uses if u.piece.start < last and first < u.piece.stop)
     return Block(target, first, last, target.matrix[1], parts, run)
 

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from ..disk.pages import PAGE, aligned_buffer
 from .tasks import Merged
-from .windows import Change, Window
+from .windows import Window, WindowChange
 
 Slot = TypeVar("Slot")
 Work = TypeVar("Work")
@@ -67,7 +67,7 @@ class WindowTask:
         return self.shared or (self.last and self.window.untouched)
 
     @property
-    def change(self) -> Change:
+    def change(self) -> WindowChange:
         """The conversions and folds of the plan in this window."""
         return self.window.changes[self.plan]
 

@@ -91,7 +91,7 @@ class Merged:
         )  # fmt: skip
 
 
-class Largest(NamedTuple):
+class LargestNumber(NamedTuple):
     """The largest magnitude of the finite numbers of a block or another part of a weight."""
 
     weight: str

@@ -29,7 +29,7 @@ from .stages import WindowTask
 from .tasks import FoldTask, settled
 from .tensor_moves import convert, settle
 from .tensors import KEPT, SHARE, DeviceCache, TensorCache, decoded, packed, raw
-from .windows import Change, Fold, Window, pinned_bytes
+from .windows import Fold, Window, WindowChange, pinned_bytes
 
 PINNED_UNITS: Final = 24
 """Parts of the pinned memory: 4 for adapters, and for each of three lanes 2 for windows and 4 for single blocks."""
@@ -183,7 +183,7 @@ def _unequal(plan: Plan, grown: Collection[str]) -> Iterator[Note]:
         )
 
 
-def _copied_ranges(window: Window, change: Change) -> Iterator[tuple[int, int]]:
+def _copied_ranges(window: Window, change: WindowChange) -> Iterator[tuple[int, int]]:
     """Yield the ranges of the window that are read into the output buffer and not folded."""
     folds = iter(sorted((f.at, f.at + f.nbytes) for f in change.folds if not f.apart))
     low, high = next(folds, (window.size, window.size))

@@ -33,7 +33,7 @@ STRETCH: Final = 8 * 2**20  # untouched bytes from which on they get their own w
 
 
 @dataclass(frozen=True)
-class Read:
+class WindowRead:
     """Bytes of a source that are read to offset `at` of the window's output (or input) buffer."""
 
     source: Source
@@ -86,7 +86,7 @@ class Fold:
 
 
 @dataclass(frozen=True)
-class Change:
+class WindowChange:
     """The conversions and folds of one plan in a window; all other bytes are written as they were read."""
 
     converts: list[Convert] = field(default_factory=list)
@@ -102,11 +102,11 @@ class Window:
 
     file: int
     start: int
-    changes: tuple[Change, ...]  # one per plan
+    changes: tuple[WindowChange, ...]  # one per plan
     size: int = 0
     input_size: int = 0
-    direct: list[Read] = field(default_factory=list)  # into the output buffer
-    apart: list[Read] = field(default_factory=list)  # into the input buffer
+    direct: list[WindowRead] = field(default_factory=list)  # into the output buffer
+    apart: list[WindowRead] = field(default_factory=list)  # into the input buffer
 
     @property
     def untouched(self) -> bool:
@@ -118,19 +118,19 @@ class Window:
 
     def read(self, info: StoredTensor, skip: int, nbytes: int) -> None:
         """Plan to read bytes of a tensor that are written as they are, or are folded in place."""
-        _append(self.direct, Read(info.source, info.offset + skip, nbytes, self.size))
+        _append(self.direct, WindowRead(info.source, info.offset + skip, nbytes, self.size))
 
     def fill_to(self, offset: int) -> None:
         """Plan zeros up to this offset of the file, between tensors that are aligned."""
         gap = offset - self.start - self.size
         if gap > 0:
-            self.direct.append(Read(Memory.of(Path(), memoryview(bytearray(gap))), 0, gap, self.size))
+            self.direct.append(WindowRead(Memory.of(Path(), memoryview(bytearray(gap))), 0, gap, self.size))
             self.size = offset - self.start
 
     def read_apart(self, info: StoredTensor, skip: int, nbytes: int) -> int:
         """Plan to read bytes into the input buffer; return their offset, a multiple of 64."""
         at = -(-self.input_size // 64) * 64
-        _append(self.apart, Read(info.source, info.offset + skip, nbytes, at))
+        _append(self.apart, WindowRead(info.source, info.offset + skip, nbytes, at))
         self.input_size = at + nbytes
         return at
 
@@ -236,7 +236,7 @@ def _turns(window: Window, part: _Copied | _Folded) -> bool:
 
 
 def _window(file: int, start: int, plans: int) -> Window:
-    return Window(file, start, tuple(Change() for _ in range(plans)))
+    return Window(file, start, tuple(WindowChange() for _ in range(plans)))
 
 
 def _parts(targets: Sequence[OutputTensor], limit: int, *, drawn: bool) -> Iterator[tuple[int, _Copied | _Folded]]:
@@ -331,11 +331,11 @@ class _Folded:
                 change.converts.append(Convert(target, self.low, self.count, start, window.size))
 
 
-def _append(reads: list[Read], new: Read) -> None:
+def _append(reads: list[WindowRead], new: WindowRead) -> None:
     """Add a read, joined with the previous one if both source and buffer continue it."""
     if reads:
         last = reads[-1]
         if (last.source, last.offset + last.nbytes, last.at + last.nbytes) == (new.source, new.offset, new.at):
-            reads[-1] = Read(last.source, last.offset, last.nbytes + new.nbytes, last.at)
+            reads[-1] = WindowRead(last.source, last.offset, last.nbytes + new.nbytes, last.at)
             return
     reads.append(new)

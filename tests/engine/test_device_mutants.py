@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.engine.devices import Choice
+from lora_merge.engine.devices import DeviceChoice
 from lora_merge.engine.tensor_moves import DeviceStream, Placement, stage, upload
 from lora_merge.engine.tensors import DeviceCache
 from lora_merge.errors import DeviceFailed
@@ -32,7 +32,7 @@ Scene = Callable[[Any, Path, pytest.MonkeyPatch, Callable[[], None]], bool]
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
     """Two devices."""
-    monkeypatch.setattr("lora_merge.engine.window_merger.choose", lambda plans: Choice(plans[0].job.device))
+    monkeypatch.setattr("lora_merge.engine.window_merger.choose", lambda plans: DeviceChoice(plans[0].job.device))
     with pretended_cuda(monkeypatch) as found:
         yield found
 

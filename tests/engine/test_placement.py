@@ -27,7 +27,7 @@ import lora_merge
 from lora_merge.algorithms import ALGORITHMS
 from lora_merge.disk.files import StoredTensor
 from lora_merge.engine.block_folder import BlockFolder
-from lora_merge.engine.devices import Choice, place, places, precise, threads, unusable
+from lora_merge.engine.devices import DeviceChoice, place, places, precise, threads, unusable
 from lora_merge.engine.fold import StackedPatch, fold
 from lora_merge.engine.memory_policy import MemoryPolicy
 from lora_merge.engine.patch_tensors import PatchTensors
@@ -364,7 +364,7 @@ def test_auto_passes_over_a_device_that_does_not_compute(tmp_path: Path, monkeyp
     with pytest.raises(lora_merge.MergeError, match="fp64"):
         place("mps", "F64")
     weights, adapter = save(model(torch.float32), tmp_path / "b"), save(linear(torch.float32), tmp_path / "a")
-    monkeypatch.setattr("lora_merge.engine.window_merger.choose", lambda plans: Choice(plans[0].job.device))
+    monkeypatch.setattr("lora_merge.engine.window_merger.choose", lambda plans: DeviceChoice(plans[0].job.device))
     report = lora_merge.merge(weights, adapter, tmp_path / "o", compute_dtype="fp64")
     assert report.device == "cpu"
     assert report.notes == (f"cuda is not used: {broken['cuda']}", "mps is not used: mps computes no fp64")
