@@ -262,7 +262,7 @@ def _ending(base: Path) -> str:
 
 
 def adapter_list(adapters: Any) -> list[Any]:
-    """Return what stands for adapters as a list: of paths, of Adapters, and of pairs with a strength."""
+    """Return the adapters that the user named as a list: of paths, of Adapters, and of pairs with a strength."""
     adapters = [*adapters.items()] if isinstance(adapters, Mapping) else adapters
     single = isinstance(adapters, str | PathLike | Adapter | Opened) or is_pair(adapters)
     expected = "a path, or a list of them"

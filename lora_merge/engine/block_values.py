@@ -91,7 +91,7 @@ def in_units(tasks: Sequence[FoldTask], fetch: Fetch) -> Sequence[FoldTask]:
     reads = block.target.combining is not None or any(s.use.patch.reads_base for s in block.slices)
     if not common or reads or any(t.recoded or t.weight.packing.parts != t.packing.parts for t in targets):
         return tasks  # a scale that is made anew is not that of the base
-    with suppress(InvalidPart):  # whoever decodes the weight raises the error
+    with suppress(InvalidPart):  # decoding the weight raises the error
         units = [encoding.factor_of({common: fetch(t.packing.parts[common].info)}) for t in targets]
         if all(LEAST_UNIT < unit < 1 / LEAST_UNIT for unit in units):
             return [

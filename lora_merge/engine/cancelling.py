@@ -24,7 +24,7 @@ MOST: Final = 4.0
 """Times the largest merged number that a sum on the way may be: 2e-6, which is promised, is 33 times 2⁻²⁴."""
 
 LEAST: Final = 2**12
-"""The numbers of a block that are looked at, at least, in rows spread evenly: all of them would take as long as to add
+"""The least numbers of a block that are checked, in rows spread evenly: all of them would take as long as to add
 up the changes of small ranks."""
 
 
@@ -56,9 +56,9 @@ class LargestSums:
 
     @staticmethod
     def of(blocks: Sequence[Block], base: Tensor) -> LargestSums | None:
-        """Return the observer of some blocks of one kind; None where it is not looked for terms that cancel: in other
-        dtypes than fp32, where changes become one, and on a device also for a change that cancels with the base alone,
-        which would take two more calls each."""
+        """Return the observer of some blocks of one kind; None if terms that cancel are not searched: in other dtypes
+        than fp32, where changes become one, and on a device also for the change of a single adapter, which would take
+        two more calls each."""
         first = blocks[0]
         if base.dtype != torch.float32 or first.target.combining is not None or not (first.slices and base.numel()):
             return None

@@ -39,7 +39,7 @@ RUN: Final = 2**12
 """Numbers that are read at once from a large tensor."""
 
 PART: Final = 2**20
-"""Numbers that are read at once where all are wanted."""
+"""Numbers that are read at once if a tensor is read whole."""
 
 
 class Replaced(NamedTuple):
@@ -72,7 +72,7 @@ def replaced(targets: Iterable[OutputTensor], base: Index, matched: Sequence[Mat
 
 
 def replaced_measures(every: Iterable[Replaced], read: Fetch) -> Iterator[Measured]:
-    """Yield the measure of each tensor, of all its numbers or of runs of them that lie evenly in it."""
+    """Yield the measure of each tensor, of all its numbers or of runs that are spread evenly over it."""
     for tensor in every:
         yield Measured(tensor.target.name, measure(tensor, read))
 
@@ -101,7 +101,7 @@ def runs(tensor: Replaced, every: int = EVERY) -> Iterator[tuple[int, int]]:
 
 
 def values(weight: Weight, first: int, count: int, read: Fetch) -> Tensor:
-    """Return numbers of a weight from `first` on, in fp64; zeros behind those that are stored."""
+    """Return numbers of a weight from `first` on, in fp64; zeros after the stored ones."""
     numbers = torch.zeros(count, dtype=HOST.dtype)
     if (stored_count := min(count, prod(weight.shape if weight.packed else weight.stored.shape) - first)) > 0:
         stored = decoded(stored_numbers(weight, first, stored_count, read), weight, first, stored_count, read)
@@ -110,7 +110,7 @@ def values(weight: Weight, first: int, count: int, read: Fetch) -> Tensor:
 
 
 def _sums(tensor: Replaced, before: Tensor, after: Tensor) -> Measure:
-    """Return the sums over some numbers; those that are not finite are left out."""
+    """Return the sums over some numbers, without NaN and infinite ones."""
     change = applied = after - before
     if known := tensor.target.packed is None:
         dtype = TORCH_DTYPES[tensor.target.dtype]

@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from .fold import SampleOf
 
 RUN: Final = 128
-"""The numbers of a run; they lie side by side."""
+"""The numbers of a run, which are consecutive."""
 
 PERIOD: Final = 256 * RUN
-"""One run lies in so many numbers, at their beginning."""
+"""Of so many numbers the first ones are a run."""
 
 LEAST: Final = 2 * PERIOD
-"""The numbers of a block that surely holds a whole run, wherever it begins."""
+"""A block of so many numbers contains a whole run, wherever it begins."""
 
 RUN_NUMBERS: Final = 2**22
-"""The numbers that wait on a lane for their sums, where the lane's share of the memory has `ROOM` bytes for each."""
+"""How many sampled numbers one lane keeps before it adds them up, if its memory has `ROOM` bytes for each."""
 
 ROOM: Final = 256
 """Bytes; adding a number up takes less than 40."""
@@ -68,18 +68,18 @@ def runs(work: Tensor, period: int) -> Tensor:
 
 @dataclass
 class RunSample:
-    """Runs of some blocks that lie one after another, before and after the blocks are folded. `note_merged` records the
+    """Runs of consecutive blocks, before and after the blocks are folded. `note_merged` records the
     runs after it."""
 
     blocks: Sequence[Block]
     stands_for: Sequence[int]  # numbers of its weight that those of each block stand for; 0: no sample
-    period: int  # one run lies in so many numbers
+    period: int  # of so many numbers the first ones are a run
     before: Tensor  # [n, RUN]
     after: Tensor
 
     @staticmethod
     def of(blocks: Sequence[Block], stands_for: Sequence[int], base: Tensor, period: int) -> RunSample:
-        """Return the sample of blocks with these base values, which lie one after another."""
+        """Return the sample of consecutive blocks with these base values."""
         before = runs(base.view(-1), period)
         return RunSample(blocks, stands_for, period, before, before)
 
@@ -207,8 +207,8 @@ class Sampling:
     checked: frozenset[str] = frozenset()  # weights of which rows are sampled: the proof computes these rows again
 
     def rows(self, blocks: Sequence[Block]) -> range:
-        """Return the sampled rows of each of some blocks of one kind, spread evenly; rows of codes lie side by side,
-        because those that share a scale are encoded together."""
+        """Return the sampled rows of each of some blocks of one kind, spread evenly; rows of codes are consecutive,
+        because rows that share a scale are encoded together."""
         block = blocks[0]
         rows, cols, group = block.last - block.first, max(block.cols, 1), block.target.row_group
         count = min(rows, max(-(-self.least // cols), self._others(blocks) * self._enough(block) // cols))
@@ -309,7 +309,7 @@ class RowSample:
 
     @staticmethod
     def of(blocks: Sequence[Block], base: Tensor, sampling: Sampling) -> RowSample | None:
-        """Return the sample of base values [n, rows, cols], which are not folded yet; None if none is wanted."""
+        """Return the sample of base values [n, rows, cols], before the fold; None if these blocks are not sampled."""
         if not any(stands_for := sampling.stands_for(blocks)):
             return None
         # Memory for base, merged and stored numbers; the base values are taken now.

@@ -38,7 +38,7 @@ class StackedPatch:
     adapter: int = 0  # number of its adapter; stacks are in the order of their adapters
     transposed: bool = False  # whether the formula has these rows as columns
     view: Tensor | None = None  # [n, out, cols] the base weight that the formula reads, where that is more than `rows`
-    taken: slice | None = None  # the rows of ΔW that belong to this block; None: all
+    taken: slice | None = None  # rows of the computed ΔW that are in this block; None: all
     whole: tuple[int, int] | None = None  # (out, cols) of ΔW, where that is more than `rows`
     magnitude: tuple[dora.Axis, Tensor] | None = None  # DoRA: axis, [n, out, 1] or [n, 1, in]
     across: slice = field(default_factory=lambda: slice(None))  # columns of these rows, for a transposed formula
@@ -53,8 +53,8 @@ class StackedPatch:
         return replace(self, strength=self.strength / units)
 
     def part(self, rows: slice) -> StackedPatch | None:
-        """Return the formula for some rows of a block that is changed by rows, which become a block of their own; None
-        where it changes none of them."""
+        """Return the formula for some rows of a block that is changed by rows, which become a block; None if it does
+        not change them."""
         low, high = max(self.rows.start, rows.start), min(self.rows.stop, rows.stop)
         if low >= high:
             return None

@@ -66,7 +66,7 @@ class AdaptersOnDevice:
 
     def _upload(self, lane: DeviceStream) -> dict[Key, Tensor]:
         """Return all tensors and numbers at the lane's placement. A piece with a number that is not finite is left out:
-        whoever needs it reads it again, and finds the tensor."""
+        the fold that needs it reads it again, and names the tensor."""
         tensors: dict[Key, Tensor] = dict(zip(self._numbers, numbers(self._numbers, lane.at).unbind(), strict=True))
         left = self._most // lane.at.dtype.itemsize
         infos_held = [i for i in self._infos if holds(lane.at.device, TORCH_DTYPES[i.dtype])]
@@ -111,7 +111,7 @@ def _uses(plans: Sequence[Plan]) -> Iterator[PatchPart]:
 
 
 def _pieces(infos: Iterable[StoredTensor], most: int) -> Iterator[list[StoredTensor]]:
-    """Yield tensors that lie in one piece of a file, and whose numbers are aligned there."""
+    """Yield lists of tensors, each of one piece of a file, whose numbers are aligned in it."""
     piece: list[StoredTensor] = []
     for info in infos:
         if piece:

@@ -136,7 +136,7 @@ class FoldedBatch(NamedTuple):
     sizes: list[int]  # how many there are of each
     row_samples: list[RowSample]  # of the blocks that are sampled by rows
     by_runs: RunSample | None  # of the others
-    cancelled: list[Tensor]  # whether the terms of blocks cancel, where that is looked at
+    cancelled: list[Tensor]  # for each kind that is checked, whether the terms of each block cancel
 
 
 class DeviceWindows:
@@ -263,8 +263,7 @@ class DeviceWindows:
         return read
 
     def _uploaded(self, part: DeviceBatch, base: Tensor, low: int, lane: DeviceStream) -> Tensor:
-        """Return bytes of the base on the device: those that another plan's task has brought there, if there are such
-        tasks."""
+        """Return bytes of the base on the device, which the tasks of several plans share."""
         task, apart = part.task, part.folds[0].apart
         piece = self._piece(task.base_bytes.base if apart else task.base_bytes.out, lane)
         if task.first and task.last:
@@ -380,8 +379,8 @@ def _by_block(joined: Joined) -> Iterator[Fold]:
 
 
 def _runs(part: DeviceBatch, *, bridged: bool) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of the window that are downloaded: those of the results; `bridged`: and what lies between two of
-    them and was uploaded, if no other result lies there."""
+    """Yield the ranges of the window that are downloaded: the results; `bridged`: and the uploaded bytes between two of
+    them, if they contain no other result."""
 
     def near(a: Fold, b: Fold) -> bool:
         end = a.at + a.nbytes

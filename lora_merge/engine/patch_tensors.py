@@ -122,7 +122,7 @@ class PatchTensors:
         )
 
     def _check(self, patch: Patch) -> None:
-        """Raise DoesNotFit if stored indices lie outside the weight: a formula would read or write there."""
+        """Raise DoesNotFit if stored indices are outside the weight: a formula would read or write there."""
         row = ALGORITHMS[patch.algorithm]
         stored = {slot: self.fetch(patch.module.slots[slot]) for slot in row.integer_slots & patch.shapes.keys()}
         integers = {slot: whole(tensor.reshape(patch.shapes[slot])) for slot, tensor in stored.items()}

@@ -278,7 +278,7 @@ class Pipeline:
         return self.writers[number, file]
 
     def _shift(self, task: WindowTask) -> int:
-        """Return how many bytes longer a plan's header is than the first plan's: its tensors lie so much later."""
+        """Return how many bytes longer a plan's header is than the first plan's: its tensors come so much later."""
         first, header = (self.plans[n].files[task.window.file].header for n in (0, task.plan))
         return len(header) - len(first)
 

@@ -47,7 +47,7 @@ class BlockPart:
     """The part of one patch that changes rows [low, high) of a block.
 
     The formula computes ΔW for the rows `formed` of its view, in whole row groups. `taken` are the rows of that ΔW that
-    belong to the block; None stands for all of them.
+    belong to the block; None: all.
     """
 
     use: PatchPart
@@ -59,7 +59,7 @@ class BlockPart:
 
     @property
     def needs_view(self) -> bool:
-        """Whether the formula needs rows of the base that lie outside this block."""
+        """Whether the formula needs rows of the base outside this block."""
         patch = self.use.patch
         return self.taken is not None and patch.reads_base and len(patch.view.row_slices) > 1
 

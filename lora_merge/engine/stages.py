@@ -80,7 +80,7 @@ class MemoryBudget:
 
     @contextmanager
     def hold(self, nbytes: int) -> Iterator[None]:
-        """Hold so many bytes; waits until they are free. Who needs more than all of them waits to be alone."""
+        """Hold so many bytes; waits until they are free. A request above the budget waits until all of it is free."""
         taken = min(nbytes, self._whole)
         with self._changed:
             self._changed.wait_for(lambda: self._free >= taken)

@@ -201,7 +201,7 @@ def _copied_ranges(window: Window, change: WindowChange) -> Iterator[tuple[int, 
 def _fold_task(f: Fold, out: memoryview, base: memoryview | None) -> FoldTask:
     """Return the task of a block, whose base values and result share the buffers.
 
-    Without `base`, the base values lie in `out`, where the result overwrites them.
+    Without `base`, the base values are in `out`, where the result overwrites them.
     """
     block, shape = f.block, (f.block.last - f.block.first, f.block.cols)
     into = packed(out[f.at : f.at + f.nbytes], block.target.packing, block.target.dtype, shape)

@@ -72,7 +72,7 @@ class Fold:
     block: Block
     source: int
     at: int
-    apart: bool  # whether base values lie in the input buffer, as dtypes or shapes differ
+    apart: bool  # whether base values are in the input buffer, as dtypes or shapes differ
 
     @property
     def source_bytes(self) -> int:
@@ -229,7 +229,7 @@ def sharable(window: Window) -> bool:
 
 
 def _turns(window: Window, part: _Copied | _Folded) -> bool:
-    """Return whether a long untouched range ends or begins between a window and the next part."""
+    """Return whether a new window starts: long untouched ranges and changed bytes do not share one."""
     if window.untouched:
         return window.size >= STRETCH and not part.untouched
     return part.untouched and part.target.nbytes >= STRETCH

@@ -98,7 +98,7 @@ def card_path(plan: Plan) -> Path:
 def card(plan: Plan, earlier: Path | None) -> bytes | None:
     """Return the card of the output of a plan, in UTF-8; None if the earlier one cannot be read and has to stay.
 
-    `earlier`: the card that gets our section and entries: that of the base, or one that lies beside the output.
+    `earlier`: the card that gets our section and entries: that of the base, or an older one of the output.
     """
     old = "" if earlier is None else read_card(earlier)
     if old is None:

@@ -59,7 +59,7 @@ def _card(plan: Plan) -> bytes | None:
     """Return the card of an output folder; None if the base's card is copied, or if there is none.
 
     If the output replaces a folder, the user may have edited the card there: its text is kept. It stays as it is if it
-    cannot be read, or if no card is wanted.
+    cannot be read, or if the job asks for no card.
     """
     path = plan.job.output / CARD
     edited = path.is_file() and not plan.job.no_metadata

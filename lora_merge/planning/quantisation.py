@@ -28,7 +28,7 @@ from ..models.parts import Parts
 from ..options import NO_DEFAULTS
 
 DENOISERS: Final = frozenset(("unet", "transformer", "transformer_2", "prior", "decoder"))
-"""Components that are quantised; where a checkpoint has none of them, all but the VAE are."""
+"""Components that are quantised; of a checkpoint without them, all but the VAE."""
 
 PRECISE: Final = re.compile(
     r"norm|embed|(^|[._])embs?(_|\.|$)|emb_layers|relative_attention_bias|"  # scales, times, positions, words
