@@ -293,7 +293,7 @@ class BlockFolder:
         encoded = self.lanes.turn(lambda _: [self._encoded(task, values, width) for task, values in pairs], lane)
         if isinstance(encoded, OutOfMemory):
             return encoded
-        # Measures of the blocks that have codes; these may overwrite the base's, which the measures need.
+        # Measures of the blocks that have codes, before these overwrite the base's.
         covered, result = {n: e for n, e in enumerate(encoded) if isinstance(e, NewParts)}, Merged()
         if sample is not None and covered:
             bases, sample = [tasks[n].base for n in covered], sample.on_host().only([*covered])
@@ -319,9 +319,8 @@ class BlockFolder:
 
     def _encoded(self, task: FoldTask, values: Tensor, width: int) -> NewParts | Uncovered:
         """Return the codes of a merged block. `width`: how many of its first numbers are decoded again."""
-        checked = isinstance(task, EncodeTask) or (
-            isinstance(task, InUnitsTask) and self.options.draw is None
-        )  # NaN has no code
+        # A merged block to encode was checked before; in units, numbers that are not finite show as uncovered.
+        checked = isinstance(task, EncodeTask) or (isinstance(task, InUnitsTask) and self.options.draw is None)
         values = self._on_codec_device(values) if checked else self._finite(task, values)
         codes = Codes(task.base, self._uniform(task.block, values.device), width)
         encoded = recode(task.block.target, task.block.stored[0], values, codes, self.tensors.fetch)
