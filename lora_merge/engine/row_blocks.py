@@ -131,7 +131,7 @@ class Block:
         target = self.target
         return bool(self.slices) or target.weight.padded or (drawn and target.recoded and bool(target.uses))
 
-    @property
+    @cached_property
     def several(self) -> bool:
         """Whether several adapters change the block."""
         return self.target.combining is not None or len({s.use.patch.adapter for s in self.slices}) > 1
