@@ -45,13 +45,13 @@ BY_NAME: Final = 8  # files that are run where nothing is recorded
 ENDLESS: Final = "it never ends"
 GONE: Final = 4  # pytest, where a recorded test has another name now
 AREAS: Final = {
-    "proof": "proof/verify proof/methods_again proof/proof_report proof/grids proof/weights proof/find_inputs proof/read_recipe proof/replay proof/unmerge proof/recompute proof/second_reading/read_again proof/sampling proof/loadable proof/header_changes files/seal proof/second_reading/modules proof/second_reading/rows "
+    "proof": "proof/verify proof/methods_again proof/proof_report proof/grids proof/weights proof/find_inputs proof/read_recipe proof/replay proof/unmerge proof/recompute proof/second_reading/read_again proof/sampling proof/loadable proof/header_changes files/safetensors proof/second_reading/modules proof/second_reading/rows "
     "proof/second_reading/scales proof/second_reading/layouts proof/second_reading/claims proof/second_reading/formulas proof/second_reading/methods "
     "proof/rebuilding proof/account",
     "matching": "matching/match matching/formula matching/row_parts matching/orientation matching/tied_embeddings matching/weight_finder matching/conflicts matching/resizing "
     "matching/missing_tensors matching/patch matching/layer_order matching/side_by_side matching/weight_finder",
     "planning": "planning/checkpoint_cache planning/model_card planning/combination planning/containers planning/make_plan planning/output_files planning/plan planning/quantisation planning/recipe",
-    "publishing": "disk/writer disk/locks disk/spool disk/files disk/publish planning/header_entries disk/hashes disk/destination batch/run batch/resume",
+    "publishing": "disk/writer disk/locks disk/scale_spool disk/draft disk/files disk/publish planning/header_entries disk/hashes disk/destination batch/run batch/resume",
 }
 NAMED: Final = (
     ("lora_merge/proof/verify.py", "if not same.all():", "if False:"),

@@ -95,11 +95,11 @@ def test_imports_have_no_cycle() -> None:
 
 
 def test_proof_uses_tables_of_what_it_proves_and_none_of_its_arithmetic() -> None:
-    tables = {f"lora_merge.files.codecs.{name}" for name in ("base", "ggml_points", "making")}
+    tables = {f"lora_merge.files.{name}" for name in ("encodings.base", "gguf.grid_points", "formats.output")}
     for module, path in modules():
         if room(module) == "proof":
             for target in imports(module, path):
-                shared = re.match(r"lora_merge\.(algorithms|files\.codecs)\.", target)
+                shared = re.match(r"lora_merge\.(algorithms|files\.(encodings|formats|gguf))\.", target)
                 assert not shared or target in tables, f"{module} imports {target}"
 
 
@@ -110,6 +110,14 @@ def test_observers_of_a_fold_compute_no_weight() -> None:
     assert len(measuring) > 3
     for module, path in measuring:
         assert folding.isdisjoint(imports(module, path, typed=False)), module
+
+
+def test_encodings_know_no_program_that_stores_them() -> None:
+    """Numbers and bytes are one thing, names of tensors and configurations another."""
+    for module, path in modules():
+        if module.startswith("lora_merge.files.encodings"):
+            wrong = [t for t in imports(module, path) if re.match(r"lora_merge\.files\.(?!encodings)", t)]
+            assert not wrong, f"{module} imports {wrong}"
 
 
 def test_library_is_imported_only_where_it_belongs() -> None:

@@ -13,9 +13,8 @@ from typing import Any, Final
 from ..adapter_options import KEEP
 from ..algorithms import ALGORITHMS
 from ..disk.destination import check_output
-from ..disk.draft import Draft
+from ..disk.draft import Draft, Heap
 from ..disk.reader import Reader
-from ..disk.spool import Heap
 from ..dtypes import spoken
 from ..engine.torch_preload import load_library
 from ..errors import FitError, UsageError

@@ -20,10 +20,9 @@ from torch import Tensor
 
 from ..adapter_options import KEEP
 from ..algorithms import ALGORITHMS, dora
-from ..disk.draft import Draft
+from ..disk.draft import Draft, Heap
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..disk.spool import Heap
 from ..engine.devices import places
 from ..engine.row_matrix import Rows
 from ..engine.tensor_moves import HOST, TORCH_DTYPES, Placement

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..disk.draft import Draft
-from ..disk.spool import Heap
+from ..disk.draft import Draft, Heap
 from ..engine.row_matrix import Rows
 from ..engine.tensor_moves import FILE_DTYPES
 from ..matching.patch import Patch

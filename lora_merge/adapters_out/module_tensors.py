@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
-from ..disk.draft import Draft
-from ..disk.spool import Heap
+from ..disk.draft import Draft, Heap
 from ..text import Note
 from .groups import Place
 from .output_file import Entry

@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from ..adapters.modules import AdapterFile
-from ..disk.draft import Draft, Drafted
+from ..disk.draft import Draft, DraftBytes, HeapBytes
 from ..disk.publish import named, replacing
 from ..disk.reader import Reader
-from ..disk.spool import Waiting
 from ..disk.writer import require_space
 from ..dtypes import bytes_of
 from ..errors import MergeError
 from ..files.checkpoint import Index
 from ..files.folder_layouts import PEFT
-from ..files.headers import layout, padded
+from ..files.safetensors import layout, padded
 from ..planning.recipe import configurations
 from ..text import Note
 from ..version import __version__
@@ -89,7 +88,7 @@ class Entry:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    data: memoryview | Waiting | Drafted
+    data: memoryview | HeapBytes | DraftBytes
 
     def pieces(self) -> Iterator[memoryview]:
         """Yield its bytes in order."""
@@ -155,9 +154,9 @@ def put(entries: Iterable[Entry], draft: Draft) -> list[Entry]:
     found: list[tuple[int, Entry]] = []
     for one in entries:
         data = one.data
-        if isinstance(data, Waiting):
+        if isinstance(data, HeapBytes):
             parts = [draft.put(piece) for piece in data.pieces()]
-            data = Drafted(draft, parts[0].first if parts else draft.nbytes, data.nbytes)
+            data = DraftBytes(draft, parts[0].first if parts else draft.nbytes, data.nbytes)
         elif isinstance(data, memoryview):
             data = draft.put(data)
         found.append((data.first, replace(one, data=data)))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..disk.destination import failures
 from ..disk.files import FileState
-from ..disk.hashes import Known, remember, state
+from ..disk.hashes import RememberedHashes, remember, state
 from ..errors import MergeError, UsageError
 from ..files.checkpoint import open_checkpoint
 from ..files.side_files import output_name
@@ -47,7 +47,7 @@ class Hashes:
 
     def __init__(self) -> None:
         self._known: dict[tuple[Path, FileState | None], str] = {}
-        self._remembered = Known()
+        self._remembered = RememberedHashes()
 
     def of(self, path: Path) -> str:
         """Return the hex digest; InputError if the file cannot be read."""

@@ -21,8 +21,7 @@ from ..disk.publish import replacing
 from ..engine.tensor_moves import FILE_DTYPES, host
 from ..engine.tensors import view_bytes
 from ..errors import MergeError, UsageError, VerificationFailed
-from ..files.headers import layout
-from ..files.safetensors import parse_file
+from ..files.safetensors import layout, parse_file
 from ..paths import typed
 from ..process import command
 

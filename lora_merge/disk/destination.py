@@ -49,9 +49,9 @@ def protect(target: Path, inputs: Iterable[Path]) -> None:
     if not exists(target):
         return
     real = real_path(target)
-    found = next((file for file in inputs if any(same(real, p) for p in (file, *file.parents))), None)
-    if found is not None:
-        what = f"the output would replace the base, an adapter or another file that is read: {found.name}"
+    read = next((file for file in inputs if any(same(real, p) for p in (file, *file.parents))), None)
+    if read is not None:
+        what = f"the output would replace the base, an adapter or another file that is read: {read.name}"
         raise UsageError(what, str(target), f"choose another name: -o {target.stem}-new{target.suffix}")
 
 

@@ -1,12 +1,14 @@
-"""A file whose data are written while they are made. The header is known last: it goes into room that was left for it.
+"""Adapter files, whose header is known last. `Draft`: the data are written at once, behind room for the header.
 
-So no byte is written twice, and the disk works beside the processors. A small file waits in memory.
+So no byte is written twice, and the disk works beside the processors. A small file waits in memory. `Heap`: where the
+order of the tensors is known last too, they wait in memory and in a temporary file.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,18 +16,20 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Final
+from typing import IO, Final
 
 from ..errors import MergeError
-from .spool import COPIED
 from .system import PLAIN_FLAGS, read_at, write_at
 from .writer import failure, start_writing
 
-HELD: Final = 32 << 20
+IN_MEMORY: Final = 32 << 20
 """Bytes of a file that waits in memory."""
 
 BATCH: Final = 4 << 20
-"""Bytes that are given to the disk at once."""
+"""Bytes that one call writes."""
+
+COPIED: Final = 1 << 24
+"""Bytes that one call reads."""
 
 BLOCK: Final = 512
 """The unit of `st_blocks`."""
@@ -35,7 +39,7 @@ QUEUED: Final = 16
 
 
 @dataclass(frozen=True)
-class Drafted:
+class DraftBytes:
     """Consecutive bytes of a draft's data."""
 
     draft: Draft
@@ -65,13 +69,13 @@ class Draft:
     ) -> None:  # fmt: skip
         self._target, self._begin, self._inside, self._room, self._most = target, begin, inside, room, most
         self.nbytes = 0
-        self._held: dict[int, memoryview] = {}  # first byte → bytes, until there is a file
+        self._waiting: dict[int, memoryview] = {}  # first byte → bytes, until there is a file
         self._fd = -1
         self._digest = hashlib.sha256() if hashed else None
         self._batch: list[memoryview] = []
-        self._batched = self._written = 0  # bytes that wait for each other, and those that were given to the disk
+        self._batched = self._written = 0  # bytes that wait for each other, and those that are in the queue
         self._queue: deque[Future[None]] = deque()
-        self._published, self._own = ExitStack(), ExitStack()
+        self._published, self._opened = ExitStack(), ExitStack()
         self._part: Path | None = None
 
     def __enter__(self) -> Draft:
@@ -80,7 +84,7 @@ class Draft:
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         """Remove what was written, unless it was published."""
-        self._own.close()
+        self._opened.close()
         if self._part is not None:
             self._published.__exit__(kind or InterruptedError, e or InterruptedError("it was not published"), tb)
 
@@ -96,25 +100,25 @@ class Draft:
         """The bytes that are in memory."""
         return 0 if self._fd >= 0 else self.nbytes
 
-    def put(self, data: memoryview) -> Drafted:
+    def put(self, data: memoryview) -> DraftBytes:
         """Add bytes. Until they are written they are not copied, so they must not change."""
         data = data.cast("B") if data.nbytes else memoryview(b"")
-        found = Drafted(self, self.nbytes, data.nbytes)
+        drafted = DraftBytes(self, self.nbytes, data.nbytes)
         self.nbytes += data.nbytes
         if self._fd >= 0:
             self._append(data)
         elif data.nbytes:
-            self._held[found.first] = data
-            if self.nbytes > HELD:
+            self._waiting[drafted.first] = data
+            if self.nbytes > IN_MEMORY:
                 self._open()
-        return found
+        return drafted
 
     def read(self, first: int, count: int) -> Iterator[memoryview]:
         """Yield bytes in order; they are those of one or several calls of `put`."""
         end = first + count
         while first < end and self._fd < 0:
-            yield self._held[first]
-            first += self._held[first].nbytes
+            yield self._waiting[first]
+            first += self._waiting[first].nbytes
         self._wait()
         while first < end:
             piece = memoryview(bytearray(min(COPIED, end - first)))
@@ -125,12 +129,12 @@ class Draft:
     def sha256(self) -> str:
         """Return the SHA-256 of all data."""
         self._wait()
-        found = self._digest
-        if found is None or self._fd < 0:
-            found = hashlib.sha256()
+        digest = self._digest
+        if digest is None or self._fd < 0:
+            digest = hashlib.sha256()
             for piece in self.read(0, self.nbytes):
-                found.update(piece)
-        return found.hexdigest()
+                digest.update(piece)
+        return digest.hexdigest()
 
     def complete(self, header: Callable[[int], bytes]) -> int:
         """Write the header, and what is in memory; return the bytes of the file. `header`: returns it with spaces to a
@@ -140,13 +144,13 @@ class Draft:
                 self._room = len(header(0))
                 self._open()
             self._wait()
-            made = header(self._room)
-            self._make_room(len(made))
-            self._write(memoryview(made), 0)
+            new = header(self._room)
+            self._make_room(len(new))
+            self._write(memoryview(new), 0)
         except OSError as e:
             raise self._failure(e) from e
-        self._own.close()
-        return len(made) + self.nbytes
+        self._opened.close()
+        return len(new) + self.nbytes
 
     def publish(self) -> None:
         """Give the file its name."""
@@ -157,7 +161,7 @@ class Draft:
         """Return the typed error for a failed write; what was written of the file is removed."""
         blocks: int = getattr(os.fstat(self._fd), "st_blocks", 0) if self._fd >= 0 else 0  # 0 on Windows
         needed, known = self._room + max(self._most, self.nbytes), self._most > self.nbytes
-        return failure(e, self._target, needed, own=blocks * BLOCK, most=known)
+        return failure(e, self._target, needed, written=blocks * BLOCK, most=known)
 
     def _open(self) -> None:
         path = self.part / self._inside if self._inside else self.part
@@ -165,11 +169,11 @@ class Draft:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | PLAIN_FLAGS, 0o666)
         except OSError as e:
             raise self._failure(e) from e
-        self._own.callback(os.close, self._fd)
-        self._pool = self._own.enter_context(ThreadPoolExecutor(1, thread_name_prefix="draft"))
-        for data in self._held.values():
+        self._opened.callback(os.close, self._fd)
+        self._pool = self._opened.enter_context(ThreadPoolExecutor(1, thread_name_prefix="draft"))
+        for data in self._waiting.values():
             self._append(data)
-        self._held.clear()
+        self._waiting.clear()
 
     def _append(self, data: memoryview) -> None:
         self._batch.append(data)
@@ -221,3 +225,57 @@ class Draft:
             while read < len(piece):
                 read += read_at(self._fd, piece[read:], old + end + read)
             self._write(piece, self._room + end)
+
+
+@dataclass(frozen=True)
+class HeapBytes:
+    """Bytes in memory, or a range of a temporary file."""
+
+    nbytes: int
+    data: memoryview | None = None
+    file: IO[bytes] | None = None
+    first: int = 0
+
+    def pieces(self) -> Iterator[memoryview]:
+        """Yield the bytes in order."""
+        if self.data is not None:
+            yield self.data
+            return
+        assert self.file is not None, "the bytes are in memory or in the file"
+        self.file.seek(self.first)
+        left = self.nbytes
+        while left:
+            piece = self.file.read(min(left, COPIED))
+            left -= len(piece)
+            yield memoryview(piece)
+
+
+class Heap:
+    """Tensors that wait to be written: in memory up to `room` bytes, others in a temporary file without a name."""
+
+    def __init__(self, folder: Path, room: int) -> None:
+        self._folder, self._room = folder, room
+        self._file: IO[bytes] | None = None
+        self._first = 0
+
+    def put(self, data: memoryview) -> HeapBytes:
+        """Keep bytes; those in memory are not copied."""
+        if data.nbytes <= self._room:
+            self._room -= data.nbytes
+            return HeapBytes(data.nbytes, data)
+        try:
+            if self._file is None:
+                folder = next(f for f in (self._folder, *self._folder.parents) if f.exists())
+                self._file = tempfile.TemporaryFile(dir=str(folder))  # noqa: SIM115  closed by `close`
+            self._file.seek(self._first)
+            self._file.write(data)
+        except OSError as e:
+            raise failure(e, self._folder, 0) from e
+        stored = HeapBytes(data.nbytes, None, self._file, self._first)
+        self._first += data.nbytes
+        return stored
+
+    def close(self) -> None:
+        """Drop all bytes."""
+        if self._file is not None:
+            self._file.close()

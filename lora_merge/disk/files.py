@@ -77,7 +77,7 @@ class FileState:
 
     @staticmethod
     def at(path: Path) -> FileState | None:
-        """Return the state of the file at a path; None where there is none."""
+        """Return the state of the file at a path; None if there is none."""
         try:
             return FileState._from(path.stat())
         except OSError:

@@ -81,7 +81,7 @@ def state(path: Path) -> str | None:
     return f"{s.st_dev}:{s.st_ino}:{s.st_size}:{s.st_mtime_ns}:{s.st_ctime_ns}"
 
 
-class Known:
+class RememberedHashes:
     """The remembered digests. They are read once, at the first call of `digest`."""
 
     @cached_property
@@ -131,13 +131,13 @@ def remember(learnt: Mapping[Path, tuple[str, str]]) -> None:
         folder.chmod(0o700)  # `recall` has returned nothing if others could write here
         key = _key() or _new_key(folder)
         new = {now: _signed(key, path, now, digest) for path, (now, digest) in learnt.items()}
-        kept = [*((k, v) for k, v in old.items() if k not in new), *new.items()][-MOST:]
-        put_file(cache_file(), json.dumps(dict(kept)).encode(), mode=PRIVATE)
+        entries = [*((k, v) for k, v in old.items() if k not in new), *new.items()][-MOST:]
+        put_file(cache_file(), json.dumps(dict(entries)).encode(), mode=PRIVATE)
 
 
 def _ours(path: Path, others: int = 0o022) -> bool:
     """Return whether the user or root owns the path, and others have none of these permissions, as ssh requires."""
-    s = path.stat() if path.is_dir() else path.lstat()  # a folder may lie on another disk, behind a link
+    s = path.stat() if path.is_dir() else path.lstat()  # a folder may be on another disk, behind a link
     user = user_id()
     return user is None or (s.st_uid in (0, user) and not s.st_mode & others)
 
@@ -184,7 +184,7 @@ class RunningHashes:
 
     def __init__(self, reader: Reader, base: Sequence[Path], others: Sequence[Path], *, ahead: bool = True) -> None:
         files = dict.fromkeys((*base, *others))
-        self._states, known = {path: state(path) for path in files}, Known()
+        self._states, known = {path: state(path) for path in files}, RememberedHashes()
         self._done = {path: digest for path in files if (digest := known.digest(path))}
         self._learnt: dict[Path, tuple[str, str]] = {}
         self.reader, self._base = reader, [p for p in base if p not in self._done]
@@ -229,10 +229,10 @@ class RunningHashes:
             self._stop_reading_ahead()
             self._rest.result()
             self._read_up_to(file, self._sizes[file])
-            found = self._done[file] = self._digests[file].hexdigest()
+            digest = self._done[file] = self._digests[file].hexdigest()
             before = self._states[file]
             if before is not None and before == state(file):
-                self._learnt[file] = before, found
+                self._learnt[file] = before, digest
         return self._done[file]
 
     def of(self, files: Iterable[Path]) -> list[str]:

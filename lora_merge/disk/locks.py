@@ -1,4 +1,4 @@
-"""Claims: a locked file beside an output marks the output as being made, so several processes can share one jobs file.
+"""Claims: a locked file beside an output marks the output as in progress, so several processes can share one jobs file.
 
 A claim is valid while its file is locked. The lock ends with its process, even a killed one: `filelock` uses flock,
 and LockFileEx on Windows. So no age or clock is compared, and the next process simply locks the file of a dead one.
@@ -34,13 +34,13 @@ TRIES: Final = 20  # attempts to make the folder and the claim in it, while anot
 @contextmanager
 def claimed(output: Path, *, wait: bool = False) -> Iterator[bool]:
     """Claim an output for the block; yield whether this process has the claim. With `wait`, wait for the claim."""
-    path, made = claim_path(output), list[Path]()
+    path, folders = claim_path(output), list[Path]()
     fd = None
     try:
         try:
             while True:
                 with uninterrupted():
-                    fd = _reach(path, made)
+                    fd = _reach(path, folders)
                 if fd is not None or not wait:
                     break
                 time.sleep(POLL)
@@ -50,25 +50,25 @@ def claimed(output: Path, *, wait: bool = False) -> Iterator[bool]:
     finally:
         if fd is not None:
             _release(path, fd)
-        for folder in reversed(made):
+        for folder in reversed(folders):
             with suppress(OSError):  # the folder holds the output
                 folder.rmdir()
 
 
-def _reach(path: Path, made: list[Path]) -> int | None:
+def _reach(path: Path, folders: list[Path]) -> int | None:
     """Make the folder and call `_acquire`, again if an interrupted process removes the folder in between."""
     for _ in range(TRIES):
         try:
-            make_parents(path.parent, made)
+            make_parents(path.parent, folders)
             return _acquire(path)
         except FileNotFoundError:
             time.sleep(POLL / TRIES)
-    make_parents(path.parent, made)
+    make_parents(path.parent, folders)
     return _acquire(path)
 
 
 def claim_path(output: Path) -> Path:
-    """Return the path of the claim. It lies beside the output, so every machine that shares the disk sees it."""
+    """Return the path of the claim. It is beside the output, so every machine that shares the disk sees it."""
     name = output.name.encode("utf-8", "replace")
     short = name[:200].decode("utf-8", "ignore")
     return output.with_name(f".{short}.{hashlib.sha256(name).hexdigest()[:8]}.lora-merge.claim")

@@ -18,7 +18,7 @@ HUGE: Final = 2 << 20  # bytes of a huge page on x86 and most ARM systems
 def aligned_buffer(size: int) -> memoryview:
     """Return `size` bytes of zeroed memory that begin at a page. The memory is freed with its last view.
 
-    Large buffers lie in huge pages where the system has them. One request to the disk then covers megabytes; with
+    Large buffers are in huge pages if the system has them. One request to the disk then covers megabytes; with
     small pages it covers at most the 254 scattered pages that a controller takes. Measured for 7 GB past the page
     cache: 2.4 instead of 4.2 s to write, 3.5 instead of 9 s to read, at a quarter of the processor time.
     """
@@ -32,7 +32,7 @@ def aligned_buffer(size: int) -> memoryview:
 class ReadAhead:
     """Asks the system to start reading ranges of a file; not again for the pages that it asked for last.
 
-    Thousands of small tensors lie in few pages, and a system call costs more than the tensor.
+    Thousands of small tensors share few pages, and a system call costs more than the tensor.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ def holds(fd: int, offset: int, block: memoryview) -> bool:
 
 
 def _pages(fd: int, offset: int, size: int) -> int | None:
-    """Return how many pages of a range are in memory, from cachestat(2); None where the call is not available."""
+    """Return how many pages of a range are in memory, from cachestat(2); None if the call is not available."""
     global _counted
     if _libc is None or not _counted:
         return None

@@ -48,7 +48,7 @@ SWEEPS: Final = 10.0  # seconds after which a process searches the same folder a
 NEW: Final = 0o666  # permissions of a new file, before the umask
 
 LOCK: Final = "" if CAN_LOCK else ".lock"
-"""Ending of the file that a run locks while it writes a temporary file; "" where that is the temporary file itself."""
+"""Ending of the file that a run locks while it writes a temporary file; "" if that is the temporary file itself."""
 
 _swept: dict[Path, float] = {}
 """Folder → time of its last search."""
@@ -127,7 +127,7 @@ def moved(fd: int, part: Path) -> Path:
 
 
 def try_lock(fd: int) -> bool | None:
-    """Try to take the lock; return whether this process has it now, None where the file system has no locks."""
+    """Try to take the lock; return whether this process has it now, None if the file system has no locks."""
     try:
         return lock_now(fd)
     except OSError:
@@ -236,12 +236,12 @@ def replacing(
     check_output(target, inputs, overwrite=overwrite, folder=folder, contents=contents)
     part, lock, done = target, -1, False
     old: Path | None = None
-    made: list[Path] = []
+    folders: list[Path] = []
     try:
         with failures(target):
             for left in range(TRIES)[::-1]:
                 with uninterrupted():
-                    make_parents(target.parent, made)
+                    make_parents(target.parent, folders)
                 try:
                     with uninterrupted():
                         part, lock = create(target, folder=folder)
@@ -271,7 +271,7 @@ def replacing(
             remove(part if os.path.lexists(part) else moved(lock, part))
             release(part, lock)
         if not done:
-            _unmake(made)
+            _unmake(folders)
 
 
 def put_file(path: Path, content: bytes, *, overwrite: bool = True, mode: int | None = None) -> None:
@@ -320,10 +320,10 @@ def _turn(folder: Path) -> Iterator[None]:
                 os.close(fd)
 
 
-def make_parents(folder: Path, made: list[Path]) -> None:
-    """Make the missing folders, the outermost first; each is added to `made` before it exists."""
+def make_parents(folder: Path, folders: list[Path]) -> None:
+    """Make the missing folders, the outermost first; each is added to `folders` before it exists."""
     for path in [p for p in (folder, *folder.parents) if not p.exists()][::-1]:
-        made.append(path)
+        folders.append(path)
         path.mkdir(exist_ok=True)
         _unsynced.add(path)
 
@@ -397,7 +397,7 @@ def _publish(part: Path, target: Path, *, overwrite: bool, replaces: bool) -> Pa
 
 
 def _swap_file(part: Path, target: Path) -> Path | None:
-    """Rename the file over the old one; return the new name of the old file, None where it could not be kept."""
+    """Rename the file over the old one; return the new name of the old file, None if it could not be kept."""
     if _exchange(part, target):
         return part
     old = sibling(target)
@@ -474,7 +474,7 @@ def _publish_folder(part: Path, target: Path, *, overwrite: bool) -> None:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Swap two names; return False where that is not possible. Raises OSError if the disk itself fails."""
+    """Swap two names; return False if that is not possible. Raises OSError if the disk itself fails."""
     reply: int | None = None
 
     def swap(_: Path) -> None:

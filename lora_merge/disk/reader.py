@@ -37,7 +37,7 @@ AHEAD: Final = 1 << 30  # bytes; only smaller files are read ahead into the page
 
 NUMBER: Final = 8  # bytes of the largest single number
 
-FEW: Final = 1 << 10  # bytes of a tensor that is taken from the page that it lies in
+FEW: Final = 1 << 10  # bytes of a tensor that is taken from its page
 
 PAGES: Final = 16  # such pages of a file that are kept
 
@@ -46,7 +46,7 @@ HINT: Final = 1 << 20  # bytes of one advice to read ahead; Linux ignores the re
 
 @dataclass
 class _File:
-    """An open input. `direct` is a second descriptor that reads past the page cache, -1 where there is none."""
+    """An open input. `direct` is a second descriptor that reads past the page cache, -1 if there is none."""
 
     fd: int
     direct: int
@@ -243,7 +243,7 @@ def _through_cache(file: _File, buffer: memoryview, offset: int) -> int:
 
 
 def _missing(file: _File, buffer: memoryview, offset: int) -> int:
-    """Return how many bytes lie before the first block that the page cache holds."""
+    """Return how many bytes come before the first block that the page cache holds."""
     for at in range(0, len(buffer), BLOCK):
         if _held(file, buffer[at : at + BLOCK], offset + at):
             return at

@@ -21,7 +21,7 @@ PLAIN_FLAGS: Final[int] = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 
 """Flags for every file: binary mode on Windows, and no descriptor for child processes."""
 
 DIRECT_FLAG: Final[int] = getattr(os, "O_DIRECT", 0)
-"""Flag that opens a file past the page cache; 0 where the system has none."""
+"""Flag that opens a file past the page cache; 0 if the system has none."""
 
 RANDOM: Final[int] = getattr(os, "POSIX_FADV_RANDOM", 0)
 NORMAL: Final[int] = getattr(os, "POSIX_FADV_NORMAL", 0)
@@ -29,7 +29,7 @@ WILL_NEED: Final[int] = getattr(os, "POSIX_FADV_WILLNEED", 0)
 DO_NOT_NEED: Final[int] = getattr(os, "POSIX_FADV_DONTNEED", 0)
 
 NO_WAIT: Final[int] = getattr(os, "RWF_NOWAIT", 0)
-"""Flag of `read_cached`; 0 where the system has none (it came with Linux 4.14)."""
+"""Flag of `read_cached`; 0 if the system has none (it came with Linux 4.14)."""
 
 _os: Final[Any] = os
 """The module, for calls that type checkers do not find on every platform."""
@@ -163,7 +163,7 @@ def path_of(fd: int) -> Path | None:
 
 
 def swap_names(a: Path, b: Path) -> int | None:
-    """Swap two names with renameat2(2), Linux only; return its error, 0 for none, None where there is no such call."""
+    """Swap two names with renameat2(2), Linux only; return its error, 0 for none, None if there is no such call."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform.startswith("linux") else None
     if call is None:
         return None
@@ -171,12 +171,12 @@ def swap_names(a: Path, b: Path) -> int | None:
 
 
 def user_id() -> int | None:
-    """Return the effective user id of this process; None where the system has no user ids."""
+    """Return the effective user id of this process; None if the system has no user ids."""
     return _os.geteuid() if hasattr(os, "geteuid") else None
 
 
 def is_read_only(path: os.PathLike[str]) -> bool:
-    """Return whether a file lies on a file system that is mounted read-only; False if the system does not say."""
+    """Return whether a file is on a file system that is mounted read-only; False if the system does not say."""
     return hasattr(os, "statvfs") and bool(_os.statvfs(path).f_flag & getattr(os, "ST_RDONLY", 0))
 
 

@@ -55,7 +55,7 @@ def file_system(path: Path) -> str:
 
 
 def share_blocks(a: Path, b: Path) -> bool:
-    """Return whether the files at two paths, which need not exist yet, lie on one file system with shared blocks."""
+    """Return whether the files at two paths, which need not exist yet, are on one file system with shared blocks."""
     return _existing(a).stat().st_dev == _existing(b).stat().st_dev and file_system(a) in CLONES
 
 

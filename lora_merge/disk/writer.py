@@ -31,12 +31,12 @@ FICLONERANGE: Final = 0x4020940D  # ioctl_ficlonerange(2)
 
 
 def clone(old: int, new: int) -> bool:
-    """Make the open, empty file `new` share all bytes of the open file `old`; return False where it cannot."""
+    """Make the open, empty file `new` share all bytes of the open file `old`; return False if it cannot."""
     return _ioctl(new, FICLONE, old)
 
 
 def clone_range(old: int, offset: int, size: int, new: int, at: int) -> bool:
-    """Make `new` share, from `at` on, `size` bytes of `old` from `offset` on; return False where it cannot.
+    """Make `new` share, from `at` on, `size` bytes of `old` from `offset` on; return False if it cannot.
 
     `offset`, `size` and `at` are multiples of a block of the file system.
     """
@@ -63,7 +63,7 @@ BEHIND: Final = 128 << 20  # bytes in the page cache that may still be unwritten
 
 
 def _find_sync_range() -> Any:
-    """Return sync_file_range(2) of the C library; None where there is none."""
+    """Return sync_file_range(2) of the C library; None if there is none."""
     if not sys.platform.startswith("linux"):
         return None
     call = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
@@ -132,9 +132,11 @@ def elsewhere(output: Path) -> str:
     return f"name an output in another folder, such as ~/{output.name}"
 
 
-def failure(e: OSError, path: Path, needed: int, *, own: int = 0, most: bool = False) -> MergeError:
-    """Return the typed error for a failed write with `needed` bytes still to be written, or so many at `most`. `own`:
-    bytes that will be free again, because what was written is removed."""
+def failure(e: OSError, path: Path, needed: int, *, written: int = 0, most: bool = False) -> MergeError:
+    """Return the typed error for a failed write with `needed` bytes still to be written, or so many at `most`.
+
+    `written`: bytes that will be free again, because what was written is removed.
+    """
     if e.errno == errno.EFBIG:
         return ResourceError(
             f"files of {needed} bytes are not allowed here: {e.strerror}",
@@ -142,7 +144,7 @@ def failure(e: OSError, path: Path, needed: int, *, own: int = 0, most: bool = F
             "raise the limit (ulimit -f), or write to a file system that allows large files",
         )
     if e.errno in (errno.ENOSPC, errno.EDQUOT):
-        return _no_space(path, needed, free_bytes(path.parent) + own, most=most)
+        return _no_space(path, needed, free_bytes(path.parent) + written, most=most)
     if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return UsageError(f"no permission to write: {e.strerror}", str(path), elsewhere(path))
     if e.errno in (errno.ENAMETOOLONG, errno.EILSEQ):

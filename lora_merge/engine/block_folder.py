@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ..algorithms import DoesNotFit
 from ..errors import FULL, ResourceError, misfit
-from ..files.codecs.arithmetic import largest
-from ..files.codecs.draws import Draw, draws, rounded
+from ..files.encodings.arithmetic import largest
+from ..files.encodings.rounding import Draw, draws, rounded
 from ..job import Job
 from ..planning.plan import OutputTensor
 from .block_values import base_values, in_place, in_units

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ..files.codecs.base import InvalidPart
+from ..files.encodings.base import InvalidPart
 from .row_blocks import Block
 from .tasks import BlockTask, FoldTask, InUnitsTask
 from .tensor_moves import DeviceStream, Placement, aligned, stage

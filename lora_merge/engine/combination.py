@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UsageError
-from ..files.codecs.draws import draws
+from ..files.encodings.rounding import draws
 from ..merge_methods import COMBINATIONS, SUM, UNDIRECTED
 from ..method_parameters import SMALLEST, Numbers
 from .row_matrix import Rows, largest

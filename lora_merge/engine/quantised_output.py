@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
-from ..files.codecs.arithmetic import largest
+from ..files.encodings.arithmetic import largest
 from ..planning.plan import OutputTensor, Plan, partners
 from .block_folder import BlockFolder
 from .block_values import base_view, stored_base
@@ -41,7 +41,7 @@ class NewCodes:
         """`read` returns a stored tensor without caching it."""
         self.folder, self.pool, self.read = folder, pool, read
         self._weights = [
-            {t.name: t for f in plan.files for t in f.targets if t.packing.encoding.measured} for plan in plans
+            {t.name: t for f in plan.files for t in f.targets if t.packing.encoding.needs_largest} for plan in plans
         ]
         """For each plan the weights that have one scale, by name."""
         self._partners = [partners(weights.values()) for weights in self._weights]

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..disk.files import Memory
-from ..disk.spool import PartBytes
+from ..disk.scale_spool import PartBytes
 from ..errors import InputError, TooLarge
-from ..files.codecs.arithmetic import largest
-from ..files.codecs.base import CODES, DRAW, OutOfRange, Packing
+from ..files.encodings.arithmetic import largest
+from ..files.encodings.base import CODES, DRAW, OutOfRange, Packing
 from ..planning.plan import OutputTensor
 from .tensor_moves import Placement, host, odd, stage
 from .tensors import Fetch, as_bytes, beside, computing, parts_of, raw

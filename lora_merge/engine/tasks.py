@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ..change_statistics import Measured, Norms
-from ..disk.spool import PartBytes
+from ..disk.scale_spool import PartBytes
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..algorithms.base import expect
 from ..dtypes import COMPUTE_DTYPES, DTYPES, FLOATS, TABLE
 from ..errors import TooLarge
-from ..files.codecs.arithmetic import unpacked
+from ..files.encodings.arithmetic import unpacked
 
 EIGHT: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 

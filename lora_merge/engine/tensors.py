@@ -19,7 +19,7 @@ from ..disk.files import Memory, Source, StoredTensor
 from ..disk.reader import Reader
 from ..dtypes import ITEM_BYTES, TABLE
 from ..errors import InputError
-from ..files.codecs.base import CODES, InvalidPart, Packing
+from ..files.encodings.base import CODES, InvalidPart, Packing
 from ..models.weights import RowSlice, Weight, WeightView
 from .tensor_moves import TORCH_DTYPES, WHOLE, Placement, host, odd, rounds_to_eight_bits, stage
 

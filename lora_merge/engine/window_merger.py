@@ -11,7 +11,7 @@ from typing import Final
 
 from ..change_statistics import Measures, checked
 from ..disk.reader import Reader
-from ..disk.spool import Spool
+from ..disk.scale_spool import Spool
 from ..disk.writer import amend
 from ..dtypes import COMPUTE_DTYPES
 from ..planning.plan import Plan, partners

@@ -18,7 +18,7 @@ from ..disk.files import Memory, Source, StoredTensor
 from ..disk.pages import PAGE
 from ..disk.system import has_gpu
 from ..errors import ResourceError
-from ..files.codecs.base import Encoding
+from ..files.encodings.base import Encoding
 from ..job import Job
 from ..planning.plan import OutputTensor, Plan
 from .row_blocks import Block, blocks

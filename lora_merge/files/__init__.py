@@ -1,1 +1,1 @@
-"""Reads and writes containers and codecs."""
+"""Reads and writes containers, folders and stored numbers."""

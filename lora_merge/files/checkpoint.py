@@ -17,9 +17,7 @@ from ..errors import InputError
 from ..options import shown
 from ..paths import exists, is_folder, is_index, is_split, of_index
 from ..text import Note, listed, quoted
-from .codecs.base import Packing
-from .codecs.recognise import Quantised, beside, quantised, recognised, together
-from .codecs.told import SIDES, of_cache, smoothed, with_side_file
+from .encodings.base import Packing
 from .file_signatures import missing
 from .folder_layouts import (
     PEFT,
@@ -33,6 +31,9 @@ from .folder_layouts import (
     unnamed,
     weights_in,
 )
+from .formats import beside, recognised
+from .formats.quantization_config import SIDES, of_cache, smoothed, with_side_file
+from .formats.unread import Quantised, quantised, together
 from .gguf.adapter import adapter_tensors, family_of, is_adapter
 from .gguf.container import MAGIC, parse_gguf
 from .gguf.view import GgufModel, viewed
@@ -82,14 +83,14 @@ class Index:
 
     @cached_property
     def quantised(self) -> Quantised:
-        """Return the quantised parts of this checkpoint that no codec reads."""
+        """Return the quantised parts of this checkpoint that no format reads."""
         if self.components:
             return together({name: part.quantised for name, part in self.components.items()})
         return quantised(self.tensors, self.metadata, self.config, self.packed)
 
     @cached_property
     def beside(self) -> frozenset[str]:
-        """Return the names of the tensors beside quantised weights that a codec reads, and of the scales of caches."""
+        """Return the names of the tensors beside quantised weights that a format reads, and of the scales of caches."""
         return beside(self.packed).union(of_cache(self.tensors, self.config)) if self.packed else frozenset()
 
     @cached_property
@@ -137,17 +138,19 @@ def open_checkpoint(path: Path, *, adapter: bool = False) -> Index:
 def _opened(path: Path, *, adapter: bool) -> Index:
     if not path.exists():
         raise missing(path)
+    # A folder, the index of its shards, or one of the parts of a split GGUF file.
     if path.is_dir():
         return _nonempty(_folder(path, adapter=adapter))
     if is_index(path):
-        found = next((w for w in weights_in(path.parent) if w.index == path), None)
-        if found is None:
+        weights = next((w for w in weights_in(path.parent) if w.index == path), None)
+        if weights is None:
             raise InputError("index of no known naming", str(path), "name it <model>.safetensors.index.json")
-        return _nonempty(_indexed(path.parent, _sharded(path.parent, found)))
+        return _nonempty(_indexed(path.parent, _sharded(path.parent, weights)))
     if is_split(path):
         parts = next(w for w in weights_in(path.parent) if path in w.files)
         require_all(parts)
         return _nonempty(_of_files(path.parent, parts.files).recognised())
+    # One file, read with the configuration beside it.
     notes: tuple[Note, ...] = ()
     shard = shard_of(path)
     if shard and shard[1] > 1:
@@ -162,7 +165,7 @@ def _opened(path: Path, *, adapter: bool) -> Index:
 
 
 def configuration(path: Path) -> Path | None:
-    """Return the path of the configuration of the folder or PEFT file at `path`; None where there is none.
+    """Return the path of the configuration of the folder or PEFT file at `path`; None if there is none.
 
     Any file with PEFT's tensors needs its configuration, which holds alpha. DeepSpeed's zero_to_fp32 writes such
     tensors to pytorch_model.bin.
@@ -170,9 +173,9 @@ def configuration(path: Path) -> Path | None:
     path = of_index(path)
     whole = is_folder(path)
     folder = path if whole else path.parent
-    found = [folder / name for name in (CONFIGS if whole else CONFIGS[:1]) if exists(folder / name)]
-    if whole or not found or _is_called_trained(path) or _holds_peft(path, FileState.at(path)):
-        return next(iter(found), None)
+    files = [folder / name for name in (CONFIGS if whole else CONFIGS[:1]) if exists(folder / name)]
+    if whole or not files or _is_called_trained(path) or _holds_peft(path, FileState.at(path)):
+        return next(iter(files), None)
     return None
 
 
@@ -187,17 +190,17 @@ def _is_called_trained(path: Path) -> bool:
 
 
 def adapter_config(path: Path) -> dict[str, Any]:
-    """Return the adapter_config.json of a folder, or of the folder of a file; {} where there is none."""
+    """Return the adapter_config.json of a folder, or of the folder of a file; {} if there is none."""
     file = (path if is_folder(path) else path.parent) / CONFIGS[0]
     return read_json(file) if file.is_file() else {}
 
 
 def _model_config(folder: Path) -> Path | None:
-    """Return the configuration of the model in a folder, with its weights beside it; None where there is no model."""
-    found = next((folder / name for name in CONFIGS[1:] if exists(folder / name)), None)
-    if found is None or found.name == CONFIGS[1]:
-        return found
-    return found if any(w.stem in STEMS[:-1] for w in weights_in(folder)) else None
+    """Return the configuration of the model in a folder, with its weights beside it; None if there is no model."""
+    file = next((folder / name for name in CONFIGS[1:] if exists(folder / name)), None)
+    if file is None or file.name == CONFIGS[1]:
+        return file
+    return file if any(w.stem in STEMS[:-1] for w in weights_in(folder)) else None
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -241,8 +244,8 @@ def _of_model(path: Path, config: dict[str, Any], index: Index) -> Index:
 
 
 def _component(path: Path) -> Index:
-    found = weights_in(path)
-    if not found:
+    sets = weights_in(path)
+    if not sets:
         inside = [p.name for p in entries(path) if p.is_dir() and weights_in(p)]
         fix = (
             f"give one of its sub-folders: {listed(inside)}"
@@ -250,7 +253,7 @@ def _component(path: Path) -> Index:
             else "give the folder with the .safetensors files"
         )
         raise InputError("the folder holds no weights", str(path), fix)
-    weights, notes = choose(path, found)
+    weights, notes = choose(path, sets)
     return _sharded(path, weights, notes)
 
 
@@ -261,10 +264,10 @@ def _peft(path: Path, config: Mapping[str, Any]) -> Index:
             both = Note(f"the folder also holds a model; the adapter is {name}")
             notes = (both,) if _model_config(path) else ()
             return _of_files(path, [path / name], config=config, notes=notes)
-    found = weights_in(path)
-    if shards := next((weights for weights in found if weights.stem == PEFT_STEM), None):
+    sets = weights_in(path)
+    if shards := next((weights for weights in sets if weights.stem == PEFT_STEM), None):
         return _peft_shards(path, config, _sharded(path, shards))
-    others = listed(weights.label for weights in found)
+    others = listed(weights.label for weights in sets)
     fix = f"if {others} is the adapter, name that file; if it is a whole model, move adapter_config.json away"
     fix = fix if others else "download the folder again"
     raise InputError(f"adapter_config.json without {PEFT_FILES[0]}", str(path), fix)
@@ -314,8 +317,8 @@ def of_components(path: Path, config: Mapping[str, Any], parts: Mapping[str, Ind
 
 def _inside(component: str, packing: Packing, tensors: Mapping[str, StoredTensor]) -> Packing:
     """Return how a weight of a pipeline's component is stored; `tensors` are those of the pipeline."""
-    found = {role: tensors.get(f"{component}.{part.info.name}") for role, part in packing.parts.items()}
-    parts = {role: part._replace(info=found[role] or part.info) for role, part in packing.parts.items()}
+    infos = {role: tensors.get(f"{component}.{part.info.name}") for role, part in packing.parts.items()}
+    parts = {role: part._replace(info=infos[role] or part.info) for role, part in packing.parts.items()}
     return packing._replace(parts=parts, beside=frozenset(f"{component}.{other}" for other in packing.beside))
 
 
@@ -327,6 +330,7 @@ def _sharded(folder: Path, weights: Weights, notes: tuple[Note, ...] = ()) -> In
     if weights.index is None:
         require_all(weights)
         return _of_files(folder, weights.files, notes=notes)
+    # The index names files of the folder.
     table = read_index(weights.index)["weight_map"]
     if not table or not all(isinstance(v, str) for v in table.values()):
         raise bad_index(weights.index, "it has no weight_map of names to files")
@@ -338,6 +342,7 @@ def _sharded(folder: Path, weights: Weights, notes: tuple[Note, ...] = ()) -> In
                 f"{quoted(name)} is not in the folder" if plain else f"{quoted(name)} is a path, not the name of a file"
             )
             raise bad_index(weights.index, why)
+    # Each tensor is in the file that the index names.
     index = _of_files(folder, [present[n] for n in sorted(set(table.values()))], notes=notes)
     homes = {n: info.file for n, info in index.tensors.items()}
     wrong = [n for n, file in table.items() if (home := homes.get(n)) is not present[file] and home != present[file]]
@@ -347,6 +352,7 @@ def _sharded(folder: Path, weights: Weights, notes: tuple[Note, ...] = ()) -> In
     if unlisted:
         note = Note(f"{weights.index.name} does not list {listed(unlisted, 3)}")
         index = replace(index, notes=(*index.notes, note))
+    # Further shards of the model, or of an earlier export.
     same, other = unnamed(weights, table.values())
     if same and weights.suffix != "safetensors":
         raise bad_index(weights.index, f"it does not name {listed(f.name for f in same)}")
@@ -377,10 +383,10 @@ def _of_files(
 
 def _of_first(metadata: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the union of all entries; the first value of a key wins."""
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for of_file in metadata:
-        found |= {key: text for key, text in of_file.items() if key not in found}
-    return found
+        entries |= {key: text for key, text in of_file.items() if key not in entries}
+    return entries
 
 
 def read_header(path: Path) -> Header:

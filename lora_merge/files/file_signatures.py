@@ -106,19 +106,19 @@ def nested(value: object) -> Iterator[str]:
 
     A container that occurs several times is searched once.
     """
-    seen: set[int] = set()
-    return islice(_nested(value, "", LEVELS, seen), MOST_NAMES)
+    visited: set[int] = set()
+    return islice(_nested(value, "", LEVELS, visited), MOST_NAMES)
 
 
-def _nested(value: object, name: str, depth: int, seen: set[int]) -> Iterator[str]:
+def _nested(value: object, name: str, depth: int, visited: set[int]) -> Iterator[str]:
     entries = dict.items(value) if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    if not depth or id(value) in seen:
+    if not depth or id(value) in visited:
         return
-    seen.add(id(value))
+    visited.add(id(value))
     for key, inner in entries:
         if isinstance(key, str | int):
             yield f"{name}{str(key)[:LONGEST_NAME]}"
-            yield from _nested(inner, f"{name}{str(key)[:LONGEST_NAME]}.", depth - 1, seen)
+            yield from _nested(inner, f"{name}{str(key)[:LONGEST_NAME]}.", depth - 1, visited)
 
 
 TEXT: Final = bytes(range(32, 127)) + b"\t\r\n"
@@ -145,8 +145,8 @@ def missing(path: Path) -> InputError:
     if path.is_symlink():
         return InputError("a link that points nowhere", str(path), "download the model again")
     if not path.parent.is_dir():
-        there = next((p for p in path.parents if p.is_dir()), Path())
-        return InputError("file not found", str(path), f"check the path; of its folders only {there} is there")
+        folder = next((p for p in path.parents if p.is_dir()), Path())
+        return InputError("file not found", str(path), f"check the path; of its folders only {folder} is there")
     if set(path.name) & set("*?[") and any(fnmatch(entry.name, path.name) for entry in entries(path.parent)):
         fix = f'name each file; in a jobs file write matrix: {{lora: {{glob: "{path}"}}}} and adapters: ["{{lora}}"]'
         return InputError("a pattern, and not a file", str(path), fix)
@@ -160,5 +160,5 @@ def missing(path: Path) -> InputError:
     if near:
         return InputError("file not found", str(path), f"did you mean {', '.join(near)}?")
     models = [name for names in stems.values() for name in names if Path(name).suffix in ENDINGS]
-    held = f"its folder has {listed(models)}" if models else "its folder has no model"
-    return InputError("file not found", str(path), f"check the path; {held}")
+    contents = f"its folder has {listed(models)}" if models else "its folder has no model"
+    return InputError("file not found", str(path), f"check the path; {contents}")

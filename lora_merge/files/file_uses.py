@@ -151,17 +151,17 @@ def duplicate(path: Path, base: Index, *, by_name: bool = True) -> str:
 def same_tensors(header: Header, base: Index) -> bool:
     """Return whether a file holds tensors of the base again: by name and shape half of its numbers, by name half of the
     base's tensors, or by shape alone nearly all of its numbers and half of the base's."""
-    own = [(info.stored or info.name, info.shape) for info in base.tensors.values()]
-    known, names = {*own}, {name for name, _ in own}
+    of_base = [(info.stored or info.name, info.shape) for info in base.tensors.values()]
+    known, names = {*of_base}, {name for name, _ in of_base}
     total = sum(prod(info.shape) for info in header.tensors.values())
     forms = [(_tails(name), info.shape) for name, info in header.tensors.items()]
     same = sum(prod(shape) for tails, shape in forms if any((tail, shape) in known for tail in tails))
     named = sum(any(tail in names for tail in tails) for tails, _ in forms)
-    if total and (same >= HALF * total or named >= HALF * len(own)):
+    if total and (same >= HALF * total or named >= HALF * len(of_base)):
         return True
-    shapes = Counter(_matrix(shape) for _, shape in own) & Counter(_matrix(shape) for _, shape in forms)
+    shapes = Counter(_matrix(shape) for _, shape in of_base) & Counter(_matrix(shape) for _, shape in forms)
     alike = sum(prod(shape) * count for shape, count in shapes.items())
-    return total > 0 and alike >= 0.9 * total and alike >= HALF * sum(prod(shape) for _, shape in own)
+    return total > 0 and alike >= 0.9 * total and alike >= HALF * sum(prod(shape) for _, shape in of_base)
 
 
 def _tails(name: str) -> list[str]:
@@ -192,7 +192,7 @@ def adapter_folder(index: Index) -> Folder:
     place of the UNPLACED ones in a base."""
     read, root = {*index.files, *index.index_files}, index.path
     stems = {path.stem for path in index.files}
-    own = [header.tensors.keys() for header in index.headers.values()]
+    names_of_files = [header.tensors.keys() for header in index.headers.values()]
     models = any((root / config).exists() for config in CONFIGS[1:])
     inner = {path.parent for path in listing(root) if path.name == "adapter_config.json"} - {root}
     uses = []
@@ -211,7 +211,7 @@ def adapter_folder(index: Index) -> Folder:
             use = FileUse(name, "left out", NOT_OF_MODEL)
         elif path.parent == root and models and is_usual_name(path.name):
             use = FileUse(name, "left out", OF_MODEL)
-        elif (path.parent == root and path.stem in stems) or any(_same_names(path, names) for names in own):
+        elif (path.parent == root and path.stem in stems) or any(_same_names(path, names) for names in names_of_files):
             use = FileUse(name, "left out", AGAIN, tensors=True)
         else:
             use = FileUse(name, "left out", UNPLACED, tensors=True)

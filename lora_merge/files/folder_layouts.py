@@ -1,7 +1,7 @@
 """Finds the files of a folder that make up the checkpoint (shards, variants, components) by their names alone.
 
 The layouts are those of `save_pretrained` in transformers and diffusers. In the many versions of these libraries the
-variant stands before or after the shard number, and before or after `index`.
+variant comes before or after the shard number, and before or after `index`.
 
 If a folder holds several sets of weights, the output holds the set that those libraries would load from the base:
 
@@ -68,8 +68,8 @@ class Weights:
 
 def shard_of(path: Path) -> tuple[int, int] | None:
     """Return (2, 5) for `model-00002-of-00005.safetensors`; None for a whole file."""
-    found = re.search(_SHARD, path.name)
-    return (int(found["part"]), int(found["parts"])) if found else None
+    match = re.search(_SHARD, path.name)
+    return (int(match["part"]), int(match["parts"])) if match else None
 
 
 def is_usual_name(name: str) -> bool:
@@ -82,10 +82,10 @@ def weights_in(folder: Path) -> list[Weights]:
     groups: dict[tuple[str, str, str, int], list[Path]] = {}
     indexes: dict[tuple[str, str, str], Path] = {}
     for path in entries(folder):
-        found = _NAME.fullmatch(path.name) or _OTHER.fullmatch(path.name)
-        if found is None or path.is_dir():
+        match = _NAME.fullmatch(path.name) or _OTHER.fullmatch(path.name)
+        if match is None or path.is_dir():
             continue
-        row = found.groupdict()
+        row = match.groupdict()
         variant = row.get("before") or row.get("after") or row.get("last") or ""
         key = (row["stem"], variant, row["suffix"])
         if row["index"]:
@@ -106,13 +106,13 @@ def require_all(weights: Weights) -> None:
     if not numbers or weights.index:
         return
     total = numbers[0][1]
-    found = {i for i, _ in numbers}
-    lacks = [f"-{i:05d}-of-{total:05d}" for i in range(1, total + 1) if i not in found]
-    if not lacks and 0 not in found and len(found) == total:
+    present = {i for i, _ in numbers}
+    lacks = [f"-{i:05d}-of-{total:05d}" for i in range(1, total + 1) if i not in present]
+    if not lacks and 0 not in present and len(present) == total:
         return
     more = f"without {listed(lacks, 6)}" if lacks else "their numbers make no sense"
     raise InputError(
-        f"shards are missing: {len(found)} of {total} are here",
+        f"shards are missing: {len(present)} of {total} are here",
         f"{weights.files[0].parent}: {weights.stem} {more}",
         "download the folder again, all files of it",
     )
@@ -145,13 +145,13 @@ def _shards_of(w: Weights) -> tuple[str, str, str] | None:
     return (w.stem, w.variant, w.suffix) if w.index is None and shard_of(w.files[0]) else None
 
 
-def choose(folder: Path, found: list[Weights]) -> tuple[Weights, tuple[Note, ...]]:
+def choose(folder: Path, sets: list[Weights]) -> tuple[Weights, tuple[Note, ...]]:
     """Return the set to use and notes about the other sets; InputError if the user has to choose."""
-    first, others = found[0], found[1:]
+    first, others = sets[0], sets[1:]
     if first.stem not in STEMS and others:
         raise InputError(
             "the folder holds several checkpoints",
-            f"{folder}: {listed(w.label for w in found)}",
+            f"{folder}: {listed(w.label for w in sets)}",
             f"name the file itself; or, if all are adapters, write {folder}/*.{first.suffix} (in a jobs file: glob)",
         )
     if twin := next((w for w in others if _shards_of(w) == _shards_of(first) is not None), None):

@@ -7,7 +7,7 @@ of a dict. So this module follows the stream without making objects: its stack h
 value. Only the operations and globals that state dicts need are allowed. All items that calls copy and keys hash must
 together be no more than a few times the size of the file.
 
-The operations are those that torch's unpickler knows (2.13, _weights_only_unpickler.py); their formats are in Python's
+The operations are the ones of torch's unpickler (2.13, _weights_only_unpickler.py); their formats are in Python's
 pickletools.py.
 """
 
@@ -33,7 +33,7 @@ REBUILT: Final = frozenset(
         "_rebuild_meta_tensor_no_storage",
     )
 )
-"""Functions that make a tensor from a storage; none of them reserves memory."""
+"""Functions that make a tensor from a storage; they reserve no memory."""
 
 TYPED: Final = "torch._tensor._rebuild_from_type_v2"
 """Calls the function in its first argument, which must be one of `REBUILT`."""
@@ -85,11 +85,11 @@ class _Scan:
 
     def take(self, count: int) -> bytes:
         """Return the next `count` bytes; EOFError at the end of the data."""
-        found = self.data[self.at : self.at + count]
-        if len(found) < count:
+        taken = self.data[self.at : self.at + count]
+        if len(taken) < count:
             raise EOFError("the pickle ends too early")
         self.at += count
-        return found
+        return taken
 
     def number(self, count: int) -> int:
         """Return the next `count` bytes as an unsigned number."""
@@ -104,8 +104,8 @@ class _Scan:
 
     def items(self) -> list[_Value]:
         """Return the values above the last mark, and remove them from the stack."""
-        found, self.stack = self.stack, self.marks.pop()
-        return found
+        values, self.stack = self.stack, self.marks.pop()
+        return values
 
     def copy(self, count: int) -> None:
         """Count `count` copied items; NotRun if the calls of this pickle copy too many."""
@@ -119,17 +119,17 @@ def scan(data: Data, start: int = 0) -> tuple[int, int]:
 
     Raises NotRun if it must not be loaded; LookupError, ValueError, EOFError or UnpicklingError if it is damaged.
     """
-    found = _Scan(data, start, COPIED + len(data))
+    state = _Scan(data, start, COPIED + len(data))
     while True:
-        code = found.take(1)[0]
+        code = state.take(1)[0]
         if code == pickle.STOP[0]:
-            return found.at, sum(found.stored.values())
+            return state.at, sum(state.stored.values())
         operation = OPERATIONS.get(code)
         if operation is None:
             if name := foreign_call(data, start):
                 raise NotRun(f"GLOBAL {name}")
-            raise NotRun(f"byte {found.at} of its pickle is an operation that torch.save does not write")
-        operation(found)
+            raise NotRun(f"byte {state.at} of its pickle is an operation that torch.save does not write")
+        operation(state)
 
 
 LOOKED: Final = 1 << 20  # bytes of a pickle that are looked through for names
@@ -246,13 +246,13 @@ def _call(scan: _Scan) -> None:
 
 def _result(scan: _Scan, called: _Value, args: _Value) -> _Value:
     """Return the result of a call; NotRun if the call may make more than the file holds."""
-    given: tuple[_Value, ...] = args.what if args.kind == "tuple" else ()
+    items: tuple[_Value, ...] = args.what if args.kind == "tuple" else ()
     if called.kind != "global" or called.what not in CALLED or args.kind != "tuple":
         raise NotRun(f"GLOBAL {called.what if called.kind == 'global' else called.kind}, which is called")
-    first = given[0] if given else _Value()
-    if called.what == TYPED and (len(given) < 3 or first.what not in REBUILT):
+    first = items[0] if items else _Value()
+    if called.what == TYPED and (len(items) < 3 or first.what not in REBUILT):
         raise NotRun(f"GLOBAL {TYPED} of {first.what}")
-    if called.what == ENCODE and (first.kind != "text" or len(given) != 2 or given[1].what not in LATIN):
+    if called.what == ENCODE and (first.kind != "text" or len(items) != 2 or items[1].what not in LATIN):
         raise NotRun("_codecs.encode that is not into latin1")
     if called.what == BYTES and first.kind not in ("", "bytes", "list", "text"):
         raise NotRun("a bytearray of a length that the file says")

@@ -106,13 +106,13 @@ def _read(path: Path) -> Header:
         values = dict(_tensors(_state_dict(_load(path, fake=False), path)[0], path))
     infos = [*(_info(loading, n, v) for n, v in values.items()), *_numbers(table, sorted(values), loading)]
     infos.sort(key=lambda t: (1, 0, 0) if isinstance(t.source, Memory) else (0, t.offset, t.nbytes))
-    found = {t.name: t for t in infos}
-    if not found and (what := foreign(name for name in nested(table) if "." in name)):
+    tensors = {t.name: t for t in infos}
+    if not tensors and (what := foreign(name for name in nested(table) if "." in name)):
         raise InputError(f"not a state dict but {what}", str(path), instead(what))
-    left = [f"{quoted(str(n))} ({type(v).__name__})" for n, v in dict.items(table) if n not in found]
+    left = [f"{quoted(str(n))} ({type(v).__name__})" for n, v in dict.items(table) if n not in tensors]
     if left:
         notes = (*notes, Note(f"{path.name}: left out entries that are not tensors: {listed(left)}"))
-    return Header(found, {}, 0, state, notes)
+    return Header(tensors, {}, 0, state, notes)
 
 
 def _reason(e: BaseException) -> str:
@@ -134,11 +134,11 @@ def _load(path: Path, *, fake: bool) -> Any:
         with path.open("rb") as f, _silent(), FakeTensorMode() if fake else nullcontext():
             return torch.load(f, map_location="cpu", weights_only=True)
     except FAILURES as e:
-        found = re.search(r"(?:GLOBAL|global) (\S+)", str(e))
-        if isinstance(e, pickle.UnpicklingError) and found:
+        match = re.search(r"(?:GLOBAL|global) (\S+)", str(e))
+        if isinstance(e, pickle.UnpicklingError) and match:
             raise InputError(
                 "the file wants to run code on loading; it was not run",
-                f"{path}: it names {found[1].rstrip('.,')}",
+                f"{path}: it names {match[1].rstrip('.,')}",
                 "get the .safetensors version of this model",
             ) from e
         if "quantized" in str(e):  # FakeTensorMode has no quantised tensors
@@ -266,8 +266,8 @@ def _numbers(table: dict[Any, Any], tensors: Sequence[str], loading: _Loading) -
             continue
         beside = bisect_left(tensors, match[1])
         if beside < len(tensors) and tensors[beside].startswith(match[1]):
-            made = Memory.of(loading.path, memoryview(struct.pack("<d", value)))
-            yield StoredTensor(name, "F64", (), made, 0, 8)
+            source = Memory.of(loading.path, memoryview(struct.pack("<d", value)))
+            yield StoredTensor(name, "F64", (), source, 0, 8)
 
 
 def _info(loading: _Loading, name: str, value: Tensor) -> StoredTensor:

@@ -1,33 +1,58 @@
-"""The safetensors header: a little-endian u64 length, that many bytes of JSON, then the data.
+"""The header of .safetensors files, read and written: a little-endian u64 length, so many bytes of JSON, then the data.
 
 Format: https://github.com/huggingface/safetensors#format. This module accepts the same headers as the `safetensors`
 library; a test compares both on generated headers. The differences are deliberate:
 
-* A name, a metadata key or a field that is given twice is refused; the library keeps the last one and loses data.
+* A name, a metadata key or a field that appears twice is refused; the library keeps the last one and loses data.
 * An entry must be a JSON object with the dtype as a string; the library also accepts the array
   `["F32", [1], [0, 4]]` and the dtype `{"F32": null}`, which no program writes.
 * Both ignore unknown fields of an entry, but the library refuses those that are nested deeper than 128 levels.
+
+The header of an output, also one in GGUF, is sealed: its entry `lora_merge.header_sha256` holds the SHA-256 of all
+bytes of the file before the tensors' data, with 64 zeros in place of the digest itself. So the digest covers all names,
+dtypes, shapes and offsets, all other metadata entries, their order, and the spaces between them, and shows later
+whether they were changed. It is not a signature: anyone who edits the header can compute a new digest.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import struct
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from ..disk.files import FileState, Header, StoredTensor, open_regular
-from ..dtypes import ITEM_BITS
+from ..disk.pages import PAGE
+from ..dtypes import ITEM_BITS, Shape, bytes_of
 from ..errors import InputError
 from ..text import quoted
 from .file_signatures import refusal
+from .gguf.layout import is_gguf, string, texts_of, with_texts
 
 HEADER_LIMIT: Final = 100_000_000  # bytes; the library refuses longer ones
-
 U64: Final = 1 << 64
+
+_MINUS_ZERO: Final = re.compile(r"[\s:,\[]-0")
+"""A -0 in JSON. The character before it keeps texts such as `model-00001-of-00200` out."""
+
+_METADATA_ENTRY: Final = '{"__metadata__":'
+_DECODER: Final = json.JSONDecoder()
+
+SEAL: Final = "lora_merge.header_sha256"
+ZEROS: Final = "0" * 64
+
+_SEAL_ENTRY: Final = f'"{SEAL}":"'.encode()
+"""The start of the entry. These bytes occur nowhere else: JSON escapes quotes in texts, and after the name of a tensor
+comes a brace."""
+
+_SEAL_ENTRY_IN_GGUF: Final = string(SEAL, ZEROS)[:-64]
+"""The same in a GGUF file. It is the last place with these bytes: only texts of ours follow, and names of tensors,
+which hold no zero byte."""
 
 
 class _Malformed(ValueError):
@@ -96,10 +121,6 @@ def _checked(table: Any, path: Path, data: int, size: int) -> tuple[dict[str, St
             f"{missing} bytes of its data are missing" if missing > 0 else f"{-missing} bytes follow its data"
         )
     return {t.name: t for t in infos}, metadata
-
-
-_MINUS_ZERO: Final = re.compile(r"[\s:,\[]-0")
-"""A -0 in JSON. The character before it keeps texts such as `model-00001-of-00200` out."""
 
 
 def _json(raw: bytes) -> Any:
@@ -184,3 +205,91 @@ def _nbytes(shape: list[int], bits: int) -> int | None:
             return None
     bits *= count
     return bits // 8 if bits < U64 and bits % 8 == 0 else None
+
+
+def layout(tensors: Iterable[tuple[str, str, Shape]], metadata: Mapping[str, str], data_start: int) -> bytes:
+    """Return the header of a .safetensors file whose tensors (name, dtype, shape) are stored in this order.
+
+    Spaces pad the header so that its length, which is the offset of the data, equals `data_start` modulo 4096: pages of
+    the output then line up with pages of the input. The length is always a multiple of 8.
+    """
+    table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, dtype, shape in tensors:
+        begin, end = end, end + bytes_of(dtype, shape)
+        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    text = _dumped(table)
+    start = data_start if data_start % 8 == 0 else 0
+    text += b" " * ((start - len(text) - 8) % PAGE)
+    if len(text) > HEADER_LIMIT:
+        raise InputError(
+            "the header would be longer than the format allows",
+            f"{len(table)} tensors",
+            "merge its components one by one",
+        )
+    return struct.pack("<Q", len(text)) + text
+
+
+def padded(header: bytes, least: int) -> bytes:
+    """Return a header with spaces behind it, of `least` bytes at least."""
+    text = header[8:].ljust(least - 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def with_metadata(header: bytes, metadata: Mapping[str, str]) -> bytes:
+    """Return a header of an output with other metadata entries and the same length.
+
+    Spaces at the end make up for shorter entries. Raises ValueError if the new entries are longer than the old ones.
+    """
+    if is_gguf(header):
+        return with_texts(header, metadata)
+    text = header[8:].decode()
+    start, (_, end) = len(_METADATA_ENTRY), _split_metadata(text)
+    new = (text[:start] + _dumped(dict(metadata)).decode() + text[end:]).encode().rstrip(b" ")
+    if len(new) + 8 > len(header):
+        raise ValueError("the entries are longer than the planned ones")
+    return header[:8] + new.ljust(len(header) - 8, b" ")
+
+
+def metadata_of(header: bytes) -> dict[str, str]:
+    """Return the metadata entries of the header of an output."""
+    return texts_of(header) if is_gguf(header) else _split_metadata(header[8:].decode())[0]
+
+
+def _split_metadata(text: str) -> tuple[dict[str, str], int]:
+    """Return the metadata entries and the place of their end in `text`."""
+    assert text.startswith(_METADATA_ENTRY), "every output has metadata"
+    return _DECODER.raw_decode(text, len(_METADATA_ENTRY))
+
+
+def _dumped(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def sealed(header: bytes) -> bytes:
+    """Return the header with the digest in place of the zeros in its entry."""
+    at = _seal_place(header)
+    assert header[at : at + 64] == ZEROS.encode(), "only a new header is sealed"
+    return header[:at] + hashlib.sha256(header).hexdigest().encode() + header[at + 64 :]
+
+
+def intact(path: Path, header: Header) -> bool | None:
+    """Return whether the header of a file is unchanged since it was sealed; None if it has no seal.
+
+    `header` is the parsed header of the same file. Raises InputError if the file cannot be read.
+    """
+    digest = header.metadata.get(SEAL)
+    if digest is None:
+        return None
+    with open_regular(path) as f:
+        raw = f.read(header.data_offset)
+    at = _seal_place(raw)
+    blank = raw[:at] + ZEROS.encode() + raw[at + 64 :]
+    return at > 0 and hashlib.sha256(blank).hexdigest() == digest
+
+
+def _seal_place(header: bytes) -> int:
+    """Return the place of the digest in a header; 0 without one."""
+    entry = _SEAL_ENTRY_IN_GGUF if is_gguf(header) else _SEAL_ENTRY
+    start = header.rfind(entry) if is_gguf(header) else header.find(entry)
+    return start + len(entry) if start >= 0 else 0

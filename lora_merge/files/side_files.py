@@ -18,9 +18,9 @@ from ..paths import real_path
 from ..safe_regex import from_json
 from ..text import listed
 from .checkpoint import Index
-from .codecs.told import SECTIONS
 from .file_uses import NO_WEIGHTS, NOT_LISTED, FileUse, Folder, duplicate, folder_reason, is_weights, lists_only
 from .folder_layouts import entries
+from .formats.quantization_config import SECTIONS
 from .json_files import json_value, read_index
 
 MODULES: Final = "modules.json"
@@ -180,7 +180,7 @@ def _renamed(name: str) -> str:
     return "model" + name.removeprefix("pytorch_model") if name.startswith("pytorch_model") else name
 
 
-class Written(Protocol):
+class WrittenTensor(Protocol):
     """A tensor of the output: `stored` is its name in its file."""
 
     @property
@@ -197,7 +197,7 @@ def index_names(base: Index) -> tuple[str, ...]:
     return tuple(n.with_name(_renamed(n.name).replace(".bin.index", ".safetensors.index")).as_posix() for n in names)
 
 
-def index_files(base: Index, written: Mapping[Path, Sequence[Written]]) -> Iterator[tuple[str, bytes]]:
+def index_files(base: Index, written: Mapping[Path, Sequence[WrittenTensor]]) -> Iterator[tuple[str, bytes]]:
     """Yield (name, content) of every `*.index.json`: that of the base, with the file names and totals of the output.
 
     `written`: base file → the tensors of its output file.

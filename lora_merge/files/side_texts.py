@@ -32,12 +32,12 @@ def side_texts(index: Index) -> Iterator[SideText]:
     if not index.path.exists():  # in memory
         return
     whole = index.path.is_dir()
-    found = list(entries(index.path if whole else index.path.parent))
-    tensors = {p.name for p in found if p.suffix.lstrip(".") in SUFFIXES} - {f.name for f in index.files}
+    files = list(entries(index.path if whole else index.path.parent))
+    tensors = {p.name for p in files if p.suffix.lstrip(".") in SUFFIXES} - {f.name for f in index.files}
     mine = tuple(f.stem for f in index.files)
     others = {Path(name).stem for name in tensors}
     read = 0
-    for path in found:
+    for path in files:
         if not path.name.endswith(ENDINGS) or path.is_dir() or path.name.endswith(".index.json"):
             continue
         named = path.name.startswith(mine)

@@ -47,7 +47,7 @@ class Tokenizer(NamedTuple):
     why: str
 
 
-class Rows(NamedTuple):
+class EmbeddingRows(NamedTuple):
     """The rows of the embeddings: in the base, in the output, and whether an adapter changes them."""
 
     before: int
@@ -56,7 +56,7 @@ class Rows(NamedTuple):
 
 
 def taken(
-    asked: str | None, base: Folder, adapters: Sequence[Folder], rows: Sequence[Rows]
+    asked: str | None, base: Folder, adapters: Sequence[Folder], rows: Sequence[EmbeddingRows]
 ) -> tuple[Tokenizer | None, tuple[Note, ...]]:
     """Return the tokenizer that replaces the base's, None for the base's own, and notes.
 
@@ -77,11 +77,16 @@ def taken(
             raise UsageError(what, where, fix if whole else "name a folder that holds one, or leave --tokenizer out")
         return _tokenizer(whole[0], base, "--tokenizer adapter"), ()
     other = {folder.path: names for folder in adapters if (names := _other_files(folder, base.path))}
-    own = vocabulary_size(base.path) if other or any(row.after > row.before for row in rows) else None
+    size_of_base = vocabulary_size(base.path) if other or any(row.after > row.before for row in rows) else None
     notes = []
     for folder, row in zip(adapters, rows, strict=True):
         size = vocabulary_size(folder.path) if folder in whole and folder.path in other else None
-        if size is not None and size != own and (own or 0) < size <= row.after and (row.changed or size == row.after):
+        if (
+            size is not None
+            and size != size_of_base
+            and (size_of_base or 0) < size <= row.after
+            and (row.changed or size == row.after)
+        ):
             tokenizer = _tokenizer(folder, base, f"it has {size} tokens, the embeddings have {row.after} rows")
             note = Note(f"the tokenizer of the output is that of {folder.path.name}: {tokenizer.why}")
             return tokenizer, (note,)
@@ -89,9 +94,11 @@ def taken(
             differing = listed(other[folder.path])
             notes.append(Note(f"the output has the base's tokenizer; {folder.path} has another {differing}: "
                               "--tokenizer adapter takes it, with its chat template"))  # fmt: skip
-        elif own is not None and row.before < row.after != own:
-            notes.append(Note(f"the embeddings grow from {row.before} to {row.after} rows; the output has the base's "
-                              f"tokenizer of {own} tokens: --tokenizer PATH takes that of the training"))  # fmt: skip
+        elif size_of_base is not None and row.before < row.after != size_of_base:
+            notes.append(Note(
+                f"the embeddings grow from {row.before} to {row.after} rows; the output has the base's tokenizer of "
+                f"{size_of_base} tokens: --tokenizer PATH takes that of the training"
+            ))  # fmt: skip
     return None, tuple(notes)
 
 

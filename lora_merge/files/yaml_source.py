@@ -69,11 +69,11 @@ class Document:
     def _fields_of(self, node: MappingNode) -> dict[Any, Node]:
         """Return the fields of a table; of a name that is given twice, the first value."""
         if id(node) not in self._fields:
-            found: dict[Any, Node] = {}
+            fields: dict[Any, Node] = {}
             for table in reversed([t for t in _merged(node) if isinstance(t, MappingNode)]):
-                found |= self._fields_of(table)
-            found |= {key.value: inner for key, inner in reversed(node.value) if isinstance(key, ScalarNode)}
-            self._fields[id(node)] = found
+                fields |= self._fields_of(table)
+            fields |= {key.value: inner for key, inner in reversed(node.value) if isinstance(key, ScalarNode)}
+            self._fields[id(node)] = fields
         return self._fields[id(node)]
 
 
@@ -133,7 +133,7 @@ def read_text(path: Path, limit: int) -> str:
 class _Values:
     def __init__(self, name: str) -> None:
         self.name = name
-        self.made: dict[int, tuple[Any, int]] = {}  # node → its value, number of values with aliases expanded
+        self.values: dict[int, tuple[Any, int]] = {}  # node → its value, number of values with aliases expanded
         self.open: set[int] = set()
         self.scalars = yaml.SafeLoader("")
         self.mistakes: list[tuple[int, str]] = []
@@ -142,15 +142,15 @@ class _Values:
         return self._make(root, 0)[0]
 
     def _make(self, node: Node, depth: int) -> tuple[Any, int]:
-        if id(node) in self.made:
-            return self.made[id(node)]
+        if id(node) in self.values:
+            return self.values[id(node)]
         if id(node) in self.open or depth > DEPTH:
             raise _bomb(f"{self.name}:{_line(node)}")
         self.open.add(id(node))
-        made = self._scalar(node) if isinstance(node, ScalarNode) else self._table(node, depth + 1)
+        value = self._scalar(node) if isinstance(node, ScalarNode) else self._table(node, depth + 1)
         self.open.remove(id(node))
-        self.made[id(node)] = made
-        return made
+        self.values[id(node)] = value
+        return value
 
     def _scalar(self, node: ScalarNode) -> tuple[Any, int]:
         if node.tag in _NUMBERS and _OLD_NUMBER.match(node.value):  # for 1:1:1:… PyYAML takes time by the square
@@ -172,7 +172,7 @@ class _Values:
                 items.append(value)
             return items, count
         merged: list[dict[str, Any]] = []
-        own: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for key, inner in node.value:
             value, count = self._inner(node, inner, depth, count)
             if _is_merge(key):
@@ -182,14 +182,14 @@ class _Values:
                     self._note(key, "<< takes a table, or a list of them")
             elif not isinstance(key, ScalarNode):
                 self._note(key, "a field's name is a plain word")
-            elif key.value in own:
+            elif key.value in fields:
                 self._note(key, f"the field {key.value!r} is given twice")
             else:
-                own[key.value] = value
+                fields[key.value] = value
         whole: dict[str, Any] = {}
         for table in reversed(merged):  # the first one wins
             whole |= table
-        return whole | own, count
+        return whole | fields, count
 
     def _inner(self, node: Node, inner: Node, depth: int, count: int) -> tuple[Any, int]:
         """Return a value inside a node, and the node's count with it; InputError before more is made than the limit."""

@@ -12,7 +12,7 @@ from torch.nn import Buffer, Module, Parameter
 
 from ..errors import InputError, UsageError
 from ..files.checkpoint import Index
-from ..files.codecs.recognise import OF_OTHERS
+from ..files.formats.unread import OF_OTHERS
 from .state_index import codes, index_of
 
 PLAIN: Final = (Tensor, Parameter, Buffer)

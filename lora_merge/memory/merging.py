@@ -21,7 +21,7 @@ from ..adapter_arguments import adapter_path
 from ..adapters.modules import AdapterFile, group
 from ..change_statistics import Measures
 from ..disk.reader import Reader
-from ..disk.spool import PartBytes
+from ..disk.scale_spool import PartBytes
 from ..dtypes import COMPUTE_DTYPES, FORMATS
 from ..engine.block_folder import BlockFolder, FoldOptions
 from ..engine.change_effect import check_effect

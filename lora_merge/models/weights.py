@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from ..disk.files import StoredTensor
 from ..dtypes import Shape, flat
-from ..files.codecs.base import Packing
-from ..files.codecs.plain import plain
+from ..files.encodings.base import Packing, plain
 
 
 class Weight(NamedTuple):

@@ -13,8 +13,8 @@ from ..disk.files import StoredTensor
 from ..dtypes import DTYPES, FLOATS, FORMATS, GGUF_TYPES, spoken
 from ..errors import FitError, InputError, UsageError
 from ..files.checkpoint import Index
-from ..files.codecs.base import Packing
-from ..files.codecs.making import Made
+from ..files.encodings.base import Packing
+from ..files.formats.base import NewWeight
 from ..files.gguf.adapter import adapter_tensors, family_of, is_adapter
 from ..files.gguf.container import ALIGNED
 from ..files.gguf.diffusion import KINDS, DiffusionFile, diffusion_file, empty_header, plain_type
@@ -22,7 +22,7 @@ from ..files.gguf.layout import gguf_layout, new_layout
 from ..files.gguf.names import FAMILIES
 from ..files.gguf.types import TYPES
 from ..files.gguf.view import ARCHITECTURE, as_plain
-from ..files.headers import layout
+from ..files.safetensors import layout
 from ..job import Job
 from ..models.weights import Weight
 from ..paths import typed
@@ -67,7 +67,7 @@ class OutputContainer(ABC):
         """Return a tensor of the base with its name in the output."""
         return info
 
-    def stored_as(self, info: StoredTensor, weight: Weight, form: Made | None) -> tuple[str, Packing | None]:
+    def stored_as(self, info: StoredTensor, weight: Weight, form: NewWeight | None) -> tuple[str, Packing | None]:
         """Return dtype and packing of an output tensor; `info` is the base's, whose weight an adapter may replace.
 
         `form`: its new quantised form, if it gets one. In GGUF files of a language model vectors stay as they are.
@@ -172,7 +172,7 @@ class NewGguf(OutputContainer):
         """Return a tensor of the base with its name in the GGUF file."""
         return replace(info, stored=self.file.name(info.name) or info.name)
 
-    def stored_as(self, info: StoredTensor, weight: Weight, form: Made | None) -> tuple[str, Packing | None]:
+    def stored_as(self, info: StoredTensor, weight: Weight, form: NewWeight | None) -> tuple[str, Packing | None]:
         """Return dtype and packing; a tensor that is not quantised has a plain type of GGUF."""
         if form is not None:
             return OutputContainer.stored_as(self, info, weight, form)

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import UsageError
-from ..files.codecs.recognise import METADATA
-from ..files.codecs.torchao import NAMES as TORCHAO_NAMES
-from ..files.headers import with_metadata
-from ..files.seal import SEAL, sealed
+from ..files.formats.torchao import NAMES as TORCHAO_NAMES
+from ..files.formats.unread import METADATA
+from ..files.safetensors import SEAL, sealed, with_metadata
 from .containers import OutputContainer
 from .plan import Plan
 from .recipe import OURS, STALE, entries

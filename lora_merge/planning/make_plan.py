@@ -18,11 +18,10 @@ from ..disk.reader import Reader
 from ..dtypes import FLOATS, WHOLE, Shape, spoken
 from ..errors import FitError, InputError, ShapeMismatch, UsageError
 from ..files.checkpoint import CONFIGS, Index
-from ..files.codecs.base import Packing
-from ..files.codecs.making import Made
-from ..files.codecs.plain import plain
-from ..files.codecs.told import measured
+from ..files.encodings.base import Packing, plain
 from ..files.file_uses import ONLY_FOR_CODES, FileUse, Folder, adapter_folder
+from ..files.formats.base import NewWeight
+from ..files.formats.quantization_config import activation_notes
 from ..files.gguf.types import BLOCKS
 from ..files.side_files import (
     EMBEDDING,
@@ -33,7 +32,7 @@ from ..files.side_files import (
     refuse_links_outside,
     stored_name,
 )
-from ..files.tokenizers import OTHER_TOKENIZER, Rows, taken
+from ..files.tokenizers import OTHER_TOKENIZER, EmbeddingRows, taken
 from ..job import Adapter, Job, ResolvedJob
 from ..matching.conflicts import with_overlap_notes
 from ..matching.formula import AdapterContext, check_settings
@@ -158,7 +157,7 @@ def make_plan(matched: Matched) -> Plan:
     if job.method in UNDIRECTED and any(len(t.shape) < 2 and t.combining for f in files for t in f.targets):
         notes.append(Note(f"{job.method}: {ADDED}"))
     if job.dtype == "keep":
-        notes += measured((t.name for f in files for t in f.targets if t.uses), base.packed)
+        notes += activation_notes((t.name for f in files for t in f.targets if t.uses), base.packed)
     if notes:
         base = replace(base, notes=(*base.notes, *notes))
     return Plan(job, base, names, matched.adapters, files, matched.weights, sides, indexes, quantised, folders)
@@ -205,16 +204,16 @@ def _folders(matched: Matched) -> tuple[tuple[Folder, ...], dict[str, Path], lis
     return folders, sides, [*(note for folder in folders for note in folder.warning()), *notes]
 
 
-def _embedding_rows(matched: Matched, number: int) -> Rows:
+def _embedding_rows(matched: Matched, number: int) -> EmbeddingRows:
     """Return the rows of the largest table of tokens, before and after an adapter."""
     base, match = matched.inputs.base, matched.adapters[number]
     tables = [key for key, info in base.tensors.items() if len(info.shape) == 2 and EMBEDDING.fullmatch(key)]
     key = max(tables, key=lambda name: base.tensors[name].shape[0], default=None)
     if key is None:
-        return Rows(0, 0, changed=False)
+        return EmbeddingRows(0, 0, changed=False)
     after = match.replaced[key].shape if key in match.replaced else matched.weights[key].shape
     changed = key in match.uses or key in match.replaced or key in match.bases
-    return Rows(base.tensors[key].shape[0], after[0], changed=changed)
+    return EmbeddingRows(base.tensors[key].shape[0], after[0], changed=changed)
 
 
 def matches(inputs: Inputs, values: Values, *, every_setting: bool = True) -> tuple[Match, ...]:
@@ -287,7 +286,7 @@ def check_stored(matched: Matched) -> None:
             if encoding.decode_only and job.dtype == "keep":
                 what = f"a changed weight cannot be stored as {encoding.title} again: {encoding.decode_only}"
                 raise InputError(what, where, "write --dtype bf16")
-            if key in whole and not (key in replaced and (encoding.afresh or job.dtype != "keep")):
+            if key in whole and not (key in replaced and (encoding.from_zeros or job.dtype != "keep")):
                 what = f"an adapter replaces a weight that is stored as {encoding.title}"
                 other = "write --dtype bf16, or " if key in replaced else ""
                 raise InputError(what, where, f"{other}merge into the unquantised model, in fp32, fp16 or bf16")
@@ -314,7 +313,7 @@ def _check_values(base: Index, replaced: Mapping[str, StoredTensor]) -> None:
             raise InputError("whole numbers replace only a weight of the same dtype", where, IN_ITS_DTYPE)
 
 
-def _files(matched: Matched, forms: Mapping[str, Made]) -> tuple[OutputFile, ...]:
+def _files(matched: Matched, forms: Mapping[str, NewWeight]) -> tuple[OutputFile, ...]:
     """Return an output file for every input file (same tensors, order and metadata, plus our entries)."""
     job, base, container = matched.inputs.resolved, matched.inputs.base, matched.inputs.container
     # The tensors of each file.
@@ -336,7 +335,9 @@ def _files(matched: Matched, forms: Mapping[str, Made]) -> tuple[OutputFile, ...
     return tuple(files)
 
 
-def outputs(matched: Matched, forms: Mapping[str, Made] = MappingProxyType({})) -> Iterator[tuple[Path, OutputTensor]]:
+def outputs(
+    matched: Matched, forms: Mapping[str, NewWeight] = MappingProxyType({})
+) -> Iterator[tuple[Path, OutputTensor]]:
     """Yield (input file, output tensor); the tensor goes to the output of that file, its offset is not yet known.
 
     `forms`: weight → its quantised form in the output.
@@ -346,7 +347,7 @@ def outputs(matched: Matched, forms: Mapping[str, Made] = MappingProxyType({})) 
         yield path, target._replace(combining=combining) if combining is not None and target.uses else target
 
 
-def _outputs(matched: Matched, forms: Mapping[str, Made]) -> Iterator[tuple[Path, OutputTensor]]:
+def _outputs(matched: Matched, forms: Mapping[str, NewWeight]) -> Iterator[tuple[Path, OutputTensor]]:
     """Yield as `outputs` does, without the way in which changes are combined."""
     job, base, container = matched.inputs.job, matched.inputs.base, matched.inputs.container
     adapters, before = matched.adapters, matched.weights

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from ..disk.files import StoredTensor
 from ..dtypes import Shape, flat
 from ..files.checkpoint import Index, configuration
-from ..files.codecs.base import Packing
-from ..files.codecs.plain import plain
+from ..files.encodings.base import Packing, plain
 from ..files.file_uses import Folder
 from ..job import TOKENIZERS, Job, ResolvedJob
 from ..matching.patch import Match, PatchPart
@@ -348,5 +347,5 @@ def partners(targets: Iterable[OutputTensor]) -> dict[str, tuple[OutputTensor, .
     vLLM and SGLang keep one number for all of them, the largest, so different ones make wrong numbers there.
     https://github.com/vllm-project/vllm, model_executor/layers/quantization: compressed_tensors/schemes, modelopt.py.
     """
-    by_name = {target.name: target for target in targets if target.packing.encoding.joined}
+    by_name = {target.name: target for target in targets if target.packing.encoding.joint_scale}
     return {name: tuple(by_name[other] for other in group) for name, group in together(by_name).items()}

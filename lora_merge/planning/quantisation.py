@@ -17,7 +17,8 @@ from ..disk.files import StoredTensor
 from ..dtypes import FLOATS, FORMATS, GGUF_TYPES
 from ..errors import UsageError
 from ..files.checkpoint import Index
-from ..files.codecs.making import FILES, FOLDERS, Form, Made
+from ..files.formats.base import NewWeight
+from ..files.formats.output import FILES, FOLDERS, OutputFormat
 from ..files.gguf.diffusion import diffusion_file, new_blocks
 from ..files.gguf.view import as_blocks
 from ..files.side_files import stored_name
@@ -70,7 +71,7 @@ NO_CONVERSION: Final = frozenset(("gpt2", "gpt_bigcode", "imagegpt", "openai-gpt
 class Quantising:
     """The weights that an output quantises, and their form."""
 
-    forms: Mapping[str, Made]  # weight → its new form
+    forms: Mapping[str, NewWeight]  # weight → its new form
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Folder, relative to the output → the section of its config.json that says how its weights are quantised."""
 
@@ -101,10 +102,10 @@ def quantising(job: Job, base: Index, names: Names) -> Quantising:
     return Quantising(forms, dict(_sections(base, forms, form)))
 
 
-def _forms(job: Job, base: Index, names: Names, form: Form | None, excepted: Parts) -> Mapping[str, Made]:
+def _forms(job: Job, base: Index, names: Names, form: OutputFormat | None, excepted: Parts) -> Mapping[str, NewWeight]:
     """Return the weights that are quantised, in their new form. `excepted`: the parts that keep their numbers."""
     precise_name = _precise(job, base)
-    forms: dict[str, Made] = {}
+    forms: dict[str, NewWeight] = {}
     for key, part in _quantisable(base, names):
         if precise_name(key) or excepted.cover([key], part):
             continue
@@ -115,7 +116,7 @@ def _forms(job: Job, base: Index, names: Names, form: Form | None, excepted: Par
     return forms
 
 
-def _coded(job: Job, base: Index, form: Form | None, info: StoredTensor) -> Made | None:
+def _coded(job: Job, base: Index, form: OutputFormat | None, info: StoredTensor) -> NewWeight | None:
     """Return the new form of a weight; None if the format or its names have no room for it."""
     new = form.make(info) if form else _blocks(job, base, info)
     taken = new is None or any(t.name in base.tensors and t.name not in base.beside for t in new.beside)
@@ -132,7 +133,7 @@ def _matrices(base: Index) -> Mapping[str, Mapping[str, StoredTensor]]:
     return by_folder
 
 
-def _as_servers_read(base: Index, forms: Mapping[str, Made]) -> dict[str, Made]:
+def _as_servers_read(base: Index, forms: Mapping[str, NewWeight]) -> dict[str, NewWeight]:
     """Return the weights to quantise without those that servers join with a weight that keeps its numbers.
 
     https://github.com/vllm-project/vllm vllm/model_executor/layers/quantization/utils/quant_utils.py, is_layer_skipped.
@@ -142,8 +143,8 @@ def _as_servers_read(base: Index, forms: Mapping[str, Made]) -> dict[str, Made]:
 
 
 def _as_loaders_read(
-    base: Index, forms: Mapping[str, Made], form: Form, names: Names, excepted: Parts
-) -> dict[str, Made]:  # fmt: skip
+    base: Index, forms: Mapping[str, NewWeight], form: OutputFormat, names: Names, excepted: Parts
+) -> dict[str, NewWeight]:  # fmt: skip
     """Return the weights to quantise, changed so that loaders read the list of the other weights as it is meant.
 
     config.json lists the weights that are not quantised, and loaders compare only the ends of names: `proj_out`, the
@@ -177,7 +178,9 @@ def _as_loaders_read(
     return result
 
 
-def _sections(base: Index, forms: Mapping[str, Made], form: Form | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _sections(
+    base: Index, forms: Mapping[str, NewWeight], form: OutputFormat | None
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield (folder, section of its config.json) for every folder with weights that are quantised."""
     if form is None or form.section is None:
         return
@@ -187,7 +190,7 @@ def _sections(base: Index, forms: Mapping[str, Made], form: Form | None) -> Iter
             yield part, form.section(sorted({*left_out, "lm_head"}))
 
 
-def _form(job: Job, base: Index) -> Form:
+def _form(job: Job, base: Index) -> OutputFormat:
     """Return the format of the output; UsageError where no loader reads it in such a file or folder."""
     where, folder = f"--dtype {job.dtype}", base.path.is_dir()
     if base.gguf is not None:
@@ -238,12 +241,12 @@ def precise(name: str) -> bool:
     return bool(PRECISE.search(name) and not (INSIDE.search(name) and not PRECISE.search(INSIDE.sub("", name))))
 
 
-def _blocks(job: Job, base: Index, info: StoredTensor) -> Made | None:
+def _blocks(job: Job, base: Index, info: StoredTensor) -> NewWeight | None:
     """Return a weight as blocks of ggml; None where it does not fill them."""
     kind = job.dtype.upper()
     if base.gguf is not None:
         packing = as_blocks(base.packed.get(info.name), info, kind)
-        return Made(packing, ()) if packing is not None else None
+        return NewWeight(packing, ()) if packing is not None else None
     file = diffusion_file(base.tensors)
     packing = new_blocks(file, info, kind) if file is not None else None
-    return Made(packing, ()) if packing is not None else None
+    return NewWeight(packing, ()) if packing is not None else None

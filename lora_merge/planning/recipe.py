@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 from ..adapters.stated import side_file
 from ..disk.files import open_regular
 from ..files.checkpoint import Index, configuration
-from ..files.seal import SEAL, ZEROS
+from ..files.safetensors import SEAL, ZEROS
 from ..files.side_files import output_name
 from ..job import TOKENIZERS, Job
 from ..options import OPTIONS, Kind
@@ -22,7 +22,7 @@ from ..text import by_component
 
 KEY: Final = "lora_merge.recipe"
 FORMAT: Final = 2
-"""The format of recipes. From 2 on, the header also holds a digest of itself (files/seal.py)."""
+"""The format of recipes. From 2 on, the header also holds a digest of itself (files/safetensors.py)."""
 
 MODELS: Final = "sd_merge_models"
 OURS: Final = (KEY, SEAL, "modelspec.merged_from", "sd_merge_recipe", MODELS)

@@ -1,4 +1,4 @@
-"""The numbers that a stored tensor can hold; no code of the codecs that wrote them is used."""
+"""The numbers that a stored tensor can hold; no code of the encodings that wrote them is used."""
 
 from __future__ import annotations
 

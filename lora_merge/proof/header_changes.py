@@ -11,8 +11,7 @@ from typing import Any, Final
 from ..disk.files import open_regular
 from ..errors import VerificationFailed
 from ..files.checkpoint import Index
-from ..files.headers import metadata_of, with_metadata
-from ..files.seal import SEAL, ZEROS, intact, sealed
+from ..files.safetensors import SEAL, ZEROS, intact, metadata_of, sealed, with_metadata
 from ..planning.plan import OutputFile, Plan
 from ..planning.recipe import FORMAT, KEY, OURS, entries, parsed
 from ..safe_regex import from_json

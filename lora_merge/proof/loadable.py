@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from ..dtypes import DTYPES, FLOATS, WHOLE
 from ..errors import InputError, VerificationFailed
-from ..files.headers import metadata_of
 from ..files.json_files import read_json
+from ..files.safetensors import metadata_of
 from ..files.side_files import CONFIG_DTYPES
 from ..paths import typed
 from ..planning.plan import OutputFile, Plan

@@ -15,7 +15,7 @@ from ..disk.reader import Reader
 from ..dtypes import DTYPES, FLOATS, FORMATS, Shape
 from ..errors import UsageError, VerificationFailed
 from ..files.checkpoint import Index, open_checkpoint
-from ..files.codecs.making import FILES, FOLDERS
+from ..files.formats.output import FILES, FOLDERS
 from ..job import TOKENIZERS, Adapter, Job, make_job
 from ..options import checked
 from ..paths import absolute, current_folders

@@ -15,7 +15,7 @@ from ..disk.reader import Reader
 from ..dtypes import Shape
 from ..errors import VerificationFailed
 from ..files.checkpoint import Index
-from ..files.codecs.base import CODES, Packing
+from ..files.encodings.base import CODES, Packing
 from ..planning.plan import OutputTensor
 from .decoders import DECODERS, BadPart, alone
 from .grids import Grid, joined

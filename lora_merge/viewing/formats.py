@@ -9,15 +9,15 @@ from math import prod
 from typing import Any, Final
 
 from ..files.checkpoint import Index
-from ..files.codecs.base import Packing
-from ..files.codecs.scaled import SCALE
+from ..files.encodings.base import Packing
+from ..files.encodings.scaled import SCALE
 from ..text import plural
 
 NUMBER: Final = re.compile(r"\d+")
 
 
 def formats(index: Index) -> dict[str, Any]:
-    """Return the formats of the weights that a codec reads, and the matrices that are plain numbers beside them; {}
+    """Return the formats of the weights that a format reads, and the matrices that are plain numbers beside them; {}
     where nothing is quantised."""
     numbers: Counter[tuple[str, tuple[int, int]]] = Counter()
     weights, bits = numbers.copy(), numbers.copy()

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import lora_merge
 from lora_merge.adapters_out.rounding import WIDEN, is_finite
-from lora_merge.disk.draft import Draft, Drafted
+from lora_merge.disk.draft import Draft, DraftBytes
 from lora_merge.errors import InputError, VerificationFailed
 from tests.kit.files import strays
 from tests.kit.flux import flux, of_flux
@@ -100,7 +100,7 @@ def test_fault_of_the_output_is_seen(base: Path, tmp_path: Path, monkeypatch: py
     save_file(of_flux(), tmp_path / "a.safetensors")
     put, seen = Draft.put, list[int]()
 
-    def faulty(self: Draft, data: memoryview) -> Drafted:
+    def faulty(self: Draft, data: memoryview) -> DraftBytes:
         seen.append(data.nbytes)
         if len(seen) == 8:
             raw = bytearray(data)

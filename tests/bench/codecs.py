@@ -20,9 +20,9 @@ from torch import Tensor
 from lora_merge.disk.files import Memory, StoredTensor
 from lora_merge.engine.tensors import parts_of, view_bytes
 from lora_merge.engine.torch_preload import keep_freed_memory
-from lora_merge.files.codecs import ggml
-from lora_merge.files.codecs.base import CODES, Packing
-from lora_merge.files.codecs.making import FILES, FOLDERS
+from lora_merge.files.encodings.base import CODES, Packing
+from lora_merge.files.formats.output import FILES, FOLDERS
+from lora_merge.files.gguf import encoding
 
 Work = Callable[[], Any]
 ROUNDS: Final = 7
@@ -56,14 +56,14 @@ def packings(side: int) -> Iterator[tuple[str, Packing]]:
         assert made is not None
         yield name, made.packing
     for kind in GGUF:
-        yield kind, Packing(ggml.fresh(kind))
+        yield kind, Packing(encoding.new_encoding(kind))
 
 
 def ours(packing: Packing, weight: Tensor) -> tuple[Work, Work]:
     """Return what encodes a weight, and what decodes its codes."""
     encoding, count, values = packing.encoding, weight.numel(), weight.reshape(-1)
     parts = parts_of(torch.zeros(encoding.nbytes(count), dtype=torch.uint8), packing, 0, count, fetch)
-    if encoding.measured:
+    if encoding.needs_largest:
         parts |= encoding.refit(parts, float(values.abs().max()))
     made = encoding.encode(values, parts, 0)
     assert made is not None
@@ -80,8 +80,10 @@ def by_gguf(name: str, weight: Tensor) -> tuple[Work | None, Work]:
     try:
         codes = quants.quantize(values, kind)
     except NotImplementedError:
-        raw: Any = ggml.fresh(name).encode(
-            weight.reshape(-1), {CODES: torch.zeros(ggml.fresh(name).nbytes(weight.numel()), dtype=torch.uint8)}, 0
+        raw: Any = encoding.new_encoding(name).encode(
+            weight.reshape(-1),
+            {CODES: torch.zeros(encoding.new_encoding(name).nbytes(weight.numel()), dtype=torch.uint8)},
+            0,
         )
         codes = raw[CODES].numpy().reshape(len(weight), -1)
         return None, lambda: quants.dequantize(codes, kind)

@@ -298,7 +298,7 @@ FORGERIES: dict[str, Callable[[Path], object]] = {
 def signed(base: Path) -> None:
     """A wrong entry, but one that would be believed."""
     remember({base: (str(state(base)), DIGEST)})
-    assert hashes.Known().digest(base) == DIGEST
+    assert hashes.RememberedHashes().digest(base) == DIGEST
 
 
 def forged_link() -> bool:
@@ -315,7 +315,7 @@ def test_forged_memory_is_none(files: Path, forgery: str) -> None:
     base, jobs = files / "base.safetensors", files / "jobs.yaml"
     merged(files)
     FORGERIES[forgery](base)
-    assert hashes.Known().digest(base) in (None, sha(base))
+    assert hashes.RememberedHashes().digest(base) in (None, sha(base))
     assert merged(files) == sha(base)
     jobs.write_text(
         "version: 1\njobs:\n- {base: base.safetensors, adapters: [style.safetensors], output: out.safetensors}\n"
@@ -323,7 +323,7 @@ def test_forged_memory_is_none(files: Path, forgery: str) -> None:
     rewritten(base)
     FORGERIES[forgery](base)
     assert [r.status for r in lora_merge.run_batch(jobs)] == ["failed"], "it is the output of another base"
-    assert hashes.Known().digest(base) in (None, sha(base))
+    assert hashes.RememberedHashes().digest(base) in (None, sha(base))
 
 
 def test_entry_is_one_of_these_bytes(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:

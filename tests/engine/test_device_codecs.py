@@ -12,7 +12,7 @@ import torch
 
 import lora_merge
 from lora_merge.engine import tensors
-from lora_merge.files.codecs.arithmetic import TABLES
+from lora_merge.files.encodings.arithmetic import TABLES
 from tests.files.quantised_forms import FORMS
 from tests.kit import gguf_files as by_library
 from tests.kit.files import load, save

@@ -54,7 +54,7 @@ def sources() -> Iterator[Path]:
 
 
 CASTS = {"to", "float", "double"}
-ON_THE_HOST = {"codecs", "adapters_out", "viewing"}
+ON_THE_HOST = {"encodings", "gguf", "adapters_out", "viewing"}
 """Rooms that compute on the host alone. They cast between stored numbers and fp32 or fp64, and move nothing."""
 
 

@@ -1,4 +1,4 @@
-"""Every way to store a weight that is read, by its row of a table: an example of each, as its codec sees it."""
+"""Every way to store a weight that is read, by its row of a table: an example of each, as its format sees it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from lora_merge.disk.files import Memory, StoredTensor
 from lora_merge.disk.reader import read_bytes
 from lora_merge.engine.tensor_moves import TORCH_DTYPES
 from lora_merge.engine.tensors import as_bytes, parts_of
-from lora_merge.files.codecs import CODECS
-from lora_merge.files.codecs.base import CODES, DRAW, Checkpoint, Encoding, Packing
-from lora_merge.files.codecs.ggml import fresh, ggml
-from lora_merge.files.codecs.ggml_kinds import KINDS
-from lora_merge.files.codecs.making import FILES, FOLDERS
+from lora_merge.files.encodings.base import CODES, DRAW, Encoding, Packing
+from lora_merge.files.formats import FORMATS
+from lora_merge.files.formats.base import Checkpoint
+from lora_merge.files.formats.output import FILES, FOLDERS
+from lora_merge.files.gguf.blocks import KINDS
+from lora_merge.files.gguf.encoding import ggml, new_encoding
 from lora_merge.files.gguf.types import READ_ONLY, TYPES
 from lora_merge.proof.decoders import DECODERS
 from lora_merge.proof.grids import Grid
@@ -58,7 +59,7 @@ class Weight(NamedTuple):
         return prod(self.shape)
 
     def parts(self) -> dict[str, Tensor]:
-        """The parts as the engine gives them to the codec."""
+        """The parts as the engine gives them to the encoding."""
         roles = {part.info.name: role for role, part in self.packing.parts.items()}
 
         def fetch(info: StoredTensor) -> Tensor:
@@ -123,7 +124,7 @@ class Example(NamedTuple):
         return Checkpoint(in_memory(named), self.metadata, self.config)
 
     def weight(self) -> Weight:
-        (claim,) = (claim for codec in CODECS for claim in codec(self.checkpoint()))
+        (claim,) = (claim for claims_of in FORMATS for claim in claims_of(self.checkpoint()))
         return weight(claim.weight.shape, claim.packing)
 
 
@@ -238,7 +239,7 @@ def _blocks(kind: str, *, zeros: bool = False) -> Weight:
     raw = np.zeros(6 * 256 // TYPES[kind].unit[0] * TYPES[kind].unit[1], np.uint8) if zeros else encoded(values, kind)
     data = np.ascontiguousarray(raw).tobytes()
     codes = StoredTensor(WEIGHT, kind, (6, 256), Memory.of(Path("memory"), memoryview(data)), 0, len(data))
-    return Weight((6, 256), Packing(fresh(kind) if zeros else ggml(kind), codes), {CODES: data})
+    return Weight((6, 256), Packing(new_encoding(kind) if zeros else ggml(kind), codes), {CODES: data})
 
 
 def _made(make: Callable[[StoredTensor], Any]) -> Weight:

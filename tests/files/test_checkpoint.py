@@ -633,7 +633,7 @@ def test_large_file_is_opened_in_few_steps(tmp_path: Path) -> None:
 def test_headers_need_no_torch() -> None:
     code = """
         import sys
-        import lora_merge.files.checkpoint, lora_merge.files.headers
+        import lora_merge.files.checkpoint, lora_merge.files.safetensors
         assert "torch" not in sys.modules and "numpy" not in sys.modules
     """
     root = str(Path(__file__).parents[2])

@@ -13,12 +13,12 @@ import torch
 from lora_merge.disk.files import StoredTensor
 from lora_merge.dtypes import ITEM_BITS, bytes_of
 from lora_merge.engine import row_blocks
-from lora_merge.files.codecs import arithmetic, ggml, ggml_blocks, nearest
-from lora_merge.files.codecs.base import CODES, Encoding, Packing
-from lora_merge.files.codecs.fp4 import Fp4Tensors, fp4
-from lora_merge.files.codecs.ggml_kinds import KINDS
-from lora_merge.files.codecs.plain import plain
-from lora_merge.files.codecs.scaled import Stored, scaled
+from lora_merge.files.encodings import arithmetic, nearest
+from lora_merge.files.encodings.base import CODES, Encoding, Packing, plain
+from lora_merge.files.encodings.fp4 import Fp4Tensors, fp4
+from lora_merge.files.encodings.scaled import ScaledTensors, scaled
+from lora_merge.files.gguf import blocks, encoding
+from lora_merge.files.gguf.blocks import KINDS
 from lora_merge.models.weights import Weight
 from lora_merge.planning.plan import OutputTensor
 
@@ -122,11 +122,11 @@ def test_blocks_of_gguf_are_the_same_whether_or_not_each_sub_block_is_looked_at(
     kind, made = KINDS[name], torch.Generator().manual_seed(0)
     values = torch.randn(64 * 256, generator=made)
     values[:512] = 0
-    raw = ggml_blocks.encode(name, values, torch.zeros(ggml.ggml(name).nbytes(len(values)), dtype=torch.uint8))
-    merged = ggml_blocks.decode(name, raw) + change * torch.randn(len(values), generator=made)
+    raw = blocks.encode(name, values, torch.zeros(encoding.ggml(name).nbytes(len(values)), dtype=torch.uint8))
+    merged = blocks.decode(name, raw) + change * torch.randn(len(values), generator=made)
     old = raw.view(-1, kind.layout.size)
-    every = ggml_blocks._encoded(kind, merged.view(len(old), kind.layout.subs, -1), old, kind.fields(old), None)
-    assert torch.equal(ggml_blocks.encode(name, merged, raw), every.reshape(-1))
+    every = blocks._encoded(kind, merged.view(len(old), kind.layout.subs, -1), old, kind.fields(old), None)
+    assert torch.equal(blocks.encode(name, merged, raw), every.reshape(-1))
 
 
 @pytest.mark.parametrize("change", [0.0, 0.02, 0.3, 3.0])
@@ -170,7 +170,7 @@ def test_blocks_of_fp8_are_the_same_whether_or_not_each_is_looked_at(
     """Also where numbers become so small that a scale is too coarse."""
     made, at = torch.Generator().manual_seed(0), Path("f")
     codes, scale = StoredTensor("q", "F8_E4M3", (256, 200), at, 0, 51200), StoredTensor("s", "F32", (2, 2), at, 0, 16)
-    packing = scaled(Stored(codes, scale, "", block=(128, 128)))
+    packing = scaled(ScaledTensors(codes, scale, "", block=(128, 128)))
     assert packing is not None
     parts = {CODES: torch.zeros(51200, dtype=torch.uint8), "scale": torch.full((4,), 1e-30)}
     values = torch.randn(51200, generator=made)
@@ -179,7 +179,7 @@ def test_blocks_of_fp8_are_the_same_whether_or_not_each_is_looked_at(
     decoded = packing.encoding.decode(first, 0, 51200).view(-1)
     merged = decoded * change if change == 1e-4 else decoded + change * torch.randn(51200, generator=made)
     found = packing.encoding.encode(merged.clone(), first, 0)
-    monkeypatch.setattr("lora_merge.files.codecs.scaled.SURE", -1.0)
+    monkeypatch.setattr("lora_merge.files.encodings.scaled.SURE", -1.0)
     every = packing.encoding.encode(merged.clone(), first, 0)
     assert found is not None
     assert every is not None

@@ -18,16 +18,17 @@ from torch import Tensor
 import lora_merge
 from lora_merge.dtypes import GGUF_TYPES
 from lora_merge.errors import InputError
-from lora_merge.files import codecs
-from lora_merge.files.codecs import CODECS
-from lora_merge.files.codecs.base import CODES, Checkpoint, Claim, InvalidPart, OutOfRange
-from lora_merge.files.codecs.ggml_kinds import KINDS
-from lora_merge.files.codecs.making import FILES, FOLDERS
+from lora_merge.files import formats
+from lora_merge.files.encodings.base import CODES, InvalidPart, OutOfRange
+from lora_merge.files.formats import FORMATS
+from lora_merge.files.formats.base import Checkpoint, WeightClaim
+from lora_merge.files.formats.output import FILES, FOLDERS, OutputFormat
+from lora_merge.files.gguf.blocks import KINDS
 from lora_merge.files.gguf.types import READ, READ_ONLY
 from lora_merge.proof.decoders import DECODERS, BadPart
 from lora_merge.proof.grids import Grid
 from tests.files import quantised_forms
-from tests.files.every_format import EXAMPLES, IN_EIGHTS, ROWS, Example, Weight, weights
+from tests.files.every_format import EXAMPLES, IN_EIGHTS, ROWS, WEIGHT, Example, Weight, in_memory, weights
 from tests.files.quantised_forms import FORMS, note
 from tests.kit.files import load, save
 from tests.kit.gguf_files import Array
@@ -54,17 +55,35 @@ def numbers(count: int) -> Iterator[tuple[str, Tensor]]:
 
 
 @cache
-def claiming(name: str) -> Callable[[Checkpoint], Iterable[Claim]]:
-    """The codec that reads the example of a row."""
-    found = EXAMPLES[name]((32, 64)).checkpoint()
-    (codec,) = (codec for codec in CODECS if [*codec(found)])
-    return codec
+def claiming(name: str) -> Callable[[Checkpoint], Iterable[WeightClaim]]:
+    """The format that reads the example of a row."""
+    checkpoint = EXAMPLES[name]((32, 64)).checkpoint()
+    (claim,) = (claim for claim in FORMATS if [*claim(checkpoint)])
+    return claim
 
 
-def test_every_codec_has_an_example_and_a_second_decoder() -> None:
-    assert {claiming(name) for name in EXAMPLES} == set(CODECS)
+def test_every_format_has_an_example_and_every_encoding_a_second_decoder() -> None:
+    assert {claiming(name) for name in EXAMPLES} == set(FORMATS)
     assert {w.encoding.name for name in ROWS for w in weights(name)} == set(DECODERS)
     assert KINDS.keys() == READ
+
+
+@pytest.mark.parametrize("form", [*FILES.values(), *FOLDERS.values()])
+def test_format_module_reads_what_it_writes(form: OutputFormat) -> None:
+    """By the file that wrote it and no other, with the settings that it was written with."""
+    (plain,) = in_memory({WEIGHT: torch.zeros(128, 256)}).values()
+    new = form.make(plain)
+    assert new is not None
+    tensors = {t.name: t for t in (new.packing.codes, *new.beside) if t is not None}
+    checkpoint = Checkpoint(tensors, {}, form.section([]) if form.section else {})
+    ((reader, weight),) = ((claim.__module__, weight) for claim in FORMATS for weight in claim(checkpoint))
+    assert (reader, weight.weight.name, weight.weight.shape) == (form.make.__module__, WEIGHT, (128, 256))
+    assert weight.packing.codes is not None and weight.packing.parts == new.packing.parts
+    written, read = (
+        {k: v for k, v in vars(p.encoding).items() if k not in ("new_scales", "label")}
+        for p in (new.packing, weight.packing)
+    )
+    assert {k for k in written if written[k] != read[k]} <= {"ends"}  # int8 is written without its lowest code
 
 
 @pytest.mark.few(14)
@@ -290,20 +309,20 @@ def test_nan_is_copied_where_no_adapter_changes_the_weight(name: str, tmp_path: 
                 assert all(same(made[key], spoilt[key]) for key in spoilt if key.startswith(layer))
 
 
-PAGE = (Path(codecs.__file__).parent / "README.md").read_text(encoding="utf-8")
+PAGE = (Path(formats.__file__).parent / "README.md").read_text(encoding="utf-8")
 
 
 def test_page_tells_of_every_format_what_the_code_does() -> None:
-    """Which codec reads it, whether it is kept, which types of GGUF there are, and what an output can be."""
+    """Which file reads it, whether it is kept, which types of GGUF there are, and what an output can be."""
     cells = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("|")
     ]
     told = [row for row in cells if len(row) == 4 and row[2] in {"yes", "no"}]
     found = set()
     for name in EXAMPLES:
-        codec = claiming(name)
+        claim = claiming(name)
         kept = not weights(name)[0].encoding.decode_only
-        found.add((f"{codec.__module__.rpartition('.')[2]}.{codec.__name__}", "yes" if kept else "no"))
+        found.add((claim.__module__.rpartition(".")[2], "yes" if kept else "no"))
     assert {(row[1].strip("`"), row[2]) for row in told if "GGUF" not in row[0]} == found
     types = {row[2]: {*row[0].removeprefix("GGUF: ").split(", ")} for row in told if "GGUF" in row[0]}
     assert types == {"yes": READ, "no": READ_ONLY}

@@ -11,10 +11,9 @@ from gguf import GGMLQuantizationType, quants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_merge.files.codecs.base import CODES, InvalidPart, OutOfRange
-from lora_merge.files.codecs.ggml import ggml, permuted, shifted
-from lora_merge.files.codecs.ggml_blocks import decode, encode
-from lora_merge.files.codecs.ggml_kinds import KINDS
+from lora_merge.files.encodings.base import CODES, InvalidPart, OutOfRange
+from lora_merge.files.gguf.blocks import KINDS, decode, encode
+from lora_merge.files.gguf.encoding import ggml, permuted, shifted
 from lora_merge.files.gguf.types import READ, READ_ONLY, TYPES
 from lora_merge.proof.decoders import BadPart
 from lora_merge.proof.decoders.ggml import FORMS, blocks

@@ -26,8 +26,7 @@ from lora_merge.disk.destination import check_output
 from lora_merge.disk.publish import replacing
 from lora_merge.dtypes import ITEM_BITS, bytes_of
 from lora_merge.errors import MergeError, UsageError
-from lora_merge.files.headers import layout
-from lora_merge.files.safetensors import parse
+from lora_merge.files.safetensors import layout, parse
 from tests.kit.pairs import examples
 
 ROOT = Path(__file__).parents[2]

@@ -22,7 +22,7 @@ EXPERTS = "model.layers.0.mlp.experts"
 
 
 def gpt_oss(folder: Path) -> Tensors:
-    """Experts in MXFP4 with scales in the order of a kernel, which no codec reads; all else in bf16."""
+    """Experts in MXFP4 with scales in the order of a kernel, which no format reads; all else in bf16."""
     folder.mkdir()
     base = {
         f"{ATTENTION}.weight": rand(16, 8, seed=1).bfloat16(),

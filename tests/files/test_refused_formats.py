@@ -1,4 +1,4 @@
-"""What no codec reads is refused by its name; what is read is not refused for what stands beside it."""
+"""What no format reads is refused by its name; what is read is not refused for what is beside it."""
 
 from __future__ import annotations
 

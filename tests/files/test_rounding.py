@@ -9,10 +9,10 @@ import torch
 
 import lora_merge
 from lora_merge.errors import UsageError
-from lora_merge.files.codecs.arithmetic import E2M1
-from lora_merge.files.codecs.draws import draws, to_floats, to_integers, to_table
-from lora_merge.files.codecs.ggml_kinds import IQ4
-from lora_merge.files.codecs.making import NF4
+from lora_merge.files.encodings.arithmetic import E2M1
+from lora_merge.files.encodings.rounding import draws, to_floats, to_integers, to_table
+from lora_merge.files.formats.bitsandbytes import NF4
+from lora_merge.files.gguf.blocks import IQ4
 from lora_merge.proof.replay import prove
 from tests.files.quantised_forms import FORMS, SHAPE
 from tests.kit.files import load, save

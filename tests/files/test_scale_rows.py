@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lora_merge.files.checkpoint import open_checkpoint
-from lora_merge.files.codecs.arithmetic import swizzle
-from lora_merge.files.codecs.fp4 import Fp4Tensors, fp4
+from lora_merge.files.encodings.arithmetic import swizzle
+from lora_merge.files.encodings.fp4 import Fp4Tensors, fp4
 from tests.files.quantised_forms import FORMS
 from tests.kit.files import save
 from tests.kit.quantised import NAMES, base, parts

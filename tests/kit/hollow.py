@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from pathlib import Path
 
-from lora_merge.files.headers import layout
+from lora_merge.files.safetensors import layout
 
 
 def hollow(tensors: dict[str, tuple[int, ...]], path: Path) -> Path:

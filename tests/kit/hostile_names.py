@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_merge.adapters.suffixes import SUFFIXES
-from lora_merge.files.codecs.recognise import SIGNS
+from lora_merge.files.formats.unread import SIGNS
 from lora_merge.models.architectures import shipped
 from lora_merge.models.prefixes import PREFIXES
 from tests.kit.hostile_inputs import Files, command, pair, run, tensors, yaml

@@ -14,7 +14,7 @@ import lora_merge
 from lora_merge.dtypes import FORMATS
 from lora_merge.errors import VerificationFailed
 from lora_merge.files.checkpoint import open_checkpoint
-from lora_merge.files.codecs.making import FILES, FOLDERS
+from lora_merge.files.formats.output import FILES, FOLDERS
 from lora_merge.planning.recipe import CHECKSUMS
 from lora_merge.proof.replay import _job_of, prove
 from tests.files.quantised_forms import FORMS

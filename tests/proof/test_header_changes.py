@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 
 import lora_merge
 from lora_merge.errors import VerificationFailed
-from lora_merge.files.safetensors import parse_file
-from lora_merge.files.seal import SEAL
+from lora_merge.files.safetensors import SEAL, parse_file
 from lora_merge.planning.recipe import KEY, MODELS, OURS
 from lora_merge.proof.replay import plan_again, prove
 from lora_merge.viewing.inspect import inspect

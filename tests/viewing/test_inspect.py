@@ -14,8 +14,8 @@ import torch
 import lora_merge
 from lora_merge.cli.reports import COUNT
 from lora_merge.files.checkpoint import open_checkpoint
-from lora_merge.files.codecs.recognise import METADATA, SIGNS
-from lora_merge.files.headers import layout
+from lora_merge.files.formats.unread import METADATA, SIGNS
+from lora_merge.files.safetensors import layout
 from lora_merge.text import size
 from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.text import lines

@@ -14,7 +14,7 @@ import torch
 
 from ...algorithms.lokr import LOKR
 from ...disk.destination import check_output
-from ...disk.spool import Heap
+from ...disk.draft import Heap
 from ...dtypes import DTYPES, ITEM_BYTES, spoken
 from ...engine.devices import device_bytes, places, threads
 from ...engine.tensor_moves import FILE_DTYPES, TORCH_DTYPES

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Protocol
 
 from ...files.checkpoint import Index
-from ...files.headers import layout
+from ...files.safetensors import layout
 
 HASHES: Final = ("sshs_model_hash", "sshs_legacy_hash")
 

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from ...dtypes import ITEM_BYTES
 from ...files.checkpoint import Index
-from ...files.headers import layout
+from ...files.safetensors import layout
 from ..rank_rules import SIZE, Rule
 from .loaders import LOADER, adapter_metadata
 

@@ -19,8 +19,8 @@ from ...disk.files import Memory, StoredTensor
 from ...disk.reader import read_bytes
 from ...errors import InputError
 from ...text import quoted
-from ..codecs.base import CODES
-from ..codecs.ggml import ggml, permuted
+from ..encodings.base import CODES
+from .encoding import ggml, permuted
 from .names import FAMILIES, ROTATED, Family, renamed
 from .types import READ, READ_ONLY
 
@@ -42,8 +42,10 @@ class Slot(NamedTuple):
 
 
 MATRICES: Final = {"lora_a": Slot(".lora_down.weight"), "lora_b": Slot(".lora_up.weight")}
+
 STACKED: Final = {"lora_a": Slot(".lora_A.weight"), "lora_b": Slot(".lora_B.weight", (1, 2, 0))}
 """The factors of all experts of a layer, [E, r, in] and [E, out, r]; PEFT has [E·r, in] and [out, r·E] for these."""
+
 OF_TABLE: Final = {"lora_a": Slot(".lora_embedding_A", (1, 0)), "lora_b": Slot(".lora_embedding_B")}
 """The factors of the table of tokens, [vocabulary, r] and [dim, r]; src/models of llama.cpp, build_inp_embd."""
 
@@ -79,15 +81,15 @@ def adapter_tensors(
         raise InputError("an aLoRA adapter cannot be merged: it acts only after certain tokens", f"{path}: {INVOKED}",
                          "serve the adapter beside the model")  # fmt: skip
     factors = [_named(info, family, config) for info in tensors.values()]
-    found = {info.name: info for info in factors}
+    named = {info.name: info for info in factors}
     if alpha:  # llama.cpp leaves the factor out where it is 0, or where no entry states it
         data = memoryview(bytearray(struct.pack("<d", float(alpha))))
         endings = tuple(slots["lora_a"].ending for slots in (MATRICES, STACKED, OF_TABLE))
         for name in [info.name for info in factors]:
             stem = next((name.removesuffix(ending) for ending in endings if name.endswith(ending)), "")
             if stem:
-                found[f"{stem}.alpha"] = StoredTensor(f"{stem}.alpha", "F64", (), Memory.of(path, data), 0, 8)
-    return found
+                named[f"{stem}.alpha"] = StoredTensor(f"{stem}.alpha", "F64", (), Memory.of(path, data), 0, 8)
+    return named
 
 
 def with_numbers(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -115,8 +117,8 @@ def _in_order(info: StoredTensor, rotated: str, config: Mapping[str, Any] | None
     """Return `lora_b` of q or k with the rows in the order of transformers, by the heads in a configuration."""
     if config is None:
         return _unreadable(info)
-    own = config.get("num_attention_heads")
-    heads = own if rotated == "q" else config.get("num_key_value_heads", own)
+    attention = config.get("num_attention_heads")
+    heads = attention if rotated == "q" else config.get("num_key_value_heads", attention)
     rows = info.shape[0] if info.shape else 0
     if not isinstance(heads, int) or heads < 1 or not rows or rows % (2 * heads):
         what = "the base does not state how many heads it has, and the rows of the adapter depend on it"

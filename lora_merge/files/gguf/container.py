@@ -1,7 +1,7 @@
 """The GGUF container: a header of typed entries (kv) and tensor infos, then the data, each tensor aligned.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Versions 2 and 3, little endian. Every count, length
-and offset is checked against the file, so a header that lies costs neither time nor memory. Long arrays (tokenizers)
+and offset is checked against the file, so a false header costs neither time nor memory. Long arrays (tokenizers)
 are skipped. The axes of a shape are in torch's order, the last one contiguous; the file has them reversed.
 """
 
@@ -31,6 +31,7 @@ SHORT: Final = 4096  # items of an array that is read; longer ones are skipped
 ALIGNMENTS: Final = frozenset(1 << n for n in range(3, 17))
 ALIGNMENT: Final = "general.alignment"
 ALIGNED: Final = 32  # bytes, where a file does not say it
+
 PADDING: Final = "lora_merge.padding"
 """An entry of spaces that gives two headers the same length."""
 
@@ -45,7 +46,7 @@ class _Malformed(ValueError):
     """The reason why a header is refused."""
 
 
-class Entry(NamedTuple):
+class GgufEntry(NamedTuple):
     """One kv: its bytes in the header, and its value; None for a long array."""
 
     key: str
@@ -65,11 +66,11 @@ class Info(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Content:
+class GgufContent:
     """A header in its parts."""
 
     raw: bytes  # the header, without the padding before the data
-    entries: tuple[Entry, ...]
+    entries: tuple[GgufEntry, ...]
     infos: tuple[Info, ...]
     infos_start: int
     alignment: int
@@ -105,12 +106,12 @@ def parse_gguf(path: Path) -> Header:
     return Header(tensors, metadata, content.data, state, (), content.values, content.alignment)
 
 
-def content_of(raw: bytes) -> Content:
+def content_of(raw: bytes) -> GgufContent:
     """Return the parts of a header in memory; ValueError if it is malformed."""
     return _content(_Cursor(raw, None, len(raw)))
 
 
-def read_content(f: BinaryIO, size: int) -> Content:
+def read_content(f: BinaryIO, size: int) -> GgufContent:
     """Return the header of an open file of `size` bytes; ValueError if it is malformed."""
     return _content(_Cursor(b"", f, size))
 
@@ -168,7 +169,7 @@ class _Cursor:
         self.require(0)
 
 
-def _content(cursor: _Cursor) -> Content:
+def _content(cursor: _Cursor) -> GgufContent:
     cursor.require(4)
     if cursor.raw[:4] != MAGIC:
         raise _Malformed("it does not begin with GGUF")
@@ -187,17 +188,17 @@ def _content(cursor: _Cursor) -> Content:
     if not isinstance(alignment, int) or alignment not in ALIGNMENTS:
         raise _Malformed(f"its alignment is {quoted(str(alignment))}")
     infos = tuple(_infos(cursor, count))
-    return Content(bytes(cursor.raw[: cursor.at]), entries, infos, start, alignment)
+    return GgufContent(bytes(cursor.raw[: cursor.at]), entries, infos, start, alignment)
 
 
-def _entries(cursor: _Cursor, count: int) -> Iterator[Entry]:
-    seen: set[str] = set()
+def _entries(cursor: _Cursor, count: int) -> Iterator[GgufEntry]:
+    keys: set[str] = set()
     strings = STRINGS
     for _ in range(count):
         start, key = cursor.at, cursor.text()
-        if key in seen:
+        if key in keys:
             raise _Malformed(f"the entry {quoted(key)} appears twice")
-        seen.add(key)
+        keys.add(key)
         kind = cursor.number("I")
         if kind == ARRAY:
             item, length = cursor.number("I"), cursor.number("Q")
@@ -207,7 +208,7 @@ def _entries(cursor: _Cursor, count: int) -> Iterator[Entry]:
             value = _array(cursor, key, item, length)
         else:
             value = _value(cursor, key, kind)
-        yield Entry(key, start, cursor.at, value)
+        yield GgufEntry(key, start, cursor.at, value)
 
 
 def _value(cursor: _Cursor, key: str, kind: int) -> Any:
@@ -232,12 +233,12 @@ def _array(cursor: _Cursor, key: str, item: int, length: int) -> list[Any] | Non
 
 
 def _infos(cursor: _Cursor, count: int) -> Iterator[Info]:
-    seen: set[str] = set()
+    names: set[str] = set()
     for _ in range(count):
         name = cursor.text()
-        if name in seen or not name or "\0" in name:
+        if name in names or not name or "\0" in name:
             raise _Malformed(f"the name {quoted(name)} of a tensor is empty, holds NUL or appears twice")
-        seen.add(name)
+        names.add(name)
         axes = cursor.number("I")
         if axes > AXES:
             raise _Malformed(f"{quoted(name)} has {axes} axes")
@@ -253,7 +254,7 @@ def _infos(cursor: _Cursor, count: int) -> Iterator[Info]:
         yield Info(name, kind, shape, offset, numbers // block * size)
 
 
-def _placed(content: Content, path: Path, size: int) -> Iterator[StoredTensor]:
+def _placed(content: GgufContent, path: Path, size: int) -> Iterator[StoredTensor]:
     """Yield the tensors in byte order; they follow each other, each at the next multiple of the alignment."""
     data, end = content.data, 0
     for name, dtype, shape, offset, nbytes in sorted(content.infos, key=lambda i: (i.offset, i.nbytes)):

@@ -14,9 +14,9 @@ from typing import Final, NamedTuple
 
 from ...disk.files import StoredTensor
 from ...dtypes import Shape
-from ..codecs.base import Packing
-from ..codecs.ggml import fresh
+from ..encodings.base import Packing
 from .container import ARRAY, MAGIC
+from .encoding import new_encoding
 from .layout import BLOCKS, FILE_TYPE, FILE_TYPES, VERSION, string, unsigned
 from .types import TYPES
 from .view import ARCHITECTURE, ORIGINAL
@@ -31,7 +31,7 @@ ROW: Final = 256  # numbers of a row of a tensor that is stored in another shape
 AXES: Final = 4  # of a tensor, in ggml
 
 
-class Kind(NamedTuple):
+class Diffusion(NamedTuple):
     """One value of `general.architecture`: a file is of it if it has all names of one of the groups."""
 
     name: str
@@ -41,23 +41,23 @@ class Kind(NamedTuple):
 
 
 KINDS: Final = (
-    Kind("hyvid", (("txt_in.individual_token_refiner.blocks.0.self_attn_qkv.weight",),
+    Diffusion("hyvid", (("txt_in.individual_token_refiner.blocks.0.self_attn_qkv.weight",),
                    ("txt_in.individual_token_refiner.blocks.0.self_attn.qkv.weight",))),
-    Kind("flux", (("double_blocks.0.img_attn.proj.weight",),)),
-    Kind("sd3", (("joint_blocks.0.x_block.attn.qkv.weight",),)),
-    Kind("aura", (("double_layers.3.modX.1.weight",),)),
-    Kind("hidream", (("caption_projection.0.linear.weight",
+    Diffusion("flux", (("double_blocks.0.img_attn.proj.weight",),)),
+    Diffusion("sd3", (("joint_blocks.0.x_block.attn.qkv.weight",),)),
+    Diffusion("aura", (("double_layers.3.modX.1.weight",),)),
+    Diffusion("hidream", (("caption_projection.0.linear.weight",
                       "double_stream_blocks.0.block.ff_i.shared_experts.w3.weight"),)),
-    Kind("cosmos", (("blocks.0.mlp.layer1.weight", "blocks.0.adaln_modulation_cross_attn.1.weight"),)),
-    Kind("ltxv", (("adaln_single.emb.timestep_embedder.linear_2.weight", "transformer_blocks.0.scale_shift_table",
+    Diffusion("cosmos", (("blocks.0.mlp.layer1.weight", "blocks.0.adaln_modulation_cross_attn.1.weight"),)),
+    Diffusion("ltxv", (("adaln_single.emb.timestep_embedder.linear_2.weight", "transformer_blocks.0.scale_shift_table",
                    "caption_projection.linear_2.weight"),)),
-    Kind("wan", (("blocks.0.self_attn.norm_q.weight", "text_embedding.2.weight", "head.modulation"),)),
-    Kind("sdxl", (("input_blocks.3.0.op.weight", "label_emb.0.0.weight"),
+    Diffusion("wan", (("blocks.0.self_attn.norm_q.weight", "text_embedding.2.weight", "head.modulation"),)),
+    Diffusion("sdxl", (("input_blocks.3.0.op.weight", "label_emb.0.0.weight"),
                   ("down_blocks.0.downsamplers.0.conv.weight", "add_embedding.linear_1.weight")), reshaped=True),
-    Kind("sd1", (("input_blocks.3.0.op.weight", "input_blocks.9.0.op.weight"),
+    Diffusion("sd1", (("input_blocks.3.0.op.weight", "input_blocks.9.0.op.weight"),
                  ("down_blocks.0.downsamplers.0.conv.weight",)), reshaped=True),
-    Kind("lumina2", (("cap_embedder.1.weight", "context_refiner.0.attention.qkv.weight"),)),
-    Kind("qwen_image", (("txt_norm.weight", "transformer_blocks.0.img_mod.1.weight"),)),
+    Diffusion("lumina2", (("cap_embedder.1.weight", "context_refiner.0.attention.qkv.weight"),)),
+    Diffusion("qwen_image", (("txt_norm.weight", "transformer_blocks.0.img_mod.1.weight"),)),
 )  # fmt: skip
 """The kinds that ComfyUI-GGUF loads, in the order in which they are tried. Z-Image is a `lumina2`, Chroma a `flux`."""
 
@@ -65,7 +65,7 @@ KINDS: Final = (
 class DiffusionFile(NamedTuple):
     """The content of a GGUF file that is made of a checkpoint: one network, whose names lose their prefix."""
 
-    kind: Kind
+    kind: Diffusion
     prefix: str
 
     def name(self, key: str) -> str | None:
@@ -82,7 +82,7 @@ def diffusion_file(tensors: Container[str]) -> DiffusionFile | None:
     return None
 
 
-def plain_type(name: str, shape: Shape, wanted: str) -> str:
+def plain_type(name: str, shape: Shape, dtype: str) -> str:
     """Return the type of a tensor of numbers of this name and shape that is not quantised.
 
     Vectors, small tensors, and parameters of no layer, which the loader does not convert, are fp32. So are tensors of
@@ -90,11 +90,11 @@ def plain_type(name: str, shape: Shape, wanted: str) -> str:
     """
     if len(shape) < 2 or prod(shape) <= SMALL or len(shape) > AXES or not name.endswith(".weight"):
         return "F32"
-    return {"F64": "F32", "F8_E4M3": "F16", "F8_E5M2": "F16"}.get(wanted, wanted)
+    return {"F64": "F32", "F8_E4M3": "F16", "F8_E5M2": "F16"}.get(dtype, dtype)
 
 
 def new_blocks(file: DiffusionFile, info: StoredTensor, dtype: str) -> Packing | None:
-    """Return how a weight of a checkpoint is stored as blocks of a type; None where it is not in the file, or its rows
+    """Return how a weight of a checkpoint is stored as blocks of a type; None if it is not in the file, or its rows
     do not fill blocks.
     """
     name, total, (block, size) = file.name(info.name), prod(info.shape), TYPES[dtype].unit
@@ -104,10 +104,10 @@ def new_blocks(file: DiffusionFile, info: StoredTensor, dtype: str) -> Packing |
     if name is None or shape[-1] % block:
         return None
     codes = replace(info, dtype=dtype, shape=shape, nbytes=total // block * size, stored=name)
-    return Packing(fresh(dtype), codes)
+    return Packing(new_encoding(dtype), codes)
 
 
-def empty_header(kind: Kind, tensors: Sequence[tuple[str, str, Shape]], shapes: Mapping[str, Shape]) -> bytes:
+def empty_header(kind: Diffusion, tensors: Sequence[tuple[str, str, Shape]], shapes: Mapping[str, Shape]) -> bytes:
     """Return a header with entries and no tensors, from which `gguf_layout` makes that of an output.
 
     `tensors`: (name, type, shape) of all tensors. `shapes`: name → original shape of those that are reshaped.

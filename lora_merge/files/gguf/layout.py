@@ -14,7 +14,7 @@ from ...disk.files import open_regular
 from ...disk.pages import PAGE
 from ...dtypes import Shape
 from ...errors import InputError
-from .container import HEADER_LIMIT, MAGIC, PADDING, STRING, Content, aligned, content_of, read_content
+from .container import HEADER_LIMIT, MAGIC, PADDING, STRING, GgufContent, aligned, content_of, read_content
 from .types import TYPES
 
 FILE_TYPE: Final = "general.file_type"
@@ -54,13 +54,13 @@ def new_layout(header: bytes, tensors: Sequence[tuple[str, str, Shape]], metadat
 
 
 def _laid_out(
-    content: Content, tensors: Sequence[tuple[str, str, Shape]], metadata: Mapping[str, str], end: int
+    content: GgufContent, tensors: Sequence[tuple[str, str, Shape]], metadata: Mapping[str, str], end: int
 ) -> bytes:
-    kept = [e for e in content.entries if not isinstance(e.value, str) or metadata.get(e.key) == e.value]
-    there, types = {e.key for e in kept}, _retyped(content, tensors)
-    spans = [types.pop(e.key, content.raw[e.start : e.stop]) for e in kept if e.key != PADDING]
-    own = {key: text for key, text in metadata.items() if key not in there}
-    spans += [*types.values(), *(string(*entry) for entry in own.items())]
+    entries = [e for e in content.entries if not isinstance(e.value, str) or metadata.get(e.key) == e.value]
+    keys, types = {e.key for e in entries}, _retyped(content, tensors)
+    spans = [types.pop(e.key, content.raw[e.start : e.stop]) for e in entries if e.key != PADDING]
+    texts = {key: text for key, text in metadata.items() if key not in keys}
+    spans += [*types.values(), *(string(*entry) for entry in texts.items())]
     return _whole(content, spans, (len(tensors), _infos(content, tensors)), end)
 
 
@@ -77,10 +77,10 @@ def with_texts(header: bytes, metadata: Mapping[str, str]) -> bytes:
         elif e.key != PADDING:
             spans.append(content.raw[e.start : e.stop])
     infos = len(content.infos), content.raw[content.infos_start :]
-    made = _whole(content, spans, infos, len(header), exactly=True)
-    if len(made) != len(header):
+    new = _whole(content, spans, infos, len(header), exactly=True)
+    if len(new) != len(header):
         raise ValueError("the entries are longer than the planned ones")
-    return made
+    return new
 
 
 def texts_of(header: bytes) -> dict[str, str]:
@@ -103,7 +103,7 @@ def _text(value: str) -> bytes:
     return struct.pack("<Q", len(raw)) + raw
 
 
-def _retyped(content: Content, tensors: Iterable[tuple[str, str, Shape]]) -> dict[str, bytes]:
+def _retyped(content: GgufContent, tensors: Iterable[tuple[str, str, Shape]]) -> dict[str, bytes]:
     """Return the entries on types that an output needs whose tensors have another type than the base's.
 
     They are those of llama.cpp's quantiser: the type of the matrices, and the version of ggml's blocks.
@@ -113,20 +113,20 @@ def _retyped(content: Content, tensors: Iterable[tuple[str, str, Shape]]) -> dic
     if len(new) != 1:
         return {}
     (kind,) = new
-    found = {FILE_TYPE: unsigned(FILE_TYPE, FILE_TYPES[kind])}
-    return found | {BLOCKS: unsigned(BLOCKS, VERSION)} if TYPES[kind].unit[0] > 1 else found
+    entries = {FILE_TYPE: unsigned(FILE_TYPE, FILE_TYPES[kind])}
+    return entries | {BLOCKS: unsigned(BLOCKS, VERSION)} if TYPES[kind].unit[0] > 1 else entries
 
 
-def _infos(content: Content, tensors: Sequence[tuple[str, str, Shape]]) -> bytes:
+def _infos(content: GgufContent, tensors: Sequence[tuple[str, str, Shape]]) -> bytes:
     """Return the tensor infos: the bytes of the base where nothing changes, else new ones in the order of the data."""
     placed = [*_places(tensors, content.alignment)]
     if {(i.name, i.dtype, i.shape, i.offset) for i in content.infos} == {*placed}:
         return content.raw[content.infos_start :]
-    made = []
+    infos = []
     for name, dtype, shape, offset in placed:
         axes = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
-        made.append(_text(name) + axes + struct.pack("<IQ", TYPES[dtype].number, offset))
-    return b"".join(made)
+        infos.append(_text(name) + axes + struct.pack("<IQ", TYPES[dtype].number, offset))
+    return b"".join(infos)
 
 
 def _places(tensors: Iterable[tuple[str, str, Shape]], alignment: int) -> Iterator[tuple[str, str, Shape, int]]:
@@ -137,7 +137,7 @@ def _places(tensors: Iterable[tuple[str, str, Shape]], alignment: int) -> Iterat
 
 
 def _whole(
-    content: Content, spans: Sequence[bytes], count_and_infos: tuple[int, bytes], end: int, *, exactly: bool = False
+    content: GgufContent, spans: Sequence[bytes], count_and_infos: tuple[int, bytes], end: int, *, exactly: bool = False
 ) -> bytes:
     """Return a header of these entries and infos, with spaces so that its length is `end`, or `end` modulo 4096."""
     count, infos = count_and_infos

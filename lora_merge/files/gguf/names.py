@@ -65,6 +65,7 @@ FAMILIES: Final = MappingProxyType({
 """`general.architecture` → what is known of it."""
 
 _BLOCK: Final = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias|scale)")
+
 FOREIGN: Final = re.compile(r"(?:(?:enc|dec|v|a|mm)\.)?blk\.\d+\.|token_embd\.|mm\.\d+\.")
 """Names of llama.cpp, in any architecture."""
 
@@ -74,8 +75,8 @@ NORM: Final = re.compile(r".*norm\.weight")
 
 def renamed(name: str, family: Family) -> str:
     """Return the name of a tensor in transformers; the same name where there is none."""
-    if found := _BLOCK.fullmatch(name):
-        number, part, last = found.groups()
+    if match := _BLOCK.fullmatch(name):
+        number, part, last = match.groups()
         known = family.names.get(part) or LAYER.get(part)
         return f"model.layers.{number}.{known}.{last}" if known else name
     stem, _, last = name.rpartition(".")
@@ -84,13 +85,13 @@ def renamed(name: str, family: Family) -> str:
 
 def configured(arch: str, values: Mapping[str, Any], *, tied: bool) -> dict[str, Any]:
     """Return what a config.json of transformers would say, as far as the header states it."""
-    wanted = {
+    entries = {
         "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
         "hidden_size": "embedding_length", "num_hidden_layers": "block_count", "head_dim": "attention.key_length",
         "intermediate_size": "feed_forward_length",
     }  # fmt: skip
-    found = {key: values.get(f"{arch}.{entry}") for key, entry in wanted.items()}
-    numbers = {key: value for key, value in found.items() if isinstance(value, int) and value > 0}
+    values_of = {key: values.get(f"{arch}.{entry}") for key, entry in entries.items()}
+    numbers = {key: value for key, value in values_of.items() if isinstance(value, int) and value > 0}
     heads = numbers.get("num_attention_heads")
     if heads is not None:
         numbers.setdefault("num_key_value_heads", heads)

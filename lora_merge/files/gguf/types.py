@@ -54,7 +54,7 @@ READ_ONLY: Final = frozenset(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "I
 
 BLOCKS: Final = frozenset(name for name, kind in TYPES.items() if kind.unit[0] > 1)
 """All quantised types. llama.cpp multiplies the product with some of them by a tensor `scale` beside the weight, which
-no codec reads (BitNet, NVFP4). https://github.com/ggml-org/llama.cpp src/llama-model.cpp."""
+no format reads (BitNet, NVFP4). https://github.com/ggml-org/llama.cpp src/llama-model.cpp."""
 
 UNREAD: Final = BLOCKS - READ - READ_ONLY
 """Quantised types that are copied only."""

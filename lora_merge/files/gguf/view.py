@@ -10,12 +10,13 @@ from typing import Any, Final
 from ...disk.files import StoredTensor
 from ...dtypes import Shape
 from ...errors import InputError
-from ..codecs.base import Packing
-from ..codecs.ggml import fresh, ggml, permuted, shifted
+from ..encodings.base import Packing
+from .encoding import ggml, new_encoding, permuted, shifted
 from .names import FAMILIES, FOREIGN, NORM, ROTATED, Family, configured, renamed
 from .types import READ, READ_ONLY, TYPES, UNREAD
 
 ARCHITECTURE: Final = "general.architecture"
+
 ORIGINAL: Final = "comfy.gguf.orig_shape."
 """Entries of city96's converter: the shape of a tensor that is stored in rows of 256."""
 
@@ -43,16 +44,16 @@ class View:
 
 
 def viewed(tensors: Mapping[str, StoredTensor], values: Mapping[str, Any]) -> View:
-    """Return the tensors of GGUF files with the entries of their headers; InputError where these contradict."""
+    """Return the tensors of GGUF files with the entries of their headers; InputError if these contradict."""
     arch = str(values.get(ARCHITECTURE, ""))
     foreign = any(FOREIGN.match(name) for name in tensors)
     family = FAMILIES.get(arch) if foreign else None
     config = configured(arch, values, tied="output.weight" not in tensors) if family else {}
-    made = [_claimed(info, family, config, values) for info in tensors.values()]
-    view = {info.name: info for info, _ in made}
-    if len(view) < len(made):
-        raise InputError("two tensors stand for one weight", str(made[0][0].file), "convert the model again")
-    packed = {info.name: packing for info, packing in made if packing is not None}
+    claims = [_claimed(info, family, config, values) for info in tensors.values()]
+    view = {info.name: info for info, _ in claims}
+    if len(view) < len(claims):
+        raise InputError("two tensors stand for one weight", str(claims[0][0].file), "convert the model again")
+    packed = {info.name: packing for info, packing in claims if packing is not None}
     return View(view, packed, config, GgufModel(arch, foreign, family))
 
 
@@ -64,8 +65,8 @@ def _claimed(
     shape = _shape(info, values)
     packing = Packing(ggml(info.dtype), info) if info.dtype in READ | READ_ONLY | UNREAD else None
     readable = info.dtype in READ | READ_ONLY | PLAIN
-    if family and family.permuted and readable and (found := ROTATED.fullmatch(info.name)):
-        heads = config.get("num_attention_heads" if found[1] == "q" else "num_key_value_heads", 0)
+    if family and family.permuted and readable and (match := ROTATED.fullmatch(info.name)):
+        heads = config.get("num_attention_heads" if match[1] == "q" else "num_key_value_heads", 0)
         rows, cols = shape[0] if shape else 0, prod(shape[1:])
         if not heads or not rows or rows % (2 * heads):
             where = f"{info.file}: {info.name} has {rows} rows for {heads} heads"
@@ -92,14 +93,14 @@ def _shape(info: StoredTensor, values: Mapping[str, Any]) -> Shape:
 
 
 def as_blocks(packing: Packing | None, info: StoredTensor, kind: str) -> Packing | None:
-    """Return how a weight of a GGUF file is stored as blocks of this type; None where its rows do not fill blocks.
+    """Return how a weight of a GGUF file is stored as blocks of this type; None if its rows do not fill blocks.
 
     `info`: the weight as the model knows it; `packing`: how the file stores it, None for plain numbers.
     """
     codes = info if packing is None or packing.codes is None else packing.codes
     if not codes.shape or codes.shape[-1] % TYPES[kind].unit[0]:
         return None
-    encoding = packing.encoding.as_type(kind) if packing is not None else fresh(kind)  # type: ignore[attr-defined]
+    encoding = packing.encoding.as_type(kind) if packing is not None else new_encoding(kind)  # type: ignore[attr-defined]
     return Packing(encoding, replace(codes, dtype=kind, nbytes=encoding.nbytes(prod(codes.shape))))
 
 

@@ -202,14 +202,14 @@ def transposed(raw: Mapping[str, Any], encoding: Any, first: int, count: int) ->
 def halves(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tuple[Array, Grid]:
     """Return whole numbers whose matrix of groups is stored in parts of rows, each in other bits of the same bytes."""
     data, bits, cols = np.frombuffer(raw["codes"], np.uint8).reshape(-1, encoding.cols), encoding.bits, encoding.cols
-    shifts = range(8 - bits, -1, -bits) if encoding.hqq else range(0, 8, bits)
+    shifts = range(8 - bits, -1, -bits) if encoding.high_first else range(0, 8, bits)
     levels = np.concatenate([data >> shift for shift in shifts]) & (2**bits - 1)
     scale, zero = decode(raw["scale"], encoding.scales), decode(raw["zero"], encoding.zeros)
     if not (np.isfinite(scale).all() and np.isfinite(zero).all()):
         raise BadPart("a scale or a zero point is not a finite number")
     number = np.arange(first, first + count)
     group = number % cols if encoding.across else number // cols
-    shift = -zero * scale if encoding.hqq else -zero
+    shift = -zero * scale if encoding.high_first else -zero
     values = levels.ravel()[first : first + count].astype(np.float64)
     return values, Grid(Table(np.arange(2**bits)), scale[group], shift[group])
 

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ...files.codecs.ggml_points import POINTS
+from ...files.gguf.grid_points import POINTS
 from ..grids import Grid, Table
 from ..reference.floats import Array
 from .codes import BadPart

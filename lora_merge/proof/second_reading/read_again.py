@@ -243,7 +243,7 @@ def check_sources(
     dropped = {name for packing in recoded for name in packing.names}  # scales of weights that are stored otherwise now
     if recoded:  # and those of caches, which belong to no weight
         dropped |= base.beside.difference(*(packing.names for packing in base.packed.values()))
-    new = {name for t in targets if t.packing.encoding.fresh for name in t.packing.names}
+    new = {name for t in targets if t.packing.encoding.new_scales for name in t.packing.names}
     if left := sorted(dropped & written.keys() - new):
         raise VerificationFailed("the plan keeps the scale of a weight that needs none", quoted(left[0]), REPORT)
     for name, info in of_base.items():

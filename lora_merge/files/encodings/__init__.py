@@ -1,0 +1,1 @@
+"""Encodings: how the numbers of a weight become bytes, and bytes numbers. torch is imported in functions."""

@@ -1,0 +1,252 @@
+"""The interface of an encoding, which decodes the stored numbers of a weight and encodes new ones; plain numbers.
+
+A weight is stored as a group of tensors: one with codes, and others (the parts) with scales, zero points, tables. They
+may be anywhere in the file, or in another shard. Every tensor of the group either grows with the weight, so many bytes
+for so many consecutive numbers, or belongs to the weight as a whole. Windows carry the codes; the other bytes that a
+block needs are read for it, and written back to their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import gcd
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypeAlias
+
+from ...disk.files import StoredTensor
+from ...dtypes import ITEM_BITS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from typing_extensions import Self
+
+FLOATS: Final = ("F32", "F16", "BF16")
+"""Dtypes of scales, zero points, tables and factors."""
+
+ROTATIONS: Final = (4, 16, 64, 256, 1024)
+"""How many columns may be rotated together, by `arithmetic.rotated`."""
+
+Tensors: TypeAlias = Mapping[str, StoredTensor]
+
+PartNumbers: TypeAlias = "Mapping[str, Tensor]"
+"""Role → stored numbers of a range of the weight, flat, in their stored dtype; codes, and dtypes that torch may lack,
+as bytes."""
+
+CODES: str = "codes"
+"""The role of the tensor that the windows carry."""
+
+DRAW: Final = "draw"
+"""The role of uniform numbers for stochastic rounding, one for each number; no tensor of the file has it."""
+
+BARELY: Final = 2.0**-12  # of a step: what a level may be off by, as it is computed in fp32
+
+ALL_ZEROS: Final = "a scale is not a positive number: 0, for codes that are not 0"
+"""The reason why codes are invalid: only a block of zeros may have the scale 0, as its largest number is 0."""
+
+
+def end_margin(parts: PartNumbers, most: float = 0.5) -> float:
+    """Return how many steps a number may be beyond the outermost codes of a scale that covers it: so many as round to
+    these. Stochastic rounding needs a code on both sides of a number, else the mean is another one."""
+    return BARELY if DRAW in parts else most
+
+
+class InvalidPart(ValueError):
+    """The error for a scale or a code that is not a number. Its message does not name the tensor; the caller does."""
+
+
+class OutOfRange(ValueError):
+    """The error for new numbers that no scale can cover."""
+
+
+class WeightPart(NamedTuple):
+    """One stored tensor of a group: `size` bytes for every `numbers` consecutive numbers of the weight.
+
+    `numbers` is 0 for a tensor that belongs to the whole weight.
+    """
+
+    info: StoredTensor
+    numbers: int = 0
+    size: int = 0
+
+    def span(self, first: int, count: int) -> tuple[int, int]:
+        """Return (first byte, bytes) for `count` numbers of the weight from `first` on, which begins a unit."""
+        if not self.numbers:
+            return 0, self.info.nbytes
+        low = first // self.numbers * self.size
+        return low, min(-(-(first + count) // self.numbers) * self.size, self.info.nbytes) - low
+
+
+@dataclass(frozen=True, eq=False)
+class Encoding:
+    """One way to store numbers, with its settings; a subclass for each form of codes. Weights share one object.
+
+    The functions are pure, and know nothing of adapters.
+    """
+
+    unit: tuple[int, int]  # (n, bytes): n consecutive numbers of the weight take so many bytes of the codes; bytes may
+    # be 0, then no window carries the codes, and `CODES` is a part that belongs to the whole weight
+    group: int = 1  # consecutive numbers that are decoded and encoded together; blocks are cut between such groups
+
+    label: str = ""  # for the user, where it is not the name
+    new_scales: bool = False  # whether the base has no scales to keep: those of an output are new
+
+    name: ClassVar[str] = ""  # by which the proof finds its decoder
+    stochastic: ClassVar[bool] = False
+    """Whether `encode` rounds stochastically where `parts` holds `DRAW`."""
+
+    decode_only: ClassVar[str] = ""
+    """The reason why new numbers cannot be stored; "" if they can."""
+    fixed: ClassVar[frozenset[str]] = frozenset()
+    """Roles of the parts that new numbers never change."""
+    from_zeros: ClassVar[bool] = False
+    """Whether new numbers can be stored where no codes were before: `encode` then gets codes of zeros."""
+
+    @classmethod
+    def shared(cls, unit: tuple[int, int], group: int = 1, **settings: Any) -> Self:
+        """Return the encoding with these settings, always the same object: weights with one are merged together."""
+        encoding: Self = _shared(cls, unit, group, **settings)  # type: ignore[arg-type]
+        return encoding
+
+    @property
+    def needs_largest(self) -> bool:
+        """Whether a part of the whole weight depends on its largest number; 0 is written until that number is known."""
+        return False
+
+    @property
+    def joint_scale(self) -> bool:
+        """Whether weights that servers join, such as q, k and v, need one scale of the whole weight."""
+        return False
+
+    @property
+    def common(self) -> str:
+        """Role of the per-tensor scale s; "" without one. If it is withheld, `decode` returns W / s and `encode` takes
+        W / s."""
+        return ""
+
+    @property
+    def title(self) -> str:
+        """Name of the format, for the user."""
+        return self.label or self.name
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the codes are something else than floating-point numbers of the weight."""
+        return not self.plain
+
+    @property
+    def plain(self) -> bool:
+        """Whether the stored numbers are the weight."""
+        return False
+
+    @property
+    def block_of_scale(self) -> tuple[int, int]:
+        """Rows and columns with one scale; (0, 0) if there is one for the whole weight, or in another shape."""
+        return 0, 0
+
+    def nbytes(self, count: int) -> int:
+        """Return the bytes of the codes of `count` consecutive numbers, which begin a unit."""
+        numbers, size = self.unit
+        return -(-count // numbers) * size
+
+    def count(self, nbytes: int) -> int:
+        """Return how many consecutive numbers of the weight `nbytes` bytes hold."""
+        numbers, size = self.unit
+        return nbytes // size * numbers
+
+    def fault(self, role: str, numbers: Sequence[float]) -> str:
+        """Return the reason why the numbers of a part of the whole weight are invalid; "" if they are valid."""
+        return ""
+
+    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
+        """Return `count` numbers of the weight from `first` on, as floats in any shape; InvalidPart for bad parts."""
+        raise NotImplementedError
+
+    def factor_of(self, parts: PartNumbers) -> float:
+        """Return the factor of all numbers, 1 without one; InvalidPart if it is not a positive number."""
+        return 1.0
+
+    def encode(self, values: Tensor, parts: PartNumbers, first: int) -> PartNumbers | None:
+        """Return the codes, and the parts that grow with the weight, of new numbers from `first` on.
+
+        `values`: flat, fp32 or fp64, finite. `parts`: those of the numbers before the change; their scales are kept
+        where they cover the new numbers. None if a part of the whole weight does not cover them: see `refit`.
+        """
+        raise NotImplementedError
+
+    def refit(self, parts: PartNumbers, largest: float) -> PartNumbers:
+        """Return the parts of the whole weight that cover numbers of this largest magnitude."""
+        raise NotImplementedError
+
+
+@cache
+def _shared(form: type[Any], unit: tuple[int, int], group: int, /, **settings: Any) -> Any:
+    return form(unit, group, **settings)
+
+
+def finite(numbers: Tensor, what: str) -> Tensor:
+    """Return numbers in fp32; InvalidPart if one is not finite. `what`: what they are, for the message."""
+    floats = numbers.float()
+    if not bool(floats.isfinite().all()):
+        raise InvalidPart(f"{what} is not a finite number")
+    return floats
+
+
+class Packing(NamedTuple):
+    """The form in which one weight is stored: its encoding, and the tensors beside its codes by role."""
+
+    encoding: Encoding
+    codes: StoredTensor | None = None  # as the container lists it; None for plain numbers
+    parts: Mapping[str, WeightPart] = {}
+    beside: frozenset[str] = frozenset()  # names of other tensors of this weight: marks, scales of activations
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Return the names of all tensors beside the numbers, which a weight of plain numbers does not have."""
+        return self.beside.union(part.info.name for part in self.parts.values())
+
+    @property
+    def changing(self) -> frozenset[str]:
+        """Return the names of the tensors beside the codes that new numbers may change."""
+        fixed = frozenset[str]() if self.encoding.new_scales else self.encoding.fixed
+        return frozenset(part.info.name for role, part in self.parts.items() if role not in fixed)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the numbers are not in units of their common factor, or have none."""
+        return not self.encoding.common or self.encoding.common in self.parts
+
+    @property
+    def in_units(self) -> Packing:
+        """Return how numbers in units of their common factor are stored: without the part that holds it."""
+        return self._replace(parts={role: part for role, part in self.parts.items() if role != self.encoding.common})
+
+
+@dataclass(frozen=True, eq=False)
+class Plain(Encoding):
+    """Numbers of a dtype of the container."""
+
+    dtype: str = ""
+    name: ClassVar[str] = "plain"
+
+    @property
+    def title(self) -> str:
+        """Return the dtype."""
+        return self.dtype
+
+    @property
+    def plain(self) -> bool:
+        """Whether the stored numbers are the weight."""
+        return True
+
+    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
+        """Return the stored numbers."""
+        return parts[CODES]
+
+
+@cache
+def plain(dtype: str) -> Packing:
+    """Return the packing of a weight of plain numbers; one object for each dtype."""
+    bits = ITEM_BITS[dtype]
+    shared = gcd(bits, 8)
+    return Packing(Plain((8 // shared, bits // shared), dtype=dtype))

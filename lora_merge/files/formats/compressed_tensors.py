@@ -1,0 +1,235 @@
+"""Weights of compressed-tensors, as llm-compressor writes them: `quant_method: compressed-tensors` in config.json.
+
+Packed codes: a row begins a word, and is a stream of bits; older releases began a word for every code that would
+otherwise span two. Zero points are packed in the same way along the rows. With `weight_g_idx`, column j belongs to the
+group of that number. https://github.com/vllm-project/compressed-tensors src/compressed_tensors/compressors,
+src/compressed_tensors/quantization/quant_scheme.py.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from math import lcm, prod
+from typing import Any, Final, NamedTuple
+
+from ...disk.files import StoredTensor
+from ...disk.reader import read_bytes
+from ...dtypes import ITEM_BYTES
+from ...safe_regex import Refused, Steps, pattern
+from ..encodings.base import FLOATS, Packing, WeightPart
+from ..encodings.fp4 import Fp4Tensors, fp4
+from ..encodings.packed_ints import ORDER, WORD, PackedInts
+from ..encodings.scaled import SCALE, ZERO, ScaledTensors, scaled
+from .base import Checkpoint, NewWeight, WeightClaim, claimed, codes_of, new_tensor, positive
+
+EMBEDDING: Final = re.compile(r"(^|[._])(\w*embed\w*|wte|wpe)$", re.IGNORECASE)
+"""Names of modules that are embeddings and no linear layers; files do not hold the class of a module."""
+
+METHOD: Final = "compressed-tensors"
+BESIDE: Final = ("input_scale", "input_global_scale", "input_zero_point", "weight_shape")
+
+BYTES: Final = ("float-quantized", "naive-quantized", "int-quantized", "mxfp8-quantized")
+"""Formats with codes of one byte in `l.weight`."""
+
+BITS: Final = (2, 3, 4, 5, 6, 7, 8)
+
+
+def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
+    """Yield every weight of a folder that is read; none if weights are sparse or rotated too."""
+    config = checkpoint.config
+    sparse = config.get("sparsity_config") or {}
+    if config.get("quant_method") != METHOD or config.get("transform_config"):
+        return
+    if not isinstance(sparse, Mapping) or sparse.get("format", "dense") not in ("dense", None):
+        return
+    steps = Steps()
+    for stem in checkpoint.stems("weight_scale"):
+        args, form = _settings(config, stem, steps)
+        weight = _codes_in_bytes(checkpoint, stem, args) if form in BYTES else _packed(checkpoint, stem, args, form)
+        if weight is not None:
+            yield weight
+
+
+def _codes_in_bytes(checkpoint: Checkpoint, stem: str, args: Mapping[str, Any]) -> WeightClaim | None:
+    weight, zero = checkpoint.get(stem, "weight"), checkpoint.get(stem, "weight_zero_point")
+    if weight is None or checkpoint.present(stem, "weight_g_idx"):
+        return None
+    if (zero is None) != bool(args.get("symmetric", True)):
+        return None
+    scale = checkpoint.tensors[f"{stem}.weight_scale"]
+    form = "int8" if weight.dtype == "I8" else "mxfp8" if scale.dtype in ("U8", "F8_E8M0") else "fp8"
+    beside, block = checkpoint.present(stem, *BESIDE), _block(args, weight, scale)
+    of = ScaledTensors(weight, scale, f"compressed-tensors {form}", beside, zero, block, byte_powers=True)
+    packing = scaled(of)
+    return claimed(weight, weight.name, weight.shape, packing) if packing else None
+
+
+def _block(args: Mapping[str, Any], weight: StoredTensor, scale: StoredTensor) -> tuple[int, int] | None:
+    """Return rows and columns with one scale; None if there is one for the weight or each row."""
+    size, block = args.get("group_size"), args.get("block_structure")
+    if isinstance(block, str):  # "128x128", of older releases
+        block = [int(n) if n.isdecimal() and len(n) < 10 else 0 for n in block.split("x")]
+    if args.get("strategy") == "block" and isinstance(block, list) and len(block) == 2:
+        return (block[0], block[1]) if all(map(positive, block)) else None
+    if scale.dtype == "U8":
+        return 1, 32
+    return (1, size) if args.get("strategy") == "group" and positive(size) else None
+
+
+def _packed(checkpoint: Checkpoint, stem: str, args: Mapping[str, Any], form: str) -> WeightClaim | None:
+    """Return the claim of a weight with several codes in a byte."""
+    codes, scale = checkpoint.get(stem, "weight_packed"), checkpoint.tensors[f"{stem}.weight_scale"]
+    name, beside = f"{stem}.weight", checkpoint.present(stem, *BESIDE)
+    if codes is None:
+        return None
+    packing: Packing | None = None
+    if form in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
+        of = Fp4Tensors(
+            codes, scale, f"compressed-tensors {form[:5]}", checkpoint.get(stem, "weight_global_scale"), beside
+        )
+        packing = fp4(of, divided=True)
+        return claimed(codes, name, (*codes.shape[:-1], codes.shape[-1] * 2), packing) if packing else None
+    if form == "pack-quantized":
+        order, zero = checkpoint.get(stem, "weight_g_idx"), checkpoint.get(stem, "weight_zero_point")
+        ints = PackedTensors(codes, scale, args, checkpoint.get(stem, "weight_shape"), zero, order, beside)
+        return _packed_ints(ints, name)
+    return None
+
+
+def _settings(config: Mapping[str, Any], stem: str, steps: Steps) -> tuple[Mapping[str, Any], str]:
+    """Return how the weights of a module are quantised, and the format; ({}, "") if nothing says it.
+
+    A target is a name, a regular expression or a class, and counts in this order, as in the library (match_targets).
+    """
+    groups = config.get("config_groups")
+    rows = [g for g in groups.values() if isinstance(g, Mapping)] if isinstance(groups, Mapping) else []
+    by_target = {target: group for group in rows for target in _targets(group) if isinstance(target, str)}
+    named = sorted((t for t in by_target if _names(t, stem, steps)), key=lambda t: (t.startswith("re:"), t))
+    likely = "Embedding" if EMBEDDING.search(stem) else "Linear"
+    classes = sorted((t for t in by_target if t.isidentifier() and t[:1].isupper()), key=lambda t: (t != likely, t))
+    for target in (*named, *classes):
+        args = by_target[target].get("weights")
+        if isinstance(args, Mapping):
+            return args, str(by_target[target].get("format") or config.get("format") or "")
+    return {}, ""
+
+
+def _targets(group: Mapping[str, Any]) -> list[Any]:
+    targets = group.get("targets")
+    return targets if isinstance(targets, list) else []
+
+
+def _names(target: Any, stem: str, steps: Steps) -> bool:
+    """Return whether a target of a group names a module: by its name, or by a regular expression."""
+    if not isinstance(target, str) or not target.startswith("re:"):
+        return bool(target == stem)
+    try:
+        return pattern(target[3:]).matches(stem, steps)
+    except Refused:
+        return False
+
+
+class PackedTensors(NamedTuple):
+    """The tensors of a weight of packed whole numbers."""
+
+    codes: StoredTensor
+    scale: StoredTensor
+    args: Mapping[str, Any]
+    shape: StoredTensor | None
+    zero: StoredTensor | None
+    order: StoredTensor | None
+    beside: frozenset[str]
+
+
+def _packed_ints(of: PackedTensors, name: str) -> WeightClaim | None:
+    """Return the claim of a weight of packed whole numbers; None if dtypes and shapes do not go together."""
+    bits, size, codes = of.args.get("num_bits"), of.args.get("group_size"), of.codes
+    shape = _shape(of.shape)
+    if bits not in BITS or codes.dtype != "I32" or len(shape) != 2 or not prod(shape):
+        return None
+    if (of.zero is None) != bool(of.args.get("symmetric", True)) or of.scale.dtype not in FLOATS:
+        return None
+    # Dense rows are streams of bits; in others no code spans two words.
+    rows, cols = shape
+    size = size if positive(size) else cols
+    across = cols // size
+    dense = codes.shape == (rows, _words(cols, bits, dense=True))
+    words = _words(cols, bits, dense=dense)
+    unclear = dense and words > 1 and WORD % bits and words == _words(cols, bits, dense=False)
+    # Dtypes and shapes of all tensors.
+    if cols % size or codes.shape != (rows, words) or unclear or of.scale.shape != (rows, across):
+        return None
+    if of.zero is not None and (of.zero.dtype, of.zero.shape) != ("I32", (_words(rows, bits, dense=dense), across)):
+        return None
+    if of.order is not None and (of.order.dtype != "I32" or of.order.shape != (cols,)):
+        return None
+    # So many rows are decoded together as share whole words of zero points.
+    each, size_of_each = (WORD, bits * 4) if dense and WORD % bits else (WORD // bits, 4)
+    parts = {SCALE: WeightPart(of.scale, cols, across * ITEM_BYTES[of.scale.dtype])}
+    parts |= {ZERO: WeightPart(of.zero, each * cols, across * size_of_each)} if of.zero is not None else {}
+    parts |= {ORDER: WeightPart(of.order)} if of.order is not None else {}
+    encoding = PackedInts.shared(
+        (cols, words * 4), lcm(cols, each * cols if of.zero is not None else 1), bits=bits, cols=cols, size=size,
+        zeros=of.zero is not None, dense=dense, scales=of.scale.dtype, label=f"compressed-tensors int{bits}",
+    )  # fmt: skip
+    return claimed(codes, name, (rows, cols), Packing(encoding, codes, parts, of.beside))
+
+
+def _words(numbers: int, bits: int, *, dense: bool) -> int:
+    """Return how many words hold so many codes."""
+    return -(-numbers * bits // WORD) if dense else -(-numbers // (WORD // bits))
+
+
+def _shape(info: StoredTensor | None) -> tuple[int, ...]:
+    """Return the shape of a weight, as the tensor `weight_shape` holds it; () without it."""
+    if info is None or info.dtype not in ("I64", "I32") or info.shape != (2,):
+        return ()
+    return struct.unpack("<2q" if info.dtype == "I64" else "<2i", read_bytes(info))
+
+
+def new_nvfp4(weight: StoredTensor) -> NewWeight | None:
+    """Return a matrix as 4-bit codes with fp8 scales for 16 columns, and one divisor."""
+    rows, cols = weight.shape
+    if cols % 16:
+        return None
+    scale = new_tensor(weight, "weight_scale", "F8_E4M3", (rows, cols // 16))
+    whole = new_tensor(weight, "weight_global_scale", "F32", (1,))
+    of = Fp4Tensors(new_tensor(weight, "weight_packed", "U8", (rows, cols // 2)), scale, "nvfp4", whole)
+    packing = fp4(of, divided=True, new_scales=True)
+    return NewWeight(packing, (scale, whole)) if packing else None
+
+
+def new_mxfp8(weight: StoredTensor) -> NewWeight | None:
+    """Return a matrix as fp8 with a power of two for 32 columns."""
+    rows, cols = weight.shape
+    if cols % 32:
+        return None
+    scale = new_tensor(weight, "weight_scale", "U8", (rows, cols // 32))
+    of = ScaledTensors(codes_of(weight, "F8_E4M3", weight.shape), scale, "mxfp8", block=(1, 32), byte_powers=True)
+    packing = scaled(of, new_scales=True)
+    return NewWeight(packing, (scale,)) if packing else None
+
+
+def nvfp4_section(unquantised: Sequence[str]) -> Mapping[str, Any]:
+    """Return the section of config.json on nvfp4; `unquantised`: names of modules."""
+    return _section(unquantised, "nvfp4-pack-quantized", {
+        "num_bits": 4, "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn",
+        "zp_dtype": "torch.float8_e4m3fn",
+    })  # fmt: skip
+
+
+def mxfp8_section(unquantised: Sequence[str]) -> Mapping[str, Any]:
+    """Return the section of config.json on mxfp8; `unquantised`: names of modules."""
+    return _section(unquantised, "mxfp8-quantized", {
+        "num_bits": 8, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8",
+    })  # fmt: skip
+
+
+def _section(unquantised: Sequence[str], form: str, weights: Mapping[str, Any]) -> Mapping[str, Any]:
+    args = {"type": "float", "symmetric": True, "dynamic": False, **weights}
+    return {
+        "quant_method": METHOD, "format": form, "quantization_status": "compressed", "ignore": list(unquantised),
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": args, "format": form}},
+    }  # fmt: skip

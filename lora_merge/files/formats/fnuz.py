@@ -1,0 +1,26 @@
+"""fp8 without scales whose only NaN is the negative zero: e4m3fnuz and e5m2fnuz. They are read, never written.
+
+The number of a byte is half the number that it has in the dtypes of the same name without `uz`.
+Noune et al. 2022, arXiv:2206.02915.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from ..encodings.base import Packing
+from ..encodings.table import Fnuz
+from .base import Checkpoint, WeightClaim, claimed
+
+DTYPES: Final = {"F8_E4M3FNUZ": "fp8_e4m3fnuz", "F8_E5M2FNUZ": "fp8_e5m2fnuz"}
+
+
+def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
+    """Yield the tensors of these dtypes without a scale beside them."""
+    for name, info in checkpoint.tensors.items():
+        if info.dtype not in DTYPES or not info.nbytes:
+            continue
+        if not checkpoint.present(name.rpartition(".")[0], "weight_scale", "scale_weight", "scale"):
+            encoding = Fnuz.shared((1, 1), dtype=info.dtype, label=DTYPES[info.dtype])
+            yield claimed(info, name, info.shape, Packing(encoding, info))

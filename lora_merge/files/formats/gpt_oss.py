@@ -1,0 +1,27 @@
+"""The experts of gpt-oss in mxfp4. https://github.com/huggingface/transformers integrations/mxfp4.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..encodings.base import Packing, WeightPart
+from ..encodings.fp4 import Fp4
+from ..encodings.scaled import E8M0, SCALE
+from .base import Checkpoint, WeightClaim, claimed
+
+
+def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
+    """Yield the experts of gpt-oss: mxfp4 of [experts, out, in], which the model knows as [experts, in, out]."""
+    if checkpoint.config.get("quant_method") != "mxfp4":
+        return
+    for name, codes in checkpoint.tensors.items():
+        stem = name.removesuffix("_blocks")
+        scale = checkpoint.tensors.get(f"{stem}_scales")
+        if stem == name or scale is None or len(codes.shape) != 4 or codes.shape[3] != 16:
+            continue
+        experts, rows, across, _ = codes.shape
+        if (codes.dtype, scale.dtype, scale.shape) != ("U8", "U8", (experts, rows, across)) or not codes.nbytes:
+            continue
+        cols = across * 32
+        encoding = Fp4.shared((2, 1), rows * cols, kind=E8M0, size=32, cols=cols, turned=rows, label="gpt-oss mxfp4")
+        yield claimed(codes, stem, (experts, cols, rows), Packing(encoding, codes, {SCALE: WeightPart(scale, 32, 1)}))

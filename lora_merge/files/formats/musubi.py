@@ -1,0 +1,53 @@
+"""Scaled weights without any mark: files of musubi-tuner, sd-scripts and lightx2v.
+
+musubi-tuner and sd-scripts write `l.scale_weight` in the model's dtype: one number, one for each row, or [rows, groups,
+1]. lightx2v writes `l.weight_scale` beside int8 or fp8: [rows, 1], or for DeepGEMM one for each block of 128 by 128.
+Other files have [rows], or one number for the weight.
+https://github.com/kohya-ss/musubi-tuner src/musubi_tuner/modules/fp8_optimization_utils.py,
+https://github.com/ModelTC/lightx2v tools/convert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Final
+
+from ..encodings.scaled import TILE, ScaledTensors, scaled
+from .base import Checkpoint, WeightClaim, claimed
+from .comfyui import LAYERS_ENTRY
+
+MARKS: Final = frozenset({"scaled_fp8", "comfy_quant", "weight_packed"})
+"""Last names of tensors of other formats."""
+
+MORE: Final = ("weight_zero_point", "weight_scale_2", "pre_quant_scale")
+"""Tensors without which such a weight would be other numbers."""
+
+
+def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
+    """Yield the weights of such files; none if config.json or a mark of ComfyUI states another format."""
+    marks = {name.rpartition(".")[2] for name in checkpoint.tensors} & MARKS
+    if checkpoint.config or marks or LAYERS_ENTRY in checkpoint.metadata:
+        return
+    # musubi-tuner and sd-scripts.
+    for stem in checkpoint.stems("scale_weight"):
+        weight, scale = checkpoint.get(stem, "weight"), checkpoint.tensors[f"{stem}.scale_weight"]
+        if weight is None or weight.dtype[:2] != "F8":
+            continue
+        groups = scale.shape[1] if len(scale.shape) == 3 and scale.shape[2] == 1 else 0
+        if groups and (len(weight.shape) != 2 or weight.shape[1] % groups):
+            continue
+        block = (1, weight.shape[1] // groups) if groups else None
+        of = ScaledTensors(weight, scale, "musubi fp8", checkpoint.present(stem, "scale_input"), block=block)
+        if packing := scaled(of):
+            yield claimed(weight, weight.name, weight.shape, packing)
+    # lightx2v, and files of one scale.
+    for stem in checkpoint.stems("weight_scale"):
+        weight, scale = checkpoint.get(stem, "weight"), checkpoint.tensors[f"{stem}.weight_scale"]
+        if weight is None or len(weight.shape) != 2 or scale.dtype == "F8_E8M0" or checkpoint.present(stem, *MORE):
+            continue
+        (rows, cols), beside = weight.shape, checkpoint.present(stem, "input_scale")
+        tiled = scale.shape not in ((rows, 1), (1, 1)) and scale.shape == (-(-rows // TILE), -(-cols // TILE))
+        label = "fp8 blocks" if tiled else "fp8 or int8 rows" if prod(scale.shape) > 1 else "fp8 or int8"
+        if packing := scaled(ScaledTensors(weight, scale, label, beside, block=(TILE, TILE) if tiled else None)):
+            yield claimed(weight, weight.name, weight.shape, packing)

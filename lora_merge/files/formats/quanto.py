@@ -1,0 +1,52 @@
+"""optimum-quanto: codes of one byte with a scale for each row; codes of 2 and 4 bits of which far rows share bytes.
+
+The weight is a matrix of groups [groups, size], stored in parts of equally many rows, each part in other bits of the
+same bytes; W = q · s − z. https://github.com/huggingface/optimum-quanto optimum/quanto/tensor/packed.py, qbits.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Final
+
+from ...disk.files import StoredTensor
+from ..encodings.packed_ints import shared_byte_ints
+from ..encodings.scaled import ScaledTensors, scaled
+from .base import Checkpoint, WeightClaim, claimed
+
+ACTIVATIONS: Final = ("input_scale", "output_scale")
+KINDS: Final = {"I8": "int8", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+
+
+def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
+    """Yield the weights of optimum-quanto: codes of one byte with a scale for each row, and codes of 2 and 4 bits.
+
+    The shape of the latter is stored nowhere: it follows from the bias; without one, they are not read.
+    """
+    for name in checkpoint.stems("_scale"):
+        stem, scale = name.rpartition(".")[0], checkpoint.tensors[f"{name}._scale"]
+        codes = checkpoint.get(name, "_data")
+        beside = checkpoint.present(stem, *ACTIVATIONS)
+        if codes is None:
+            weight = _few_bits(checkpoint, name, scale, beside)
+        else:
+            packing = scaled(ScaledTensors(codes, scale, f"quanto {KINDS.get(codes.dtype, '')}", beside))
+            weight = claimed(codes, name, codes.shape, packing) if packing else None
+        if weight is not None:
+            yield weight
+
+
+def _few_bits(checkpoint: Checkpoint, name: str, scale: StoredTensor, beside: frozenset[str]) -> WeightClaim | None:
+    """Return the claim of a weight of 2 or 4 bits, whose rows its bias shows."""
+    codes, zero = checkpoint.get(name, "_data._data"), checkpoint.get(name, "_shift")
+    bias = checkpoint.get(name.rpartition(".")[0], "bias")
+    if codes is None or zero is None or bias is None or len(codes.shape) != 2 or codes.dtype != "U8":
+        return None
+    (stored, cols), groups, rows = codes.shape, prod(scale.shape), prod(bias.shape)
+    bits = next((b for b in (2, 4) if stored and stored == -(-groups // (8 // b))), 0)
+    if not bits or not rows or not cols or zero.shape != scale.shape or groups * cols % rows:
+        return None
+    shape = rows, groups * cols // rows
+    packing = shared_byte_ints(codes, scale, zero, shape[1], bits=bits, cols=cols, label=f"quanto int{bits}")
+    return claimed(codes, name, shape, packing._replace(beside=beside)) if packing else None

@@ -1,0 +1,134 @@
+"""Weights of torchao as transformers saves them: numbers of few bits, row by row.
+
+`L.weight` is stored as `L._weight_qdata`, `L._weight_scale` and, with zero points, `L._weight_zero_point`; an entry
+`L.weight` of the metadata says of which class the weight is and which block of it shares a scale. The scales of
+MXTensor and NVFP4Tensor may be in cuBLAS's tiles; NVFP4Tensor may have a scale of the whole weight.
+https://github.com/pytorch/ao torchao/prototype/safetensors/safetensors_support.py, torchao/prototype/mx_formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+from ...disk.files import StoredTensor
+from ...disk.reader import read_bytes
+from ...dtypes import Shape
+from ...safe_regex import from_json
+from ..encodings.base import Packing
+from ..encodings.fp4 import Fp4Tensors, fp4
+from ..encodings.scaled import ScaledTensors, scaled
+from .base import Checkpoint, WeightClaim, claimed, positive
+
+NAMES: Final = "tensor_names"
+"""Entry of the metadata with the names of all tensors."""
+
+BITS: Final = {f"int{bits}": bits for bits in range(2, 9)}
+"""Type of whole numbers → their bits."""
+
+ENTRY_LIMIT: Final = 4096  # bytes of the entry of one weight; torchao writes about 400
+
+
+class TorchaoTensors(NamedTuple):
+    """The tensors of one weight, and what its entry says."""
+
+    codes: StoredTensor
+    scale: StoredTensor
+    zero: StoredTensor | None
+    whole: StoredTensor | None
+    settings: Mapping[str, Any]
+    label: str
+    beside: frozenset[str]
+
+
+StoredForm = tuple[Packing | None, Shape]
+"""How a weight is stored, if it is read, and its shape."""
+
+
+def _blocks(of: TorchaoTensors, dtype: str, **settings: Any) -> StoredForm:
+    """Return how codes of one byte with a scale for each block are stored."""
+    codes, scale, zero, beside = of.codes, of.scale, of.zero, of.beside
+    block = of.settings.get("block_size")
+    if codes.dtype != dtype or not isinstance(block, list) or len(block) != len(codes.shape) or len(block) < 2:
+        return None, ()
+    if not all(map(positive, block)) or any(n != 1 for n in block[:-2]):
+        return None, ()
+    if zero is not None and (prod(zero.shape) != prod(scale.shape) or prod(scale.shape) > prod(codes.shape)):
+        return None, ()
+    if zero is not None and not any(read_bytes(zero)):  # symmetric, and it stays so
+        beside, zero = beside | {zero.name}, None
+    single = prod(scale.shape) == 1 and zero is None
+    stored = ScaledTensors(codes, scale, of.label, beside, zero, None if single else (block[-2], block[-1]))
+    return scaled(stored, **settings), codes.shape
+
+
+def _few_bits(of: TorchaoTensors) -> StoredForm:
+    """Return how whole numbers of 2 to 8 bits in bytes are stored."""
+    target = of.settings.get("target_dtype")
+    bits = BITS.get(str(target.get("_data")), 0) if isinstance(target, Mapping) else 0
+    return _blocks(of, "I8", ends=(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)) if bits else (None, ())
+
+
+def _mx(of: TorchaoTensors) -> StoredForm:
+    """Return how codes with a power of two for 32 columns are stored."""
+    element = of.settings.get("elem_dtype")
+    kind = element.get("_data") if isinstance(element, Mapping) else None
+    swizzled = bool(of.settings.get("is_swizzled_scales"))
+    if of.settings.get("block_size") != 32 or of.zero is not None or of.whole is not None:
+        return None, ()
+    if (kind, of.codes.dtype) == ("float8_e4m3fn", "F8_E4M3"):
+        stored = ScaledTensors(of.codes, of.scale, of.label, of.beside, block=(1, 32), byte_powers=True)
+        return (scaled(stored, swizzled=swizzled) if stored.kind == "E8M0" else None), of.codes.shape
+    return _halves(of, swizzled=swizzled) if kind == "float4_e2m1fn_x2" else (None, ())
+
+
+def _nvfp4(of: TorchaoTensors) -> StoredForm:
+    """Return how 4-bit codes with fp8 scales for 16 columns are stored."""
+    if of.settings.get("block_size") != 16 or of.zero is not None:
+        return None, ()
+    return _halves(of, swizzled=bool(of.settings.get("is_swizzled_scales")), fp8_scales=True)
+
+
+def _halves(of: TorchaoTensors, *, swizzled: bool, fp8_scales: bool = False) -> StoredForm:
+    stored = Fp4Tensors(of.codes, of.scale, of.label, of.whole, of.beside, fp8_scales=fp8_scales)
+    return fp4(stored, swizzled=swizzled), (*of.codes.shape[:-1], 2 * of.codes.shape[-1] if of.codes.shape else 0)
+
+
+CLASSES: Final[Mapping[str, Callable[[TorchaoTensors], StoredForm]]] = MappingProxyType({
+    "Int8Tensor": lambda of: _blocks(of, "I8"), "Float8Tensor": lambda of: _blocks(of, "F8_E4M3"),
+    "IntxUnpackedToInt8Tensor": _few_bits, "MXTensor": _mx, "NVFP4Tensor": _nvfp4,
+})  # fmt: skip
+"""Class of a weight → how it is read. Others hold packed whole numbers, or codes in the order of a kernel."""
+
+
+def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
+    """Yield the weights of these classes."""
+    if NAMES not in checkpoint.metadata:
+        return
+    for codes in [info for name, info in checkpoint.tensors.items() if name.endswith("_qdata")]:
+        stem, _, last = codes.name.rpartition(".")
+        parameter = last.removeprefix("_").removesuffix("_qdata")
+        name = f"{stem}.{parameter}"
+        scale, zero, whole = (
+            checkpoint.get(stem, f"_{parameter}_{part}") for part in ("scale", "zero_point", "per_tensor_scale")
+        )
+        kind, settings = _entry(checkpoint.metadata.get(name, ""))
+        if scale is None or kind not in CLASSES:
+            continue
+        beside = checkpoint.present(stem, f"_{parameter}_act_per_tensor_scale")
+        packing, shape = CLASSES[kind](TorchaoTensors(codes, scale, zero, whole, settings, f"torchao {kind}", beside))
+        if packing is not None:
+            yield claimed(codes, name, shape, packing)
+
+
+def _entry(text: str) -> tuple[str, Mapping[str, Any]]:
+    """Return (class of a weight, its settings) from its metadata; ("", {}) if none."""
+    try:
+        entry = from_json(text.encode()) if 0 < len(text) <= ENTRY_LIMIT else {}
+    except ValueError:
+        entry = {}
+    inner = entry.get("_data") if isinstance(entry, dict) else None
+    kind = entry.get("_type") if isinstance(entry, dict) else None
+    return (kind, inner) if isinstance(kind, str) and isinstance(inner, dict) else ("", {})

@@ -1,0 +1,146 @@
+"""The encoding of GGUF: blocks of 32 or 256 numbers with their scales inside.
+
+What llama.cpp's converter does to values (names.py) is part of the encoding: the rows of each head of q and k in
+another order, norms plus one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from ...dtypes import TABLE
+from ..encodings.base import CODES, DRAW, Encoding, OutOfRange, PartNumbers
+from .types import READ_ONLY, TYPES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Ggml(Encoding):
+    """Numbers of one type, perhaps with the rows of each head in llama.cpp's order, perhaps shifted."""
+
+    kind: str = ""
+    head: int = 0
+    """Rows of a head, if their two halves alternate in the file; else 0."""
+    cols: int = 0
+    """Numbers in a row; 0 without heads."""
+    offset: float = 0.0
+    """The number that is added to every number in the file."""
+    name: ClassVar[str] = "ggml"
+    from_zeros: ClassVar[bool] = True
+    stochastic: ClassVar[bool] = True
+
+    @property
+    def title(self) -> str:
+        """Return the name of the type."""
+        return self.kind
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the numbers are blocks; F16 in another order is not quantised."""
+        return self.kind not in TABLE
+
+    def as_plain(self, dtype: str) -> Ggml | None:
+        """Return the same with plain numbers of this dtype; None if these are stored as they are."""
+        return _encoding(dtype, self.head, self.cols, self.offset) if self.head or self.offset else None
+
+    def as_type(self, kind: str) -> Ggml:
+        """Return the same with new blocks of a type."""
+        return _encoding(kind, self.head, self.cols, self.offset, new_scales=True)
+
+    @property
+    def block_of_scale(self) -> tuple[int, int]:
+        """Rows and columns with one scale."""
+        return (1, self.unit[0]) if self.quantised else (0, 0)
+
+    def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
+        """Return the numbers, in fp32; InvalidPart for scales that are not finite numbers."""
+        values = self._decoded(parts[CODES])
+        if self.offset:
+            values = values - self.offset
+        if self.head:
+            values = values.reshape(-1, self.head // 2, 2, self.cols).transpose(1, 2).reshape(-1)
+        return values
+
+    def encode(self, values: Tensor, parts: PartNumbers, first: int) -> PartNumbers:
+        """Return the codes of new numbers; scales that cover them stay. OutOfRange if no scale does."""
+        uniform = self._stored_order(parts[DRAW]) if DRAW in parts else None
+        numbers = self._stored_order(values)
+        return {CODES: self._encoded(numbers + self.offset if self.offset else numbers, parts[CODES], uniform)}
+
+    def _stored_order(self, values: Tensor) -> Tensor:
+        """Return numbers with the rows of each head in llama.cpp's order."""
+        if not self.head:
+            return values
+        return values.reshape(-1, 2, self.head // 2, self.cols).transpose(1, 2).reshape(-1)
+
+    def _decoded(self, codes: Tensor) -> Tensor:
+        import torch
+
+        if self.kind in TABLE:
+            return codes.view(getattr(torch, TABLE[self.kind].library)).float()
+        from .blocks import decode
+
+        return decode(self.kind, codes)
+
+    def _encoded(self, values: Tensor, codes: Tensor, uniform: Tensor | None) -> Tensor:
+        import torch
+
+        if self.kind in TABLE:
+            if values.numel() and float(values.abs().max()) > TABLE[self.kind].room:
+                raise OutOfRange
+            from ..encodings.arithmetic import single
+            from ..encodings.rounding import to_floats
+
+            values = values if self.kind == "F32" else single(values)
+            if uniform is not None and self.kind != "F32":
+                values = to_floats(values, self.kind, uniform)
+            return values.to(getattr(torch, TABLE[self.kind].library)).view(torch.uint8)
+        from .blocks import encode
+
+        return encode(self.kind, values, codes, uniform)
+
+
+@dataclass(frozen=True, eq=False)
+class GgmlGrid(Ggml):
+    """Points of a grid; read, never written."""
+
+    name: ClassVar[str] = "ggml_grids"
+    from_zeros: ClassVar[bool] = False
+    decode_only: ClassVar[str] = "its points were chosen with an importance matrix"
+
+    def _decoded(self, codes: Tensor) -> Tensor:
+        from .grids import decode
+
+        return decode(self.kind, codes, self.unit[1])
+
+
+def ggml(kind: str) -> Ggml:
+    """Return the encoding of a type."""
+    return _encoding(kind, 0, 0, 0.0)
+
+
+def new_encoding(kind: str) -> Ggml:
+    """Return the encoding of new blocks of a type."""
+    return _encoding(kind, 0, 0, 0.0, new_scales=True)
+
+
+def permuted(kind: str, head: int, cols: int) -> Ggml:
+    """Return the encoding of a type for q or k of llama: heads of so many rows, of so many numbers."""
+    return _encoding(kind, head, cols, 0.0)
+
+
+def shifted(kind: str, offset: float) -> Ggml:
+    """Return the encoding of a type with a constant added to every number."""
+    return _encoding(kind, 0, 0, offset)
+
+
+def _encoding(kind: str, head: int, cols: int, offset: float, *, new_scales: bool = False) -> Ggml:
+    """Return one object for each encoding: weights that are stored alike are merged together."""
+    unit = TYPES[kind].unit
+    form = GgmlGrid if kind in READ_ONLY else Ggml
+    return form.shared(
+        unit, max(unit[0], head * cols), kind=kind, head=head, cols=cols, offset=offset, new_scales=new_scales
+    )
