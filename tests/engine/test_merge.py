@@ -240,7 +240,7 @@ def mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     files = save(base, tmp_path / "b.safetensors"), save(adapter, tmp_path / "a.safetensors")
     lora_merge.merge(*files, tmp_path / "usual.safetensors", max_memory="8MiB")
     digests = {f: hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
-    monkeypatch.setattr("lora_merge.disk.hashes.Known.digest", lambda _, path: digests.get(path))
+    monkeypatch.setattr("lora_merge.disk.hashes.RememberedHashes.digest", lambda _, path: digests.get(path))
     return files
 
 
@@ -283,7 +283,7 @@ def test_base_that_is_hashed_is_read_in_its_order(
         read(self, task)
 
     monkeypatch.setattr(Pipeline, "read", noting)
-    monkeypatch.setattr("lora_merge.disk.hashes.Known.digest", lambda *_: None)
+    monkeypatch.setattr("lora_merge.disk.hashes.RememberedHashes.digest", lambda *_: None)
     lora_merge.merge(*mixed, tmp_path / "out.safetensors", max_memory="8MiB")
     assert starts == sorted(starts)
 
@@ -751,7 +751,7 @@ def test_input_that_had_other_bytes_for_a_while_is_found(
     base, out, run = mixed[0], tmp_path / "out.safetensors", Pipeline.run
     at = parse_file(base).tensors["layer.09.weight"].offset
     if not known:
-        monkeypatch.setattr("lora_merge.disk.hashes.Known.digest", lambda *_: None)
+        monkeypatch.setattr("lora_merge.disk.hashes.RememberedHashes.digest", lambda *_: None)
 
     def flip() -> None:
         old = base.stat()
