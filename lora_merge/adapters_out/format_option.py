@@ -158,7 +158,7 @@ def _converted(job: AdapterJob, sources: Sources, this: Run, to: Dialect) -> Ada
 
 def _tables(sources: Sources) -> frozenset[str]:
     """Return the layers of the result that are embeddings, whose factors have the endings of other layers there."""
-    own = (t.name for t in sources.targets if any(ALGORITHMS[u.patch.algorithm].of_table for u in t.uses))
+    own = (t.name for t in sources.targets if any(ALGORITHMS[u.patch.algorithm].layout == "table" for u in t.uses))
     return frozenset(own)
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ..adapter_options import KEEP
-from ..adapters.modules import AdapterFile, FileValues, Module
+from ..adapters.modules import AdapterFile, Module
 from ..adapters.stated import rules_of
+from ..adapters.tensor_values import FileValues
 from ..algorithms import ALGORITHMS
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
@@ -223,7 +224,8 @@ class CheckpointWeights:
 
 
 def _context(number: int, file: AdapterFile, values: FileValues, job: AdapterJob) -> AdapterContext:
-    return AdapterContext(number, file, rules_of(file), values, given=dict(job.inputs.setting), base=ALL_UPRIGHT)
+    settings = dict(job.inputs.setting)
+    return AdapterContext(number, file, rules_of(file), values, user_settings=settings, base=ALL_UPRIGHT)
 
 
 def _joined_target(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from ..adapters.modules import FileValues, Module
+from ..adapters.modules import Module
+from ..adapters.tensor_values import FileValues
 from ..change_statistics import Measures
 from ..disk.reader import Reader
 from ..dtypes import FLOATS

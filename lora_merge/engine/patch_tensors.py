@@ -126,7 +126,7 @@ class PatchTensors:
         row = ALGORITHMS[patch.algorithm]
         stored = {slot: self.fetch(patch.module.slots[slot]) for slot in row.integer_slots & patch.shapes.keys()}
         integers = {slot: whole(tensor.reshape(patch.shapes[slot])) for slot, tensor in stored.items()}
-        row.check_integers(integers, patch.shapes, patch.view.shape)
+        row.checks.check_integers(integers, patch.shapes, patch.view.shape)
 
     def _factor(self, s: BlockPart, slot: str, at: Placement, lane: DeviceStream) -> Tensor:
         """Return the tensor of one slot at the placement, cut to the slice's rows if it has an axis of rows."""

@@ -68,7 +68,7 @@ class BlockPart:
         """Whether each row of ΔW follows from its own entries of the stored tensors and its own row of the base."""
         patch = self.use.patch
         row = ALGORITHMS[patch.algorithm]
-        computed = row.prepare is not None or row.decomposes or row.derive is not None or row.rebuilds or patch.beside
+        computed = row.prepare is not None or row.decomposes or row.derive is not None or row.rebuild or patch.beside
         return patch.row_group == 1 and not (computed or self.use.piece.transposed or self.taken)
 
     @property

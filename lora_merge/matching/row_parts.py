@@ -38,7 +38,7 @@ class NoPlace(ValueError):
 
 
 @dataclass(frozen=True)
-class Parts:
+class RowParts:
     """The parts of one split module that an adapter has."""
 
     heights: Mapping[int, int]
@@ -52,20 +52,20 @@ class Parts:
         return [0, *accumulate(rows)] if together else []
 
 
-NO_PARTS: Final = Parts({})
+NO_PARTS: Final = RowParts({})
 
 
-def heights(modules: Iterable[Module]) -> Mapping[str, Parts]:
+def heights(modules: Iterable[Module]) -> Mapping[str, RowParts]:
     """Return split module → its parts."""
-    found: dict[str, dict[int, int]] = defaultdict(dict)
+    parts_of: dict[str, dict[int, int]] = defaultdict(dict)
     for module in modules:
         whole, number = split_row_part(module.name)
         if number is not None and module.parameter == "weight":
-            found[whole][number] = module.height
-    return {name: Parts(dict(sorted(parts.items()))) for name, parts in found.items()}
+            parts_of[whole][number] = module.height
+    return {name: RowParts(dict(sorted(parts.items()))) for name, parts in parts_of.items()}
 
 
-def place(view: WeightView, number: int, parts: Parts, splits: Mapping[str, Split]) -> WeightView:
+def place(view: WeightView, number: int, parts: RowParts, splits: Mapping[str, Split]) -> WeightView:
     """Return the rows of part `number` in the weight `view`; NoPlace if it has none, or if its rows do not fit.
 
     `splits`: source in the base → rows of every fused layer, in order. Without a source, the parts follow each

@@ -157,7 +157,7 @@ class MergedModel(Shown):
 
         Parameters:
             name: Of the tensor, as in the model's state dict.
-            made: Its new numbers, of the same shape and dtype.
+            merged: Its new numbers, of the same shape and dtype.
         """
         tensor = self._tensors[name]
         old = _KEEPERS[self._keep](tensor, merged)

@@ -11,8 +11,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from ..adapters.modules import AdapterFile, FileValues, Values
+from ..adapters.modules import AdapterFile
 from ..adapters.stated import rules_of
+from ..adapters.tensor_values import FileValues, Values
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..dtypes import FLOATS, WHOLE, Shape, spoken
@@ -34,13 +35,13 @@ from ..files.side_files import (
 )
 from ..files.tokenizers import OTHER_TOKENIZER, EmbeddingRows, taken
 from ..job import Adapter, Job, ResolvedJob
-from ..matching.conflicts import with_overlap_notes
+from ..matching.conflicts import check_addable, with_overlap_notes
 from ..matching.formula import AdapterContext, check_settings
 from ..matching.match import KnownBase, match_adapter
 from ..matching.patch import Match, PatchPart
-from ..matching.resizing import check_addable, replace_in_turn, values_as_changes
 from ..matching.tied_embeddings import check_separations
 from ..matching.trained_weights import with_trained_weights
+from ..matching.values import replace_in_turn, values_as_changes
 from ..merge_methods import ADDED, METHODS, UNDIRECTED
 from ..models.names import Names
 from ..models.part_factors import Strengths, check_effect, on_base

@@ -54,7 +54,7 @@ def check_blocks(case: str, parts: int, largest: int) -> None:
     example, name = CASES[case], case.split(",")[0]
     whole = weight(example)
     want = whole + STRENGTH * REFERENCE[name].formula(given(name, example, whole))
-    if ALGORITHMS[name].stacked:  # rows of width `in`, as an architecture with experts has them
+    if ALGORITHMS[name].layout == "experts":  # rows of width `in`, as an architecture with experts has them
         whole, want = (w.reshape(-1, example.shape[2]) for w in (whole, want))
     rows, cols = whole.shape
     edges = [0, *(rows * i // parts + 1 for i in range(1, parts)), rows]  # one off, so within a row group too

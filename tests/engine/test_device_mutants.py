@@ -203,7 +203,7 @@ MUTANTS: dict[str, tuple[Scene, str, str, str]] = {
         merges(lora("m.0", seed=3), DORA, dtype="fp32"), "engine.fold:fold", "base.clone() if any(s.reads_base and s.view is None for s in stacks[1:]) else base", "base"),
     "an index is made on the host": (merges(C3A), "algorithms.c3a:delta", ", device=base.device", ""),
     "a decomposition in fp32": (merges(OFT, dtype="fp32"), "engine.devices:_precise", "return Placement(", "return at or Placement("),
-    "integers are not checked": (hostile, "algorithms.base:Algorithm.check_integers", "exceeded is None", "True"),
+    "integers are not checked": (hostile, "algorithms.base:Checks.check_integers", "exceeded is None", "True"),
     "bytes of others are downloaded": (merges(lora(*(f"m.{n}" for n in range(6))), dtype="bf16"), "engine.gpu_windows:_runs", "bridged and", "True or"),
     "buffers stay registered": (merges(lora("m.0")), "engine.gpu_windows:RegisteredBuffers.close", "self._drop(key)", "pass"),
 }  # fmt: skip

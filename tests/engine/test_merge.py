@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lora_merge
-from lora_merge.adapters.modules import FileValues
+from lora_merge.adapters.tensor_values import FileValues
 from lora_merge.engine import pipeline
 from lora_merge.engine.admission import plan_merge
 from lora_merge.engine.block_folder import BlockFolder

@@ -58,7 +58,7 @@ class Layers:
     def __init__(self, name: str, stored: str) -> None:
         example, row = EXAMPLES[name], ALGORITHMS[name]
         whole, slots = weight(example), tensors(name, example)
-        if ALGORITHMS[name].stacked:
+        if ALGORITHMS[name].layout == "experts":
             whole = whole.reshape(-1, example.shape[2])
         self.tensors: Tensors = {}
         self.targets: list[OutputTensor] = []

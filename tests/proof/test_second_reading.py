@@ -24,7 +24,7 @@ from lora_merge.disk.files import StoredTensor
 from lora_merge.errors import FitError, UsageError, VerificationFailed
 from lora_merge.files.checkpoint import Index
 from lora_merge.job import Adapter, Job
-from lora_merge.matching.match import MatchBuilder
+from lora_merge.matching.match import ModulePlacer
 from lora_merge.models.names import names
 from lora_merge.planning.make_plan import Inputs, Matched, matches, outputs
 from lora_merge.proof.replay import prove
@@ -587,12 +587,12 @@ def test_tokens_that_a_wrong_plan_puts_elsewhere_are_noticed(
     shift: Callable[[list[int]], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = index({f"{TABLE}.weight": (20, 8)})
-    right = MatchBuilder._replace_rows
+    right = ModulePlacer._replace_rows
 
     def wrong(self: Any, info: Any, view: Any, rows: Any) -> None:
         right(self, info, view, Rows(shift([*rows])))
 
-    monkeypatch.setattr(MatchBuilder, "_replace_rows", wrong)
+    monkeypatch.setattr(ModulePlacer, "_replace_rows", wrong)
     with pytest.raises(VerificationFailed, match="where an adapter's module goes"):
         read(base, {TOKENS: (4, 8)}, {**CHOSEN, "trainable_token_indices": [5, 7, 11, 12]})
 

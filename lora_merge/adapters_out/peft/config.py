@@ -180,7 +180,7 @@ def is_table(place: Place, shares: Sequence[Share] = (), tables: Collection[str]
 
     `tables`: the modules of the adapter that are known to be tables."""
     own = (s.patch for s in shares)
-    trained = any(ALGORITHMS[p.algorithm].of_table or p.module.name in tables for p in own)
+    trained = any(ALGORITHMS[p.algorithm].layout == "table" or p.module.name in tables for p in own)
     return len(place.view.shape) == 2 and (trained or TABLE.search(place.module) is not None)
 
 
