@@ -132,8 +132,8 @@ def _of_base(file: OutputFile, stored: Mapping[str, str]) -> Iterator[str]:
     """Yield the entries of the base that are others here; of those only that are here, where no merge of ours wrote
     them.
     """
-    edited = [key for key, text in file.kept.items() if key not in OURS and stored.get(key, text) != text]
-    gone = [key for key in file.kept if KEY in stored and key not in OURS and key not in stored]
+    edited = [key for key, text in file.entries.items() if key not in OURS and stored.get(key, text) != text]
+    gone = [key for key in file.entries if KEY in stored and key not in OURS and key not in stored]
     for what, keys in (("edited", edited), ("taken out", gone)):
         if keys:
             yield f"{listed(map(quoted, sorted(keys)))} {what}"
