@@ -16,7 +16,7 @@ from .adapter_arguments import adapter_path
 from .algorithms import ALGORITHMS, COUNT
 from .errors import UsageError
 from .merge_methods import SUM
-from .method_parameters import Numbers, numbers_of
+from .method_parameters import MethodParameters, numbers_of
 from .options import (
     BLOCK_LIST,
     BLOCK_WEIGHTS,
@@ -214,7 +214,7 @@ def _whose(value: Any) -> str:
     return str(path)
 
 
-def numbers(job: Job) -> Numbers:
+def numbers(job: Job) -> MethodParameters:
     """Return the numbers of the job's method; UsageError where one is wrong."""
     if job.method == SUM and job.scale != 1:
         raise UsageError("sum has no scale", "--scale", "write a strength behind each file: ADAPTER:0.8")

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import UsageError
 from ..files.encodings.rounding import draws
 from ..merge_methods import COMBINATIONS, SUM, UNDIRECTED
-from ..method_parameters import SMALLEST, Numbers
+from ..method_parameters import SMALLEST, MethodParameters
 from .row_matrix import Rows, largest
 from .tensor_moves import Placement, stage
 
@@ -36,7 +36,7 @@ PARALLEL: Final = 0.9995
 
 
 def coefficients(
-    method: str, products: Sequence[Sequence[float]], strengths: Sequence[float], n: Numbers
+    method: str, products: Sequence[Sequence[float]], strengths: Sequence[float], n: MethodParameters
 ) -> list[float]:
     """Return cᵢ with Δ = Σ cᵢτᵢ, for a method that gives such a sum. `products[i][j]`: ⟨τᵢ, τⱼ⟩, without strengths."""
     count = len(strengths)
@@ -84,7 +84,7 @@ def combined(  # noqa: PLR0913  # the method, its inputs and its numbers
     method: str,
     changes: Sequence[Tensor],
     strengths: Sequence[float],
-    n: Numbers,
+    n: MethodParameters,
     seeds: Sequence[str],
     *,
     vector: bool = False,
@@ -103,7 +103,7 @@ def combined_rows(  # noqa: PLR0913  # the method, its inputs and its numbers
     method: str,
     changes: Sequence[Rows],
     strengths: Sequence[float],
-    n: Numbers,
+    n: MethodParameters,
     seeds: Sequence[str],
     *,
     vector: bool = False,
@@ -162,7 +162,7 @@ def gram(changes: Sequence[Rows]) -> list[list[float]]:
     return products
 
 
-def thinned(how: str, change: Rows, n: Numbers, seed: str) -> Rows:
+def thinned(how: str, change: Rows, n: MethodParameters, seed: str) -> Rows:
     """Return a change with some entries set to 0, and for random choices the others scaled up."""
     count, cols = change.numel(), change.shape[1]
     left = math.floor(n.density * count)
@@ -201,7 +201,7 @@ def _by_rank(change: Tensor, density: float, epsilon: float) -> Tensor:
     return torch.empty_like(change).scatter_(-1, order, chance.expand_as(change))
 
 
-def _elected(scaled: Tensor, strengths: Sequence[float], n: Numbers) -> Tensor:
+def _elected(scaled: Tensor, strengths: Sequence[float], n: MethodParameters) -> Tensor:
     """Return the entries whose sign is elected: their sum, divided by how many they are, by their Σ|sᵢ|, or by 1."""
     votes = scaled if n.elect == "sum" else scaled.sign()
     agree = (scaled >= 0) == (votes.sum(0) >= 0)

@@ -23,7 +23,7 @@ from .tensor_moves import strided
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..method_parameters import Numbers
+    from ..method_parameters import MethodParameters
     from .row_blocks import Block
 
 
@@ -172,7 +172,7 @@ def _combined(
 
 def _combination_arguments(
     block: Block, patches: Mapping[int, Sequence[int]]
-) -> tuple[list[float], Numbers, list[str]]:
+) -> tuple[list[float], MethodParameters, list[str]]:
     """Return the strengths, the numbers and the seeds with which the changes of a block become one. `patches`: adapter
     → the numbers of its patches."""
     combining = block.target.combining

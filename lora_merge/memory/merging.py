@@ -77,7 +77,7 @@ class MemoryMerge:
 
     matched: Matched
     at: tuple[Placement, ...]
-    own: Mapping[str, Tensor]
+    base_tensors: Mapping[str, Tensor]
     """Name → tensor of the base whose result is made on the device of that tensor; empty: all results on the CPU."""
     lent: Mapping[str, Tensor]
     """Tensors of adapters that the caller holds."""
@@ -97,10 +97,10 @@ class MemoryMerge:
         """Yield every tensor of the result."""
         return (target for _, target in outputs(self.matched))
 
-    def _own(self, name: str) -> Tensor:
+    def _base_tensor(self, name: str) -> Tensor:
         """Return the base's tensor of this name; no numbers, on the device of its weight, for a new bias."""
-        tensor = self.own.get(name)
-        return self.own[name.removesuffix("bias") + "weight"].new_empty(0) if tensor is None else tensor
+        tensor = self.base_tensors.get(name)
+        return self.base_tensors[name.removesuffix("bias") + "weight"].new_empty(0) if tensor is None else tensor
 
     def _pool(self, stack: ExitStack) -> ThreadPoolExecutor | None:
         """Return the threads that fold on a CPU, each on one core, as the number of threads of one operation changes
@@ -127,7 +127,9 @@ class MemoryMerge:
             results: dict[str, tuple[OutputTensor, Tensor]] = {}
             parts: list[PartBytes] = []
             for some in portions(self.targets(), attrgetter("nbytes"), WINDOW_BYTES):
-                in_memory = {t.name: self._own(t.source.name) for t in some if self.own and self.of_base(t)}
+                in_memory = {
+                    t.name: self._base_tensor(t.source.name) for t in some if self.base_tensors and self.of_base(t)
+                }
                 tensors_of_result, merged = _merged(some, folder, in_memory, saturated)
                 parts += merged.parts
                 measures.take(merged.measures)

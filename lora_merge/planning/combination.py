@@ -11,8 +11,8 @@ from ..adapters.modules import AdapterFile
 from ..disk.files import Memory
 from ..job import Job, numbers
 from ..matching.patch import PatchPart
-from ..merge_methods import METHODS, Method
-from ..method_parameters import Numbers
+from ..merge_methods import METHODS, MergeMethod
+from ..method_parameters import MethodParameters
 from .recipe import sha256
 
 
@@ -20,8 +20,8 @@ from .recipe import sha256
 class Combining:
     """The method of one job with its numbers, and the adapters, of which the seeds of random draws are made."""
 
-    method: Method
-    numbers: Numbers
+    method: MergeMethod
+    numbers: MethodParameters
     adapters: Sequence[AdapterFile]
 
     @staticmethod

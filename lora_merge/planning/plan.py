@@ -18,7 +18,7 @@ from ..files.encodings.base import Packing, plain
 from ..files.file_uses import Folder
 from ..job import TOKENIZERS, Job, ResolvedJob
 from ..matching.patch import Match, PatchPart
-from ..merge_methods import METHODS, SUM, Method
+from ..merge_methods import METHODS, SUM, MergeMethod
 from ..models.fused import together
 from ..models.names import Names
 from ..models.weights import Weight, unstored
@@ -46,7 +46,7 @@ class OutputTensor(NamedTuple):
     offset: int
     nbytes: int
     uses: tuple[PatchPart, ...] = ()
-    method: Method = METHODS[SUM]
+    method: MergeMethod = METHODS[SUM]
     others: Mapping[str, Sequence[PatchPart]] = NO_OTHERS  # base key → uses, where adapters act in turn
     packed: Packing | None = None  # how its numbers are stored; None: plain
     combining: Combining | None = None  # how its changes become one; None: `method` adds or composes them
