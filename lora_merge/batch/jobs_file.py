@@ -1,4 +1,4 @@
-"""Turns a jobs file into a list of jobs: reads it, checks it, multiplies every matrix out, reports all mistakes at once.
+"""Turns a jobs file into a list of jobs: reads and checks it, multiplies matrices out, reports all mistakes at once.
 
 No file that a job names is opened here, but for patterns (`glob`), `path:0.8` and outputs that later jobs read.
 """
