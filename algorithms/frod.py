@@ -12,20 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .base import (
-    LAYER,
-    ON_CPU,
-    Algorithm,
-    Checks,
-    Loaded,
-    Rebuild,
-    Shape,
-    Shapes,
-    expect,
-    expect_shapes,
-    flat,
-    length,
-)
+from .base import LAYER, ON_CPU, Algorithm, Checks, Loaded, Rebuild, Shape, Shapes, expect, expect_shapes, flat, length
 from .bounds import COUNT, SEED, below
 from .joint_basis import drawn_places, joint_basis
 

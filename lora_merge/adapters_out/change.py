@@ -61,7 +61,7 @@ class Change:
         if self.whole is not None:
             return self.whole
         assert self.left is not None and self.right is not None, "factors come in pairs"
-        return Rows.product(self.left, self.right).held()
+        return Rows.product(self.left, self.right).cached()
 
     def dense(self) -> Tensor:
         """Return ΔW [out, cols]."""
@@ -99,7 +99,7 @@ class Evaluator:
     def forget(self) -> None:
         """Drop the tensors that were read."""
         self.cache.forget()
-        self.tensors.kept.clear()
+        self.tensors.cache.clear()
 
     def _of_use(self, target: Target, use: PatchPart) -> Change:
         """Return the change by one patch, in the rows of the target."""

@@ -111,7 +111,7 @@ def combine(job: AdapterJob, target: Target, changes: Sequence[Change], seeds: S
     if not factored:
         whole = combined_rows(job.method, [c.rows() for c in changes], [c.strength for c in changes], job.numbers,
                               seeds, vector=target.vector)  # fmt: skip
-        return Delta(None, None, whole.held(), before)
+        return Delta(None, None, whole.cached(), before)
     weights = coefficients(job.method, _products(changes) if job.method not in ("sum", "mean") else (),
                            [c.strength for c in changes], job.numbers)  # fmt: skip
     factors = []

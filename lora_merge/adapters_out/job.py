@@ -17,7 +17,7 @@ from ..errors import FitError, UsageError
 from ..files.checkpoint import CONFIGS, MLX_FILE
 from ..job import Adapter, Job, make_job
 from ..merge_methods import COMBINATIONS, SAME_COMBINATION, SUM
-from ..method_parameters import NAMES, Numbers, numbers_of
+from ..method_parameters import NAMES, MethodParameters, numbers_of
 from ..models.part_factors import parts
 from ..options import MEANT, OPTIONS, dtype_name, pairs, shown
 from ..paths import absolute, expand, input_path, is_file, is_folder, names_folder, output_file
@@ -70,7 +70,7 @@ class AdapterJob:
     ranked: bool = True
     """Whether a rule for ranks is stated. Without one, `convert` keeps the factors that it can keep."""
     method: str = SUM
-    numbers: Numbers = field(default_factory=Numbers)
+    numbers: MethodParameters = field(default_factory=MethodParameters)
     algorithm: str = FACTORS
     alpha: str | float = "rank"
     include: tuple[str, ...] = ()

@@ -21,8 +21,8 @@ from ..dtypes import Shape
 from ..errors import AmbiguousName, FitError, InputError, UsageError
 from ..files.checkpoint import Index
 from ..matching.patch import Match, PatchPart
-from ..models.adapter_architecture import architectures, seen
-from ..models.inferred_base import Change, NotTold, assumed, candidates
+from ..models.adapter_architecture import architectures, modules_of
+from ..models.inferred_base import InferredParameter, UnknownBaseError, assumed, candidates
 from ..models.names import Names, of_the_denoiser
 from ..models.prefixes import prefixed
 from ..models.weights import RowSlice
@@ -66,7 +66,7 @@ def _check(joined: Joined, files: Sequence[AdapterFile]) -> None:
         if len(twice) != len(set(twice)):
             raise InputError("two modules of one adapter have one name without prefixes",
                              f"{files[twice[0]].path}: {members[0][1].name}", GIVE_BASE)  # fmt: skip
-    known = [(f, frozenset(a.title for a in architectures(seen(of_the_denoiser(_shapes(f)))))) for f in files]
+    known = [(f, frozenset(a.title for a in architectures(modules_of(of_the_denoiser(_shapes(f)))))) for f in files]
     (first, its), *others = [(f, titles) for f, titles in known if titles] or [(files[0], frozenset())]
     if other := next(((f, titles) for f, titles in others if not titles & its), None):
         raise FitError(
@@ -89,7 +89,7 @@ def _check(joined: Joined, files: Sequence[AdapterFile]) -> None:
                              f"{files[number].path}: {module.name}", GIVE_BASE)  # fmt: skip
 
 
-def expect_one_layout(adapters: Sequence[tuple[str, Sequence[Change]]]) -> None:
+def expect_one_layout(adapters: Sequence[tuple[str, Sequence[InferredParameter]]]) -> None:
     """Raise UsageError where adapters have names of one model in the words of two layouts, such as its authors' and
     diffusers': a weight would have two names. `adapters`: the name of each, and its changes."""
     if _is_told([change for _, changes in adapters for change in changes]):
@@ -103,22 +103,22 @@ def expect_one_layout(adapters: Sequence[tuple[str, Sequence[Change]]]) -> None:
                              GIVE_BASE)  # fmt: skip
 
 
-def _is_told(changes: Sequence[Change]) -> bool:
+def _is_told(changes: Sequence[InferredParameter]) -> bool:
     """Return whether one layout of a known model has all names."""
     changes = [*{(c.module, c.parameter): c for c in changes}.values()]
     try:
         known = candidates(changes)
-    except NotTold:
+    except UnknownBaseError:
         return False
     for architecture in known:
-        with suppress(NotTold):
+        with suppress(UnknownBaseError):
             return bool(assumed(changes, architecture))
     return False
 
 
-def _changes(file: AdapterFile) -> list[Change]:
+def _changes(file: AdapterFile) -> list[InferredParameter]:
     """Return the changes of weights whose shapes an adapter shows."""
-    return [Change(m.name, m.parameter, shape) for m in file.modules if (shape := shape_of(m)) is not None]
+    return [InferredParameter(m.name, m.parameter, shape) for m in file.modules if (shape := shape_of(m)) is not None]
 
 
 def _styles(file: AdapterFile) -> Iterator[str]:

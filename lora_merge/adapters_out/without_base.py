@@ -16,7 +16,15 @@ from ..errors import UsageError
 from ..files.checkpoint import Index
 from ..files.folder_layouts import PEFT
 from ..matching.orientation import UPRIGHT
-from ..models.inferred_base import Change, NotTold, OtherModel, assumed, candidates, complete, has_words
+from ..models.inferred_base import (
+    InferredParameter,
+    OtherModel,
+    UnknownBaseError,
+    assumed,
+    candidates,
+    complete,
+    has_words,
+)
 from ..models.names import Names
 from ..models.network import Component
 from ..planning.checkpoint_cache import CheckpointCache
@@ -43,7 +51,7 @@ def without_base(job: AdapterJob, file: AdapterFile, to: Dialect) -> Sources:
     changes, by_model, why = _changes(file), dict[str, tuple[Names, set[Place]]](), ""
     try:
         fitting = candidates(changes)
-    except NotTold:
+    except UnknownBaseError:
         fitting = ()
     if wrapped and to.whole_models and not any(map(has_words, fitting)):
         return as_named(job, file)
@@ -60,10 +68,10 @@ def without_base(job: AdapterJob, file: AdapterFile, to: Dialect) -> Sources:
             names = Names(parts, {key: shape for part in parts for key, shape in part.shapes.items()})
             by_model[architecture.title] = names, {*places(names, to.of(architecture))}
         if not by_model:
-            raise NotTold(why)
+            raise UnknownBaseError(why)
         if any(changed != next(iter(by_model.values()))[1] for _, changed in by_model.values()):
-            raise NotTold(f"it may be for {' or '.join(by_model)}")
-    except NotTold as e:
+            raise UnknownBaseError(f"it may be for {' or '.join(by_model)}")
+    except UnknownBaseError as e:
         raise UsageError(f"without the base, the output's names are not known: {e}", str(file.path), GIVE_BASE) from e
     return _on_shapes(job, next(iter(by_model.values()))[0], file)
 
@@ -82,7 +90,7 @@ def _on_shapes(
     return on_base(Inputs(job.inputs, Index(NOWHERE, tensors, {}, (), model), names, (file,)), stored=False)
 
 
-def _changes(file: AdapterFile) -> list[Change]:
+def _changes(file: AdapterFile) -> list[InferredParameter]:
     check_complete(file)
     if file.strange:
         raise UsageError("the adapter replaces whole tensors of the base", f"{file.path}: {file.strange[0].name}",
@@ -92,7 +100,7 @@ def _changes(file: AdapterFile) -> list[Change]:
         shape = shape_of(module)
         if shape is None:
             raise UsageError(NO_SHAPE, f"{file.path}: {module.where}", GIVE_BASE)
-        changes.append(Change(module.name, module.parameter, shape))
+        changes.append(InferredParameter(module.name, module.parameter, shape))
     return changes
 
 

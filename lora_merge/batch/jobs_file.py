@@ -1,8 +1,6 @@
-"""Turns a jobs file into a list of jobs: reads it, checks it, multiplies every matrix out, tells all mistakes at once.
+"""Turns a jobs file into a list of jobs: reads and checks it, multiplies matrices out, reports all mistakes at once.
 
-No file that a job names is looked at here, but for patterns (`glob`) and `path:0.8`.
-
-Names of files without an ending that jobs write and later jobs of the same batch read.
+No file that a job names is opened here, but for patterns (`glob`), `path:0.8` and outputs that later jobs read.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from ..planning.plan import protected
 from ..recipes.unmerge import opposite
 from .commands import MERGE, TAKES, UNMERGE, adapter_job
 from .input_patterns import Search
-from .schema import ROWS, AdapterEntry, Axis, Defaults, Glob, JobEntry, JobsFile, given
+from .schema import ROWS, AdapterEntry, Axis, Glob, JobDefaults, JobEntry, JobsFile, stated_fields
 from .schema_errors import REQUIRED, failure, nearest, problems
 from .short_form import read_jobs
 from .templates import NoSuchName, distinct, render, render_output, render_word, split_adapter
@@ -49,7 +47,7 @@ OF_PARTS: Final = ("strength_for", "rank_for", "include", "exclude", "keep_preci
 """Options that take parts of a model."""
 TEXTS: Final = ("number", "rule", "name", "text")  # kinds of options that may hold {names} of the matrix
 ANY: Final = {"base": ".", "adapters": ["."], "output": "."}  # stands for a required field that is wrong
-Entered = TypeVar("Entered", Defaults, JobEntry)
+Entered = TypeVar("Entered", JobDefaults, JobEntry)
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ def load(
     UsageError naming file, line and field of every mistake; InputError where the file cannot be read.
     `overwrite` holds for all jobs, `card` for all merges that do not say whether they get one.
     """
-    asked = Asked(overwrite, card)
+    asked = CallerOptions(overwrite, card)
     if isinstance(source, Path):
         return _Loader(read_jobs(source, FILE_LIMIT), source.name, source.absolute().parent, asked).entries()
     if not isinstance(source, Mapping) and source and all(isinstance(j, Job) for j in source):
@@ -126,13 +124,17 @@ def _plain(value: Any) -> Any:
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def _usual(entry: JobEntry, defaults: Defaults) -> frozenset[tuple[str, str]]:
+def _usual(entry: JobEntry, defaults: JobDefaults) -> frozenset[tuple[str, str]]:
     """Return (option, part) for the parts of a model that a job has from the defaults."""
-    shared = {name: value for name, value in given(defaults).items() if name in OF_PARTS and name not in given(entry)}
+    shared = {
+        name: value
+        for name, value in stated_fields(defaults).items()
+        if name in OF_PARTS and name not in stated_fields(entry)
+    }
     return frozenset((f"--{name.replace('_', '-')}", part) for name, parts in shared.items() for part in parts)
 
 
-class Asked(NamedTuple):
+class CallerOptions(NamedTuple):
     """The options that a caller gives beside the jobs file."""
 
     overwrite: bool
@@ -142,7 +144,7 @@ class Asked(NamedTuple):
 class _Loader:
     """Turns one source into jobs, and gathers its mistakes."""
 
-    def __init__(self, source: Document | dict[str, Any], name: str, folder: Path, asked: Asked) -> None:
+    def __init__(self, source: Document | dict[str, Any], name: str, folder: Path, asked: CallerOptions) -> None:
         self.document = source if isinstance(source, Document) else None
         self.value = source.value if isinstance(source, Document) else source
         self.name, self.folder, self.asked = name, folder, asked
@@ -181,7 +183,7 @@ class _Loader:
             raise self._failure()
         return tuple(entries)
 
-    def _validated(self) -> tuple[Defaults, list[tuple[int, JobEntry]]]:
+    def _validated(self) -> tuple[JobDefaults, list[tuple[int, JobEntry]]]:
         """Return what is right in the file, with the number of each job; note the rest."""
         try:
             file = JobsFile.model_validate(self.value)
@@ -195,8 +197,8 @@ class _Loader:
             for length in (1, 2):
                 self._wrong[place[:length]].update(place[length : length + 1])
         sound = ((n, self._sound(JobEntry, raw, ("jobs", n))) for n, raw in enumerate(jobs or []))
-        defaults = self._sound(Defaults, top.get("defaults", {}), ("defaults",))
-        return defaults or Defaults(), [(n, entry) for n, entry in sound if entry is not None]
+        defaults = self._sound(JobDefaults, top.get("defaults", {}), ("defaults",))
+        return defaults or JobDefaults(), [(n, entry) for n, entry in sound if entry is not None]
 
     def _sound(self, kind: type[Entered], raw: Any, place: Place) -> Entered | None:
         """Return a table without the fields that are wrong, so that its other mistakes are reported as well."""
@@ -278,7 +280,7 @@ class _Loader:
         return rows
 
     def _job(
-        self, place: Place, entry: JobEntry, defaults: Defaults, values: Mapping[str, str]
+        self, place: Place, entry: JobEntry, defaults: JobDefaults, values: Mapping[str, str]
     ) -> Job | Request | None:
         """Return one combination as a job. After a mistake, which is noted, the result is None or must not be used."""
         base = entry.base or defaults.base
@@ -316,10 +318,10 @@ class _Loader:
         return None
 
     def _options(
-        self, place: Place, command: str, entry: JobEntry, defaults: Defaults, values: Mapping[str, str]
+        self, place: Place, command: str, entry: JobEntry, defaults: JobDefaults, values: Mapping[str, str]
     ) -> dict[str, Any]:
         """Return the options of a job, those of its command; note others that the job itself has."""
-        of_job, shared = (self._worded(place, given(options), values) for options in (entry, defaults))
+        of_job, shared = (self._worded(place, stated_fields(options), values) for options in (entry, defaults))
         takes = TAKES[command]
         for name in of_job.keys() - {*takes}:
             self._note((*place, name), f"{command} has no such option{nearest(name, takes)}")

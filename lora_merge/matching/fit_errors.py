@@ -18,7 +18,7 @@ from ..dtypes import Shape, flat
 from ..errors import FitError, MergeError, NoChange, ShapeMismatch, UnmatchedModules
 from ..files.file_signatures import foreign, instead
 from ..files.folder_layouts import PEFT
-from ..models.adapter_architecture import architectures, described, seen, variants
+from ..models.adapter_architecture import architectures, described, modules_of, variants
 from ..models.architectures import Architecture
 from ..models.inferred_base import has_words, names_all
 from ..models.names import UNKNOWN, Names, of_the_denoiser
@@ -157,7 +157,7 @@ def _likely_reason(
 
 def other_variant(modules: Mapping[str, Shape], base: Architecture | None, stored: Mapping[str, Shape]) -> str:
     """Return the sentence on both models if the adapter is for another variant of this architecture; else ""."""
-    in_adapter, in_base = seen(modules), seen(stored)
+    in_adapter, in_base = modules_of(modules), modules_of(stored)
     if base is None or base not in architectures(in_adapter):
         return ""
     if not set(variants(base, in_adapter)) - set(variants(base, in_base)):
@@ -167,7 +167,7 @@ def other_variant(modules: Mapping[str, Shape], base: Architecture | None, store
 
 def other_model(modules: Mapping[str, Shape], base: Architecture | None, stored: Mapping[str, Shape]) -> str:
     """Return the sentence on both models if the adapter is for another architecture; else ""."""
-    in_adapter, in_base = seen(modules), seen(stored)
+    in_adapter, in_base = modules_of(modules), modules_of(stored)
     of_adapter, of_base = architectures(in_adapter), (base,) if base else architectures(in_base)
     if not of_adapter or any(a in of_adapter for a in of_base):
         return ""

@@ -28,7 +28,7 @@ from ..models.part_factors import Strengths
 from ..models.tied_weights import TiedPair
 from ..models.weights import RowSlice, WeightView, whole
 from ..options import Unmatched
-from ..row_ranges import Rows
+from ..row_ranges import RowNumbers
 from ..text import Note, listed
 from .biases import GIVE_BIAS, NEW_BIAS, NO_BIAS, TUNED_BIAS, TURNED_BIAS, bias_beside
 from .conflicts import TWICE, DuplicateCheck
@@ -378,7 +378,7 @@ class ModulePlacer:
             self.draft.ends[info.name] = self.pair.key(view)
         return view
 
-    def _replace_rows(self, info: StoredTensor, view: WeightView, rows: Rows) -> None:
+    def _replace_rows(self, info: StoredTensor, view: WeightView, rows: RowNumbers) -> None:
         """Add a patch that replaces rows of an embedding, one piece for each run of rows."""
         module = Module.of_value(*split_parameter(info.name), info)
         key, view = self.pair.key(view), self.pair.start_of(view)

@@ -20,7 +20,7 @@ from ..disk.files import StoredTensor
 from ..errors import InputError, ShapeMismatch
 from ..models.fused import Split, agreed
 from ..models.weights import RowSlice, WeightView, rows_of
-from ..row_ranges import Rows
+from ..row_ranges import RowNumbers
 
 PARTLY: Final = "a part of a split module has no place in the weight"
 ALL_PARTS: Final = (
@@ -101,7 +101,7 @@ MOST_RUNS: Final = 10_000  # of rows that one adapter replaces; each takes some 
 SAVE_WHOLE: Final = "save the embeddings whole (modules_to_save), or merge the adapter in PEFT"
 
 
-def chosen_rows(info: StoredTensor, table: WeightView, rows: Rows, runs: int) -> WeightView:
+def chosen_rows(info: StoredTensor, table: WeightView, rows: RowNumbers, runs: int) -> WeightView:
     """Return the rows of an embedding that a tensor replaces, one piece for each run of them.
 
     `runs`: those of all such tensors so far. ShapeMismatch if the base has fewer rows; InputError for too many runs.

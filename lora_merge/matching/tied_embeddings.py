@@ -24,7 +24,7 @@ from ..models.part_factors import Strengths
 from ..models.tied_weights import EMBEDDINGS, LM_HEAD, SHARED_LAYERS, TiedPair
 from ..models.weights import WeightView, whole
 from ..options import Unmatched
-from ..row_ranges import Rows
+from ..row_ranges import RowNumbers
 from ..text import Note, listed
 from .formula import AdapterContext
 from .patch import Match, PatchPart
@@ -94,9 +94,9 @@ class AdapterPair:
         return whole(key, shared.shape)
 
     @cached_property
-    def trained(self) -> Mapping[Rows, Sequence[tuple[str, StoredTensor]]]:
+    def trained(self) -> Mapping[RowNumbers, Sequence[tuple[str, StoredTensor]]]:
         """Trained tokens → the modules for which the adapter trained them, and what it stores for each."""
-        by_rows: dict[Rows, list[tuple[str, StoredTensor]]] = {}
+        by_rows: dict[RowNumbers, list[tuple[str, StoredTensor]]] = {}
         for info in self.context.adapter.strange:
             value = self.context.rules.of(info.name).stored_value(info.name)
             if value and value.rows is not None:

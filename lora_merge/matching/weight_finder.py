@@ -31,7 +31,7 @@ from ..models.names import EXPERTS
 from ..models.part_factors import Strengths
 from ..models.tied_weights import EMBEDDINGS
 from ..models.weights import WeightView, whole
-from ..row_ranges import Rows
+from ..row_ranges import RowNumbers
 from ..text import NUMBER
 from .common_change import CommonChange, common_change
 from .formula import AdapterContext
@@ -55,7 +55,7 @@ class WeightFinder:
         self._rules, self._path, self._lone = context.rules, context.adapter.path, lone
         self._modules = context.adapter.modules
         self._wrapped = {module.name for module in self._modules if module.wrapped}
-        self._twins: dict[Rows, StoredTensor | None] = {}  # trained tokens → see `twin`
+        self._twins: dict[RowNumbers, StoredTensor | None] = {}  # trained tokens → see `twin`
         self._relatives: dict[tuple[str, ...], dict[str, WeightView]] = {}  # modules → their weights
         self._parts = heights(context.adapter.modules)
         self._weights: dict[str, WeightView] = {}  # modules → their weights, once `of` has looked for all
@@ -194,7 +194,7 @@ class WeightFinder:
         shared = self.embeddings()
         return shared is not None and any(self.look(m.name) == shared for m in self._modules)
 
-    def twin(self, name: str, rows: Rows) -> StoredTensor | None:
+    def twin(self, name: str, rows: RowNumbers) -> StoredTensor | None:
         """Return what the adapter stores for these tokens of the embeddings, if the module is a head or a table that
         the base does not store: PEFT saves what it ties under all names."""
         if not (self.pair.is_head(name) or name.rpartition(".")[2] in EMBEDDING_NAMES) or self.look(name) is not None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,7 +20,6 @@ from ..errors import MergeError, UsageError
 from ..files.checkpoint import open_checkpoint
 from ..files.side_files import output_name
 from ..job import Job
-from ..models.part_factors import on_base
 from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.make_plan import open_inputs
 from ..planning.output_files import Contents, differing
@@ -145,7 +143,7 @@ def _same(job: Job, stored: Mapping[str, Any], opened: CheckpointCache, hashes: 
     """Return whether the recipes in the files of an output, by the files' names, are those of the job."""
     inputs = open_inputs(job, opened)
     base = inputs.base
-    job = replace(job, adapters=tuple(on_base(ref, inputs.names) for ref in job.adapters))
+    job = inputs.resolved
     adapters = [file.index for file in inputs.adapters]
     names = [output_name(path, base) if base.path.is_dir() else "" for path in base.files]
 

@@ -194,7 +194,7 @@ def changes(plan: Plan, reader: Reader) -> Callable[[OutputTensor], Delta]:
         except DoesNotFit as e:
             raise misfit(target.name, e) from e
         factors.forget()
-        tensors.kept.clear()
+        tensors.cache.clear()
         return delta
 
     return change
@@ -210,7 +210,7 @@ def _difference(replaced: Replaced, read: Fetch) -> Tensor:
     difference = torch.empty(prod(replaced.target.shape))
     for first, count in runs(replaced, 1):
         difference[first : first + count] = values(replaced.target.weight, first, count, read) - values(
-            replaced.own, first, count, read
+            replaced.before, first, count, read
         )
     return difference.view(replaced.target.matrix)
 

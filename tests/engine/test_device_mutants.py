@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.engine.devices import Choice
+from lora_merge.engine.devices import DeviceChoice
 from lora_merge.engine.tensor_moves import DeviceStream, Placement, stage, upload
 from lora_merge.engine.tensors import DeviceCache
 from lora_merge.errors import DeviceFailed
@@ -32,7 +32,7 @@ Scene = Callable[[Any, Path, pytest.MonkeyPatch, Callable[[], None]], bool]
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
     """Two devices."""
-    monkeypatch.setattr("lora_merge.engine.window_merger.choose", lambda plans: Choice(plans[0].job.device))
+    monkeypatch.setattr("lora_merge.engine.window_merger.choose", lambda plans: DeviceChoice(plans[0].job.device))
     with pretended_cuda(monkeypatch) as found:
         yield found
 
@@ -188,7 +188,7 @@ OTHERS = (held,)
 """Scenes in which no fault of the table shows, and which must be right all the same."""
 
 MUTANTS: dict[str, tuple[Scene, str, str, str]] = {
-    "tensors of other lanes are not held": (freed, f"{ENGINE}.hold", "self._held.append(tensor)", "pass"),
+    "tensors of other lanes are not held": (freed, f"{ENGINE}.hold", "self._in_use.append(tensor)", "pass"),
     "a turn ends before its work": (freed, f"{ENGINE}.turn", "self.settle()", "pass"),
     "factors are shared before they are there": (shared, "engine.tensors:DeviceCache.get", "settle()", "pass"),
     "results are read before they are there": (carried, "engine.tensor_moves:land", "lane.settle()", "pass"),

@@ -33,7 +33,7 @@ from lora_merge.models.weights import RowSlice, WeightView, rows_of, transposed
 from lora_merge.planning import checkpoint_cache as opened
 from lora_merge.planning import make_plan as planning
 from lora_merge.proof import verify
-from lora_merge.proof.second_reading.read_again import Reading
+from lora_merge.proof.second_reading.read_again import Confirmation
 from lora_merge.recipes.replay import prove
 from tests.kit.planner_scenes import SCENES, WIDTH, Scene
 
@@ -408,7 +408,7 @@ def test_mutants_mostly_pass_without_the_second_reading(
     scenes: Callable[[str], Scene], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is this that finds them, not the recomputation, which takes the plan's word."""
-    monkeypatch.setattr(verify, "read_again", lambda *_: Reading())
+    monkeypatch.setattr(verify, "read_again", lambda *_: Confirmation())
     passed = 0
     for n, mutant in enumerate(MUTANTS[::6]):
         with monkeypatch.context() as patch:

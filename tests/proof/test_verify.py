@@ -317,7 +317,7 @@ def test_failed_proof_leaves_no_file(made: Path, monkeypatch: pytest.MonkeyPatch
     import lora_merge.engine.fold as kernels
 
     original = kernels.fold
-    wrong = lambda base, stacks, _=None: original(base, [*stacks, *stacks])  # noqa: E731
+    wrong = lambda base, stacks, *_: original(base, [*stacks, *stacks])  # noqa: E731
     monkeypatch.setattr("lora_merge.engine.fold.RULES", {"sum": wrong})
     before = (made / "out.safetensors").read_bytes()
     with pytest.raises(VerificationFailed) as failure:

@@ -151,7 +151,7 @@ def test_editors_know_every_keyword(call: Any) -> None:
 def test_editors_know_every_field_of_a_job() -> None:
     from lora_merge.batch import schema
 
-    for table, model in ((typed_options.JobTable, schema.JobEntry), (typed_options.Defaults, schema.Defaults),
+    for table, model in ((typed_options.JobTable, schema.JobEntry), (typed_options.Defaults, schema.JobDefaults),
                          (typed_options.JobsTable, schema.JobsFile), (typed_options.AdapterTable, schema.AdapterEntry)):  # fmt: skip
         assert {*table.__annotations__} == {*model.model_fields}
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 from ...algorithms import COUNT, Bounds
 from ...errors import InputError
 from ...options import beginning
-from ...row_ranges import Rows
+from ...row_ranges import RowNumbers
 from ...safe_regex import Refused
 from .module_patterns import Ends, Indexes
 
@@ -137,16 +137,16 @@ class PeftConfig:
         ends = frozenset(before + end for end in self.texts(name))
         return ends, sorted(set(map(len, ends)))
 
-    def indices(self, name: str, value: object) -> Rows:
+    def indices(self, name: str, value: object) -> RowNumbers:
         """Return a list of row numbers, each once. All modules may use one list, which is checked once."""
         return self.indexes.get(("rows", id(value)), lambda: self._rows(name, value))
 
-    def _rows(self, name: str, value: object) -> Rows:
+    def _rows(self, name: str, value: object) -> RowNumbers:
         rows: list[Any] = value if isinstance(value, list) else [None]
         whole = all(isinstance(v, int) and COUNT.number(v) is not None for v in rows)
         if not whole or len(set(rows)) != len(rows):
             raise self.wrong_type(name, "a list of different row numbers")
-        return Rows(rows)
+        return RowNumbers(rows)
 
     def pattern(self, name: str, module: str, default: float) -> float:
         """Return the number under the first key, a regular expression, that matches the module's path or its end."""

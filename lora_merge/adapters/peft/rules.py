@@ -36,7 +36,7 @@ from ...files.folder_layouts import PEFT
 from ...models.module_order import in_order
 from ...models.prefixes import COMPONENTS, prefixed
 from ...models.weights import WeightView
-from ...row_ranges import Rows
+from ...row_ranges import RowNumbers
 from ...safe_regex import from_json
 from ...text import Note
 from .config import CONVERT, ORDER_OF, RETAKE, UNKNOWN_ORDER, PeftConfig, refuse
@@ -74,7 +74,7 @@ class StoredValue:
     kind: Kind
     target: str
     why: str = ""
-    rows: Rows | None = None
+    rows: RowNumbers | None = None
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ class PeftRules:
             return StoredValue(kind, f"{module}.{leaf}", "" if kind == "value" else why, rows)
         return None
 
-    def _tokens(self, module: str) -> Rows:
+    def _tokens(self, module: str) -> RowNumbers:
         """Return the row numbers of the embedding's trained tokens."""
         name = "token_indices" if self.kind == "TRAINABLE_TOKENS" else "trainable_token_indices"
         value = self.fields.get(name)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...engine.devices import precise
-from ...engine.row_matrix import HELD, Rows
+from ...engine.row_matrix import CACHED, Rows
 from ...engine.tensor_moves import HOST, Placement, host, stage
 from ..rank_rules import Rule, choose, reached
 from ..rounding import squares_of_rows
@@ -89,7 +89,7 @@ def exactly(change: Rows, rule: Rule | None, squares: float, at: Placement = HOS
     """Return the triples by the Gram matrix of the shorter side; all of them by a decomposition of ΔW where the squares
     in that matrix have too few digits for the rule."""
     at = precise(at)
-    change = change if change.numel() > HELD else Rows.of(_stacked([change], at)[0])
+    change = change if change.numel() > CACHED else Rows.of(_stacked([change], at)[0])
     if min(change.shape) <= TINY or rule is None:
         return _decomposed(_stacked([change], at)[0], squares)
     wide = change.shape[0] <= change.shape[1]
