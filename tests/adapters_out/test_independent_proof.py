@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
-from lora_merge.adapters_out import change
+from lora_merge.adapters_out import change, convert
+from lora_merge.adapters_out.convert import entries_of
+from lora_merge.adapters_out.dialects import Dialect
+from lora_merge.adapters_out.extract import run as extract_run
 from lora_merge.adapters_out.extract.difference import Side
+from lora_merge.adapters_out.module_tensors import StoredModule
+from lora_merge.adapters_out.output_file import Entry
 from lora_merge.algorithms import loha
 from lora_merge.algorithms.base import AlphaOverRank
 from lora_merge.models.weights import RowSlice
 from tests.kit.command_line import run
 from tests.kit.files import strays
 from tests.kit.flux import flux, of_flux
+from tests.kit.tensors import rand
+
+SIDES: Final = {"up": (8, 2), "down": (2, 8)}
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -67,22 +76,22 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Side, "_piece", lambda self, piece: right(self, piece).flip(0))
 
 
-@pytest.mark.parametrize(("fault", "command", "options"), [
-    (product, "convert", ["loha", "--to", "kohya", "--rank", "4"]),
-    (product, "convert", ["loha", "--to", "peft", "--rank", "4"]),
-    (magnitude, "convert", ["dora", "--to", "kohya", "--rank", "4"]),
-    (magnitude, "convert", ["dora", "--to", "kohya", "--algorithm", "full"]),
-    (scale, "convert", ["lora", "--to", "ai-toolkit"]),
-    (scale, "convert", ["lora", "--to", "ai-toolkit", "--rank", "2"]),
-    (numbers, "extract", ["tuned", "--rank", "exact"]), (numbers, "extract", ["tuned", "--algorithm", "full"]),
-    (rows, "extract", ["tuned", "--rank", "2"]), (rows, "extract", ["tuned", "--algorithm", "lokr"]),
+@pytest.mark.parametrize(("fault", "line"), [
+    (product, ["convert", "loha", "--to", "kohya", "--rank", "4"]),
+    (product, ["convert", "loha", "--to", "peft", "--rank", "4"]),
+    (magnitude, ["convert", "dora", "--to", "kohya", "--rank", "4"]),
+    (magnitude, ["convert", "dora", "--to", "kohya", "--algorithm", "full"]),
+    (scale, ["convert", "lora", "--to", "ai-toolkit"]),
+    (scale, ["convert", "lora", "--to", "ai-toolkit", "--rank", "2"]),
+    (numbers, ["extract", "tuned", "--rank", "exact"]), (numbers, ["extract", "tuned", "--algorithm", "full"]),
+    (rows, ["extract", "tuned", "--rank", "2"]), (rows, ["extract", "tuned", "--algorithm", "lokr"]),
 ])  # fmt: skip
 def test_fault_in_the_arithmetic_of_a_run_is_refused(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Plant, command: str, options: list[str]
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Plant, line: list[str]
 ) -> None:
     """The formulas in torch, the scale by α, the stored numbers and the order of their rows: one is wrong, the proof
     computes it otherwise, and nothing is written."""
-    name, *options = options
+    command, name, *options = line
     base, file = folder / "base.safetensors", folder / f"{name}.safetensors"
     inputs = [base, file] if command == "extract" else [file, "--base", base]
     right, wrong = (tmp_path / f"{n}{'' if 'peft' in options else '.safetensors'}" for n in ("right", "wrong"))
@@ -92,3 +101,28 @@ def test_fault_in_the_arithmetic_of_a_run_is_refused(
     code, _, text = run(command, *inputs, *options, "-o", wrong)
     assert code == 6, text
     assert not wrong.exists() and not strays(tmp_path)
+
+
+@pytest.mark.parametrize("command", ["convert", "extract"])
+def test_change_of_a_weight_that_is_not_expected_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    base = {f"blocks.{i}.a.weight": rand(8, 8, seed=i) for i in range(2)}
+    lora = {f"lora_unet_blocks_0_a.lora_{slot}.weight": rand(*shape) for slot, shape in SIDES.items()}
+    save_file(base, tmp_path / "base.safetensors")
+    save_file(lora, tmp_path / "lora.safetensors")
+    save_file({**base, "blocks.0.a.weight": rand(8, 8, seed=9)}, tmp_path / "tuned.safetensors")
+
+    def wrong(to: Dialect, modules: Sequence[StoredModule]) -> list[Entry]:
+        entries, ones = entries_of(to, modules), memoryview(np.ones(16, np.float32).tobytes())
+        name = entries[-1].name.partition(".lora_")[0]
+        other = name.replace("0", "1")
+        return entries + [Entry(f"{other}.lora_{slot}.weight", "F32", shape, ones) for slot, shape in SIDES.items()]
+
+    for module in (convert, extract_run):
+        monkeypatch.setattr(module, "entries_of", wrong)
+    sources = ["lora", "--dtype", "bf16", "--to", "kohya"] if command == "convert" else ["base", "tuned", "--rank", "1"]
+    files = [tmp_path / f"{s}.safetensors" if s in ("lora", "base", "tuned") else s for s in sources]
+    more = ["--base", tmp_path / "base.safetensors"] if command == "convert" else []
+    code, _, text = run(command, *files, *more, "-o", tmp_path / "o.safetensors")
+    assert code == 6 and "blocks.1.a.weight" in text, text
