@@ -52,7 +52,7 @@ OF_MODULES: Final = ("weight", "bias")
 
 
 @dataclass(frozen=True)
-class Claims:
+class CombinationClaims:
     """The claims of a run about its output."""
 
     job: AdapterJob
@@ -61,7 +61,7 @@ class Claims:
     nbytes: int  # of all tensors
 
 
-def prove_combination(claims: Claims, reader: Reader, path: Path, begin: Counting) -> Proof:
+def prove_combination(claims: CombinationClaims, reader: Reader, path: Path, begin: Counting) -> Proof:
     """Return what was proven of the file at `path`; VerificationFailed where it is not what the run says.
 
     Methods that choose entries choose others where changes are computed in fp32: then only the tensors' bytes are

@@ -25,7 +25,7 @@ from ..errors import FitError, InputError
 from ..merge_methods import COMBINATIONS
 from ..progress import Counting
 from ..text import Note
-from .combination_proof import Claims, prove_combination
+from .combination_proof import CombinationClaims, prove_combination
 from .decomposition.svd_memory import note
 from .dialects import dialect
 from .exact_sums import Concatenation, weight_norms
@@ -148,7 +148,7 @@ def run(job: AdapterJob, sources: Sources, this: Run) -> AdapterReport:
         if job.rules.linear.name == EXACT and highest > HIGH:
             notes = (*notes, Note(f"the exact sum has rank {highest}; --rank energy:0.999 keeps 99.9% of it"))
         outcome = Outcome(job, inputs, layers, _entries(sources, layers, tensors), model=model_of(sources))
-        claims = Claims(job, sources, outcome.layer_facts, sum(e.data.nbytes for e in outcome.entries))
+        claims = CombinationClaims(job, sources, outcome.layer_facts, sum(e.data.nbytes for e in outcome.entries))
         facts = Facts(coverage(job, sources), spoken(dtype), notes, weights=weights_of(job, sources, dtype))
         return outcome.finish(
             reader, draft, facts, lambda part: prove_combination(claims, reader, part, this.counted), this

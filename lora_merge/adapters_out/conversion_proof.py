@@ -58,7 +58,7 @@ AT_ONCE: Final = 2**18
 """Bytes of two tensors that are compared at once."""
 
 
-class Claim(NamedTuple):
+class ConversionClaims(NamedTuple):
     """The claims of a run about its output."""
 
     job: AdapterJob
@@ -66,7 +66,7 @@ class Claim(NamedTuple):
     modules: Sequence[StoredModule]  # that change something, and what is lost in each
 
 
-def prove_conversion(claim: Claim, reader: Reader, path: Path, begin: Counting) -> Proof:
+def prove_conversion(claim: ConversionClaims, reader: Reader, path: Path, begin: Counting) -> Proof:
     """Return what was proven of the output at `path`; VerificationFailed if a weight's change is not the input's."""
     job, sources, modules = claim
     assert sources.inputs is not None, "a conversion has a base"
@@ -85,11 +85,11 @@ def prove_conversion(claim: Claim, reader: Reader, path: Path, begin: Counting) 
 
         def squares(target: Target, stated: Stated) -> Squares | None:
             output = outputs.get(target.key)
-            if not all(known(side) for side in (target, output) if side):
-                return None
             pairs = same_factors(target, output)
             if pairs and all(_alike(reader, old, file, new) for old, new in pairs):
                 return Squares(0.0, 0.0)
+            if not all(known(side) for side in (target, output) if side):
+                return None
             sides = (target, before.get()), (output, after.get())
             if not all(map(_is_factored, (target, output))):
                 return _formed(target, sides)
@@ -101,8 +101,8 @@ def prove_conversion(claim: Claim, reader: Reader, path: Path, begin: Counting) 
             output, stated = outputs.get(target.key), Stated(worst, lost.get(target.key, 0.0), at_most=True)
             numbers, nbytes = _cost(target, output)
             comparisons.append(Comparison(target.key, numbers, nbytes, stated, partial(squares, target, stated)))
-        known_keys = {target.key for target in sources.targets}
-        comparisons += untouched((t for t in again.targets if t.key not in known_keys), after, lost)
+        changed = {target.key for target in sources.targets}
+        comparisons += untouched((t for t in again.targets if t.key not in changed), after, lost)
         return prove(comparisons, job, path, begin, layers=len(sources.targets))
 
 
@@ -129,11 +129,11 @@ def _lost(modules: Sequence[StoredModule]) -> dict[str, float]:
     return squares
 
 
-Pairs = list[tuple[StoredTensor, StoredTensor]]
+TensorPairs = list[tuple[StoredTensor, StoredTensor]]
 """Tensors of an input and of an output that must be alike."""
 
 
-def same_factors(target: Target, output: Target | None) -> Pairs:
+def same_factors(target: Target, output: Target | None) -> TensorPairs:
     """Return the factors of a weight's change in the input and in the output, if these mean the same change where their
     bytes are alike: one pair of factors each with one scale, in one dtype. [] otherwise."""
     if output is None or target.values or output.values or len(target.uses) != 1 or len(output.uses) != 1:

@@ -26,7 +26,7 @@ from ..progress import Counting, Progress, unwatched
 from ..text import Note
 from .adapter_dialect import heads, in_memory, own_dialect, own_places
 from .conversion import Conversion, Writing, bundled, named, weight_of
-from .conversion_proof import Claim, prove_conversion
+from .conversion_proof import ConversionClaims, prove_conversion
 from .copy_factors import all_factors, renamed
 from .decomposition.svd_memory import note
 from .dialects import DIALECTS, Dialect
@@ -90,7 +90,7 @@ def run(
         dtype = spoken(Counter(e.dtype for e in entries).most_common(1)[0][0])
         covered = coverage(job, sources, [entry.name for entry in writing.beside])
         facts = Facts(covered, dtype, notes, to.name, _weights(modules))
-        claim = Claim(job, sources, writing.changed)
+        claim = ConversionClaims(job, sources, writing.changed)
         return outcome.finish(
             reader, draft, facts, lambda part: prove_conversion(claim, reader, part, this.counted), this
         )

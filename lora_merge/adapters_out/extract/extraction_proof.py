@@ -53,7 +53,7 @@ NEAREST: Final = 0.5 + 1e-9
 """Units in the last place between a number and the nearest one of a dtype, at most."""
 
 
-class Claim(NamedTuple):
+class ExtractionClaims(NamedTuple):
     """The claims of a run about its output."""
 
     job: AdapterJob
@@ -63,7 +63,7 @@ class Claim(NamedTuple):
     cache: CheckpointCache  # those that are open
 
 
-def prove_extraction(claim: Claim, reader: Reader, path: Path, begin: Counting) -> Proof:
+def prove_extraction(claim: ExtractionClaims, reader: Reader, path: Path, begin: Counting) -> Proof:
     """Return what was proven of the file at `path`; VerificationFailed if a change is not that of the checkpoints."""
     # Step 1: the output, opened as an adapter of the base.
     job, (base, tuned) = claim.job, claim.checkpoints

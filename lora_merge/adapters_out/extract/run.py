@@ -44,7 +44,7 @@ from ..pipeline import Facts, Outcome, Run, idle_alpha, planned
 from ..report import AdapterReport
 from .difference import Side, difference, differences
 from .extract_modules import Batch, Extractor, batches, form_of_pair, measured, nbytes
-from .extraction_proof import Claim, prove_extraction
+from .extraction_proof import ExtractionClaims, prove_extraction
 from .pairs import Pair, Pairs, paired
 
 
@@ -168,7 +168,7 @@ def run(
         rows = [(e.name, e.dtype, e.shape) for e in entries]
         expect_room(job, rows)
         draft = stack.enter_context(drafted(job, reader, rows, [extraction.tuned], folder=to.folder))
-        claim = Claim(job, extraction.pairs, (extraction.base, extraction.tuned), modules, cache)
+        claim = ExtractionClaims(job, extraction.pairs, (extraction.base, extraction.tuned), modules, cache)
         return outcome.finish(
             reader, draft, facts,
             lambda part: prove_extraction(claim, reader, part, this.counted), this,
