@@ -12,13 +12,13 @@ from typing_extensions import Unpack
 
 from .adapters_out.report import AdapterReport
 from .boundary import public
+from .facts import Facts
 from .job import Adapter, Adapters, OneAdapter, adapter_list, make_job
 from .planning.plan import Plan
 from .process import interruptible
 from .progress import Progress, watched
 from .report import Report
 from .typed_options import PythonOptions, VerifyOptions
-from .viewing.facts import Facts
 
 
 @public
@@ -302,7 +302,7 @@ def verify(  # noqa: PLR0913  # the options of the command
     from .paths import expand, input_path
     from .proof.read_recipe import made_by
     from .proof.replay import prove
-    from .viewing.merge_facts import proof_of_adapter, proof_rows
+    from .report import adapter_proof_rows, proof_rows
 
     output = input_path(output)
     stated = adapter_list(adapters)
@@ -312,7 +312,7 @@ def verify(  # noqa: PLR0913  # the options of the command
             from .adapters_out.replay import prove as prove_adapter
 
             proof = prove_adapter(output, folders, watcher, full=full, options=options)
-            return Facts(proof, proof_of_adapter)
+            return Facts(proof, adapter_proof_rows)
         proven = prove(output, base, stated, search=folders, full=full, options=options, progress=watcher)
     return Facts(proven, proof_rows)
 
@@ -342,8 +342,8 @@ def inspect(
         >>> facts["algorithms"], facts["ranks"]
         ({'lora': 264}, [32])
     """
+    from .facts import Facts
     from .paths import input_path
-    from .viewing.facts import Facts
     from .viewing.inspect import inspect as look
     from .viewing.text import rows
 
@@ -373,9 +373,9 @@ def compare(a: str | Path, b: str | Path, *, base: str | Path | None = None) -> 
         >>> lora_merge.compare("base.safetensors", "merged.safetensors")["different"]
         264
     """
+    from .facts import Facts
     from .paths import input_path
     from .viewing.compare import compare as look
     from .viewing.compare import compare_rows
-    from .viewing.facts import Facts
 
     return Facts(look(input_path(a), input_path(b), None if base is None else input_path(base)), compare_rows)

@@ -141,7 +141,7 @@ def quoted(name: str) -> str:
 class Shown:
     """Shows a few facts: as one line of text, and as a table in notebooks."""
 
-    def _facts(self) -> Iterable[tuple[str, Any]]:
+    def _facts(self) -> Iterable[tuple[Any, ...]]:
         """Return what a person wants to know first: names and values, here those of the object's own fields."""
         return [(name, value) for name, value in vars(self).items() if not name.startswith("_")]
 
@@ -150,19 +150,19 @@ class Shown:
         return type(self).__name__
 
     def __repr__(self) -> str:
-        return one_line(f"{type(self).__name__}: " + "; ".join(f"{name} {value}" for name, value in self._facts()))
+        return one_line(f"{type(self).__name__}: " + "; ".join(f"{name} {value}" for name, value, *_ in self._facts()))
 
     def _repr_html_(self) -> str:
         return html_table(self._heading(), self._facts())
 
 
-def html_table(title: str, rows: Iterable[tuple[str, Any]]) -> str:
+def html_table(title: str, rows: Iterable[tuple[Any, ...]]) -> str:
     """Return a table of names and values as HTML, all of it escaped."""
 
     cells = "".join(
         f"<tr><th style='text-align:left;vertical-align:top'>{_plain(name)}</th>"
         f"<td style='text-align:left'>{_plain(value)}</td></tr>"
-        for name, value in rows
+        for name, value, *_ in rows
     )
     return f"<table><caption style='text-align:left'><b>{_plain(title)}</b></caption>{cells}</table>"
 

@@ -8,8 +8,8 @@ import unicodedata
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lora_merge.facts import percent, runs, spoken_run
 from lora_merge.text import Shown, by_pattern, by_reason, counted, done_of, html_table, json_text, one_line, rate
-from lora_merge.viewing.facts import percent, runs, spoken_run
 
 NAMES = st.lists(
     st.from_regex(r"([a-z]{1,3}[0-9]?|[0-9]{1,3})([._]([a-z]{1,3}[0-9]?|[0-9]{1,3})){0,4}", fullmatch=True), unique=True

@@ -25,7 +25,7 @@ from .compat import checked_output, completed
 from .help import examples
 from .options import Command, dialects, read, with_options
 from .progress_display import watching
-from .reports import put, show_adapter_report
+from .reports import Pictures, put, show_adapter_report
 
 if TYPE_CHECKING:
     from ..adapters_out.report import AdapterReport
@@ -237,7 +237,6 @@ def _given(adapters: Sequence[Any], options: dict[str, Any]) -> tuple[list[Any],
 def show(command: str, make: Callable[[], Task], printed: dict[str, Any]) -> None:
     """Run or plan a task, which is made while progress is shown, as torch may be imported for it; print its report."""
     from ..engine.torch_preload import keep_freed_memory, preload
-    from .picture_files import Pictures
     from .stdio import reporting
 
     pictures = Pictures(printed["html"], printed["plot"], quiet=printed["quiet"], dry_run=printed["dry_run"])

@@ -30,7 +30,7 @@ from ..proof.reference import REFERENCE
 from ..proof.reference.floats import Array
 from ..text import size
 from ..version import __version__
-from ..viewing.facts import schema
+from ..viewing.json_schemas import schema
 from .terminal import mark, panel, show, text
 
 PROBED: Final = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")

@@ -27,7 +27,7 @@ from .compat import ASKED, SHORT, check_command, check_once, check_options, chec
 from .help import REFUSED, everywhere, examples, files, refused, with_groups
 from .options import HTML, PLOT, QUIET, read, take_text, with_options
 from .progress_display import watching
-from .reports import Asked, carried_out, echo, put, with_pictures
+from .reports import Pictures, ReportOptions, echo, merge_and_report, put, with_pictures
 from .terminal import debugging, show_error, styled, taken
 
 if TYPE_CHECKING:
@@ -159,7 +159,6 @@ def merge(
     """Merge adapters into a base model and write the result."""
     from ..job import make_job
     from ..planning.plan import sources
-    from .picture_files import Pictures
     from .stdio import reporting
 
     pictures = Pictures(html, plot, quiet=quiet, dry_run=dry_run)
@@ -172,10 +171,12 @@ def merge(
         if file is not None:
             file.protect(sources(job), [job.output])
         pictures.protect(sources(job), [job.output])
-        how = Asked(dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=verbose, overwrite=job.overwrite)
-        done = carried_out(lambda: _planned(job, dry=dry_run), file, how)
-    if done is not None:
-        pictures.write(lambda: with_pictures(*done) if html is not None else asdict(done[0]))
+        report_options = ReportOptions(
+            dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=verbose, overwrite=job.overwrite
+        )
+        merged = merge_and_report(lambda: _planned(job, dry=dry_run), file, report_options)
+    if merged is not None:
+        pictures.write(lambda: with_pictures(*merged) if html is not None else asdict(merged[0]))
 
 
 def _planned(job: Job, *, dry: bool) -> Plan:

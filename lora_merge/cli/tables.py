@@ -13,7 +13,7 @@ import typer
 
 from ..errors import UsageError
 from ..text import Lines, json_text, plural
-from ..viewing.facts import schema
+from ..viewing.json_schemas import schema
 from .compat import completed
 from .help import examples
 from .reports import put

@@ -11,23 +11,21 @@ import typer
 from ..errors import UsageError
 from ..options import OPTIONS
 from ..progress import unwatched
+from ..report import adapter_proof_rows, proof_rows
 from ..text import json_text
 from .argument_values import named_adapter, named_parts, with_strengths
 from .compat import checked_output, completed
 from .help import examples
 from .options import HTML, QUIET, SILENT, read, with_options
-from .progress_display import PROOF, paused, watching
+from .progress_display import PROOF, watching
 from .reports import (
-    Asked,
-    carried_out,
-    carry_out,
+    Pictures,
+    ReportOptions,
     echo,
+    merge_and_report,
     put,
     show_adapter_report,
-    show_plan,
     show_proof,
-    show_report,
-    silent,
     with_pictures,
 )
 from .terminal import styled
@@ -81,14 +79,13 @@ def verify(
     folders = [expand(p) for p in search or []]
     if base is None and not pairs and _is_adapter(expand(output)):
         from ..adapters_out.replay import prove as prove_adapter
-        from ..viewing.merge_facts import proof_of_adapter
 
         with watching(quiet=as_json or quiet) as display:
             proof = prove_adapter(expand(output), folders, display or unwatched, full=full, options=stated)
         if as_json:
             put(json_text(proof))
-        for row in () if as_json or quiet else proof_of_adapter(proof):
-            echo(str(row))
+        elif not quiet:
+            show_proof(adapter_proof_rows(proof))
         return
     with watching(quiet=as_json or quiet, weights=PROOF) as display:
         proof = prove(
@@ -97,7 +94,7 @@ def verify(
     if as_json:
         put(json_text(proof))
     elif not quiet:
-        show_proof(proof)
+        show_proof(proof_rows(proof))
 
 
 @with_options(OPTIONS["device"], OPTIONS["overwrite"], before="as_json")
@@ -116,7 +113,6 @@ def replay(
     The inputs are found by their hashes.
     """
     from ..engine.admission import admit
-    from ..engine.torch_preload import preload
     from ..paths import expand
     from ..proof.replay import plan_again
 
@@ -132,14 +128,8 @@ def replay(
         else:
             show_adapter_report(report, "made again", quiet=quiet, verbose=False)
         return
-    say = silent if as_json or quiet else echo
-    with watching(quiet=quiet) as display:
-        preload()
-        plan = admit(plan_again(expand(path), output, folders, **options))
-        with paused(display):
-            show_plan(plan, say)
-        done = carry_out(plan, display)
-    show_report(done, say, plan.base.notes, as_json=as_json)
+    report_options = ReportOptions(as_json=as_json, quiet=quiet)
+    merge_and_report(lambda: admit(plan_again(expand(path), output, folders, **options)), None, report_options)
 
 
 def _is_adapter(path: Path) -> bool:
@@ -180,7 +170,6 @@ def unmerge(
     from ..paths import expand
     from ..proof.replay import refuse_to_unmerge
     from ..proof.unmerge import plan_unmerge
-    from .picture_files import Pictures
     from .stdio import reporting
 
     path, output, pictures = completed(path), checked_output(output), Pictures(html, None, quiet=quiet, dry_run=dry_run)
@@ -189,7 +178,8 @@ def unmerge(
     strength_for, values = options.pop("strength_for") or (), read(options, len(adapters or []))
     named, parts = named_parts(with_strengths([named_adapter(a) for a in adapters or []], values), strength_for)
     stated = {"strength_for": parts, **values} if parts else values
-    how = Asked(dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=False, overwrite=bool(stated.get("overwrite")))
+    overwrite = bool(stated.get("overwrite"))
+    report_options = ReportOptions(dry_run=dry_run, as_json=as_json, quiet=quiet, overwrite=overwrite)
     stated |= {"overwrite": True} if dry_run else {}
 
     def planned() -> Plan:
@@ -201,9 +191,9 @@ def unmerge(
     with reporting(report) as file:
         if file is not None:
             file.protect([expand(path)], [expand(output or path)])
-        done = carried_out(planned, file, how)
-    if done is not None:
-        pictures.write(lambda: with_pictures(*done))
+        merged = merge_and_report(planned, file, report_options)
+    if merged is not None:
+        pictures.write(lambda: with_pictures(*merged))
 
 
 def doctor(

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, Final
 from ..disk.files import StoredTensor
 from ..dtypes import spoken
 from ..errors import UsageError
+from ..facts import COUNT, Fact, by_block, cut_rows, line, table
 from ..files.checkpoint import Index, open_checkpoint
 from ..progress import Progress, counted, unwatched
 from ..text import by_reason, listed, plural, size
-from .facts import COUNT, Fact, by_block, cut_rows, line, schema, table
 from .inspect import is_adapter
+from .json_schemas import schema
 from .pages.heat_map import short
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from ..text import Note, listed
 from .adapter import adapter_facts
 from .adapter_on_base import fit
 from .base import base_facts, dtypes
-from .facts import schema
 from .hashes import hashes_of, stored_hashes
+from .json_schemas import schema
 
 SCHEMA = schema("inspect", 2)
 

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Final
 
-from ..text import by_reason, json_text, listed, plural, size
-from .facts import (
+from ..facts import (
     COUNT,
     WIDTH,
     Fact,
@@ -24,9 +23,10 @@ from .facts import (
     strengths,
     table,
 )
+from ..report import retained
+from ..text import by_reason, json_text, listed, plural, size
 from .formats import of_format, of_plain
 from .hashes import spoken
-from .merge_facts import retained
 from .pages.heat_map import short
 from .training import FIELDS, TRIGGERS, of_dataset
 

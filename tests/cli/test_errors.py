@@ -162,14 +162,15 @@ def test_part_that_is_named_twice_is_multiplied_and_one_without_effect_is_refuse
     parts = ("--strength-for", "te=0.5", "--strength-for", "te=0.5")
     code, out = run("base.safetensors", "lora.safetensors", *parts, "--dry-run")
     assert code == 0
-    assert "note: te is named 2 times: its factors are multiplied" in out
+    assert "note: lora.safetensors: te is named 2 times: its factors are multiplied" in out
     code, out = run("base.safetensors", "lora.safetensors", *parts, "--strength-for", "vae=0", "--dry-run")
     assert code == 2
     assert "without effect: no adapter changes weights there" in out and "--strength-for vae" in out
 
 
 def test_adapter_at_strength_0_changes_nothing(run: Run) -> None:
-    assert "changes nothing, 32 of 32 modules matched" in run("base.safetensors", "lora.safetensors:0", "--dry-run")[1]
+    text = run("base.safetensors", "lora.safetensors:0", "--dry-run")[1]
+    assert "32 of 32 modules matched" in text and "formula  none: it changes nothing" in text
 
 
 @pytest.mark.parametrize("text", ["lora.safetensors:0.8,te=0", "lora.safetensors:0.8:te=0", "lora.safetensors:te=0"])

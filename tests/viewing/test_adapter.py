@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import lora_merge
+from lora_merge.facts import TABLE, WIDTH
 from lora_merge.viewing.adapter import block_name
-from lora_merge.viewing.facts import TABLE, WIDTH
 from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.text import TOLD, lines
 from tests.kit.adapters import kohya

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import sqrt
 from typing import Any, Final, NamedTuple, TypeAlias
 
+from ...facts import Fact
 from ...paths import typed
+from ...report import ENLARGED, MOST
 from ...text import json_text, plural
-from ..facts import Fact
-from ..merge_facts import ENLARGED, MOST
 from .heat_map import places, short
 
 Found: TypeAlias = Mapping[str, Any]
@@ -84,7 +84,7 @@ class Content:
 
     def summary(self, rows: Iterable[tuple[str, Any] | Fact]) -> None:
         """Add rows of the summary; those without a value are left out. Warnings and notes have places of their own."""
-        for name, value, *_ in rows:
+        for name, value, *_ in (row for row in rows if row[0]):
             if name in ("warning", "note"):
                 self.data[f"{name}s"].append(str(value))
             elif value not in (None, "", [], {}, ()):

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from ...facts import between, counted
 from ...models.blocks import in_order
 from ...text import plural
 from ..compare import compare_summary
-from ..facts import between, counted
 from ..hashes import spoken
 from ..text import few, match_summary, metadata, of_training, summary
 from .content import CLICK, COSINE, Column, Content, Found, Metric, root
@@ -43,7 +43,7 @@ ALIKE: Final = (
 )
 
 
-def of_file(facts: Found) -> dict[str, Any]:
+def file_page(facts: Found) -> dict[str, Any]:
     """Return the content of the page about one file, or about an adapter on a base."""
     match = facts.get("match")
     page = Content("Adapter" if facts["kind"] == "adapter" else "Model", Path(facts["path"]).name)
@@ -125,7 +125,7 @@ def _matched(page: Content, facts: Found, match: Found) -> None:
         page.command("Merge it:", "lora-merge", facts["path"], f"{match['adapter']}:{match['strength']:g}")
 
 
-def of_comparison(result: Found) -> dict[str, Any]:
+def comparison_page(result: Found) -> dict[str, Any]:
     """Return the content of the page of a comparison."""
     page = Content("Comparison", f"{Path(result['a']).name} ↔ {Path(result['b']).name}")
     page.summary(compare_summary(result))
@@ -177,7 +177,7 @@ def _blocks_that_differ(page: Content, blocks: Found) -> None:
     page.table("By block", ["block", *columns, "numbers that differ", "of"], rows)
 
 
-def of_files(files: Sequence[Found]) -> dict[str, Any]:
+def files_page(files: Sequence[Found]) -> dict[str, Any]:
     """Return the content of a page about several files: a table of all, then what the page of each would have."""
     page = Content("Files", plural(len(files), "file"))
     page.table(
@@ -195,15 +195,13 @@ def of_files(files: Sequence[Found]) -> dict[str, Any]:
         (_of_several(f) for f in files),
         first=True,
     )
-    for name, file_page in zip(map(_of_pair, files), map(of_file, files), strict=True):
-        page.table(f"{name}: summary", ["fact", "value"], file_page["summary"])
+    for name, single in zip(map(_of_pair, files), map(file_page, files), strict=True):
+        page.table(f"{name}: summary", ["fact", "value"], single["summary"])
         for kind in ("tables", "heat_maps", "bars"):
-            page.data[kind] += [
-                {**part, "title": f"{name}: {part['title']}", "first": False} for part in file_page[kind]
-            ]
+            page.data[kind] += [{**part, "title": f"{name}: {part['title']}", "first": False} for part in single[kind]]
         for kind in ("warnings", "notes"):
-            page.data[kind] += [f"{name}: {text}" for text in file_page[kind]]
-        page.data["commands"] += [{**part, "label": f"{name}: {part['label']}"} for part in file_page["commands"]]
+            page.data[kind] += [f"{name}: {text}" for text in single[kind]]
+        page.data["commands"] += [{**part, "label": f"{name}: {part['label']}"} for part in single["commands"]]
     return page.data
 
 

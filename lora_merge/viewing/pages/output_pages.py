@@ -7,9 +7,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
-from ...text import codes_line, plural, size, stored
-from ..facts import strengths
-from ..merge_facts import effect, matched, recomputed, retained, unchanged, unused
+from ...facts import strengths
+from ...report import merge_rows
+from ...text import plural
+from ..json_schemas import kind_of
 from .content import CLICK, SHARE, Column, Content, Found, Metric, root
 from .heat_map import short
 
@@ -28,36 +29,10 @@ BY_BLOCK: Final = tuple(m for m in MADE if m.key in ("ratio", "norm", "changed",
 """Those of them that are told of several layers together."""
 
 
-def of_merge(facts: Found) -> dict[str, Any]:
+def merge_page(facts: Found) -> dict[str, Any]:
     """Return the content of the page of a merge."""
     page = Content("Merge", Path(facts["output"]).name)
-    proof = facts["verified"] or {}
-    every = (facts["numbers"] or {}).get("all", {})
-    rows: list[tuple[str, Any]] = [
-        ("output", f"{facts['output']} ({size(facts['written'])})"),
-        ("base", f"{facts['base']} ({facts['architecture']})"),
-        ("changed", f"{facts['changed']} of {plural(facts['tensors'], 'tensor')}"),
-        ("dtype", stored(facts["dtype"]).removeprefix("dtype ")),
-        ("codes", codes_line(facts["codes"]) if facts["codes"] else ""),
-        ("method", facts["method"]),
-        ("device", f"{facts['device']}, computed in {facts['compute_dtype']}"),
-        ("why this device", facts["device_choice"]),
-        ("time", f"{facts['seconds']:.1f} s"),
-        ("peak memory", size(facts["peak_memory"])),
-        ("the change", effect(facts["numbers"]) if facts["numbers"] else ""),
-        ("retained", "" if every.get("retained") is None else f"{retained(every['retained'])} of the change"),
-        ("proof", ": ".join(recomputed(proof)) if proof else "not proven (--no-verify)"),
-    ]
-    if proof:
-        rows += [("unchanged", unchanged(proof["untouched"]))] if proof["untouched"]["of"] else []
-        rows += [("matching", matched(proof["matching"]))] if proof["matching"]["alone"] else []
-        rows += [("unused", unused(proof["account"]))] if proof["account"]["unused"] else []
-    page.summary(rows)
-    page.data["warnings"] = [*_cut(facts), *proof.get("warnings", ())]
-    page.data["notes"] = [
-        *facts["notes"],
-        *(f"{name}: {note}" for name, c in facts["coverage"].items() for note in c["notes"]),
-    ]
+    page.summary(merge_rows(facts, verbose=True))
     _adapters(page, facts)
     page.change(facts["numbers"], "What changed, by block and layer")
     page.table(
@@ -75,12 +50,6 @@ def of_merge(facts: Found) -> dict[str, Any]:
                  "-o", _beside(facts["output"], "without"), *_searched(facts))  # fmt: skip
     page.recipe(facts.get("recipe"))
     return page.data
-
-
-def _cut(facts: Found) -> Iterator[str]:
-    """Yield the warning about numbers that were cut to the range of their dtype, if some were."""
-    if cut := facts.get("saturated"):
-        yield f"{plural(sum(cut.values()), 'number')} in {plural(len(cut), 'tensor')} were too large and were cut"
 
 
 def _adapters(page: Content, facts: Found) -> None:
@@ -134,23 +103,12 @@ def _stages(facts: Found) -> list[dict[str, Any]]:
     return [{"title": title, "rows": rows}] if rows else []
 
 
-def of_adapter_made(facts: Found) -> dict[str, Any]:
+def adapter_page(facts: Found) -> dict[str, Any]:
     """Return the content of the page of an adapter that was combined, resized, converted, averaged or extracted."""
+    from ...adapters_out.report import adapter_rows  # numpy
+
     page, every = Content("Adapter", Path(facts["output"]).name), facts["numbers"].get("all", {})
-    page.summary(
-        (
-            ("output", f"{facts['output']} ({size(facts['written'])})"),
-            ("format", "" if facts["format"] == "keep" else facts["format"]),
-            ("dtype", facts["dtype"]),
-            ("layers", len(facts["layers"])),
-            ("the change", f"{every['ratio']:.2%} of the weights (‖ΔW‖ / ‖W‖)" if every.get("ratio") else ""),
-            ("energy kept", f"{facts['energy']:.2%} of ‖ΔW‖²"),
-            ("what is lost", f"{facts['residual']:.2%} of ‖ΔW‖"),
-            ("time", f"{facts['seconds']:.1f} s"),
-            ("proof", _proof_of_adapter(facts["verified"] or {})),
-        )
-    )
-    page.data["notes"] = list(facts["notes"])
+    page.summary(adapter_rows(facts))
     norms = every.get("adapters") or [{"change": every.get("norm")}]  # of extract and convert, which have one input
     page.table(
         "Inputs",
@@ -204,12 +162,6 @@ def _beside(output: str, word: str) -> str:
     return str(path.with_name(f"{path.stem}-{word}{path.suffix}"))
 
 
-def _proof_of_adapter(proof: Found) -> str:
-    if not proof:
-        return "not proven (--no-verify)"
-    return f"{proof['recomputed']} of {plural(proof['layers'], 'layer')} computed again in fp64"
-
-
 def _by_block(page: Content, numbers: Found) -> None:
     """Add how large the change of each part and block is, and how much of it is kept."""
     for kind, of in (("components", "part"), ("blocks", "block")):
@@ -227,14 +179,13 @@ def _by_block(page: Content, numbers: Found) -> None:
             page.table(f"By {of}", [of, "layers", *columns, {"title": "energy kept", **SHARE}], rows)
 
 
-def of_jobs(jobs_of: Sequence[Found]) -> dict[str, Any]:
+def batch_page(jobs_of: Sequence[Found]) -> dict[str, Any]:
     """Return the content of the page of a batch."""
+    from ...batch.report import batch_rows
+
     page = Content("Batch", plural(len(jobs_of), "job"))
-    counts: dict[str, int] = {}
-    for job in jobs_of:
-        counts[job["status"]] = counts.get(job["status"], 0) + 1
-    page.summary((*counts.items(), ("time of all jobs", f"{sum(job.get('seconds', 0) for job in jobs_of):.1f} s")))
-    page.data["warnings"] = [f"{job['output']}: {text}" for job in jobs_of for text in _warned(job)]
+    page.summary(batch_rows(jobs_of, len(jobs_of)))
+    page.data["warnings"] = [f"{job['output']}: {text}" for job in jobs_of for text in _warnings(job)]
     jobs = sorted(jobs_of, key=lambda job: int(job["number"]))
     page.table("Jobs", JOBS, map(_job, jobs), details=[*map(_opened, jobs)])
     return page.data
@@ -247,7 +198,7 @@ def _opened(job: Found) -> dict[str, Any]:
     report = job.get("report")
     if not report:
         return {"summary": [["output", job["output"]]], "tables": []}
-    page = of_merge(report) if "method" in report else of_adapter_made(report)
+    page = (merge_page if kind_of(report) == "report" else adapter_page)(report)
     notes = [["note", text] for text in (*page["warnings"], *page["notes"])]
     return {
         "summary": [*page["summary"], *notes],
@@ -255,13 +206,12 @@ def _opened(job: Found) -> dict[str, Any]:
     }
 
 
-def _warned(job: Found) -> Iterator[str]:
-    """Yield why a job failed, and what its report warns of."""
+def _warnings(job: Found) -> Iterator[str]:
+    """Yield why a job failed, and the warnings of its report."""
     if error := job.get("error"):
         yield error["what"]
-    if report := job.get("report"):
-        yield from _cut(report)
-        yield from (report.get("verified") or {}).get("warnings", ())
+    if (report := job.get("report")) and kind_of(report) == "report":
+        yield from (row.value for row in merge_rows(report) if row.name in ("warning", "cut"))
 
 
 JOBS: Final[Sequence[Column]] = (
