@@ -302,7 +302,7 @@ def verify(  # noqa: PLR0913  # the options of the command
     from .paths import expand, input_path
     from .proof.read_recipe import made_by
     from .proof.replay import prove
-    from .report import adapter_proof_rows, proof_rows
+    from .report import verify_rows
 
     output = input_path(output)
     stated = adapter_list(adapters)
@@ -312,9 +312,9 @@ def verify(  # noqa: PLR0913  # the options of the command
             from .adapters_out.replay import prove as prove_adapter
 
             proof = prove_adapter(output, folders, watcher, full=full, options=options)
-            return Facts(proof, adapter_proof_rows)
+            return Facts(proof, verify_rows)
         proven = prove(output, base, stated, search=folders, full=full, options=options, progress=watcher)
-    return Facts(proven, proof_rows)
+    return Facts(proven, verify_rows)
 
 
 @public

@@ -18,6 +18,9 @@ MOST: Final = 1.1
 
 ENLARGED: Final = "A share above 100% is no mistake: the steps of the output's dtype are larger than the change there."
 
+ADAPTER_PROOF: Final = "lora-merge/adapter-proof/1"
+"""The schema of the proof of a written adapter."""
+
 NOT_VERIFIED: Final = "not at all (--no-verify)"
 
 
@@ -196,10 +199,13 @@ def proof_rows(proof: Mapping[str, Any], *, verbose: bool = False) -> Iterator[F
     yield from (line("warning", warning) for warning in proof["warnings"])
 
 
-def adapter_proof_rows(proof: Mapping[str, Any]) -> Iterator[Fact]:
-    """Yield what the proof of a written adapter found."""
+def verify_rows(proof: Mapping[str, Any]) -> Iterator[Fact]:
+    """Yield what `verify` has proven of a merge or of a written adapter."""
     yield line("output", proof["output"])
-    yield line("verified", f"{layers_recomputed(proof)}; its inputs give the same bytes")
+    if proof["schema"] == ADAPTER_PROOF:
+        yield line("verified", f"{layers_recomputed(proof)}; its inputs give the same bytes")
+    else:
+        yield from proof_rows(proof)
 
 
 def layers_recomputed(proof: Mapping[str, Any] | None) -> str:

@@ -11,7 +11,7 @@ import typer
 from ..errors import UsageError
 from ..options import OPTIONS
 from ..progress import unwatched
-from ..report import adapter_proof_rows, proof_rows
+from ..report import verify_rows
 from ..text import json_text
 from .argument_values import named_adapter, named_parts, with_strengths
 from .compat import checked_output, completed
@@ -85,7 +85,7 @@ def verify(
         if as_json:
             put(json_text(proof))
         elif not quiet:
-            show_proof(adapter_proof_rows(proof))
+            show_proof(verify_rows(proof))
         return
     with watching(quiet=as_json or quiet, weights=PROOF) as display:
         proof = prove(
@@ -94,7 +94,7 @@ def verify(
     if as_json:
         put(json_text(proof))
     elif not quiet:
-        show_proof(proof_rows(proof))
+        show_proof(verify_rows(proof))
 
 
 @with_options(OPTIONS["device"], OPTIONS["overwrite"], before="as_json")
