@@ -5,25 +5,13 @@ file."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, LowRank, Shape, Shapes, alpha_by, expect_shapes, flat, rank_of, shape_of_pair
+from .base import Factorisation, Shape, Shapes, alpha_by, expect_shapes, flat, of_factors, rank_of, shape_of_pair
+from .tensors import ScaledPair
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from .base import Scalar
-
-
-@dataclass(frozen=True)
-class AdaLoraTensors:
-    """A truncated singular value decomposition, learned."""
-
-    up: Tensor  # B, [n, out, r]
-    down: Tensor  # A, [n, r, cols]
-    values: Tensor  # E, [n, r, 1]
-    scale: Scalar  # α / (initial rank + 1e-5)
 
 
 def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
@@ -32,25 +20,18 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     return expect_shapes(shapes, {"up": (out, rank), "down": (rank, cols), "values": (rank, 1)})
 
 
-def delta(base: Tensor, t: AdaLoraTensors) -> Tensor:
-    """Return ΔW [n, out, cols]; `base` is not read."""
-    left, right = factors(base, t)
-    return left @ right
-
-
-def factors(base: Tensor, t: AdaLoraTensors) -> tuple[Tensor, Tensor]:
+def factors(base: Tensor, t: ScaledPair) -> tuple[Tensor, Tensor]:
     """Return B and diag(E) A · scale; `base` is not read."""
     return t.up, t.down * (t.values * t.scale)
 
 
-def accumulate(acc: Tensor, t: AdaLoraTensors, strength: Tensor) -> None:
+def accumulate(acc: Tensor, t: ScaledPair, strength: Tensor) -> None:
     """Add strength · ΔW to acc, in one fused multiply-add."""
     acc.baddbmm_(t.up, t.down * (t.values * (t.scale * strength)))
 
 
-ADALORA = Algorithm(
-    "adalora", AdaLoraTensors, fitted_shapes, delta, "arXiv:2303.10512", row_axes={"up": 0}, accumulate=accumulate,
-    scalars_from=alpha_by(),
-    scale_from_config=True, low_rank=LowRank(rank_of("down"), factors),
+ADALORA = of_factors(  # the scale is α / (initial rank + 1e-5)
+    "adalora", ScaledPair, fitted_shapes, Factorisation(rank_of("down"), factors), "arXiv:2303.10512",
+    row_axes={"up": 0}, accumulate=accumulate, scalars_from=alpha_by(), scale_from_config=True,
     weight_shape=shape_of_pair,
 )  # fmt: skip

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import field, make_dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from .base import SEEDED, Algorithm, Loaded, Shape, Shapes, expect, flat
+from .base import ON_CPU, SEEDED, Algorithm, Checks, Loaded, Rebuild, Shape, Shapes, expect, flat
 from .bounds import below
 from .kmeans import kmeans
 from .low_rank import low_rank_svd
@@ -132,7 +132,8 @@ def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
 
 
 ADAMSS = Algorithm(
-    "adamss", AdamssTensors, fitted_shapes, delta, "PEFT", also_bias=True, beside={"weight": "weight", "bias": "bias"},
-    rebuild=rebuild, rebuilds=frozenset({"order"}),
-    bounds={**SEEDED, "order": lambda shapes, _: [below(shapes["weight"][0])]},
+    "adamss", AdamssTensors, fitted_shapes, delta, "PEFT", also_bias=True,
+    beside={"weight": "weight", "bias": "bias"},
+    rebuild=Rebuild(frozenset({"order"}), rebuild, f"its groups of rows are clusters in the base, {ON_CPU}"),
+    checks=Checks({**SEEDED, "order": lambda shapes, _: [below(shapes["weight"][0])]}),
 )  # fmt: skip

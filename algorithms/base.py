@@ -13,7 +13,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from math import isfinite, prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from .bounds import SEED, Bounds, outside
 
@@ -57,13 +57,94 @@ class Loaded:
         return cls(tensor, lambda values, dtype: torch.from_numpy(cast(values.numpy(), dtype)), *more)
 
 
-class LowRank(NamedTuple):
+class Factorisation(NamedTuple):
     """The two factors whose product is ΔW."""
 
     rank: Callable[[Shapes, Shape], int]
     """(fitted shapes, weight shape) → the number of columns of L, an upper bound of the rank of ΔW."""
     factors: Callable[[Tensor, Any], tuple[Tensor, Tensor]]
     """(base [n, out, cols], prepared tensors) → L [n, out, R] and R [n, R, cols] with ΔW = L R at strength 1."""
+
+    def product(self, base: Tensor, tensors: Any) -> Tensor:
+        """Return ΔW [n, out, cols] = L R."""
+        left, right = self.factors(base, tensors)
+        return left @ right
+
+
+LAYER: Final = "layer_"
+"""Prefix of the slots `layer_0`, `layer_1` …: the weights of all layers that share a basis, in order."""
+
+ON_CPU: Final = "taken as PEFT takes them when it loads the adapter on a CPU; on other devices it may find others"
+
+
+class Rebuild(NamedTuple):
+    """Slots that the training library computes from the base when it loads an adapter."""
+
+    slots: frozenset[str]
+    """Optional slots, all of which are computed where a file lacks one."""
+    tensors: Callable[[Loaded], Mapping[str, Tensor]]
+    """(Loaded) → these slots, CPU tensors without n. The same steps in the same precision are needed, because the sign
+    of a singular vector and the order of equal numbers depend on them. Raises DoesNotFit if this base does not give the
+    tensors of the training."""
+    note: str
+    """A remark for the user on a file that lacks them."""
+    of_relatives: bool = False
+    """Whether they depend on the weights of all layers that share a basis, in the slots `layer_0` and so on."""
+
+
+@dataclass(frozen=True)
+class Checks:
+    """The conditions for integers and settings of a file, which are checked before a formula reads them."""
+
+    bounds: Mapping[str, Callable[[Shapes, Shape], Sequence[Bounds]]] = field(default_factory=dict)
+    """Integer slot or setting → function of (fitted shapes, weight shape) → the allowed range of its numbers: one range
+    for all, or one for each entry of the slot's first axis. Every integer slot that a file can store has a range."""
+    integers: Callable[[Mapping[str, Tensor], Shapes, Shape], None] | None = None
+    """(integer slots as int64 on the CPU, fitted shapes, weight shape): raises DoesNotFit where integers within
+    their bounds contradict each other or the shapes."""
+    settings: Callable[[Mapping[str, Any], Shapes, Shape], None] | None = None
+    """(settings from the adapter's configuration, fitted shapes, weight shape): raises DoesNotFit for
+    settings that cannot be merged or do not belong to these shapes."""
+
+    def check_integers(self, stored: Mapping[str, Tensor], shapes: Shapes, target: Shape) -> None:
+        """Raise DoesNotFit for integer slots (int64 on the CPU, fitted shapes) outside their bounds, which would make
+        a formula read or write outside the weight, and for integers that contradict the shapes."""
+        for slot, numbers in stored.items():
+            exceeded = outside(numbers, self.bounds[slot](shapes, target))
+            expect(holds=exceeded is None, otherwise=f"{slot} has numbers outside of {exceeded}")
+        if self.integers is not None:
+            self.integers(stored, shapes, target)
+
+    def check_settings(self, settings: Mapping[str, Any], shapes: Shapes, target: Shape) -> None:
+        """Raise DoesNotFit for settings that cannot be merged or do not belong to these shapes."""
+        for name in self.bounds.keys() & settings.keys():
+            (allowed,) = self.bounds[name](shapes, target)
+            holds = allowed.number(settings[name]) is not None
+            expect(holds=holds, otherwise=f"{name} is no whole number from {allowed}")
+        if self.settings is not None:
+            self.settings(settings, shapes, target)
+
+
+@dataclass(frozen=True)
+class Bypass:
+    """What LyCORIS' argument `bypass_mode` makes of a formula: it then changes the output of a layer, not its weight.
+
+    `bypass_forward` in lycoris/modules/*.py.
+    """
+
+    with_bias: bool = False
+    """Whether the bias is changed too, because the formula is applied to the whole output."""
+    no_magnitude: bool = False
+    """Whether DoRA's magnitude has no effect."""
+    groups: Literal["same", "other", "off", "mixed"] = "same"
+    """What it computes in a convolution with groups: the same as without the mode, another change, the same because
+    LyCORIS turns the mode off there, or a change that mixes the outputs of different groups."""
+    input_groups: Callable[[Shapes, Shape], int] = lambda _shapes, _target: 0
+    """(fitted shapes, weight shape) → number of groups of inputs that the factors belong to. Only this mode can train
+    factors of the inputs of several groups."""
+
+
+Layout = Literal["out_in", "in_out", "table", "stored", "experts"]
 
 
 @dataclass(frozen=True)
@@ -104,7 +185,7 @@ class Algorithm:
     [n, out, cols], or [n, out, 1] for a vector. A required slot needs the parameter; an optional slot is None where the
     base does not have it."""
     value: str = ""
-    """The optional slot for the trained value of the parameter, where an adapter stores that value beside the tensors
+    """The optional slot for the trained value of the parameter, where an adapter stores that value with the tensors
     of the formula, and the formula changes the trained value instead of the base's."""
     decomposes: bool = False
     """Whether the formula inverts, factorises or transforms a weight. torch cannot do that in 16-bit floats, and
@@ -117,60 +198,41 @@ class Algorithm:
     accumulate: Callable[[Tensor, Any, Tensor], None] | None = None
     """(acc [n, out, cols], tensors, strength [n, 1, 1]): adds strength · ΔW to acc in place, without
     storing ΔW. Where ΔW depends on the base, acc is the untouched base."""
-    low_rank: LowRank | None = None
+    low_rank: Factorisation | None = None
     """The factors of ΔW. None: ΔW has no factors that are smaller than itself."""
     weight_shape: Callable[[Shapes], Shape | None] | None = None
     """(stored shape of each slot) → shape of the weight; None where the slots do not show it. Ask `shown_shape`."""
     derive: Callable[[Shapes, Shape, Mapping[str, Any]], Mapping[str, Tensor]] | None = None
     """(fitted shapes, weight shape, settings) → slots that the file does not store, such as indices drawn
     from a seed; CPU tensors without n."""
-    rebuild: Callable[[Loaded], Mapping[str, Tensor]] | None = None
-    """(Loaded) → the slots `rebuilds`, CPU tensors without n, which the training library computes from the base when it
-    loads the adapter. The same steps in the same precision are needed, because the sign of a singular vector and the
-    order of equal numbers depend on them. Raises DoesNotFit if this base does not give the tensors of the training."""
-    rebuilds: frozenset[str] = frozenset()
-    """Optional slots that `rebuild` computes, all of them, where a file lacks one."""
-    bounds: Mapping[str, Callable[[Shapes, Shape], Sequence[Bounds]]] = field(default_factory=dict)
-    """Integer slot or setting → function of (fitted shapes, weight shape) → the allowed range of its numbers: one range
-    for all, or one for each entry of the slot's first axis. Every integer slot that a file can store has a range."""
+    rebuild: Rebuild | None = None
+    """The slots that follow from the base where a file lacks them."""
     parameter: str = "weight"
     """The parameter of the module that the tensors change, where their keys do not name it."""
-    stacked: bool = False
-    """Whether one adapter module changes all experts of a layer, whose weight is [E, out, in]."""
-    in_out: bool = False
-    """Whether the layer computes x A B, so that A is [in, r] and ΔW is the transpose of A B."""
-    of_table: bool = False
-    """Whether the formula is for embeddings, whose weights are [vocabulary, dim] and are never transposed."""
-    as_stored: bool = False
-    """Whether its tensors have the shape in which the weight is stored, [out, in] or [in, out]."""
-    starts_in_base: bool = False
-    """Whether the trainer subtracted the initial product of the factors from the weight before training."""
+    layout: Layout = "out_in"
+    """The weight that the tensors are factors of: `out_in` [out, in]; `in_out` the layer computes x A B, so that A is
+    [in, r] and ΔW is the transpose of A B; `table` an embedding [vocabulary, dim], which is never transposed; `stored`
+    the tensors have the shape in which the weight is stored, [out, in] or [in, out]; `experts` one module changes all
+    experts of a layer, [E, out, in]."""
+    without_start: str = ""
+    """For trainers that subtract the initial product of the factors from the weight before training: the row for the
+    same factors on a weight from which it is subtracted already. "" for all other formulas."""
     scale_from_config: bool = False
     """Whether only the adapter's configuration gives the scale."""
-    check: Callable[[Mapping[str, Tensor], Shapes, Shape], None] | None = None
-    """(integer slots as int64 on the CPU, fitted shapes, weight shape): raises DoesNotFit where integers within
-    their bounds contradict each other or the shapes."""
-    check_settings: Callable[[Mapping[str, Any], Shapes, Shape], None] | None = None
-    """(settings from the adapter's configuration, fitted shapes, weight shape): raises DoesNotFit for
-    settings that cannot be merged or do not belong to these shapes."""
-
-    def check_integers(self, stored: Mapping[str, Tensor], shapes: Shapes, target: Shape) -> None:
-        """Raise DoesNotFit for integer slots (int64 on the CPU, fitted shapes) outside their bounds, which would make
-        a formula read or write outside the weight, and for integers that contradict the shapes."""
-        for slot, found in stored.items():
-            exceeded = outside(found, self.bounds[slot](shapes, target))
-            expect(holds=exceeded is None, otherwise=f"{slot} has numbers outside of {exceeded}")
-        if self.check is not None:
-            self.check(stored, shapes, target)
-
-    def check_given(self, settings: Mapping[str, Any], shapes: Shapes, target: Shape) -> None:
-        """Raise DoesNotFit for settings that cannot be merged or do not belong to these shapes."""
-        for name in self.bounds.keys() & settings.keys():
-            (allowed,) = self.bounds[name](shapes, target)
-            holds = allowed.number(settings[name]) is not None
-            expect(holds=holds, otherwise=f"{name} is no whole number from {allowed}")
-        if self.check_settings is not None:
-            self.check_settings(settings, shapes, target)
+    checks: Checks = field(default_factory=Checks)
+    of_factors: bool = False
+    """Whether it is a part of the LoRA of the same module: its scale is that of the module's factors, and PEFT adds it
+    to a value of the parameter in the same file."""
+    in_peft: Literal["method", "any", "never"] = "method"
+    """The PEFT files that hold its tensors: those of the methods that name the row, those of any method, or none,
+    though another trainer spells the tensors as PEFT does."""
+    bypass: Bypass = field(default_factory=Bypass)
+    scale_words: frozenset[str] = frozenset()
+    """Words of a trainer's metadata with which the same tensors were trained at another scale; kohya_args.py."""
+    alpha_as_limit: tuple[str, float] | None = None
+    """(beginning of a module's name, α): together the sign of a trainer whose α is the limit of the norm itself."""
+    kernel_note: str = ""
+    """A remark for the user on the formula for a weight with a kernel."""
 
     def prepared(self, tensors: Any) -> Any:
         """Return the second argument of `delta` for these tensors."""
@@ -184,11 +246,21 @@ class Algorithm:
 
     def is_rebuilt(self, shapes: Shapes) -> bool:
         """Return whether a file with these slots lacks one that `rebuild` computes."""
-        return not self.rebuilds <= shapes.keys()
+        return self.rebuild is not None and not self.rebuild.slots <= shapes.keys()
 
     def rebuilt(self, loaded: Loaded) -> Mapping[str, Tensor]:
         """Return the slots that `rebuild` computes, or nothing if the file stores all of them."""
-        return self.rebuild(loaded) if self.rebuild is not None and self.is_rebuilt(loaded.shapes) else {}
+        return self.rebuild.tensors(loaded) if self.rebuild and self.is_rebuilt(loaded.shapes) else {}
+
+    @property
+    def module(self) -> str:
+        """The Python module of the formula."""
+        return (self.low_rank.factors if self.low_rank is not None else self.delta).__module__
+
+    @property
+    def starts_in_base(self) -> bool:
+        """Whether the trainer subtracted the initial product of the factors from the weight before training."""
+        return bool(self.without_start)
 
     def shown_shape(self, stored: Shapes) -> Shape | None:
         """Return the shape of the weight as the stored shapes show it; None where they do not, or a tensor has fewer
@@ -236,15 +308,27 @@ class Algorithm:
         taken = set(self.slots) | self.scalars
         return MappingProxyType({f.name: f.default for f in fields(self.tensors) if f.name not in taken})
 
-    def missing_settings(self, given: Mapping[str, Any]) -> list[str]:
-        """Return the settings without a default that are not in `given`."""
-        return [name for name, default in self.settings.items() if default is MISSING and name not in given]
+    def missing_settings(self, stated: Mapping[str, Any]) -> list[str]:
+        """Return the settings without a default that are not in `stated`."""
+        return [name for name, default in self.settings.items() if default is MISSING and name not in stated]
+
+
+def of_factors(
+    name: str,
+    tensors: type[Any],
+    fitted_shapes: Callable[[Shapes, Shape], Shapes],
+    low_rank: Factorisation,
+    paper: str,
+    **more: Any,
+) -> Algorithm:
+    """Return the row of a formula whose ΔW is the product of its two factors."""
+    return Algorithm(name, tensors, fitted_shapes, low_rank.product, paper, low_rank=low_rank, **more)
 
 
 SEEDED: Final[Mapping[str, Callable[[Shapes, Shape], Sequence[Bounds]]]] = MappingProxyType(
     {"seed": lambda _shapes, _target: [SEED]}
 )
-"""The `bounds` of rows whose only number is the seed of their random tensors."""
+"""The bounds of rows whose only number is the seed of their random tensors."""
 
 
 def flat(shape: Shape) -> tuple[int, int]:
@@ -264,8 +348,8 @@ def length(values: Tensor, axes: tuple[int, ...]) -> Tensor:
     would give 0 without any error."""
     import torch
 
-    found: Tensor = torch.linalg.vector_norm(values, dim=axes, keepdim=True)
-    return found.masked_fill_(found.isinf(), torch.nan)
+    norm: Tensor = torch.linalg.vector_norm(values, dim=axes, keepdim=True)
+    return norm.masked_fill_(norm.isinf(), torch.nan)
 
 
 def tucker(core: Tensor, inner: Tensor) -> Tensor:
@@ -278,7 +362,7 @@ def tucker(core: Tensor, inner: Tensor) -> Tensor:
 
 
 def rank_of(slot: str, axis: int = 0) -> Callable[[Shapes, Shape], int]:
-    """Return the rule for `LowRank.rank` that reads an axis of a fitted slot."""
+    """Return the rule for `Factorisation.rank` that reads an axis of a fitted slot."""
     return lambda shapes, _: shapes[slot][axis]
 
 

@@ -6,28 +6,18 @@ diag(B_1 … B_k) with B_j its j-th out / k rows. k follows from the shapes; k =
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, LowRank, Shape, Shapes, alpha_by, expect, flat
+from .base import Algorithm, Factorisation, Shape, Shapes, alpha_by, expect, flat
+from .tensors import FactorPair
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .base import Scalar
-
-
-@dataclass(frozen=True)
-class BdLoraTensors:
-    """Both factors, cut into k blocks."""
-
-    up: Tensor  # [n, out, k, r/k] whole, or [n, k, out/k, r/k] the blocks
-    down: Tensor  # [n, k, r/k, in/k] the blocks, or [n, k, r/k, in] whole
-    scale: Scalar  # α / r
-
 
 def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
-    """Return the shapes of up and down with an axis of length k."""
+    """Return the shapes of up and down, each with an axis of length k: up whole (out, k, r / k) and the blocks of down
+    (k, r / k, in / k), or the blocks of up (k, out / k, r / k) and down whole (k, r / k, in)."""
     (out, cols), up, down = flat(target), shapes["up"], shapes["down"]
     expect(holds=len(up) == len(down) == 2, otherwise=f"up is {list(up)}, down {list(down)}; they have two axes")
     (rows, up_rank), (rank, width) = up, down
@@ -50,7 +40,7 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     return {"up": (out, in_down, rank // in_down), "down": (in_down, rank // in_down, width)}
 
 
-def delta(base: Tensor, t: BdLoraTensors) -> Tensor:
+def delta(base: Tensor, t: FactorPair) -> Tensor:
     """Return ΔW [n, out, cols]; `base` is not read."""
     up, blocks = t.up * t.scale.unsqueeze(3), t.down.shape[1]
     if t.down.shape[3] * blocks == base.shape[2]:
@@ -58,8 +48,8 @@ def delta(base: Tensor, t: BdLoraTensors) -> Tensor:
     return (up @ t.down).reshape(base.shape)
 
 
-def factors(base: Tensor, t: BdLoraTensors) -> tuple[Tensor, Tensor]:
-    """Return (α / r) · B and A, the one that is stored in blocks with zeros beside them; `base` is not read."""
+def factors(base: Tensor, t: FactorPair) -> tuple[Tensor, Tensor]:
+    """Return (α / r) · B and A, the factor that is stored in blocks with zeros around them; `base` is not read."""
     (n, out, cols), blocks, rank = base.shape, t.down.shape[1], t.down.shape[2]
     up = t.up * t.scale.unsqueeze(3)
     if t.down.shape[3] * blocks == cols:
@@ -76,7 +66,7 @@ def _rank(shapes: Shapes, _: Shape) -> int:
 
 
 BDLORA = Algorithm(
-    "bdlora", BdLoraTensors, fitted_shapes, delta, "PEFT",
+    "bdlora", FactorPair, fitted_shapes, delta, "PEFT",
     scalars_from=alpha_by(lambda shapes: shapes["down"][0] * shapes["down"][1]),
-    low_rank=LowRank(_rank, factors),
+    low_rank=Factorisation(_rank, factors),
 )  # fmt: skip

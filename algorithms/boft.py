@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, expect
+from .base import Algorithm, Bypass, Shape, Shapes, expect
 from .oft import OftTensors, Rotation, fitted_rescale, limit, prepare, stretch
 
 if TYPE_CHECKING:
@@ -49,4 +49,5 @@ def delta(base: Tensor, t: Rotation) -> Tensor:
 BOFT = Algorithm(
     "boft", OftTensors, fitted_shapes, delta, "arXiv:2311.06243",
     scalars_from=limit, reads_base=True, prepare=prepare,
+    bypass=Bypass(with_bias=True, groups="mixed"),
 )  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, LowRank, Shape, Shapes, alpha_by, expect, expect_shapes, flat, rank_of
+from .base import Factorisation, Shape, Shapes, alpha_by, expect, expect_shapes, flat, of_factors, rank_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,14 +33,8 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
         holds=len(stored) == 2 and stored[0] == out and 0 < stored[1] <= out,
         otherwise=f"subspace is {list(stored)}, the weight has {out} rows",
     )
-    wanted = {"subspace": stored, "content": (stored[1], cols)}
-    return expect_shapes(shapes, {slot: wanted[slot] for slot in shapes})
-
-
-def delta(base: Tensor, t: DeftTensors) -> Tensor:
-    """Return Q (c R − Pᵀ W) [n, out, cols]."""
-    left, right = factors(base, t)
-    return left @ right
+    expected = {"subspace": stored, "content": (stored[1], cols)}
+    return expect_shapes(shapes, {slot: expected[slot] for slot in shapes})
 
 
 def factors(base: Tensor, t: DeftTensors) -> tuple[Tensor, Tensor]:
@@ -56,7 +50,7 @@ def factors(base: Tensor, t: DeftTensors) -> tuple[Tensor, Tensor]:
     return left, inner if t.content is None else inner + t.content * t.scale
 
 
-DEFT = Algorithm(
-    "deft", DeftTensors, fitted_shapes, delta, "PEFT", reads_base=True, decomposes=True,
-    scalars_from=alpha_by(), low_rank=LowRank(rank_of("subspace", 1), factors),
+DEFT = of_factors(
+    "deft", DeftTensors, fitted_shapes, Factorisation(rank_of("subspace", 1), factors), "PEFT", reads_base=True,
+    decomposes=True, scalars_from=alpha_by(),
 )  # fmt: skip

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, LowRank, Shape, Shapes, expect, flat, length, rank_of, shape_of_pair
+from .base import Factorisation, Shape, Shapes, expect, flat, length, of_factors, rank_of, shape_of_pair
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,12 +46,6 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     return {"up": (out, rank), "down": (rank, cols), "length": (1, 1), "norms": (1, cols)}
 
 
-def delta(base: Tensor, t: DeloraTensors) -> Tensor:
-    """Return ΔW [n, out, cols]; `base` is not read."""
-    left, right = factors(base, t)
-    return left @ right
-
-
 def factors(base: Tensor, t: DeloraTensors) -> tuple[Tensor, Tensor]:
     """Return B̂ and (λ / r) · Â diag(w), with B's columns and A's rows at length 1; `base` is not read."""
     rank = t.down.shape[1]
@@ -60,12 +54,7 @@ def factors(base: Tensor, t: DeloraTensors) -> tuple[Tensor, Tensor]:
     return up, down * (t.length / rank) * t.norms
 
 
-DELORA = Algorithm(
-    "delora",
-    DeloraTensors,
-    fitted_shapes,
-    delta,
-    "arXiv:2503.18225",
-    low_rank=LowRank(rank_of("down"), factors),
+DELORA = of_factors(
+    "delora", DeloraTensors, fitted_shapes, Factorisation(rank_of("down"), factors), "arXiv:2503.18225",
     weight_shape=shape_of_pair,
-)
+)  # fmt: skip

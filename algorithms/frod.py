@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .base import Algorithm, Loaded, Shape, Shapes, expect, expect_shapes, flat, length
+from .base import LAYER, ON_CPU, Algorithm, Checks, Loaded, Rebuild, Shape, Shapes, expect, expect_shapes, flat, length
 from .bounds import COUNT, SEED, below
 from .joint_basis import drawn_places, joint_basis
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from .base import Indices
 
-LAYER = "layer_"
-"""Prefix of the slots `layer_0`, `layer_1` …: the weights of all layers that share the basis, in order."""
 SHORTEST = 1e-12
 """Columns of W V⁻ᵀ that are shorter become zeros."""
 
@@ -96,8 +94,14 @@ def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
 
 FROD = Algorithm(
     "frod", FrodTensors, fitted_shapes, delta, "PEFT", reads_base=True, decomposes=True,
-    shared=frozenset({"basis", "places"}), check_settings=check_settings,
-    rebuild=rebuild, rebuilds=frozenset({"basis", "places"}),
-    bounds={"places": lambda _, target: [below(target[1])], "layers": lambda _shapes, _target: [COUNT],
-            "seed": lambda _shapes, _target: [SEED]},
+    shared=frozenset({"basis", "places"}),
+    checks=Checks(
+        {"places": lambda _, target: [below(target[1])], "layers": lambda _shapes, _target: [COUNT],
+         "seed": lambda _shapes, _target: [SEED]},
+        settings=check_settings,
+    ),
+    rebuild=Rebuild(
+        frozenset({"basis", "places"}), rebuild,
+        f"its basis is not stored (save_projection), and made of the layers of its kind: {ON_CPU}", of_relatives=True,
+    ),
 )  # fmt: skip

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from math import prod, sqrt
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, LowRank, Shape, Shapes, alpha_over, expect, flat, same_inputs, tucker
+from .base import Algorithm, Factorisation, Shape, Shapes, alpha_over, expect, flat, same_inputs, tucker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -163,10 +163,10 @@ def _renamed(t: GloraTensors) -> GloraTensors:
 GLORA = Algorithm(
     "glora", GloraTensors, fitted_shapes, delta, "arXiv:2306.07967",
     scalars_from=alpha_over("a2"), row_axes={"b1": 0}, reads_base=True, accumulate=accumulate,
-    low_rank=LowRank(_rank, factors),
+    low_rank=Factorisation(_rank, factors),
 )  # fmt: skip
 GLORA_OLD = Algorithm(
     "glora_old", GloraTensors, fitted_shapes_old, delta_old, "arXiv:2306.07967",
     scalars_from=scalars_from_old, row_axes={"b2": 0}, reads_base=True, accumulate=accumulate_old,
-    low_rank=LowRank(lambda shapes, _: 2 * shapes["a1"][0], factors_old),
+    low_rank=Factorisation(lambda shapes, _: 2 * shapes["a1"][0], factors_old),
 )  # fmt: skip

@@ -57,12 +57,6 @@ def embedding_delta(base: Tensor, t: HiraTensors) -> Tensor:
 
 HIRA = Algorithm("hira", HiraTensors, fitted_shapes, delta, "ICLR 2025", row_axes={"up": 0}, reads_base=True)
 HIRA_EMBEDDING = Algorithm(
-    "hira_embedding",
-    HiraTensors,
-    fitted_shapes_embedding,
-    embedding_delta,
-    "ICLR 2025",
-    row_axes={"down": 1},
-    reads_base=True,
-    of_table=True,
-)
+    "hira_embedding", HiraTensors, fitted_shapes_embedding, embedding_delta, "ICLR 2025", row_axes={"down": 1},
+    reads_base=True, layout="table",
+)  # fmt: skip

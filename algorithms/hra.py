@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .base import Algorithm, LowRank, Shape, Shapes, expect, flat, length, rank_of
+from .base import Checks, Factorisation, Shape, Shapes, expect, flat, length, of_factors, rank_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,12 +43,6 @@ def check_settings(settings: Mapping[str, Any], shapes: Shapes, _: Shape) -> Non
     expect(holds=fits, otherwise=f"it has {count} vectors of length {cols}, which cannot be orthogonal")
 
 
-def delta(base: Tensor, t: HraTensors) -> Tensor:
-    """Return −(W Û) T Ûᵀ [n, out, cols]."""
-    left, right = factors(base, t)
-    return left @ right
-
-
 def factors(base: Tensor, t: HraTensors) -> tuple[Tensor, Tensor]:
     """Return −(W Û) T and Ûᵀ."""
     import torch
@@ -64,15 +58,7 @@ def factors(base: Tensor, t: HraTensors) -> tuple[Tensor, Tensor]:
     return -inner, unit.transpose(1, 2)
 
 
-HRA = Algorithm(
-    "hra",
-    HraTensors,
-    fitted_shapes,
-    delta,
-    "arXiv:2405.17484",
-    row_axes={},
-    reads_base=True,
-    decomposes=True,
-    low_rank=LowRank(rank_of("vectors", 1), factors),
-    check_settings=check_settings,
-)
+HRA = of_factors(
+    "hra", HraTensors, fitted_shapes, Factorisation(rank_of("vectors", 1), factors), "arXiv:2405.17484",
+    row_axes={}, reads_base=True, decomposes=True, checks=Checks(settings=check_settings),
+)  # fmt: skip

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, expect
+from .base import Algorithm, Bypass, Checks, Shape, Shapes, expect
 from .bounds import below
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ def delta(base: Tensor, t: Ia3Tensors) -> Tensor:
 
 
 IA3 = Algorithm(
-    "ia3", Ia3Tensors, fitted_shapes, delta, "arXiv:2205.05638", bounds={"on_input": lambda _s, _t: [below(2)]},
-    check=check, reads_base=True,
+    "ia3", Ia3Tensors, fitted_shapes, delta, "arXiv:2205.05638",
+    checks=Checks({"on_input": lambda _s, _t: [below(2)]}, integers=check), reads_base=True,
+    bypass=Bypass(with_bias=True, input_groups=lambda shapes, target: groups_of(prod(shapes["diff"]), target)),
 )  # fmt: skip

@@ -34,12 +34,12 @@ def joint_basis(weights: Sequence[Tensor], ridge: float, cast: Callable[[Tensor,
     """
     import torch
 
-    found, _ = _basis(weights, ridge)
+    basis, _ = _basis(weights, ridge)
     exact, upper = _basis([cast(weight, "F64") for weight in weights], ridge)
-    single, double = (torch.cat([v, _left(upper, v)]) for v in (cast(found, "F64"), exact))
+    single, double = (torch.cat([v, _left(upper, v)]) for v in (cast(basis, "F64"), exact))
     distance = torch.minimum((single - double).norm(dim=0), (single + double).norm(dim=0))
     expect(holds=not bool(distance.norm() > NEAR * double.norm()), otherwise=UNDETERMINED)
-    return found
+    return basis
 
 
 def _basis(weights: Sequence[Tensor], ridge: float) -> tuple[Tensor, Tensor]:

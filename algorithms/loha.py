@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Final
 
-from .base import Algorithm, LowRank, Shape, Shapes, alpha_over, expect, flat, same_inputs, tucker
+from .base import Algorithm, Bypass, Factorisation, Shape, Shapes, alpha_over, expect, flat, same_inputs, tucker
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -111,5 +111,6 @@ LOHA = Algorithm(
     "loha", LohaTensors, fitted_shapes, delta, "arXiv:2108.06098",
     scalars_from=alpha_over("w1_b"), row_axes={"w1_a": 0, "w2_a": 0},
     not_sliceable_with=frozenset({"t1", "t2"}), accumulate=accumulate,
-    low_rank=LowRank(lambda shapes, _: shapes["w1_b"][0] ** 2, factors), weight_shape=weight_shape,
+    low_rank=Factorisation(lambda shapes, _: shapes["w1_b"][0] ** 2, factors), weight_shape=weight_shape,
+    bypass=Bypass(no_magnitude=True),
 )  # fmt: skip

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import inf, prod
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, LowRank, Shape, Shapes, alpha_over, expect, flat, same_inputs, tucker
+from .base import Algorithm, Bypass, Factorisation, Shape, Shapes, alpha_over, expect, flat, same_inputs, tucker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -62,8 +62,8 @@ def _factor(name: str, shapes: Shapes) -> tuple[dict[str, Shape], tuple[int, int
     if present == {name}:
         whole = shapes[name]
         expect(holds=len(whole) > 1, otherwise=f"{name} is {list(whole)}")
-        kept = whole if len(whole) == 3 and name == "w2" else flat(whole)
-        return {name: kept}, (whole[0], whole[1]), whole[2:]
+        flattened = whole if len(whole) == 3 and name == "w2" else flat(whole)
+        return {name: flattened}, (whole[0], whole[1]), whole[2:]
     expect(
         holds=present - {t} == {a, b},
         otherwise=f"there is {sorted(present)}: needs {name} alone, or {a} and {b}",
@@ -142,15 +142,15 @@ def factors(base: Tensor, t: LokrTensors) -> tuple[Tensor, Tensor]:
 
 
 def _pair(whole: Tensor | None, up: Tensor | None, down: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return two factors of w1 or w2; beside a whole matrix an identity stands on its shorter side."""
+    """Return two factors of w1 or w2; of a whole matrix one is an identity, on its shorter side."""
     import torch
 
     if up is not None and down is not None:
         return up, down
     assert whole is not None, "fitted_shapes lets no other combination through"
     n, rows, cols = whole.shape
-    one = torch.eye(min(rows, cols), dtype=whole.dtype, device=whole.device).expand(n, -1, -1)
-    return (one, whole) if rows <= cols else (whole, one)
+    identity = torch.eye(min(rows, cols), dtype=whole.dtype, device=whole.device).expand(n, -1, -1)
+    return (identity, whole) if rows <= cols else (whole, identity)
 
 
 def _rank(shapes: Shapes, _: Shape) -> int:
@@ -178,5 +178,6 @@ def weight_shape(shapes: Shapes) -> Shape | None:
 LOKR = Algorithm(
     "lokr", LokrTensors, fitted_shapes, delta, "arXiv:2309.14859", scalars_from=scalars_from,
     row_axes={"w1": 0, "w1_a": 0}, not_sliceable_with=frozenset({"right_aligned"}), accumulate=accumulate,
-    low_rank=LowRank(_rank, factors), weight_shape=weight_shape,
+    low_rank=Factorisation(_rank, factors), weight_shape=weight_shape,
+    bypass=Bypass(no_magnitude=True, groups="other"),
 )  # fmt: skip

@@ -4,7 +4,7 @@ Also LoRA-FA, LoCon, C3Lier and DyLoRA, which store the same tensors. Convolutio
 kernel and B is 1×1, so the flattened product is the flattened ΔW. With a Tucker core (LoCon,
 `mid`), ΔW[o, i, …] = Σ mid[m, n, …] up[o, m] down[n, i].
 
-LyCORIS trains its DyLoRA with α over the number of blocks, which only the file's metadata tells. Without metadata,
+LyCORIS trains its DyLoRA with α over the number of blocks, which only the file's metadata shows. Without metadata,
 a DyLoRA of linear layers has the names, the shapes and the numbers of a LoRA: it is merged by α / r, as LyCORIS loads
 it again, and nothing can be noted. sd-scripts' DyLoRA has the scale α / r where all its ranks are used.
 """
@@ -18,13 +18,14 @@ from operator import mul
 from typing import TYPE_CHECKING
 
 from .base import (
-    Algorithm,
-    LowRank,
+    Bypass,
+    Factorisation,
     Shape,
     Shapes,
     alpha_over,
     expect,
     flat,
+    of_factors,
     rank_of,
     same_inputs,
     shape_of_pair,
@@ -71,12 +72,6 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     return {"up": (out, rank), "down": (rank, width), "mid": (rank, rank, prod(core[2:]))}
 
 
-def delta(base: Tensor, t: LoraTensors) -> Tensor:
-    """Return ΔW [n, out, cols]; `base` is not read."""
-    left, right = factors(base, t)
-    return left @ right
-
-
 def factors(base: Tensor, t: LoraTensors) -> tuple[Tensor, Tensor]:
     """Return (α / r) · B and A; `base` is not read."""
     return t.up * t.scale, _columns(t)
@@ -102,8 +97,8 @@ def _columns(t: LoraTensors) -> Tensor:
     return t.down if t.mid is None else tucker(t.mid, t.down)
 
 
-LORA = Algorithm(
-    "lora", LoraTensors, fitted_shapes, delta, "arXiv:2106.09685",
-    scalars_from=alpha_over("down"), row_axes={"up": 0}, accumulate=accumulate,
-    low_rank=LowRank(rank_of("down"), factors), weight_shape=shape_of_pair,
+LORA = of_factors(
+    "lora", LoraTensors, fitted_shapes, Factorisation(rank_of("down"), factors), "arXiv:2106.09685",
+    scalars_from=alpha_over("down"), row_axes={"up": 0}, accumulate=accumulate, weight_shape=shape_of_pair,
+    bypass=Bypass(no_magnitude=True, groups="off"), scale_words=frozenset({"dylora", "split_qkv"}),
 )  # fmt: skip

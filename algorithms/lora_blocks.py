@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, LowRank, Shape, Shapes, alpha_over, expect, expect_shapes, flat, rank_of
+from .base import Factorisation, Shape, Shapes, alpha_over, expect, expect_shapes, flat, of_factors, rank_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,12 +49,6 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     )
 
 
-def delta(base: Tensor, t: LoraBlocksTensors) -> Tensor:
-    """Return ΔW [n, out, cols]; `base` is not read."""
-    left, right = factors(base, t)
-    return left @ right
-
-
 def factors(_: Tensor, t: LoraBlocksTensors) -> tuple[Tensor, Tensor]:
     """Return c · B with the rank of each layer in columns of its own, and A."""
     rank, rows = t.up_0.shape[2], sum(up.shape[1] for up in t.ups)
@@ -65,7 +59,7 @@ def factors(_: Tensor, t: LoraBlocksTensors) -> tuple[Tensor, Tensor]:
     return left, t.down
 
 
-LORA_BLOCKS = Algorithm(
-    "lora_blocks", LoraBlocksTensors, fitted_shapes, delta, "LongCat-Video",
-    scalars_from=alpha_over("up_0", 1), low_rank=LowRank(rank_of("down"), factors),
+LORA_BLOCKS = of_factors(
+    "lora_blocks", LoraBlocksTensors, fitted_shapes, Factorisation(rank_of("down"), factors), "LongCat-Video",
+    scalars_from=alpha_over("up_0", 1),
 )  # fmt: skip

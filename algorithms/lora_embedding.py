@@ -6,24 +6,13 @@ B [dim, r]. It is a row of the table, because here some rows of ΔW need only so
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, LowRank, Shape, Shapes, alpha_over, expect_shapes, flat, rank_of
+from .base import Factorisation, Shape, Shapes, alpha_over, expect_shapes, flat, of_factors, rank_of
+from .tensors import FactorPair
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from .base import Scalar
-
-
-@dataclass(frozen=True)
-class EmbeddingTensors:
-    """The factors of n tables of equal shape."""
-
-    up: Tensor  # B, [n, dim, r]
-    down: Tensor  # A, [n, r, vocabulary]
-    scale: Scalar  # α / r
 
 
 def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
@@ -32,25 +21,18 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     return expect_shapes(shapes, {"up": (cols, rank), "down": (rank, rows)})
 
 
-def delta(base: Tensor, t: EmbeddingTensors) -> Tensor:
-    """Return ΔW [n, vocabulary, dim]; `base` is not read."""
-    left, right = factors(base, t)
-    return left @ right
-
-
-def factors(base: Tensor, t: EmbeddingTensors) -> tuple[Tensor, Tensor]:
+def factors(base: Tensor, t: FactorPair) -> tuple[Tensor, Tensor]:
     """Return Aᵀ and (α / r) · Bᵀ; `base` is not read."""
     return t.down.transpose(1, 2), (t.up * t.scale).transpose(1, 2)
 
 
-def accumulate(acc: Tensor, t: EmbeddingTensors, strength: Tensor) -> None:
+def accumulate(acc: Tensor, t: FactorPair, strength: Tensor) -> None:
     """Add strength · ΔW to acc, in one fused multiply-add."""
     acc.baddbmm_(t.down.transpose(1, 2), (t.up * (t.scale * strength)).transpose(1, 2))
 
 
-LORA_EMBEDDING = Algorithm(
-    "lora_embedding", EmbeddingTensors, fitted_shapes, delta, "arXiv:2106.09685",
-    scalars_from=alpha_over("down"), row_axes={"down": 1}, accumulate=accumulate,
-    of_table=True, low_rank=LowRank(rank_of("down"), factors),
+LORA_EMBEDDING = of_factors(
+    "lora_embedding", FactorPair, fitted_shapes, Factorisation(rank_of("down"), factors), "arXiv:2106.09685",
+    scalars_from=alpha_over("down"), row_axes={"down": 1}, accumulate=accumulate, layout="table",
     weight_shape=lambda shapes: (shapes["down"][-1], shapes["up"][0]),
 )  # fmt: skip

@@ -8,29 +8,19 @@ transposed."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .base import Algorithm, Shape, Shapes, alpha_by, expect
+from .tensors import FactorPair
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .base import Scalar
-
-
-@dataclass(frozen=True)
-class ExpertsTensors:
-    """The factors of the experts of n layers; a first axis of 1 in `up` marks transposed weights."""
-
-    up: Tensor  # B, [n, out, r, E] or [n, 1, out, r, E]
-    down: Tensor  # A, [n, E, r, in]
-    scale: Scalar  # α / r, r of one expert
-
 
 def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
-    """Return the shapes of up and down for a weight (E, out, in) or (E, in, out), by the lengths of its sides; square
-    experts are (E, out, in), because the caller chooses the other row for (E, in, out) (target_parameters.py)."""
+    """Return the shapes of up (out, r, E) and down (E, r, in) for a weight (E, out, in), and of up (1, out, r, E) for
+    (E, in, out), by the lengths of its sides; square experts are (E, out, in), because the caller chooses the other row
+    for (E, in, out) (target_parameters.py)."""
     return _fitted_shapes(shapes, target, transposed=shapes["up"][:1] != target[1:2])
 
 
@@ -50,16 +40,16 @@ def _fitted_shapes(shapes: Shapes, target: Shape, *, transposed: bool) -> Shapes
         holds=experts > 0 and ranks % experts == 0,
         otherwise=f"{ranks} ranks cannot be shared out to {experts} experts",
     )
-    own = (width, out) if transposed else (out, width)
+    sides = (width, out) if transposed else (out, width)
     expect(
-        holds=own == target[1:],
-        otherwise=f"each expert's update is {list(own)}, its weight {list(target[1:])}",
+        holds=sides == target[1:],
+        otherwise=f"each expert's update is {list(sides)}, its weight {list(target[1:])}",
     )
     rank = ranks // experts
     return {"up": (1,) * transposed + (out, rank, experts), "down": (experts, rank, width)}
 
 
-def delta(base: Tensor, t: ExpertsTensors) -> Tensor:
+def delta(base: Tensor, t: FactorPair) -> Tensor:
     """Return ΔW in the shape of `base`, whose values are not read: [n, E, out·in], or [n, E·out, in] for rows of it."""
     transposed = t.up.dim() == 5
     up = (t.up[:, 0] if transposed else t.up).permute(0, 3, 1, 2) * t.scale.unsqueeze(3)  # [n, E, out, r]
@@ -70,15 +60,9 @@ def delta(base: Tensor, t: ExpertsTensors) -> Tensor:
 
 def _row(name: str, shapes: Callable[[Shapes, Shape], Shapes]) -> Algorithm:
     return Algorithm(
-        name,
-        ExpertsTensors,
-        shapes,
-        delta,
-        "arXiv:2106.09685",
-        scalars_from=alpha_by(lambda fitted: fitted["down"][1]),
-        row_axes={"up": -1, "down": 0},
-        stacked=True,
-    )
+        name, FactorPair, shapes, delta, "arXiv:2106.09685",
+        scalars_from=alpha_by(lambda fitted: fitted["down"][1]), row_axes={"up": -1, "down": 0}, layout="experts",
+    )  # fmt: skip
 
 
 LORA_EXPERTS = _row("lora_experts", fitted_shapes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .base import Algorithm, LowRank, Shape, Shapes, alpha_over, expect, flat, rank_of
+from .base import Algorithm, Checks, Factorisation, Shape, Shapes, alpha_over, expect, flat, rank_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -73,7 +73,6 @@ def factors(base: Tensor, t: LoraFusedTensors) -> tuple[Tensor, Tensor]:
 
 
 LORA_FUSED = Algorithm(
-    "lora_fused", LoraFusedTensors, fitted_shapes, delta, "litgpt",
-    scalars_from=alpha_over("up", 1), check_settings=check_settings,
-    low_rank=LowRank(rank_of("down"), factors),
+    "lora_fused", LoraFusedTensors, fitted_shapes, delta, "litgpt", scalars_from=alpha_over("up", 1),
+    checks=Checks(settings=check_settings), low_rank=Factorisation(rank_of("down"), factors),
 )  # fmt: skip

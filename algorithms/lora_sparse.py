@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from . import lora
-from .base import Algorithm, Shape, Shapes, alpha_over, expect, flat, shape_of_pair
+from .base import Algorithm, Checks, Shape, Shapes, alpha_over, expect, flat, shape_of_pair
 from .bounds import Bounds, below, outside
 
 if TYPE_CHECKING:
@@ -80,13 +80,13 @@ def check_tucker(integers: Mapping[str, Tensor], shapes: Shapes, target: Shape) 
 
 def delta(base: Tensor, t: LoraSparseTensors) -> Tensor:
     """Return ΔW [n, out, cols]; `base` is not read."""
-    dense = lora.delta(base, lora.LoraTensors(t.up, t.down, t.scale))
+    dense = lora.LORA.delta(base, lora.LoraTensors(t.up, t.down, t.scale))
     return _added(dense, t.indices, t.values * t.scale[:, :, 0])
 
 
 def delta_tucker(base: Tensor, t: LoraSparseTuckerTensors) -> Tensor:
     """Return ΔW [n, out, cols] from the untouched `base`."""
-    dense = lora.delta(base, lora.LoraTensors(t.up, t.down, t.scale, t.mid))
+    dense = lora.LORA.delta(base, lora.LoraTensors(t.up, t.down, t.scale, t.mid))
     old = base.flatten(1).gather(1, _flat_places(t.indices, base.shape[2]))
     return _added(dense, t.indices, t.values * t.scale[:, :, 0] - old)
 
@@ -119,17 +119,10 @@ def _unwrapped(stored: Tensor) -> Tensor:
 
 
 LORA_SPARSE = Algorithm(
-    "lora_sparse",
-    LoraSparseTensors,
-    fitted_shapes,
-    delta,
-    "LyCORIS",
-    scalars_from=alpha_over("down"),
-    bounds=BOUNDS,
-    check=check,
-    weight_shape=shape_of_pair,
-)
+    "lora_sparse", LoraSparseTensors, fitted_shapes, delta, "LyCORIS", scalars_from=alpha_over("down"),
+    checks=Checks(BOUNDS, integers=check), weight_shape=shape_of_pair,
+)  # fmt: skip
 LORA_SPARSE_TUCKER = Algorithm(
     "lora_sparse_tucker", LoraSparseTuckerTensors, fitted_shapes, delta_tucker, "LyCORIS",
-    scalars_from=alpha_over("down"), bounds=BOUNDS, check=check_tucker, reads_base=True,
+    scalars_from=alpha_over("down"), checks=Checks(BOUNDS, integers=check_tucker), reads_base=True,
 )  # fmt: skip

@@ -9,24 +9,13 @@ https://github.com/NovaSky-AI/SkyRL #1852, https://github.com/sgl-project/sglang
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from .base import Algorithm, Shape, Shapes, alpha_by, expect
+from .tensors import FactorPair
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from .base import Scalar
-
-
-@dataclass(frozen=True)
-class LoraStackedTensors:
-    """The factors of the experts of n layers; a factor for all experts has a second axis of 1."""
-
-    up: Tensor  # B, [n, E or 1, out, r]
-    down: Tensor  # A, [n, E or 1, r, in]
-    scale: Scalar  # α / r
 
 
 def _fitted_shapes(shared: frozenset[str]) -> Callable[[Shapes, Shape], Shapes]:
@@ -49,16 +38,16 @@ def _fitted_shapes(shared: frozenset[str]) -> Callable[[Shapes, Shape], Shapes]:
     return fitted_shapes
 
 
-def delta(base: Tensor, t: LoraStackedTensors) -> Tensor:
+def delta(base: Tensor, t: FactorPair) -> Tensor:
     """Return ΔW in the shape of `base`, whose values are not read: [n, E, out·in], or [n, E·out, in] for rows of it."""
     return ((t.up * t.scale.unsqueeze(3)) @ t.down).reshape(base.shape)
 
 
 def _row(name: str, shared: str = "") -> Algorithm:
     return Algorithm(
-        name, LoraStackedTensors, _fitted_shapes(frozenset((shared,))), delta, "arXiv:2106.09685",
-        scalars_from=alpha_by(lambda fitted: fitted["down"][1]),
-        row_axes=dict.fromkeys({"up", "down"} - {shared}, 0), stacked=True,
+        name, FactorPair, _fitted_shapes(frozenset((shared,))), delta, "arXiv:2106.09685",
+        scalars_from=alpha_by(lambda fitted: fitted["down"][1]), row_axes=dict.fromkeys({"up", "down"} - {shared}, 0),
+        layout="experts",
     )  # fmt: skip
 
 

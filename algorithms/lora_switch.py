@@ -6,24 +6,14 @@ mlx-lm (lora_transposed.py). The file stores no α: c is the `scale` of the conf
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .base import Algorithm, Shape, Shapes, expect
 from .lora_transposed import scale
+from .tensors import PairWithoutAlpha
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-@dataclass(frozen=True)
-class LoraSwitchTensors:
-    """The factors of the experts of n layers."""
-
-    up: Tensor  # B, [n, E, out, r]
-    down: Tensor  # A, [n, E, r, in]
-    lora_alpha: float  # α
-    over_rank: bool = True  # whether c = α / r
 
 
 def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
@@ -36,11 +26,11 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     return {"up": up, "down": down}
 
 
-def delta(base: Tensor, t: LoraSwitchTensors) -> Tensor:
+def delta(base: Tensor, t: PairWithoutAlpha) -> Tensor:
     """Return ΔW in the shape of `base`, whose values are not read: [n, E, out·in], or [n, E·out, in] for rows of it."""
     return ((t.up * scale(t.lora_alpha, t.down.shape[2], over_rank=t.over_rank)) @ t.down).reshape(base.shape)
 
 
 LORA_SWITCH = Algorithm(
-    "lora_switch", LoraSwitchTensors, fitted_shapes, delta, "mlx-lm", row_axes={"up": 0, "down": 0}, stacked=True
-)
+    "lora_switch", PairWithoutAlpha, fitted_shapes, delta, "mlx-lm", row_axes={"up": 0, "down": 0}, layout="experts",
+)  # fmt: skip

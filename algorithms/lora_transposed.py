@@ -7,24 +7,14 @@ the `scale` of its configuration (mlx_lm/tuner/lora.py, LoRALinear).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, LowRank, Shape, Shapes, expect, flat, rank_of
+from .base import Factorisation, Shape, Shapes, expect, flat, of_factors, rank_of
 from .lora import add_product
+from .tensors import PairWithoutAlpha
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-@dataclass(frozen=True)
-class LoraTransposedTensors:
-    """The adapter tensors of n layers of equal shape, stacked."""
-
-    up: Tensor  # B, [n, r, out]
-    down: Tensor  # A, [n, in, r]
-    lora_alpha: float  # α
-    over_rank: bool = True  # whether c = α / r
 
 
 def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
@@ -38,18 +28,12 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     return {"up": up, "down": down}
 
 
-def delta(base: Tensor, t: LoraTransposedTensors) -> Tensor:
-    """Return ΔW [n, out, cols]; `base` is not read."""
-    left, right = factors(base, t)
-    return left @ right
-
-
-def factors(base: Tensor, t: LoraTransposedTensors) -> tuple[Tensor, Tensor]:
+def factors(base: Tensor, t: PairWithoutAlpha) -> tuple[Tensor, Tensor]:
     """Return c · Bᵀ and Aᵀ; `base` is not read."""
     return t.up.mT * scale(t.lora_alpha, t.up.shape[1], over_rank=t.over_rank), t.down.mT
 
 
-def accumulate(acc: Tensor, t: LoraTransposedTensors, strength: Tensor) -> None:
+def accumulate(acc: Tensor, t: PairWithoutAlpha, strength: Tensor) -> None:
     """Add strength · ΔW to acc, in one fused multiply-add."""
     add_product(acc, t.up.mT, t.down.mT, strength * scale(t.lora_alpha, t.up.shape[1], over_rank=t.over_rank))
 
@@ -59,9 +43,8 @@ def scale(lora_alpha: float, rank: int, *, over_rank: bool) -> float:
     return lora_alpha / rank if over_rank and rank else lora_alpha
 
 
-LORA_TRANSPOSED = Algorithm(
-    "lora_transposed", LoraTransposedTensors, fitted_shapes, delta, "LLMs-from-scratch",
-    row_axes={"up": 1}, accumulate=accumulate,
-    in_out=True, low_rank=LowRank(rank_of("up"), factors),
+LORA_TRANSPOSED = of_factors(
+    "lora_transposed", PairWithoutAlpha, fitted_shapes, Factorisation(rank_of("up"), factors), "LLMs-from-scratch",
+    row_axes={"up": 1}, accumulate=accumulate, layout="in_out",
     weight_shape=lambda shapes: (shapes["up"][-1], shapes["down"][0]),
 )  # fmt: skip

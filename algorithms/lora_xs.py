@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, LowRank, Shape, Shapes, alpha_over, expect_shapes, flat, rank_of
+from .base import Factorisation, Shape, Shapes, alpha_over, expect_shapes, flat, of_factors, rank_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,18 +33,12 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     return expect_shapes(shapes, {"left": (out, rank), "core": (rank, rank), "right": (cols, rank)})
 
 
-def delta(base: Tensor, t: LoraXsTensors) -> Tensor:
-    """Return ΔW [n, out, cols]; `base` is not read."""
-    left, right = factors(base, t)
-    return left @ right
-
-
 def factors(_: Tensor, t: LoraXsTensors) -> tuple[Tensor, Tensor]:
     """Return (α / r) · U M and Vᵀ."""
     return (t.left @ t.core) * t.scale, t.right.mT
 
 
-LORA_XS = Algorithm(
-    "lora_xs", LoraXsTensors, fitted_shapes, delta, "arXiv:2405.17604",
-    scalars_from=alpha_over("core"), row_axes={"left": 0}, low_rank=LowRank(rank_of("core"), factors),
+LORA_XS = of_factors(
+    "lora_xs", LoraXsTensors, fitted_shapes, Factorisation(rank_of("core"), factors), "arXiv:2405.17604",
+    scalars_from=alpha_over("core"), row_axes={"left": 0},
 )  # fmt: skip

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, LowRank, Shape, Shapes, expect, flat, rank_of
+from .base import Algorithm, Factorisation, Shape, Shapes, expect, flat, rank_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,9 +91,14 @@ MISS = Algorithm(
     delta,
     "arXiv:2409.15371",
     row_axes={"block": 1},
-    low_rank=LowRank(rank_of("block"), factors),
+    low_rank=Factorisation(rank_of("block"), factors),
 )
 MISS_MINI = Algorithm(
-    "miss_mini", MissTensors, fitted_shapes_mini, delta, "arXiv:2409.15371", low_rank=LowRank(rank_of("block"), factors)
+    "miss_mini",
+    MissTensors,
+    fitted_shapes_mini,
+    delta,
+    "arXiv:2409.15371",
+    low_rank=Factorisation(rank_of("block"), factors),
 )
 MISS_BAT = Algorithm("miss_bat", MissTensors, fitted_shapes_bat, delta_bat, "arXiv:2409.15371", reads_base=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import inf, isnan
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, expect, flat, length
+from .base import Algorithm, Bypass, Shape, Shapes, expect, flat, length
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -74,7 +74,7 @@ def turn(blocks: Tensor, norm_limit: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Rotation:
-    """The rotations that the blocks stand for."""
+    """The rotations of the blocks."""
 
     turned: Tensor  # R − I, [n, k, b, b]
     rescale: Tensor | None
@@ -132,6 +132,10 @@ DIAG_OFT = Algorithm(
     "diag_oft", OftTensors, fitted_shapes, delta, "arXiv:2306.07280",
     scalars_from=limit, row_axes={"blocks": 0, "rescale": 0},
     not_sliceable_with=frozenset({"limit"}), reads_base=True, prepare=prepare,
+    bypass=Bypass(with_bias=True, groups="mixed"),
+    # ComfyUI's own node stores 1 under dotted names (comfy_extras/nodes_train.py, comfy/weight_adapter/oft.py);
+    # LyCORIS and sd-scripts write flat names, and mean α times the number of outputs
+    alpha_as_limit=("diffusion_model.", 1.0),
 )  # fmt: skip
 OFT_DIAG = Algorithm("oft_diag", OftDiagTensors, fitted_shapes_diag, delta_diag, "arXiv:2306.07280",
                      row_axes={"blocks": 0}, reads_base=True)  # fmt: skip

@@ -83,8 +83,10 @@ def delta_conv(base: Tensor, t: OneTrainerOftTensors) -> Tensor:
 ONETRAINER_OFT = Algorithm(
     "onetrainer_oft", OneTrainerOftTensors, fitted_shapes, delta, "arXiv:2506.19847",
     row_axes={}, reads_base=True,
+    in_peft="never",
 )  # fmt: skip
 ONETRAINER_OFT_CONV = Algorithm(
     "onetrainer_oft_conv", OneTrainerOftTensors, fitted_shapes_conv, delta_conv, "arXiv:2506.19847",
     row_axes={}, reads_base=True,
+    in_peft="never",
 )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, LowRank, Shape, Shapes, expect, flat
+from .base import Algorithm, Factorisation, Shape, Shapes, expect, flat
 from .pissa import triple_factors, triples
 
 if TYPE_CHECKING:
@@ -52,5 +52,5 @@ def factors(base: Tensor, t: OsfTensors) -> tuple[Tensor, Tensor]:
 
 OSF = Algorithm(
     "osf", OsfTensors, fitted_shapes, delta, "arXiv:2504.07097", reads_base=True, decomposes=True,
-    low_rank=LowRank(lambda shapes, _: 2 * shapes["values"][0], factors),
+    low_rank=Factorisation(lambda shapes, _: 2 * shapes["values"][0], factors),
 )  # fmt: skip

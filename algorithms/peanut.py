@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from .base import Algorithm, Shape, Shapes, alpha_by, expect, expect_shapes
+from .base import Algorithm, Checks, Shape, Shapes, alpha_by, expect, expect_shapes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,11 +51,11 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
 def check_settings(settings: Mapping[str, Any], shapes: Shapes, _: Shape) -> None:
     """Raise DoesNotFit if a layer of the network is missing, or f is unknown."""
     depth, name = settings.get("depth", 0), settings.get("activation", "relu")
-    found = shapes.keys() - {"down", "up"}
+    stored = shapes.keys() - {"down", "up"}
     inner = {f"{side}_{i}" for side in ("encoder", "decoder") for i in range(min(depth, DEEPEST))}
     expect(
-        holds=depth <= DEEPEST and inner == found,
-        otherwise=f"the network is {depth} deep, the file has {sorted(found)}",
+        holds=depth <= DEEPEST and inner == stored,
+        otherwise=f"the network is {depth} deep, the file has {sorted(stored)}",
     )
     expect(holds=name in ACTIVATIONS, otherwise=f"f is {str(name)[:20]!r}, known are {', '.join(ACTIVATIONS)}")
 
@@ -81,17 +81,16 @@ def delta(base: Tensor, t: PeanutTensors) -> Tensor:
         done: Tensor = activation(x, **arguments)
         return done
 
-    hidden, kept = f(base.mT @ t.down.mT), []
+    hidden, layers = f(base.mT @ t.down.mT), []
     for i in range(t.depth):
-        kept.append(hidden)
+        layers.append(hidden)
         hidden = f(hidden @ getattr(t, f"encoder_{i}").mT)
     for i in range(t.depth):
-        hidden = f(hidden @ getattr(t, f"decoder_{i}").mT) + kept.pop()
+        hidden = f(hidden @ getattr(t, f"decoder_{i}").mT) + layers.pop()
     return (t.up * t.scale) @ hidden.mT
 
 
 PEANUT = Algorithm(
-    "peanut", PeanutTensors, fitted_shapes, delta, "arXiv:2410.01870",
-    scalars_from=alpha_by(), reads_base=True, check_settings=check_settings,
-    scale_from_config=True,
+    "peanut", PeanutTensors, fitted_shapes, delta, "arXiv:2410.01870", scalars_from=alpha_by(), reads_base=True,
+    checks=Checks(settings=check_settings), scale_from_config=True,
 )  # fmt: skip

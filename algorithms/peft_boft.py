@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from .base import Algorithm, Shape, Shapes, expect, flat
 from .oft import stretch
-from .peft_oft import Rotation, cayley
+from .peft_oft import PeftRotation, cayley
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,12 +48,12 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     return {"blocks": stored, "rows": (out, 1)}
 
 
-def prepare(t: BoftTensors) -> Rotation:
+def prepare(t: BoftTensors) -> PeftRotation:
     """Return the rotations R = (I − S)(I + S)⁻¹ for S = (X − Xᵀ) / 2."""
-    return Rotation(cayley((t.blocks - t.blocks.mT) / 2), t.rows)
+    return PeftRotation(cayley((t.blocks - t.blocks.mT) / 2), t.rows)
 
 
-def delta(base: Tensor, t: Rotation) -> Tensor:
+def delta(base: Tensor, t: PeftRotation) -> Tensor:
     """Return s ⊙ (W Mᵀ) − W, [n, out, cols]: the sum of the changes of all stages, each computed on the result of the
     stages before it."""
     n, stages, count, size, _ = t.turned.shape

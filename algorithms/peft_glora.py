@@ -98,8 +98,8 @@ def delta_bias(base: Tensor, t: PeftGloraBiasTensors) -> Tensor:
     else:
         assert t.c_up is not None and t.c_down is not None, "fitted_shapes"
         through = (t.weight @ t.c_up) @ t.c_down
-    own = base if t.trained is None else t.trained
-    changed = through.addcmul_(own, t.d.expand_as(base)).add_(t.e)
+    bias = base if t.trained is None else t.trained
+    changed = through.addcmul_(bias, t.d.expand_as(base)).add_(t.e)
     return changed if t.trained is None else changed.add_(t.trained - base)
 
 

@@ -21,7 +21,7 @@ from math import isqrt
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from .base import Algorithm, Shape, Shapes, expect, flat, length
+from .base import Algorithm, Checks, Shape, Shapes, expect, flat, length
 from .bounds import below
 from .oft import stretch
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class OftTensors:
+class PeftOftTensors:
     """The upper triangles of the blocks."""
 
     skew: Tensor  # [n, k, b(b−1)/2]
@@ -130,17 +130,17 @@ def tiles(count: int, size: int, width: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Rotation:
-    """The rotations that the blocks stand for."""
+class PeftRotation:
+    """The rotations of the blocks."""
 
     turned: Tensor  # R − I, [n, k or 1, b, b]; butterfly [n, N, k, b, b]
     rows: Tensor | None = None  # [n, out, 1]
 
 
-def prepare(t: OftTensors) -> Rotation:
+def prepare(t: PeftOftTensors) -> PeftRotation:
     """Return the rotations of the blocks."""
     skew = bounded(skew_blocks(t.skew), t.limit / t.skew.shape[1] ** 0.5)
-    return Rotation(series(skew, t.terms, doubled_last=t.doubled_last) if t.terms else cayley(skew))
+    return PeftRotation(series(skew, t.terms, doubled_last=t.doubled_last) if t.terms else cayley(skew))
 
 
 def skew_blocks(triangles: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ def skew_blocks(triangles: Tensor) -> Tensor:
     return half - half.mT
 
 
-def delta(base: Tensor, t: Rotation) -> Tensor:
+def delta(base: Tensor, t: PeftRotation) -> Tensor:
     """Return W (diag(R)ᵀ − I), [n, out, cols], or s ⊙ (W diag(R)ᵀ) − W where there are `rows`."""
     n, out, cols = base.shape
     blocks = base.reshape(n, out, -1, t.turned.shape[2]).transpose(1, 2)  # [n, k, out, b]
@@ -162,7 +162,7 @@ def delta(base: Tensor, t: Rotation) -> Tensor:
     return stretch(base, change, t.rows)
 
 
-def prepare_embedding(t: OftTensors) -> Rotation:
+def prepare_embedding(t: PeftOftTensors) -> PeftRotation:
     """Return the transposed rotations: the rows of an embedding are outputs, so ΔW = W (diag(R) − I)."""
     return prepare(replace(t, skew=-t.skew))
 
@@ -170,15 +170,15 @@ def prepare_embedding(t: OftTensors) -> Rotation:
 def second_delta(base: Tensor, t: SecondTensors) -> Tensor:
     """Return s ⊙ (W diag(R)ᵀ) − W, [n, out, cols]."""
     blocks = base.shape[2] // t.blocks.shape[2]  # the number of blocks that tile the columns, also where one is shared
-    return delta(base, Rotation(cayley(_old_skew(t.blocks, t.limit, -(-base.shape[1] // blocks))), t.rows))
+    return delta(base, PeftRotation(cayley(_old_skew(t.blocks, t.limit, -(-base.shape[1] // blocks))), t.rows))
 
 
-def prepare_first(t: FirstTensors) -> Rotation:
+def prepare_first(t: FirstTensors) -> PeftRotation:
     """Return the rotations of the blocks."""
-    return Rotation(cayley(_old_skew(t.blocks, t.limit, t.blocks.shape[2])))
+    return PeftRotation(cayley(_old_skew(t.blocks, t.limit, t.blocks.shape[2])))
 
 
-def first_delta(base: Tensor, t: Rotation) -> Tensor:
+def first_delta(base: Tensor, t: PeftRotation) -> Tensor:
     """Return (diag(R)ᵀ − I) W, [n, out, cols]."""
     import torch
 
@@ -228,39 +228,19 @@ def _identity(like: Tensor) -> Tensor:
 
 
 PEFT_OFT = Algorithm(
-    "peft_oft",
-    OftTensors,
-    fitted_shapes,
-    delta,
-    "arXiv:2306.07280",
-    row_axes={},
-    reads_base=True,
-    prepare=prepare,
-    bounds=TERMS,
-    check_settings=check_settings,
-)
+    "peft_oft", PeftOftTensors, fitted_shapes, delta, "arXiv:2306.07280", row_axes={}, reads_base=True, prepare=prepare,
+    checks=Checks(TERMS, settings=check_settings),
+    kernel_note="PEFT's forward pass of OFT on a kernel is not a convolution; this is what PEFT merges it to",
+)  # fmt: skip
 PEFT_OFT_EMBEDDING = Algorithm(
-    "peft_oft_embedding", OftTensors, fitted_shapes, delta, "arXiv:2306.07280",
-    row_axes={}, reads_base=True, prepare=prepare_embedding, bounds=TERMS, check_settings=check_settings,
-    of_table=True,
+    "peft_oft_embedding", PeftOftTensors, fitted_shapes, delta, "arXiv:2306.07280", row_axes={}, reads_base=True,
+    prepare=prepare_embedding, checks=Checks(TERMS, settings=check_settings), layout="table",
 )  # fmt: skip
 PEFT_OFT2 = Algorithm(
-    "peft_oft2",
-    SecondTensors,
-    fitted_shapes_second,
-    second_delta,
-    "arXiv:2306.07280",
-    reads_base=True,
-    decomposes=True,
-    check_settings=check_settings,
-)
+    "peft_oft2", SecondTensors, fitted_shapes_second, second_delta, "arXiv:2306.07280", reads_base=True,
+    decomposes=True, checks=Checks(settings=check_settings),
+)  # fmt: skip
 PEFT_OFT1 = Algorithm(
-    "peft_oft1",
-    FirstTensors,
-    fitted_shapes_first,
-    first_delta,
-    "arXiv:2306.07280",
-    reads_base=True,
-    prepare=prepare_first,
-    check_settings=check_settings,
-)
+    "peft_oft1", FirstTensors, fitted_shapes_first, first_delta, "arXiv:2306.07280", reads_base=True,
+    prepare=prepare_first, checks=Checks(settings=check_settings),
+)  # fmt: skip

@@ -11,34 +11,13 @@ kasa:  start = the r *smallest* singular triples, and ΔW has a learned diagonal
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, LowRank, Shape, Shapes, alpha_over, expect, expect_shapes, flat
+from .base import Algorithm, Factorisation, Shape, Shapes, alpha_over, expect, expect_shapes, flat
+from .tensors import FactorPair, ScaledPair
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from .base import Scalar
-
-
-@dataclass(frozen=True)
-class PairTensors:
-    """A pair of trained factors."""
-
-    up: Tensor  # B, [n, out, r]
-    down: Tensor  # A, [n, r, cols]
-    scale: Scalar  # α / r
-
-
-@dataclass(frozen=True)
-class KasaTensors:
-    """A pair of trained factors and singular values."""
-
-    up: Tensor  # B, [n, out, r]
-    down: Tensor  # A, [n, r, cols]
-    values: Tensor  # [n, r, 1]
-    scale: Scalar  # α / r
 
 
 def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
@@ -74,12 +53,12 @@ def triple_factors(base: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]
     return u[..., first:last] * s[:, None, first:last], v[:, first:last]
 
 
-def pissa_delta(base: Tensor, t: PairTensors) -> Tensor:
+def pissa_delta(base: Tensor, t: FactorPair) -> Tensor:
     """Return (α / r) · B A minus the r largest singular triples of `base`, [n, out, cols]."""
     return (t.up * t.scale) @ t.down - triples(base, 0, t.down.shape[1])
 
 
-def olora_delta(base: Tensor, t: PairTensors) -> Tensor:
+def olora_delta(base: Tensor, t: FactorPair) -> Tensor:
     """Return (α / r) · (B A − Q_r R_r) with the QR decomposition of `base`, [n, out, cols]."""
     import torch
 
@@ -89,13 +68,13 @@ def olora_delta(base: Tensor, t: PairTensors) -> Tensor:
     return change * t.scale
 
 
-def kasa_delta(base: Tensor, t: KasaTensors) -> Tensor:
+def kasa_delta(base: Tensor, t: ScaledPair) -> Tensor:
     """Return (α / r) · B diag(values) A minus the r smallest singular triples of `base`, [n, out, cols]."""
     total = min(base.shape[1:])
     return t.up @ (t.down * (t.values * t.scale)) - triples(base, total - t.down.shape[1], total)
 
 
-def pissa_factors(base: Tensor, t: PairTensors) -> tuple[Tensor, Tensor]:
+def pissa_factors(base: Tensor, t: FactorPair) -> tuple[Tensor, Tensor]:
     """Return [(α / r) · B, −U S] and [A; Vᵀ], with the r largest singular triples of `base`."""
     import torch
 
@@ -103,7 +82,7 @@ def pissa_factors(base: Tensor, t: PairTensors) -> tuple[Tensor, Tensor]:
     return torch.cat((t.up * t.scale, -left), 2), torch.cat((t.down, right), 1)
 
 
-def olora_factors(base: Tensor, t: PairTensors) -> tuple[Tensor, Tensor]:
+def olora_factors(base: Tensor, t: FactorPair) -> tuple[Tensor, Tensor]:
     """Return (α / r) · [B, −Q_r] and [A; R_r], with the QR decomposition of `base`."""
     import torch
 
@@ -112,7 +91,7 @@ def olora_factors(base: Tensor, t: PairTensors) -> tuple[Tensor, Tensor]:
     return torch.cat((t.up, -q[..., :rank]), 2) * t.scale, torch.cat((t.down, r[:, :rank]), 1)
 
 
-def kasa_factors(base: Tensor, t: KasaTensors) -> tuple[Tensor, Tensor]:
+def kasa_factors(base: Tensor, t: ScaledPair) -> tuple[Tensor, Tensor]:
     """Return [B, −U S] and [(α / r) · diag(values) A; Vᵀ], with the r smallest singular triples of `base`."""
     import torch
 
@@ -126,17 +105,14 @@ def _twice(shapes: Shapes, _: Shape) -> int:
 
 
 PISSA = Algorithm(
-    "pissa", PairTensors, fitted_shapes, pissa_delta, "arXiv:2404.02948",
-    scalars_from=alpha_over("down"), reads_base=True, decomposes=True,
-    starts_in_base=True, low_rank=LowRank(_twice, pissa_factors),
+    "pissa", FactorPair, fitted_shapes, pissa_delta, "arXiv:2404.02948", scalars_from=alpha_over("down"),
+    reads_base=True, decomposes=True, without_start="lora", low_rank=Factorisation(_twice, pissa_factors),
 )  # fmt: skip
 OLORA = Algorithm(
-    "olora", PairTensors, fitted_shapes, olora_delta, "arXiv:2406.01775",
-    scalars_from=alpha_over("down"), reads_base=True, decomposes=True,
-    starts_in_base=True, low_rank=LowRank(_twice, olora_factors),
+    "olora", FactorPair, fitted_shapes, olora_delta, "arXiv:2406.01775", scalars_from=alpha_over("down"),
+    reads_base=True, decomposes=True, without_start="lora", low_rank=Factorisation(_twice, olora_factors),
 )  # fmt: skip
 KASA = Algorithm(
-    "kasa", KasaTensors, fitted_shapes, kasa_delta, "arXiv:2412.06071",
-    scalars_from=alpha_over("down"), reads_base=True, decomposes=True,
-    starts_in_base=True, low_rank=LowRank(_twice, kasa_factors),
+    "kasa", ScaledPair, fitted_shapes, kasa_delta, "arXiv:2412.06071", scalars_from=alpha_over("down"),
+    reads_base=True, decomposes=True, without_start="lora", low_rank=Factorisation(_twice, kasa_factors),
 )  # fmt: skip

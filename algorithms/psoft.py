@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .base import SEEDED, Algorithm, Loaded, Shape, Shapes, expect, flat
+from .base import ON_CPU, SEEDED, Algorithm, Checks, Loaded, Rebuild, Shape, Shapes, expect, flat
 from .bounds import below
 from .low_rank import low_rank_svd
 from .peft_oft import TERMS, block_size, bounded, cayley, series, skew_blocks
@@ -111,10 +111,10 @@ def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
     rank = block_size(count) if settings.get("orthogonal", True) else count
     if settings.get("low_rank", False):
         left, values, right = low_rank_svd(weight, rank, settings.get("rounds", 10), settings.get("seed", 0))
-        found = left, values, right.mT
+        triples = left, values, right.mT
     else:
-        found = torch.linalg.svd(weight, full_matrices=False)
-    left, values, right = found[0][:, :rank], found[1][:rank], found[2][:rank]
+        triples = torch.linalg.svd(weight, full_matrices=False)
+    left, values, right = triples[0][:, :rank], triples[1][:rank], triples[2][:rank]
     if settings.get("balanced", False):
         root = values.sqrt()
         return {"left": left * root, "right": root[:, None] * right}
@@ -122,7 +122,7 @@ def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
 
 
 PSOFT = Algorithm(
-    "psoft", PsoftTensors, fitted_shapes, delta, "OpenReview FSHrinMArK",
-    prepare=prepare, rebuild=rebuild, rebuilds=frozenset({"left", "right"}), check_settings=check_settings,
-    bounds={**TERMS, **SEEDED, "rounds": lambda _shapes, _target: [below(101)]},
+    "psoft", PsoftTensors, fitted_shapes, delta, "OpenReview FSHrinMArK", prepare=prepare,
+    rebuild=Rebuild(frozenset({"left", "right"}), rebuild, f"its factors are singular vectors of the base, {ON_CPU}"),
+    checks=Checks({**TERMS, **SEEDED, "rounds": lambda _shapes, _target: [below(101)]}, settings=check_settings),
 )  # fmt: skip

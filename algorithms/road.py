@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from .base import Algorithm, Shape, Shapes, expect, flat
+from .base import Algorithm, Checks, Shape, Shapes, expect, flat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,6 +64,6 @@ def delta(base: Tensor, t: RoadTensors) -> Tensor:
 
 
 ROAD = Algorithm(
-    "road", RoadTensors, fitted_shapes, delta, "arXiv:2409.00119",
-    reads_base=True, also_bias=True, check_settings=check_settings,
+    "road", RoadTensors, fitted_shapes, delta, "arXiv:2409.00119", reads_base=True, also_bias=True,
+    checks=Checks(settings=check_settings),
 )  # fmt: skip

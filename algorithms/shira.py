@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Shape, Shapes, expect, flat
+from .base import Algorithm, Checks, Shape, Shapes, expect, flat
 from .bounds import below
 
 if TYPE_CHECKING:
@@ -48,5 +48,5 @@ def delta(base: Tensor, t: ShiraTensors) -> Tensor:
 
 SHIRA = Algorithm(
     "shira", ShiraTensors, fitted_shapes, delta, "arXiv:2406.13175",
-    bounds={"places": lambda _, target: [below(size) for size in flat(target)]},
+    checks=Checks({"places": lambda _, target: [below(size) for size in flat(target)]}),
 )  # fmt: skip

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Loaded, Shape, Shapes, alpha_by, expect, extra_pair
+from .base import ON_CPU, Algorithm, Checks, Loaded, Rebuild, Shape, Shapes, alpha_by, expect, extra_pair
 from .bounds import below
 
 if TYPE_CHECKING:
@@ -61,13 +61,11 @@ def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
 
 
 SUPERTUNING = Algorithm(
-    "supertuning",
-    SuperTensors,
-    fitted_shapes,
-    delta,
-    "arXiv:2607.09287",
+    "supertuning", SuperTensors, fitted_shapes, delta, "arXiv:2607.09287",
     scalars_from=alpha_by(lambda shapes: shapes["down"][0] if "down" in shapes else 0),
-    rebuild=rebuild,
-    rebuilds=frozenset({"places"}),
-    bounds={"places": lambda _, target: [below(prod(target))]},
-)
+    rebuild=Rebuild(
+        frozenset({"places"}), rebuild,
+        f"its places are not stored (save_precomputed_indices): those of the largest weights, {ON_CPU}",
+    ),
+    checks=Checks({"places": lambda _, target: [below(prod(target))]}),
+)  # fmt: skip

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .base import SEEDED, Algorithm, LowRank, Shape, Shapes, expect, expect_shapes, flat, rank_of
+from .base import SEEDED, Checks, Factorisation, Shape, Shapes, expect, expect_shapes, flat, of_factors, rank_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,12 +58,6 @@ def derive(shapes: Shapes, _: Shape, settings: Mapping[str, Any]) -> Mapping[str
     return {"mixed": torch.normal(0.0, 1 / rank**0.5, (count, rank, rank), generator=random)}
 
 
-def delta(base: Tensor, t: TinyTensors) -> Tensor:
-    """Return ΔW [n, out, cols]; `base` is not read."""
-    left, right = factors(base, t)
-    return left @ right
-
-
 def factors(base: Tensor, t: TinyTensors) -> tuple[Tensor, Tensor]:
     """Return B and (Σ vᵢ Pᵢ) A; `base` is not read."""
     assert t.mixed is not None, "derived"
@@ -72,8 +66,7 @@ def factors(base: Tensor, t: TinyTensors) -> tuple[Tensor, Tensor]:
     return t.up, inner @ t.down
 
 
-TINYLORA = Algorithm(
-    "tinylora", TinyTensors, fitted_shapes, delta, "PEFT", row_axes={"up": 0}, shared=frozenset({"vector"}),
-    derive=derive, bounds=SEEDED, check_settings=check_settings,
-    low_rank=LowRank(rank_of("down"), factors),
+TINYLORA = of_factors(
+    "tinylora", TinyTensors, fitted_shapes, Factorisation(rank_of("down"), factors), "PEFT", row_axes={"up": 0},
+    shared=frozenset({"vector"}), derive=derive, checks=Checks(SEEDED, settings=check_settings),
 )  # fmt: skip

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .base import Algorithm, LowRank, Shape, Shapes, alpha_over, expect, flat
+from .base import Algorithm, Bypass, Checks, Factorisation, Shape, Shapes, alpha_over, expect, flat
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -83,14 +83,15 @@ def _start(base: Tensor, t: TloraTensors) -> tuple[Tensor, Tensor]:
 
     u, s, vh = torch.linalg.svd(base, full_matrices=False)
     rank, total = t.q.shape[1], s.shape[1]
-    # of a rank above the number of triples, LyCORIS takes all, but in the middle those that Python's slice gives
+    # of a rank above the number of triples, LyCORIS takes all, but in the middle the triples that Python's slice gives
     first = {"principal": 0, "last": max(0, total - rank), "middle": (total - rank) // 2}[t.sig_type]
-    kept = slice(first, first + rank)
-    return u[:, :, kept] * s[:, None, kept], vh[:, kept]
+    triples = slice(first, first + rank)
+    return u[:, :, triples] * s[:, None, triples], vh[:, triples]
 
 
 TLORA = Algorithm(
     "tlora", TloraTensors, fitted_shapes, delta, "arXiv:2507.05964", scalars_from=alpha_over("q"),
-    check_settings=check_settings, reads_base=True, decomposes=True,
-    low_rank=LowRank(lambda shapes, _: 2 * shapes["q"][0], factors),
+    checks=Checks(settings=check_settings), reads_base=True, decomposes=True,
+    low_rank=Factorisation(lambda shapes, _: 2 * shapes["q"][0], factors),
+    bypass=Bypass(groups="other"),
 )  # fmt: skip

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
-from .base import Algorithm, Loaded, LowRank, Shape, Shapes, expect, expect_shapes, flat
+from .base import Checks, Factorisation, Loaded, Rebuild, Shape, Shapes, expect, expect_shapes, flat, of_factors
 from .bounds import COUNT, Bounds, below
 
 if TYPE_CHECKING:
@@ -63,12 +63,6 @@ def entries(shapes: Shapes, _: Shape) -> list[Bounds]:
     return [below(shapes["bank"][0])]
 
 
-def delta(base: Tensor, t: UniTensors) -> Tensor:
-    """Return ΔW [n, out, cols]; `base` is not read."""
-    left, right = factors(base, t)
-    return left @ right
-
-
 def factors(base: Tensor, t: UniTensors) -> tuple[Tensor, Tensor]:
     """Return B and A; `base` is not read."""
     assert t.up_choice is not None and t.up_weight is not None, "rebuilt"
@@ -90,8 +84,8 @@ def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
     middle = first + rank * cols
     down, up = chosen[first:middle].reshape(rank, cols), chosen[middle : middle + out * rank].reshape(out, rank)
     scale = loaded.cast(torch.from_numpy(uses).rsqrt(), settings["dtype"])
-    found = {"down_choice": torch.from_numpy(down), "up_choice": torch.from_numpy(up)}
-    return found | {"down_weight": scale[found["down_choice"]], "up_weight": scale[found["up_choice"]]}
+    slots = {"down_choice": torch.from_numpy(down), "up_choice": torch.from_numpy(up)}
+    return slots | {"down_weight": scale[slots["down_choice"]], "up_weight": scale[slots["up_choice"]]}
 
 
 @lru_cache(maxsize=1)
@@ -114,12 +108,17 @@ def _rank(shapes: Shapes, target: Shape) -> int:
     return shapes["down_weight"][0] if "down_weight" in shapes else min(flat(target))
 
 
-UNILORA = Algorithm(
-    "unilora", UniTensors, fitted_shapes, delta, "arXiv:2506.00799",
+UNILORA = of_factors(
+    "unilora", UniTensors, fitted_shapes, Factorisation(_rank, factors), "arXiv:2506.00799",
     row_axes={"up_choice": 0, "up_weight": 0}, not_sliceable_with=frozenset({"total"}), shared=frozenset({"bank"}),
-    check_settings=check_settings, rebuild=rebuild,
-    low_rank=LowRank(_rank, factors),
-    rebuilds=frozenset({"down_choice", "down_weight", "up_choice", "up_weight"}),
-    bounds={"up_choice": entries, "down_choice": entries, "shuffle": lambda _shapes, _target: [below(2**64)],
-            **dict.fromkeys(("rank", "start", "total"), lambda _shapes, _target: [COUNT])},
+    checks=Checks(
+        {"up_choice": entries, "down_choice": entries, "shuffle": lambda _shapes, _target: [below(2**64)],
+         **dict.fromkeys(("rank", "start", "total"), lambda _shapes, _target: [COUNT])},
+        settings=check_settings,
+    ),
+    rebuild=Rebuild(
+        frozenset({"down_choice", "down_weight", "up_choice", "up_weight"}), rebuild,
+        "it is not stored (save_indices): taken for one of the layers that its configuration means, in the order of "
+        "the model's own class",
+    ),
 )  # fmt: skip

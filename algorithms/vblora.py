@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, LowRank, Shape, Shapes, expect, flat, rank_of
+from .base import Checks, Factorisation, Shape, Shapes, expect, flat, of_factors, rank_of
 from .bounds import COUNT, Bounds, below
 
 if TYPE_CHECKING:
@@ -82,21 +82,9 @@ def _tile(down: Shape, up: Shape, bank: Shape, target: Shape) -> None:
     )
 
 
-def delta(base: Tensor, t: VbTensors) -> Tensor:
-    """Return ΔW [n, out, cols]; `base` is not read."""
-    left, right = factors(base, t)
-    return left @ right
-
-
 def factors(base: Tensor, t: VbTensors) -> tuple[Tensor, Tensor]:
     """Return B and A; `base` is not read."""
     return _pair(_mix(t.down, t.bank, t.top), _mix(t.up, t.bank, t.top))
-
-
-def top_delta(base: Tensor, t: VbTopTensors) -> Tensor:
-    """Return ΔW [n, out, cols]; `base` is not read."""
-    left, right = top_factors(base, t)
-    return left @ right
 
 
 def top_factors(base: Tensor, t: VbTopTensors) -> tuple[Tensor, Tensor]:
@@ -110,8 +98,8 @@ def entries(shapes: Shapes, _: Shape) -> list[Bounds]:
 
 
 def _mix(logits: Tensor, bank: Tensor, top: int) -> Tensor:
-    kept, chosen = logits.topk(min(top, logits.shape[-1]), dim=-1)
-    return _weigh(chosen, kept.softmax(dim=-1), bank)
+    largest, chosen = logits.topk(min(top, logits.shape[-1]), dim=-1)
+    return _weigh(chosen, largest.softmax(dim=-1), bank)
 
 
 def _pick(chosen: Tensor, weights: Tensor, bank: Tensor) -> Tensor:
@@ -131,13 +119,12 @@ def _pair(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return up.transpose(2, 3).flatten(1, 2), down.flatten(2)
 
 
-VBLORA = Algorithm(
-    "vblora", VbTensors, fitted_shapes, delta, "arXiv:2405.15179", shared=frozenset({"bank"}),
-    bounds={"top": lambda _s, _t: [Bounds(1, COUNT.end)]},
-    low_rank=LowRank(rank_of("down"), factors),
+VBLORA = of_factors(
+    "vblora", VbTensors, fitted_shapes, Factorisation(rank_of("down"), factors), "arXiv:2405.15179",
+    shared=frozenset({"bank"}), checks=Checks({"top": lambda _s, _t: [Bounds(1, COUNT.end)]}),
 )  # fmt: skip
-VBLORA_TOP = Algorithm(
-    "vblora_top", VbTopTensors, fitted_shapes_top, top_delta, "arXiv:2405.15179", shared=frozenset({"bank"}),
-    bounds={"up_choice": entries, "down_choice": entries},
-    low_rank=LowRank(rank_of("down_choice"), top_factors),
+VBLORA_TOP = of_factors(
+    "vblora_top", VbTopTensors, fitted_shapes_top, Factorisation(rank_of("down_choice"), top_factors),
+    "arXiv:2405.15179",
+    shared=frozenset({"bank"}), checks=Checks({"up_choice": entries, "down_choice": entries}),
 )  # fmt: skip

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod, sqrt
 from typing import TYPE_CHECKING, Any
 
-from .base import SEEDED, Algorithm, LowRank, Shape, Shapes, expect, flat, rank_of
+from .base import SEEDED, Checks, Factorisation, Shape, Shapes, expect, flat, of_factors, rank_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,12 +55,6 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     return fitted
 
 
-def delta(base: Tensor, t: VeraTensors) -> Tensor:
-    """Return ΔW [n, out, cols]; `base` is not read."""
-    left, right = factors(base, t)
-    return left @ right
-
-
 def factors(base: Tensor, t: VeraTensors) -> tuple[Tensor, Tensor]:
     """Return diag(b) B and diag(d) A, cut to the layer; `base` is not read."""
     assert t.up is not None and t.down is not None, "stored or derived"
@@ -86,12 +80,13 @@ def derive(shapes: Shapes, target: Shape, settings: Mapping[str, Any], *, halves
     return {"down": down, "up": draw(out, rank)}
 
 
-VERA = Algorithm(
-    "vera", VeraTensors, fitted_shapes, delta, "arXiv:2310.11454", derive=derive, bounds=SEEDED,
-    low_rank=LowRank(rank_of("rank_scale"), factors),
+VERA = of_factors(
+    "vera", VeraTensors, fitted_shapes, Factorisation(rank_of("rank_scale"), factors), "arXiv:2310.11454",
+    derive=derive,
+    checks=Checks(SEEDED),
 )  # fmt: skip
-PVERA = Algorithm(
-    "pvera", VeraTensors, fitted_shapes, delta, "arXiv:2512.07703",
-    derive=lambda shapes, target, settings: derive(shapes, target, settings, halves=2), bounds=SEEDED,
-    low_rank=LowRank(lambda shapes, _: shapes["rank_scale"][0] // 2, factors),
+PVERA = of_factors(
+    "pvera", VeraTensors, fitted_shapes, Factorisation(lambda shapes, _: shapes["rank_scale"][0] // 2, factors),
+    "arXiv:2512.07703", derive=lambda shapes, target, settings: derive(shapes, target, settings, halves=2),
+    checks=Checks(SEEDED),
 )  # fmt: skip

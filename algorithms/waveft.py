@@ -1,7 +1,7 @@
 """WaveFT, ΔW = c · S or c · IDWT(S), S zero except for n entries. Bilican et al. 2025, arXiv:2505.12532.
 
 The positions of the entries are not stored: they are the first n of a random permutation of all positions, drawn from
-`random_loc_seed` on the CPU. For the inverse wavelet transform, S lies in the middle of a matrix with f − 2 more rows
+`random_loc_seed` on the CPU. For the inverse wavelet transform, S is the middle of a matrix with f − 2 more rows
 and columns, rounded up to even numbers, where f is the length of the filter; its quarters are the four bands. PEFT
 tuners/waveft/layer.py.
 """
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .base import SEEDED, Algorithm, Shape, Shapes, alpha_by, expect
+from .base import SEEDED, Algorithm, Checks, Shape, Shapes, alpha_by, expect
 from .fourierft import fitted_shapes, places
 from .wavelets import low_pass
 
@@ -48,12 +48,12 @@ def derive(shapes: Shapes, target: Shape, settings: Mapping[str, Any]) -> Mappin
     """Return the positions of the coefficients, and the filters of the wavelet."""
     import torch
 
-    found = {"places": places(shapes, target, settings["seed"])}
+    slots = {"places": places(shapes, target, settings["seed"])}
     if not settings.get("transform", True):
-        return found
+        return slots
     low = low_pass()[settings.get("family", "db1")]
     high = [value if i % 2 == 0 else -value for i, value in enumerate(reversed(low))]
-    return found | {"filters": torch.tensor([low, high], dtype=torch.float64)}
+    return slots | {"filters": torch.tensor([low, high], dtype=torch.float64)}
 
 
 def delta(base: Tensor, t: WaveTensors) -> Tensor:
@@ -78,7 +78,6 @@ def delta(base: Tensor, t: WaveTensors) -> Tensor:
 
 
 WAVEFT = Algorithm(
-    "waveft", WaveTensors, fitted_shapes, delta, "arXiv:2505.12532",
-    scalars_from=alpha_by(), derive=derive, decomposes=True, bounds=SEEDED, check_settings=check_settings,
-    scale_from_config=True,
+    "waveft", WaveTensors, fitted_shapes, delta, "arXiv:2505.12532", scalars_from=alpha_by(), derive=derive,
+    decomposes=True, checks=Checks(SEEDED, settings=check_settings), scale_from_config=True,
 )  # fmt: skip

@@ -77,21 +77,16 @@ def full_rank_scalars(alpha: float | None, _: Shapes, __: Shape) -> Mapping[str,
 
 
 FULL = Algorithm(
-    "full",
-    FullTensors,
-    fitted_shapes,
-    delta,
-    "LyCORIS",
-    row_axes={"diff": 0},
-    accumulate=accumulate,
-    as_stored=True,
-    weight_shape=shape_of_slot("diff"),
-)
+    "full", FullTensors, fitted_shapes, delta, "LyCORIS", row_axes={"diff": 0}, accumulate=accumulate,
+    layout="stored", weight_shape=shape_of_slot("diff"),
+)  # fmt: skip
 SET = Algorithm(
     "set", FullTensors, fitted_shapes, set_delta, "PEFT", row_axes={"diff": 0}, reads_base=True,
-    accumulate=set_accumulate, as_stored=True,
+    accumulate=set_accumulate, layout="stored",
+    in_peft="any",
 )  # fmt: skip
 FULL_RANK = Algorithm(
     "full_rank", FullRankTensors, fitted_shapes, full_rank_delta, "ai-toolkit",
     scalars_from=full_rank_scalars, row_axes={"down": 0},
+    in_peft="never",
 )  # fmt: skip

@@ -1,4 +1,7 @@
-"""The table of the options that only commands which write adapters have; see options.py for its columns."""
+"""The options that only commands which write adapters have; see options.py for the columns.
+
+Each command takes them with a default of its own: adapters_out/commands.py.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from .method_parameters import NAMES
-from .options import OPTIONS, Kind, Option
+from .options import Kind, Option
 
 DIALECTS: Final = "kohya, lycoris, onetrainer, comfy, ai-toolkit, diffusers, xlabs or peft."
 """The names of the dialects, for help."""
@@ -46,27 +48,8 @@ ADAPTER_OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
 })  # fmt: skip
 """Name → option."""
 
-SHARED: Final = (
-    "dtype", "strength_for", "unmatched", "map", "setting", "overwrite", "device", "max_memory", "max_vram", "verify",
-    "compute_dtype", "include", "exclude",
+OF_MERGE: Final = (
+    "dtype", "strength", "strength_for", "unmatched", "map", "setting", "overwrite", "device", "max_memory", "max_vram",
+    "verify",
 )  # fmt: skip
-"""The options that all these commands have."""
-
-MADE: Final = ("rank", "conv_rank", "max_rank", "rank_for", "algorithm", "alpha")
-"""The options for the form in which the layers of an output are stored."""
-
-TAKES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({
-    "merge": tuple(name for name, option in OPTIONS.items() if option.in_batch),
-    "unmerge": tuple(name for name, option in OPTIONS.items() if option.in_batch and name != "method"
-                     and name not in NAMES),
-    "combine": (*SHARED, "method", *NAMES, *MADE, "format"),
-    "resize": (*SHARED, *MADE, "format"),
-    "convert": (*SHARED, "to", *MADE),
-    "extract": (*(n for n in SHARED if n not in ("strength_for", "setting")), *MADE, "others",
-                "format", "factor"),
-    "average": (*SHARED, "rank", "alpha", "weights", "ema", "ema_to", "sigma_rel", "space", "format"),
-})  # fmt: skip
-"""Command of a jobs file → the options that it takes."""
-
-WRITERS: Final = frozenset(TAKES) - {"merge", "unmerge"}
-"""The commands that write adapters."""
+"""The options that mean what they mean for `merge`. All others of a command are fields of its `AdapterJob`."""

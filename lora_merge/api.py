@@ -184,11 +184,11 @@ def unmerge(
     from .engine.admission import admit
     from .engine.merge import run
     from .paths import expand, input_path
-    from .proof.unmerge import plan_unmerge
+    from .recipes.unmerge import plan_unmerge
 
     with interruptible(), watched(progress) as watcher:
-        output_path, folders = input_path(merged), [*map(expand, search)]
-        return run(admit(plan_unmerge(output_path, adapters, output, folders, **options)), watcher)
+        path, folders = input_path(merged), [*map(expand, search)]
+        return run(admit(plan_unmerge(path, adapters, output, folders, **options)), watcher)
 
 
 @public
@@ -225,21 +225,18 @@ def replay(  # noqa: PLR0913  # the options of the command
         >>> lora_merge.replay("merged.safetensors", "again.safetensors", search=["models", "loras"]).written
         2132696762
     """
-    from .adapter_options import WRITERS
+    from .adapters_out.commands import COMMANDS
     from .engine.admission import admit
     from .engine.merge import run
     from .paths import expand, input_path
-    from .proof.read_recipe import made_by
-    from .proof.replay import plan_again
+    from .recipes.replay import again
 
     with interruptible(), watched(progress) as watcher:
         made, folders = input_path(made), [expand(folder) for folder in search]
-        if made_by(made) in WRITERS:
-            from .adapters_out.replay import replay as replay_adapter
-
-            options = {"device": device, "overwrite": overwrite}
-            return replay_adapter(made, output, folders, progress=watcher, **options)
-        return run(admit(plan_again(made, output, folders, device=device, overwrite=overwrite)), watcher)
+        written = again(made, output, folders, device=device, overwrite=overwrite)
+        if isinstance(written, Plan):
+            return run(admit(written), watcher)
+        return COMMANDS[written.command].run(written, watcher, None)
 
 
 @public
@@ -298,23 +295,15 @@ def verify(  # noqa: PLR0913  # the options of the command
         >>> lora_merge.verify("merged.safetensors")["proven"]
         True
     """
-    from .adapter_options import WRITERS
     from .paths import expand, input_path
-    from .proof.read_recipe import made_by
-    from .proof.replay import prove
+    from .recipes.replay import prove
     from .report import verify_rows
 
-    output = input_path(output)
-    stated = adapter_list(adapters)
+    output, stated = input_path(output), adapter_list(adapters)
     folders = [expand(folder) for folder in search]
     with interruptible(), watched(progress) as watcher:
-        if base is None and not stated and made_by(output) in WRITERS:
-            from .adapters_out.replay import prove as prove_adapter
-
-            proof = prove_adapter(output, folders, watcher, full=full, options=options)
-            return Facts(proof, verify_rows)
-        proven = prove(output, base, stated, search=folders, full=full, options=options, progress=watcher)
-    return Facts(proven, verify_rows)
+        proof = prove(output, base, stated, search=folders, full=full, options=options, progress=watcher)
+    return Facts(proof, verify_rows)
 
 
 @public

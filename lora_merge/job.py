@@ -16,7 +16,7 @@ from .adapter_arguments import adapter_path
 from .algorithms import ALGORITHMS, COUNT
 from .errors import UsageError
 from .merge_methods import SUM
-from .method_parameters import Numbers, numbers_of
+from .method_parameters import MethodParameters, numbers_of
 from .options import (
     BLOCK_LIST,
     BLOCK_WEIGHTS,
@@ -134,6 +134,12 @@ class Job(Shown):
     """Whether a model card is written; None: with folders that name their inputs."""
 
 
+@dataclass(frozen=True, repr=False)
+class ResolvedJob(Job):
+    """A job whose base is open: its output has the suffix of the container, and the parts of its adapters have the
+    labels of the base's networks. Planning makes it once, from the job that the user asked for."""
+
+
 @runtime_checkable
 class Opened(Protocol):
     """An opened adapter, or a sum of several; the room `memory` makes them."""
@@ -167,6 +173,7 @@ def make_job(base: str | Path, adapters: Any, output: str | Path | None = None, 
     `adapters`: paths, `(path, strength)` pairs, Adapter objects, or a single one of these. `options`: names of the
     table `OPTIONS`. `dtype` and `compute_dtype` also take torch dtypes, `max_memory` also text such as "2GiB".
     """
+    # The adapters, with their strengths.
     values, base = checked(options), input_path(base)
     adapters = adapter_list(adapters) or [base]  # the adapter that is attached inside the base
     if len(adapters) > MOST_ADAPTERS:
@@ -177,6 +184,7 @@ def make_job(base: str | Path, adapters: Any, output: str | Path | None = None, 
     steps = Steps()
     parts = tuple(_part(p, f, steps) for p, f in pairs(strength_for, "--strength-for"))
     refs = tuple(_adapter(a, parts, steps) for a in adapters)
+    # Values of options that have a spelling of their own.
     values["max_memory"] = parse_size(values["max_memory"])
     texts = a_list(values["keep_precision"], "--keep-precision", "a list of patterns")
     values["keep_precision"] = tuple(text(pattern, "--keep-precision") for pattern in texts)
@@ -189,10 +197,11 @@ def make_job(base: str | Path, adapters: Any, output: str | Path | None = None, 
         values["map"] = expand(values["map"])
     if values["tokenizer"] is not None:
         values["tokenizer"] = _whose(values["tokenizer"])
+    # The output, by default in the current folder.
     out = absolute(Path()) / _default_name(base, refs) if output is None else _output(output, base, refs)
-    made = Job(base=base, adapters=refs, output=out, **values)
-    numbers(made)
-    return made
+    job = Job(base=base, adapters=refs, output=out, **values)
+    numbers(job)
+    return job
 
 
 def _whose(value: Any) -> str:
@@ -205,7 +214,7 @@ def _whose(value: Any) -> str:
     return str(path)
 
 
-def numbers(job: Job) -> Numbers:
+def numbers(job: Job) -> MethodParameters:
     """Return the numbers of the job's method; UsageError where one is wrong."""
     if job.method == SUM and job.scale != 1:
         raise UsageError("sum has no scale", "--scale", "write a strength behind each file: ADAPTER:0.8")
@@ -253,7 +262,7 @@ def _ending(base: Path) -> str:
 
 
 def adapter_list(adapters: Any) -> list[Any]:
-    """Return what stands for adapters as a list: of paths, of Adapters, and of pairs with a strength."""
+    """Return the adapters that the user named as a list: of paths, of Adapters, and of pairs with a strength."""
     adapters = [*adapters.items()] if isinstance(adapters, Mapping) else adapters
     single = isinstance(adapters, str | PathLike | Adapter | Opened) or is_pair(adapters)
     expected = "a path, or a list of them"

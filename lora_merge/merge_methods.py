@@ -20,7 +20,7 @@ from typing import Final
 
 
 @dataclass(frozen=True)
-class Method:
+class MergeMethod:
     """One value of `--method`: how several changes of one weight meet."""
 
     name: str
@@ -29,7 +29,7 @@ class Method:
     linear: bool = False  # whether the change is Σ cᵢ τᵢ with numbers cᵢ, so that factors stay factors
     keeps: str = ""  # how each change is thinned out first: by magnitude, at random …
     elects: bool = False  # whether only entries with the sign of the sum are kept
-    own: tuple[str, ...] = ()  # numbers that only this rule takes
+    numbers: tuple[str, ...] = ()  # numbers that only this rule takes
 
     @property
     def combines(self) -> bool:
@@ -46,7 +46,7 @@ class Method:
         """The names of the numbers that the rule takes."""
         further = {"largest": (), "random": ("seed",), "ranked": ("epsilon", "seed"), "middle": ("gamma",)}
         thin = ("density", *further[self.keeps]) if self.keeps else ()
-        return (*thin, *(("elect", "normalise") if self.elects else ()), *self.own)
+        return (*thin, *(("elect", "normalise") if self.elects else ()), *self.numbers)
 
 
 ELECTIONS: Final = ("sum", "count")
@@ -61,24 +61,24 @@ SUM: Final = "sum"
 MEAN: Final = "mean"
 """The sum, divided by the sum of the strengths."""
 
-COMBINATIONS: Final[Mapping[str, Method]] = MappingProxyType(
+COMBINATIONS: Final[Mapping[str, MergeMethod]] = MappingProxyType(
     {
         row.name: row
         for row in (
-            Method(SUM, "W' = W + Σ sᵢ · (Fᵢ(W) − W): adapters commute", linear=True),
-            Method(MEAN, "Σ sᵢτᵢ / Σ sᵢ", linear=True),
-            Method("ties", "the largest entries, of the elected sign", keeps="largest", elects=True),
-            Method("dare", "random entries, divided by density", keeps="random"),
-            Method("dare_ties", "dare, of the elected sign", keeps="random", elects=True),
-            Method("della", "random entries, large ones more often", keeps="ranked"),
-            Method("della_ties", "della, of the elected sign", keeps="ranked", elects=True),
-            Method("breadcrumbs", "neither the largest nor the smallest", keeps="middle"),
-            Method("breadcrumbs_ties", "breadcrumbs, of the elected sign", keeps="middle", elects=True),
-            Method("prune", "the largest entries", keeps="largest"),
-            Method("slerp", "on the arc between two", linear=True, own=("t",)),
-            Method("karcher", "the mean direction on the sphere, times the mean norm"),
-            Method("model_stock", "mean, scaled by the agreement of directions", linear=True),
-            Method("consensus", "entries on whose sign enough adapters agree", own=("agree",)),
+            MergeMethod(SUM, "W' = W + Σ sᵢ · (Fᵢ(W) − W): adapters commute", linear=True),
+            MergeMethod(MEAN, "Σ sᵢτᵢ / Σ sᵢ", linear=True),
+            MergeMethod("ties", "the largest entries, of the elected sign", keeps="largest", elects=True),
+            MergeMethod("dare", "random entries, divided by density", keeps="random"),
+            MergeMethod("dare_ties", "dare, of the elected sign", keeps="random", elects=True),
+            MergeMethod("della", "random entries, large ones more often", keeps="ranked"),
+            MergeMethod("della_ties", "della, of the elected sign", keeps="ranked", elects=True),
+            MergeMethod("breadcrumbs", "neither the largest nor the smallest", keeps="middle"),
+            MergeMethod("breadcrumbs_ties", "breadcrumbs, of the elected sign", keeps="middle", elects=True),
+            MergeMethod("prune", "the largest entries", keeps="largest"),
+            MergeMethod("slerp", "on the arc between two", linear=True, numbers=("t",)),
+            MergeMethod("karcher", "the mean direction on the sphere, times the mean norm"),
+            MergeMethod("model_stock", "mean, scaled by the agreement of directions", linear=True),
+            MergeMethod("consensus", "entries on whose sign enough adapters agree", numbers=("agree",)),
         )
     }
 )
@@ -91,10 +91,10 @@ UNDIRECTED: Final = ("slerp", "karcher")
 ADDED: Final = "biases and norms have no direction: they are added"
 """The note on the changes of biases and norms."""
 
-METHODS: Final[Mapping[str, Method]] = MappingProxyType(
+METHODS: Final[Mapping[str, MergeMethod]] = MappingProxyType(
     {
         SUM: COMBINATIONS[SUM],
-        "compose": Method("compose", "Wᵢ = Wᵢ₋₁ + sᵢ · (Fᵢ(Wᵢ₋₁) − Wᵢ₋₁), in the order given", in_turn=True),
+        "compose": MergeMethod("compose", "Wᵢ = Wᵢ₋₁ + sᵢ · (Fᵢ(Wᵢ₋₁) − Wᵢ₋₁), in the order given", in_turn=True),
         **COMBINATIONS,
     }
 )

@@ -16,7 +16,7 @@ SMALLEST: Final = 1e-12
 
 
 @dataclass(frozen=True)
-class Numbers:
+class MethodParameters:
     """The numbers of one method. A method ignores those that it does not take."""
 
     density: float = 1.0
@@ -30,7 +30,7 @@ class Numbers:
     seed: int = 0
 
 
-NAMES: Final = tuple(f.name for f in fields(Numbers))
+NAMES: Final = tuple(f.name for f in fields(MethodParameters))
 
 RANGES: Final = {
     "density": "use a number above 0, at most 1",
@@ -45,19 +45,19 @@ RANGES: Final = {
 }
 
 
-def numbers_of(method: str, options: Mapping[str, Any], strengths: Sequence[float]) -> Numbers:
+def numbers_of(method: str, options: Mapping[str, Any], strengths: Sequence[float]) -> MethodParameters:
     """Return the numbers of a method for adapters of these strengths; None stands for one that is not given.
 
     UsageError for a number that the method does not take, that is missing, or that is out of range.
     """
     row, stated = METHODS[method], {name: options[name] for name in NAMES if options.get(name) is not None}
     takes = {*row.takes, "seed", *(() if row.in_turn else ("scale",))}
-    plain = Numbers()
+    plain = MethodParameters()
     for name, value in stated.items():
         if name not in takes and value != getattr(plain, name):
             users = [m for m, other in METHODS.items() if name in other.takes] or ["another method"]
             raise UsageError(f"{method} has no {name}", f"--{name}", f"leave it out, or use {' or '.join(users)}")
-    numbers = Numbers(**stated)
+    numbers = MethodParameters(**stated)
     if wrong := next((name for name, good in _holds(numbers, len(strengths)).items() if not good), None):
         raise UsageError(f"{wrong} {shown(getattr(numbers, wrong))} is out of range", f"--{wrong}", RANGES[wrong])
     if method == "slerp" and len(strengths) != 2:
@@ -71,7 +71,7 @@ def numbers_of(method: str, options: Mapping[str, Any], strengths: Sequence[floa
     return numbers
 
 
-def _holds(n: Numbers, adapters: int) -> dict[str, bool]:
+def _holds(n: MethodParameters, adapters: int) -> dict[str, bool]:
     """Return name → whether the value is in its range."""
     d, g, e = n.density, n.gamma, n.epsilon
     return {

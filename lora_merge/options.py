@@ -86,7 +86,8 @@ class Option:
     in_verify: bool = False  # whether `verify` takes it, for outputs without a recipe
     short: str = ""  # short form on the command line
     metavar: str | None = None
-    group: str = "Output"  # heading under which --help lists it
+    group: str = "Output"  # heading under which --help lists it; "": it is no option of the command line
+    required: bool = False  # whether its command cannot do without it
 
     @property
     def flag(self) -> str:

@@ -128,12 +128,12 @@ def counted(progress: Progress, stage: Stage, output: str, total: int) -> Callab
     left = total
     progress(Step(stage, output, total=total))
 
-    def told(count: int) -> None:
+    def advance(count: int) -> None:
         nonlocal left
         left -= (done := min(count, left))
         progress(Step(stage, output, done, total))
 
-    return told
+    return advance
 
 
 Counting: TypeAlias = Callable[[Stage, int], Callable[[int], object]]

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 Item = TypeVar("Item")
 
 
-class Rows(tuple[int, ...]):
+class RowNumbers(tuple[int, ...]):
     """Numbers of rows, each once, in the order of an adapter's tensor. Thousands of modules may share one list, so what
     takes as long as the list is done once."""
 
@@ -66,9 +66,9 @@ class Ranges(Generic[Item]):
 
     def meeting(self, start: int, stop: int) -> list[Item]:
         """Return the items that have a row of [start, stop), in the order in which they were added."""
-        return [item for _, item in sorted(self._found(start, stop), key=lambda entry: entry[0])]
+        return [item for _, item in sorted(self._items(start, stop), key=lambda entry: entry[0])]
 
-    def _found(self, start: int, stop: int) -> Iterator[tuple[int, Item]]:
+    def _items(self, start: int, stop: int) -> Iterator[tuple[int, Item]]:
         if stop <= start:
             return
         for power, ranges in self._lengths.items():

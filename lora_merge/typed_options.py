@@ -90,8 +90,17 @@ class AverageOptions(AdapterReading, total=False):
     format: str
 
 
-class AdapterOptions(AdapterReading, total=False):
-    """Further options of `combine`: what the result is like."""
+class FormOptions(AdapterReading, total=False):
+    """Further options of `combine` and `resize`: what the result is like."""
+
+    conv_rank: str | int | None
+    max_rank: int | None
+    rank_for: Mapping[str, str | int] | Sequence[tuple[str, str | int]]
+    format: str
+
+
+class CombineOptions(FormOptions, total=False):
+    """Further options of `combine`: the numbers of its methods."""
 
     density: float | Sequence[float] | None
     gamma: float | None
@@ -102,13 +111,9 @@ class AdapterOptions(AdapterReading, total=False):
     agree: int | None
     scale: float | None
     seed: int | None
-    conv_rank: str | int | None
-    max_rank: int | None
-    rank_for: Mapping[str, str | int] | Sequence[tuple[str, str | int]]
-    format: str
 
 
-class ResizeOptions(AdapterOptions, total=False):
+class ResizeOptions(FormOptions, total=False):
     """Further options of `resize`."""
 
     algorithm: str

@@ -45,13 +45,13 @@ BY_NAME: Final = 8  # files that are run where nothing is recorded
 ENDLESS: Final = "it never ends"
 GONE: Final = 4  # pytest, where a recorded test has another name now
 AREAS: Final = {
-    "proof": "proof/verify proof/methods_again proof/proof_report proof/grids proof/weights proof/find_inputs proof/read_recipe proof/replay proof/unmerge proof/recompute proof/second_reading/read_again proof/sampling proof/loadable proof/header_changes files/safetensors proof/second_reading/modules proof/second_reading/rows "
+    "proof": "proof/verify proof/methods_again proof/proof_report proof/grids proof/weights recipes/find_inputs recipes/read_recipe recipes/replay recipes/unmerge proof/recompute proof/second_reading/read_again proof/sampling proof/loadable proof/header_changes files/safetensors proof/second_reading/modules proof/second_reading/rows "
     "proof/second_reading/scales proof/second_reading/layouts proof/second_reading/claims proof/second_reading/formulas proof/second_reading/methods "
     "proof/rebuilding proof/account",
-    "matching": "matching/match matching/formula matching/row_parts matching/orientation matching/tied_embeddings matching/weight_finder matching/conflicts matching/resizing "
-    "matching/missing_tensors matching/patch matching/layer_order matching/side_by_side matching/weight_finder",
+    "matching": "matching/match matching/formula matching/row_parts matching/orientation matching/tied_embeddings matching/weight_finder matching/conflicts matching/values matching/biases matching/resizing "
+    "matching/missing_tensors matching/patch matching/layer_order matching/side_by_side matching/stored_base",
     "planning": "planning/checkpoint_cache planning/model_card planning/combination planning/containers planning/make_plan planning/output_files planning/plan planning/quantisation planning/recipe",
-    "publishing": "disk/writer disk/locks disk/scale_spool disk/draft disk/files disk/publish planning/header_entries disk/hashes disk/destination batch/run batch/resume",
+    "publishing": "disk/writer disk/locks disk/scale_spool disk/draft disk/files disk/publish planning/header_entries disk/hashes disk/destination batch/run recipes/resume",
 }
 NAMED: Final = (
     ("lora_merge/proof/verify.py", "if not same.all():", "if False:"),
@@ -59,7 +59,7 @@ NAMED: Final = (
     ("lora_merge/proof/sampling.py", "insort(chosen, random.choice(part))", "pass"),
     ("lora_merge/matching/match.py", "self.strengths.factor(piece.key, component), self.base", "self.strengths.factor(component, piece.key), self.base"),
     ("lora_merge/matching/match.py", "self.strengths.factor(into, component := self.names.component(into))", "self.strengths.factor(component := self.names.component(into), into)"),
-    ("lora_merge/adapters/peft/methods.py", "found = 0 if _shares(fields, module) else rank(row, shapes)", "found = rank(row, shapes)"),
+    ("lora_merge/adapters/peft/methods.py", "stored = 0 if _shares(fields, module) else rank(row, shapes)", "stored = rank(row, shapes)"),
     ("lora_merge/adapters/peft/methods.py", 'module.endswith("lm_head") and fields.flag(', "fields.flag("),
     ("algorithms/lora_sparse.py", "holds=len(set(places)) == len(places)", "holds=True"),
     ("lora_merge/proof/reference/transforms.py", '"silu": x * logistic', '"silu": x + logistic'),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_merge.row_ranges import Ranges, Rows
+from lora_merge.row_ranges import Ranges, RowNumbers
 from tests.kit.pairs import examples
 
 ranges = st.tuples(st.integers(0, 40), st.integers(0, 30)).map(lambda r: (r[0], r[0] + r[1]))
@@ -26,8 +26,8 @@ def test_ranges_of_very_different_lengths_are_found() -> None:
 
 
 def test_runs_of_rows_follow_the_list() -> None:
-    rows = Rows([7, 8, 9, 3, 1, 2, 5])
+    rows = RowNumbers([7, 8, 9, 3, 1, 2, 5])
     assert rows.runs == ((7, 3), (3, 1), (1, 2), (5, 1))
-    assert (rows.last, Rows().last, Rows().runs) == (9, -1, ())
-    assert rows == Rows(rows) == (7, 8, 9, 3, 1, 2, 5)
-    assert {rows: 1}[Rows(rows)] == 1
+    assert (rows.last, RowNumbers().last, RowNumbers().runs) == (9, -1, ())
+    assert rows == RowNumbers(rows) == (7, 8, 9, 3, 1, 2, 5)
+    assert {rows: 1}[RowNumbers(rows)] == 1

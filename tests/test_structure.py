@@ -17,8 +17,8 @@ from lora_merge.algorithms import ALGORITHMS
 from tests.kit.package import LIBRARIES, PACKAGE, ROOT, nodes, syntax
 
 ROOMS = (
-    "disk", "files", "models", "adapters", "matching", "planning", "proof", "engine", "adapters_out", "memory", "batch",
-    "viewing", "cli",
+    "disk", "files", "models", "adapters", "matching", "planning", "proof", "engine", "adapters_out", "recipes",
+    "memory", "batch", "viewing", "cli",
 )  # fmt: skip
 """From the lowest to the highest. A room imports only rooms before it, and the shared vocabulary."""
 
@@ -103,6 +103,15 @@ def test_proof_uses_tables_of_what_it_proves_and_none_of_its_arithmetic() -> Non
                 assert not shared or target in tables, f"{module} imports {target}"
 
 
+def test_observers_of_a_fold_compute_no_weight() -> None:
+    """What measures a merge is called by the fold, and imports nothing that folds; only names of types."""
+    folding = {f"lora_merge.engine.{name}" for name in ("fold", "block_folder", "gpu_windows", "window_merger")}
+    measuring = [m for m in modules() if re.search(r"engine\.(change_|cancelling)", m[0])]
+    assert len(measuring) > 3
+    for module, path in measuring:
+        assert folding.isdisjoint(imports(module, path, typed=False)), module
+
+
 def test_encodings_know_no_program_that_stores_them() -> None:
     """Numbers and bytes are one thing, names of tensors and configurations another."""
     for module, path in modules():
@@ -148,8 +157,9 @@ NAMING = (
 """Tables that say which formula a name or a configuration means, and the proof's own."""
 
 WORDS = {("cli/demo.py", "lora"), ("cli/demo.py", "loha"), ("cli/demo.py", "glora"), ("report.py", "full"),
-         ("files/pickle_scan.py", "set"), ("files/gguf/adapter.py", "lora"), ("files/pickles.py", "lora"), ("proof/verify.py", "full"), ("adapters_out/replay.py", "full"), ("adapters_out/metadata/loaders.py", "lora_bias")}  # fmt: skip
-"""Strings that are spelled like an algorithm and name something else: a file, a key, a kind of proof, Python's set."""
+         ("files/pickle_scan.py", "set"), ("files/gguf/adapter.py", "lora"), ("files/pickles.py", "lora"), ("proof/verify.py", "full"), ("recipes/replay.py", "full"), ("adapters_out/metadata/loaders.py", "lora_bias"), ("adapters_out/commands.py", "lora"), ("adapters/stated.py", "lora"), ("adapters/stated.py", "loha"),
+         ("adapters/stated.py", "lokr")}  # fmt: skip
+"""Strings that are spelled like an algorithm and name something else: a file, a key, a kind of proof, a value of --algorithm, Python's set."""
 
 
 def test_algorithms_are_asked_for_by_name_in_tables_alone() -> None:
@@ -161,6 +171,29 @@ def test_algorithms_are_asked_for_by_name_in_tables_alone() -> None:
         if isinstance(node, ast.Constant) and node.value in ALGORITHMS
     }
     assert {(place, name) for place, name in found if not place.startswith(NAMING)} == WORDS
+
+
+COMPARING = {"adapters_out/dialects.py", "adapters_out/extract/extract_modules.py", "adapters_out/extract/run.py",
+             "adapters_out/form.py", "adapters_out/job.py", "adapters_out/peft/kronecker.py", "viewing/compare_adapters.py"}  # fmt: skip
+"""Modules that ask for the form of an adapter that is written, by the name of its row."""
+
+
+def test_facts_of_a_formula_are_fields_of_its_row() -> None:
+    """A row is imported to make a module or a patch of it, not to compare a name with it, or to keep a list of names."""
+    places = set()
+    for module, path in modules():
+        if room(module) == "algorithms":
+            continue
+        tree = syntax(path)
+        rows = {a.asname or a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and "algorithms" in (n.module or "")
+                for a in n.names}  # fmt: skip
+        asked = [n for n in ast.walk(tree) if isinstance(n, ast.Compare)]
+        asked += [n for n in tree.body if isinstance(n, ast.Assign | ast.AnnAssign)]
+        names = {n.value.id for a in asked for n in ast.walk(a)
+                 if isinstance(n, ast.Attribute) and n.attr == "name" and isinstance(n.value, ast.Name)}  # fmt: skip
+        if names & rows:
+            places.add(path.relative_to(PACKAGE).as_posix())
+    assert places <= COMPARING
 
 
 def test_plans_are_made_without_torch() -> None:
@@ -176,7 +209,7 @@ def test_untouched_bytes_go_out_before_torch_is_there() -> None:
 
 def test_odd_dtypes_are_imported_where_one_is_met() -> None:
     """A merge that needs no proof of such numbers yet does not wait for their library."""
-    code = "import sys, lora_merge.engine.merge, lora_merge.proof.verify, lora_merge.proof.replay; assert 'ml_dtypes' not in sys.modules"
+    code = "import sys, lora_merge.engine.merge, lora_merge.proof.verify, lora_merge.recipes.replay; assert 'ml_dtypes' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

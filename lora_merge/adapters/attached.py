@@ -44,6 +44,7 @@ def detached(index: Index, config: Mapping[str, Any]) -> tuple[Index, Index] | N
                if word.startswith(FACTOR) and f"{'.'.join(words[:n])}.weight" in stored}  # fmt: skip
     if not layers:
         return None
+    # The tensors of the one adapter.
     of_adapter = {name: words for name in stored if (words := _own_words(name, layers))}
     adapters = {words[1] for words in of_adapter.values() if len(words) > 1 and words[1] not in LEAVES}
     if not of_adapter:
@@ -53,6 +54,7 @@ def detached(index: Index, config: Mapping[str, Any]) -> tuple[Index, Index] | N
                          f"{index.path}: {listed(map(quoted, sorted(adapters)))}",
                          "delete all but one with delete_adapter of PEFT, and save it again")  # fmt: skip
     adapter = next(iter(adapters), "")
+    # Plain names for the model, PEFT's names for the adapter.
     prefix = PEFT if all(name.startswith(PEFT) for name in stored) else ""
     plain = _plain((info for name, info in stored.items() if name not in of_adapter), prefix)
     changes: dict[str, StoredTensor] = {}
@@ -68,29 +70,28 @@ def detached(index: Index, config: Mapping[str, Any]) -> tuple[Index, Index] | N
     files = tuple(path for path in index.files if any(info.file == path for info in changes.values()))
     note = Note(f"an adapter is attached inside the model: {plural(len(changes), 'tensor')} of it")
     headers = {path: index.headers[path] for path in files}
-    own = {} if "peft_type" in index.config else index.config
-    model = replace(index, tensors=plain, packed={}, config=own).recognised()
+    configuration = {} if "peft_type" in index.config else index.config
+    model = replace(index, tensors=plain, packed={}, config=configuration).recognised()
     return model, Index(index.path, changes, {}, files, config, headers, notes=(note,))
 
 
 def _of_components(index: Index) -> tuple[Index, Index] | None:
     """Return the plain pipeline, and one adapter for its components with names as diffusers saves them."""
-    found = {
-        name: both for name, part in index.components.items() if (both := detached(part, adapter_config(part.path)))
-    }
-    if not found:
+    detachments = {name: detached(part, adapter_config(part.path)) for name, part in index.components.items()}
+    models = {name: both[0] for name, both in detachments.items() if both}
+    adapters = {name: both[1] for name, both in detachments.items() if both}
+    if not models:
         return None
-    plain = of_components(
-        index.path, index.config, {**index.components, **{name: own for name, (own, _) in found.items()}}
-    )
+    plain = of_components(index.path, index.config, {**index.components, **models})
+    # One adapter, with the name of the component before each name.
     changes, stated = dict[str, StoredTensor](), dict[str, Any]()
-    for name, (_, own) in found.items():
-        for key, info in own.tensors.items():
+    for name, adapter in adapters.items():
+        for key, info in adapter.tensors.items():
             inner = f"{name}.{key.removeprefix(PEFT)}"
             changes[inner] = replace(info, name=inner)
-        stated |= {f"{name}.{field}": value for field, value in own.config.items()}
-    headers = {path: header for _, own in found.values() for path, header in own.headers.items()}
-    notes = tuple(Note(f"{name}: {note}") for name, (_, own) in found.items() for note in own.notes)
+        stated |= {f"{name}.{field}": value for field, value in adapter.config.items()}
+    headers = {path: header for adapter in adapters.values() for path, header in adapter.headers.items()}
+    notes = tuple(Note(f"{name}: {note}") for name, adapter in adapters.items() for note in adapter.notes)
     metadata = {METADATA: json.dumps(stated)} if stated else {}
     return plain, Index(index.path, changes, metadata, (*headers,), {}, headers, notes=notes)
 
@@ -110,8 +111,8 @@ def _own_words(name: str, layers: Iterable[str]) -> list[str]:
 
 def _plain(infos: Iterable[StoredTensor], prefix: str) -> dict[str, StoredTensor]:
     """Return the tensors of the model by their plain names."""
-    found = {}
+    tensors = {}
     for info in infos:
         name = ".".join(word for word in _words(info.name.removeprefix(prefix)) if word not in LEVELS)
-        found[name] = replace(info, name=name)
-    return found
+        tensors[name] = replace(info, name=name)
+    return tensors

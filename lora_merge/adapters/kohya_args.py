@@ -1,7 +1,7 @@
 """Settings of a formula that no tensor shows, from the metadata that kohya's and LyCORIS' trainers write.
 
 `ss_network_args` (sd-scripts with LyCORIS) and `lycoris_config` (SimpleTuner) hold the arguments that the user gave.
-All other arguments had their defaults, and so had those that the library's function does not read:
+All other arguments had their defaults, also arguments that the library's function does not read:
 `lycoris.kohya.create_network` and `lycoris.create_lycoris` pass on different arguments (LyCORIS 4.1, kohya.py,
 wrapper.py). The arguments that a preset gives to some kinds of layers always reach these layers. No torch.
 """
@@ -14,12 +14,6 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from ..algorithms import Algorithm, Bounds
-from ..algorithms.boft import BOFT
-from ..algorithms.ia3 import IA3
-from ..algorithms.loha import LOHA
-from ..algorithms.lokr import LOKR
-from ..algorithms.lora import LORA
-from ..algorithms.oft import DIAG_OFT
 from ..errors import InputError
 from ..options import shown
 from ..safe_regex import from_json
@@ -37,17 +31,9 @@ READ: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 MAPS: Final = ("module_algo_map", "name_algo_map")
 """Tables of a preset: kind or name of layers → their own arguments."""
 
-OF_OUTPUT: Final = (DIAG_OFT.name, BOFT.name, IA3.name)
-DECOMPOSED: Final = (LORA.name, LOHA.name, LOKR.name)
 BYPASS: Final = "bypass_mode"
-"""With this argument OFT, BOFT and (IA)³ of outputs change the layer's output, its bias included, and DoRA's magnitude
-has no effect on the others: `bypass_forward` in lycoris/modules/{diag_oft,boft,ia3,locon,loha,lokr}.py. DyLoRA leaves
-its scale out: `bypass_forward_diff` in dylora.py."""
-
-NORM_LIMITS: Final = {DIAG_OFT.name: ("diffusion_model.", 1.0)}
-"""Row of ALGORITHMS → beginning of a module's name, α: together the sign of a trainer that stores the limit of the norm
-itself as α, where others mean α times the number of outputs. ComfyUI's own node stores 1 under dotted names
-(comfy_extras/nodes_train.py, comfy/weight_adapter/oft.py); LyCORIS and sd-scripts write flat names."""
+"""The argument whose effect on a formula is its row's `Bypass`. DyLoRA leaves its scale out: `bypass_forward_diff` in
+lycoris/modules/dylora.py."""
 
 COLUMNS: Final = "dora-cols"
 """Beginning of Stable Audio 3's types of DoRA whose magnitude has a number for each input."""
@@ -62,7 +48,7 @@ FIX: Final = "correct or remove this entry of the adapter's metadata"
 
 
 @dataclass(frozen=True)
-class Trained:
+class NetworkArguments:
     """The network arguments of a file that concern one formula."""
 
     settings: Mapping[str, Any]  # in the types of their defaults
@@ -78,17 +64,18 @@ class Trained:
     note: Note | None = None  # for the user, on an unreadable entry that the formula does not need
 
 
-def is_norm_limit(row: str, module: str, alpha: float | None, metadata: Mapping[str, str]) -> bool:
+def is_norm_limit(row: Algorithm, module: str, alpha: float | None, metadata: Mapping[str, str]) -> bool:
     """Return whether α of a rotation is the limit of its norm itself: by the names, in a file of neither LyCORIS nor
     sd-scripts."""
-    if row not in NORM_LIMITS:
+    if row.alpha_as_limit is None:
         return False
-    start, at = NORM_LIMITS[row]
-    return module.startswith(start) and alpha == at and metadata.keys().isdisjoint((*READ, "ss_network_module"))
+    start, value = row.alpha_as_limit
+    return module.startswith(start) and alpha == value and metadata.keys().isdisjoint((*READ, "ss_network_module"))
 
 
-def trained(row: Algorithm, metadata: Mapping[str, str], where: str) -> Trained:
+def network_arguments(row: Algorithm, metadata: Mapping[str, str], where: str) -> NetworkArguments:
     """Return the arguments for a row of ALGORITHMS; InputError for damaged metadata that the row may depend on."""
+    # Read the tables; a damaged one counts only where the formula may depend on it.
     tables, note = {}, None
     for name in [name for name in READ if name in metadata]:
         try:
@@ -97,40 +84,47 @@ def trained(row: Algorithm, metadata: Mapping[str, str], where: str) -> Trained:
             if _may_depend(row, metadata[name]):
                 raise
             note = Note(f"{e.what} ({name}); its formula takes nothing from there")
-    given = {name: table[name] for entry, table in tables.items() for name in READ[entry] if name in table}
-    settings = {name: _like(value, row.settings[name]) for name, value in given.items() if name in row.settings}
+    arguments = {name: table[name] for entry, table in tables.items() for name in READ[entry] if name in table}
+    # Settings of the formula, and settings that only some layers have.
+    settings = {name: _like(value, row.settings[name]) for name, value in arguments.items() if name in row.settings}
     partial = {name for table in tables.values() for name in _of_some_layers(table) if name in row.settings}
-    bypass = bool(_like(given.get(BYPASS, False), default=False))
-    turns, plain = bypass and row.name in OF_OUTPUT, bypass and row.name in DECOMPOSED
-    no_scale = bypass and _is_dylora(row, given)
-    split = row.name == LORA.name and given.get(SPLIT) == "True"  # sd-scripts accepts no other spelling
-    factor, of_inputs = _factor(row, given, where), str(given.get("adapter_type", "")).startswith(COLUMNS)
-    return Trained(
-        settings, frozenset(partial), factor, turns, plain, no_scale, split, bool(tables), bypass, of_inputs, note
+    # Arguments that change the meaning of the tensors.
+    bypass = bool(_like(arguments.get(BYPASS, False), default=False))
+    return NetworkArguments(
+        settings,
+        frozenset(partial),
+        factor=_factor(row, arguments, where),
+        turns_bias=bypass and row.bypass.with_bias,
+        no_magnitude=bypass and row.bypass.no_magnitude,
+        no_scale=bypass and _is_dylora(row, arguments),
+        split=SPLIT in row.scale_words and arguments.get(SPLIT) == "True",  # sd-scripts accepts no other spelling
+        has_arguments=bool(tables),
+        bypass=bypass,
+        of_inputs=str(arguments.get("adapter_type", "")).startswith(COLUMNS),
+        note=note,
     )
 
 
 def _may_depend(row: Algorithm, text: str) -> bool:
     """Return whether unreadable metadata may hold arguments that the row's formula depends on."""
-    needed = (row.name in (*OF_OUTPUT, *DECOMPOSED) and BYPASS in text.lower()) or any(
-        name in row.settings for names in READ.values() for name in names
-    )
-    return needed or (row.name == LORA.name and any(word in text.lower() for word in (DYLORA, SPLIT)))
+    by_bypass = (row.bypass.with_bias or row.bypass.no_magnitude) and BYPASS in text.lower()
+    by_settings = any(name in row.settings for names in READ.values() for name in names)
+    return by_bypass or by_settings or any(word in text.lower() for word in row.scale_words)
 
 
-def _factor(row: Algorithm, given: Mapping[str, Any], where: str) -> float:
+def _factor(row: Algorithm, arguments: Mapping[str, Any], where: str) -> float:
     """Return the ranks of a DyLoRA block, 4 by default, else 1. LyCORIS scales DyLoRA by α over the number of blocks
     (lycoris/modules/dylora.py)."""
-    if not _is_dylora(row, given):
+    if not _is_dylora(row, arguments):
         return 1.0
-    size = given.get("block_size") or DYLORA_BLOCK
-    if (found := RANKS.number(size)) is None:
+    size = arguments.get("block_size") or DYLORA_BLOCK
+    if (ranks := RANKS.number(size)) is None:
         raise InputError(f"block_size is {shown(size)!r}", where, FIX)
-    return float(found)
+    return float(ranks)
 
 
-def _is_dylora(row: Algorithm, given: Mapping[str, Any]) -> bool:
-    return row.name == LORA.name and str(given.get("algo", "")).lower() == DYLORA
+def _is_dylora(row: Algorithm, arguments: Mapping[str, Any]) -> bool:
+    return DYLORA in row.scale_words and str(arguments.get("algo", "")).lower() == DYLORA
 
 
 def _of_some_layers(table: Mapping[str, Any]) -> Iterator[str]:

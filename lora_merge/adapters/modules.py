@@ -6,22 +6,18 @@ matching tries it as a new value of a parameter and reports it if it is not. No 
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from ..algorithms import ALGORITHMS
-from ..algorithms.lora_bias import LORA_BIAS
-from ..algorithms.lora_transposed import LORA_TRANSPOSED
 from ..algorithms.whole import SET
 from ..disk.files import StoredTensor
-from ..disk.reader import Reader, read_bytes
-from ..dtypes import FLOATS, ITEM_BYTES, TABLE, WHOLE, Shape, spoken
+from ..dtypes import FLOATS, WHOLE, Shape, spoken
 from ..errors import InputError
 from ..files.checkpoint import Index
 from ..files.file_signatures import foreign, instead
@@ -30,7 +26,6 @@ from ..models.names import UNKNOWN, names
 from ..paths import typed
 from ..text import Note, plural
 from .suffixes import SHARED, split, split_row_part
-from .tensor_values import UPPER_HALF, differing, e4m3, zero_outside
 
 BUNDLE: Final = "bundle_emb."
 IGNORED: Final = {
@@ -62,24 +57,6 @@ OF_MODELS: Final = (
 )
 """The advice on a model in the place of an adapter."""
 
-CHUNK: Final = 4 << 20  # bytes of each of two tensors that are compared at once
-
-
-class Values(Protocol):
-    """Access to the elements of stored tensors, in files or in memory."""
-
-    def numbers(self, info: StoredTensor) -> tuple[float, ...]:
-        """Return all elements of a small tensor of any stored dtype."""
-
-    def same(self, a: StoredTensor, b: StoredTensor) -> bool:
-        """Return whether two tensors are equal, byte for byte."""
-
-    def differing(self, copy: StoredTensor, own: StoredTensor) -> int:
-        """Return how many rows of two tensors of one shape differ by more than the rounding to the copy's dtype."""
-
-    def zero_outside(self, info: StoredTensor, rows: tuple[int, int], columns: tuple[int, int]) -> bool:
-        """Return whether these rows of a tensor, seen as a matrix, hold only zeros outside these columns."""
-
 
 @dataclass(frozen=True)
 class Module:
@@ -110,7 +87,7 @@ class Module:
     @property
     def wrapped(self) -> bool:
         """Whether LLMs-from-scratch wrapped this layer and calls it `linear`; pkg/llms_from_scratch/appendix_e.py."""
-        return self.algorithms == (LORA_TRANSPOSED.name,) and self.name.endswith(WRAPPED)
+        return self.name.endswith(WRAPPED) and {ALGORITHMS[name].layout for name in self.algorithms} == {"in_out"}
 
     @cached_property
     def shapes(self) -> Mapping[str, Shape]:
@@ -175,49 +152,13 @@ def _common(first: tuple[str, ...], second: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in second if name in first)
 
 
-class FileValues:
-    """Values from files. A reader keeps the files open: an alpha per module makes thousands of reads."""
-
-    def __init__(self, reader: Reader | None = None) -> None:
-        self._reader = reader
-
-    def numbers(self, info: StoredTensor) -> tuple[float, ...]:
-        """See `Values.numbers`."""
-        if not info.nbytes:
-            return ()
-        raw, dtype = bytes(self._bytes(info, 0, info.nbytes)), info.dtype
-        if dtype == "F8_E4M3":
-            return tuple(map(e4m3, raw))
-        if dtype in UPPER_HALF:
-            half, dtype = ITEM_BYTES[dtype], UPPER_HALF[dtype]
-            raw = b"".join(bytes(half) + raw[i : i + half] for i in range(0, len(raw), half))
-        return struct.unpack(f"<{len(raw) // ITEM_BYTES[dtype]}{TABLE[dtype].code}", raw)
-
-    def same(self, a: StoredTensor, b: StoredTensor) -> bool:
-        """See `Values.same`."""
-        sizes = ((at, min(CHUNK, a.nbytes - at)) for at in range(0, a.nbytes, CHUNK))
-        return (a.dtype, a.shape) == (b.dtype, b.shape) and all(
-            self._bytes(a, at, size) == self._bytes(b, at, size) for at, size in sizes
-        )
-
-    def differing(self, copy: StoredTensor, own: StoredTensor) -> int:
-        """See `Values.differing`."""
-        return differing(copy, own)
-
-    def zero_outside(self, info: StoredTensor, rows: tuple[int, int], columns: tuple[int, int]) -> bool:
-        """See `Values.zero_outside`."""
-        return zero_outside(info, rows, columns, self._bytes)
-
-    def _bytes(self, info: StoredTensor, first: int, count: int) -> bytes | bytearray:
-        return (self._reader.read if self._reader else read_bytes)(info, first, count)
-
-
 def group(index: Index) -> AdapterFile:
     """Return the adapter's tensors, grouped into modules; InputError if the file is not an adapter."""
     scaled = next((f"{name} is {p.encoding.title}" for name, p in index.packed.items() if p.names), "")
     if how := index.quantised.how if index.quantised.parts else scaled:
         raise InputError("an adapter of codes and scales", f"{index.path}: {how}", "export the adapter in fp32 or bf16")
     index = _with_numbers(index)
+    # Each tensor goes to the group of its module and parameter, by the ending of its key.
     groups: dict[tuple[str, str], _Group] = {}
     strange: list[StoredTensor] = []
     ignored: dict[str, str] = {}
@@ -229,27 +170,29 @@ def group(index: Index) -> AdapterFile:
         if info.dtype not in READABLE or (info.dtype == "BOOL" and info.shape):  # a single truth value is a switch
             raise InputError(f"an adapter tensor of {spoken(info.dtype)} numbers", f"{info.file}: {key}",
                              "export the adapter in fp32 or bf16")  # fmt: skip
-        found = split(key)
-        if found is None:
+        name_and_row = split(key)
+        if name_and_row is None:
             strange.append(info)
             continue
-        name, row = found
+        name, row = name_and_row
         if row.ending == ".weight":  # belongs to (IA)³ if the module has an `on_input` too
             bare[name] = info
             continue
-        owner = groups.get((name, row.parameter)) or groups.setdefault((name, row.parameter), _Group())
+        members = groups.get((name, row.parameter)) or groups.setdefault((name, row.parameter), _Group())
         if row.slot in SHARED:
-            owner.shared.setdefault(row.slot, []).append(info)
+            members.shared.setdefault(row.slot, []).append(info)
             continue
-        if row.slot in owner.slots:
-            raise two_in_one_slot(index.path, owner.slots[row.slot], info)
-        owner.slots[row.slot] = info
-        owner.narrow(row.algorithms)
+        if row.slot in members.slots:
+            raise two_in_one_slot(index.path, members.slots[row.slot], info)
+        members.slots[row.slot] = info
+        members.narrow(row.algorithms)
+    # Groups that only look like an adapter's: parameters of a model whose names end like a suffix.
     strange += _scalings(groups, bare)
     plain = {key for key, g in groups.items() if not _is_adapter(g)}
     strange += [info for key in plain for info in groups[key].tensors]
     if _has_no_changes(groups, plain) and "peft_type" not in index.config:  # PEFT may save whole parameters only
         _check_pairs(index, strange)
+    # The modules, and the tensors that no module takes.
     modules = tuple(_module(key, groups) for key in groups if key not in plain and groups[key].slots)
     strange += _without_module(groups, modules, {info.name for info in strange})
     wrapped = {m.name for m in modules if m.wrapped}
@@ -327,19 +270,21 @@ def _module(key: tuple[str, str], groups: Mapping[tuple[str, str], _Group]) -> M
 
     Of several tensors for one shared slot the first by name is used, whatever their order in the file.
     """
+    # All tensors of each shared slot.
     whole, number = split_row_part(key[0])
     g, parent = groups[key], groups.get((whole, "weight"))
-    held: dict[str, list[StoredTensor]] = {slot: [*infos] for slot, infos in g.shared.items()}
-    is_bias = g.algorithms == (LORA_BIAS.name,)
+    shared: dict[str, list[StoredTensor]] = {slot: [*infos] for slot, infos in g.shared.items()}
+    is_bias = key[1] == "bias" and {ALGORITHMS[name].of_factors for name in g.algorithms or ()} == {True}
     if parent and (number is not None or is_bias):
         for slot, infos in parent.shared.items():
             if slot in SCALES or not is_bias:
-                held.setdefault(slot, []).extend(infos)
-    for infos in held.values():
+                shared.setdefault(slot, []).extend(infos)
+    # The first by name, and the others, which must be equal.
+    for infos in shared.values():
         if len(infos) > 1:
             infos.sort(key=lambda info: info.name)
-    first = {slot: infos[0] for slot, infos in held.items()}
-    repeated = tuple((slot, info) for slot, infos in held.items() for info in infos[1:])
+    first = {slot: infos[0] for slot, infos in shared.items()}
+    repeated = tuple((slot, info) for slot, infos in shared.items() for info in infos[1:])
     return Module(*key, g.slots, first, g.algorithms or (), repeated)
 
 
@@ -348,15 +293,17 @@ def looks_like_adapter(index: Index) -> bool:
 
     A model that was saved with an adapter attached is a base: it also holds the weights of the adapter's layers.
     """
-    found = [module_and_row for key in index.tensors if (module_and_row := split(key)) is not None]
-    marked = {module for module, row in found if row.slot not in SHARED and row.ending != ".weight"}
-    count = sum(row.ending != ".weight" and module in marked for module, row in found)
-    count += sum(row.slot == "on_input" for _, row in found)  # each has a `.weight` beside it
+    rows = [name_and_row for key in index.tensors if (name_and_row := split(key)) is not None]
+    # Tensors with an ending that only adapters have, and the shared tensors of their modules.
+    marked = {module for module, row in rows if row.slot not in SHARED and row.ending != ".weight"}
+    count = sum(row.ending != ".weight" and module in marked for module, row in rows)
+    count += sum(row.slot == "on_input" for _, row in rows)  # each has a `.weight` too
     if count * 2 <= len(index.tensors):
         return False
+    # The weights of all these layers, and others.
     layers = {f"{module}.base_layer.weight" for module in marked}
-    own = sum(row.ending != ".weight" for _, row in found)
-    return not (layers <= index.tensors.keys() and len(index.tensors) > own + len(layers))
+    of_adapter = sum(row.ending != ".weight" for _, row in rows)
+    return not (layers <= index.tensors.keys() and len(index.tensors) > of_adapter + len(layers))
 
 
 def two_in_one_slot(path: Path, first: StoredTensor, second: StoredTensor) -> InputError:
@@ -390,5 +337,5 @@ def rank_of(module: Module) -> int:
         shape[0],
         *(1 for _ in shape[2:]),
     )  # a convolution's, which a layer of experts has at rank 1 only
-    stack = len(shape) == len(up) == 3 and not kernel and any(ALGORITHMS[name].stacked for name in complete)
-    return shape[1 if stack else -1 if any(ALGORITHMS[name].in_out for name in complete) else 0]
+    stack = len(shape) == len(up) == 3 and not kernel and any(ALGORITHMS[name].layout == "experts" for name in complete)
+    return shape[1 if stack else -1 if any(ALGORITHMS[name].layout == "in_out" for name in complete) else 0]

@@ -18,9 +18,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from ..algorithms.loha import LOHA
-from ..algorithms.lokr import LOKR
-from ..algorithms.lora import LORA
 from ..errors import FitError, InputError, MergeError, UsageError
 from ..files.checkpoint import Index
 from ..files.side_texts import SideText, side_texts
@@ -67,7 +64,7 @@ OTHERS: Final = (
 )  # fmt: skip
 """Beginnings of entries of a header that other modules read, or that describe the training and not the tensors."""
 
-OWNERS: Final = frozenset((LORA.name, LOHA.name, LOKR.name, "adapter", "network", "peft", "lycoris", "dora"))
+OWNERS: Final = frozenset(("lora", "loha", "lokr", "adapter", "network", "peft", "lycoris", "dora"))
 """Words of which the name of a table, an entry or a file has one if it describes an adapter."""
 
 GENERAL: Final = frozenset(
@@ -95,7 +92,7 @@ REMOVE: Final = "merge with the program that wrote it; if it has no effect on th
 
 
 @dataclass(frozen=True)
-class Table:
+class EntryTable:
     """The entries of one level of a header or a configuration."""
 
     place: str  # the beginning of an entry's place: "style.safetensors: training."
@@ -166,21 +163,23 @@ class Statement:
             return None
         alphas, scales = self.numbers[Meaning.ALPHA], self.numbers[Meaning.SCALE]
         factor = max(rank, 1) ** 0.5 if self.root else 1.0
-        found = {factor * value for value in alphas.values()} | {value * max(rank, 1) for value in scales.values()}
-        one, where = f"{next(iter(alphas.values()), min(found)):g}", _listed({**alphas, **scales})
-        if max(found) - min(found) > 1e-6 * max(map(abs, found)):
-            raise InputError("the adapter's alpha is stated with several values", where, STATE.format(one))
-        if found == {0.0}:
+        stated = {factor * value for value in alphas.values()} | {value * max(rank, 1) for value in scales.values()}
+        first, where = f"{next(iter(alphas.values()), min(stated)):g}", _listed({**alphas, **scales})
+        # All entries state one α, which is not 0.
+        if max(stated) - min(stated) > 1e-6 * max(map(abs, stated)):
+            raise InputError("the adapter's alpha is stated with several values", where, STATE.format(first))
+        if stated == {0.0}:
             raise FitError("the adapter's alpha is stated as 0, and such an adapter changes nothing", where,
                            STATE.format("VALUE"))  # fmt: skip
+        # It is stated for the rank of the tensors, of which there is one.
         ranks, tensors = self.numbers[Meaning.RANK], listed(map(str, self.file_ranks))
         if alphas and len(self.file_ranks) > 1:
             raise InputError("one alpha is stated for modules of different ranks",
-                             f"{where}; the tensors have ranks {tensors}", STATE.format(one))  # fmt: skip
+                             f"{where}; the tensors have ranks {tensors}", STATE.format(first))  # fmt: skip
         if any((value,) != self.file_ranks for value in ranks.values()):
             raise InputError("the rank that is stated with alpha is not the rank of the tensors",
-                             f"{where}; {_listed(ranks)}; the tensors have {tensors}", STATE.format(one))  # fmt: skip
-        return min(found)
+                             f"{where}; {_listed(ranks)}; the tensors have {tensors}", STATE.format(first))  # fmt: skip
+        return min(stated)
 
     def check(self, module: Module) -> None:
         """Raise InputError if the module is of another formula than its tensors show."""
@@ -234,24 +233,24 @@ def _lacks_alpha(file: AdapterFile) -> bool:
     return any(m.shared.keys().isdisjoint(SCALES) and not m.slots.keys() <= {"diff"} for m in file.modules)
 
 
-def _tables(file: AdapterFile) -> list[Table]:
+def _tables(file: AdapterFile) -> list[EntryTable]:
     """Return the tables of the header, then those of the files next to an adapter that leaves its scale open."""
-    found = [*_of_header(file.index)]
+    tables = [*_of_header(file.index)]
     if _lacks_alpha(file) and "peft_type" not in file.index.config:
-        found += [table for side in side_texts(file.index) for table in _of_side(side)]
-    return found
+        tables += [table for side in side_texts(file.index) for table in _of_side(side)]
+    return tables
 
 
-def _of_header(index: Index) -> Iterator[Table]:
+def _of_header(index: Index) -> Iterator[EntryTable]:
     """Yield the plain entries of a header, and the tables in its entries of JSON."""
     texts = {key: text for key, text in index.metadata.items() if not key.lower().startswith(OTHERS)}
     entries = {key: _value(text) if isinstance(text, str) else text for key, text in texts.items()}
-    yield Table(f"{index.path}: ", "", entries, header=True)
+    yield EntryTable(f"{index.path}: ", "", entries, header=True)
     for key in [key for key, value in entries.items() if isinstance(value, (dict, list)) and not _is_pattern(key)]:
-        yield from _levels(entries[key], Table(f"{index.path}: {key}.", key, {}, header=True))
+        yield from _levels(entries[key], EntryTable(f"{index.path}: {key}.", key, {}, header=True))
 
 
-def _of_side(side: SideText) -> Iterator[Table]:
+def _of_side(side: SideText) -> Iterator[EntryTable]:
     """Yield the tables of a configuration; one without entries for a file that names alpha and cannot be read."""
     try:
         if side.unread:
@@ -261,18 +260,18 @@ def _of_side(side: SideText) -> Iterator[Table]:
         if re.search(r"(?:lora|network)_alpha", side.text):
             what = f"a configuration next to the adapter cannot be read: {getattr(e, 'what', e)}"
             damage = InputError(what, str(side.path), f"correct it, or {STATE.format('VALUE')}")
-            yield Table(f"{side.path}: ", "", {}, damage=damage)
+            yield EntryTable(f"{side.path}: ", "", {}, damage=damage)
         return
     if isinstance(value, dict) and not MODEL.isdisjoint(value) and "peft_type" not in value:
         value = {key: inner for key, inner in value.items() if _words(str(key)) & OWNERS}
-    for table in _levels(value, Table(f"{side.path}: ", "", {}, file=side.path.stem, certain=side.certain)):
+    for table in _levels(value, EntryTable(f"{side.path}: ", "", {}, file=side.path.stem, certain=side.certain)):
         if not table.foreign:
             yield table
 
 
-def _levels(value: Any, level: Table, depth: int = 0) -> Iterator[Table]:
+def _levels(value: Any, level: EntryTable, depth: int = 0) -> Iterator[EntryTable]:
     """Yield a table and the tables inside it. `level`: its place and the names above it."""
-    inside: list[tuple[Table, Any]] = []
+    inside: list[tuple[EntryTable, Any]] = []
     if isinstance(value, dict):
         table = replace(level, entries={str(key): inner for key, inner in value.items()})
         yield table
@@ -286,7 +285,7 @@ def _levels(value: Any, level: Table, depth: int = 0) -> Iterator[Table]:
         yield from _levels(inner, of, depth + 1)
 
 
-def _read(tables: Sequence[Table], file_ranks: tuple[int, ...]) -> Statement:
+def _read(tables: Sequence[EntryTable], file_ranks: tuple[int, ...]) -> Statement:
     """Return what the entries of these tables state together."""
     numbers: dict[Meaning, dict[str, float]] = {m: {} for m in (Meaning.ALPHA, Meaning.SCALE, Meaning.RANK)}
     switches: dict[Meaning, str] = {}
@@ -313,7 +312,7 @@ def _read(tables: Sequence[Table], file_ranks: tuple[int, ...]) -> Statement:
     return Statement(numbers, file_ranks, bool(root), dora, problem, variant)
 
 
-def _refusal(table: Table, key: str, value: Any, file_ranks: tuple[int, ...]) -> InputError:
+def _refusal(table: EntryTable, key: str, value: Any, file_ranks: tuple[int, ...]) -> InputError:
     """Return the error for an entry that may give the scale and is not used."""
     what = "an entry may give the adapter's scale, and its meaning is not known"
     if not table.certain:

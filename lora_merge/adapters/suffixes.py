@@ -48,7 +48,7 @@ class Suffix:
     parameter: str = "weight"
     """The parameter of the module that the tensor changes."""
     named: bool = False
-    """Whether an adapter's name may stand inside: `.lora_A.default.weight`, `.ia3_l.default`."""
+    """Whether the key may contain an adapter's name: `.lora_A.default.weight`, `.ia3_l.default`."""
 
 
 SHARED: Final = MappingProxyType(
@@ -130,7 +130,7 @@ SUFFIXES: Final[tuple[Suffix, ...]] = (
     *(Suffix(f".lokr_{slot}", slot, ("lokr",)) for slot in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")),
     *(Suffix(f".{slot}.weight", slot, ("glora", "glora_old")) for slot in ("a1", "a2", "b1", "b2")),
     Suffix(".bm.weight", "bm", ("glora", "glora_old")),
-    Suffix(".weight", "diff", ("ia3",)),  # only beside on_input
+    Suffix(".weight", "diff", ("ia3",)),  # only with on_input
     Suffix(".on_input", "on_input", ("ia3",)),
     Suffix(".oft_blocks", "blocks", OFT),  # also kohya's OFT
     Suffix(".rescale", "rescale", OFT),
@@ -204,8 +204,8 @@ def split(key: str) -> tuple[str, Suffix] | None:
     head, *tail = key.rsplit(".", LONGEST)
     for first in range(0 if head else 1, len(tail)):
         if tail[first] in _FIRST:
-            found = _longest(tuple(tail[first:]))
-            return (key[: -found[0]], found[1]) if found else None
+            longest = _longest(tuple(tail[first:]))
+            return (key[: -longest[0]], longest[1]) if longest else None
     return None
 
 

@@ -1,19 +1,20 @@
-"""Comparisons of stored tensors, a few rows at a time, and numbers of fp8. No torch."""
+"""The numbers of stored tensors, read a few rows at a time: of single values, and for comparisons. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import struct
 from functools import lru_cache
 from math import ldexp, nan, prod
-from typing import Final
+from typing import Final, Protocol
 
 from ..disk.files import StoredTensor
-from ..disk.reader import read_bytes
+from ..disk.reader import Reader, read_bytes
 from ..dtypes import ITEM_BYTES, TABLE
 
 ELEMENTS: Final = 2**20
 """Numbers of either tensor that are compared at once."""
 
+CHUNK: Final = 4 << 20  # bytes of each of two tensors that are compared at once
 
 READ_AS: Final = {**{name: f"<{TABLE[name].code}" for name in ("F64", "F32", "F16")}, "BF16": "<u2"}
 """Dtypes that models are trained in, as numpy reads them."""
@@ -22,48 +23,88 @@ UPPER_HALF: Final = {"BF16": "F32", "F8_E5M2": "F16"}
 """Dtype → the dtype whose upper half it is."""
 
 
-def differing(copy: StoredTensor, own: StoredTensor) -> int:
-    """Return how many rows of two tensors of one shape differ by more than the rounding to the copy's dtype.
+class Values(Protocol):
+    """Access to the elements of stored tensors, in files or in memory."""
 
-    Rows of codes of one dtype are compared as bytes, of which they take as many as the file has.
-    """
-    import numpy as np
+    def numbers(self, info: StoredTensor) -> tuple[float, ...]:
+        """Return all elements of a small tensor of any stored dtype."""
 
-    cols, rows = prod(own.shape[1:]), own.shape[0]
-    same = copy.dtype == own.dtype and copy.nbytes == own.nbytes and not own.nbytes % max(rows, 1)
-    if not same and not {copy.dtype, own.dtype} <= READ_AS.keys():
-        return rows
-    step, found = max(1, ELEMENTS // max(cols, 1)), 0
-    for low in range(0, rows, step):
-        count = min(step, rows - low)
-        expected, found_bytes = (_read(t, low, count) for t in (own, copy))
-        if copy.dtype != own.dtype:
-            expected = _cast(expected, own.dtype, copy.dtype)
-        if expected != found_bytes:
-            a, b = (np.frombuffer(raw, np.uint8).reshape(count, -1) for raw in (expected, found_bytes))
-            found += int((a != b).any(axis=1).sum())
-    return found
+    def same(self, a: StoredTensor, b: StoredTensor) -> bool:
+        """Return whether two tensors are equal, byte for byte."""
+
+    def differing(self, copy: StoredTensor, base: StoredTensor) -> int:
+        """Return how many rows of two tensors of one shape differ by more than the rounding to the copy's dtype."""
+
+    def zero_outside(self, info: StoredTensor, rows: tuple[int, int], columns: tuple[int, int]) -> bool:
+        """Return whether these rows of a tensor, seen as a matrix, hold only zeros outside these columns."""
 
 
-def zero_outside(
-    info: StoredTensor, rows: tuple[int, int], columns: tuple[int, int],
-    read: Callable[[StoredTensor, int, int], bytes | bytearray],
-) -> bool:  # fmt: skip
-    """Return whether rows [a, b) of a tensor, seen as a matrix, hold only zeros outside columns [c, d).
+class FileValues:
+    """Values from files. A reader keeps the files open: an alpha per module makes thousands of reads."""
 
-    `read(tensor, first, count)` returns bytes of a tensor.
-    """
-    import numpy as np
+    def __init__(self, reader: Reader | None = None) -> None:
+        self._reader = reader
 
-    size, cols = ITEM_BYTES[info.dtype], prod(info.shape[1:])
-    step = max(1, ELEMENTS // max(cols, 1))
-    for low in range(*rows, step):
-        count = min(step, rows[1] - low)
-        raw = read(info, low * cols * size, count * cols * size)
-        bits = np.frombuffer(raw, f"<u{size}").reshape(count, cols) << 1  # without the sign: -0 is 0
-        if bits[:, : columns[0]].any() or bits[:, columns[1] :].any():
-            return False
-    return True
+    def numbers(self, info: StoredTensor) -> tuple[float, ...]:
+        """See `Values.numbers`."""
+        if not info.nbytes:
+            return ()
+        raw, dtype = bytes(self._bytes(info, 0, info.nbytes)), info.dtype
+        if dtype == "F8_E4M3":
+            return tuple(map(e4m3, raw))
+        if dtype in UPPER_HALF:
+            half, dtype = ITEM_BYTES[dtype], UPPER_HALF[dtype]
+            raw = b"".join(bytes(half) + raw[i : i + half] for i in range(0, len(raw), half))
+        return struct.unpack(f"<{len(raw) // ITEM_BYTES[dtype]}{TABLE[dtype].code}", raw)
+
+    def same(self, a: StoredTensor, b: StoredTensor) -> bool:
+        """See `Values.same`."""
+        sizes = ((at, min(CHUNK, a.nbytes - at)) for at in range(0, a.nbytes, CHUNK))
+        return (a.dtype, a.shape) == (b.dtype, b.shape) and all(
+            self._bytes(a, at, size) == self._bytes(b, at, size) for at, size in sizes
+        )
+
+    def differing(self, copy: StoredTensor, base: StoredTensor) -> int:
+        """See `Values.differing`. Rows of codes of one dtype are compared as bytes."""
+        import numpy as np
+
+        cols, rows = prod(base.shape[1:]), base.shape[0]
+        same = copy.dtype == base.dtype and copy.nbytes == base.nbytes and not base.nbytes % max(rows, 1)
+        if not same and not {copy.dtype, base.dtype} <= READ_AS.keys():
+            return rows
+        step, count = max(1, ELEMENTS // max(cols, 1)), 0
+        for low in range(0, rows, step):
+            height = min(step, rows - low)
+            expected, stored = (_rows(info, low, height) for info in (base, copy))
+            if copy.dtype != base.dtype:
+                expected = _cast(expected, base.dtype, copy.dtype)
+            if expected != stored:
+                a, b = (np.frombuffer(raw, np.uint8).reshape(height, -1) for raw in (expected, stored))
+                count += int((a != b).any(axis=1).sum())
+        return count
+
+    def zero_outside(self, info: StoredTensor, rows: tuple[int, int], columns: tuple[int, int]) -> bool:
+        """See `Values.zero_outside`."""
+        import numpy as np
+
+        size, cols = ITEM_BYTES[info.dtype], prod(info.shape[1:])
+        step = max(1, ELEMENTS // max(cols, 1))
+        for low in range(*rows, step):
+            count = min(step, rows[1] - low)
+            raw = self._bytes(info, low * cols * size, count * cols * size)
+            bits = np.frombuffer(raw, f"<u{size}").reshape(count, cols) << 1  # without the sign: -0 is 0
+            if bits[:, : columns[0]].any() or bits[:, columns[1] :].any():
+                return False
+        return True
+
+    def _bytes(self, info: StoredTensor, first: int, count: int) -> bytes | bytearray:
+        return (self._reader.read if self._reader else read_bytes)(info, first, count)
+
+
+def _rows(info: StoredTensor, first: int, count: int) -> bytes:
+    """Return the bytes of rows, of which codes take as many as the file has. A reader has not opened the base."""
+    size = info.nbytes // info.shape[0]
+    return read_bytes(info, first * size, count * size)
 
 
 def _cast(raw: bytes, dtype: str, other: str) -> bytes:
@@ -77,14 +118,8 @@ def _cast(raw: bytes, dtype: str, other: str) -> bytes:
         bits = values.astype("<f4").view("<u4")
         values = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")
     with np.errstate(over="ignore", invalid="ignore"):
-        found: bytes = values.astype(READ_AS[other], copy=False).tobytes()
-    return found
-
-
-def _read(info: StoredTensor, first: int, count: int) -> bytes:
-    """Return the bytes of rows."""
-    size = info.nbytes // info.shape[0]
-    return read_bytes(info, first * size, count * size)
+        rounded: bytes = values.astype(READ_AS[other], copy=False).tobytes()
+    return rounded
 
 
 @lru_cache(maxsize=256)

@@ -29,7 +29,7 @@ PARAMETERS: Final = {("diff", "weight"): "diff", ("diff", "bias"): "diff_b"}
 
 
 @dataclass(frozen=True)
-class Own(Dialect):
+class InputDialect(Dialect):
     """The spelling of the tensors of one file."""
 
     def copied(self, module: Module, algorithm: str, parameter: str, slot: str) -> str | None:
@@ -46,34 +46,36 @@ def own_dialect(file: AdapterFile) -> Dialect:
     if kind is not None:
         raise FitError(f"a folder of PEFT's {shown(kind)} is kept as it is, with its configuration", str(file.path),
                        "name another dialect with --to")  # fmt: skip
-    seen: dict[str, Counter[str]] = {}
+    slots: dict[str, Counter[str]] = {}
     for module in file.modules:
         for slot, info in (*module.slots.items(), *module.shared.items()):
             if info.name.startswith(module.name) and (slot != "diff" or WHOLE in module.complete):
                 slot = PARAMETERS.get((slot, module.parameter), slot)
-                seen.setdefault(slot, Counter())[info.name.removeprefix(module.name)] += 1
-    common = {slot: count.most_common(1)[0][0] for slot, count in seen.items()}
+                slots.setdefault(slot, Counter())[info.name.removeprefix(module.name)] += 1
+    common = {slot: count.most_common(1)[0][0] for slot, count in slots.items()}
     spelling = Spelling.of(file)
     endings = {**DIALECTS["kohya"].endings, "up": spelling.up, "down": spelling.down, **common}
-    return Own(KEEP, "", "", "", CANONICAL, endings, alpha=spelling.alpha, whole=bool(file.strange), bundles=True)
+    return InputDialect(
+        KEEP, "", "", "", CANONICAL, endings, alpha=spelling.alpha, whole=bool(file.strange), bundles=True
+    )
 
 
-def in_memory(there: Sequence[Filled], everywhere: Sequence[Place]) -> tuple[list[Filled], list[Place]]:
+def in_memory(modules: Sequence[Filled], everywhere: Sequence[Place]) -> tuple[list[Filled], list[Place]]:
     """Return places with the names that an adapter of PEFT has for them: those of the model in memory, which may differ
     from the names in its checkpoint (ViT), and tell a head from the embeddings that it shares its weight with.
 
     Models of images have names of their own in each dialect.
     """
     named: dict[str, set[str]] = {}
-    for place, shares, _ in there:
+    for place, shares, _ in modules:
         for name in (s.patch.module.name for s in shares if s.is_all(place) and place.component == MODEL):
             named.setdefault(place.module, set()).add(name)
-    own = {module: names.pop().removeprefix(PEFT) for module, names in named.items()
+    names_of = {module: names.pop().removeprefix(PEFT) for module, names in named.items()
            if len(names) == 1 and next(iter(names)).startswith(PEFT)}  # fmt: skip
-    if len({*own.values()}) < len(own):
-        return [*there], [*everywhere]
-    renamed = {id(p): p._replace(module=own.get(p.module, p.module)) for p in everywhere}
-    return [one._replace(place=renamed[id(one.place)]) for one in there], [*renamed.values()]
+    if len({*names_of.values()}) < len(names_of):
+        return [*modules], [*everywhere]
+    renamed = {id(p): p._replace(module=names_of.get(p.module, p.module)) for p in everywhere}
+    return [filled._replace(place=renamed[id(filled.place)]) for filled in modules], [*renamed.values()]
 
 
 def heads(sources: Sources) -> Iterator[Place]:
@@ -89,12 +91,12 @@ def own_places(sources: Sources, to: Dialect) -> Iterator[Place]:
     """Yield the parameters that an adapter changes, under its own names."""
     assert sources.inputs is not None, "it has a base, or one is assumed"
     names, prefix = sources.inputs.names, PEFT if to.folder else ""
-    seen = set()
+    labels = set()
     for target in sources.targets:
         for use in target.uses:
             module, view = use.patch.module, use.patch.view
-            if (module.name, module.parameter) not in seen:
-                seen.add((module.name, module.parameter))
+            if (module.name, module.parameter) not in labels:
+                labels.add((module.name, module.parameter))
                 norm = any(info.name.endswith(NORMS) for info in module.slots.values())
                 part = names.component(target.key)
                 yield Place(prefix, module.name.removeprefix(prefix), module.parameter, view, part, norm)

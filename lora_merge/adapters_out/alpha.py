@@ -42,16 +42,16 @@ class Scales:
     def alpha(self, share: Share) -> Mapping[str, Tensor] | None:
         """Return the α that gives a copy the scale of the original, {} where it needs none; None where no α can."""
         patch = share.patch
-        alpha, kept = self.kept(patch)
+        alpha, unchanged = self.unchanged(patch)
         if "scale" not in patch.numbers:
-            return kept if share.strength == 1 else None
-        wanted = patch.numbers["scale"] * share.strength
-        if _scale(patch, alpha) == wanted:
-            return kept
-        found = _alpha_of(patch, wanted)
-        return None if found is None or not self.strength_in(share) else self._named(found)
+            return unchanged if share.strength == 1 else None
+        scale = patch.numbers["scale"] * share.strength
+        if _scale(patch, alpha) == scale:
+            return unchanged
+        alpha_of_scale = _alpha_of(patch, scale)
+        return None if alpha_of_scale is None or not self.strength_in(share) else self._named(alpha_of_scale)
 
-    def kept(self, patch: Patch) -> tuple[float | None, dict[str, Tensor]]:
+    def unchanged(self, patch: Patch) -> tuple[float | None, dict[str, Tensor]]:
         """Return the α of a module, and the tensor that keeps it. Where none is stored, a dialect with α gets the one
         that means the same: LyCORIS loads nothing without one."""
         info = patch.module.shared.get("alpha")
@@ -72,8 +72,8 @@ class Scales:
         if strength == 1:
             return True
         scaled = replace(patch, numbers={**patch.numbers, "scale": patch.numbers["scale"] * strength})
-        held, own = whole_change(scaled, self.evaluator), whole_change(patch, self.evaluator)
-        return squares_between(held, own, strength) <= EXACT**2 * strength**2 * squares_of_rows(own)
+        scaled_change, change = whole_change(scaled, self.evaluator), whole_change(patch, self.evaluator)
+        return squares_between(scaled_change, change, strength) <= EXACT**2 * strength**2 * squares_of_rows(change)
 
     def _named(self, alpha: float) -> dict[str, Tensor]:
         return {self.to.endings.get("alpha", ".alpha"): torch.tensor(alpha, dtype=torch.float32)}
@@ -84,13 +84,13 @@ def _scale(patch: Patch, alpha: float | None) -> float:
     return float(ALGORITHMS[patch.algorithm].scalars_from(alpha, patch.shapes, patch.view.shape)["scale"])
 
 
-def _alpha_of(patch: Patch, wanted: float) -> float | None:
+def _alpha_of(patch: Patch, scale: float) -> float | None:
     """Return the α of a scale; None where no α gives it."""
-    one, two = _scale(patch, 1.0), _scale(patch, 2.0)
-    power = log2(two / one) if two != one else 0.0
-    if not power or (wanted / one <= 0 and power != 1):
+    once, two = _scale(patch, 1.0), _scale(patch, 2.0)
+    power = log2(two / once) if two != once else 0.0
+    if not power or (scale / once <= 0 and power != 1):
         return None
-    return wanted / one if power == 1 else (wanted / one) ** (1 / power)
+    return scale / once if power == 1 else (scale / once) ** (1 / power)
 
 
 @dataclass(frozen=True)
@@ -113,26 +113,26 @@ def in_a_factor(share: Share, alpha: float | None, evaluator: Evaluator, dtype: 
     `alpha`: that of the output. `dtype`: of the output; None: as stored.
     """
     patch = share.patch
-    wanted, read = patch.numbers.get("scale", 1.0) * share.strength, 1.0
+    scale, read = patch.numbers.get("scale", 1.0) * share.strength, 1.0
     if "scale" in patch.numbers:
         read = _scale(patch, alpha)
         patch = replace(patch, numbers={**patch.numbers, "scale": read})
     strength, whole = share.strength, whole_change(share.patch, evaluator)
     squares = strength**2 * squares_of_rows(whole)
     for slot, info in patch.module.slots.items() if read and squares else ():
-        found = Moved(slot, wanted / read, squares, 0.0)
+        moved = Moved(slot, scale / read, squares, 0.0)
 
-        def exactly(other: StoredTensor, value: Tensor, found: Moved = found, info: StoredTensor = info) -> Tensor:
-            return value.double() * found.factor if other is info else value
+        def exactly(other: StoredTensor, value: Tensor, moved: Moved = moved, info: StoredTensor = info) -> Tensor:
+            return value.double() * moved.factor if other is info else value
 
-        def stored(other: StoredTensor, value: Tensor, found: Moved = found, info: StoredTensor = info) -> Tensor:
+        def stored(other: StoredTensor, value: Tensor, moved: Moved = moved, info: StoredTensor = info) -> Tensor:
             real = value.is_floating_point()
             rounded = value if dtype is None or not real else value.to(dtype)
-            return (found.times(rounded) if other is info else rounded).to(value.dtype)
+            return (moved.times(rounded) if other is info else rounded).to(value.dtype)
 
         def off(alter: Callable[[StoredTensor, Tensor], Tensor], patch: Patch = patch) -> float:
             return squares_between(whole_change(patch, evaluator.altered(alter)), whole, strength)
 
         if info.dtype in FLOATS and off(exactly) <= EXACT**2 * squares:
-            return replace(found, lost=off(stored))
+            return replace(moved, lost=off(stored))
     return None

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from typing_extensions import Unpack
 
+from ..algorithms.lora import LORA
 from ..boundary import public
 from ..job import Adapters, OneAdapter
 from ..merge_methods import SUM
 from ..process import interruptible
 from ..progress import Progress, watched
-from ..typed_options import AdapterOptions, AdapterReading, AverageOptions, ResizeOptions
-from .job import FACTORS, OTHER_DEFAULTS, make_adapter_job
-from .rank_rules import EXACT, SAME
+from ..typed_options import AdapterReading, AverageOptions, CombineOptions, ResizeOptions
+from .commands import COMMANDS, Command
 from .report import AdapterReport
 
 
 @public
 def combine(  # noqa: PLR0913  # each is an option of the command
     adapters: Adapters, output: str | Path | None = None, *, base: str | Path | None = None, method: str = SUM,
-    rank: str | int = EXACT, algorithm: str = FACTORS, alpha: str | float = "rank", progress: bool | Progress = False,
-    **options: Unpack[AdapterOptions],
+    rank: str | int = "exact", algorithm: str = LORA.name, alpha: str | float = "rank",
+    progress: bool | Progress = False,
+    **options: Unpack[CombineOptions],
 ) -> AdapterReport:  # fmt: skip
     """Combine adapters into one and write it: with the defaults, Δ = Σ sᵢΔWᵢ exactly, by concatenated factors.
 
@@ -51,11 +53,8 @@ def combine(  # noqa: PLR0913  # each is an option of the command
     Examples:
         >>> report = lora_merge.combine(["a.safetensors", ("b.safetensors", 0.5)], "c.safetensors", rank=32)
     """
-    from .format_option import run
-
-    own = {"method": method, "rank": rank, "algorithm": algorithm, "alpha": alpha}
-    with interruptible(), watched(progress) as watcher:
-        return run(make_adapter_job("combine", adapters, output, base, {**own, **options}), watcher)
+    form = {"method": method, "rank": rank, "algorithm": algorithm, "alpha": alpha}
+    return _written(COMMANDS["combine"], adapters, output, base, {**form, **options}, progress)
 
 
 @public
@@ -89,10 +88,7 @@ def resize(
         >>> lora_merge.resize("style.safetensors", "small.safetensors", rank="fro:0.9").summary
         'rank 4…32 (median 16), keeps 97.3 % of ‖ΔW‖², worst layer … 81 %'
     """
-    from .format_option import run
-
-    with interruptible(), watched(progress) as watcher:
-        return run(make_adapter_job("resize", [adapter], output, base, {"rank": rank, **options}), watcher)
+    return _written(COMMANDS["resize"], [adapter], output, base, {"rank": rank, **options}, progress)
 
 
 @public
@@ -132,21 +128,17 @@ def convert(  # noqa: PLR0913  # each is an option of the command
     Examples:
         >>> lora_merge.convert("style.safetensors", "style-comfy.safetensors", to="comfy", base="flux.safetensors")
     """
-    from .convert import make_conversion
-    from .convert import run as run_conversion
-
-    with interruptible(), watched(progress) as watcher:
-        own = {"to": to, "rank": rank, "conv_rank": conv_rank, "max_rank": max_rank, "algorithm": algorithm,
-               "alpha": alpha, **({"rank_for": rank_for} if rank_for else {})}  # fmt: skip
-        return run_conversion(make_conversion(adapter, output, base, {**own, **options}), watcher)
+    form = {"to": to, "rank": rank, "conv_rank": conv_rank, "max_rank": max_rank, "algorithm": algorithm,
+            "alpha": alpha, "rank_for": rank_for or None}  # fmt: skip
+    return _written(COMMANDS["convert"], [adapter], output, base, {**form, **options}, progress)
 
 
 @public
 def extract(  # noqa: PLR0913  # each is an option of the command
     base: str | Path, tuned: str | Path, output: str | Path | None = None, *,
-    rank: str | int = OTHER_DEFAULTS["extract"]["rank"],
+    rank: str | int = 32,
     conv_rank: str | int | None = None, max_rank: int | None = None,
-    rank_for: Mapping[str, str | int] | Sequence[tuple[str, str | int]] = (), algorithm: str = FACTORS,
+    rank_for: Mapping[str, str | int] | Sequence[tuple[str, str | int]] = (), algorithm: str = LORA.name,
     others: str = "diff", factor: int = -1,
     format: str = "auto", alpha: str | float = "rank", progress: bool | Progress = False,
     **options: Unpack[AdapterReading],
@@ -182,22 +174,16 @@ def extract(  # noqa: PLR0913  # each is an option of the command
     Examples:
         >>> report = lora_merge.extract("sdxl.safetensors", "sdxl-tuned.safetensors", "tuned-lora.safetensors", rank=64)
     """
-    from ..planning.checkpoint_cache import CheckpointCache
-    from .extract.run import prepared, run
-
-    own = {"rank": rank, "conv_rank": conv_rank, "max_rank": max_rank, "rank_for": rank_for, "algorithm": algorithm,
-           "others": others, "factor": factor, "format": format,
-           "alpha": alpha}  # fmt: skip
-    with interruptible(), watched(progress) as watcher:
-        cache = CheckpointCache()
-        return run(prepared(base, tuned, output, {**own, **options}, cache), watcher, cache)
+    form = {"rank": rank, "conv_rank": conv_rank, "max_rank": max_rank, "rank_for": rank_for, "algorithm": algorithm,
+            "others": others, "factor": factor, "format": format, "alpha": alpha}  # fmt: skip
+    return _written(COMMANDS["extract"], [tuned], output, base, {**form, **options}, progress)
 
 
 @public
 def average(  # noqa: PLR0913  # each is an option of the command
     adapters: Sequence[OneAdapter], output: str | Path | None = None, *, base: str | Path | None = None,
     weights: Sequence[float] | None = None, ema: float | None = None, ema_to: float | None = None,
-    sigma_rel: float | None = None, space: str = "delta", rank: str | int = SAME, progress: bool | Progress = False,
+    sigma_rel: float | None = None, space: str = "delta", rank: str | int = "same", progress: bool | Progress = False,
     **options: Unpack[AverageOptions],
 ) -> AdapterReport:  # fmt: skip
     """Average snapshots of one training, the oldest first: Σ wᵢΔWᵢ, cut to the snapshots' own rank.
@@ -229,8 +215,17 @@ def average(  # noqa: PLR0913  # each is an option of the command
     Examples:
         >>> report = lora_merge.average(["e1.safetensors", "e2.safetensors"], "mean.safetensors", ema=0.9)
     """
-    from .average import make_average
+    form = {"weights": weights, "ema": ema, "ema_to": ema_to, "sigma_rel": sigma_rel, "space": space, "rank": rank}
+    return _written(COMMANDS["average"], adapters, output, base, {**form, **options}, progress)
 
-    own = {"weights": weights, "ema": ema, "ema_to": ema_to, "sigma_rel": sigma_rel, "space": space, "rank": rank}
+
+def _written(  # noqa: PLR0913, PLR0917  # the arguments of every command
+    command: Command, adapters: Any, output: str | Path | None, base: str | Path | None, options: Mapping[str, Any],
+    progress: bool | Progress,  # noqa: FBT001  # as the caller's
+) -> AdapterReport:  # fmt: skip
+    """Run a command, which Ctrl-C ends without a trace."""
+    from ..planning.checkpoint_cache import CheckpointCache
+
     with interruptible(), watched(progress) as watcher:
-        return make_average(adapters, output, base, {**own, **options}).run(watcher)
+        cache = CheckpointCache()
+        return command.run(command.job(adapters, output, base, options, cache), watcher, cache)

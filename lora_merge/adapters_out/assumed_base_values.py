@@ -38,5 +38,5 @@ class WithoutBase(TensorCache):
 
 def cache_of(job: AdapterJob, reader: Reader, sources: Sources, *, drawn: bool = False) -> TensorCache:
     """Return the reader of tensors; without a base, one that refuses those of the base, or draws them."""
-    own = frozenset(p for a in sources.adapters for p in a.index.files)
-    return TensorCache(reader, own) if job.base is not None else WithoutBase(reader, own, drawn=drawn)
+    files = frozenset(p for a in sources.adapters for p in a.index.files)
+    return TensorCache(reader, files) if job.base is not None else WithoutBase(reader, files, drawn=drawn)

@@ -1,17 +1,15 @@
-"""The user's request to `average`, checked and frozen: the job, and in which space its snapshots are averaged.
+"""`average` of snapshots of one training: their weights, the job, its plan and its run. No torch for a plan.
 
-The weights of snapshots in an average: equal, given, or of an exponential moving average. No torch.
-
-θ̄₀ = θ₀, θ̄ᵢ = βᵢ θ̄ᵢ₋₁ + (1 − βᵢ) θᵢ, so that wᵢ = (1 − βᵢ) ∏_{j>i} βⱼ, w₀ = ∏ βⱼ, and the weights add up to 1.
-Post-hoc EMA: Karras et al. 2023, arXiv:2312.02696, equations 2 and 126 (the width σ_rel gives γ).
+The weights are equal, stated, or those of an exponential moving average θ̄₀ = θ₀, θ̄ᵢ = βᵢ θ̄ᵢ₋₁ + (1 − βᵢ) θᵢ: then
+wᵢ = (1 − βᵢ) ∏_{j>i} βⱼ, w₀ = ∏ βⱼ, and they add up to 1. Post-hoc EMA: Karras et al. 2023, arXiv:2312.02696, equations
+2 and 126 (the width σ_rel gives γ).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
-from pathlib import Path
 from typing import Any, Final
 
 from ..adapter_options import KEEP
@@ -22,9 +20,10 @@ from ..options import is_finite, pairs, shown
 from ..paths import is_folder
 from ..progress import Progress, unwatched
 from ..text import plural
-from .job import AdapterJob, make_adapter_job
+from .job import OF_CHANGES, OF_TENSORS, SPACES, AdapterJob, adapter_job
 from .rank_rules import SAME
 from .report import AdapterReport
+from .request import Request, Rows
 from .same_training import expect_alike
 
 WIDEST: Final = 12**-0.5
@@ -37,11 +36,11 @@ def average_weights(
 ) -> list[float]:  # fmt: skip
     """Return the weight of each of so many snapshots, the oldest first; UsageError for values that give none. `others`:
     as `shares` takes them."""
-    given = [
+    stated = [
         name for name, value in (("weights", weights), ("ema", ema), ("sigma-rel", sigma_rel)) if value is not None
     ]
-    if len(given) > 1:
-        raise UsageError(f"{' and '.join(given)} both give the weights", f"--{given[1]}", "use one of them")
+    if len(stated) > 1:
+        raise UsageError(f"{' and '.join(stated)} both give the weights", f"--{stated[1]}", "use one of them")
     if others.get("ema_to") is not None and ema is None:
         raise UsageError("--ema-to is given without --ema", "--ema-to", "give --ema too")
     if weights is not None:
@@ -100,72 +99,62 @@ def _width(power: float) -> float:
     return float((power + 1) ** 0.5 / ((power + 2) * (power + 3) ** 0.5))
 
 
-CHANGES, TENSORS = "delta", "factors"
-SPACES: Final = (CHANGES, TENSORS)
-"""The values of `--space`: whether changes are averaged, or the tensors of the files, as a training's own EMA does."""
-
 MUSUBI: Final = "musubi_t"
 """The setting that counts the steps of a post-hoc EMA as musubi-tuner does."""
 
 MOVING: Final = ("ema", "ema_to", "sigma_rel")
-OWN: Final[Mapping[str, Any]] = {
-    "weights": None, **dict.fromkeys(MOVING), "space": CHANGES, MUSUBI: False,
-}  # fmt: skip
-"""Option of this command alone → default."""
+"""The options of a moving average, which give the weights."""
 
 
-@dataclass(frozen=True)
-class Averaging:
-    """One run of `average`. The strengths of the job's adapters are the weights."""
-
-    job: AdapterJob
-    space: str
-    betas: tuple[float, ...] | None  # of a moving average: the share that each step keeps
-
-    def plan(self) -> AdapterReport:
-        """Return what `run` would do, from headers."""
-        from .format_option import plan
-
-        if self.space == TENSORS:
-            expect_alike([open_checkpoint(a.path, adapter=True) for a in self.job.adapters])
-        return plan(self.job)
-
-    def run(self, progress: Progress = unwatched) -> AdapterReport:
-        """Write the average."""
-        if self.space == CHANGES:
-            from .format_option import run
-
-            return run(self.job, progress)
-        from .averaged_tensors import run as run_on_tensors
-
-        return run_on_tensors(self.job, self.betas, progress)
-
-
-def make_average(
-    adapters: Sequence[Any], output: str | Path | None, base: str | Path | None, options: Mapping[str, Any]
-) -> Averaging:
-    """Return the request; UsageError for an option or a value that is wrong."""
-    given = {name: value for name, value in options.items() if value is not None}
-    setting = dict(pairs(given.pop("setting", ()), "--setting"))
-    own = {**OWN, MUSUBI: setting.pop(MUSUBI, False)}
-    own |= {name: given.pop(name) for name in OWN if name in given}
-    if own["space"] not in SPACES:
-        raise UsageError(f"there is no space {shown(own['space'])!r}", "--space", f"use one of {', '.join(SPACES)}")
-    if not isinstance(own[MUSUBI], bool) or (own[MUSUBI] and own["sigma_rel"] is None):
-        raise UsageError(f"{MUSUBI} counts the steps of a post-hoc EMA", f"--setting {MUSUBI}={shown(own[MUSUBI])}",
+def average_job(request: Request, rows: Rows) -> AdapterJob:
+    """Return the job of `average`; UsageError for an option or a value that is wrong."""
+    # Step 1: what this command alone has.
+    stated, adapters = request.stated, request.adapters
+    setting = dict(pairs(stated.pop("setting", ()), "--setting"))
+    of_average = {name: stated.pop(name) for name in ("weights", *MOVING, "space", MUSUBI) if name in stated}
+    if MUSUBI in setting:
+        of_average = {MUSUBI: setting.pop(MUSUBI), **of_average}
+    values = {name: of_average.get(name, rows[name].default) for name in ("weights", *MOVING, "space", MUSUBI)}
+    if values["space"] not in SPACES:
+        raise UsageError(f"there is no space {shown(values['space'])!r}", "--space", f"use one of {', '.join(SPACES)}")
+    if not isinstance(values[MUSUBI], bool) or (values[MUSUBI] and values["sigma_rel"] is None):
+        raise UsageError(f"{MUSUBI} counts the steps of a post-hoc EMA", f"--setting {MUSUBI}={shown(values[MUSUBI])}",
                          f"write --setting {MUSUBI}=true, with --sigma-rel")  # fmt: skip
-    moving = {name: own[name] for name in (*MOVING, MUSUBI)}
-    weights = average_weights(len(adapters), weights=own["weights"], **moving)
+    # Step 2: the weights become strengths.
+    moving = {name: values[name] for name in (*MOVING, MUSUBI)}
+    weights = average_weights(len(adapters), weights=values["weights"], **moving)
     refs = [_weighted(a, w) for a, w in zip(adapters, weights, strict=True)]
-    given = {"rank": SAME, **given, **({"setting": setting} if setting else {})}
-    job = make_adapter_job("average", refs, output, base, given)
-    if own["space"] == CHANGES:
-        return Averaging(job, CHANGES, None)
-    _expect_plain(job, given, setting)
-    stated = {n: v for n, v in own.items() if n != "weights" and v != OWN[n]}  # the strengths are the weights
-    recorded = (*job.options, *sorted(stated.items()))
+    stated |= {"setting": setting} if setting else {}
+    job = adapter_job(replace(request, adapters=refs, options=stated), rows)
+    if values["space"] == OF_CHANGES:
+        return job
+    # Step 3: tensors are averaged as they are stored, so that most options mean nothing.
+    _expect_plain(job, stated, setting)
+    of_average.pop("weights", None)  # the strengths of the recipe
+    changed = tuple((n, v) for n, v in sorted(of_average.items()) if v != rows[n].default)
     betas = shares(len(adapters), **moving)
-    return Averaging(replace(job, options=recorded), TENSORS, None if betas is None else tuple(betas))
+    return replace(job, options=(*job.options, *changed), space=OF_TENSORS,
+                   shares=None if betas is None else tuple(betas))  # fmt: skip
+
+
+def plan(job: AdapterJob) -> AdapterReport:
+    """Return what `run` would do, from headers."""
+    from .format_option import plan as plan_of_changes
+
+    if job.space == OF_TENSORS:
+        expect_alike([open_checkpoint(a.path, adapter=True) for a in job.adapters])
+    return plan_of_changes(job)
+
+
+def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
+    """Write the average."""
+    if job.space == OF_CHANGES:
+        from .format_option import run as run_on_changes
+
+        return run_on_changes(job, progress)
+    from .averaged_tensors import run as run_on_tensors
+
+    return run_on_tensors(job, progress)
 
 
 def _weighted(adapter: Any, weight: float) -> Any:
@@ -177,17 +166,17 @@ def _weighted(adapter: Any, weight: float) -> Any:
     return replace(adapter, strength=weight) if isinstance(adapter, Adapter) else (path, weight)
 
 
-def _expect_plain(job: AdapterJob, given: Mapping[str, Any], setting: Mapping[str, Any]) -> None:
+def _expect_plain(job: AdapterJob, stated: Mapping[str, Any], setting: Mapping[str, Any]) -> None:
     """Raise UsageError for an option that means nothing where tensors are averaged."""
     parts = any(a.parts for a in job.adapters)
-    ruled = given["rank"] != SAME or any(given.get(n) for n in ("conv_rank", "max_rank", "rank_for"))
-    other = given.get("format", KEEP) != KEEP
+    ruled = stated.get("rank", SAME) != SAME
+    other = stated.get("format", KEEP) != KEEP
     computed = job.compute_dtype is not None
     for wrong, name in ((parts, "strength_for"), (ruled, "rank"), (setting, "setting"), (other, "format"),
                         (job.alpha != "rank", "alpha"), (computed, "compute_dtype")):  # fmt: skip
         if wrong:
             raise UsageError("tensors are averaged as they are stored", f"--{name.replace('_', '-')}",
-                             f"leave it out, or average changes: --space {CHANGES}")  # fmt: skip
+                             f"leave it out, or average changes: --space {OF_CHANGES}")  # fmt: skip
     if folder := next((a.path for a in job.adapters if is_folder(a.path)), None):
         raise UsageError("a folder keeps α in its configuration, which a file does not have", str(folder),
-                         f"average changes: --space {CHANGES}")  # fmt: skip
+                         f"average changes: --space {OF_CHANGES}")  # fmt: skip

@@ -32,13 +32,13 @@ from ..files.checkpoint import Index, open_checkpoint
 from ..progress import Counting, Progress, unwatched
 from ..proof.reference.floats import decode, step
 from .change import Evaluator, norms_of, squares_between
-from .combined_change import Wanted, combine
+from .combined_change import Delta, combine
 from .copied_tensors import entry
 from .decomposition.storage_rounding import squares_of
 from .exact_sums import weight_norms
 from .groups import Target
 from .job import AdapterJob
-from .module_tensors import Layer, held
+from .module_tensors import Layer, waiting_entry
 from .output_file import Entry, drafted, expect_room
 from .pipeline import Facts, Outcome, Run, coverage, model_of, output_dtype
 from .proof import BUDGET, REDO, evenly
@@ -61,17 +61,17 @@ class Averages:
         """Return a tensor's average over the snapshots, in the dtype of the output; the base's as it is."""
         if not any(info.file in index.files for index in self.snapshots):
             return self.cache.fetch(info)
-        found = [self.cache.fetch(index.tensors[info.name]) for index in self.snapshots]
+        tensors = [self.cache.fetch(index.tensors[info.name]) for index in self.snapshots]
         if not _is_averaged(info):
-            if any(not torch.equal(t.double(), found[0].double()) for t in found):
+            if any(not torch.equal(t.double(), tensors[0].double()) for t in tensors):
                 raise FitError("a number that scales a change differs between snapshots", info.name, NOT_ONE)
-            return found[0]
-        made = torch.empty(found[0].shape, dtype=self.dtype)
-        into, flat = made.view(-1), [t.reshape(-1) for t in found]
+            return tensors[0]
+        average = torch.empty(tensors[0].shape, dtype=self.dtype)
+        into, flat = average.view(-1), [t.reshape(-1) for t in tensors]
         for first in range(0, len(into), PIECE):
             part = slice(first, first + PIECE)
             into[part] = averaged([t[part] for t in flat], self.weights, self.betas)
-        return made
+        return average
 
 
 def _is_averaged(info: StoredTensor) -> bool:
@@ -91,14 +91,14 @@ def averaged(values: Sequence[Any], weights: Sequence[float], betas: Sequence[fl
 
     if betas is None:
         return sum(w * cast(v, wide) for w, v in zip(weights, values, strict=True))
-    found = cast(values[0], single)
+    average = cast(values[0], single)
     for beta, value in zip(betas, values[1:], strict=True):
-        found = found * beta + cast(value, single) * (1 - beta)
-    return found
+        average = average * beta + cast(value, single) * (1 - beta)
+    return average
 
 
 @undisturbed()
-def run(job: AdapterJob, betas: Sequence[float] | None, progress: Progress = unwatched) -> AdapterReport:
+def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
     """Write the average of the tensors: the output appears when it is complete and verified, or not at all."""
     with ExitStack() as stack:
         this = stack.enter_context(Run(job, progress))
@@ -111,7 +111,7 @@ def run(job: AdapterJob, betas: Sequence[float] | None, progress: Progress = unw
         reader = this.reading(sources.indexes)
         cache = TensorCache(reader, frozenset(p for i in snapshots for p in i.files))
         weights = tuple(a.strength for a in job.adapters)
-        means = Averages(snapshots, weights, betas, cache, TORCH_DTYPES[dtype])
+        means = Averages(snapshots, weights, job.shares, cache, TORCH_DTYPES[dtype])
         unchosen = _unchosen(sources) if job.include or job.exclude else ()
         chosen = {name: info for name, info in snapshots[0].tensors.items() if name not in unchosen}
         rows = [(name, dtype if _is_averaged(info) else info.dtype, info.shape) for name, info in chosen.items()]
@@ -119,11 +119,11 @@ def run(job: AdapterJob, betas: Sequence[float] | None, progress: Progress = unw
         layers = dict(_layers(sources, job, means, weight_norms(sources, reader), this.counted))
         draft, entries = stack.enter_context(drafted(job, reader, rows, snapshots, folder=False)), list[Entry]()
         for name, info in chosen.items():
-            entries.append(held(entry(name, means.of(info)), draft))
+            entries.append(waiting_entry(entry(name, means.of(info)), draft))
             cache.forget()
-        made = Outcome(job, snapshots, layers, entries, model=model_of(sources), kept=_configured(snapshots))
+        outcome = Outcome(job, snapshots, layers, entries, model=model_of(sources), unchanged=_configured(snapshots))
         facts = Facts(coverage(job, sources), spoken(dtype), (*dict.fromkeys(sources.notes),))
-        return made.finish(
+        return outcome.finish(
             reader, draft, facts, lambda part: prove(means, reader, part, this.counted, full=job.full), this
         )
 
@@ -132,14 +132,14 @@ def _unchosen(sources: Sources) -> set[str]:
     """Return the tensors of the first snapshot's modules that change no weight that is averaged."""
     first, targets = sources.adapters[0], sources.targets
     every = {i.name for m in first.modules for i in m.tensors} | {i.name for i in first.strange}
-    kept = {i.name for t in targets for u in t.uses for i in u.patch.module.tensors}  # of any: a weight may be 0
-    return every - kept - {info.name for t in targets for _, info, _ in t.values}
+    chosen = {i.name for t in targets for u in t.uses for i in u.patch.module.tensors}  # of any: a weight may be 0
+    return every - chosen - {info.name for t in targets for _, info, _ in t.values}
 
 
 def _configured(snapshots: Sequence[Index]) -> dict[str, str]:
     """Return the entry of diffusers that states α, which the tensors do not."""
-    found = snapshots[0].metadata.get(METADATA)
-    return {} if found is None else {METADATA: found}
+    configuration = snapshots[0].metadata.get(METADATA)
+    return {} if configuration is None else {METADATA: configuration}
 
 
 def _layers(
@@ -148,22 +148,22 @@ def _layers(
     """Yield each layer's facts: ‖Σ wᵢΔWᵢ‖², and how far the change of the averaged tensors is from that sum. `weight`:
     gives ‖W‖² of the rows of the base that a layer changes."""
     stored = Evaluator(sources, means.cache, HOST)
-    own = Evaluator(sources, means.cache, HOST, fetch=means.of)
-    told = begin("make", sum(means.dtype.itemsize * _count(t) for t in sources.targets))
+    evaluator = Evaluator(sources, means.cache, HOST, fetch=means.of)
+    count = begin("make", sum(means.dtype.itemsize * _count(t) for t in sources.targets))
     for target in sources.targets:
-        wanted = combine(job, target, changes := stored.changes(target), [""] * len(changes))
+        delta = combine(job, target, changes := stored.changes(target), [""] * len(changes))
         first = min((u.patch.adapter for u in target.uses), default=0)  # one of weight 0 has no uses
         uses = tuple(u._replace(strength=1.0) for u in target.uses if u.patch.adapter == first)
         alone, norms = replace(target, uses=uses, values=target.values[:1]), norms_of(changes, target)
-        made = combine(job, alone, own.changes(alone), [""])
+        written = combine(job, alone, evaluator.changes(alone), [""])
         for part, only in zip(target.stored, alone.stored, strict=True):
-            rows, real = wanted.of(part), made.of(only)
+            rows, real = delta.of(part), written.of(only)
             kind = only.uses[0].patch.algorithm if only.uses else "replacement"
             yield part.label, Layer({}, kind, real.before, rows.before, None, rows.squares, _apart(rows, real),
                                     effect=rows.effect, norms=norms[part.label], weight=weight(part))  # fmt: skip
         stored.forget()
-        own.forget()
-        told(means.dtype.itemsize * _count(target))
+        evaluator.forget()
+        count(means.dtype.itemsize * _count(target))
 
 
 def _count(target: Target) -> int:
@@ -171,36 +171,36 @@ def _count(target: Target) -> int:
     return out * cols
 
 
-def _apart(wanted: Wanted, made: Wanted) -> float:
+def _apart(delta: Delta, written: Delta) -> float:
     """Return ‖Δ − Δ̂‖²."""
-    if wanted.whole is None and made.whole is None:
-        (left, right), (up, down) = wanted.factors, made.factors
+    if delta.whole is None and written.whole is None:
+        (left, right), (up, down) = delta.factors, written.factors
         return squares_of(torch.cat((left, -up), 1), torch.cat((right, down), 0))
-    return squares_between(wanted.rows, made.rows)
+    return squares_between(delta.rows, written.rows)
 
 
 def prove(means: Averages, reader: Reader, path: Path, begin: Counting, *, full: bool) -> dict[str, Any]:
     """Compute tensors of the output once more with numpy, all of them with `full`; VerificationFailed where one is not
     the nearest number of its dtype."""
-    made = open_checkpoint(path)
-    names = [name for name, info in made.tensors.items() if _is_averaged(info)]
-    numbers = sum(made.tensors[n].nbytes // 2 for n in names)
+    index = open_checkpoint(path)
+    names = [name for name, info in index.tensors.items() if _is_averaged(info)]
+    numbers = sum(index.tensors[n].nbytes // 2 for n in names)
     chosen = evenly(names, numbers, BUDGET, full=full)
-    told: Callable[[int], object] = begin("prove", sum(made.tensors[n].nbytes for n in chosen))
+    count: Callable[[int], object] = begin("prove", sum(index.tensors[n].nbytes for n in chosen))
 
     def read(info: StoredTensor, source: Reader, first: int) -> Any:
         size = ITEM_BYTES[info.dtype]
         return decode(source.read(info, first * size, min(PIECE * size, info.nbytes - first * size)), info.dtype)
 
-    with Reader([made]) as own:
+    with Reader([index]) as written:
         for name in chosen:
-            info = made.tensors[name]
+            info = index.tensors[name]
             for first in range(0, prod(info.shape), PIECE):
                 some = [read(i.tensors[name], reader, first) for i in means.snapshots]
-                wanted = averaged(some, means.weights, means.betas).astype(np.float64)
-                held = read(info, own, first).astype(np.float64)
-                if bool((np.abs(held - wanted) > step(wanted, info.dtype)).any()):
+                average = averaged(some, means.weights, means.betas).astype(np.float64)
+                numbers_of = read(info, written, first).astype(np.float64)
+                if bool((np.abs(numbers_of - average) > step(average, info.dtype)).any()):
                     raise VerificationFailed("a written tensor is not the average", f"{path}: {name}", REDO)
-            told(info.nbytes)
+            count(info.nbytes)
     layers: Mapping[str, object] = dict.fromkeys(chosen)
     return {"ok": True, "layers": len(names), "recomputed": len(layers), "worst_residual": 0.0, "worst_layer": ""}

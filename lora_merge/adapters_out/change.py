@@ -26,7 +26,7 @@ from ..matching.patch import Patch, PatchPart
 from ..models.weights import RowSlice, Weight
 from ..planning.plan import OutputTensor
 from .decomposition.storage_rounding import squares_of
-from .groups import Target, is_plain
+from .groups import Target, is_plain, rank_of_change
 from .module_tensors import Norms
 from .rounding import squares_of_rows
 from .sources import Sources, reshaped
@@ -61,7 +61,7 @@ class Change:
         if self.whole is not None:
             return self.whole
         assert self.left is not None and self.right is not None, "factors come in pairs"
-        return Rows.product(self.left, self.right).held()
+        return Rows.product(self.left, self.right).cached()
 
     def dense(self) -> Tensor:
         """Return ΔW [out, cols]."""
@@ -86,10 +86,10 @@ class Evaluator:
         except DoesNotFit as e:
             raise misfit(target.label, e) from e
         parts += [self._of_value(target, number, info, s) for number, info, s in target.values]
-        found = []
+        changes = []
         for number in sorted({p.adapter for p in parts}):
-            found.append(joined([p for p in parts if p.adapter == number]))
-        return [c.wide() for c in found] if self.wide else found
+            changes.append(joined([p for p in parts if p.adapter == number]))
+        return [c.wide() for c in changes] if self.wide else changes
 
     def altered(self, alter: Callable[[StoredTensor, Tensor], Tensor]) -> Evaluator:
         """Return an evaluator that reads every tensor of the adapters as a function gives it."""
@@ -99,19 +99,18 @@ class Evaluator:
     def forget(self) -> None:
         """Drop the tensors that were read."""
         self.cache.forget()
-        self.tensors.kept.clear()
+        self.tensors.cache.clear()
 
     def _of_use(self, target: Target, use: PatchPart) -> Change:
         """Return the change by one patch, in the rows of the target."""
         patch, piece = use.patch, use.piece
-        rows, cols = patch.view.matrix
         cut, (out, width) = slice(use.start, use.start + piece.rows), target.matrix
         row = ALGORITHMS[patch.algorithm]
         if row is FULL and not patch.numbers and patch.magnitude is None and not piece.transposed:
             stored = _of_width(self._stored(patch)[cut], width)
             return Change(patch.adapter, use.strength, whole=in_place(stored, piece.start, out, self.at))
-        low = row.low_rank if patch.magnitude is None else None
-        if low is not None and (is_plain(patch) or low.rank(patch.shapes, patch.view.shape) <= min(rows, cols)):
+        low = row.low_rank
+        if low is not None and rank_of_change(patch) is not None:
             if is_plain(patch) and row is LORA:
                 left, right = self._pair(patch)
             else:
@@ -184,9 +183,9 @@ def _short(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     out, cols = left.shape[0], right.shape[1:].numel()
     if left.shape[1] <= min(out, cols):
         return left, right
-    one = torch.eye(min(out, cols), dtype=left.dtype, device=left.device)
+    identity = torch.eye(min(out, cols), dtype=left.dtype, device=left.device)
     product = left @ right.reshape(right.shape[0], cols)
-    return (one, product) if out <= cols else (product, one)
+    return (identity, product) if out <= cols else (product, identity)
 
 
 def _nowhere(target: Target) -> StoredTensor:
@@ -204,11 +203,11 @@ def in_place(stored: Tensor, start: int, out: int, at: Placement) -> Rows:
     """Return stored rows at a placement, in a matrix that has zeros outside of them."""
 
     def read(rows: slice) -> Tensor:
-        found = torch.zeros(rows.stop - rows.start, stored.shape[1], dtype=at.dtype, device=at.device)
+        numbers = torch.zeros(rows.stop - rows.start, stored.shape[1], dtype=at.dtype, device=at.device)
         low, high = max(rows.start, start), min(rows.stop, start + len(stored))
         if low < high:
-            found[low - rows.start : high - rows.start] = stage([stored[low - start : high - start]], at)[0]
-        return found
+            numbers[low - rows.start : high - rows.start] = stage([stored[low - start : high - start]], at)[0]
+        return numbers
 
     return Rows((out, stored.shape[1]), read)
 
@@ -217,9 +216,9 @@ def _across(values: Tensor, piece: RowSlice) -> Tensor:
     """Return rows of a change of a transposed slice as wide as the stored rows, with zeros in other columns."""
     if piece.columns is None:
         return values
-    found = values.new_zeros(values.shape[0], piece.cols)
-    found[:, piece.across] = values
-    return found
+    whole = values.new_zeros(values.shape[0], piece.cols)
+    whole[:, piece.across] = values
+    return whole
 
 
 def _of_width(numbers: Tensor, width: int) -> Tensor:
@@ -229,9 +228,9 @@ def _of_width(numbers: Tensor, width: int) -> Tensor:
 def _placed(rows: Tensor, start: int, out: int) -> Tensor:
     if rows.shape[0] == out:
         return rows
-    found = rows.new_zeros(out, rows.shape[1])
-    found[start : start + rows.shape[0]] = rows
-    return found
+    whole = rows.new_zeros(out, rows.shape[1])
+    whole[start : start + rows.shape[0]] = rows
+    return whole
 
 
 def joined(parts: Sequence[Change]) -> Change:
@@ -239,17 +238,19 @@ def joined(parts: Sequence[Change]) -> Change:
     parts = [p for p in parts if p.strength] or list(parts[:1])
     if len(parts) == 1:
         return parts[0]
-    one = parts[0]
-    ratios = [p.strength / one.strength for p in parts]
+    first = parts[0]
+    ratios = [p.strength / first.strength for p in parts]
     if all(p.left is not None for p in parts):
         left = torch.cat([r * p.left for r, p in zip(ratios, parts, strict=True) if p.left is not None], 1)
-        return Change(one.adapter, one.strength, left, torch.cat([p.right for p in parts if p.right is not None], 0))
+        return Change(
+            first.adapter, first.strength, left, torch.cat([p.right for p in parts if p.right is not None], 0)
+        )
     all_rows = [p.rows() for p in parts]
 
     def read(rows: slice) -> Tensor:
-        return total([own.read(rows).mul_(r) for r, own in zip(ratios, all_rows, strict=True)])
+        return total([part.read(rows).mul_(r) for r, part in zip(ratios, all_rows, strict=True)])
 
-    return Change(one.adapter, one.strength, whole=Rows(all_rows[0].shape, read))
+    return Change(first.adapter, first.strength, whole=Rows(all_rows[0].shape, read))
 
 
 def largest_rank(changes: Sequence[Change]) -> int:
@@ -276,25 +277,25 @@ def sum_of(shape: tuple[int, int], terms: Sequence[tuple[float, Rows]]) -> Rows:
 
     def read(rows: slice) -> Tensor:
         zero = torch.zeros(rows.stop - rows.start, shape[1], dtype=torch.float64)
-        return total([zero, *(own.read(rows).mul_(factor) for factor, own in terms)])
+        return total([zero, *(term.read(rows).mul_(factor) for factor, term in terms)])
 
     return Rows(shape, read)
 
 
-def squares_between(one: Rows, other: Rows, factor: float = 1.0) -> float:
+def squares_between(first: Rows, other: Rows, factor: float = 1.0) -> float:
     """Return ‖A − factor · B‖²."""
-    blocks = zip(one.blocks(), other.blocks(), strict=True)
+    blocks = zip(first.blocks(), other.blocks(), strict=True)
     return sum(float((a - factor * b).square().sum()) for (_, a), (_, b) in blocks)
 
 
 def norms_of(changes: Sequence[Change], target: Target) -> Mapping[str, Norms]:
     """Return the norms of the changes of a weight in each layer that it is stored as."""
-    found = {}
+    norms = dict[str, Norms]()
     for part in target.stored:
         runs = [slice(*run) for run in part.runs] or [slice(0, target.matrix[0])]
-        norms = ((c.adapter, abs(c.strength) * sqrt(sum(_squares(c, rows) for rows in runs))) for c in changes)
-        found[part.label] = {adapter: norm for adapter, norm in norms if norm}
-    return found
+        of_adapters = ((c.adapter, abs(c.strength) * sqrt(sum(_squares(c, rows) for rows in runs))) for c in changes)
+        norms[part.label] = {adapter: norm for adapter, norm in of_adapters if norm}
+    return norms
 
 
 def _squares(change: Change, rows: slice) -> float:

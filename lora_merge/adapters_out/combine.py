@@ -1,5 +1,6 @@
-"""Runs `combine` and `resize`: layer by layer, changes are computed, combined, cut to a rank and stored. No torch,
-unless a layer needs it.
+"""`combine` and `resize` in the words of the first adapter: their plan and their run.
+
+Layer by layer, changes are computed, combined, cut to a rank and stored. No torch, unless a layer needs it.
 """
 
 from __future__ import annotations
@@ -21,27 +22,102 @@ from ..disk.reader import Reader
 from ..dtypes import ITEM_BYTES, spoken
 from ..engine.torch_preload import load_library
 from ..errors import FitError, InputError
+from ..merge_methods import COMBINATIONS
 from ..progress import Counting
 from ..text import Note
+from .decomposition.svd_memory import note
+from .dialects import dialect
 from .exact_sums import Concatenation, weight_norms
+from .form import Form, form_of_layer
 from .groups import Target
-from .job import GIVE_BASE, AdapterJob
-from .metadata.sizes import tensors_of
+from .job import GIVE_BASE, WHOLE, AdapterJob
+from .metadata.sizes import PlannedLayer, Tensor, planned_size, tensors_of
 from .module_tensors import Layer, Stored, waiting
-from .output_file import Entry, drafted, expect_room, unique
+from .output_file import CONTENTS, Entry, drafted, expect_room, unique
 from .parallel import on_one_core, side_by_side
-from .pipeline import Facts, Outcome, Run, coverage, idle_alpha, left_out, model_of, output_dtype
-from .planned_layers import memory_note, nbytes, planned_layers, weights_of
+from .pipeline import Facts, Outcome, Run, coverage, idle_alpha, left_out, model_of, output_dtype, planned
 from .proof import Claims, prove
 from .rank_rules import EXACT
 from .report import AdapterReport
-from .sources import Sources
+from .sources import Sources, open_sources, ruled
 
 if TYPE_CHECKING:
     from .combine_modules import GeneralMaker
 
 HIGH: Final = 256
 """The rank from which on a note advises a rank rule: most directions of such a sum are small."""
+
+
+def plan(job: AdapterJob, sources: Sources | None = None) -> AdapterReport:
+    """Return what `run` would do, from headers: layers, and ranks if headers show them. `sources`: those of the job, if
+    they are open."""
+    sources = sources or open_sources(job)
+    job = ruled(job, sources)
+    to = dialect(job.format)
+    check_output(job.output, [p for i in sources.indexes for p in i.files], overwrite=True,
+                 folder=to is not None and to.folder, contents=CONTENTS)  # fmt: skip
+    dtype = output_dtype(job, sources.adapters)
+    forms = forms_of(job, sources)
+    layers = {layer.label: form.facts for layer, form in zip(_layers(sources), forms, strict=True)}
+    size = planned_size(planned_layers(sources, forms, dtype), job.rules.linear, [a.index for a in sources.adapters])
+    notes = (*dict.fromkeys(sources.notes), *_memory_note(job, sources),
+             *idle_alpha(job, stored=sources.spelling.alpha))  # fmt: skip
+    facts = Facts(coverage(job, sources), spoken(dtype), notes, weights=weights_of(job, sources, dtype))
+    return planned(job, facts, layers, size)
+
+
+def _layers(sources: Sources) -> list[Target]:
+    """Return the layers of the output."""
+    return [layer for target in sources.targets for layer in target.stored]
+
+
+def forms_of(job: AdapterJob, sources: Sources) -> list[Form]:
+    """Return the form of every layer of the output; FitError for one that has none."""
+    return [form_of_layer(job, target, layer) for target in sources.targets for layer in target.stored]
+
+
+def planned_layers(sources: Sources, forms: Sequence[Form], dtype: str) -> list[PlannedLayer]:
+    """Return the tensors of every layer: factors at their highest rank, if the numbers decide it."""
+    layers, spelling = list[PlannedLayer](), sources.spelling
+    for target, form in zip(_layers(sources), forms, strict=True):
+        shape, rank = target.shape[::-1] if target.turned else target.shape, form.highest
+        slots = {"diff": shape} if form.whole else {
+            "down": (rank, *shape[1:]), "up": (shape[0], rank, *(1 for _ in shape[2:]))}  # fmt: skip
+        tensors: list[Tensor] = [
+            (spelling.key(target.name, target.parameter, slot, norm=target.norm), dtype, shape_of)
+            for slot, shape_of in slots.items()
+        ]
+        if spelling.alpha and not form.whole:
+            tensors.append((spelling.key(target.name, target.parameter, "alpha"), "F32", ()))
+        layers.append(PlannedLayer(tensors, 0 if form.whole else rank))
+    return layers
+
+
+def _memory_note(job: AdapterJob, sources: Sources) -> list[Note]:
+    """Return the note about the largest change that is decomposed without factors, if it may exceed the limit."""
+    matrices = []
+    for target in _layers(sources):
+        rule = job.rules.of_layer(target.name, kernel=target.kernel)
+        cut = job.algorithm != WHOLE and not target.vector and (rule.name != EXACT or job.command == "resize")
+        if cut and not (COMBINATIONS[job.method].linear and None not in target.ranks and not target.values):
+            matrices.append((target.label, target.matrix, rule))
+    return note(matrices, job.inputs.max_memory)
+
+
+def weights_of(job: AdapterJob, sources: Sources, dtype: str) -> int:
+    """Return the bytes of the weights whose changes are computed, twice if a rule looks at all layers first."""
+    return sum(prod(t.shape) for t in sources.targets) * ITEM_BYTES[dtype] * (1 + job.rules.together)
+
+
+def _nbytes(job: AdapterJob, target: Target) -> int:
+    """Return about how many bytes the change of a weight takes: factors several times, or matrices beside what is
+    stored."""
+    (out, cols), ranks = target.matrix, target.ranks
+    factored = COMBINATIONS[job.method].linear and None not in ranks and not target.values
+    read = sum(prod(shape) for use in target.uses for shape in use.patch.shapes.values())
+    most = min(out, cols, sum(r or 0 for r in ranks))
+    return 8 * min(6 * most * (out + cols) if factored else sys.maxsize,
+                   (len(target.uses) + 3) * out * cols) + 8 * read  # fmt: skip
 
 
 def run(job: AdapterJob, sources: Sources, this: Run) -> AdapterReport:
@@ -57,33 +133,35 @@ def run(job: AdapterJob, sources: Sources, this: Run) -> AdapterReport:
 
             stack.enter_context(undisturbed())
         reader = this.reading(sources.indexes)
-        rows = tensors_of(planned_layers(job, sources, dtype))
+        forms = forms_of(job, sources)
+        rows = tensors_of(planned_layers(sources, forms, dtype))
         if job.command == "combine" and job.rules.all_are(EXACT):  # else numbers decide
             expect_room(job, rows)
         draft = stack.enter_context(drafted(job, reader, rows, inputs, folder=False))
-        maker = LayerMaker(job, sources, reader, dtype)
-        layers, kept, zeros = maker.layers(this.counted, draft)
+        maker = LayerMaker(job, sources, forms, reader, dtype)
+        layers, tensors, zeros = maker.layers(this.counted, draft)
         if not layers:
             raise InputError("the result changes nothing", str(job.output), "check the adapters and their strengths")
-        notes = (*dict.fromkeys(sources.notes), *memory_note(job, sources), *maker.notes, *left_out(zeros),
+        notes = (*dict.fromkeys(sources.notes), *_memory_note(job, sources), *maker.notes, *left_out(zeros),
                  *idle_alpha(job, stored=sources.spelling.alpha))  # fmt: skip
         highest = max(layer.rank for layer in layers.values())
         if job.rules.linear.name == EXACT and highest > HIGH:
             notes = (*notes, Note(f"the exact sum has rank {highest}; --rank energy:0.999 keeps 99.9% of it"))
-        made = Outcome(job, inputs, layers, _entries(sources, layers, kept), model=model_of(sources))
-        claims = Claims(job, sources, made.told, sum(e.data.nbytes for e in made.entries))
+        outcome = Outcome(job, inputs, layers, _entries(sources, layers, tensors), model=model_of(sources))
+        claims = Claims(job, sources, outcome.layer_facts, sum(e.data.nbytes for e in outcome.entries))
         facts = Facts(coverage(job, sources), spoken(dtype), notes, weights=weights_of(job, sources, dtype))
-        return made.finish(reader, draft, facts, lambda part: prove(claims, reader, part, this.counted), this)
+        return outcome.finish(reader, draft, facts, lambda part: prove(claims, reader, part, this.counted), this)
 
 
 class LayerMaker:
     """Makes the layers of one job: by numpy where factors are put side by side, else by torch, which is imported for
     the first of the others."""
 
-    def __init__(self, job: AdapterJob, sources: Sources, reader: Reader, dtype: str) -> None:
+    def __init__(self, job: AdapterJob, sources: Sources, forms: Sequence[Form], reader: Reader, dtype: str) -> None:
         self.job, self.sources, self.reader, self.dtype = job, sources, reader, dtype
+        self.forms = {layer.label: form for layer, form in zip(_layers(sources), forms, strict=True)}
         self.weight = weight_norms(sources, reader)
-        self.concatenation = Concatenation(job, reader, dtype, self.weight)
+        self.concatenation = Concatenation(job, self.forms, reader, dtype, self.weight)
         self._general: GeneralMaker | None = None
         self._lock = Lock()
 
@@ -93,9 +171,9 @@ class LayerMaker:
         with self._lock:
             if self._general is None:
                 load_library()
-                from .combine_modules import made_by
+                from .combine_modules import GeneralMaker
 
-                self._general = made_by(self.job, self.sources, self.reader, self.dtype, self.weight)
+                self._general = GeneralMaker(self.job, self.sources, self.forms, self.reader, self.dtype, self.weight)
         return self._general
 
     @property
@@ -105,46 +183,46 @@ class LayerMaker:
 
     def layers(self, begin: Counting, draft: Draft) -> tuple[dict[str, Layer], dict[str, dict[str, Entry]], list[str]]:
         """Return the layers by label, their tensors by slot, and the labels of layers whose change is zero."""
-        told = begin("make", weights_of(self.job, self.sources, self.dtype))
-        ranks = self.general.shared_out(told) if self.job.rules.together else {}
+        count = begin("make", weights_of(self.job, self.sources, self.dtype))
+        ranks = self.general.shared_out(count) if self.job.rules.together else {}
         stores_alpha = self.sources.spelling.alpha
-        layers, kept, zeros = dict[str, Layer](), dict[str, dict[str, Entry]](), list[str]()
+        layers, tensors, zeros = dict[str, Layer](), dict[str, dict[str, Entry]](), list[str]()
 
         def work(target: Target) -> list[Stored | None]:
             if (alone := self.concatenation.layer(target)) is not None:
                 return [alone]
             general = self.general
             on_one_core()
-            return general.made(target, ranks)
+            return general.layers_of(target, ranks)
 
         targets, bound = self.sources.targets, self.job.inputs.max_memory // 2  # the rest: torch, and what waits
-        size = partial(nbytes, self.job)
-        for target, found in zip(targets, side_by_side(targets, work, size, bound), strict=True):
-            for part, one in zip(target.stored, found, strict=True):
-                if one is None:
+        size = partial(_nbytes, self.job)
+        for target, results in zip(targets, side_by_side(targets, work, size, bound), strict=True):
+            for part, stored in zip(target.stored, results, strict=True):
+                if stored is None:
                     zeros.append(part.label)
                     continue
-                layers[part.label], entries = one.layer, dict(one.entries)
-                if one.layer.rank and stores_alpha:
-                    alpha = np.float32(one.layer.alpha).tobytes()
+                layers[part.label], entries = stored.layer, dict(stored.entries)
+                if stored.layer.rank and stores_alpha:
+                    alpha = np.float32(stored.layer.alpha).tobytes()
                     entries["alpha"] = Entry("alpha", "F32", (), memoryview(alpha))
-                kept[part.label] = waiting(entries, draft)
-            told(prod(target.shape) * ITEM_BYTES[self.dtype])
-        return layers, kept, zeros
+                tensors[part.label] = waiting(entries, draft)
+            count(prod(target.shape) * ITEM_BYTES[self.dtype])
+        return layers, tensors, zeros
 
 
 def _entries(
-    sources: Sources, layers: Mapping[str, Layer], kept: Mapping[str, Mapping[str, Entry]]
+    sources: Sources, layers: Mapping[str, Layer], tensors: Mapping[str, Mapping[str, Entry]]
 ) -> list[Entry]:  # fmt: skip
     """Return the tensors of the output in the order of the layers; FitError where two have one name."""
     spelling = sources.spelling
-    found = []
+    entries = []
     for target in (part for whole in sources.targets for part in whole.stored):
         if target.label not in layers:
             continue
-        for slot, one in kept[target.label].items():
+        for slot, entry in tensors[target.label].items():
             key = spelling.key(target.name, target.parameter, slot, norm=target.norm)
-            found.append(replace(one, name=key))
-    if twice := next(unique(found), None):
+            entries.append(replace(entry, name=key))
+    if twice := next(unique(entries), None):
         raise FitError("two layers of the output would have one name", twice, GIVE_BASE)
-    return found
+    return entries

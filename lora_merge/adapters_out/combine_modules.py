@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from math import isfinite, prod
 from threading import local
 
-import torch
-
 from ..algorithms import ALGORITHMS
 from ..disk.reader import Reader
 from ..dtypes import ITEM_BYTES
@@ -20,13 +18,13 @@ from ..merge_methods import ADDED, COMBINATIONS, UNDIRECTED
 from ..planning.combination import Combining
 from ..text import Note
 from .change import SINGLE, Evaluator, norms_of
-from .combined_change import Cut, Storage, Wanted, beyond_fp64, combine, expect_finite, shared_out
+from .combined_change import Cut, Delta, Storage, beyond_fp64, combine, expect_finite, shared_out
 from .copied_tensors import entry
 from .decomposition.factors import STORED_IN_16
+from .form import Form
 from .groups import Target
 from .job import FACTORS, AdapterJob
 from .module_tensors import Layer, Stored, without_bytes
-from .rank_rules import EXACT
 from .sources import Sources
 
 
@@ -36,11 +34,14 @@ class GeneralMaker:
 
     job: AdapterJob
     sources: Sources
-    evaluator: Callable[[Placement], Evaluator]
-    dtype: torch.dtype
+    forms: Mapping[str, Form]  # by the label of the layer
+    reader: Reader
+    kind: str  # the dtype of the output, as files name it
     weight: Callable[[Target], float | None]
 
     def __post_init__(self) -> None:
+        self.dtype = TORCH_DTYPES[self.kind]
+        self.files = frozenset(p for a in self.sources.adapters for p in a.index.files)
         self._here = local()
         self.at = places(self.job.inputs.device, "F32")[0]
         stored = [i.dtype for a in self.sources.adapters for m in a.modules for i in m.slots.values()]
@@ -49,59 +50,57 @@ class GeneralMaker:
         self.stores_alpha = self.sources.spelling.alpha
         self.notes: dict[Note, None] = {}
 
-    def made(self, target: Target, ranks: Mapping[str, int]) -> list[Stored | None]:
+    def layers_of(self, target: Target, ranks: Mapping[str, int]) -> list[Stored | None]:
         """Return the layers that a weight is stored as; None where the change is zero. `ranks`: see `shared_out`."""
-        wanted, found = self._wanted(target), list[Stored | None]()
+        delta, layers = self._wanted(target), list[Stored | None]()
         for part in target.stored:
-            if wanted is None:
-                found.append(None)
+            if delta is None:
+                layers.append(None)
                 continue
-            own = wanted.of(part)
-            layer = self._layer(part, own, ranks.get(part.label))
+            rows = delta.of(part)
+            layer = self._layer(part, rows, ranks.get(part.label))
             if not isfinite(layer.squares):
                 raise beyond_fp64(part.name)
             where = f"{self.job.output}: {part.label}"
             expect_finite(layer.tensors.values(), where)
             zero = not layer.squares or (layer.algorithm == FACTORS and not layer.rank)
-            told = replace(layer, effect=layer.effect or own.effect, norms=wanted.norms[part.label],
+            facts = replace(layer, effect=layer.effect or rows.effect, norms=delta.norms[part.label],
                            weight=None if zero else self.weight(part))  # fmt: skip
             entries = {slot: entry(slot, tensor) for slot, tensor in layer.tensors.items()}
-            found.append(None if zero else Stored(without_bytes(told), entries))
-        return found
+            layers.append(None if zero else Stored(without_bytes(facts), entries))
+        return layers
 
-    def _wanted(self, target: Target) -> Wanted | None:
+    def _wanted(self, target: Target) -> Delta | None:
         """Return Δ of a weight. Factors that are decomposed are in fp64, however they were computed."""
         if self.job.compute_dtype == "fp32":
-            found = self._combined(target, SINGLE)
-            return found and (found if found.whole is not None else replace(
-                found, left=found.factors[0].double(), right=found.factors[1].double()))  # fmt: skip
+            delta = self._combined(target, SINGLE)
+            return delta and (delta if delta.whole is not None else replace(
+                delta, left=delta.factors[0].double(), right=delta.factors[1].double()))  # fmt: skip
         return self._combined(target, HOST)
 
-    def _combined(self, target: Target, at: Placement) -> Wanted | None:
+    def _combined(self, target: Target, at: Placement) -> Delta | None:
         """Return Δ of a weight; each thread reads with evaluators of its own."""
-        own = self._here.__dict__.setdefault("evaluators", {})
-        if at not in own:
-            own[at] = self.evaluator(at)
-        changes = [c for c in own[at].changes(target) if c.strength]
-        own[at].forget()
+        evaluators = self._here.__dict__.setdefault("evaluators", {})
+        if at not in evaluators:
+            evaluators[at] = Evaluator(self.sources, TensorCache(self.reader, self.files), at)
+        changes = [c for c in evaluators[at].changes(target) if c.strength]
+        evaluators[at].forget()
         uses = [[u for u in target.uses if u.patch.adapter == c.adapter] for c in changes]
-        seeds = [self.combining.seed(c.adapter, own) for c, own in zip(changes, uses, strict=True)]
+        seeds = [self.combining.seed(c.adapter, evaluators) for c, evaluators in zip(changes, uses, strict=True)]
         if target.vector and self.job.method in UNDIRECTED:
             self.notes[Note(f"{self.job.method}: {ADDED}")] = None
         if not changes:
             return None
         return replace(combine(self.job, target, changes, seeds), norms=norms_of(changes, target))
 
-    def _layer(self, target: Target, wanted: Wanted, rank: int | None) -> Layer:
-        rule = self.job.rules.of_layer(target.name, kernel=_has_kernel(target))
-        if self.job.command == "resize" and rule.name == EXACT:
-            rule = replace(rule, name="energy", value=1.0)
-        storage = Storage(self.job.algorithm, self.dtype, self.noise, self.at)
+    def _layer(self, target: Target, delta: Delta, rank: int | None) -> Layer:
+        form = self.forms[target.label]
+        storage = Storage(form.algorithm, self.dtype, self.noise, self.at)
         alpha = float(self.job.alpha) if self.stores_alpha and not isinstance(self.job.alpha, str) else None
-        cut = Cut(rule, rank, alpha, self._scale(target))
+        cut = Cut(form.rule, rank, alpha, self._scale(target))
         if target.turned:
-            return storage.layer(replace(target, shape=target.shape[::-1], uses=()), _turned(wanted), cut)
-        return storage.layer(target, wanted, cut)
+            return storage.layer(replace(target, shape=target.shape[::-1], uses=()), _turned(delta), cut)
+        return storage.layer(target, delta, cut)
 
     def _scale(self, target: Target) -> float:
         """Return α / rank of a layer, where α is not a number that the user gave."""
@@ -112,36 +111,20 @@ class GeneralMaker:
         plain = ALGORITHMS[patch.algorithm].rank is not None and {"up", "down"} <= patch.shapes.keys()
         return scale if plain and scale and scale > 0 and patch.magnitude is None else 1.0
 
-    def shared_out(self, told: Callable[[int], object]) -> dict[str, int]:
+    def shared_out(self, count: Callable[[int], object]) -> dict[str, int]:
         """Return the rank of every layer for the rule `size`."""
-        return shared_out(self.job.rules.linear, self._matrices(told), self.dtype.itemsize, self.noise)
+        return shared_out(self.job.rules.linear, self._matrices(count), self.dtype.itemsize, self.noise)
 
-    def _matrices(self, told: Callable[[int], object]) -> Iterator[tuple[str, Wanted]]:
+    def _matrices(self, count: Callable[[int], object]) -> Iterator[tuple[str, Delta]]:
         for target in self.sources.targets:
-            wanted = self._wanted(target) if not target.vector else None
-            if wanted is not None:
-                yield from ((part.label, wanted.of(part)) for part in target.stored)
-            told(prod(target.shape) * self.dtype.itemsize)
+            delta = self._wanted(target) if not target.vector else None
+            if delta is not None:
+                yield from ((part.label, delta.of(part)) for part in target.stored)
+            count(prod(target.shape) * self.dtype.itemsize)
 
 
-def made_by(
-    job: AdapterJob, sources: Sources, reader: Reader, dtype: str, weight: Callable[[Target], float | None]
-) -> GeneralMaker:
-    """Return the maker of a job whose sources a reader reads. `dtype`: of the output."""
-    own = frozenset(p for a in sources.adapters for p in a.index.files)
-
-    def evaluator(at: Placement) -> Evaluator:
-        return Evaluator(sources, TensorCache(reader, own), at)
-
-    return GeneralMaker(job, sources, evaluator, TORCH_DTYPES[dtype], weight)
-
-
-def _turned(wanted: Wanted) -> Wanted:
+def _turned(delta: Delta) -> Delta:
     """Return the transposed Δ."""
-    whole = None if wanted.whole is None else Rows.of(wanted.dense().mT.contiguous())
-    left, right = (None if t is None else t.mT for t in (wanted.right, wanted.left))
-    return Wanted(left, right, whole, wanted.before)
-
-
-def _has_kernel(target: Target) -> bool:
-    return any(n > 1 for n in target.shape[2:])
+    whole = None if delta.whole is None else Rows.of(delta.dense().mT.contiguous())
+    left, right = (None if t is None else t.mT for t in (delta.right, delta.left))
+    return Delta(left, right, whole, delta.before)

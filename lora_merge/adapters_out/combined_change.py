@@ -14,7 +14,7 @@ from torch import Tensor
 from ..engine.combination import coefficients, combined_rows
 from ..engine.row_matrix import Rows
 from ..engine.tensor_moves import HOST, Placement, finite, odd
-from ..errors import FitError, TooLarge
+from ..errors import TooLarge
 from ..merge_methods import COMBINATIONS
 from .change import Change, largest_rank
 from .decomposition.factors import of_factors
@@ -22,9 +22,8 @@ from .decomposition.matrix_svd import of_dense, values_of
 from .decomposition.singular_triples import Triples
 from .decomposition.storage_rounding import Grams, apart, apart_from, in_range, inner, rounded, squares_of, stored
 from .groups import Target
-from .job import AUTO, FACTORS, GIVE_RANK, IN_FULL, WHOLE, AdapterJob
-from .module_tensors import NOT_LOW_RANK, STACKED, Layer, Norms
-from .planned_layers import ranks
+from .job import AUTO, FACTORS, WHOLE, AdapterJob
+from .module_tensors import Layer, Norms
 from .rank_rules import EXACT, Rule, choose, share_out
 from .rounding import Distinct, Effect, Totals, effect_of_product, totals_of_rows
 
@@ -38,7 +37,7 @@ PLAIN: Final = 1e-3
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Delta:
     """Δ of one layer before it is cut to a rank: factors, or a whole matrix by its rows."""
 
     left: Tensor | None
@@ -59,20 +58,20 @@ class Wanted:
         assert self.left is not None and self.right is not None, "factors come in pairs"
         return self.left, self.right
 
-    def of(self, part: Target) -> Wanted:
+    def of(self, part: Target) -> Delta:
         """Return the rows of Δ that a layer stores; of its factors, those that are not zero there."""
         if not part.runs:
             return self
-        own, order = ranks(part), torch.cat([torch.arange(start, stop) for start, stop in part.runs])
-        before = 0 if None in own else min(max((rank or 0 for rank in own), default=0), *part.matrix)
+        ranks, order = part.ranks, torch.cat([torch.arange(start, stop) for start, stop in part.runs])
+        before = 0 if None in ranks else min(max((rank or 0 for rank in ranks), default=0), *part.matrix)
         if self.whole is not None:
-            return Wanted(None, None, self.whole.of_rows(order), before)
+            return Delta(None, None, self.whole.of_rows(order), before)
         left, right = self.factors
         left = left[order]
         used = left.any(0)
         if not bool(used.any()):
             used[:1] = True
-        return Wanted(left[:, used], right[used], None, before)
+        return Delta(left[:, used], right[used], None, before)
 
     @property
     def rows(self) -> Rows:
@@ -104,7 +103,7 @@ class Wanted:
         return Grams.of(*self.factors)
 
 
-def combine(job: AdapterJob, target: Target, changes: Sequence[Change], seeds: Sequence[str]) -> Wanted:
+def combine(job: AdapterJob, target: Target, changes: Sequence[Change], seeds: Sequence[str]) -> Delta:
     """Return Δ of one layer by the job's method. `seeds`: one for each change."""
     row = COMBINATIONS[job.method]
     factored = row.linear and not target.vector and all(c.left is not None for c in changes)
@@ -112,22 +111,22 @@ def combine(job: AdapterJob, target: Target, changes: Sequence[Change], seeds: S
     if not factored:
         whole = combined_rows(job.method, [c.rows() for c in changes], [c.strength for c in changes], job.numbers,
                               seeds, vector=target.vector)  # fmt: skip
-        return Wanted(None, None, whole.held(), before)
+        return Delta(None, None, whole.cached(), before)
     weights = coefficients(job.method, _products(changes) if job.method not in ("sum", "mean") else (),
                            [c.strength for c in changes], job.numbers)  # fmt: skip
     factors = []
     for c, weight in zip(changes, weights, strict=True):
         assert c.left is not None and c.right is not None, "all are factors"
         factors.append((c.left if weight == 1 else c.left * weight, c.right))
-    return Wanted(*stacked(factors), None, before)
+    return Delta(*stacked(factors), None, before)
 
 
 def stacked(factors: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Return pairs of factors side by side; those with the same right factor become one."""
-    seen, rights, lefts = Distinct(), list[Tensor](), list[Tensor]()
+    distinct, rights, lefts = Distinct(), list[Tensor](), list[Tensor]()
     for left, right in factors:
         bits = right.contiguous().reshape(-1).view(torch.uint8).numpy().data
-        first = seen.first(len(rights), bits, right.shape)
+        first = distinct.first(len(rights), bits, right.shape)
         if first == len(rights):
             rights.append(right)
             lefts.append(left)
@@ -160,27 +159,27 @@ def decomposing(name: str) -> Iterator[None]:
         raise beyond_fp64(name) from e
 
 
-def spectrum(wanted: Wanted, rule: Rule, noise: float, at: Placement = HOST) -> Triples:
+def spectrum(delta: Delta, rule: Rule, noise: float, at: Placement = HOST) -> Triples:
     """Return the singular triples of a layer, as many as its rule needs; matrices are decomposed at a placement."""
-    if wanted.whole is None:
-        left, right = wanted.factors
+    if delta.whole is None:
+        left, right = delta.factors
         if left.shape[1] <= min(left.shape[0], right.shape[1]):
             return of_factors(left[None], right[None], noise)[0]
-    return of_dense(wanted.rows, rule.of_inputs(wanted.before), noise, at, wanted.squares)
+    return of_dense(delta.rows, rule.of_inputs(delta.before), noise, at, delta.squares)
 
 
-def shared_out(rule: Rule, layers: Iterable[tuple[str, Wanted]], itemsize: int, noise: float) -> dict[str, int]:
+def shared_out(rule: Rule, layers: Iterable[tuple[str, Delta]], itemsize: int, noise: float) -> dict[str, int]:
     """Return the rank of each layer by the rule `size`, which looks at all of them; `itemsize`: bytes of a number."""
     spectra, widths = {}, {}
     everything = replace(rule, name="energy", value=1.0)
-    for name, wanted in layers:
-        if wanted.squares > 0:
-            whole = wanted.whole
+    for name, delta in layers:
+        if delta.squares > 0:
+            whole = delta.whole
             with decomposing(name):
-                found = spectrum(wanted, everything, noise).values if whole is None else values_of(whole)
-            values = found.tolist()
+                singular = spectrum(delta, everything, noise).values if whole is None else values_of(whole)
+            values = singular.tolist()
             spectra[name] = values[: choose(everything, values)]
-            widths[name] = sum(wanted.matrix) * itemsize
+            widths[name] = sum(delta.matrix) * itemsize
     return share_out(spectra, widths, int(rule.value), rule.most)
 
 
@@ -214,73 +213,66 @@ class Storage:
     noise: float  # singular values below this share of the largest one are noise of the inputs
     at: Placement = HOST  # where matrices are decomposed
 
-    def layer(self, target: Target, wanted: Wanted, cut: Cut, triples: Triples | None = None) -> Layer:
-        """Return the stored tensors of a layer; FitError for a result that has no factors. `triples`: of Δ, as many as
-        the rule needs, where they are known."""
+    def layer(self, target: Target, delta: Delta, cut: Cut, triples: Triples | None = None) -> Layer:
+        """Return the stored tensors of a layer. `triples`: of Δ, as many as the rule needs, if they are known."""
         if target.vector or self.algorithm == WHOLE:
-            return self._whole(target, wanted)
-        layer = self._factored(target, wanted, cut, triples)
-        out, cols = wanted.matrix
+            return self._whole(target, delta)
+        layer = self._factored(target, delta, cut, triples)
+        out, cols = delta.matrix
         if self.algorithm == AUTO and layer.algorithm == FACTORS and layer.rank * (out + cols) >= out * cols:
-            return self._whole(target, wanted)  # smaller, and nothing is cut
+            return self._whole(target, delta)  # smaller, and nothing is cut
         return layer
 
-    def _factored(self, target: Target, wanted: Wanted, cut: Cut, triples: Triples | None) -> Layer:
-        """Return the layer as factors; as a whole matrix where it has none and `auto` lets it be one."""
+    def _factored(self, target: Target, delta: Delta, cut: Cut, triples: Triples | None) -> Layer:
+        """Return the layer as factors; as a whole matrix if it has none, which headers show (form.py)."""
         if cut.rule.name == EXACT and cut.rank is None:
-            if wanted.whole is None:
-                return self._exact(target, wanted, cut)
-            if self.algorithm == AUTO:
-                return self._whole(target, wanted)
-            raise FitError(NOT_LOW_RANK, target.name, GIVE_RANK)
-        if target.stacked:
-            raise FitError(STACKED, target.name, IN_FULL)
+            return self._exact(target, delta, cut) if delta.whole is None else self._whole(target, delta)
         rank = cut.rank
         rule = cut.rule if rank is None else replace(cut.rule, most=rank)  # no more vectors than are stored
         with decomposing(target.name):
-            found = triples or spectrum(wanted, rule, self.noise, self.at)
+            leading = triples or spectrum(delta, rule, self.noise, self.at)
         if rank is None:
-            rank = choose(cut.rule.of_inputs(wanted.before), found.values.tolist(), total=found.squares)
-        return self._cut(target, wanted, found, rank, cut.alpha_of(rank))
+            rank = choose(cut.rule.of_inputs(delta.before), leading.values.tolist(), total=leading.squares)
+        return self._cut(target, delta, leading, rank, cut.alpha_of(rank))
 
-    def _whole(self, target: Target, wanted: Wanted) -> Layer:
+    def _whole(self, target: Target, delta: Delta) -> Layer:
         """Return the whole matrix, rounded once."""
-        made = rounded(wanted.rows, self.dtype)
-        effect = None if wanted.whole is None else made.totals.effect
-        tensors = {"diff": made.numbers.reshape(target.shape)}
-        return Layer(tensors, WHOLE, 0, wanted.before, None, made.totals.squares, made.lost, effect=effect)
+        stored = rounded(delta.rows, self.dtype)
+        effect = None if delta.whole is None else stored.totals.effect
+        tensors = {"diff": stored.numbers.reshape(target.shape)}
+        return Layer(tensors, WHOLE, 0, delta.before, None, stored.totals.squares, stored.lost, effect=effect)
 
-    def _exact(self, target: Target, wanted: Wanted, cut: Cut) -> Layer:
+    def _exact(self, target: Target, delta: Delta, cut: Cut) -> Layer:
         """Return the factors side by side; where they have more columns than the weight has rank, one becomes the
         identity."""
-        left, right = wanted.factors
+        left, right = delta.factors
         out, cols = left.shape[0], right.shape[1]
         if left.shape[1] > min(out, cols):
-            one = torch.eye(min(out, cols), dtype=left.dtype, device=left.device)
-            left, right = (one, left @ right) if out <= cols else (left @ right, one)
+            identity = torch.eye(min(out, cols), dtype=left.dtype, device=left.device)
+            left, right = (identity, left @ right) if out <= cols else (left @ right, identity)
         alpha = cut.alpha_of(left.shape[1])
         scale = alpha / left.shape[1] if left.shape[1] else 1.0  # rank 0: no change
-        grams = wanted.grams if right is wanted.right else None
+        grams = delta.grams if right is delta.right else None
         rows = None if grams is None else grams.rows
         if (shift := in_range(left, right, scale, self.dtype, grams)) is not None:
             left, right = left * shift, right / shift[:, None]
             rows = None if rows is None else rows / shift[:, None] / shift
         up, down = (left if scale == 1 else left / scale).to(self.dtype), right.to(self.dtype)
-        held = up.to(left.dtype, copy=scale != 1)  # fp64 factors are stored as they are
-        off = apart(left, right, held if scale == 1 else held.mul_(scale), down.to(right.dtype), rows)
-        return self.pair(target.shape, wanted.before, (up, down), alpha, (wanted.squares, off))
+        rounded_up = up.to(left.dtype, copy=scale != 1)  # fp64 factors are stored as they are
+        off = apart(left, right, rounded_up if scale == 1 else rounded_up.mul_(scale), down.to(right.dtype), rows)
+        return self.pair(target.shape, delta.before, (up, down), alpha, (delta.squares, off))
 
-    def _cut(self, target: Target, wanted: Wanted, found: Triples, rank: int, alpha: float) -> Layer:
+    def _cut(self, target: Target, delta: Delta, triples: Triples, rank: int, alpha: float) -> Layer:
         """Return the leading triples as factors."""
-        left, right = found.pair(rank)
+        left, right = triples.pair(rank)
         scale = alpha / rank if rank else 1.0
         up, down = stored(left if scale == 1 else left / scale, right, self.dtype)
         real, wide = up.double() if scale == 1 else up.double() * scale, down.double()
-        if wanted.whole is not None:
-            off = apart_from(wanted.whole, real, wide, found.squares)
+        if delta.whole is not None:
+            off = apart_from(delta.whole, real, wide, triples.squares)
         else:
-            off = _left_out(wanted, found, (left, right), (real, wide))
-        return self.pair(target.shape, wanted.before, (up, down), alpha, (found.squares, max(0.0, off)))
+            off = _left_out(delta, triples, (left, right), (real, wide))
+        return self.pair(target.shape, delta.before, (up, down), alpha, (triples.squares, max(0.0, off)))
 
     def pair(
         self, shape: Sequence[int], before: int, pair: tuple[Tensor, Tensor], alpha: float, squares: tuple[float, float]
@@ -295,19 +287,19 @@ class Storage:
 
 
 def _left_out(
-    wanted: Wanted, found: Triples, kept: tuple[Tensor, Tensor], pair: tuple[Tensor, Tensor]
+    delta: Delta, triples: Triples, leading: tuple[Tensor, Tensor], pair: tuple[Tensor, Tensor]
 ) -> float:  # fmt: skip
     """Return ‖Δ − Δ̂‖² for factors of Δ, the triples that are kept, and the stored pair.
 
     Where it is too small for a difference of squares, it is that of the triples left out, plus that of the rounding,
     less twice what Δ̂ has in common with the triples left out.
     """
-    tail = max(0.0, found.squares - float(found.values[: kept[0].shape[1]].square().sum()))
-    if tail > PLAIN * found.squares:
-        off = found.squares - 2 * inner(*wanted.factors, *pair) + inner(*pair, *pair)
-        if off > PLAIN * found.squares:
+    tail = max(0.0, triples.squares - float(triples.values[: leading[0].shape[1]].square().sum()))
+    if tail > PLAIN * triples.squares:
+        off = triples.squares - 2 * inner(*delta.factors, *pair) + inner(*pair, *pair)
+        if off > PLAIN * triples.squares:
             return off
-    off = apart(*kept, *pair)
-    if tail > 1e-20 * found.squares:
-        off += tail - 2 * (inner(*wanted.factors, *pair) - inner(*kept, *pair))
+    off = apart(*leading, *pair)
+    if tail > 1e-20 * triples.squares:
+        off += tail - 2 * (inner(*delta.factors, *pair) - inner(*leading, *pair))
     return off

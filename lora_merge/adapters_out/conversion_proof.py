@@ -69,21 +69,24 @@ def prove(claim: Claim, sources: Sources, before: PerThread[Evaluator], begin: C
         after = PerThread(lambda: Evaluator(again, cache_of(job, reader, again, drawn=True), HOST))
 
         def work(target: Target) -> Apart:
-            one, other = before.get(), after.get()
+            before_values, other = before.get(), after.get()
             written = theirs.get(target.key)
             pairs = same_factors(target, written)
-            if pairs and all(_alike(other.cache.fetch(new), one.cache.fetch(old)) for old, new in pairs):
+            if pairs and all(_alike(other.cache.fetch(new), before_values.cache.fetch(old)) for old, new in pairs):
                 off = Apart(0.0, 0.0, (0.0, 0.0))
             else:
-                held, bound = other.changes(written) if written else [], (claim.residual, claim.lost.get(target.key, 0))
-                off = difference(target, one.changes(target), held, bound)
-            one.forget()
+                stored, bound = (
+                    other.changes(written) if written else [],
+                    (claim.residual, claim.lost.get(target.key, 0)),
+                )
+                off = difference(target, before_values.changes(target), stored, bound)
+            before_values.forget()
             other.forget()
             return off
 
         bound = job.inputs.max_memory // 2
         for target, off in zip(chosen, side_by_side(chosen, work, _nbytes, bound), strict=True):
-            if not isfinite(off.wanted):
+            if not isfinite(off.norm):
                 raise beyond_fp64(target.key)
             worst, name = max((worst, name), (off.share, target.key))
             if not off.fits:
@@ -94,8 +97,8 @@ def prove(claim: Claim, sources: Sources, before: PerThread[Evaluator], begin: C
             "worst_layer": name}  # fmt: skip
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and alike(one.reshape(-1), other.reshape(-1))
+def _alike(first: Tensor, other: Tensor) -> bool:
+    return first.dtype == other.dtype and alike(first.reshape(-1), other.reshape(-1))
 
 
 def _nbytes(target: Target) -> int:
@@ -113,10 +116,10 @@ def _cost(target: Target) -> int:
 
 
 class Apart(NamedTuple):
-    """How far a change is from the one that is wanted."""
+    """How far the output's change is from the input's."""
 
     size: float  # ‖Δ − Δ̂‖
-    wanted: float  # ‖Δ‖
+    norm: float  # ‖Δ‖
     bound: tuple[float, float]
     """By how much it may be off: a share of ‖Δ‖, or ‖Δ − Δ̂‖² of the modules that have rows of it, as the parts of a
     fused module are not all as large."""
@@ -124,27 +127,32 @@ class Apart(NamedTuple):
     @property
     def share(self) -> float:
         """‖Δ − Δ̂‖ / ‖Δ‖; ‖Δ̂‖ where Δ is zero."""
-        return self.size / (self.wanted or 1.0)
+        return self.size / (self.norm or 1.0)
 
     @property
     def fits(self) -> bool:
         """Whether it is off by no more than it may be."""
         share, squares = self.bound
-        return self.size <= 1.01 * max(share * self.wanted, sqrt(squares)) + SLACK * (self.wanted or 1.0)
+        return self.size <= 1.01 * max(share * self.norm, sqrt(squares)) + SLACK * (self.norm or 1.0)
 
 
-def difference(target: Target, wanted: Sequence[Change], held: Sequence[Change], bound: tuple[float, float]) -> Apart:
-    """Return how far the change of one weight is from the wanted one; an estimate where it is within the bound."""
-    if any(c.left is None for c in (*wanted, *held)):
-        one, other = (sum_of(target.matrix, [(c.strength, c.rows()) for c in changes]) for changes in (wanted, held))
-        return Apart(sqrt(squares_between(one, other)), sqrt(squares_of_rows(one)), bound)
-    (left, right), (up, down) = _factors(target, wanted), _factors(target, held)
+def difference(
+    target: Target, input_changes: Sequence[Change], output_changes: Sequence[Change], bound: tuple[float, float]
+) -> Apart:
+    """Return how far the change of one weight is from that of the input; an estimate where it is within the bound."""
+    if any(c.left is None for c in (*input_changes, *output_changes)):
+        first, other = (
+            sum_of(target.matrix, [(c.strength, c.rows()) for c in changes])
+            for changes in (input_changes, output_changes)
+        )
+        return Apart(sqrt(squares_between(first, other)), sqrt(squares_of_rows(first)), bound)
+    (left, right), (up, down) = _factors(target, input_changes), _factors(target, output_changes)
     generator = torch.Generator().manual_seed(0)
     vectors = torch.randn(target.matrix[1], PROBES, generator=generator, dtype=torch.float64) / PROBES**0.5
-    seen = left @ (right @ vectors)
-    found = Apart(float((seen - up @ (down @ vectors)).norm()), float(seen.norm()), bound)
-    if found.fits:
-        return found
+    products = left @ (right @ vectors)
+    estimate = Apart(float((products - up @ (down @ vectors)).norm()), float(products.norm()), bound)
+    if estimate.fits:
+        return estimate
     off: float = squares_of(torch.cat((left, -up), 1), torch.cat((right, down)))
     return Apart(sqrt(off), sqrt(squares_of(left, right)), bound)
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from ..adapter_options import KEEP
 from ..algorithms import ALGORITHMS
@@ -17,275 +17,188 @@ from ..disk.draft import Draft, Heap
 from ..disk.reader import Reader
 from ..dtypes import spoken
 from ..engine.torch_preload import load_library
-from ..errors import FitError, UsageError
+from ..errors import FitError
 from ..files.folder_layouts import PEFT
 from ..matching.formula import ALPHA
 from ..models.blocks import network_of
 from ..models.names import Names
-from ..options import pairs, shown
-from ..paths import is_folder, names_folder, output_file
 from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Counting, Progress, unwatched
 from ..text import Note
 from .adapter_dialect import heads, in_memory, own_dialect, own_places
-from .convert_job import Conversion, Opened, Writing, bundled, weight_of
+from .conversion import Conversion, Writing, bundled, named, weight_of
 from .copy_factors import all_factors, claimed, proven, renamed
 from .decomposition.svd_memory import note
-from .dialects import DIALECTS, OF_INPUT, Dialect, dialect, names
-from .form import expect_held, kept, planned_layer, with_demands
+from .dialects import DIALECTS, Dialect
+from .form import form_of_module
 from .groups import Filled, Place, filled, is_plain, places
-from .job import CHOICE, FACTORS, STORED_AS, WHOLE, AdapterJob, make_adapter_job
-from .metadata.sizes import PlannedLayer, planned_size, tensors_of
-from .module_tensors import Kept
+from .job import FACTORS, WHOLE, AdapterJob, one_rank
+from .metadata.sizes import planned_size, tensors_of
+from .module_tensors import StoredModule
 from .output_file import CONTENTS, Entry, drafted, expect_room, text_of, unique, unread
 from .peft.config import FLAG, config, differing_ranks, expect_one, task_type
 from .pipeline import Facts, Outcome, Run, coverage, idle_alpha, left_out, model_of, planned
-from .planned_layers import known_rank
-from .rank_rules import COUNT, EXACT, NO_NOISE, NOISE, RankRules, Rule
+from .planned_tensors import facts_of, planned_modules, without_data
 from .report import AdapterReport
 from .sources import Sources, chosen_of, open_sources
 from .without_base import NOWHERE, as_named, without_base
 
-RANKS: Final[tuple[str, ...]] = ("rank", "conv_rank", "max_rank", "rank_for")
-OWN: Final = ("to", "algorithm", "alpha", *CHOICE, *RANKS)
-"""The options of this command alone."""
-
-
-def _writes_file(to: Dialect, adapter: Path) -> bool:
-    """Return whether a file is written, and no folder of PEFT."""
-    return not is_folder(adapter) if to.name == KEEP else not to.folder
-
-
-def make_conversion(
-    adapter: Any, output: str | Path | None, base: str | Path | None, options: Mapping[str, Any]
-) -> Conversion:
-    """Return the job of `convert`; UsageError for an option or a value that is wrong."""
-    given = {name: value for name, value in options.items() if value is not None}
-    to, algorithm = given.pop("to", KEEP), given.pop("algorithm", KEEP)
-    ranks: dict[str, Any] = {name: given.pop(name) for name in RANKS if name in given}
-    found = dialect(to) if isinstance(to, str) else None
-    if found is None:
-        raise UsageError(f"the format {shown(to)!r} does not exist", "--to", f"use one of {', '.join(names())}")
-    if algorithm not in (KEEP, *STORED_AS):
-        raise UsageError(f"layers cannot be stored as {shown(algorithm)!r}", "--algorithm",
-                         f"use one of {', '.join((KEEP, *STORED_AS))}")  # fmt: skip
-    made = make_adapter_job("convert", [adapter], output, base, {"alpha": KEEP, **given})
-    inside = False
-    if output is not None and _writes_file(found, made.inputs.adapters[0].path):
-        inside = names_folder(output)
-        path = made.output / "named when it is opened" if inside else output_file(output)
-        made = replace(made, inputs=replace(made.inputs, output=path))
-    told = {"to": found.name, "algorithm": algorithm, **ranks}
-    recorded = (*made.options, *((n, v) for n, v in told.items() if v not in (None, KEEP)))
-    return Conversion(
-        replace(made, algorithm=algorithm, options=recorded), found, _rules(ranks), output is None or inside
-    )
-
-
-def _rules(ranks: Mapping[str, Any]) -> RankRules | None:
-    """Return the rules that the options state; None where they state none."""
-    if not ranks:
-        return None
-    if "rank" not in ranks:
-        raise UsageError("a rule for some layers, and none for the others", "--rank", "give --rank too, such as exact")
-    parts = pairs(ranks.get("rank_for", ()), "--rank-for")
-    rules = RankRules.of(ranks["rank"], ranks.get("conv_rank"), ranks.get("max_rank"), parts)
-    if rules.has(NOISE):
-        raise UsageError(NO_NOISE, "--rank noise", "give a number or energy:x")
-    return rules
-
 
 def run(
-    task: Conversion, progress: Progress = unwatched, *, recipe: Mapping[str, Any] | None = None,
-    before: Mapping[str, Any] | None = None, tell: Callable[[Opened], object] | None = None,
+    job: AdapterJob, progress: Progress = unwatched, *, recipe: Mapping[str, Any] | None = None,
+    before: Mapping[str, Any] | None = None, on_open: Callable[[Conversion], object] | None = None,
 ) -> AdapterReport:  # fmt: skip
     """Run a conversion: the output appears under its name when it is complete and verified, or not at all.
 
-    `recipe`, `before`: of a command whose result is converted; they stand in place of the conversion's recipe and of
-    the configuration of its adapter. `tell`: is told the conversion when it is open.
+    `recipe`, `before`: of a command whose result is converted; they replace the conversion's recipe and the
+    configuration of its adapter. `on_open`: called with the opened conversion before any tensor is read.
     """
     with ExitStack() as stack:
-        this = stack.enter_context(Run(task.job, progress))
-        found = opened(task, this.hash_adapters())
-        task, sources, job = found.task, found.sources, found.task.job
+        # Step 1: the inputs are opened, and the modules of the output planned.
+        this = stack.enter_context(Run(job, progress))
+        conversion = opened(job, this.hash_adapters())
+        job, to, sources, modules, all_modules, _ = conversion
         this.name(job.output)
-        if tell is not None:
-            tell(found)
+        if on_open is not None:
+            on_open(conversion)
         inputs = [a.index for a in sources.adapters]
-        rows = tensors_of(layer for _, layer in planned_modules(found))
-        if task.rules is None:  # else numbers decide
+        rows = tensors_of(layer for _, layer in planned_modules(conversion))
+        if not job.ranked:  # else numbers decide
             expect_room(job, rows)
+        # Step 2: the modules are written to the draft: copied, or else computed.
         reader = this.reading(sources.indexes)
-        begin = partial(drafted, job, reader, rows, inputs, folder=task.to.folder)
+        begin = partial(drafted, job, reader, rows, inputs, folder=to.folder)
         draft = stack.enter_context(begin())
-        writing = _renamed(found, reader, draft, this.counted)
+        writing = _renamed(conversion, reader, draft, this.counted)
         if writing is None:
             load_library()
-            from .convert_modules import made
+            from .convert_modules import computed
 
             draft = stack.enter_context(begin())
             heap = stack.enter_context(closing(Heap(job.output.parent, job.inputs.max_memory // 4)))
-            into = heap if task.to.folder else draft  # PEFT may ask for other tensors when all are known
-            writing = made(found, reader, into, this.counted)
-        entries = entries_of(task.to, writing.whole) + writing.beside
-        own = config(writing.whole, _before(sources, before), found.everywhere) if task.to.folder else None
-        layers = {prefix_name(task.to, m.place): m.layer for m in writing.made}
-        outcome = Outcome(job, inputs, layers, entries, own, model_of(sources), made_by=recipe)
-        notes = (*dict.fromkeys(sources.notes), *_memory_note(task, found.there), *left_out(writing.zeros),
-                 *_stated_again(job, writing.made), *differing_ranks(own), *idle_alpha(job, stored=task.to.alpha),
-                 *(unread(e.name for e in entries) if own is None else ()),
-                 *dict.fromkeys(note for one in writing.made for note in one.layer.notes))  # fmt: skip
+            into = heap if to.folder else draft  # PEFT may ask for other tensors when all are known
+            writing = computed(conversion, reader, into, this.counted)
+        # Step 3: the header, the proof and the report.
+        entries = entries_of(to, writing.whole) + writing.beside
+        of_folder = config(writing.whole, _before(sources, before), all_modules) if to.folder else None
+        layers = {prefix_name(to, m.place): m.layer for m in writing.changed}
+        outcome = Outcome(job, inputs, layers, entries, of_folder, model_of(sources), made_by=recipe)
+        notes = (*dict.fromkeys(sources.notes), *_memory_note(job, modules), *left_out(writing.zeros),
+                 *_stated_again(job, writing.changed), *differing_ranks(of_folder), *idle_alpha(job, stored=to.alpha),
+                 *(unread(e.name for e in entries) if of_folder is None else ()),
+                 *dict.fromkeys(note for module in writing.changed for note in module.layer.notes))  # fmt: skip
         dtype = spoken(Counter(e.dtype for e in entries).most_common(1)[0][0])
-        told = coverage(job, sources, [one.name for one in writing.beside])
-        facts = Facts(told, dtype, notes, task.to.name, _weights(found.there))
+        covered = coverage(job, sources, [entry.name for entry in writing.beside])
+        facts = Facts(covered, dtype, notes, to.name, _weights(modules))
         return outcome.finish(reader, draft, facts, writing.prove, this)
 
 
-def _renamed(found: Opened, reader: Reader, draft: Draft, begin: Counting) -> Writing | None:
+def _renamed(conversion: Conversion, reader: Reader, draft: Draft, begin: Counting) -> Writing | None:
     """Return the modules of a conversion that changes no number; None for another one."""
-    task, sources = found.task, found.sources
-    whole = task.rules is None and not bundled(sources.adapters[0], task.to)
-    factors = all_factors(found.there, task.to, task.job) if whole else []
+    job, to, sources, *_ = conversion
+    factors = [] if bundled(sources.adapters[0], to) else all_factors(conversion)
     if not factors:
         return None
-    made = renamed(factors, task.to, reader, draft, begin)
+    copies = renamed(factors, to, reader, draft, begin)
 
     def prove(part: Path) -> Mapping[str, Any]:
-        alike = proven(sources, claimed(task.job, part), reader, begin)
+        alike = proven(sources, claimed(job, part), reader, begin)
         if alike is not None:
             return alike
         from .convert_modules import proof
 
-        return proof(found, reader, made, begin)(part)
+        return proof(conversion, reader, copies, begin)(part)
 
-    return Writing(made, made, [], [], prove) if made else None
+    return Writing(copies, copies, [], [], prove) if copies else None
 
 
-def plan(task: Conversion, found: Opened | None = None) -> AdapterReport:
-    """Return what `run` would do, from headers alone. `found`: the conversion, where it is open."""
-    found = found or opened(task, CheckpointCache())
-    task, sources, there, job = found.task, found.sources, found.there, found.task.job
-    own = planned_modules(found)
-    facts_of = [_told(one, layer, task) for one, (_, layer) in zip(there, own, strict=False)]
-    layers = {prefix_name(task.to, place): told for (place, _), told in zip(own, facts_of, strict=False)}
-    size = planned_size([layer for _, layer in own], task.rules.linear if task.rules else Rule(EXACT),
-                        [a.index for a in sources.adapters])  # fmt: skip
+def plan(job: AdapterJob, conversion: Conversion | None = None, cache: CheckpointCache | None = None) -> AdapterReport:
+    """Return what `run` would do, from headers alone. `conversion`: the opened one, if there is one."""
+    conversion = conversion or opened(job, cache or CheckpointCache())
+    job, to, sources, modules, all_modules, forms = conversion
+    planned_layers = planned_modules(conversion)
+    facts = [facts_of(form, layer, to) for form, (_, layer) in zip(forms, planned_layers, strict=False)]
+    layers = {
+        prefix_name(to, place): module_facts for (place, _), module_facts in zip(planned_layers, facts, strict=False)
+    }
+    size = planned_size([layer for _, layer in planned_layers], job.rules.linear, [a.index for a in sources.adapters])
     of_folder = None
-    if task.to.folder:
-        kinds = [*(str(told["algorithm"]) for told in facts_of), *(FACTORS for _ in own[len(facts_of) :])]
-        made = [kept(*one, kind, task.to) for one, kind in zip(own, kinds, strict=True)]
-        of_folder = config(made, _before(sources, None), found.everywhere)
+    if to.folder:
+        kinds = [
+            *(str(module_facts["algorithm"]) for module_facts in facts),
+            *(FACTORS for _ in planned_layers[len(facts) :]),
+        ]
+        modules_without_data = [without_data(*pair, kind, to) for pair, kind in zip(planned_layers, kinds, strict=True)]
+        of_folder = config(modules_without_data, _before(sources, None), all_modules)
         size += len(text_of(of_folder))
-    dtype = spoken(Counter(kind for _, layer in own for _, kind, _ in sorted(layer.tensors)).most_common(1)[0][0])
-    notes = (*dict.fromkeys(sources.notes), *_memory_note(task, there), *differing_ranks(of_folder),
-             *idle_alpha(job, stored=task.to.alpha))  # fmt: skip
-    facts = Facts(coverage(job, sources), dtype, notes, task.to.name, _weights(there))
-    return planned(job, facts, layers, size)
+    kinds_of_tensors = Counter(kind for _, layer in planned_layers for _, kind, _ in sorted(layer.tensors))
+    dtype = spoken(kinds_of_tensors.most_common(1)[0][0])
+    notes = (*dict.fromkeys(sources.notes), *_memory_note(job, modules), *differing_ranks(of_folder),
+             *idle_alpha(job, stored=to.alpha))  # fmt: skip
+    return planned(job, Facts(coverage(job, sources), dtype, notes, to.name, _weights(modules)), layers, size)
 
 
-def planned_modules(found: Opened) -> list[tuple[Place, PlannedLayer]]:
-    """Return the tensors of every module: factors at their highest rank, where the numbers decide it; then those that
-    PEFT needs in addition."""
-    ranks = [_planned(one, found.task)["rank"] or _most(one) for one in found.there]
-    return with_demands([planned_layer(*pair, found) for pair in zip(found.there, ranks, strict=True)], found)
-
-
-def _most(one: Filled) -> int:
-    """Return the highest rank that the change of a module can have."""
-    ranks, short = [known_rank(s.patch) for s in one.shares], min(one.place.view.matrix)
-    return short if None in ranks else min(short, sum(r or 0 for r in ranks))
-
-
-def _told(one: Filled, layer: PlannedLayer, task: Conversion) -> dict[str, Any]:
-    """Return what a plan tells of a module, with the rank that PEFT asks of experts."""
-    told = _planned(one, task)
-    if told["rank"] and not layer.rank and told["algorithm"] == FACTORS:
-        return {"algorithm": WHOLE, "rank": 0}
-    if told["algorithm"] in task.to.products and layer.rank:
-        return {**told, "rank": layer.rank}
-    return {**told, "rank": told["rank"] and (layer.rank or told["rank"])}
-
-
-def _memory_note(task: Conversion, there: Sequence[Filled]) -> list[Note]:
+def _memory_note(job: AdapterJob, modules: Sequence[Filled]) -> list[Note]:
     """Return the note about the largest change that is decomposed without factors, if it may exceed the limit."""
-    rules = task.rules
-    if rules is None or task.job.algorithm == WHOLE:
+    if not job.ranked or job.algorithm == WHOLE:
         return []
-    dense = [one.place for one in there if not one.place.vector and not all(is_plain(s.patch) for s in one.shares)]
-    tasks = [(p.label, p.view.matrix, rules.of_layer(p.label, kernel=p.kernel)) for p in dense]
-    return note(tasks, task.job.inputs.max_memory)
+    dense = [m.place for m in modules if not m.place.vector and not all(is_plain(s.patch) for s in m.shares)]
+    matrices = [(p.label, p.view.matrix, job.rules.of_layer(p.label, kernel=p.kernel)) for p in dense]
+    return note(matrices, job.inputs.max_memory)
 
 
-def _planned(one: Filled, task: Conversion) -> dict[str, Any]:
-    """Return what headers tell of a module: its algorithm, and its rank, or the most that it can be."""
-    patches, most = [s.patch for s in one.shares], min(one.place.view.matrix)
-    if one.place.vector or one.value is not None or task.job.algorithm == WHOLE:
-        return {"algorithm": WHOLE, "rank": 0}
-    if task.rules is None and task.job.algorithm == KEEP:
-        if all(map(is_plain, patches)):
-            ranks = [known_rank(replace(p, magnitude=None)) or 0 for p in patches]  # DoRA's stays beside the factors
-            return {"algorithm": FACTORS, "rank": min(sum(ranks), most)}
-        row = ALGORITHMS[patches[0].algorithm]
-        return {"algorithm": row.name, "rank": row.rank(patches[0].shapes) if row.rank else 0}
-    rule = task.rules.of_layer(one.place.label, kernel=one.place.kernel) if task.rules else Rule(EXACT)
-    own = [known_rank(p) for p in patches]
-    if None not in own and rule.name in (EXACT, COUNT):  # else the numbers decide
-        most = min(most, sum(r or 0 for r in own))
-        return {"algorithm": FACTORS, "rank": min(most, rule.ceiling or most)}
-    return {"algorithm": FACTORS, "rank": min(most, rule.ceiling) if rule.name == COUNT and rule.ceiling else 0}
-
-
-def opened(given: Conversion, cache: CheckpointCache) -> Opened:
+def opened(job: AdapterJob, cache: CheckpointCache) -> Conversion:
     """Return the adapter of a conversion, and the modules that its changes become; FitError where headers tell that the
     dialect cannot hold one. `cache`: the checkpoints that are open."""
-    job, kept = given.job, given.to is OF_INPUT
+    # Step 1: the adapter's changes of the base, and the dialect of the output.
+    keeps_dialect = job.format == KEEP
     file = cache.adapter(job.adapters[0].path)
-    to = own_dialect(file) if kept else given.to
+    to = own_dialect(file) if keeps_dialect else DIALECTS[job.format]
     if job.base is None:
-        sources = chosen_of(job, as_named(job, file) if kept else without_base(job, file, to))
+        sources = chosen_of(job, as_named(job, file) if keeps_dialect else without_base(job, file, to))
     else:
         sources = open_sources(job, cache)
     assert sources.inputs is not None, "it has a base, or one is assumed"
-    task = given.written_as(to.of(sources.inputs.names.known))
+    to = to.of(sources.inputs.names.known)
+    job, to = named(job, to), one_rank(job, to)
     read = [f for index in sources.indexes for f in index.files]
-    check_output(task.job.output, read, overwrite=job.inputs.overwrite, folder=task.to.folder,
-                 contents=CONTENTS)  # fmt: skip
-    everywhere = [*(own_places(sources, to) if kept else places(sources.inputs.names, task.to))]
-    everywhere += heads(sources) if task.to.whole and not kept else ()
-    there = filled(sources.targets, everywhere)
-    if task.to.from_top and not kept:
-        if (level := _level(there, sources.inputs.names)) is not None:
-            task = replace(task, to=replace(task.to, level=level))
-            everywhere = [*places(sources.inputs.names, task.to), *(heads(sources) if task.to.whole else ())]
-            there = filled(sources.targets, everywhere)
-        there, everywhere = in_memory(there, everywhere)
+    check_output(job.output, read, overwrite=job.inputs.overwrite, folder=to.folder, contents=CONTENTS)
+    # Step 2: the modules that the dialect can name, with the rows that each changes.
+    all_modules = [*(own_places(sources, to) if keeps_dialect else places(sources.inputs.names, to))]
+    all_modules += heads(sources) if to.whole and not keeps_dialect else ()
+    modules = filled(sources.targets, all_modules)
+    if to.from_top and not keeps_dialect:
+        if (level := _level(modules, sources.inputs.names)) is not None:
+            to = replace(to, level=level)
+            all_modules = [*places(sources.inputs.names, to), *(heads(sources) if to.whole else ())]
+            modules = filled(sources.targets, all_modules)
+        modules, all_modules = in_memory(modules, all_modules)
     order = {id(m): n for n, m in enumerate(sources.adapters[0].modules)}
-    there.sort(key=lambda one: min((order.get(id(s.patch.module), len(order)) for s in one.shares), default=len(order)))
-    if task.rules is not None:
-        own = sources.inputs.names if job.base is not None else None
-        task = replace(task, rules=task.rules.on(own, _layers(own, there)))
-    if task.to.folder:
-        expect_one((one.place.component for one in there), "the adapter changes")
-    for one in there:
-        expect_held(task, one)
-    return Opened(task, sources, there, everywhere)
+    modules.sort(key=lambda f: min((order.get(id(s.patch.module), len(order)) for s in f.shares), default=len(order)))
+    # Step 3: the rule and the form of each module.
+    base_names = sources.inputs.names if job.base is not None else None
+    job = replace(job, rules=job.rules.on(base_names, _layers(base_names, modules)))
+    if to.folder:
+        expect_one((module.place.component for module in modules), "the adapter changes")
+    forms = [form_of_module(job, to, module) for module in modules]
+    return Conversion(job, to, sources, modules, all_modules, forms)
 
 
-def _layers(names: Names | None, there: Sequence[Filled]) -> Iterator[tuple[str, str, Sequence[str]]]:
+def _layers(names: Names | None, modules: Sequence[Filled]) -> Iterator[tuple[str, str, Sequence[str]]]:
     """Yield label, network and names of each layer: its keys in the base, without a base the names of its modules."""
-    for place, shares, _ in there:
+    for place, shares, _ in modules:
         if names is not None:
             yield place.label, place.component, [piece.key for piece in place.view.row_slices]
         else:
-            modules = [share.patch.module.name for share in shares] or [place.label]
-            yield place.label, network_of(modules[0]), modules
+            named = [share.patch.module.name for share in shares] or [place.label]
+            yield place.label, network_of(named[0]), named
 
 
-def _level(there: Sequence[Filled], names: Names) -> str | None:
+def _level(modules: Sequence[Filled], names: Names) -> str | None:
     """Return the level above the layers that an adapter of PEFT names itself; None for another adapter."""
     bodies = {k: body for part in names.parts for body, k in part.keys.items() if k.startswith(part.prefix)}
     levels = set()
-    for place, shares, _ in there:
+    for place, shares, _ in modules:
         (piece, *others) = place.view.row_slices
         body = bodies.get(piece.key, "").rpartition(".")[0]
         for name in (s.patch.module.name for s in shares if s.is_all(place) and body and not others):
@@ -294,27 +207,27 @@ def _level(there: Sequence[Filled], names: Names) -> str | None:
     return levels.pop() if len(levels) == 1 else None
 
 
-def _before(sources: Sources, given: Mapping[str, Any] | None) -> Mapping[str, Any]:
+def _before(sources: Sources, configuration: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Return the configuration of the adapter, or the given one; with the task of the base's model if it lacks one."""
-    own = sources.adapters[0].index.config if given is None else given
+    before = sources.adapters[0].index.config if configuration is None else configuration
     base = sources.inputs.base if sources.inputs and sources.inputs.base.path != NOWHERE else None
-    told = {**own, FLAG: base is None and own.get(FLAG) is True}  # else the base tells it
-    return told if own.get("task_type") else {**told, "task_type": task_type(base.config if base else {})}
+    stated = {**before, FLAG: base is None and before.get(FLAG) is True}  # else the base tells it
+    return stated if before.get("task_type") else {**stated, "task_type": task_type(base.config if base else {})}
 
 
-def _stated_again(job: AdapterJob, made: Sequence[Kept]) -> list[Note]:
+def _stated_again(job: AdapterJob, modules: Sequence[StoredModule]) -> list[Note]:
     """Return the note about settings that the user stated and that copied tensors do not hold."""
-    given, needed = dict(job.inputs.setting), set()
-    for one in made:
-        if one.copied:
-            needed |= given.keys() & ALGORITHMS[one.layer.algorithm].settings.keys()
-            needed |= {ALPHA} & given.keys() if ".alpha" not in one.tensors else set()
-    again = " ".join(f"--setting {name}={given[name]}" for name in sorted(needed))
+    stated, needed = dict(job.inputs.setting), set()
+    for module in modules:
+        if module.copied:
+            needed |= stated.keys() & ALGORITHMS[module.layer.algorithm].settings.keys()
+            needed |= {ALPHA} & stated.keys() if ".alpha" not in module.tensors else set()
+    again = " ".join(f"--setting {name}={stated[name]}" for name in sorted(needed))
     return [Note(f"whoever reads the output has to state {again} again")] if again else []
 
 
-def _weights(there: Sequence[Filled]) -> int:
-    return sum(map(weight_of, there))
+def _weights(modules: Sequence[Filled]) -> int:
+    return sum(map(weight_of, modules))
 
 
 def prefix_name(to: Dialect, place: Place) -> str:
@@ -324,12 +237,12 @@ def prefix_name(to: Dialect, place: Place) -> str:
     return name if place.parameter == "weight" else f"{name}.{place.parameter}"
 
 
-def entries_of(to: Dialect, made: Sequence[Kept]) -> list[Entry]:
+def entries_of(to: Dialect, modules: Sequence[StoredModule]) -> list[Entry]:
     """Return the tensors of all modules under their keys; FitError where two have one."""
-    found = [
+    entries = [
         replace(m.tensors[ending], name=to.key(m.place.prefix, m.place.module, ending))
-        for m in made for ending in sorted(m.tensors)
+        for m in modules for ending in sorted(m.tensors)
     ]  # fmt: skip
-    if twice := next(unique(found), None):
+    if twice := next(unique(entries), None):
         raise FitError("two layers of the output would have one name", twice, "convert to another dialect")
-    return found
+    return entries

@@ -7,7 +7,7 @@ The rows of a part of a module in the rows of the module that it becomes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf, isfinite, prod, sqrt
@@ -35,21 +35,29 @@ from ..progress import Counting
 from .alpha import IN_A_FACTOR, Scales, in_a_factor
 from .assumed_base_values import cache_of
 from .change import SINGLE, Evaluator, change_of, in_place, largest_rank, squares_between, sum_of, whole_change
-from .combined_change import Cut, Storage, Wanted, beyond_fp64, expect_finite, shared_out, stacked
+from .combined_change import Cut, Delta, Storage, beyond_fp64, expect_finite, shared_out, stacked
+from .conversion import Conversion, Writing, bundled, weight_of
 from .conversion_proof import Claim, prove
-from .convert_job import Opened, Writing, bundled, weight_of
-from .copied_tensors import Made, entry, holds, is_turned, kept, stored_magnitude, value_made, whole_made
+from .copied_tensors import (
+    ModuleTensors,
+    entry,
+    holds,
+    is_turned,
+    stored_magnitude,
+    stored_module,
+    value_made,
+    whole_made,
+)
 from .decomposition.storage_rounding import squares_of
 from .dialects import Dialect
-from .form import FOR_KOHYA, MATRICES, can_copy, holds_columns, is_copied, is_product, vector_ending, written_dtype
+from .form import Form, holds_columns, is_product, vector_ending, written_dtype
 from .groups import Filled, Place, Share, Target, is_plain
-from .job import FACTORS, WHOLE, AdapterJob, form
-from .module_tensors import Kept, Layer
+from .job import FACTORS, WHOLE, AdapterJob
+from .module_tensors import Layer, StoredModule
 from .parallel import PerThread, side_by_side
 from .peft.completion import as_table, completed, with_biases
 from .peft.config import is_table, magnitude_shape
 from .peft.kronecker import TO_LORA, rank_of
-from .rank_rules import EXACT, RankRules, Rule
 from .rounding import LARGE, SMALL, squares_of_rows
 from .sources import Sources
 from .without_base import NOWHERE
@@ -65,21 +73,21 @@ def placed_rows(change: Rows, share: Share, place: Place) -> Rows:
         order[target : target + count] = torch.arange(source, source + count)
 
     def read(rows: slice) -> Tensor:
-        wanted = order[rows]
-        found = torch.zeros(len(wanted), cols, dtype=torch.float64)
-        there = wanted >= 0
-        found[there] = change.of_rows(wanted[there]).dense().double()
-        return found
+        sources = order[rows]
+        numbers = torch.zeros(len(sources), cols, dtype=torch.float64)
+        in_share = sources >= 0
+        numbers[in_share] = change.of_rows(sources[in_share]).dense().double()
+        return numbers
 
     return Rows((out, cols), read)
 
 
 def placed(rows: Tensor, share: Share, out: int) -> Tensor:
     """Return the rows of a share in a matrix of the place's rows; the others are zero."""
-    found = rows.new_zeros(out, rows.shape[1])
+    numbers = rows.new_zeros(out, rows.shape[1])
     for source, target, count in share.runs:
-        found[target : target + count] = rows[source : source + count]
-    return found
+        numbers[target : target + count] = rows[source : source + count]
+    return numbers
 
 
 _ROWS: Final[Mapping[dora.Axis, tuple[int, int]]] = MappingProxyType({"out": (-1, 1), "in": (1, -1)})
@@ -92,60 +100,53 @@ class Converter:
 
     job: AdapterJob
     to: Dialect
-    rules: RankRules | None
     evaluator: Evaluator
-    tables: frozenset[str] = frozenset()  # modules of the adapter that are known to be embeddings
 
     @cached_property
     def at(self) -> Placement:
         """The placement at which matrices are decomposed."""
         return places(self.job.inputs.device, "F32")[0]
 
-    def ranks(self, there: Iterable[Filled]) -> dict[str, int]:
+    def ranks(self, modules: Sequence[Filled]) -> dict[str, int]:
         """Return the ranks that the rule `size` gives, by the places' labels; {} for other rules."""
-        if self.rules is None or not self.rules.together:
+        if not self.job.rules.together:
             return {}
-        matrices = (f for f in there if not f.place.vector and f.value is None)
-        wanted = ((f.place.label, self._wanted(f.place, f.shares)[0]) for f in matrices)
-        dtype = self._dtype([s for f in there for s in f.shares])
-        return shared_out(self.rules.linear, wanted, dtype.itemsize, 0.0)
+        matrices = (f for f in modules if not f.place.vector and f.value is None)
+        deltas = ((f.place.label, self._wanted(f.place, f.shares)[0]) for f in matrices)
+        dtype = self._dtype([s for f in modules for s in f.shares])
+        return shared_out(self.job.rules.linear, deltas, dtype.itemsize, 0.0)
 
-    def made(self, filled: Filled, rank: int | None = None) -> Made:
-        """Return the tensors of one module, at the rank that `ranks` gave; FitError where the dialect cannot hold
-        them."""
+    def tensors_of(self, filled: Filled, form: Form, rank: int | None = None) -> ModuleTensors:
+        """Return the tensors of one module, at the rank that `ranks` gave."""
         place, shares = filled.place, filled.shares
-        if filled.value is not None:
+        if form.kind == "value":
             return self._value(filled)
-        if place.vector:
+        if form.kind == "vector":
             return self._vector(place, shares)
-        if self.job.algorithm == KEEP and self.rules is None:
-            if any(s.patch.algorithm in MATRICES for s in shares) and not is_copied(filled, self.to):
-                return replace(self, job=replace(self.job, algorithm=WHOLE))._factored(place, shares, rank)
-            if copied := self._copy(filled) or self._renamed(place, shares):
-                return copied
-        return self._factored(place, shares, rank)
+        if form.kind == "copy":
+            return self._copy(filled)
+        as_stored = self._renamed(place, shares[0]) if form.renamed else None
+        return as_stored or self._factored(place, shares, form, rank)
 
-    def _copy(self, filled: Filled) -> Made | None:
-        """Return the module with its tensors as they are; None where it is a plain LoRA, which `_factored` keeps."""
+    def _copy(self, filled: Filled) -> ModuleTensors:
+        """Return the module with its tensors as they are; FitError if the dialect has no place for its scale."""
         place, shares = filled.place, filled.shares
-        if all(is_plain(s.patch) for s in shares):
-            return None
         (share, *others) = shares
         patch, row = share.patch, ALGORITHMS[share.patch.algorithm]
         endings = {slot: self.to.copied(patch.module, patch.algorithm, place.parameter, slot)
                    for slot in patch.module.slots}  # fmt: skip
         product = is_product(share, self.to)
-        held = Scales(self.evaluator, self.to)
-        alpha: Mapping[str, Tensor] | None = {} if product and held.strength_in(share) else held.alpha(share)
+        scales = Scales(self.evaluator, self.to)
+        alpha: Mapping[str, Tensor] | None = {} if product and scales.strength_in(share) else scales.alpha(share)
         moved = None
         if alpha is None and not others and share.is_all(place) and self.to.copies and not product:
-            number, kept = held.kept(patch)
+            number, entries = scales.unchanged(patch)
             moved = in_a_factor(share, number, self.evaluator, self._dtype(()))
-            alpha = kept if moved else None
+            alpha = entries if moved else None
         if alpha is None and share.strength != 1:
             raise FitError(f"the tensors of {patch.algorithm} have no place for a strength", place.name,
                            "store whole matrices: --algorithm full, or give --algorithm lora --rank RULE")  # fmt: skip
-        if alpha is None or not can_copy(filled, self.to):
+        if alpha is None:
             raise FitError(f"{self.to.name} cannot hold {patch.algorithm} in this place", place.name, TO_LORA)
         tensors = {str(endings[slot]): self._stored(info) for slot, info in patch.module.slots.items()}
         if moved:
@@ -161,22 +162,15 @@ class Converter:
             number = patch.numbers.get("scale", 1.0) * share.strength * rank
         squares, lost = (moved.squares, moved.lost) if moved else self._rounding(patch)
         notes = (IN_A_FACTOR,) if moved else ()
-        return Made(
+        return ModuleTensors(
             place, tensors, Layer(tensors, patch.algorithm, rank, rank, number, squares, lost, notes), copied=True
         )
 
-    def _renamed(self, place: Place, shares: Sequence[Share]) -> Made | None:
-        """Return a plain LoRA with the factors that are stored; None where a number of them or α has to change."""
-        (share, *others) = shares
-        patch, scale = share.patch, share.patch.numbers.get("scale", 0.0)
-        if others or patch.algorithm != FACTORS or patch.magnitude is not None or not self.to.alpha:
-            return None
-        if share.strength != 1 or self.job.alpha != KEEP or not share.is_all(place) or not scale:
-            return None
+    def _renamed(self, place: Place, share: Share) -> ModuleTensors | None:
+        """Return a plain LoRA with the factors that are stored; None if ‖ΔW‖² is beyond fp64."""
+        patch = share.patch
+        scale, rank = patch.numbers["scale"], patch.shapes["down"][0]
         up, down = (self.evaluator.cache.fetch(patch.module.slots[slot]) for slot in ("up", "down"))
-        rank, dtype = patch.shapes["down"][0], self._dtype(shares)
-        if {up.dtype, down.dtype} != {dtype} or not 0 < rank <= min(place.view.matrix):
-            return None
         left, right = up.reshape(-1, rank).float() * scale, down.reshape(rank, -1).float()
         squares = squares_of(left, right)
         if not SMALL < squares < LARGE:  # beyond fp32
@@ -187,7 +181,7 @@ class Converter:
         tensors = {self.to.endings["up"]: up.reshape(-1, rank, *ones),
                    self.to.endings["down"]: down.reshape(rank, *place.view.shape[1:]),
                    self.to.endings.get("alpha", ".alpha"): torch.tensor(rank * scale, dtype=torch.float32)}  # fmt: skip
-        return Made(place, tensors, Layer(tensors, FACTORS, rank, rank, rank * scale, squares, 0.0))
+        return ModuleTensors(place, tensors, Layer(tensors, FACTORS, rank, rank, rank * scale, squares, 0.0))
 
     def _rounding(self, patch: Patch) -> tuple[float, float]:
         """Return ‖Δ‖² and ‖Δ − Δ̂‖² of a module whose tensors get another dtype; zeros where nothing is rounded."""
@@ -210,42 +204,35 @@ class Converter:
         return value if dtype is None or not value.is_floating_point() else value.to(dtype)
 
     def _dtype(self, shares: Sequence[Share]) -> Any:
-        found = written_dtype(self.job, shares)
-        return None if found is None else TORCH_DTYPES[found]
+        dtype = written_dtype(self.job, shares)
+        return None if dtype is None else TORCH_DTYPES[dtype]
 
-    def _factored(self, place: Place, shares: Sequence[Share], rank: int | None) -> Made:
+    def _factored(self, place: Place, shares: Sequence[Share], form: Form, rank: int | None) -> ModuleTensors:
         """Return up and down: kept, cut, fused, or found by a rank rule."""
-        magnitude, given = None, shares
-        if self.job.algorithm == KEEP and self.rules is None and any(s.patch.magnitude for s in shares):
-            magnitude, given = self._magnitudes(place, shares), shares
+        magnitude, with_magnitudes = None, shares
+        if self.job.keeps_forms and any(s.patch.magnitude for s in shares):
+            magnitude, with_magnitudes = self._magnitudes(place, shares), shares
             shares = [s._replace(patch=replace(s.patch, magnitude=None)) for s in shares]
-        wanted, scale = self._wanted(place, shares)
+        delta, scale = self._wanted(place, shares)
         target = Target(place.name, place.parameter, place.view.shape, (), (), "")
         alpha = None
-        if wanted.left is not None and self.to.alpha and self.job.alpha == KEEP and scale:
-            alpha = wanted.left.shape[1] * scale
+        if delta.left is not None and self.to.alpha and self.job.alpha == KEEP and scale:
+            alpha = delta.left.shape[1] * scale
         elif not isinstance(self.job.alpha, str):
             alpha = float(self.job.alpha)
         if not self.to.alpha:
             alpha = None  # it is the rank
-        algorithm = FACTORS if self.job.algorithm == KEEP else self.job.algorithm
-        storage = Storage(form(algorithm, self.to), self._dtype(shares), 0.0, self.at)
-        if algorithm == FACTORS and wanted.left is None and self.rules is None:
-            raise FitError("the change is not low-rank, so it has no exact factors", place.name, FOR_KOHYA)
-        rule = self.rules.of_layer(place.label, kernel=place.kernel) if self.rules else Rule(EXACT)
-        layer = storage.layer(target, wanted, Cut(rule, rank, alpha))
-        if layer.algorithm == WHOLE and "diff" not in self.to.endings and self.to.whole:
-            return self._new_value(place, shares, wanted.rows)
+        storage = Storage(form.algorithm, self._dtype(shares), 0.0, self.at)
+        layer = storage.layer(target, delta, Cut(form.rule, rank, alpha))
         if layer.algorithm == WHOLE and "diff" not in self.to.endings:
-            raise FitError(f"{self.to.name} has no place for whole matrices", place.name,
-                           "give --rank, or convert to kohya or comfy")  # fmt: skip
+            return self._new_value(place, shares, delta.rows)
         tensors = {self.to.endings[slot]: value for slot, value in layer.tensors.items()}
         if layer.rank and self.to.alpha:
             tensors[self.to.endings.get("alpha", ".alpha")] = torch.tensor(layer.alpha, dtype=torch.float32)
         if magnitude is not None:
             tensors[self.to.endings["magnitude"]] = magnitude
-            layer = self._with_magnitude(place, given, layer, magnitude)
-        return Made(place, tensors, layer)
+            layer = self._with_magnitude(place, with_magnitudes, layer, magnitude)
+        return ModuleTensors(place, tensors, layer)
 
     def _with_magnitude(self, place: Place, shares: Sequence[Share], layer: Layer, magnitude: Tensor) -> Layer:
         """Return a layer of DoRA with the loss of its whole change: rounding of a magnitude moves whole rows of the
@@ -255,14 +242,14 @@ class Converter:
         if self.job.base is None or not (rounded or layer.lost):
             return layer
         terms = [(s.strength, placed_rows(whole_change(s.patch, self.evaluator), s, place)) for s in shares]
-        wanted, (axis, _) = sum_of(place.view.matrix, terms), shares[0].patch.magnitude or ("out", ())
+        delta, (axis, _) = sum_of(place.view.matrix, terms), shares[0].patch.magnitude or ("out", ())
         up, down = (layer.tensors[slot].double() for slot in ("up", "down"))
         product = up.reshape(-1, layer.rank) @ down.reshape(layer.rank, -1) * ((layer.alpha or layer.rank) / layer.rank)
         weight = self.value(place).reshape(place.view.matrix).double()
-        held = dora.rescale(weight[None], product[None], magnitude.double().reshape(1, *_ROWS[axis]), axis)[0]
-        return replace(layer, squares=squares_of_rows(wanted), lost=squares_between(wanted, Rows.of(held)))
+        change = dora.rescale(weight[None], product[None], magnitude.double().reshape(1, *_ROWS[axis]), axis)[0]
+        return replace(layer, squares=squares_of_rows(delta), lost=squares_between(delta, Rows.of(change)))
 
-    def _wanted(self, place: Place, shares: Sequence[Share]) -> tuple[Wanted, float]:
+    def _wanted(self, place: Place, shares: Sequence[Share]) -> tuple[Delta, float]:
         """Return Δ of a place, and the scale that all its factors have in common, 0 where it has no change."""
         changes = [change_of(s.patch, self.evaluator) for s in shares]
         out, cols = place.view.matrix
@@ -271,7 +258,7 @@ class Converter:
         before = largest_rank(changes)
         if any(c.left is None for c in changes):
             terms = [(s.strength, placed_rows(c.rows(), s, place)) for s, c in zip(shares, changes, strict=True)]
-            return Wanted(None, None, sum_of((out, cols), terms), before), 0.0
+            return Delta(None, None, sum_of((out, cols), terms), before), 0.0
         factors: list[tuple[Tensor, Tensor]] = []
         for s, c in zip(shares, changes, strict=True):
             assert c.left is not None and c.right is not None, "factors come in pairs"
@@ -279,16 +266,16 @@ class Converter:
             if not s.is_all(place) and (used := left.any(0)).any():
                 left, right = left[:, used], right[used]  # the columns of the other parts of a fused module
             factors.append((left, right))
-        return Wanted(*stacked(factors), None, before), scale
+        return Delta(*stacked(factors), None, before), scale
 
     def _magnitudes(self, place: Place, shares: Sequence[Share]) -> Tensor:
         """Return DoRA's magnitudes of the rows of a place."""
         out = place.view.matrix[0]
-        if holds_columns(Filled(place, tuple(shares)), self.to, self.tables):
+        if holds_columns(Filled(place, tuple(shares)), self.to, self.job.tables):
             patch = shares[0].patch
             shape = stored_magnitude(patch) if self.to.copies else (-1,)
             return self._stored(patch.module.shared["magnitude"]).reshape(shape)
-        total, seen = torch.zeros(out, 1, dtype=torch.float64), 0
+        total, covered = torch.zeros(out, 1, dtype=torch.float64), 0
         for s in shares:
             axis, shape = s.patch.magnitude or ("in", ())
             if axis != "out" or "magnitude" not in self.to.endings:
@@ -296,26 +283,28 @@ class Converter:
                                TO_LORA)  # fmt: skip
             value = self.evaluator.cache.fetch(s.patch.module.shared["magnitude"]).double().reshape(shape)
             total += placed(value, s, out)
-            seen += sum(run.rows for run in s.runs)
-        if seen != out or any(s.strength != 1 for s in shares):
+            covered += sum(run.rows for run in s.runs)
+        if covered != out or any(s.strength != 1 for s in shares):
             raise FitError("DoRA for a part of the rows, or with a strength, has no exact form here", place.name,
                            TO_LORA)  # fmt: skip
-        found = total.to(self._dtype(shares))
-        return found.reshape(magnitude_shape(place) if not self.to.alpha else (-1, *(1 for _ in place.view.shape[1:])))
+        magnitudes = total.to(self._dtype(shares))
+        return magnitudes.reshape(
+            magnitude_shape(place) if not self.to.alpha else (-1, *(1 for _ in place.view.shape[1:]))
+        )
 
     def is_table(self, place: Place, shares: Sequence[Share]) -> bool:
         """Return whether a parameter is a table of embeddings."""
-        return is_table(place, shares, self.tables)
+        return is_table(place, shares, self.job.tables)
 
-    def _vector(self, place: Place, shares: Sequence[Share]) -> Made:
+    def _vector(self, place: Place, shares: Sequence[Share]) -> ModuleTensors:
         """Return the change of a bias or a norm."""
         ending, change = vector_ending(place, self.to), self._whole_change(place, shares)
         if ending is None and self.to.whole and not place.bare:
             return self._new_value(place, shares, change)
-        assert ending is not None, "expect_held has looked"
+        assert ending is not None, "else it has no form"
         return whole_made(place, ending, change, self._dtype(shares))
 
-    def renewed(self, filled: Filled) -> Made:
+    def renewed(self, filled: Filled) -> ModuleTensors:
         """Return the new value of a vector, for a dialect that cannot hold its change."""
         return self._new_value(filled.place, filled.shares, self._whole_change(filled.place, filled.shares))
 
@@ -323,13 +312,17 @@ class Converter:
         changes = [(s.strength, placed_rows(whole_change(s.patch, self.evaluator), s, place)) for s in shares]
         return sum_of(place.view.matrix, changes)
 
-    def _new_value(self, place: Place, shares: Sequence[Share], change: Rows) -> Made:
+    def _new_value(self, place: Place, shares: Sequence[Share], change: Rows) -> ModuleTensors:
         """Return the new value of a parameter, in a dtype that holds those of the base and of the change."""
         dtype = self._dtype(shares)
         if self.job.inputs.dtype == KEEP:
             stored = self.evaluator.sources.weights[place.view.row_slices[0].key].stored.dtype
-            own = TORCH_DTYPES.get(stored, dtype)
-            dtype = torch.promote_types(dtype, own) if own.is_floating_point and own.itemsize > 1 else dtype
+            base_dtype = TORCH_DTYPES.get(stored, dtype)
+            dtype = (
+                torch.promote_types(dtype, base_dtype)
+                if base_dtype.is_floating_point and base_dtype.itemsize > 1
+                else dtype
+            )
         new = sum_of(change.shape, [(1.0, self._value_rows(place)), (1.0, change)])
         return value_made(place, new, change, dtype)
 
@@ -348,7 +341,7 @@ class Converter:
     def _rows(self, piece: RowSlice) -> Tensor:
         return self.evaluator.values(piece.key).reshape(-1, piece.cols)
 
-    def _value(self, filled: Filled) -> Made:
+    def _value(self, filled: Filled) -> ModuleTensors:
         """Return the change of a parameter that the adapter replaces, X − W, or X where the dialect stores values."""
         place = filled.place
         assert filled.value is not None, "the caller looked"
@@ -356,61 +349,62 @@ class Converter:
         value = self.evaluator.cache.fetch(info)
         stored = place.view.shape[::-1] if is_turned(place) else place.view.shape
         if self.to.whole and strength == 1:
-            made = {f".{place.parameter}": value.reshape(stored)}
-            return Made(place, made, Layer(made, WHOLE, 0, 0, None, 0.0, 0.0))
+            tensors = {f".{place.parameter}": value.reshape(stored)}
+            return ModuleTensors(place, tensors, Layer(tensors, WHOLE, 0, 0, None, 0.0, 0.0))
         ending = self.to.endings["diff" if place.parameter == "weight" else "diff_b"]  # expect_held has looked
         shape, at = place.view.matrix, self.evaluator.at
         base = self.evaluator.stored_values(place.view.row_slices[0].key)
         pair = (t.reshape(stored).mT if is_turned(place) else t.reshape(shape) for t in (value, base))
-        own, before = (in_place(t, 0, shape[0], at) for t in pair)
-        return whole_made(place, ending, sum_of(shape, [(strength, own), (-strength, before)]), torch.float32)
+        new, before = (in_place(t, 0, shape[0], at) for t in pair)
+        return whole_made(place, ending, sum_of(shape, [(strength, new), (-strength, before)]), torch.float32)
 
 
 @undisturbed()
-def made(found: Opened, reader: Reader, put: Heap | Draft, begin: Counting) -> Writing:
+def computed(conversion: Conversion, reader: Reader, put: Heap | Draft, begin: Counting) -> Writing:
     """Return the tensors of every module, which wait or are in the draft; InputError where none changes anything."""
-    task, sources, there, everywhere = found
-    job = task.job
+    job, to, sources, modules, all_modules, _ = conversion
     alone = _evaluators(job, reader, sources)
-    converter = Converter(job, task.to, task.rules, alone.get(), task.tables)
-    own, zeros = _made(converter, alone, there, put, begin)
-    if not own:
+    converter = Converter(job, to, alone.get())
+    changed, zeros = _made(converter, alone, conversion, put, begin)
+    if not changed:
         raise InputError("the adapter changes nothing", str(job.adapters[0].path), "check its strength")
 
-    def renewed(place: Place) -> Made:
-        return converter.renewed(next(one for one in there if one.place == place))
+    def renewed(place: Place) -> ModuleTensors:
+        return converter.renewed(next(module for module in modules if module.place == place))
 
     at_hand = sources.inputs is not None and sources.inputs.base.path != NOWHERE
-    own = with_biases(own, everywhere, task.to, renewed if at_hand else None, lambda one: kept(one, put))
+    changed = with_biases(
+        changed, all_modules, to, renewed if at_hand else None, lambda module: stored_module(module, put)
+    )
     value = converter.value if at_hand else None
-    whole = completed(own, everywhere, task.to, value, lambda one: kept(one, put))
+    whole = completed(changed, all_modules, to, value, lambda module: stored_module(module, put))
     cache = cache_of(job, reader, sources)
-    beside = [entry(info.name, cache.fetch(info)) for info in bundled(sources.adapters[0], task.to)]
-    return Writing(own, whole, zeros, beside, proof(found, reader, own, begin))
+    beside = [entry(info.name, cache.fetch(info)) for info in bundled(sources.adapters[0], to)]
+    return Writing(changed, whole, zeros, beside, proof(conversion, reader, changed, begin))
 
 
 def proof(
-    found: Opened, reader: Reader, made: Sequence[Kept], begin: Counting
+    conversion: Conversion, reader: Reader, modules: Sequence[StoredModule], begin: Counting
 ) -> Callable[[Path], Mapping[str, Any]]:  # fmt: skip
     """Return the function that proves the output at a path."""
-    task, sources, _, _ = found
-    worst = max(sqrt(one.layer.lost / one.layer.squares) if one.layer.squares else 0.0 for one in made)
+    job, sources = conversion.job, conversion.sources
+    worst = max(sqrt(module.layer.lost / module.layer.squares) if module.layer.squares else 0.0 for module in modules)
 
     @undisturbed()
     def proven(part: Path) -> Mapping[str, Any]:
-        before = _evaluators(task.job, reader, sources, drawn=True)
-        return prove(Claim(task.job, part, worst, _lost(made)), sources, before, begin)
+        before = _evaluators(job, reader, sources, drawn=True)
+        return prove(Claim(job, part, worst, _lost(modules)), sources, before, begin)
 
     return proven
 
 
-def _lost(made: Sequence[Kept]) -> dict[str, float]:
+def _lost(modules: Sequence[StoredModule]) -> dict[str, float]:
     """Return weight of the base → ‖Δ − Δ̂‖² of all modules that have rows of it."""
-    found: dict[str, float] = {}
-    for one in made:
-        for key in {piece.key for piece in one.place.view.row_slices}:
-            found[key] = found.get(key, 0.0) + one.layer.lost
-    return found
+    squares: dict[str, float] = {}
+    for module in modules:
+        for key in {piece.key for piece in module.place.view.row_slices}:
+            squares[key] = squares.get(key, 0.0) + module.layer.lost
+    return squares
 
 
 def _evaluators(job: AdapterJob, reader: Reader, sources: Sources, *, drawn: bool = False) -> PerThread[Evaluator]:
@@ -419,36 +413,44 @@ def _evaluators(job: AdapterJob, reader: Reader, sources: Sources, *, drawn: boo
 
 
 def _made(
-    converter: Converter, alone: PerThread[Evaluator], there: Sequence[Filled], put: Heap | Draft, begin: Counting
-) -> tuple[list[Kept], list[str]]:
+    converter: Converter, alone: PerThread[Evaluator], conversion: Conversion, put: Heap | Draft, begin: Counting
+) -> tuple[list[StoredModule], list[str]]:
     """Return the tensors of every module, and the names of those that change nothing. `alone`: the evaluator of each
     thread."""
-    told = begin("make", sum(map(weight_of, there)))
-    found, zeros, ranks = [], [], converter.ranks(there)
+    modules, forms = (
+        conversion.modules,
+        {id(m): form for m, form in zip(conversion.modules, conversion.forms, strict=True)},
+    )
+    count = begin("make", sum(map(weight_of, modules)))
+    stored, zeros, ranks = [], [], converter.ranks(modules)
 
-    def work(one: Filled) -> Made:
+    def work(module: Filled) -> ModuleTensors:
         here = replace(converter, evaluator=alone.get())
-        made = here.made(one, ranks.get(one.place.label))
+        tensors = here.tensors_of(module, forms[id(module)], ranks.get(module.place.label))
         here.evaluator.forget()
-        if not isfinite(made.layer.squares):
-            raise beyond_fp64(one.shares[0].patch.module.name if one.shares else one.place.name)
-        expect_finite((t for t in made.tensors.values() if t.dtype.itemsize > 1), one.place.name)
-        return as_table(made, converter.to, table=converter.is_table(one.place, one.shares))
+        if not isfinite(tensors.layer.squares):
+            raise beyond_fp64(module.shares[0].patch.module.name if module.shares else module.place.name)
+        expect_finite((t for t in tensors.tensors.values() if t.dtype.itemsize > 1), module.place.name)
+        return as_table(tensors, converter.to, table=converter.is_table(module.place, module.shares))
 
     bound = converter.job.inputs.max_memory // 2  # the rest: torch, and what waits
-    for one, made in zip(there, side_by_side(there, work, _nbytes, bound), strict=True):
-        if not made.copied and made.layer.algorithm == FACTORS and (not made.layer.rank or not made.layer.squares):
-            zeros.append(one.place.name)
+    for module, tensors in zip(modules, side_by_side(modules, work, _nbytes, bound), strict=True):
+        if (
+            not tensors.copied
+            and tensors.layer.algorithm == FACTORS
+            and (not tensors.layer.rank or not tensors.layer.squares)
+        ):
+            zeros.append(module.place.name)
         else:
-            found.append(kept(made, put))
-        told(weight_of(one))
-    return found, zeros
+            stored.append(stored_module(tensors, put))
+        count(weight_of(module))
+    return stored, zeros
 
 
-def _nbytes(one: Filled) -> int:
+def _nbytes(module: Filled) -> int:
     """Return about how many bytes the change of a module takes: factors several times, or matrices."""
-    out, cols = one.place.view.matrix
-    plain = one.shares and all(is_plain(s.patch) for s in one.shares)
-    ranks = sum(s.patch.shapes["down"][0] for s in one.shares) if plain else out * cols
-    read = sum(prod(shape) for s in one.shares for shape in s.patch.shapes.values())
-    return 8 * min(6 * ranks * (out + cols), (len(one.shares) + 4) * out * cols) + 8 * read
+    out, cols = module.place.view.matrix
+    plain = module.shares and all(is_plain(s.patch) for s in module.shares)
+    ranks = sum(s.patch.shapes["down"][0] for s in module.shares) if plain else out * cols
+    read = sum(prod(shape) for s in module.shares for shape in s.patch.shapes.values())
+    return 8 * min(6 * ranks * (out + cols), (len(module.shares) + 4) * out * cols) + 8 * read

@@ -18,13 +18,13 @@ from ..matching.patch import Patch
 from .decomposition.storage_rounding import rounded
 from .groups import Place
 from .job import WHOLE
-from .module_tensors import Kept, Layer, waiting, without_bytes
+from .module_tensors import Layer, StoredModule, waiting, without_bytes
 from .output_file import Entry
 from .rounding import squares_of_rows
 
 
 @dataclass(frozen=True)
-class Made:
+class ModuleTensors:
     """The stored tensors of one module by their ending, and the facts of its layer."""
 
     place: Place
@@ -33,18 +33,18 @@ class Made:
     copied: bool = False  # whether the tensors are those of the input: nothing is known of the size of its change
 
 
-def whole_made(place: Place, ending: str, change: Rows, dtype: torch.dtype) -> Made:
+def whole_made(place: Place, ending: str, change: Rows, dtype: torch.dtype) -> ModuleTensors:
     """Return a parameter's whole change, rounded once."""
-    made = rounded(change, dtype)
-    tensors = {ending: made.numbers.reshape(place.view.shape)}
-    return Made(place, tensors, Layer(tensors, WHOLE, 0, 0, None, made.totals.squares, made.lost))
+    stored = rounded(change, dtype)
+    tensors = {ending: stored.numbers.reshape(place.view.shape)}
+    return ModuleTensors(place, tensors, Layer(tensors, WHOLE, 0, 0, None, stored.totals.squares, stored.lost))
 
 
-def value_made(place: Place, value: Rows, change: Rows, dtype: torch.dtype) -> Made:
+def value_made(place: Place, value: Rows, change: Rows, dtype: torch.dtype) -> ModuleTensors:
     """Return a parameter's new value, rounded once, where the dialect stores no changes of it."""
-    made = rounded(value, dtype)
-    tensors = {f".{place.parameter}": as_value(place, made.numbers)}
-    return Made(place, tensors, Layer(tensors, WHOLE, 0, 0, None, squares_of_rows(change), made.lost))
+    stored = rounded(value, dtype)
+    tensors = {f".{place.parameter}": as_value(place, stored.numbers)}
+    return ModuleTensors(place, tensors, Layer(tensors, WHOLE, 0, 0, None, squares_of_rows(change), stored.lost))
 
 
 def as_value(place: Place, numbers: Tensor) -> Tensor:
@@ -71,10 +71,10 @@ def stored_magnitude(patch: Patch) -> tuple[int, ...]:
     return (*shape, *ones)
 
 
-def kept(made: Made, put: Heap | Draft) -> Kept:
+def stored_module(module: ModuleTensors, put: Heap | Draft) -> StoredModule:
     """Return a module whose bytes wait, or are in the draft of the output."""
-    entries = {ending: entry(ending, tensor) for ending, tensor in made.tensors.items()}
-    return Kept(made.place, waiting(entries, put), without_bytes(made.layer), made.copied)
+    entries = {ending: entry(ending, tensor) for ending, tensor in module.tensors.items()}
+    return StoredModule(module.place, waiting(entries, put), without_bytes(module.layer), module.copied)
 
 
 def entry(name: str, tensor: Tensor) -> Entry:

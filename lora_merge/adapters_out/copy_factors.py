@@ -14,18 +14,17 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ..adapter_options import KEEP
 from ..disk.draft import Draft
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..dtypes import TABLE
 from ..job import Adapter
 from ..progress import Counting
+from .conversion import Conversion
 from .dialects import Dialect
-from .form import written_dtype
 from .groups import Filled, Place, Target, is_plain
 from .job import FACTORS, AdapterJob
-from .module_tensors import Kept, Layer, waiting
+from .module_tensors import Layer, StoredModule, waiting
 from .output_file import Entry
 from .parallel import side_by_side
 from .rounding import WIDEN, Bytes, is_below, product, stored
@@ -54,55 +53,48 @@ class Read(NamedTuple):
     squares: float | None
 
 
-def all_factors(there: Sequence[Filled], to: Dialect, job: AdapterJob) -> list[Factors]:
-    """Return the factors of all modules; [] unless all of them are written as they are."""
-    plain = job.algorithm == job.alpha == KEEP and to.alpha and not to.folder
-    found = [_factors(one, to, job) for one in there] if plain else []
-    return [one for one in found if one is not None] if None not in found else []
+def all_factors(conversion: Conversion) -> list[Factors]:
+    """Return the factors of all modules; [] unless all are written as they are, in a file and a dtype of numpy's."""
+    modules, forms, to = conversion.modules, conversion.forms, conversion.to
+    if to.folder or "up_bias" in to.endings or not all(form.renamed for form in forms):
+        return []
+    factors = [_factors(module) for module in modules]
+    return factors if all(pair.up.dtype in WIDEN for pair in factors) else []
 
 
-def _factors(one: Filled, to: Dialect, job: AdapterJob) -> Factors | None:
-    """Return the factors of a module; None where a number of them or α has to change."""
-    place = one.place
-    if one.value is not None or place.vector or len(one.shares) != 1 or "up_bias" in to.endings:
-        return None
-    (share,) = one.shares
-    patch, scale = share.patch, share.patch.numbers.get("scale", 0.0)
-    if patch.algorithm != FACTORS or not is_plain(patch) or patch.magnitude is not None or not scale:
-        return None
-    if share.strength != 1 or not share.is_all(place):
-        return None
-    up, down, rank = patch.module.slots["up"], patch.module.slots["down"], patch.shapes["down"][0]
-    dtype = written_dtype(job, one.shares)
-    known = {up.dtype, down.dtype} == {dtype} and dtype in WIDEN
-    return Factors(place, up, down, rank, scale) if known and 0 < rank <= min(place.view.matrix) else None
+def _factors(module: Filled) -> Factors:
+    """Return the factors of a module."""
+    (share,) = module.shares
+    patch = share.patch
+    up, down = patch.module.slots["up"], patch.module.slots["down"]
+    return Factors(module.place, up, down, patch.shapes["down"][0], patch.numbers["scale"])
 
 
 def renamed(
     factors: Sequence[Factors], to: Dialect, reader: Reader, draft: Draft, begin: Counting
-) -> list[Kept]:  # fmt: skip
+) -> list[StoredModule]:  # fmt: skip
     """Return the modules, whose bytes are in the draft; [] where a number is not finite, or too large or small for
     fp32."""
-    told, found = begin("make", sum(8 * prod(one.place.view.shape) for one in factors)), []
+    count, copies = begin("make", sum(8 * prod(pair.place.view.shape) for pair in factors)), []
 
-    def work(one: Factors) -> Read:
-        up, down = stored(reader, one.up), stored(reader, one.down)
-        return Read(up, down, _squares(one, up, down))
+    def work(pair: Factors) -> Read:
+        up, down = stored(reader, pair.up), stored(reader, pair.down)
+        return Read(up, down, _squares(pair, up, down))
 
-    for one, read in zip(factors, side_by_side(factors, work, _nbytes, AT_ONCE), strict=True):
+    for pair, read in zip(factors, side_by_side(factors, work, _nbytes, AT_ONCE), strict=True):
         if read.squares is None:
             return []
-        ones, alpha = (1,) * (len(one.place.view.shape) - 2), np.float32(one.rank * one.scale)
+        ones, alpha = (1,) * (len(pair.place.view.shape) - 2), np.float32(pair.rank * pair.scale)
         rows = {
-            to.endings["up"]: (one.up.dtype, (prod(one.up.shape) // one.rank, one.rank, *ones), read.up.data),
-            to.endings["down"]: (one.down.dtype, (one.rank, *one.place.view.shape[1:]), read.down.data),
+            to.endings["up"]: (pair.up.dtype, (prod(pair.up.shape) // pair.rank, pair.rank, *ones), read.up.data),
+            to.endings["down"]: (pair.down.dtype, (pair.rank, *pair.place.view.shape[1:]), read.down.data),
             to.endings.get("alpha", ".alpha"): ("F32", (), memoryview(alpha.tobytes())),
         }
         entries = waiting({name: Entry(name, *row) for name, row in rows.items()}, draft)
-        layer = Layer({}, FACTORS, one.rank, one.rank, one.rank * one.scale, read.squares, 0.0)
-        found.append(Kept(one.place, entries, layer))
-        told(8 * prod(one.place.view.shape))
-    return found
+        layer = Layer({}, FACTORS, pair.rank, pair.rank, pair.rank * pair.scale, read.squares, 0.0)
+        copies.append(StoredModule(pair.place, entries, layer))
+        count(8 * prod(pair.place.view.shape))
+    return copies
 
 
 def proven(
@@ -114,18 +106,19 @@ def proven(
     again = same_base(sources.inputs, job)
     theirs = {t.key: t for t in again.targets}
     pairs = [same_factors(target, theirs.get(target.key)) for target in sources.targets]
-    told = begin("prove", sum(new.nbytes for own in pairs for _, new in own))
+    count = begin("prove", sum(new.nbytes for module in pairs for _, new in module))
     with Reader(again.indexes) as written:
 
-        def work(own: Pairs) -> bool:
-            return bool(own) and all(
-                old.dtype == new.dtype and np.array_equal(stored(reader, old), stored(written, new)) for old, new in own
+        def work(module: Pairs) -> bool:
+            return bool(module) and all(
+                old.dtype == new.dtype and np.array_equal(stored(reader, old), stored(written, new))
+                for old, new in module
             )
 
-        for own, same in zip(pairs, side_by_side(pairs, work, _both, AT_ONCE), strict=True):
+        for module, same in zip(pairs, side_by_side(pairs, work, _both, AT_ONCE), strict=True):
             if not same:
                 return None
-            told(sum(new.nbytes for _, new in own))
+            count(sum(new.nbytes for _, new in module))
     return {"ok": True, "layers": len(pairs), "recomputed": len(pairs), "worst_residual": 0.0, "worst_layer": ""}
 
 
@@ -144,30 +137,30 @@ def same_factors(target: Target, written: Target | None) -> Pairs:
     if written is None or target.values or written.values or len(target.uses) != 1 or len(written.uses) != 1:
         return []
     (use,), (again,) = target.uses, written.uses
-    patch, made = use.patch, again.patch
+    old, new = use.patch, again.patch
     facts = [
         (u.patch.algorithm, u.patch.numbers, u.patch.magnitude, u.piece, u.start, u.strength) for u in (use, again)
     ]
-    if not is_plain(patch) or not is_plain(made) or facts[0] != facts[1] or patch.view != made.view:
+    if not is_plain(old) or not is_plain(new) or facts[0] != facts[1] or old.view != new.view:
         return []
-    return [(patch.module.slots[slot], made.module.slots[slot]) for slot in ("up", "down")]
+    return [(old.module.slots[slot], new.module.slots[slot]) for slot in ("up", "down")]
 
 
-def _nbytes(one: Factors) -> int:
-    return 3 * (one.up.nbytes + one.down.nbytes)  # as stored, and in fp32
+def _nbytes(pair: Factors) -> int:
+    return 3 * (pair.up.nbytes + pair.down.nbytes)  # as stored, and in fp32
 
 
 def _both(pairs: Pairs) -> int:
     return 2 * sum(new.nbytes for _, new in pairs)
 
 
-def _squares(one: Factors, up: Bytes, down: Bytes) -> float | None:
+def _squares(pair: Factors, up: Bytes, down: Bytes) -> float | None:
     """Return ‖ΔW‖² of factors; None where fp32 does not tell it, or where a number may not be finite."""
-    left = WIDEN[one.up.dtype](up).reshape(-1, one.rank)
-    right = WIDEN[one.down.dtype](down).reshape(one.rank, -1)
+    left = WIDEN[pair.up.dtype](up).reshape(-1, pair.rank)
+    right = WIDEN[pair.down.dtype](down).reshape(pair.rank, -1)
     with np.errstate(all="ignore"):
         columns, rows = left.T @ left, right @ right.T
-        if not is_below(columns, TABLE[one.up.dtype].largest) or not is_below(rows, TABLE[one.down.dtype].largest):
+        if not is_below(columns, TABLE[pair.up.dtype].largest) or not is_below(rows, TABLE[pair.down.dtype].largest):
             return None
         squares = product(columns, rows)
-    return None if squares is None else squares * one.scale**2
+    return None if squares is None else squares * pair.scale**2

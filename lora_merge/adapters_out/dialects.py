@@ -120,14 +120,14 @@ class Dialect:
         if not part.kind and part.label != "te":
             label = part.label if part.label in ("unet", "transformer_2", "prior") else "transformer"
             return self.denoiser.format(label=label, label_=PRIOR.get(label, label))
-        own = encoders.get(part.label, part.kind) if part.kind in UNSURE else part.kind
-        names = [name for name, kind in encoders.items() if kind == own] or [part.label]
+        encoder = encoders.get(part.label, part.kind) if part.kind in UNSURE else part.kind
+        names = [name for name, kind in encoders.items() if kind == encoder] or [part.label]
         numbers = sorted(int(name[2:]) for name in names if name[:2] == "te" and name[2:].isdigit()) or [1]
         number = numbers[-1 if self.largest else 0]
         alone = len({*encoders.values()}) < 2
         ids = {kind: name for name, kind in reversed([*ENCODER_IDS.items()])}
         return self.encoder.format(n="" if alone else number, _n=f"_{number}" if number > 1 else "",
-                                   id=ids.get(own, own or "llm"))  # fmt: skip
+                                   id=ids.get(encoder, encoder or "llm"))  # fmt: skip
 
     def level_of(self, part: Component) -> str:
         """Return the level above the layers of a network for a program that names them from the top of the model in

@@ -20,6 +20,7 @@ from ..disk.reader import Reader
 from ..dtypes import TABLE
 from ..merge_methods import MEAN, SUM
 from ..method_parameters import SMALLEST
+from .form import Form
 from .groups import Target, is_plain
 from .job import FACTORS, AdapterJob
 from .module_tensors import Layer, Stored
@@ -87,10 +88,13 @@ class StoredPair(NamedTuple):
 class Concatenation:
     """Makes the layers of one job. `dtype`: of the output. `weight`: as for `GeneralMaker`."""
 
-    def __init__(self, job: AdapterJob, reader: Reader, dtype: str, weight: Callable[[Target], float | None]) -> None:
-        self.job, self.reader, self.dtype, self.weight = job, reader, dtype, weight
-        given = job.command, job.algorithm, job.alpha, job.compute_dtype
-        plain = given == ("combine", FACTORS, "rank", None) and job.inputs.device in ("auto", "cpu")
+    def __init__(
+        self, job: AdapterJob, forms: Mapping[str, Form], reader: Reader, dtype: str,
+        weight: Callable[[Target], float | None],
+    ) -> None:  # fmt: skip
+        self.job, self.forms, self.reader, self.dtype, self.weight = job, forms, reader, dtype, weight
+        form = job.command, job.algorithm, job.alpha, job.compute_dtype
+        plain = form == ("combine", FACTORS, "rank", None) and job.inputs.device in ("auto", "cpu")
         self.possible = plain and job.method in (SUM, MEAN) and dtype in ("F16", "BF16")
 
     def layer(self, target: Target) -> Stored | None:
@@ -100,38 +104,39 @@ class Concatenation:
             return self._layer(target, factors) if factors else None
 
     def _layer(self, target: Target, factors: Sequence[Factors]) -> Stored | None:
-        whole = 1.0 if self.job.method == SUM else sum(one.strength for one in factors)
+        whole = 1.0 if self.job.method == SUM else sum(pair.strength for pair in factors)
         if abs(whole) < SMALLEST or not self.job.numbers.scale:
             return None
         down = self._downs(factors)
         if down is None:
             return None  # factors of two adapters become one
         parts = []
-        for one in factors:
-            up = stored(self.reader, one.up).view(np.uint16).reshape(-1, one.rank)
-            weight = self.job.numbers.scale * (one.strength / whole)
-            parts.append(Part(one.adapter, up, weight * one.scale, abs(one.strength / weight)))
-        found = _sum(parts, down, self.dtype)
-        made = _rounded(found, parts, down, self.dtype) if found else None
-        return self._stored(target, factors, found, made) if found and made else None
+        for pair in factors:
+            up = stored(self.reader, pair.up).view(np.uint16).reshape(-1, pair.rank)
+            weight = self.job.numbers.scale * (pair.strength / whole)
+            parts.append(Part(pair.adapter, up, weight * pair.scale, abs(pair.strength / weight)))
+        delta = _sum(parts, down, self.dtype)
+        stored_pair = _rounded(delta, parts, down, self.dtype) if delta else None
+        return self._stored(target, factors, delta, stored_pair) if delta and stored_pair else None
 
     def _downs(self, factors: Sequence[Factors]) -> Bits | None:
         """Return the down factors below each other [R, cols]; None where two are equal."""
-        sizes = [prod(one.down.shape) for one in factors]
+        sizes = [prod(pair.down.shape) for pair in factors]
         down = np.empty(sum(sizes), np.uint16)
-        raws = [own.data.cast("B") for own in np.split(down, [*accumulate(sizes)][:-1])]
-        for one, raw in zip(factors, raws, strict=True):
-            self.reader.read_into(raw, one.down.source, one.down.offset)
-        seen = Distinct()
-        alike = any(seen.first(n, raw) != n for n, raw in enumerate(raws))
-        return None if alike else down.reshape(sum(one.rank for one in factors), -1)
+        raws = [piece.data.cast("B") for piece in np.split(down, [*accumulate(sizes)][:-1])]
+        for pair, raw in zip(factors, raws, strict=True):
+            self.reader.read_into(raw, pair.down.source, pair.down.offset)
+        distinct = Distinct()
+        alike = any(distinct.first(n, raw) != n for n, raw in enumerate(raws))
+        return None if alike else down.reshape(sum(pair.rank for pair in factors), -1)
 
     def _factors(self, target: Target) -> list[Factors]:
         """Return the factors of all adapters that change a weight; [] unless all are plain and for all of its rows."""
-        rule = self.job.rules.of_layer(target.name, kernel=any(n > 1 for n in target.shape[2:]))
-        if rule.name != EXACT or target.vector or target.values or target.parts or target.turned or target.stacked:
+        if target.vector or target.values or target.parts or target.turned or target.stacked:
             return []
-        found = []
+        if self.forms[target.label].rule.name != EXACT:
+            return []
+        factors = []
         for use in sorted((u for u in target.uses if u.strength), key=lambda u: u.patch.adapter):
             patch, piece = use.patch, use.piece
             whole = (use.start, piece.start, piece.rows) == (0, 0, target.matrix[0]) and not piece.transposed
@@ -141,27 +146,27 @@ class Concatenation:
             up, down, rank = patch.module.slots["up"], patch.module.slots["down"], patch.shapes["down"][0]
             if {up.dtype, down.dtype} != {self.dtype} or not rank:
                 return []
-            found.append(Factors(patch.adapter, up, down, rank, patch.numbers.get("scale", 1.0), use.strength))
-        apart = len({one.adapter for one in found}) == len(found)
-        return found if apart and sum(one.rank for one in found) <= min(target.matrix) else []
+            factors.append(Factors(patch.adapter, up, down, rank, patch.numbers.get("scale", 1.0), use.strength))
+        apart = len({pair.adapter for pair in factors}) == len(factors)
+        return factors if apart and sum(pair.rank for pair in factors) <= min(target.matrix) else []
 
-    def _stored(self, target: Target, factors: Sequence[Factors], wanted: Sum, made: StoredPair) -> Stored:
-        rank, ones = wanted.right.shape[0], (1,) * len(target.shape[2:])
-        layer = Layer({}, FACTORS, rank, max(one.rank for one in factors), float(rank), wanted.squares, made.off,
-                      effect=_effect(wanted), norms=wanted.norms, weight=self.weight(target))  # fmt: skip
+    def _stored(self, target: Target, factors: Sequence[Factors], delta: Sum, rounded: StoredPair) -> Stored:
+        rank, ones = delta.right.shape[0], (1,) * len(target.shape[2:])
+        layer = Layer({}, FACTORS, rank, max(pair.rank for pair in factors), float(rank), delta.squares, rounded.off,
+                      effect=_effect(delta), norms=delta.norms, weight=self.weight(target))  # fmt: skip
         return Stored(layer, {
-            "down": Entry("down", self.dtype, (rank, *target.shape[1:]), made.down.data),
-            "up": Entry("up", self.dtype, (len(wanted.left), rank, *ones), made.up.data),
+            "down": Entry("down", self.dtype, (rank, *target.shape[1:]), rounded.down.data),
+            "up": Entry("up", self.dtype, (len(delta.left), rank, *ones), rounded.up.data),
         })  # fmt: skip
 
 
 def _sum(parts: Sequence[Part], down: Bits, dtype: str) -> Sum | None:
     """Return Δ from the stored factors; None where fp32 does not tell ‖Δ‖², or where a number may be too large for the
     dtype or is not finite."""
-    up = np.concatenate([one.up for one in parts], 1)
+    up = np.concatenate([part.up for part in parts], 1)
     left, right = WIDEN[dtype](up).reshape(up.shape), WIDEN[dtype](down).reshape(down.shape)
-    ranks = [one.up.shape[1] for one in parts]
-    factors, starts = np.repeat([one.factor for one in parts], ranks), [0, *accumulate(ranks[:-1])]
+    ranks = [part.up.shape[1] for part in parts]
+    factors, starts = np.repeat([part.factor for part in parts], ranks), [0, *accumulate(ranks[:-1])]
     largest = TABLE[dtype].largest * np.minimum(np.abs(factors), 1.0)
     left *= factors.astype(np.float32)
     columns, rows = left.T @ left, right @ right.T
@@ -170,18 +175,18 @@ def _sum(parts: Sequence[Part], down: Bits, dtype: str) -> Sum | None:
     both = np.multiply(columns, rows, dtype=np.float64)
     squares = np.add.reduceat(np.add.reduceat(both, starts, 0), starts, 1)  # ⟨Δᵢ, Δⱼ⟩
     alone = np.add.reduceat(both.diagonal(), starts)
-    whole, own = float(squares.sum()), squares.diagonal().tolist()
-    if not (is_told(whole, float(alone.sum())) and all(map(is_told, own, alone.tolist()))):
+    whole, alone_squares = float(squares.sum()), squares.diagonal().tolist()
+    if not (is_told(whole, float(alone.sum())) and all(map(is_told, alone_squares, alone.tolist()))):
         return None
-    norms = {one.adapter: sqrt(n) * one.ratio for one, n in zip(parts, own, strict=True)}
+    norms = {part.adapter: sqrt(n) * part.ratio for part, n in zip(parts, alone_squares, strict=True)}
     return Sum(left, right, columns, rows, whole, norms)
 
 
-def _rounded(wanted: Sum, parts: Sequence[Part], down: Bits, dtype: str) -> StoredPair | None:
+def _rounded(delta: Sum, parts: Sequence[Part], down: Bits, dtype: str) -> StoredPair | None:
     """Return both factors, rounded once; None where a number is too large for the dtype. `down`: the inputs' numbers,
     which stay as they are where no row needs another scale."""
-    left, right, rows = wanted.left, wanted.right, wanted.rows
-    if (shift := _shift(wanted, dtype)) is None:
+    left, right, rows = delta.left, delta.right, delta.rows
+    if (shift := _shift(delta, dtype)) is None:
         up = _multiplied(parts, dtype)
     else:
         left, right, rows = left * shift, right / shift[:, None], rows / shift[:, None] / shift
@@ -195,24 +200,24 @@ def _rounded(wanted: Sum, parts: Sequence[Part], down: Bits, dtype: str) -> Stor
 
 def _multiplied(parts: Sequence[Part], dtype: str) -> Bits:
     """Return the up factors beside each other, each times its factor, rounded once."""
-    tables = [products(dtype, one.factor) for one in parts]  # "clip": a check of the indices would take as long again
+    tables = [products(dtype, part.factor) for part in parts]  # "clip": a check of the indices would take as long again
     if all(table is tables[0] for table in tables):
-        return tables[0].take(np.concatenate([one.up for one in parts], 1), mode="clip")
-    return np.concatenate([table.take(one.up, mode="clip") for one, table in zip(parts, tables, strict=True)], 1)
+        return tables[0].take(np.concatenate([part.up for part in parts], 1), mode="clip")
+    return np.concatenate([table.take(part.up, mode="clip") for part, table in zip(parts, tables, strict=True)], 1)
 
 
-def _shift(wanted: Sum, dtype: str) -> Matrix | None:
+def _shift(delta: Sum, dtype: str) -> Matrix | None:
     """Return powers of two by which columns of L are multiplied, and rows of R divided, so that a narrow dtype holds
     the digits of both; None where it does already."""
     if dtype not in TINY:
         return None  # of the range of fp32
-    one = np.sqrt(wanted.columns.diagonal().astype(np.float64) / len(wanted.left))
-    other = np.sqrt(wanted.rows.diagonal().astype(np.float64) / wanted.right.shape[1])
-    bad = (np.minimum(one, other) < ROOM * TINY[dtype]) | (np.maximum(one, other) > TABLE[dtype].largest / ROOM)
-    bad &= (one > 0) & (other > 0)
+    lengths = np.sqrt(delta.columns.diagonal().astype(np.float64) / len(delta.left))
+    other = np.sqrt(delta.rows.diagonal().astype(np.float64) / delta.right.shape[1])
+    bad = (np.minimum(lengths, other) < ROOM * TINY[dtype]) | (np.maximum(lengths, other) > TABLE[dtype].largest / ROOM)
+    bad &= (lengths > 0) & (other > 0)
     if not bad.any():
         return None
-    ratios = np.where(bad, other, 1.0) / np.where(bad, one, 1.0)
+    ratios = np.where(bad, other, 1.0) / np.where(bad, lengths, 1.0)
     return np.exp2(np.round(np.log2(ratios) / 2)).astype(np.float32)
 
 
@@ -227,11 +232,11 @@ def _apart(factors: tuple[Matrix, Matrix], errors: tuple[Matrix, Matrix | None],
     return max(0.0, float(np.sum(off, dtype=np.float64)))
 
 
-def _effect(wanted: Sum) -> Effect:
+def _effect(delta: Sum) -> Effect:
     """Return the effect of Δ, by some of its rows."""
-    count = max(LEAST, WORK // max(wanted.right.size, 1))
-    some = wanted.left[:: max(1, len(wanted.left) // count)] @ wanted.right
-    return Effect(len(wanted.left) * wanted.right.shape[1], some.size, None, float(np.abs(some).max(initial=0)))
+    count = max(LEAST, WORK // max(delta.right.size, 1))
+    some = delta.left[:: max(1, len(delta.left) // count)] @ delta.right
+    return Effect(len(delta.left) * delta.right.shape[1], some.size, None, float(np.abs(some).max(initial=0)))
 
 
 LOOKED_AT: Final = 2**14

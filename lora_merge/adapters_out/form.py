@@ -1,33 +1,29 @@
-"""What a dialect cannot hold of an adapter, from headers alone: a plan and a run refuse it before anything is computed.
-No torch.
+"""What becomes of each module of an output, from headers alone. No torch.
 
-The tensors that a conversion will write, from headers alone. No torch.
+A plan prints forms and a run fills them. What a dialect cannot hold is refused here, before anything is computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from math import prod
-from typing import Final
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, TypeAlias
 
 from ..adapter_options import KEEP
+from ..algorithms import ALGORITHMS
 from ..algorithms.whole import FULL, SET
-from ..disk.files import StoredTensor
-from ..dtypes import DTYPES, FLOATS, ITEM_BYTES, Shape
+from ..dtypes import DTYPES, FLOATS, ITEM_BYTES
 from ..errors import FitError
-from .convert_job import Conversion, Opened
+from ..merge_methods import COMBINATIONS
 from .dialects import Dialect
-from .groups import Filled, Place, Share, is_plain
-from .job import AUTO, FACTORS, GIVE_RANK, WHOLE, AdapterJob, form
-from .metadata.sizes import PlannedLayer
-from .module_tensors import Kept, Layer
-from .output_file import Entry
-from .peft.config import BIAS, WRAPPED, expect_table, is_table, magnitude_shape
-from .peft.demands import Own, Parameter, demands, is_pair, new_biases, own_places
-from .peft.kronecker import TO_LORA, rank_of
-from .planned_layers import known_rank
-from .rank_rules import EXACT
-from .without_base import NOWHERE
+from .groups import Filled, Place, Share, Target, is_plain, rank_of_change
+from .job import AUTO, FACTORS, GIVE_RANK, IN_FULL, WHOLE, AdapterJob, algorithm_in
+from .peft.config import is_table
+from .peft.kronecker import TO_LORA
+from .rank_rules import COUNT, EXACT, SAME, Rule
+
+NOT_LOW_RANK: Final = "the result is not low-rank, so it has no exact factors"
+STACKED: Final = "the weights of stacked experts have no factors in these formats"
 
 FOR_KOHYA: Final = f"{GIVE_RANK} --to kohya"
 
@@ -35,75 +31,157 @@ MATRICES: Final = (FULL.name, SET.name)
 """Algorithms whose change of any rows is a whole matrix again."""
 
 
-def expect_held(task: Conversion, one: Filled) -> None:
-    """Raise FitError where the dialect of a task has no form for a module that headers tell."""
-    place, shares, to, job = one.place, one.shares, task.to, task.job
-    if one.value is not None:
-        ending, (_, strength) = "diff" if place.parameter == "weight" else "diff_b", one.value
+Kind: TypeAlias = Literal["value", "vector", "copy", "matrix"]
+"""What is stored: a new value, the change of a vector, the input's tensors as they are, or a change of a matrix."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What becomes of one module, as far as headers show it."""
+
+    kind: Kind
+    algorithm: str
+    """Of a copy that of the input. Else whole matrices, factors, or AUTO: the smaller of both, when ranks are known."""
+    rule: Rule
+    """By which factors are cut."""
+    rank: int | None = 0
+    """Of the factors; None: the numbers decide."""
+    highest: int = 0
+    """The most that the rank can be, which is what the disk has to hold."""
+    whole: bool = True
+    """Whether a whole parameter is stored: by AUTO, if factors of the highest rank are not smaller."""
+    renamed: bool = False
+    """Whether the stored factors of a plain LoRA are written as they are, with the same scale."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a plan prints: the algorithm, and the rank if headers show it, else 0."""
+        if self.whole and self.rank is not None:
+            return {"algorithm": WHOLE, "rank": 0}
+        algorithm = FACTORS if self.algorithm == AUTO else self.algorithm
+        return {"algorithm": algorithm, "rank": 0 if self.whole else self.rank or 0}
+
+
+def matrix_form(  # noqa: PLR0913  # facts of one matrix
+    algorithm: str, rule: Rule, matrix: tuple[int, int], ranks: Sequence[int | None], *, name: str, fix: str,
+    same: Sequence[int | None] | None = None, cut: bool = False,
+) -> Form:  # fmt: skip
+    """Return the form of the change of a matrix; FitError for factors of a change that has none and that no rule cuts.
+
+    `ranks`: of the terms of the change; None for one that is not a product of factors. `same`: the ranks to which the
+    rule `same` refers, if they are others. `cut`: whether small directions are cut even if the rule is `exact`.
+    """
+    if algorithm == WHOLE:
+        return Form("matrix", WHOLE, rule)
+    # Step 1: the rank.
+    (out, cols), short = matrix, min(matrix)
+    most = short if None in ranks else min(short, sum(r or 0 for r in ranks))
+    rank: int | None = None
+    if rule.name == EXACT:
+        rank = most
+    elif rule.name == SAME:
+        rank = min(most, max((r or most for r in same or ranks), default=most), rule.ceiling or most)
+    elif rule.name == COUNT:
+        rank = min(most, rule.ceiling or most)
+    highest = min(most, rule.ceiling or most) if rank is None else rank
+    # Step 2: factors, or a whole matrix.
+    exactly = rule.name == EXACT and not cut
+    dense = exactly and None in ranks
+    if dense and algorithm != AUTO:
+        raise FitError(NOT_LOW_RANK, name, fix)
+    whole = algorithm == AUTO and (dense or highest * (out + cols) >= out * cols)
+    rule = replace(rule, name="energy", value=1.0) if rule.name == EXACT and cut else rule
+    return Form("matrix", algorithm, rule, rank, highest, whole)
+
+
+def form_of_layer(job: AdapterJob, target: Target, layer: Target) -> Form:
+    """Return the form of a layer of `combine`, `resize` or `average`, which stores rows of the change of a weight."""
+    rule = job.rules.of_layer(layer.name, kernel=layer.kernel)
+    if layer.vector:
+        return Form("vector", WHOLE, rule)
+    # All rows of a change are computed in one way.
+    linear = COMBINATIONS[job.method].linear and not any(strength for _, _, strength in target.values)
+    ranks = layer.ranks if linear and None not in target.ranks else [None]
+    cut = job.command == "resize"
+    form = matrix_form(job.algorithm, rule, layer.matrix, ranks, name=layer.name, fix=GIVE_RANK, same=layer.ranks,
+                       cut=cut)  # fmt: skip
+    if layer.stacked and not form.whole and (cut or rule.name != EXACT):
+        raise FitError(STACKED, layer.name, IN_FULL)
+    return form
+
+
+def form_of_module(job: AdapterJob, to: Dialect, module: Filled) -> Form:
+    """Return the form of a module of a conversion; FitError if the dialect has none for it."""
+    place, patches = module.place, [s.patch for s in module.shares]
+    rule = job.rules.of_layer(place.label, kernel=place.kernel)
+    # Step 1: what is no change of a matrix.
+    if module.value is not None:
+        ending, (_, strength) = "diff" if place.parameter == "weight" else "diff_b", module.value
         if ending not in to.endings and (not to.whole or strength != 1):
             raise FitError(f"{to.name} has no place for whole tensors", place.name, "convert to kohya, comfy or peft")
-    elif place.vector:
+        return Form("value", WHOLE, rule)
+    if place.vector:
         if vector_ending(place, to) is None and (place.bare or not to.whole):
             raise FitError(f"{to.name} has no place for biases and norms", place.name, "convert to kohya or comfy")
-    elif job.algorithm == KEEP and task.rules is None:
-        _expect_kept(task, one)
-    elif job.algorithm == WHOLE:
-        _expect_matrix(place, to)
-    elif _is_exact(task, place) and any(known_rank(s.patch) is None for s in shares):
-        raise FitError("the change is not low-rank, so it has no exact factors", place.name, FOR_KOHYA)
+        return Form("vector", WHOLE, rule)
+    # Step 2: a module that keeps its algorithm.
+    algorithm = FACTORS if job.algorithm == KEEP else job.algorithm
+    if job.keeps_forms and not all(map(is_plain, patches)):
+        if is_copied(module, to) or not any(p.algorithm in MATRICES for p in patches):
+            if not can_copy(module, to):
+                raise FitError(f"{to.name} cannot hold {patches[0].algorithm} in this place", place.name, TO_LORA)
+            row = ALGORITHMS[patches[0].algorithm]
+            rank = row.rank(patches[0].shapes) if row.rank else 0
+            return Form("copy", row.name, rule, rank, rank, whole=False)
+        algorithm = WHOLE
+    elif job.keeps_forms and any(p.magnitude for p in patches):
+        _expect_magnitudes(module, to, job.tables)
+        patches = [replace(p, magnitude=None) for p in patches]  # it stays beside the factors
+    # Step 3: a change of a matrix.
+    if algorithm == WHOLE and "diff" not in to.endings and not to.whole:
+        raise FitError(f"{to.name} has no place for whole matrices", place.name,
+                       "give --rank, or convert to kohya or comfy")  # fmt: skip
+    ranks = [rank_of_change(p) for p in patches]
+    form = matrix_form(algorithm_in(algorithm, to), rule, place.view.matrix, ranks, name=place.name, fix=FOR_KOHYA)
+    return replace(form, renamed=_is_renamed(job, to, module))
 
 
-def _expect_kept(task: Conversion, one: Filled) -> None:
-    """Raise FitError for a module that keeps its algorithm, where a dialect cannot hold it."""
-    place, shares, to = one.place, one.shares, task.to
-    if all(is_plain(s.patch) for s in shares):
-        if any(s.patch.magnitude for s in shares):
-            _expect_magnitudes(one, to, task.tables)
-    elif any(s.patch.algorithm in MATRICES for s in shares) and not is_copied(one, to):
-        _expect_matrix(place, to)
-    elif not can_copy(one, to):
-        raise FitError(f"{to.name} cannot hold {shares[0].patch.algorithm} in this place", place.name, TO_LORA)
+def _is_renamed(job: AdapterJob, to: Dialect, module: Filled) -> bool:
+    """Return whether no number of a module and not its α change."""
+    if not job.keeps_forms or job.alpha != KEEP or not to.alpha or len(module.shares) != 1:
+        return False
+    (share,) = module.shares
+    patch = share.patch
+    plain = patch.algorithm == FACTORS and is_plain(patch) and patch.magnitude is None and patch.numbers.get("scale")
+    if not plain or share.strength != 1 or not share.is_all(module.place):
+        return False
+    dtypes = {patch.module.slots[slot].dtype for slot in ("up", "down")}
+    return dtypes == {written_dtype(job, (share,))} and 0 < patch.shapes["down"][0] <= min(module.place.view.matrix)
 
 
-def _is_exact(task: Conversion, place: Place) -> bool:
-    """Return whether a module becomes factors that no rule cuts."""
-    algorithm, rules = task.job.algorithm, task.rules
-    if rules is None:
-        return algorithm != KEEP and form(algorithm, task.to) == FACTORS
-    exact = rules.of_layer(place.label, kernel=place.kernel).name == EXACT
-    return exact and form(FACTORS if algorithm == KEEP else algorithm, task.to) == FACTORS
-
-
-def holds_columns(one: Filled, to: Dialect, tables: Collection[str]) -> bool:
+def holds_columns(module: Filled, to: Dialect, tables: Collection[str]) -> bool:
     """Return whether the magnitudes of a module are those of its columns, and a dialect has a place for them: PEFT's of
     embeddings are. `tables`: the modules of the adapter that are known to be embeddings."""
-    (share, *others) = one.shares
-    of_columns = (share.patch.magnitude or ("out",))[0] == "in" and not others and share.is_all(one.place)
-    held = to.copies or ("table_up" in to.endings and is_table(one.place, one.shares, tables))
-    return of_columns and share.strength == 1 and held
+    (share, *others) = module.shares
+    of_columns = (share.patch.magnitude or ("out",))[0] == "in" and not others and share.is_all(module.place)
+    has_place = to.copies or ("table_up" in to.endings and is_table(module.place, module.shares, tables))
+    return of_columns and share.strength == 1 and has_place
 
 
-def _expect_magnitudes(one: Filled, to: Dialect, tables: Collection[str]) -> None:
+def _expect_magnitudes(module: Filled, to: Dialect, tables: Collection[str]) -> None:
     """Raise FitError for a dialect that has no place for the magnitudes of DoRA of a module."""
-    of_rows = all(s.patch.magnitude is not None and s.patch.magnitude[0] == "out" for s in one.shares)
-    if not holds_columns(one, to, tables) and not (of_rows and "magnitude" in to.endings):
-        raise FitError(f"{to.name} has no place for this magnitude of DoRA", one.place.name,
+    of_rows = all(s.patch.magnitude is not None and s.patch.magnitude[0] == "out" for s in module.shares)
+    if not holds_columns(module, to, tables) and not (of_rows and "magnitude" in to.endings):
+        raise FitError(f"{to.name} has no place for this magnitude of DoRA", module.place.name,
                        TO_LORA)  # fmt: skip
 
 
-def _expect_matrix(place: Place, to: Dialect) -> None:
-    """Raise FitError for a dialect that has no place for a whole matrix."""
-    if "diff" not in to.endings and not to.whole:
-        raise FitError(f"{to.name} has no place for whole matrices", place.name,
-                       "give --rank, or convert to kohya or comfy")  # fmt: skip
-
-
-def can_copy(one: Filled, to: Dialect) -> bool:
+def can_copy(module: Filled, to: Dialect) -> bool:
     """Return whether the tensors of a module can stand in a dialect as they are, but for their scale."""
-    (share, *others) = one.shares
+    (share, *others) = module.shares
     patch = share.patch
-    known = all(to.copied(patch.module, patch.algorithm, one.place.parameter, slot) for slot in patch.module.slots)
-    return known and not others and share.is_all(one.place) and (not to.products or is_product(share, to))
+    known = all(to.copied(patch.module, patch.algorithm, module.place.parameter, slot) for slot in patch.module.slots)
+    return known and not others and share.is_all(module.place) and (not to.products or is_product(share, to))
 
 
 def is_product(share: Share, to: Dialect) -> bool:
@@ -111,177 +189,22 @@ def is_product(share: Share, to: Dialect) -> bool:
     return not to.alpha and share.patch.algorithm in to.products and share.patch.magnitude is None
 
 
-def is_copied(one: Filled, to: Dialect) -> bool:
+def is_copied(filled: Filled, to: Dialect) -> bool:
     """Return whether the one tensor of a change is that of a place as it is, and the dialect has a key for it."""
-    (share, *others) = one.shares
+    (share, *others) = filled.shares
     module, algorithm = share.patch.module, share.patch.algorithm
-    known = all(to.copied(module, algorithm, one.place.parameter, slot) for slot in module.slots)
-    return known and not others and share.strength == 1 and share.is_all(one.place)
+    known = all(to.copied(module, algorithm, filled.place.parameter, slot) for slot in module.slots)
+    return known and not others and share.strength == 1 and share.is_all(filled.place)
 
 
 def vector_ending(place: Place, to: Dialect) -> str | None:
     """Return the ending of the change of a bias, a norm or another vector; None where the dialect has none."""
     slot = {"weight": "w_norm" if place.norm else "diff", "bias": "b_norm" if place.norm else "diff_b"}
-    wanted = slot[place.parameter]
-    plain = {"w_norm": "diff", "b_norm": "diff_b"}.get(wanted, wanted)
-    ending = to.endings.get(wanted, to.endings.get(plain))
-    in_factors = wanted == "diff_b" and place.view.matrix[1] == 1  # PEFT's lora_B is a layer: its bias is [out]
+    slot_name = slot[place.parameter]
+    plain = {"w_norm": "diff", "b_norm": "diff_b"}.get(slot_name, slot_name)
+    ending = to.endings.get(slot_name, to.endings.get(plain))
+    in_factors = slot_name == "diff_b" and place.view.matrix[1] == 1  # PEFT's lora_B is a layer: its bias is [out]
     return to.endings.get("up_bias") if ending is None and in_factors else ending
-
-
-def planned_layer(one: Filled, rank: int, found: Opened) -> PlannedLayer:
-    """Return the tensors of one module. `rank`: of its factors, or the most that they can have."""
-    to, job, place, patches = found.task.to, found.task.job, one.place, [s.patch for s in one.shares]
-    kept = found.task.rules is None and job.algorithm == KEEP  # the algorithm is that of the input
-    (out, cols), shape = place.view.matrix, place.view.shape
-    dtype = written_dtype(job, one.shares) or "F32"
-    if place.vector or one.value is not None:
-        return _named(one, to, {_ending(one, to): (_of_value(one, found, dtype), shape)})
-    copied = kept and not all(map(is_plain, patches))
-    dense = copied and any(p.algorithm in MATRICES for p in patches) and not is_copied(one, to)
-    whole = dense or job.algorithm == WHOLE
-    if job.algorithm == AUTO and "diff" in to.endings and not kept:
-        whole = rank * (out + cols) >= out * cols
-    slots: dict[str, tuple[str, Shape]]
-    if whole:
-        ending = to.endings.get("diff", f".{place.parameter}")
-        return _named(one, to, {ending: (dtype if "diff" in to.endings else _new_dtype(one, found, dtype), shape)})
-    if copied:
-        slots, rank = {slot: (_kind(i, job), i.shape) for p in patches for slot, i in p.module.slots.items()}, 0
-    else:
-        slots = _pair_of(one, found, dtype, rank)
-    scaled = not copied or any("scale" in p.numbers or "alpha" in p.module.shared for p in patches)
-    slots |= {"alpha": ("F32", ())} if to.alpha and scaled else {}
-    magnitude = next((p.magnitude for p in patches if p.magnitude is not None), None)
-    if kept and magnitude is not None:
-        slots["magnitude"] = dtype, _magnitude(place, magnitude, to, copied=copied)
-    own = {slot: to.copied(p.module, p.algorithm, place.parameter, slot) for p in patches for slot in p.module.slots}
-    names = {slot: to.endings.get(slot) or own.get(slot) or f".{slot}" for slot in slots}
-    if copied and patches[0].algorithm in to.products:
-        rank = rank_of({names[slot]: shape_of for slot, (_, shape_of) in slots.items()})
-    return _named(one, to, {names[slot]: told for slot, told in slots.items()}, rank)
-
-
-def _named(one: Filled, to: Dialect, tensors: Mapping[str, tuple[str, Shape]], rank: int = 0) -> PlannedLayer:
-    """Return a layer of tensors by their endings."""
-    return PlannedLayer([(to.key(one.place.prefix, one.place.module, e), *own) for e, own in tensors.items()], rank)
-
-
-def _ending(one: Filled, to: Dialect) -> str:
-    """Return the ending of the change of a vector, or of a new value."""
-    place = one.place
-    changed = to.endings.get("diff" if place.parameter == "weight" else "diff_b")
-    return (changed if one.value is not None else vector_ending(place, to)) or f".{place.parameter}"
-
-
-def _pair_of(one: Filled, found: Opened, dtype: str, rank: int) -> dict[str, tuple[str, Shape]]:
-    """Return the factors of a layer, or of an embedding; FitError for a dialect that has no place for these."""
-    to, (out, *cols) = found.task.to, one.place.view.shape
-    if "up_bias" in to.endings and is_table(one.place, one.shares, found.task.tables):
-        expect_table(one.place, to)
-        return {"table_up": (dtype, (*cols, rank)), "table_down": (dtype, (rank, out))}
-    return {"down": (dtype, (rank, *cols)), "up": (dtype, (out, rank, *(1 for _ in cols[1:])))}
-
-
-def _magnitude(place: Place, own: tuple[str, Shape], to: Dialect, *, copied: bool) -> Shape:
-    """Return the shape of DoRA's magnitudes. `own`: axis and shape of the input's."""
-    axis, shape = own
-    if copied or (axis == "in" and to.copies):
-        return (*shape, *(1 for _ in place.view.shape[2:]))
-    if axis == "in":
-        return (prod(shape),)
-    out = place.view.matrix[0]
-    return (out, *(1 for _ in place.view.shape[1:])) if to.alpha else _of_rows(place)
-
-
-def _of_rows(place: Place) -> Shape:
-    """Return the shape of the magnitudes of a layer's rows in PEFT."""
-    return tuple(place.view.matrix[0] if size < 0 else size for size in magnitude_shape(place))
-
-
-def _of_value(one: Filled, found: Opened, dtype: str) -> str:
-    """Return the dtype of the change of a vector, or of a new value."""
-    to = found.task.to
-    if one.value is None:
-        return _new_dtype(one, found, dtype) if _ending(one, to) == f".{one.place.parameter}" else dtype
-    info, strength = one.value
-    return info.dtype if to.whole and strength == 1 else "F32"
-
-
-def _new_dtype(one: Filled, found: Opened, dtype: str) -> str:
-    """Return the dtype of the new value of a parameter, which holds those of the base and of the change."""
-    weight = found.sources.weights.get(one.place.view.row_slices[0].key)
-    own = weight.stored.dtype if weight is not None else ""
-    if found.task.job.inputs.dtype != KEEP or own not in FLOATS or ITEM_BYTES[own] < 2 or own == dtype:
-        return dtype
-    return "F32" if ITEM_BYTES[own] == ITEM_BYTES[dtype] else max(own, dtype, key=lambda kind: ITEM_BYTES[kind])
-
-
-def with_demands(layers: Sequence[PlannedLayer], found: Opened) -> list[tuple[Place, PlannedLayer]]:
-    """Return the modules with what a folder of PEFT or a file of diffusers needs in addition; FitError where it has no
-    place for them, UsageError where the base has to be known."""
-    to, there, own = found.task.to, found.there, own_places(found.everywhere)
-    if "up_bias" not in to.endings:
-        return [(one.place, layer) for one, layer in zip(there, layers, strict=True)]
-    known = found.sources.inputs is not None and found.sources.inputs.base.path != NOWHERE
-    layers = _with_biases(layers, found, own, known=known)
-    made = [_parameter(layer, f.place, to) for layer, f in zip(layers, there, strict=True)]
-    asked, whole = demands(made, own, to, known=known), list[tuple[Place, PlannedLayer]]()
-    kind = next((dtype for layer in layers for _, dtype, shape in layer.tensors if shape), "F32")
-    for layer, one in zip(layers, made, strict=True):
-        low = one.place.module in asked.low and is_pair(one, to)
-        whole.append((one.place, _pair(one.place, asked.rank, to, kind) if low else layer))
-    whole += [(p, _pair(p, 1, to, kind)) for p in asked.factors]
-    added: list[tuple[Place, str, str, Shape]]
-    added = [(p, to.endings.get("up_bias", ""), kind, p.view.matrix[:1]) for p in asked.biases]
-    added += [(p, to.endings.get("magnitude", ""), "F32", _of_rows(p)) for p in asked.magnitudes]
-    wide = "F32" if found.task.job.compute_dtype == "fp32" else "F64"
-    added += [(p, f".{p.parameter}", wide, p.view.shape) for p in asked.values]
-    whole += [(p, PlannedLayer([(to.key(p.prefix, p.module, end), dtype, shape)])) for p, end, dtype, shape in added]
-    return [*whole, *((p, _pair(p, asked.rank, to, kind)) for p in asked.zeros)]
-
-
-def _with_biases(layers: Sequence[PlannedLayer], found: Opened, own: Own, *, known: bool) -> list[PlannedLayer]:
-    """Return the modules with the changes of biases in the form in which the dialect can hold all of them."""
-    to, there = found.task.to, found.there
-    made = [_parameter(layer, one.place, to) for layer, one in zip(layers, there, strict=True)]
-    new = {id(place) for place in new_biases(made, own, to, known=known)}
-    factored, whole = {m.place.module for m in made if m.rank}, list[PlannedLayer]()
-    for layer, one, stored in zip(layers, there, made, strict=True):
-        if id(one.place) in new or (BIAS in stored.endings and to.folder):
-            ending = WRAPPED if one.place.module in factored else BIAS
-            ((_, dtype, shape),) = layer.tensors
-            dtype = _new_dtype(one, found, dtype) if id(one.place) in new else dtype
-            layer = _named(one, to, {ending: (dtype, shape)})
-        whole.append(layer)
-    return whole
-
-
-def kept(place: Place, layer: PlannedLayer, algorithm: str, to: Dialect) -> Kept:
-    """Return a module as it would be, without its bytes, for the configuration of PEFT."""
-    stem = to.key(place.prefix, place.module, "")
-    entries = {n.removeprefix(stem): Entry(n, dtype, shape, memoryview(b"")) for n, dtype, shape in layer.tensors}
-    rank = rank_of({e: one.shape for e, one in entries.items()}) if algorithm in to.products else layer.rank
-    return Kept(place, entries, Layer({}, algorithm, rank, rank, float(rank), 0.0, 0.0))
-
-
-def _parameter(layer: PlannedLayer, place: Place, to: Dialect) -> Parameter:
-    stem = to.key(place.prefix, place.module, "")
-    return Parameter(place, layer.rank, frozenset(name.removeprefix(stem) for name, _, _ in layer.tensors))
-
-
-def _pair(place: Place, rank: int, to: Dialect, kind: str) -> PlannedLayer:
-    """Return the factors of a layer."""
-    out, *cols = place.view.shape
-    shapes = {"down": (rank, *cols), "up": (out, rank, *(1 for _ in cols[1:]))}
-    own = [(to.key(place.prefix, place.module, to.endings[slot]), kind, shape) for slot, shape in shapes.items()]
-    return PlannedLayer(own, rank)
-
-
-def _kind(info: StoredTensor, job: AdapterJob) -> str:
-    """Return the dtype of a tensor that is copied."""
-    made = written_dtype(job, ())
-    return made if made is not None and info.dtype in FLOATS else info.dtype
 
 
 def written_dtype(job: AdapterJob, shares: Sequence[Share]) -> str | None:

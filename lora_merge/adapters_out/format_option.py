@@ -27,27 +27,29 @@ from ..disk.writer import Room
 from ..dtypes import bytes_of, spoken
 from ..errors import FitError, MergeError
 from ..files.checkpoint import Index, open_checkpoint
+from ..job import make_job
 from ..matching.formula import NO_ALPHA
 from ..merge_methods import COMBINATIONS
 from ..models.part_factors import or_leave_out
+from ..options import pairs
 from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.recipe import KEY
 from ..progress import Progress, unwatched
 from ..text import Note
+from .combine import forms_of, planned_layers
+from .combine import plan as plan_in_own
 from .combine import run as run_in_own
 from .dialects import Dialect, dialect
-from .job import AUTO, FACTORS, WHOLE, AdapterJob, form
+from .job import AUTO, FACTORS, RANKS, WHOLE, AdapterJob, algorithm_in
 from .metadata.sizes import PlannedLayer, Tensor
 from .output_file import unread
 from .pipeline import Run, idle_alpha, output_dtype
-from .planned_layers import plan as plan_in_own
-from .planned_layers import planned_layers, ranks
-from .rank_rules import COUNT, EXACT, SAME, Rule
+from .rank_rules import COUNT, EXACT, SAME, RankRules, Rule
 from .report import AdapterReport
 from .sources import Sources, open_sources, ruled
 
 if TYPE_CHECKING:
-    from .convert_job import Opened
+    from .conversion import Conversion
 
 TRAINED_APART: Final = (
     "the head was trained apart from the embeddings that share its weight in this base, which a sum has no name for"
@@ -61,27 +63,24 @@ def plan(job: AdapterJob) -> AdapterReport:
     to = _written_in(job, sources)
     if to is None:
         return plan_in_own(job, sources)
-    from .convert import make_conversion, opened
+    from .convert import opened
     from .convert import plan as plan_conversion
 
-    pass
-
-    first, second = _both(job, sources, to)
+    first, later = _both(job, sources, to)
     sources = replace(sources, stores_alpha=to.alpha)
-    own, checkpoints = replace(first, format=to.name), CheckpointCache()
-    told = plan_in_own(own, sources)
+    report, checkpoints = plan_in_own(replace(first, format=to.name), sources), CheckpointCache()
     dtype = output_dtype(first, sources.adapters)
-    checkpoints.pretend(pretended(job.adapters[0].path, planned_layers(first, sources, dtype)))
-    task = make_conversion(job.adapters[0].path, job.output, job.base, {"to": to.name, **second, "overwrite": True})
-    found = opened(replace(task, tables=_tables(sources)), checkpoints)
-    again, origins = plan_conversion(task, found), {} if "rank" in second else _origins(found)
-    open_ranks = {name for name, one in told.layers.items() if one["algorithm"] == FACTORS and not one["rank"]}
-    layers = {name: {**one, "rank": 0} if open_ranks.intersection(origins.get(name, ())) else one
-              for name, one in again.layers.items()}  # fmt: skip
-    written = min(told.written, again.written) if job.rules.together else again.written
-    notes = (*_notes(told, again), *idle_alpha(job, stored=to.alpha))
-    return replace(told, layers=layers, format=again.format, dtype=again.dtype, written=written, notes=notes,
-                   disk=Room.at(job.output, told.written + written).facts)  # fmt: skip
+    checkpoints.pretend(pretended(job.adapters[0].path, planned_layers(sources, forms_of(first, sources), dtype)))
+    second = _second(job, sources, job.adapters[0].path, to, {**later, "overwrite": True})
+    conversion = opened(second, checkpoints)
+    again, origins = plan_conversion(second, conversion), {} if "rank" in later else _origins(conversion)
+    open_ranks = {name for name, facts in report.layers.items() if facts["algorithm"] == FACTORS and not facts["rank"]}
+    layers = {name: {**facts, "rank": 0} if open_ranks.intersection(origins.get(name, ())) else facts
+              for name, facts in again.layers.items()}  # fmt: skip
+    written = min(report.written, again.written) if job.rules.together else again.written
+    notes = (*_notes(report, again), *idle_alpha(job, stored=to.alpha))
+    return replace(report, layers=layers, format=again.format, dtype=again.dtype, written=written, notes=notes,
+                   disk=Room.at(job.output, report.written + written).facts)  # fmt: skip
 
 
 def _written_in(job: AdapterJob, sources: Sources) -> Dialect | None:
@@ -105,8 +104,8 @@ def _written_in(job: AdapterJob, sources: Sources) -> Dialect | None:
 def _both(job: AdapterJob, sources: Sources, to: Dialect) -> tuple[AdapterJob, dict[str, Any]]:
     """Return the job of the first step, and the options of the second one, which decides the ranks if it has a rule."""
     alpha = job.alpha if to.alpha else "rank"  # another one would be folded in by a second rounding
-    own = replace(job, format=KEEP, algorithm=form(job.algorithm, to), alpha=alpha)
-    given = {n: getattr(job.inputs, n) for n in ("overwrite", "max_memory", "max_vram", "device", "map", "verify")}
+    first = replace(job, format=KEEP, algorithm=algorithm_in(job.algorithm, to), alpha=alpha)
+    shared = {n: getattr(job.inputs, n) for n in ("overwrite", "max_memory", "max_vram", "device", "map", "verify")}
     factored = _has_factors(job, sources)
     later = _later(job, sources, to, factored=factored)
     if later and factored:
@@ -114,8 +113,8 @@ def _both(job: AdapterJob, sources: Sources, to: Dialect) -> tuple[AdapterJob, d
         widest = dtype == "fp64"  # no value of --dtype, but that of the inputs
         later |= {"dtype": KEEP if widest else dtype, "alpha": alpha}
         exactly = replace(job.rules, linear=Rule(EXACT), kernels=Rule(EXACT), parts=(), layers={})
-        own = replace(own, rules=exactly, inputs=replace(own.inputs, dtype=KEEP if widest else "fp32"))
-    return own, {**given, **later}
+        first = replace(first, rules=exactly, inputs=replace(first.inputs, dtype=KEEP if widest else "fp32"))
+    return first, {**shared, **later}
 
 
 def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
@@ -133,57 +132,67 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
 
 def _converted(job: AdapterJob, sources: Sources, this: Run, to: Dialect) -> AdapterReport:
     """Run a job in the words of the first adapter, and convert its result to a dialect."""
-    from .convert import make_conversion
     from .convert import run as run_conversion
 
-    there = next(f for f in (job.output.parent, *job.output.parent.parents) if f.exists())
-    with tempfile.TemporaryDirectory(dir=there, prefix=".lora-merge-") as folder:
+    parent = next(f for f in (job.output.parent, *job.output.parent.parents) if f.exists())
+    with tempfile.TemporaryDirectory(dir=parent, prefix=".lora-merge-") as folder:
+        # Step 1: the result in the words of the first adapter.
         whole = Path(folder) / "whole.safetensors"
-        own, later = _both(job, sources, to)
-        first = run_in_own(replace(own, inputs=replace(own.inputs, output=whole)), sources, this)
-        again = make_conversion(whole, job.output, job.base, {"to": to.name, **later})
-        again = replace(again, job=replace(again.job, full=job.full), tables=_tables(sources))
-        told: dict[str, Any] = json.loads(open_checkpoint(whole).metadata[KEY])
-        told["options"]["dtype"] = job.inputs.dtype
-        seen: list[Opened] = []
+        first, later = _both(job, sources, to)
+        report = run_in_own(first.at(whole), sources, this)
+        # Step 2: the same in the words of the dialect, with the recipe of the first step.
+        second = _second(job, sources, whole, to, later)
+        recipe: dict[str, Any] = json.loads(open_checkpoint(whole).metadata[KEY])
+        recipe["options"]["dtype"] = job.inputs.dtype
+        conversions: list[Conversion] = []
         try:
-            second = run_conversion(
-                again, this.progress, recipe=told, before=sources.adapters[0].index.config, tell=seen.append
-            )
+            again = run_conversion(second, this.progress, recipe=recipe, before=sources.adapters[0].index.config,
+                                   on_open=conversions.append)  # fmt: skip
         except MergeError as e:
             e.rename(str(whole), str(job.adapters[0].path))  # the other file is gone
             raise
-    return _together(first, second, {} if "rank" in later else _origins(seen[0]))
+    return _together(report, again, {} if "rank" in later else _origins(conversions[0]))
+
+
+def _second(job: AdapterJob, sources: Sources, path: Path, to: Dialect, options: Mapping[str, Any]) -> AdapterJob:
+    """Return the job that converts the result of the first step. `options`: as `_both` returns them."""
+    of_form = {name: value for name, value in options.items() if name in (*RANKS, "algorithm", "alpha")}
+    of_merge = {name: value for name, value in options.items() if name not in of_form}
+    inputs = replace(make_job(job.base or path, [path], path, **of_merge), output=job.output)
+    rank, kernels, most, parts = (of_form.get(name) for name in RANKS)
+    rules = RankRules.of(rank or EXACT, kernels, most, pairs(parts or (), "--rank-for"))
+    return AdapterJob(
+        "convert", inputs, job.base, rules, ranked=rank is not None, algorithm=of_form.get("algorithm", KEEP),
+        alpha=of_form.get("alpha", KEEP), format=to.name, full=job.full, tables=_tables(sources),
+    )  # fmt: skip
 
 
 def _tables(sources: Sources) -> frozenset[str]:
     """Return the layers of the result that are embeddings, whose factors have the endings of other layers there."""
-    own = (t.name for t in sources.targets if any(ALGORITHMS[u.patch.algorithm].of_table for u in t.uses))
-    return frozenset(own)
+    tables = (t.name for t in sources.targets if any(ALGORITHMS[u.patch.algorithm].layout == "table" for u in t.uses))
+    return frozenset(tables)
 
 
 def _later(job: AdapterJob, sources: Sources, to: Dialect, *, factored: bool) -> dict[str, Any]:
     """Return the options for the ranks of the modules that are written; {} where those of the weights are theirs.
     `factored`: what `_has_factors` says."""
-    from .convert import RANKS
-
-    given = {name: value for name, value in job.options if name in RANKS}
-    if job.algorithm == WHOLE or given.keys() <= {"max_rank"}:
+    stated = {name: value for name, value in job.options if name in RANKS}
+    if job.algorithm == WHOLE or stated.keys() <= {"max_rank"}:
         return {}
-    if given.get("rank") == SAME:
-        known = {r for t in sources.targets for r in ranks(t)}
+    if stated.get("rank") == SAME:
+        known = {r for t in sources.targets for r in t.ranks}
         if len(known) != 1 or None in known:
             return {}
-        given["rank"] = known.pop()
-    found = {"rank": EXACT, "algorithm": AUTO if job.algorithm == AUTO else KEEP, **given}
+        stated["rank"] = known.pop()
+    later = {"rank": EXACT, "algorithm": AUTO if job.algorithm == AUTO else KEEP, **stated}
     counted = {job.rules.linear.name, job.rules.kernels.name, *(rule.name for _, rule in job.rules.parts)} == {COUNT}
-    return found if factored or (counted and _fuses(sources, to)) else {}
+    return later if factored or (counted and _fuses(sources, to)) else {}
 
 
 def _has_factors(job: AdapterJob, sources: Sources) -> bool:
     """Return whether the result of every matrix is a product of factors, which are cut where they are written."""
     matrices = [t for t in sources.targets if not t.vector]
-    known = (r is not None and r <= min(t.matrix) for t in matrices for r in ranks(t))
+    known = (r is not None and r <= min(t.matrix) for t in matrices for r in t.ranks)
     return COMBINATIONS[job.method].linear and all(known) and not any(t.values or t.stacked for t in matrices)
 
 
@@ -198,12 +207,14 @@ def _fuses(sources: Sources, to: Dialect) -> bool:
     return any(len(keys := {piece.key for piece in view}) > 1 and keys & changed for view in views)
 
 
-def _origins(found: Opened) -> dict[str, list[str]]:
+def _origins(conversion: Conversion) -> dict[str, list[str]]:
     """Return module of the output → the layers of the first step that are in it."""
     from .convert import prefix_name
 
-    to = found.task.to
-    return {prefix_name(to, one.place): [s.patch.module.where for s in one.shares] for one in found.there}
+    to = conversion.to
+    return {
+        prefix_name(to, module.place): [s.patch.module.where for s in module.shares] for module in conversion.modules
+    }
 
 
 def _together(first: AdapterReport, second: AdapterReport, origins: Mapping[str, Sequence[str]]) -> AdapterReport:
@@ -219,10 +230,10 @@ def _together(first: AdapterReport, second: AdapterReport, origins: Mapping[str,
         numbers = {**second.numbers, "all": every}
     uses = Counter(label for labels in origins.values() for label in labels)
     layers = {}
-    for name, told in second.layers.items():
-        own = [first.layers[label] for label in origins.get(name, ()) if label in first.layers]
+    for name, facts in second.layers.items():
+        origin_facts = [first.layers[label] for label in origins.get(name, ()) if label in first.layers]
         cut = any(uses[label] > 1 for label in origins.get(name, ()))
-        layers[name] = _of_both(own, told, cut=cut) if own else told
+        layers[name] = _of_both(origin_facts, facts, cut=cut) if origin_facts else facts
     return replace(
         first, output=second.output, format=second.format, dtype=second.dtype, layers=layers, numbers=numbers,
         residual=residual, energy=energy, written=second.written, seconds=first.seconds + second.seconds,
@@ -234,13 +245,13 @@ def _together(first: AdapterReport, second: AdapterReport, origins: Mapping[str,
 def _of_both(first: Sequence[Mapping[str, Any]], second: Mapping[str, Any], *, cut: bool) -> dict[str, Any]:
     """Return the facts of a module that is made of layers of the first step, or is a part of one (`cut`), whose share
     is then lost in it too."""
-    squares = sum(one["norm"] ** 2 for one in first)
-    share = sum((one["norm"] * one["residual"]) ** 2 for one in first) / squares if squares else 0.0
+    squares = sum(facts["norm"] ** 2 for facts in first)
+    share = sum((facts["norm"] * facts["residual"]) ** 2 for facts in first) / squares if squares else 0.0
     residual = _lost_twice(share, second["residual"])
     norm = second["norm"] / sqrt(max(1 - share, 1e-30)) if cut else sqrt(squares)
-    own = first[0] if len(first) == 1 and not cut else {}
-    return {**own, **{name: second[name] for name in ("algorithm", "rank", "alpha")},
-            "rank_before": max(one["rank_before"] for one in first), "norm": norm, "energy": 1 - residual**2,
+    unchanged = first[0] if len(first) == 1 and not cut else {}
+    return {**unchanged, **{name: second[name] for name in ("algorithm", "rank", "alpha")},
+            "rank_before": max(facts["rank_before"] for facts in first), "norm": norm, "energy": 1 - residual**2,
             "residual": residual}  # fmt: skip
 
 
@@ -255,17 +266,17 @@ def _notes(first: AdapterReport, second: AdapterReport) -> tuple[Note, ...]:
 
 def pretended(path: Path, layers: Iterable[PlannedLayer]) -> AdapterFile:
     """Return an adapter at a path with these tensors. α is the rank, and all other numbers are alike."""
-    tensors = [one for layer in layers for one in _with_ranks(path, layer.tensors, layer.rank)]
-    return group(Index(path, {one.name: one for one in tensors}, {}, ()))
+    tensors = [tensor for layer in layers for tensor in _with_ranks(path, layer.tensors, layer.rank)]
+    return group(Index(path, {tensor.name: tensor for tensor in tensors}, {}, ()))
 
 
 def _with_ranks(path: Path, tensors: Sequence[Tensor], rank: int) -> list[StoredTensor]:
-    found = []
+    stored = []
     for name, dtype, shape in tensors:
         size = bytes_of(dtype, shape)
         content = partial(_number, rank) if not shape else partial(_ones, size)
-        found.append(StoredTensor(name, dtype, shape, Memory(path, content), 0, size))
-    return found
+        stored.append(StoredTensor(name, dtype, shape, Memory(path, content), 0, size))
+    return stored
 
 
 def _number(rank: int) -> memoryview:

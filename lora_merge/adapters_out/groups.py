@@ -84,6 +84,16 @@ class Target:
         return len(self.shape) < 2 or self.parameter == "bias"
 
     @property
+    def kernel(self) -> bool:
+        """Whether it is a convolution whose kernel has more than one number."""
+        return any(n > 1 for n in self.shape[2:])
+
+    @property
+    def ranks(self) -> list[int | None]:
+        """The rank of each change; None for one that is not a product of factors."""
+        return [rank_of_change(use.patch) for use in self.uses if use.strength]
+
+    @property
     def norm(self) -> bool:
         """Whether an adapter has it under an ending of norms, such as .w_norm."""
         return any(info.name.endswith("_norm") for use in self.uses for info in use.patch.module.slots.values())
@@ -98,6 +108,16 @@ def is_plain(patch: Patch) -> bool:
     """Return whether a patch is a product of two factors with a scale, and nothing else."""
     row = ALGORITHMS[patch.algorithm]
     return {"up", "down"} == patch.module.slots.keys() and row.rank is not None and row.low_rank is not None
+
+
+def rank_of_change(patch: Patch) -> int | None:
+    """Return the rank of a change; None for one that is computed as a matrix: as one without factors, or with more
+    columns in them than the matrix has rank."""
+    low = ALGORITHMS[patch.algorithm].low_rank
+    if low is None or patch.magnitude is not None:
+        return None
+    rank = low.rank(patch.shapes, patch.view.shape)
+    return rank if is_plain(patch) or rank <= min(patch.view.matrix) else None
 
 
 HEAD: Final = "lm_head."
@@ -204,14 +224,14 @@ def places(names: Names, dialect: Dialect) -> Iterator[Place]:
                 yield Place(prefix, module, parameter, names.as_stored(view), part.label, norm, bare)
 
 
-def filled(targets: Sequence[Target], there: Iterable[Place]) -> list[Filled]:
+def filled(targets: Sequence[Target], places: Iterable[Place]) -> list[Filled]:
     """Return the places that the targets change, in the order of the adapter; FitError for rows without a place."""
     by_key: dict[str, list[tuple[Place, RowSlice, int]]] = {}
-    for place in there:
+    for place in places:
         for piece, at in place.view.addresses():
             by_key.setdefault(piece.key, []).append((place, piece, at))
     runs: dict[tuple[str, ...], dict[int, tuple[Patch, float, list[Run]]]] = {}
-    found: dict[tuple[str, ...], Place] = {}
+    places_of: dict[tuple[str, ...], Place] = {}
     values: dict[tuple[str, ...], tuple[StoredTensor, float]] = {}
     lost: list[str] = []
     for target in targets:
@@ -223,45 +243,45 @@ def filled(targets: Sequence[Target], there: Iterable[Place]) -> list[Filled]:
                 if run is None:
                     continue
                 covered += run.rows
-                found[_key(place)] = place
-                own = runs.setdefault(_key(place), {})
-                own.setdefault(id(use.patch), (use.patch, use.strength, []))[2].append(run)
+                places_of[_key(place)] = place
+                runs_of_place = runs.setdefault(_key(place), {})
+                runs_of_place.setdefault(id(use.patch), (use.patch, use.strength, []))[2].append(run)
             lost += [target.key] if covered < use.piece.rows else []
         for _, info, strength in target.values:
             whole = next((p for p, piece, _ in near if piece.size == prod(target.shape)), None)
             if whole is None:
                 lost.append(target.key)
                 continue
-            found[_key(whole)], values[_key(whole)] = whole, (info, strength)
+            places_of[_key(whole)], values[_key(whole)] = whole, (info, strength)
     if lost:
         raise FitError("the dialect has no name for rows that the adapter changes", listed(dict.fromkeys(lost), 3),
                        or_leave_out("convert to another dialect", lost))  # fmt: skip
     return [Filled(place, tuple(Share(p, s, _merged(r)) for p, s, r in runs.get(key, {}).values()), values.get(key))
-            for key, place in found.items()]  # fmt: skip
+            for key, place in places_of.items()]  # fmt: skip
 
 
 def _key(place: Place) -> tuple[str, ...]:
     return place.prefix, place.module, place.parameter
 
 
-def _overlap(own: RowSlice, start: int, other: RowSlice, at: int) -> Run | None:
+def _overlap(place_piece: RowSlice, start: int, other: RowSlice, at: int) -> Run | None:
     """Return the rows that a piece of a patch (from its row `start` on) shares with a piece of a place."""
-    if own.transposed or other.transposed:
-        same = own._replace(transposed=False) == other._replace(transposed=False)
-        return Run(start, at, own.rows) if same and own.transposed == other.transposed else None
-    if own.cols != other.cols:
+    if place_piece.transposed or other.transposed:
+        same = place_piece._replace(transposed=False) == other._replace(transposed=False)
+        return Run(start, at, place_piece.rows) if same and place_piece.transposed == other.transposed else None
+    if place_piece.cols != other.cols:
         return None
-    low, high = max(own.start, other.start), min(own.stop, other.stop)
-    return Run(start + low - own.start, at + low - other.start, high - low) if low < high else None
+    low, high = max(place_piece.start, other.start), min(place_piece.stop, other.stop)
+    return Run(start + low - place_piece.start, at + low - other.start, high - low) if low < high else None
 
 
 def _merged(runs: Sequence[Run]) -> tuple[Run, ...]:
     """Return the runs in order of the place, neighbours joined."""
-    found: list[Run] = []
+    merged: list[Run] = []
     for run in sorted(runs, key=lambda r: r.target):
-        last = found[-1] if found else None
+        last = merged[-1] if merged else None
         if last and (last.source + last.rows, last.target + last.rows) == (run.source, run.target):
-            found[-1] = Run(last.source, last.target, last.rows + run.rows)
+            merged[-1] = Run(last.source, last.target, last.rows + run.rows)
         else:
-            found.append(run)
-    return tuple(found)
+            merged.append(run)
+    return tuple(merged)

@@ -1,4 +1,4 @@
-"""The user's request to `combine` or `resize`, checked and frozen. No file is read for that."""
+"""The request of one command that writes an adapter, checked and frozen. No tensor is read for that."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from os import sep
 from pathlib import Path
 from typing import Any, Final
 
+from ..adapter_options import ADAPTER_OPTIONS, KEEP, OF_MERGE
 from ..algorithms.lokr import LOKR
 from ..algorithms.lora import LORA
 from ..algorithms.whole import FULL
@@ -16,13 +17,14 @@ from ..errors import FitError, UsageError
 from ..files.checkpoint import CONFIGS, MLX_FILE
 from ..job import Adapter, Job, make_job
 from ..merge_methods import COMBINATIONS, SAME_COMBINATION, SUM
-from ..method_parameters import Numbers, numbers_of
+from ..method_parameters import NAMES, MethodParameters, numbers_of
 from ..models.part_factors import parts
-from ..options import OPTIONS, dtype_name, pairs, shown
+from ..options import MEANT, OPTIONS, dtype_name, pairs, shown
 from ..paths import absolute, expand, input_path, is_file, is_folder, names_folder, output_file
 from ..text import plural
 from .dialects import DIALECTS, OF_INPUT, Dialect, dialect, names
-from .rank_rules import EXACT, NO_NOISE, NOISE, RankRules
+from .rank_rules import COUNT, EXACT, NO_NOISE, NOISE, SAME, RankRules
+from .request import Request, Rows
 
 FACTORS, WHOLE, AUTO = LORA.name, FULL.name, "auto"
 STORED_AS: Final = (FACTORS, WHOLE, AUTO)
@@ -33,38 +35,70 @@ GIVE_RANK: Final = f"give --rank, such as 32 or energy:0.99, or {IN_FULL}"
 GIVE_BASE: Final = "give the base model of the training: --base MODEL"
 
 
-def form(algorithm: str, to: Dialect) -> str:
-    """Return the form of layers for the one that was asked for: `auto` means factors where whole matrices have no
-    key."""
+def algorithm_in(algorithm: str, to: Dialect) -> str:
+    """Return how a dialect stores matrices: `auto` means factors if it has no key for whole matrices."""
     return FACTORS if algorithm == AUTO and "diff" not in to.endings else algorithm
+
+
+AUTO_FORMAT: Final = "auto"
+"""The format of `extract` that the architecture of the base decides."""
+
+CHANGES, SKIP, ERROR = "diff", "skip", "error"
+OTHERS: Final = (CHANGES, SKIP, ERROR)
+"""The values of `--others`: what becomes of biases, norms and other vectors that changed."""
+
+OF_CHANGES, OF_TENSORS = "delta", "factors"
+SPACES: Final = (OF_CHANGES, OF_TENSORS)
+"""The values of `--space`: whether changes are averaged, or the tensors of the files, as a training's own EMA does."""
+
+RANKS: Final = ("rank", "conv_rank", "max_rank", "rank_for")
+"""The options that state a rule for ranks."""
 
 
 @dataclass(frozen=True)
 class AdapterJob:
-    """One run that writes an adapter. `inputs` holds the adapters, the output and the options that merging shares."""
+    """One run of a command that writes an adapter. A command that lacks an option leaves its field at the default.
+
+    `inputs`: the adapters, the output and the options that merging shares. The adapter of `extract` is the tuned
+    checkpoint; the strengths of `average` are its weights.
+    """
 
     command: str
     inputs: Job
     base: Path | None
     rules: RankRules
+    ranked: bool = True
+    """Whether a rule for ranks is stated. Without one, `convert` keeps the factors that it can keep."""
     method: str = SUM
-    numbers: Numbers = field(default_factory=Numbers)
+    numbers: MethodParameters = field(default_factory=MethodParameters)
     algorithm: str = FACTORS
     alpha: str | float = "rank"
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     compute_dtype: str | None = None
     """In which formulas are computed; None: fp64, and fp32 where that loses nothing that the output could hold."""
-    format: str = "keep"
-    """The dialect in which the result is written; "keep": that of the first adapter."""
+    format: str = KEEP
+    """The dialect of the output; KEEP: that of the first adapter, AUTO_FORMAT: that of the base's architecture."""
     options: tuple[tuple[str, Any], ...] = ()
-    """The command's own options as given, for the recipe."""
+    """The options that the recipe records, with their values."""
     full: bool = False
-    """Whether the proof computes every layer again, and not a sample where there are many."""
+    """Whether the proof computes every layer again, and not a sample of many."""
+    unnamed: bool = False
+    """Whether the output of `convert` gets its name from the dialect, which the opened adapter decides."""
+    tables: frozenset[str] = frozenset()
+    """Modules of the adapter that are embeddings, although their endings do not say so."""
+    others: str = CHANGES
+    """Of `extract`: what becomes of changed vectors."""
+    factor: int = -1
+    """Of `extract`: the smaller factor of Kronecker products; -1: near the root."""
+    space: str = OF_CHANGES
+    """Of `average`: what is averaged."""
+    shares: tuple[float, ...] | None = None
+    """Of `average`: the share that each step of a moving average keeps; None: no such average."""
 
     @property
     def output(self) -> Path:
-        """The file to write."""
+        """The file or folder to write."""
         return self.inputs.output
 
     @property
@@ -72,89 +106,192 @@ class AdapterJob:
         """The adapters with their strengths."""
         return self.inputs.adapters
 
+    @property
+    def keeps_forms(self) -> bool:
+        """Whether modules keep their algorithm and their rank, as `convert` does unless told otherwise."""
+        return self.algorithm == KEEP and not self.ranked
+
+    def at(self, output: Path) -> AdapterJob:
+        """Return the job with another output."""
+        return replace(self, inputs=replace(self.inputs, output=output))
+
 
 FILES: Final = ("combine", "resize", "average")
-"""Commands whose output is a file."""
+"""Commands whose output is a file, unless the first adapter is a folder."""
 
 FILE: Final = ".safetensors"
 """The ending of an output that is a file."""
 
-CHOICE: Final = ("include", "exclude", "compute_dtype")
-"""Options of all commands, each with a meaning of its own for adapters."""
 
-OWN: Final[Mapping[str, Any]] = {
-    "method": SUM, "rank": EXACT, "conv_rank": None, "max_rank": None, "rank_for": (), "density": None, "gamma": None,
-    "epsilon": None, "t": None, "elect": "sum", "normalise": "count", "agree": None, "scale": 1.0, "seed": 0,
-    "algorithm": FACTORS, "alpha": "rank", "format": "keep", "include": (), "exclude": (), "compute_dtype": None,
-}  # fmt: skip
-"""Option of these commands → default."""
-
-OTHER_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {"resize": {"alpha": "keep"}, "extract": {"rank": 32}}
-"""Command → its defaults that differ from these."""
-
-
-def make_adapter_job(
-    command: str, adapters: Any, output: str | Path | None, base: str | Path | None, options: Mapping[str, Any]
-) -> AdapterJob:
-    """Return the job of `combine` or `resize`; UsageError for an option or a value that is wrong."""
-    given = {name: value for name, value in options.items() if name in OWN and value is not None}
-    common = {name: value for name, value in options.items() if name not in OWN}
-    if str(common.get("dtype")) in FORMATS or common.get("keep_precision"):
-        raise UsageError("adapters are not quantised", f"--dtype {shown(common.get('dtype'))}", "write --dtype bf16")
-    given |= {name: parts(given[name], f"--{name}") for name in CHOICE[:2] if name in given}
-    if "compute_dtype" in given:
-        given["compute_dtype"] = _computed(given["compute_dtype"])
-    others = OTHER_DEFAULTS.get(command, {})
-    own = {**OWN, **others, **given}
-    method = SAME_COMBINATION.get(own["method"], own["method"])
+def adapter_job(request: Request, rows: Rows) -> AdapterJob:
+    """Return the job of `combine` or `resize`, and of other commands what they share with these; UsageError or FitError
+    for an option or a value that is wrong."""
+    command, output, base = request.command, request.output, request.base
+    # Step 1: the options of the command, and those of `merge`.
+    stated, of_merge = _options(request, rows)
+    # Step 2: values are parsed.
+    values = {**{name: row.default for name, row in rows.items()}, **stated}
+    chosen = values.get("method", SUM)
+    method = SAME_COMBINATION.get(chosen, chosen)
     if method not in COMBINATIONS:
         raise UsageError(
-            f"the method {shown(own['method'])!r} does not exist", "--method", f"use one of {', '.join(COMBINATIONS)}"
+            f"the method {shown(chosen)!r} does not exist", "--method", f"use one of {', '.join(COMBINATIONS)}"
         )
-    rank_for = pairs(own["rank_for"], "--rank-for")
-    rules = RankRules.of(own["rank"], own["conv_rank"], own["max_rank"], rank_for)
+    rule = EXACT if values["rank"] is None else values["rank"]
+    rules = RankRules.of(rule, values.get("conv_rank"), values.get("max_rank"),
+                         pairs(values.get("rank_for", ()), "--rank-for"))  # fmt: skip
     if rules.has(NOISE) and command != "extract":
         raise UsageError(NO_NOISE, "--rank noise", "give a number or energy:x")
+    # Step 3: the inputs and the output.
     nothing = f"{sep}no base", f"{sep}no output"  # absolute, as the current folder may be gone
-    job = make_job(nothing[0] if base is None else base, adapters, nothing[1], **common)
-    to = dialect(own["format"]) if isinstance(own["format"], str) else None
+    job = make_job(nothing[0] if base is None else base, request.adapters, nothing[1], **of_merge)
+    name = stated.get("format", KEEP)
+    to = dialect(name) if isinstance(name, str) else None
     if to is None:
-        raise UsageError(f"the format {shown(own['format'])!r} does not exist", "--format",
-                         f"use one of {', '.join(names())}")  # fmt: skip
+        raise UsageError(f"the format {shown(name)!r} does not exist", "--format", f"use one of {', '.join(names())}")
     if to is OF_INPUT and command in FILES and stays_folder(job.adapters[0].path, output):
         to = DIALECTS["peft"]
-        given |= {"format": to.name}
-    path = _output(job, command, str(own["rank"]), output, file=command in FILES and not to.folder)
+        stated |= {"format": to.name}
+    path = _output(job, command, str(rule), output, file=command in FILES and not to.folder)
     job = replace(job, method=method, output=path)
+    # Step 4: what fits together.
     if command in ("resize", "convert") and len(job.adapters) != 1:
         raise UsageError(f"{command} takes one adapter", plural(len(job.adapters), "adapter"),
                          "save their sum first: combine, or (a + b).save(…)")  # fmt: skip
-    numbers = numbers_of(method, own, [a.strength for a in job.adapters])
-    known = (*STORED_AS, LOKR.name) if command == "extract" else STORED_AS
-    if own["algorithm"] not in known:
-        raise UsageError(f"layers cannot be stored as {shown(own['algorithm'])!r}", "--algorithm",
+    numbers = numbers_of(method, values, [a.strength for a in job.adapters])
+    algorithm = values.get("algorithm", FACTORS)
+    known = (*STORED_AS, LOKR.name) if command == "extract" else (*STORED_AS, *([KEEP] if command == "convert" else []))
+    if algorithm not in known:
+        raise UsageError(f"layers cannot be stored as {shown(algorithm)!r}", "--algorithm",
                          f"use one of {', '.join(known)}")  # fmt: skip
-    if (
-        not COMBINATIONS[method].linear
-        and own["algorithm"] == FACTORS
-        and EXACT in (rules.linear.name, rules.kernels.name)
-    ):
+    if not COMBINATIONS[method].linear and algorithm == FACTORS and EXACT in (rules.linear.name, rules.kernels.name):
         raise FitError(f"the result of {method} is not low-rank, so it has no exact factors", f"--method {method}",
                        GIVE_RANK)  # fmt: skip
-    recorded = tuple(sorted((name, value) for name, value in given.items() if name in others or value != OWN[name]))
-    found = None if base is None else input_path(base)
     return AdapterJob(
-        command, job, found, rules, method, numbers, own["algorithm"], _alpha(own["alpha"]),
-        own["include"], own["exclude"], own["compute_dtype"], to.name, recorded,
+        command, job, None if base is None else input_path(base), rules, values["rank"] is not None, method, numbers,
+        algorithm, _alpha(values["alpha"]), values["include"], values["exclude"], values["compute_dtype"], to.name,
+        recorded(rows, stated),
     )  # fmt: skip
 
 
-def _output(job: Job, command: str, rule: str, given: str | Path | None, *, file: bool) -> Path:
-    """Return the path of the output, which may be a `file`; `given`: None, or what the user names."""
-    if given is None or (file and names_folder(given)):
+def _options(request: Request, rows: Rows) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the stated options of a command with their values, and those that mean what they mean for `merge`."""
+    of_merge = request.stated
+    stated = {name: of_merge.pop(name) for name in rows if name in of_merge and name not in OF_MERGE}
+    of_others = {"method", *NAMES, *ADAPTER_OPTIONS} - MEANT.keys()
+    if stray := next((name for name in of_merge if name in of_others), None):
+        known = ", ".join(name for name, row in rows.items() if row.group)
+        raise UsageError(f"{request.command} has no such option", f"--{stray.replace('_', '-')}",
+                         f"leave it out, or use one of {known}")  # fmt: skip
+    if missing := next((name for name, row in rows.items() if row.required and name not in stated), None):
+        raise UsageError(f"{request.command} needs a rule for the {missing}", missing,
+                         f"write {missing}: 16 or energy:0.99")  # fmt: skip
+    dtype = of_merge.get("dtype")
+    if str(dtype) in FORMATS or of_merge.get("keep_precision"):
+        raise UsageError("adapters are not quantised", f"--dtype {shown(dtype)}", "write --dtype bf16")
+    stated |= {name: parts(stated[name], f"--{name}") for name in ("include", "exclude") if name in stated}
+    if "compute_dtype" in stated:
+        stated["compute_dtype"] = _computed(stated["compute_dtype"])
+    return stated, of_merge
+
+
+def recorded(rows: Rows, values: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Return the options of a command that its recipe records: those that are always recorded, and of the stated
+    `values` those that are not the default, by name."""
+    always = {name: row.default for name, row in rows.items() if row.recorded == "always" and name not in OF_MERGE}
+    every = {**always, **values}
+    return tuple((n, v) for n, v in sorted(every.items()) if n in always or v != rows[n].default)
+
+
+def conversion_job(request: Request, rows: Rows) -> AdapterJob:
+    """Return the job of `convert`; UsageError for an option or a value that is wrong."""
+    stated, output = request.stated, request.output
+    form_options = {name: stated.pop(name) for name in ("to", "algorithm", *RANKS) if name in stated}
+    name, algorithm = form_options.get("to", KEEP), form_options.get("algorithm", KEEP)
+    to = dialect(name) if isinstance(name, str) else None
+    if to is None:
+        raise UsageError(f"the format {shown(name)!r} does not exist", "--to", f"use one of {', '.join(names())}")
+    if algorithm not in (KEEP, *STORED_AS):
+        raise UsageError(f"layers cannot be stored as {shown(algorithm)!r}", "--algorithm",
+                         f"use one of {', '.join((KEEP, *STORED_AS))}")  # fmt: skip
+    job = adapter_job(replace(request, options=stated), rows)
+    ranks: dict[str, Any] = {option: form_options[option] for option in RANKS if option in form_options}
+    if ranks:
+        job = replace(job, rules=_stated_rules(ranks), ranked=True)
+    unnamed = output is None
+    if output is not None and (not is_folder(job.adapters[0].path) if to is OF_INPUT else not to.folder):
+        unnamed = names_folder(output)
+        job = job.at(job.output / "named when it is opened" if unnamed else output_file(output))
+    changed = tuple((n, v) for n, v in form_options.items() if v != rows[n].default)
+    return replace(job, algorithm=algorithm, format=to.name, options=(*job.options, *changed), unnamed=unnamed)
+
+
+def _stated_rules(ranks: Mapping[str, Any]) -> RankRules:
+    """Return the rules that the options of `convert` state."""
+    if "rank" not in ranks:
+        raise UsageError("a rule for some layers, and none for the others", "--rank", "give --rank too, such as exact")
+    parts_of = pairs(ranks.get("rank_for", ()), "--rank-for")
+    rules = RankRules.of(ranks["rank"], ranks.get("conv_rank"), ranks.get("max_rank"), parts_of)
+    if rules.has(NOISE):
+        raise UsageError(NO_NOISE, "--rank noise", "give a number or energy:x")
+    return rules
+
+
+def extraction_job(request: Request, rows: Rows) -> AdapterJob:
+    """Return the job of `extract` of one adapter, the tuned checkpoint; UsageError for an option or a value that is
+    wrong."""
+    if request.base is None:
+        raise UsageError("extract needs a base", "base", "name the checkpoint before the training")
+    stated, output = request.stated, request.output
+    of_extract = {name: stated.pop(name) for name in ("others", "format", "factor") if name in stated}
+    name, others, factor = (of_extract.get(option, rows[option].default) for option in ("format", "others", "factor"))
+    to = None if name == AUTO_FORMAT else dialect(str(name))
+    if name != AUTO_FORMAT and (to is None or not to.whole_models):
+        known = ", ".join(row.name for row in DIALECTS.values() if row.whole_models)
+        raise UsageError(f"{shown(name)!r} is no format of a difference", "--format", f"use one of {known}")
+    if others not in OTHERS:
+        raise UsageError(f"biases and norms cannot be treated as {shown(others)!r}", "--others",
+                         f"use one of {', '.join(OTHERS)}")  # fmt: skip
+    if not isinstance(factor, int) or not (factor == -1 or factor > 0):
+        raise UsageError(f"{shown(factor)!r} cannot be the factor", "--factor", "use -1, or 1 and more")
+    job = adapter_job(replace(request, options=stated), rows)
+    if job.rules.has(SAME):
+        raise UsageError("a checkpoint has no rank to keep", "--rank same", "give a number or energy:x")
+    changed = tuple((n, v) for n, v in sorted(of_extract.items()) if v != rows[n].default)
+    job = replace(job, format=str(name), options=(*job.options, *changed), others=others, factor=factor)
+    if output is None:
+        return job.at(job.output.parent / _difference_name(job, to))
+    return job if to is None else extraction_named(job, to, output)
+
+
+def extraction_named(job: AdapterJob, to: Dialect, output: str | Path) -> AdapterJob:
+    """Return the extraction in a dialect, with the output that the user names for it: in a folder, a file has the
+    default name."""
+    job = replace(job, format=to.name)
+    if to.folder:
+        return job
+    inside = names_folder(output)
+    return job.at(job.output / _difference_name(job, to) if inside else output_file(output))
+
+
+def _difference_name(job: AdapterJob, to: Dialect | None) -> str:
+    """Return the default name of an extracted adapter."""
+    pair = (job.adapters[0].path, job.base or Path())
+    name = "-minus-".join(p.name if is_folder(p) else p.stem for p in pair)
+    return name if to and to.folder else f"{name}{FILE}"
+
+
+def one_rank(job: AdapterJob, to: Dialect) -> Dialect:
+    """Return a dialect, of which a folder states one rank for all modules where the rules are numbers."""
+    return replace(to, one_rank=to.folder and job.rules.all_are(COUNT))
+
+
+def _output(job: Job, command: str, rule: str, named: str | Path | None, *, file: bool) -> Path:
+    """Return the path of the output, which may be a `file`; `named`: None, or what the user names."""
+    if named is None or (file and names_folder(named)):
         ending = "" if command in FILES and not file else FILE
-        return _named(job, command, rule, absolute(Path()) if given is None else expand(given), ending)
-    return output_file(given) if file else expand(given)
+        return _named(job, command, rule, absolute(Path()) if named is None else expand(named), ending)
+    return output_file(named) if file else expand(named)
 
 
 def _named(job: Job, command: str, rule: str, folder: Path, ending: str) -> Path:
@@ -174,10 +311,10 @@ def stays_folder(adapter: Path, output: str | Path | None) -> bool:
 
 def _computed(value: Any) -> str:
     """Return the dtype that formulas compute in; UsageError for one in which changes lose digits."""
-    found = dtype_name(value, OPTIONS["compute_dtype"])
-    if found not in ("fp32", "fp64"):
-        raise UsageError(f"an adapter is not computed in {found}", "--compute-dtype", "use fp32 or fp64")
-    return found
+    dtype = dtype_name(value, OPTIONS["compute_dtype"])
+    if dtype not in ("fp32", "fp64"):
+        raise UsageError(f"an adapter is not computed in {dtype}", "--compute-dtype", "use fp32 or fp64")
+    return dtype
 
 
 LEAST_ALPHA: Final = 1e-30
@@ -199,7 +336,7 @@ def _alpha(value: Any) -> str | float:
 
 def strings(values: Sequence[str]) -> list[tuple[str, str]]:
     """Return (part, rule) for texts `PART=RULE`; UsageError for another text."""
-    found = [tuple(text.rpartition("=")[::2]) for text in values]
-    if wrong := next((t for t, p in zip(values, found, strict=True) if not all(p)), None):
+    pairs_of = [tuple(text.rpartition("=")[::2]) for text in values]
+    if wrong := next((t for t, p in zip(values, pairs_of, strict=True) if not all(p)), None):
         raise UsageError(f"{wrong[:40]!r} does not name a part and its rule", "--rank-for", "write it as PART=RULE")
-    return [(part, rule) for part, rule in found]
+    return [(part, rule) for part, rule in pairs_of]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ..disk.draft import Draft, Heap
 from ..text import Note
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 
 Norms: TypeAlias = Mapping[int, float]
 """Adapter → the norm of its change of a layer at its strength, of those that change it."""
-
-NOT_LOW_RANK: Final = "the result is not low-rank, so it has no exact factors"
-STACKED: Final = "the weights of stacked experts have no factors in these formats"
 
 
 @dataclass(frozen=True)
@@ -49,16 +46,16 @@ def without_bytes(layer: Layer) -> Layer:
 def numbers_of(layer: Layer, adapters: int) -> dict[str, Any]:
     """Return a layer's facts for the report; `adapters`: the number of inputs."""
     share = layer.lost / layer.squares if layer.squares else 0.0
-    found: dict[str, Any]
-    found = {"algorithm": layer.algorithm, "rank": layer.rank, "rank_before": layer.before, "alpha": layer.alpha,
+    facts: dict[str, Any]
+    facts = {"algorithm": layer.algorithm, "rank": layer.rank, "rank_before": layer.before, "alpha": layer.alpha,
              "norm": math.sqrt(layer.squares), "energy": 1 - share, "residual": math.sqrt(share)}  # fmt: skip
-    found |= {} if layer.noise is None else {"noise": layer.noise}
+    facts |= {} if layer.noise is None else {"noise": layer.noise}
     if layer.weight is not None:
         size = math.sqrt(layer.weight)
-        found |= {"weight": size, "ratio": found["norm"] / size if size else None}
+        facts |= {"weight": size, "ratio": facts["norm"] / size if size else None}
     if layer.norms:
-        found["adapters"] = [{"change": layer.norms[n]} if n in layer.norms else None for n in range(adapters)]
-    return found if layer.effect is None else {**found, **layer.effect.told}
+        facts["adapters"] = [{"change": layer.norms[n]} if n in layer.norms else None for n in range(adapters)]
+    return facts if layer.effect is None else {**facts, **layer.effect.facts}
 
 
 class Stored(NamedTuple):
@@ -68,19 +65,19 @@ class Stored(NamedTuple):
     entries: Mapping[str, Entry]
 
 
-def held(one: Entry, put: Heap | Draft) -> Entry:
+def waiting_entry(entry: Entry, put: Heap | Draft) -> Entry:
     """Return a tensor that is in memory as it waits, or as it is in the draft."""
-    assert isinstance(one.data, memoryview), "it was just made"
-    return replace(one, data=put.put(one.data))
+    assert isinstance(entry.data, memoryview), "it was just made"
+    return replace(entry, data=put.put(entry.data))
 
 
 def waiting(entries: Mapping[str, Entry], put: Heap | Draft) -> dict[str, Entry]:
     """Return the tensors of a layer in the order of their slots or endings; their bytes wait, or are in the draft."""
-    return {slot: held(entries[slot], put) for slot in sorted(entries)}
+    return {slot: waiting_entry(entries[slot], put) for slot in sorted(entries)}
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoredModule:
     """The stored tensors of one module by their ending, and the facts of its layer, which holds no tensors."""
 
     place: Place

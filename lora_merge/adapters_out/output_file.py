@@ -60,9 +60,9 @@ class Spelling:
     @classmethod
     def of(cls, file: AdapterFile, *, alpha: bool = False) -> Spelling:
         """Return the spelling of an adapter's own factors, or kohya's. `alpha`: whether α is stored in any case."""
-        seen = Counter(pair for m in file.modules if "down" in m.slots for pair in PAIRS
+        pairs = Counter(pair for m in file.modules if "down" in m.slots for pair in PAIRS
                        if m.slots["down"].name.endswith(pair[0]) or _named(m.slots["down"].name, pair[0]))  # fmt: skip
-        pair = seen.most_common(1)[0][0] if seen else PAIRS[0]
+        pair = pairs.most_common(1)[0][0] if pairs else PAIRS[0]
         stored = alpha or any("alpha" in m.shared for m in file.modules) or pair == PAIRS[0]
         return cls(*pair, alpha=stored)
 
@@ -102,7 +102,7 @@ def recipe(
     """Return how the file was made: inputs by name, size and hash, and every option that changes a byte."""
     shared = {n: getattr(job.inputs, n) for n in ("dtype", "unmatched")}
     shared |= {"setting": dict(job.inputs.setting)} if job.inputs.setting else {}
-    found: dict[str, Any] = {
+    value: dict[str, Any] = {
         "version": __version__, "format": 2, "command": job.command,
         "tuned" if job.command == "extract" else "adapters": [
             {**facts(index, digest), **({} if job.command == "extract" else configurations(ref.path, index)),
@@ -114,10 +114,10 @@ def recipe(
     if job.base is not None:
         from ..files.checkpoint import open_checkpoint
 
-        found["base"] = facts(open_checkpoint(job.base), digest)
+        value["base"] = facts(open_checkpoint(job.base), digest)
     if dropped:
-        found["dropped_metadata"] = list(dropped)
-    return found
+        value["dropped_metadata"] = list(dropped)
+    return value
 
 
 def facts(index: Index, digest: Callable[[Path], str]) -> dict[str, Any]:
@@ -151,17 +151,17 @@ def drafted(job: AdapterJob, reader: Reader, rows: Iterable[Tensor], inputs: Seq
 
 def put(entries: Iterable[Entry], draft: Draft) -> list[Entry]:
     """Return the tensors in the order of the draft, to which those that are not there yet are added."""
-    found: list[tuple[int, Entry]] = []
-    for one in entries:
-        data = one.data
+    placed: list[tuple[int, Entry]] = []
+    for entry in entries:
+        data = entry.data
         if isinstance(data, HeapBytes):
             parts = [draft.put(piece) for piece in data.pieces()]
             data = DraftBytes(draft, parts[0].first if parts else draft.nbytes, data.nbytes)
         elif isinstance(data, memoryview):
             data = draft.put(data)
-        found.append((data.first, replace(one, data=data)))
-    assert sum(one.data.nbytes for _, one in found) == draft.nbytes, "every tensor that was put is in the file"
-    return [one for _, one in sorted(found, key=lambda pair: pair[0])]
+        placed.append((data.first, replace(entry, data=data)))
+    assert sum(entry.data.nbytes for _, entry in placed) == draft.nbytes, "every tensor that was put is in the file"
+    return [entry for _, entry in sorted(placed, key=lambda pair: pair[0])]
 
 
 class Content(NamedTuple):
@@ -186,13 +186,13 @@ def write(
     `prove` gets the temporary path, if the job asks for a proof. The reader's files must be as they were when they were
     opened.
     """
-    entries, told, own = content
-    text = b"" if own is None else text_of(own)
-    header = layout([(e.name, e.dtype, e.shape) for e in entries], told, 0)
+    entries, metadata, configuration = content
+    text = b"" if configuration is None else text_of(configuration)
+    header = layout([(e.name, e.dtype, e.shape) for e in entries], metadata, 0)
     part = draft.part
     require_space(job.output, len(header) + draft.waiting + len(text))
     size = len(text) + draft.complete(lambda least: padded(header, least))
-    if own is not None:
+    if configuration is not None:
         (part / CONFIG).write_bytes(text)
     try:
         proof = prove(part) if job.inputs.verify else None

@@ -21,8 +21,8 @@ from ..dtypes import Shape
 from ..errors import AmbiguousName, FitError, InputError, UsageError
 from ..files.checkpoint import Index
 from ..matching.patch import Match, PatchPart
-from ..models.adapter_architecture import architectures, seen
-from ..models.inferred_base import Change, NotTold, assumed, candidates
+from ..models.adapter_architecture import architectures, modules_of
+from ..models.inferred_base import InferredParameter, UnknownBaseError, assumed, candidates
 from ..models.names import Names, of_the_denoiser
 from ..models.prefixes import prefixed
 from ..models.weights import RowSlice
@@ -52,12 +52,12 @@ Joined: TypeAlias = Mapping[tuple[str, str], Sequence[tuple[int, Module]]]
 def joined(files: Sequence[AdapterFile]) -> Joined:
     """Return the modules of adapters, joined by their names alone; UsageError where these do not say which modules are
     the same, FitError for different models."""
-    found: dict[tuple[str, str], list[tuple[int, Module]]] = {}
+    modules: dict[tuple[str, str], list[tuple[int, Module]]] = {}
     for number, file in enumerate(files):
         for module in file.modules:
-            found.setdefault((body_of(module.name), module.parameter), []).append((number, module))
-    _check(found, files)
-    return found
+            modules.setdefault((body_of(module.name), module.parameter), []).append((number, module))
+    _check(modules, files)
+    return modules
 
 
 def _check(joined: Joined, files: Sequence[AdapterFile]) -> None:
@@ -66,7 +66,7 @@ def _check(joined: Joined, files: Sequence[AdapterFile]) -> None:
         if len(twice) != len(set(twice)):
             raise InputError("two modules of one adapter have one name without prefixes",
                              f"{files[twice[0]].path}: {members[0][1].name}", GIVE_BASE)  # fmt: skip
-    known = [(f, frozenset(a.title for a in architectures(seen(of_the_denoiser(_shapes(f)))))) for f in files]
+    known = [(f, frozenset(a.title for a in architectures(modules_of(of_the_denoiser(_shapes(f)))))) for f in files]
     (first, its), *others = [(f, titles) for f, titles in known if titles] or [(files[0], frozenset())]
     if other := next(((f, titles) for f, titles in others if not titles & its), None):
         raise FitError(
@@ -89,7 +89,7 @@ def _check(joined: Joined, files: Sequence[AdapterFile]) -> None:
                              f"{files[number].path}: {module.name}", GIVE_BASE)  # fmt: skip
 
 
-def expect_one_layout(adapters: Sequence[tuple[str, Sequence[Change]]]) -> None:
+def expect_one_layout(adapters: Sequence[tuple[str, Sequence[InferredParameter]]]) -> None:
     """Raise UsageError where adapters have names of one model in the words of two layouts, such as its authors' and
     diffusers': a weight would have two names. `adapters`: the name of each, and its changes."""
     if _is_told([change for _, changes in adapters for change in changes]):
@@ -103,22 +103,22 @@ def expect_one_layout(adapters: Sequence[tuple[str, Sequence[Change]]]) -> None:
                              GIVE_BASE)  # fmt: skip
 
 
-def _is_told(changes: Sequence[Change]) -> bool:
+def _is_told(changes: Sequence[InferredParameter]) -> bool:
     """Return whether one layout of a known model has all names."""
     changes = [*{(c.module, c.parameter): c for c in changes}.values()]
     try:
         known = candidates(changes)
-    except NotTold:
+    except UnknownBaseError:
         return False
     for architecture in known:
-        with suppress(NotTold):
+        with suppress(UnknownBaseError):
             return bool(assumed(changes, architecture))
     return False
 
 
-def _changes(file: AdapterFile) -> list[Change]:
+def _changes(file: AdapterFile) -> list[InferredParameter]:
     """Return the changes of weights whose shapes an adapter shows."""
-    return [Change(m.name, m.parameter, shape) for m in file.modules if (shape := shape_of(m)) is not None]
+    return [InferredParameter(m.name, m.parameter, shape) for m in file.modules if (shape := shape_of(m)) is not None]
 
 
 def _styles(file: AdapterFile) -> Iterator[str]:
@@ -149,27 +149,27 @@ class Words(NamedTuple):
 class Naming:
     """Names for modules in the words of the first adapter: its own, those of its dialect, or made as its own are."""
 
-    def __init__(self, found: Sequence[Match], base: Index, names: Names) -> None:
+    def __init__(self, matches: Sequence[Match], base: Index, names: Names) -> None:
         self.base, self.names = base, names
-        self.own: dict[str, str] = {}
+        self.module_names: dict[str, str] = {}
         self.pairs: dict[tuple[str, str, bool], int] = {}
-        for one in reversed(found):
-            for key, uses in one.uses.items():
+        for match in reversed(matches):
+            for key, uses in match.uses.items():
                 for use in uses:
                     alone = key not in base.tensors  # a head that gets a tensor of its own
                     if use.patch.view.row_slices == (use.piece,) and (alone or whole_of(use.piece, base.tensors[key])):
-                        self.own[key.rpartition(".")[0]] = use.patch.module.name
-            for key, info in one.replaced.items():
-                self.own.setdefault(key.rpartition(".")[0], _replaced(info.name))
-        self.first = {u.patch.module.name for uses in found[0].uses.values() for u in uses} if found else set[str]()
-        self.first |= {_replaced(info.name) for one in found[:1] for info in one.replaced.values()}
-        for module, name in self.own.items():
+                        self.module_names[key.rpartition(".")[0]] = use.patch.module.name
+            for key, info in match.replaced.items():
+                self.module_names.setdefault(key.rpartition(".")[0], _replaced(info.name))
+        self.first = {u.patch.module.name for uses in matches[0].uses.values() for u in uses} if matches else set[str]()
+        self.first |= {_replaced(info.name) for match in matches[:1] for info in match.replaced.values()}
+        for module, name in self.module_names.items():
             if name in self.first:
                 pair = common_end(module, name)
                 self.pairs[pair] = self.pairs.get(pair, 0) + 1
-        self.own = {module: name for module, name in self.own.items() if name in self.first}
+        self.module_names = {module: name for module, name in self.module_names.items() if name in self.first}
         self.styles = frozenset(style for name in self.first for style in styles_of(name))
-        views = [u.patch.view for uses in found[0].uses.values() for u in uses] if found else []
+        views = [u.patch.view for uses in matches[0].uses.values() for u in uses] if matches else []
         self.spread = {piece.key for v in views if len({p.key for p in v.row_slices}) > 1 for piece in v.row_slices}
         self.fused = KEEP  # the dialect in which several weights of the base are one module; "" for an unknown one
         self.nameless: list[str] = []  # weights that have the base's own name, as they have none in the first's words
@@ -179,15 +179,15 @@ class Naming:
     ) -> tuple[str, str, tuple[Part, ...]]:
         """Return module and parameter of a weight in the output, and the modules that its rows are there."""
         module, _, parameter = key.rpartition(".")
-        if module in self.own:
-            return self.own[module], parameter, ()
-        alike, there = self._parts(shape, uses, values), self._words.parts.get(key, ())
-        if alike and (not there or any(part.name in self.first for part in alike)):
+        if module in self.module_names:
+            return self.module_names[module], parameter, ()
+        alike, of_dialect = self._parts(shape, uses, values), self._words.parts.get(key, ())
+        if alike and (not of_dialect or any(part.name in self.first for part in alike)):
             return module, parameter, alike
-        if len(there) == 1 and not there[0].runs:
-            return there[0].name, there[0].parameter, ()
+        if len(of_dialect) == 1 and not of_dialect[0].runs:
+            return of_dialect[0].name, of_dialect[0].parameter, ()
         apart = not values and len(shape) <= 2 and not any(use.piece.transposed for use in uses)
-        parts = tuple(part for part in there if apart and any(part.meets(use.piece) for use in uses))
+        parts = tuple(part for part in of_dialect if apart and any(part.meets(use.piece) for use in uses))
         name = self._made(module, parameter, key)
         if not parts and (key in self._words.across or key in self.spread):
             self.fused = self._words.dialect
@@ -198,12 +198,12 @@ class Naming:
     def _parts(self, shape: Shape, uses: Sequence[PatchPart], values: Sequence[object]) -> tuple[Part, ...]:
         """Return the modules that are rows of a weight in the adapters' words; () for a weight that is one module
         there, and where they have no such parts, or not in the words of the first adapter."""
-        found: dict[int, Part] = {}
+        parts: dict[int, Part] = {}
         for use in uses:
             module, piece = use.patch.module, use.piece
             part = Part(module.name, module.parameter, ((piece.start, piece.stop),))
             plain = use.patch.view.row_slices == (piece,) and not piece.transposed and len(use.patch.view.shape) <= 2
-            other = found.setdefault(piece.start, part)
+            other = parts.setdefault(piece.start, part)
             if (
                 not plain
                 or other.rows != part.rows
@@ -211,7 +211,7 @@ class Naming:
                 or not styles_of(part.name) & self.styles
             ):
                 return ()
-        ordered = [found[start] for start in sorted(found)]
+        ordered = [parts[start] for start in sorted(parts)]
         apart = all(a.runs[-1][1] <= b.runs[0][0] for a, b in pairwise(ordered))
         return tuple(ordered) if apart and not values and len(shape) <= 2 else ()
 
@@ -221,20 +221,20 @@ class Naming:
         best, known = Words("", {}, frozenset()), 0
         for row in DIALECTS.values():
             to = row.of(self.names.known)
-            there = [(to.key(p.prefix, p.module, ""), p) for p in places(self.names, to) if not p.bare]
-            if (count := len(self.first & {name for name, _ in there})) <= known:
+            modules = [(to.key(p.prefix, p.module, ""), p) for p in places(self.names, to) if not p.bare]
+            if (count := len(self.first & {name for name, _ in modules})) <= known:
                 continue
-            known, found, across = count, dict[str, list[Part]](), set[str]()
-            for name, place in there:
+            known, parts_of, across = count, dict[str, list[Part]](), set[str]()
+            for name, place in modules:
                 pieces = place.view.row_slices
                 keys = {piece.key for piece in pieces}
                 whole = len(pieces) == 1 and whole_of(pieces[0], self.base.tensors.get(pieces[0].key))
                 if len(keys) > 1 or (not whole and any(piece.transposed for piece in pieces)):
                     across |= keys
                 runs = () if whole else tuple((piece.start, piece.stop) for piece in pieces)
-                found.setdefault(pieces[0].key, []).append(Part(name, place.parameter, runs))
-            found = {key: parts for key, parts in found.items() if key not in across}
-            best = Words(to.name, found, frozenset(across))
+                parts_of.setdefault(pieces[0].key, []).append(Part(name, place.parameter, runs))
+            parts_of = {key: parts for key, parts in parts_of.items() if key not in across}
+            best = Words(to.name, parts_of, frozenset(across))
         return best
 
     def _made(self, module: str, parameter: str, key: str) -> str:

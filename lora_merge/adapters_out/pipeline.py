@@ -61,12 +61,12 @@ class Outcome:
     entries: Sequence[Entry]
     config: Mapping[str, Any] | None = None  # of a PEFT folder
     model: str = ""  # the stem of the architecture's file; "" where it is unknown
-    kept: Mapping[str, str] = field(default_factory=dict)  # entries of the metadata as they are
+    unchanged: Mapping[str, str] = field(default_factory=dict)  # entries of the metadata as they are
     made_by: Mapping[str, Any] | None = None  # the recipe, where it is not that of the job
 
     @cached_property
-    def told(self) -> dict[str, dict[str, Any]]:
-        """Layer → what the report tells of it."""
+    def layer_facts(self) -> dict[str, dict[str, Any]]:
+        """Layer → its facts in the report."""
         return {name: numbers_of(layer, len(self.job.adapters)) for name, layer in self.layers.items()}
 
     def finish(
@@ -74,27 +74,27 @@ class Outcome:
     ) -> AdapterReport:
         """Complete the output, prove it, and return the report."""
         run.progress(Step("flush", str(self.job.output)))
-        numbers = numbers_by_block(self.told, denoiser_of(self._shapes()))
+        numbers = numbers_by_block(self.layer_facts, denoiser_of(self._shapes()))
         residual, tensors = numbers["all"]["residual"], put(self.entries, draft)
-        known = Known(self.job, self.inputs, self.told, tensors, self.model)
+        known = Known(self.job, self.inputs, self.layer_facts, tensors, self.model)
         entries = known.entries(
             lambda dropped: self.made_by or recipe(self.job, self.inputs, residual, dropped, run.digest), draft.sha256
         )
-        entries |= self.kept
+        entries |= self.unchanged
         written, proof = write(self.job, reader, draft, Content(tensors, entries, self.config), prove)
         times = run.times()
         return AdapterReport(
-            str(self.job.output), facts.to, facts.dtype, facts.coverage, self.told, residual, 1 - residual**2, written,
-            sum(times.values()), facts.notes, proof, __version__, facts.weights, numbers, stages=times,
+            str(self.job.output), facts.to, facts.dtype, facts.coverage, self.layer_facts, residual, 1 - residual**2,
+            written, sum(times.values()), facts.notes, proof, __version__, facts.weights, numbers, stages=times,
         )  # fmt: skip
 
     def _shapes(self) -> dict[str, Shape]:
         """Return layer → [out, in] of the weight that it changes, as far as its tensors show it."""
         slots: dict[str, dict[str, Shape]] = {}
-        for one in self.entries:
-            if found := split(one.name):
-                slots.setdefault(found[0], {})[found[1].slot] = one.shape
-        return {name: weight_shape(own) for name, own in slots.items()}
+        for entry in self.entries:
+            if parts := split(entry.name):
+                slots.setdefault(parts[0], {})[parts[1].slot] = entry.shape
+        return {name: weight_shape(shapes) for name, shapes in slots.items()}
 
 
 class Run:
@@ -120,11 +120,11 @@ class Run:
 
     def times(self) -> dict[str, float]:
         """Return the seconds of each stage until now; one begins where the one before it ends."""
-        found: dict[str, float] = {}
+        seconds: dict[str, float] = {}
         ends = (*(at for _, at in self._began[1:]), time.monotonic())
         for (stage, start), end in zip(self._began, ends, strict=True):
-            found[stage] = found.get(stage, 0.0) + end - start
-        return found
+            seconds[stage] = seconds.get(stage, 0.0) + end - start
+        return seconds
 
     def hash_adapters(self) -> CheckpointCache:
         """Begin to hash the adapters, beside the planning, which uses one core; return their headers."""
@@ -179,18 +179,18 @@ def planned(job: AdapterJob, facts: Facts, layers: Mapping[str, Mapping[str, Any
                          disk=Room.at(job.output, size).facts)  # fmt: skip
 
 
-def coverage(job: AdapterJob, sources: Sources, kept: Collection[str] = ()) -> dict[str, Any]:
+def coverage(job: AdapterJob, sources: Sources, written: Collection[str] = ()) -> dict[str, Any]:
     """Return, by each adapter's path, how many of its modules change how many layers of the output, and what it holds
-    beside them that the output lacks. `kept`: what it has of that."""
-    found = {}
+    beside them that the output lacks. `written`: what it has of that."""
+    facts = {}
     for number, (ref, file) in enumerate(zip(job.adapters, sources.adapters, strict=True)):
         layers = [t for t in sources.targets if any(u.patch.adapter == number for u in t.uses)
                   or any(v[0] == number for v in t.values)]  # fmt: skip
-        found[f"{ref.path.name}" if ref.path.name not in found else f"{ref.path.name} ({number + 1})"] = {
+        facts[f"{ref.path.name}" if ref.path.name not in facts else f"{ref.path.name} ({number + 1})"] = {
             "modules": len(file.modules), "layers": len(layers), "strength": ref.strength,
-            "ignored": {key: why for key, why in file.ignored.items() if key not in kept},
+            "ignored": {key: why for key, why in file.ignored.items() if key not in written},
         }  # fmt: skip
-    return found
+    return facts
 
 
 def output_dtype(job: AdapterJob, adapters: Sequence[AdapterFile]) -> str:
@@ -199,10 +199,10 @@ def output_dtype(job: AdapterJob, adapters: Sequence[AdapterFile]) -> str:
         if job.inputs.dtype not in DTYPES:
             raise UsageError(f"an adapter cannot be written in {job.inputs.dtype}", "--dtype", "use fp32, fp16 or bf16")
         return DTYPES[job.inputs.dtype]
-    own = {info.dtype for a in adapters for m in a.modules for info in m.slots.values() if info.dtype in FLOATS}
-    wide = {d for d in own if ITEM_BYTES[d] > 1}
-    if len(own) == 1:
-        return next(iter(own))
+    stored = {info.dtype for a in adapters for m in a.modules for info in m.slots.values() if info.dtype in FLOATS}
+    wide = {d for d in stored if ITEM_BYTES[d] > 1}
+    if len(stored) == 1:
+        return next(iter(stored))
     if {"F16", "BF16"} <= wide or not wide:
         wide |= {"F32"}
     return max(wide, key=lambda d: (ITEM_BYTES[d], d))

@@ -84,44 +84,44 @@ def prove(claims: Claims, reader: Reader, path: Path, begin: Counting) -> dict[s
     Methods that choose entries choose others where changes are computed in fp32: then only the tensors' bytes are
     counted.
     """
-    made = open_checkpoint(path)
-    found = sum(info.nbytes for info in made.tensors.values())
-    if found != claims.nbytes:
-        raise VerificationFailed("the file does not hold the tensors that were made", f"{path}: {found} bytes", REDO)
+    index = open_checkpoint(path)
+    nbytes = sum(info.nbytes for info in index.tensors.values())
+    if nbytes != claims.nbytes:
+        raise VerificationFailed("the file does not hold the tensors that were made", f"{path}: {nbytes} bytes", REDO)
     residuals: dict[str, float] = {}
     if claims.job.method in ADDING or claims.job.compute_dtype != "fp32":
-        residuals = _residuals(claims, reader, made, path, begin)
+        residuals = _residuals(claims, reader, index, path, begin)
     worst = max(residuals, key=lambda name: residuals[name], default="")
     return {"ok": True, "layers": len(claims.layers), "recomputed": len(residuals),
             "worst_residual": residuals.get(worst, 0.0), "worst_layer": worst}  # fmt: skip
 
 
-def _residuals(claims: Claims, reader: Reader, made: Index, path: Path, begin: Counting) -> dict[str, float]:
+def _residuals(claims: Claims, reader: Reader, index: Index, path: Path, begin: Counting) -> dict[str, float]:
     """Return layer → ‖Δ − Δ̂‖ / ‖Δ‖ of the file; VerificationFailed where it is not the stated one."""
     job, sources = claims.job, claims.sources
-    modules = {(m.name, m.parameter): m for m in group(made).modules}
+    modules = {(m.name, m.parameter): m for m in group(index).modules}
     facts: Any = _Facts(job.inputs, sources.indexes[0], sources.weights)
     squares_of, size_of, bound = partial(_squares, job), _nbytes, job.inputs.max_memory // 2
-    found, chosen = {}, _chosen(sources, claims.layers, full=job.full)
+    residuals, chosen = {}, _chosen(sources, claims.layers, full=job.full)
     if job.method not in ADDING:
         squares_of = partial(_squares_of_method, Combining(METHODS[job.method], job.numbers, sources.adapters))
         size_of = _nbytes_of_method
         chosen = [layer for layer in chosen if size_of(layer) <= bound and not _is_column(layer[0])]
-    told = begin("prove", 8 * sum(_count(part) for _, part in chosen))
-    with one_core(), ThreadPoolExecutor(1) as pool, Reader([made]) as own:
+    count = begin("prove", 8 * sum(_count(part) for _, part in chosen))
+    with one_core(), ThreadPoolExecutor(1) as pool, Reader([index]) as written:
         again = PerThread(lambda: Recomputation(facts, reader, pool, full=True))
 
         def work(layer: tuple[Target, Target]) -> Squares | None:
             part = layer[1]
             own_name = (part.name, part.parameter) if part.parameter in OF_MODULES else (part.label, OF_MODULES[0])
-            held = _held(modules.get(own_name), own, flat(part.shape[::-1] if part.turned else part.shape))
-            if part.turned and held is not None:
-                whole = held(slice(0, part.shape[1])).T
+            stored = _stored_rows(modules.get(own_name), written, flat(part.shape[::-1] if part.turned else part.shape))
+            if part.turned and stored is not None:
+                whole = stored(slice(0, part.shape[1])).T
                 return squares_of(*layer, again.get(), lambda rows: whole[rows])
-            return squares_of(*layer, again.get(), held)
+            return squares_of(*layer, again.get(), stored)
 
         for (_, target), squares in zip(chosen, side_by_side(chosen, work, size_of, bound), strict=True):
-            told(8 * _count(target))
+            count(8 * _count(target))
             if squares is None:
                 continue
             name = target.label
@@ -133,8 +133,8 @@ def _residuals(claims: Claims, reader: Reader, made: Index, path: Path, begin: C
             if abs(residual - stated) > TOLERANCE * max(residual, stated) + FLOOR + slack:
                 where = f"{path}: {name}: residual {residual:.6g}, stated {stated:.6g}"
                 raise VerificationFailed("the written layer is not what the report says", where, REDO)
-            found[name] = residual
-    return found
+            residuals[name] = residual
+    return residuals
 
 
 REDO: Final = "run it again; if it fails again, report it with the two inputs"
@@ -146,10 +146,10 @@ def evenly(layers: Sequence[T], numbers: int, budget: int, *, full: bool) -> Seq
     return layers if full else layers[:: max(1, -(-numbers // budget))]
 
 
-def _chosen(sources: Sources, told: Mapping[str, Any], *, full: bool) -> Sequence[tuple[Target, Target]]:
+def _chosen(sources: Sources, layers: Mapping[str, Any], *, full: bool) -> Sequence[tuple[Target, Target]]:
     """Return layers with the weights that they are of."""
     written = [(whole, part) for whole in sources.targets for part in whole.stored
-               if part.label in told and not whole.values]  # fmt: skip
+               if part.label in layers and not whole.values]  # fmt: skip
     return evenly(written, sum(_count(part) for _, part in written), BUDGET, full=full)
 
 
@@ -182,26 +182,26 @@ class Squares(NamedTuple):
 
 
 def _squares_of_method(
-    how: Combining, whole: Target, target: Target, again: Recomputation, held: Held | None
+    how: Combining, whole: Target, target: Target, again: Recomputation, stored: StoredRows | None
 ) -> Squares | None:
     """Return the comparison of a layer whose changes a method combines; None where a formula has no second one."""
     if any(u.patch.algorithm not in REFERENCE for u in whole.uses):
         return None
     key, rows = whole.uses[0].piece.key, flat(target.shape)[0]
     shaped = OutputTensor(key, key, "F64", again.plan.weights[key], 0, 0, whole.uses, how.method, combining=how)
-    taking, made = together([u for u in whole.uses if u.strength]), Made(shaped, key)
+    taking, tensors = together([u for u in whole.uses if u.strength]), Made(shaped, key)
     if not taking:
         return None
-    one = of_weight(shaped, taking, np.arange(shaped.matrix[0]), lambda p, some: again.whole(p, some, made))
+    result = of_weight(shaped, taking, np.arange(shaped.matrix[0]), lambda p, some: again.whole(p, some, tensors))
     order = np.concatenate([np.arange(*run) for run in target.runs or ((0, rows),)])
-    wanted, slack = (part.reshape(flat(whole.shape))[order] for part in (one.total, one.slack))
-    size = float(np.vdot(wanted, wanted))
-    wanted -= 0.0 if held is None else held(slice(0, rows))
-    return Squares(size, nan if held is None else float(np.vdot(wanted, wanted)), float(np.vdot(slack, slack)))
+    delta, slack = (part.reshape(flat(whole.shape))[order] for part in (result.total, result.slack))
+    size = float(np.vdot(delta, delta))
+    delta -= 0.0 if stored is None else stored(slice(0, rows))
+    return Squares(size, nan if stored is None else float(np.vdot(delta, delta)), float(np.vdot(slack, slack)))
 
 
 def _squares(
-    job: AdapterJob, whole: Target, target: Target, again: Recomputation, held: Held | None
+    job: AdapterJob, whole: Target, target: Target, again: Recomputation, stored_rows: StoredRows | None
 ) -> Squares | None:  # fmt: skip
     """Return the comparison of a layer whose changes are added; None where a formula has no second one.
 
@@ -221,25 +221,27 @@ def _squares(
     squares = off = 0.0
     for first in range(0, rows, step):
         part = slice(first, min(first + step, rows))
-        right, made = np.zeros((part.stop - first, cols)), Made(shaped, key)
-        for one in together(target.uses):
+        right, tensors = np.zeros((part.stop - first, cols)), Made(shaped, key)
+        for patch_rows in together(target.uses):
             stored = (
-                order[part] if one.cols == cols else np.arange(first * cols // one.cols, part.stop * cols // one.cols)
+                order[part]
+                if patch_rows.cols == cols
+                else np.arange(first * cols // patch_rows.cols, part.stop * cols // patch_rows.cols)
             )
-            right += again.whole(one, stored, made).reshape(right.shape)
+            right += again.whole(patch_rows, stored, tensors).reshape(right.shape)
         right *= scale
         squares += float(np.vdot(right, right))
-        if held is not None:
-            right -= held(part)
+        if stored_rows is not None:
+            right -= stored_rows(part)
             off += float(np.vdot(right, right))
-    return Squares(squares, off if held is not None else nan)
+    return Squares(squares, off if stored_rows is not None else nan)
 
 
-Held: TypeAlias = Callable[[slice], Array]
+StoredRows: TypeAlias = Callable[[slice], Array]
 """Function of a range of rows that returns the Δ that a file's tensors mean there."""
 
 
-def _held(module: Any, reader: Reader, shape: tuple[int, int]) -> Held | None:
+def _stored_rows(module: Any, reader: Reader, shape: tuple[int, int]) -> StoredRows | None:
     """Return the Δ that the file's tensors mean; None for a module that it lacks."""
     if module is None:
         return None

@@ -42,8 +42,8 @@ class Rule:
     @property
     def ceiling(self) -> int | None:
         """The largest rank that the rule can give, where the rule alone tells it."""
-        own = [int(self.value)] if self.name == COUNT else []
-        return min([*own, *([self.most] if self.most is not None else [])], default=None)
+        ranks = [int(self.value)] if self.name == COUNT else []
+        return min([*ranks, *([self.most] if self.most is not None else [])], default=None)
 
     def of_inputs(self, rank: int) -> Rule:
         """Return the rule with the rank of the input in place of `same`; `energy:1` for an input without a rank."""
@@ -144,18 +144,18 @@ def reached(rule: Rule, values: Sequence[float], total: float) -> int | None:
     elif rule.name in SHARES[:2]:
         share = rule.value if rule.name == "energy" else rule.value**2
         sums = accumulate(s * s for s in values)
-        k = next((n for n, found in enumerate(sums, 1) if found >= total * share * (1 - SLACK)), None)
+        k = next((n for n, value in enumerate(sums, 1) if value >= total * share * (1 - SLACK)), None)
     elif rule.name in ("ratio", "above") and values:
         least = rule.value if rule.name == "above" else values[0] / rule.value
-        k = next((max(n, 1) for n, found in enumerate(values) if found <= least), None)
+        k = next((max(n, 1) for n, value in enumerate(values) if value <= least), None)
     if rule.most is not None and len(values) >= rule.most:
         return rule.most if k is None else min(k, rule.most)
     return k
 
 
-def _reached(terms: Sequence[float], wanted: float) -> int:
+def _reached(terms: Sequence[float], least: float) -> int:
     """Return how many terms, added in order, reach the wanted sum."""
-    return next((k for k, s in enumerate(accumulate(terms), 1) if s >= wanted * (1 - SLACK)), len(terms))
+    return next((k for k, s in enumerate(accumulate(terms), 1) if s >= least * (1 - SLACK)), len(terms))
 
 
 def share_out(
@@ -225,12 +225,12 @@ class RankRules:
             return self
         layers = [*layers]
         networks = {name: network for _, network, some in layers for name in some}
-        found: dict[str, Rule] = {}
+        rules: dict[str, Rule] = {}
         for text, rule in self.parts:
             part = Parts(OPTION, [text], names, networks.values())
             part.check(networks, NOT_CHANGED)
-            found |= {layer: rule for layer, network, some in layers if part.cover(some, network)}
-        return replace(self, layers=found)
+            rules |= {layer: rule for layer, network, some in layers if part.cover(some, network)}
+        return replace(self, layers=rules)
 
     def of_layer(self, name: str, *, kernel: bool) -> Rule:
         """Return the rule of a layer."""

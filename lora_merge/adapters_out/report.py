@@ -156,31 +156,31 @@ def numbers_by_block(layers: Mapping[str, Mapping[str, Any]], denoiser: str) -> 
     `denoiser`: what the denoiser of their model is called.
     """
     kinds: dict[str, dict[str, list[Mapping[str, Any]]]] = {"components": {}, "blocks": {}}
-    for name, one in layers.items():
+    for name, layer in layers.items():
         for kind, group in (("components", network_of(name, denoiser)), ("blocks", block_name(name))):
-            kinds[kind].setdefault(group, []).append(one)
+            kinds[kind].setdefault(group, []).append(layer)
     return {"all": _together([*layers.values()]), **{
         kind: {name: _together(rows[name]) for name in sorted(rows, key=in_order)} for kind, rows in kinds.items()
     }}  # fmt: skip
 
 
 def _together(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    squares = fsum(one["norm"] * one["norm"] for one in layers)
-    lost = fsum(lost * lost for lost in (one["norm"] * one["residual"] for one in layers))
+    squares = fsum(layer["norm"] * layer["norm"] for layer in layers)
+    lost = fsum(lost * lost for lost in (layer["norm"] * layer["residual"] for layer in layers))
     share = lost / squares if squares else 0.0
-    found: dict[str, Any] = {"layers": len(layers), "norm": sqrt(squares), "residual": sqrt(share), "energy": 1 - share}
-    if layers and all("weight" in one for one in layers):
-        size = sqrt(fsum(one["weight"] ** 2 for one in layers))
-        found |= {"weight": size, "ratio": sqrt(squares) / size if size else None}
-    if layers and all("adapters" in one for one in layers):
-        columns = zip(*(one["adapters"] for one in layers), strict=True)
-        found["adapters"] = [_added([s["change"] for s in column if s]) for column in columns]
-    return {**found, **together(layers)}
+    facts: dict[str, Any] = {"layers": len(layers), "norm": sqrt(squares), "residual": sqrt(share), "energy": 1 - share}
+    if layers and all("weight" in layer for layer in layers):
+        size = sqrt(fsum(layer["weight"] ** 2 for layer in layers))
+        facts |= {"weight": size, "ratio": sqrt(squares) / size if size else None}
+    if layers and all("adapters" in layer for layer in layers):
+        columns = zip(*(layer["adapters"] for layer in layers), strict=True)
+        facts["adapters"] = [_added([s["change"] for s in column if s]) for column in columns]
+    return {**facts, **together(layers)}
 
 
 def _added(norms: Sequence[float]) -> dict[str, float] | None:
     """Return the norm of the changes of an adapter in several layers; None where it changes none of them."""
-    return {"change": sqrt(fsum(one * one for one in norms))} if norms else None
+    return {"change": sqrt(fsum(norm * norm for norm in norms))} if norms else None
 
 
 def _percent(share: float) -> str:

@@ -45,7 +45,7 @@ class Effect(NamedTuple):
     largest: float  # |ΔW| of these
 
     @property
-    def told(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """The same for reports, in the words of a merge."""
         share = {} if self.changed is None else {"changed": self.changed / self.elements if self.elements else 0.0}
         return {"of": self.of, "elements": self.elements, **share, "largest": self.largest}
@@ -65,9 +65,9 @@ class Totals(NamedTuple):
     effect: Effect
 
     def __add__(self, other: Totals) -> Totals:  # type: ignore[override]
-        one, two = self.effect, other.effect
-        changed = None if one.changed is None or two.changed is None else one.changed + two.changed
-        whole = Effect(one.of + two.of, one.elements + two.elements, changed, max(one.largest, two.largest))
+        first, two = self.effect, other.effect
+        changed = None if first.changed is None or two.changed is None else first.changed + two.changed
+        whole = Effect(first.of + two.of, first.elements + two.elements, changed, max(first.largest, two.largest))
         return Totals(self.squares + other.squares, whole)
 
 
@@ -90,9 +90,9 @@ def squares(block: Tensor) -> float:
         flat = block.reshape(-1)
         end = len(flat) // RUN * RUN
         runs = torch.linalg.vector_norm(flat[:end].view(-1, RUN), dim=1, dtype=torch.float32)
-        found = float(runs.double().square().sum()) + float(flat[end:].double().square().sum())
-        if SMALL < found < LARGE:
-            return found
+        total = float(runs.double().square().sum()) + float(flat[end:].double().square().sum())
+        if SMALL < total < LARGE:
+            return total
     return float(block.double().square().sum())
 
 
@@ -116,14 +116,14 @@ def effect_of_product(left: Tensor, right: Tensor) -> Effect:
 def together(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the effect of several layers, as reports tell it of one; {} where it is not known of all."""
     every = [*layers]
-    if not every or any("largest" not in one for one in every):
+    if not every or any("largest" not in effect for effect in every):
         return {}
-    numbers, share = sum(one["of"] for one in every), {}
-    if all("changed" in one for one in every):
-        share = {"changed": fsum(one["changed"] * one["of"] for one in every) / numbers if numbers else 0.0}
+    numbers, share = sum(effect["of"] for effect in every), {}
+    if all("changed" in effect for effect in every):
+        share = {"changed": fsum(effect["changed"] * effect["of"] for effect in every) / numbers if numbers else 0.0}
     return {
-        "of": numbers, "elements": sum(one["elements"] for one in every), **share,
-        "largest": max(one["largest"] for one in every),
+        "of": numbers, "elements": sum(effect["elements"] for effect in every), **share,
+        "largest": max(effect["largest"] for effect in every),
     }  # fmt: skip
 
 
@@ -161,8 +161,8 @@ class Distinct:
         """Return the number of the first array with these bytes, this one's own if it is new. `kind`: what has to be
         equal too, such as the shape."""
         bits, alike = np.frombuffer(raw, np.uint8), self._by_sum.setdefault((kind, crc32(raw)), [])
-        for other, there in alike:
-            if np.array_equal(bits, there):
+        for other, earlier in alike:
+            if np.array_equal(bits, earlier):
                 return other
         alike.append((number, bits))
         return number
@@ -231,8 +231,8 @@ def stored(reader: Reader, info: StoredTensor) -> Bytes:
 def product(columns: Matrix, rows: Matrix) -> float | None:
     """Return ‖L R‖² from LᵀL and R Rᵀ in fp32; None where fp32 does not tell it."""
     alone = float(np.vdot(columns.diagonal().astype(np.float64), rows.diagonal()))
-    found = float(np.einsum("ij,ij->", columns, rows, dtype=np.float64))
-    return found if is_told(found, alone) else None
+    result = float(np.einsum("ij,ij->", columns, rows, dtype=np.float64))
+    return result if is_told(result, alone) else None
 
 
 def is_below(products: Matrix, largest: float | npt.NDArray[np.float64]) -> bool:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ..adapter_options import KEEP
-from ..adapters.modules import AdapterFile, FileValues, Module
+from ..adapters.modules import AdapterFile, Module
 from ..adapters.stated import rules_of
+from ..adapters.tensor_values import FileValues
 from ..algorithms import ALGORITHMS
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
@@ -90,12 +91,12 @@ def chosen_of(job: AdapterJob, sources: Sources) -> Sources:
     networks = {name: label for label, some in named for name in some}
     chosen = Chosen.of(job.include, job.exclude, names, networks.values())
     chosen.check(networks, NOT_CHANGED)
-    kept = tuple(t for t, (label, some) in zip(sources.targets, named, strict=True) if chosen.takes(label, some))
-    if not kept:
+    targets = tuple(t for t, (label, some) in zip(sources.targets, named, strict=True) if chosen.takes(label, some))
+    if not targets:
         raise UsageError("no module is chosen", "--include and --exclude", "choose other parts of the model")
-    left = len(sources.targets) - len(kept)
+    left = len(sources.targets) - len(targets)
     note = [Note(f"left out by --include and --exclude: {plural(left, 'weight')}")] if left else []
-    return replace(sources, targets=kept, notes=(*sources.notes, *note))
+    return replace(sources, targets=targets, notes=(*sources.notes, *note))
 
 
 def ruled(job: AdapterJob, sources: Sources) -> AdapterJob:
@@ -124,7 +125,7 @@ def _other_files(job: AdapterJob, sources: Sources) -> Iterator[Note]:
     """
     tables = sources.inputs.folders if sources.inputs is not None else ()
     folders = tables or [adapter_folder(f.index) for f in sources.adapters if f.index.path.is_dir()]
-    for folder in (one for one in folders if one is not None):
+    for folder in (folder_of for folder_of in folders if folder_of is not None):
         unplaced = (file.name for file in folder.files if file.why == UNPLACED)
         trained = [name for name in unplaced if TRAINED.fullmatch(Path(name).name)]
         if trained and job.base is None:
@@ -149,27 +150,27 @@ def on_base(inputs: Inputs, *, stored: bool = True, every_setting: bool = True) 
     from .output_names import Naming
 
     matched = match(inputs, every_setting=every_setting)
-    base, found = matched.inputs.base, matched.adapters
-    if grown := sorted({key for one in found for key in one.grown}):
+    base, matches = matched.inputs.base, matched.adapters
+    if grown := sorted({key for m in matches for key in m.grown}):
         raise reshaped(grown[0])
-    own = weights(base, found)
-    naming = Naming(found, base, inputs.names)
+    changed_weights = weights(base, matches)
+    naming = Naming(matches, base, inputs.names)
     targets = []
-    for key in (k for k in own if any(k in one.uses or k in one.replaced for one in found)):
-        uses = tuple(use for one in found for use in one.uses.get(key, ()))
-        values = tuple((n, one.replaced[key], 1.0) for n, one in enumerate(found) if key in one.replaced)
-        module, parameter, parts = naming.layers(key, own[key].shape, uses, values)
-        turned = not parts and len(own[key].shape) == 2 and _is_turned(inputs, module, parameter, uses)
-        targets.append(Target(module, parameter, own[key].shape, uses, values, key, parts, turned=turned))
-    notes = tuple(n for m in found for n in (*m.adapter.notes, *m.notes) if not (m.separated and NOW_APART in n))
-    if any(one.separated for one in found):
+    for key in (k for k in changed_weights if any(k in m.uses or k in m.replaced for m in matches)):
+        uses = tuple(use for m in matches for use in m.uses.get(key, ()))
+        values = tuple((n, m.replaced[key], 1.0) for n, m in enumerate(matches) if key in m.replaced)
+        module, parameter, parts = naming.layers(key, changed_weights[key].shape, uses, values)
+        turned = not parts and len(changed_weights[key].shape) == 2 and _is_turned(inputs, module, parameter, uses)
+        targets.append(Target(module, parameter, changed_weights[key].shape, uses, values, key, parts, turned=turned))
+    notes = tuple(n for m in matches for n in (*m.adapter.notes, *m.notes) if not (m.separated and NOW_APART in n))
+    if any(m.separated for m in matches):
         notes = (*notes, APART)
     if naming.nameless:
         notes = (*notes, Note(f"no name in the words of the first adapter, so under that of the base: "
                               f"{listed(naming.nameless, 3)}"))  # fmt: skip
-    indexes = (*([base] if stored else []), *(m.adapter.index for m in found))
+    indexes = (*([base] if stored else []), *(m.adapter.index for m in matches))
     architecture = inputs.names.architecture
-    return Sources(inputs.adapters, tuple(targets), own, indexes, notes, architecture, inputs, naming.fused)
+    return Sources(inputs.adapters, tuple(targets), changed_weights, indexes, notes, architecture, inputs, naming.fused)
 
 
 def _is_turned(inputs: Inputs, module: str, parameter: str, uses: Sequence[PatchPart]) -> bool:
@@ -188,7 +189,7 @@ def _without_base(job: AdapterJob, opened: CheckpointCache) -> Sources:
         if file.strange:
             raise UsageError("an adapter replaces whole tensors of the base", f"{file.path}: {file.strange[0].name}",
                              GIVE_BASE)  # fmt: skip
-    kept, targets, remarks, used = CheckpointWeights(), [], dict[Note, dict[str, None]](), set[str]()
+    layers, targets, remarks, used = CheckpointWeights(), [], dict[Note, dict[str, None]](), set[str]()
     with Reader(f.index for f in files) as reader:
         contexts = [_context(n, f, FileValues(reader), job) for n, f in enumerate(files)]
         for (body, parameter), members in joined(files).items():
@@ -197,7 +198,7 @@ def _without_base(job: AdapterJob, opened: CheckpointCache) -> Sources:
             for where, text in said:
                 remarks.setdefault(text, {})[where] = None
             used |= settings
-            kept.add(f"{body}.{parameter}", target)
+            layers.add(f"{body}.{parameter}", target)
             targets.append(target)
     check_settings(dict(job.inputs.setting), used)
     for context in contexts:
@@ -207,7 +208,7 @@ def _without_base(job: AdapterJob, opened: CheckpointCache) -> Sources:
         *(note for f in files for note in f.notes),
         *(Note(f"{listed(m, 2)}: {text}") for text, m in remarks.items()),
     )
-    return Sources(files, tuple(targets), kept.weights, tuple(f.index for f in files), notes)
+    return Sources(files, tuple(targets), layers.weights, tuple(f.index for f in files), notes)
 
 
 class CheckpointWeights:
@@ -223,7 +224,8 @@ class CheckpointWeights:
 
 
 def _context(number: int, file: AdapterFile, values: FileValues, job: AdapterJob) -> AdapterContext:
-    return AdapterContext(number, file, rules_of(file), values, given=dict(job.inputs.setting), base=ALL_UPRIGHT)
+    settings = dict(job.inputs.setting)
+    return AdapterContext(number, file, rules_of(file), values, user_settings=settings, base=ALL_UPRIGHT)
 
 
 def _joined_target(

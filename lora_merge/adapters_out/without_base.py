@@ -16,7 +16,15 @@ from ..errors import UsageError
 from ..files.checkpoint import Index
 from ..files.folder_layouts import PEFT
 from ..matching.orientation import UPRIGHT
-from ..models.inferred_base import Change, NotTold, OtherModel, assumed, candidates, complete, has_words
+from ..models.inferred_base import (
+    InferredParameter,
+    OtherModel,
+    UnknownBaseError,
+    assumed,
+    candidates,
+    complete,
+    has_words,
+)
 from ..models.names import Names
 from ..models.network import Component
 from ..planning.checkpoint_cache import CheckpointCache
@@ -40,10 +48,10 @@ def without_base(job: AdapterJob, file: AdapterFile, to: Dialect) -> Sources:
     wrapped = all(module.name.startswith(PEFT) for module in file.modules)
     if to.folder and wrapped:
         return as_named(job, file)
-    changes, found, why = _changes(file), dict[str, tuple[Names, set[Place]]](), ""
+    changes, by_model, why = _changes(file), dict[str, tuple[Names, set[Place]]](), ""
     try:
         fitting = candidates(changes)
-    except NotTold:
+    except UnknownBaseError:
         fitting = ()
     if wrapped and to.whole_models and not any(map(has_words, fitting)):
         return as_named(job, file)
@@ -58,14 +66,14 @@ def without_base(job: AdapterJob, file: AdapterFile, to: Dialect) -> Sources:
                 why = str(e)
                 continue
             names = Names(parts, {key: shape for part in parts for key, shape in part.shapes.items()})
-            found[architecture.title] = names, {*places(names, to.of(architecture))}
-        if not found:
-            raise NotTold(why)
-        if any(there != next(iter(found.values()))[1] for _, there in found.values()):
-            raise NotTold(f"it may be for {' or '.join(found)}")
-    except NotTold as e:
+            by_model[architecture.title] = names, {*places(names, to.of(architecture))}
+        if not by_model:
+            raise UnknownBaseError(why)
+        if any(changed != next(iter(by_model.values()))[1] for _, changed in by_model.values()):
+            raise UnknownBaseError(f"it may be for {' or '.join(by_model)}")
+    except UnknownBaseError as e:
         raise UsageError(f"without the base, the output's names are not known: {e}", str(file.path), GIVE_BASE) from e
-    return _on_shapes(job, next(iter(found.values()))[0], file)
+    return _on_shapes(job, next(iter(by_model.values()))[0], file)
 
 
 def as_named(job: AdapterJob, file: AdapterFile) -> Sources:
@@ -82,23 +90,23 @@ def _on_shapes(
     return on_base(Inputs(job.inputs, Index(NOWHERE, tensors, {}, (), model), names, (file,)), stored=False)
 
 
-def _changes(file: AdapterFile) -> list[Change]:
+def _changes(file: AdapterFile) -> list[InferredParameter]:
     check_complete(file)
     if file.strange:
         raise UsageError("the adapter replaces whole tensors of the base", f"{file.path}: {file.strange[0].name}",
                          GIVE_BASE)  # fmt: skip
-    found = []
+    changes = []
     for module in file.modules:
         shape = shape_of(module)
         if shape is None:
             raise UsageError(NO_SHAPE, f"{file.path}: {module.where}", GIVE_BASE)
-        found.append(Change(module.name, module.parameter, shape))
-    return found
+        changes.append(InferredParameter(module.name, module.parameter, shape))
+    return changes
 
 
 def same_base(inputs: Inputs, job: AdapterJob) -> Sources:
     """Return the sources of a job with other adapters on the base of these inputs."""
     opened = CheckpointCache()
     adapters = tuple(opened.adapter(ref.path) for ref in job.adapters)
-    given = replace(inputs, job=job.inputs, adapters=adapters)
-    return on_base(given, stored=inputs.base.path != NOWHERE, every_setting=False)
+    again = replace(inputs, job=job.inputs, adapters=adapters)
+    return on_base(again, stored=inputs.base.path != NOWHERE, every_setting=False)

@@ -125,11 +125,11 @@ class _Worker:
 
     def give(self, group: JobGroup) -> None:
         """Send it a group to work at."""
-        from .worker import Task
+        from .worker import GroupTask
 
         self.group, self.left = group, {e.number: e for e in group.entries}
         assert self.process.stdin is not None, "made with a pipe"
-        pickle.dump(Task(group, self.number), self.process.stdin)
+        pickle.dump(GroupTask(group, self.number), self.process.stdin)
         self.process.stdin.flush()
 
 

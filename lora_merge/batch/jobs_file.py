@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from pydantic import ValidationError
 
 from ..adapter_arguments import in_jobs_file
-from ..adapter_options import TAKES
+from ..adapters_out.request import Request
 from ..errors import MergeError, UsageError
 from ..files.yaml_source import Document, Place
 from ..job import TOKENIZERS, Adapter, Job, make_job, validated
@@ -30,10 +30,10 @@ from ..models.parts import as_typed
 from ..options import BLOCK_WEIGHTS, number, shown
 from ..paths import ENDINGS, exists, expand, home, is_file, no_address, of_index, with_ending
 from ..planning.plan import protected
-from ..proof.unmerge import opposite
-from .commands import MERGE, UNMERGE, Request
+from ..recipes.unmerge import opposite
+from .commands import MERGE, TAKES, UNMERGE, adapter_job
 from .input_patterns import Search
-from .schema import ROWS, AdapterEntry, Axis, Defaults, Glob, JobEntry, JobsFile, given
+from .schema import ROWS, AdapterEntry, Axis, Glob, JobDefaults, JobEntry, JobsFile, stated_fields
 from .schema_errors import REQUIRED, failure, nearest, problems
 from .short_form import read_jobs
 from .templates import NoSuchName, distinct, render, render_output, render_word, split_adapter
@@ -49,7 +49,7 @@ OF_PARTS: Final = ("strength_for", "rank_for", "include", "exclude", "keep_preci
 """Options that take parts of a model."""
 TEXTS: Final = ("number", "rule", "name", "text")  # kinds of options that may hold {names} of the matrix
 ANY: Final = {"base": ".", "adapters": ["."], "output": "."}  # stands for a required field that is wrong
-Entered = TypeVar("Entered", Defaults, JobEntry)
+Entered = TypeVar("Entered", JobDefaults, JobEntry)
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class BatchJob:
         job = replace(self.job, adapters=adapters, keep_precision=_without(self.job.keep_precision, part))
         request = self.request
         if request is not None:
-            options = ((n, _without(value, part) if n == name else value) for n, value in request.options)
-            request = replace(request, options=tuple(options))
+            options = {n: _without(value, part) if n == name else value for n, value in request.options.items()}
+            request = replace(request, options=options)
         return replace(self, job=job, request=request, usual=self.usual - {(option, part)},
                        idle=(*self.idle, f"{option} {as_typed(part)}"))  # fmt: skip
 
@@ -97,7 +97,7 @@ def load(
     UsageError naming file, line and field of every mistake; InputError where the file cannot be read.
     `overwrite` holds for all jobs, `card` for all merges that do not say whether they get one.
     """
-    asked = Asked(overwrite, card)
+    asked = CallerOptions(overwrite, card)
     if isinstance(source, Path):
         return _Loader(read_jobs(source, FILE_LIMIT), source.name, source.absolute().parent, asked).entries()
     if not isinstance(source, Mapping) and source and all(isinstance(j, Job) for j in source):
@@ -126,13 +126,17 @@ def _plain(value: Any) -> Any:
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def _usual(entry: JobEntry, defaults: Defaults) -> frozenset[tuple[str, str]]:
+def _usual(entry: JobEntry, defaults: JobDefaults) -> frozenset[tuple[str, str]]:
     """Return (option, part) for the parts of a model that a job has from the defaults."""
-    shared = {name: value for name, value in given(defaults).items() if name in OF_PARTS and name not in given(entry)}
+    shared = {
+        name: value
+        for name, value in stated_fields(defaults).items()
+        if name in OF_PARTS and name not in stated_fields(entry)
+    }
     return frozenset((f"--{name.replace('_', '-')}", part) for name, parts in shared.items() for part in parts)
 
 
-class Asked(NamedTuple):
+class CallerOptions(NamedTuple):
     """The options that a caller gives beside the jobs file."""
 
     overwrite: bool
@@ -142,7 +146,7 @@ class Asked(NamedTuple):
 class _Loader:
     """Turns one source into jobs, and gathers its mistakes."""
 
-    def __init__(self, source: Document | dict[str, Any], name: str, folder: Path, asked: Asked) -> None:
+    def __init__(self, source: Document | dict[str, Any], name: str, folder: Path, asked: CallerOptions) -> None:
         self.document = source if isinstance(source, Document) else None
         self.value = source.value if isinstance(source, Document) else source
         self.name, self.folder, self.asked = name, folder, asked
@@ -171,7 +175,7 @@ class _Loader:
                 before = len(self.mistakes)
                 job = self._job(place, entry, defaults, values)
                 if job is not None and len(self.mistakes) == before:
-                    checked, request = (job, None) if isinstance(job, Job) else (job.task().job.inputs, job)
+                    checked, request = (job, None) if isinstance(job, Job) else (adapter_job(job).inputs, job)
                     back = (entry.command or defaults.command) == UNMERGE
                     entries.append(BatchJob(len(entries) + 1, checked, self._where(place), back=back, request=request,
                                           template=distinct(values), usual=_usual(entry, defaults)))  # fmt: skip
@@ -181,7 +185,7 @@ class _Loader:
             raise self._failure()
         return tuple(entries)
 
-    def _validated(self) -> tuple[Defaults, list[tuple[int, JobEntry]]]:
+    def _validated(self) -> tuple[JobDefaults, list[tuple[int, JobEntry]]]:
         """Return what is right in the file, with the number of each job; note the rest."""
         try:
             file = JobsFile.model_validate(self.value)
@@ -195,8 +199,8 @@ class _Loader:
             for length in (1, 2):
                 self._wrong[place[:length]].update(place[length : length + 1])
         sound = ((n, self._sound(JobEntry, raw, ("jobs", n))) for n, raw in enumerate(jobs or []))
-        defaults = self._sound(Defaults, top.get("defaults", {}), ("defaults",))
-        return defaults or Defaults(), [(n, entry) for n, entry in sound if entry is not None]
+        defaults = self._sound(JobDefaults, top.get("defaults", {}), ("defaults",))
+        return defaults or JobDefaults(), [(n, entry) for n, entry in sound if entry is not None]
 
     def _sound(self, kind: type[Entered], raw: Any, place: Place) -> Entered | None:
         """Return a table without the fields that are wrong, so that its other mistakes are reported as well."""
@@ -278,7 +282,7 @@ class _Loader:
         return rows
 
     def _job(
-        self, place: Place, entry: JobEntry, defaults: Defaults, values: Mapping[str, str]
+        self, place: Place, entry: JobEntry, defaults: JobDefaults, values: Mapping[str, str]
     ) -> Job | Request | None:
         """Return one combination as a job. After a mistake, which is noted, the result is None or must not be used."""
         base = entry.base or defaults.base
@@ -310,16 +314,16 @@ class _Loader:
             if command in (MERGE, UNMERGE):
                 job = make_job(path or self.folder, refs, output, strength_for=parts, **options)
                 return job if command == MERGE else opposite(job)
-            request = Request(command, tuple(refs), path, output, tuple({**options, "strength_for": parts}.items()))
-            request.task()
+            request = Request(command, tuple(refs), output, path, {**options, "strength_for": parts})
+            adapter_job(request)
             return request
         return None
 
     def _options(
-        self, place: Place, command: str, entry: JobEntry, defaults: Defaults, values: Mapping[str, str]
+        self, place: Place, command: str, entry: JobEntry, defaults: JobDefaults, values: Mapping[str, str]
     ) -> dict[str, Any]:
         """Return the options of a job, those of its command; note others that the job itself has."""
-        of_job, shared = (self._worded(place, given(options), values) for options in (entry, defaults))
+        of_job, shared = (self._worded(place, stated_fields(options), values) for options in (entry, defaults))
         takes = TAKES[command]
         for name in of_job.keys() - {*takes}:
             self._note((*place, name), f"{command} has no such option{nearest(name, takes)}")

@@ -9,14 +9,14 @@ from collections.abc import Collection
 from itertools import combinations
 from typing import Any, Final, TypeAlias
 
-from ..adapter_options import TAKES
-from .commands import MERGE, ONE, UNMERGE
+from ..adapters_out.commands import COMMANDS
+from .commands import MERGE, TAKES, UNMERGE
 from .schema import CommandOptions, JobsFile
 from .short_form import FULL, JOB
 
 Rule: TypeAlias = dict[str, Any]
 
-WITH_BASE: Final = frozenset({MERGE, UNMERGE, "extract"})
+WITH_BASE: Final = frozenset({MERGE, UNMERGE, *(n for n, row in COMMANDS.items() if row.inputs == "checkpoints")})
 """Commands that cannot do without a base."""
 
 WITH_ADAPTERS: Final = frozenset({*TAKES} - {MERGE})
@@ -50,14 +50,14 @@ def _ref(name: str) -> Rule:
     return {"$ref": f"#/$defs/{name}"}
 
 
-def _given(name: str) -> Rule:
+def _has_field(name: str) -> Rule:
     """Return that a field is given: null is the same as no field."""
     return {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
 
 
 def _otherwise(name: str, rule: Rule) -> Rule:
     """Return what holds where a field is not given."""
-    return {"if": _given(name), "else": rule}
+    return {"if": _has_field(name), "else": rule}
 
 
 def _is(*commands: str) -> Rule:
@@ -67,15 +67,15 @@ def _is(*commands: str) -> Rule:
 def _command(name: str) -> Rule:
     """Return that a job has no options but those of its command, and not more adapters than that takes."""
     others = CommandOptions.model_fields.keys() - {*TAKES[name]}
-    rule: Rule = {"adapters": {"maxItems": 1}} if name in ONE else {}
+    rule: Rule = {"adapters": {"maxItems": 1}} if name in COMMANDS and COMMANDS[name].inputs != "adapters" else {}
     return {"properties": {option: {"type": "null"} for option in sorted(others)} | rule}
 
 
 def _needs(field: str, commands: Collection[str], unnamed: str) -> Rule:
     """Return that a job has a field if its command is one of those that need it. `unnamed`: the command of jobs that
     name none."""
-    needs = [_is(*sorted(commands)), *([{"not": _given("command")}] if unnamed in commands else [])]
-    return {"if": {"anyOf": needs}, "then": _given(field)}
+    needs = [_is(*sorted(commands)), *([{"not": _has_field("command")}] if unnamed in commands else [])]
+    return {"if": {"anyOf": needs}, "then": _has_field(field)}
 
 
 def _with_defaults() -> list[Rule]:
@@ -91,6 +91,8 @@ def _with_defaults() -> list[Rule]:
     for name in TAKES:
         unnamed = defaults(_is(name)) if name != MERGE else {"not": defaults(_is(*sorted({*TAKES} - {MERGE})))}
         fields = {"base": WITH_BASE, "adapters": WITH_ADAPTERS}
-        needs = [{"if": defaults(_given(f)), "else": jobs(_needs(f, commands, name))} for f, commands in fields.items()]
+        needs = [
+            {"if": defaults(_has_field(f)), "else": jobs(_needs(f, commands, name))} for f, commands in fields.items()
+        ]
         conditions.append({"if": unnamed, "then": {"allOf": [jobs(_otherwise("command", _ref(name))), *needs]}})
     return conditions

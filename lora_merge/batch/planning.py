@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..adapter_arguments import in_jobs_file
+from ..adapters_out.commands import COMMANDS
+from ..adapters_out.request import Request
 from ..disk.destination import check_output, files_under
 from ..disk.volumes import CLONES, file_system, ignores_case, same, share_blocks
 from ..disk.writer import Room
@@ -25,11 +27,11 @@ from ..paths import ENDINGS, is_folder, of_index
 from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.make_plan import plan_job
 from ..planning.output_files import Contents, contents
-from ..proof.unmerge import taken_back
+from ..recipes.resume import Hashes, is_adapter_done, is_done, is_ours
+from ..recipes.unmerge import taken_back
 from ..text import Lines, plural
-from .commands import EFFORT, Request
+from .commands import adapter_job
 from .jobs_file import BatchJob
-from .resume import Hashes, done, is_ours, made
 
 SHOWN: Final = 20  # clashes that are listed one by one
 TOGETHER: Final = 8  # jobs at most in one read of a base; more would save little and lose more when killed
@@ -287,7 +289,7 @@ class _Surveyor:
             outline = self._outline(self.grounded[entry.number])
             if entry.back:
                 taken_back(plan_job(self.grounded[entry.number], self.opened))
-            complete = maker is None and done(job, outline.contents, self.opened, self.hashes)
+            complete = maker is None and is_done(job, outline.contents, self.opened, self.hashes)
             if complete and entry.redo:
                 complete, blank = False, replace(blank, entry=replace(entry, job=replace(job, overwrite=True)))
             check_output(  # `done` has refused what may not be replaced; another process may finish the job just now
@@ -314,10 +316,10 @@ class _Surveyor:
                 if maker is not None and maker.number != entry.number:  # the plan says that an input is its own output
                     raise UsageError("an input is the output of another job", f"{path}, made by {maker.where}",
                                      "write it into a jobs file of its own, to be run after this one")  # fmt: skip
-            task = request.task(replace(entry.job, overwrite=True))
-            plan = task.plan()
-            size, effort = plan.written, int(plan.weights * EFFORT.get(request.command, 1.0))
-            complete = made(request.task(entry.job).job, self.hashes)
+            command = COMMANDS[request.command]
+            plan = command.plan(adapter_job(request, replace(entry.job, overwrite=True)), None)
+            size, effort = plan.written, int(plan.weights * command.effort)
+            complete = is_adapter_done(adapter_job(request, entry.job), self.hashes)
             if complete and entry.redo:
                 complete, blank = False, replace(blank, entry=replace(entry, job=replace(entry.job, overwrite=True)))
         except MergeError as e:

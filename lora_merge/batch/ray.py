@@ -142,7 +142,7 @@ class _Ray:
             if isinstance(message, Step):
                 self.progress(message)
             elif not isinstance(message.error, DeviceFailed):  # those come with their task
-                yield from self._seen(message)
+                yield from self._reachable(message)
 
     def _end(self, task: Any, group: JobGroup) -> Iterator[JobReport]:
         """Return the reports of a task that has ended, or failed, that the inbox has not brought."""
@@ -155,9 +155,9 @@ class _Ray:
                 self.again.add(report.number)  # Ray runs no second task in a process that had a GPU
                 self.waiting.append(replace(group, entries=(self.left[report.number],)))
             else:
-                yield from self._seen(report)
+                yield from self._reachable(report)
 
-    def _seen(self, report: JobReport) -> Iterator[JobReport]:
+    def _reachable(self, report: JobReport) -> Iterator[JobReport]:
         """Return the first report of each job; an output that cannot be seen from here is a failure."""
         entry = self.left.pop(report.number, None)
         if entry is not None and report.ok and not os.path.lexists(report.output):

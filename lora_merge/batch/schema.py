@@ -21,10 +21,11 @@ from pydantic import (
 )
 
 from ..adapter_arguments import right_form
-from ..adapter_options import ADAPTER_OPTIONS, TAKES
+from ..adapter_options import ADAPTER_OPTIONS
 from ..errors import UsageError
 from ..job import MOST_ADAPTERS, parse_size
 from ..options import BLOCK_WEIGHTS, DEVICE, DEVICES, OPTIONS, Kind, Option, beginning, number, spelled
+from .commands import TAKES
 
 ROWS: Final = {**OPTIONS, **ADAPTER_OPTIONS}
 """All options of jobs."""
@@ -229,13 +230,13 @@ else:
     )
 
 
-def given(options: CommandOptions) -> dict[str, Any]:
+def stated_fields(options: CommandOptions) -> dict[str, Any]:
     """Return the options of a job, or of the defaults, that were given."""
     names = CommandOptions.model_fields
     return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
-class Defaults(CommandOptions):
+class JobDefaults(CommandOptions):
     """Values for every job that does not state its own; a command that has no such option ignores it."""
 
     command: Literal[tuple(TAKES)] | None = Field(default=None, description="What the jobs do. Default: merge.")  # type: ignore[valid-type]
@@ -274,7 +275,7 @@ class Matrix(BaseModel):
     exclude: list[Annotated[dict[str, Scalar], WithJsonSchema(_ROW)]] = []
 
 
-class JobEntry(Defaults):
+class JobEntry(JobDefaults):
     """One merge or other command, or with a matrix as many as there are combinations."""
 
     output: str = Field(
@@ -287,5 +288,5 @@ class JobsFile(_Strict):
     """A batch of merges and other commands."""
 
     version: Annotated[Literal[1], BeforeValidator(_version), PlainSerializer(int)]
-    defaults: Defaults = Defaults()
+    defaults: JobDefaults = JobDefaults()
     jobs: list[JobEntry] = Field(min_length=1)

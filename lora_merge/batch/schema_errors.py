@@ -13,7 +13,7 @@ from ..files.yaml_source import Place
 from ..job import MOST_ADAPTERS
 from ..options import alike
 from ..text import Lines
-from .schema import LONGEST_PATH, AdapterEntry, Defaults, Glob, JobEntry, JobsFile
+from .schema import LONGEST_PATH, AdapterEntry, Glob, JobDefaults, JobEntry, JobsFile
 
 _SENTENCES: Final = {
     "model_type": "should be a table of fields, in YAML or JSON: version: 1, and jobs",
@@ -89,7 +89,7 @@ def problems(error: ValidationError) -> Iterator[tuple[Place, str]]:
         kind, context = e["type"], e.get("ctx", {})
         if kind == "extra_forbidden":
             model, word = _model(place), str(place[-1])
-            known = WORDS if model is JobEntry else STRENGTHS if model is Defaults else {}
+            known = WORDS if model is JobEntry else STRENGTHS if model is JobDefaults else {}
             near = f"; {known[word]}" if word in known else ""
             yield place, f"no field is called {word!r}{near or (nearest(word, model.model_fields) if n < NEAR else '')}"
         elif kind == "missing":
@@ -108,7 +108,7 @@ def problems(error: ValidationError) -> Iterator[tuple[Place, str]]:
 def _model(place: Place) -> type[BaseModel]:
     """Return the model that an unknown field at `place` was meant for."""
     if len(place) <= 3:
-        return (JobsFile, Defaults, JobEntry)[len(place) - 1]
+        return (JobsFile, JobDefaults, JobEntry)[len(place) - 1]
     return Glob if place[2] == "matrix" else AdapterEntry
 
 

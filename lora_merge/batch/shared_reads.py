@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
+from ..adapters_out.commands import COMMANDS
 from ..adapters_out.report import AdapterReport
+from ..adapters_out.request import Request
 from ..disk.locks import claimed
 from ..engine.merge import run_together
 from ..engine.windows import layout_key
@@ -20,13 +22,13 @@ from ..planning.output_files import contents
 from ..planning.plan import Plan
 from ..process import deliver_pending, here
 from ..progress import Progress, unwatched
-from ..proof.unmerge import taken_back
+from ..recipes.resume import Hashes, is_adapter_done, is_done
+from ..recipes.unmerge import taken_back
 from ..report import Report
 from ..text import Note
-from .commands import Request
+from .commands import adapter_job
 from .jobs_file import BatchJob
 from .report import JobReport, Status, failed
-from .resume import Hashes, done, made
 
 TRIES: Final = 3
 PAUSE: Final = 1.0  # seconds before the second try, twice that before the third
@@ -107,7 +109,7 @@ def _once(
 def _needed(entry: BatchJob, opened: CheckpointCache, hashes: Hashes) -> Plan | None:
     """Return the plan for a job; None if its output is there and is not to be made again."""
     job, plan = entry.job, plan_job(entry.job, opened)
-    if not entry.redo and done(job, contents(plan), opened, hashes):
+    if not entry.redo and is_done(job, contents(plan), opened, hashes):
         return None
     return taken_back(plan) if entry.back else plan
 
@@ -117,8 +119,9 @@ def _caught_report(entry: BatchJob, request: Request, hashes: Hashes, progress: 
     started = time.monotonic()
 
     def make() -> AdapterReport | None:
-        task = request.task(entry.job)
-        return None if not entry.redo and made(task.job, hashes) else task.run(progress)
+        job = adapter_job(request, entry.job)
+        skipped = not entry.redo and is_adapter_done(job, hashes)
+        return None if skipped else COMMANDS[request.command].run(job, progress, None)
 
     result = _caught(make)
     seconds = time.monotonic() - started

@@ -29,7 +29,7 @@ _sending = threading.Lock()
 
 
 @dataclass(frozen=True)
-class Task:
+class GroupTask:
     """A group, and the worker that is to make it."""
 
     group: JobGroup
@@ -58,7 +58,7 @@ def _work() -> None:
     while True:
         deliver_pending()
         try:
-            task: Task = pickle.load(sys.stdin.buffer)  # from our own parent
+            task: GroupTask = pickle.load(sys.stdin.buffer)  # from our own parent
         except (EOFError, pickle.UnpicklingError):  # cut off where the parent was killed in the middle of it
             return
         keep_freed_memory(min(e.job.max_memory for e in task.group.entries) // task.group.workers)
@@ -74,7 +74,7 @@ def _work() -> None:
         _send(reports, None)
 
 
-def spread(task: Task) -> JobGroup:
+def spread(task: GroupTask) -> JobGroup:
     """Return the group with this worker's share of the cores and, where there are several GPUs, a GPU of its own."""
     if task.group.workers > 1:
         from ..engine.devices import share_cores

@@ -47,7 +47,7 @@ def parts_on_line(ctx: typer.Context, incomplete: str) -> list[str]:
 
 OFFERED: Final[Mapping[str, Callable[..., list[str]]]] = {
     "strength_for": parts_on_line,
-    "device": offered(("auto", "cpu", "cuda", "cuda:0", "mps", "xpu")), "format": dialects,
+    "device": offered(("auto", "cpu", "cuda", "cuda:0", "mps", "xpu")), "format": dialects, "to": dialects,
     "alpha": offered(("rank", "keep")),
 }  # fmt: skip
 """Option that takes other words too → the words that the shell offers."""
@@ -95,7 +95,9 @@ def _parameter(option: Option, *, stated: bool) -> inspect.Parameter:
         *filter(None, (option.short, flag)), metavar=option.metavar, help=text, rich_help_panel=option.group,
         autocompletion=OFFERED.get(option.name),
     )  # fmt: skip
-    annotation = Annotated[kind if default is not None else kind | None, argument]  # type: ignore[valid-type]
+    needed = option.required or default is not None
+    annotation = Annotated[kind if needed else kind | None, argument]  # type: ignore[valid-type]
+    default = inspect.Parameter.empty if option.required else default
     return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 

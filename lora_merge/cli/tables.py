@@ -84,7 +84,7 @@ def known_algorithms() -> Iterator[dict[str, Any]]:
 
     files: dict[str, list[str]] = {}
     for row in ALGORITHMS.values():
-        files.setdefault(row.delta.__module__, []).append(row.name)
+        files.setdefault(row.module, []).append(row.name)
     for module, listed in files.items():
         words = (sys.modules[module].__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")
         what = re.split(r"\. (?=[A-Z])", words)[0].rstrip(". ")

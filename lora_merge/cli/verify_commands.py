@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,14 +16,17 @@ from .argument_values import named_adapter, named_parts, with_strengths
 from .compat import checked_output, completed
 from .help import examples
 from .options import HTML, QUIET, SILENT, read, with_options
-from .progress_display import PROOF, watching
+from .progress_display import PROOF, paused, watching
 from .reports import (
     Pictures,
     ReportOptions,
+    carry_out,
     echo,
     merge_and_report,
     put,
     show_adapter_report,
+    show_merge,
+    show_plan,
     show_proof,
     with_pictures,
 )
@@ -70,24 +72,15 @@ def verify(
     Its inputs are found by their hashes, or named.
     """
     from ..paths import expand
-    from ..proof.replay import prove
+    from ..recipes.replay import is_adapter, prove
 
     output, base = completed(output), base and completed(base)
     strength_for, values = options.pop("strength_for") or (), read(options, len(adapter or []))
     pairs, parts = named_parts(with_strengths([named_adapter(a) for a in adapter or []], values), strength_for)
     stated = {name: value for name, value in ({"strength_for": parts} | values).items() if value}
     folders = [expand(p) for p in search or []]
-    if base is None and not pairs and _is_adapter(expand(output)):
-        from ..adapters_out.replay import prove as prove_adapter
-
-        with watching(quiet=as_json or quiet) as display:
-            proof = prove_adapter(expand(output), folders, display or unwatched, full=full, options=stated)
-        if as_json:
-            put(json_text(proof))
-        elif not quiet:
-            show_proof(verify_rows(proof))
-        return
-    with watching(quiet=as_json or quiet, weights=PROOF) as display:
+    weights = None if base is None and not pairs and is_adapter(expand(output)) else PROOF
+    with watching(quiet=as_json or quiet, weights=weights) as display:
         proof = prove(
             expand(output), base, pairs, search=folders, full=full, options=stated, progress=display or unwatched
         )
@@ -112,32 +105,32 @@ def replay(
 
     The inputs are found by their hashes.
     """
+    from ..adapters_out.commands import COMMANDS
     from ..engine.admission import admit
+    from ..engine.torch_preload import preload
     from ..paths import expand
-    from ..proof.replay import plan_again
+    from ..planning.plan import Plan
+    from ..recipes.replay import again, is_adapter
 
     path, output, folders = completed(path), str(checked_output(output)), [expand(p) for p in search or []]
-    if _is_adapter(expand(path)):
-        from ..adapters_out.replay import replay as replay_adapter
-
-        stated = {k: v for k, v in options.items() if v is not None}
-        with watching(quiet=quiet) as display:
-            report = replay_adapter(expand(path), output, folders, progress=display or unwatched, **stated)
-        if as_json:
-            put(report.to_json())
-        else:
-            show_adapter_report(report, "made again", quiet=quiet, verbose=False)
-        return
     report_options = ReportOptions(as_json=as_json, quiet=quiet)
-    merge_and_report(lambda: admit(plan_again(expand(path), output, folders, **options)), None, report_options)
-
-
-def _is_adapter(path: Path) -> bool:
-    """Return whether a file says that a command made it that writes adapters. For others torch is not imported."""
-    from ..adapter_options import WRITERS
-    from ..proof.read_recipe import made_by
-
-    return made_by(path) in WRITERS
+    with watching(quiet=quiet) as display:
+        if not is_adapter(expand(path)):
+            preload()
+        written = again(expand(path), output, folders, **options)
+        if isinstance(written, Plan):
+            plan = admit(written)
+            with paused(display):
+                show_plan(plan, report_options)
+            merged = carry_out(plan, display)
+        else:
+            report = COMMANDS[written.command].run(written, display or unwatched, None)
+    if isinstance(written, Plan):
+        show_merge(merged, plan, report_options)
+    elif as_json:
+        put(report.to_json())
+    else:
+        show_adapter_report(report, "made again", quiet=quiet, verbose=False)
 
 
 @with_options(*(OPTIONS[name] for name in UNMERGE), before="dry_run")
@@ -168,8 +161,8 @@ def unmerge(
     """
     from ..engine.admission import admit
     from ..paths import expand
-    from ..proof.replay import refuse_to_unmerge
-    from ..proof.unmerge import plan_unmerge
+    from ..recipes.replay import refuse_to_unmerge
+    from ..recipes.unmerge import plan_unmerge
     from .stdio import reporting
 
     path, output, pictures = completed(path), checked_output(output), Pictures(html, None, quiet=quiet, dry_run=dry_run)

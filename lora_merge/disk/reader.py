@@ -245,7 +245,7 @@ def _through_cache(file: _File, buffer: memoryview, offset: int) -> int:
 def _missing(file: _File, buffer: memoryview, offset: int) -> int:
     """Return how many bytes come before the first block that the page cache holds."""
     for at in range(0, len(buffer), BLOCK):
-        if _held(file, buffer[at : at + BLOCK], offset + at):
+        if _in_pages(file, buffer[at : at + BLOCK], offset + at):
             return at
     return len(buffer)
 
@@ -253,10 +253,10 @@ def _missing(file: _File, buffer: memoryview, offset: int) -> int:
 def _mostly_cold(file: _File) -> bool:
     """Return whether the page cache lacks at least 8 of 16 sampled pages of a file."""
     page, places = aligned_buffer(PAGE), range(16)
-    return sum(_held(file, page, file.state.size * i // 16 // PAGE * PAGE) for i in places) <= 8
+    return sum(_in_pages(file, page, file.state.size * i // 16 // PAGE * PAGE) for i in places) <= 8
 
 
-def _held(file: _File, block: memoryview, offset: int) -> bool:
+def _in_pages(file: _File, block: memoryview, offset: int) -> bool:
     """Return whether the page cache holds these bytes, False if unknown; `block` may be overwritten."""
     if file.hints:
         try:

@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from .fold import ChangeObserver, SampleOf
+    from .fold import SampleOf
+    from .row_blocks import Block
 
 MOST: Final = 4.0
 """Times the largest merged number that a sum on the way may be: 2e-6, which is promised, is 33 times 2⁻²⁴."""
 
 LEAST: Final = 2**12
-"""The numbers of a block that are looked at, at least, in rows spread evenly: all of them would take as long as to add
+"""The least numbers of a block that are checked, in rows spread evenly: all of them would take as long as to add
 up the changes of small ranks."""
 
 
@@ -35,42 +36,48 @@ class Cancelled(Exception):  # no failure: the blocks are folded again
         self.numbers = numbers  # of these blocks in the call
 
 
-def stop_where(cancelled: Tensor | None) -> None:
+def stop_where(cancelled: Tensor) -> None:
     """Raise Cancelled if the terms of a block of a call cancel, before its result is written."""
-    if cancelled is not None and (numbers := frozenset(n for n, yes in enumerate(cancelled.tolist()) if yes)):
+    if numbers := frozenset(n for n, yes in enumerate(cancelled.tolist()) if yes):
         raise Cancelled(numbers)
 
 
-class Cancelling:
+class LargestSums:
     """The largest sums on the way to merged weights, as an observer of their fold.
 
-    `base`: [n, rows, cols], before anything is added. `further`: an observer of the same.
+    `base`: [n, rows, cols], before anything is added.
     """
 
-    def __init__(self, base: Tensor, further: ChangeObserver | None) -> None:
+    def __init__(self, base: Tensor) -> None:
         rows = base.shape[1]
         count = min(rows, max(1, -(-LEAST // max(base.shape[2], 1))))
-        self._rows, self._further = range(0, rows // count * count, rows // count), further
+        self._rows = range(0, rows // count * count, rows // count)
         self._last = self._most = self._largest(base)
+
+    @staticmethod
+    def of(blocks: Sequence[Block], base: Tensor) -> LargestSums | None:
+        """Return the observer of some blocks of one kind; None if terms that cancel are not searched: in other dtypes
+        than fp32, where changes become one, and on a device also for the change of a single adapter, which would take
+        two more calls each."""
+        first = blocks[0]
+        if base.dtype != torch.float32 or first.target.combining is not None or not (first.slices and base.numel()):
+            return None
+        return LargestSums(base) if first.several or base.device.type == "cpu" else None
 
     def note_sum(self, adapter: int, merged: Tensor) -> None:
         """Record blocks to which all changes up to those of an adapter are added."""
-        self.note(merged)
-        if self._further is not None:
-            self._further.note_sum(adapter, merged)
+        self.note_merged(merged)
 
     def note_change(self, adapter: int, change: SampleOf, strengths: Sequence[float]) -> None:
-        """Record a change that becomes one change with others."""
-        if self._further is not None:
-            self._further.note_change(adapter, change, strengths)
+        """Record nothing: a change that becomes one change with others is no sum."""
 
-    def note(self, merged: Tensor) -> None:
+    def note_merged(self, merged: Tensor) -> None:
         """Record sums [n, rows, cols]; the last ones are the merged weights."""
         self._last = self._largest(merged)
         self._most = torch.maximum(self._most, self._last)
 
     @property
-    def found(self) -> Tensor:
+    def cancelled(self) -> Tensor:
         """1 for each weight whose terms cancel, else 0: [n], in the dtype of the sums."""
         return torch.gt(self._most, MOST * self._last, out=torch.empty_like(self._most))
 

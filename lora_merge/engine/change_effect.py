@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from ..adapters.modules import FileValues, Module
+from ..adapters.modules import Module
+from ..adapters.tensor_values import FileValues
 from ..change_statistics import Measures
 from ..disk.reader import Reader
 from ..dtypes import FLOATS
@@ -20,15 +21,15 @@ LARGEST: Final = 1e-12
 def check_effect(matched: Sequence[Match], measures: Measures, reader: Reader) -> None:
     """Raise NoChange for an adapter whose measured change is 0 and whose tensors show why; that costs reads only where
     the change is 0."""
-    for number, one in enumerate(matched):
-        modules = [use.patch.module for uses in one.uses.values() for use in uses]
-        if not modules or one.replaced or one.bases or not _measured_as_zero(number, measures):
+    for number, match in enumerate(matched):
+        modules = [use.patch.module for uses in match.uses.values() for use in uses]
+        if not modules or match.replaced or match.bases or not _measured_as_zero(number, measures):
             continue
         zeros = [*_zeros(modules, FileValues(reader))]
         if len(zeros) == len(modules):
             raise NoChange(
                 "the adapter changes nothing: a factor of each module is all zeros, as before training",
-                f"{one.adapter.path}: {zeros[0]}",
+                f"{match.adapter.path}: {zeros[0]}",
                 f"name a save of a later training step; {WITHOUT}",
             )
 
@@ -42,8 +43,8 @@ def _measured_as_zero(number: int, measures: Measures) -> bool:
 def _zeros(modules: Sequence[Module], values: FileValues) -> Iterator[str]:
     """Yield a tensor of zeros of each module, up to the first module without one."""
     for module in modules:
-        found = (info for info in module.slots.values() if info.dtype in FLOATS)
-        zero = next((i for i in found if values.zero_outside(i, (0, i.shape[0] if i.shape else 1), (0, 0))), None)
+        infos = (info for info in module.slots.values() if info.dtype in FLOATS)
+        zero = next((i for i in infos if values.zero_outside(i, (0, i.shape[0] if i.shape else 1), (0, 0))), None)
         if zero is None:
             return
         yield zero.name

@@ -1,6 +1,7 @@
-"""Measures tensors that an adapter stores whole: V takes the place of the base's W, and V − W is the change.
+"""Measures changes outside of a fold: by their factors, or where an adapter stores a tensor whole.
 
-Norms of ΔW from its factors: ‖L R‖² = Σ (LᵀL) ∘ (R Rᵀ), and ⟨L₁ R₁, L₂ R₂⟩ = Σ (L₁ᵀL₂) ∘ (R₁ R₂ᵀ).
+Norms of ΔW follow from its factors: ‖L R‖² = Σ (LᵀL) ∘ (R Rᵀ), and ⟨L₁ R₁, L₂ R₂⟩ = Σ (L₁ᵀL₂) ∘ (R₁ R₂ᵀ). Where a
+stored tensor V takes the place of the base's W, V − W is the change.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ RUN: Final = 2**12
 """Numbers that are read at once from a large tensor."""
 
 PART: Final = 2**20
-"""Numbers that are read at once where all are wanted."""
+"""Numbers that are read at once if a tensor is read whole."""
 
 
 class Replaced(NamedTuple):
     """An output tensor that is an adapter's own, and what the base has in its place."""
 
     target: OutputTensor
-    own: Weight  # of the base; all padding where it has nothing
+    before: Weight  # of the base; all padding where it has nothing
     adapter: int
 
 
@@ -53,66 +54,66 @@ def replaced(targets: Iterable[OutputTensor], base: Index, matched: Sequence[Mat
     """Yield the targets that are tensors of adapters, and that no formula changes besides. Whole numbers are positions
     and counts, whose sizes say nothing."""
     owners: dict[str, int] = {}
-    for number, one in enumerate(matched):
-        owners |= dict.fromkeys((*one.replaced, *one.bases), number)
+    for number, match in enumerate(matched):
+        owners |= dict.fromkeys((*match.replaced, *match.bases), number)
     if not owners:
         return
-    started = {key: info for one in matched for key, info in one.separated.items()}
+    started = {key: info for match in matched for key, info in match.separated.items()}
     for target in targets:
         adapter, new = owners.get(target.name), target.weight.stored
         if adapter is None or target.uses or new.dtype not in FLOATS:
             continue
         info = base.tensors.get(target.name) or started.get(target.name)
-        own = unstored(target.name, target.shape, new)
+        before = unstored(target.name, target.shape, new)
         if info is not None:
-            own = Weight(info.shape, info, base.packed.get(info.name))
-        if own.packed is not None or own.stored.dtype in FLOATS:
-            yield Replaced(target, own, adapter)
+            before = Weight(info.shape, info, base.packed.get(info.name))
+        if before.packed is not None or before.stored.dtype in FLOATS:
+            yield Replaced(target, before, adapter)
 
 
 def replaced_measures(every: Iterable[Replaced], read: Fetch) -> Iterator[Measured]:
-    """Yield the measure of each tensor, of all its numbers or of runs of them that lie evenly in it."""
-    for one in every:
-        yield Measured(one.target.name, measure(one, read))
+    """Yield the measure of each tensor, of all its numbers or of runs that are spread evenly over it."""
+    for tensor in every:
+        yield Measured(tensor.target.name, measure(tensor, read))
 
 
-def measure(one: Replaced, read: Fetch, every: int = EVERY) -> Measure:
+def measure(tensor: Replaced, read: Fetch, every: int = EVERY) -> Measure:
     """Return the measure of a tensor. `every`: of a large one, one number in about so many is read; 1: all of them.
 
     Tensors may have other numbers of rows: rows that the base lacks are zeros there, as in weights that an adapter
     makes larger. What codes hold of the change is not known.
     """
-    found = Measure()
-    for first, some in runs(one, every):
-        found += _sums(one, values(one.own, first, some, read), values(one.target.weight, first, some, read))
-    return found.scaled(prod(one.target.shape))
+    sums = Measure()
+    for first, some in runs(tensor, every):
+        sums += _sums(tensor, values(tensor.before, first, some, read), values(tensor.target.weight, first, some, read))
+    return sums.scaled(prod(tensor.target.shape))
 
 
-def runs(one: Replaced, every: int = EVERY) -> Iterator[tuple[int, int]]:
+def runs(tensor: Replaced, every: int = EVERY) -> Iterator[tuple[int, int]]:
     """Yield (first number, count) of the runs of a tensor that are read, as for `measure`."""
-    count, weight, group = prod(one.target.shape), one.own, 1
+    count, weight, group = prod(tensor.target.shape), tensor.before, 1
     if weight.packed is not None:  # whole rows are decoded together
         group = lcm(weight.packing.encoding.group, max(prod(weight.shape[1:]), 1))
     size = -(-(PART if every == 1 else RUN) // group) * group
-    whole, wanted = -(-count // size), -(-max(LEAST, count // every) // size)
-    for number in range(0, whole, 1 if every == 1 else max(whole // wanted, 1)):
+    whole, enough = -(-count // size), -(-max(LEAST, count // every) // size)
+    for number in range(0, whole, 1 if every == 1 else max(whole // enough, 1)):
         yield number * size, min(size, count - number * size)
 
 
 def values(weight: Weight, first: int, count: int, read: Fetch) -> Tensor:
-    """Return numbers of a weight from `first` on, in fp64; zeros behind those that are stored."""
-    found = torch.zeros(count, dtype=HOST.dtype)
-    if (held := min(count, prod(weight.shape if weight.packed else weight.stored.shape) - first)) > 0:
-        own = decoded(stored_numbers(weight, first, held, read), weight, first, held, read)
-        found[:held] = stage([own.reshape(-1)], HOST)[0]
-    return found
+    """Return numbers of a weight from `first` on, in fp64; zeros after the stored ones."""
+    numbers = torch.zeros(count, dtype=HOST.dtype)
+    if (stored_count := min(count, prod(weight.shape if weight.packed else weight.stored.shape) - first)) > 0:
+        stored = decoded(stored_numbers(weight, first, stored_count, read), weight, first, stored_count, read)
+        numbers[:stored_count] = stage([stored.reshape(-1)], HOST)[0]
+    return numbers
 
 
-def _sums(one: Replaced, before: Tensor, after: Tensor) -> Measure:
-    """Return the sums over some numbers; those that are not finite are left out."""
+def _sums(tensor: Replaced, before: Tensor, after: Tensor) -> Measure:
+    """Return the sums over some numbers, without NaN and infinite ones."""
     change = applied = after - before
-    if known := one.target.packed is None:
-        dtype = TORCH_DTYPES[one.target.dtype]
+    if known := tensor.target.packed is None:
+        dtype = TORCH_DTYPES[tensor.target.dtype]
         applied = as_stored(after, dtype) - as_stored(before, dtype)
     sound = change.isfinite() & applied.isfinite()
     change, applied, weight = change[sound], applied[sound], before[sound]
@@ -121,7 +122,7 @@ def _sums(one: Replaced, before: Tensor, after: Tensor) -> Measure:
     return Measure(
         of=before.numel(), elements=before.numel(), changed=int(applied.count_nonzero()),
         weight=float(weight @ weight), noise=float((applied - change).square().sum()) if known else 0.0,
-        largest=float(change.abs().max()) if change.numel() else 0.0, all=whole, adapters={one.adapter: whole},
+        largest=float(change.abs().max()) if change.numel() else 0.0, all=whole, adapters={tensor.adapter: whole},
     )  # fmt: skip
 
 
@@ -136,15 +137,16 @@ def factor_norms(targets: Iterable[OutputTensor], tensors: PatchTensors, lane: D
     Left out are weights whose changes have no factors, those whose rows give the norm at less cost, and norms that
     overflow.
     """
+    # Weights whose factors give the norm at less cost than their rows, those of one kind in one call.
     at = Placement(lane.at.device, torch.promote_types(lane.at.dtype, torch.float32))
     of_factors = [block(t, 0, t.matrix[0]) for t in targets if t.uses and _from_factors(t)]
     every: Norms = {}
     for alike in groups(of_factors, lambda b: b, lambda _: len(of_factors)):
-        found = _norms(tensors.stacks(alike, at, lane), len(alike), alike[0].cols)
-        rows = zip(*(norm.clamp_min(0).tolist() for norm in found.values()), strict=True)
-        for whole, own in zip(alike, rows, strict=False):
-            if all(map(isfinite, own)):
-                known = dict(zip(found, own, strict=True))
+        norms = _norms(tensors.stacks(alike, at, lane), len(alike), alike[0].cols)
+        rows = zip(*(norm.clamp_min(0).tolist() for norm in norms.values()), strict=True)
+        for whole, norms_of_weight in zip(alike, rows, strict=False):
+            if all(map(isfinite, norms_of_weight)):
+                known = dict(zip(norms, norms_of_weight, strict=True))
                 if whole.target.combining is not None:
                     del known[WHOLE]
                 every[whole.target.name] = known
@@ -168,19 +170,19 @@ def _from_factors(target: OutputTensor) -> bool:
 
 def _norms(stacks: Sequence[StackedPatch], count: int, cols: int) -> dict[int, Tensor]:
     """Return adapter → ‖s ΔW‖² [n] of n weights, from their patches."""
-    found: dict[int, Tensor] = {}
+    norms: dict[int, Tensor] = {}
     if any(s.taken is not None or s.view is not None for s in stacks):
-        return found
+        return norms
     for _, some in groupby(sorted(stacks, key=_rows), key=_rows):
-        own = [*some]
-        table, widths = _products(own, count, cols)
-        _add(found, WHOLE, table)
+        of_rows = [*some]
+        table, widths = _products(of_rows, count, cols)
+        _add(norms, WHOLE, table)
         at_column = 0
-        for adapter, same in groupby(zip(own, widths, strict=True), key=lambda pair: pair[0].adapter):
+        for adapter, same in groupby(zip(of_rows, widths, strict=True), key=lambda pair: pair[0].adapter):
             width = sum(w for _, w in same)
-            _add(found, adapter, table.narrow(1, at_column, width).narrow(2, at_column, width))
+            _add(norms, adapter, table.narrow(1, at_column, width).narrow(2, at_column, width))
             at_column += width
-    return found
+    return norms
 
 
 def _products(stacks: Sequence[StackedPatch], count: int, cols: int) -> tuple[Tensor, list[int]]:
@@ -201,9 +203,9 @@ def _products(stacks: Sequence[StackedPatch], count: int, cols: int) -> tuple[Te
     return (wide.mT @ wide) * (tall @ tall.mT), widths
 
 
-def _add(found: dict[int, Tensor], adapter: int, products: Tensor) -> None:
+def _add(norms: dict[int, Tensor], adapter: int, products: Tensor) -> None:
     more = products.sum((1, 2))
-    found[adapter] = found[adapter] + more if adapter in found else more
+    norms[adapter] = norms[adapter] + more if adapter in norms else more
 
 
 def _rows(s: StackedPatch) -> tuple[int, int]:

@@ -1,11 +1,10 @@
-"""Samples rows of blocks while they are folded: base, change and stored numbers, of which sums are made.
+"""Measures the change of weights on a sample of their numbers, for the report of a merge.
 
-Samples short runs of numbers, evenly spread over blocks: it takes two copies for each block, or on a device for a
-whole window, and a few operations for the sums of many blocks.
-
-Which numbers of a block are sampled, and how many.
-
-Measures outputs of codes: the sampled rows are read back from the new codes.
+A sample observes a fold: it copies some numbers before and after, and what each of several adapters changes. Later
+their sums are made, many blocks at once: W², ΔW², what is stored of ΔW. There are two kinds. A `RunSample` has short
+runs of numbers, evenly spread; it takes two copies for a block, or on a device for a whole window. A `RowSample` has
+whole rows, where runs are not enough: of codes that are encoded together and read back, of several adapters, and of the
+weights that the proof computes again.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ from torch import Tensor
 
 from ..change_statistics import Checked, Measure, Measured, Share
 from ..planning.plan import OutputTensor
-from .cancelling import Cancelling
-from .fold import new_weights
 from .recoding import Codes, NewParts, read_back
 from .row_blocks import Block
 from .tensor_moves import HOST, TORCH_DTYPES, DeviceStream, as_stored, brought, host, strided, take, workspace
@@ -32,30 +29,25 @@ from .tensors import Fetch
 
 if TYPE_CHECKING:
     from ..change_statistics import Measured
-    from .fold import SampleOf, StackedPatch
+    from .fold import SampleOf
 
 RUN: Final = 128
-"""The numbers of a run; they lie side by side."""
+"""The numbers of a run, which are consecutive."""
 
 PERIOD: Final = 256 * RUN
-"""One run lies in so many numbers, at their beginning."""
+"""Of so many numbers the first ones are a run."""
 
 LEAST: Final = 2 * PERIOD
-"""The numbers of a block that surely holds a whole run, wherever it begins."""
+"""A block of so many numbers contains a whole run, wherever it begins."""
 
 RUN_NUMBERS: Final = 2**22
-"""The numbers that wait on a lane for their sums, where the lane's share of the memory has `ROOM` bytes for each."""
+"""How many sampled numbers one lane keeps before it adds them up, if its memory has `ROOM` bytes for each."""
 
 ROOM: Final = 256
 """Bytes; adding a number up takes less than 40."""
 
 PendingRunSums: TypeAlias = Callable[[], list[tuple[Measured, ...]]]
 """Function that returns the measures of samples, once the lane is settled."""
-
-
-def several(block: Block) -> bool:
-    """Return whether several adapters change a block."""
-    return block.target.combining is not None or len({s.use.patch.adapter for s in block.slices}) > 1
 
 
 def same(target: OutputTensor) -> bool:
@@ -65,7 +57,7 @@ def same(target: OutputTensor) -> bool:
 
 def suits(block: Block) -> bool:
     """Return whether runs are enough for a block: it holds some, of plain numbers, and one adapter changes it."""
-    return block.elements >= LEAST and block.target.packed is None and not several(block)
+    return block.elements >= LEAST and block.target.packed is None and not block.several
 
 
 def runs(work: Tensor, period: int) -> Tensor:
@@ -74,14 +66,32 @@ def runs(work: Tensor, period: int) -> Tensor:
     return work.narrow(0, 0, whole).view(-1, period).narrow(1, 0, RUN).clone()
 
 
-class RunSample(NamedTuple):
-    """Runs of some blocks that lie one after another, before and after the blocks are folded."""
+@dataclass
+class RunSample:
+    """Runs of consecutive blocks, before and after the blocks are folded. `note_merged` records the
+    runs after it."""
 
     blocks: Sequence[Block]
     stands_for: Sequence[int]  # numbers of its weight that those of each block stand for; 0: no sample
+    period: int  # of so many numbers the first ones are a run
     before: Tensor  # [n, RUN]
     after: Tensor
-    period: int  # one run lies in so many numbers
+
+    @staticmethod
+    def of(blocks: Sequence[Block], stands_for: Sequence[int], base: Tensor, period: int) -> RunSample:
+        """Return the sample of consecutive blocks with these base values."""
+        before = runs(base.view(-1), period)
+        return RunSample(blocks, stands_for, period, before, before)
+
+    def note_sum(self, adapter: int, merged: Tensor) -> None:
+        """Record nothing: one adapter changes these blocks."""
+
+    def note_change(self, adapter: int, change: SampleOf, strengths: Sequence[float]) -> None:
+        """Record nothing: one adapter changes these blocks."""
+
+    def note_merged(self, merged: Tensor) -> None:
+        """Record the merged blocks."""
+        self.after = runs(merged.reshape(-1), self.period)
 
     @property
     def numbers(self) -> int:
@@ -99,49 +109,49 @@ class RunSums:
     """Runs that the lanes of devices have sampled and not added up yet, and the measures of the others."""
 
     most: int  # numbers that wait on a lane for their sums, if no part has more
-    _found: list[tuple[int, tuple[Measured, ...]]] = field(default_factory=list)  # with the number of a plan
-    _kept: dict[DeviceStream, list[tuple[int, RunSample]]] = field(default_factory=dict)
+    _measures: list[tuple[int, tuple[Measured, ...]]] = field(default_factory=list)  # with the number of a plan
+    _waiting: dict[DeviceStream, list[tuple[int, RunSample]]] = field(default_factory=dict)
 
     def add(self, plan: int, samples: Sequence[RunSample], lane: DeviceStream) -> Callable[[], None]:
         """Keep the samples of a lane; add them up once they are many. Call the result when the lane is settled."""
-        kept = self._kept.setdefault(lane, [])
-        kept += [(plan, one) for one in samples]
-        if sum(one.numbers for _, one in kept) < self.most:
+        waiting = self._waiting.setdefault(lane, [])
+        waiting += [(plan, sample) for sample in samples]
+        if sum(sample.numbers for _, sample in waiting) < self.most:
             return lambda: None
-        self._kept[lane] = []
-        return self._added(kept, lane)
+        self._waiting[lane] = []
+        return self._added(waiting, lane)
 
     def rest(self) -> Iterator[tuple[DeviceStream, Callable[[DeviceStream], Callable[[], None]]]]:
         """Yield each lane with samples left, and a function that adds them up as `add` does; nothing is under way."""
-        kept, self._kept = self._kept, {}
-        return ((lane, partial(self._added, some)) for lane, some in kept.items() if some)
+        waiting, self._waiting = self._waiting, {}
+        return ((lane, partial(self._added, some)) for lane, some in waiting.items() if some)
 
     def of(self, plan: int) -> Iterator[Measured]:
         """Yield the measures of a plan's tensors."""
-        return (one for number, some in self._found if number == plan for one in some)
+        return (measure for number, some in self._measures if number == plan for measure in some)
 
-    def _added(self, kept: Sequence[tuple[int, RunSample]], lane: DeviceStream) -> Callable[[], None]:
-        read = added([one for _, one in kept], lane)
-        return lambda: self._found.extend(zip((plan for plan, _ in kept), read(), strict=True))
+    def _added(self, waiting: Sequence[tuple[int, RunSample]], lane: DeviceStream) -> Callable[[], None]:
+        read = added([sample for _, sample in waiting], lane)
+        return lambda: self._measures.extend(zip((plan for plan, _ in waiting), read(), strict=True))
 
 
 def added(every: Sequence[RunSample], lane: DeviceStream) -> PendingRunSums:
     """Start to add up the numbers of each run; return a function for the measures of the blocks of each."""
     kinds: dict[tuple[torch.dtype, str, bool], list[int]] = {}
-    for number, one in enumerate(every):
-        alike = all(same(b.target) for b in one.blocks)
-        kinds.setdefault((one.before.dtype, one.blocks[0].target.dtype, alike), []).append(number)
+    for number, sample in enumerate(every):
+        alike = all(same(b.target) for b in sample.blocks)
+        kinds.setdefault((sample.before.dtype, sample.blocks[0].target.dtype, alike), []).append(number)
     sums = [
         _sums([every[number] for number in some], TORCH_DTYPES[dtype], alike=alike)
         for (_, dtype, alike), some in kinds.items()
     ]
-    there = brought(torch.cat(sums, 1), lane, "runs")
+    sums_on_host = brought(torch.cat(sums, 1), lane, "runs")
     ordered = [number for some in kinds.values() for number in some]
 
     def read() -> list[tuple[Measured, ...]]:
-        parts = there.split_with_sizes([len(every[number].before) for number in ordered], 1)
-        found, finite = dict(zip(ordered, parts, strict=True)), bool(there.isfinite().all())
-        return [tuple(_measured(one, found[number], finite=finite)) for number, one in enumerate(every)]
+        parts = sums_on_host.split_with_sizes([len(every[number].before) for number in ordered], 1)
+        sums_of_sample, finite = dict(zip(ordered, parts, strict=True)), bool(sums_on_host.isfinite().all())
+        return [tuple(_measured(sample, sums_of_sample[number], finite=finite)) for number, sample in enumerate(every)]
 
     return read
 
@@ -151,7 +161,7 @@ def _sums(some: Sequence[RunSample], dtype: torch.dtype, *, alike: bool) -> Tens
 
     `alike`: whether an output of this dtype holds the base's numbers as they are.
     """
-    before, after = (torch.cat([getattr(one, name) for one in some]) for name in ("before", "after"))
+    before, after = (torch.cat([getattr(sample, name) for sample in some]) for name in ("before", "after"))
     change = after - before
     applied = as_stored(after, dtype) - (before if alike else as_stored(before, dtype))
     differ = torch.ne(applied, 0, out=torch.empty_like(applied))  # a sum of truth values takes three times as long
@@ -166,16 +176,16 @@ def _measured(sample: RunSample, sums: Tensor, *, finite: bool) -> Iterator[Meas
         low, end = end, end + block.elements
         if not stands_for:
             continue
-        own = sums[:, -(-low // sample.period) : (end - RUN) // sample.period + 1]
+        of_block = sums[:, -(-low // sample.period) : (end - RUN) // sample.period + 1]
         if not finite:
-            own = own[:, own.isfinite().all(0)]
-        if elements := RUN * own.shape[1]:
-            weight, change, kept, applied, changed, _ = own.sum(1, dtype=torch.float64).tolist()
+            of_block = of_block[:, of_block.isfinite().all(0)]
+        if elements := RUN * of_block.shape[1]:
+            weight, change, retained, applied, changed, _ = of_block.sum(1, dtype=torch.float64).tolist()
             scale = stands_for / elements
-            whole = Share(scale * change, scale * change, scale * kept)
+            whole = Share(scale * change, scale * change, scale * retained)
             yield Measured(block.target.name, Measure(
                 stands_for, elements, scale * changed, 0, scale * weight,
-                scale * max(applied - 2 * kept + change, 0.0), float(own[5].max()), whole,
+                scale * max(applied - 2 * retained + change, 0.0), float(of_block[5].max()), whole,
                 {block.slices[0].use.patch.adapter: whole},
             ))  # fmt: skip
 
@@ -197,11 +207,11 @@ class Sampling:
     checked: frozenset[str] = frozenset()  # weights of which rows are sampled: the proof computes these rows again
 
     def rows(self, blocks: Sequence[Block]) -> range:
-        """Return the sampled rows of each of some blocks of one kind, spread evenly; rows of codes lie side by side,
-        because those that share a scale are encoded together."""
+        """Return the sampled rows of each of some blocks of one kind, spread evenly; rows of codes are consecutive,
+        because rows that share a scale are encoded together."""
         block = blocks[0]
         rows, cols, group = block.last - block.first, max(block.cols, 1), block.target.row_group
-        count = min(rows, max(-(-self.least // cols), self._others(blocks) * self._wanted(block) // cols))
+        count = min(rows, max(-(-self.least // cols), self._others(blocks) * self._enough(block) // cols))
         if block.target.packed is None:
             return range(0, rows // count * count, rows // count)
         return range(min(rows, -(-count // group) * group))
@@ -232,7 +242,7 @@ class Sampling:
         """
         block = blocks[0]
         group = block.target.row_group
-        if len(blocks) > 1 or block.target.packed is None or group * block.cols <= COARSE * self._wanted(block):
+        if len(blocks) > 1 or block.target.packed is None or group * block.cols <= COARSE * self._enough(block):
             return [self._until(b) for b in blocks]
         period = group * max(self.every // COARSE, 1)
         at = -(-block.first // period) * period
@@ -251,7 +261,7 @@ class Sampling:
         period = self._period * block.run.step
         return 0 if (block.first - block.run.low) % period else min(period, block.run.high - block.first)
 
-    def _wanted(self, block: Block) -> int:
+    def _enough(self, block: Block) -> int:
         """Return how many numbers of a block are sampled, if all blocks are."""
         return max(block.elements // self.every, self.least)
 
@@ -268,7 +278,7 @@ Nearest: TypeAlias = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Stored:
+class OutputNumbers:
     """The numbers that the output holds in the sampled rows."""
 
     nearest: Nearest
@@ -292,16 +302,17 @@ class RowSample:
     stands_for: Sequence[int]  # how many rows of its weight those of each block stand for
     work: Tensor  # [3, n, width]: base, merged (then ΔW), stored (then what is applied of it); beyond the rows zeros
     parts: list[AdapterChange] = field(default_factory=list)
-    found: Tensor | None = None  # [n, width]: what is stored, where it is not the nearest of the merged numbers
+    stored: Tensor | None = None  # [n, width]: what is stored, where it is not the nearest of the merged numbers
     before: Tensor | None = None  # [n, width]: the base as the output would hold it, where that is known
     step: int = 1  # one row in so many is added up; the others are here because they are encoded together
     units: Sequence[float] = ()  # of the numbers of each block, where they are not 1
 
     @staticmethod
     def of(blocks: Sequence[Block], base: Tensor, sampling: Sampling) -> RowSample | None:
-        """Return the sample of base values [n, rows, cols], which are not folded yet; None if none is wanted."""
+        """Return the sample of base values [n, rows, cols], before the fold; None if these blocks are not sampled."""
         if not any(stands_for := sampling.stands_for(blocks)):
             return None
+        # Memory for base, merged and stored numbers; the base values are taken now.
         rows, (n, _, cols) = sampling.rows(blocks), base.shape
         width = len(rows) * cols
         if blocks[0].target.packed is None:  # of few widths, so that the sums of many blocks are made at once
@@ -324,7 +335,7 @@ class RowSample:
     @property
     def several(self) -> bool:
         """Whether several adapters change the blocks, so that the change of each is kept."""
-        return several(self.blocks[0])
+        return self.blocks[0].several
 
     @property
     def numbers(self) -> int:
@@ -339,11 +350,11 @@ class RowSample:
 
     def note_change(self, adapter: int, change: SampleOf, strengths: Sequence[float]) -> None:
         """Record a change that becomes one change with others."""
-        own = torch.zeros_like(self.work.select(0, 0))
-        take(change(self.rows[0]), own)
-        for part, strength in zip(own.unbind(), strengths, strict=True):
+        of_adapter = torch.zeros_like(self.work.select(0, 0))
+        take(change(self.rows[0]), of_adapter)
+        for part, strength in zip(of_adapter.unbind(), strengths, strict=True):
             part.mul_(strength)
-        self.parts.append(AdapterChange(adapter, own, combined=True))
+        self.parts.append(AdapterChange(adapter, of_adapter, combined=True))
 
     def note_merged(self, merged: Tensor) -> None:
         """Record the merged blocks [n, rows, cols]."""
@@ -351,8 +362,8 @@ class RowSample:
 
     def note_stored(self, stored: Tensor) -> None:
         """Record what is stored [n, rows, cols], where numbers are rounded stochastically."""
-        self.found = torch.zeros_like(self.work.select(0, 0))
-        take(strided(stored, self.rows[0]), self.found)
+        self.stored = torch.zeros_like(self.work.select(0, 0))
+        take(strided(stored, self.rows[0]), self.stored)
 
     def on_host(self) -> RowSample:
         """Return the sample with its rows on the host."""
@@ -380,38 +391,42 @@ class RowSample:
             lead = numbers.shape[:-1]
             return numbers.view(*lead, -1, self.blocks[0].cols)[..., :: self.step, :].reshape(*lead, -1)
 
-        work, found, before = map(some, (self.work, self.found, self.before))
+        work, stored, before = map(some, (self.work, self.stored, self.before))
         assert work is not None, "it was given"
-        return replace(self, rows=[r[:: self.step] for r in self.rows], work=work, found=found, before=before, step=1)
+        return replace(self, rows=[r[:: self.step] for r in self.rows], work=work, stored=stored, before=before, step=1)
 
-    def sums(self, stored: Stored | None) -> Tensor:
+    def sums(self, output: OutputNumbers | None) -> Tensor:
         """Return flat what `read` reads: `SUMS` of every block, and ΔW² and applied · ΔW of each part.
 
-        `stored`: None where what is stored is not measured. The merged numbers are overwritten.
+        `output`: None where what is stored is not measured. The merged numbers are overwritten.
         """
+        # What is stored of the merged numbers.
         base, change, applied = self.work.unbind()
-        found = self.found
-        if found is None:
-            found = change if stored is None else stored.nearest(change)
+        stored = self.stored
+        if stored is None:
+            stored = change if output is None else output.nearest(change)
+        # ΔW² and applied · ΔW of each adapter: what is stored beside what would be without its change.
         more = []
         for part in self.parts:
-            own = left = part.change
-            if stored is not None and not part.combined:
-                left = found - stored.nearest(change - own)
-            more += [(own * own).sum(1), (left * own).sum(1)]
+            of_adapter = left = part.change
+            if output is not None and not part.combined:
+                left = stored - output.nearest(change - of_adapter)
+            more += [(of_adapter * of_adapter).sum(1), (left * of_adapter).sum(1)]
+        # What is applied: stored after minus stored before.
         before = self.before
         if before is None:
-            before = base if stored is None or stored.same else stored.nearest(base)
-        torch.sub(found, before, out=applied)
+            before = base if output is None or output.same else output.nearest(base)
+        torch.sub(stored, before, out=applied)
         change -= base
         return self._added(more)
 
     def sound(self) -> list[float]:
         """Return the sums without the numbers that are NaN, infinite, or too large for what is stored."""
-        found = self.on_host()
-        found.work.masked_fill_(~torch.isfinite(found.work).all(0), 0.0)
-        more = [p.change.masked_fill(~torch.isfinite(p.change), 0.0).square().sum(1) for p in found.parts]
-        sums: list[float] = found._added([x for own in more for x in (own, torch.full_like(own, torch.nan))]).tolist()
+        copy = self.on_host()
+        copy.work.masked_fill_(~torch.isfinite(copy.work).all(0), 0.0)
+        squares = [p.change.masked_fill(~torch.isfinite(p.change), 0.0).square().sum(1) for p in copy.parts]
+        more = [of_adapter for size in squares for of_adapter in (size, torch.full_like(size, torch.nan))]
+        sums: list[float] = copy._added(more).tolist()
         return sums
 
     def _added(self, more: Sequence[Tensor]) -> Tensor:
@@ -422,25 +437,27 @@ class RowSample:
 
     def measured(self, sums: Tensor, *, known: bool) -> tuple[Measured, ...]:
         """Return the measure of each block. `known`: whether what is stored was measured."""
-        found = sums.tolist()
-        found, count = found if all(map(isfinite, found)) else self.sound(), len(self.blocks)
-        return tuple(self._measure(n, found[n::count], known=known) for n in range(count))
+        values = sums.tolist()
+        values, count = values if all(map(isfinite, values)) else self.sound(), len(self.blocks)
+        return tuple(self._measure(n, values[n::count], known=known) for n in range(count))
 
-    def _measure(self, n: int, own: Sequence[float], *, known: bool) -> Measured:
+    def _measure(self, n: int, values: Sequence[float], *, known: bool) -> Measured:
+        # Sums of numbers in units become those of the weight's own.
         if self.units:
-            unit, changed, largest = self.units[n], own[4], own[5]
-            own = [unit * unit * x for x in own]
-            own[4:SUMS] = changed, unit * largest
-        weight, change, left, square, changed, largest = own[:SUMS]
+            unit, changed, largest = self.units[n], values[4], values[5]
+            values = [unit * unit * x for x in values]
+            values[4:SUMS] = changed, unit * largest
+        weight, change, left, square, changed, largest = values[:SUMS]
+        # The sample stands for more rows of the weight.
         block, rows, stands_for = self.blocks[n], self.rows[n], self.stands_for[n]
         elements = len(rows) * block.cols if stands_for else 0
         scale = stands_for / len(rows)
         whole = Share(scale * change, scale * change, scale * left if known else None)
         shares = {} if self.several else {block.slices[0].use.patch.adapter: whole}
         for number, part in enumerate(self.parts):
-            size, kept = (scale * x for x in own[SUMS + 2 * number : SUMS + 2 * number + 2])
-            separate = known and not part.combined and isfinite(kept)
-            shares[part.adapter] = Share(size, size if separate else 0.0, kept if separate else None)
+            size, retained = (scale * x for x in values[SUMS + 2 * number : SUMS + 2 * number + 2])
+            separate = known and not part.combined and isfinite(retained)
+            shares[part.adapter] = Share(size, size if separate else 0.0, retained if separate else None)
         sums = Measure(
             stands_for * block.cols, elements, scale * changed if known else 0.0, 0,
             scale * weight,
@@ -459,20 +476,20 @@ def sums_of(sample: RowSample) -> tuple[RowSample, Tensor]:
     target = sample.blocks[0].target
     if target.packed is not None:
         return sample, sample.sums(None)
-    return sample, sample.sums(Stored(partial(as_stored, dtype=TORCH_DTYPES[target.dtype]), same(target)))
+    return sample, sample.sums(OutputNumbers(partial(as_stored, dtype=TORCH_DTYPES[target.dtype]), same(target)))
 
 
 def bring_sums(samples: Sequence[RowSample], lane: DeviceStream) -> PendingRowSums:
     """Bring all sums to the host with one transfer."""
     if not samples:
         return tuple
-    found = [sums_of(one) for one in _joined(samples)]
-    sizes = [len(sums) for _, sums in found]
-    every = brought(torch.cat([sums for _, sums in found]), lane, "sums")
+    summed = [sums_of(sample) for sample in _joined(samples)]
+    sizes = [len(sums) for _, sums in summed]
+    every = brought(torch.cat([sums for _, sums in summed]), lane, "sums")
 
     def read() -> tuple[Measured, ...]:
-        parts = zip(found, every.split_with_sizes(sizes), strict=True)
-        return tuple(one for (sample, _), sums in parts for one in sample.measured(sums, known=True))
+        parts = zip(summed, every.split_with_sizes(sizes), strict=True)
+        return tuple(measure for (sample, _), sums in parts for measure in sample.measured(sums, known=True))
 
     return read
 
@@ -483,7 +500,7 @@ def _joined(every: Iterable[RowSample]) -> Iterator[RowSample]:
     for w in every:
         target = w.blocks[0].target
         apart = id(w) if w.parts else None
-        known = w.found is None, w.before is None, bool(w.units)
+        known = w.stored is None, w.before is None, bool(w.units)
         kind = w.work.dtype, w.work.shape[2], target.dtype, same(target), *known, apart
         kinds.setdefault(kind, []).append(w)
     for alike in kinds.values():
@@ -496,7 +513,7 @@ def _joined(every: Iterable[RowSample]) -> Iterator[RowSample]:
                 [r for w in alike for r in w.rows],
                 [s for w in alike for s in w.stands_for],
                 torch.cat([w.work for w in alike], 1),
-                found=None if first.found is None else torch.cat([w.found for w in alike if w.found is not None]),
+                stored=None if first.stored is None else torch.cat([w.stored for w in alike if w.stored is not None]),
                 before=None if first.before is None else torch.cat([w.before for w in alike if w.before is not None]),
                 units=[unit for w in alike for unit in w.units],
             )
@@ -515,52 +532,25 @@ class SharedSums:
         with self._lock:
             self._left -= 1
             self._samples += samples
-            self._numbers += sum(one.numbers for one in samples)
+            self._numbers += sum(sample.numbers for sample in samples)
             if self._left and self._numbers < ROW_NUMBERS:
                 return ()
             every, self._samples, self._numbers = self._samples, [], 0
         with torch.no_grad():
-            lane, by_runs = DeviceStream(HOST), [one for one in every if isinstance(one, RunSample)]
-            found = bring_sums([one for one in every if isinstance(one, RowSample)], lane)()
-            return found + tuple(chain.from_iterable(added(by_runs, lane)())) if by_runs else found
+            lane, by_runs = DeviceStream(HOST), [sample for sample in every if isinstance(sample, RunSample)]
+            measures = bring_sums([sample for sample in every if isinstance(sample, RowSample)], lane)()
+            return measures + tuple(chain.from_iterable(added(by_runs, lane)())) if by_runs else measures
 
 
-class FoldedWeights(NamedTuple):
-    """Merged weights [n, rows, cols], a sample of them, if any, and whether the terms of each cancel, where that is
-    looked at."""
-
-    merged: Tensor
-    sample: RowSample | RunSample | None
-    cancelled: Tensor | None
-
-
-def fold_and_sample(
-    blocks: Sequence[Block], base: Tensor, stacks: Sequence[StackedPatch], sampling: Sampling | None
-) -> FoldedWeights:
-    """Return merged weights as `new_weights` does, a sample of them, and whether their terms cancel."""
-    if not (base.numel() and stacks):
-        return FoldedWeights(new_weights(blocks, base, stacks), None, None)
-    before, sample, numbers, period = None, None, list[int](), 0
-    if sampling is not None and base.device.type == "cpu" and sampling.by_runs(blocks):
-        numbers = [rows * b.cols for rows, b in zip(sampling.stands_for(blocks), blocks, strict=True)]
-        period = sampling.period(blocks)
-        before = runs(base.view(-1), period) if any(numbers) else None
-    elif sampling is not None:
-        sample = RowSample.of(blocks, base, sampling)
-    alone = not several(blocks[0])
-    single = base.dtype == torch.float32 and blocks[0].target.combining is None
-    # On a device, a change that cancels with the base alone is not looked for: it would take two more calls each.
-    sums = Cancelling(base, sample) if single and not (alone and base.device.type != "cpu") else None
-    merged = new_weights(blocks, base, stacks, None if alone else sample if sums is None else sums)
-    if sums is not None:
-        sums.note(merged)
-    if sample is not None:
-        sample.note_merged(merged)
-    cancelled = None if sums is None else sums.found
-    if before is None:
-        return FoldedWeights(merged, sample, cancelled)
-    after = runs(merged.reshape(-1), period)
-    return FoldedWeights(merged, RunSample(blocks, numbers, before, after, period), cancelled)
+def sample_of(blocks: Sequence[Block], base: Tensor, sampling: Sampling) -> RowSample | RunSample | None:
+    """Return the sample of blocks of one kind, with their base values [n, rows, cols], as an observer of their fold;
+    None for blocks of which no numbers are sampled."""
+    if not (base.numel() and blocks[0].slices):
+        return None
+    if base.device.type != "cpu" or not sampling.by_runs(blocks):  # a device has runs of whole windows
+        return RowSample.of(blocks, base, sampling)
+    numbers = [rows * b.cols for rows, b in zip(sampling.stands_for(blocks), blocks, strict=True)]
+    return RunSample.of(blocks, numbers, base, sampling.period(blocks)) if any(numbers) else None
 
 
 def sample_width(sample: RowSample | None) -> int:
@@ -569,40 +559,42 @@ def sample_width(sample: RowSample | None) -> int:
 
 
 def measure_codes(
-    own: RowSample, bases: Sequence[Tensor], made: Sequence[NewParts], fetch: Fetch
+    sample: RowSample, bases: Sequence[Tensor], encoded: Sequence[NewParts], fetch: Fetch
 ) -> tuple[Sequence[Measured], Sequence[RowSample]]:
     """Return (measures of blocks, samples that are still to be added up); one of the two is empty.
 
-    `own`: the sample of the blocks, on the host; `bases`: their stored numbers, which new codes may overwrite
-    afterwards; `made`: their new codes.
+    `sample`: the sample of the blocks, on the host; `bases`: their stored numbers, which new codes may overwrite
+    afterwards; `encoded`: their new codes.
     """
-    target = own.blocks[0].target
+    # Of padded weights, what is stored is not known.
+    target = sample.blocks[0].target
     if target.weight.padded:
-        return own.measured(own.sums(None), known=False), ()
-    base, merged, _ = own.work.unbind()
-    size = target.weight.packing.encoding.nbytes(sample_width(own))
+        return sample.measured(sample.sums(None), known=False), ()
+    base, merged, _ = sample.work.unbind()
+    size = target.weight.packing.encoding.nbytes(sample_width(sample))
 
     def nearest(values: Tensor) -> Tensor:
         """Return what the output would hold for some numbers."""
 
-        def one(n: int, some: Tensor) -> Tensor | None:
-            block = own.blocks[n]
+        def nearest_of_block(n: int, some: Tensor) -> Tensor | None:
+            block = sample.blocks[n]
             codes = Codes(bases[n][: size if same(target) else 0], None)
             return read_back(block.target, block.first * block.cols, some, codes, fetch)
 
-        return _each(values, one)
+        return _each(values, nearest_of_block)
 
-    own = replace(own, found=_each(merged, lambda n, _: made[n].seen),
+    # What is stored: the new codes, decoded; of several adapters their parts are encoded too.
+    sample = replace(sample, stored=_each(merged, lambda n, _: encoded[n].decoded),
                   before=None if same(target) else nearest(base))  # fmt: skip
-    if not own.parts:
-        return (), (own.thinned(),)
-    return own.measured(own.sums(Stored(nearest, same(target))), known=True), ()
+    if not sample.parts:
+        return (), (sample.thinned(),)
+    return sample.measured(sample.sums(OutputNumbers(nearest, same(target))), known=True), ()
 
 
 def _each(values: Tensor, of: Callable[[int, Tensor], Tensor | None]) -> Tensor:
     """Return the numbers [n, width] that a function gives for each row; those of the row where it gives none."""
-    made = torch.empty_like(values)
-    for n, (old, new) in enumerate(zip(values.unbind(), made.unbind(), strict=True)):
-        found = of(n, old)
-        new.copy_(old if found is None else found.view(new.shape))
-    return made
+    result = torch.empty_like(values)
+    for n, (old, new) in enumerate(zip(values.unbind(), result.unbind(), strict=True)):
+        values_of_row = of(n, old)
+        new.copy_(old if values_of_row is None else values_of_row.view(new.shape))
+    return result

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import UsageError
 from ..files.encodings.rounding import draws
 from ..merge_methods import COMBINATIONS, SUM, UNDIRECTED
-from ..method_parameters import SMALLEST, Numbers
+from ..method_parameters import SMALLEST, MethodParameters
 from .row_matrix import Rows, largest
 from .tensor_moves import Placement, stage
 
@@ -36,24 +36,24 @@ PARALLEL: Final = 0.9995
 
 
 def coefficients(
-    method: str, products: Sequence[Sequence[float]], strengths: Sequence[float], n: Numbers
+    method: str, products: Sequence[Sequence[float]], strengths: Sequence[float], n: MethodParameters
 ) -> list[float]:
     """Return cᵢ with Δ = Σ cᵢτᵢ, for a method that gives such a sum. `products[i][j]`: ⟨τᵢ, τⱼ⟩, without strengths."""
     count = len(strengths)
     if method == "mean":
         if abs(total := sum(strengths)) < SMALLEST:
             raise UsageError("the strengths on one weight add up to 0", "--method mean", "use sum, or other strengths")
-        own = [s / total for s in strengths]
+        weights = [s / total for s in strengths]
     elif method == "slerp" and count == 2:
-        own = _slerp(products, strengths, n.t or 0.0)
+        weights = _slerp(products, strengths, n.t or 0.0)
     elif method == "karcher":
-        own = _karcher(products, strengths)
+        weights = _karcher(products, strengths)
     elif method == "model_stock" and count > 1:
         stock = _stock(products)
-        own = [stock * sum(strengths) / count / count] * count
+        weights = [stock * sum(strengths) / count / count] * count
     else:
-        own = list(strengths)
-    return [n.scale * c for c in own]
+        weights = list(strengths)
+    return [n.scale * c for c in weights]
 
 
 def _cosine(products: Sequence[Sequence[float]], i: int, j: int) -> float:
@@ -84,26 +84,26 @@ def combined(  # noqa: PLR0913  # the method, its inputs and its numbers
     method: str,
     changes: Sequence[Tensor],
     strengths: Sequence[float],
-    n: Numbers,
+    n: MethodParameters,
     seeds: Sequence[str],
     *,
     vector: bool = False,
 ) -> Tensor:
     """Return Δ as `combined_rows` does, of changes that are in memory; the first one is overwritten."""
-    found = changes[0]
-    made = combined_rows(method, [Rows.of(t) for t in changes], strengths, n, seeds, vector=vector)
-    if found.device.type != "cpu":
-        return found.copy_(made.read(slice(0, found.shape[0])))
-    for rows, block in made.blocks():
-        found[rows] = block
-    return found
+    result = changes[0]
+    rows_of_change = combined_rows(method, [Rows.of(t) for t in changes], strengths, n, seeds, vector=vector)
+    if result.device.type != "cpu":
+        return result.copy_(rows_of_change.read(slice(0, result.shape[0])))
+    for rows, block in rows_of_change.blocks():
+        result[rows] = block
+    return result
 
 
 def combined_rows(  # noqa: PLR0913  # the method, its inputs and its numbers
     method: str,
     changes: Sequence[Rows],
     strengths: Sequence[float],
-    n: Numbers,
+    n: MethodParameters,
     seeds: Sequence[str],
     *,
     vector: bool = False,
@@ -115,8 +115,8 @@ def combined_rows(  # noqa: PLR0913  # the method, its inputs and its numbers
     """
     row, shape = COMBINATIONS[method], changes[0].shape
     if row.linear or method == "karcher":
-        own = SUM if vector and method in UNDIRECTED else method
-        weights = coefficients(own, gram(changes) if own in PRODUCTS else (), strengths, n)
+        name = SUM if vector and method in UNDIRECTED else method
+        weights = coefficients(name, gram(changes) if name in PRODUCTS else (), strengths, n)
         return Rows(shape, lambda rows: total([c.read(rows).mul_(w) for c, w in zip(changes, weights, strict=True)]))
     if row.keeps:
         lines = [_one_line(c) if vector else c for c in changes]
@@ -126,10 +126,10 @@ def combined_rows(  # noqa: PLR0913  # the method, its inputs and its numbers
     def read(rows: slice) -> Tensor:
         scaled = torch.stack([c.read(rows).mul_(s) for c, s in zip(changes, strengths, strict=True)])
         if method == "consensus":
-            made = _consensus(scaled, n.agree)
+            summed = _consensus(scaled, n.agree)
         else:
-            made = _elected(scaled, strengths, n) if row.elects else scaled.sum(0)
-        return n.scale * made
+            summed = _elected(scaled, strengths, n) if row.elects else scaled.sum(0)
+        return n.scale * summed
 
     return Rows(shape, read)
 
@@ -153,22 +153,22 @@ def total(changes: Sequence[Tensor]) -> Tensor:
 
 def gram(changes: Sequence[Rows]) -> list[list[float]]:
     """Return ⟨τᵢ, τⱼ⟩."""
-    found = [[0.0 for _ in changes] for _ in changes]
+    products = [[0.0 for _ in changes] for _ in changes]
     for blocks in zip(*(c.blocks() for c in changes), strict=True):
         flat = [block.reshape(-1) for _, block in blocks]
         for i, a in enumerate(flat):
             for j, b in enumerate(flat):
-                found[i][j] += float((a @ b).item())
-    return found
+                products[i][j] += float((a @ b).item())
+    return products
 
 
-def thinned(how: str, change: Rows, n: Numbers, seed: str) -> Rows:
+def thinned(how: str, change: Rows, n: MethodParameters, seed: str) -> Rows:
     """Return a change with some entries set to 0, and for random choices the others scaled up."""
     count, cols = change.numel(), change.shape[1]
-    kept = math.floor(n.density * count)
+    left = math.floor(n.density * count)
     top = math.floor(n.gamma * count) if how == "middle" else 0
     if how in ("largest", "middle"):
-        most = largest(change, min(count, top + kept))
+        most = largest(change, min(count, top + left))
         above = largest(change, top) if top else None
 
         def cut(rows: slice) -> Tensor:
@@ -201,7 +201,7 @@ def _by_rank(change: Tensor, density: float, epsilon: float) -> Tensor:
     return torch.empty_like(change).scatter_(-1, order, chance.expand_as(change))
 
 
-def _elected(scaled: Tensor, strengths: Sequence[float], n: Numbers) -> Tensor:
+def _elected(scaled: Tensor, strengths: Sequence[float], n: MethodParameters) -> Tensor:
     """Return the entries whose sign is elected: their sum, divided by how many they are, by their Σ|sᵢ|, or by 1."""
     votes = scaled if n.elect == "sum" else scaled.sign()
     agree = (scaled >= 0) == (votes.sum(0) >= 0)
@@ -218,9 +218,9 @@ def _elected(scaled: Tensor, strengths: Sequence[float], n: Numbers) -> Tensor:
 def _consensus(scaled: Tensor, agree: int | None) -> Tensor:
     """Return the sum where at least `agree` changes (default: all of the weight's) have one sign, else 0; of a weight
     that fewer adapters change nothing is left."""
-    wanted = len(scaled) if agree is None else agree
+    least = len(scaled) if agree is None else agree
     most = torch.maximum((scaled > 0).sum(0), (scaled < 0).sum(0))
-    return torch.where(most >= wanted, scaled.sum(0), torch.zeros_like(scaled[0]))
+    return torch.where(most >= least, scaled.sum(0), torch.zeros_like(scaled[0]))
 
 
 def _karcher(products: Sequence[Sequence[float]], strengths: Sequence[float]) -> list[float]:
@@ -228,28 +228,30 @@ def _karcher(products: Sequence[Sequence[float]], strengths: Sequence[float]) ->
 
     The mean and every tangent at it are weighted sums of the changes, so the scalar products of all pairs are enough.
     """
+    # Directions of the changes that are not 0, by their cosines.
     norms = [abs(s) * math.sqrt(products[i][i]) for i, s in enumerate(strengths)]
-    there = [i for i, size in enumerate(norms) if size > 0]
-    if not there:
+    nonzero = [i for i, size in enumerate(norms) if size > 0]
+    if not nonzero:
         return [0.0] * len(strengths)
-    scale = [strengths[i] / norms[i] for i in there]
-    cosines = torch.tensor([[p * q * products[i][j] for j, q in zip(there, scale, strict=True)]
-                            for i, p in zip(there, scale, strict=True)], dtype=torch.float64)  # fmt: skip
-    at = torch.ones(len(there), dtype=torch.float64)
+    scale = [strengths[i] / norms[i] for i in nonzero]
+    cosines = torch.tensor([[p * q * products[i][j] for j, q in zip(nonzero, scale, strict=True)]
+                            for i, p in zip(nonzero, scale, strict=True)], dtype=torch.float64)  # fmt: skip
+    # From their sum along the mean tangent, until the step is tiny.
+    at = torch.ones(len(nonzero), dtype=torch.float64)
     if float(at @ cosines @ at) < OPPOSITE:
-        at = torch.eye(len(there), dtype=torch.float64)[0]
+        at = torch.eye(len(nonzero), dtype=torch.float64)[0]
     for _ in range(STEPS):
         at /= (at @ cosines @ at).clamp_min(0).sqrt()
-        seen = (cosines @ at).clamp(-1, 1)
-        angles = seen.acos()
+        cosines_at = (cosines @ at).clamp(-1, 1)
+        angles = cosines_at.acos()
         sines = angles.sin()
         turn = torch.where(
             (angles > 1e-12) & (sines > 1e-12), angles / sines.clamp_min(1e-12), torch.zeros_like(angles)
         )
-        step = (turn - at * (turn @ seen)) / len(there)
+        step = (turn - at * (turn @ cosines_at)) / len(nonzero)
         size = float((step @ cosines @ step).clamp_min(0).sqrt())
         if size < 1e-10:
             break
         at = math.cos(size) * at + math.sin(size) / size * step
-    found = dict(zip(there, (at * (sum(norms) / len(norms))).tolist(), strict=True))
-    return [found.get(i, 0.0) * s / norms[i] if i in found else 0.0 for i, s in enumerate(strengths)]
+    weights = dict(zip(nonzero, (at * (sum(norms) / len(norms))).tolist(), strict=True))
+    return [weights.get(i, 0.0) * s / norms[i] if i in weights else 0.0 for i, s in enumerate(strengths)]

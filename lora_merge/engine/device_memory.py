@@ -86,7 +86,7 @@ class DeviceMemory:
             yield
 
 
-def lanes(at: Placement, limit: int) -> int:
+def lane_count(at: Placement, limit: int) -> int:
     """Return how many lanes one device gets; several threads must not use Metal's one queue."""
     return LANES if at.device.type == "cuda" and limit >= LANES * (WORKSPACE + SMALLEST) else 1
 
@@ -96,10 +96,10 @@ def base_share(limit: int) -> int:
     return limit // 8
 
 
-def lane_share(at: Placement, limit: int, held: int) -> int:
-    """Return the bytes that a lane may use for blocks, where `held` bytes of the limit are taken."""
+def lane_share(at: Placement, limit: int, taken: int) -> int:
+    """Return the bytes that a lane may use for blocks, where so many bytes of the limit are `taken`."""
     return max(
-        0, (limit - base_share(limit) - held) // lanes(at, limit) - (WORKSPACE if at.device.type == "cuda" else 0)
+        0, (limit - base_share(limit) - taken) // lane_count(at, limit) - (WORKSPACE if at.device.type == "cuda" else 0)
     )
 
 
@@ -111,9 +111,9 @@ def block_bytes(block: Block, at: Placement) -> int:
     rounded = ROUNDED if item == 8 and TORCH_DTYPES.get(target.dtype, at.dtype).itemsize <= 2 else 0
     formed = max((_formed(s, block) for s in block.slices), default=block.elements)
     combined = len(block.slices) if target.combining is not None else 0
-    held = (1 + combined) * block.elements + formed
+    numbers = (1 + combined) * block.elements + formed
     coded = CODED if target.packed is not None or target.weight.packed is not None else 0
-    return stored + (rounded + coded) * block.elements + item * (held + sum(2 * _factors(s) for s in block.slices))
+    return stored + (rounded + coded) * block.elements + item * (numbers + sum(2 * _factors(s) for s in block.slices))
 
 
 def _formed(s: BlockPart, block: Block) -> int:
@@ -132,8 +132,8 @@ def _factors(s: BlockPart) -> int:
     patch = s.use.patch
     axes = ALGORITHMS[patch.algorithm].row_axes or {}
     cut = patch.row_group < patch.view.matrix[0]
-    found = 0
+    count = 0
     for slot, shape in patch.shapes.items():
         axis = axes.get(slot) if cut else None
-        found += prod(shape) if axis is None else prod(shape) // max(shape[axis], 1) * s.entries(shape[axis])[1]
-    return found
+        count += prod(shape) if axis is None else prod(shape) // max(shape[axis], 1) * s.entries(shape[axis])[1]
+    return count

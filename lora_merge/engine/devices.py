@@ -28,7 +28,7 @@ from ..errors import DeviceFailed, ResourceError
 from ..options import DEVICES
 from ..planning.plan import OutputTensor, Plan
 from ..text import Note
-from .device_memory import lanes
+from .device_memory import lane_count
 from .row_blocks import Block
 from .tensor_moves import HOST, TORCH_DTYPES, WHOLE, Placement
 
@@ -40,36 +40,36 @@ DEVICE_BYTES: Final = 5 * 2**30
 
 def places(devices: str, dtype: str) -> tuple[Placement, ...]:
     """Return the placements for `--device`, one device or several of one kind; ResourceError if one is missing."""
-    found = tuple(place(d.strip(), dtype) for d in devices.split(","))
-    if len(found) > 1 and (len(set(found)) < len(found) or len({p.device.type for p in found}) > 1):
+    placements = tuple(place(d.strip(), dtype) for d in devices.split(","))
+    if len(placements) > 1 and (len(set(placements)) < len(placements) or len({p.device.type for p in placements}) > 1):
         raise ResourceError(
             f"{devices!r} names devices that cannot share the work: they must differ and be of one kind",
             "--device",
             "write cuda:0,cuda:1",
         )
-    return found
+    return placements
 
 
 def place(device: str, dtype: str) -> Placement:
     """Return the placement for `--device` and a dtype by its name in files; ResourceError if the device is missing or
     does not work."""
-    found = _tried(dtype)[-1][0] if device == "auto" else device
+    name = _tried(dtype)[-1][0] if device == "auto" else device
     try:
-        where = torch.device(found)
+        where = torch.device(name)
     except RuntimeError as e:
-        raise ResourceError(f"unknown device {found!r}", "--device", f"use {DEVICES}") from e
+        raise ResourceError(f"unknown device {name!r}", "--device", f"use {DEVICES}") from e
     if (where.index or 0) >= _count(where.type):
         names, why = ", ".join(k for k in KINDS if _count(k)), _refusal(where.type)
         if where.type == "cuda" and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
             why = f"this torch ({torch.__version__}) is a build without CUDA"
-        raise ResourceError(f"no device {found!r} here", f"--device: {why}" if why else "--device",
+        raise ResourceError(f"no device {name!r} here", f"--device: {why}" if why else "--device",
                             f"use one of: auto, {names}")  # fmt: skip
     if dtype == "F64" and not _doubles(where):
-        raise ResourceError(f"{found} computes no fp64", "--compute-dtype", "use fp32, or --device cpu")
+        raise ResourceError(f"{name} computes no fp64", "--compute-dtype", "use fp32, or --device cpu")
     if device != "auto" and (why := unusable(where)):
         if _failed_before(where):
             raise DeviceFailed(str(where), why)
-        raise ResourceError(f"{found} cannot be used", f"--device: {why}", "use --device cpu, or another device")
+        raise ResourceError(f"{name} cannot be used", f"--device: {why}", "use --device cpu, or another device")
     return Placement(_numbered(where), TORCH_DTYPES[dtype])
 
 
@@ -236,8 +236,8 @@ def nth_device(device: str, number: int) -> str:
     """Return the device of the n-th of several workers: each gets the next GPU, unless the user has named one device.
     If `auto` cannot use that GPU, the worker chooses for itself."""
     count = _count("cuda") if device in {"auto", "cuda"} else 0
-    own = f"cuda:{number % count}" if count > 1 else device
-    return device if own != device and device == "auto" and unusable(torch.device(own)) else own
+    numbered = f"cuda:{number % count}" if count > 1 else device
+    return device if numbered != device and device == "auto" and unusable(torch.device(numbered)) else numbered
 
 
 def share_cores(workers: int) -> None:
@@ -250,7 +250,7 @@ def threads(at: Sequence[Placement], max_vram: int | None = None) -> int:
     """Return how many blocks to fold side by side: on a CPU one for each core that an operation of torch leaves idle,
     elsewhere one for each lane."""
     if at[0].device.type != "cpu":
-        return len(at) * lanes(at[0], device_bytes(max_vram))
+        return len(at) * lane_count(at[0], device_bytes(max_vram))
     return max(1, process.cores() // (1 if _thread_limits() else torch.get_num_threads()))
 
 
@@ -310,27 +310,27 @@ CLEAR: Final = 0.9
 """The largest share of the CPU's seconds at which a GPU is taken."""
 
 
-class Choice(NamedTuple):
+class DeviceChoice(NamedTuple):
     """The device to use, as `--device` names it, and why; "" where there was no choice."""
 
     device: str
     why: str = ""
 
 
-def choose(plans: Sequence[Plan]) -> Choice:
+def choose(plans: Sequence[Plan]) -> DeviceChoice:
     """Return the device for merges that share a base; nothing is started for that."""
     targets = [t for p in plans for f in p.files for t in f.targets]
     return fastest(plans[0].job.device, targets, sum(p.size for p in plans) / DISK, threads([HOST]))
 
 
-def fastest(asked: str, targets: Iterable[OutputTensor], disk: float, cores: int) -> Choice:
+def fastest(asked: str, targets: Iterable[OutputTensor], disk: float, cores: int) -> DeviceChoice:
     """Return the device for the targets of merges, and of a CPU as many cores.
 
     `asked`: the value of `--device`. `disk`: the seconds that the disk needs; 0 for tensors in memory.
     """
     kinds = fast_kinds() if asked == "auto" else []
     if not kinds:
-        return Choice(asked)
+        return DeviceChoice(asked)
     kind, changed = kinds[0], [t for t in targets if t.uses or t.recoded]
     plain, decomposed = map(sum, zip(*map(_core_seconds, changed), strict=True)) if changed else (0.0, 0.0)
     moved = sum(max(t.nbytes, t.source.nbytes) for t in changed if t.uses)
@@ -338,7 +338,7 @@ def fastest(asked: str, targets: Iterable[OutputTensor], disk: float, cores: int
     folded = plain / CORES["plain"] + decomposed / CORES["decomposed"]
     on_device = (0.0 if started(kind) else START[kind]) + max(disk, folded, moved / LINK, moved * HOSTED)
     why = f"about {on_cpu:.1f} s on the CPU ({cores} cores), {on_device:.1f} s on {kind} with its start"
-    return Choice("auto" if on_device < CLEAR * on_cpu else "cpu", why)
+    return DeviceChoice("auto" if on_device < CLEAR * on_cpu else "cpu", why)
 
 
 def _core_seconds(target: OutputTensor) -> tuple[float, float]:

@@ -1,6 +1,7 @@
-"""The rules of `--method`, for n weights of equal shape at once.
+"""Computes merged weights, n blocks of equal shape at once, by the rules of `--method`.
 
-The default is W' = W + Σ sᵢ ΔWᵢ, with every ΔWᵢ computed from the unchanged W.
+The default is W' = W + Σ sᵢ ΔWᵢ, with every ΔWᵢ computed from the unchanged W. Observers record what happens on the
+way: the sample of a report, terms that cancel. They compute no weight.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .tensor_moves import strided
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..method_parameters import Numbers
+    from ..method_parameters import MethodParameters
     from .row_blocks import Block
 
 
@@ -37,7 +38,7 @@ class StackedPatch:
     adapter: int = 0  # number of its adapter; stacks are in the order of their adapters
     transposed: bool = False  # whether the formula has these rows as columns
     view: Tensor | None = None  # [n, out, cols] the base weight that the formula reads, where that is more than `rows`
-    taken: slice | None = None  # the rows of ΔW that belong to this block; None: all
+    taken: slice | None = None  # rows of the computed ΔW that are in this block; None: all
     whole: tuple[int, int] | None = None  # (out, cols) of ΔW, where that is more than `rows`
     magnitude: tuple[dora.Axis, Tensor] | None = None  # DoRA: axis, [n, out, 1] or [n, 1, in]
     across: slice = field(default_factory=lambda: slice(None))  # columns of these rows, for a transposed formula
@@ -52,8 +53,8 @@ class StackedPatch:
         return replace(self, strength=self.strength / units)
 
     def part(self, rows: slice) -> StackedPatch | None:
-        """Return the formula for some rows of a block that is changed by rows, which become a block of their own; None
-        where it changes none of them."""
+        """Return the formula for some rows of a block that is changed by rows, which become a block; None if it does
+        not change them."""
         low, high = max(self.rows.start, rows.start), min(self.rows.stop, rows.stop)
         if low >= high:
             return None
@@ -81,24 +82,28 @@ SampleOf: TypeAlias = Callable[[range], "Tensor"]
 """Function that returns rows [n, k, cols] of a change of n weights."""
 
 
-class ChangeObserver(Protocol):
-    """An object that records the change of each adapter while several are folded."""
+class FoldObserver(Protocol):
+    """An object that records numbers of blocks while they are folded. It is made with their base values."""
 
     def note_sum(self, adapter: int, merged: Tensor) -> None:
-        """Record blocks to which all changes up to those of an adapter are added."""
+        """Record blocks to which all changes up to those of an adapter are added; of several adapters alone."""
 
     def note_change(self, adapter: int, change: SampleOf, strengths: Sequence[float]) -> None:
         """Record a change that becomes one change with others."""
 
+    def note_merged(self, merged: Tensor) -> None:
+        """Record the merged blocks [n, rows, cols]."""
 
-def fold(base: Tensor, stacks: Sequence[StackedPatch], observer: ChangeObserver | None = None) -> Tensor:
+
+def fold(base: Tensor, stacks: Sequence[StackedPatch], *observers: FoldObserver) -> Tensor:
     """Return W + Σ sᵢ ΔWᵢ [n, rows, cols]. `base` is overwritten unless a formula after the first one reads it; ΔW of
     the first one is computed before anything is added."""
     merged = base.clone() if any(s.reads_base and s.view is None for s in stacks[1:]) else base
     for number, s in enumerate(stacks):
         _add(s, s.region(merged), s.strength, base, read=not (s.algorithm.reads_base and number))
-        if observer is not None and s.adapter not in {later.adapter for later in stacks[number + 1 :]}:
-            observer.note_sum(s.adapter, merged)
+        if observers and s.adapter not in {later.adapter for later in stacks[number + 1 :]}:
+            for observer in observers:
+                observer.note_sum(s.adapter, merged)
     return merged
 
 
@@ -112,71 +117,90 @@ def _add(s: StackedPatch, target: Tensor, strength: Tensor, base: Tensor, *, rea
         target.addcmul_(strength, change(s, base))
 
 
-def in_turn(base: Tensor, stacks: Sequence[StackedPatch], observer: ChangeObserver | None = None) -> Tensor:
+def in_turn(base: Tensor, stacks: Sequence[StackedPatch], *observers: FoldObserver) -> Tensor:
     """Return Wₙ [n, rows, cols] of Wᵢ = Wᵢ₋₁ + sᵢ ΔWᵢ, adapter by adapter, with every ΔWᵢ computed from Wᵢ₋₁. `base` is
     overwritten as by `fold`."""
-    for _, own in groupby(stacks, key=lambda s: s.adapter):
-        base = fold(base, tuple(own), observer)
+    for _, of_adapter in groupby(stacks, key=lambda s: s.adapter):
+        base = fold(base, tuple(of_adapter), *observers)
     return base
 
 
 def new_weights(
-    blocks: Sequence[Block], base: Tensor, stacks: Sequence[StackedPatch], observer: ChangeObserver | None = None
+    blocks: Sequence[Block], base: Tensor, stacks: Sequence[StackedPatch], *observers: FoldObserver
 ) -> Tensor:
     """Return the merged weights [n, rows, cols] of blocks of one kind by their method. `base` is overwritten as by
-    `fold`. `observer` records the change of each adapter."""
+    `fold`."""
+    first = blocks[0]
+    if first.target.combining is not None:
+        merged = _combined(blocks, base, stacks, observers)
+    else:
+        # What each adapter changes is asked for only where there are several: else it is the whole change.
+        of_each = observers if first.several else ()
+        merged = RULES[first.target.method.name](base, stacks, *of_each)
+    for observer in observers:
+        observer.note_merged(merged)
+    return merged
+
+
+def _combined(
+    blocks: Sequence[Block], base: Tensor, stacks: Sequence[StackedPatch], observers: Sequence[FoldObserver]
+) -> Tensor:
+    """Return W + the one change [n, rows, cols] that the changes of all adapters become (ties, dare …), in `base`."""
     combining = blocks[0].target.combining
-    if combining is None:
-        rule = RULES[blocks[0].target.method.name]
-        return rule(base, stacks) if observer is None else rule(base, stacks, observer)
-    parts: dict[int, list[int]] = {}
+    assert combining is not None, "its changes become one"
+    # The change of each adapter: computed whole, or some rows at a time for a block that is large.
+    patches: dict[int, list[int]] = {}
     for k, s in enumerate(stacks):
-        parts.setdefault(s.adapter, []).append(k)
-    own = [[stacks[k] for k in some] for some in parts.values()]
+        patches.setdefault(s.adapter, []).append(k)
+    by_adapter = [[stacks[k] for k in numbers] for numbers in patches.values()]
     if blocks[0].by_rows and base.device.type == "cpu":
         (block,) = blocks
-        by_rows = [_rows_of_adapter(base, some) for some in own]
-        _note_changes(observer, blocks, parts, [partial(_sampled, c) for c in by_rows])
-        for rows, part in combined_rows(combining.method.name, by_rows, *_given(block, parts)).blocks():
+        row_changes = [_rows_of_adapter(base, of_adapter) for of_adapter in by_adapter]
+        _note_changes(observers, blocks, patches, [partial(_sampled, c) for c in row_changes])
+        arguments = _combination_arguments(block, patches)
+        for rows, part in combined_rows(combining.method.name, row_changes, *arguments).blocks():
             base[0, rows] += part
         return base
-    changes = [_of_adapter(base, some, some[0].strength) for some in own]
-    _note_changes(observer, blocks, parts, [partial(strided, c) for c in changes])
+    changes = [_of_adapter(base, of_adapter, of_adapter[0].strength) for of_adapter in by_adapter]
+    _note_changes(observers, blocks, patches, [partial(strided, c) for c in changes])
+    # Block by block: each has strengths and seeds of its own.
     for n, block in enumerate(blocks):
-        base[n] += combined(combining.method.name, [c[n] for c in changes], *_given(block, parts),
+        base[n] += combined(combining.method.name, [c[n] for c in changes], *_combination_arguments(block, patches),
                             vector=len(block.target.shape) < 2)  # fmt: skip
     return base
 
 
-def _given(block: Block, parts: Mapping[int, Sequence[int]]) -> tuple[list[float], Numbers, list[str]]:
-    """Return the strengths, the numbers and the seeds with which the changes of a block become one. `parts`: adapter →
-    the numbers of its patches."""
+def _combination_arguments(
+    block: Block, patches: Mapping[int, Sequence[int]]
+) -> tuple[list[float], MethodParameters, list[str]]:
+    """Return the strengths, the numbers and the seeds with which the changes of a block become one. `patches`: adapter
+    → the numbers of its patches."""
     combining = block.target.combining
     assert combining is not None, "its changes become one"
-    uses = [[block.slices[k].use for k in own] for own in parts.values()]
-    seeds = [combining.seed(number, own) for number, own in zip(parts, uses, strict=True)]
-    return [own[0].strength for own in uses], combining.numbers, seeds
+    uses = [[block.slices[k].use for k in numbers] for numbers in patches.values()]
+    seeds = [combining.seed(adapter, of_adapter) for adapter, of_adapter in zip(patches, uses, strict=True)]
+    return [of_adapter[0].strength for of_adapter in uses], combining.numbers, seeds
 
 
 def _note_changes(
-    observer: ChangeObserver | None,
+    observers: Sequence[FoldObserver],
     blocks: Sequence[Block],
-    parts: Mapping[int, Sequence[int]],
+    patches: Mapping[int, Sequence[int]],
     samples: Sequence[SampleOf],
 ) -> None:
-    """Record the change of each adapter."""
-    if observer is not None:
-        for (number, own), sample in zip(parts.items(), samples, strict=True):
-            observer.note_change(number, sample, [b.slices[own[0]].use.strength for b in blocks])
+    """Let the observers record the change of each adapter."""
+    for observer in observers:
+        for (adapter, numbers), sample in zip(patches.items(), samples, strict=True):
+            observer.note_change(adapter, sample, [b.slices[numbers[0]].use.strength for b in blocks])
 
 
 def _of_adapter(base: Tensor, stacks: Sequence[StackedPatch], strength: Tensor) -> Tensor:
     """Return the change by one adapter [n, rows, cols], at strength 1 in the rows of its first formula, which has this
     strength; where others have another strength, their rows are scaled by the ratio."""
-    found = torch.zeros_like(base)
+    change_of_adapter = torch.zeros_like(base)
     for s in stacks:
-        _add(s, s.region(found), s.strength / strength, base, read=not s.algorithm.reads_base)
-    return found
+        _add(s, s.region(change_of_adapter), s.strength / strength, base, read=not s.algorithm.reads_base)
+    return change_of_adapter
 
 
 def _rows_of_adapter(base: Tensor, stacks: Sequence[StackedPatch]) -> Rows:
@@ -194,15 +218,15 @@ def _sampled(change: Rows, rows: range) -> Tensor:
     return change.of_rows(torch.tensor(rows)).dense().unsqueeze(0)
 
 
-class Rule(Protocol):
+class FoldRule(Protocol):
     """Function of base values, which it may overwrite, and stacks, that returns merged values."""
 
-    def __call__(self, base: Tensor, stacks: Sequence[StackedPatch], observer: ChangeObserver | None = None) -> Tensor:
+    def __call__(self, base: Tensor, stacks: Sequence[StackedPatch], *observers: FoldObserver) -> Tensor:
         """Return [n, rows, cols]."""
         ...
 
 
-RULES: Final[Mapping[str, Rule]] = MappingProxyType({"sum": fold, "compose": in_turn})
+RULES: Final[Mapping[str, FoldRule]] = MappingProxyType({"sum": fold, "compose": in_turn})
 """Name of a row of METHODS that combines no changes → its function."""
 
 

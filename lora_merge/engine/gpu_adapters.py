@@ -33,17 +33,17 @@ class AdaptersOnDevice:
         one upload, unless a tensor has more, from pinned memory."""
         self._reader, self._infos, self._most, self._piece = reader, _used(plans), most, piece
         self._numbers = sorted({1.0, *(x for u in _uses(plans) for x in (u.strength, *u.patch.numbers.values()))})
-        self._made: dict[Placement, dict[Key, Tensor]] = {}
+        self._tensors: dict[Placement, dict[Key, Tensor]] = {}
         self._lock = Lock()
 
-    def get(self, wanted: StoredTensor | float, lane: DeviceStream) -> Tensor | None:
+    def get(self, tensor: StoredTensor | float, lane: DeviceStream) -> Tensor | None:
         """Return all numbers of a tensor, flat, at the lane's placement, or a single number as [1, 1]; None for what is
         not held."""
-        if lane.at not in self._made:
+        if lane.at not in self._tensors:
             with self._lock:
-                if lane.at not in self._made:
-                    self._made[lane.at] = self._made_at(lane)
-        return self._made[lane.at].get(_key(wanted) if isinstance(wanted, StoredTensor) else wanted)
+                if lane.at not in self._tensors:
+                    self._tensors[lane.at] = self._uploaded_at(lane)
+        return self._tensors[lane.at].get(_key(tensor) if isinstance(tensor, StoredTensor) else tensor)
 
     def size(self, at: Placement) -> int:
         """Return the bytes that they take at a placement."""
@@ -51,23 +51,23 @@ class AdaptersOnDevice:
 
     def forget(self) -> None:
         """Give the memory back; nothing may be under way."""
-        self._made.clear()
+        self._tensors.clear()
 
-    def _made_at(self, lane: DeviceStream) -> dict[Key, Tensor]:
+    def _uploaded_at(self, lane: DeviceStream) -> dict[Key, Tensor]:
         """Return what `_upload` does, when it is there; where the device has no room, nothing is held from now on."""
         try:
-            made = self._upload(lane)
+            tensors = self._upload(lane)
         except RuntimeError as e:
             if device_full(e):
-                self._made[lane.at] = {}
+                self._tensors[lane.at] = {}
             raise
         lane.settle()
-        return made
+        return tensors
 
     def _upload(self, lane: DeviceStream) -> dict[Key, Tensor]:
         """Return all tensors and numbers at the lane's placement. A piece with a number that is not finite is left out:
-        whoever needs it reads it again, and finds the tensor."""
-        found: dict[Key, Tensor] = dict(zip(self._numbers, numbers(self._numbers, lane.at).unbind(), strict=True))
+        the fold that needs it reads it again, and names the tensor."""
+        tensors: dict[Key, Tensor] = dict(zip(self._numbers, numbers(self._numbers, lane.at).unbind(), strict=True))
         left = self._most // lane.at.dtype.itemsize
         infos_held = [i for i in self._infos if holds(lane.at.device, TORCH_DTYPES[i.dtype])]
         for infos in _pieces(infos_held, self._piece):
@@ -80,15 +80,15 @@ class AdaptersOnDevice:
             memory: Any = host.numpy()
             self._reader.read_into(memoryview(memory), infos[0].source, start)
             raw = upload(host, lane, 0)
-            own = torch.empty(sum(sizes), dtype=lane.at.dtype, device=lane.at.device)
-            parts = own.split_with_sizes(sizes)
+            numbers_of_piece = torch.empty(sum(sizes), dtype=lane.at.dtype, device=lane.at.device)
+            parts = numbers_of_piece.split_with_sizes(sizes)
             cast_all([raw[i.offset - start :][: i.nbytes].view(TORCH_DTYPES[i.dtype]) for i in infos], parts)
-            ends = extremes(own, lane)
+            ends = extremes(numbers_of_piece, lane)
             lane.settle()
             if fit(ends, lane.at.dtype):
-                found |= zip(map(_key, infos), parts, strict=True)
+                tensors |= zip(map(_key, infos), parts, strict=True)
         lane.give_back("adapter")
-        return found
+        return tensors
 
 
 def _key(info: StoredTensor) -> Key:
@@ -97,13 +97,13 @@ def _key(info: StoredTensor) -> Key:
 
 def _used(plans: Sequence[Plan]) -> list[StoredTensor]:
     """Return the tensors that formulas take as floats, each once, in the order in which they are stored."""
-    found: dict[Key, StoredTensor] = {}
+    infos: dict[Key, StoredTensor] = {}
     for patch in (u.patch for u in _uses(plans)):
         floats = patch.shapes.keys() - ALGORITHMS[patch.algorithm].integer_slots - patch.beside.keys()
         for info in (patch.module.slots[slot] for slot in floats):
             if info.nbytes:
-                found[_key(info)] = info
-    return sorted(found.values(), key=lambda i: (str(i.file), i.offset))
+                infos[_key(info)] = info
+    return sorted(infos.values(), key=lambda i: (str(i.file), i.offset))
 
 
 def _uses(plans: Sequence[Plan]) -> Iterator[PatchPart]:
@@ -111,7 +111,7 @@ def _uses(plans: Sequence[Plan]) -> Iterator[PatchPart]:
 
 
 def _pieces(infos: Iterable[StoredTensor], most: int) -> Iterator[list[StoredTensor]]:
-    """Yield tensors that lie in one piece of a file, and whose numbers are aligned there."""
+    """Yield lists of tensors, each of one piece of a file, whose numbers are aligned in it."""
     piece: list[StoredTensor] = []
     for info in infos:
         if piece:

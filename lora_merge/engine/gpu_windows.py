@@ -1,9 +1,8 @@
 """Folds the changed blocks of a window on a device: one transfer up, a few operations, one transfer down.
 
 The host's bytes are written last, when the results are known to be finite. Until then everything can be done again
-block by block: where a number is too large for its dtype, and where the device is out of memory.
-
-Registers the buffers of windows with CUDA, which then reads and writes them itself, without a copy on the host.
+block by block: where a number is too large for its dtype, and where the device is out of memory. The buffers of windows
+are registered with CUDA, which then reads and writes them itself, without a copy on the host.
 """
 
 from __future__ import annotations
@@ -24,12 +23,15 @@ from ..algorithms import DoesNotFit
 from ..change_statistics import Measured
 from ..disk.pages import address
 from . import change_sample
-from .block_folder import BlockMerger
-from .change_sample import PendingRowSums, RowSample, RunSample, RunSums, bring_sums, fold_and_sample, runs, suits
+from .block_folder import BlockFolder
+from .cancelling import LargestSums
+from .change_sample import PendingRowSums, RowSample, RunSample, RunSums, bring_sums, sample_of, suits
 from .device_memory import base_share
 from .devices import device_bytes, precise_at
+from .fold import new_weights
 from .row_blocks import block, groups
-from .stages import Buffer, Outcome, WindowTask
+from .stages import Buffer, WindowTask
+from .tasks import FoldTask, Merged, OutOfMemory
 from .tensor_moves import (
     TORCH_DTYPES,
     DeviceStream,
@@ -44,7 +46,7 @@ from .tensor_moves import (
     rounded,
     upload,
 )
-from .tensors import Item, codecs_on
+from .tensors import codecs_on
 from .windows import Fold, Window
 
 PORTABLE: Final = 1
@@ -54,10 +56,10 @@ PORTABLE: Final = 1
 class RegisteredBuffers:
     """Buffers that are registered; their memory is kept until it is unregistered, by `close` at the latest."""
 
-    def __init__(self, *, wanted: bool) -> None:
+    def __init__(self, *, enabled: bool) -> None:
         self._memory: dict[int, tuple[memoryview, torch.device]] = {}
         """Buffer → its memory, and the device that was current when it was registered."""
-        self._wanted, self._lock = wanted, Lock()
+        self._enabled, self._lock = enabled, Lock()
 
     def has(self, buffer: Buffer, device: torch.device) -> bool:
         """Return whether the device can use a buffer itself; registers it, and again after it has grown.
@@ -66,16 +68,16 @@ class RegisteredBuffers:
         """
         memory = buffer.memory
         with self._lock:
-            held = self._memory.get(id(buffer))
-            if held is not None and held[0] is memory:
+            registered = self._memory.get(id(buffer))
+            if registered is not None and registered[0] is memory:
                 return True
-            if held is not None:  # nothing is under way in it: the buffer was free since
+            if registered is not None:  # nothing is under way in it: the buffer was free since
                 self._drop(id(buffer))
-            if not self._wanted or not len(memory):
+            if not self._enabled or not len(memory):
                 return False
             error = _cudart().cudaHostRegister(address(memory), len(memory), PORTABLE)
             if int(error):  # an enumeration, which is true for every value
-                self._wanted = False
+                self._enabled = False
                 _clear_error(device)
                 return False
             self._memory[id(buffer)] = memory, device
@@ -116,17 +118,17 @@ class Joined(NamedTuple):
     parts: tuple[Fold, ...]
 
 
-class Batch(NamedTuple):
+class DeviceBatch(NamedTuple):
     """Blocks of a window that are folded at once, in the order of their results, with a way to fold them one by one."""
 
     task: WindowTask
     folds: tuple[Fold, ...]
-    items: Callable[[], list[Item]]
-    made: Sequence[int]  # offsets of all results of the window
+    tasks: Callable[[], list[FoldTask]]
+    results: Sequence[int]  # offsets of all results of the window
     nbytes: int  # of the device's memory that folding takes
 
 
-class FoldedBlocks(NamedTuple):
+class FoldedBatch(NamedTuple):
     """Folded blocks, in another order than in their window."""
 
     folds: list[Fold]
@@ -134,26 +136,26 @@ class FoldedBlocks(NamedTuple):
     sizes: list[int]  # how many there are of each
     row_samples: list[RowSample]  # of the blocks that are sampled by rows
     by_runs: RunSample | None  # of the others
-    cancelled: list[Tensor]  # whether the terms of blocks cancel, where that is looked at
+    cancelled: list[Tensor]  # for each kind that is checked, whether the terms of each block cancel
 
 
 class DeviceWindows:
     """Folds windows in the threads of a pool, each of which has a lane to a device."""
 
-    def __init__(self, blocks: BlockMerger, pool: ThreadPoolExecutor, piece: int) -> None:
+    def __init__(self, blocks: BlockFolder, pool: ThreadPoolExecutor, piece: int) -> None:
         """`piece`: the bytes of pinned memory for one transfer, where the device cannot use a buffer itself."""
         self.blocks, self.pool, self.piece = blocks, pool, piece
         self._shared: dict[tuple[int, bool, int, int, Placement], tuple[Window, Tensor]] = {}
         """Base bytes that several plans merge, by the number of their window, which is held for it, and their place."""
-        self._sharing, self._room = Lock(), base_share(device_bytes(blocks.max_vram))
-        self.run_sums = RunSums(min(change_sample.RUN_NUMBERS, blocks.share // change_sample.ROOM))
-        self.registered = RegisteredBuffers(wanted=blocks.at[0].device.type == "cuda")
+        self._sharing, self._room = Lock(), base_share(device_bytes(blocks.memory.limits.max_vram))
+        self.run_sums = RunSums(min(change_sample.RUN_NUMBERS, blocks.memory.share // change_sample.ROOM))
+        self.registered = RegisteredBuffers(enabled=blocks.lanes.at[0].device.type == "cuda")
 
-    def begin(self, task: WindowTask, item: Callable[[Fold], Item]) -> Iterator[Future[Outcome] | Fold]:
+    def begin(self, task: WindowTask, fold_task: Callable[[Fold], FoldTask]) -> Iterator[Future[Merged] | Fold]:
         """Start to fold the blocks of a task; yield a future for each part, and the blocks that are left: those whose
-        bytes are not numbers that the device has. `item` returns a block with its tensors on the host."""
+        bytes are not numbers that the device has. `fold_task` returns a block's task, with its tensors on the host."""
         change, ours = task.change, list[Fold]()
-        made = sorted([f.at for f in change.folds] + [c.at for c in change.converts])
+        results = sorted([f.at for f in change.folds] + [c.at for c in change.converts])
         for f in change.folds:
             if self._takes(f):
                 ours.append(f)
@@ -161,18 +163,20 @@ class DeviceWindows:
                 yield f
         for apart in (False, True):
             for some, nbytes in self._parts(sorted((f for f in ours if f.apart is apart), key=lambda f: f.at)):
-                items = partial(lambda some: [item(f) for j in some for f in _by_block(j)], some)
-                yield self.pool.submit(self._fold, Batch(task, tuple(j.fold for j in some), items, made, nbytes))
+                tasks = partial(lambda some: [fold_task(f) for j in some for f in _by_block(j)], some)
+                yield self.pool.submit(
+                    self._fold, DeviceBatch(task, tuple(j.fold for j in some), tasks, results, nbytes)
+                )
 
     def _takes(self, f: Fold) -> bool:
-        target, at = f.block.target, self.blocks.at[0]
+        target, at = f.block.target, self.blocks.lanes.at[0]
         weight = target.weight
         if not (target.packing.encoding.plain and weight.packing.encoding.plain) or weight.padded:
             return False
         dtypes = (TORCH_DTYPES[target.dtype], TORCH_DTYPES[weight.stored.dtype])
         aligned = f.source % dtypes[1].itemsize == 0 == f.at % dtypes[0].itemsize
         alike = precise_at(at, f.block).device == at.device and all(holds(at.device, d) for d in dtypes)
-        return aligned and alike and (self.blocks.draw is None or codecs_on(at.device))
+        return aligned and alike and (self.blocks.options.draw is None or codecs_on(at.device))
 
     def _parts(self, folds: Sequence[Fold]) -> Iterator[tuple[list[Joined], int]]:
         """Yield blocks, joined, that fit a lane's share of the device's memory together, and the bytes that folding
@@ -182,9 +186,9 @@ class DeviceWindows:
         for f in folds:
             if f.block.target is not target:  # its blocks are alike
                 target = f.block.target
-                rate = self.blocks.size(f.block) / max(f.block.elements, 1)
+                rate = self.blocks.memory.size(f.block) / max(f.block.elements, 1)
             needed = int(rate * f.block.elements)
-            full = bool(run) and used + needed > self.blocks.share
+            full = bool(run) and used + needed > self.blocks.memory.share
             if run and (full or not _follows(run[-1], f)):
                 part.append(_joined(run))
                 run = []
@@ -196,93 +200,98 @@ class DeviceWindows:
         if run:
             yield [*part, _joined(run)], used
 
-    def _fold(self, part: Batch) -> Outcome:
+    def _fold(self, part: DeviceBatch) -> Merged:
         """Fold a part of a window, block by block if it is not possible at once; alone on its device if it takes more
         than a lane's share."""
-        room = self.blocks.room
-        if room.full or self.blocks.exceeds(part.nbytes):
-            return self.blocks.fold_here(part.items())
-        with room.shared() if part.nbytes <= self.blocks.share else room.alone():
-            done = self.blocks.turn(partial(self._at_once, part))
-        if isinstance(done, str):
-            self.blocks.note("smaller batches were used")
-        return Outcome(measured=done()) if callable(done) else self.blocks.fold_here(part.items())
+        memory = self.blocks.memory
+        if memory.device.full or memory.exceeds(part.nbytes):
+            return self.blocks.fold_here(part.tasks())
+        with memory.device.shared() if part.nbytes <= memory.share else memory.device.alone():
+            sums = self.blocks.lanes.turn(partial(self._at_once, part))
+        if isinstance(sums, OutOfMemory):
+            memory.note("smaller batches were used")
+        elif sums is not None:
+            return Merged(measures=sums())
+        return self.blocks.fold_here(part.tasks())
 
-    def _at_once(self, part: Batch, lane: DeviceStream) -> PendingRowSums | None:
+    def _at_once(self, part: DeviceBatch, lane: DeviceStream) -> PendingRowSums | None:
         """Fold blocks and write the results. None, with nothing written, if a number is too large for its dtype or an
         adapter's value is invalid, or terms cancel: folding block by block then finds which."""
+        # Up: the base bytes, from the first block's to the last one's.
         task, apart = part.task, part.folds[0].apart
         host = task.base_bytes.views(task.window)[apart]
         low = min(f.source for f in part.folds) // ALIGNED * ALIGNED
-        given = _bytes(host, low, max(f.source + f.source_bytes for f in part.folds))
-        there = self._uploaded(part, given, low, lane)
+        base = _bytes(host, low, max(f.source + f.source_bytes for f in part.folds))
+        uploaded = self._uploaded(part, base, low, lane)
         start = part.folds[0].at // ALIGNED * ALIGNED
         size = part.folds[-1].at + part.folds[-1].nbytes - start
         if apart:
             out = torch.empty(size, dtype=torch.uint8, device=lane.at.device)
         else:  # other plans need the base's bytes
-            out = there if task.last else there.clone()
+            out = uploaded if task.last else uploaded.clone()
+        # Fold, by placement and dtype; then look at the extremes of each kind, and at terms that cancel.
         kinds: dict[tuple[bool, str], list[Fold]] = {}
         for f in part.folds:
             kinds.setdefault((precise_at(lane.at, f.block) == lane.at, f.block.target.dtype), []).append(f)
         try:
-            found = [self._merged(some, there, low, lane) for some in kinds.values()]
+            folded = [self._merged(some, uploaded, low, lane) for some in kinds.values()]
         except DoesNotFit:
             return None
-        ends = [extremes(made.work, lane, number) for number, made in enumerate(found)]
-        flags = [flag for made in found for flag in made.cancelled]
+        ends = [extremes(part_of_window.work, lane, number) for number, part_of_window in enumerate(folded)]
+        flags = [flag for part_of_window in folded for flag in part_of_window.cancelled]
         cancelled = brought(torch.cat(flags), lane, "cancelled") if flags else torch.zeros(0)
         lane.settle()
         dtypes = [TORCH_DTYPES[dtype] for _, dtype in kinds]
         if cancelled.any() or not all(map(fit, ends, dtypes)):
             return None
-        for made, dtype in zip(found, dtypes, strict=True):
-            new: Sequence[Tensor] = rounded(made.work, dtype).split_with_sizes(made.sizes)
-            drawn = self.blocks.draw is not None and dtype.itemsize < 4
+        # Cast the merged numbers into the bytes of the output.
+        for part_of_window, dtype in zip(folded, dtypes, strict=True):
+            new: Sequence[Tensor] = rounded(part_of_window.work, dtype).split_with_sizes(part_of_window.sizes)
+            drawn = self.blocks.options.draw is not None and dtype.itemsize < 4
             if drawn:
-                old = made.work.split_with_sizes(made.sizes)
-                new = [self.blocks.drawn(f.block, v) for f, v in zip(made.folds, old, strict=True)]
-            cast_all(new, [_numbers(out, f.at - start, f.nbytes, dtype) for f in made.folds])
+                old = part_of_window.work.split_with_sizes(part_of_window.sizes)
+                new = [self.blocks.drawn(f.block, v) for f, v in zip(part_of_window.folds, old, strict=True)]
+            cast_all(new, [_numbers(out, f.at - start, f.nbytes, dtype) for f in part_of_window.folds])
             if drawn:
-                _note_stored(made, new)
-        read = self._add_up(task.plan, found, lane)
-        view = task.own.out.view(task.window.start, task.window.size)
+                _note_stored(part_of_window, new)
+        # Down: the results; meanwhile the sums of the samples.
+        read = self._add_up(task.plan, folded, lane)
+        view = task.output.out.view(task.window.start, task.window.size)
         for a, b in _runs(part, bridged=not apart):
-            download(out[a - start : b - start], _bytes(view, a, b), lane, self._piece(task.own.out, lane))
+            download(out[a - start : b - start], _bytes(view, a, b), lane, self._piece(task.output.out, lane))
         lane.settle()
         return read
 
-    def _uploaded(self, part: Batch, given: Tensor, low: int, lane: DeviceStream) -> Tensor:
-        """Return bytes of the base on the device: those that another plan's task has brought there, if there are such
-        tasks."""
+    def _uploaded(self, part: DeviceBatch, base: Tensor, low: int, lane: DeviceStream) -> Tensor:
+        """Return bytes of the base on the device, which the tasks of several plans share."""
         task, apart = part.task, part.folds[0].apart
         piece = self._piece(task.base_bytes.base if apart else task.base_bytes.out, lane)
         if task.first and task.last:
-            return upload(given, lane, piece)
-        key = (id(task.window), apart, low, len(given), lane.at)
+            return upload(base, lane, piece)
+        key = (id(task.window), apart, low, len(base), lane.at)
         with self._sharing:
             if key not in self._shared:
-                there = upload(given, lane, piece)
-                if len(given) + sum(len(held) for _, held in self._shared.values()) > self._room:
-                    return there
+                uploaded = upload(base, lane, piece)
+                if len(base) + sum(len(bytes_there) for _, bytes_there in self._shared.values()) > self._room:
+                    return uploaded
                 lane.settle()
-                self._shared[key] = task.window, there
+                self._shared[key] = task.window, uploaded
             return lane.hold(self._shared[key][1])
 
     def forget(self, window: Window) -> None:
         """Give up the bytes of a window that all plans have merged."""
         with self._sharing:
-            self._shared = {key: held for key, held in self._shared.items() if held[0] is not window}
+            self._shared = {key: entry for key, entry in self._shared.items() if entry[0] is not window}
 
     def _piece(self, buffer: Buffer, lane: DeviceStream) -> int:
         direct = lane.stream is None or self.registered.has(buffer, lane.at.device)
         return 0 if direct else self.piece
 
-    def _add_up(self, plan: int, found: Sequence[FoldedBlocks], lane: DeviceStream) -> PendingRowSums:
+    def _add_up(self, plan: int, folded: Sequence[FoldedBatch], lane: DeviceStream) -> PendingRowSums:
         """Start to add up the samples of a part, and of earlier ones; return a function for the measures of blocks that
         are sampled by rows. Those of the others are kept."""
-        read = bring_sums([w for made in found for w in made.row_samples], lane)
-        rest = self.run_sums.add(plan, [made.by_runs for made in found if made.by_runs is not None], lane)
+        read = bring_sums([w for batch in folded for w in batch.row_samples], lane)
+        rest = self.run_sums.add(plan, [batch.by_runs for batch in folded if batch.by_runs is not None], lane)
 
         def both() -> tuple[Measured, ...]:
             rest()
@@ -293,13 +302,14 @@ class DeviceWindows:
     def measured(self, plan: int) -> Iterator[Measured]:
         """Yield what is known of a plan's blocks besides the outcomes, when all windows are merged."""
         for lane, add in self.run_sums.rest():
-            rest = self.blocks.turn(add, DeviceStream(lane.at))
-            if not isinstance(rest, str):
+            rest = self.blocks.lanes.turn(add, DeviceStream(lane.at))
+            if not isinstance(rest, OutOfMemory):
                 rest()
         return self.run_sums.of(plan)
 
-    def _merged(self, folds: Sequence[Fold], there: Tensor, low: int, lane: DeviceStream) -> FoldedBlocks:
+    def _merged(self, folds: Sequence[Fold], input_bytes: Tensor, low: int, lane: DeviceStream) -> FoldedBatch:
         """Fold blocks of one placement and dtype."""
+        # The base values of all blocks, and all factors, gathered with few operations.
         at = precise_at(lane.at, folds[0].block)
         stacks = [*groups(folds, lambda f: f.block, lambda _: len(folds))]
         ordered = [f for stack in stacks for f in stack]
@@ -307,39 +317,41 @@ class DeviceWindows:
         work, gather = torch.empty(sum(sizes), dtype=at.dtype, device=at.device), Gather()
         for f, part in zip(ordered, work.split_with_sizes(sizes), strict=True):
             dtype = TORCH_DTYPES[f.block.target.weight.stored.dtype]
-            gather.add(_numbers(there, f.source - low, f.source_bytes, dtype), part)
+            gather.add(_numbers(input_bytes, f.source - low, f.source_bytes, dtype), part)
         patches = [self.blocks.tensors.stacks([f.block for f in stack], at, lane, gather.stacked) for stack in stacks]
         gather.run()
-        by_runs = self.blocks.draw is None and any(suits(f.block) for f in ordered)
-        before, done, row_samples = runs(work, change_sample.PERIOD) if by_runs else None, 0, list[RowSample]()
-        flags: list[Tensor] = []
-        for stack, own in zip(stacks, patches, strict=True):
+        # Fold kind by kind; runs of the whole batch are one sample.
+        by_runs = self.blocks.options.draw is None and any(suits(f.block) for f in ordered)
+        sampled: RunSample | None = None
+        if by_runs:
+            counts = [f.block.elements if suits(f.block) else 0 for f in ordered]
+            sampled = RunSample.of([f.block for f in ordered], counts, work, change_sample.PERIOD)
+        done, row_samples, flags = 0, list[RowSample](), list[Tensor]()
+        for stack, patches_of_stack in zip(stacks, patches, strict=True):
             b = stack[0].block
             base = work[done : done + len(stack) * b.elements].view(len(stack), b.last - b.first, b.cols)
-            sampling = None if by_runs and suits(b) else self.blocks.sampling
-            merged, sample, cancelled = fold_and_sample([f.block for f in stack], base, own, sampling)
-            flags += [] if cancelled is None else [cancelled]
+            alike = [f.block for f in stack]
+            sample = None if by_runs and suits(b) else sample_of(alike, base, self.blocks.options.sampling)
+            sums = LargestSums.of(alike, base)
+            merged = new_weights(alike, base, patches_of_stack, *(o for o in (sums, sample) if o is not None))
+            flags += [] if sums is None else [sums.cancelled]
             row_samples += [sample] if isinstance(sample, RowSample) else []
             if merged is not base:
                 base.copy_(merged)
             done += base.numel()
-        sampled = None
-        if before is not None:
-            numbers = [f.block.elements if suits(f.block) else 0 for f in ordered]
-            sampled = RunSample(
-                [f.block for f in ordered], numbers, before, runs(work, change_sample.PERIOD), change_sample.PERIOD
-            )
-        return FoldedBlocks(ordered, work, sizes, row_samples, sampled, flags)
+        if sampled is not None:
+            sampled.note_merged(work)
+        return FoldedBatch(ordered, work, sizes, row_samples, sampled, flags)
 
     def close(self) -> None:
         """Unregister the buffers; nothing may be under way."""
         self.registered.close()
 
 
-def _note_stored(made: FoldedBlocks, stored: Sequence[Tensor]) -> None:
+def _note_stored(folded: FoldedBatch, stored: Sequence[Tensor]) -> None:
     """Record in the samples what is stored, where numbers are rounded stochastically."""
-    numbers = {id(f.block): own for f, own in zip(made.folds, stored, strict=True)}
-    for sample in made.row_samples:
+    numbers = {id(f.block): stored_numbers for f, stored_numbers in zip(folded.folds, stored, strict=True)}
+    for sample in folded.row_samples:
         sample.note_stored(torch.stack([numbers[id(b)].view(-1, b.cols) for b in sample.blocks]))
 
 
@@ -366,13 +378,13 @@ def _by_block(joined: Joined) -> Iterator[Fold]:
         yield replace(f, block=replace(f.block, run=run))
 
 
-def _runs(part: Batch, *, bridged: bool) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of the window that are downloaded: those of the results; `bridged`: and what lies between two of
-    them and was uploaded, if no other result lies there."""
+def _runs(part: DeviceBatch, *, bridged: bool) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of the window that are downloaded: the results; `bridged`: and the uploaded bytes between two of
+    them, if they contain no other result."""
 
     def near(a: Fold, b: Fold) -> bool:
         end = a.at + a.nbytes
-        return end == b.at or (bridged and part.made[bisect_left(part.made, end)] == b.at)
+        return end == b.at or (bridged and part.results[bisect_left(part.results, end)] == b.at)
 
     low = part.folds[0]
     for a, b in zip(part.folds, (*part.folds[1:], None), strict=True):
@@ -381,9 +393,9 @@ def _runs(part: Batch, *, bridged: bool) -> Iterator[tuple[int, int]]:
             low = b or low
 
 
-def _numbers(there: Tensor, at: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+def _numbers(data: Tensor, at: int, nbytes: int, dtype: torch.dtype) -> Tensor:
     """Return a part of some bytes as numbers, flat; they share the bytes."""
-    return there[at : at + nbytes].view(dtype)
+    return data[at : at + nbytes].view(dtype)
 
 
 def _bytes(memory: memoryview, low: int, high: int) -> Tensor:

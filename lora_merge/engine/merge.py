@@ -17,7 +17,6 @@ from ..disk.system import peak_memory
 from ..disk.writer import copy_file
 from ..errors import MergeError, TooLarge, as_resource_error, cause, resource_errors
 from ..models.blocks import groups
-from ..models.names import names
 from ..planning.header_entries import final_headers
 from ..planning.model_card import card, card_path
 from ..planning.output_files import Card, contents
@@ -30,7 +29,7 @@ from ..report import Report
 from ..text import Note
 from ..version import __version__
 from .change_effect import check_effect
-from .pipeline import Pipeline, Written
+from .pipeline import Pipeline, WrittenOutput
 
 Result = TypeVar("Result")
 
@@ -56,22 +55,25 @@ def run_together(
         stacks = [stack.enter_context(ExitStack()) for _ in plans]  # remove outputs without a name at the end
         for plan in plans:
             progress(Step("load", str(plan.job.output), total=plan.size))
-        outputs = [_open(plan, own) for plan, own in zip(plans, stacks, strict=True)]
+        # Outputs under temporary names; those that cannot be opened drop out.
+        outputs = [_open(plan, cleanup) for plan, cleanup in zip(plans, stacks, strict=True)]
         ready = [o for o in outputs if isinstance(o, _Output)]
         indexes = [i for o in ready for i in (o.plan.base, *(m.adapter.index for m in o.plan.adapters))]
         reader = stack.enter_context(Reader(indexes))
+        # All of them written at once.
         began = time.monotonic()
         written = iter(_write(ready, reader, stack, progress))
         share = (time.monotonic() - began) / max(1, len(ready))
+        # Each of them proven, renamed and reported, while the caller waits for it.
         for number, o in enumerate(outputs):
             outcome: Report | Exception
             if isinstance(o, _Output):
-                found = next(written)
+                result = next(written)
                 deliver_pending()
                 outcome = (
-                    o.failed(found)
-                    if isinstance(found, Exception)
-                    else o.attempt(partial(_end, o, found, reader, share, progress))
+                    o.failed(result)
+                    if isinstance(result, Exception)
+                    else o.attempt(partial(_end, o, result, reader, share, progress))
                 )
             else:
                 deliver_pending()
@@ -81,7 +83,7 @@ def run_together(
 
 def _write(
     outputs: Sequence[_Output], reader: Reader, stack: ExitStack, progress: Progress
-) -> Sequence[Written | Exception]:
+) -> Sequence[WrittenOutput | Exception]:
     if not outputs:
         return ()
     plans, first = [o.plan for o in outputs], outputs[0].plan
@@ -137,7 +139,7 @@ def _open(plan: Plan, stack: ExitStack) -> _Output | Exception:
     return output.attempt(prepared)
 
 
-def _end(output: _Output, written: Written, reader: Reader, share: float, progress: Progress) -> Report:
+def _end(output: _Output, written: WrittenOutput, reader: Reader, share: float, progress: Progress) -> Report:
     """Verify the finished output, give it its name, and return the report.
 
     `share`: its share, in seconds, of the time in which it and others were written.
@@ -151,21 +153,21 @@ def _end(output: _Output, written: Written, reader: Reader, share: float, progre
 
 
 def _write_card(plan: Plan) -> tuple[Note, ...]:
-    """Write the model card beside an output file, if one is wanted; return notes on what prevented it."""
+    """Write the model card beside an output file, if the job asks for one; return notes on what prevented it."""
     if plan.is_folder or not plan.has_card:
         return ()
     path = card_path(plan)
-    made = None if path in plan.read or path.is_symlink() else card(plan, path)
-    if made is None:
+    content = None if path in plan.read or path.is_symlink() else card(plan, path)
+    if content is None:
         return (Note(f"no model card was written: another kind of file is at {path}"),)
     try:
-        put_file(path, made)
+        put_file(path, content)
     except MergeError as e:
         return (Note(f"no model card was written: {cause(e)} ({path})"),)
     return ()
 
 
-def _prove(written: Written, reader: Reader, progress: Progress) -> Mapping[str, Any] | None:
+def _prove(written: WrittenOutput, reader: Reader, progress: Progress) -> Mapping[str, Any] | None:
     """Return the result of `verify`, or None if the job does not ask for it.
 
     An input that was touched while it was read must have the bytes that were hashed, and the output is then verified to
@@ -178,11 +180,11 @@ def _prove(written: Written, reader: Reader, progress: Progress) -> Mapping[str,
         if path in touched and sha256(path) != digest:
             raise changed(path, "its bytes differ, though its time of change does not")
     full = bool(touched)
-    wanted = plan.job.verify or full
-    headers, seen = final_headers(plan, written.digests, written.sums), written.measures.seen
+    verifies = plan.job.verify or full
+    headers, checked = final_headers(plan, written.digests, written.sums), written.measures.seen
     proof = (
-        verify(plan, written.part, reader, full=full, written=headers, recorded=seen, progress=progress)
-        if wanted
+        verify(plan, written.part, reader, full=full, written=headers, recorded=checked, progress=progress)
+        if verifies
         else None
     )
     if touched != reader.check_unchanged(plan.inputs):
@@ -191,14 +193,14 @@ def _prove(written: Written, reader: Reader, progress: Progress) -> Mapping[str,
     return proof and {**proof, "warnings": [Note(words(text)) for text in proof["warnings"]]}
 
 
-def _report(written: Written, proof: Mapping[str, Any] | None, seconds: float, notes: Sequence[Note]) -> Report:
+def _report(written: WrittenOutput, proof: Mapping[str, Any] | None, seconds: float, notes: Sequence[Note]) -> Report:
     plan, job = written.plan, written.plan.job
     proven = {n for n, row in enumerate(proof["retained"]) if row["retained"] is not None} if proof else set()
     lost = tuple(written.measures.lost(job, proven))
-    numbers = written.measures.to_dict(len(job.adapters), groups(names(plan.base, job.map)), written.saturated)
+    numbers = written.measures.to_dict(len(job.adapters), groups(plan.names), written.saturated)
     if proof:  # whose numbers are a sample of these
         numbers = numbers or proof["numbers"]
-        proof = {name: found for name, found in proof.items() if name != "numbers"}
+        proof = {name: facts for name, facts in proof.items() if name != "numbers"}
     return Report(
         output=str(job.output), base=str(job.base), architecture=plan.architecture, coverage=coverage(plan),
         tensors=sum(len(f.targets) for f in plan.files), changed=plan.changed, written=plan.size,

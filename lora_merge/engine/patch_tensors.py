@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,18 +17,22 @@ from ..dtypes import Shape
 from ..matching.patch import Patch
 from ..models.weights import RowSlice, Weight, WeightView
 from ..planning.plan import OutputTensor
+from .block_values import base_values, stored_base
 from .devices import load_decompositions, precise
 from .fold import RULES, StackedPatch
 from .gpu_adapters import AdaptersOnDevice
 from .peft_initialisation import Kin, from_base
 from .row_blocks import BLOCK_ELEMENTS, LARGE, Block, BlockPart, blocks
+from .tasks import BlockTask, FoldTask
 from .tensor_moves import HOST, DeviceStream, Placement, finite, move, numbers, one_number, stage, stage_indices, whole
-from .tensors import DeviceCache, Fetch, Item, base_values, gathered, stored_numbers, weight_values
+from .tensors import DeviceCache, Fetch, gathered, weight_values
 
 KEPT_WHOLE: Final = LARGE
 KEPT_PART: Final = BLOCK_ELEMENTS // 4
 """The most numbers of a tensor, and of the part of it that a block needs, that are kept while a window is merged."""
 
+
+Task = TypeVar("Task", bound=BlockTask)
 
 Stack: TypeAlias = Callable[[list[Tensor]], Tensor]
 """Function that returns n tensors of equal shape as one [n, …]."""
@@ -40,32 +44,31 @@ class PatchTensors:
 
     fetch: Fetch
     weights: Mapping[str, Weight]
-    kept: DeviceCache = field(default_factory=DeviceCache)
+    cache: DeviceCache = field(default_factory=DeviceCache)
     basis_weights: Kin = field(default_factory=dict)  # tensors that layers of one kind share, computed from the base
-    held: AdaptersOnDevice | None = None  # tensors that are on the device already
+    adapters_on_device: AdaptersOnDevice | None = None  # tensors that are on the device already
 
     def whole(self, key: str) -> Tensor:
         """Return all numbers of a weight of the base."""
         return weight_values(self.weights[key], self.fetch)
 
-    def untouched(self, item: Item) -> Item:
-        """Return a block with base values of its own, read again where the result may have overwritten them."""
-        target = item.block.target
-        if item.base is not item.into or target.packed is not None:
-            return item
-        base = stored_numbers(target.weight, *item.block.stored, self.fetch).view(item.into.shape)
-        return replace(item, base=base)
+    def untouched(self, task: Task) -> Task:
+        """Return a task with base values of its own, read again where the result may have overwritten them."""
+        target = task.block.target
+        if not isinstance(task, FoldTask) or task.base is not task.into or target.packed is not None:
+            return task
+        return replace(task, base=stored_base(task.block, self.fetch))
 
-    def overflown(self, item: Item, values: Tensor) -> bool:
+    def overflown(self, task: BlockTask, values: Tensor) -> bool:
         """Return whether a sum of a merged block is NaN or infinite where the base is finite.
 
         False if a formula reads a base tensor that holds a NaN or infinite number, as sums may then rightly be NaN; the
         proof checks those.
         """
         finite_sums = finite(values)
-        if finite_sums.all() or not all(finite(self.whole(key)).all() for key in item.block.reads):
+        if finite_sums.all() or not all(finite(self.whole(key)).all() for key in task.block.reads):
             return False
-        finite_base = finite(base_values([self.untouched(item)], HOST, DeviceStream(HOST), self.fetch)[0])
+        finite_base = finite(base_values([self.untouched(task)], HOST, DeviceStream(HOST), self.fetch)[0])
         return bool((finite_base & ~finite_sums).any())
 
     def stacks(
@@ -84,6 +87,7 @@ class PatchTensors:
         to = at if row.prepare is None else precise(at)
         if row.decomposes:
             load_decompositions(at.device)  # here, where the error of a full device is handled
+        # The adapter's tensors.
         fields: dict[str, Any] = dict(patch.settings)
         for s in slices:
             self._check(s.use.patch)
@@ -91,15 +95,17 @@ class PatchTensors:
             parts = [self._factor(s, slot, to, lane) for s in slices]
             later = stacked if row.prepare is None else torch.stack
             fields[slot] = parts[0].unsqueeze(0) if len(parts) == 1 else later(parts)
-        added = first.taken is None and patch.magnitude is None and first.target.combining is None  # by `accumulate`
+        # Numbers of the formula, such as its scale; equal ones stay one number where `accumulate` takes that.
+        added = first.taken is None and patch.magnitude is None and first.target.combining is None
         alike = row.takes_one_number and added
         for name in row.scalars:
             values = [s.use.patch.numbers.get(name, 1.0) for s in slices]
             fields[name] = self._numbers(values, to, lane, stacked if row.prepare is None else torch.stack, alike=alike)
+        # Tensors that the file lacks: from shapes and settings, or computed from the base as PEFT does.
         derived = row.derived(patch.shapes, patch.view.shape, dict(patch.settings))
-        made = [{**derived, **from_base(s.use.patch, self.weights, self.fetch, self.basis_weights)} for s in slices]
-        for slot in made[0]:
-            fields[slot] = (stage_indices if slot in row.integer_slots else stage)([m[slot] for m in made], to)
+        computed = [{**derived, **from_base(s.use.patch, self.weights, self.fetch, self.basis_weights)} for s in slices]
+        for slot in computed[0]:
+            fields[slot] = (stage_indices if slot in row.integer_slots else stage)([m[slot] for m in computed], to)
         tensors = row.prepared(row.tensors(**fields))
         return StackedPatch(
             row,
@@ -116,11 +122,11 @@ class PatchTensors:
         )
 
     def _check(self, patch: Patch) -> None:
-        """Raise DoesNotFit if stored indices lie outside the weight: a formula would read or write there."""
+        """Raise DoesNotFit if stored indices are outside the weight: a formula would read or write there."""
         row = ALGORITHMS[patch.algorithm]
         stored = {slot: self.fetch(patch.module.slots[slot]) for slot in row.integer_slots & patch.shapes.keys()}
         integers = {slot: whole(tensor.reshape(patch.shapes[slot])) for slot, tensor in stored.items()}
-        row.check_integers(integers, patch.shapes, patch.view.shape)
+        row.checks.check_integers(integers, patch.shapes, patch.view.shape)
 
     def _factor(self, s: BlockPart, slot: str, at: Placement, lane: DeviceStream) -> Tensor:
         """Return the tensor of one slot at the placement, cut to the slice's rows if it has an axis of rows."""
@@ -128,6 +134,7 @@ class PatchTensors:
         if slot in patch.beside:
             return self._view(s, patch.beside[slot], at, lane).reshape(patch.shapes[slot])
         info = patch.module.slots[slot]
+        # The block's entries, where the tensor has an axis of rows.
         row, shape = ALGORITHMS[patch.algorithm], patch.shapes[slot]
         cut = None
         if patch.row_group < patch.view.matrix[0] and row.row_axes is not None and slot in row.row_axes:
@@ -139,9 +146,10 @@ class PatchTensors:
             tensor = self._rows(info, shape, cut) if cut is not None else self.fetch(info).reshape(shape)
             return put([tensor], at).squeeze(0)
 
-        held = self._held(info, at, lane)
-        if held is not None:
-            whole = held.view(shape)
+        # From the adapters that are on the device, from the cache, or from the file, in this order.
+        on_device = self._uploaded(info, at, lane)
+        if on_device is not None:
+            whole = on_device.view(shape)
             return whole if cut is None else whole.narrow(*cut).contiguous()
         key = (info.file, info.name, shape, at)
         if prod(shape) <= KEPT_WHOLE:  # kept once for all blocks
@@ -159,11 +167,11 @@ class PatchTensors:
         part = replace(info, shape=(count, *shape[1:]), offset=info.offset + first * row, nbytes=count * row)
         return self.fetch(part)
 
-    def _held(self, wanted: StoredTensor | float, at: Placement, lane: DeviceStream) -> Tensor | None:
+    def _uploaded(self, tensor: StoredTensor | float, at: Placement, lane: DeviceStream) -> Tensor | None:
         """Return what is at the placement already, see `AdaptersOnDevice.get`."""
-        if self.held is None or at != lane.at or at.device.type == "cpu":
+        if self.adapters_on_device is None or at != lane.at or at.device.type == "cpu":
             return None
-        return self.held.get(wanted, lane)
+        return self.adapters_on_device.get(tensor, lane)
 
     def _numbers(
         self, values: Sequence[float], at: Placement, lane: DeviceStream, stacked: Stack, *, alike: bool
@@ -171,14 +179,14 @@ class PatchTensors:
         """Return the values as [n, 1, 1]; `alike`: or as one number without axes, if they are equal."""
         if alike and at.device.type != "cpu" and len(set(values)) == 1:
             return one_number(values[0], at)
-        held = [own for value in values if (own := self._held(value, at, lane)) is not None]
-        if len(held) == len(values):
-            return stacked(held) if len(held) > 1 else held[0].unsqueeze(0)
+        on_device = [number for value in values if (number := self._uploaded(value, at, lane)) is not None]
+        if len(on_device) == len(values):
+            return stacked(on_device) if len(on_device) > 1 else on_device[0].unsqueeze(0)
         return self._keep((tuple(values), at), lane, lambda: numbers(values, at))
 
     def _keep(self, key: tuple[Any, ...], lane: DeviceStream, make: Callable[[], Tensor]) -> Tensor:
         """Return the tensor kept under this key, or make it."""
-        return lane.hold(self.kept.get(key, make, lane.settle))
+        return lane.hold(self.cache.get(key, make, lane.settle))
 
     def _magnitude(self, slices: Sequence[BlockPart], at: Placement) -> tuple[dora.Axis, Tensor] | None:
         if slices[0].use.patch.magnitude is None:
@@ -205,10 +213,10 @@ class PatchTensors:
 
     def _changed(self, values: Tensor, target: OutputTensor, at: Placement, lane: DeviceStream) -> Tensor:
         """Return [rows, cols] a whole tensor of the base, changed by all uses of the target, at the placement."""
-        found = stage([values.reshape(target.matrix)], at)[0].clone()
+        changed = stage([values.reshape(target.matrix)], at)[0].clone()
         for block in blocks(target):
             if block.slices:
-                rows = found[block.first : block.last]
-                own = rows.unsqueeze(0).clone()  # as where the block is merged
-                rows.copy_(RULES[target.method.name](own, self.stacks([block], at, lane))[0])
-        return found.reshape(values.shape)
+                rows = changed[block.first : block.last]
+                block_values = rows.unsqueeze(0).clone()  # as where the block is merged
+                rows.copy_(RULES[target.method.name](block_values, self.stacks([block], at, lane))[0])
+        return changed.reshape(values.shape)

@@ -28,10 +28,10 @@ WIDE: Final = Placement(torch.device("cpu"), torch.float64)
 
 
 def from_base(
-    patch: Patch, base: Mapping[str, Weight], fetch: Callable[[StoredTensor], Tensor], kept: Kin
+    patch: Patch, base: Mapping[str, Weight], fetch: Callable[[StoredTensor], Tensor], shared: Kin
 ) -> Mapping[str, Tensor]:
     """Return the slots that the patch's file lacks as unstacked CPU tensors, computed from the unmerged base, as PEFT
-    does for several adapters too. Tensors that several layers share are computed once and put into `kept`."""
+    does for several adapters too. Tensors that several layers share are computed once and put into `shared`."""
 
     def read(slot: str) -> Tensor:
         view = patch.view if not slot else patch.beside.get(slot)
@@ -42,13 +42,13 @@ def from_base(
         return gathered(view, lambda piece: weight_values(base[piece.key], fetch).reshape(-1, piece.cols), at)
 
     of = basis_weights(patch)
-    if of and of in kept:
-        return kept[of]
+    if of and of in shared:
+        return shared[of]
     loaded = Loaded(read, cast, patch.shapes, patch.view.shape, dict(patch.settings))
-    found = ALGORITHMS[patch.algorithm].rebuilt(loaded)
+    tensors = ALGORITHMS[patch.algorithm].rebuilt(loaded)
     if of:
-        kept[of] = found
-    return found
+        shared[of] = tensors
+    return tensors
 
 
 def cast(values: Tensor, dtype: str) -> Tensor:

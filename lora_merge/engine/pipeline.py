@@ -30,18 +30,19 @@ from ..process import deliver_pending
 from ..progress import APART, Progress, Step
 from ..text import Note
 from .file_checksums import Checksums
-from .stages import Outcome, Pool, WindowBuffers, WindowTask, drive
+from .stages import Pool, WindowBuffers, WindowTask, drive
+from .tasks import Merged
 from .windows import Window, sharable, slots, window_bytes, windows
 
 if TYPE_CHECKING:
     from .window_merger import WindowMerger
 
 PIECE: Final = 8 << 20  # bytes of a call that writes: a slow disk takes half a second for them
-HELD: Final = 256  # windows that may wait while others go first: 8 GB of the file
+MOST_WAITING: Final = 256  # windows that may wait while others go first: 8 GB of the file
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenOutput:
     """One plan's output under its temporary name, complete and not yet verified, with the facts for its report."""
 
     plan: Plan
@@ -73,13 +74,13 @@ class Pipeline:
         that of the busiest stage."""
         self.shares = file_system(parts[0]) in CLONES
         """Whether the output may share blocks with the base; False once the system has refused."""
-        self.readers: list[Future[Outcome]] = []  # blocks under way that read the base bytes of the current window
+        self.readers: list[Future[Merged]] = []  # blocks under way that read the base bytes of the current window
         self.sums = [Checksums(plan) for plan in plans]
         self.entries: dict[int, Sequence[Mapping[str, str]]] = {}  # number of a plan → what its sums are
         self.failed: dict[int, Exception] = {}
         """Number of a plan → its error; the other plans go on."""
 
-    def run(self) -> Sequence[Written | Exception]:
+    def run(self) -> Sequence[WrittenOutput | Exception]:
         """Write all windows, flushed to the disk, then the headers with the inputs' hashes.
 
         Returns, for each plan, its output or an error of this plan alone; errors that affect all plans are raised.
@@ -89,9 +90,9 @@ class Pipeline:
         stages = [*first, self._timed(self.settle, "fold"), self._timed(self.write, "write")]
         try:
             with ThreadPoolExecutor(1, thread_name_prefix="start") as starter:
-                self._made = starter.submit(self._make)
+                self._merger = starter.submit(self._make)
                 drive(self._tasks(), stages, self._give_back)
-            self._made.result()  # raises for a missing device, also if no window needed the merger
+            self._merger.result()  # raises for a missing device, also if no window needed the merger
             for number in self._alive():
                 self._alone(number, self._finish)
             busiest = max(self.seconds[stage] for stage in ("read", "hash", "fold", "write"))
@@ -100,12 +101,12 @@ class Pipeline:
         finally:
             self.opened.close()
 
-    def _written(self, number: int) -> Written:
+    def _written(self, number: int) -> WrittenOutput:
         plan, merger = self.plans[number], self.merger
-        return Written(
+        return WrittenOutput(
             plan, self.parts[number], tuple(self.digests.of(plan.inputs)), tuple(self.entries[number]), merger.device,
-            self.seconds, dict(sorted(merger.outcomes[number].cut.items())),
-            (*merger.blocks.notes, *merger.notes[number]), merger.choice.why,
+            self.seconds, dict(sorted(merger.cut[number].items())),
+            (*merger.blocks.memory.notes, *merger.notes[number]), merger.choice.why,
             merger.measures[number].in_order(t.name for f in plan.files for t in f.targets),
         )  # fmt: skip
 
@@ -119,28 +120,28 @@ class Pipeline:
             base_bytes, shared = self.pool.take(), self.shares and sharable(window)
             for number in alive:
                 last = number == alive[-1]
-                own = base_bytes if last else self.pool.take()
-                yield WindowTask(window, number, base_bytes, own, number == alive[0], last, shared)
+                buffers = base_bytes if last else self.pool.take()
+                yield WindowTask(window, number, base_bytes, buffers, number == alive[0], last, shared)
 
-    def _ordered(self, found: Iterator[Window]) -> Iterator[Window]:
+    def _ordered(self, every: Iterator[Window]) -> Iterator[Window]:
         """Yield the windows; until torch is imported, those of a file that do not need it come before the others.
 
         The order is kept if the base is hashed, as its bytes must come in order, or if there are several outputs, whose
         stages are busy enough.
         """
         in_order = self.digests.hashing or len(self.plans) > 1 or file_system(self.parts[0]) not in SPARSE
-        held: deque[Window] = deque()
-        for window in found:
-            while held and (self._made.done() or len(held) == HELD or held[0].file != window.file):
-                yield held.popleft()
-            if window.untouched or in_order or self._made.done():
+        waiting: deque[Window] = deque()
+        for window in every:
+            while waiting and (self._merger.done() or len(waiting) == MOST_WAITING or waiting[0].file != window.file):
+                yield waiting.popleft()
+            if window.untouched or in_order or self._merger.done():
                 yield window
             else:
-                held.append(window)
-        yield from held
+                waiting.append(window)
+        yield from waiting
 
     def _give_back(self, task: WindowTask) -> None:
-        self.pool.give(task.own)  # the last task's own buffers are those of the base bytes
+        self.pool.give(task.output)  # the last task's own buffers are those of the base bytes
 
     def _alive(self) -> list[int]:
         return [n for n in range(len(self.plans)) if n not in self.failed]
@@ -148,7 +149,7 @@ class Pipeline:
     @property
     def merger(self) -> WindowMerger:
         """The merger of windows; waits until torch is imported."""
-        return self._made.result()
+        return self._merger.result()
 
     def _make(self) -> WindowMerger:
         import torch
@@ -157,9 +158,9 @@ class Pipeline:
 
         if self.current_device is not None:  # each thread has a current device of its own
             torch.cuda.set_device(self.current_device)
-        made = WindowMerger(self.plans, self.parts, self.reader)
-        self.opened.callback(made.close)
-        return made
+        merger = WindowMerger(self.plans, self.parts, self.reader)
+        self.opened.callback(merger.close)
+        return merger
 
     def read(self, task: WindowTask) -> None:
         """Read the base bytes, once for all tasks of a window."""
@@ -171,7 +172,7 @@ class Pipeline:
 
     def hash(self, task: WindowTask) -> None:
         """Hash the bytes just read, in the order of their file; not while the hasher reads ahead by itself."""
-        if task.first and (self._made.done() or not self.digests.ahead):
+        if task.first and (self._merger.done() or not self.digests.ahead):
             out, base = task.base_bytes.views(task.window)
             reads = [(r, out) for r in task.window.direct] + [(r, base) for r in task.window.apart]
             for r, view in sorted(reads, key=lambda pair: pair[0].offset):
@@ -180,7 +181,7 @@ class Pipeline:
     def start(self, task: WindowTask) -> None:
         """Wait for torch if the task needs it."""
         if not task.ready:
-            self._made.result()
+            self._merger.result()
 
     def fold(self, task: WindowTask) -> None:
         """Start to fold changed blocks, convert other dtypes and copy the rest."""
@@ -221,7 +222,7 @@ class Pipeline:
                 waiting, before = 0, now
 
     def _put(self, writer: Writer, task: WindowTask) -> None:
-        at, out = task.window.start + self._shift(task), task.own.out
+        at, out = task.window.start + self._shift(task), task.output.out
         if not task.shared:
             view, pieces = out.view(task.window.start, task.window.size), range(0, task.window.size, PIECE)
 
@@ -277,9 +278,9 @@ class Pipeline:
         return self.writers[number, file]
 
     def _shift(self, task: WindowTask) -> int:
-        """Return how many bytes longer a plan's header is than the first plan's: its tensors lie so much later."""
-        first, own = (self.plans[n].files[task.window.file].header for n in (0, task.plan))
-        return len(own) - len(first)
+        """Return how many bytes longer a plan's header is than the first plan's: its tensors come so much later."""
+        first, header = (self.plans[n].files[task.window.file].header for n in (0, task.plan))
+        return len(header) - len(first)
 
     def _alone(self, number: int, act: Callable[[int], None]) -> None:
         """Call `act` for one plan; an error of any kind is kept as the plan's own."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..disk.files import Memory
 from ..disk.scale_spool import PartBytes
 from ..errors import InputError, TooLarge
+from ..files.encodings.arithmetic import largest
 from ..files.encodings.base import CODES, DRAW, OutOfRange, Packing
 from ..planning.plan import OutputTensor
 from .tensor_moves import Placement, host, odd, stage
@@ -19,11 +20,11 @@ from .tensors import Fetch, as_bytes, beside, computing, parts_of, raw
 
 
 class Codes(NamedTuple):
-    """The codes that the base has for some numbers, as bytes on the host, and what is wanted of the new ones."""
+    """The codes that the base has for some numbers, as bytes on the host, and how the new ones are made."""
 
     base: Tensor
     uniform: Tensor | None  # uniform numbers, for stochastic rounding
-    look: int = 0  # how many of the first numbers are wanted as a reader of the output decodes them
+    decode: int = 0  # how many of the first numbers are decoded again from the new codes
 
 
 class NewParts(NamedTuple):
@@ -31,32 +32,35 @@ class NewParts(NamedTuple):
 
     codes: Tensor
     others: tuple[PartBytes, ...]
-    seen: Tensor | None = None
-    """The first numbers, flat, on the host, as a reader of the output decodes them; None if none are wanted."""
+    decoded: Tensor | None = None
+    """The first numbers, flat, on the host, as a reader of the output decodes them; None if `Codes.decode` is 0."""
 
 
-def recode(target: OutputTensor, first: int, values: Tensor, codes: Codes, fetch: Fetch) -> NewParts | None:
-    """Return how merged numbers from `first` on are stored, computed on their device; nothing is written.
+class Uncovered(NamedTuple):
+    """Numbers that are not encoded, as the scale of the whole weight does not cover the largest magnitude of them."""
 
-    Returns None where a part of the whole weight does not cover the numbers.
-    """
+    largest: float
+
+
+def recode(target: OutputTensor, first: int, values: Tensor, codes: Codes, fetch: Fetch) -> NewParts | Uncovered:
+    """Return how merged numbers from `first` on are stored, computed on their device; nothing is written."""
     old, new = _encoded(target, first, values, codes, fetch)
     if new is None:
-        return None
+        return Uncovered(largest(values))
     changed = []
     for role, numbers in new.items():
         if role != CODES and not torch.equal(as_bytes(numbers), as_bytes(old[role])):
             part = target.packing.parts[role]
             changed.append(PartBytes(part.info.name, part.span(first, values.numel())[0], raw(numbers)))
-    seen = host(_decoded(target.packing, first, codes.look, old, new)) if codes.look else None
-    return NewParts(host(as_bytes(new[CODES])), tuple(changed), seen)
+    decoded = host(_decoded(target.packing, first, codes.decode, old, new)) if codes.decode else None
+    return NewParts(host(as_bytes(new[CODES])), tuple(changed), decoded)
 
 
 def read_back(target: OutputTensor, first: int, values: Tensor, codes: Codes, fetch: Fetch) -> Tensor | None:
     """Return merged numbers of a quantised weight from `first` on as a reader of the output decodes them, flat; None
     where a part of the whole weight does not cover them. Nothing is written."""
-    found = recode(target, first, values, codes._replace(look=values.numel()), fetch)
-    return None if found is None else found.seen
+    encoded = recode(target, first, values, codes._replace(decode=values.numel()), fetch)
+    return None if isinstance(encoded, Uncovered) else encoded.decoded
 
 
 def _decoded(packing: Packing, first: int, count: int, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> Tensor:
@@ -97,18 +101,18 @@ def _encoded(
     return old, None if new is None else dict(new)
 
 
-def refitted(target: OutputTensor, largest: float, fetch: Fetch) -> OutputTensor:
-    """Return the target with parts of the whole weight, held in memory, that cover this largest magnitude."""
+def refitted(target: OutputTensor, magnitude: float, fetch: Fetch) -> OutputTensor:
+    """Return the target with parts of the whole weight, held in memory, that cover this magnitude."""
     encoding, _, parts, _ = target.packing
     whole = {role: fetch(part.info) for role, part in parts.items() if not part.numbers}
-    made = {
+    infos = {
         role: replace(
             parts[role].info, source=Memory.of(parts[role].info.file, memoryview(bytearray(raw(numbers)))), offset=0
         )
-        for role, numbers in encoding.refit(whole, largest).items()
+        for role, numbers in encoding.refit(whole, magnitude).items()
     }
-    found = {role: part._replace(info=made.get(role, part.info)) for role, part in parts.items()}
-    return target._replace(packed=target.packing._replace(parts=found))
+    refitted_parts = {role: part._replace(info=infos.get(role, part.info)) for role, part in parts.items()}
+    return target._replace(packed=target.packing._replace(parts=refitted_parts))
 
 
 def new_parts(target: OutputTensor) -> Iterator[PartBytes]:

@@ -47,7 +47,7 @@ class BlockPart:
     """The part of one patch that changes rows [low, high) of a block.
 
     The formula computes ΔW for the rows `formed` of its view, in whole row groups. `taken` are the rows of that ΔW that
-    belong to the block; None stands for all of them.
+    belong to the block; None: all.
     """
 
     use: PatchPart
@@ -59,7 +59,7 @@ class BlockPart:
 
     @property
     def needs_view(self) -> bool:
-        """Whether the formula needs rows of the base that lie outside this block."""
+        """Whether the formula needs rows of the base outside this block."""
         patch = self.use.patch
         return self.taken is not None and patch.reads_base and len(patch.view.row_slices) > 1
 
@@ -68,7 +68,7 @@ class BlockPart:
         """Whether each row of ΔW follows from its own entries of the stored tensors and its own row of the base."""
         patch = self.use.patch
         row = ALGORITHMS[patch.algorithm]
-        computed = row.prepare is not None or row.decomposes or row.derive is not None or row.rebuilds or patch.beside
+        computed = row.prepare is not None or row.decomposes or row.derive is not None or row.rebuild or patch.beside
         return patch.row_group == 1 and not (computed or self.use.piece.transposed or self.taken)
 
     @property
@@ -84,7 +84,7 @@ class BlockPart:
         return self.formed[0] // row_group, (self.formed[1] - self.formed[0]) // row_group
 
 
-class Run(NamedTuple):
+class BlockRun(NamedTuple):
     """Rows [low, high) that the same patches change, cut into blocks of `step` rows."""
 
     low: int
@@ -101,7 +101,7 @@ class Block:
     last: int
     cols: int
     slices: tuple[BlockPart, ...]
-    run: Run  # of which it is one block
+    run: BlockRun  # of which it is one block
     exact: bool = False  # whether it is computed in fp64, as its terms cancel
 
     @cached_property
@@ -130,6 +130,11 @@ class Block:
         weights are rounded stochastically, which is done while they are folded, and to all rows of a weight."""
         target = self.target
         return bool(self.slices) or target.weight.padded or (drawn and target.recoded and bool(target.uses))
+
+    @cached_property
+    def several(self) -> bool:
+        """Whether several adapters change the block."""
+        return self.target.combining is not None or len({s.use.patch.adapter for s in self.slices}) > 1
 
     @property
     def begins(self) -> bool:
@@ -176,20 +181,20 @@ def blocks(target: OutputTensor) -> Iterator[Block]:
         return
     uses = Ranges((u.piece.start, u.piece.stop, u) for u in target.uses)
     for low, high in _ranges(target, rows, cols):
-        found = uses.meeting(low, high)
-        step = high - low if any(map(_joined, found)) else max(1, BLOCK_ELEMENTS // max(cols * group, 1)) * group
+        changing = uses.meeting(low, high)
+        step = high - low if any(map(_joined, changing)) else max(1, BLOCK_ELEMENTS // max(cols * group, 1)) * group
         for first in range(low, high, step):
-            yield _block(target, first, min(first + step, high), found, Run(low, high, step))
+            yield _block(target, first, min(first + step, high), changing, BlockRun(low, high, step))
 
 
 def block(target: OutputTensor, first: int, last: int) -> Block:
     """Return rows [first, last) of a target as one block; they begin and end where other blocks do."""
-    return _block(target, first, last, target.uses, Run(first, last, last - first))
+    return _block(target, first, last, target.uses, BlockRun(first, last, last - first))
 
 
-def _block(target: OutputTensor, first: int, last: int, uses: Sequence[PatchPart], run: Run) -> Block:
-    found = tuple(_slice(target, u, first, last) for u in uses if u.piece.start < last and first < u.piece.stop)
-    return Block(target, first, last, target.matrix[1], found, run)
+def _block(target: OutputTensor, first: int, last: int, uses: Sequence[PatchPart], run: BlockRun) -> Block:
+    parts = tuple(_slice(target, u, first, last) for u in uses if u.piece.start < last and first < u.piece.stop)
+    return Block(target, first, last, target.matrix[1], parts, run)
 
 
 def groups(items: Sequence[Work], of: Callable[[Work], Block], most: Callable[[Block], int]) -> Iterator[list[Work]]:

@@ -1,6 +1,7 @@
-"""A matrix whose rows are computed when they are asked for.
+"""Matrices whose rows are computed on demand, and the search for their largest numbers, which reads them by rows.
 
-Finds the largest numbers of a matrix read by rows, exactly: bits of magnitudes are counted, a few at a time.
+`largest` is exact: bits of magnitudes are counted, a few at a time, until few numbers with the known leading bits are
+left, which are sorted.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 PIECE: Final = 2**18
 """Numbers of a block of rows: they stay in the caches."""
 
-HELD: Final = 2**21
+CACHED: Final = 2**21
 """Numbers up to which a matrix is kept in memory once it is computed, because it is read several times."""
 
 
@@ -44,8 +45,8 @@ class Rows:
         """Yield all rows in order, as many at a time as `PIECE` says; all at once where a device holds the matrix.
         `owned`: whether the caller may overwrite them."""
         out, cols = self.shape
-        held = self.memory is not None and self.memory.device.type != "cpu"
-        step = max(1, out if held else PIECE // max(cols, 1))
+        on_device = self.memory is not None and self.memory.device.type != "cpu"
+        step = max(1, out if on_device else PIECE // max(cols, 1))
         for first in range(0, out, step):
             rows = slice(first, min(first + step, out))
             yield rows, self.read(rows) if owned or self.memory is None else self.memory[rows]
@@ -58,22 +59,22 @@ class Rows:
         """Return the whole matrix, in a dtype or in its own; one that is in memory is not copied."""
         if self.memory is not None and dtype in (None, self.memory.dtype):
             return self.memory
-        found = None
+        whole = None
         for rows, block in self.blocks():
-            if found is None:
-                found = torch.empty(self.shape, dtype=dtype or block.dtype, device=block.device)
-            found[rows] = block
-        return self.read(slice(0, 0)) if found is None else found
+            if whole is None:
+                whole = torch.empty(self.shape, dtype=dtype or block.dtype, device=block.device)
+            whole[rows] = block
+        return self.read(slice(0, 0)) if whole is None else whole
 
-    def held(self) -> Rows:
+    def cached(self) -> Rows:
         """Return the same matrix; a small one is computed once."""
-        return self if self.numel() > HELD or self.memory is not None else Rows.of(self.dense())
+        return self if self.numel() > CACHED or self.memory is not None else Rows.of(self.dense())
 
     def part(self, rows: slice) -> Rows:
         """Return a range of the rows."""
         return self if rows == slice(0, self.shape[0]) else Rows(
             (rows.stop - rows.start, self.shape[1]),
-            lambda own: self.read(slice(rows.start + own.start, rows.start + own.stop)))  # fmt: skip
+            lambda some: self.read(slice(rows.start + some.start, rows.start + some.stop)))  # fmt: skip
 
     def of_rows(self, order: Tensor) -> Rows:
         """Return the rows with these numbers, in this order."""
@@ -106,12 +107,12 @@ class Largest(NamedTuple):
     def of(self, block: Tensor, first: int) -> Tensor:
         """Return whether each number of a block of rows, the first of which has this number, is among them."""
         size = block.abs()
-        kept = size >= self.least
+        among = size >= self.least
         low = first * self.cols
         if self.last < low + block.numel() - 1:
             equal = (size == self.least).view(-1)
-            kept.view(-1)[max(0, self.last + 1 - low) :][equal[max(0, self.last + 1 - low) :]] = False
-        return kept
+            among.view(-1)[max(0, self.last + 1 - low) :][equal[max(0, self.last + 1 - low) :]] = False
+        return among
 
 
 def largest(change: Rows, count: int) -> Largest:
@@ -119,11 +120,12 @@ def largest(change: Rows, count: int) -> Largest:
     cols = change.shape[1]
     if count <= 0 or count >= change.numel():
         return Largest(torch.inf if count <= 0 else 0.0, -1 if count <= 0 else change.numel(), cols)
-    known, left, wanted, number = _leading_bits(change, count)
+    # The leading bits of the count-th largest magnitude, then all magnitudes that begin with them.
+    known, left, rank, number = _leading_bits(change, count)
     bits, place = _with_leading_bits(known, left, number, change)
-    least = bits.kthvalue(number - wanted + 1).values
-    wanted -= int((bits > least).sum())
-    last = int(place[int((bits == least).cumsum(0).clamp_(max=wanted).argmax())])  # the first that is `wanted`
+    least = bits.kthvalue(number - rank + 1).values
+    rank -= int((bits > least).sum())
+    last = int(place[int((bits == least).cumsum(0).clamp_(max=rank).argmax())])  # the first of this rank
     value = least.reshape(1).view(next(d for d, (i, _) in INTEGERS.items() if i == bits.dtype))
     return Largest(float(value[0]), last, cols)
 
@@ -131,9 +133,10 @@ def largest(change: Rows, count: int) -> Largest:
 def _leading_bits(change: Rows, count: int) -> tuple[int, int, int, int]:
     """Return (leading bits of the count-th largest magnitude, number of bits after them, its place among the magnitudes
     with these leading bits, counted from the largest, number of these magnitudes)."""
-    known, left, wanted, number = 0, -1, count, change.numel()
+    # The next bits of all magnitudes with the known leading bits are counted, until few magnitudes are left.
+    known, left, rank, number = 0, -1, count, change.numel()
     if change.numel() <= FEW:
-        return known, INTEGERS[change.read(slice(0, 0)).dtype][1], wanted, change.numel()
+        return known, INTEGERS[change.read(slice(0, 0)).dtype][1], rank, change.numel()
     while left:
         counts: Tensor | None = None
         for _, block in change.blocks():
@@ -143,18 +146,20 @@ def _leading_bits(change: Rows, count: int) -> tuple[int, int, int, int]:
             bits = block.abs_().reshape(-1).view(kind)
             if left >= 0:
                 bits = bits[(bits >> left) == known]
-            own = torch.bincount((bits >> after) & ((1 << (before - after)) - 1), minlength=1 << (before - after))
-            counts = own if counts is None else counts.add_(own)
+            counts_of_block = torch.bincount(
+                (bits >> after) & ((1 << (before - after)) - 1), minlength=1 << (before - after)
+            )
+            counts = counts_of_block if counts is None else counts.add_(counts_of_block)
         assert counts is not None, "there are numbers"
         above = counts.flip(0).cumsum(0)
-        place = int((above < wanted).sum())
-        wanted -= int(above[place - 1]) if place else 0
+        place = int((above < rank).sum())
+        rank -= int(above[place - 1]) if place else 0
         digit = len(counts) - 1 - place
         known, left = (known << (before - after)) | digit, after
         number = int(counts[digit])
         if number <= FEW:
             break
-    return known, left, wanted, number
+    return known, left, rank, number
 
 
 def _with_leading_bits(known: int, left: int, number: int, change: Rows) -> tuple[Tensor, Tensor]:
@@ -164,12 +169,12 @@ def _with_leading_bits(known: int, left: int, number: int, change: Rows) -> tupl
     if number == change.numel():
         every = torch.cat([block.abs_().reshape(-1).view(kind) for _, block in change.blocks()])
         return every, torch.arange(number, device=every.device)
-    found = nothing.new_empty(number, dtype=kind)
+    every_bits = nothing.new_empty(number, dtype=kind)
     places, at = nothing.new_empty(number, dtype=torch.int64), 0
     for rows, block in change.blocks():
-        bits = block.abs_().reshape(-1).view(found.dtype)
-        there = ((bits >> left) == known).nonzero().view(-1)
-        end = at + len(there)
-        found[at:end], places[at:end] = bits[there], there + rows.start * change.shape[1]
+        bits = block.abs_().reshape(-1).view(every_bits.dtype)
+        matching = ((bits >> left) == known).nonzero().view(-1)
+        end = at + len(matching)
+        every_bits[at:end], places[at:end] = bits[matching], matching + rows.start * change.shape[1]
         at = end
-    return found, places
+    return every_bits, places

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Condition
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from ..change_statistics import Measured, Norms
 from ..disk.pages import PAGE, aligned_buffer
-from ..disk.scale_spool import PartBytes
-from .windows import Change, Window
+from .tasks import Merged
+from .windows import Window, WindowChange
 
-if TYPE_CHECKING:
-    from .change_sample import RowSample, RunSample
-    from .tensors import Held
-
-Item = TypeVar("Item")
+Slot = TypeVar("Slot")
 Work = TypeVar("Work")
 
 
@@ -33,9 +28,9 @@ class Buffer:
     def view(self, start: int, size: int) -> memoryview:
         """Return `size` bytes whose address equals `start` modulo the size of a page."""
         lead = start % PAGE
-        held, needed = len(self.memory), lead + size
-        if held < needed:
-            self.memory = aligned_buffer(needed + needed // 4 if held else needed)
+        size_before, needed = len(self.memory), lead + size
+        if size_before < needed:
+            self.memory = aligned_buffer(needed + needed // 4 if size_before else needed)
         return self.memory[lead : lead + size]
 
 
@@ -52,45 +47,17 @@ class WindowBuffers:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Results of folding that the window does not carry: numbers that are too large, parts beside codes, measures."""
-
-    cut: Counter[str] = field(default_factory=Counter)  # tensor → how many numbers were cut
-    largest: Mapping[str, float] = field(default_factory=dict)  # tensor → largest magnitude, too large for its scale
-    parts: tuple[PartBytes, ...] = ()
-    measured: tuple[Measured, ...] = ()  # what was done to the blocks
-    held: tuple[Held, ...] = ()  # merged blocks whose codes are to be made later
-    samples: tuple[RowSample | RunSample, ...] = ()  # numbers of blocks whose sums are not added up yet
-    norms: Norms = field(default_factory=dict)
-
-    def __add__(self, other: Outcome) -> Outcome:
-        largest = dict(self.largest)
-        for name, magnitude in other.largest.items():
-            largest[name] = max(magnitude, largest.get(name, 0.0))
-        return Outcome(
-            self.cut + other.cut, largest, self.parts + other.parts, self.measured + other.measured,
-            self.held + other.held, self.samples + other.samples, {**self.norms, **other.norms},
-        )  # fmt: skip
-
-
-def settled(under_way: Sequence[Future[Outcome]]) -> Outcome:
-    """Wait for all futures, also if one fails, as their buffers are reused then; return the sum of their outcomes."""
-    wait(under_way)
-    return sum((done.result() for done in under_way), Outcome())
-
-
-@dataclass(frozen=True)
 class WindowTask:
     """One window of one plan, and the buffers that it occupies."""
 
     window: Window
     plan: int
     base_bytes: WindowBuffers  # the bytes read, shared by all tasks of the window
-    own: WindowBuffers  # for the output bytes; the last task makes them in `base_bytes`
+    output: WindowBuffers  # for the output bytes; the last task makes them in `base_bytes`
     first: bool
     last: bool
     shared: bool = False  # whether the output file shares these blocks with the base
-    under_way: list[Future[Outcome]] = field(default_factory=list, compare=False)  # blocks that are being merged
+    under_way: list[Future[Merged]] = field(default_factory=list, compare=False)  # blocks that are being merged
     reported: list[int] = field(default_factory=list, compare=False)  # bytes reported before it was written
     saturated: Counter[str] = field(default_factory=Counter, compare=False)  # tensor → numbers that a conversion cut
 
@@ -100,7 +67,7 @@ class WindowTask:
         return self.shared or (self.last and self.window.untouched)
 
     @property
-    def change(self) -> Change:
+    def change(self) -> WindowChange:
         """The conversions and folds of the plan in this window."""
         return self.window.changes[self.plan]
 
@@ -113,32 +80,32 @@ class MemoryBudget:
 
     @contextmanager
     def hold(self, nbytes: int) -> Iterator[None]:
-        """Hold so many bytes; waits until they are free. Who needs more than all of them waits to be alone."""
-        wanted = min(nbytes, self._whole)
+        """Hold so many bytes; waits until they are free. A request above the budget waits until all of it is free."""
+        taken = min(nbytes, self._whole)
         with self._changed:
-            self._changed.wait_for(lambda: self._free >= wanted)
-            self._free -= wanted
+            self._changed.wait_for(lambda: self._free >= taken)
+            self._free -= taken
         try:
             yield
         finally:
             with self._changed:
-                self._free += wanted
+                self._free += taken
                 self._changed.notify_all()
 
 
-class Pool(Generic[Item]):
+class Pool(Generic[Slot]):
     """A fixed number of slots; `take` waits until one is free."""
 
-    def __init__(self, slots: Iterable[Item]) -> None:
-        self._free: SimpleQueue[Item] = SimpleQueue()
+    def __init__(self, slots: Iterable[Slot]) -> None:
+        self._free: SimpleQueue[Slot] = SimpleQueue()
         for slot in slots:
             self._free.put(slot)
 
-    def take(self) -> Item:
+    def take(self) -> Slot:
         """Return a free slot."""
         return self._free.get()
 
-    def give(self, slot: Item) -> None:
+    def give(self, slot: Slot) -> None:
         """Put a slot back."""
         self._free.put(slot)
 

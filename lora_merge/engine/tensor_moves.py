@@ -1,13 +1,9 @@
-"""The only module that moves or casts tensors; it also finds finite numbers that are too large for the new dtype.
+"""Moves tensors between devices, and casts them; no other module does, which a test checks.
 
-`stage` brings all inputs of a formula to one placement; `land` brings the results back to the host. A test checks that
-no other module moves or casts.
-
-Moves whole windows between host and device, and casts many blocks there with one operation.
-
-Copies and casts sampled rows, on the device where they are.
-
-Finds out whether a GPU rounds to 8 bits as the host does.
+For blocks, `stage` brings the inputs of a formula to one placement, and `land` the results back, with one rounding. For
+whole windows of a GPU, `upload` and `download` carry bytes, and `cast_all` casts many blocks with one operation. For
+samples, `take` and `as_stored` copy and round rows where they are. Finite numbers that are too large for the new dtype
+are seen on the way (`odd`, `extremes`), and counted or refused (`settle`). A `DeviceStream` is one thread's lane.
 """
 
 from __future__ import annotations
@@ -44,11 +40,11 @@ def rounds_to_eight_bits(device: torch.device) -> bool:
         for dtype in EIGHT:
             numbers = every[every.abs() <= torch.finfo(dtype).max]
             for source in (torch.float32, torch.bfloat16):
-                given = _cast(numbers, source)
-                there = torch.empty_like(given, device=device).copy_(given)
-                codes = _cast(there, dtype).view(torch.uint8)
-                made = torch.empty(codes.shape, dtype=codes.dtype, device="cpu").copy_(codes)
-                if not torch.equal(made, _cast(given, dtype).view(torch.uint8)):
+                cast = _cast(numbers, source)
+                on_device = torch.empty_like(cast, device=device).copy_(cast)
+                codes = _cast(on_device, dtype).view(torch.uint8)
+                on_host = torch.empty(codes.shape, dtype=codes.dtype, device="cpu").copy_(codes)
+                if not torch.equal(on_host, _cast(cast, dtype).view(torch.uint8)):
                     return False
     except RuntimeError:  # such as no memory: the host casts then
         return False
@@ -126,7 +122,7 @@ class DeviceStream:
         self.at = at
         self.stream = _stream(at.device, number) if queues(at.device) else None
         self._memory: dict[str, Tensor] = {}
-        self._held: list[Tensor] = []
+        self._in_use: list[Tensor] = []
         self._done: torch.cuda.Event | None = None
 
     @contextmanager
@@ -142,13 +138,13 @@ class DeviceStream:
                 yield
             finally:
                 self.settle()
-                self._held.clear()
+                self._in_use.clear()
 
     def hold(self, tensor: Tensor) -> Tensor:
         """Return a tensor that another lane may have made, and keep it until the end of the turn: if it were freed
         while this lane's operations on it are queued, the other lane could overwrite its memory."""
         if self.stream:
-            self._held.append(tensor)
+            self._in_use.append(tensor)
         return tensor
 
     def settle(self) -> None:
@@ -191,15 +187,15 @@ def stage(tensors: Sequence[Tensor], at: Placement, lane: DeviceStream | None = 
     if at.device.type == "cpu":
         out = lane.host("values", shape, at.dtype) if lane else torch.empty(shape, dtype=at.dtype)
     elif lane is None or lane.stream is None or tensors[0].device == at.device:
-        held = [t if holds(at.device, t.dtype) else t.to(at.dtype) for t in tensors]
-        moved = [t.to(at.device).to(at.dtype) for t in held]
+        widened = [t if holds(at.device, t.dtype) else t.to(at.dtype) for t in tensors]
+        moved = [t.to(at.device).to(at.dtype) for t in widened]
         alone = len(moved) == 1 and moved[0] is not tensors[0] and moved[0].is_contiguous()
         return moved[0].unsqueeze(0) if alone else torch.stack(moved)
     else:
         out = lane.host("up", shape, tensors[0].dtype)
     for slot, tensor in zip(out.unbind(), tensors, strict=True):
-        own = tensor.to(out.device)
-        slot.copy_(unpacked(own) if lane and lane.stream is None else own)
+        moved_tensor = tensor.to(out.device)
+        slot.copy_(unpacked(moved_tensor) if lane and lane.stream is None else moved_tensor)
     return out if at.device.type == "cpu" else out.to(at.device, non_blocking=True).to(at.dtype)
 
 
@@ -211,8 +207,8 @@ def aligned(tensor: Tensor) -> bool:
 
 def move(tensors: Any, at: Placement) -> Any:
     """Return a copy of a dataclass with its tensors at the placement."""
-    held = {f.name: getattr(tensors, f.name) for f in fields(tensors)}
-    return replace(tensors, **{k: stage([v], at).squeeze(0) for k, v in held.items() if isinstance(v, Tensor)})
+    values = {f.name: getattr(tensors, f.name) for f in fields(tensors)}
+    return replace(tensors, **{k: stage([v], at).squeeze(0) for k, v in values.items() if isinstance(v, Tensor)})
 
 
 def stage_indices(tensors: Sequence[Tensor], at: Placement) -> Tensor:
@@ -222,10 +218,10 @@ def stage_indices(tensors: Sequence[Tensor], at: Placement) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     """Return the tensor as int64 on the CPU; DoesNotFit if it holds a number that is not whole."""
-    found = tensor.to("cpu", torch.int64)
-    same = not tensor.is_floating_point() or bool((found == tensor.cpu().double()).all())
+    integers = tensor.to("cpu", torch.int64)
+    same = not tensor.is_floating_point() or bool((integers == tensor.cpu().double()).all())
     expect(holds=same, otherwise="stored indices are not whole numbers")
-    return found
+    return integers
 
 
 def numbers(values: Sequence[float], at: Placement) -> Tensor:
@@ -400,26 +396,26 @@ def upload(host: Tensor, lane: DeviceStream, piece: int) -> Tensor:
     the device reads the memory itself; else the bytes go through pinned memory, so many at once."""
     if not piece or lane.stream is None:
         return host.to(lane.at.device, non_blocking=True)
-    there = torch.empty_like(host, device=lane.at.device)
+    on_device = torch.empty_like(host, device=lane.at.device)
     for number, first in enumerate(range(0, len(host), piece)):
         if number > 1:
             lane.settle()  # the last transfer from this half
         part = host[first : first + piece]
-        own = lane.host(f"piece {number % 2}", part.shape, part.dtype).copy_(part)
-        there[first : first + piece].copy_(own, non_blocking=True)
-    return there
+        pinned = lane.host(f"piece {number % 2}", part.shape, part.dtype).copy_(part)
+        on_device[first : first + piece].copy_(pinned, non_blocking=True)
+    return on_device
 
 
-def download(there: Tensor, host: Tensor, lane: DeviceStream, piece: int) -> None:
+def download(on_device: Tensor, host: Tensor, lane: DeviceStream, piece: int) -> None:
     """Queue a copy of bytes of the device to the host, or make it through pinned memory; `piece` as in `upload`."""
     if not piece or lane.stream is None:
-        host.copy_(there, non_blocking=lane.stream is not None)
+        host.copy_(on_device, non_blocking=lane.stream is not None)
         return
     for first in range(0, len(host), piece):
         part = host[first : first + piece]
-        own = lane.host("piece 0", part.shape, part.dtype).copy_(there[first : first + piece], non_blocking=True)
+        pinned = lane.host("piece 0", part.shape, part.dtype).copy_(on_device[first : first + piece], non_blocking=True)
         lane.settle()
-        part.copy_(own)
+        part.copy_(pinned)
 
 
 def cast_all(sources: Sequence[Tensor], into: Sequence[Tensor]) -> None:
@@ -429,14 +425,14 @@ def cast_all(sources: Sequence[Tensor], into: Sequence[Tensor]) -> None:
     """
     kinds: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     for source, target in zip(sources, into, strict=True):
-        own = kinds.setdefault((source.dtype, target.dtype), ([], []))
-        own[0].append(source)
-        own[1].append(target)
-    for (old, new), (given, wanted) in kinds.items():
-        if len(wanted) > 1 and {old, new} <= PATTERNS.keys():
-            torch._foreach_copy_(wanted, given)
+        pair = kinds.setdefault((source.dtype, target.dtype), ([], []))
+        pair[0].append(source)
+        pair[1].append(target)
+    for (old, new), (sources_of_kind, into_of_kind) in kinds.items():
+        if len(into_of_kind) > 1 and {old, new} <= PATTERNS.keys():
+            torch._foreach_copy_(into_of_kind, sources_of_kind)
         else:  # one tensor, or 8-bit numbers
-            for source, target in zip(given, wanted, strict=True):
+            for source, target in zip(sources_of_kind, into_of_kind, strict=True):
                 target.copy_(source)
 
 
@@ -472,9 +468,9 @@ def rounded(work: Tensor, dtype: torch.dtype) -> Tensor:
 def extremes(work: Tensor, lane: DeviceStream, number: int = 0) -> Tensor:
     """Return the smallest and the largest number, NaN if there is a NaN, in memory of the host that holds them once the
     lane is settled; the next call with the same `number` overwrites them."""
-    found = work.new_empty(2)
-    torch.aminmax(work, out=(found[0], found[1]))
-    return brought(found, lane, f"extremes {number}")
+    ends = work.new_empty(2)
+    torch.aminmax(work, out=(ends[0], ends[1]))
+    return brought(ends, lane, f"extremes {number}")
 
 
 def brought(values: Tensor, lane: DeviceStream, use: str) -> Tensor:
@@ -485,9 +481,9 @@ def brought(values: Tensor, lane: DeviceStream, use: str) -> Tensor:
     return lane.host(f"{use} {values.dtype}", values.shape, values.dtype).copy_(values, non_blocking=True)
 
 
-def fit(found: Tensor, dtype: torch.dtype) -> bool:
+def fit(ends: Tensor, dtype: torch.dtype) -> bool:
     """Return whether all numbers between two `extremes` are finite, and finite once they are rounded to a dtype."""
-    return all(abs(number) <= ROOM[dtype] for number in found.tolist())
+    return all(abs(number) <= ROOM[dtype] for number in ends.tolist())
 
 
 def workspace(like: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -503,11 +499,11 @@ def strided(values: Tensor, rows: range) -> Tensor:
 
 def take(taken: Tensor, into: Tensor) -> None:
     """Copy rows [n, k, cols] to the beginning of [n, width]."""
-    held = into.narrow(1, 0, taken.shape[1] * taken.shape[2]).view(taken.shape)
-    if taken.device == held.device:
-        torch.mul(taken, 1, out=held)  # a copy between tensors of one device that fakes of a GPU can make too
+    slot = into.narrow(1, 0, taken.shape[1] * taken.shape[2]).view(taken.shape)
+    if taken.device == slot.device:
+        torch.mul(taken, 1, out=slot)  # a copy between tensors of one device that fakes of a GPU can make too
     else:
-        held.copy_(taken)
+        slot.copy_(taken)
 
 
 def as_stored(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -4,13 +4,13 @@ tensors that many blocks use."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from threading import Lock
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,9 +21,7 @@ from ..dtypes import ITEM_BYTES, TABLE
 from ..errors import InputError
 from ..files.encodings.base import CODES, InvalidPart, Packing
 from ..models.weights import RowSlice, Weight, WeightView
-from .row_blocks import Block
-from .tensor_moves import TORCH_DTYPES, WHOLE, DeviceStream, Placement, aligned, host, odd, rounds_to_eight_bits, stage
-from .windows import Fold
+from .tensor_moves import TORCH_DTYPES, WHOLE, Placement, host, odd, rounds_to_eight_bits, stage
 
 Fetch: TypeAlias = Callable[[StoredTensor], Tensor]
 """Function that returns a tensor as stored, from its entry in a header."""
@@ -37,9 +35,6 @@ SHARE: Final = 4
 RECENT: Final = 4
 """The tensors used last that a `TensorCache` keeps whatever their size: the formulas under way need them anyway."""
 
-LEAST_UNIT: Final = 2.0**-30
-"""The factor from which on, up to its inverse, changes of a weight in units of it stay in the range of fp32."""
-
 
 class TensorCache:
     """Reads tensors from files on demand and keeps those of the current window; several threads may share it. Two that
@@ -50,16 +45,16 @@ class TensorCache:
 
     def __init__(self, reader: Reader, adapters: frozenset[Path], room: int = 2**62) -> None:
         self._reader, self._adapters, self._room = reader, adapters, room
-        self._kept: OrderedDict[tuple[Source, int, int, str], Tensor] = OrderedDict()
+        self._tensors: OrderedDict[tuple[Source, int, int, str], Tensor] = OrderedDict()
         self._bytes, self._lock = 0, Lock()
 
     def fetch(self, info: StoredTensor) -> Tensor:
         """Return the tensor as stored, on the CPU; InputError if an adapter's values are not finite."""
         key = (info.source, info.offset, info.nbytes, info.dtype)  # an empty tensor has the offset of the next one
         with self._lock:
-            tensor = self._kept.get(key)
+            tensor = self._tensors.get(key)
             if tensor is not None:
-                self._kept.move_to_end(key)
+                self._tensors.move_to_end(key)
         if tensor is None:
             tensor = view_bytes(self._reader.view(info), info.dtype, info.shape)
             if info.file in self._adapters:
@@ -70,11 +65,11 @@ class TensorCache:
     def _keep(self, key: tuple[Source, int, int, str], tensor: Tensor) -> None:
         """Keep a tensor, and drop those used longest ago where all take more than the room."""
         with self._lock:
-            if key not in self._kept:
+            if key not in self._tensors:
                 self._bytes += tensor.nbytes
-            self._kept[key] = tensor
-            while self._bytes > self._room and len(self._kept) > RECENT:
-                self._bytes -= self._kept.popitem(last=False)[1].nbytes
+            self._tensors[key] = tensor
+            while self._bytes > self._room and len(self._tensors) > RECENT:
+                self._bytes -= self._tensors.popitem(last=False)[1].nbytes
 
     def read(self, info: StoredTensor) -> Tensor:
         """Return the tensor as stored, on the CPU; it is not kept."""
@@ -87,7 +82,7 @@ class TensorCache:
     def forget(self) -> None:
         """Drop the tensors; called after each window, so that memory does not grow with the model."""
         with self._lock:
-            self._kept.clear()
+            self._tensors.clear()
             self._bytes = 0
 
 
@@ -95,43 +90,43 @@ class DeviceCache:
     """Tensors at their placement, made once for all blocks and plans that use them; keeps about `most` numbers."""
 
     def __init__(self, most: int = KEPT) -> None:
-        self._made: dict[Any, Tensor] = {}
+        self._tensors: dict[Any, Tensor] = {}
         self._numbers, self._most = 0, most
         self._lock = Lock()
 
     def get(self, key: Any, make: Callable[[], Tensor], settle: Callable[[], None]) -> Tensor:
         """Return the tensor of this key, made once even if two threads want it, and settled before it is shared."""
-        found = self._made.get(key)
-        if found is not None:
-            return found
+        tensor = self._tensors.get(key)
+        if tensor is not None:
+            return tensor
         if self._numbers > self._most:
             return make()
         with self._lock:
-            if key not in self._made:
-                made = make()
+            if key not in self._tensors:
+                new = make()
                 settle()
-                self._made[key] = made
-                self._numbers += made.numel()
-            return self._made[key]
+                self._tensors[key] = new
+                self._numbers += new.numel()
+            return self._tensors[key]
 
     def clear(self) -> None:
         """Give the memory back."""
         with self._lock:
-            self._made.clear()
+            self._tensors.clear()
             self._numbers = 0
 
 
 def parts_of(numbers: Tensor, packing: Packing, first: int, count: int, fetch: Fetch) -> dict[str, Tensor]:
     """Return the stored parts of `count` numbers of a weight from `first` on, on the device of the codes, `numbers`; a
     single number of the whole weight stays on the CPU."""
-    found = {CODES: numbers}
+    parts = {CODES: numbers}
     for role, part in packing.parts.items():
         info, (low, size) = part.info, part.span(first, count)
         kind = info.dtype if info.dtype in TORCH_DTYPES and role != CODES else "U8"
         shape = (size // ITEM_BYTES[kind],)
-        own = fetch(replace(info, dtype=kind, shape=shape, offset=info.offset + low, nbytes=size))
-        found[role] = own if shape == (1,) and not part.numbers else beside(own, numbers)
-    return found
+        numbers_of_part = fetch(replace(info, dtype=kind, shape=shape, offset=info.offset + low, nbytes=size))
+        parts[role] = numbers_of_part if shape == (1,) and not part.numbers else beside(numbers_of_part, numbers)
+    return parts
 
 
 def beside(tensor: Tensor, other: Tensor) -> Tensor:
@@ -147,30 +142,6 @@ def codecs_on(device: torch.device) -> bool:
 def computing(device: torch.device) -> AbstractContextManager[Any]:
     """Let codecs make their own tensors on a device."""
     return nullcontext() if device.type == "cpu" else device
-
-
-def in_units(group: Sequence[Item], fetch: Fetch) -> Sequence[Item]:
-    """Return blocks of one kind in units of the factor of all numbers of their weights, where codes are kept, every
-    weight has one, and no change depends on W; else the blocks as they are.
-
-    Such numbers need no product where they are decoded, and no division where they are encoded.
-    """
-    block, encoding = group[0].block, group[0].block.target.packing.encoding
-    common, targets = encoding.common, [item.block.target for item in group]
-    reads = block.target.combining is not None or any(s.use.patch.reads_base for s in block.slices)
-    if (
-        not common
-        or reads
-        or group[0].measured
-        or any(t.recoded or t.weight.packing.parts != t.packing.parts for t in targets)
-    ):
-        return group  # a scale that is made anew is not that of the base
-    with suppress(InvalidPart):  # whoever decodes the weight raises the error
-        units = [encoding.factor_of({common: fetch(t.packing.parts[common].info)}) for t in targets]
-        if all(LEAST_UNIT < unit < 1 / LEAST_UNIT for unit in units):
-            made = zip(group, targets, units, strict=True)
-            return [replace(i, block=replace(i.block, target=t.in_units), unit=u, whole=i) for i, t, u in made]
-    return group
 
 
 def decoded(numbers: Tensor, weight: Weight, first: int, count: int, fetch: Fetch) -> Tensor:
@@ -225,86 +196,6 @@ def gathered(view: WeightView, whole: Callable[[RowSlice], Tensor], at: Placemen
     return torch.cat(parts)
 
 
-class Held(NamedTuple):
-    """A merged block whose codes are to be made, and the sample of its numbers."""
-
-    block: Block
-    values: Tensor  # [rows, cols]
-    sample: Any  # a RowSample, whose module imports this one; None if no numbers are measured
-
-
-@dataclass(frozen=True)
-class Item:
-    """A block with its stored base values and the tensor for its result, both on the host."""
-
-    block: Block
-    base: Tensor  # [rows, cols], or the stored numbers of a padded weight's rows, or codes as flat bytes
-    into: Tensor  # [rows, cols] in the output's dtype, or codes as flat bytes
-    measured: bool = False  # whether the largest number of a weight of codes is wanted, and nothing is written
-    keep: bool = False  # whether the merged numbers of a measured block are wanted too
-    held: Held | None = None  # the same block, where it is merged already
-    unit: float = 1.0  # of its numbers, the base's and the merged ones
-    whole: Item | None = None  # the same block, where its numbers are in units of another number than 1
-
-
-def item_of(block: Block, fetch: Fetch, given: Tensor | None = None) -> Item:
-    """Return a block with base values of its own, unless they are given, and memory of its own for its codes."""
-    weight, made = block.target.weight, block.target.packing.encoding
-    numbers = stored_numbers(weight, *block.stored, fetch) if given is None else given
-    base = numbers.view(-1, block.cols) if weight.packing.encoding.plain and not weight.padded else numbers
-    return Item(block, base, torch.empty(made.nbytes(block.elements), dtype=torch.uint8))
-
-
-def base_view(f: Fold, data: memoryview) -> Tensor:
-    """Return the base values of a fold, which share the bytes of its buffer."""
-    block, weight = f.block, f.block.target.weight
-    shape = (block.stored[1],) if weight.padded else (block.last - block.first, block.cols)
-    return packed(data[f.source : f.source + f.source_bytes], weight.packing, weight.stored.dtype, shape)
-
-
-def base_values(group: Sequence[Item], at: Placement, lane: DeviceStream | None, fetch: Fetch) -> Tensor:
-    """Return base values [n, rows, cols] in the compute dtype, which may be overwritten; a padded weight has its
-    stored values first along every axis, then zeros."""
-    block = group[0].block
-    if not block.target.weight.padded:
-        values = [_values(i, at, fetch) for i in group]
-        own = len(group) == 1 and (values[0].device, values[0].dtype) == (at.device, at.dtype)
-        made = values[0] is not group[0].base and not _shares(values[0], group[0].base)
-        if own and (in_place(group, at) or (made and aligned(values[0]))):
-            return values[0].unsqueeze(0)
-        return stage(values, at, lane)
-    out = torch.zeros((len(group), block.last - block.first, block.cols), dtype=at.dtype, device=at.device)
-    for rows, item in zip(out, group, strict=True):
-        if item.base.numel():
-            weight = item.block.target.weight
-            corner = stage([item.base.reshape(-1, *weight.stored.shape[1:])], at)[0]
-            rows.view(-1, *weight.shape[1:])[tuple(slice(0, d) for d in corner.shape)] = corner
-    return out
-
-
-def _shares(values: Tensor, base: Tensor) -> bool:
-    """Return whether values are in the memory of the stored numbers, not decoded into their own."""
-    return values.device == base.device and (values.untyped_storage().data_ptr() == base.untyped_storage().data_ptr())
-
-
-def _values(item: Item, at: Placement, fetch: Fetch) -> Tensor:
-    """Return the numbers of a block, [rows, cols]; those of codes are on the device if it runs codecs."""
-    block, weight = item.block, item.block.target.weight
-    if weight.packed is None:
-        return item.base
-    there = Placement(at.device, torch.uint8)
-    codes = stage([item.base], there)[0] if codecs_on(at.device) else item.base
-    return decoded(codes, weight, *block.stored, fetch).view(block.last - block.first, block.cols)
-
-
-def in_place(group: Sequence[Item], at: Placement) -> bool:
-    """Return whether base values and result share memory in which formulas may compute, in the compute dtype: then
-    nothing is copied."""
-    item = group[0]
-    shared = len(group) == 1 and item.base is item.into and (at.device.type, at.dtype) == ("cpu", item.into.dtype)
-    return shared and aligned(item.into)
-
-
 def view_bytes(raw: memoryview, dtype: str, shape: tuple[int, ...]) -> Tensor:
     """Return the bytes as a tensor that shares them."""
     kind = TORCH_DTYPES.get(dtype) or getattr(torch, TABLE[dtype].library)
@@ -325,8 +216,8 @@ def packed(raw: memoryview, packing: Packing, dtype: str, shape: tuple[int, ...]
 
 def raw(numbers: Tensor) -> bytes:
     """Return the bytes of a tensor."""
-    found: Any = host(as_bytes(numbers)).numpy()
-    return bytes(found.tobytes())
+    array: Any = host(as_bytes(numbers)).numpy()
+    return bytes(array.tobytes())
 
 
 def check_finite(tensor: Tensor, info: StoredTensor) -> None:

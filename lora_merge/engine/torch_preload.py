@@ -59,8 +59,8 @@ def load_library(*, wait: bool = True) -> None:
     for name in COMPILED:
         import_module(name)
     with suppress(ImportError, ValueError):  # `import torch` will raise the error
-        found = find_spec("torch")
-        for folder in (found and found.submodule_search_locations) or ():
+        spec = find_spec("torch")
+        for folder in (spec and spec.submodule_search_locations) or ():
             library = Path(folder) / "lib" / "libtorch_cpu.so"
             # `dlopen` is called as a function because Python holds its lock while it loads a library itself. The thread
             # is not a daemon: if Python ended during the call, the process would abort.

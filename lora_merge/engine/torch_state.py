@@ -72,12 +72,12 @@ def _turn() -> Callable[[], None]:
 
 def _make_exact() -> Callable[[], None]:
     """Make fp32 products exact; return a function that restores the caller's settings."""
-    own = [(b, b.fp32_precision) for b in _PRODUCTS if b is not None and hasattr(b, "fp32_precision")]
+    precisions = [(b, b.fp32_precision) for b in _PRODUCTS if b is not None and hasattr(b, "fp32_precision")]
     try:
         whole = torch.get_float32_matmul_precision()
     except RuntimeError:  # only the newer settings were used, and they alone apply
         whole = "highest"
-    inexact = [(b, before) for b, before in own if before not in ("ieee", "none")]
+    inexact = [(b, before) for b, before in precisions if before not in ("ieee", "none")]
     if whole == "highest" and not inexact:
         return _nothing
     if whole != "highest":
@@ -88,7 +88,7 @@ def _make_exact() -> Callable[[], None]:
     def back() -> None:
         if whole != "highest":
             torch.set_float32_matmul_precision(whole)
-        for backend, before in own:
+        for backend, before in precisions:
             if backend.fp32_precision != before:
                 backend.fp32_precision = before
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,18 +16,20 @@ from ..disk.writer import amend
 from ..dtypes import COMPUTE_DTYPES
 from ..planning.plan import Plan, partners
 from ..text import Note, listed
-from .block_folder import BlockMerger
+from .block_folder import BlockFolder, FoldOptions
+from .block_values import base_view
 from .change_norms import replaced, replaced_measures
-from .devices import choose, device_bytes, one_core, places, release, threads
+from .devices import choose, device_bytes, one_core, passed_over, places, release, threads
 from .gpu_adapters import AdaptersOnDevice
 from .gpu_windows import DeviceWindows
 from .patch_tensors import PatchTensors
-from .quantised_output import NewCodes, made_again
+from .quantised_output import NewCodes, refolded
 from .recoding import new_parts, refitted
-from .stages import Outcome, WindowTask, settled
+from .stages import WindowTask
+from .tasks import FoldTask, settled
 from .tensor_moves import convert, settle
-from .tensors import KEPT, SHARE, DeviceCache, Item, TensorCache, base_view, decoded, packed, raw
-from .windows import Change, Fold, Window, pinned_bytes
+from .tensors import KEPT, SHARE, DeviceCache, TensorCache, decoded, packed, raw
+from .windows import Fold, Window, WindowChange, pinned_bytes
 
 PINNED_UNITS: Final = 24
 """Parts of the pinned memory: 4 for adapters, and for each of three lanes 2 for windows and 4 for single blocks."""
@@ -41,22 +44,27 @@ class WindowMerger:
         job = replace(plans[0].job, device=self.choice.device)
         at = places(job.device, COMPUTE_DTYPES[job.compute_dtype])
         self.device = ",".join(str(p.device) for p in at)
+        # Adapters' tensors: cached on the host, and on a GPU uploaded once.
         room = min(p.job.max_memory for p in plans) // SHARE
-        own = frozenset(f for p in plans for m in p.adapters for f in m.adapter.index.files)
-        self.cache = TensorCache(reader, own, room)
+        adapter_files = frozenset(f for p in plans for m in p.adapters for f in m.adapter.index.files)
+        self.cache = TensorCache(reader, adapter_files, room)
         self.pool = ThreadPoolExecutor(threads(at, job.max_vram), thread_name_prefix="fold", initializer=one_core)
         unit = 1 << (pinned_bytes(job) // PINNED_UNITS).bit_length() - 1  # as torch pins memory in powers of two
-        held = None
+        uploaded = None
         if at[0].device.type != "cpu":
-            held = AdaptersOnDevice(reader, plans, device_bytes(job.max_vram) // 4, 4 * unit)
-        kept = DeviceCache(min(KEPT, room // (4 * SHARE)))
-        tensors = PatchTensors(self.cache.fetch, plans[0].weights, kept, held=held)
-        merger = BlockMerger.of(job, at, tensors, self.pool)
+            uploaded = AdaptersOnDevice(reader, plans, device_bytes(job.max_vram) // 4, 4 * unit)
+        cache = DeviceCache(min(KEPT, room // (4 * SHARE)))
+        tensors = PatchTensors(self.cache.fetch, plans[0].weights, cache, adapters_on_device=uploaded)
+        # What folds: block by block, and on a GPU whole windows.
         changed = checked(t.name for f in plans[0].files for t in f.targets if t.uses)
-        self.blocks = replace(merger, staged=2 * unit, sampling=replace(merger.sampling, checked=changed))
-        self.whole = DeviceWindows(self.blocks, self.pool, unit) if held else None
-        self.outcomes = [Outcome() for _ in plans]
-        """For each plan, the results that are too large for their dtype."""
+        self.blocks = BlockFolder(at, tensors, self.pool, FoldOptions.of(job, at, 2 * unit, changed))
+        self.blocks.memory.notes += passed_over(job.device, COMPUTE_DTYPES[job.compute_dtype])
+        self.whole = DeviceWindows(self.blocks, self.pool, unit) if uploaded else None
+        # What comes of it.
+        self.cut = [Counter[str]() for _ in plans]
+        """For each plan tensor → how many numbers were too large for its dtype, and cut."""
+        self.uncovered: list[dict[str, float]] = [{} for _ in plans]
+        """For each plan weight → its largest number, if the scale of the whole weight does not cover it."""
         self.measures = [Measures() for _ in plans]
         self.notes: list[list[Note]] = [[] for _ in plans]
         self.spools = [Spool(part.parent) for part in parts]
@@ -65,11 +73,13 @@ class WindowMerger:
     def begin(self, task: WindowTask) -> None:
         """Start to fold changed blocks, convert other dtypes and copy the rest; the task is complete after `settle`."""
         base_bytes, base = task.base_bytes.views(task.window)
-        out = task.own.out.view(task.window.start, task.window.size)
+        out = task.output.out.view(task.window.start, task.window.size)
+        # Bytes that are written as they are, unless they are in the output buffer already.
         if not task.last:
-            for low, high in _kept(task.window, task.change):
+            for low, high in _copied_ranges(task.window, task.change):
                 out[low:high] = base_bytes[low:high]
-        task.under_way.extend(self.codes.measure(task.plan, task.change, base))
+        task.under_way.extend(self.codes.scales(task.plan, task.change, base))
+        # Numbers that only change their dtype or form.
         for c in task.change.converts:
             if not c.target.packing.encoding.plain:
                 task.under_way.extend(self.codes.begin(task.plan, c, base, out, self.cache.fetch))
@@ -81,34 +91,37 @@ class WindowMerger:
             values = decoded(numbers, weight, c.first, c.count, self.cache.fetch)
             into = packed(out[c.at : c.at + c.nbytes], c.target.packing, c.target.dtype, (c.count,))
             if not convert(values, into):
-                task.saturated[name] += settle(name, values, into, saturate=self.blocks.saturate)
-        kept = None if task.last else base_bytes  # the last task overwrites the base values
+                task.saturated[name] += settle(name, values, into, saturate=self.blocks.options.saturate)
+        input_bytes = None if task.last else base_bytes  # the last task overwrites the base values
 
-        def item(f: Fold) -> Item:
-            block, held = self.codes.block(task.plan, f.block)
-            return replace(_item(replace(f, block=block), out, base if f.apart else kept), held=held)
+        def fold_task(f: Fold) -> FoldTask:
+            return self.codes.task(task.plan, _fold_task(f, out, base if f.apart else input_bytes))
 
-        left = task.change.folds
+        # Blocks: those of plain numbers in whole windows on a device, the others in groups.
+        rest = task.change.folds
         if self.whole is not None:
-            started = [*self.whole.begin(task, item)]
-            left = [f for f in started if isinstance(f, Fold)]
+            started = [*self.whole.begin(task, fold_task)]
+            rest = [f for f in started if isinstance(f, Fold)]
             task.under_way.extend(f for f in started if not isinstance(f, Fold))
-        for future in self.blocks.begin([item(f) for f in left]):
+        for future in self.blocks.begin([fold_task(f) for f in rest]):
             task.under_way.append(future)
-        if firsts := [f.block.target for f in left if f.block.begins]:
+        if firsts := [f.block.target for f in rest if f.block.begins]:
             task.under_way.append(self.pool.submit(self.blocks.norms, firsts))
 
     def settle(self, task: WindowTask) -> None:
         """Wait for the blocks of a task."""
         try:
-            found = settled(task.under_way)
+            merged = settled(task.under_way)
         finally:
             if self.whole is not None and task.last:
                 self.whole.forget(task.window)
-        self.spools[task.plan].put(found.parts)
-        self.measures[task.plan].take(found.measured)
-        self.measures[task.plan].know(found.norms)
-        self.outcomes[task.plan] += Outcome(task.saturated) + replace(found, parts=(), measured=(), norms={})
+        self.spools[task.plan].put(merged.parts)
+        self.measures[task.plan].take(merged.measures)
+        self.measures[task.plan].know(merged.norms)
+        self.cut[task.plan] += task.saturated + merged.cut
+        uncovered = self.uncovered[task.plan]
+        for name, magnitude in merged.uncovered.items():
+            uncovered[name] = max(magnitude, uncovered.get(name, 0.0))
 
     def complete(self, number: int, part: Path) -> Collection[str]:
         """Write the parts of a plan's output beside the codes, and again the weights that are too large for theirs,
@@ -118,31 +131,33 @@ class WindowMerger:
             self.measures[number].take(self.whole.measured(number))
         targets = (t for f in plan.files for t in f.targets)
         self.measures[number].take(replaced_measures(replaced(targets, plan.base, plan.adapters), self.cache.read))
-        again = self.outcomes[number].largest
-        if spool.empty and not again:
+        uncovered = self.uncovered[number]
+        if spool.empty and not uncovered:
             return ()
+        # The parts beside codes, of all windows.
         files = [(part / f.name if f.name else part, f.targets) for f in plan.files]
         homes = {t.name: (path, t) for path, targets in files for t in targets}
         starts = {name: (path, target.offset) for name, (path, target) in homes.items()}
         spool.write(starts)
-        self.notes[number] += _unequal(plan, again)
-        for name, magnitude in again.items():
+        # Weights that their scale does not cover, folded once more with a larger one.
+        self.notes[number] += _unequal(plan, uncovered)
+        for name, magnitude in uncovered.items():
             path, old = homes[name]
             target = refitted(old, magnitude, self.cache.fetch)
             self.measures[number].forget(name)
-            for block, codes, outcome in made_again(target, self.blocks):
+            for block, codes, merged in refolded(target, self.blocks):
                 amend(path, raw(codes), old.offset + target.packing.encoding.nbytes(block.first * block.cols))
-                spool.put(outcome.parts)
-                self.measures[number].take(outcome.measured)
+                spool.put(merged.parts)
+                self.measures[number].take(merged.measures)
             spool.put([*new_parts(target)])
             spool.write(starts)
             self.forget()
-        return again.keys()
+        return uncovered.keys()
 
     def forget(self) -> None:
         """Drop the adapters' tensors of this window, so that memory does not grow with the model."""
         self.cache.forget()
-        self.blocks.tensors.kept.clear()
+        self.blocks.tensors.cache.clear()
 
     def close(self) -> None:
         """End the threads, and give back the memory of their streams, which no other stream can use."""
@@ -150,9 +165,9 @@ class WindowMerger:
         if self.whole is not None:
             self.whole.close()
         self.forget()
-        if (held := self.blocks.tensors.held) is not None:
-            held.forget()
-        release(self.blocks.at)
+        if (uploaded := self.blocks.tensors.adapters_on_device) is not None:
+            uploaded.forget()
+        release(self.blocks.lanes.at)
         for spool in self.spools:
             spool.close()
 
@@ -168,7 +183,7 @@ def _unequal(plan: Plan, grown: Collection[str]) -> Iterator[Note]:
         )
 
 
-def _kept(window: Window, change: Change) -> Iterator[tuple[int, int]]:
+def _copied_ranges(window: Window, change: WindowChange) -> Iterator[tuple[int, int]]:
     """Yield the ranges of the window that are read into the output buffer and not folded."""
     folds = iter(sorted((f.at, f.at + f.nbytes) for f in change.folds if not f.apart))
     low, high = next(folds, (window.size, window.size))
@@ -183,13 +198,13 @@ def _kept(window: Window, change: Change) -> Iterator[tuple[int, int]]:
             yield at, end
 
 
-def _item(f: Fold, out: memoryview, base: memoryview | None) -> Item:
-    """Return a block with its base values and its result as tensors that share the buffers.
+def _fold_task(f: Fold, out: memoryview, base: memoryview | None) -> FoldTask:
+    """Return the task of a block, whose base values and result share the buffers.
 
-    Without `base`, the base values lie in `out`, where the result overwrites them.
+    Without `base`, the base values are in `out`, where the result overwrites them.
     """
     block, shape = f.block, (f.block.last - f.block.first, f.block.cols)
     into = packed(out[f.at : f.at + f.nbytes], block.target.packing, block.target.dtype, shape)
     if base is None:
-        return Item(block, into, into)
-    return Item(block, base_view(f, base), into)
+        return FoldTask(block, into, into)
+    return FoldTask(block, base_view(f, base), into)

@@ -33,7 +33,7 @@ STRETCH: Final = 8 * 2**20  # untouched bytes from which on they get their own w
 
 
 @dataclass(frozen=True)
-class Read:
+class WindowRead:
     """Bytes of a source that are read to offset `at` of the window's output (or input) buffer."""
 
     source: Source
@@ -72,7 +72,7 @@ class Fold:
     block: Block
     source: int
     at: int
-    apart: bool  # whether base values lie in the input buffer, as dtypes or shapes differ
+    apart: bool  # whether base values are in the input buffer, as dtypes or shapes differ
 
     @property
     def source_bytes(self) -> int:
@@ -86,7 +86,7 @@ class Fold:
 
 
 @dataclass(frozen=True)
-class Change:
+class WindowChange:
     """The conversions and folds of one plan in a window; all other bytes are written as they were read."""
 
     converts: list[Convert] = field(default_factory=list)
@@ -102,11 +102,11 @@ class Window:
 
     file: int
     start: int
-    changes: tuple[Change, ...]  # one per plan
+    changes: tuple[WindowChange, ...]  # one per plan
     size: int = 0
     input_size: int = 0
-    direct: list[Read] = field(default_factory=list)  # into the output buffer
-    apart: list[Read] = field(default_factory=list)  # into the input buffer
+    direct: list[WindowRead] = field(default_factory=list)  # into the output buffer
+    apart: list[WindowRead] = field(default_factory=list)  # into the input buffer
 
     @property
     def untouched(self) -> bool:
@@ -118,19 +118,19 @@ class Window:
 
     def read(self, info: StoredTensor, skip: int, nbytes: int) -> None:
         """Plan to read bytes of a tensor that are written as they are, or are folded in place."""
-        _append(self.direct, Read(info.source, info.offset + skip, nbytes, self.size))
+        _append(self.direct, WindowRead(info.source, info.offset + skip, nbytes, self.size))
 
     def fill_to(self, offset: int) -> None:
         """Plan zeros up to this offset of the file, between tensors that are aligned."""
         gap = offset - self.start - self.size
         if gap > 0:
-            self.direct.append(Read(Memory.of(Path(), memoryview(bytearray(gap))), 0, gap, self.size))
+            self.direct.append(WindowRead(Memory.of(Path(), memoryview(bytearray(gap))), 0, gap, self.size))
             self.size = offset - self.start
 
     def read_apart(self, info: StoredTensor, skip: int, nbytes: int) -> int:
         """Plan to read bytes into the input buffer; return their offset, a multiple of 64."""
         at = -(-self.input_size // 64) * 64
-        _append(self.apart, Read(info.source, info.offset + skip, nbytes, at))
+        _append(self.apart, WindowRead(info.source, info.offset + skip, nbytes, at))
         self.input_size = at + nbytes
         return at
 
@@ -173,14 +173,14 @@ def unshared_bytes(plan: Plan) -> int:
 
 def buffer_bytes(plan: Plan) -> int:
     """Return how much host memory the buffers of all windows take at most."""
-    held = min(slots(plan.job) * window_bytes(plan), plan.size)
-    return int(held * (1 + _widening(plan)))
+    output_bytes = min(slots(plan.job) * window_bytes(plan), plan.size)
+    return int(output_bytes * (1 + _widening(plan)))
 
 
 def _widening(plan: Plan) -> float:
     """Return the largest ratio of bytes read to bytes written of all tensors that are converted; at least 1."""
-    made = [t for f in plan.files for t in f.targets if not t.copied]
-    pairs = {(t.weight.packing.encoding, t.packing.encoding) for t in made}
+    stored_anew = [t for f in plan.files for t in f.targets if not t.copied]
+    pairs = {(t.weight.packing.encoding, t.packing.encoding) for t in stored_anew}
     return max([1.0, *(_width(read) / _width(written) for read, written in pairs)])
 
 
@@ -229,14 +229,14 @@ def sharable(window: Window) -> bool:
 
 
 def _turns(window: Window, part: _Copied | _Folded) -> bool:
-    """Return whether a long untouched range ends or begins between a window and the next part."""
+    """Return whether a new window starts: long untouched ranges and changed bytes do not share one."""
     if window.untouched:
         return window.size >= STRETCH and not part.untouched
     return part.untouched and part.target.nbytes >= STRETCH
 
 
 def _window(file: int, start: int, plans: int) -> Window:
-    return Window(file, start, tuple(Change() for _ in range(plans)))
+    return Window(file, start, tuple(WindowChange() for _ in range(plans)))
 
 
 def _parts(targets: Sequence[OutputTensor], limit: int, *, drawn: bool) -> Iterator[tuple[int, _Copied | _Folded]]:
@@ -268,11 +268,11 @@ def _parts(targets: Sequence[OutputTensor], limit: int, *, drawn: bool) -> Itera
 
 def _runs(targets: Sequence[OutputTensor], *, drawn: bool) -> Iterator[_Folded]:
     """Yield the shortest ranges of elements that cut no block of any plan; a plan without changes has no blocks."""
-    own = [list(blocks(t)) if t.uses else [] for t in targets]
-    cuts = set.intersection(*({0, *(b.last * b.cols for b in of)} for of in own if of))
-    firsts = [[b.first * b.cols for b in of] for of in own]
+    by_plan = [list(blocks(t)) if t.uses else [] for t in targets]
+    cuts = set.intersection(*({0, *(b.last * b.cols for b in of)} for of in by_plan if of))
+    firsts = [[b.first * b.cols for b in of] for of in by_plan]
     for low, high in pairwise(sorted(cuts)):
-        inside = (of[bisect_left(at, low) : bisect_left(at, high)] for of, at in zip(own, firsts, strict=True))
+        inside = (of[bisect_left(at, low) : bisect_left(at, high)] for of, at in zip(by_plan, firsts, strict=True))
         yield _Folded(targets[0], low, high - low, tuple(map(tuple, inside)), drawn)
 
 
@@ -319,23 +319,23 @@ class _Folded:
         else:
             start = window.size
             window.read(source, reads(first), reads(count))
-        for change, own in zip(window.changes, self.blocks, strict=True):
-            for b in own:
+        for change, of_plan in zip(window.changes, self.blocks, strict=True):
+            for b in of_plan:
                 values = start + reads(b.stored[0] - first)
                 at = window.size + writes(b.first * b.cols - self.low)
                 if b.folded(drawn=self.drawn):
                     change.folds.append(Fold(b, values, at, apart))
                 elif apart:
                     change.converts.append(Convert(target, b.first * b.cols, b.elements, values, at))
-            if not own and apart:
+            if not of_plan and apart:
                 change.converts.append(Convert(target, self.low, self.count, start, window.size))
 
 
-def _append(reads: list[Read], new: Read) -> None:
+def _append(reads: list[WindowRead], new: WindowRead) -> None:
     """Add a read, joined with the previous one if both source and buffer continue it."""
     if reads:
         last = reads[-1]
         if (last.source, last.offset + last.nbytes, last.at + last.nbytes) == (new.source, new.offset, new.at):
-            reads[-1] = Read(last.source, last.offset, last.nbytes + new.nbytes, last.at)
+            reads[-1] = WindowRead(last.source, last.offset, last.nbytes + new.nbytes, last.at)
             return
     reads.append(new)

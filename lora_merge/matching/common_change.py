@@ -79,15 +79,16 @@ def common_change(
     """
     if len(modules) > MOST_PATTERNS:
         return None
+    # The simplest changes that lead to weights; none if several lead to different ones.
     samples, sizes = {called(some[0]): some[0] for some in modules}, _pattern_sizes(names)
     for changes in _by_simplicity([*samples], names):
-        found: dict[tuple[WeightView, ...], CommonChange] = {}
+        changes_by_views: dict[tuple[WeightView, ...], CommonChange] = {}
         for change in changes:
             views = _views(change, samples, names)
             if views and (not _moves_levels(change) or _covers(views, modules, sizes)):
-                found.setdefault(views, change)
-        if found:
-            return next(iter(found.values())) if len(found) == 1 else None
+                changes_by_views.setdefault(views, change)
+        if changes_by_views:
+            return next(iter(changes_by_views.values())) if len(changes_by_views) == 1 else None
     return None
 
 
@@ -143,8 +144,8 @@ def _levels(names: Names) -> list[str]:
             for n in range(1, len(levels)):
                 level = ".".join(levels[:n]) + "."
                 counts[level] = counts.get(level, 0) + 1
-    found = [level for level, count in counts.items() if count > 1 and not NUMBER.search(level.rstrip("."))]
-    return found if len(found) <= MOST_LEVELS else []
+    common = [level for level, count in counts.items() if count > 1 and not NUMBER.search(level.rstrip("."))]
+    return common if len(common) <= MOST_LEVELS else []
 
 
 def _views(change: CommonChange, samples: Mapping[str, Module], names: Names) -> tuple[WeightView, ...]:

@@ -1,7 +1,7 @@
-"""Two modules of an adapter for one weight, and several adapters on the same rows. No torch.
+"""Changes that meet on the same rows: of two modules of one adapter, and of several adapters. No torch.
 
-Two names for one weight are allowed for tied embeddings; an equal copy is applied once; all else is refused. Where
-several adapters change the same rows and `--method` makes a difference, a note says so.
+Two names for one weight are allowed for tied embeddings; an equal copy is applied once; all else is refused. Several
+adapters are refused if their changes cannot be added, and a note says where the `--method` makes a difference.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ..adapters.modules import Values
-from ..errors import InputError
-from ..job import Job
+from ..adapters.tensor_values import Values
+from ..algorithms import ALGORITHMS
+from ..errors import FitError, InputError
+from ..job import Adapter, Job
 from ..merge_methods import SUM
 from ..models.prefixes import prefixed
 from ..models.weights import RowSlice
@@ -53,8 +54,8 @@ class _Name(NamedTuple):
         return (self.innermost,) if self.may_share else (self.innermost, None)
 
 
-class _Taken:
-    """The patches that change the same rows. Names are read only where a second module changes some of the rows."""
+class _RowGroup:
+    """The patches that change the same rows. Names are parsed only when a second module changes some of the rows."""
 
     def __init__(self, columns: range | None) -> None:
         self.columns = columns  # the only ones of these rows that change; None: all
@@ -68,19 +69,19 @@ class _Taken:
             for kind in of.kinds:
                 self._by_kind.setdefault(kind, (patch, of))
         self.unread.clear()
-        found = (self._by_kind[kind] for kind in name.kinds if kind in self._by_kind)
-        return ((patch, of) for patch, of in found if of.name != name.name)
+        patches = (self._by_kind[kind] for kind in name.kinds if kind in self._by_kind)
+        return ((patch, of) for patch, of in patches if of.name != name.name)
 
 
-def _clashes(patch: Patch, meets: Sequence[_Taken]) -> Iterator[tuple[Patch, _Name]]:
+def _clashes(patch: Patch, groups: Sequence[_RowGroup]) -> Iterator[tuple[Patch, _Name]]:
     """Return the patches of other modules, and their names, that may not change the same rows as a patch."""
     name = _Name.of(patch.module.name)
-    return chain.from_iterable(taken.clashes(name) for taken in meets)
+    return chain.from_iterable(group.clashes(name) for group in groups)
 
 
-def _apart(one: range | None, two: range | None) -> bool:
+def _apart(first: range | None, second: range | None) -> bool:
     """Return whether two choices of columns, None for all, have no column in common."""
-    return one is not None and two is not None and set(one).isdisjoint(two)
+    return first is not None and second is not None and set(first).isdisjoint(second)
 
 
 class DuplicateCheck:
@@ -88,7 +89,7 @@ class DuplicateCheck:
 
     def __init__(self, path: Path, values: Values) -> None:
         self._path, self._values = path, values
-        self._taken: dict[str, tuple[Ranges[_Taken], dict[RowSlice, _Taken]]] = {}  # base key → patches by rows
+        self._groups: dict[str, tuple[Ranges[_RowGroup], dict[RowSlice, _RowGroup]]] = {}  # base key → patches by rows
 
     def repeats(self, patch: Patch) -> bool:
         """Remember a patch; return whether an equal patch of another name changes the same rows already.
@@ -96,11 +97,11 @@ class DuplicateCheck:
         InputError if a different patch of another name changes some of the rows.
         """
         for piece in patch.view.row_slices:
-            ranges, others = self._taken.setdefault(piece.key, (Ranges(), {}))
-            meets = [
-                taken for taken in ranges.meeting(piece.start, piece.stop) if not _apart(taken.columns, piece.columns)
+            ranges, others = self._groups.setdefault(piece.key, (Ranges(), {}))
+            groups = [
+                group for group in ranges.meeting(piece.start, piece.stop) if not _apart(group.columns, piece.columns)
             ]
-            for other, by in _clashes(patch, meets) if meets else ():
+            for other, by in _clashes(patch, groups) if groups else ():
                 if self._equal(patch, other):
                     return True
                 raise InputError(
@@ -109,18 +110,17 @@ class DuplicateCheck:
                     "remove one of the two; applying both would double the effect",
                 )
             if piece not in others:
-                ranges.add(piece.start, piece.stop, others.setdefault(piece, _Taken(piece.columns)))
+                ranges.add(piece.start, piece.stop, others.setdefault(piece, _RowGroup(piece.columns)))
             others[piece].unread.append(patch)
         return False
 
-    def _equal(self, one: Patch, two: Patch) -> bool:
+    def _equal(self, first: Patch, second: Patch) -> bool:
         """Return whether two patches have the same formula, numbers and tensors on the same rows."""
-        first, second = ({**p.module.slots, **p.module.shared} for p in (one, two))
-        alike = all(
-            getattr(one, field) == getattr(two, field)
-            for field in ("algorithm", "shapes", "numbers", "settings", "view", "magnitude")
-        )
-        return alike and first.keys() == second.keys() and all(self._values.same(first[s], second[s]) for s in first)
+        fields = ("algorithm", "shapes", "numbers", "settings", "view", "magnitude")
+        if not all(getattr(first, name) == getattr(second, name) for name in fields):
+            return False
+        slots, others = ({**patch.module.slots, **patch.module.shared} for patch in (first, second))
+        return slots.keys() == others.keys() and all(self._values.same(slots[s], others[s]) for s in slots)
 
 
 ADDED: Final = (
@@ -139,43 +139,44 @@ def with_overlap_notes(job: Job, matched: Sequence[Match]) -> tuple[Match, ...]:
     """
     if job.method != SUM or len(matched) < 2:
         return tuple(matched)
-    changed = [_Changed(one) for one in matched]
+    changed = [_Changed(match) for match in matched]
     return tuple(
-        replace(one, notes=(*one.notes, *_overlap_notes(job, one, changed[:n]))) for n, one in enumerate(matched)
+        replace(match, notes=(*match.notes, *_overlap_notes(job, match, changed[:n])))
+        for n, match in enumerate(matched)
     )
 
 
-def _overlap_notes(job: Job, one: Match, changed: Sequence[_Changed]) -> Iterator[Note]:
+def _overlap_notes(job: Job, match: Match, changed: Sequence[_Changed]) -> Iterator[Note]:
     """Yield the notes on one adapter, where the adapters before it change rows that it reads."""
-    met: dict[tuple[int, ...], list[str]] = {}
-    for patch, key in _reading(one) if changed else ():
+    modules_by_earlier: dict[tuple[int, ...], list[str]] = {}
+    for patch, key in _reading(match) if changed else ():
         pieces = [*patch.view.row_slices]
         if len(pieces) == 1:  # a head with a new tensor of its own: the rows of that tensor
             pieces = [pieces[0]._replace(key=key)]
         pieces += [piece for view in patch.beside.values() for piece in view.row_slices]
         before = tuple(n for n, rows in enumerate(changed) if any(map(rows.overlaps, pieces)))
         if before:
-            met.setdefault(before, []).append(patch.module.where)
-    for numbers, modules in met.items():
+            modules_by_earlier.setdefault(before, []).append(patch.module.where)
+    for numbers, modules in modules_by_earlier.items():
         earlier = listed([job.adapters[n].path.name for n in numbers])
         yield Note(f"{listed(dict.fromkeys(modules), 2)}: {ADDED.format(earlier=earlier)}")
 
 
-def _reading(one: Match) -> Iterator[tuple[Patch, str]]:
+def _reading(match: Match) -> Iterator[tuple[Patch, str]]:
     """Yield every patch whose formula reads the base, once, with the name of a tensor that it changes."""
-    seen = set()
-    for key, uses in one.uses.items():
+    patches = set()
+    for key, uses in match.uses.items():
         for use in uses:
-            if (use.patch.reads_base or use.patch.beside) and id(use.patch) not in seen:
-                seen.add(id(use.patch))
+            if (use.patch.reads_base or use.patch.beside) and id(use.patch) not in patches:
+                patches.add(id(use.patch))
                 yield use.patch, key
 
 
 class _Changed:
     """The rows that one adapter changes, as sorted ranges of every tensor."""
 
-    def __init__(self, one: Match) -> None:
-        rows = {key: sorted((u.piece.start, u.piece.stop) for u in uses) for key, uses in one.uses.items()}
+    def __init__(self, match: Match) -> None:
+        rows = {key: sorted((u.piece.start, u.piece.stop) for u in uses) for key, uses in match.uses.items()}
         self._starts = {key: [start for start, _ in ranges] for key, ranges in rows.items()}
         self._stops = {key: list(accumulate((stop for _, stop in ranges), max)) for key, ranges in rows.items()}
 
@@ -184,3 +185,38 @@ class _Changed:
         starts, stops = self._starts.get(piece.key, []), self._stops.get(piece.key, [])
         before = bisect_left(starts, piece.stop)  # number of ranges that begin before the piece ends
         return before > 0 and stops[before - 1] > piece.start
+
+
+def check_addable(adapters: Sequence[Adapter], matches: Sequence[Match], values: Values) -> None:
+    """Raise FitError if adapters cannot be added: they replace one parameter, or were trained on different values."""
+    _check_same_values(adapters, matches, values)
+    # A parameter that one adapter replaces is changed by no other, and by itself only with what PEFT adds to values.
+    replaced: set[str] = set()
+    for adapter, match in zip(adapters, matches, strict=True):
+        for key in match.replaced:
+            formulas = {use.patch.algorithm for use in match.uses.get(key, ())}
+            by_itself = any(not ALGORITHMS[name].of_factors for name in formulas)
+            if key in replaced or by_itself or any(key in other.uses for other in matches if other is not match):
+                raise FitError("a parameter is replaced as a whole and changed again", f"{key}: by {adapter.path}",
+                               "merge the adapters one after the other")  # fmt: skip
+            replaced.add(key)
+    # A weight that one adapter makes larger is changed by no other at its old size.
+    sizes = {key: shape for match in matches for key, shape in match.grown.items()}
+    for key, shape in sizes.items():
+        uses = [use for match in matches for use in match.uses.get(key, ())]
+        if any(use.patch.view.shape != shape for use in uses):
+            raise FitError("one adapter makes a weight larger that another changes as it is", f"{key} to {list(shape)}",
+                           "merge the adapters one after the other, the one that makes it larger last")  # fmt: skip
+
+
+def _check_same_values(adapters: Sequence[Adapter], matches: Sequence[Match], values: Values) -> None:
+    """Raise FitError if two adapters store different values of a tensor of the base."""
+    for adapter, match in zip(adapters, matches, strict=True):
+        for key, info in match.bases.items():
+            for other_adapter, other in zip(adapters, matches, strict=True):
+                copy = other.copies.get(key, info)
+                if other is not match and (copy.shape != info.shape or values.differing(copy, info)):
+                    raise FitError("two adapters were trained on different values of a tensor",
+                                   f"{key}: {adapter.path}: {info.name}, {other_adapter.path}: {copy.name}",
+                                   "merge one of them, or remove that tensor from the one whose values shall not count"
+                                   )  # fmt: skip

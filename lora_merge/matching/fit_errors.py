@@ -18,7 +18,7 @@ from ..dtypes import Shape, flat
 from ..errors import FitError, MergeError, NoChange, ShapeMismatch, UnmatchedModules
 from ..files.file_signatures import foreign, instead
 from ..files.folder_layouts import PEFT
-from ..models.adapter_architecture import architectures, described, seen, variants
+from ..models.adapter_architecture import architectures, described, modules_of, variants
 from ..models.architectures import Architecture
 from ..models.inferred_base import has_words, names_all
 from ..models.names import UNKNOWN, Names, of_the_denoiser
@@ -76,18 +76,20 @@ def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape])
     `shapes`: module → shape of the weight that it changes, as `weight_shapes` returns them. Without `unmatched` names
     (where shapes do not fit) "" if nothing looks wrong.
     """
+    # A network that the base does not have, another model, another kind of model.
     if names.second and any(m.startswith("transformer.") for m in unmatched):
         return missing_networks(["transformer"], ["transformer_2"])
-    wanted = Counter(names.wanted(m) for m in unmatched)
+    networks = Counter(names.wanted(m) for m in unmatched)
     labels = {part.label for part in names.parts}
     known, modules = names.known, of_the_denoiser({m: () for m in unmatched} | dict(shapes))
-    if known and names.parts[0].label in wanted and (why := other_model(modules, known, names.weights())):
+    if known and names.parts[0].label in networks and (why := other_model(modules, known, names.weights())):
         return why
     if other := _for_pictures(names, unmatched, shapes):
-        return f"the adapter is for {other}, the base is {_one(names.architecture)}; {OWN_BASE}"
-    if absent := sorted(set(wanted) - labels):
+        return f"the adapter is for {other}, the base is {_kind_of_model(names.architecture)}; {OWN_BASE}"
+    if absent := sorted(set(networks) - labels):
         return missing_networks(absent, sorted(labels))
-    part = max(names.parts, key=lambda p: (wanted[p.label], p is names.parts[0]), default=None)
+    # The network that most of these modules are for.
+    part = max(names.parts, key=lambda p: (networks[p.label], p is names.parts[0]), default=None)
     if part is None or part is names.parts[0]:
         return _likely_reason(names, part, {m: shapes.get(m, ()) for m in unmatched}, modules)
     return _likely_reason(names, part, {m: shapes.get(m, ()) for m in unmatched if names.wanted(m) == part.label}, {})
@@ -98,12 +100,12 @@ def _for_pictures(names: Names, unmatched: Sequence[str], shapes: Mapping[str, S
 
     A base that neither a table nor its class knows is none if it has no weight of these shapes.
     """
-    held = {flat(shape) for shape in names.weights().values()}
+    sizes = {flat(shape) for shape in names.weights().values()}
     for_task = TASK_CLASS.search(names.architecture) is not None
     if (
         not names.known
         and any(m.startswith(UNET) for m in unmatched)
-        and not any(names.knows(m) or (not for_task and shapes.get(m) in held) for m in unmatched)
+        and not any(names.knows(m) or (not for_task and shapes.get(m) in sizes) for m in unmatched)
     ):
         return f"the denoiser of an image or video model ({UNET[0]}…)"
     if names.known and names.known.component == "model" and unmatched and all(map(KOHYA.match, unmatched)):
@@ -123,10 +125,10 @@ def variant_doubt(names: Names, shapes: Callable[[], Mapping[str, Shape]]) -> st
     return other_variant(of_the_denoiser(shapes()), known, names.weights())
 
 
-def missing_networks(absent: Sequence[str], held: Sequence[str]) -> str:
+def missing_networks(absent: Sequence[str], present_labels: Sequence[str]) -> str:
     """Return the sentence on modules of networks that the base does not hold."""
-    missing, present = (" and ".join(map(_part, labels)) for labels in (absent, held))
-    if list(held) == ["model"]:
+    missing, present = (" and ".join(map(_part, labels)) for labels in (absent, present_labels))
+    if list(present_labels) == ["model"]:
         return f"some modules are for {missing}, the base is a single network without one; {OWN_BASE}"
     return f"some modules are for {missing}, the base holds only {present}; {WHOLE_BASE}"
 
@@ -155,7 +157,7 @@ def _likely_reason(
 
 def other_variant(modules: Mapping[str, Shape], base: Architecture | None, stored: Mapping[str, Shape]) -> str:
     """Return the sentence on both models if the adapter is for another variant of this architecture; else ""."""
-    in_adapter, in_base = seen(modules), seen(stored)
+    in_adapter, in_base = modules_of(modules), modules_of(stored)
     if base is None or base not in architectures(in_adapter):
         return ""
     if not set(variants(base, in_adapter)) - set(variants(base, in_base)):
@@ -165,31 +167,32 @@ def other_variant(modules: Mapping[str, Shape], base: Architecture | None, store
 
 def other_model(modules: Mapping[str, Shape], base: Architecture | None, stored: Mapping[str, Shape]) -> str:
     """Return the sentence on both models if the adapter is for another architecture; else ""."""
-    in_adapter, in_base = seen(modules), seen(stored)
-    found, own = architectures(in_adapter), (base,) if base else architectures(in_base)
-    if not found or any(a in found for a in own):
+    in_adapter, in_base = modules_of(modules), modules_of(stored)
+    of_adapter, of_base = architectures(in_adapter), (base,) if base else architectures(in_base)
+    if not of_adapter or any(a in of_adapter for a in of_base):
         return ""
-    if not all(names_all(a, modules) for a in found if has_words(a)):
+    if not all(names_all(a, modules) for a in of_adapter if has_words(a)):
         return ""  # a guess that the adapter's own names do not confirm
-    return _sentence(described(found, in_adapter), described(own, in_base))
+    return _sentence(described(of_adapter, in_adapter), described(of_base, in_base))
 
 
-def _one(model: str) -> str:
+def _kind_of_model(model: str) -> str:
     """Return "a transformers language model" for a kind of model, the name of a model as it is."""
     return f"a {model}" if model[:1].islower() and model != UNKNOWN else model
 
 
 def _sentence(made_for: str, base: str) -> str:
-    return f"the adapter looks made for {_one(made_for)}, the base is {_one(base)}; use the base it was trained on"
+    trained, other = _kind_of_model(made_for), _kind_of_model(base)
+    return f"the adapter looks made for {trained}, the base is {other}; use the base it was trained on"
 
 
 def _other_size(deeper: Sequence[str], stored: Mapping[str, Shape]) -> str:
     """Return the sentence on a base with fewer blocks than the adapter changes; else ""."""
-    wanted = max((int(n) for m in deeper for n in _BLOCK.findall(m)), default=-1)
+    highest = max((int(n) for m in deeper for n in _BLOCK.findall(m)), default=-1)
     last = max((int(n) for m in stored for n in _BLOCK.findall(m)), default=-1)
-    if wanted <= last or last < 0:
+    if highest <= last or last < 0:
         return ""
-    why = f"the adapter changes block {wanted}, the base ends with block {last}: it is a smaller or pruned model"
+    why = f"the adapter changes block {highest}, the base ends with block {last}: it is a smaller or pruned model"
     return f"{why}; {OWN_BASE}"
 
 
@@ -197,6 +200,7 @@ def _other_names(unmatched: Mapping[str, Shape], title: str, stored: Mapping[str
     """Return the sentence on names that the base does not have; "" without names."""
     if not unmatched:
         return ""
+    # Heads and embeddings that the base does not store.
     tied = any("embed" in name or "wte" in name for name in stored)
     names = [name.removesuffix(".weight").removesuffix(".bias") for name in unmatched]
     if all(TASK.search(name) for name in names):
@@ -212,7 +216,8 @@ def _other_names(unmatched: Mapping[str, Shape], title: str, stored: Mapping[str
             "the base has no lm_head of its own, it uses its input embeddings (tie_word_embeddings), which the adapter "
             "trained apart from it; save the base untied first"
         )
-    base = f"the base is {_one(title) if title not in ('', UNKNOWN) else 'a model unknown to lora-merge'}"
+    # The nearest names, and the rows of a map if these are the same layers.
+    base = f"the base is {_kind_of_model(title) if title not in ('', UNKNOWN) else 'a model unknown to lora-merge'}"
     name, shape = next(((n, s) for n, s in unmatched.items() if s), (next(iter(unmatched)), ()))
     alike = {key: of for key, of in stored.items() if not shape or flat(of) == shape}
     if not alike:
@@ -271,7 +276,7 @@ def _numbered(name: str, numbers: Sequence[str]) -> str:
 def advice_for_groups(down: Shape, weight: Shape) -> str:
     """Return the advice for a convolution in groups whose `down` reads the channels of all groups; else "".
 
-    Trainers that add a branch beside the layer give this branch all channels (PEFT, kohya's scripts).
+    Trainers that add a branch to the layer give this branch all channels (PEFT, kohya's scripts).
     """
     if len(weight) < 3 or len(down) != len(weight) or down[2:] != weight[2:] or not weight[1]:
         return ""
@@ -295,6 +300,7 @@ def raise_problems(
     if result.modules and not (failures or result.unmatched):
         return
     path, shapes = result.adapter.path, weight_shapes(result.adapter.modules)
+    # Modules that do not fit: the first kind of error, with all modules of this kind.
     if failures:
         worst = failures[0]
         same = [e.where.removeprefix(f"{path}: ") for e in failures if type(e) is type(worst)]
@@ -307,19 +313,20 @@ def raise_problems(
             why = _why(reason)
             if why.startswith("the base is "):
                 no_place = f"{plural(len(result.unmatched), 'module')} of the adapter with no place there"
-                why = f"the base is {_one(names.architecture)}, and {no_place}"
+                why = f"the base is {_kind_of_model(names.architecture)}, and {no_place}"
             why = f"{worst.what}: {why}"
         fix = _advice(reason) or worst.fix
         if not why and result.modules > len(failures) == len(unfit):
             fix = or_strength_zero(fix, (key for keys in unfit for key in keys))
         count = f"{len(same)} of {len(result.adapter.modules)} modules, such as " if len(same) > 1 else ""
         raise type(worst)(why or worst.what, f"{path}: {count}{same[0]}", fix)
+    # Modules without a place: a file of another kind, no module at all, unknown tensors, or some modules.
     left = counted(by_pattern(result.unmatched), SHOWN)
     if result.modules == 0 and (what := foreign(result.adapter.index.tensors)):
         raise UnmatchedModules(f"this file is {what}", f"{path}: {left}", instead(what))
     reason = explain(names, list(result.unmatched), shapes)
     why, fix = _why(reason), _advice(reason)
-    where = f"{path}: {left}" + ("" if "the base is " in why else f"; the base is {_one(names.architecture)}")
+    where = f"{path}: {left}" + ("" if "the base is " in why else f"; the base is {_kind_of_model(names.architecture)}")
     if result.modules == 0:
         raise UnmatchedModules(
             f"no module of the adapter is in the base (0 of {result.total}){why and ': '}{why}",

@@ -1,14 +1,14 @@
-"""Layers of an adapter that its file does not name. Uni-LoRA with `save_indices=False` stores one vector; only the
-patterns of its configuration say which layers take their factors from it. No torch.
+"""Methods whose change depends on the number of a layer in the model, where their files leave that out. No torch.
 
-PEFT numbers the layers in the order of the model's code (tuners/unilora/model.py), so exactly the trained layers must
-be found. They are searched among the base's names, which must be those of its model class.
+Uni-LoRA with `save_indices=False` stores one vector for all layers; only the patterns of its configuration say which
+layers take their factors from it. PEFT numbers the layers in the order of the model's code (tuners/unilora/model.py),
+so exactly the trained layers are needed. They are searched among the base's names, which must be those of its model
+class (`unstored`).
 
-Layers that share a basis which FRoD computes from the base, in order (`save_projection=False`). No torch.
-
-PEFT sorts every layer that it wraps by kind, the end of its name, and by the number of its block. Of two layers with
-the same kind and number it uses the later one in the order of the model's code. The number of a layer outside all
-blocks is its position in that order. Source: PEFT 0.21.2, tuners/frod/model.py.
+FRoD with `save_projection=False` computes a basis from the weights of several layers, in order (`related`). PEFT sorts
+every layer that it wraps by kind, the end of its name, and by the number of its block. Of two layers with the same kind
+and number it uses the later one in the order of the model's code. The number of a layer outside all blocks is its
+position in that order. Source: PEFT 0.21.2, tuners/frod/model.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from ..adapters.modules import Module
 from ..adapters.peft.config import CONVERT, ORDER_OF, UNKNOWN_ORDER, refuse
 from ..adapters.peft.rules import PeftRules
 from ..adapters.peft.target_parameters import bare, is_layer, shared_kind
-from ..algorithms.frod import FROD, LAYER
+from ..algorithms import ALGORITHMS
+from ..algorithms.base import LAYER
 from ..algorithms.unilora import UNILORA
 from ..disk.files import StoredTensor
 from ..dtypes import flat
@@ -39,20 +40,21 @@ SAVE_INDICES: Final = "save it again with save_indices=True, or " + CONVERT
 def unstored(
     rules: PeftRules, modules: list[Module], base: Mapping[str, StoredTensor], config: Mapping[str, Any]
 ) -> tuple[PeftRules, list[Module]]:
-    """Return the rules with the offset of each layer's numbers, and the modules with those that the file does not name;
-    InputError where the layers cannot be determined."""
+    """Return the rules with the offset of each layer's numbers, and the modules including the unnamed ones.
+
+    InputError if the layers cannot be determined."""
     if rules.kind != "UNILORA" or rules.fields.flag("save_indices", default=False) or modules:
         return rules, modules
-    found = _targets(rules, base)
-    why = _doubt(rules, [*found], config)
-    order = None if why or type_of(config) not in tables() else in_order([*found], type_of(config))
+    weights = _targets(rules, base)
+    why = _doubt(rules, [*weights], config)
+    order = None if why or type_of(config) not in tables() else in_order([*weights], type_of(config))
     if order is None:
         raise refuse(rules.kind, why or UNKNOWN_ORDER, SAVE_INDICES, rules.fields.where)
     rank = rules.fields.integer("r", 4)
-    *starts, total = accumulate((rank * sum(flat(found[name].shape)) for name in order), initial=0)
+    *starts, total = accumulate((rank * sum(flat(weights[name].shape)) for name in order), initial=0)
     common = {"rank": rank, "shuffle": rules.fields.integer("proj_seed", 42), "total": total}
     settings = {
-        name: {**common, "start": at, "dtype": found[name].dtype} for name, at in zip(order, starts, strict=True)
+        name: {**common, "start": at, "dtype": weights[name].dtype} for name, at in zip(order, starts, strict=True)
     }
     named = [Module(name, "weight", {}, {}, (UNILORA.name,)) for name in order]
     return replace(rules, layers=tuple(order), ordered=True, layer_settings=settings), named
@@ -85,8 +87,8 @@ def _transformed(rules: PeftRules, path: str) -> bool:
 
 
 def _pattern(rules: PeftRules) -> Sequence[str]:
-    given = rules.fields.get("layers_pattern")
-    return [given] if given and isinstance(given, str) else rules.fields.texts("layers_pattern")
+    names = rules.fields.get("layers_pattern")
+    return [names] if names and isinstance(names, str) else rules.fields.texts("layers_pattern")
 
 
 def _doubt(rules: PeftRules, paths: list[str], config: Mapping[str, Any]) -> str:
@@ -130,21 +132,22 @@ def related(
 
     `dtype`: dtype of a module's weight. InputError where the basis depends on an unknown order of the layers.
     """
-    layers = {bare(m.name): m for m in modules if FROD.name in m.algorithms}
-    if rules.kind != "FROD" or rules.fields.flag("save_projection", default=True) or not layers:
+    if rules.kind != "FROD" or rules.fields.flag("save_projection", default=True):
         return rules
-    if any(
-        key in context.adapter.index.tensors
-        for m in layers.values()
-        for key in rules.shared(FROD.name, m.name).values()
-    ):
+    # The layers whose basis is computed; none if the file stores one.
+    formulas = {m.name: formula for m in modules if (formula := _formula_of_relatives(m))}
+    layers = {bare(m.name): m for m in modules if m.name in formulas}
+    keys = (key for m in layers.values() for key in rules.shared(formulas[m.name], m.name).values())
+    if not layers or any(key in context.adapter.index.tensors for key in keys):
         return rules
+    # The layers of each kind, in order.
     order = in_order([*layers], type_of(context.config))
     kinds = _kinds([*layers] if order is None else order, ordered=order is not None)
     if kinds is None:
         raise refuse(rules.kind, UNKNOWN_ORDER, ORDER_OF + CONVERT, rules.fields.where)
     if (most := max(map(len, kinds.values()))) > MOST_RELATIVES:
         raise refuse(rules.kind, f"{most} layers share a basis, more than any model has", CONVERT, rules.fields.where)
+    # The settings of the basis: those of the configuration, and the widths of all kinds up to the layer's own.
     fields, widths = rules.fields, {kind: _width(layers[paths[0]]) for kind, paths in kinds.items()}
     common = {
         "ridge": fields.number("regularization_alpha", 1e-3),
@@ -160,6 +163,12 @@ def related(
         relatives[module.name] = same[kind]
         settings[module.name] = {**common, "layers": len(kinds[kind]), "dtype": dtype(module), "widths": up_to[kind]}
     return replace(rules, relatives=relatives, layer_settings=settings)
+
+
+def _formula_of_relatives(module: Module) -> str:
+    """Return the formula of a module whose basis is computed from all layers of its kind; "" for all other modules."""
+    rebuilds = ((name, ALGORITHMS[name].rebuild) for name in module.algorithms)
+    return next((name for name, rebuild in rebuilds if rebuild and rebuild.of_relatives), "")
 
 
 def basis_weights(patch: Patch) -> tuple[WeightView, ...]:
@@ -194,5 +203,5 @@ def _number(path: str) -> int | None:
     """Return the number of a layer's block: behind `layers`, else the first part of its name that is one."""
     parts = path.split(".")
     after = parts[parts.index("layers") + 1 : parts.index("layers") + 2] if "layers" in parts else []
-    found = next((part for part in [*after, *parts] if part.isdecimal()), None)
-    return None if found is None else int(found)
+    number = next((part for part in [*after, *parts] if part.isdecimal()), None)
+    return None if number is None else int(number)

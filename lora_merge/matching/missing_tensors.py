@@ -45,12 +45,14 @@ class Gap(NamedTuple):
 
 def gaps(modules: Sequence[Module], rules: PeftRules) -> dict[str, Gap]:
     """Return the incomplete modules, each with the tensor that it lacks."""
+    # The kinds of modules, by their slots and the formulas that these may belong to.
     weights = [(m, _compared_slots(m)) for m in modules if m.parameter == "weight"]
     biases = {m.name for m in modules if m.parameter == "bias"}
     kinds = Counter((has, m.algorithms) for m, has in weights)
     lacking = _lacking(kinds)
     paired = any({"up", "down"} <= m.slots.keys() for m, _ in weights)
-    found: dict[str, str] = {}
+    # What each module lacks: by the configuration, or in comparison with a kind that has one slot more.
+    lacking_slots: dict[str, str] = {}
     for m, has in weights:
         if {"up", "down"} <= has:
             missing = rules.of(m.name).beside_pairs - has - ({"bias"} if m.name in biases else set())
@@ -58,13 +60,13 @@ def gaps(modules: Sequence[Module], rules: PeftRules) -> dict[str, Gap]:
             missing = frozenset({"up"} if paired and m.slots.keys() == {"down"} else ())
         missing = missing or (_slot_of_others(m, lacking.get(has, ())) if kinds[has, m.algorithms] == 1 else missing)
         if missing:
-            found[m.where] = min(missing)
-    ends = {slot: _end_of_key(slot, modules) for slot in {*found.values()}}
-    return {where: Gap(slot, ends[slot]) for where, slot in found.items()}
+            lacking_slots[m.where] = min(missing)
+    ends = {slot: _end_of_key(slot, modules) for slot in {*lacking_slots.values()}}
+    return {where: Gap(slot, ends[slot]) for where, slot in lacking_slots.items()}
 
 
 def _end_of_key(slot: str, modules: Iterable[Module]) -> str:
-    """Return what follows a module's name in the keys of this slot; the slot's own name where no key tells."""
+    """Return the text that follows a module's name in the keys of this slot; the slot's name if no key shows it."""
     for m in modules:
         info = m.slots.get(slot) or m.shared.get(slot)
         if info is not None and info.name.startswith(f"{m.name}."):
@@ -73,17 +75,17 @@ def _end_of_key(slot: str, modules: Iterable[Module]) -> str:
 
 
 def _compared_slots(m: Module) -> frozenset[str]:
-    """Return the slots that a module has, but for those that only some layers get."""
+    """Return the slots of a module, without the slots that only some layers get."""
     return frozenset({*m.slots, *m.shared}) - BY_LAYER
 
 
 def _lacking(kinds: Kinds) -> Mapping[frozenset[str], Sequence[tuple[str, tuple[str, ...]]]]:
     """Return slots → (one slot more, algorithms) of the frequent kinds of modules that have it."""
-    found: dict[frozenset[str], list[tuple[str, tuple[str, ...]]]] = {}
+    kinds_by_slots: dict[frozenset[str], list[tuple[str, tuple[str, ...]]]] = {}
     for slots, algorithms in (kind for kind, count in kinds.items() if count >= AGREEING):
         for slot in slots:
-            found.setdefault(slots - {slot}, []).append((slot, algorithms))
-    return found
+            kinds_by_slots.setdefault(slots - {slot}, []).append((slot, algorithms))
+    return kinds_by_slots
 
 
 def _slot_of_others(m: Module, others: Iterable[tuple[str, tuple[str, ...]]]) -> frozenset[str]:
@@ -108,22 +110,22 @@ def lacks(module: Module) -> str:
     fewest = next((slots for slots in missing if slots), None)
     if fewest is None:
         return f"{module.where} mixes tensors of different algorithms ({have})"
-    beside = next(iter(ends.values()), "")[-LONGEST_END:]
-    return f"{module.where} has {have} but no {', '.join(_in_spelling(slot, beside) for slot in fewest)}"
+    end = next(iter(ends.values()), "")[-LONGEST_END:]
+    return f"{module.where} has {have} but no {', '.join(_in_spelling(slot, end) for slot in fewest)}"
 
 
-def _in_spelling(slot: str, beside: str) -> str:
-    """Return the end of a key of this slot in the spelling of a key that is there: lora_A.weight for lora_B.weight.
+def _in_spelling(slot: str, end: str) -> str:
+    """Return the end of a key of this slot in the spelling of a key of the file: lora_A.weight for lora_B.weight.
 
-    SUFFIXES has the rows of one spelling side by side.
+    The rows of one spelling are next to each other in SUFFIXES.
     """
-    found = split(f"{STEM}.{beside}")
-    here = SUFFIXES.index(found[1]) if found else 0
+    known = split(f"{STEM}.{end}")
+    here = SUFFIXES.index(known[1]) if known else 0
     parts = SUFFIXES[here].ending.split(".")
 
     def distance(index: int) -> tuple[int, int]:
         other = SUFFIXES[index].ending.split(".")
-        return sum(one != two for one, two in zip_longest(parts, other)), abs(index - here)
+        return sum(first != second for first, second in zip_longest(parts, other)), abs(index - here)
 
     rows = [index for index, row in enumerate(SUFFIXES) if row.slot == slot]
     return SUFFIXES[min(rows, key=distance)].ending.removeprefix(".") if rows else slot

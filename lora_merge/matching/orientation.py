@@ -1,12 +1,11 @@
 """Orientation, [out, in] or [in, out], of the weights that one adapter changes in one base. No torch.
 
-Layers that store their weight [in, out]: transformers' Conv1D, of GPT-2 and its kin. No torch.
-
-PEFT trains factors of [out, in] on such layers and transposes the change. The configuration holds one `fan_in_fan_out`:
-the flag of the layer that PEFT wrapped last, and always false for HiRA. On loading, PEFT looks at each layer's class
-(0.21.2, `_create_new_module` of each tuner). A checkpoint has no classes, so this module decides by the type of the
-model, the architecture's table, the names that Conv1D layers have, and the shapes of the adapter's layers that are not
-square. Where these signs contradict each other about a square weight, only the user can decide.
+Conv1D layers of transformers, in GPT-2 and models that descend from it, store their weight [in, out]. PEFT trains
+factors of [out, in] on such layers and transposes the change. The configuration holds one `fan_in_fan_out`: the flag of
+the layer that PEFT wrapped last, and always false for HiRA. On loading, PEFT looks at each layer's class (0.21.2,
+`_create_new_module` of each tuner). A checkpoint has no classes, so this module decides by the type of the model, the
+architecture's table, the names that Conv1D layers have, and the shapes of the adapter's layers that are not square.
+Where these signs contradict each other about a square weight, only the user can decide.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ UPRIGHT: Final = {"model_type": "gpt_neo"}
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerOrientation:
     """One layer that an adapter changes."""
 
     name: str  # the last part of its module's path
@@ -67,13 +66,13 @@ def known_types() -> frozenset[str]:
 
 
 def base_types(config: Mapping[str, Any]) -> frozenset[str]:
-    """Return the model types in a config.json, including the types of the model's parts; "" stands for unknown code."""
-    found = {str(config["model_type"])} if config.get("model_type") else set()
-    if found - known_types() or ("auto_map" in config and not found & LINEAR_TYPES):
-        found.add("")
+    """Return the model types in a config.json, including the types of the model's parts; "" means unknown code."""
+    types = {str(config["model_type"])} if config.get("model_type") else set()
+    if types - known_types() or ("auto_map" in config and not types & LINEAR_TYPES):
+        types.add("")
     for part in config.values():
-        found |= base_types(part) if isinstance(part, Mapping) and "model_type" in part else set()
-    return frozenset(found)
+        types |= base_types(part) if isinstance(part, Mapping) and "model_type" in part else set()
+    return frozenset(types)
 
 
 def conv1d_by_base(name: str, types: Collection[str], *, recognised: bool, kind: str) -> bool | None:
@@ -94,7 +93,9 @@ def conv1d_by_base(name: str, types: Collection[str], *, recognised: bool, kind:
     return None
 
 
-def conv1d_by_shapes(name: str, layers: Sequence[Layer], types: Collection[str], *, flag: bool | None) -> bool | None:
+def conv1d_by_shapes(
+    name: str, layers: Sequence[LayerOrientation], types: Collection[str], *, flag: bool | None
+) -> bool | None:
     """Return whether a layer whose shapes fit both ways is a Conv1D, in a model that no table knows.
 
     None where signs contradict each other. `flag`: `fan_in_fan_out`, None where the configuration does not hold the
@@ -117,7 +118,7 @@ def conv1d_by_shapes(name: str, layers: Sequence[Layer], types: Collection[str],
     return False if signs == {False} or not (signs or name in CONV1D_NAMES) else None
 
 
-def conv1d_by_setting(name: str, layers: Sequence[Layer], *, flag: bool) -> bool:
+def conv1d_by_setting(name: str, layers: Sequence[LayerOrientation], *, flag: bool) -> bool:
     """Return whether a layer is a Conv1D by a flag that the user states: true is for layers named like one, if any."""
     return flag and (name in CONV1D_NAMES or all(layer.name not in CONV1D_NAMES for layer in layers))
 
@@ -127,8 +128,8 @@ class Undecided(ValueError):
 
 
 @dataclass(frozen=True)
-class Place:
-    """A module with its weight in the base, and the bias of its layer, if that can tell the orientation."""
+class ModulePlace:
+    """A module with its weight in the base, and the bias of its layer if its length shows the orientation."""
 
     module: Module
     view: WeightView
@@ -136,25 +137,25 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Base:
+class BaseLayers:
     """The facts about a base that decide the orientation of its layers."""
 
     types: Collection[str]  # model types in its config.json
     recognised: Callable[[str], bool]  # whether a table knows the model of a tensor
-    places: Callable[[], Iterable[Place]]  # of the adapter's modules
+    places: Callable[[], Iterable[ModulePlace]]  # of the adapter's modules
 
 
-NO_FACTS: Final = Base((), lambda _: False, tuple)
+NO_FACTS: Final = BaseLayers((), lambda _: False, tuple)
 """The empty facts, where only the adapter is known."""
 
-ALL_UPRIGHT: Final = Base(base_types(UPRIGHT), lambda _: False, tuple)
+ALL_UPRIGHT: Final = BaseLayers(base_types(UPRIGHT), lambda _: False, tuple)
 """Weights that an adapter alone shows: [out, in] as its own tensors, however the model stores them."""
 
 
 class Orientation:
     """Orientation of one adapter's layers on one base.
 
-    `fits`: whether a module's tensors fit a view of its weight. `given`: the orientation that the user states.
+    `fits`: whether a module's tensors fit a view of its weight. `setting`: the orientation that the user states.
     """
 
     def __init__(
@@ -162,10 +163,10 @@ class Orientation:
         rules: PeftRules,
         modules: Iterable[Module],
         fits: Callable[[Module, WeightView], bool],
-        base: Base,
-        given: bool | None,  # noqa: FBT001
+        base: BaseLayers,
+        setting: bool | None,  # noqa: FBT001
     ) -> None:
-        self._rules, self._modules, self._fits, self._base, self._given = rules, modules, fits, base, given
+        self._rules, self._modules, self._fits, self._base, self._setting = rules, modules, fits, base, setting
         self._decided: dict[tuple[str, bool | None], bool | None] = {}
 
     def ways(self, module: Module, row: str, view: WeightView) -> tuple[Sequence[WeightView], bool]:
@@ -175,13 +176,14 @@ class Orientation:
         """
         if not _may_turn(view):
             return [view], False
-        if ALGORITHMS[row].in_out:  # mlx-lm's
-            return ([transposed(view), view] if _leaf(module) in TABLES else [view]), False
-        if ALGORITHMS[row].as_stored or ALGORITHMS[row].of_table or not self._is_pefts(module):
+        layout = ALGORITHMS[row].layout
+        if layout == "in_out" and _leaf(module) in TABLES:  # mlx-lm's layers of embeddings
+            return [transposed(view), view], False
+        if layout in ("in_out", "stored", "table") or not self._is_pefts(module):
             return [view], False  # PEFT has no flag for embeddings
         turned = self._is_turned(module, view)
         if turned is None:
-            turned = conv1d_by_setting(_leaf(module), self._layers, flag=bool(self._given))
+            turned = conv1d_by_setting(_leaf(module), self._layers, flag=bool(self._setting))
             return [transposed(view) if turned else view], True
         return [transposed(view) if turned else view], False
 
@@ -202,7 +204,7 @@ class Orientation:
             return turned and self._by_shape.get(module.name) is not False  # the layer's bias may show another one
         if (by_shape := self._by_shape.get(module.name)) is not None:
             return by_shape
-        if self._given is not None:
+        if self._setting is not None:
             return None
         flag = rules.fan_in_fan_out if rules.kind and rules.method.says_flag else None
         if (name, flag) not in self._decided:  # layers of one name are alike, and there are thousands
@@ -218,17 +220,17 @@ class Orientation:
         return {module.name: None for module in self._modules} | places
 
     @cached_property
-    def _layers(self) -> tuple[Layer, ...]:
-        return tuple(Layer(name.rpartition(".")[2], in_out) for name, in_out in self._by_shape.items())
+    def _layers(self) -> tuple[LayerOrientation, ...]:
+        return tuple(LayerOrientation(name.rpartition(".")[2], in_out) for name, in_out in self._by_shape.items())
 
-    def _is_in_out(self, place: Place) -> bool | None:
+    def _is_in_out(self, place: ModulePlace) -> bool | None:
         """Return the orientation by the length of the bias, which is the output's, else by the adapter's tensors."""
         shape, bias = place.view.shape, place.bias.shape if place.bias else ()
         if not _may_turn(place.view) or is_square(place.view):
             return None
         if len(bias) == 1 and bias[0] in shape:
             return bias[0] == shape[1]
-        upright, turned = (self._fits(place.module, seen) for seen in (place.view, transposed(place.view)))
+        upright, turned = (self._fits(place.module, view) for view in (place.view, transposed(place.view)))
         return turned if upright != turned else None
 
 

@@ -29,16 +29,16 @@ RENAME: Final = (
 def pairs(names: Names, strange: Sequence[StoredTensor], path: Path) -> tuple[list[Module], list[StoredTensor]]:
     """Return the modules that such pairs are, and the tensors that are left; FitError if nothing shows which factor
     reads the inputs."""
-    found: dict[str, tuple[StoredTensor, StoredTensor, tuple[bool, bool]]] = {}
+    factors: dict[str, tuple[StoredTensor, StoredTensor, tuple[bool, bool]]] = {}
     for left, right in two_of_a_kind(strange):
         placed = ((module, _weight(names, module)) for module in _above(left.name, right.name))
         module, weight = next(((m, w) for m, w in placed if w is not None), ("", None))
         product = left.shape[0], right.shape[1]
         if weight is not None and product in (weight, weight[::-1]):
-            found[module] = left, right, (product == weight, product == weight[::-1])
-    known = {(_leaf(m, a), _leaf(m, b)): fits for m, (a, b, fits) in found.items() if not all(fits)}
+            factors[module] = left, right, (product == weight, product == weight[::-1])
+    known = {(_leaf(m, a), _leaf(m, b)): fits for m, (a, b, fits) in factors.items() if not all(fits)}
     modules = []
-    for name, (left, right, fits) in found.items():
+    for name, (left, right, fits) in factors.items():
         upright, turned = known.get((_leaf(name, left), _leaf(name, right)), fits)
         if upright and turned:
             raise FitError(UNCLEAR, f"{path}: {left.name} and {right.name}", RENAME)

@@ -81,7 +81,7 @@ class Match:
     replaced: Mapping[str, StoredTensor]  # output key → the tensor that takes its place
     copies: Mapping[str, StoredTensor]  # base key → copy of the tensor in the adapter
     bases: Mapping[str, StoredTensor]  # copies that differ from the base's tensor and replace it
-    created: Mapping[str, tuple[Shape, str]]  # new tensor → its shape, and the tensor beside which it is stored
+    created: Mapping[str, tuple[Shape, str]]  # new tensor → its shape, and the tensor next to which it is stored
     grown: Mapping[str, Shape]  # base key → its larger shape
     placed: Sequence[str]  # modules with a place in the base
     unmatched: Mapping[str, str]  # module → reason
@@ -96,16 +96,16 @@ class Match:
     @property
     def algorithms(self) -> tuple[str, ...]:
         """The algorithms in use, the most frequent first."""
-        seen = Counter(u.patch.algorithm for uses in self.uses.values() for u in uses)
-        return (*(name for name, _ in seen.most_common()), *(["replacement"] if self.replaced else []))
+        counts = Counter(u.patch.algorithm for uses in self.uses.values() for u in uses)
+        return (*(name for name, _ in counts.most_common()), *(["replacement"] if self.replaced else []))
 
     @property
     def strengths(self) -> Mapping[str, Mapping[float, int]]:
         """Component → strength → number of modules; strength 0 for modules that are left out."""
-        found: dict[str, dict[float, int]] = {}
+        by_component: dict[str, dict[float, int]] = {}
         for (component, strength), count in sorted(self.applied.items(), key=lambda item: -item[0][1]):
-            found.setdefault(component, {})[strength] = count
-        return found
+            by_component.setdefault(component, {})[strength] = count
+        return by_component
 
     @property
     def modules(self) -> int:

@@ -20,7 +20,7 @@ from ..disk.files import StoredTensor
 from ..errors import InputError, ShapeMismatch
 from ..models.fused import Split, agreed
 from ..models.weights import RowSlice, WeightView, rows_of
-from ..row_ranges import Rows
+from ..row_ranges import RowNumbers
 
 PARTLY: Final = "a part of a split module has no place in the weight"
 ALL_PARTS: Final = (
@@ -38,7 +38,7 @@ class NoPlace(ValueError):
 
 
 @dataclass(frozen=True)
-class Parts:
+class RowParts:
     """The parts of one split module that an adapter has."""
 
     heights: Mapping[int, int]
@@ -52,20 +52,20 @@ class Parts:
         return [0, *accumulate(rows)] if together else []
 
 
-NO_PARTS: Final = Parts({})
+NO_PARTS: Final = RowParts({})
 
 
-def heights(modules: Iterable[Module]) -> Mapping[str, Parts]:
+def heights(modules: Iterable[Module]) -> Mapping[str, RowParts]:
     """Return split module → its parts."""
-    found: dict[str, dict[int, int]] = defaultdict(dict)
+    parts_of: dict[str, dict[int, int]] = defaultdict(dict)
     for module in modules:
         whole, number = split_row_part(module.name)
         if number is not None and module.parameter == "weight":
-            found[whole][number] = module.height
-    return {name: Parts(dict(sorted(parts.items()))) for name, parts in found.items()}
+            parts_of[whole][number] = module.height
+    return {name: RowParts(dict(sorted(parts.items()))) for name, parts in parts_of.items()}
 
 
-def place(view: WeightView, number: int, parts: Parts, splits: Mapping[str, Split]) -> WeightView:
+def place(view: WeightView, number: int, parts: RowParts, splits: Mapping[str, Split]) -> WeightView:
     """Return the rows of part `number` in the weight `view`; NoPlace if it has none, or if its rows do not fit.
 
     `splits`: source in the base → rows of every fused layer, in order. Without a source, the parts follow each
@@ -101,7 +101,7 @@ MOST_RUNS: Final = 10_000  # of rows that one adapter replaces; each takes some 
 SAVE_WHOLE: Final = "save the embeddings whole (modules_to_save), or merge the adapter in PEFT"
 
 
-def chosen_rows(info: StoredTensor, table: WeightView, rows: Rows, runs: int) -> WeightView:
+def chosen_rows(info: StoredTensor, table: WeightView, rows: RowNumbers, runs: int) -> WeightView:
     """Return the rows of an embedding that a tensor replaces, one piece for each run of them.
 
     `runs`: those of all such tensors so far. ShapeMismatch if the base has fewer rows; InputError for too many runs.

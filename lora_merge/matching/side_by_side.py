@@ -14,14 +14,20 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import Final
 
-from ..adapters.modules import Values
-from ..algorithms.lora import LORA
+from ..adapters.kohya_args import DYLORA, SPLIT
+from ..adapters.tensor_values import Values
+from ..algorithms import ALGORITHMS
 from ..disk.files import StoredTensor
 from ..models.fused import Split, agreed
 from ..models.weights import WeightView
 from ..text import Note
-from .formula import DYLORA, AdapterContext
+from .formula import AdapterContext
 from .patch import Patch
+
+LIKE_DYLORA: Final = Note(
+    "an up factor of its file has no axes of a kernel, as LyCORIS' DyLoRA saves it, and no metadata tells: scaled by "
+    "alpha / rank, as LyCORIS loads DyLoRA; it trains its last block with alpha / number of blocks"
+)
 
 FEWEST: Final = 3  # layers that the trainers split: q, k and v
 
@@ -45,17 +51,21 @@ def as_trained(
 
     `fused_in`: weight → source in the base → the rows of every fused layer, in order.
     """
-    blocks = patch.algorithm == LORA.name and context.dylora and not context.trained(LORA.name).has_arguments
-    dylora = (DYLORA,) if blocks else ()
+    words, arguments = ALGORITHMS[patch.algorithm].scale_words, context.arguments(patch.algorithm)
+    like_dylora = DYLORA in words and context.dylora and not arguments.has_arguments
+    dylora = (LIKE_DYLORA,) if like_dylora else ()
+    # Only factors of a kind that trainers split, with α, in a file without a configuration.
     up, alpha = patch.module.slots.get("up"), patch.module.shared.get("alpha")
-    if patch.algorithm != LORA.name or up is None or alpha is None or context.rules.of(patch.module.name).kind:
+    if SPLIT not in words or up is None or alpha is None or context.rules.of(patch.module.name).kind:
         return patch, dylora
+    # Only on a weight that fuses enough layers.
     evidence = fused_in(patch.view)
     fused = agreed(evidence) if evidence else ()
     n = len(fused)
     if n < FEWEST:
         return patch, dylora
-    rank, said = prod(up.shape[1:]), context.trained(LORA.name).split
+    rank, said = prod(up.shape[1:]), arguments.split
+    # Decide by the metadata and by the zeros of `up`.
     if not said and not _looks_split(up, fused, context.values):
         return patch, dylora
     split = rank % n == 0 and _is_split(up, fused, context.values)

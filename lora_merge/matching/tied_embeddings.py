@@ -16,7 +16,6 @@ from typing import Final
 
 from ..adapters.modules import Module
 from ..adapters.peft.methods import MLX
-from ..algorithms.lora import LORA
 from ..disk.files import StoredTensor
 from ..dtypes import Shape
 from ..errors import FitError, MergeError
@@ -25,7 +24,7 @@ from ..models.part_factors import Strengths
 from ..models.tied_weights import EMBEDDINGS, LM_HEAD, SHARED_LAYERS, TiedPair
 from ..models.weights import WeightView, whole
 from ..options import Unmatched
-from ..row_ranges import Rows
+from ..row_ranges import RowNumbers
 from ..text import Note, listed
 from .formula import AdapterContext
 from .patch import Match, PatchPart
@@ -58,7 +57,7 @@ class AdapterPair:
         self.sources = tied.sources if tied else {}
         self.bias = tied.own_bias if tied else ""
         self.weight = next(iter(self.sources), "")  # name of the weight that a separate head gets
-        self.own = {key: replace(info, name=key) for key, info in self.sources.items()}
+        self.new_tensors = {key: replace(info, name=key) for key, info in self.sources.items()}
 
     def is_head(self, name: str) -> bool:
         """Return whether a module's name is that of the head."""
@@ -72,35 +71,37 @@ class AdapterPair:
         return self.is_head(name) or (name.rpartition(".")[2] in EMBEDDING_NAMES and self.changes_both(name))
 
     @property
-    def own_weight(self) -> WeightView | None:
+    def new_weight(self) -> WeightView | None:
         """The new tensor of the head; None where it can have none."""
-        return whole(self.weight, self.own[self.weight].shape) if self.own else None
+        return whole(self.weight, self.new_tensors[self.weight].shape) if self.new_tensors else None
 
     def place(self, info: StoredTensor, name: str, parameter: str, *, rows: bool) -> WeightView | None:
         """Return the place of a value, or of rows, for a head that the base does not store; None without a place."""
         key = self.weight if parameter == "weight" else f"{self._head}.{parameter}"
-        if self.tied is None or not self.is_end(name) or (parameter != "weight" and key not in self.own):
+        # Only for an end that the base does not store.
+        if self.tied is None or not self.is_end(name) or (parameter != "weight" and key not in self.new_tensors):
             return None
+        # The embeddings, if both ends change; else the new head, if it can have one.
         shared = self.sources.get(key, self.tied.info)
         if self.changes_both(info.name):
             return whole(shared.name, shared.shape)
         strange = self.context.adapter.strange
         others = [t for t in strange if t is not info and t.shape == info.shape]
-        if not self.own or (info.shape != shared.shape and not others and not rows):
+        if not self.new_tensors or (info.shape != shared.shape and not others and not rows):
             return None
         if parameter != "weight" and not any(t.name == f"{info.name.removesuffix(parameter)}weight" for t in strange):
             return whole(shared.name, shared.shape)  # saved by both names of one parameter
         return whole(key, shared.shape)
 
     @cached_property
-    def trained(self) -> Mapping[Rows, Sequence[tuple[str, StoredTensor]]]:
+    def trained(self) -> Mapping[RowNumbers, Sequence[tuple[str, StoredTensor]]]:
         """Trained tokens → the modules for which the adapter trained them, and what it stores for each."""
-        found: dict[Rows, list[tuple[str, StoredTensor]]] = {}
+        by_rows: dict[RowNumbers, list[tuple[str, StoredTensor]]] = {}
         for info in self.context.adapter.strange:
             value = self.context.rules.of(info.name).stored_value(info.name)
             if value and value.rows is not None:
-                found.setdefault(value.rows, []).append((value.target.rpartition(".")[0], info))
-        return found
+                by_rows.setdefault(value.rows, []).append((value.target.rpartition(".")[0], info))
+        return by_rows
 
     def start_of(self, view: WeightView) -> WeightView:
         """Return the view with the values that a place starts from: for a new head the embeddings."""
@@ -109,10 +110,10 @@ class AdapterPair:
 
     def key(self, view: WeightView) -> str:
         """Return the name of a new tensor of the head; "" for all other places."""
-        return view.row_slices[0].key if view.row_slices[0].key in self.own else ""
+        return view.row_slices[0].key if view.row_slices[0].key in self.new_tensors else ""
 
     def changes_both(self, name: str) -> bool:
-        """Return whether the module changes both ends: PEFT was told to tie them, and the saved changes are equal.
+        """Return whether the module changes both ends: the configuration ties them, and the saved changes are equal.
 
         PEFT looks for ends named `embed_tokens` or `lm_head`, which encoders do not have.
         """
@@ -124,7 +125,7 @@ class AdapterPair:
 
     def separates(self, name: str) -> bool:
         """Return whether a module of the adapter changes one end alone, and the two ends can be stored separately."""
-        return bool(self.own and self.context.rules.of(name).kind) and not self.changes_both(name)
+        return bool(self.new_tensors and self.context.rules.of(name).kind) and not self.changes_both(name)
 
     @cached_property
     def _has_both(self) -> bool:
@@ -148,17 +149,19 @@ class AdapterPair:
 
     def _scale(self, module: Module) -> float:
         """Return the scale in PEFT, which each end has for itself, also where both share the factors."""
-        return self.context.rules.of(module.name).numbers(LORA.name, module.name, module.shapes).get("scale", 1.0)
+        rules = self.context.rules.of(module.name)
+        formula = next((name for name in module.complete if name in rules.method.algorithms), "")
+        return rules.numbers(formula, module.name, module.shapes).get("scale", 1.0)
 
     def _transposed(self, heads: Sequence[Module], tables: Sequence[Module]) -> Iterator[str]:
         """Yield the heads whose A is the transpose of the B of embeddings, the smaller two of the four factors, and
         these embeddings."""
         numbers = self.context.values.numbers
-        found = [(m.name, numbers(m.slots["down"])) for m in heads]
+        of_heads = [(m.name, numbers(m.slots["down"])) for m in heads]
         columns = [(m, numbers(m.slots["up"]), m.slots["up"].shape[-1]) for m in tables]
-        other = [(m.name, tuple(v for k in range(n) for v in values[k::n])) for m, values, n in columns]
-        common = {values for _, values in found} & {values for _, values in other}
-        yield from (name for name, values in (*found, *other) if values in common)
+        of_tables = [(m.name, tuple(v for k in range(n) for v in values[k::n])) for m, values, n in columns]
+        common = {values for _, values in of_heads} & {values for _, values in of_tables}
+        yield from (name for name, values in (*of_heads, *of_tables) if values in common)
 
 
 def separate(
@@ -169,20 +172,22 @@ def separate(
     `ends`: module that changes one end → the tensor that it changes. FitError where PEFT trained one end and the two
     cannot be stored separately, unless `unmatched` is "skip": then both change.
     """
+    # The modules that change one end, and those of them that can only change both.
     changed = {name: key for name, key in ends.items() if strengths.factor(key, "model")}
-    both = {name: key for name, key in changed.items() if key not in pair.own and not pair.separates(name)}
+    both = {name: key for name, key in changed.items() if key not in pair.new_tensors and not pair.separates(name)}
     separated = pair.sources if len(both) < len(changed) else {}
     if unmatched == "error" and (refusal := _refusal(pair, {} if separated else both)):
         raise refusal
+    # The new head, with the changes that it takes from the embeddings.
     created = {**match.created, **{key: (source.shape, source.name) for key, source in separated.items()}}
     notes = [Note(APART.format(head=pair.weight, table=separated[pair.weight].name))] if separated else []
-    made, more = _with_tokens_of_head(pair, replace(match, separated=separated, created=created), strengths)
+    merged, end_notes = _with_tokens_of_head(pair, replace(match, separated=separated, created=created), strengths)
     if both and not separated:
         shared = ", ".join(sorted({*both.values()}))
-        more.append(Note(f"{listed([*both], 2)}: the head is tied to {shared}, so both ends change; {DIFFERS}"))
-    elif not separated and pair.tied and (pair.shared in made.replaced or pair.shared in made.uses):
-        more.append(Note(f"the head is tied to {pair.shared} and changes with it"))
-    return replace(made, notes=(*made.notes, *notes, *more))
+        end_notes.append(Note(f"{listed([*both], 2)}: the head is tied to {shared}, so both ends change; {DIFFERS}"))
+    elif not separated and pair.tied and (pair.shared in merged.replaced or pair.shared in merged.uses):
+        end_notes.append(Note(f"the head is tied to {pair.shared} and changes with it"))
+    return replace(merged, notes=(*merged.notes, *notes, *end_notes))
 
 
 def _refusal(pair: AdapterPair, both: Mapping[str, str]) -> MergeError | None:
@@ -205,6 +210,7 @@ def _with_tokens_of_head(pair: AdapterPair, match: Match, strengths: Strengths) 
     Trained tokens change both ends, unless the head has trained tokens of its own. The same holds for a bias.
     """
     uses, replaced, notes = dict(match.uses), dict(match.replaced), list[Note]()
+    # Trained tokens of the embeddings.
     head = next((key for key in match.separated if key.endswith(".weight")), pair.stored)
     tokens = [use for use in uses.get(pair.shared, ()) if _trains_tokens(use)]
     if pair.bias and tokens:
@@ -215,15 +221,16 @@ def _with_tokens_of_head(pair: AdapterPair, match: Match, strengths: Strengths) 
             strength = strengths.factor(head, "model")
             tokens = [_moved(use, head, strength) for use in tokens if strength]
         uses[head] = [*uses.get(head, ()), *tokens]
+    # Other new tensors of the head, such as a bias.
     for key in match.separated.keys() - {head} - uses.keys() - replaced.keys():
         source = match.separated[key].name
         uses |= {key: uses[source]} if source in uses else {}
         replaced |= {key: replaced[source]} if source in replaced else {}
-    made = replace(match, uses=uses, replaced=replaced)
-    if not pair.stored or not _differ(pair, made):
-        return made, notes
+    changed = replace(match, uses=uses, replaced=replaced)
+    if not pair.stored or not _differ(pair, changed):
+        return changed, notes
     notes.append(Note(f"{head} and {pair.shared} now differ: tie_word_embeddings is now false"))
-    return replace(made, untied=head), notes
+    return replace(changed, untied=head), notes
 
 
 def _differ(pair: AdapterPair, match: Match) -> bool:
@@ -257,11 +264,11 @@ def shared_layers(context: AdapterContext) -> MergeError | None:
     return FitError(what, f"{context.adapter.path}: {listed(names)}", fix) if names else None
 
 
-def check_separations(adapters: Sequence[Adapter], matched: Sequence[Match]) -> None:
+def check_separations(adapters: Sequence[Adapter], matches: Sequence[Match]) -> None:
     """Raise FitError if one adapter separates the head from the embeddings and another changes both as one."""
-    for number, one in enumerate(matched):
-        for head, info in one.separated.items():
-            for other, adapter in zip(matched, adapters, strict=True):
+    for number, match in enumerate(matches):
+        for head, info in match.separated.items():
+            for other, adapter in zip(matches, adapters, strict=True):
                 if head not in other.separated and info.name in {*other.uses, *other.replaced}:
                     raise FitError("one adapter trained the head apart from the embeddings, another the two as one",
                                    f"{info.name}: by {adapters[number].path} and {adapter.path}",

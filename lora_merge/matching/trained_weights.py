@@ -142,10 +142,10 @@ def _key(info: StoredTensor, names: Names, base: Mapping[str, StoredTensor]) -> 
     return name if name in base and _fits(info, base[name]) else None
 
 
-def _fits(info: StoredTensor, own: StoredTensor) -> bool:
+def _fits(info: StoredTensor, old: StoredTensor) -> bool:
     """Return whether a tensor can replace one of the base; tables of tokens may have more rows."""
-    return info.shape == own.shape or (len(own.shape) == len(info.shape) == 2 and info.shape[0] >= own.shape[0]
-                                       and info.shape[1:] == own.shape[1:])  # fmt: skip
+    return info.shape == old.shape or (len(old.shape) == len(info.shape) == 2 and info.shape[0] >= old.shape[0]
+                                       and info.shape[1:] == old.shape[1:])  # fmt: skip
 
 
 def _below_one_prefix(infos: Sequence[StoredTensor], base: Mapping[str, StoredTensor], hints: set[str]) -> list[str]:
@@ -173,6 +173,7 @@ def _prefixes(tails: Sequence[str], infos: Sequence[StoredTensor], base: Mapping
     for key in base:
         if key.endswith(longest) and (key == longest or key[: -len(longest)].endswith(".")):
             prefix = key[: -len(longest)]
-            own = [base.get(f"{prefix}{tail}") for tail in tails]
-            if all(one is not None and info.shape == one.shape for info, one in zip(infos, own, strict=True)):
+            weights = [base.get(f"{prefix}{tail}") for tail in tails]
+            pairs = zip(infos, weights, strict=True)
+            if all(weight is not None and info.shape == weight.shape for info, weight in pairs):
                 yield prefix

@@ -14,7 +14,7 @@ from ..adapter_options import KEEP
 from ..adapters_out.change import Evaluator
 from ..adapters_out.combined_change import combine as combined
 from ..adapters_out.combined_change import decomposing, spectrum
-from ..adapters_out.job import make_adapter_job
+from ..adapters_out.commands import COMMANDS
 from ..adapters_out.output_names import body_of, joined
 from ..adapters_out.rank_rules import EXACT, Rule
 from ..adapters_out.report import AdapterReport
@@ -129,7 +129,7 @@ class Changes:
         return {}
 
     def _spectrum(self, name: str, base: str | None) -> list[float]:
-        job = make_adapter_job("combine", [(a.path, s) for a, s in self.terms], "sum.safetensors", base, {})
+        job = COMMANDS["combine"].job([(a.path, s) for a, s in self.terms], "sum.safetensors", base, {})
         if base not in self._opened:
             self._opened[base] = open_sources(job)
         sources = self._opened[base]

@@ -23,7 +23,7 @@ FP8: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 PLAIN_MODEL: Final = "give the unquantised model, or merge into its files with `merge`"
 
 
-class Pipeline(Protocol):
+class LivePipeline(Protocol):
     """A diffusers pipeline, or another object with named parts, some of which are torch modules."""
 
     @property

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ..adapter_arguments import adapter_path
-from ..adapters.modules import AdapterFile, FileValues, Module, group
+from ..adapters.modules import AdapterFile, Module, group
 from ..adapters.stated import rules_of
+from ..adapters.tensor_values import FileValues
 from ..algorithms import ALGORITHMS, DoesNotFit
 from ..boundary import public
 from ..disk.reader import Reader
@@ -28,7 +29,7 @@ from ..errors import InputError, TooLarge, UsageError, misfit
 from ..files.checkpoint import open_checkpoint
 from ..job import SETTING
 from ..matching.formula import AdapterContext, choose
-from ..matching.orientation import Base, Place
+from ..matching.orientation import BaseLayers, ModulePlace
 from ..matching.patch import PatchPart
 from ..models.weights import Weight, whole
 from ..planning.plan import OutputTensor
@@ -118,8 +119,8 @@ class LoadedAdapter(Shown):
         rows, cols = flat(shape)
         view = whole("weight", shape)
         settings = {} if fan_in_fan_out is None else {SETTING: fan_in_fan_out}
-        layers = Base((), lambda _: False, lambda: [Place(module, view, None)])
-        context = AdapterContext(0, self.file, self._rules, FileValues(), given=settings, base=layers)
+        layers = BaseLayers((), lambda _: False, lambda: [ModulePlace(module, view, None)])
+        context = AdapterContext(0, self.file, self._rules, FileValues(), user_settings=settings, base=layers)
         patch = choose(module, view, context, {"weight": view}).patch
         at = place("cpu", "F64" if ALGORITHMS[patch.algorithm].decomposes else "F32")
         with Reader([self.file.index]) as reader, torch.no_grad():

@@ -27,7 +27,7 @@ from ..planning.plan import OutputTensor
 from ..progress import Progress, watched
 from ..text import Shown, listed, plural
 from ..typed_options import PythonOptions
-from .live_model import Pipeline, live_model, live_tensors
+from .live_model import LivePipeline, live_model, live_tensors
 from .merging import KEEP, MemoryAdapters, prepare, warn_of
 from .spans import repeats, shared
 
@@ -94,7 +94,9 @@ class MergedModel(Shown):
                 if data is None:
                     failed.append(name)
                     continue
-                self._originals[name] = partial(_kept, data)  # if this is interrupted now, `undo` can be called again
+                self._originals[name] = partial(
+                    _unchanged, data
+                )  # if this is interrupted now, `undo` can be called again
                 _write(tensor, data)
                 del self._originals[name]
         if failed:
@@ -157,7 +159,7 @@ class MergedModel(Shown):
 
         Parameters:
             name: Of the tensor, as in the model's state dict.
-            made: Its new numbers, of the same shape and dtype.
+            merged: Its new numbers, of the same shape and dtype.
         """
         tensor = self._tensors[name]
         old = _KEEPERS[self._keep](tensor, merged)
@@ -183,7 +185,7 @@ class MergedModel(Shown):
 @public
 @undisturbed()
 def merge_into(
-    model: Module | Pipeline,
+    model: Module | LivePipeline,
     adapters: MemoryAdapters,
     *,
     keep: Keep = "host",
@@ -289,16 +291,16 @@ def _write(tensor: Tensor, data: Tensor) -> None:
         tensor.detach().copy_(data.view(tensor.dtype).view(tensor.shape))
 
 
-def _kept(data: Tensor, _: Tensor) -> Tensor:
+def _unchanged(data: Tensor, _: Tensor) -> Tensor:
     return data
 
 
 def _on_host(tensor: Tensor, _: Tensor) -> Restore:
-    return partial(_kept, as_bytes(host(tensor)).clone())
+    return partial(_unchanged, as_bytes(host(tensor)).clone())
 
 
 def _on_device(tensor: Tensor, _: Tensor) -> Restore:
-    return partial(_kept, as_bytes(tensor.detach().resolve_neg()).clone())
+    return partial(_unchanged, as_bytes(tensor.detach().resolve_neg()).clone())
 
 
 def _compressed(tensor: Tensor, merged: Tensor) -> Restore:

@@ -23,17 +23,17 @@ from ..change_statistics import Measures
 from ..disk.reader import Reader
 from ..disk.scale_spool import PartBytes
 from ..dtypes import COMPUTE_DTYPES, FORMATS
-from ..engine.block_folder import BlockMerger
+from ..engine.block_folder import BlockFolder, FoldOptions
 from ..engine.change_effect import check_effect
 from ..engine.change_norms import replaced, replaced_measures
 from ..engine.devices import fastest, one_core, places, threads
 from ..engine.patch_tensors import PatchTensors
-from ..engine.quantised_output import made_again
+from ..engine.quantised_output import refolded
 from ..engine.recoding import new_parts, refitted
 from ..engine.row_blocks import Block, blocks, portions
-from ..engine.stages import Outcome
+from ..engine.tasks import FoldTask, Merged
 from ..engine.tensor_moves import TORCH_DTYPES, Placement, convert, settle
-from ..engine.tensors import Fetch, Item, TensorCache, as_bytes, decoded, stored_numbers
+from ..engine.tensors import Fetch, TensorCache, as_bytes, decoded, stored_numbers
 from ..engine.windows import WINDOW_BYTES
 from ..errors import UsageError
 from ..files.checkpoint import Index, open_checkpoint
@@ -77,7 +77,7 @@ class MemoryMerge:
 
     matched: Matched
     at: tuple[Placement, ...]
-    own: Mapping[str, Tensor]
+    base_tensors: Mapping[str, Tensor]
     """Name → tensor of the base whose result is made on the device of that tensor; empty: all results on the CPU."""
     lent: Mapping[str, Tensor]
     """Tensors of adapters that the caller holds."""
@@ -97,10 +97,10 @@ class MemoryMerge:
         """Yield every tensor of the result."""
         return (target for _, target in outputs(self.matched))
 
-    def _own(self, name: str) -> Tensor:
+    def _base_tensor(self, name: str) -> Tensor:
         """Return the base's tensor of this name; no numbers, on the device of its weight, for a new bias."""
-        tensor = self.own.get(name)
-        return self.own[name.removesuffix("bias") + "weight"].new_empty(0) if tensor is None else tensor
+        tensor = self.base_tensors.get(name)
+        return self.base_tensors[name.removesuffix("bias") + "weight"].new_empty(0) if tensor is None else tensor
 
     def _pool(self, stack: ExitStack) -> ThreadPoolExecutor | None:
         """Return the threads that fold on a CPU, each on one core, as the number of threads of one operation changes
@@ -121,25 +121,27 @@ class MemoryMerge:
             reader = stack.enter_context(Reader(f.index for f in inputs.adapters))
             factors = TensorCache(reader, frozenset(p for f in inputs.adapters for p in f.index.files))
             tensors = PatchTensors(factors.fetch, self.matched.weights)
-            folder = BlockMerger.of(self.job, self.at, tensors, self._pool(stack))
-            stack.callback(folder.leave)
+            folder = BlockFolder(self.at, tensors, self._pool(stack), FoldOptions.of(self.job, self.at))
+            stack.callback(folder.lanes.leave)
             late = inputs.base.beside
             results: dict[str, tuple[OutputTensor, Tensor]] = {}
             parts: list[PartBytes] = []
             for some in portions(self.targets(), attrgetter("nbytes"), WINDOW_BYTES):
-                in_memory = {t.name: self._own(t.source.name) for t in some if self.own and self.of_base(t)}
-                merged, outcome = _merged(some, folder, in_memory, saturated)
-                parts += outcome.parts
-                measures.take(outcome.measured)
+                in_memory = {
+                    t.name: self._base_tensor(t.source.name) for t in some if self.base_tensors and self.of_base(t)
+                }
+                tensors_of_result, merged = _merged(some, folder, in_memory, saturated)
+                parts += merged.parts
+                measures.take(merged.measures)
                 measures.know(folder.norms(some).norms)
                 for target in some:
                     name = target.in_file[0]
                     if name in late:
-                        results[name] = target, merged[name]
+                        results[name] = target, tensors_of_result[name]
                     else:
-                        give(target, merged[name])
+                        give(target, tensors_of_result[name])
                 factors.forget()
-                tensors.kept.clear()
+                tensors.cache.clear()
                 report(sum(target.nbytes for target in some))
             whole = replaced(self.targets(), inputs.base, self.matched.adapters)
             measures.take(replaced_measures(whole, factors.read))
@@ -203,24 +205,24 @@ def _device(tensors: Iterable[Tensor]) -> str:
 @torch.no_grad()
 @torch.inference_mode(mode=False)  # a mode of the calling thread alone, with tensors that no other thread may write
 def _merged(
-    targets: Sequence[OutputTensor], folder: BlockMerger, live: Mapping[str, Tensor], saturated: Counter[str]
-) -> tuple[dict[str, Tensor], Outcome]:
+    targets: Sequence[OutputTensor], folder: BlockFolder, live: Mapping[str, Tensor], saturated: Counter[str]
+) -> tuple[dict[str, Tensor], Merged]:
     """Return (name → result, parts of codes and measures); adds to the counts of cut numbers."""
-    merged, items, fetch = {}, [], folder.tensors.fetch
+    tensors, tasks, fetch = {}, [], folder.tensors.fetch
 
     def put(target: OutputTensor, block: Block, numbers: Tensor, into: Tensor) -> None:
         values = decoded(numbers, target.weight, *block.stored, fetch).view(into.shape) if target.recoded else numbers
         if not convert(values, into):
-            saturated[target.name] += settle(target.name, values, into, saturate=folder.saturate)
+            saturated[target.name] += settle(target.name, values, into, saturate=folder.options.saturate)
 
     for target in targets:
         padded, (name, dtype, shape) = target.weight.padded, target.in_file
         value = live.get(target.name)
         if target.copied:
-            merged[name] = fetch(replace(target.source, dtype=dtype, shape=shape)) if value is None else value.detach()
+            tensors[name] = fetch(replace(target.source, dtype=dtype, shape=shape)) if value is None else value.detach()
             continue
         device = "cpu" if value is None else value.device
-        out = merged[name] = torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=device)
+        out = tensors[name] = torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=device)
         _copy_padding(target, out, fetch)
         for block in blocks(target):
             if value is None or target.weight.packed:
@@ -229,20 +231,20 @@ def _merged(
                 numbers = value.detach().resolve_neg().reshape(-1).narrow(0, *block.stored)
             into = _rows(out, target, block)
             numbers = numbers if padded or target.weight.packed else numbers.view(into.shape)
-            if block.folded(drawn=folder.draw is not None):
-                items.append(Item(block, numbers, into))
+            if block.folded(drawn=folder.options.draw is not None):
+                tasks.append(FoldTask(block, numbers, into))
             else:
                 put(target, block, numbers, into)
-    outcome = folder.fold(items)
-    saturated += outcome.cut
-    for target in (t for t in targets if t.name in outcome.largest):
-        new = refitted(target, outcome.largest[target.name], fetch)
-        outcome = replace(outcome, measured=tuple(m for m in outcome.measured if m.tensor != target.name))
-        for block, codes, again in made_again(new, folder):
-            _rows(merged[target.stored], target, block).copy_(codes)
-            outcome += replace(again, largest={})
-        outcome += Outcome(parts=tuple(new_parts(new)))
-    return merged, outcome
+    merged = folder.fold(tasks)
+    saturated += merged.cut
+    for target in (t for t in targets if t.name in merged.uncovered):
+        new = refitted(target, merged.uncovered[target.name], fetch)
+        merged = replace(merged, measures=tuple(m for m in merged.measures if m.tensor != target.name))
+        for block, codes, again in refolded(new, folder):
+            _rows(tensors[target.stored], target, block).copy_(codes)
+            merged += again
+        merged += Merged(parts=tuple(new_parts(new)))
+    return tensors, merged
 
 
 def _copy_padding(target: OutputTensor, out: Tensor, fetch: Fetch) -> None:

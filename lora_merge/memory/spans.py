@@ -15,7 +15,7 @@ ADDRESSED: Final = ("cpu", "cuda", "xpu")
 
 
 @dataclass(frozen=True)
-class Span:
+class ByteSpan:
     """The bytes from the first to the last that a tensor touches."""
 
     space: tuple[str, int]  # device, and the storage where pointers are no addresses
@@ -41,7 +41,7 @@ def shared(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Itera
     A tensor that is in both tables is such a pair. Tensors without values touch no byte.
     """
     rows = [(side, span) for side, table in enumerate((tensors, others)) for span in _spans(table)]
-    live: tuple[list[Span], list[Span]] = [], []
+    live: tuple[list[ByteSpan], list[ByteSpan]] = [], []
     for side, span in sorted(rows, key=lambda row: (row[1].space, row[1].low)):
         for spans in live:
             spans[:] = [s for s in spans if s.high > span.low and s.space == span.space]
@@ -68,15 +68,15 @@ def _axes(tensor: Tensor) -> list[tuple[int, int]]:
     return sorted((step, n) for n, step in zip(tensor.shape, tensor.stride(), strict=True) if n > 1)
 
 
-def _spans(tensors: Mapping[str, Tensor]) -> Iterator[Span]:
+def _spans(tensors: Mapping[str, Tensor]) -> Iterator[ByteSpan]:
     for name, tensor in tensors.items():
         if tensor.numel() and not tensor.is_meta:
             low, numbers = tensor.data_ptr(), 1 + sum((n - 1) * step for step, n in _axes(tensor))
             handle = 0 if tensor.device.type in ADDRESSED else tensor.untyped_storage().data_ptr()
-            yield Span((str(tensor.device), handle), low, low + numbers * tensor.element_size(), name, tensor)
+            yield ByteSpan((str(tensor.device), handle), low, low + numbers * tensor.element_size(), name, tensor)
 
 
-def _touch(a: Span, b: Span) -> bool:
+def _touch(a: ByteSpan, b: ByteSpan) -> bool:
     """Return whether the tensors of two spans that overlap touch a common byte."""
     (starts, length), (others, width) = sorted((a.runs, b.runs), key=lambda runs: len(runs[0]))
     last = torch.searchsorted(others, starts + length) - 1  # of the runs of b, the last that begins before each end

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..adapters.modules import FileValues
+from ..adapters.tensor_values import FileValues
 from ..disk.files import Memory, StoredTensor
 from ..engine.tensor_moves import FILE_DTYPES, host
 from ..errors import InputError

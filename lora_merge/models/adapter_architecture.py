@@ -20,7 +20,7 @@ Seen: TypeAlias = frozenset[tuple[str, Shape]]
 _BLOCK = re.compile(r"_\d+_")
 
 
-def seen(modules: Mapping[str, Shape]) -> Seen:
+def modules_of(modules: Mapping[str, Shape]) -> Seen:
     """Return the modules of one network with flat names; blocks that differ only in their number become one."""
     return frozenset(
         (_BLOCK.sub("_0_", name.lower().replace(".", "_"), count=1), shape[:2]) for name, shape in modules.items()

@@ -184,14 +184,14 @@ class Blocks:
     """The blocks of the short list; () if the model has no short list."""
     of: Callable[[str], str]
     """Key of the base → its block; "" for a tensor without a block, such as one of a VAE."""
-    own: Mapping[str, str] = field(default_factory=dict)
+    user_presets: Mapping[str, str] = field(default_factory=dict)
     """The user's presets: name → list of numbers, or the name of another preset."""
     loose: Callable[[str], bool] = lambda _: False
     """Whether a tensor of a U-Net is in no block, so that it counts as BASE or as the last; other programs differ."""
 
     def unnamed(self, value: str) -> frozenset[str]:
         """Return the blocks that a list does not name, whose weight is 0: those that only the full list has."""
-        short = bool(self.few) and self.own.get(value, value).count(",") + 1 == len(self.few)
+        short = bool(self.few) and self.user_presets.get(value, value).count(",") + 1 == len(self.few)
         return frozenset(self.order) - {*self.few} if short else frozenset()
 
     def chosen(self, text: str) -> frozenset[str]:
@@ -218,7 +218,7 @@ class Blocks:
 
     def weights(self, value: str, where: str) -> Mapping[str, float]:
         """Return block → factor for a list of numbers, a preset or `ALL0.5`; UsageError for anything else."""
-        value = self.own.get(value, value)
+        value = self.user_presets.get(value, value)
         if value in (*PRESETS, FLUX_ALL, *CURVES):
             return self._preset(value, where)
         constant = re.fullmatch(r"ALL([0-9.]+)", value)
@@ -227,7 +227,7 @@ class Blocks:
             if not all(map(isfinite, numbers)):
                 raise ValueError("not finite")
         except ValueError as e:
-            known = (*self.own, *PRESETS, FLUX_ALL, *CURVES)
+            known = (*self.user_presets, *PRESETS, FLUX_ALL, *CURVES)
             near = get_close_matches(value[:60].upper(), known, 2, 0.75)
             fix = f"did you mean {' or '.join(near)}? " if near else ""
             fix += f"give a list of numbers or one of {', '.join(known)}"

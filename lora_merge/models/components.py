@@ -140,7 +140,7 @@ def _identified(component: Component, extra: Architecture | None) -> Component:
         return None if key is None else shapes[key]
 
     among = [a for a in shipped() if _may_be(a, component.role)]
-    hit = _one(shape_of, among, extra) or _cut_down(keys, shapes, among)
+    hit = _single_network(shape_of, among, extra) or _cut_down(keys, shapes, among)
     if hit:
         kind = kind or _kind(hit[0], keys, shapes)
     if component.role == "te":
@@ -181,7 +181,7 @@ def _rest(
     prefixes = () if aside else [p for p in LOOSE if not p or p.partition(".")[0] in levels]
 
     def exactly(prefix: str) -> tuple[Architecture, str] | None:
-        return _one(lambda body: shapes.get(prefix + body), shipped(), extra)
+        return _single_network(lambda body: shapes.get(prefix + body), shipped(), extra)
 
     def without_one(prefix: str) -> tuple[Architecture, str] | None:
         return _cut_down(_without(prefix, loose), shapes, shipped())
@@ -209,7 +209,7 @@ def _without(prefix: str, keys: Iterable[str]) -> dict[str, str]:
     return {key.removeprefix(prefix): key for key in keys}
 
 
-def _one(
+def _single_network(
     shape_of: Callable[[str], Shape | None], among: Sequence[Architecture], extra: Architecture | None
 ) -> tuple[Architecture, str] | None:
     """Return the (architecture, layout) that fits, the user's first; None if none or several fit.

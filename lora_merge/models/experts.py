@@ -118,7 +118,7 @@ def weight_of(module: re.Match[str], find: Find, stack: Stack | None, architectu
     """Return [out, in] of one expert's layer, or [E, out, in] of all experts'; None if the base lacks it."""
     parts, interleaved = PARTS[module["leaf"]], architecture in INTERLEAVED
 
-    def one(expert: int) -> WeightView | None:
+    def weight_of_expert(expert: int) -> WeightView | None:
         if stack is not None and len(parts) > 1:
             return stack.part("both", expert, interleaved=interleaved)
         views = [
@@ -129,10 +129,10 @@ def weight_of(module: re.Match[str], find: Find, stack: Stack | None, architectu
         return stacked(parts_of_expert) if len(parts_of_expert) == len(parts) else None
 
     if module["number"] is not None:
-        return one(int(module["number"]))
+        return weight_of_expert(int(module["number"]))
     experts: list[WeightView] = []
     for expert in count():
-        if expert > MOST_EXPERTS or (view := one(expert)) is None:
+        if expert > MOST_EXPERTS or (view := weight_of_expert(expert)) is None:
             break
         experts.append(view)
     every = stacked(experts) if len({view.shape for view in experts}) == 1 else None

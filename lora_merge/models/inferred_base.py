@@ -14,9 +14,9 @@ from typing import Final, NamedTuple, TypeAlias
 
 from ..dtypes import Shape
 from ..errors import AmbiguousName
-from .adapter_architecture import architectures, seen
+from .adapter_architecture import architectures, modules_of
 from .architectures import Architecture, shipped
-from .architectures.notation import Table, fill
+from .architectures.notation import RowTable, fill
 from .components import ENCODER_IDS, labelled
 from .name_table import FlatForms, filled, form, numbers_in, other_names, parameter_forms
 from .names import Names, of_the_denoiser, written
@@ -38,7 +38,7 @@ Forms: TypeAlias = Mapping[str, str]
 """Form of a name that adapters use, with its parameter → form of the tensor's own name."""
 
 
-class Change(NamedTuple):
+class InferredParameter(NamedTuple):
     """A parameter that an adapter changes: the module by the adapter's name, `weight` or `bias`, its shape."""
 
     module: str
@@ -46,19 +46,19 @@ class Change(NamedTuple):
     shape: Shape
 
 
-class NotTold(ValueError):
+class UnknownBaseError(ValueError):
     """A fact about the base that the adapter does not show; the message says which."""
 
 
-class OtherModel(NotTold):
+class OtherModel(UnknownBaseError):
     """A name that the architecture lacks."""
 
 
-def candidates(changes: Sequence[Change]) -> Sequence[Architecture]:
+def candidates(changes: Sequence[InferredParameter]) -> Sequence[Architecture]:
     """Return the architectures that an adapter's names and widths fit; NotTold if there is none."""
     bodies = of_the_denoiser({c.module: c.shape for c in changes if c.parameter == "weight"})
-    if not (fitting := architectures(seen(bodies))):
-        raise NotTold("the names of its modules fit no model that is known")
+    if not (fitting := architectures(modules_of(bodies))):
+        raise UnknownBaseError("the names of its modules fit no model that is known")
     return fitting
 
 
@@ -69,17 +69,17 @@ def has_words(architecture: Architecture) -> bool:
 
 def names_all(architecture: Architecture, modules: Iterable[str]) -> bool:
     """Return whether all modules have names of an architecture, in one of its layouts."""
-    some = [Change(module, "weight", ()) for module in modules]
+    some = [InferredParameter(module, "weight", ()) for module in modules]
     layouts = (CANONICAL, *architecture.spellings)
     return any(len(_in_layout(architecture, layout, some)) == len(some) for layout in layouts)
 
 
-def assumed(changes: Sequence[Change], architecture: Architecture) -> list[Component]:
+def assumed(changes: Sequence[InferredParameter], architecture: Architecture) -> list[Component]:
     """Return the networks that an adapter changes, with those of their tensors that it changes, the denoiser first.
 
     The tensors' keys are those of a base in the adapter's own words. NotTold where the adapter does not show them.
     """
-    by_network: dict[str, list[Change]] = {}
+    by_network: dict[str, list[InferredParameter]] = {}
     for change in changes:
         hint, _ = innermost(change.module)
         by_network.setdefault(_network(hint, architecture, change.module), []).append(change)
@@ -103,12 +103,12 @@ def complete(component: Component, layout: str) -> Component:
             raise OtherModel(f"{name} has numbers that the layout {layout} lacks")
         for hit in hits:
             if hit.row.stack:
-                raise NotTold("the number of experts is not in its file")
+                raise UnknownBaseError("the number of experts is not in its file")
             parts = [(".".join(fill(part.path, hit.bound) + hit.tail), part.sized) for part in hit.row.parts]
             equal = next((canonical_shapes[n][0] for n, sized in parts if n in canonical_shapes and not sized), 0)
             for lacking, sized in ((n, sized) for n, sized in parts if n not in canonical_shapes):
                 if component.layout != CANONICAL or not (sized or equal):
-                    raise NotTold(f"it leaves out {lacking}, whose rows it does not show")
+                    raise UnknownBaseError(f"it leaves out {lacking}, whose rows it does not show")
                 added[lacking] = (shape_of_name[1] if sized else equal, *shape_of_name[1:])
     keys = {name: component.prefix + name for name in added}
     shapes = {component.prefix + name: shape for name, shape in added.items()}
@@ -121,11 +121,11 @@ def _network(hint: str, architecture: Architecture, module: str) -> str:
         return SECOND if hint == SECOND else "denoiser"
     kind = ENCODER_IDS.get(hint[1:], hint[1:]) if hint[0] == "=" else architecture.text_encoders.get(hint, hint)
     if kind not in OF_KIND:
-        raise NotTold(f"{module} belongs to a network whose names are not known without it")
+        raise UnknownBaseError(f"{module} belongs to a network whose names are not known without it")
     return kind
 
 
-def _component(network: str, denoiser: Architecture, some: Sequence[Change]) -> Component:
+def _component(network: str, denoiser: Architecture, some: Sequence[InferredParameter]) -> Component:
     """Return a network with the keys of the changed tensors, in the layout in which all names are known."""
     kind = network if network in OF_KIND else ""
     model = next(a for a in shipped() if a.file.stem == OF_KIND[kind]) if kind else denoiser
@@ -140,7 +140,7 @@ def _component(network: str, denoiser: Architecture, some: Sequence[Change]) -> 
     if any({*others.values()} != {*names.values()} for others in ways.values()) or (
         not layout and any(_renames(model.spellings[other], names.values()) for other in ways if other)
     ):
-        raise NotTold(f"its names fit {model.title} in two ways")
+        raise UnknownBaseError(f"its names fit {model.title} in two ways")
     component = Component(
         "te" if kind else "denoiser", SECOND if network == SECOND else model.component, prefix, model, layout,
         kind=kind,
@@ -159,10 +159,12 @@ def _component(network: str, denoiser: Architecture, some: Sequence[Change]) -> 
     return component
 
 
-def _in_layout(architecture: Architecture, layout: str, some: Iterable[Change]) -> dict[Change, str]:
+def _in_layout(
+    architecture: Architecture, layout: str, some: Iterable[InferredParameter]
+) -> dict[InferredParameter, str]:
     """Return the tensors' own names in a layout, of those changes whose names it knows."""
     forms, flat = forms_of(architecture.file.stem, layout)
-    names_of: dict[Change, str] = {}
+    names_of: dict[InferredParameter, str] = {}
     for change in some:
         readings = (text for _, body in prefixed(change.module) for text in written(body))
         names = next(filter(None, (_names(text, forms, flat) for text in readings)), set())
@@ -196,7 +198,7 @@ def forms_of(stem: str, layout: str) -> tuple[Forms, FlatForms]:
     return forms, FlatForms(forms)
 
 
-def _renames(table: Table, names: Iterable[str]) -> bool:
+def _renames(table: RowTable, names: Iterable[str]) -> bool:
     """Return whether a table gives one of these names, read as its own, another canonical name."""
     for name in names:
         path = tuple(name.split("."))
@@ -206,7 +208,7 @@ def _renames(table: Table, names: Iterable[str]) -> bool:
     return False
 
 
-def _check_last(component: Component, table: Table) -> None:
+def _check_last(component: Component, table: RowTable) -> None:
     """Raise NotTold if a row is for the last block alone, and the shapes do not show which block that is.
 
     The last block has a row of its own because its layer has other rows than that of the others.
@@ -219,7 +221,7 @@ def _check_last(component: Component, table: Table) -> None:
                     continue  # only the last block has this name
                 alike = {component.shapes[k] for n, k in component.keys.items() if form(n) == form(name) and n != name}
                 if component.shapes[component.keys[name]] in alike or not alike:
-                    raise NotTold(f"it does not show which block is the last one, for {name}")
+                    raise UnknownBaseError(f"it does not show which block is the last one, for {name}")
 
 
 def common_names(a: Mapping[str, Shape], b: Mapping[str, Shape]) -> tuple[Mapping[str, Name], Mapping[str, Name]]:
@@ -245,19 +247,19 @@ def plain(name: str) -> Name:
 
 def _of_model(modules: Mapping[str, Shape]) -> dict[str, Name]:
     """Return module → name in the words of the architecture's file; {} where the model is unknown."""
-    parameters = [Change(name, "weight", shape) for name, shape in modules.items()]
+    parameters = [InferredParameter(name, "weight", shape) for name, shape in modules.items()]
     if not all(modules.values()):
         return {}
     try:
         for architecture in candidates(parameters):
             if (named := _named(parameters, architecture)) is not None:
                 return named
-    except (NotTold, AmbiguousName):
+    except (UnknownBaseError, AmbiguousName):
         return {}
     return {}
 
 
-def _named(parameters: Sequence[Change], architecture: Architecture) -> dict[str, Name] | None:
+def _named(parameters: Sequence[InferredParameter], architecture: Architecture) -> dict[str, Name] | None:
     """Return module → name in the words of an architecture; None where it is another one."""
     try:
         parts = assumed(parameters, architecture)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from ..dtypes import Shape
-from .architectures.notation import Hit, NamePath, Row, Table, fill, is_number
+from .architectures.notation import Hit, NamePath, Row, RowTable, fill, is_number
 from .weights import RowSlice, WeightView, rows_of, stacked, transposed, whole
 
 MOST_EXPERTS: Final = 4096
@@ -41,7 +41,7 @@ def put(names: Views, name: str, view: WeightView | None) -> None:
 
 
 def canonical(
-    bodies: Iterable[str], keys: Mapping[str, str], shapes: Mapping[str, Shape], table: Table
+    bodies: Iterable[str], keys: Mapping[str, str], shapes: Mapping[str, Shape], table: RowTable
 ) -> tuple[Views, list[tuple[str, WeightView]]]:
     """Return (canonical name → its rows, the tensors' own names with their rows if they differ) of some tensors.
 
@@ -142,7 +142,7 @@ def _sizes(row: Row, rows: int, width: int) -> list[int]:
 
 
 def spelled(
-    names: Views, tables: Iterable[Table], rows: Container[Row] | None = None
+    names: Views, tables: Iterable[RowTable], rows: Container[Row] | None = None
 ) -> Iterator[tuple[str, WeightView | None]]:
     """Yield (name, view) of every weight of some spelling whose canonical parts are all present.
 
@@ -246,7 +246,7 @@ class NameTable:
     """
 
     def __init__(
-        self, keys: Mapping[str, str], shapes: Mapping[str, Shape], native: Table, spellings: Sequence[Table],
+        self, keys: Mapping[str, str], shapes: Mapping[str, Shape], native: RowTable, spellings: Sequence[RowTable],
         inner: str,
     ) -> None:  # fmt: skip
         self._keys, self._shapes, self._native, self._spellings = keys, shapes, native, spellings
@@ -373,7 +373,7 @@ class NameTable:
 
 
 @lru_cache(maxsize=4096)  # models of one architecture have the same few hundred forms
-def _traced(body: str, tables: tuple[Table, ...]) -> tuple[tuple[str, frozenset[Row]], ...]:
+def _traced(body: str, tables: tuple[RowTable, ...]) -> tuple[tuple[str, frozenset[Row]], ...]:
     """Return (form of a name, rows of the tables that say so) for all names that tensors of this form may have.
 
     The first table is that of the base's layout, the others those of all spellings.

@@ -21,7 +21,7 @@ from ..dtypes import Shape
 from ..errors import AmbiguousName
 from ..files.checkpoint import Index
 from ..text import Note
-from .adapter_architecture import architectures, described, seen
+from .adapter_architecture import architectures, described, modules_of
 from .architectures import load
 from .components import ENCODER_IDS, UNSURE, components
 from .experts import as_matrices
@@ -383,7 +383,7 @@ def guess(modules: Mapping[str, Shape]) -> str:
 
     "unknown" if none fits, "A or B" if several fit.
     """
-    modules_seen = seen(of_the_denoiser(modules))
+    modules_seen = modules_of(of_the_denoiser(modules))
     return described(architectures(modules_seen), modules_seen)
 
 
@@ -392,7 +392,7 @@ def denoiser_of(modules: Mapping[str, Shape]) -> str:
 
     `modules`: module → the shape of its weight.
     """
-    labels = {a.component for a in architectures(seen(of_the_denoiser(modules)))}
+    labels = {a.component for a in architectures(modules_of(of_the_denoiser(modules)))}
     return labels.pop() if len(labels) == 1 else "denoiser"
 
 

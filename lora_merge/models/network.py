@@ -10,13 +10,13 @@ from typing import Any, Final
 
 from ..dtypes import Shape
 from .architectures import IN_SHARDS, Architecture
-from .architectures.notation import Table, fill
+from .architectures.notation import RowTable, fill
 from .experts import Stack, as_matrices, is_stack, layer_of, sources, stack_of, weight_of
 from .fused import agreed, splits, whole_of
 from .name_table import NameTable, Place, canonical, flattened, spelled
 from .weights import RowSlice, WeightView, rows_of, whole
 
-NO_TABLE: Final = Table(())
+NO_TABLE: Final = RowTable(())
 
 IN_MEMORY: Final = {"dinov2.": "spellings", "dinov2_with_registers.": "spellings"}
 """Prefix of a model → the table of the names that transformers 5 gives its layers in memory, where it is not that of
@@ -161,7 +161,7 @@ class Component:
         return name if hit is None else ".".join(fill(hit.row.name, hit.bound) + hit.tail)
 
     @cached_property
-    def _in_memory(self) -> Table | None:
+    def _in_memory(self) -> RowTable | None:
         architecture = self.architecture
         if architecture is None or architecture.component != "model" or self.role != "denoiser":
             return None
@@ -180,7 +180,7 @@ class Component:
         return NameTable(self.keys, self.shapes, native, [*spellings.values()], self.inner)
 
     @property
-    def _tables(self) -> tuple[Table, dict[str, Table]]:
+    def _tables(self) -> tuple[RowTable, dict[str, RowTable]]:
         """The table of the layout that the base is stored in, and those of all layouts."""
         spellings = self.architecture.spellings if self.architecture else {}
         spellings = {name: table.settled(self.keys) for name, table in spellings.items()}

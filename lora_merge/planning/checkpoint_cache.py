@@ -21,7 +21,7 @@ class CheckpointCache:
     """Opened checkpoints; one whose file has changed is opened again. For one thread only."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[Any, ...], tuple[Index, Any]] = OrderedDict()
+        self._entries: OrderedDict[tuple[Any, ...], tuple[Index, Any]] = OrderedDict()
         self._size = 0
 
     def base(self, path: Path, table: Path | None, *, plain: bool = False) -> tuple[Index, Names]:
@@ -30,46 +30,46 @@ class CheckpointCache:
         `table`: the user's name table. `plain`: whether an adapter that is attached inside is taken off.
         """
         key = ("base", path, table, plain)
-        found = self._get(key)
-        if found is None:
+        entry = self._get(key)
+        if entry is None:
             index = open_checkpoint(path)
             if plain and (parts := detached(index, adapter_config(path))):
                 index = parts[0]
             _check_base(index)
             lookup = names(index, table)
             notes = (*index.notes, *lookup.notes, *index.quantised.notes)
-            found = self._keep(key, replace(index, notes=notes), lookup)
-        return found
+            entry = self._keep(key, replace(index, notes=notes), lookup)
+        return entry
 
     def own_adapter(self, path: Path) -> AdapterFile:
         """Return the adapter that a model holds: attached inside its weights, or in a file of its folder.
 
         UsageError if it holds none.
         """
-        found = self._get(("own", path))
-        if found is None:
+        entry = self._get(("own", path))
+        if entry is None:
             parts = detached(open_checkpoint(path), adapter_config(path))
             if parts is None and (not path.is_dir() or "peft_type" not in adapter_config(path)):
                 raise UsageError("no adapter is named, and the model holds none", str(path),
                                  "name one: lora-merge BASE ADAPTER:0.8")  # fmt: skip
             if parts is None:
                 return self.adapter(path)
-            found = self._keep(("own", path), parts[1], group(parts[1]))
-        file: AdapterFile = found[1]
+            entry = self._keep(("own", path), parts[1], group(parts[1]))
+        file: AdapterFile = entry[1]
         return file
 
     def index(self, path: Path) -> Index:
         """Return the tensors of an adapter by name, from its header."""
-        found = self._get(("index", path)) or self._keep(("index", path), open_checkpoint(path, adapter=True), None)
-        return found[0]
+        entry = self._get(("index", path)) or self._keep(("index", path), open_checkpoint(path, adapter=True), None)
+        return entry[0]
 
     def adapter(self, path: Path) -> AdapterFile:
         """Return an adapter as modules; InputError if the file is not an adapter."""
         index = self.index(path)
-        found = self._get(("adapter", path))
-        if found is None or found[0] is not index:
-            found = self._keep(("adapter", path), index, group(index))
-        file: AdapterFile = found[1]
+        entry = self._get(("adapter", path))
+        if entry is None or entry[0] is not index:
+            entry = self._keep(("adapter", path), index, group(index))
+        file: AdapterFile = entry[1]
         return file
 
     def pretend(self, file: AdapterFile) -> None:
@@ -78,25 +78,25 @@ class CheckpointCache:
         self._keep(("adapter", file.path), file.index, file)
 
     def _get(self, key: tuple[Any, ...]) -> tuple[Index, Any] | None:
-        if key not in self._kept:
+        if key not in self._entries:
             return None
-        if not _unchanged(self._kept[key][0]):
+        if not _unchanged(self._entries[key][0]):
             self._drop(key)
             return None
-        self._kept.move_to_end(key)
-        return self._kept[key]
+        self._entries.move_to_end(key)
+        return self._entries[key]
 
-    def _keep(self, key: tuple[Any, ...], index: Index, made: Any) -> tuple[Index, Any]:
+    def _keep(self, key: tuple[Any, ...], index: Index, parsed: Any) -> tuple[Index, Any]:
         self._drop(key)
-        self._kept[key] = index, made
+        self._entries[key] = index, parsed
         self._size += _size(key, index)
-        while self._size > MOST_TENSORS and len(self._kept) > 2:
-            self._drop(next(iter(self._kept)))
-        return index, made
+        while self._size > MOST_TENSORS and len(self._entries) > 2:
+            self._drop(next(iter(self._entries)))
+        return index, parsed
 
     def _drop(self, key: tuple[Any, ...]) -> None:
-        if key in self._kept:
-            self._size -= _size(key, self._kept.pop(key)[0])
+        if key in self._entries:
+            self._size -= _size(key, self._entries.pop(key)[0])
 
 
 def _size(key: tuple[Any, ...], index: Index) -> int:

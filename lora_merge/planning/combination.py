@@ -11,8 +11,8 @@ from ..adapters.modules import AdapterFile
 from ..disk.files import Memory
 from ..job import Job, numbers
 from ..matching.patch import PatchPart
-from ..merge_methods import METHODS, Method
-from ..method_parameters import Numbers
+from ..merge_methods import METHODS, MergeMethod
+from ..method_parameters import MethodParameters
 from .recipe import sha256
 
 
@@ -20,8 +20,8 @@ from .recipe import sha256
 class Combining:
     """The method of one job with its numbers, and the adapters, of which the seeds of random draws are made."""
 
-    method: Method
-    numbers: Numbers
+    method: MergeMethod
+    numbers: MethodParameters
     adapters: Sequence[AdapterFile]
 
     @staticmethod
@@ -33,8 +33,10 @@ class Combining:
     @cached_property
     def digests(self) -> tuple[str, ...]:
         """For each adapter, the SHA-256 of its files and how often the same one comes before it."""
-        own = [digest(a) for a in self.adapters]
-        return tuple(f"{one}#{own[:n].count(one)}" for n, one in enumerate(own))
+        of_files = [digest(a) for a in self.adapters]
+        return tuple(
+            f"{digest_of_files}#{of_files[:n].count(digest_of_files)}" for n, digest_of_files in enumerate(of_files)
+        )
 
     def seed(self, adapter: int, uses: Sequence[PatchPart]) -> str:
         """Return the seed of the random draws for the changes that an adapter makes to a weight; "" without draws.
@@ -53,9 +55,9 @@ def digest(adapter: AdapterFile) -> str:
     """Return the SHA-256 of an adapter's files, joined by +; of an adapter in memory, that of its tensors."""
     if all(f.exists() for f in adapter.index.files):
         return "+".join(sha256(f) for f in adapter.index.files)
-    found = hashlib.sha256()
+    sha256_of_tensors = hashlib.sha256()
     for name, info in sorted(adapter.index.tensors.items()):
         assert isinstance(info.source, Memory), "tensors without a file are in memory"
-        found.update(f"{name}/{info.dtype}/{info.shape}".encode(errors="replace"))
-        found.update(info.source.content()[info.offset : info.offset + info.nbytes])
-    return found.hexdigest()
+        sha256_of_tensors.update(f"{name}/{info.dtype}/{info.shape}".encode(errors="replace"))
+        sha256_of_tensors.update(info.source.content()[info.offset : info.offset + info.nbytes])
+    return sha256_of_tensors.hexdigest()

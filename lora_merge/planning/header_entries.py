@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import UsageError
-from ..files.checkpoint import Index
 from ..files.formats.torchao import NAMES as TORCHAO_NAMES
 from ..files.formats.unread import METADATA
-from ..files.gguf.view import ARCHITECTURE
 from ..files.safetensors import SEAL, sealed, with_metadata
-from ..job import Job
-from .containers import in_gguf, new_gguf
+from .containers import OutputContainer
 from .plan import Plan
 from .recipe import OURS, STALE, entries
 
@@ -29,25 +26,27 @@ NEEDED: Final = frozenset(
 https://github.com/Stability-AI/ModelSpec. `config` holds the configuration of single-file LTX-Video models."""
 
 
-def kept_entries(job: Job, base: Index, path: Path) -> dict[str, str]:
+def kept_entries(container: OutputContainer, path: Path) -> dict[str, str]:
     """Return the entries of the output of one file of the base; UsageError for an entry that only a merge can write."""
-    given = {**({TITLE: job.title} if job.title is not None else {}), **dict(job.metadata)}
-    if wrong := next((key for key in given if key in (*OURS, *STALE)), None):
+    # Entries of the user.
+    job, base = container.job, container.base
+    of_user = {**({TITLE: job.title} if job.title is not None else {}), **dict(job.metadata)}
+    if wrong := next((key for key in of_user if key in (*OURS, *STALE)), None):
         raise UsageError("a merge writes this entry itself, or its value would be wrong", f"--metadata {wrong}",
                          "leave it out")  # fmt: skip
+    # Entries of the base, without those that are wrong in the output.
     on_weights = {*METADATA, TORCHAO_NAMES, *base.tensors} if base.packed else METADATA.keys()
     stale = STALE if job.dtype == "keep" or not base.packed else {*STALE, *on_weights}
-    gguf = in_gguf(job, base)
-    new = new_gguf(job, base)
-    same = (base.gguf is not None) == gguf
-    earlier = base.headers[path].metadata if same else {ARCHITECTURE: new.file.kind.name} if new is not None else {}
-    found = {key: text for key, text in earlier.items() if key not in stale}
-    if not gguf and (path.suffix != ".safetensors" or job.no_metadata):
-        found = {"format": "pt"} | found  # transformers requires this entry
-    if job.no_metadata:  # programs read all entries of GGUF files
+    entries_left = {key: text for key, text in container.entries(path).items() if key not in stale}
+    if not container.is_gguf and (path.suffix != ".safetensors" or job.no_metadata):
+        entries_left = {"format": "pt"} | entries_left  # transformers requires this entry
+    # Without metadata those that programs need: they read all entries of GGUF files.
+    if job.no_metadata:
         needed = NEEDED.union(on_weights)
-        found = {key: text for key, text in found.items() if key in needed or (gguf and key not in OURS)}
-    return found | given
+        entries_left = {
+            key: text for key, text in entries_left.items() if key in needed or (container.is_gguf and key not in OURS)
+        }
+    return entries_left | of_user
 
 
 def final_headers(plan: Plan, digests: Sequence[str], sums: Sequence[Mapping[str, str]]) -> Iterator[bytes]:
@@ -59,7 +58,7 @@ def final_headers(plan: Plan, digests: Sequence[str], sums: Sequence[Mapping[str
     the sums of its codes.
     """
     adapters = [m.adapter.index for m in plan.adapters]
-    found = entries(plan.job, plan.base, adapters, digests, [m.strengths for m in plan.adapters])
-    for file, own, summed in zip(plan.files, found, sums, strict=True):
-        header = with_metadata(file.header, {**file.kept, **own, **summed})
-        yield sealed(header) if SEAL in own else header
+    written = entries(plan.job, plan.base, adapters, digests, [m.strengths for m in plan.adapters])
+    for file, of_merge, of_sums in zip(plan.files, written, sums, strict=True):
+        header = with_metadata(file.header, {**file.entries, **of_merge, **of_sums})
+        yield sealed(header) if SEAL in of_merge else header

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from ..adapters.modules import AdapterFile, FileValues, Values
+from ..adapters.modules import AdapterFile
 from ..adapters.stated import rules_of
+from ..adapters.tensor_values import FileValues, Values
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..dtypes import FLOATS, WHOLE, Shape, spoken
@@ -33,14 +34,14 @@ from ..files.side_files import (
     stored_name,
 )
 from ..files.tokenizers import OTHER_TOKENIZER, EmbeddingRows, taken
-from ..job import Adapter, Job
-from ..matching.conflicts import with_overlap_notes
+from ..job import Adapter, Job, ResolvedJob
+from ..matching.conflicts import check_addable, with_overlap_notes
 from ..matching.formula import AdapterContext, check_settings
 from ..matching.match import KnownBase, match_adapter
 from ..matching.patch import Match, PatchPart
-from ..matching.resizing import check_addable, replace_in_turn, values_as_changes
 from ..matching.tied_embeddings import check_separations
 from ..matching.trained_weights import with_trained_weights
+from ..matching.values import replace_in_turn, values_as_changes
 from ..merge_methods import ADDED, METHODS, UNDIRECTED
 from ..models.names import Names
 from ..models.part_factors import Strengths, check_effect, on_base
@@ -51,7 +52,7 @@ from ..safe_regex import Steps
 from ..text import Note
 from .checkpoint_cache import CheckpointCache
 from .combination import Combining
-from .containers import check_container, check_names, check_tensors, header_of, new_gguf, stored_as, with_names_of
+from .containers import OutputContainer, check_name, check_names, container_of, with_names_of
 from .header_entries import kept_entries
 from .output_checksums import entry, summed
 from .plan import NO_OTHERS, OutputFile, OutputTensor, Plan, neighbour, weights
@@ -69,7 +70,7 @@ USUAL: Final = 4  # a larger strength is probably a mistake: 80 instead of 0.8
 class Inputs:
     """The opened inputs of a job: the base with the names of its weights, and its adapters as modules."""
 
-    job: Job
+    job: Job  # as the user asked for it
     base: Index
     names: Names
     adapters: tuple[AdapterFile, ...]
@@ -86,6 +87,18 @@ class Inputs:
             folder = adapter_folder(file.index) if whole else None
             both.append(with_trained_weights(file, folder, lookup, base.tensors, job.unmatched))
         return cls(job, base, lookup, tuple(file for file, _ in both), tuple(folder for _, folder in both))
+
+    @cached_property
+    def container(self) -> OutputContainer:
+        """The container of the output; UsageError for one that cannot be written."""
+        return container_of(self.job, self.base)
+
+    @cached_property
+    def resolved(self) -> ResolvedJob:
+        """The job on its base."""
+        asked = {f.name: getattr(self.job, f.name) for f in fields(Job)}
+        adapters = tuple(on_base(ref, self.names) for ref in self.job.adapters)
+        return ResolvedJob(**{**asked, "adapters": adapters, "output": self.container.output})
 
 
 @dataclass(frozen=True)
@@ -112,7 +125,8 @@ def open_inputs(job: Job, cache: CheckpointCache, *, merged: bool = True) -> Inp
     `merged`: whether the output is a checkpoint like the base, and not an adapter.
     """
     base, lookup = cache.base(job.base, job.map, plain=any(ref.path == job.base for ref in job.adapters))
-    job = check_container(job, base) if merged else job
+    if merged:
+        check_name(container_of(job, base))
     files = (cache.own_adapter(p) if p == job.base else cache.adapter(p) for p in (ref.path for ref in job.adapters))
     adapters = [with_names_of(base, file) for file in files]
     check_names(job, base, adapters)
@@ -127,27 +141,27 @@ def match(inputs: Inputs, *, every_setting: bool = True) -> Matched:
     with Reader(a.index for a in inputs.adapters) as reader, inputs.base.quantised.blamed(inputs.base.path):
         for adapter in inputs.adapters:
             reader.expect_numbers(adapter.index.tensors.values())
-        found = matches(inputs, FileValues(reader), every_setting=every_setting)
-    adapters = tuple(on_base(ref, inputs.names) for ref in inputs.job.adapters)
-    return Matched(replace(inputs, job=replace(inputs.job, adapters=adapters)), found)
+        return Matched(inputs, matches(inputs, FileValues(reader), every_setting=every_setting))
 
 
 def make_plan(matched: Matched) -> Plan:
     """Return the plan, in which every output tensor has its origin and its place."""
-    job, base, found = matched.inputs.job, matched.inputs.base, matched.adapters
+    job, base, names = matched.inputs.resolved, matched.inputs.base, matched.inputs.names
+    # The weights: whether they can be changed, their forms in the output, their places in its files.
     check_stored(matched)
-    quantised = quantising(job, base, matched.inputs.names)
-    files, indexes = _files(matched, quantised.made), index_names(base)
+    quantised = quantising(job, base, names)
+    files, indexes = _files(matched, quantised.forms), index_names(base)
+    # The other files of a folder.
     folders, sides, notes = _folders(matched)
     refuse_links_outside(base, sides)
+    # Notes for the user.
     if job.method in UNDIRECTED and any(len(t.shape) < 2 and t.combining for f in files for t in f.targets):
         notes.append(Note(f"{job.method}: {ADDED}"))
     if job.dtype == "keep":
         notes += activation_notes((t.name for f in files for t in f.targets if t.uses), base.packed)
     if notes:
         base = replace(base, notes=(*base.notes, *notes))
-    architecture = matched.inputs.names.architecture
-    return Plan(job, base, architecture, found, files, matched.weights, sides, indexes, quantised, folders)
+    return Plan(job, base, names, matched.adapters, files, matched.weights, sides, indexes, quantised, folders)
 
 
 def _folders(matched: Matched) -> tuple[tuple[Folder, ...], dict[str, Path], list[Note]]:
@@ -159,13 +173,14 @@ def _folders(matched: Matched) -> tuple[tuple[Folder, ...], dict[str, Path], lis
             raise UsageError("the output is a file, which holds no tokenizer", f"--tokenizer {job.tokenizer}",
                              "leave it out")  # fmt: skip
         return others, {}, [note for folder in others for note in folder.warning()]
-    own = base_folder(base)
-    read = {path for one in matched.adapters for path in one.adapter.index.files}
+    # Files of the base's folder: read, left out, or copied.
+    of_base = base_folder(base)
+    read = {path for match in matched.adapters for path in match.adapter.index.files}
     of_adapters = {path for path in read if base.path in path.parents and path not in base.files}
     within = {path.parent for path in {*of_adapters, *read.intersection(base.files)}}
     unpacked = bool(base.packed) and job.dtype != "keep"
     uses = []
-    for file in own.files:
+    for file in of_base.files:
         path = base.path / file.name
         if path in of_adapters:
             uses.append(FileUse(file.name, "read"))
@@ -173,48 +188,52 @@ def _folders(matched: Matched) -> tuple[tuple[Folder, ...], dict[str, Path], lis
             uses.append(FileUse(file.name, "left out", MERGED))
         elif unpacked and path.name in ON_QUANTISATION:
             uses.append(FileUse(file.name, "left out", ONLY_FOR_CODES))
-    own = own.replaced(uses)
+    of_base = of_base.replaced(uses)
+    # The tokenizer, of the base or of an adapter.
     rows = [_embedding_rows(matched, number) for number, folder in enumerate(matched.inputs.folders) if folder]
-    tokenizer, notes = taken(job.tokenizer, own, others, rows)
-    sides = {name: base.path / name for name in own.names}
+    tokenizer, notes = taken(job.tokenizer, of_base, others, rows)
+    sides = {name: base.path / name for name in of_base.names}
     if tokenizer is not None:
         replaced = {*tokenizer.files, *tokenizer.dropped}
-        own = own.replaced(FileUse(name, "left out", OTHER_TOKENIZER) for name in sides if name in replaced)
+        of_base = of_base.replaced(FileUse(name, "left out", OTHER_TOKENIZER) for name in sides if name in replaced)
         sides = {name: path for name, path in sides.items() if name not in tokenizer.dropped} | dict(tokenizer.files)
         others = tuple(
             folder.replaced(FileUse(name, "copied") for name in tokenizer.files if folder.path == tokenizer.folder)
             for folder in others
         )
-    folders = (own, *others)
+    folders = (of_base, *others)
     return folders, sides, [*(note for folder in folders for note in folder.warning()), *notes]
 
 
 def _embedding_rows(matched: Matched, number: int) -> EmbeddingRows:
     """Return the rows of the largest table of tokens, before and after an adapter."""
-    base, one = matched.inputs.base, matched.adapters[number]
+    base, match = matched.inputs.base, matched.adapters[number]
     tables = [key for key, info in base.tensors.items() if len(info.shape) == 2 and EMBEDDING.fullmatch(key)]
     key = max(tables, key=lambda name: base.tensors[name].shape[0], default=None)
     if key is None:
         return EmbeddingRows(0, 0, changed=False)
-    after = one.replaced[key].shape if key in one.replaced else matched.weights[key].shape
-    changed = key in one.uses or key in one.replaced or key in one.bases
+    after = match.replaced[key].shape if key in match.replaced else matched.weights[key].shape
+    changed = key in match.uses or key in match.replaced or key in match.bases
     return EmbeddingRows(base.tensors[key].shape[0], after[0], changed=changed)
 
 
 def matches(inputs: Inputs, values: Values, *, every_setting: bool = True) -> tuple[Match, ...]:
     """Return the match of every adapter; `values` reads the few stored tensors whose numbers the match depends on."""
     job, base, lookup, adapters = inputs.job, inputs.base, inputs.names, inputs.adapters
+    # The strengths of each adapter in the parts of the base.
     steps = Steps()
     strengths = [Strengths(ref, lookup, steps) for ref in job.adapters]
     components = {key: lookup.component(key) for key in base.tensors} if any(r.parts for r in job.adapters) else {}
-    for one in strengths:
-        one.check(components)
+    for strengths_of_adapter in strengths:
+        strengths_of_adapter.check(components)
+    # The modules of each adapter.
     matched: list[Match] = []
     known = KnownBase(lookup, base.tensors, tied(lookup, base.tensors, base.config))
     model = str(base.config.get("model_type") or ("gpt_oss" if lookup.architecture == "GPT-OSS" else ""))
     for number, adapter in enumerate(adapters):
         context = AdapterContext(number, adapter, rules_of(adapter), values, base.config, model, dict(job.setting))
         matched.append(match_adapter(context, known, strengths[number], job.unmatched))
+    # How several adapters change one weight.
     method = METHODS[job.method]
     if method.in_turn:
         matched = replace_in_turn(matched, base.tensors)
@@ -223,17 +242,18 @@ def matches(inputs: Inputs, values: Values, *, every_setting: bool = True) -> tu
         matched = values_as_changes(matched, base.tensors, alone=alone)
     check_addable(job.adapters, matched, values)
     check_separations(job.adapters, matched)
-    used = {name for one in matched for name in one.settings}
+    # Mistakes of the user, and notes.
+    used = {name for match in matched for name in match.settings}
     if every_setting:
         check_settings(dict(job.setting), used)
     files = [os.path.realpath(ref.path) for ref in job.adapters]
     check_effect(strengths)
-    made = []
-    for n, met in enumerate(with_overlap_notes(job, matched)):
-        usual = _unusual(met, job.adapters[n], again=files.index(files[n]) < n)
-        weights = strengths[n].notes({**met.uses, **met.replaced})
-        made.append(replace(met, notes=(*met.notes, *usual, *weights, *strengths[n].repeated())))
-    return tuple(made)
+    with_notes = []
+    for n, match in enumerate(with_overlap_notes(job, matched)):
+        usual = _unusual(match, job.adapters[n], again=files.index(files[n]) < n)
+        weights = strengths[n].notes({**match.uses, **match.replaced})
+        with_notes.append(replace(match, notes=(*match.notes, *usual, *weights, *strengths[n].repeated())))
+    return tuple(with_notes)
 
 
 def _unusual(match: Match, adapter: Adapter, *, again: bool) -> Iterator[Note]:
@@ -250,13 +270,15 @@ def _unusual(match: Match, adapter: Adapter, *, again: bool) -> Iterator[Note]:
 
 def check_stored(matched: Matched) -> None:
     """Raise InputError if a changed weight is quantised and cannot be decoded, or cannot be encoded again."""
-    job, base, found = matched.inputs.job, matched.inputs.base, matched.adapters
-    whole = {key for m in found for key in (*m.replaced, *m.bases, *m.grown, *m.created)}
-    replaced = {key for m in found for key in (*m.replaced, *m.bases)}
-    changed = whole.union(*(m.uses for m in found))
+    job, base, matched_adapters = matched.inputs.job, matched.inputs.base, matched.adapters
+    # Adapters: quantised weights that they change, and values that they replace.
+    whole = {key for m in matched_adapters for key in (*m.replaced, *m.bases, *m.grown, *m.created)}
+    replaced = {key for m in matched_adapters for key in (*m.replaced, *m.bases)}
+    changed = whole.union(*(m.uses for m in matched_adapters))
     base.quantised.check(base.path, job.dtype, changed)
-    for one in found:
-        _check_values(base, one.replaced)
+    for match in matched_adapters:
+        _check_values(base, match.replaced)
+    # Weights that are decoded: their format, and small parts such as one scale.
     decoded = {k: p for k, p in base.packed.items() if k in changed or job.dtype != "keep"}
     with Reader([base] if decoded else []) as reader:
         values = FileValues(reader)
@@ -285,78 +307,80 @@ def _check_values(base: Index, replaced: Mapping[str, StoredTensor]) -> None:
     """Raise InputError if a value cannot take the place of the base's: whole numbers, which may be codes without their
     scales, replace only whole numbers of the same dtype that are no codes."""
     for key, info in replaced.items():
-        own = base.tensors.get(key)
-        dtypes = {info.dtype} if own is None or key in base.packed else {info.dtype, own.dtype}
-        if own is not None and not WHOLE.isdisjoint(dtypes) and (key in base.packed or len(dtypes) > 1):
-            where = f"{info.file}: {info.name} is {spoken(info.dtype)}, the base has {spoken(own.dtype)}"
+        of_base = base.tensors.get(key)
+        dtypes = {info.dtype} if of_base is None or key in base.packed else {info.dtype, of_base.dtype}
+        if of_base is not None and not WHOLE.isdisjoint(dtypes) and (key in base.packed or len(dtypes) > 1):
+            where = f"{info.file}: {info.name} is {spoken(info.dtype)}, the base has {spoken(of_base.dtype)}"
             raise InputError("whole numbers replace only a weight of the same dtype", where, IN_ITS_DTYPE)
 
 
-def _files(matched: Matched, made: Mapping[str, NewWeight]) -> tuple[OutputFile, ...]:
+def _files(matched: Matched, forms: Mapping[str, NewWeight]) -> tuple[OutputFile, ...]:
     """Return an output file for every input file (same tensors, order and metadata, plus our entries)."""
-    job, base = matched.inputs.job, matched.inputs.base
+    job, base, container = matched.inputs.resolved, matched.inputs.base, matched.inputs.container
+    # The tensors of each file.
     by_file: dict[Path, list[OutputTensor]] = {path: [] for path in base.files}
-    for path, target in outputs(matched, made):
+    for path, target in outputs(matched, forms):
         by_file[path].append(target)
-    check_tensors(job, base, (t for targets in by_file.values() for t in targets))
+    container.check_tensors(t for targets in by_file.values() for t in targets)
+    # Its header, with blanks for what is known after the merge: digests of the inputs, sums of codes.
     adapters = [m.adapter.index for m in matched.adapters]
-    found = entries(job, base, adapters, blanks(base, adapters), [m.strengths for m in matched.adapters])
+    by_merge = entries(job, base, adapters, blanks(base, adapters), [m.strengths for m in matched.adapters])
     files = []
     coded = summed([*by_file.values()])
-    for (path, targets), own, changed in zip(by_file.items(), found, coded, strict=True):
-        kept = kept_entries(job, base, path)
-        own |= entry([0] * len(changed)) if own else {}
-        header, alignment = header_of(job, base, path, targets, {**kept, **own})
+    for (path, targets), of_merge, changed in zip(by_file.items(), by_merge, coded, strict=True):
+        kept_of_base = kept_entries(container, path)
+        of_sums = entry([0] * len(changed)) if of_merge else {}
+        header, alignment = container.header(path, targets, {**kept_of_base, **of_merge, **of_sums})
         name = output_name(path, base) if base.path.is_dir() else ""
-        files.append(OutputFile(name, header, _placed(targets, len(header), alignment), kept, alignment))
+        files.append(OutputFile(name, header, _placed(targets, len(header), alignment), kept_of_base, alignment))
     return tuple(files)
 
 
 def outputs(
-    matched: Matched, made: Mapping[str, NewWeight] = MappingProxyType({})
+    matched: Matched, forms: Mapping[str, NewWeight] = MappingProxyType({})
 ) -> Iterator[tuple[Path, OutputTensor]]:
     """Yield (input file, output tensor); the tensor goes to the output of that file, its offset is not yet known.
 
-    `made`: weight → its quantised form in the output.
+    `forms`: weight → its quantised form in the output.
     """
-    combining = Combining.of(matched.inputs.job, [one.adapter for one in matched.adapters])
-    for path, target in _outputs(matched, made):
+    combining = Combining.of(matched.inputs.job, [match.adapter for match in matched.adapters])
+    for path, target in _outputs(matched, forms):
         yield path, target._replace(combining=combining) if combining is not None and target.uses else target
 
 
-def _outputs(matched: Matched, made: Mapping[str, NewWeight]) -> Iterator[tuple[Path, OutputTensor]]:
+def _outputs(matched: Matched, forms: Mapping[str, NewWeight]) -> Iterator[tuple[Path, OutputTensor]]:
     """Yield as `outputs` does, without the way in which changes are combined."""
-    job, base, adapters, before = matched.inputs.job, matched.inputs.base, matched.adapters, matched.weights
+    job, base, container = matched.inputs.job, matched.inputs.base, matched.inputs.container
+    adapters, before = matched.adapters, matched.weights
+    # What the adapters do to each weight.
     uses: dict[str, list[PatchPart]] = {}
     created: dict[str, tuple[Shape, str]] = {}
-    separated = {key for one in adapters for key in one.separated}
-    replaced = {key: Weight(info.shape, info) for one in adapters for key, info in one.replaced.items()}
-    for one in adapters:
-        created.update(one.created)
-        for key, more in one.uses.items():
+    separated = {key for match in adapters for key in match.separated}
+    replaced = {key: Weight(info.shape, info) for match in adapters for key, info in match.replaced.items()}
+    for match in adapters:
+        created.update(match.created)
+        for key, more in match.uses.items():
             uses.setdefault(key, []).extend(more)
     dropped = base.beside if job.dtype != "keep" else frozenset()
-    gguf = new_gguf(job, base)
+    # Tensors of the base, with the scales that a quantised form adds.
     for key, info in base.tensors.items():
-        if key in dropped or (gguf is not None and not gguf.holds(info, changed=key in uses)):
+        if key in dropped or not container.holds(info, changed=key in uses):
             continue
-        form, weight = made.get(key), replaced.get(key, before[key])
-        if gguf is not None and form is None:
-            yield info.file, _target(job, gguf.named(info), weight, uses, gguf.stored_as(info, weight.shape))
-            continue
-        yield info.file, _target(job, info, weight, uses, stored_as(job, base, info, weight, form))
+        form, weight = forms.get(key), replaced.get(key, before[key])
+        like = container.named(info) if form is None else info
+        yield info.file, _target(job, like, weight, uses, container.stored_as(info, weight, form))
         for new in form.beside if form else ():
             yield info.file, OutputTensor(new.name, stored_name(new), new.dtype, Weight(new.shape, new), 0, new.nbytes)
+    # Tensors that the base lacks, in the file of a tensor beside which they are.
     for key, (shape, beside) in created.items():
         if key in uses or key in replaced or key in separated:
             sibling = neighbour(base, beside)
             stored = stored_name(sibling).removesuffix(beside.rpartition(".")[2]) + key.rpartition(".")[2]
             like = StoredTensor(key, sibling.dtype, shape, sibling.file, 0, 0, key if key in separated else stored)
             weight = replaced.get(key, before[key])
-            if gguf is not None and gguf.holds(like, changed=True):
-                yield sibling.file, _target(job, gguf.named(like), weight, uses, gguf.stored_as(like, shape))
-                continue
-            yield sibling.file, _target(job, like, weight, uses, stored_as(job, base, like, weight, None))
+            if container.holds(like, changed=True):
+                form_of_new = container.stored_as(like, weight, None)
+                yield sibling.file, _target(job, container.named(like), weight, uses, form_of_new)
 
 
 def _target(

@@ -1,9 +1,8 @@
 """The model card of an output: front matter for model hubs, and a section that says what was merged.
 
 The text and the entries of the base's card stay. Our section, between two marks, is added, and those entries are
-replaced that would claim that the output is the base.
-
-The licences of models and adapters, as model hubs name them.
+replaced that would claim that the output is the base. Licences have the words of model hubs; the output has one if all
+inputs agree.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ SAME: Final = {"creativeml-open-rail-m": "creativeml-openrail-m", "creativeml-op
 
 def stated(front: Mapping[str, Any]) -> str:
     """Return the licence that the front matter of a card states; "" without one."""
-    found = front.get("license")
-    named = front.get("license_name") if found == OTHER else None
-    return next((one for one in (named, found) if isinstance(one, str)), "")
+    licence = front.get("license")
+    named = front.get("license_name") if licence == OTHER else None
+    return next((name for name in (named, licence) if isinstance(name, str)), "")
 
 
 def word(licence: str) -> str:
@@ -65,7 +64,7 @@ def entries(licences: Iterable[str], front: Mapping[str, Any]) -> dict[str, Any]
     If all inputs agree, the output has their licence, with its name and link from `front`, the base's card. If they do
     not, it has `other`, and the text of the card names the licences. {} if no input states any.
     """
-    every = {word(one) for one in licences}
+    every = {word(licence) for licence in licences}
     if every == {""}:
         return {}
     (agreed,) = every if len(every) == 1 else ("",)
@@ -99,7 +98,7 @@ def card_path(plan: Plan) -> Path:
 def card(plan: Plan, earlier: Path | None) -> bytes | None:
     """Return the card of the output of a plan, in UTF-8; None if the earlier one cannot be read and has to stay.
 
-    `earlier`: the card that gets our section and entries: that of the base, or one that lies beside the output.
+    `earlier`: the card that gets our section and entries: that of the base, or an older one of the output.
     """
     old = "" if earlier is None else read_card(earlier)
     if old is None:
@@ -144,18 +143,18 @@ def _edited(card: str, front: Mapping[str, Any], ours: dict[str, Any]) -> str:
     programs do not agree on what `language: no` or `1.10` mean."""
     import yaml
 
-    made = {name: value for name, value in front.items() if name not in ENTRIES} | ours
+    entries_of_card = {name: value for name, value in front.items() if name not in ENTRIES} | ours
     match = _FRONT.match(card)
     text = match[1].replace("\r\n", "\n") if match else ""
     root = yaml.compose(text, yaml.SafeLoader)
     keys = [key for key, _ in root.value] if isinstance(root, yaml.MappingNode) else []
     starts = [0, *(key.start_mark.index for key in keys[1:]), len(text)]
-    own = {key.value: text[a:b] for key, (a, b) in zip(keys, pairwise(starts), strict=False)}
-    edited = "".join(_yaml({name: ours[name]}) if name in ours else own.get(name, "") for name in made)
+    lines = {key.value: text[a:b] for key, (a, b) in zip(keys, pairwise(starts), strict=False)}
+    edited = "".join(_yaml({name: ours[name]}) if name in ours else lines.get(name, "") for name in entries_of_card)
     try:
-        return edited if yaml.safe_load(edited) == made else _yaml(made)
+        return edited if yaml.safe_load(edited) == entries_of_card else _yaml(entries_of_card)
     except yaml.YAMLError:  # in braces, or with a word that stands for an entry that is gone
-        return _yaml(made)
+        return _yaml(entries_of_card)
 
 
 def _yaml(front: Mapping[str, Any]) -> str:
@@ -167,11 +166,11 @@ def _yaml(front: Mapping[str, Any]) -> str:
 def _entries(plan: Plan, front: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries that say what the output is. https://huggingface.co/docs/hub/model-cards."""
     tags = front.get("tags")
-    held = [str(tag) for tag in (tags if isinstance(tags, list) else [tags]) if isinstance(tag, str | int | float)]
+    before = [str(tag) for tag in (tags if isinstance(tags, list) else [tags]) if isinstance(tag, str | int | float)]
     library = next((name for file, name in _LIBRARIES if plan.is_folder and (plan.base.path / file).is_file()), None)
     ours = {
         "base_model": list(dict.fromkeys(_hub_names(plan))), "base_model_relation": "merge",
-        "tags": list(dict.fromkeys([*held, "merge", "lora-merge"])),
+        "tags": list(dict.fromkeys([*before, "merge", "lora-merge"])),
         **({"library_name": library} if library and "library_name" not in front else {}),
         **entries((licence for _, licence in _licences(plan)), _front_of(plan.base.path)),
     }  # fmt: skip
@@ -181,9 +180,9 @@ def _entries(plan: Plan, front: Mapping[str, Any]) -> dict[str, Any]:
 def _shown(value: Any) -> Any:
     """Return an entry with hidden characters of its texts escaped."""
     if isinstance(value, dict):
-        return {name: _shown(one) for name, one in value.items()}
+        return {name: _shown(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_shown(one) for one in value]
+        return [_shown(item) for item in value]
     return one_line(value) if isinstance(value, str) else value
 
 
@@ -194,8 +193,8 @@ def _hub_names(plan: Plan) -> Iterator[str]:
     """
     yield next(filter(_is_hub_name, (plan.base.config.get("_name_or_path"), _trained_on(plan))), _stem(plan.job.base))
     for ref, m in zip(plan.job.adapters, plan.adapters, strict=True):
-        own = str(m.adapter.index.config.get("_name_or_path", ""))
-        yield own if _HUB.fullmatch(own) else _stem(ref.path)
+        name = str(m.adapter.index.config.get("_name_or_path", ""))
+        yield name if _HUB.fullmatch(name) else _stem(ref.path)
 
 
 def _is_hub_name(name: Any) -> TypeGuard[str]:
@@ -206,10 +205,10 @@ def _trained_on(plan: Plan) -> str:
     """Return the base that the adapters name; of several, the one with the name of the base's file; "" for none."""
     named: dict[str, None] = {}
     for ref, m in zip(plan.job.adapters, plan.adapters, strict=True):
-        found = _front_of(ref.path).get("base_model")
-        of_card = found[0] if isinstance(found, list) and len(found) == 1 else found
-        own = (m.adapter.index.config.get("base_model_name_or_path"), of_card)
-        named |= dict.fromkeys([name for name in own if _is_hub_name(name)][:1])
+        base_model = _front_of(ref.path).get("base_model")
+        of_card = base_model[0] if isinstance(base_model, list) and len(base_model) == 1 else base_model
+        names = (m.adapter.index.config.get("base_model_name_or_path"), of_card)
+        named |= dict.fromkeys([name for name in names if _is_hub_name(name)][:1])
     alike = [name for name in named if name.rpartition("/")[2].lower() == _stem(plan.job.base).lower()]
     return next(iter(named if len(named) == 1 else alike), "")
 
@@ -235,7 +234,7 @@ def _front_of(path: Path) -> dict[str, Any]:
     """
     card = path / CARD if path.is_dir() else path.with_suffix(".md")
     if not path.is_dir() and not card.is_file():
-        weights = [one for one in path.parent.iterdir() if one.suffix.lower() in WEIGHTS]
+        weights = [file for file in path.parent.iterdir() if file.suffix.lower() in WEIGHTS]
         card = path.parent / CARD if len(weights) == 1 else card
     return _split(read_card(card) or "")[0] or {}
 

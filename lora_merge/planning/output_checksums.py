@@ -30,7 +30,7 @@ def summed(files: Sequence[Iterable[OutputTensor]]) -> list[tuple[OutputTensor, 
 
 def entry(sums: Sequence[int]) -> dict[str, str]:
     """Return the entry of a file whose changed tensors have these sums; none for a file without such tensors."""
-    return {CHECKSUMS: "".join(f"{one:0{DIGITS}x}" for one in sums)} if sums else {}
+    return {CHECKSUMS: "".join(f"{crc:0{DIGITS}x}" for crc in sums)} if sums else {}
 
 
 def sums_of(path: Path, tensors: Iterable[OutputTensor]) -> Iterator[int]:
@@ -38,7 +38,7 @@ def sums_of(path: Path, tensors: Iterable[OutputTensor]) -> Iterator[int]:
     with open_regular(path) as f:
         for t in tensors:
             f.seek(t.offset)
-            found, left = 0, t.nbytes
+            crc, left = 0, t.nbytes
             while left and (piece := f.read(min(left, PIECE))):
-                found, left = crc32(piece, found), left - len(piece)
-            yield found
+                crc, left = crc32(piece, crc), left - len(piece)
+            yield crc

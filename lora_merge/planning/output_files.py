@@ -50,8 +50,8 @@ def contents(plan: Plan) -> Contents:
         sides[name] = file
         if file.name == "config.json":
             sides[name] = _configured(plan, name, DTYPES.get(plan.job.dtype))
-    if plan.is_folder and (made := _card(plan)) is not None:
-        sides[CARD] = Card(made)
+    if plan.is_folder and (text := _card(plan)) is not None:
+        sides[CARD] = Card(text)
     return Contents(frozenset(f.name for f in plan.files), sides)
 
 
@@ -59,12 +59,12 @@ def _card(plan: Plan) -> bytes | None:
     """Return the card of an output folder; None if the base's card is copied, or if there is none.
 
     If the output replaces a folder, the user may have edited the card there: its text is kept. It stays as it is if it
-    cannot be read, or if no card is wanted.
+    cannot be read, or if the job asks for no card.
     """
-    own = plan.job.output / CARD
-    edited = own.is_file() and not plan.job.no_metadata
-    made = card(plan, own if edited else plan.base.path / CARD) if plan.has_card else None
-    return own.read_bytes() if made is None and edited else made
+    path = plan.job.output / CARD
+    edited = path.is_file() and not plan.job.no_metadata
+    text = card(plan, path if edited else plan.base.path / CARD) if plan.has_card else None
+    return path.read_bytes() if text is None and edited else text
 
 
 def _configured(plan: Plan, name: str, dtype: str | None) -> bytes:
@@ -75,9 +75,9 @@ def _configured(plan: Plan, name: str, dtype: str | None) -> bytes:
     return configured(content, dtype, resized, unpacked=plan.unpacked, section=section)
 
 
-def differing(wanted: Contents, output: Path, digest: Callable[[Path], str] = sha256) -> list[str]:
+def differing(planned: Contents, output: Path, digest: Callable[[Path], str] = sha256) -> list[str]:
     """Return the names of side files that an output lacks or holds with other bytes."""
-    return [name for name, side in wanted.sides.items() if not _equals(output / name, side, digest)]
+    return [name for name, side in planned.sides.items() if not _equals(output / name, side, digest)]
 
 
 def misleading(plan: Plan, output: Path) -> list[str]:
@@ -85,10 +85,10 @@ def misleading(plan: Plan, output: Path) -> list[str]:
 
     Such are: an index or a config.json that is missing, and a config.json of another model or with the base's sizes.
     """
-    found = []
+    names = []
     for name, side in contents(plan).sides.items():
         if isinstance(side, bytes) and not (output / name).is_file():
-            found.append(name)
+            names.append(name)
         elif Path(name).name == "config.json":
             content = (plan.base.path / name).read_bytes()
             resized = _configured(plan, name, None)
@@ -96,8 +96,8 @@ def misleading(plan: Plan, output: Path) -> list[str]:
             before, after, now = (parsed(text) or {} for text in texts)
             undone = (k for k in after if after[k] != before.get(k) == now.get(k))
             left = (k in now for k in before.keys() - after.keys())
-            found += [name] * any((*undone, *left, *(k for k in KINDS if after.get(k) != now.get(k))))
-    return found
+            names += [name] * any((*undone, *left, *(k for k in KINDS if after.get(k) != now.get(k))))
+    return names
 
 
 def _equals(file: Path, side: Side, digest: Callable[[Path], str]) -> bool:

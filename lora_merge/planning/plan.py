@@ -1,10 +1,4 @@
-"""The plan of a merge: place and origin of every output byte. `make_plan.py` makes it.
-
-Weights that servers join, such as q, k and v: in some formats they need one scale of the whole weight.
-
-vLLM and SGLang keep one number for all of them, the largest, so different ones make wrong numbers there.
-https://github.com/vllm-project/vllm vllm/model_executor/layers/quantization/compressed_tensors/schemes, modelopt.py.
-"""
+"""The plan of a merge: place and origin of every output byte. `make_plan.py` makes it."""
 
 from __future__ import annotations
 
@@ -23,10 +17,11 @@ from ..facts import Fact, line
 from ..files.checkpoint import Index, configuration
 from ..files.encodings.base import Packing, plain
 from ..files.file_uses import Folder
-from ..job import TOKENIZERS, Job
+from ..job import TOKENIZERS, Job, ResolvedJob
 from ..matching.patch import Match, PatchPart
-from ..merge_methods import METHODS, SUM, Method
+from ..merge_methods import METHODS, SUM, MergeMethod
 from ..models.fused import together
+from ..models.names import Names
 from ..models.weights import Weight, unstored
 from ..report import input_rows, output_rows
 from ..text import Shown, by_component, by_pattern
@@ -53,7 +48,7 @@ class OutputTensor(NamedTuple):
     offset: int
     nbytes: int
     uses: tuple[PatchPart, ...] = ()
-    method: Method = METHODS[SUM]
+    method: MergeMethod = METHODS[SUM]
     others: Mapping[str, Sequence[PatchPart]] = NO_OTHERS  # base key → uses, where adapters act in turn
     packed: Packing | None = None  # how its numbers are stored; None: plain
     combining: Combining | None = None  # how its changes become one; None: `method` adds or composes them
@@ -135,7 +130,7 @@ class OutputFile:
     name: str
     header: bytes  # planned: `final_headers` (metadata.py) makes the final one, of the same length
     targets: tuple[OutputTensor, ...]
-    kept: Mapping[str, str]  # metadata entries beside our own: of the base's file, and of --title and --metadata
+    entries: Mapping[str, str]  # metadata entries beside our own: of the base's file, and of --title and --metadata
     alignment: int = 1  # every tensor begins at a multiple of it, and the file ends at one
 
     @cached_property
@@ -150,9 +145,9 @@ class Plan(Shown):
     """One merge, ready to run.
 
     Attributes:
-        job: What was asked for.
+        job: What was asked for, on this base.
         base: The tensors of the base.
-        architecture: What the base is.
+        names: The names of its weights.
         adapters: For each adapter what it matches.
         files: The files that would be written, each with its tensors.
         weights: Name → the weight that formulas read.
@@ -167,9 +162,9 @@ class Plan(Shown):
         (264, 2132696762)
     """
 
-    job: Job
+    job: ResolvedJob
     base: Index
-    architecture: str
+    names: Names
     adapters: tuple[Match, ...]
     files: tuple[OutputFile, ...]
     weights: Mapping[str, Weight]
@@ -185,6 +180,11 @@ class Plan(Shown):
         return plan_rows(self)
 
     @property
+    def architecture(self) -> str:
+        """What the base is."""
+        return self.names.architecture
+
+    @property
     def size(self) -> int:
         """Bytes of all output files."""
         return sum(f.size for f in self.files)
@@ -197,10 +197,10 @@ class Plan(Shown):
     @property
     def changing(self) -> Sequence[OutputTensor]:
         """The output tensors that adapters change: by their formulas, or by a tensor that takes their place."""
-        own = self.base.tensors
-        new = {one.name for made in self.quantising.made.values() for one in made.beside}
+        of_base = self.base.tensors
+        new = {info.name for form in self.quantising.forms.values() for info in form.beside}
         targets = [t for f in self.files for t in f.targets]
-        return [t for t in targets if t.uses or (t.source is not own.get(t.name) and t.name not in new)]
+        return [t for t in targets if t.uses or (t.source is not of_base.get(t.name) and t.name not in new)]
 
     @property
     def codes(self) -> Mapping[str, Any]:
@@ -228,16 +228,16 @@ class Plan(Shown):
         Returns:
             The shapes by the tensor's name in its file.
         """
-        old, found = self.base.tensors, {}
+        old, sizes = self.base.tensors, {}
         separated = {name for m in self.adapters for name in (*m.separated, m.untied)}
         files = [f for f in self.files if PurePosixPath(f.name).parent == PurePosixPath(folder)]
         for t in [t for f in files for t in f.targets]:
-            own, shape = old.get(t.name), t.weight.shape
-            if own is not None and own.shape is not shape and own.shape != shape:
-                found[t.stored] = own.shape, shape
+            before, shape = old.get(t.name), t.weight.shape
+            if before is not None and before.shape is not shape and before.shape != shape:
+                sizes[t.stored] = before.shape, shape
             if t.name in separated:
-                found[t.stored] = (), t.shape
-        return found
+                sizes[t.stored] = (), t.shape
+        return sizes
 
     @property
     def unpacked(self) -> bool:
@@ -280,18 +280,18 @@ def weights(base: Index, matched: Sequence[Match]) -> dict[str, Weight]:
 
     An adapter that stores a weight of the base itself replaces the base's.
     """
-    tensors = {**base.tensors, **{key: info for one in matched for key, info in one.bases.items()}}
-    found = {key: Weight(info.shape, info) for key, info in tensors.items()}
-    own = (key for key in base.packed if tensors[key] is base.tensors[key])
-    found.update({key: Weight(tensors[key].shape, tensors[key], base.packed[key]) for key in own})
-    separated = {key: info.name for one in matched for key, info in one.separated.items()}
-    for one in matched:
-        for key, shape in one.grown.items():
+    tensors = {**base.tensors, **{key: info for match in matched for key, info in match.bases.items()}}
+    by_key = {key: Weight(info.shape, info) for key, info in tensors.items()}
+    packed_keys = (key for key in base.packed if tensors[key] is base.tensors[key])
+    by_key.update({key: Weight(tensors[key].shape, tensors[key], base.packed[key]) for key in packed_keys})
+    separated = {key: info.name for match in matched for key, info in match.separated.items()}
+    for match in matched:
+        for key, shape in match.grown.items():
             if any(key in other.uses for other in matched):  # at strength 0 the weight keeps its size
-                found[key] = Weight(shape, tensors[key])
-        for key, (shape, beside) in one.created.items():
-            found[key] = found[separated[key]] if key in separated else unstored(key, shape, neighbour(base, beside))
-    return found
+                by_key[key] = Weight(shape, tensors[key])
+        for key, (shape, beside) in match.created.items():
+            by_key[key] = by_key[separated[key]] if key in separated else unstored(key, shape, neighbour(base, beside))
+    return by_key
 
 
 def neighbour(base: Index, beside: str) -> StoredTensor:
@@ -302,19 +302,19 @@ def neighbour(base: Index, beside: str) -> StoredTensor:
 
 def coverage(plan: Plan) -> Mapping[str, Any]:
     """Return, by each adapter's file name or path, how many modules have their place, and what is left out and why."""
-    found: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     for m in plan.adapters:
         path = m.adapter.path
         namesakes = {other.adapter.path for other in plan.adapters if other.adapter.path.name == path.name}
         name = path.name if len(namesakes) == 1 else str(path)
-        name = name if name not in found else f"{name} ({len(found) + 1})"
-        found[name] = {
+        name = name if name not in by_name else f"{name} ({len(by_name) + 1})"
+        by_name[name] = {
             "matched": m.modules, "total": m.total, "components": dict(m.components),
             "strengths": by_component(m.strengths),
             "patterns": {pattern: len(names) for pattern, names in by_pattern(m.placed).items()},
             "skipped": m.unmatched, "ignored": dict(m.adapter.ignored), "notes": [*m.adapter.notes, *m.notes],
         }  # fmt: skip
-    return found
+    return by_name
 
 
 def plan_rows(plan: Plan, *, verbose: bool = False) -> Iterator[Fact]:
@@ -351,11 +351,16 @@ def protected(job: Job) -> tuple[Path, ...]:
     """Return the paths that no output may replace: adapters, their configurations, the name table, the tokenizer."""
     adapters = [ref.path for ref in job.adapters]
     tokenizer = None if job.tokenizer in (None, *TOKENIZERS) else Path(job.tokenizer or "")
-    found = (*adapters, *map(configuration, adapters), job.map, tokenizer)
-    return tuple(path for path in found if path is not None)
+    paths = (*adapters, *map(configuration, adapters), job.map, tokenizer)
+    return tuple(path for path in paths if path is not None)
 
 
 def partners(targets: Iterable[OutputTensor]) -> dict[str, tuple[OutputTensor, ...]]:
-    """Return name of a weight → the weights that servers join, itself included, where they need one scale."""
-    own = {target.name: target for target in targets if target.packing.encoding.joint_scale}
-    return {name: tuple(own[other] for other in group) for name, group in together(own).items()}
+    """Return name of a weight → the weights that servers join, such as q, k and v, itself included, if their format has
+    one scale of the whole weight.
+
+    vLLM and SGLang keep one number for all of them, the largest, so different ones make wrong numbers there.
+    https://github.com/vllm-project/vllm, model_executor/layers/quantization: compressed_tensors/schemes, modelopt.py.
+    """
+    by_name = {target.name: target for target in targets if target.packing.encoding.joint_scale}
+    return {name: tuple(by_name[other] for other in group) for name, group in together(by_name).items()}

@@ -29,7 +29,7 @@ from ..models.parts import Parts
 from ..options import NO_DEFAULTS
 
 DENOISERS: Final = frozenset(("unet", "transformer", "transformer_2", "prior", "decoder"))
-"""Components that are quantised; where a checkpoint has none of them, all but the VAE are."""
+"""Components that are quantised; of a checkpoint without them, all but the VAE."""
 
 PRECISE: Final = re.compile(
     r"norm|embed|(^|[._])embs?(_|\.|$)|emb_layers|relative_attention_bias|"  # scales, times, positions, words
@@ -71,7 +71,7 @@ NO_CONVERSION: Final = frozenset(("gpt2", "gpt_bigcode", "imagegpt", "openai-gpt
 class Quantising:
     """The weights that an output quantises, and their form."""
 
-    made: Mapping[str, NewWeight]  # weight → its new form
+    forms: Mapping[str, NewWeight]  # weight → its new form
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Folder, relative to the output → the section of its config.json that says how its weights are quantised."""
 
@@ -90,58 +90,60 @@ def quantising(job: Job, base: Index, names: Names) -> Quantising:
                              f"leave it out, or write --dtype {', '.join(FORMATS)}")  # fmt: skip
         return NOTHING
     form = None if job.dtype in GGUF_TYPES else _form(job, base)
-    given = Parts(KEEP, (text for text in job.keep_precision if text != NO_DEFAULTS), names)
-    made = _made(job, base, names, form, Parts(KEEP, (), names))
-    if made and given.texts:
-        given.check({key: names.component(key) for key in made}, NOT_QUANTISED)
-        made = _made(job, base, names, form, given)
-    if not made:
+    excepted = Parts(KEEP, (text for text in job.keep_precision if text != NO_DEFAULTS), names)
+    forms = _forms(job, base, names, form, Parts(KEEP, (), names))
+    if forms and excepted.texts:
+        excepted.check({key: names.component(key) for key in forms}, NOT_QUANTISED)
+        forms = _forms(job, base, names, form, excepted)
+    if not forms:
         others = any(_coded(job, base, form, base.tensors[key]) for key, _ in _quantisable(base, names))
         fix = "write --dtype keep, or change --keep-precision" if others else "write --dtype keep"
         raise UsageError("the base has no weight to quantise", f"{base.path}: --dtype {job.dtype}", fix)
-    return Quantising(made, dict(_sections(base, made, form)))
+    return Quantising(forms, dict(_sections(base, forms, form)))
 
 
-def _made(job: Job, base: Index, names: Names, form: OutputFormat | None, given: Parts) -> Mapping[str, NewWeight]:
-    """Return the weights that are quantised, in their new form. `given`: the parts that keep their numbers."""
-    kept = _precise(job, base)
-    made: dict[str, NewWeight] = {}
+def _forms(job: Job, base: Index, names: Names, form: OutputFormat | None, excepted: Parts) -> Mapping[str, NewWeight]:
+    """Return the weights that are quantised, in their new form. `excepted`: the parts that keep their numbers."""
+    precise_name = _precise(job, base)
+    forms: dict[str, NewWeight] = {}
     for key, part in _quantisable(base, names):
-        if not (kept(key) or given.cover([key], part)) and (one := _coded(job, base, form, base.tensors[key])):
-            made[key] = one
+        if precise_name(key) or excepted.cover([key], part):
+            continue
+        if (form_of_weight := _coded(job, base, form, base.tensors[key])) is not None:
+            forms[key] = form_of_weight
     if form is not None and form.section is not None:
-        made = _as_loaders_read(base, _as_servers_read(base, made), form, names, given)
-    return made
+        forms = _as_loaders_read(base, _as_servers_read(base, forms), form, names, excepted)
+    return forms
 
 
 def _coded(job: Job, base: Index, form: OutputFormat | None, info: StoredTensor) -> NewWeight | None:
     """Return the new form of a weight; None if the format or its names have no room for it."""
-    made = form.make(info) if form else _blocks(job, base, info)
-    taken = made is None or any(t.name in base.tensors and t.name not in base.beside for t in made.beside)
-    return None if taken else made
+    new = form.make(info) if form else _blocks(job, base, info)
+    taken = new is None or any(t.name in base.tensors and t.name not in base.beside for t in new.beside)
+    return None if taken else new
 
 
 def _matrices(base: Index) -> Mapping[str, Mapping[str, StoredTensor]]:
     """Return folder → name of a module in it → its weight, for all matrices."""
-    found: dict[str, dict[str, StoredTensor]] = {}
+    by_folder: dict[str, dict[str, StoredTensor]] = {}
     for info in base.tensors.values():
         if len(info.shape) == 2 and info.name.endswith(".weight"):
             part = info.name.partition(".")[0] if base.components else TOP
-            found.setdefault(part, {})[stored_name(info).removesuffix(".weight")] = info
-    return found
+            by_folder.setdefault(part, {})[stored_name(info).removesuffix(".weight")] = info
+    return by_folder
 
 
-def _as_servers_read(base: Index, made: Mapping[str, NewWeight]) -> dict[str, NewWeight]:
+def _as_servers_read(base: Index, forms: Mapping[str, NewWeight]) -> dict[str, NewWeight]:
     """Return the weights to quantise without those that servers join with a weight that keeps its numbers.
 
     https://github.com/vllm-project/vllm vllm/model_executor/layers/quantization/utils/quant_utils.py, is_layer_skipped.
     """
     joined = together(key for key, info in base.tensors.items() if len(info.shape) == 2)
-    return {name: one for name, one in made.items() if made.keys() >= {*joined.get(name, ())}}
+    return {name: form for name, form in forms.items() if forms.keys() >= {*joined.get(name, ())}}
 
 
 def _as_loaders_read(
-    base: Index, made: Mapping[str, NewWeight], form: OutputFormat, names: Names, given: Parts
+    base: Index, forms: Mapping[str, NewWeight], form: OutputFormat, names: Names, excepted: Parts
 ) -> dict[str, NewWeight]:  # fmt: skip
     """Return the weights to quantise, changed so that loaders read the list of the other weights as it is meant.
 
@@ -150,42 +152,42 @@ def _as_loaders_read(
     cannot be, they keep their numbers.
     https://github.com/huggingface/diffusers quantizers/bitsandbytes/utils.py, transformers quantizers_utils.py.
     """
-    found = dict(made)
+    result = dict(forms)
     for modules in _matrices(base).values():
-        coded = {name for name, info in modules.items() if info.name in made}
-        kept = sorted(modules.keys() - coded) if coded else []
-        for name in kept:  # grows
+        coded = {name for name, info in modules.items() if info.name in forms}
+        left_out = sorted(modules.keys() - coded) if coded else []
+        for name in left_out:  # grows
             meant = [other for other in coded if other.endswith(name) or f"{name}." in other]
             info = modules[name]
-            own = (
+            new = (
                 form.make(info)
                 if meant
                 and _fits(info)
                 and _is_decodable(info, base)
-                and not given.cover([info.name], names.component(info.name))
+                and not excepted.cover([info.name], names.component(info.name))
                 else None
             )
-            if own is not None:
-                found[info.name] = own
+            if new is not None:
+                result[info.name] = new
                 coded.add(name)
                 continue
             for other in meant:
-                del found[modules[other].name]
+                del result[modules[other].name]
             coded.difference_update(meant)
-            kept += meant
-    return found
+            left_out += meant
+    return result
 
 
 def _sections(
-    base: Index, made: Mapping[str, NewWeight], form: OutputFormat | None
+    base: Index, forms: Mapping[str, NewWeight], form: OutputFormat | None
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield (folder, section of its config.json) for every folder with weights that are quantised."""
     if form is None or form.section is None:
         return
     for part, modules in _matrices(base).items():
-        kept = {name for name, info in modules.items() if info.name not in made}
-        if len(kept) < len(modules):
-            yield part, form.section(sorted({*kept, "lm_head"}))
+        left_out = {name for name, info in modules.items() if info.name not in forms}
+        if len(left_out) < len(modules):
+            yield part, form.section(sorted({*left_out, "lm_head"}))
 
 
 def _form(job: Job, base: Index) -> OutputFormat:

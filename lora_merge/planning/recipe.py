@@ -1,4 +1,4 @@
-"""The recipe in an output's metadata. `proof/read_recipe.py` and `proof/find_inputs.py` read it again."""
+"""The recipe in an output's metadata. `recipes/read_recipe.py` and `recipes/find_inputs.py` read it again."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def entries(
     names = _utf8(", ".join(p.name for p in (job.base, *(a.path for a in job.adapters))))
     single = not base.path.is_dir() and base.gguf is None and job.output.suffix.lower() != ".gguf"
     others = _web_ui(job, base, adapters, digests) if single else {}
-    for found in recipes(job, base, adapters, digests, strengths):
-        yield {KEY: _json(found), SEAL: ZEROS, "modelspec.merged_from": names, **others}
+    for of_file in recipes(job, base, adapters, digests, strengths):
+        yield {KEY: _json(of_file), SEAL: ZEROS, "modelspec.merged_from": names, **others}
 
 
 def recipes(
@@ -107,8 +107,9 @@ def recipe(
     """Return the whole recipe: names, sizes, hashes, strengths, and every option that changes a byte."""
     from ..version import __version__
 
+    # The inputs: names, sizes and digests, in the order of the digests.
     left = iter(digests)
-    found: dict[str, Any] = {
+    entries_of_recipe: dict[str, Any] = {
         "version": __version__,
         "format": FORMAT,
         "base": {**_input(job.base, base, left), **configurations(job.base, None)},
@@ -122,35 +123,37 @@ def recipe(
             for ref, index in zip(job.adapters, adapters, strict=True)
         ],
     }
-    for one, applied in zip(found["adapters"], strengths, strict=False):
-        one[STRENGTHS] = by_component(applied)
+    for adapter, applied in zip(entries_of_recipe["adapters"], strengths, strict=False):
+        adapter[STRENGTHS] = by_component(applied)
+    # The recipe of the base, if it is itself a merge.
     earlier = parsed(base.metadata.get(KEY, ""))
     if earlier is not None:
-        found["base"]["recipe"] = earlier
+        entries_of_recipe["base"]["recipe"] = earlier
+    # Options that change a byte.
     for option in OPTIONS.values():
         value = getattr(job, option.name, option.default)
         if option.recorded == "always" or (option.recorded == "given" and value != option.default):
-            found[option.name] = STORED.get(option.kind, lambda value: value)(value)
-    return found
+            entries_of_recipe[option.name] = STORED.get(option.kind, lambda value: value)(value)
+    return entries_of_recipe
 
 
 def _input(path: Path, index: Index, digests: Iterator[str]) -> dict[str, Any]:
     folder = index.path.is_dir()
-    found: dict[str, Any] = {"name": path.name, "files": [
+    entry: dict[str, Any] = {"name": path.name, "files": [
         {"name": f.relative_to(index.path).as_posix() if folder else f.name, "size": index.headers[f].state.size,
          "sha256": next(digests)}
         for f in index.files
     ]}  # fmt: skip
     if folder:
-        found["folder"] = True
-    return found
+        entry["folder"] = True
+    return entry
 
 
 def configurations(path: Path, adapter: Index | None) -> dict[str, str]:
     """Return the entries of an input with the SHA-256 of its configuration, and of the file that states an adapter's
     scale."""
-    found = {"config": config_hash(path), "stated": sha256(file) if adapter and (file := side_file(adapter)) else ""}
-    return {name: digest for name, digest in found.items() if digest}
+    digests = {"config": config_hash(path), "stated": sha256(file) if adapter and (file := side_file(adapter)) else ""}
+    return {name: digest for name, digest in digests.items() if digest}
 
 
 def config_hash(path: Path) -> str:

@@ -79,7 +79,7 @@ class Floats:
         return beyond(values, self.dtype)
 
 
-class Table:
+class LevelTable:
     """Levels in any distances: whole numbers, 4-bit floats, the quantiles of a normal distribution."""
 
     digits: Final = 1

@@ -24,7 +24,7 @@ AGAIN: Final = "merge again, to have a header that says what was merged"
 
 
 @dataclass(frozen=True)
-class Change:
+class HeaderChange:
     """One file whose header is not the one that the merge wrote."""
 
     path: Path
@@ -40,7 +40,7 @@ def changed_files(index: Index) -> list[Path]:
     return [path for path, state in states.items() if state is False or (state is None and due)]
 
 
-def header_changes(plan: Plan, index: Index) -> list[Change]:
+def header_changes(plan: Plan, index: Index) -> list[HeaderChange]:
     """Return what was changed after the merge in the headers of `index`; `plan` is the plan that gives it.
 
     Without a seal, as in files of earlier versions and other programs, only entries of the base are compared.
@@ -54,16 +54,16 @@ def header_changes(plan: Plan, index: Index) -> list[Change]:
         if path in broken and not _is_written_again(file, path, index):
             differences = [*_differences(plan, file, path, index)]
             changes.append(
-                Change(path, tuple(differences or [f"{KEY} or {SEAL} edited: all else is what the recipe gives"]))
+                HeaderChange(path, tuple(differences or [f"{KEY} or {SEAL} edited: all else is what the recipe gives"]))
             )
         elif path in broken:
-            changes.append(Change(path, ()))
+            changes.append(HeaderChange(path, ()))
         elif differences := [*_of_base(file, index.headers[path].metadata)]:
-            changes.append(Change(path, tuple(differences)))
+            changes.append(HeaderChange(path, tuple(differences)))
     return changes
 
 
-def notes(changes: Sequence[Change], index: Index) -> list[Note]:
+def notes(changes: Sequence[HeaderChange], index: Index) -> list[Note]:
     """Return notes on headers with the merge's entries in other bytes; VerificationFailed where an entry differs."""
     if edited := [change for change in changes if change.differences]:
         raise VerificationFailed("the weights are right, but the header was changed after the merge",
@@ -85,7 +85,7 @@ def notes(changes: Sequence[Change], index: Index) -> list[Note]:
     ]
 
 
-def with_header_changes(failure: VerificationFailed, changes: Sequence[Change]) -> VerificationFailed:
+def with_header_changes(failure: VerificationFailed, changes: Sequence[HeaderChange]) -> VerificationFailed:
     """Return the failure of a proof together with the changes of the header, whose recipe may have caused it."""
     changed = [f"{change.path}: {'; '.join(change.differences)}" for change in changes if change.differences]
     if not changed:
@@ -132,8 +132,8 @@ def _of_base(file: OutputFile, stored: Mapping[str, str]) -> Iterator[str]:
     """Yield the entries of the base that are others here; of those only that are here, where no merge of ours wrote
     them.
     """
-    edited = [key for key, text in file.kept.items() if key not in OURS and stored.get(key, text) != text]
-    gone = [key for key in file.kept if KEY in stored and key not in OURS and key not in stored]
+    edited = [key for key, text in file.entries.items() if key not in OURS and stored.get(key, text) != text]
+    gone = [key for key in file.entries if KEY in stored and key not in OURS and key not in stored]
     for what, keys in (("edited", edited), ("taken out", gone)):
         if keys:
             yield f"{listed(map(quoted, sorted(keys)))} {what}"

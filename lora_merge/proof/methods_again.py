@@ -17,8 +17,8 @@ from typing import Any, Final
 import numpy as np
 
 from ..matching.patch import Patch, PatchPart
-from ..merge_methods import Method
-from ..method_parameters import Numbers
+from ..merge_methods import MergeMethod
+from ..method_parameters import MethodParameters
 from ..models.weights import WeightView
 from ..planning.plan import OutputTensor
 from .reference import REFERENCE
@@ -175,7 +175,8 @@ def of_weight(
 
 
 def combined(  # noqa: PLR0913  # the method, its inputs and its numbers
-    method: Method, changes: Sequence[Rows], strengths: Sequence[float], n: Numbers, seeds: Sequence[str], *,
+    method: MergeMethod, changes: Sequence[Rows], strengths: Sequence[float], n: MethodParameters,
+    seeds: Sequence[str], *,
     rows: Array, vector: bool,
 ) -> tuple[list[Array], Array]:  # fmt: skip
     """Return the parts and the slack of rows of Δ from τᵢ [out, cols] at strength 1.
@@ -210,7 +211,7 @@ def combined(  # noqa: PLR0913  # the method, its inputs and its numbers
 
 
 def _weighted(  # noqa: PLR0913  # the method, its inputs and its numbers
-    name: str, changes: Sequence[Rows], strengths: Sequence[float], n: Numbers, rows: Array, *, added: bool
+    name: str, changes: Sequence[Rows], strengths: Sequence[float], n: MethodParameters, rows: Array, *, added: bool
 ) -> tuple[list[Array], Array]:
     """Return the parts wᵢτᵢ, and their slack."""
     curved = name in ("slerp", "karcher")
@@ -220,7 +221,7 @@ def _weighted(  # noqa: PLR0913  # the method, its inputs and its numbers
     return parts, np.full(parts[0].shape, 1e-9 * largest * abs(n.scale))
 
 
-def _factors(method: Method, change: Rows, n: Numbers, seed: str, rows: Array) -> tuple[Array, Array]:
+def _factors(method: MergeMethod, change: Rows, n: MethodParameters, seed: str, rows: Array) -> tuple[Array, Array]:
     """Return what each entry of some rows of a change is multiplied by, and where rounding may decide otherwise."""
     (out, width), size = change.shape, np.abs(change.at(rows))
     count, unsure = out * width, np.zeros(size.shape, dtype=bool)
@@ -273,7 +274,7 @@ def uniform(name: str, seed: int, places: Array) -> Array:
     return np.asarray((z >> np.uint64(40)).astype(np.float64) / 2**24)
 
 
-def _elect(scaled: Sequence[Array], strengths: Sequence[float], n: Numbers) -> None:
+def _elect(scaled: Sequence[Array], strengths: Sequence[float], n: MethodParameters) -> None:
     """Set the entries that lack the elected sign to 0, and divide the others."""
     up = sum(scaled if n.elect == "sum" else map(np.sign, scaled), np.zeros(())) >= 0
     divisor = np.zeros(up.shape)
@@ -296,7 +297,7 @@ def _doubtful(scaled: Sequence[Array], unsure: Array) -> Array:
     return np.where(near | tiny | unsure, size, 0.0)
 
 
-def _weights(method: str, changes: Sequence[Rows], strengths: Sequence[float], n: Numbers) -> list[float]:
+def _weights(method: str, changes: Sequence[Rows], strengths: Sequence[float], n: MethodParameters) -> list[float]:
     """Return wᵢ with Δ = Σ wᵢτᵢ, from the cosines of all pairs."""
     count = len(changes)
     if method == "mean":

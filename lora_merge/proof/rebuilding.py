@@ -28,7 +28,7 @@ NEAR: Final = 0.1
 
 
 @dataclass(frozen=True)
-class Remade:
+class RebuiltSlots:
     """The computed slots, and the tensors and settings that they were computed from."""
 
     found: Mapping[str, Array]
@@ -38,7 +38,7 @@ class Remade:
     settings: Mapping[str, Any]
 
 
-def _largest(r: Remade) -> bool:
+def _largest(r: RebuiltSlots) -> bool:
     """Check SuperTuning: different places, of the largest magnitudes or of the smallest, in their order."""
     places, scores = r.found["places"], np.abs(r.read("")).reshape(-1)
     ranked = np.sort(scores)[:: -1 if r.settings.get("top", True) else 1]
@@ -46,7 +46,7 @@ def _largest(r: Remade) -> bool:
     return different and np.array_equal(scores[places], ranked[: len(places)])
 
 
-def _triples(r: Remade) -> bool:
+def _triples(r: RebuiltSlots) -> bool:
     """Check PSOFT: orthonormal vectors that the weight maps to each other, by its largest singular values."""
     left, right, weight = (held(v, "F64") for v in (r.found["left"], r.found["right"], r.read("")))
     values = np.linalg.svd(weight, compute_uv=False)
@@ -61,7 +61,7 @@ def _triples(r: Remade) -> bool:
     return near and all(np.abs(side.T @ side - unit).max(initial=0.0) <= CLOSE for side in (u, v))
 
 
-def _groups(r: Remade) -> bool:
+def _groups(r: RebuiltSlots) -> bool:
     """Check AdaMSS: every row is in one group, and the rows of a group are in the order of the weight."""
     order = r.found["order"]
     heights = [r.shapes[f"up_{i}"][0] for i in range(sum(slot.startswith("up_") for slot in r.shapes))]
@@ -71,7 +71,7 @@ def _groups(r: Remade) -> bool:
     return np.array_equal(np.sort(order), np.arange(len(order))) and bool((inside > 0).all())
 
 
-def _shares(r: Remade) -> bool:
+def _shares(r: RebuiltSlots) -> bool:
     """Check Uni-LoRA: entries of the vector, each weighed by its number of uses in all layers, which differs by 1."""
     numbers, total, dtype = r.shapes["bank"][0], r.settings["total"], r.settings["dtype"]
     often = np.array([total // numbers, total // numbers + 1], np.float64)
@@ -82,7 +82,7 @@ def _shares(r: Remade) -> bool:
     return inside and all(flags.all() for flags in near)
 
 
-def _joint(r: Remade) -> bool:
+def _joint(r: RebuiltSlots) -> bool:
     """Check FRoD: places off the diagonal, each once; the basis that is common to all layers (see `_basis`)."""
     (rows, columns), basis = r.found["places"], held(r.found["basis"], "F64")
     off = bool((rows != columns).all()) and len({*zip(rows.tolist(), columns.tolist(), strict=True)}) == len(rows)
@@ -104,7 +104,7 @@ def _basis(weights: list[Array], ridge: float) -> Array:
     return np.asarray(upper.T @ np.linalg.eigh(mean)[1])
 
 
-CHECKS: Final[Mapping[str, Callable[[Remade], bool]]] = MappingProxyType(
+CHECKS: Final[Mapping[str, Callable[[RebuiltSlots], bool]]] = MappingProxyType(
     {"supertuning": _largest, "psoft": _triples, "adamss": _groups, "unilora": _shares, "frod": _joint}
 )
 """Row of ALGORITHMS with a `rebuild` → check of the slots that it computes."""
@@ -124,7 +124,7 @@ def rebuilt_slots(patch: Patch, read: Callable[[str], Array]) -> Mapping[str, Ar
         return {}
     more = patch.shapes, patch.view.shape, settings
     slots = {slot: np.asarray(v) for slot, v in row.rebuilt(Loaded.of_arrays(read, held, *more)).items()}
-    if not CHECKS[patch.algorithm](Remade(slots, read, *more)):
+    if not CHECKS[patch.algorithm](RebuiltSlots(slots, read, *more)):
         where = f"{quoted(patch.module.where)} ({patch.algorithm}): {', '.join(sorted(slots))}"
         raise VerificationFailed(
             "tensors computed from the base do not satisfy the definition of the adapter's method", where, REPORT

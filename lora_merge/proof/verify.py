@@ -25,7 +25,6 @@ from ..dtypes import ITEM_BYTES, spoken
 from ..errors import InputError, VerificationFailed
 from ..files.checkpoint import read_header
 from ..models.blocks import groups
-from ..models.names import names
 from ..planning.output_checksums import DIGITS, summed, sums_of
 from ..planning.plan import OutputFile, OutputTensor, Plan
 from ..planning.recipe import CHECKSUMS
@@ -334,7 +333,7 @@ def _proof(plan: Plan, merged: Recomputation, compared: dict[str, int], *, full:
 
 def _numbers(plan: Plan, findings: Findings) -> dict[str, Any]:
     """Return the size of the change and what of it is in the output: in all, by component, by block, by tensor."""
-    return findings.measures.to_dict(len(plan.job.adapters), groups(names(plan.base, plan.job.map)))
+    return findings.measures.to_dict(len(plan.job.adapters), groups(plan.names))
 
 
 def _warnings(plan: Plan, merged: Recomputation, shares: Sequence[dict[str, Any]]) -> Iterator[Note]:

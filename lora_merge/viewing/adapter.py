@@ -10,9 +10,10 @@ from math import prod
 from statistics import median
 from typing import Any, Final
 
-from ..adapters.modules import AdapterFile, FileValues, Module, rank_of, weight_shapes
+from ..adapters.modules import AdapterFile, Module, rank_of, weight_shapes
 from ..adapters.stated import rules_of
 from ..adapters.suffixes import split_row_part
+from ..adapters.tensor_values import FileValues
 from ..algorithms import DoesNotFit
 from ..disk.reader import Reader
 from ..dtypes import Shape

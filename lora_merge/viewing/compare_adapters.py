@@ -29,7 +29,6 @@ from ..files.checkpoint import Index
 from ..job import make_job
 from ..models.blocks import block_name, blocks, in_order
 from ..models.inferred_base import Name, common_names, plain
-from ..models.names import names
 from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.make_plan import plan_job
 from ..planning.plan import OutputTensor
@@ -110,7 +109,7 @@ def sums_of_changes(a: Replaced, b: Replaced, read: Fetch) -> Sums:
     """Return the sums over V_A − W and V_B − W, which are read some numbers at a time. The shapes are equal."""
     sums = Sums()
     for first, count in runs(a, 1):
-        old = values(a.own, first, count, read)
+        old = values(a.before, first, count, read)
         ours, other = (values(x.target.weight, first, count, read) - old for x in (a, b))
         sound = ours.isfinite() & other.isfinite()
         ours, other = ours[sound], other[sound]
@@ -280,7 +279,7 @@ def _on_base(
     plans = [plan_job(make_job(base, [index.path], base, unmatched="skip"), opened) for index in (a, b)]
     for match in (m for plan in plans for m in plan.adapters):
         left |= {**match.unused, **match.unmatched}
-    lookup = names(plans[0].base)
+    lookup = plans[0].names
     block_of = blocks(lookup).of
     with Reader([p.base for p in plans[:1]] + [m.adapter.index for p in plans for m in p.adapters]) as reader:
         whole = [{r.target.name: r for r in replaced_by(plan)} for plan in plans]

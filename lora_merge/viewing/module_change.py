@@ -15,8 +15,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ..adapters.modules import AdapterFile, FileValues, Module
+from ..adapters.modules import AdapterFile, Module
 from ..adapters.stated import rules_of
+from ..adapters.tensor_values import FileValues
 from ..algorithms import ALGORITHMS, DoesNotFit
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
@@ -174,7 +175,7 @@ def _factored(stack: StackedPatch, weight: Tensor) -> Delta | None:
 def shape_of(module: Module) -> Shape:
     """Return the shape of the weight that a module changes, as far as its tensors show it; () otherwise."""
     row = ALGORITHMS.get(algorithm_of(module))
-    return () if row is None or row.stacked or row.of_table else row.shown_shape(module.shapes) or ()
+    return () if row is None or row.layout in ("experts", "table") else row.shown_shape(module.shapes) or ()
 
 
 def changes(plan: Plan, reader: Reader) -> Callable[[OutputTensor], Delta]:
@@ -193,7 +194,7 @@ def changes(plan: Plan, reader: Reader) -> Callable[[OutputTensor], Delta]:
         except DoesNotFit as e:
             raise misfit(target.name, e) from e
         factors.forget()
-        tensors.kept.clear()
+        tensors.cache.clear()
         return delta
 
     return change
@@ -209,7 +210,7 @@ def _difference(replaced: Replaced, read: Fetch) -> Tensor:
     difference = torch.empty(prod(replaced.target.shape))
     for first, count in runs(replaced, 1):
         difference[first : first + count] = values(replaced.target.weight, first, count, read) - values(
-            replaced.own, first, count, read
+            replaced.before, first, count, read
         )
     return difference.view(replaced.target.matrix)
 

@@ -117,8 +117,8 @@ def merge_numbers(plan: Plan, *, pictures: bool = False, progress: Progress = un
             result = _measured(target, tensors) if replaced is None else measure(replaced, factors.read, 1)
             measures.tensors[target.name] = result
             factors.forget()
-            tensors.kept.clear()
-    told_of = measures.to_dict(len(plan.adapters), groups(names(plan.base, plan.job.map)))
+            tensors.cache.clear()
+    told_of = measures.to_dict(len(plan.adapters), groups(plan.names))
     for name, row in told_of.get("tensors", {}).items():
         row |= shown.get(name, {})
     return {**told_of, "warnings": list(_warnings(plan, measures))} if told_of else {}

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import lora_merge
-from lora_merge.adapters_out.job import make_adapter_job
-from lora_merge.adapters_out.planned_layers import plan
+from lora_merge.adapters_out.combine import plan
+from lora_merge.adapters_out.commands import COMMANDS
 from lora_merge.errors import FitError, InputError, MergeError, UsageError
 from lora_merge.viewing.inspect import inspect
 from tests.kit.command_line import run
@@ -446,7 +446,7 @@ def test_error_of_the_format_names_the_adapter_and_no_file_that_is_gone(
 def test_plan_tells_the_size_of_the_file(options: dict[str, Any], pair: tuple[Path, Path], tmp_path: Path) -> None:
     """With its header, and with the bound of `size`; metadata may take a page less."""
     out = tmp_path / "o.safetensors"
-    planned = plan(make_adapter_job("combine", list(pair), out, None, options)).written
+    planned = plan(COMMANDS["combine"].job(list(pair), out, None, options)).written
     lora_merge.combine(pair, out, **options)
     assert 0 <= planned - out.stat().st_size <= 2 * 4096
 
@@ -458,7 +458,7 @@ def test_plan_says_which_decomposition_exceeds_the_limit(pair: tuple[Path, Path]
     for method, given in cases:
         for limit in ("4KiB", "1GiB"):
             options: dict[str, Any] = {"method": method, "rank": 2, "max_memory": limit, **given}
-            notes = plan(make_adapter_job("combine", list(pair), tmp_path / "o.safetensors", None, options)).notes
+            notes = plan(COMMANDS["combine"].job(list(pair), tmp_path / "o.safetensors", None, options)).notes
             told[method, limit] = any("more than --max-memory" in n for n in notes)
     assert told == {("sum", "4KiB"): False, ("sum", "1GiB"): False, ("ties", "4KiB"): True, ("ties", "1GiB"): False}
 
@@ -470,6 +470,6 @@ def test_inputs_without_a_rank_are_kept_whole_by_the_rule_same(pair: tuple[Path,
     for given in (inputs[:1], inputs):
         options: Any = {"rank": "same", "include": ["re:proj_in"]}
         out, name = tmp_path / "o.safetensors", f"lora_unet_{LINEAR}"
-        planned = plan(make_adapter_job("combine", given, out, None, options)).layers[name]["rank"]
+        planned = plan(COMMANDS["combine"].job(given, out, None, options)).layers[name]["rank"]
         told = lora_merge.combine(given, out, overwrite=True, **options).layers[name]
         assert told["rank"] == planned == 20 and told["residual"] < 1e-5

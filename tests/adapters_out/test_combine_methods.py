@@ -19,13 +19,13 @@ from lora_merge.engine.combination import combined, gram
 from lora_merge.engine.row_matrix import Rows, largest
 from lora_merge.errors import VerificationFailed
 from lora_merge.merge_methods import COMBINATIONS
-from lora_merge.method_parameters import Numbers
+from lora_merge.method_parameters import MethodParameters
 from tests.kit.adapters import kohya
 from tests.kit.combining import SHAPE, changes, run
 from tests.kit.models import sd1
 
 
-def thinned(how: str, change: torch.Tensor, n: Numbers, seed: str) -> torch.Tensor:
+def thinned(how: str, change: torch.Tensor, n: MethodParameters, seed: str) -> torch.Tensor:
     return combination.thinned(how, Rows.of(change), n, seed).dense()
 
 
@@ -41,7 +41,7 @@ def test_ties_and_prune_are_pefts(elect: str) -> None:
 
 def test_ties_by_weight_divides_by_the_strengths_that_agree() -> None:
     given, strengths = changes(), [0.5, 2.0, 1.0]
-    cut = [thinned("largest", t, Numbers(density=0.5), "").numpy() for t in given]
+    cut = [thinned("largest", t, MethodParameters(density=0.5), "").numpy() for t in given]
     scaled = np.stack([s * t for s, t in zip(strengths, cut, strict=True)])
     agree = (np.sign(scaled) == np.where(scaled.sum(0) >= 0, 1, -1)) & (scaled != 0)
     total, divisor = (scaled * agree).sum(0), (np.array(strengths)[:, None, None] * agree).sum(0)
@@ -53,7 +53,7 @@ def test_ties_by_weight_divides_by_the_strengths_that_agree() -> None:
 @pytest.mark.parametrize("method", ["dare", "della"])
 def test_random_methods_keep_what_they_say_and_divide_by_the_chance(method: str) -> None:
     change = torch.full((40, 100), 2.0, dtype=torch.float64) + torch.linspace(0, 1, 4000).view(40, 100)
-    n = Numbers(density=0.6, epsilon=0.2 if method == "della" else 0.0)
+    n = MethodParameters(density=0.6, epsilon=0.2 if method == "della" else 0.0)
     kept = thinned("random" if method == "dare" else "ranked", change, n, "a")
     share = float((kept != 0).double().mean())
     assert abs(share - 0.6) < 5 * math.sqrt(0.24 / 4000)
@@ -69,10 +69,10 @@ def test_random_methods_keep_what_they_say_and_divide_by_the_chance(method: str)
 
 def test_breadcrumbs_drop_both_ends_and_with_gamma_0_only_the_small() -> None:
     change = torch.arange(1.0, 101.0, dtype=torch.float64).view(10, 10)
-    kept = thinned("middle", change, Numbers(density=0.5, gamma=0.1), "").flatten().nonzero().flatten()
+    kept = thinned("middle", change, MethodParameters(density=0.5, gamma=0.1), "").flatten().nonzero().flatten()
     assert kept.tolist() == list(range(40, 90))
-    assert torch.equal(thinned("middle", change, Numbers(density=0.5), ""),
-                       thinned("largest", change, Numbers(density=0.5), ""))  # fmt: skip
+    assert torch.equal(thinned("middle", change, MethodParameters(density=0.5), ""),
+                       thinned("largest", change, MethodParameters(density=0.5), ""))  # fmt: skip
 
 
 def test_slerp_meets_its_ends_and_keeps_unit_length() -> None:
@@ -127,7 +127,7 @@ def test_consensus_of_fewer_adapters_than_agree_is_nothing(agree: int | None, ke
 
 @pytest.mark.parametrize("method", sorted(set(COMBINATIONS) - {"slerp"}))
 def test_order_of_adapters_does_not_matter(method: str) -> None:
-    given, n = changes(), Numbers(density=0.5, gamma=0.1, epsilon=0.2)
+    given, n = changes(), MethodParameters(density=0.5, gamma=0.1, epsilon=0.2)
     seeds = ["a", "b", "c"]
     strengths = [1.0, 0.5, -0.7]
     order = [2, 0, 1]
@@ -188,7 +188,7 @@ def test_methods_with_signs_elect_among_what_their_method_keeps(method: str, how
         **({"epsilon": 0.2} if how == "ranked" else {}),
         **({"gamma": 0.1} if how == "middle" else {}),
     }
-    parts = np.stack([thinned(how, t, Numbers(**numbers), f"seed {n}").numpy() for n, t in enumerate(given)])
+    parts = np.stack([thinned(how, t, MethodParameters(**numbers), f"seed {n}").numpy() for n, t in enumerate(given)])
     right = elected(parts, np.array(strengths), count=elect == "count")
     mine = run(method, given, strengths, normalise="none", elect=elect, **numbers)
     np.testing.assert_allclose(mine.numpy(), right, atol=1e-12)

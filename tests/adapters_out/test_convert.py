@@ -14,9 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
-from lora_merge.adapters_out.convert import make_conversion, opened, plan, planned_modules
+from lora_merge.adapters_out.commands import COMMANDS
+from lora_merge.adapters_out.convert import opened, plan
 from lora_merge.adapters_out.dialects import DIALECTS
 from lora_merge.adapters_out.groups import places
+from lora_merge.adapters_out.planned_tensors import planned_modules
 from lora_merge.errors import FitError, TooLarge, UsageError
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.models.components import components
@@ -354,7 +356,7 @@ def test_plan_tells_the_tensors_of_the_file(kind: str, options: dict[str, Any], 
     base, adapter, out = (tmp_path / f"{name}.safetensors" for name in ("base", "adapter", "out"))
     save_file(flux(), base)
     save_file(of_flux(**({} if kind == "lora" else {kind: True})), adapter)
-    task = make_conversion(adapter, out, base, {**options, "overwrite": True})
+    task = COMMANDS["convert"].job([adapter], out, base, {**options, "overwrite": True})
     if kind == "loha" and options == {"to": "diffusers"}:
         for refused in (lambda: plan(task), lambda: lora_merge.convert(adapter, out, base=base, **options)):
             with pytest.raises(FitError, match="cannot hold loha"):

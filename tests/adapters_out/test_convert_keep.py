@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 import lora_merge
 from lora_merge.adapters_out import convert_modules
-from lora_merge.adapters_out.copied_tensors import Made, kept
+from lora_merge.adapters_out.commands import COMMANDS
+from lora_merge.adapters_out.copied_tensors import ModuleTensors, stored_module
 from lora_merge.adapters_out.format_option import plan
-from lora_merge.adapters_out.job import make_adapter_job
-from lora_merge.adapters_out.module_tensors import Kept
+from lora_merge.adapters_out.module_tensors import StoredModule
 from lora_merge.errors import FitError, VerificationFailed
 from tests.kit.command_line import run
 from tests.kit.flux import flux, of_flux
@@ -111,7 +111,7 @@ def test_sum_of_folders_of_peft_is_a_folder_without_a_base_too(tmp_path: Path, m
     stored = load_file("a+b/adapter_model.safetensors")
     wanted = 4 * pairs[0][1] @ pairs[0][0] - 2 * pairs[1][1] @ pairs[1][0]
     assert torch.allclose(stored[f"{name}.lora_B.weight"] @ stored[f"{name}.lora_A.weight"], wanted, atol=1e-5)
-    assert plan(make_adapter_job("combine", ["a", "b"], "a+b", None, {})).planned  # as a batch that is run again does
+    assert plan(COMMANDS["combine"].job(["a", "b"], "a+b", None, {})).planned  # as a batch that is run again does
     lora_merge.resize("a", "small/", rank=1)
     assert json.loads(Path("small/adapter_config.json").read_text())["r"] == 1
     assert Path(lora_merge.combine(["a", "b"], "c.safetensors").output).is_file()
@@ -159,13 +159,13 @@ def test_ai_toolkit_writes_what_it_writes_for_the_model(tmp_path: Path) -> None:
 
 
 def test_fault_of_the_output_is_seen_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def faulty(made: Made, put: Any) -> Kept:
+    def faulty(made: ModuleTensors, put: Any) -> StoredModule:
         tensors = {ending: value.clone() for ending, value in made.tensors.items()}
         if made.place.module.endswith("linear2"):
             tensors[".lora_B.weight"].view(-1)[0] += 64
-        return kept(replace(made, tensors=tensors), put)
+        return stored_module(replace(made, tensors=tensors), put)
 
-    monkeypatch.setattr(convert_modules, "kept", faulty)
+    monkeypatch.setattr(convert_modules, "stored_module", faulty)
     with pytest.raises(VerificationFailed, match="otherwise than the input"):
         lora_merge.convert(stored(tmp_path, of_flux()), tmp_path / "b.safetensors", to="comfy", dtype="bf16")
     assert not (tmp_path / "b.safetensors").exists()

@@ -11,7 +11,14 @@ import pytest
 
 from lora_merge.adapters_out.dialects import DIALECTS
 from lora_merge.adapters_out.groups import Place, places
-from lora_merge.models.inferred_base import Change, NotTold, OtherModel, assumed, candidates, complete
+from lora_merge.models.inferred_base import (
+    InferredParameter,
+    OtherModel,
+    UnknownBaseError,
+    assumed,
+    candidates,
+    complete,
+)
 from lora_merge.models.names import Names
 from lora_merge.models.weights import RowSlice, WeightView
 from tests.kit.architectures import ALL
@@ -83,7 +90,7 @@ class Words:
 
 def alone(adapter: Mapping[str, WeightView], to: str) -> Iterator[dict[str, Rows]]:
     """What each model that the names fit makes of an adapter without a base."""
-    changes = [Change(name, "weight", view.shape) for name, view in adapter.items()]
+    changes = [InferredParameter(name, "weight", view.shape) for name, view in adapter.items()]
     for architecture in candidates(changes):
         with suppress(OtherModel):
             dialect = DIALECTS[to].of(architecture)
@@ -114,7 +121,7 @@ def test_rows_stay_without_a_base_or_it_is_asked_for(model: str, pair: tuple[str
     wanted = {name: own.of(view) for name, view in matrices(base(model), to).items()}
     try:
         found = [*alone(adapter, to)]
-    except NotTold:
+    except UnknownBaseError:
         found = []
     if any(one != found[0] for one in found):  # convert refuses this
         found = []

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.adapters_out.convert import make_conversion, plan
+from lora_merge.adapters_out.commands import COMMANDS
+from lora_merge.adapters_out.convert import plan
 from lora_merge.errors import FitError, UsageError
 from tests.kit.tensors import Tensors
 
@@ -93,7 +94,7 @@ def test_peft_stacks_the_factors_of_all_experts(files: tuple[Path, Path, Path], 
     report = lora_merge.extract(base, tmp_path / "tuned", tmp_path / "out", rank=4)
     lora_merge.convert(tmp_path / "out", tmp_path / "k.safetensors", base=base, to="kohya")
     options = {"to": "peft", "overwrite": True}
-    planned = plan(make_conversion(tmp_path / "k.safetensors", tmp_path / "out", base, options))
+    planned = plan(COMMANDS["convert"].job([tmp_path / "k.safetensors"], tmp_path / "out", base, options))
     assert 0 <= planned.written - report.written <= 2 * 4096, "with the zeros of experts that do not change"
     lora_merge.merge(base, tmp_path / "out", tmp_path / "merged", dtype="fp32")
     with warnings.catch_warnings(record=True) as told:

@@ -414,10 +414,8 @@ def test_diffusers_has_no_factors_of_an_embedding(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rank", "dtype"), [("2", torch.bfloat16), ("energy:0.9", torch.float16), ("1", torch.float32)]
 )
-def test_tiny_weights_of_one_shape_have_the_factors_of_their_own_change(
-    tmp_path: Path, rank: str, dtype: torch.dtype
-) -> None:
-    """They are decomposed together. Among them are equal ones, rows, columns, convolutions and matrices of rank 1."""
+def test_small_weights_have_the_factors_of_their_own_change(tmp_path: Path, rank: str, dtype: torch.dtype) -> None:
+    """Among them are equal ones, rows, columns, convolutions and matrices of rank 1."""
     shapes = [(4, 6), (6, 4), (1, 1), (3, 2, 1, 1), (1, 5), (5, 1)]
     base = {f"layers.{n}.q.weight": rand(*shapes[n % len(shapes)], seed=n).to(dtype) for n in range(120)}
     tuned = {k: v + (n % 7 > 0) * rand(*v.shape, seed=500 + n).to(dtype) for n, (k, v) in enumerate(base.items())}

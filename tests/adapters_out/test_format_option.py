@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 
 import lora_merge
 from lora_merge.adapters_out import format_option
+from lora_merge.adapters_out.commands import COMMANDS
 from lora_merge.adapters_out.format_option import plan
-from lora_merge.adapters_out.job import AdapterJob, make_adapter_job
+from lora_merge.adapters_out.job import AdapterJob
 from lora_merge.adapters_out.sources import Sources
 from lora_merge.errors import UsageError
 from lora_merge.planning.checkpoint_cache import CheckpointCache
@@ -40,7 +41,7 @@ def test_result_is_written_in_another_dialect_and_made_again(folder: Path, to: s
     before = load_file(base)
     wanted, made = (lora_merge.merge_state_dict(before, g, compute_dtype="fp64") for g in (given, [out]))
     assert all(torch.allclose(wanted[n], made[n], atol=1e-5) for n in before)
-    planned = plan(make_adapter_job("combine", given, out, base, {"format": to, "dtype": "fp32"}))
+    planned = plan(COMMANDS["combine"].job(given, out, base, {"format": to, "dtype": "fp32"}))
     assert {n: x["rank"] for n, x in planned.layers.items()} == {n: x["rank"] for n, x in report.layers.items()}
     assert 0 <= planned.written - report.written <= 2 * 4096
     keys = load_file(out / "adapter_model.safetensors" if to == "peft" else out)
@@ -142,7 +143,7 @@ def test_stated_alpha_without_effect_is_noted(folder: Path, to: str, tmp_path: P
     reports = [lora_merge.convert(folder / "a.safetensors", out, to=to, **given),
                lora_merge.combine([folder / "a.safetensors"], out, format=to, **given),
                lora_merge.resize(out, tmp_path / ("again" + out.suffix), rank=1, **given),
-               plan(make_adapter_job("combine", [folder / "a.safetensors"], out, given["base"],
+               plan(COMMANDS["combine"].job([folder / "a.safetensors"], out, given["base"],
                                      {"format": to, "alpha": 7, "overwrite": True}))]  # fmt: skip
     for report in reports:
         assert any("--alpha 7 has no effect" in note for note in report.notes), report

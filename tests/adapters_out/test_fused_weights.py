@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
-from lora_merge.adapters_out.average import make_average
+from lora_merge.adapters_out.commands import COMMANDS
 from lora_merge.adapters_out.dialects import DIALECTS
 from lora_merge.adapters_out.groups import places
 from lora_merge.models.names import names
+from lora_merge.progress import unwatched
 from tests.kit.files import index, metadata, save
 from tests.kit.flux import flux, of_flux
 from tests.kit.tensors import Tensors, rand
@@ -133,8 +134,10 @@ def test_averaged_factors_of_parts_are_told_by_their_own_rows(
 
 def test_rank_of_parts_is_that_of_their_modules_as_planned(folder: Path, tmp_path: Path) -> None:
     """Of q, k and v of rank 3 each the largest rank is 3, and not that of the weight that has all three."""
-    averaging = make_average(alike(folder, tmp_path), tmp_path / "m.safetensors", folder / "base.safetensors", {})
-    planned, told = ({n: one["rank"] for n, one in r.layers.items()} for r in (averaging.plan(), averaging.run()))
+    average, base = COMMANDS["average"], folder / "base.safetensors"
+    job = average.job(alike(folder, tmp_path), tmp_path / "m.safetensors", base, {})
+    reports = average.plan(job, None), average.run(job, unwatched, None)
+    planned, told = ({n: one["rank"] for n, one in r.layers.items()} for r in reports)
     assert planned == told == dict.fromkeys(modules(folder / "a.safetensors"), 3)
 
 

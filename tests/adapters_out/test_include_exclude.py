@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import lora_merge
-from lora_merge.adapter_options import TAKES, WRITERS
+from lora_merge.adapters_out.commands import COMMANDS as ROWS
 from lora_merge.errors import UsageError
 from tests.kit.adapters import kohya
 from tests.kit.command_line import run
@@ -88,8 +88,8 @@ def test_output_of_a_choice_is_replayed_and_proven(files: Path, tmp_path: Path) 
     assert out.read_bytes() == again.read_bytes()
 
 
-def test_every_writer_takes_the_choice_in_a_jobs_file() -> None:
-    assert all({"include", "exclude", "compute_dtype"} <= {*TAKES[name]} for name in WRITERS)
+def test_every_command_takes_the_choice() -> None:
+    assert all({"include", "exclude", "compute_dtype"} <= {*row.options} for row in ROWS.values())
 
 
 @pytest.mark.parametrize(("options", "told"), [({"include": ["nose"]}, "without effect"), ({"exclude": ["re:("]}, "regular expression"),

@@ -71,9 +71,9 @@ def test_expectation_of_random_methods_is_the_sum(method: str) -> None:
     """Over 400 draws; della keeps a row's largest with the highest chance, and divides each by its own."""
     (one, two), total = changes(2), torch.zeros(SHAPE, dtype=torch.float64)
     from lora_merge.engine.combination import combined
-    from lora_merge.method_parameters import Numbers
+    from lora_merge.method_parameters import MethodParameters
 
-    numbers = Numbers(density=0.6, epsilon=0.2 if method == "della" else 0.0)
+    numbers = MethodParameters(density=0.6, epsilon=0.2 if method == "della" else 0.0)
     for n in range(400):
         total += combined(method, [one.clone(), two.clone()], [1.0, -0.5], numbers, [f"a{n}", f"b{n}"])
     wanted = one - 0.5 * two

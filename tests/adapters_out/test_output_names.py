@@ -13,7 +13,7 @@ import lora_merge
 from lora_merge.adapters_out.dialects import DIALECTS
 from lora_merge.adapters_out.output_names import expect_one_layout
 from lora_merge.errors import UsageError
-from lora_merge.models.inferred_base import Change
+from lora_merge.models.inferred_base import InferredParameter
 from tests.kit.adapters import kohya
 from tests.kit.dialects import EVERY, base, matrices
 from tests.kit.flux import flux, of_flux
@@ -70,7 +70,7 @@ def test_all_layers_are_in_the_dialect_of_the_first_adapter(
 @pytest.mark.parametrize("model", EVERY)
 def test_words_of_two_layouts_are_told_apart_without_a_base(model: str) -> None:
     """No two adapters in one dialect are refused, whatever modules they have."""
-    changes = {to: [Change(name, "weight", view.shape) for name, view in matrices(base(model), to).items()]
+    changes = {to: [InferredParameter(name, "weight", view.shape) for name, view in matrices(base(model), to).items()]
                for to in DIALECTS if to != "xlabs"}  # fmt: skip
     for own in changes.values():
         expect_one_layout([("a", own[::2]), ("b", own[1::3]), ("c", own[:5])])

@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
-from lora_merge.adapters_out.convert import make_conversion, opened, plan, planned_modules
+from lora_merge.adapters_out.commands import COMMANDS
+from lora_merge.adapters_out.convert import opened, plan
+from lora_merge.adapters_out.planned_tensors import planned_modules
 from lora_merge.errors import FitError, UsageError
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.planning.checkpoint_cache import CheckpointCache
@@ -83,7 +85,7 @@ def changes(folder: Path) -> Tensors:
 
 def expect_planned(adapter: Path, out: Path, to: str, base: Path | None) -> None:
     """Convert an adapter. The plan has to tell the tensors of the output, those that PEFT asks for among them."""
-    task = make_conversion(adapter, out, base, {"to": to, "overwrite": True})
+    task = COMMANDS["convert"].job([adapter], out, base, {"to": to, "overwrite": True})
     planned = {one for _, layer in planned_modules(opened(task, CheckpointCache())) for one in layer.tensors}
     told, made = plan(task), lora_merge.convert(adapter, out, base=base, to=to, overwrite=True)
     stored = open_checkpoint(out).tensors

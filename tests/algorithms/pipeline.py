@@ -44,10 +44,10 @@ def stack(
     missing = row.missing_settings(given)
     if missing:
         raise DoesNotFit(f"settings {missing} are missing")
-    row.check_given(given, shapes, target)
+    row.checks.check_settings(given, shapes, target)
     for _, stored in layers:
         integers = {s: stored[s].long().reshape(shapes[s]) for s in row.integer_slots & stored.keys()}
-        row.check_integers(integers, shapes, target)
+        row.checks.check_integers(integers, shapes, target)
     dtype, device = layers[0][0].dtype, layers[0][0].device
     fields: dict[str, Any] = {k: v for k, v in given.items() if k in row.settings}
     for slot, shape in shapes.items():

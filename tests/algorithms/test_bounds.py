@@ -44,16 +44,16 @@ def refuses(name: str, example: Any, slot: str, at: int, number: int) -> bool:
 def test_every_row_with_stored_indices_says_their_bounds() -> None:
     """`derive` gives the others, which no file holds."""
     for name, row in ALGORITHMS.items():
-        assert row.bounds.keys() <= row.slots.keys() | row.settings.keys(), name
+        assert row.checks.bounds.keys() <= row.slots.keys() | row.settings.keys(), name
         stored = row.integer_slots if row.derive is None else frozenset()
-        assert stored <= row.bounds.keys(), name
-        assert "seed" not in row.settings or "seed" in row.bounds, name
+        assert stored <= row.checks.bounds.keys(), name
+        assert "seed" not in row.settings or "seed" in row.checks.bounds, name
 
 
 @pytest.mark.parametrize(("name", "example", "slot"), INDEXED, ids=[f"{n}: {e.label}: {s}" for n, e, s in INDEXED])
 def test_number_past_either_end_is_refused(name: str, example: Any, slot: str) -> None:
     row = ALGORITHMS[name]
-    bounds = row.bounds[slot](row.fitted_shapes(example.slots, example.target), example.target)
+    bounds = row.checks.bounds[slot](row.fitted_shapes(example.slots, example.target), example.target)
     size = example.layer(torch.Generator().manual_seed(0), torch.float32)[1][slot].numel()
     for at in {0, size - 1}:
         mine = bounds[at * len(bounds) // size]
@@ -71,10 +71,10 @@ def test_sparse_places_are_inside_of_the_weight_or_refused(number: int, axis: in
     shapes = {"up": (out, 1), "down": (1, cols), "indices": (2, 1), "values": (1,), "size": (2,)}
     integers = {"indices": indices, "size": torch.tensor(sides)}
     if 0 <= wrapped < sides[axis]:
-        row.check_integers(integers, shapes, sides)
+        row.checks.check_integers(integers, shapes, sides)
     else:
         with pytest.raises(DoesNotFit):
-            row.check_integers(integers, shapes, sides)
+            row.checks.check_integers(integers, shapes, sides)
 
 
 @pytest.mark.parametrize("name", sorted({n for n, _, _ in INDEXED} & EXAMPLES.keys()))
@@ -136,9 +136,9 @@ def test_seed_that_torch_does_not_take(name: str, seed: Any) -> None:
     row, example = ALGORITHMS[name], ALL_EXAMPLES[name][0]
     shapes = row.fitted_shapes(example.slots, example.target)
     with pytest.raises(DoesNotFit, match="seed"):
-        row.check_given({**example.settings, "seed": seed}, shapes, example.target)
+        row.checks.check_settings({**example.settings, "seed": seed}, shapes, example.target)
     for end in (SEED.low, SEED.end - 1):
-        row.check_given({**example.settings, "seed": end}, shapes, example.target)
+        row.checks.check_settings({**example.settings, "seed": end}, shapes, example.target)
         torch.Generator().manual_seed(end)
 
 

@@ -43,8 +43,17 @@ def test_examples_use_every_slot_and_every_optional_absence(name: str) -> None:
     for slot, required in row.slots.items():
         if row.derive is None and not (name == "glora_old" and slot == "bm"):
             assert any(slot in e.slots for e in examples), slot
-        free = row.derive or slot in row.rebuilds
+        free = row.derive or (row.rebuild and slot in row.rebuild.slots)
         assert required == all(slot in e.slots for e in examples) or free, slot
+
+
+def test_formula_without_its_start_reads_the_same_factors() -> None:
+    """A weight without the start takes the plain formula, which reads no slot that the other does not have."""
+    started = [row for row in ALGORITHMS.values() if row.starts_in_base]
+    assert started
+    for row in started:
+        plain = ALGORITHMS[row.without_start]
+        assert plain.required <= row.required and row.reads_base and not plain.reads_base, row.name
 
 
 @pytest.mark.few(43)

@@ -13,7 +13,7 @@ from lora_merge.algorithms import ALGORITHMS
 from lora_merge.disk.reader import Reader
 from lora_merge.errors import VerificationFailed
 from lora_merge.job import Job
-from lora_merge.matching.match import MatchBuilder
+from lora_merge.matching.match import ModulePlacer
 from lora_merge.planning import checkpoint_cache, make_plan
 from lora_merge.planning.checkpoint_cache import CheckpointCache
 from lora_merge.proof.account import Account, account
@@ -52,7 +52,7 @@ def _unplaced(place: Any, self: Any, module: Any) -> None:
 
 def _counted_only(add: Any, self: Any, patch: Any, *more: Any) -> None:
     if LOST in patch.module.name:
-        self._count(patch.module.name, {"model"})
+        self.draft.count(patch.module.name, {"model"})
     else:
         add(self, patch, *more)
 
@@ -71,8 +71,8 @@ def _unwritten(outputs: Any, *arguments: Any) -> Any:
 
 WAYS: dict[str, Break] = {
     "it is never grouped": _around(checkpoint_cache, "group", _ungrouped),
-    "it is never placed": _around(MatchBuilder, "place", _unplaced),
-    "it is counted and not applied": _around(MatchBuilder, "_add", _counted_only),
+    "it is never placed": _around(ModulePlacer, "place", _unplaced),
+    "it is counted and not applied": _around(ModulePlacer, "_add", _counted_only),
     "its uses are dropped": _around(make_plan, "match_adapter", _unused),
     "its tensors are planned without it": _around(make_plan, "outputs", _unwritten),
 }

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
-from lora_merge.proof.replay import prove
+from lora_merge.recipes.replay import prove
 from tests.kit.peft_oracle import assert_close, save, train
 
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -19,7 +19,7 @@ from lora_merge.algorithms import DoesNotFit
 from lora_merge.algorithms.joint_basis import drawn_places, joint_basis
 from lora_merge.engine.peft_initialisation import cast
 from lora_merge.errors import MergeError
-from lora_merge.proof.replay import prove
+from lora_merge.recipes.replay import prove
 from tests.algorithms.peft_models import MODELS
 from tests.kit.peft_oracle import assert_close, save, train
 

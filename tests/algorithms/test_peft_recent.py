@@ -19,7 +19,7 @@ from lora_merge.algorithms.wavelets import low_pass
 from lora_merge.errors import MergeError, VerificationFailed
 from lora_merge.files.safetensors import parse_file
 from lora_merge.matching.patch import ZEROS
-from lora_merge.proof.replay import prove
+from lora_merge.recipes.replay import prove
 from tests.kit.peft_oracle import merged, save, train
 
 LINEAR = ["wide", "tall", "square"]

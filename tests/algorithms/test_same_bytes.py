@@ -87,7 +87,7 @@ def test_every_formula_gets_one_weight_in_memory_of_its_own_on_one_core(
         seen.append((len(base) == 1, alone, all(starts), torch.get_num_threads() == 1))
         return new_weights(blocks, base, stacks, *more)
 
-    monkeypatch.setattr("lora_merge.engine.change_sample.new_weights", checked)
+    monkeypatch.setattr("lora_merge.engine.block_folder.new_weights", checked)
     joined = {row: job for row, job in jobs.items() if row not in row_files.STATED}
     base = {"0": torch.zeros(1, dtype=torch.uint8)} | {
         k: v for job in joined.values() for k, v in load_file(job.base).items()

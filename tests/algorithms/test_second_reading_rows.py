@@ -21,7 +21,7 @@ from lora_merge.matching.patch import PatchPart
 from lora_merge.planning.checkpoint_cache import CheckpointCache
 from lora_merge.planning.make_plan import plan_job
 from lora_merge.planning.plan import OutputTensor, Plan
-from lora_merge.proof.second_reading.read_again import Reading, read_again
+from lora_merge.proof.second_reading.read_again import Confirmation, read_again
 from tests.algorithms.row_files import write
 
 NO_OTHERS = ()
@@ -30,7 +30,7 @@ NO_OTHERS = ()
 KNOWN = [name for name in ALGORITHMS if name not in NO_OTHERS]
 
 
-def read(plan: Plan) -> Reading:
+def read(plan: Plan) -> Confirmation:
     with Reader([plan.base, *(m.adapter.index for m in plan.adapters)]) as reader:
         return read_again(plan, reader)
 

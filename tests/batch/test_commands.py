@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.adapter_options import ADAPTER_OPTIONS, TAKES
+from lora_merge.adapter_options import ADAPTER_OPTIONS
+from lora_merge.adapters_out.commands import COMMANDS
 from lora_merge.adapters_out.report import AdapterReport
-from lora_merge.batch.commands import COMMANDS, EFFORT, MERGE, UNMERGE
+from lora_merge.batch.commands import MERGE, TAKES, UNMERGE
 from lora_merge.batch.jobs_file import load as load_jobs
 from lora_merge.batch.run import make_batch
 from lora_merge.errors import UsageError
@@ -71,7 +72,7 @@ def test_each_command_makes_what_it_makes_alone_once(files: Path) -> None:
     for one, command in zip(reports, ["combine"] * 2 + ["resize", "convert", "average", "extract"], strict=False):
         assert isinstance(one.report, AdapterReport)
         assert totals[one.output] == one.report.weights > 0, "the plan knows what there is to do"
-        assert efforts[one.output] == int(one.report.weights * EFFORT.get(command, 1.0))
+        assert efforts[one.output] == int(one.report.weights * COMMANDS[command].effort)
     alone = {
         "c0.25": lora_merge.combine([a, b], files / "x1.safetensors", method="ties", algorithm="full", density=0.25),
         "c0.5": lora_merge.combine([a, b], files / "x2.safetensors", method="ties", algorithm="full", density=0.5),

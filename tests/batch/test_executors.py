@@ -30,7 +30,7 @@ from lora_merge.batch.jobs_file import BatchJob
 from lora_merge.batch.report import JobReport, failed
 from lora_merge.batch.run import make_batch
 from lora_merge.batch.shared_reads import JobGroup, carry_out
-from lora_merge.batch.worker import Task
+from lora_merge.batch.worker import GroupTask
 from lora_merge.errors import DeviceFailed, MergeError, ResourceError, UsageError
 from lora_merge.job import Adapter
 from lora_merge.planning.checkpoint_cache import CheckpointCache
@@ -297,7 +297,7 @@ def begun(models: Path, nursery: Nursery, code: str = STOPPING) -> Forked:
     """A worker that has stopped itself in the middle of a job."""
     worker = Forked(nursery, models / "worker", code)
     entries = tuple(s.entry for s in make_batch(jobs(models, 1)).planned)
-    pickle.dump(Task(JobGroup(entries), 0), worker.stdin)
+    pickle.dump(GroupTask(JobGroup(entries), 0), worker.stdin)
     worker.stdin.flush()
     nursery.stopped(worker.pid, worker.log.read_text)
     assert list(models.glob("out/.*.part"))
@@ -313,7 +313,7 @@ def test_worker_whose_parent_is_gone_ends_quietly(models: Path, nursery: Nursery
 
 def test_task_that_is_cut_off_is_the_end(models: Path, nursery: Nursery) -> None:
     entries = tuple(s.entry for s in make_batch(jobs(models, 1)).planned)
-    text = pickle.dumps(Task(JobGroup(entries), 0))
+    text = pickle.dumps(GroupTask(JobGroup(entries), 0))
     module = "import runpy; runpy.run_module('lora_merge.batch.worker', run_name='__main__')"
     worker = Forked(nursery, models / "worker", module)
     worker.stdin.write(text[: len(text) // 2])

@@ -180,7 +180,7 @@ def folding(device: str, base: Path, adapter: Path, *, rounds: int, rate: dict[s
             host = work.seconds(time.process_time)
             spent = tally(spans(work.seconds)) if torch.device(device.split(",")[0]).type == "cuda" else {}
             found = shares(work.sizes(), seconds, spent, rate)
-            return found | {"host_s_per_gb": host / (found["base"] / GB), "notes": work.making.blocks.notes}
+            return found | {"host_s_per_gb": host / (found["base"] / GB), "notes": work.making.blocks.memory.notes}
         finally:
             work.making.close()
 

@@ -110,7 +110,7 @@ def pretended(counts: Counter[str] | None = None) -> Iterator[None]:
         patch.object(torch.cuda, "stream", nullcontext), patch.object(torch.cuda, "device", nullcontext),
         patch.object(DeviceStream, "turn", counted), patch.object(Tensor, "copy_", downwards(counts)),
         patch.object(torch, "tensor", brought),
-        patch("lora_merge.engine.device_memory.lanes", lambda *_: 3),
+        patch("lora_merge.engine.device_memory.lane_count", lambda *_: 3),
         patch("lora_merge.engine.window_merger.places", places),
         patch("lora_merge.engine.window_merger.threads", lambda *_: 3),
     ):  # fmt: skip

@@ -18,7 +18,7 @@ from lora_merge.disk import hashes
 from lora_merge.disk.hashes import MOST, cache_file, recall, remember, state
 from lora_merge.files.safetensors import parse_file
 from lora_merge.planning.recipe import KEY
-from lora_merge.proof.replay import prove
+from lora_merge.recipes.replay import prove
 from tests.kit.adapters import kohya
 from tests.kit.files import save, sha
 from tests.kit.models import sd1
@@ -247,7 +247,7 @@ def test_batch_that_is_done_hashes_nothing(files: Path, monkeypatch: pytest.Monk
         "version: 1\njobs:\n- {base: base.safetensors, adapters: [style.safetensors], output: o.safetensors}\n"
     )
     assert [r.status for r in lora_merge.run_batch(jobs)] == ["merged"]
-    monkeypatch.setattr("lora_merge.batch.resume.sha256", lambda _: pytest.fail("hashed again"))
+    monkeypatch.setattr("lora_merge.recipes.resume.sha256", lambda _: pytest.fail("hashed again"))
     assert [r.status for r in lora_merge.run_batch(jobs)] == ["skipped"]
     save({"other": torch.ones(4)}, files / "base.safetensors")
 

@@ -35,7 +35,7 @@ def test_tensors_of_a_window_are_kept_up_to_a_share_of_the_limit(
 
     def noted(self: TensorCache, key: Any, tensor: torch.Tensor) -> None:
         keep(self, key, tensor)
-        kept.append(sum(t.nbytes for t in [*self._kept.values()]))
+        kept.append(sum(t.nbytes for t in [*self._tensors.values()]))
 
     monkeypatch.setattr(TensorCache, "_keep", noted)
     lora_merge.merge(base, adapter, tmp_path / "o.safetensors", max_memory=LIMIT, device="cpu", verify=False)
@@ -56,7 +56,7 @@ def test_tensors_used_last_are_kept_whatever_their_size(tmp_path: Path) -> None:
         assert cache.fetch(first).data_ptr() == before.data_ptr()
         cache.fetch(rest[-1])  # rest[0] was used longest ago
         assert cache.fetch(first).data_ptr() == before.data_ptr()
-        assert {key[1] for key in cache._kept} == {first.offset, *(info.offset for info in rest[1:])}
+        assert {key[1] for key in cache._tensors} == {first.offset, *(info.offset for info in rest[1:])}
 
 
 def test_large_tensor_is_read_by_the_rows_of_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,10 @@ from lora_merge.adapters.modules import Module
 from lora_merge.algorithms import ALGORITHMS
 from lora_merge.disk.files import StoredTensor
 from lora_merge.engine import row_blocks
-from lora_merge.engine.block_folder import BlockMerger
+from lora_merge.engine.block_folder import BlockFolder
 from lora_merge.engine.patch_tensors import PatchTensors
+from lora_merge.engine.tasks import FoldTask
 from lora_merge.engine.tensor_moves import FILE_DTYPES, Placement
-from lora_merge.engine.tensors import Item
 from lora_merge.matching.formula import Patch
 from lora_merge.matching.patch import PatchPart
 from lora_merge.models.weights import RowSlice, Weight, WeightView
@@ -54,7 +54,7 @@ def check_blocks(case: str, parts: int, largest: int) -> None:
     example, name = CASES[case], case.split(",")[0]
     whole = weight(example)
     want = whole + STRENGTH * REFERENCE[name].formula(given(name, example, whole))
-    if ALGORITHMS[name].stacked:  # rows of width `in`, as an architecture with experts has them
+    if ALGORITHMS[name].layout == "experts":  # rows of width `in`, as an architecture with experts has them
         whole, want = (w.reshape(-1, example.shape[2]) for w in (whole, want))
     rows, cols = whole.shape
     edges = [0, *(rows * i // parts + 1 for i in range(1, parts)), rows]  # one off, so within a row group too
@@ -67,7 +67,7 @@ def check_blocks(case: str, parts: int, largest: int) -> None:
     patch = Patch(0, module, name, shapes, example.numbers, tuple(sorted(example.settings.items())), view)
     base = {key: Weight(tuple(t.shape), held(key, t)) for key, t in stored.items()}
     everything = stored | slots
-    folder = BlockMerger(
+    folder = BlockFolder(
         (Placement(torch.device("cpu"), torch.float64),), PatchTensors(lambda info: everything[info.name], base)
     )
     found, count = [], 0
@@ -76,7 +76,7 @@ def check_blocks(case: str, parts: int, largest: int) -> None:
         target = OutputTensor(piece.key, piece.key, "F64", base[piece.key], 0, stored[piece.key].nbytes, uses)
         for block in row_blocks.blocks(target):
             into = torch.empty(block.last - block.first, cols, dtype=torch.float64)
-            folder.fold([Item(block, stored[piece.key][block.first : block.last], into)])
+            folder.fold([FoldTask(block, stored[piece.key][block.first : block.last], into)])
             found.append(into)
             count += 1
     np.testing.assert_allclose(torch.cat(found).numpy(), want, rtol=1e-9, atol=1e-9)

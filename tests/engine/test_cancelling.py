@@ -113,13 +113,13 @@ def test_quantised_weights_whose_terms_cancel_are_right(tmp_path: Path) -> None:
 
 def test_usual_strengths_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In fp32, also where adapters are subtracted."""
-    dtypes, folded = [], block_folder.fold_and_sample
+    dtypes, folded = [], block_folder.new_weights
 
     def seen(blocks: Any, base: torch.Tensor, *rest: Any) -> Any:
         dtypes.extend([base.dtype] * len(blocks))
         return folded(blocks, base, *rest)
 
-    monkeypatch.setattr(block_folder, "fold_and_sample", seen)
+    monkeypatch.setattr(block_folder, "new_weights", seen)
     lora_merge.merge_state_dict(BASE, [(ONE, 1.0), (TWO, -1.0), (ONE, -0.5)])
     assert dtypes == [torch.float32] * LAYERS
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.engine.devices import Choice
+from lora_merge.engine.devices import DeviceChoice
 from lora_merge.engine.tensor_moves import DeviceStream, Placement, stage, upload
 from lora_merge.engine.tensors import DeviceCache
 from lora_merge.errors import DeviceFailed
@@ -32,7 +32,7 @@ Scene = Callable[[Any, Path, pytest.MonkeyPatch, Callable[[], None]], bool]
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
     """Two devices."""
-    monkeypatch.setattr("lora_merge.engine.window_merger.choose", lambda plans: Choice(plans[0].job.device))
+    monkeypatch.setattr("lora_merge.engine.window_merger.choose", lambda plans: DeviceChoice(plans[0].job.device))
     with pretended_cuda(monkeypatch) as found:
         yield found
 
@@ -188,7 +188,7 @@ OTHERS = (held,)
 """Scenes in which no fault of the table shows, and which must be right all the same."""
 
 MUTANTS: dict[str, tuple[Scene, str, str, str]] = {
-    "tensors of other lanes are not held": (freed, f"{ENGINE}.hold", "self._held.append(tensor)", "pass"),
+    "tensors of other lanes are not held": (freed, f"{ENGINE}.hold", "self._in_use.append(tensor)", "pass"),
     "a turn ends before its work": (freed, f"{ENGINE}.turn", "self.settle()", "pass"),
     "factors are shared before they are there": (shared, "engine.tensors:DeviceCache.get", "settle()", "pass"),
     "results are read before they are there": (carried, "engine.tensor_moves:land", "lane.settle()", "pass"),
@@ -203,7 +203,7 @@ MUTANTS: dict[str, tuple[Scene, str, str, str]] = {
         merges(lora("m.0", seed=3), DORA, dtype="fp32"), "engine.fold:fold", "base.clone() if any(s.reads_base and s.view is None for s in stacks[1:]) else base", "base"),
     "an index is made on the host": (merges(C3A), "algorithms.c3a:delta", ", device=base.device", ""),
     "a decomposition in fp32": (merges(OFT, dtype="fp32"), "engine.devices:_precise", "return Placement(", "return at or Placement("),
-    "integers are not checked": (hostile, "algorithms.base:Algorithm.check_integers", "exceeded is None", "True"),
+    "integers are not checked": (hostile, "algorithms.base:Checks.check_integers", "exceeded is None", "True"),
     "bytes of others are downloaded": (merges(lora(*(f"m.{n}" for n in range(6))), dtype="bf16"), "engine.gpu_windows:_runs", "bridged and", "True or"),
     "buffers stay registered": (merges(lora("m.0")), "engine.gpu_windows:RegisteredBuffers.close", "self._drop(key)", "pass"),
 }  # fmt: skip

@@ -19,9 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import lora_merge
-from lora_merge.engine import block_folder  # it keeps the functions that tests replace: load it before
+from lora_merge.engine import block_folder  # noqa: F401  it keeps the functions that tests replace: load it before
 from lora_merge.engine.device_memory import SPILLED, WORKSPACE
 from lora_merge.engine.fold import StackedPatch, fold
+from lora_merge.engine.memory_policy import MemoryPolicy
 from lora_merge.engine.row_blocks import Block
 from lora_merge.engine.tensor_moves import DeviceStream, Placement, _pinned, land, stage
 from tests.kit import lanes
@@ -65,7 +66,7 @@ def test_devices_memory_in_use_stays_within_the_bound(
     at = Placement(torch.device("meta"), compute)
     monkeypatch.setattr("lora_merge.engine.window_merger.places", lambda *_: (at,))
     of, bound = {"lora": (3, 3 * 2**26), "full": (1, 3 * 2**26)}.get(kind, (1, 2**27))
-    monkeypatch.setattr("lora_merge.engine.device_memory.lanes", lambda *_: of)
+    monkeypatch.setattr("lora_merge.engine.device_memory.lane_count", lambda *_: of)
     monkeypatch.setattr("lora_merge.engine.window_merger.threads", lambda *_: of)
     shape = (2048, 1024)
     base = {f"layer.{n}.weight": torch.zeros(shape, dtype=torch.bfloat16) for n in range(4)}
@@ -84,8 +85,8 @@ def test_weight_larger_than_a_lanes_share_is_folded_alone_and_one_larger_than_th
     """A magnitude for each column needs the whole weight at once."""
     alone = bound > 2**26
     monkeypatch.setattr("lora_merge.engine.window_merger.places", lambda *_: (META,))
-    monkeypatch.setattr("lora_merge.engine.device_memory.lanes", lambda *_: 3)
-    monkeypatch.setattr("lora_merge.engine.block_folder.lanes", lambda *_: 3)
+    monkeypatch.setattr("lora_merge.engine.device_memory.lane_count", lambda *_: 3)
+    monkeypatch.setattr("lora_merge.engine.memory_policy.lane_count", lambda *_: 3)
     monkeypatch.setattr("lora_merge.engine.window_merger.threads", lambda *_: 3)
     shapes = {"lora_up.weight": (4096, 4), "lora_down.weight": (4, 1024), "dora_scale": (1, 1024)}
     base = {f"layer.{n}.weight": rand(4096, 1024, seed=n).bfloat16() for n in range(4)}
@@ -236,13 +237,13 @@ def test_factor_in_memory_goes_up_once_for_all_blocks_and_bounds_count(monkeypat
         staged.extend(tuple(t.shape) for t in tensors)
         return stage(tensors, *more)
 
-    def sized(merger: block_folder.BlockMerger, block: Block) -> int:
+    def sized(policy: MemoryPolicy, block: Block) -> int:
         bounds.append((block.last - block.first, block.cols))
-        return most(merger, block)
+        return most(policy, block)
 
-    most = block_folder.BlockMerger._most
+    most = MemoryPolicy.most
     monkeypatch.setattr("lora_merge.engine.patch_tensors.stage", counted)
-    monkeypatch.setattr(block_folder.BlockMerger, "_most", sized)
+    monkeypatch.setattr(MemoryPolicy, "most", sized)
     factors = {"m.lora_up.weight": rand(3072, 4), "m.lora_down.weight": rand(4, 1024)}
     lora_merge.merge_state_dict({"m.weight": rand(3072, 1024)}, factors, max_vram="64MiB", device="cpu")
     assert [staged.count(tuple(t.shape)) for t in factors.values()] == [1, 1]

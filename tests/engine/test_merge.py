@@ -20,10 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lora_merge
-from lora_merge.adapters.modules import FileValues
+from lora_merge.adapters.tensor_values import FileValues
 from lora_merge.engine import pipeline
 from lora_merge.engine.admission import plan_merge
-from lora_merge.engine.block_folder import BlockMerger
+from lora_merge.engine.block_folder import BlockFolder
+from lora_merge.engine.memory_policy import MemoryPolicy
 from lora_merge.engine.pipeline import Pipeline
 from lora_merge.engine.stages import WindowTask
 from lora_merge.engine.tensor_moves import TORCH_DTYPES
@@ -239,7 +240,7 @@ def mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     files = save(base, tmp_path / "b.safetensors"), save(adapter, tmp_path / "a.safetensors")
     lora_merge.merge(*files, tmp_path / "usual.safetensors", max_memory="8MiB")
     digests = {f: hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
-    monkeypatch.setattr("lora_merge.disk.hashes.Known.digest", lambda _, path: digests.get(path))
+    monkeypatch.setattr("lora_merge.disk.hashes.RememberedHashes.digest", lambda _, path: digests.get(path))
     return files
 
 
@@ -257,7 +258,7 @@ def test_bytes_that_need_no_torch_go_out_before_it_is_loaded(
 
     @wraps(write)
     def noting(self: Pipeline, task: WindowTask) -> None:
-        written.append((task.window.untouched, self._made.done()))
+        written.append((task.window.untouched, self._merger.done()))
         write(self, task)
         if len(written) == late:
             there.set()
@@ -282,7 +283,7 @@ def test_base_that_is_hashed_is_read_in_its_order(
         read(self, task)
 
     monkeypatch.setattr(Pipeline, "read", noting)
-    monkeypatch.setattr("lora_merge.disk.hashes.Known.digest", lambda *_: None)
+    monkeypatch.setattr("lora_merge.disk.hashes.RememberedHashes.digest", lambda *_: None)
     lora_merge.merge(*mixed, tmp_path / "out.safetensors", max_memory="8MiB")
     assert starts == sorted(starts)
 
@@ -729,10 +730,10 @@ def test_equal_layers_in_memory_are_folded_in_one_call(monkeypatch: pytest.Monke
     lora = {f"m.{n}.lora_up.weight": rand(16, 2, seed=n) for n in range(50)}
     lora |= {f"m.{n}.lora_down.weight": rand(2, 24, seed=n) for n in range(50)}
     calls: list[int] = []
-    fold = BlockMerger._attempt
-    monkeypatch.setattr(BlockMerger, "_most", lambda *_: 64)  # a CPU in a GPU's place
+    fold = BlockFolder._merge
+    monkeypatch.setattr(MemoryPolicy, "most", lambda *_: 64)  # a CPU in a GPU's place
     monkeypatch.setattr(
-        BlockMerger, "_attempt", lambda self, group, lane: calls.append(len(group)) or fold(self, group, lane)
+        BlockFolder, "_merge", lambda self, group, lane: calls.append(len(group)) or fold(self, group, lane)
     )
     merged = lora_merge.merge_state_dict(base, [lora])
     assert sum(calls) == 50
@@ -750,7 +751,7 @@ def test_input_that_had_other_bytes_for_a_while_is_found(
     base, out, run = mixed[0], tmp_path / "out.safetensors", Pipeline.run
     at = parse_file(base).tensors["layer.09.weight"].offset
     if not known:
-        monkeypatch.setattr("lora_merge.disk.hashes.Known.digest", lambda *_: None)
+        monkeypatch.setattr("lora_merge.disk.hashes.RememberedHashes.digest", lambda *_: None)
 
     def flip() -> None:
         old = base.stat()

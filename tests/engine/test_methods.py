@@ -23,7 +23,7 @@ from lora_merge.merge_methods import METHODS
 from lora_merge.options import MethodName
 from lora_merge.planning.plan import coverage
 from lora_merge.planning.recipe import KEY
-from lora_merge.proof.replay import plan_again, prove
+from lora_merge.recipes.replay import plan_again, prove
 from tests.kit import command_line
 from tests.kit.files import load, metadata, save
 from tests.kit.methods import FUSED, KINDS, MODULES, flux, module

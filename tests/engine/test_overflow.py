@@ -30,8 +30,8 @@ from lora_merge.options import OnOverflow
 from lora_merge.planning.plan import Plan
 from lora_merge.planning.recipe import KEY
 from lora_merge.proof.reference import floats
-from lora_merge.proof.replay import prove
 from lora_merge.proof.verify import verify
+from lora_merge.recipes.replay import prove
 from tests.kit.command_line import run
 from tests.kit.files import load, save, strays
 from tests.kit.pairs import examples

@@ -26,12 +26,13 @@ from torch.utils._pytree import tree_leaves
 import lora_merge
 from lora_merge.algorithms import ALGORITHMS
 from lora_merge.disk.files import StoredTensor
-from lora_merge.engine.block_folder import BlockMerger
-from lora_merge.engine.devices import Choice, place, places, precise, threads, unusable
+from lora_merge.engine.block_folder import BlockFolder
+from lora_merge.engine.devices import DeviceChoice, place, places, precise, threads, unusable
 from lora_merge.engine.fold import StackedPatch, fold
+from lora_merge.engine.memory_policy import MemoryPolicy
 from lora_merge.engine.patch_tensors import PatchTensors
+from lora_merge.engine.tasks import FoldTask
 from lora_merge.engine.tensor_moves import FILE_DTYPES, DeviceStream, Placement, convert, land, numbers, stage
-from lora_merge.engine.tensors import Item
 from tests.kit.files import save
 from tests.kit.oracles import assert_rounded
 from tests.kit.package import nodes
@@ -169,12 +170,12 @@ def _fold(weights: Tensors, factors: Tensors, at: Placement, output: torch.dtype
     job = make_job("state dict", paths, "state dict")
     matched = match(Inputs(job, base, names(base), tuple(files)))
     everything = weights | factors
-    folder = BlockMerger((at,), PatchTensors(lambda info: everything[info.name], matched.weights))
+    folder = BlockFolder((at,), PatchTensors(lambda info: everything[info.name], matched.weights))
     intos = []
     for _, target in outputs(matched):
         for block in blocks(target):
             into = torch.empty(block.last - block.first, block.cols, dtype=output)
-            folder.fold([Item(block, weights[target.name].reshape(-1, block.cols), into)])
+            folder.fold([FoldTask(block, weights[target.name].reshape(-1, block.cols), into)])
             intos.append(into)
     return intos
 
@@ -363,7 +364,7 @@ def test_auto_passes_over_a_device_that_does_not_compute(tmp_path: Path, monkeyp
     with pytest.raises(lora_merge.MergeError, match="fp64"):
         place("mps", "F64")
     weights, adapter = save(model(torch.float32), tmp_path / "b"), save(linear(torch.float32), tmp_path / "a")
-    monkeypatch.setattr("lora_merge.engine.window_merger.choose", lambda plans: Choice(plans[0].job.device))
+    monkeypatch.setattr("lora_merge.engine.window_merger.choose", lambda plans: DeviceChoice(plans[0].job.device))
     report = lora_merge.merge(weights, adapter, tmp_path / "o", compute_dtype="fp64")
     assert report.device == "cpu"
     assert report.notes == (f"cuda is not used: {broken['cuda']}", "mps is not used: mps computes no fp64")
@@ -417,7 +418,7 @@ def test_smaller_batches_are_used_when_the_device_is_short_of_memory(
     error: RuntimeError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = _merge(tmp_path, "whole")
-    monkeypatch.setattr(BlockMerger, "_most", lambda *_: 8)  # a CPU in a device's place
+    monkeypatch.setattr(MemoryPolicy, "most", lambda *_: 8)  # a CPU in a device's place
     failed = []
 
     def short(base: Tensor, stacks: list[StackedPatch]) -> Tensor:

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GP
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
     """Two devices."""
-    taken = lambda plans: devices.Choice(plans[0].job.device)  # noqa: E731  # small merges are faster on the CPU
+    taken = lambda plans: devices.DeviceChoice(plans[0].job.device)  # noqa: E731  # small merges are faster on the CPU
     monkeypatch.setattr("lora_merge.engine.window_merger.choose", taken)
     with pretended_cuda(monkeypatch) as found:
         yield found

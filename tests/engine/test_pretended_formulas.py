@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lora_merge.algorithms import ALGORITHMS
-from lora_merge.engine.block_folder import BlockMerger
+from lora_merge.engine.block_folder import BlockFolder
 from lora_merge.engine.devices import places
 from lora_merge.engine.gpu_windows import DeviceWindows
 from lora_merge.engine.patch_tensors import PatchTensors
@@ -40,7 +40,7 @@ def test_every_formula_gives_what_it_gives_on_the_cpu(name: str, cuda: Pretended
         assert (got - want).abs().max() <= 2e-4 * want.abs().max()
 
     at = places("cuda:0", "F32")
-    whole = DeviceWindows(BlockMerger(at, PatchTensors(lambda i: layers.tensors[i.name], layers.base)), None, 2**20)  # type: ignore[arg-type]
+    whole = DeviceWindows(BlockFolder(at, PatchTensors(lambda i: layers.tensors[i.name], layers.base)), None, 2**20)  # type: ignore[arg-type]
     base, folds, offset = [], list[Fold](), 0
     for target in layers.targets:
         stored = layers.tensors[target.name]
@@ -48,7 +48,7 @@ def test_every_formula_gives_what_it_gives_on_the_cpu(name: str, cuda: Pretended
         for b in blocks(target):
             folds.append(Fold(b, offset + b.first * b.cols * 2, offset * 2 + b.first * b.cols * 4, apart=True))
         offset += stored.nbytes
-    lane = whole.blocks._lane()
+    lane = whole.blocks.lanes.lane()
     with torch.no_grad(), lane.turn():
         made = whole._merged(folds, torch.cat(base).to("cuda:0"), 0, lane)
     assert not cuda.races

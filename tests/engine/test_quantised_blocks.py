@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.engine import change_sample
+from lora_merge.engine import block_folder
 from tests.kit.files import save
 from tests.kit.tensors import rand
 
@@ -46,9 +46,9 @@ def test_block_is_folded_once_if_memory_holds_it_and_its_bytes_do_not_depend_on_
         folds += 1
         return usual(*args)
 
-    usual = change_sample.new_weights
-    monkeypatch.setattr(change_sample, "new_weights", counted)
-    monkeypatch.setattr("lora_merge.engine.block_folder.BlockMerger._most", lambda *_: 1)
+    usual = block_folder.new_weights
+    monkeypatch.setattr(block_folder, "new_weights", counted)
+    monkeypatch.setattr("lora_merge.engine.memory_policy.MemoryPolicy.most", lambda *_: 1)
     made, rooms = {}, {"all": 2**30, "some": 3 * 4 * 128 * SHAPE[1], "none": 0}
     for room, nbytes in rooms.items():
         monkeypatch.setattr("lora_merge.engine.quantised_output.SHARE", 2**30 // nbytes if nbytes else 2**31)

@@ -13,7 +13,7 @@ from gguf import GGUFReader
 
 import lora_merge
 from lora_merge.errors import FitError, InputError, MergeError, UsageError
-from lora_merge.proof.replay import prove
+from lora_merge.recipes.replay import prove
 from tests.kit import gguf_files as by_library
 from tests.kit.files import load, save
 from tests.kit.hostile_inputs import command

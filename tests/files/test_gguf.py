@@ -19,7 +19,7 @@ from lora_merge.errors import FitError, InputError, MergeError, UsageError, Veri
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.files.gguf import container
 from lora_merge.files.gguf.types import READ
-from lora_merge.proof.replay import plan_again, prove
+from lora_merge.recipes.replay import plan_again, prove
 from lora_merge.viewing.inspect import inspect
 from tests.kit import gguf_files as by_library
 from tests.kit import gguf_models

@@ -15,7 +15,7 @@ import lora_merge
 from lora_merge.engine.merge import run
 from lora_merge.errors import InputError, UsageError, VerificationFailed
 from lora_merge.files.checkpoint import open_checkpoint
-from lora_merge.proof.replay import plan_again, prove
+from lora_merge.recipes.replay import plan_again, prove
 from tests.files.libraries import LIBRARIES
 from tests.files.quantised_forms import FORMS, SHAPE, Form
 from tests.kit.files import load, save
@@ -219,7 +219,7 @@ def test_weights_that_servers_join_have_one_format(tmp_path: Path) -> None:
     kept = [f"re:{NAMES[0]}"]
     for dtype, of, out in (("mxfp8", source, "out"), ("fp8_scaled", source / "model.safetensors", "out.safetensors")):
         plan = lora_merge.plan(of, lora, tmp_path / out, dtype=dtype, keep_precision=kept)
-        assert [name in plan.quantising.made for name in names] == [False, of.is_file(), of.is_file(), True]
+        assert [name in plan.quantising.forms for name in names] == [False, of.is_file(), of.is_file(), True]
 
 
 def test_batch_reads_the_base_once_for_all_jobs(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 import lora_merge
 from lora_merge.dtypes import GGUF_TYPES
-from lora_merge.proof.replay import prove
+from lora_merge.recipes.replay import prove
 from tests.kit import gguf_files as by_library
 from tests.kit.gguf_models import LAYERS, TOUCHED, change, flux, style
 

@@ -13,7 +13,7 @@ from lora_merge.files.encodings.arithmetic import E2M1
 from lora_merge.files.encodings.rounding import draws, to_floats, to_integers, to_table
 from lora_merge.files.formats.bitsandbytes import NF4
 from lora_merge.files.gguf.blocks import IQ4
-from lora_merge.proof.replay import prove
+from lora_merge.recipes.replay import prove
 from tests.files.quantised_forms import FORMS, SHAPE
 from tests.kit.files import load, save
 from tests.kit.flux import flux

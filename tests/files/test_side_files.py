@@ -18,7 +18,7 @@ from lora_merge.engine.admission import plan_merge
 from lora_merge.errors import FitError, InputError
 from lora_merge.files.side_files import configured
 from lora_merge.job import make_job
-from lora_merge.proof.replay import prove
+from lora_merge.recipes.replay import prove
 from tests.kit.command_line import run
 from tests.kit.files import save
 from tests.kit.tensors import rand

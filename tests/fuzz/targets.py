@@ -30,7 +30,7 @@ from lora_merge.engine.merge import run as carry_out
 from lora_merge.errors import MergeError
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.planning.recipe import KEY
-from lora_merge.proof.replay import plan_again, prove, refuse_to_unmerge
+from lora_merge.recipes.replay import plan_again, prove, refuse_to_unmerge
 from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.text import lines
 from tests.fuzz import strategies as s

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lora_merge.engine.combination import combined
-from lora_merge.method_parameters import Numbers
+from lora_merge.method_parameters import MethodParameters
 
 SHAPE = (12, 20)
 
@@ -17,5 +17,9 @@ def changes(count: int = 3) -> list[torch.Tensor]:
 
 def run(method: str, given: list[torch.Tensor], strengths: list[float], **numbers: object) -> torch.Tensor:
     return combined(
-        method, [t.clone() for t in given], strengths, Numbers(**numbers), [f"seed {n}" for n in range(len(given))]
+        method,
+        [t.clone() for t in given],
+        strengths,
+        MethodParameters(**numbers),
+        [f"seed {n}" for n in range(len(given))],
     )  # type: ignore[arg-type]

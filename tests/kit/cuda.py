@@ -14,11 +14,12 @@ from lora_merge.adapters.modules import Module
 from lora_merge.algorithms import ALGORITHMS
 from lora_merge.disk.files import StoredTensor
 from lora_merge.engine import row_blocks
-from lora_merge.engine.block_folder import STAGED, BlockMerger
+from lora_merge.engine.block_folder import BlockFolder, FoldOptions
 from lora_merge.engine.devices import places
+from lora_merge.engine.memory_policy import STAGED, MemoryLimits
 from lora_merge.engine.patch_tensors import PatchTensors
+from lora_merge.engine.tasks import FoldTask
 from lora_merge.engine.tensor_moves import FILE_DTYPES, TORCH_DTYPES
-from lora_merge.engine.tensors import Item
 from lora_merge.matching.formula import Patch
 from lora_merge.matching.patch import PatchPart
 from lora_merge.models.weights import RowSlice, Weight, WeightView
@@ -57,7 +58,7 @@ class Layers:
     def __init__(self, name: str, stored: str) -> None:
         example, row = EXAMPLES[name], ALGORITHMS[name]
         whole, slots = weight(example), tensors(name, example)
-        if ALGORITHMS[name].stacked:
+        if ALGORITHMS[name].layout == "experts":
             whole = whole.reshape(-1, example.shape[2])
         self.tensors: Tensors = {}
         self.targets: list[OutputTensor] = []
@@ -93,12 +94,12 @@ class Layers:
         with ThreadPoolExecutor(3) as pool:
             at = places(device, compute)
             tensors = PatchTensors(lambda info: self.tensors[info.name], self.base)
-            folder = BlockMerger(at, tensors, pool, staged=staged)
+            folder = BlockFolder(at, tensors, pool, FoldOptions(limits=MemoryLimits(staged=staged)))
             folder.fold([
-                Item(b, self.tensors[t.name][b.first : b.last], into[b.first : b.last])
+                FoldTask(b, self.tensors[t.name][b.first : b.last], into[b.first : b.last])
                 for t, into in zip(self.targets, found, strict=True) for b in row_blocks.blocks(t)
             ])  # fmt: skip
-        assert not folder.notes, "nothing was folded elsewhere"
+        assert not folder.memory.notes, "nothing was folded elsewhere"
         return torch.stack(found)
 
 

@@ -378,7 +378,7 @@ def run(root: Path, given: Iterable[tuple[str, Files, Callable[[Path], Any]]]) -
 
     import lora_merge.batch.run
     import lora_merge.engine.merge
-    import lora_merge.proof.replay
+    import lora_merge.recipes.replay
     from lora_merge.process import collect_rarely
 
     torch.set_num_threads(1)

@@ -21,7 +21,7 @@ import lora_merge.cli.main
 import lora_merge.engine.merge
 import lora_merge.engine.pipeline
 import lora_merge.engine.window_merger
-import lora_merge.proof.replay
+import lora_merge.recipes.replay
 from lora_merge.models.architectures import shipped
 
 LIMITS = {"FSIZE": resource.RLIMIT_FSIZE, "DATA": resource.RLIMIT_DATA}

@@ -19,7 +19,7 @@ def algorithms() -> str:
     """File, names and first words of every formula."""
     lines = ["| names | what | paper | file |", "|---|---|---|---|"]
     for row in known_algorithms():
-        file = ALGORITHMS[row["names"][0]].delta.__module__.rpartition(".")[2] + ".py"
+        file = ALGORITHMS[row["names"][0]].module.rpartition(".")[2] + ".py"
         listed = ", ".join(f"`{n}`" for n in row["names"])
         what = row["what"].replace("|", chr(92) + "|")
         lines.append(f"| {listed} | {what} | {', '.join(row['papers'])} | [`{file}`]({file}) |")

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import lora_merge
-from lora_merge.matching.orientation import Layer, base_types, conv1d_by_base, conv1d_by_shapes
+from lora_merge.matching.orientation import LayerOrientation, base_types, conv1d_by_base, conv1d_by_shapes
 from tests.kit.files import load_all
 
 transformers = pytest.importorskip("transformers")
@@ -185,7 +185,7 @@ def test_code_of_qwen_comes_with_the_checkpoint(*, flag: bool, tmp_path: Path) -
 def test_type_that_nobody_knows_says_nothing(*, kind: Any, types: str, flag: bool, name: str) -> None:
     """A config.json with one is like none at all: a custom model may have layers of both kinds."""
     config = {"model_type": kind} if types == "base" else {"text_config": {"model_type": kind}}
-    layers, said = [Layer(name, None)], base_types(config)
+    layers, said = [LayerOrientation(name, None)], base_types(config)
     assert conv1d_by_shapes(name, layers, said, flag=flag) is conv1d_by_shapes(name, layers, (), flag=flag)
     assert conv1d_by_base(name, said, recognised=False, kind="LORA") is conv1d_by_base(
         name, (), recognised=False, kind="LORA"
@@ -204,7 +204,11 @@ def test_half_of_a_model_is_conv1d(tmp_path: Path) -> None:
     check(tmp_path, trained(model, METHODS["lora"](names), tmp_path))
 
 
-SQUARE, LIES, STANDS = Layer("square", None), Layer("wide", in_out=True), Layer("tall", in_out=False)
+SQUARE, LIES, STANDS = (
+    LayerOrientation("square", None),
+    LayerOrientation("wide", in_out=True),
+    LayerOrientation("tall", in_out=False),
+)
 
 
 @pytest.mark.parametrize(
@@ -213,25 +217,27 @@ SQUARE, LIES, STANDS = Layer("square", None), Layer("wide", in_out=True), Layer(
         ("square", False, [SQUARE], False),  # nothing points to Conv1D
         ("square", None, [SQUARE], False),
         ("square", True, [SQUARE], None),
-        ("c_proj", True, [Layer("c_proj", None)], True),
-        ("c_proj", False, [Layer("c_proj", None)], None),
-        ("c_proj", None, [Layer("c_proj", None)], None),
+        ("c_proj", True, [LayerOrientation("c_proj", None)], True),
+        ("c_proj", False, [LayerOrientation("c_proj", None)], None),
+        ("c_proj", None, [LayerOrientation("c_proj", None)], None),
         ("square", True, [SQUARE, LIES], True),
         ("square", None, [SQUARE, LIES], True),
         ("square", False, [SQUARE, LIES], None),  # the last layer was an nn.Linear, and this may be the one
-        ("square", False, [SQUARE, Layer("square", in_out=True)], True),
+        ("square", False, [SQUARE, LayerOrientation("square", in_out=True)], True),
         ("square", True, [SQUARE, STANDS], None),
         ("square", False, [SQUARE, STANDS], False),
         ("square", True, [SQUARE, LIES, STANDS], None),
         ("square", False, [SQUARE, LIES, STANDS], None),
-        ("square", True, [SQUARE, Layer("c_attn", in_out=True)], False),  # for which the flag speaks
-        ("square", True, [SQUARE, LIES, Layer("square", in_out=False)], False),
-        ("c_proj", False, [Layer("c_proj", None), Layer("c_fc", in_out=False)], False),  # nanoGPT
-        ("c_proj", False, [Layer("c_proj", in_out=True)], True),
-        ("c_proj", True, [Layer("c_proj", in_out=False)], None),
+        ("square", True, [SQUARE, LayerOrientation("c_attn", in_out=True)], False),  # for which the flag speaks
+        ("square", True, [SQUARE, LIES, LayerOrientation("square", in_out=False)], False),
+        ("c_proj", False, [LayerOrientation("c_proj", None), LayerOrientation("c_fc", in_out=False)], False),  # nanoGPT
+        ("c_proj", False, [LayerOrientation("c_proj", in_out=True)], True),
+        ("c_proj", True, [LayerOrientation("c_proj", in_out=False)], None),
     ],
 )
-def test_signs_are_weighed(*, name: str, flag: bool | None, layers: list[Layer], wanted: bool | None) -> None:
+def test_signs_are_weighed(
+    *, name: str, flag: bool | None, layers: list[LayerOrientation], wanted: bool | None
+) -> None:
     assert conv1d_by_shapes(name, layers, (), flag=flag) is wanted
     assert wanted or conv1d_by_shapes(name, layers, {"opt"}, flag=flag) in (False, wanted)
 

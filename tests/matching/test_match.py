@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import lora_merge
-from lora_merge.adapters.modules import FileValues, group
+from lora_merge.adapters.modules import group
 from lora_merge.adapters.peft.rules import rules
+from lora_merge.adapters.tensor_values import FileValues
+from lora_merge.errors import MergeError
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.job import make_job
-from lora_merge.matching.formula import AdapterContext, choose
+from lora_merge.matching.formula import FILTERS, AdapterContext, choose, refusals
 from lora_merge.models.weights import whole
 from lora_merge.planning.checkpoint_cache import CheckpointCache
 from lora_merge.planning.make_plan import plan_job
@@ -29,7 +33,7 @@ def test_choice_depends_on_its_arguments_alone(tmp_path: Path) -> None:
     file = group(index)
     a, b = sorted(file.modules, key=lambda m: m.name)
     context = AdapterContext(0, file, rules({}, "", index.metadata), FileValues())
-    stated = AdapterContext(0, file, rules({}, "", index.metadata), FileValues(), given={"lora_alpha": 4.0})
+    stated = AdapterContext(0, file, rules({}, "", index.metadata), FileValues(), user_settings={"lora_alpha": 4.0})
     view = whole("w", (8, 8))
     first, second = choose(a, view, context), choose(b, view, context)
     assert len(first.remarks) == len(second.remarks) == 1 and first.remarks != second.remarks
@@ -37,6 +41,45 @@ def test_choice_depends_on_its_arguments_alone(tmp_path: Path) -> None:
     assert with_setting.settings == {"lora_alpha"} and not with_setting.remarks
     assert with_setting.patch.numbers["scale"] == 2.0
     assert (choose(b, view, context), choose(a, view, context)) == (second, first)
+
+
+Case = tuple[str, dict[str, Tensor], dict[str, Any], tuple[int, ...], set[tuple[str, str]]]
+"""Filter, tensors, PEFT configuration, weight, and refusals of which each must be reported."""
+
+REFUSED: list[Case] = [
+    ("slots", {"a.hada_w1_a": rand(8, 2)}, {}, (8, 8), {("loha", "slots")}),
+    ("configuration", {"a.lora_A.weight": rand(2, 8), "a.lora_B.weight": rand(8, 2)},
+     {"peft_type": "LORA", "init_lora_weights": "olora"}, (9, 8), {("lora", "configuration"), ("olora", "shapes")}),
+    ("tensors", {"a.vblora_logits_A": rand(2, 2, 4), "a.vblora_logits_B": rand(2, 2, 4)}, {"peft_type": "VBLORA"},
+     (8, 8), {("vblora", "tensors")}),
+    ("experts", {"a.lora_A.weight": rand(2, 8), "a.lora_B.weight": rand(8, 2)}, {}, (9, 8),
+     {("lora", "shapes"), ("lora_experts", "experts")}),
+    ("shapes", {"a.lora_up.weight": rand(8, 2), "a.lora_down.weight": rand(3, 8)}, {}, (8, 8), {("lora", "shapes")}),
+    ("magnitude", {"a.lora_up.weight": rand(8, 2), "a.lora_down.weight": rand(2, 8), "a.magnitude": rand(5)}, {},
+     (8, 8), {("lora", "magnitude")}),
+    ("settings", {"a.lora.A": rand(8, 2), "a.lora.B": rand(2, 8)}, {}, (8, 8), {("lora_transposed", "settings")}),
+    ("groups", {"a.weight": rand(8), "a.on_input": torch.ones(1)}, {}, (4, 4, 1, 1), {("ia3", "groups")}),
+    ("configured scale", {"a.hra_u": rand(8, 2)}, {"peft_type": "HRA", "r": 4}, (8, 8), {("hra", "configured scale")}),
+    ("scale", {"a.lora_A": rand(2, 8), "a.lora_B": rand(8, 2), "a.lora_E": rand(2, 1)}, {}, (8, 8),
+     {("adalora", "scale")}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=[case[0] for case in REFUSED])
+def test_refused_formula_names_its_filter_and_a_reason(case: Case, tmp_path: Path) -> None:
+    name, tensors, config, shape, expected = case
+    file = group(open_checkpoint(save(tensors, tmp_path / "a.safetensors")))
+    context = AdapterContext(0, file, rules(config, "adapter_config.json"), FileValues())
+    (module,) = file.modules
+    refused = refusals(module, whole("w", shape), context)
+    assert {(r.formula, r.filter) for r in refused} >= expected
+    assert all(r.reason for r in refused) and name in {r.filter for r in refused}
+    with pytest.raises(MergeError):
+        choose(module, whole("w", shape), context)
+
+
+def test_every_filter_is_tried() -> None:
+    assert {name for name, *_ in REFUSED} == {"slots", "configuration", "tensors", *(name for name, _ in FILTERS)}
 
 
 def test_match_is_frozen(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import pytest
 from lora_merge.algorithms import Shape
 from lora_merge.errors import AmbiguousName, InputError
 from lora_merge.models.architectures import FOLDER, load, recognise, shipped
-from lora_merge.models.architectures.notation import BadRow, Table, parse
+from lora_merge.models.architectures.notation import BadRow, RowTable, parse
 from lora_merge.models.components import LOOSE
 from lora_merge.models.names import Names, names
 from lora_merge.models.weights import WeightView
@@ -455,7 +455,7 @@ def test_longest_and_the_most_literal_row_wins() -> None:
         *parse("a.{i}.q", "x.{i}.to_q", {}),
         *parse("a.{last}.q", "x.{last}.last_q", {}),
     ]
-    table = Table(rows).settled(["a.0.q.weight", "a.11.q.weight", "a.3.r.weight"])
+    table = RowTable(rows).settled(["a.0.q.weight", "a.11.q.weight", "a.3.r.weight"])
 
     def canonical(name: str) -> str:
         hit = table.canonical(tuple(name.split(".")))

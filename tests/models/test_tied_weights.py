@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 import lora_merge
 from lora_merge.errors import FitError, ShapeMismatch, UnmatchedModules, VerificationFailed
-from lora_merge.proof.replay import prove
+from lora_merge.recipes.replay import prove
 from tests.kit.files import load
 
 transformers = pytest.importorskip("transformers")

@@ -17,7 +17,7 @@ import lora_merge
 from lora_merge.adapters.modules import looks_like_adapter
 from lora_merge.errors import MergeError
 from lora_merge.files.checkpoint import open_checkpoint
-from lora_merge.proof.replay import prove
+from lora_merge.recipes.replay import prove
 from lora_merge.viewing.inspect import inspect
 from tests.kit.adapters import kohya
 from tests.kit.command_line import run

@@ -13,7 +13,7 @@ from lora_merge.errors import InputError, UsageError, VerificationFailed
 from lora_merge.job import make_job
 from lora_merge.planning.header_entries import NEEDED
 from lora_merge.planning.recipe import KEY, OURS, STALE
-from lora_merge.proof.replay import plan_again, prove
+from lora_merge.recipes.replay import plan_again, prove
 from tests.kit.adapters import kohya
 from tests.kit.files import metadata, save
 from tests.kit.models import sd1

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import lora_merge
 from lora_merge.files.safetensors import SEAL, ZEROS
 from lora_merge.planning.recipe import KEY, MODELS, OURS
-from lora_merge.proof.replay import prove
+from lora_merge.recipes.replay import prove
 from tests.kit.files import load, metadata, save, sha
 from tests.kit.pairs import examples
 from tests.kit.tensors import rand

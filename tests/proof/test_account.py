@@ -21,7 +21,7 @@ from lora_merge.errors import VerificationFailed
 from lora_merge.matching.conflicts import DuplicateCheck
 from lora_merge.matching.patch import OFF, ZEROS, Match
 from lora_merge.planning import checkpoint_cache, make_plan
-from lora_merge.proof.replay import prove
+from lora_merge.recipes.replay import prove
 from lora_merge.report import proof_rows
 from tests.kit.adapters import unread
 from tests.kit.files import save

@@ -16,7 +16,7 @@ from lora_merge.errors import VerificationFailed
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.files.formats.output import FILES, FOLDERS
 from lora_merge.planning.recipe import CHECKSUMS
-from lora_merge.proof.replay import _job_of, prove
+from lora_merge.recipes.replay import _job_of, prove
 from tests.files.quantised_forms import FORMS
 from tests.kit.files import metadata, save
 from tests.kit.gguf_files import write

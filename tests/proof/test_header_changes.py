@@ -18,7 +18,7 @@ import lora_merge
 from lora_merge.errors import VerificationFailed
 from lora_merge.files.safetensors import SEAL, parse_file
 from lora_merge.planning.recipe import KEY, MODELS, OURS
-from lora_merge.proof.replay import plan_again, prove
+from lora_merge.recipes.replay import plan_again, prove
 from lora_merge.viewing.inspect import inspect
 from tests.kit.files import metadata, save
 from tests.kit.pairs import examples

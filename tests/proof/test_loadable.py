@@ -17,7 +17,7 @@ from lora_merge.errors import VerificationFailed
 from lora_merge.files.safetensors import parse_file
 from lora_merge.job import make_job
 from lora_merge.proof.loadable import check_opened
-from lora_merge.proof.replay import prove
+from lora_merge.recipes.replay import prove
 from tests.kit.files import blob, load, metadata, save
 from tests.kit.tensors import rand
 

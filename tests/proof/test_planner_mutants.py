@@ -24,7 +24,7 @@ from lora_merge.algorithms import lora_sparse
 from lora_merge.errors import VerificationFailed
 from lora_merge.matching import weight_finder as matching
 from lora_merge.matching.conflicts import DuplicateCheck
-from lora_merge.matching.formula import _Chooser
+from lora_merge.matching.formula import Candidate
 from lora_merge.matching.orientation import Orientation
 from lora_merge.matching.patch import Match, PatchPart
 from lora_merge.models.names import Names
@@ -33,8 +33,8 @@ from lora_merge.models.weights import RowSlice, WeightView, rows_of, transposed
 from lora_merge.planning import checkpoint_cache as opened
 from lora_merge.planning import make_plan as planning
 from lora_merge.proof import verify
-from lora_merge.proof.replay import prove
-from lora_merge.proof.second_reading.read_again import Reading
+from lora_merge.proof.second_reading.read_again import Confirmation
+from lora_merge.recipes.replay import prove
 from tests.kit.planner_scenes import SCENES, WIDTH, Scene
 
 Break = Callable[[MonkeyPatch], None]
@@ -109,12 +109,12 @@ def uses(change: Callable[[str, PatchPart], PatchPart | None]) -> Break:
 def numbers(change: Callable[[dict[str, float], Any], None]) -> Break:
     """The numbers of a formula are others; `change` sees them and the module."""
 
-    def numbers_of(original: Any, self: _Chooser, *arguments: Any) -> dict[str, float]:
+    def numbers_of(original: Any, self: Candidate, *arguments: Any) -> dict[str, float]:
         found = dict(original(self, *arguments))
         change(found, self.module)
         return found
 
-    return around(_Chooser, "_numbers", numbers_of)
+    return around(Candidate, "numbers_of", numbers_of)
 
 
 def scaled(factor: Callable[[Any], float]) -> Break:
@@ -126,7 +126,7 @@ def scaled(factor: Callable[[Any], float]) -> Break:
 
 def unread(slot: str) -> Break:
     """A number beside the factors is not there."""
-    return around(_Chooser, "_number", lambda read, self, name: None if name == slot else read(self, name))
+    return around(Candidate, "number", lambda read, self, name: None if name == slot else read(self, name))
 
 
 def suffix(ending: str, **changed: Any) -> Break:
@@ -222,10 +222,10 @@ def strength(change: Callable[[Any, Strengths, str, str], float]) -> Break:
 
 
 def magnitude(change: Callable[[Any, Any], Any]) -> Break:
-    def found(original: Any, self: _Chooser, *arguments: Any) -> Any:
+    def found(original: Any, self: Candidate, *arguments: Any) -> Any:
         return change(original(self, *arguments), self.module)
 
-    return around(_Chooser, "_magnitude", found)
+    return around(Candidate, "magnitude_of", found)
 
 
 def other_axis(found: Any, _: Any) -> Any:
@@ -311,8 +311,8 @@ MUTANTS = (
     Mutant("kohya", "a scale beside α is not read", unread("scale_override")),
     Mutant("kohya", "the rank is that of the other axis", scaled(lambda m: m.shapes["down"][0] / m.shapes["down"][1])),
     Mutant("kohya", "√r for r", scaled(lambda m: m.shapes["down"][0] ** 0.5)),
-    Mutant("kohya", "α is that of another module", around(_Chooser, "_number", lambda read, self, slot: read(
-        _Chooser(self.context.adapter.modules[-1], self.context) if slot == "alpha" and "to_out" in self.module.name
+    Mutant("kohya", "α is that of another module", around(Candidate, "number", lambda read, self, slot: read(
+        Candidate(self.site._replace(module=self.context.adapter.modules[-1]), self.formula, self.view, set(), alone=True) if slot == "alpha" and "to_out" in self.module.name
         else self, slot))),
     Mutant("kohya", "α counts twice", scaled(lambda m: 2.0 if "conv1" in m.name else 1.0)),
     Mutant("families", "α of LoHa is not read", unread("alpha")),
@@ -408,7 +408,7 @@ def test_mutants_mostly_pass_without_the_second_reading(
     scenes: Callable[[str], Scene], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is this that finds them, not the recomputation, which takes the plan's word."""
-    monkeypatch.setattr(verify, "read_again", lambda *_: Reading())
+    monkeypatch.setattr(verify, "read_again", lambda *_: Confirmation())
     passed = 0
     for n, mutant in enumerate(MUTANTS[::6]):
         with monkeypatch.context() as patch:

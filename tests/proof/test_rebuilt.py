@@ -15,9 +15,9 @@ from lora_merge.algorithms import ALGORITHMS, Loaded
 from lora_merge.algorithms.kmeans import kmeans
 from lora_merge.algorithms.low_rank import low_rank_svd
 from lora_merge.errors import VerificationFailed
-from lora_merge.proof.rebuilding import CHECKS, Remade
+from lora_merge.proof.rebuilding import CHECKS, RebuiltSlots
 from lora_merge.proof.reference.floats import Array, held
-from lora_merge.proof.replay import prove
+from lora_merge.recipes.replay import prove
 from tests.kit.files import save
 from tests.kit.tensors import rand
 
@@ -46,20 +46,20 @@ CASES: Mapping[str, tuple[dict[str, Array], dict[str, tuple[int, ...]], dict[str
 }  # fmt: skip
 
 
-def made(name: str, **settings: Any) -> Remade:
+def made(name: str, **settings: Any) -> RebuiltSlots:
     values, shapes, told = CASES[name]
     more = shapes, (OUT, IN), told | settings
     found = ALGORITHMS[name].rebuilt(Loaded.of_arrays(values.__getitem__, held, *more))
-    return Remade({slot: np.asarray(v).copy() for slot, v in found.items()}, values.__getitem__, *more)
+    return RebuiltSlots({slot: np.asarray(v).copy() for slot, v in found.items()}, values.__getitem__, *more)
 
 
-def spoiled(remade: Remade, slot: str, change: Callable[[Array], Array]) -> Remade:
-    return Remade({**remade.found, slot: change(remade.found[slot])}, remade.read, remade.shapes, remade.shape, remade.settings)  # fmt: skip
+def spoiled(remade: RebuiltSlots, slot: str, change: Callable[[Array], Array]) -> RebuiltSlots:
+    return RebuiltSlots({**remade.found, slot: change(remade.found[slot])}, remade.read, remade.shapes, remade.shape, remade.settings)  # fmt: skip
 
 
 def test_every_row_that_makes_slots_has_a_check() -> None:
     assert CHECKS.keys() == CASES.keys() == {name for name, row in ALGORITHMS.items() if row.rebuild is not None}
-    assert all((row.rebuild is not None) == bool(row.rebuilds) for row in ALGORITHMS.values())
+    assert all(row.rebuild.slots for row in ALGORITHMS.values() if row.rebuild is not None)
 
 
 @pytest.mark.parametrize(

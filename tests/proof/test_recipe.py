@@ -22,9 +22,9 @@ from lora_merge.errors import InputError, MergeError, UsageError, VerificationFa
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.files.safetensors import parse_file
 from lora_merge.planning.recipe import KEY, LEGACY, LIMIT
-from lora_merge.proof.find_inputs import find
-from lora_merge.proof.read_recipe import read_recipe
-from lora_merge.proof.replay import plan_again, prove, refuse_to_unmerge
+from lora_merge.recipes.find_inputs import find
+from lora_merge.recipes.read_recipe import read_recipe
+from lora_merge.recipes.replay import plan_again, prove, refuse_to_unmerge
 from tests.conftest import Nursery
 from tests.kit.adapters import kohya
 from tests.kit.files import load, metadata, save, sha
@@ -320,7 +320,7 @@ def test_search_is_bounded_and_stays_below_its_folders(
     assert find(recipe, [tmp_path])[1] == copied
     assert find(recipe, [tmp_path, deep])[1] == deep / "style.safetensors", "the file of that name, wherever it is"
     copied.unlink()
-    monkeypatch.setattr("lora_merge.proof.find_inputs.FILES", 2)
+    monkeypatch.setattr("lora_merge.recipes.find_inputs.FILES", 2)
     with pytest.raises(InputError, match="not found"):
         find(recipe, [tmp_path, deep])
 

@@ -19,8 +19,8 @@ from lora_merge.errors import VerificationFailed
 from lora_merge.matching.patch import PatchPart
 from lora_merge.models.weights import RowSlice, Weight
 from lora_merge.planning.plan import OutputTensor
-from lora_merge.proof.replay import prove
 from lora_merge.proof.sampling import ELEMENTS, RANGES, ROWS, ranges, runs, sample
+from lora_merge.recipes.replay import prove
 from tests.kit.files import load, metadata, save
 from tests.kit.tensors import rand
 

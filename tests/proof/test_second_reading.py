@@ -24,17 +24,17 @@ from lora_merge.disk.files import StoredTensor
 from lora_merge.errors import FitError, UsageError, VerificationFailed
 from lora_merge.files.checkpoint import Index
 from lora_merge.job import Adapter, Job
-from lora_merge.matching.match import MatchBuilder
+from lora_merge.matching.match import ModulePlacer
 from lora_merge.models.names import names
 from lora_merge.planning.make_plan import Inputs, Matched, matches, outputs
-from lora_merge.proof.replay import prove
 from lora_merge.proof.second_reading.claims import _spans as spans
 from lora_merge.proof.second_reading.modules import groups
-from lora_merge.proof.second_reading.read_again import PART, Reading, compare
-from lora_merge.proof.second_reading.rows import Place, Places
-from lora_merge.proof.second_reading.rows import Rows as StoredRows
+from lora_merge.proof.second_reading.read_again import PART, Confirmation, compare
+from lora_merge.proof.second_reading.rows import BaseRows as StoredRows
+from lora_merge.proof.second_reading.rows import Networks, WeightPlace
+from lora_merge.recipes.replay import prove
 from lora_merge.report import proof_rows
-from lora_merge.row_ranges import Rows
+from lora_merge.row_ranges import RowNumbers
 from tests.kit.adapters import kohya, unread
 from tests.kit.files import index, load, load_all, save
 from tests.kit.models import sd1
@@ -68,7 +68,7 @@ def read(
     config: Mapping[str, Any] | None = None,
     parts: tuple[tuple[str, float], ...] = (),
     metadata: Mapping[str, str] | None = None,
-) -> Reading:
+) -> Confirmation:
     """What the second reading makes of an adapter of these tensors; it says so where it disagrees with the plan."""
     path = Path("adapter.safetensors")
     file = replace(index(adapter), path=path, files=(path,), config=config or {}, metadata=metadata or {})
@@ -192,7 +192,7 @@ def test_parameter_is_the_one_of_its_own_name_first_and_of_no_other_parameter() 
         "a.weight": (8, 4), "a.bias": (8,), "a_weight": (4, 4), "a_bias": (4,), "a.scale": (4,),
         "norm.scale": (8,), "attn.in_proj_weight": (24, 8), "attn.in_proj_bias": (24,),
     }  # fmt: skip
-    found = Places(shapes)
+    found = Networks(shapes)
     wanted = {
         ("a", "weight"): "a.weight", ("a", "bias"): "a.bias", ("a", "scale"): "a.scale",
         ("norm", "weight"): "norm.scale", ("norm", "bias"): None, ("norm", "scale"): "norm.scale",
@@ -507,7 +507,7 @@ def test_neighbouring_rows_of_one_tensor_are_one_span() -> None:
         StoredRows("b", 3, 5, 8),
         StoredRows("a", 9, 10, 8),
     ]
-    found = spans(Place(tuple(rows), (16, 8)), turned=False)
+    found = spans(WeightPlace(tuple(rows), (16, 8)), turned=False)
     assert [(s.key, s.start, s.stop, s.cols, s.first) for s in found] == [
         ("a", 0, 9, 8, 0), ("b", 0, 2, 8, 9), ("b", 3, 5, 8, 11), ("a", 9, 10, 8, 13),
     ]  # fmt: skip
@@ -587,12 +587,12 @@ def test_tokens_that_a_wrong_plan_puts_elsewhere_are_noticed(
     shift: Callable[[list[int]], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = index({f"{TABLE}.weight": (20, 8)})
-    right = MatchBuilder._replace_rows
+    right = ModulePlacer._replace_rows
 
     def wrong(self: Any, info: Any, view: Any, rows: Any) -> None:
-        right(self, info, view, Rows(shift([*rows])))
+        right(self, info, view, RowNumbers(shift([*rows])))
 
-    monkeypatch.setattr(MatchBuilder, "_replace_rows", wrong)
+    monkeypatch.setattr(ModulePlacer, "_replace_rows", wrong)
     with pytest.raises(VerificationFailed, match="where an adapter's module goes"):
         read(base, {TOKENS: (4, 8)}, {**CHOSEN, "trainable_token_indices": [5, 7, 11, 12]})
 
@@ -708,5 +708,5 @@ def test_names_with_another_level_mean_the_language_model(stored: str, trained: 
     layer = "layers.0.self_attn.q_proj"
     towers = ("model.visual.", "vision_tower.encoder.", "thinker.audio_tower.")
     shapes = {f"{at}{layer}.weight": (8, 8) for at in (stored, *towers)}
-    place = Places(shapes).find(f"{trained}{layer}", "weight")
+    place = Networks(shapes).find(f"{trained}{layer}", "weight")
     assert [row.key for row in place.rows if place] == [f"{stored}{layer}.weight"] if proven else place is None

@@ -23,7 +23,7 @@ from lora_merge.errors import FitError, InputError, UsageError, VerificationFail
 from lora_merge.files.safetensors import parse_file
 from lora_merge.proof import recompute
 from lora_merge.proof.reference import floats
-from lora_merge.proof.replay import prove
+from lora_merge.recipes.replay import prove
 from lora_merge.report import proof_rows
 from tests.kit.adapters import kohya
 from tests.kit.command_line import run
@@ -318,7 +318,7 @@ def test_failed_proof_leaves_no_file(made: Path, monkeypatch: pytest.MonkeyPatch
     import lora_merge.engine.fold as kernels
 
     original = kernels.fold
-    wrong = lambda base, stacks, _=None: original(base, [*stacks, *stacks])  # noqa: E731
+    wrong = lambda base, stacks, *_: original(base, [*stacks, *stacks])  # noqa: E731
     monkeypatch.setattr("lora_merge.engine.fold.RULES", {"sum": wrong})
     before = (made / "out.safetensors").read_bytes()
     with pytest.raises(VerificationFailed) as failure:

@@ -13,7 +13,7 @@ import lora_merge
 from lora_merge.batch.run import run_batch
 from lora_merge.errors import MergeError, PartWithoutEffect, UsageError
 from lora_merge.job import Adapter
-from lora_merge.proof.replay import prove
+from lora_merge.recipes.replay import prove
 from tests.kit.command_line import run
 
 LAYERS = 4

@@ -17,9 +17,9 @@ from lora_merge.engine import combination, row_blocks
 from lora_merge.engine.row_matrix import Rows
 from lora_merge.errors import ResourceError, VerificationFailed
 from lora_merge.merge_methods import COMBINATIONS, DIVISORS, SUM
-from lora_merge.method_parameters import Numbers
+from lora_merge.method_parameters import MethodParameters
 from lora_merge.proof import methods_again
-from lora_merge.proof.replay import prove
+from lora_merge.recipes.replay import prove
 from tests.kit.adapters import kohya
 from tests.kit.command_line import run
 from tests.kit.files import load, save
@@ -145,7 +145,7 @@ def test_implementations_agree(method: str) -> None:
     given = changes(2 if method == "slerp" else 3)
     strengths, seeds = [1.0, 0.5, -0.7][: len(given)], ["a", "b", "c"]
     for more in ({}, {"elect": "count", "normalise": "weight"}, {"normalise": "none", "scale": 0.5}):
-        n = Numbers(**{**numbers(method), **more})
+        n = MethodParameters(**{**numbers(method), **more})
         one = combination.combined(method, [g.clone() for g in given], strengths, n, seeds)
         parts, slack = methods_again.combined(
             COMBINATIONS[method], [proof_rows(g) for g in given], strengths, n, seeds, rows=np.arange(12), vector=False
@@ -182,7 +182,7 @@ def test_changes_of_one_weight_meet_whatever_makes_them(
         right = before.clone()
         if own:
             given = [proof_rows(t.flatten(1)) for _, t in own]
-            parts, _ = methods_again.combined(COMBINATIONS[method], given, [s for s, _ in own], Numbers(**options),
+            parts, _ = methods_again.combined(COMBINATIONS[method], given, [s for s, _ in own], MethodParameters(**options),
                                          [""] * len(own), rows=np.arange(len(before)), vector=False)  # fmt: skip
             right += torch.from_numpy(np.sum(parts, axis=0)).view(before.shape)
         torch.testing.assert_close(got[key], right, rtol=1e-9, atol=1e-11, msg=key)
@@ -208,7 +208,7 @@ def test_value_that_replaces_a_parameter_is_a_change_too(tmp_path: Path) -> None
     got = load(tmp_path / "o.safetensors")
     for key in ("a.weight", "a.bias"):
         given = [(v[key] - base[key]).double().view(len(base[key]), -1) for v in values]
-        right = combination.combined("ties", given, [1.0, 1.0], Numbers(density=0.5), ["", ""], vector=False)
+        right = combination.combined("ties", given, [1.0, 1.0], MethodParameters(density=0.5), ["", ""], vector=False)
         torch.testing.assert_close(got[key], (base[key] + right.view_as(base[key])).float())
     assert prove(tmp_path / "o.safetensors", full=True)["tensors"] == 3
     lora_merge.combine(files[1:], tmp_path / "c.safetensors", base=files[0], method="ties", density=0.5,

@@ -16,7 +16,7 @@ import lora_merge
 from lora_merge.errors import FitError, InputError, UsageError
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.job import make_job
-from lora_merge.proof.replay import prove
+from lora_merge.recipes.replay import prove
 from lora_merge.viewing.inspect import inspect
 from tests.kit import gguf_files as by_library
 from tests.kit.files import load

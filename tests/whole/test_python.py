@@ -18,7 +18,7 @@ import torch
 
 import lora_merge
 from lora_merge import typed_options
-from lora_merge.adapters_out.job import OWN
+from lora_merge.adapters_out.commands import COMMANDS, Command
 from lora_merge.errors import UsageError, VerificationFailed
 from lora_merge.options import OPTIONS
 from tests.kit.adapters import kohya
@@ -151,7 +151,7 @@ def test_editors_know_every_keyword(call: Any) -> None:
 def test_editors_know_every_field_of_a_job() -> None:
     from lora_merge.batch import schema
 
-    for table, model in ((typed_options.JobTable, schema.JobEntry), (typed_options.Defaults, schema.Defaults),
+    for table, model in ((typed_options.JobTable, schema.JobEntry), (typed_options.Defaults, schema.JobDefaults),
                          (typed_options.JobsTable, schema.JobsFile), (typed_options.AdapterTable, schema.AdapterEntry)):  # fmt: skip
         assert {*table.__annotations__} == {*model.model_fields}
 
@@ -249,8 +249,20 @@ def test_verify_has_the_options_of_the_table() -> None:
     }
 
 
-def test_combine_has_the_options_of_its_table() -> None:
-    assert OWN.keys() <= {"rank", "method", "include", "to", *typed_options.ResizeOptions.__annotations__}
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=lambda c: c.name)
+def test_function_of_a_command_has_the_options_of_its_row(command: Command) -> None:
+    """With its defaults: an option is declared once."""
+    parameters = signatures.signature(getattr(lora_merge, command.name)).parameters
+    keywords = typing.get_type_hints(getattr(lora_merge, command.name), None, {"torch": torch})["options"]
+    typed = {*typing.get_type_hints(typing.get_args(keywords)[0], None, {"torch": torch})}
+    shown = {name for name, option in command.options.items() if option.group}
+    python = {"strength", "strengths", "strength_for", "setting", "title", "metadata"}
+    assert shown <= {*parameters, *typed}
+    assert typed - python <= shown
+    assert {*parameters} - shown <= {"adapter", "adapters", "tuned", "output", "base", "progress", "options"}
+    for name in shown & parameters.keys():
+        default = command.options[name].default
+        assert parameters[name].default == (signatures.Parameter.empty if command.options[name].required else default)
 
 
 @pytest.mark.release

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 import lora_merge
-from lora_merge.proof.replay import prove
+from lora_merge.recipes.replay import prove
 from tests.kit.files import load, load_all
 
 transformers = pytest.importorskip("transformers")

@@ -17,9 +17,9 @@ from typing import Any, Final
 from ...algorithms import COUNT, Bounds
 from ...errors import InputError
 from ...options import beginning
-from ...row_ranges import Rows
+from ...row_ranges import RowNumbers
 from ...safe_regex import Refused
-from .module_patterns import Ends, Matching
+from .module_patterns import Ends, Indexes
 
 CONVERT: Final = "merge with PEFT's own merge_and_unload(), or save the adapter converted to plain LoRA and merge that"
 NEEDS_INPUT: Final = "what it adds depends on the input, so no fixed weight does the same"
@@ -89,7 +89,7 @@ class PeftConfig:
     where: str
     inside: str = ""
     """Prefix of the file's names before the path that the configuration uses, such as `transformer.`."""
-    matching: Matching = field(default_factory=Matching, compare=False, repr=False)
+    indexes: Indexes = field(default_factory=Indexes, compare=False, repr=False)
 
     def get(self, name: str) -> Any:
         """Return the value as it is; None where absent."""
@@ -129,44 +129,52 @@ class PeftConfig:
 
     def is_end(self, name: str, text: str, before: str = "") -> bool:
         """Return whether a text ends with `before` and one of the strings of a list, which may be long."""
-        if (name, before) not in self.matching.ends:
-            ends = frozenset(before + end for end in self.texts(name))
-            self.matching.ends[name, before] = ends, sorted(set(map(len, ends)))
-        ends, lengths = self.matching.ends[name, before]
+        ends, lengths = self.indexes.get(("ends", name, before), lambda: self._ends(name, before))
         return any(text[len(text) - n :] in ends for n in takewhile(len(text).__ge__, lengths))
 
-    def indices(self, name: str, value: object) -> Rows:
-        """Return a list of row numbers, each once."""
-        if id(value) not in self.matching.rows:  # all modules may use one list, so it is checked once
-            rows: list[Any] = value if isinstance(value, list) else [None]
-            whole = all(isinstance(v, int) and COUNT.number(v) is not None for v in rows)
-            if not whole or len(set(rows)) != len(rows):
-                raise self.wrong_type(name, "a list of different row numbers")
-            self.matching.rows[id(value)] = Rows(rows)
-        return self.matching.rows[id(value)]
+    def _ends(self, name: str, before: str) -> tuple[frozenset[str], list[int]]:
+        """Return `before` with each string of a list behind it, and their lengths."""
+        ends = frozenset(before + end for end in self.texts(name))
+        return ends, sorted(set(map(len, ends)))
+
+    def indices(self, name: str, value: object) -> RowNumbers:
+        """Return a list of row numbers, each once. All modules may use one list, which is checked once."""
+        return self.indexes.get(("rows", id(value)), lambda: self._rows(name, value))
+
+    def _rows(self, name: str, value: object) -> RowNumbers:
+        rows: list[Any] = value if isinstance(value, list) else [None]
+        whole = all(isinstance(v, int) and COUNT.number(v) is not None for v in rows)
+        if not whole or len(set(rows)) != len(rows):
+            raise self.wrong_type(name, "a list of different row numbers")
+        return RowNumbers(rows)
 
     def pattern(self, name: str, module: str, default: float) -> float:
         """Return the number under the first key, a regular expression, that matches the module's path or its end."""
         table = self.get(name)
         if not table:
             return default
-        if name not in self.matching.tables:
-            if not isinstance(table, dict) or not all(isinstance(key, str) for key in table):
-                raise self.wrong_type(name, "an object")
-            self.matching.tables[name] = Ends(table)
+        patterns = self.indexes.get(("patterns", name), lambda: self._patterns(name))
         with self._refusing(name):
-            key = self.matching.tables[name].first(self._path(module), self.matching.steps)
+            key = patterns.first(self._path(module), self.indexes.steps)
         return default if key is None else self._number(f"{name}[{key[:80]!r}]", table[key], default)
+
+    def _patterns(self, name: str) -> Ends:
+        table = self.get(name)
+        if not isinstance(table, dict) or not all(isinstance(key, str) for key in table):
+            raise self.wrong_type(name, "an object")
+        return Ends(table)
 
     def is_ambiguous(self, name: str, module: str) -> bool:
         """Return whether several keys of a pattern field match the module and have different values.
 
         False for a field that `pattern` was not called for yet.
         """
-        if name not in self.matching.tables:
+        if ("patterns", name) not in self.indexes:
             return False
         try:
-            keys = self.matching.tables[name].every(self._path(module), self.matching.steps)
+            keys = self.indexes.get(("patterns", name), lambda: self._patterns(name)).every(
+                self._path(module), self.indexes.steps
+            )
         except Refused:  # by a pattern that the merge does not need
             return False
         return any(self.values[name][key] != self.values[name][keys[0]] for key in keys)
@@ -174,7 +182,7 @@ class PeftConfig:
     def matches(self, expression: str, module: str, name: str) -> bool:
         """Return whether the regular expression in field `name` matches the whole of the module's path."""
         with self._refusing(name):
-            steps = self.matching.steps
+            steps = self.indexes.steps
             steps.allow()
             return steps.pattern(expression, WHOLE).matches(self._path(module), steps)
 
@@ -192,13 +200,13 @@ class PeftConfig:
 
     def version(self, default: str = "") -> tuple[int, ...]:
         """Return the release of PEFT that wrote the file, (0, 17) or (0, 17, 1); () where the field is absent."""
-        found = VERSION.match(self.text("peft_version", default))
-        return tuple(int(part) for part in found.groups() if part) if found else ()
+        release = VERSION.match(self.text("peft_version", default))
+        return tuple(int(part) for part in release.groups() if part) if release else ()
 
-    def wrong_type(self, name: str, wanted: str) -> InputError:
+    def wrong_type(self, name: str, expected: str) -> InputError:
         """Return the error for a field of the wrong type."""
         shown = repr(beginning(self.get(name.partition("[")[0]), 80))[:80]
-        return InputError(f"{name} is not {wanted}", f"{self.where}: {name} = {shown}", RETAKE)
+        return InputError(f"{name} is not {expected}", f"{self.where}: {name} = {shown}", RETAKE)
 
     def _number(self, name: str, value: Any, default: float) -> float:
         if value is None:

@@ -4,24 +4,23 @@ module paths (`alpha_pattern`, `rank_pattern`), without matching every key with 
 PEFT takes the first key for which `(.*\.)?(key)$` matches the module's path (0.21.2, utils/other.py,
 get_pattern_key). Most keys are plain names, and a table may have one for each of a model's thousands of modules. A
 plain key of n characters matches a path if it equals the last n characters, which begin at the start of the path or
-behind a dot. A dot in the key matches any character, unless a backslash stands before it. So the plain keys of one
+behind a dot. A dot in the key matches any character, unless a backslash precedes it. So the plain keys of one
 length with dots at the same positions take one look-up, and the names of a model have few such sets of positions.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, TypeAlias, TypeVar
 
-from ...row_ranges import Rows
 from ...safe_regex import Steps
 
 PLAIN: Final = re.compile(r"\^?(?:[A-Za-z0-9_.-]|\\[.-])+\$?")
 END: Final = r"(.*\.)?(%s)$"
-EXACT: Final = "\0"  # stands for an escaped dot of a key, which matches only a dot
+EXACT: Final = "\0"  # an escaped dot of a key, which matches only a dot
 Dots: TypeAlias = tuple[int, ...]
+Index = TypeVar("Index")
 
 
 class Ends:
@@ -31,7 +30,7 @@ class Ends:
         self.keys = tuple(keys)
         self._plain: dict[int, dict[Dots, dict[str, list[int]]]] = {}  # length → where dots are → key → positions
         self._others: list[int] = []
-        self._found: dict[str, str | None] = {}
+        self._first: dict[str, str | None] = {}
         for at, key in enumerate(self.keys):
             if PLAIN.fullmatch(key) is None:
                 self._others.append(at)
@@ -42,18 +41,18 @@ class Ends:
 
     def first(self, path: str, steps: Steps) -> str | None:
         """Return the first key that matches the path of a module, or None; Refused if that takes too many steps."""
-        if path not in self._found:
+        if path not in self._first:
             steps.allow()
             best = min(self._of_plain(path, steps), default=len(self.keys))
             best = next((at for at in self._others if at < best and _matches(self.keys[at], path, steps)), best)
-            self._found[path] = self.keys[best] if best < len(self.keys) else None
-        return self._found[path]
+            self._first[path] = self.keys[best] if best < len(self.keys) else None
+        return self._first[path]
 
     def every(self, path: str, steps: Steps) -> list[str]:
         """Return all keys that match the path of a module, in their order; Refused if that takes too many steps."""
         steps.allow()
-        found = {*self._of_plain(path, steps), *(at for at in self._others if _matches(self.keys[at], path, steps))}
-        return [self.keys[at] for at in sorted(found)]
+        positions = {*self._of_plain(path, steps), *(at for at in self._others if _matches(self.keys[at], path, steps))}
+        return [self.keys[at] for at in sorted(positions)]
 
     def _of_plain(self, path: str, steps: Steps) -> Iterator[int]:
         """Yield the positions of plain keys that match the path, the first one among them."""
@@ -86,19 +85,20 @@ def _matches(key: str, path: str, steps: Steps) -> bool:
     return steps.pattern(key, END).matches(path, steps)
 
 
-Owners: TypeAlias = tuple[Mapping[str, list[tuple[int, str]]], list[str]]
-"""End of a module's path → (position, parameter); and the parameters of any module."""
+class Indexes:
+    """The indexes of the lists and tables of one configuration, each made on first use, and the number of steps that
+    its patterns may still take."""
 
+    def __init__(self) -> None:
+        self.steps = Steps()
+        self._by_key: dict[tuple[object, ...], Any] = {}
 
-@dataclass
-class Matching:
-    """The parsed patterns of one configuration, and the number of steps that they may still take."""
+    def __contains__(self, key: tuple[object, ...]) -> bool:
+        return key in self._by_key
 
-    steps: Steps = field(default_factory=Steps)
-    tables: dict[str, Ends] = field(default_factory=dict)
-    ends: dict[tuple[str, str], tuple[frozenset[str], list[int]]] = field(default_factory=dict)
-    """Lists of ends of names, as sets, with the lengths of the ends."""
-    rows: dict[int, Rows] = field(default_factory=dict)
-    """`id` of a list in the configuration → its row numbers, checked."""
-    owners: dict[str, Owners] = field(default_factory=dict)
-    """List of parameters in the configuration → the same by their modules, which target_parameters.py makes."""
+    def get(self, key: tuple[object, ...], make: Callable[[], Index]) -> Index:
+        """Return the index of this key; `make` is called once."""
+        if key not in self._by_key:
+            self._by_key[key] = make()
+        index: Index = self._by_key[key]
+        return index

@@ -18,7 +18,7 @@ file are used. Matching uses the rules so:
 
 Module names may begin with the `base_model.model.` of PEFT's files. A row with `also_bias` changes the module's bias
 too, with the same tensors, where the base has one. `fan_in_fan_out` is one sign of several for [in, out], and only
-for square weights (conv1d.py). Sources: PEFT 0.21.2, tuners/*/{config,layer,model}.py.
+for square weights (matching/orientation.py). Sources: PEFT 0.21.2, tuners/*/{config,layer,model}.py.
 """
 
 from __future__ import annotations
@@ -31,18 +31,16 @@ from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from ...algorithms import ALGORITHMS, Shapes
-from ...algorithms.lora import LORA
-from ...algorithms.whole import SET
 from ...errors import InputError
 from ...files.folder_layouts import PEFT
 from ...models.module_order import in_order
 from ...models.prefixes import COMPONENTS, prefixed
 from ...models.weights import WeightView
-from ...row_ranges import Rows
+from ...row_ranges import RowNumbers
 from ...safe_regex import from_json
 from ...text import Note
 from .config import CONVERT, ORDER_OF, RETAKE, UNKNOWN_ORDER, PeftConfig, refuse
-from .methods import METHODS, MLX, OTHERS, SHARED, Method, alpha_doubt, check_count, rank_doubt
+from .methods import METHODS, MLX, SHARED, PeftMethod, alpha_doubt, check_count, rank_doubt
 from .target_parameters import WRAPPER, bare, is_layer, parameters, shared_kind
 
 METADATA: Final = "lora_adapter_metadata"
@@ -50,7 +48,10 @@ SHARED_PREFIX: Final = "base_model."
 
 RENAMED: Final = "load the adapter with diffusers and save it again, or take `lora_adapter_metadata` out of its header"
 
-NONE: Final = Method("")
+NONE: Final = PeftMethod("")
+
+PLAIN: Final = METHODS["LORA"].algorithms[0]
+"""The row for a file of PEFT without a configuration, of whose tensors only the rows of other trainers know all."""
 
 UNTYPED: Final = {"lora_alpha": "LORA", "lora_parameters": MLX}
 """Field of a configuration without peft_type → its method."""
@@ -73,7 +74,7 @@ class StoredValue:
     kind: Kind
     target: str
     why: str = ""
-    rows: Rows | None = None
+    rows: RowNumbers | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class PeftRules:
     aside: bool = False  # from a place that PEFT's loaders do not read: α of a tensor and the user's α win
 
     @property
-    def method(self) -> Method:
+    def method(self) -> PeftMethod:
         """The row of METHODS, an empty row without a configuration."""
         return METHODS[self.kind] if self.kind else NONE
 
@@ -135,8 +136,8 @@ class PeftRules:
         named = self.components.keys() & COMPONENTS.get(hint, ())
         if self.kind or len(named) != 1:
             return self
-        found = self.components[named.pop()]
-        return replace(found, fields=replace(found.fields, inside=module.removesuffix(path)), borrowed=True)
+        component = self.components[named.pop()]
+        return replace(component, fields=replace(component.fields, inside=module.removesuffix(path)), borrowed=True)
 
     def algorithm(
         self, module: str, candidates: Sequence[str], weight: WeightView | None = None, model: str = ""
@@ -146,9 +147,9 @@ class PeftRules:
         InputError if no candidate is of this method, DoesNotFit if the orientation of stacked experts is unknown.
         """
         if not self.kind and module.startswith(PEFT):  # a file of PEFT without its configuration
-            rows = [name for name in candidates if name not in OTHERS]
-            return next(iter(rows), LORA.name) if len(rows) < min(2, len(candidates)) else None
-        if not self.kind or tuple(candidates) == (SET.name,):  # whole values, which any method may save
+            rows = [name for name in candidates if ALGORITHMS[name].in_peft != "never"]
+            return next(iter(rows), PLAIN) if len(rows) < min(2, len(candidates)) else None
+        if not self.kind or (len(candidates) == 1 and ALGORITHMS[candidates[0]].in_peft == "any"):
             return None
         rows = [name for name in candidates if name in self.method.algorithms]
         if candidates and not rows and (self.borrowed or self.aside):
@@ -179,8 +180,8 @@ class PeftRules:
     @property
     def zero_alpha(self) -> str:
         """The field that gives an α of 0 to the whole adapter or a component; "" without one."""
-        found = [name for r in (self, *self.components.values()) for name in ALPHAS if r.fields.get(name) == 0]
-        return found[0] if found else ""
+        fields = [name for r in (self, *self.components.values()) for name in ALPHAS if r.fields.get(name) == 0]
+        return fields[0] if fields else ""
 
     def with_alpha(self, alpha: float) -> PeftRules:
         """Return the rules with another α in place of one of 0."""
@@ -199,11 +200,11 @@ class PeftRules:
         if algorithm not in self.method.algorithms:
             return {}
         known = ALGORITHMS[algorithm].settings
-        found = {name: read(self.fields) for name, read in self.method.settings.items() if name in known}
+        values = {name: read(self.fields) for name, read in self.method.settings.items() if name in known}
         if self.method.counted and not self.fields.flag("save_projection", default=True):
-            found["seed"] = self.fields.integer("projection_seed", 42) + self._number(module)
+            values["seed"] = self.fields.integer("projection_seed", 42) + self._number(module)
         return {
-            **{name: value for name, value in found.items() if value is not None},
+            **{name: value for name, value in values.items() if value is not None},
             **self.layer_settings.get(module, {}),
         }
 
@@ -247,14 +248,14 @@ class PeftRules:
             return StoredValue(kind, f"{module}.{leaf}", "" if kind == "value" else why, rows)
         return None
 
-    def _tokens(self, module: str) -> Rows:
+    def _tokens(self, module: str) -> RowNumbers:
         """Return the row numbers of the embedding's trained tokens."""
         name = "token_indices" if self.kind == "TRAINABLE_TOKENS" else "trainable_token_indices"
         value = self.fields.get(name)
         if isinstance(value, dict):
             ends = [module, *(module[dot.end() :] for dot in re.finditer(r"\.", module))]
-            found = [end for end in ends if end in value]
-            value = value[found[0]] if len(found) == 1 else None
+            ends_in_table = [end for end in ends if end in value]
+            value = value[ends_in_table[0]] if len(ends_in_table) == 1 else None
         if value is None:
             what = f"{name} does not say which rows of {module} were trained"
             raise InputError(what, self.fields.where, RETAKE)
@@ -268,8 +269,9 @@ def rules(config: Mapping[str, Any], where: str, metadata: Mapping[str, str] = M
     fields = PeftConfig(MappingProxyType({str(k): v for k, v in config.items()}), where)
     if not config:
         return PeftRules(fields)
-    given = fields.text("peft_type", next((kind for sign, kind in UNTYPED.items() if sign in config), ""))
-    kind = given.rpartition(".")[2].upper()  # some dumps have "PeftType.LORA"
+    # The method, which must have a merged form.
+    peft_type = fields.text("peft_type", next((kind for sign, kind in UNTYPED.items() if sign in config), ""))
+    kind = peft_type.rpartition(".")[2].upper()  # some dumps have "PeftType.LORA"
     if kind not in METHODS:
         what = f"peft_type {kind[:40]!r}" if kind else "a configuration without peft_type"
         raise refuse(what, "this tool does not know it", CONVERT, where)
@@ -292,6 +294,7 @@ def _from_metadata(text: str, where: str) -> PeftRules:
 
 def by_component(config: Mapping[str, Any], where: str, *, aside: bool = False) -> PeftRules:
     """Return the rules per component; fields without a component hold for the whole file."""
+    # The fields of each component.
     parts: dict[str, dict[str, Any]] = {}
     for key, value in config.items():
         component, _, name = key.rpartition(".")

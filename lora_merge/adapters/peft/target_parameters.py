@@ -50,8 +50,8 @@ TABLES: Final = frozenset({"embed_tokens", "wte", "word_embeddings", "tok_embedd
 def bare(module: str) -> str:
     """Return the module's path in the model that PEFT wrapped, as the patterns of a configuration spell it."""
     path = _LEVELS.sub("", module) if "_mod" in module else module  # every wrapper's name contains "_mod"
-    before, found, rest = path.partition(PEFT)
-    return rest if found and OUTSIDE.fullmatch(before) else path  # other prefixes may name another model in the file
+    before, mark, rest = path.partition(PEFT)
+    return rest if mark and OUTSIDE.fullmatch(before) else path  # other prefixes may name another model in the file
 
 
 def paths(fields: PeftConfig, module: str) -> tuple[str, ...]:
@@ -83,13 +83,15 @@ def parameters(fields: PeftConfig, module: str) -> tuple[str, ...]:
     """Return the whole names of the parameters that a module may change; none where the module is a layer."""
     if not fields.get(FIELD):
         return ()
-    named, loose = _by_owner(fields)
+    # The parameters whose module's name is an end of this path, in the order of the configuration.
+    named, loose = fields.indexes.get((FIELD,), lambda: _by_owner(fields))
     path = bare(module)
     owner = path.replace(WRAPPER, "")
     starts = (0, *(at + 1 for at, char in enumerate(owner) if char == "."))
-    leaves = [leaf for _, leaf in sorted(found for start in starts for found in named.get(owner[start:], ()))]
+    leaves = [leaf for _, leaf in sorted(entry for start in starts for entry in named.get(owner[start:], ()))]
     if "weight" not in leaves and loose and not is_layer(fields, owner):
         leaves += loose
+    # Of several parameters of one module, the one that this level of wrappers is for.
     leaves, depth = list(dict.fromkeys(leaves)), path.count(WRAPPER)
     if all(leaf in REGISTERED for leaf in leaves) and depth < len(leaves):
         leaves = [sorted(leaves, key=REGISTERED.index)[-1 - depth]]
@@ -97,20 +99,17 @@ def parameters(fields: PeftConfig, module: str) -> tuple[str, ...]:
 
 
 def _by_owner(fields: PeftConfig) -> tuple[Mapping[str, list[tuple[int, str]]], list[str]]:
-    """Return end of a module's path → (position, parameter), and the parameters of any module; computed once."""
-    owners = fields.matching.owners
-    if FIELD not in owners:
-        named: dict[str, list[tuple[int, str]]] = {}
-        loose: dict[str, None] = {}
-        for at, (of, _, leaf) in enumerate(name.rpartition(".") for name in fields.texts(FIELD)):
-            if of:
-                named.setdefault(of, []).append((at, leaf))
-            else:
-                loose[leaf] = None
-        if len(loose) > MOST_LOOSE:
-            raise fields.wrong_type(FIELD, f"at most {MOST_LOOSE} parameters without a module")
-        owners[FIELD] = named, list(loose)
-    return owners[FIELD]
+    """Return end of a module's path → (position, parameter), and the parameters of any module."""
+    named: dict[str, list[tuple[int, str]]] = {}
+    loose: dict[str, None] = {}
+    for position, (module, _, leaf) in enumerate(name.rpartition(".") for name in fields.texts(FIELD)):
+        if module:
+            named.setdefault(module, []).append((position, leaf))
+        else:
+            loose[leaf] = None
+    if len(loose) > MOST_LOOSE:
+        raise fields.wrong_type(FIELD, f"at most {MOST_LOOSE} parameters without a module")
+    return named, list(loose)
 
 
 def is_layer(fields: PeftConfig, path: str) -> bool:
@@ -136,14 +135,14 @@ def experts_row(fields: PeftConfig, sides: tuple[int, ...], model: str, *, separ
     """
     if len(set(sides)) > 1:
         return LORA_EXPERTS.name
-    given, version = fields.text("peft_version", ""), fields.version()
+    release, version = fields.text("peft_version", ""), fields.version()
     version = version if len(version) == 3 else ()
     in_out = False if separate else _in_out(fields, model)
     if in_out and version != (0, 19, 0):  # this release used the other orientation
         return LORA_EXPERTS_TRANSPOSED.name
     if in_out is False and version >= UPRIGHT_SINCE:
         return LORA_EXPERTS.name
-    unknown = "the base's type" if in_out is None else f"peft_version {given!r} in adapter_config.json"
+    unknown = "the base's type" if in_out is None else f"peft_version {release!r} in adapter_config.json"
     raise DoesNotFit(SQUARE.format(unknown=unknown))
 
 

@@ -44,15 +44,15 @@ def of_factors(left: Tensor, right: Tensor, noise: float = 0.0) -> list[Triples]
     `noise`: singular values up to this share of the largest one are left out, besides those that are rounding errors.
     """
     left, right = _balanced(left.double(), right.double())
-    one, other = triangle(left), triangle(right.mT)
-    u, s, v = torch.linalg.svd(one.r @ other.r.mT, full_matrices=False)
+    first, other = triangle(left), triangle(right.mT)
+    u, s, v = torch.linalg.svd(first.r @ other.r.mT, full_matrices=False)
     bound = max(left.shape[1], right.shape[2]) * 2.0**-52 * math.sqrt(max(left.shape[2], 1))
-    found = []
+    columns = []
     for i, values in enumerate(s):
-        bases, turns = (one.basis[i], other.basis[i].mT), (one.turn[i] @ u[i], v[i] @ other.turn[i].mT)
+        bases, turns = (first.basis[i], other.basis[i].mT), (first.turn[i] @ u[i], v[i] @ other.turn[i].mT)
         whole = Triples(bases, turns, values, float(values.square().sum()))
-        found.append(whole.first(numeric_rank(values.tolist(), max(bound, noise))))
-    return found
+        columns.append(whole.first(numeric_rank(values.tolist(), max(bound, noise))))
+    return columns
 
 
 def orthonormal(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,10 +71,10 @@ def triangle(matrix: Tensor) -> Triangle:
         second = _turned(first.basis @ first.turn)
         if second is not None and float((second.r - _one(second.r)).abs().max()) < DEFECT:
             second = second._replace(r=second.r @ first.r)
-            return Triangle(*(chosen(clean, one, other) for one, other in zip(first, second, strict=True)))
+            return Triangle(*(chosen(clean, part, other) for part, other in zip(first, second, strict=True)))
     q, r = torch.linalg.qr(host(matrix, torch.float64))
-    one = _one(r[..., : r.shape[-2]]).expand(len(q), -1, -1)
-    return Triangle(beside(q.to(matrix.dtype), matrix), beside(one.to(matrix.dtype), matrix), r)
+    identity = _one(r[..., : r.shape[-2]]).expand(len(q), -1, -1)
+    return Triangle(beside(q.to(matrix.dtype), matrix), beside(identity.to(matrix.dtype), matrix), r)
 
 
 def _turned(matrix: Tensor) -> Triangle | None:
@@ -88,14 +88,14 @@ def _turned(matrix: Tensor) -> Triangle | None:
     return Triangle(matrix, beside(inverse.mT.to(matrix.dtype), matrix), lower.mT)
 
 
-def chosen(which: Tensor, one: Tensor, other: Tensor) -> Tensor:
+def chosen(which: Tensor, first: Tensor, other: Tensor) -> Tensor:
     """Return of each pair of matrices the one that a truth value [n] on the host says."""
-    return torch.where(beside(which, one)[:, None, None], one, other) if bool(which.any()) else other
+    return torch.where(beside(which, first)[:, None, None], first, other) if bool(which.any()) else other
 
 
-def _condition(found: Triangle) -> Tensor:
+def _condition(factor: Triangle) -> Tensor:
     """Return a bound of the condition of each matrix."""
-    sizes: list[Tensor] = [torch.linalg.vector_norm(t, dim=(1, 2)) for t in (found.r, host(found.turn))]
+    sizes: list[Tensor] = [torch.linalg.vector_norm(t, dim=(1, 2)) for t in (factor.r, host(factor.turn))]
     return sizes[0] * sizes[1]
 
 

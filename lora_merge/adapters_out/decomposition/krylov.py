@@ -58,15 +58,15 @@ class _Item:
     core: Tensor | None = None  # B, once its singular values are near enough
     finer: bool = False  # whether what is left out is too little for fp32
 
-    def look(self, core: Tensor, found: Tensor, *, single: bool) -> None:
+    def look(self, core: Tensor, triples: Tensor, *, single: bool) -> None:
         """Take B and its σ² after one more step, and judge what further steps would gain.
 
         A step adds a block to both bases; it is judged after each half. The gain of each singular value becomes smaller
         from step to step, by a ratio that itself grows slowly: what all further steps would gain is estimated as the
         rest of a geometric series.
         """
-        self.steps = [*self.steps[-4:], found]
-        self.rank = k = self.reach(found.sqrt().tolist(), self.squares)
+        self.steps = [*self.steps[-4:], triples]
+        self.rank = k = self.reach(triples.sqrt().tolist(), self.squares)
         if k is None:
             return
         now, *before = [s[:k] for s in self.steps[::-2] if len(s) >= k]
@@ -96,12 +96,12 @@ class _Bases:
 
     def widen(self) -> None:
         """Add to V what Δᵀ makes of the last block of U: Δ is known on all of U then."""
-        self.block, over, own = _apart((self.block.mT @ self.stack).mT, self.rights)
+        self.block, over, own_part = _apart((self.block.mT @ self.stack).mT, self.rights)
         self.rights = torch.cat((self.rights, self.block), 2)
         grown = self.core.new_zeros(*self.core.shape[:2], self.rights.shape[2])
         grown[:, :, : self.core.shape[2]] = self.core
         width = self.block.shape[2]
-        grown[:, -width:] = torch.cat((over, own), 1).mT
+        grown[:, -width:] = torch.cat((over, own_part), 1).mT
         self.core = grown
 
     def heighten(self) -> None:
@@ -118,7 +118,7 @@ class _Bases:
         return squares.flip(1).clamp_min(0)
 
 
-class Found(NamedTuple):
+class Search(NamedTuple):
     """The end of a search."""
 
     triples: Triples | None = None  # None where the search would take longer than the exact way
@@ -127,7 +127,7 @@ class Found(NamedTuple):
 
 def searched(
     stack: Tensor, squares: Sequence[float], reaches: Sequence[Reach], width: int = WIDTH, start: Tensor | None = None
-) -> list[Found]:
+) -> list[Search]:
     """Return the leading triples of each matrix, as many as its rank says, on the host.
 
     Parameters:
@@ -147,16 +147,16 @@ def searched(
         if _near(items, bases):
             break
     return [
-        Found(start=bases.rights[i, :, :width]) if item.finer else
-        Found(_triples(item, bases.lefts[i], bases.rights[i].mT)) for i, item in enumerate(items)
+        Search(start=bases.rights[i, :, :width]) if item.finer else
+        Search(_triples(item, bases.lefts[i], bases.rights[i].mT)) for i, item in enumerate(items)
     ]  # fmt: skip
 
 
 def _near(items: Sequence[_Item], bases: _Bases) -> bool:
     """Return whether all are near enough to the optimum; those that are stay as they are."""
-    for item, core, found in zip(items, bases.core, bases.values(), strict=True):
+    for item, core, values in zip(items, bases.core, bases.values(), strict=True):
         if item.core is None:
-            item.look(core, found, single=bases.stack.dtype != torch.float64)
+            item.look(core, values, single=bases.stack.dtype != torch.float64)
     return all(item.core is not None for item in items)
 
 

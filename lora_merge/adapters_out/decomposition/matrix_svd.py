@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ...engine.devices import precise
-from ...engine.row_matrix import HELD, Rows
+from ...engine.row_matrix import CACHED, Rows
 from ...engine.tensor_moves import HOST, Placement, host, stage
 from ..rank_rules import Rule, choose, reached
 from ..rounding import squares_of_rows
-from .krylov import WIDTH, Found, searched
+from .krylov import WIDTH, Search, searched
 from .singular_triples import Triples, numeric_rank
 
 WORTH: Final = 8
@@ -49,21 +49,21 @@ def of_stack(
     """Return what `of_dense` returns for each of several ΔW of one shape; each product is computed for all at once."""
     squares = [squares_of_rows(change) for change in changes] if squares is None else squares
     width = max(_width(rule) for rule in rules)
-    found = [Found() for _ in changes]
+    searches = [Search() for _ in changes]
     if width and width * WORTH <= min(changes[0].shape) and all(squares):
         reaches = [partial(_reach, rule) for rule in rules]
         single = Placement(at.device, torch.float32)
-        found = searched(_stacked(changes, single), squares, reaches, width)
-        for i, one in enumerate(found):
-            if one.start is not None:
+        searches = searched(_stacked(changes, single), squares, reaches, width)
+        for i, search in enumerate(searches):
+            if search.start is not None:
                 fine = _stacked(changes[i : i + 1], precise(at))
-                found[i] = searched(fine, squares[i : i + 1], reaches[i : i + 1], width, one.start)[0]
+                searches[i] = searched(fine, squares[i : i + 1], reaches[i : i + 1], width, search.start)[0]
     bound = max(max(changes[0].shape) * 2.0**-52, noise)
-    made = []
-    for one, change, rule, size in zip(found, changes, rules, squares, strict=True):
-        triples = one.triples or exactly(change, rule, size, at)
-        made.append(triples.first(numeric_rank(triples.values.tolist(), bound)))
-    return made
+    results = []
+    for search, change, rule, size in zip(searches, changes, rules, squares, strict=True):
+        triples = search.triples or exactly(change, rule, size, at)
+        results.append(triples.first(numeric_rank(triples.values.tolist(), bound)))
+    return results
 
 
 def _stacked(changes: Sequence[Rows], at: Placement) -> Tensor:
@@ -89,19 +89,19 @@ def exactly(change: Rows, rule: Rule | None, squares: float, at: Placement = HOS
     """Return the triples by the Gram matrix of the shorter side; all of them by a decomposition of ΔW where the squares
     in that matrix have too few digits for the rule."""
     at = precise(at)
-    change = change if change.numel() > HELD else Rows.of(_stacked([change], at)[0])
+    change = change if change.numel() > CACHED else Rows.of(_stacked([change], at)[0])
     if min(change.shape) <= TINY or rule is None:
         return _decomposed(_stacked([change], at)[0], squares)
     wide = change.shape[0] <= change.shape[1]
-    found, vectors = torch.linalg.eigh(_gram(change, at))
-    values = host(found.flip(0).clamp_min(0).sqrt())
+    eigenvalues, vectors = torch.linalg.eigh(_gram(change, at))
+    values = host(eigenvalues.flip(0).clamp_min(0).sqrt())
     rank = choose(rule, values.tolist(), total=squares)
     if not rank or values[rank - 1] < DIGITS * values[0]:
         return _decomposed(_stacked([change], at)[0], squares)
-    own = vectors.flip(1)[:, :rank]
-    other = host(_times(own, change, at)).div_(values[:rank, None] if wide else values[:rank])
-    own, one = host(own), torch.eye(rank, dtype=torch.float64)
-    return Triples((own, other) if wide else (other, own.mT), (one, one), values[:rank], squares)
+    leading = vectors.flip(1)[:, :rank]
+    other = host(_times(leading, change, at)).div_(values[:rank, None] if wide else values[:rank])
+    leading, identity = host(leading), torch.eye(rank, dtype=torch.float64)
+    return Triples((leading, other) if wide else (other, leading.mT), (identity, identity), values[:rank], squares)
 
 
 def _decomposed(matrix: Tensor, squares: float) -> Triples:
@@ -110,10 +110,10 @@ def _decomposed(matrix: Tensor, squares: float) -> Triples:
     q, r = torch.linalg.qr(long)
     u, s, v = torch.linalg.svd(r)
     q, u, s, v = map(host, (q, u, s, v))
-    one = torch.eye(len(s), dtype=torch.float64)
+    identity = torch.eye(len(s), dtype=torch.float64)
     if long is matrix:
-        return Triples((q, v), (u, one), s, squares)
-    return Triples((v.mT, q.mT), (one, u.mT), s, squares)
+        return Triples((q, v), (u, identity), s, squares)
+    return Triples((v.mT, q.mT), (identity, u.mT), s, squares)
 
 
 def values_of(change: Rows) -> Tensor:
@@ -130,30 +130,30 @@ def _gram(change: Rows, at: Placement) -> Tensor:
     (out, cols), whole = change.shape, change.memory
     if whole is not None and whole.dtype == at.dtype:
         return whole @ whole.mT if out <= cols else whole.mT @ whole
-    found = torch.zeros(min(out, cols), min(out, cols), dtype=at.dtype, device=at.device)
+    gram = torch.zeros(min(out, cols), min(out, cols), dtype=at.dtype, device=at.device)
     if out > cols:
         for _, block in change.blocks():
             (some,) = stage([block], at)
-            found.addmm_(some.mT, some)
-        return found
+            gram.addmm_(some.mT, some)
+        return gram
     step = max(1, AT_ONCE // max(out, 1))
     for first in range(0, cols, step):  # some columns of all rows are held at a time
         (some,) = stage([torch.cat([block[:, first : first + step] for _, block in change.blocks()])], at)
-        found.addmm_(some, some.mT)
-    return found
+        gram.addmm_(some, some.mT)
+    return gram
 
 
-def _times(own: Tensor, change: Rows, at: Placement) -> Tensor:
+def _times(vectors: Tensor, change: Rows, at: Placement) -> Tensor:
     """Return the vectors of the other side times their singular values: Δ V, or UᵀΔ where the rows are fewer."""
     (out, cols), whole = change.shape, change.memory
     if whole is not None and whole.dtype == at.dtype:
-        return own.mT @ whole if out <= cols else whole @ own
+        return vectors.mT @ whole if out <= cols else whole @ vectors
     if out > cols:
-        found = own.new_empty(out, own.shape[1])
+        product = vectors.new_empty(out, vectors.shape[1])
         for rows, block in change.blocks():
-            found[rows] = stage([block], at)[0] @ own
-        return found
-    found = own.new_zeros(own.shape[1], cols)
+            product[rows] = stage([block], at)[0] @ vectors
+        return product
+    product = vectors.new_zeros(vectors.shape[1], cols)
     for rows, block in change.blocks():
-        found.addmm_(own[rows].mT, stage([block], at)[0])
-    return found
+        product.addmm_(vectors[rows].mT, stage([block], at)[0])
+    return product

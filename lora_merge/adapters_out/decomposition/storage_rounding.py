@@ -40,12 +40,12 @@ class Grams(NamedTuple):
         return float((self.columns.diagonal() * self.rows.diagonal()).sum())
 
 
-def alike(one: Tensor, other: Tensor) -> bool:
+def alike(first: Tensor, other: Tensor) -> bool:
     """Return whether two tensors of one dtype on the host have the same bits. numpy takes a fifth of the time of
     `torch.equal`."""
-    if one.shape != other.shape:
+    if first.shape != other.shape:
         return False
-    bits, others = (t.contiguous().reshape(-1).view(torch.uint8).numpy() for t in (one, other))
+    bits, others = (t.contiguous().reshape(-1).view(torch.uint8).numpy() for t in (first, other))
     return np.array_equal(bits, others)
 
 
@@ -75,13 +75,13 @@ def in_range(left: Tensor, right: Tensor, scale: float, dtype: torch.dtype, gram
         return None  # of the range of fp32
     ups = left.square().sum(0) if grams is None else grams.columns.diagonal()
     downs = right.square().sum(1) if grams is None else grams.rows.diagonal()
-    one = ups.double().div(len(left)).sqrt() / abs(scale)
+    lengths = ups.double().div(len(left)).sqrt() / abs(scale)
     other = downs.double().div(right.shape[1]).sqrt()
-    bad = (torch.minimum(one, other) < ROOM * known.tiny) | (torch.maximum(one, other) > known.max / ROOM)
-    bad &= (one > 0) & (other > 0)
+    bad = (torch.minimum(lengths, other) < ROOM * known.tiny) | (torch.maximum(lengths, other) > known.max / ROOM)
+    bad &= (lengths > 0) & (other > 0)
     if not bool(bad.any()):
         return None
-    half = torch.where(bad, (torch.log2(other / one) / 2).round(), torch.zeros_like(one))
+    half = torch.where(bad, (torch.log2(other / lengths) / 2).round(), torch.zeros_like(lengths))
     return torch.exp2(half).to(left.dtype)
 
 
@@ -106,11 +106,11 @@ def apart_from(whole: Rows, up: Tensor, down: Tensor, total: float, dtype: torch
     exact to a thousandth from FINE · ‖Δ‖² on; for less it is computed in fp64. `total`: ‖Δ‖². `dtype`: default: that of
     Δ."""
     off, wide = 0.0, torch.float64
-    own = dtype or whole.read(slice(0, 0)).dtype
-    left, right = up.to(own), down.to(own)
+    dtype_of_sums = dtype or whole.read(slice(0, 0)).dtype
+    left, right = up.to(dtype_of_sums), down.to(dtype_of_sums)
     for rows, block in whole.blocks(owned=False):
-        off += squares(torch.addmm(block.to(own), left[rows], right, alpha=-1))
-    return off if off > FINE * total or own == wide else apart_from(whole, up, down, total, wide)
+        off += squares(torch.addmm(block.to(dtype_of_sums), left[rows], right, alpha=-1))
+    return off if off > FINE * total or dtype_of_sums == wide else apart_from(whole, up, down, total, wide)
 
 
 class Rounded(NamedTuple):
@@ -123,13 +123,13 @@ class Rounded(NamedTuple):
 
 def rounded(exact: Rows, dtype: torch.dtype) -> Rounded:
     """Return a matrix that is rounded once, some rows at a time."""
-    found = torch.empty(exact.shape, dtype=dtype)
+    numbers = torch.empty(exact.shape, dtype=dtype)
     totals, lost = NOTHING, 0.0
     for rows, block in exact.blocks(owned=False):
-        found[rows] = block
+        numbers[rows] = block
         totals += totals_of(block)
-        lost += squares(found[rows].double() - block.double())
-    return Rounded(found, totals, lost)
+        lost += squares(numbers[rows].double() - block.double())
+    return Rounded(numbers, totals, lost)
 
 
 def squares_of(left: Tensor, right: Tensor, grams: Grams | None = None) -> float:
@@ -139,9 +139,9 @@ def squares_of(left: Tensor, right: Tensor, grams: Grams | None = None) -> float
     if left.shape[1] * (out + cols) > out * cols:  # the product itself takes less than the products of pairs
         return float((left @ right).square().sum())
     grams = grams or Grams.of(left, right)
-    found, whole = grams.squares(), grams.apart()
-    if found > CANCELS[left.dtype] * whole or not whole:
-        return found
+    squares, whole = grams.squares(), grams.apart()
+    if squares > CANCELS[left.dtype] * whole or not whole:
+        return squares
     left, right = left.double(), right.double()
     return float((torch.linalg.qr(left).R @ torch.linalg.qr(right.mT).R.mT).square().sum())
 

@@ -89,10 +89,10 @@ class Side:
         weight = self.weight(piece.key)
         if weight.packed is None:
             count = (piece.stop - piece.start) * piece.cols
-            found = stored_numbers(weight, piece.start * piece.cols, count, self._read).reshape(-1, piece.cols)
+            rows = stored_numbers(weight, piece.start * piece.cols, count, self._read).reshape(-1, piece.cols)
         else:
-            found = weight_values(weight, self._read).reshape(-1, piece.cols)[piece.start : piece.stop]
-        return found[:, piece.across].mT if piece.transposed else found
+            rows = weight_values(weight, self._read).reshape(-1, piece.cols)[piece.start : piece.stop]
+        return rows[:, piece.across].mT if piece.transposed else rows
 
     def _read(self, info: StoredTensor) -> Tensor:
         return view_bytes(self.reader.view(info), info.dtype, info.shape)
@@ -160,41 +160,41 @@ class Difference:
 def difference(pair: Pair, base: Side, tuned: Side, computed: str | None = None) -> Difference | None:
     """Return tuned − base in the dtype that was asked for; None where both are equal. InputError for NaN or infinite
     numbers."""
-    there = pair.before if pair.fresh else pair.place.view
-    dtypes = tuned.dtypes(pair.tuned) | (set() if there is None else base.dtypes(there))
+    view = pair.before if pair.fresh else pair.place.view
+    dtypes = tuned.dtypes(pair.tuned) | (set() if view is None else base.dtypes(view))
     new = tuned.by_rows(pair.tuned)
-    old = Rows.of(new.read(slice(0, 0))) if there is None else base.by_rows(there)
+    old = Rows.of(new.read(slice(0, 0))) if view is None else base.by_rows(view)
     if pair.fresh:
         old = Rows.of(_with_rows(old.dense(), new.shape[0]))
     elif len(dtypes) == 1 and _alike(old, new):
         return None
     change = _subtracted(old, new, dtypes, computed)
-    own = frozenset(tuned.dtypes(pair.tuned))
-    found = Difference(pair, change, new, own, dtypes <= NARROW, squares_of_rows(old))
-    totals, moved = found.scanned
+    dtypes_of_tuned = frozenset(tuned.dtypes(pair.tuned))
+    result = Difference(pair, change, new, dtypes_of_tuned, dtypes <= NARROW, squares_of_rows(old))
+    totals, moved = result.scanned
     if not math.isfinite(totals.squares) and any(not bool(finite(block).all()) for _, block in change.blocks()):
         sound = all(bool(finite(block).all()) for _, block in old.blocks())
-        side, view = (tuned, pair.tuned) if sound else (base, there or pair.tuned)
+        side, view = (tuned, pair.tuned) if sound else (base, view or pair.tuned)
         fix = or_leave_out("use another checkpoint of the training", pair.place.keys)
         raise InputError("a weight holds NaN or infinite values", f"{side.index.path}: {view.row_slices[0].key}", fix)
     if bool(moved.any()) and "F64" in dtypes and not 0 < totals.squares < math.inf:
         raise beyond_fp64(pair.name, "large" if totals.squares else "small")
-    return found if pair.fresh or bool(moved.any()) else None
+    return result if pair.fresh or bool(moved.any()) else None
 
 
-def _alike(one: Rows, other: Rows) -> bool:
+def _alike(rows: Rows, other: Rows) -> bool:
     """Return whether two matrices of one dtype have the same bytes."""
-    if one.memory is not None and other.memory is not None:
-        return torch.equal(as_bytes(one.memory), as_bytes(other.memory))
-    blocks = zip(one.blocks(), other.blocks(), strict=True)
-    return one.shape == other.shape and all(torch.equal(as_bytes(a), as_bytes(b)) for (_, a), (_, b) in blocks)
+    if rows.memory is not None and other.memory is not None:
+        return torch.equal(as_bytes(rows.memory), as_bytes(other.memory))
+    blocks = zip(rows.blocks(), other.blocks(), strict=True)
+    return rows.shape == other.shape and all(torch.equal(as_bytes(a), as_bytes(b)) for (_, a), (_, b) in blocks)
 
 
 def _with_rows(old: Tensor, rows: int) -> Tensor:
     """Return a matrix with other rows: the first of its own, and zeros."""
-    found = old.new_zeros(rows, old.shape[1])
-    found[: len(old)] = old[:rows]
-    return found
+    whole = old.new_zeros(rows, old.shape[1])
+    whole[: len(old)] = old[:rows]
+    return whole
 
 
 def _computed_in(dtypes: set[str], computed: str | None) -> torch.dtype:
@@ -228,11 +228,14 @@ def differences(
     old = base.stack([pair.place.view for pair in batch]) if len(batch) > 1 else None
     new = None if old is None else tuned.stack([pair.tuned for pair in batch])
     if old is not None and new is not None:
-        dtypes = {*base.dtypes(batch[0].place.view), *(own := tuned.dtypes(batch[0].tuned))}
+        dtypes = {*base.dtypes(batch[0].place.view), *(of_tuned := tuned.dtypes(batch[0].tuned))}
         change = _at_once(old, new, _computed_in(dtypes, computed))
         if "F64" not in dtypes and bool(torch.isfinite(change).all()):
-            held, narrow, moved = frozenset(own), dtypes <= NARROW, change.flatten(1).any(1).tolist()
+            tuned_dtypes, narrow, moved = frozenset(of_tuned), dtypes <= NARROW, change.flatten(1).any(1).tolist()
             sizes = torch.linalg.vector_norm(old, dim=(1, 2), dtype=torch.float64).square().tolist()
-            found = zip(batch, map(Rows.of, change.unbind()), map(Rows.of, new.unbind()), sizes, moved, strict=True)
-            return [Difference(p, d, value, held, narrow, size) if any_ else None for p, d, value, size, any_ in found]
+            parts = zip(batch, map(Rows.of, change.unbind()), map(Rows.of, new.unbind()), sizes, moved, strict=True)
+            return [
+                Difference(p, d, value, tuned_dtypes, narrow, size) if any_ else None
+                for p, d, value, size, any_ in parts
+            ]
     return [difference(pair, base, tuned, computed) for pair in batch]

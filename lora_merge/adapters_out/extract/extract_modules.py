@@ -1,12 +1,12 @@
 """The difference of one weight → its stored tensors.
 
-Which parameters are decomposed together: on a device those of one shape, on a processor tiny ones of one shape.
+Which parameters are decomposed together: on a device those of one shape.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Final, TypeAlias
@@ -18,20 +18,18 @@ from ...algorithms.lokr import LOKR
 from ...errors import FitError, InputError
 from ...models.experts import is_stack
 from ...models.part_factors import or_leave_out
-from ..combined_change import Cut, Storage, Wanted
-from ..copied_tensors import Made, value_made, whole_made
+from ..combined_change import Cut, Delta, Storage
+from ..copied_tensors import ModuleTensors, value_made, whole_made
 from ..decomposition.matrix_svd import of_stack
 from ..decomposition.singular_triples import Triples
-from ..decomposition.tiny import FEW, TOGETHER, factors_of
-from ..dialects import COPIED
-from ..form import vector_ending
+from ..dialects import COPIED, Dialect
+from ..form import STACKED, Form, matrix_form, vector_ending
 from ..groups import Place, Target
-from ..job import AUTO, FACTORS, IN_FULL, WHOLE
-from ..module_tensors import STACKED, Layer
+from ..job import AUTO, ERROR, FACTORS, GIVE_RANK, IN_FULL, SKIP, WHOLE, AdapterJob, algorithm_in
+from ..module_tensors import Layer
 from ..peft.config import TABLE
 from ..rank_rules import EXACT, NOISE, Rule, choose
 from .difference import Difference
-from .extract_job import ERROR, SKIP, Extraction
 from .kronecker import kronecker
 from .pairs import Pair
 
@@ -49,14 +47,14 @@ def batches(pairs: Sequence[Pair], room: int, bound: int) -> Iterator[Batch]:
 
     Parameters:
         pairs: All pairs.
-        room: Bytes of the device's memory that a batch may use; 0: each pair is alone, unless it is tiny.
+        room: Bytes of the device's memory that a batch may use; 0: each pair is alone.
         bound: Bytes of the host's memory that a batch may use.
     """
     open_ones: dict[tuple[int, ...], list[Pair]] = {}
     for pair in pairs:
         shape = pair.place.view.shape
         numbers = prod(shape)
-        count = min(TOGETHER if tiny(pair) else room // ON_DEVICE, bound // NUMBER) // max(numbers, 1)
+        count = min(room // ON_DEVICE, bound // NUMBER) // max(numbers, 1)
         if pair.place.vector or count < 2 or pair.fresh:
             yield (pair,)
             continue
@@ -67,189 +65,177 @@ def batches(pairs: Sequence[Pair], room: int, bound: int) -> Iterator[Batch]:
     yield from map(tuple, open_ones.values())
 
 
-def tiny(pair: Pair) -> bool:
-    """Return whether a parameter is a matrix so small that many are decomposed at once on a processor."""
-    shape = pair.place.view.shape
-    return not pair.place.vector and 0 < prod(shape) <= FEW and not pair.fresh
-
-
 def nbytes(batch: Batch) -> int:
     """Return about how many bytes the differences of a batch take, with both weights as they are stored."""
     return sum(prod(pair.place.view.shape) for pair in batch) * NUMBER
 
 
-def _expect_one_matrix(found: Difference) -> None:
+def _expect_one_matrix(difference: Difference) -> None:
     """Raise FitError for weights of stacked experts, which can be left out with those of every other layer.
 
     A model that no table knows has them by the names by which they are recognised in a merge.
     """
-    place, view = found.pair.place, found.pair.place.view
+    place, view = difference.pair.place, difference.pair.place.view
     if view.matrix[0] != view.shape[0] or (len(view.shape) == 3 and any(map(is_stack, place.keys))):
-        raise FitError(STACKED, found.pair.name, or_leave_out(IN_FULL, place.keys, alike=True))
+        raise FitError(STACKED, difference.pair.name, or_leave_out(IN_FULL, place.keys, alike=True))
 
 
-def measured(made: Made | None, found: Difference) -> Made | None:
+def form_of_pair(job: AdapterJob, to: Dialect, pair: Pair) -> Form:
+    """Return the form of the difference of a parameter, if it changed."""
+    rule = job.rules.of_layer(pair.name, kernel=pair.place.kernel)
+    if pair.fresh or pair.place.vector:
+        return Form("value" if pair.fresh else "vector", WHOLE, rule)
+    if rule.name == EXACT:  # every direction that numbers have
+        rule = replace(rule, name="energy", value=1.0)
+    return matrix_form(
+        algorithm_in(job.algorithm, to), rule, pair.place.view.matrix, [None], name=pair.name, fix=GIVE_RANK
+    )
+
+
+def measured(module: ModuleTensors | None, difference: Difference) -> ModuleTensors | None:
     """Return the tensors of a parameter with the numbers of its change and of its weight, and the share that rounding
     errors have in the change, where it is known."""
-    if made is None:
+    if module is None:
         return None
-    known = replace(made.layer, noise=found.share_of_noise, effect=found.scanned[0].effect, weight=found.weight)
-    return replace(made, layer=known)
+    known = replace(
+        module.layer, noise=difference.share_of_noise, effect=difference.scanned[0].effect, weight=difference.weight
+    )
+    return replace(module, layer=known)
 
 
 @dataclass(frozen=True)
 class Extractor:
     """Makes the tensors of one extraction."""
 
-    task: Extraction
+    job: AdapterJob
+    to: Dialect
     storage: Storage
-    endings: Mapping[str, str]
 
-    def all_made(self, found: Sequence[Difference], *, alone: bool) -> list[Made | None]:
+    def all_made(self, differences: Sequence[Difference], *, alone: bool) -> list[ModuleTensors | None]:
         """Return the tensors of the changed parameters of a batch, all of one shape. `alone`: the batch is one pair."""
-        few = any(self._few_rows(one) is not None for one in found)
-        if len(found) > 1 and tiny(found[0].pair) and self.storage.algorithm == FACTORS and not few:
-            return self._tiny(found)
-        triples = [None] * len(found) if alone else self.together(found)
-        return [self.made(one, triples=known) for one, known in zip(found, triples, strict=True)]
+        triples = [None] * len(differences) if alone else self.together(differences)
+        return [
+            self.tensors_of(difference, triples=known) for difference, known in zip(differences, triples, strict=True)
+        ]
 
-    def _tiny(self, found: Sequence[Difference]) -> list[Made | None]:
-        """Return the factors of tiny matrices of one shape."""
-        shape = found[0].pair.place.view.shape
-        _expect_one_matrix(found[0])
-        alpha = self.alpha
-
-        def chosen(number: int, values: Sequence[float], squares: float) -> tuple[int, float]:
-            rule = self.rule(found[number])
-            rank = choose(rule, values, total=squares)
-            return rank, Cut(rule, rank, alpha).alpha_of(rank)
-
-        made: list[Made | None] = []
-        stack = torch.stack([one.change.dense() for one in found])
-        for one, own in zip(found, factors_of(stack, self.storage.noise, chosen, self.storage.dtype), strict=True):
-            layer = self.storage.pair(shape, 0, (own.up, own.down), own.alpha, (own.squares, own.lost))
-            made.append(self._spelled(one.pair.place, layer))
-        return made
-
-    def together(self, found: Sequence[Difference | None]) -> list[Triples | None]:
+    def together(self, differences: Sequence[Difference | None]) -> list[Triples | None]:
         """Return the singular triples of differences of one shape, which are decomposed at once; None for those that
         need none."""
-        found = [f if f is not None and self._few_rows(f) is None else None for f in found]
-        some = [f for f in found if f is not None]
+        differences = [f if f is not None and self._few_rows(f) is None else None for f in differences]
+        some = [f for f in differences if f is not None]
         if not some or self.storage.algorithm not in (FACTORS, AUTO):
-            return [None] * len(found)
+            return [None] * len(differences)
         rules = [self.rule(f).of_inputs(0) for f in some]
         squares = [f.scanned[0].squares for f in some]
-        made = iter(of_stack([f.change for f in some], rules, self.storage.noise, self.storage.at, squares))
-        return [None if f is None else next(made) for f in found]
+        triples = iter(of_stack([f.change for f in some], rules, self.storage.noise, self.storage.at, squares))
+        return [None if f is None else next(triples) for f in differences]
 
-    def made(self, found: Difference, rank: int | None = None, triples: Triples | None = None) -> Made | None:
+    def tensors_of(
+        self, difference: Difference, rank: int | None = None, triples: Triples | None = None
+    ) -> ModuleTensors | None:
         """Return the tensors of one parameter; None for a vector that `--others skip` leaves out.
 
         `rank`: what the rule `size` gave it. `triples`: its singular triples, where they are known. FitError where the
         dialect cannot hold it.
         """
-        where, shape = found.pair.place, found.pair.place.view.shape
-        if found.pair.fresh:
-            return value_made(where, found.value, found.change, self.storage.dtype)
-        if where.vector:
-            return self._vector(found)
+        where, shape = difference.pair.place, difference.pair.place.view.shape
+        form = form_of_pair(self.job, self.to, difference.pair)
+        if form.kind == "value":
+            return value_made(where, difference.value, difference.change, self.storage.dtype)
+        if form.kind == "vector":
+            return self._vector(difference)
         if self.storage.algorithm == LOKR.name:
-            return self._product(found)
+            return self._product(difference)
         target = Target(where.name, where.parameter, shape, (), (), "")
-        layer = self._layer(target, found, rank, triples)
-        if layer.algorithm == WHOLE and "diff" not in self.endings:
+        layer = self._layer(target, difference, rank, triples)
+        if layer.algorithm == WHOLE and "diff" not in self.to.endings:
             raise FitError("the format has no place for whole matrices", where.name,
                            "use --algorithm lora, or --format kohya")  # fmt: skip
         return self._spelled(where, layer)
 
-    def _spelled(self, where: Place, layer: Layer) -> Made:
-        tensors = {self.endings[slot]: value for slot, value in layer.tensors.items()}
+    def _spelled(self, where: Place, layer: Layer) -> ModuleTensors:
+        tensors = {self.to.endings[slot]: value for slot, value in layer.tensors.items()}
         if layer.rank and self.alpha_stored:
             tensors[".alpha"] = torch.tensor(layer.alpha, dtype=torch.float32)
-        return Made(where, tensors, layer)
+        return ModuleTensors(where, tensors, layer)
 
-    def _product(self, found: Difference) -> Made:
+    def _product(self, difference: Difference) -> ModuleTensors:
         """Return the nearest Kronecker product."""
-        where, rule = found.pair.place, self.rule(found).of_inputs(0)
-        assert self.task.to is not None, "it is chosen when the files are opened"
-        if not self.task.to.copies:
-            raise FitError(f"{self.task.to.name} cannot hold lokr", where.name, "use --format kohya, lycoris or comfy")
-        _expect_one_matrix(found)
-        layer = kronecker(found.change, where.view.shape, self.task.factor, self.storage.dtype,
+        where, rule = difference.pair.place, self.rule(difference).of_inputs(0)
+        if not self.to.copies:
+            raise FitError(f"{self.to.name} cannot hold lokr", where.name, "use --format kohya, lycoris or comfy")
+        _expect_one_matrix(difference)
+        layer = kronecker(difference.change, where.view.shape, self.job.factor, self.storage.dtype,
                           lambda values, squares: choose(rule, values, total=squares))  # fmt: skip
         tensors = {COPIED[LOKR.name, where.parameter, slot]: value for slot, value in layer.tensors.items()}
         if layer.rank:
             tensors[".alpha"] = torch.tensor(layer.alpha, dtype=torch.float32)
-        return Made(where, tensors, layer)
+        return ModuleTensors(where, tensors, layer)
 
     @property
     def alpha_stored(self) -> bool:
         """Whether the dialect stores α."""
-        assert self.task.to is not None, "it is chosen when the files are opened"
-        return self.task.to.alpha
+        return self.to.alpha
 
     @property
     def alpha(self) -> float | None:
         """α of every layer; None where each has its own."""
-        return None if isinstance(self.task.job.alpha, str) or not self.alpha_stored else float(self.task.job.alpha)
+        return None if isinstance(self.job.alpha, str) or not self.alpha_stored else float(self.job.alpha)
 
-    def _layer(self, target: Target, found: Difference, rank: int | None, triples: Triples | None) -> Layer:
-        wanted = Wanted(None, None, found.change, 0, known=found.scanned[0])
+    def _layer(self, target: Target, difference: Difference, rank: int | None, triples: Triples | None) -> Layer:
+        delta = Delta(None, None, difference.change, 0, known=difference.scanned[0])
         if self.storage.algorithm != WHOLE:
-            _expect_one_matrix(found)
-        if (rows := self._few_rows(found)) is not None:
-            moved = found.change.of_rows(rows).dense()
+            _expect_one_matrix(difference)
+        if (rows := self._few_rows(difference)) is not None:
+            moved = difference.change.of_rows(rows).dense()
             ones = torch.zeros(target.matrix[0], len(rows), dtype=moved.dtype)
             ones[rows, torch.arange(len(rows))] = 1
-            held = Wanted(ones, moved, None, 0)
-            return self.storage.layer(target, held, Cut(Rule(EXACT), None, self.alpha))
-        rule = self.rule(found)
-        return self.storage.layer(target, wanted, Cut(rule, rank, self.alpha), triples)
+            rows_alone = Delta(ones, moved, None, 0)
+            return self.storage.layer(target, rows_alone, Cut(Rule(EXACT), None, self.alpha))
+        rule = self.rule(difference)
+        return self.storage.layer(target, delta, Cut(rule, rank, self.alpha), triples)
 
-    def _few_rows(self, found: Difference) -> Tensor | None:
+    def _few_rows(self, difference: Difference) -> Tensor | None:
         """Return the rows of a table of embeddings that changed, where there are at most twice as many as its rule
         gives ranks: then its factors are these rows and their places."""
-        place = found.pair.place
+        place = difference.pair.place
         factored = len(place.view.shape) == 2 and self.storage.algorithm in (FACTORS, AUTO)
-        rule = self.rule(found) if factored and TABLE.search(place.module) else None
+        rule = self.rule(difference) if factored and TABLE.search(place.module) else None
         if rule is None or rule.ceiling is None:
             return None
-        rows = found.scanned[1].nonzero().flatten()
+        rows = difference.scanned[1].nonzero().flatten()
         most = min(2 * rule.ceiling, rule.most or len(rows), *place.view.matrix)
         return rows if len(rows) <= most else None
 
-    def rule(self, found: Difference) -> Rule:
+    def rule(self, difference: Difference) -> Rule:
         """Return the rule of a layer; `noise` becomes the largest singular value that rounding errors have."""
-        view = found.pair.place.view
-        rule = self.task.job.rules.of_layer(found.pair.name, kernel=found.pair.place.kernel)
-        if rule.name == EXACT:
-            return replace(rule, name="energy", value=1.0)
+        view = difference.pair.place.view
+        rule = form_of_pair(self.job, self.to, difference.pair).rule
         if rule.name != NOISE:
             return rule
-        noise = found.noise
+        noise = difference.noise
         if noise is None:
             raise InputError("the rounding errors of quantised weights and of whole numbers are not known",
-                             f"--rank noise: {found.pair.name}", "use --rank 32 or --rank energy:0.99")  # fmt: skip
+                             f"--rank noise: {difference.pair.name}",
+                             "use --rank 32 or --rank energy:0.99")  # fmt: skip
         out, cols = view.matrix
         return replace(rule, name="above", value=math.sqrt(noise) * (math.sqrt(out) + math.sqrt(cols)))
 
-    def _vector(self, found: Difference) -> Made | None:
+    def _vector(self, difference: Difference) -> ModuleTensors | None:
         """Return the change of a bias, a norm or another vector, as `--others` says."""
-        where = found.pair.place
-        if self.task.others == SKIP:
+        where = difference.pair.place
+        if self.job.others == SKIP:
             return None
-        if self.task.others == ERROR:
+        if self.job.others == ERROR:
             raise FitError(
                 "a bias, norm or other vector changed, which has no factors",
                 where.name,
                 "write it with --others diff, or drop it with --others skip",
             )
-        assert self.task.to is not None, "it is chosen when the files are opened"
-        ending = vector_ending(where, self.task.to)
-        if ending is None and self.task.to.whole and not where.bare:
-            return value_made(where, found.value, found.change, self.storage.dtype)
+        ending = vector_ending(where, self.to)
+        if ending is None and self.to.whole and not where.bare:
+            return value_made(where, difference.value, difference.change, self.storage.dtype)
         if ending is None:
-            raise FitError(f"{self.task.to.name} has no place for biases and norms", where.name,
+            raise FitError(f"{self.to.name} has no place for biases and norms", where.name,
                            "drop them with --others skip, or use --format kohya")  # fmt: skip
-        return whole_made(where, ending, found.change, self.storage.dtype)
+        return whole_made(where, ending, difference.change, self.storage.dtype)

@@ -49,11 +49,11 @@ def kronecker(change: Rows, shape: tuple[int, ...], factor: int, dtype: torch.dt
     squares = squares_of_rows(turned)
     left, right = of_dense(turned, Rule(COUNT, 1), squares=squares).pair(1)
     w1, w2 = left.reshape(o1, i1).to(dtype), right.reshape(o2, i2 * kernel)
-    found = of_dense(Rows.of(w2))
-    rank = choose(found.values.tolist(), found.squares)
+    triples = of_dense(Rows.of(w2))
+    rank = choose(triples.values.tolist(), triples.squares)
     tensors = {"w1": w1.contiguous()}
     if rank < max(o2, i2) / 2:
-        up, down = stored(*found.pair(rank), dtype)
+        up, down = stored(*triples.pair(rank), dtype)
         tensors |= {"w2_a": up.contiguous(), "w2_b": down.contiguous()}
         whole = up.double() @ down.double()
     else:
@@ -69,8 +69,8 @@ def kronecker(change: Rows, shape: tuple[int, ...], factor: int, dtype: torch.dt
 def _turned(change: Rows, outs: tuple[int, int], ins: tuple[int, int, int]) -> Rows:
     """Return Δ [o₁o₂, i₁i₂k] as [o₁i₁, o₂i₂k]."""
     (o1, o2), (i1, i2, kernel) = outs, ins
-    found = torch.empty(o1 * i1, o2 * i2 * kernel, dtype=change.read(slice(0, 0)).dtype)
+    turned = torch.empty(o1 * i1, o2 * i2 * kernel, dtype=change.read(slice(0, 0)).dtype)
     for n in range(o1):
         rows = change.read(slice(n * o2, (n + 1) * o2)).reshape(o2, i1, i2 * kernel)
-        found[n * i1 : (n + 1) * i1] = rows.permute(1, 0, 2).reshape(i1, -1)
-    return Rows.of(found)
+        turned[n * i1 : (n + 1) * i1] = rows.permute(1, 0, 2).reshape(i1, -1)
+    return Rows.of(turned)

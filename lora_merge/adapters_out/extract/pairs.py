@@ -48,14 +48,14 @@ class Pair(NamedTuple):
 
 
 def separated(
-    base: tuple[Index, Names], tuned: tuple[Index, Names], here: Sequence[Place], there: Sequence[Place]
+    base: tuple[Index, Names], tuned: tuple[Index, Names], here: Sequence[Place], places_of: Sequence[Place]
 ) -> list[Pair]:
     """Return the pair of a head that one checkpoint shares with its embeddings and the other has apart, if there is
     one: the shared tensor is the head's weight there."""
     mine, theirs = (tied(side[1], side[0].tensors, side[0].config) for side in (base, tuned))
     if (mine is None) == (theirs is None) or (mine is not None and mine.stored):
         return []
-    shared, sharing, alone = (mine, here, there) if mine else (theirs, there, here)
+    shared, sharing, alone = (mine, here, places_of) if mine else (theirs, places_of, here)
     assert shared is not None, "one of both is"
     head, table = _head(shared, alone), next((p for p in sharing if _stored(p) == shared.info.name), None)
     if head is None or table is None:
@@ -65,9 +65,9 @@ def separated(
     return [Pair(head._replace(view=table.view), head.view, head=f"{mine.key or mine.head}.weight")]
 
 
-def _head(pair: TiedPair, there: Iterable[Place]) -> Place | None:
+def _head(pair: TiedPair, places_of: Iterable[Place]) -> Place | None:
     names = {f"{name}.weight" for name in (pair.head, pair.key) if name}
-    return next((p for p in there if _stored(p) in names), None)
+    return next((p for p in places_of if _stored(p) in names), None)
 
 
 def _stored(place: Place) -> str:
@@ -94,7 +94,7 @@ def added(extra: Sequence[Place], here: Sequence[Place]) -> list[Pair]:
 
 
 def _stacks(name: str) -> list[str]:
-    return [name[: found.start()] for found in re.finditer(r"\.\d+(?=\.|$)", name)]
+    return [name[: match.start()] for match in re.finditer(r"\.\d+(?=\.|$)", name)]
 
 
 def said_of_rows(place: Place, view: WeightView) -> Note:
@@ -138,36 +138,38 @@ def paired(
     latter, and those that only the tuned checkpoint has, in a note instead.
     """
     here = [*places(base[1], to)]
-    there = {_key(p): p for p in places(tuned[1], to)}
-    every = {piece.key: p.component for p in (*there.values(), *here) for piece in p.view.row_slices}
+    tuned_places = {_key(p): p for p in places(tuned[1], to)}
+    every = {piece.key: p.component for p in (*tuned_places.values(), *here) for piece in p.view.row_slices}
     chosen.check(every, ABSENT)
-    apart = separated(base, tuned, here, [*there.values()])
+    apart = separated(base, tuned, here, [*tuned_places.values()])
     twins = _twins(base) | _twins(tuned)
-    found, absent, left, notes, resized = list[Pair](), list[Place](), [], [], list[str]()
+    pairs, absent, left, notes, resized = list[Pair](), list[Place](), [], [], list[str]()
     for place in (*here, *(p.place for p in apart if p.head)):
-        own = next((p for p in apart if _key(p.place) == _key(place)), None)
-        mate = there.pop(_key(place), None)
+        separate = next((p for p in apart if _key(p.place) == _key(place)), None)
+        mate = tuned_places.pop(_key(place), None)
         if not _compared(place, base[0]) or not _taken(place, chosen):
             left += [] if _usual(place) else [place.component]
             continue
-        view = own.tuned if own else mate.view if mate else None
+        view = separate.tuned if separate else mate.view if mate else None
         if view is None:
             absent += [] if place.view.row_slices[0].key in twins else [place]
         elif view.matrix == place.view.matrix and view.shape == place.view.shape:
-            found += [own or Pair(place, view)] if prod(view.shape) else []  # without numbers there is no difference
+            pairs += (
+                [separate or Pair(place, view)] if prod(view.shape) else []
+            )  # without numbers there is no difference
         elif to.whole and enlarged(place.view, view):
-            found.append(Pair(place._replace(view=view), view, fresh=True, before=place.view))
+            pairs.append(Pair(place._replace(view=view), view, fresh=True, before=place.view))
             notes.append(said_of_rows(place, view))
         else:
             resized.append(_expect_alike(place, view, lenient=lenient))
     if absent:
-        raise _absent(absent, found)
-    extra = [p for p in there.values() if _compared(p, tuned[0]) and _taken(p, chosen)]
+        raise _absent(absent, pairs)
+    extra = [p for p in tuned_places.values() if _compared(p, tuned[0]) and _taken(p, chosen)]
     extra = [p for p in extra if p.view.row_slices[0].key not in twins]
     new = added(extra, here) if to.whole else []
-    found += new
+    pairs += new
     notes += said_of_new(new)
-    alone = [p.view.row_slices[0].key for p in extra if all(p is not one.place for one in new)]
+    alone = [p.view.row_slices[0].key for p in extra if all(p is not new_pair.place for new_pair in new)]
     if alone and not lenient:
         are = plural(len(alone), "parameter is", "parameters are")
         raise FitError(
@@ -184,7 +186,7 @@ def paired(
     if lost := [p.name for p in rest if p not in alike]:
         notes.append(Note(f"no name in {to.name}, not compared: {plural(len(lost), 'weight')}: {listed(lost, 3)}"))
     head = None if apart else tied(base[1], base[0].tensors, base[0].config)
-    return Pairs(tuple(found), tuple(notes), tuple(Pair(p, p.view) for p in alike), head)
+    return Pairs(tuple(pairs), tuple(notes), tuple(Pair(p, p.view) for p in alike), head)
 
 
 def _expect_alike(place: Place, view: WeightView, *, lenient: bool) -> str:
@@ -204,11 +206,11 @@ def _fix(*, in_folder: bool) -> str:
     return f"{ITS_BASE}, {folder}or leave them out: --unmatched skip"
 
 
-def _nameless(side: tuple[Index, Names], there: Sequence[Place]) -> Iterator[Place]:
+def _nameless(side: tuple[Index, Names], places_of: Sequence[Place]) -> Iterator[Place]:
     """Yield the rows of stored weights that no place holds."""
     index, names = side
     taken: dict[str, set[RowSlice]] = {}
-    for place in there:
+    for place in places_of:
         for piece in place.view.row_slices:
             taken.setdefault(piece.key, set()).add(piece)
     for key in index.tensors.keys() - index.beside:
@@ -259,12 +261,12 @@ def _twins(side: tuple[Index, Names]) -> set[str]:
     return set() if pair is None else {f"{pair.key or pair.head}.weight", pair.stored}
 
 
-def _absent(absent: Sequence[Place], found: Sequence[Pair]) -> FitError:
+def _absent(absent: Sequence[Place], pairs: Sequence[Pair]) -> FitError:
     """Return the error for parameters that only the base has."""
-    lost = {p.component for p in absent} - {p.place.component for p in found}
-    kept = sorted({p.place.component for p in found})
+    lost = {p.component for p in absent} - {p.place.component for p in pairs}
+    components = sorted({p.place.component for p in pairs})
     keys = [p.view.row_slices[0].key for p in absent]
-    both = f"choose what both have: --include {' --include '.join(kept)}"
-    fix = both if lost and kept else or_leave_out(ITS_BASE, keys)
+    both = f"choose what both have: --include {' --include '.join(components)}"
+    fix = both if lost and components else or_leave_out(ITS_BASE, keys)
     are = plural(len(absent), "parameter of the base is", "parameters of the base are")
     return FitError(f"{are} not in the tuned checkpoint", listed(keys, 3), fix)

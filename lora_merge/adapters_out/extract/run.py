@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from math import fsum, prod
@@ -27,34 +27,32 @@ from ...paths import typed, with_ending
 from ...planning.checkpoint_cache import CheckpointCache
 from ...progress import Counting, Progress, unwatched
 from ...text import Note, listed, plural
-from ..combined_change import Storage, Wanted, decomposing, expect_finite, shared_out
+from ..combined_change import Delta, Storage, decomposing, expect_finite, shared_out
 from ..convert import entries_of, prefix_name
-from ..copied_tensors import Made, kept, value_made
+from ..copied_tensors import ModuleTensors, stored_module, value_made
 from ..decomposition.svd_memory import note
 from ..dialects import DIALECTS, Dialect
 from ..groups import Place
-from ..job import AUTO, FACTORS, WHOLE, AdapterJob, form
+from ..job import AUTO, AUTO_FORMAT, FACTORS, SKIP, WHOLE, AdapterJob, algorithm_in, extraction_named, one_rank
 from ..metadata.sizes import PlannedLayer, Tensor, planned_size
-from ..module_tensors import Kept, Layer
+from ..module_tensors import Layer, StoredModule
 from ..output_file import CONTENTS, drafted, expect_room, unread
 from ..parallel import side_by_side
 from ..peft.completion import as_table, completed, with_biases
 from ..peft.config import config, differing_ranks, expect_one, is_table, task_type
 from ..pipeline import Facts, Outcome, Run, idle_alpha, planned
-from ..rank_rules import COUNT
 from ..report import AdapterReport
 from .difference import Side, difference, differences
-from .extract_job import SKIP, Extraction, make_extraction
-from .extract_modules import Batch, Extractor, batches, measured, nbytes
+from .extract_modules import Batch, Extractor, batches, form_of_pair, measured, nbytes
 from .extraction_proof import Claim, prove
 from .pairs import Pair, Pairs, paired
 
 
 @dataclass(frozen=True)
-class Opened:
-    """Both checkpoints and their parameters side by side."""
+class Extraction:
+    """Both checkpoints, opened, and their parameters side by side."""
 
-    task: Extraction
+    job: AdapterJob
     base: Index
     tuned: Index
     pairs: Pairs
@@ -63,49 +61,55 @@ class Opened:
     model: str = ""  # the stem of the architecture's file; "" where it is unknown
 
 
-def opened(task: Extraction, cache: CheckpointCache) -> Opened:
+def opened(job: AdapterJob, cache: CheckpointCache) -> Extraction:
     """Return both checkpoints, from headers; errors as for `merge`, and where they are not of one model."""
-    base, names = _model(task, task.base, cache)
-    tuned, theirs = _model(task, task.tuned, cache)
-    to = task.to or _usual(names, task.job)
-    output = task.job.output
-    if task.to is None and not to.folder and (right := with_ending(output)) != output:  # known from the headers alone
+    # Step 1: both checkpoints, and the dialect of the output.
+    base, names = _model(job, _base(job), cache)
+    tuned, tuned_names = _model(job, job.adapters[0].path, cache)
+    to = one_rank(job, _usual(names, job) if job.format == AUTO_FORMAT else DIALECTS[job.format])
+    output = job.output
+    if job.format == AUTO_FORMAT and not to.folder and (right := with_ending(output)) != output:  # as headers show
         raise UsageError("the output is a file, and its name has no ending", str(output), f"name it {right.name}")
-    check_output(output, [*base.files, *tuned.files], overwrite=task.job.inputs.overwrite, folder=to.folder,
+    check_output(output, [*base.files, *tuned.files], overwrite=job.inputs.overwrite, folder=to.folder,
                  contents=CONTENTS)  # fmt: skip
-    lenient = task.job.inputs.unmatched != "error"
-    chosen = Chosen.of(task.job.include, task.job.exclude, names)
-    pairs = paired((base, names), (tuned, theirs), to, chosen, lenient=lenient)
-    if not pairs.pairs and (task.job.include or task.job.exclude):
+    # Step 2: the parameters of both, in pairs.
+    lenient = job.inputs.unmatched != "error"
+    chosen = Chosen.of(job.include, job.exclude, names)
+    pairs = paired((base, names), (tuned, tuned_names), to, chosen, lenient=lenient)
+    if not pairs.pairs and (job.include or job.exclude):
         raise UsageError("no weight is left to compare", "--include and --exclude", "choose other parts of the model")
     if not pairs.pairs:
-        where, fix = f"{task.base} and {task.tuned}", "use two checkpoints of one model"
+        where, fix = f"{base.path} and {tuned.path}", "use two checkpoints of one model"
         raise FitError("no weight is left to compare", where, fix)
     if to.folder:
         expect_one((p.place.component for p in pairs.pairs), "the base has")
     notes = dict.fromkeys((*base.notes, *tuned.notes, *pairs.notes))
     pairs = replace(pairs, notes=tuple(notes))
+    # Step 3: the rule of each layer.
     layers = ((p.name, p.place.component, [piece.key for piece in p.place.view.row_slices]) for p in pairs.pairs)
-    job = replace(task.job, rules=task.job.rules.on(names, layers))
-    return Opened(replace(task, to=to, job=job), base, tuned, pairs, to, _dtype(task, tuned, pairs.pairs),
-                  names.known.file.stem if names.known else "")  # fmt: skip
+    job = replace(job, rules=job.rules.on(names, layers))
+    return Extraction(job, base, tuned, pairs, to, _dtype(job, tuned, pairs.pairs),
+                      names.known.file.stem if names.known else "")  # fmt: skip
 
 
-def prepared(
-    base: str | Path, tuned: str | Path, output: str | Path | None, options: Mapping[str, Any], cache: CheckpointCache
-) -> Extraction:
-    """Return what `make_extraction` does; the output's name is that of a file or folder as the headers of the base say
-    where no format is chosen."""
-    task = make_extraction(base, tuned, output, options)
-    if output is None or task.to is not None:
-        return task
-    return task.written_as(_usual(_model(task, task.base, cache)[1], task.job), output)
+def with_format(job: AdapterJob, output: str | Path | None, cache: CheckpointCache) -> AdapterJob:
+    """Return the job with the format of the base's architecture, if the user chooses none and `output` may be the name
+    of a file or of a folder: then the output is named as headers of the base say."""
+    if output is None or job.format != AUTO_FORMAT or with_ending(job.output) == job.output:
+        return job
+    return extraction_named(job, _usual(_model(job, _base(job), cache)[1], job), output)
 
 
-def _model(task: Extraction, path: Path, cache: CheckpointCache) -> tuple[Index, Names]:
+def _base(job: AdapterJob) -> Path:
+    """Return the path of the checkpoint before the training."""
+    assert job.base is not None, "the command requires it"
+    return job.base
+
+
+def _model(job: AdapterJob, path: Path, cache: CheckpointCache) -> tuple[Index, Names]:
     """Return one of the two checkpoints; InputError for an adapter, whose change needs no extraction."""
     try:
-        return cache.base(path, task.job.inputs.map)
+        return cache.base(path, job.inputs.map)
     except AdapterAsBase as e:
         fix = f"merge it first: lora-merge BASE {typed([str(path)])}"
         raise InputError("extract takes two checkpoints, and this is an adapter", e.where, fix) from e
@@ -119,9 +123,9 @@ def _usual(names: Names, job: AdapterJob) -> Dialect:
     return DIALECTS["kohya" if draws or file else "peft"]
 
 
-def _dtype(task: Extraction, tuned: Index, pairs: tuple[Pair, ...]) -> torch.dtype:
+def _dtype(job: AdapterJob, tuned: Index, pairs: tuple[Pair, ...]) -> torch.dtype:
     """Return the dtype of the output: as asked, or the one that most numbers of the tuned checkpoint have."""
-    asked = task.job.inputs.dtype
+    asked = job.inputs.dtype
     if asked != "keep":
         if DTYPES.get(asked) not in TORCH_DTYPES:
             raise UsageError(f"{asked} cannot hold an adapter", "--dtype", "use fp32, fp16 or bf16")
@@ -136,211 +140,224 @@ def _dtype(task: Extraction, tuned: Index, pairs: tuple[Pair, ...]) -> torch.dty
 
 @undisturbed()
 def run(
-    task: Extraction, progress: Progress = unwatched, cache: CheckpointCache | None = None
+    job: AdapterJob, progress: Progress = unwatched, cache: CheckpointCache | None = None
 ) -> AdapterReport:  # fmt: skip
     """Run an extraction: the output appears under its name when it is complete and verified, or not at all.
 
-    `cache`: holds the checkpoints that are open already."""
+    `cache`: the checkpoints that are open already."""
     cache = cache or CheckpointCache()
     with ExitStack() as stack:
-        this = stack.enter_context(Run(task.job, progress))
-        found = opened(task, cache)
-        task, job = found.task, task.job
-        reader = this.reading((found.base, found.tuned))
-        sides = Side(found.base, reader), Side(found.tuned, reader)
+        # Step 1: both checkpoints are opened.
+        this = stack.enter_context(Run(job, progress))
+        extraction = opened(job, cache)
+        job, to = extraction.job, extraction.to
+        reader = this.reading((extraction.base, extraction.tuned))
+        sides = Side(extraction.base, reader), Side(extraction.tuned, reader)
+        # Step 2: differences become modules, which wait in a temporary file.
         heap = stack.enter_context(closing(Heap(job.output.parent, job.inputs.max_memory // 4)))
-        made, heads, notes = _made(found, sides, heap, this.counted)
-        made, whole = _completed(found, made, heads, sides, heap)
-        entries = entries_of(found.to, whole)
-        layers = {prefix_name(found.to, m.place): m.layer for m in made}
-        before, there = {"task_type": task_type(found.base.config)}, [p.place for p in found.pairs.pairs]
-        own = config(whole, before, there) if found.to.folder else None
-        outcome = Outcome(job, [found.tuned], layers, entries, own, found.model)
-        notes += (*(unread(e.name for e in entries) if own is None else differing_ranks(own)),)
-        facts = _facts(found, len(made), (*found.pairs.notes, *notes))
+        modules, heads, notes = _made(extraction, sides, heap, this.counted)
+        modules, whole = _completed(extraction, modules, heads, sides, heap)
+        # Step 3: the draft, the header, the proof and the report.
+        entries = entries_of(to, whole)
+        layers = {prefix_name(to, m.place): m.layer for m in modules}
+        before, places_of = {"task_type": task_type(extraction.base.config)}, [p.place for p in extraction.pairs.pairs]
+        of_folder = config(whole, before, places_of) if to.folder else None
+        outcome = Outcome(job, [extraction.tuned], layers, entries, of_folder, extraction.model)
+        notes += (*(unread(e.name for e in entries) if of_folder is None else differing_ranks(of_folder)),)
+        facts = _facts(extraction, len(modules), (*extraction.pairs.notes, *notes))
         rows = [(e.name, e.dtype, e.shape) for e in entries]
         expect_room(job, rows)
-        draft = stack.enter_context(drafted(job, reader, rows, [found.tuned], folder=found.to.folder))
+        draft = stack.enter_context(drafted(job, reader, rows, [extraction.tuned], folder=to.folder))
         return outcome.finish(
-            reader, draft, facts, lambda part: prove(task, found.pairs, sides, Claim(part, made, cache), this.counted),
-            this,
+            reader, draft, facts,
+            lambda part: prove(job, extraction.pairs, sides, Claim(part, modules, cache), this.counted), this,
         )  # fmt: skip
 
 
-def _facts(found: Opened, layers: int, notes: tuple[Note, ...]) -> Facts:
-    rules, algorithm = found.task.job.rules, found.task.job.algorithm
-    tasks = [(p.name, p.place.view.matrix, rules.of_layer(p.name, kernel=p.place.kernel)) for p in found.pairs.pairs
-             if algorithm in (FACTORS, AUTO) and not (p.place.vector or p.fresh)]  # fmt: skip
-    notes = (*notes, *note(tasks, found.task.job.inputs.max_memory), *idle_alpha(found.task.job, stored=found.to.alpha))
-    return Facts(_coverage(found, layers), spoken(FILE_DTYPES[found.dtype]), notes, found.to.name, _weights(found))
+def _facts(extraction: Extraction, layers: int, notes: tuple[Note, ...]) -> Facts:
+    job, pairs = extraction.job, extraction.pairs.pairs
+    cut = [p for p in pairs if job.algorithm in (FACTORS, AUTO) and not (p.place.vector or p.fresh)]
+    matrices = [(p.name, p.place.view.matrix, job.rules.of_layer(p.name, kernel=p.place.kernel)) for p in cut]
+    notes = (*notes, *note(matrices, job.inputs.max_memory), *idle_alpha(job, stored=extraction.to.alpha))
+    dtype = spoken(FILE_DTYPES[extraction.dtype])
+    return Facts(_coverage(extraction, layers), dtype, notes, extraction.to.name, _weights(extraction))
 
 
-def _weights(found: Opened) -> int:
+def _weights(extraction: Extraction) -> int:
     """Return the bytes of both checkpoints that are compared; a rule for all layers together reads them twice."""
-    return sum(p.nbytes for p in found.pairs.pairs) * (1 + found.task.job.rules.together)
+    return sum(p.nbytes for p in extraction.pairs.pairs) * (1 + extraction.job.rules.together)
 
 
 def _completed(
-    found: Opened, made: Sequence[Kept], heads: Sequence[Kept], sides: tuple[Side, Side], heap: Heap
-) -> tuple[list[Kept], list[Kept]]:  # fmt: skip
+    extraction: Extraction, modules: Sequence[StoredModule], heads: Sequence[StoredModule], sides: tuple[Side, Side],
+    heap: Heap,
+) -> tuple[list[StoredModule], list[StoredModule]]:  # fmt: skip
     """Return the changed modules with their biases as the dialect holds them, and these with the heads and with what it
     asks for of parameters that did not change."""
-    own = {p.place.label: p for p in found.pairs.pairs}
-    places = [p.place for p in own.values()]
+    pair_of = {p.place.label: p for p in extraction.pairs.pairs}
+    places = [p.place for p in pair_of.values()]
 
     def value(place: Place) -> torch.Tensor:
-        return sides[1].rows(own[place.label].tuned).to(found.dtype)
+        return sides[1].rows(pair_of[place.label].tuned).to(extraction.dtype)
 
-    def renewed(place: Place) -> Made:
-        changed = difference(own[place.label], *sides, found.task.job.compute_dtype)
+    def renewed(place: Place) -> ModuleTensors:
+        changed = difference(pair_of[place.label], *sides, extraction.job.compute_dtype)
         assert changed is not None, "its change was made"
-        return value_made(place, changed.value, changed.change, found.dtype)
+        return value_made(place, changed.value, changed.change, extraction.dtype)
 
-    own_made = with_biases(made, places, found.to, renewed, lambda one: kept(one, heap))
-    return own_made, completed([*own_made, *heads], places, found.to, value, lambda one: kept(one, heap))
+    own_made = with_biases(modules, places, extraction.to, renewed, lambda module: stored_module(module, heap))
+    return own_made, completed(
+        [*own_made, *heads], places, extraction.to, value, lambda module: stored_module(module, heap)
+    )
 
 
-def _head(found: Opened, pair: Pair, made: Made) -> Iterator[Made]:
+def _head(extraction: Extraction, pair: Pair, module: ModuleTensors) -> Iterator[ModuleTensors]:
     """Yield the factors or the value of the embeddings once more for the head that shares their weight: PEFT adds
     each to one layer."""
-    head, view = found.pairs.head, pair.before or pair.place.view
-    if head is None or not found.to.folder or not (made.layer.rank or pair.fresh):
+    head, view = extraction.pairs.head, pair.before or pair.place.view
+    if head is None or not extraction.to.folder or not (module.layer.rank or pair.fresh):
         return
     if view.row_slices[0].key == head.info.name:
-        yield Made(made.place._replace(module=head.head), made.tensors, made.layer)
+        yield ModuleTensors(module.place._replace(module=head.head), module.tensors, module.layer)
 
 
-def _coverage(found: Opened, layers: int) -> dict[str, Any]:
+def _coverage(extraction: Extraction, layers: int) -> dict[str, Any]:
     return {
-        found.tuned.path.name: {"modules": len(found.pairs.pairs), "layers": layers, "strength": 1.0, "ignored": {}}
+        extraction.tuned.path.name: {
+            "modules": len(extraction.pairs.pairs),
+            "layers": layers,
+            "strength": 1.0,
+            "ignored": {},
+        }
     }
 
 
 def _made(
-    found: Opened, sides: tuple[Side, Side], heap: Heap, begin: Counting
-) -> tuple[list[Kept], list[Kept], list[Note]]:
+    extraction: Extraction, sides: tuple[Side, Side], heap: Heap, begin: Counting
+) -> tuple[list[StoredModule], list[StoredModule], list[Note]]:
     """Return the tensors of every parameter that changed, those of a head that shares one of them, and notes."""
-    task = found.task
-    at = places(task.job.inputs.device, "F32")[0]
-    extractor = Extractor(task, Storage(form(task.job.algorithm, found.to), found.dtype, 0.0, at), found.to.endings)
-    made, heads, skipped, equal = [], [], [], 0
-    head, said = _head_apart(found, sides)
-    notes = _changed_nameless(found, sides) + said
-    rules, pairs = task.job.rules, tuple(p for p in found.pairs.pairs if p is not head)
-    bound = task.job.inputs.max_memory // 2  # the rest: torch, and what waits
-    told = begin("make", _weights(found))
-    ranks = shared_out(rules.linear, _matrices(found, sides, told), found.dtype.itemsize, 0.0) if rules.together else {}
+    job = extraction.job
+    at = places(job.inputs.device, "F32")[0]
+    extractor = Extractor(
+        job, extraction.to, Storage(algorithm_in(job.algorithm, extraction.to), extraction.dtype, 0.0, at)
+    )
+    modules, heads, skipped, equal = [], [], [], 0
+    head, said = _head_apart(extraction, sides)
+    notes = _changed_nameless(extraction, sides) + said
+    rules, pairs = job.rules, tuple(p for p in extraction.pairs.pairs if p is not head)
+    bound = job.inputs.max_memory // 2  # the rest: torch, and what waits
+    count = begin("make", _weights(extraction))
+    ranks = (
+        shared_out(rules.linear, _matrices(extraction, sides, count), extraction.dtype.itemsize, 0.0)
+        if rules.together
+        else {}
+    )
 
-    def work(batch: Batch) -> list[Made | Pair | None]:
+    def work(batch: Batch) -> list[ModuleTensors | Pair | None]:
         """Return the tensors; the pair where they are not to be written, None where nothing changed."""
-        changed = differences(batch, *sides, task.job.compute_dtype)
+        changed = differences(batch, *sides, job.compute_dtype)
         some = [c for c in changed if c is not None]
         with decomposing(batch[0].name):
-            made = (
-                [extractor.made(c, ranks.get(c.pair.name)) for c in some]
+            modules = (
+                [extractor.tensors_of(c, ranks.get(c.pair.name)) for c in some]
                 if ranks
                 else extractor.all_made(some, alone=len(batch) == 1)
             )
-        own = iter([measured(one, c) for one, c in zip(made, some, strict=True)])
-        return [None if c is None else next(own) or c.pair for c in changed]
+        results = iter([measured(module, c) for module, c in zip(modules, some, strict=True)])
+        return [None if c is None else next(results) or c.pair for c in changed]
 
-    room = 0 if at.device.type == "cpu" else device_bytes(task.job.inputs.max_vram) // threads([at])
+    room = 0 if at.device.type == "cpu" else device_bytes(job.inputs.max_vram) // threads([at])
     tasks = [*batches(pairs, room, bound)]
     for batch, results in zip(tasks, side_by_side(tasks, work, nbytes, bound, at), strict=True):
-        for pair, one in zip(batch, results, strict=True):
-            if one is None:
+        for pair, module in zip(batch, results, strict=True):
+            if module is None:
                 equal += 1
-            elif isinstance(one, Pair):
+            elif isinstance(module, Pair):
                 skipped.append(pair.name)
             else:
-                expect_finite(one.tensors.values(), pair.name)
-                made.append(kept(as_table(one, found.to, table=is_table(one.place)), heap))
-                heads += [kept(head, heap) for head in _head(found, pair, one)]
-            told(pair.nbytes)
+                expect_finite(module.tensors.values(), pair.name)
+                modules.append(stored_module(as_table(module, extraction.to, table=is_table(module.place)), heap))
+                heads += [stored_module(head, heap) for head in _head(extraction, pair, module)]
+            count(pair.nbytes)
     order = {id(pair.place): number for number, pair in enumerate(pairs)}
-    made.sort(key=lambda one: order[id(one.place)])
-    if not made:
-        raise InputError("nothing to extract: no weight that is compared differs",
-                         f"{found.base.path} and {found.tuned.path}", "give the tuned checkpoint second")  # fmt: skip
-    notes += _above_noise([one.layer for one in made])
+    modules.sort(key=lambda module: order[id(module.place)])
+    if not modules:
+        where = f"{extraction.base.path} and {extraction.tuned.path}"
+        raise InputError("nothing to extract: no weight that is compared differs", where,
+                         "give the tuned checkpoint second")  # fmt: skip
+    notes += _above_noise([module.layer for module in modules])
     notes += [Note(f"{plural(equal, 'parameter is', 'parameters are')} equal in both")] if equal else []
     names = ", ".join(skipped[:3])
     notes += [Note(f"not written: {plural(len(skipped), 'changed vector')}: {names}")] if skipped else []
-    return made, heads, notes
+    return modules, heads, notes
 
 
 def _above_noise(layers: Sequence[Layer]) -> list[Note]:
     """Return the note about the energy that rounding errors do not explain, where these are known."""
-    known = [(one.squares, one.noise) for one in layers if one.noise is not None]
+    known = [(layer.squares, layer.noise) for layer in layers if layer.noise is not None]
     whole = fsum(squares for squares, _ in known)
     above = 1 - fsum(squares * share**2 for squares, share in known) / (whole or 1.0)
     return [Note(f"both checkpoints are in 16 bits: {100 * max(0.0, above):.4g}% of the energy is above the noise of "
                  f"rounding")] if known else []  # fmt: skip
 
 
-def _changed_nameless(found: Opened, sides: tuple[Side, Side]) -> list[Note]:
+def _changed_nameless(extraction: Extraction, sides: tuple[Side, Side]) -> list[Note]:
     """Return the note about weights that changed and have no name in the dialect; FitError unless --unmatched skip."""
-    lost = [pair.name for pair in found.pairs.nameless if difference(pair, *sides) is not None]
+    lost = [pair.name for pair in extraction.pairs.nameless if difference(pair, *sides) is not None]
     if not lost:
         return []
-    what = f"{plural(len(lost), 'changed weight has', 'changed weights have')} no name in {found.to.name}"
-    if found.task.job.inputs.unmatched == "error":
+    what = f"{plural(len(lost), 'changed weight has', 'changed weights have')} no name in {extraction.to.name}"
+    if extraction.job.inputs.unmatched == "error":
         raise FitError(what, listed(lost, 3), "choose another --format, or drop them with --unmatched skip")
     return [Note(f"{what}, not written: {listed(lost, 3)}")]
 
 
-def _head_apart(found: Opened, sides: tuple[Side, Side]) -> tuple[Pair | None, list[Note]]:
+def _head_apart(extraction: Extraction, sides: tuple[Side, Side]) -> tuple[Pair | None, list[Note]]:
     """Return the head that the base shares with its embeddings where it cannot be written, and the note on it.
 
     Only a folder of PEFT has a place for it. FitError where the tuned checkpoint has another weight there than its
     embeddings, unless --unmatched skip."""
-    head = next((p for p in found.pairs.pairs if p.head and not found.to.folder), None)
+    head = next((p for p in extraction.pairs.pairs if p.head and not extraction.to.folder), None)
     if head is None:
         return None, []
-    table = next((p for p in found.pairs.pairs if not p.head and p.place.view == head.place.view), head)
+    table = next((p for p in extraction.pairs.pairs if not p.head and p.place.view == head.place.view), head)
     if torch.equal(sides[1].rows(head.tuned), sides[1].rows(table.tuned)) and table is not head:
         return head, []
     if difference(head, *sides) is None:
         return head, []
     what = "the head has a weight of its own in the tuned checkpoint, and that of the embeddings in the base"
-    if found.task.job.inputs.unmatched == "error":
+    if extraction.job.inputs.unmatched == "error":
         raise FitError(what, head.name, "write a folder of PEFT with --format peft -o FOLDER, or drop it with "
                        "--unmatched skip")  # fmt: skip
     return head, [Note(f"{what}; it is not written: {head.name}")]
 
 
-def _matrices(found: Opened, sides: tuple[Side, Side], told: Callable[[int], object]) -> Iterator[tuple[str, Wanted]]:
+def _matrices(
+    extraction: Extraction, sides: tuple[Side, Side], count: Callable[[int], object]
+) -> Iterator[tuple[str, Delta]]:
     """Yield the difference of every matrix, for a rule that looks at all of them before one is stored."""
-    for pair in found.pairs.pairs:
+    for pair in extraction.pairs.pairs:
         matrix = not (pair.place.vector or pair.fresh)
-        changed = difference(pair, *sides, found.task.job.compute_dtype) if matrix else None
+        changed = difference(pair, *sides, extraction.job.compute_dtype) if matrix else None
         if changed is not None:
-            yield pair.name, Wanted(None, None, changed.change, 0, known=changed.scanned[0])
-        told(pair.nbytes)
+            yield pair.name, Delta(None, None, changed.change, 0, known=changed.scanned[0])
+        count(pair.nbytes)
 
 
-def plan(task: Extraction, cache: CheckpointCache | None = None) -> AdapterReport:
+def plan(job: AdapterJob, cache: CheckpointCache | None = None) -> AdapterReport:
     """Return what `run` would do at most, from headers alone: a parameter that did not change is not written."""
-    found = opened(task, cache or CheckpointCache())
-    layers: dict[str, dict[str, Any]] = {}
-    own, kind, endings = list[PlannedLayer](), FILE_DTYPES[found.dtype], found.to.endings
-    algorithm = task.job.algorithm
-    way = FACTORS if algorithm == AUTO else algorithm
-    for pair in (p for p in found.pairs.pairs if not p.place.vector or task.others != SKIP):
-        out, cols = pair.place.view.matrix
-        rule = task.job.rules.of_layer(pair.name, kernel=pair.place.kernel)
-        whole = pair.place.vector or algorithm == WHOLE or pair.fresh
-        most = min(out, cols, rule.ceiling or min(out, cols))  # what the disk has to hold, where numbers decide
-        layers[prefix_name(found.to, pair.place)] = {
-            "algorithm": WHOLE if whole else way,
-            "rank": most if rule.name == COUNT and not whole else 0,
-        }
-        slots = {"diff": (out, cols)} if whole else {"down": (most, cols), "up": (out, most)}
-        where = pair.place
-        named: list[Tensor] = [(found.to.key(where.prefix, where.module, endings.get(slot, slot)), kind, shape)
-                 for slot, shape in slots.items()]  # fmt: skip
-        if found.to.alpha and not whole:
-            named.append((found.to.key(where.prefix, where.module, ".alpha"), "F32", ()))
-        own.append(PlannedLayer(named, 0 if whole else most))
-    size = planned_size(own, task.job.rules.linear)
-    return planned(task.job, _facts(found, len(layers), found.pairs.notes), layers, size)
+    extraction = opened(job, cache or CheckpointCache())
+    job, to, dtype = extraction.job, extraction.to, FILE_DTYPES[extraction.dtype]
+    facts, layers = dict[str, dict[str, Any]](), list[PlannedLayer]()
+    for pair in (p for p in extraction.pairs.pairs if not p.place.vector or job.others != SKIP):
+        place, form = pair.place, form_of_pair(job, to, pair)
+        facts[prefix_name(to, place)] = form.facts
+        (out, cols), rank = place.view.matrix, form.highest
+        slots = {"diff": (out, cols)} if form.whole else {"down": (rank, cols), "up": (out, rank)}
+        tensors: list[Tensor] = [(to.key(place.prefix, place.module, to.endings.get(slot, slot)), dtype, shape)
+                                 for slot, shape in slots.items()]  # fmt: skip
+        if to.alpha and not form.whole:
+            tensors.append((to.key(place.prefix, place.module, ".alpha"), "F32", ()))
+        layers.append(PlannedLayer(tensors, 0 if form.whole else rank))
+    size = planned_size(layers, job.rules.linear)
+    return planned(job, _facts(extraction, len(layers), extraction.pairs.notes), facts, size)

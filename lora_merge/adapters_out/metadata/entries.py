@@ -99,21 +99,21 @@ class Known:
     ) -> dict[str, str]:
         """Return all entries. `recipe` makes the recipe, given the names of the entries that were dropped; `digest`
         returns the SHA-256 of the tensors in their order."""
-        told = {i for index in self.inputs for i in index.metadata}
-        kept = self._kept()
-        dropped = sorted(told - kept.keys() - {*ANEW, "modelspec.date"})
+        names = {i for index in self.inputs for i in index.metadata}
+        entries = self._kept()
+        dropped = sorted(names - entries.keys() - {*ANEW, "modelspec.date"})
         read = any(t.name.endswith(OF_WEBUI) for t in self.tensors)
         several = self.job.command not in ONE and self.job.command != "average"
-        trained = (several and read) or any(name.startswith("ss_") for name in told) or not self.inputs
+        trained = (several and read) or any(name.startswith("ss_") for name in names) or not self.inputs
         if trained:
-            kept |= dict(self._network(kept))
-        kept |= dict(self._spec(kept))
-        kept[KEY] = json.dumps(recipe(dropped), ensure_ascii=False, separators=(",", ":"))
+            entries |= dict(self._network(entries))
+        entries |= dict(self._spec(entries))
+        entries[KEY] = json.dumps(recipe(dropped), ensure_ascii=False, separators=(",", ":"))
         if (loader := adapter_metadata(self.tensors)) != "":
-            kept[LOADER] = loader
-        if bool(told & {*HASHES}) if self.job.command in ONE else trained and read:
-            kept |= {HASHES[0]: digest(), HASHES[1]: legacy_hash(self.tensors, kept)}
-        return {"format": "pt"} | kept
+            entries[LOADER] = loader
+        if bool(names & {*HASHES}) if self.job.command in ONE else trained and read:
+            entries |= {HASHES[0]: digest(), HASHES[1]: legacy_hash(self.tensors, entries)}
+        return {"format": "pt"} | entries
 
     def _kept(self) -> dict[str, str]:
         """Return the inputs' entries that stay true."""
@@ -125,7 +125,7 @@ class Known:
         gone = ANEW if self.job.command in ONE else (*ANEW, "modelspec.date")
         return {name: value for name, value in same.items() if name not in gone}
 
-    def _network(self, kept: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    def _network(self, entries: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         """Yield the entries of sd-scripts: the module, rank and α of the linear layers, and the arguments."""
         factored = {name: layer for name, layer in self.layers.items() if layer["rank"]}
         linear = {name: layer for name, layer in factored.items() if name not in self.kernels} or factored
@@ -135,10 +135,10 @@ class Known:
         plain = algorithms == {FACTORS} and not any(
             t.name.endswith((".lora_mid.weight", ".dora_scale")) for t in self.tensors
         )
-        before = kept.get("ss_network_module", "")
-        own = before if before.startswith("networks.lora") else self.known.module
-        yield "ss_network_module", own if plain else before if before.startswith("lycoris") else LYCORIS
-        arguments = _arguments(kept.get(ARGUMENTS, ""))
+        before = entries.get("ss_network_module", "")
+        module = before if before.startswith("networks.lora") else self.known.module
+        yield "ss_network_module", module if plain else before if before.startswith("lycoris") else LYCORIS
+        arguments = _arguments(entries.get(ARGUMENTS, ""))
         if plain:
             arguments = {name: value for name, value in arguments.items() if name not in ("algo", "preset", "factor")}
         elif algorithms - {FACTORS}:
@@ -149,26 +149,26 @@ class Known:
         if kernels:
             arguments["conv_dim"] = _one(str(layer["rank"]) for layer in kernels.values())
             arguments["conv_alpha"] = _one(f"{x['alpha']:g}" for x in kernels.values() if x["alpha"] is not None)
-        if arguments or ARGUMENTS in kept:
+        if arguments or ARGUMENTS in entries:
             yield ARGUMENTS, json.dumps(arguments)
         if not self.inputs:
             yield from (
                 (n, v) for n, v in (("ss_base_model_version", self.known.version), ("ss_v2", self.known.v2)) if v
             )
 
-    def _spec(self, kept: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    def _spec(self, entries: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         """Yield the entries of ModelSpec that are written anew."""
-        there = any(name.startswith("modelspec.") for name in kept)
+        has_spec = any(name.startswith("modelspec.") for name in entries)
         if self.job.command in ONE:
-            if TITLE in kept:
+            if TITLE in entries:
                 yield TITLE, self.job.inputs.title or self.job.output.stem
             return
-        if self.known.architecture and "modelspec.architecture" not in kept:
+        if self.known.architecture and "modelspec.architecture" not in entries:
             yield "modelspec.architecture", f"{self.known.architecture}/lora"
             yield "modelspec.implementation", self.known.implementation
-            there = True
-        if there:
-            yield "modelspec.sai_model_spec", kept.get("modelspec.sai_model_spec", SPEC)
+            has_spec = True
+        if has_spec:
+            yield "modelspec.sai_model_spec", entries.get("modelspec.sai_model_spec", SPEC)
             yield TITLE, self.job.inputs.title or self.job.output.stem
         if self.job.command in ("combine", "average"):
             yield "modelspec.merged_from", ", ".join(a.path.name for a in self.job.adapters)
@@ -176,8 +176,8 @@ class Known:
 
 def _one(values: Iterator[str]) -> str:
     """Return the value that all have; "Dynamic" where they differ, as sd-scripts writes after resizing."""
-    found = {*values}
-    return found.pop() if len(found) == 1 else "Dynamic"
+    distinct = {*values}
+    return distinct.pop() if len(distinct) == 1 else "Dynamic"
 
 
 def _arguments(text: str) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def _arguments(text: str) -> dict[str, Any]:
     if not text or len(text) > LONGEST:
         return {}
     try:
-        found = json.loads(text)
+        arguments = json.loads(text)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return arguments if isinstance(arguments, dict) else {}

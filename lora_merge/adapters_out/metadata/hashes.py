@@ -51,18 +51,18 @@ def legacy_hash(tensors: Sequence[Stored], metadata: Mapping[str, str]) -> str:
     The file is the one that safetensors would write with the `ss_` entries alone.
     """
     ordered = sorted(tensors, key=lambda t: (-ORDER.index(t.dtype), t.name))
-    kept = {name: value for name, value in metadata.items() if name.startswith("ss_")}
-    found, at = hashlib.sha256(), 0
-    header = _header(ordered, kept)
-    for pieces in ([memoryview(header)], *(one.pieces() for one in ordered)):
+    of_trainer = {name: value for name, value in metadata.items() if name.startswith("ss_")}
+    digest, at = hashlib.sha256(), 0
+    header = _header(ordered, of_trainer)
+    for pieces in ([memoryview(header)], *(tensor.pieces() for tensor in ordered)):
         for piece in pieces:
             low, high = max(FIRST - at, 0), min(FIRST + COVERED - at, len(piece))
             if low < high:
-                found.update(piece[low:high])
+                digest.update(piece[low:high])
             at += len(piece)
             if at >= FIRST + COVERED:
-                return found.hexdigest()[:8]
-    return found.hexdigest()[:8]
+                return digest.hexdigest()[:8]
+    return digest.hexdigest()[:8]
 
 
 def _header(tensors: Sequence[Stored], metadata: Mapping[str, str]) -> bytes:

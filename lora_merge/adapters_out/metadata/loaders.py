@@ -36,16 +36,16 @@ class Named(Protocol):
 
 def adapter_metadata(tensors: Iterable[Named]) -> str:
     """Return the entry for a file in diffusers' dialect, where α is the rank; "" for another file."""
-    found: dict[str, dict[str, int]] = {}
+    parts_of: dict[str, dict[str, int]] = {}
     more: dict[str, set[str]] = {}
-    for one in tensors:
-        if (m := COMPONENT.fullmatch(one.name)) is None:
+    for tensor in tensors:
+        if (m := COMPONENT.fullmatch(tensor.name)) is None:
             return ""
         more.setdefault(m[1], set()).add(m[3])
         if m[3] == "lora_A.weight":
-            found.setdefault(m[1], {})[m[2]] = one.shape[0]
-    parts = ((part, _config(ranks, more[part])) for part, ranks in found.items())
-    return json.dumps(dict(_prefixed(parts)), sort_keys=True) if found else ""
+            parts_of.setdefault(m[1], {})[m[2]] = tensor.shape[0]
+    parts = ((part, _config(ranks, more[part])) for part, ranks in parts_of.items())
+    return json.dumps(dict(_prefixed(parts)), sort_keys=True) if parts_of else ""
 
 
 def _config(ranks: dict[str, int], kinds: set[str]) -> dict[str, Any]:

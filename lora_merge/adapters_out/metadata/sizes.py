@@ -30,7 +30,7 @@ class PlannedLayer:
 
 def tensors_of(layers: Iterable[PlannedLayer]) -> list[Tensor]:
     """Return the tensors of all layers."""
-    return [one for layer in layers for one in layer.tensors]
+    return [tensor for layer in layers for tensor in layer.tensors]
 
 
 class _Named(NamedTuple):
@@ -41,8 +41,8 @@ class _Named(NamedTuple):
 
 def _entries(tensors: Sequence[Tensor]) -> dict[str, str]:
     """Return what diffusers' loader is told of the tensors, which may be longer than their part of the header."""
-    told = adapter_metadata(_Named(*one) for one in tensors)
-    return {LOADER: told} if told else {}
+    text = adapter_metadata(_Named(*tensor) for tensor in tensors)
+    return {LOADER: text} if text else {}
 
 
 def planned_size(layers: Iterable[PlannedLayer], rule: Rule, inputs: Sequence[Index] = ()) -> int:
@@ -66,6 +66,6 @@ def planned_size(layers: Iterable[PlannedLayer], rule: Rule, inputs: Sequence[In
 
 def header_room(tensors: Iterable[Tensor], inputs: Sequence[Index]) -> int:
     """Return the bytes that the header of a file probably takes at most. `inputs`: those whose metadata it keeps."""
-    told: Mapping[str, str] = {name: value for index in inputs for name, value in index.metadata.items()}
+    entries: Mapping[str, str] = {name: value for index in inputs for name, value in index.metadata.items()}
     tensors = [*tensors]
-    return len(layout(tensors, {**told, **_entries(tensors)}, 0)) + METADATA * (1 + len(inputs))
+    return len(layout(tensors, {**entries, **_entries(tensors)}, 0)) + METADATA * (1 + len(inputs))

@@ -20,77 +20,80 @@ from torch import Tensor
 
 from ...engine.tensor_moves import TORCH_DTYPES
 from ...engine.tensors import view_bytes
-from ..copied_tensors import Made, as_value
+from ..copied_tensors import ModuleTensors, as_value
 from ..dialects import Dialect
 from ..groups import Place
 from ..job import FACTORS, WHOLE
-from ..module_tensors import Kept, Layer
+from ..module_tensors import Layer, StoredModule
 from ..output_file import Entry
 from .config import BIAS, WRAPPED, expect_table, magnitude_shape
-from .demands import Demands, demands, is_pair, new_biases, own_places, parameter_of
+from .demands import Demands, by_module, demands, is_pair, new_biases, parameter_of
 
 
 def with_biases(
-    made: Sequence[Kept], there: Iterable[Place], to: Dialect, renewed: Callable[[Place], Made] | None,
-    keep: Callable[[Made], Kept],
-) -> list[Kept]:  # fmt: skip
+    modules: Sequence[StoredModule], places_of: Iterable[Place], to: Dialect,
+    renewed: Callable[[Place], ModuleTensors] | None,
+    keep: Callable[[ModuleTensors], StoredModule],
+) -> list[StoredModule]:  # fmt: skip
     """Return the modules with the changes of biases in the form in which the dialect can hold all of them.
 
-    `there`: all parameters in the words of the dialect. `renewed`: returns a parameter's new value; None where the base
-    is not known. UsageError if the base has to be.
+    `places_of`: all parameters in the words of the dialect. `renewed`: returns a parameter's new value; None if
+    the base is not known. UsageError if the base has to be.
     """
-    places = new_biases([parameter_of(m) for m in made], own_places(there), to, known=renewed is not None)
+    places = new_biases([parameter_of(m) for m in modules], by_module(places_of), to, known=renewed is not None)
     new = {id(place): keep(renewed(place)) for place in places if renewed}
-    factored = {m.place.module for m in made if m.layer.rank}
-    found = [new.get(id(m.place), m) for m in made]
-    return [_in_its_layer(m, factored) for m in found] if to.folder else found
+    factored = {m.place.module for m in modules if m.layer.rank}
+    changed = [new.get(id(m.place), m) for m in modules]
+    return [_in_its_layer(m, factored) for m in changed] if to.folder else changed
 
 
-def _in_its_layer(made: Kept, factored: set[str]) -> Kept:
+def _in_its_layer(module: StoredModule, factored: set[str]) -> StoredModule:
     """Return a new bias under the name that it has in memory: PEFT wraps layers with factors."""
-    if BIAS not in made.tensors or made.place.module not in factored:
-        return made
-    entry = replace(made.tensors[BIAS], name=WRAPPED)
-    return replace(made, tensors={WRAPPED: entry})
+    if BIAS not in module.tensors or module.place.module not in factored:
+        return module
+    entry = replace(module.tensors[BIAS], name=WRAPPED)
+    return replace(module, tensors={WRAPPED: entry})
 
 
-def factors_of_zeros(place: Place, to: Dialect, dtype: torch.dtype) -> Made:
+def factors_of_zeros(place: Place, to: Dialect, dtype: torch.dtype) -> ModuleTensors:
     """Return factors of zeros of a layer whose bias alone changes."""
     out, *cols = place.view.shape
     tensors: dict[str, Tensor] = {
         to.endings["up"]: torch.zeros(out, 1, *(1 for _ in cols[1:]), dtype=dtype),
         to.endings["down"]: torch.zeros(1, *cols, dtype=dtype),
     }
-    return Made(place, tensors, Layer(tensors, FACTORS, 1, 0, 1.0, 0.0, 0.0))
+    return ModuleTensors(place, tensors, Layer(tensors, FACTORS, 1, 0, 1.0, 0.0, 0.0))
 
 
-def together(made: Sequence[Kept], asked: Demands, to: Dialect, keep: Callable[[Made], Kept]) -> list[Kept]:
+def together(
+    modules: Sequence[StoredModule], asked: Demands, to: Dialect, keep: Callable[[ModuleTensors], StoredModule]
+) -> list[StoredModule]:
     """Return the modules, those of a lower rank with zeros up to the largest of all, and with zeros where an expert of
     the same stack has factors. `keep`: lets the bytes of an added one wait."""
     if not asked.rank:
-        return list(made)
-    some = next(m for m in made if m.layer.rank == asked.rank and is_pair(parameter_of(m), to))
-    fill = (m.place.module in asked.low and is_pair(parameter_of(m), to) for m in made)
-    found = [keep(_filled(m, to, asked.rank)) if low else m for m, low in zip(made, fill, strict=True)]
+        return list(modules)
+    some = next(m for m in modules if m.layer.rank == asked.rank and is_pair(parameter_of(m), to))
+    fill = (m.place.module in asked.low and is_pair(parameter_of(m), to) for m in modules)
+    modules_at_rank = [keep(_filled(m, to, asked.rank)) if low else m for m, low in zip(modules, fill, strict=True)]
     dtype = TORCH_DTYPES[some.tensors[to.endings["up"]].dtype]
     for place in asked.zeros:
         out, cols = place.view.matrix
         zeros = {to.endings["up"]: torch.zeros(out, asked.rank, dtype=dtype),
                  to.endings["down"]: torch.zeros(asked.rank, cols, dtype=dtype)}  # fmt: skip
         layer = replace(_layer(zeros, some.layer, asked.rank), squares=0.0, lost=0.0)
-        found.append(keep(Made(place, zeros, layer)))
-    return found
+        modules_at_rank.append(keep(ModuleTensors(place, zeros, layer)))
+    return modules_at_rank
 
 
-def _filled(one: Kept, to: Dialect, rank: int) -> Made:
+def _filled(module: StoredModule, to: Dialect, rank: int) -> ModuleTensors:
     """Return the factors with zeros up to a rank."""
-    up, down = (_tensor(one.tensors[to.endings[slot]]) for slot in ("up", "down"))
-    more = rank - one.layer.rank
-    tensors = {ending: _tensor(e) for ending, e in one.tensors.items()} | {
+    up, down = (_tensor(module.tensors[to.endings[slot]]) for slot in ("up", "down"))
+    more = rank - module.layer.rank
+    tensors = {ending: _tensor(e) for ending, e in module.tensors.items()} | {
         to.endings["up"]: torch.cat((up, up.new_zeros(len(up), more, *up.shape[2:])), 1),
         to.endings["down"]: torch.cat((down, down.new_zeros(more, *down.shape[1:]))),
     }
-    return Made(one.place, tensors, _layer(tensors, one.layer, rank))
+    return ModuleTensors(module.place, tensors, _layer(tensors, module.layer, rank))
 
 
 def _layer(tensors: dict[str, Tensor], like: Layer, rank: int) -> Layer:
@@ -102,61 +105,61 @@ def _tensor(entry: Entry) -> Tensor:
 
 
 def magnitudes(
-    made: Sequence[Kept], places: Sequence[Place], to: Dialect, value: Callable[[Place], Tensor]
-) -> Iterator[Made]:  # fmt: skip
+    modules: Sequence[StoredModule], places: Sequence[Place], to: Dialect, value: Callable[[Place], Tensor]
+) -> Iterator[ModuleTensors]:  # fmt: skip
     """Yield the magnitudes of the layers at these places, which have factors alone. `value`: gives a weight of the
     base."""
     ending, lacking = to.endings.get("magnitude", ""), {id(place) for place in places}
-    for one in (m for m in made if id(m.place) in lacking):
-        weight = value(one.place)
-        table = to.endings.get("table_up", "") in one.tensors
+    for module in (m for m in modules if id(m.place) in lacking):
+        weight = value(module.place)
+        table = to.endings.get("table_up", "") in module.tensors
         names = ("table_up", "table_down") if table else ("up", "down")
-        up, down = (_tensor(one.tensors[to.endings[name]]).double().flatten(1) for name in names)
+        up, down = (_tensor(module.tensors[to.endings[name]]).double().flatten(1) for name in names)
         whole = weight.double().flatten(1) + ((up @ down).mT if table else up @ down)
-        found = whole.norm(dim=0 if table else 1).float().reshape(magnitude_shape(one.place))
-        layer = replace(one.layer, rank=0, squares=0.0, lost=0.0)
-        yield Made(one.place, {ending: found}, replace(layer, tensors={ending: found}))
+        norms = whole.norm(dim=0 if table else 1).float().reshape(magnitude_shape(module.place))
+        layer = replace(module.layer, rank=0, squares=0.0, lost=0.0)
+        yield ModuleTensors(module.place, {ending: norms}, replace(layer, tensors={ending: norms}))
 
 
 def completed(
-    made: Sequence[Kept], there: Iterable[Place], to: Dialect, value: Callable[[Place], Tensor] | None,
-    keep: Callable[[Made], Kept],
-) -> list[Kept]:  # fmt: skip
+    modules: Sequence[StoredModule], places_of: Iterable[Place], to: Dialect, value: Callable[[Place], Tensor] | None,
+    keep: Callable[[ModuleTensors], StoredModule],
+) -> list[StoredModule]:  # fmt: skip
     """Return the modules with what PEFT asks for in addition; FitError where it has no place for them.
 
-    `there`: all parameters in the words of the dialect. `value`: gives that of a parameter that did not change; None
-    where the base is not known. `keep`: lets the bytes of an added one wait.
+    `places_of`: all parameters in the words of the dialect. `value`: gives that of a parameter that did not change;
+    None if the base is not known. `keep`: lets the bytes of an added one wait.
     """
     bias = to.endings.get("up_bias")
     if bias is None:
-        return list(made)
-    asked = demands([parameter_of(m) for m in made], own_places(there), to, known=value is not None)
-    dtypes = {m.place.module: TORCH_DTYPES[m.tensors[bias].dtype] for m in made if bias in m.tensors}
+        return list(modules)
+    asked = demands([parameter_of(m) for m in modules], by_module(places_of), to, known=value is not None)
+    dtypes = {m.place.module: TORCH_DTYPES[m.tensors[bias].dtype] for m in modules if bias in m.tensors}
     added = [keep(factors_of_zeros(place, to, dtypes[place.module])) for place in asked.factors]
     usual = next(iter(dtypes.values()), torch.float32)
     added += [keep(_plain(p, bias, torch.zeros(p.view.matrix[0], dtype=usual))) for p in asked.biases]
     if value is not None:
-        added += [keep(one) for one in magnitudes(made, asked.magnitudes, to, value)]
+        added += [keep(tensors) for tensors in magnitudes(modules, asked.magnitudes, to, value)]
         added += [keep(_plain(p, f".{p.parameter}", as_value(p, value(p)))) for p in asked.values]
-    return together([*made, *added], asked, to, keep)
+    return together([*modules, *added], asked, to, keep)
 
 
-def _plain(place: Place, ending: str, tensor: Tensor) -> Made:
+def _plain(place: Place, ending: str, tensor: Tensor) -> ModuleTensors:
     tensors = {ending: tensor}
-    return Made(place, tensors, Layer(tensors, WHOLE, 0, 0, None, 0.0, 0.0))
+    return ModuleTensors(place, tensors, Layer(tensors, WHOLE, 0, 0, None, 0.0, 0.0))
 
 
-def as_table(made: Made, to: Dialect, *, table: bool) -> Made:
+def as_table(module: ModuleTensors, to: Dialect, *, table: bool) -> ModuleTensors:
     """Return the factors of an embedding as PEFT stores them: both transposed, under other endings. FitError for a
     dialect without such endings, whose loader puts factors on layers alone. `table`: whether they are those of one."""
     down, up = to.endings.get("down", ""), to.endings.get("up", "")
-    if "up_bias" not in to.endings or up not in made.tensors or not table:
-        return made
-    expect_table(made.place, to)
-    others = {ending: value for ending, value in made.tensors.items() if ending not in (down, up)}
+    if "up_bias" not in to.endings or up not in module.tensors or not table:
+        return module
+    expect_table(module.place, to)
+    others = {ending: value for ending, value in module.tensors.items() if ending not in (down, up)}
     turned: Mapping[str, Tensor] = {
-        to.endings["table_down"]: made.tensors[up].mT.contiguous(),
-        to.endings["table_up"]: made.tensors[down].mT.contiguous(),
+        to.endings["table_down"]: module.tensors[up].mT.contiguous(),
+        to.endings["table_up"]: module.tensors[down].mT.contiguous(),
         **others,
     }
-    return Made(made.place, turned, made.layer)
+    return ModuleTensors(module.place, turned, module.layer)

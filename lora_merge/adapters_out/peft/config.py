@@ -23,7 +23,7 @@ from .kronecker import TO_LORA, settings
 
 if TYPE_CHECKING:
     from ..groups import Place
-    from ..module_tensors import Kept
+    from ..module_tensors import StoredModule
 
 EXPERT: Final = re.compile(r"\.experts\.\d+\.")
 """In names of layers of one expert. Factors of all experts of a layer are what PEFT 0.19 and later stack themselves;
@@ -64,37 +64,37 @@ def task_type(model: Mapping[str, Any]) -> str | None:
 
 def expect_one(components: Iterable[str], what: str) -> None:
     """Raise UsageError for several components, which one folder cannot hold; `what` says where they are from."""
-    found = sorted({*components})
-    if len(found) > 1:
-        raise UsageError(f"a folder of PEFT is for one component, {what} {', '.join(found)}", "--include",
-                         f"write a folder for each: {' -o FOLDER, then '.join(f'--include {c}' for c in found)}"
+    names = sorted({*components})
+    if len(names) > 1:
+        raise UsageError(f"a folder of PEFT is for one component, {what} {', '.join(names)}", "--include",
+                         f"write a folder for each: {' -o FOLDER, then '.join(f'--include {c}' for c in names)}"
                          " -o OTHER")  # fmt: skip
 
 
-def config(made: Sequence[Kept], before: Mapping[str, Any], there: Sequence[Place]) -> dict[str, Any]:
+def config(modules: Sequence[StoredModule], before: Mapping[str, Any], places: Sequence[Place]) -> dict[str, Any]:
     """Return the configuration: the most frequent rank, patterns for the others; only entries that PEFT 0.13 knows.
 
-    `there`: all parameters of the model that are known.
+    `places`: all parameters of the model that are known.
     """
-    whole = sorted(whole_modules(((m.place, m.tensors) for m in made), there))
-    kinds = {m.layer.algorithm if m.layer.algorithm in PRODUCTS else FACTORS for m in made if m.layer.rank}
+    whole = sorted(whole_modules(((m.place, m.tensors) for m in modules), places))
+    kinds = {m.layer.algorithm if m.layer.algorithm in PRODUCTS else FACTORS for m in modules if m.layer.rank}
     if len(kinds) > 1:
         raise FitError("a folder of PEFT is for one algorithm", ", ".join(sorted(kinds)), TO_LORA)
     if kinds & {*PRODUCTS}:
-        return _of_products(made, before, there, whole)
-    ranks = {m.place.module: m.layer.rank for m in made if m.layer.rank}
+        return _of_products(modules, before, places, whole)
+    ranks = {m.place.module: m.layer.rank for m in modules if m.layer.rank}
     of_experts = [rank for name, rank in ranks.items() if EXPERT.search(name)]  # `rank_pattern` is not for them
     usual = Counter(of_experts or ranks.values()).most_common(1)[0][0] if ranks else 1
     others = {_pattern(name): rank for name, rank in ranks.items() if rank != usual}
     return {
         "peft_type": "LORA", "inference_mode": True,
         **_kept(before), "r": usual, "lora_alpha": usual, "rank_pattern": others, "alpha_pattern": others,
-        "target_modules": _targets(ranks, there) or NO_LAYER, "modules_to_save": whole or None,
-        "use_rslora": False, "use_dora": any("magnitude" in e for m in made for e in m.tensors),
-        "bias": _bias(made, whole),
-        "lora_dropout": 0.0, FLAG: before.get(FLAG) or any(m.place.view.row_slices[0].transposed for m in made),
+        "target_modules": _targets(ranks, places) or NO_LAYER, "modules_to_save": whole or None,
+        "use_rslora": False, "use_dora": any("magnitude" in e for m in modules for e in m.tensors),
+        "bias": _bias(modules, whole),
+        "lora_dropout": 0.0, FLAG: before.get(FLAG) or any(m.place.view.row_slices[0].transposed for m in modules),
         "init_lora_weights": True,
-        **({BIASED: True} if any(".lora_B.bias" in m.tensors for m in made) else {}),
+        **({BIASED: True} if any(".lora_B.bias" in m.tensors for m in modules) else {}),
     }  # fmt: skip
 
 
@@ -112,16 +112,17 @@ def differing_ranks(config: Mapping[str, Any] | None) -> list[Note]:
 def _kept(before: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a configuration says of the model: it is as true of the output. PEFT chooses the class that loads an
     adapter by its task, or else by `auto_mapping`."""
-    found = {name: before.get(name) for name in ("task_type", "base_model_name_or_path", "revision")}
-    return {**found, **({AUTO: before[AUTO]} if isinstance(before.get(AUTO), dict) else {})}
+    entries = {name: before.get(name) for name in ("task_type", "base_model_name_or_path", "revision")}
+    return {**entries, **({AUTO: before[AUTO]} if isinstance(before.get(AUTO), dict) else {})}
 
 
-def whole_modules(made: Iterable[tuple[Place, Collection[str]]], there: Iterable[Place]) -> set[str]:
+def whole_modules(modules: Iterable[tuple[Place, Collection[str]]], places: Iterable[Place]) -> set[str]:
     """Return the modules that a folder replaces as a whole: those with a new weight, and norms. A bias without a weight
-    beside it, such as that of BERT's head, is none of a norm. `made`: parameters, and the endings of their tensors."""
-    weights = {p.module for p in there if p.parameter == "weight"}
+    beside it, such as that of BERT's head, is none of a norm.
+    `modules`: parameters, and the endings of their tensors."""
+    weights = {p.module for p in places if p.parameter == "weight"}
     return {
-        place.module for place, endings in made
+        place.module for place, endings in modules
         if ".weight" in endings or (BIAS in endings and place.norm and place.module in weights)
     }  # fmt: skip
 
@@ -131,34 +132,34 @@ def magnitude_shape(place: Place) -> tuple[int, ...]:
     return (1, -1, *(1 for _ in place.view.shape[2:])) if len(place.view.shape) > 2 else (-1,)
 
 
-def _bias(made: Iterable[Kept], whole: Collection[str]) -> str:
+def _bias(modules: Iterable[StoredModule], whole: Collection[str]) -> str:
     """Return which biases the folder has: those of layers with factors, others too, or none."""
-    if any(BIAS in m.tensors and m.place.module not in whole for m in made):
+    if any(BIAS in m.tensors and m.place.module not in whole for m in modules):
         return "all"
-    return "lora_only" if any(WRAPPED in m.tensors for m in made) else "none"
+    return "lora_only" if any(WRAPPED in m.tensors for m in modules) else "none"
 
 
 def _of_products(
-    made: Sequence[Kept], before: Mapping[str, Any], there: Iterable[Place], whole: Sequence[str]
+    modules: Sequence[StoredModule], before: Mapping[str, Any], places: Iterable[Place], whole: Sequence[str]
 ) -> dict[str, Any]:  # fmt: skip
     """Return the configuration of a folder of LoHa or of LoKr."""
-    own = [m for m in made if m.layer.rank]
-    ranks = {m.place.module: m.layer.rank for m in own}
-    alphas = {m.place.module: m.layer.alpha for m in own}
+    factored = [m for m in modules if m.layer.rank]
+    ranks = {m.place.module: m.layer.rank for m in factored}
+    alphas = {m.place.module: m.layer.alpha for m in factored}
     usual, alpha = (Counter(numbers.values()).most_common(1)[0][0] for numbers in (ranks, alphas))
     return {
-        "peft_type": own[0].layer.algorithm.upper(), "inference_mode": True,
-        **_kept(before), "r": usual, "alpha": alpha, **settings(own), "target_modules": _targets(ranks, there),
+        "peft_type": factored[0].layer.algorithm.upper(), "inference_mode": True,
+        **_kept(before), "r": usual, "alpha": alpha, **settings(factored), "target_modules": _targets(ranks, places),
         "rank_pattern": {_pattern(name): rank for name, rank in ranks.items() if rank != usual},
         "alpha_pattern": {_pattern(name): number for name, number in alphas.items() if number != alpha},
         "modules_to_save": whole or None,
     }  # fmt: skip
 
 
-def _targets(chosen: Collection[str], there: Iterable[Place]) -> str | list[str]:
+def _targets(chosen: Collection[str], places: Iterable[Place]) -> str | list[str]:
     """Return the layers with factors: PEFT compares the names of a list with the ends of all names, and a text as a
     pattern with whole names. Flux has a proj_out of its own, and one in each block."""
-    others = {p.module for p in there}.difference(chosen)
+    others = {p.module for p in places}.difference(chosen)
     ends = {name[dot.end() :] for name in others for dot in re.finditer(r"\.", name)}
     return sorted(chosen) if ends.isdisjoint(chosen) else "|".join(map(re.escape, sorted(chosen)))
 
@@ -179,8 +180,8 @@ def is_table(place: Place, shares: Sequence[Share] = (), tables: Collection[str]
     """Return whether a parameter is a table of embeddings: an adapter has factors of one, or its name is that of one.
 
     `tables`: the modules of the adapter that are known to be tables."""
-    own = (s.patch for s in shares)
-    trained = any(ALGORITHMS[p.algorithm].of_table or p.module.name in tables for p in own)
+    patches = (s.patch for s in shares)
+    trained = any(ALGORITHMS[p.algorithm].layout == "table" or p.module.name in tables for p in patches)
     return len(place.view.shape) == 2 and (trained or TABLE.search(place.module) is not None)
 
 

@@ -26,7 +26,7 @@ from ..job import GIVE_BASE
 from .config import BIAS, EXPERT, whole_modules
 
 if TYPE_CHECKING:
-    from ..module_tensors import Kept
+    from ..module_tensors import StoredModule
 
 KOHYA: Final = "use kohya or comfy"
 NO_FORM: Final = "without the base, PEFT has no place for the change of this bias"
@@ -36,7 +36,7 @@ NAMES: Final = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 """Layers of an expert. The first two are one parameter in memory, which PEFT finds only where the third has factors
 too."""
 
-Own: TypeAlias = Mapping[tuple[str, str], Place]
+Places: TypeAlias = Mapping[tuple[str, str], Place]
 """(module, parameter) → its place, of all parameters that are known."""
 
 
@@ -60,121 +60,126 @@ class Demands(NamedTuple):
     zeros: list[Place]  # experts that get factors of zeros
 
 
-def parameter_of(one: Kept) -> Parameter:
+def parameter_of(module: StoredModule) -> Parameter:
     """Return the rank of a parameter and the endings of its tensors."""
-    return Parameter(one.place, one.layer.rank, frozenset(one.tensors))
+    return Parameter(module.place, module.layer.rank, frozenset(module.tensors))
 
 
-def own_places(there: Iterable[Place]) -> Own:
+def by_module(places: Iterable[Place]) -> Places:
     """Return all parameters by their names."""
-    return {(p.module, p.parameter): p for p in there}
+    return {(p.module, p.parameter): p for p in places}
 
 
-def new_biases(made: Sequence[Parameter], own: Own, to: Dialect, *, known: bool) -> list[Place]:
+def new_biases(parameters: Sequence[Parameter], places: Places, to: Dialect, *, known: bool) -> list[Place]:
     """Return the changed biases that are written as new values, as no factor can hold their changes. `known`: whether
     the base is; UsageError if it has to be."""
     ending = to.endings.get("up_bias")
-    changed = [m.place for m in made if ending in m.endings and not m.rank]
+    changed = [m.place for m in parameters if ending in m.endings and not m.rank]
     if not changed:
         return []
     if not to.folder:
-        if any(to.endings["magnitude"] in m.endings for m in made):
+        if any(to.endings["magnitude"] in m.endings for m in parameters):
             raise FitError(f"{to.name} has no place for biases beside DoRA", changed[0].label, KOHYA)
         return []
-    factored = {m.place.module for m in made if m.rank}
-    whole = whole_modules(((m.place, m.endings) for m in made), own.values())
-    values = any(BIAS in m.endings and m.place.module not in whole for m in made)
-    biased = not known or all((name, "bias") in own for name in factored)
-    if biased and not values and not _refuses(made, changed, factored):
+    factored = {m.place.module for m in parameters if m.rank}
+    whole = whole_modules(((m.place, m.endings) for m in parameters), places.values())
+    values = any(BIAS in m.endings and m.place.module not in whole for m in parameters)
+    biased = not known or all((name, "bias") in places for name in factored)
+    if biased and not values and not _refuses(parameters, changed, factored):
         return []
     if not known:
         raise UsageError(NO_FORM, changed[0].label, GIVE_BASE)
     return changed
 
 
-def _refuses(made: Sequence[Parameter], changed: Sequence[Place], factored: set[str]) -> bool:
+def _refuses(parameters: Sequence[Parameter], changed: Sequence[Place], factored: set[str]) -> bool:
     """Return whether PEFT has no biases of factors beside these modules."""
-    endings = {ending for m in made for ending in m.endings}
+    endings = {ending for m in parameters for ending in m.endings}
     others = any("magnitude" in e or "embedding" in e or e.startswith((".hada", ".lokr")) for e in endings)
     return others or any(EXPERT.search(n) for n in factored) or not {p.module for p in changed} <= factored
 
 
-def demands(made: Sequence[Parameter], own: Own, to: Dialect, *, known: bool) -> Demands:
-    """Return what the modules need in addition; FitError where a dialect has no place for it. `own`: all parameters in
-    the words of the dialect. `known`: whether the base is; UsageError if it has to be."""
+def demands(parameters: Sequence[Parameter], places: Places, to: Dialect, *, known: bool) -> Demands:
+    """Return what the modules need in addition; FitError if a dialect has no place for it.
+
+    `places`: all parameters in the words of the dialect. `known`: whether the base is; UsageError if it has to be.
+    """
     bias = to.endings.get("up_bias")
     if bias is None:
         return Demands([], [], [], [], 0, frozenset(), [])
-    factored = {m.place.module for m in made if m.rank}
-    biased = {m.place.module for m in made if bias in m.endings}
-    whole = whole_modules(((m.place, m.endings) for m in made), own.values())
+    factored = {m.place.module for m in parameters if m.rank}
+    biased = {m.place.module for m in parameters if bias in m.endings}
+    whole = whole_modules(((m.place, m.endings) for m in parameters), places.values())
     _check(factored, whole, to)
-    there = {(m.place.module, m.place.parameter) for m in made if f".{m.place.parameter}" in m.endings}
+    whole_parameters = {(m.place.module, m.place.parameter) for m in parameters if f".{m.place.parameter}" in m.endings}
     return Demands(
-        _without_factors(made, own, to),
-        [own.get((m, "bias"), own[m, "weight"]) for m in sorted(factored - biased) if biased],  # some models lack one
-        _without_dora(made, to, known=known),
-        [place for key, place in own.items() if known and key[0] in whole and key not in there],
-        *_of_one_rank(made, own.values(), to),
+        _without_factors(parameters, places, to),
+        [
+            places.get((m, "bias"), places[m, "weight"]) for m in sorted(factored - biased) if biased
+        ],  # some models lack one
+        _without_dora(parameters, to, known=known),
+        [place for key, place in places.items() if known and key[0] in whole and key not in whole_parameters],
+        *_of_one_rank(parameters, places.values(), to),
     )
 
 
 def _check(factored: set[str], whole: set[str], to: Dialect) -> None:
     """Raise FitError where a dialect has no place for these modules."""
-    if one := next((m for m in sorted(whole) if to.whole and EXPERT.search(m)), None):
-        raise FitError(f"{to.name} has no module for whole values of one expert: transformers stacks all of them", one,
+    if expert := next((m for m in sorted(whole) if to.whole and EXPERT.search(m)), None):
+        raise FitError(f"{to.name} has no module for whole values of one expert: transformers stacks all of them",
+                       expert,
                        "bring it to LoRA: --algorithm lora --rank RULE, or write another format (kohya)")  # fmt: skip
     if both := next((m for m in sorted(whole & factored)), None):
         raise FitError(f"{to.name} stores a layer as factors or as whole tensors; this one needs both", both, KOHYA)
 
 
-def _without_factors(made: Sequence[Parameter], own: Own, to: Dialect) -> list[Place]:
+def _without_factors(parameters: Sequence[Parameter], places: Places, to: Dialect) -> list[Place]:
     """Return the layers whose bias alone changes: without factors it has no place in a file of diffusers."""
-    ending, found = to.endings.get("up_bias"), []
-    factored = {m.place.module for m in made if m.rank}
-    for module in (m.place.module for m in made if ending in m.endings and m.place.module not in factored):
-        place = own.get((module, "weight"))
+    ending, missing = to.endings.get("up_bias"), []
+    factored = {m.place.module for m in parameters if m.rank}
+    for module in (m.place.module for m in parameters if ending in m.endings and m.place.module not in factored):
+        place = places.get((module, "weight"))
         if place is None or len(place.view.shape) < 2:
             raise FitError(f"{to.name} has a place for the bias of a layer only beside factors of its weight", module,
                            KOHYA)  # fmt: skip
-        found.append(place)
-    return found
+        missing.append(place)
+    return missing
 
 
-def _without_dora(made: Sequence[Parameter], to: Dialect, *, known: bool) -> list[Place]:
+def _without_dora(parameters: Sequence[Parameter], to: Dialect, *, known: bool) -> list[Place]:
     """Return the layers with factors and without magnitudes, where others have them."""
     ending = to.endings.get("magnitude", "")
-    if not any(ending in m.endings for m in made):
+    if not any(ending in m.endings for m in parameters):
         return []
-    lacking = [m.place for m in made if m.rank and ending not in m.endings]
+    lacking = [m.place for m in parameters if m.rank and ending not in m.endings]
     if lacking and not known:
         raise UsageError(NO_DORA, lacking[0].label, GIVE_BASE)
     return lacking
 
 
 def _of_one_rank(
-    made: Sequence[Parameter], there: Iterable[Place], to: Dialect
+    parameters: Sequence[Parameter], places: Iterable[Place], to: Dialect
 ) -> tuple[int, frozenset[str], list[Place]]:  # fmt: skip
     """Return the rank of all experts or layers, those of a lower one, and experts without factors in their stacks."""
-    pairs = {m.place.module: m.rank for m in made if to.folder and is_pair(m, to)}
+    pairs = {m.place.module: m.rank for m in parameters if to.folder and is_pair(m, to)}
     experts = {module: rank for module, rank in pairs.items() if EXPERT.search(module)}
-    own = pairs if to.one_rank else experts
-    if not own:
+    alike = pairs if to.one_rank else experts
+    if not alike:
         return 0, frozenset(), []
-    rank, leaves = max(own.values()), {_leaf(module) for module in experts}
+    rank, leaves = max(alike.values()), {_leaf(module) for module in experts}
     stacked = {leaf for names in NAMES for leaf in (names if leaves & {*names[:2]} else leaves & {*names})}
     zeros = [
         place
-        for place in there
+        for place in places
         if place.parameter == "weight" and EXPERT.search(place.module) and _leaf(place.module) in stacked
-        and place.module not in own
+        and place.module not in alike
     ]  # fmt: skip
-    return rank, frozenset(name for name, own_rank in own.items() if own_rank < rank), zeros
+    return rank, frozenset(name for name, own_rank in alike.items() if own_rank < rank), zeros
 
 
-def is_pair(one: Parameter, to: Dialect) -> bool:
+def is_pair(parameter: Parameter, to: Dialect) -> bool:
     """Return whether a module is stored as the factors of LoRA."""
-    return one.place.parameter == "weight" and {to.endings["up"], to.endings["down"]} <= one.endings
+    return parameter.place.parameter == "weight" and {to.endings["up"], to.endings["down"]} <= parameter.endings
 
 
 def _leaf(module: str) -> str:

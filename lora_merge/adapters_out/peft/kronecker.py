@@ -14,7 +14,7 @@ from ...algorithms.loha import LOHA
 from ...errors import FitError
 
 if TYPE_CHECKING:
-    from ..module_tensors import Kept
+    from ..module_tensors import StoredModule
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 """Ending → shape of a layer's tensors."""
@@ -22,9 +22,9 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 TO_LORA: Final = "bring it to LoRA: --algorithm lora, with --rank where it is not low-rank"
 
 
-def shapes_of(made: Kept) -> dict[str, tuple[int, ...]]:
+def shapes_of(module: StoredModule) -> dict[str, tuple[int, ...]]:
     """Return ending → shape of the stored tensors."""
-    return {ending: entry.shape for ending, entry in made.tensors.items()}
+    return {ending: entry.shape for ending, entry in module.tensors.items()}
 
 
 def rank_of(shapes: Shapes) -> int:
@@ -35,26 +35,26 @@ def rank_of(shapes: Shapes) -> int:
     return -(-max(shapes[".lokr_w2"][:2]) // 2)
 
 
-def settings(made: Sequence[Kept]) -> dict[str, Any]:
+def settings(modules: Sequence[StoredModule]) -> dict[str, Any]:
     """Return the entries for these layers, all of one algorithm; FitError where no configuration gives their shapes."""
-    own = {m.place.label: shapes_of(m) for m in made}
-    folded = {any(ending.endswith(("_t1", "_t2")) for ending in s) for m, s in zip(made, own.values(), strict=True)
-              if m.place.kernel}  # fmt: skip
+    shapes = {m.place.label: shapes_of(m) for m in modules}
+    of_kernels = [s for m, s in zip(modules, shapes.values(), strict=True) if m.place.kernel]
+    folded = {any(ending.endswith(("_t1", "_t2")) for ending in s) for s in of_kernels}
     if len(folded) > 1:
-        raise FitError("PEFT gives all convolutions a core or none", made[0].place.label, TO_LORA)
+        raise FitError("PEFT gives all convolutions a core or none", modules[0].place.label, TO_LORA)
     common = {"rank_dropout": 0.0, "module_dropout": 0.0, "init_weights": True,
               "use_effective_conv2d": folded == {True}}  # fmt: skip
-    if made[0].layer.algorithm == LOHA.name:
+    if modules[0].layer.algorithm == LOHA.name:
         return common
-    if line := next((m for m in made if len(shapes_of(m).get(".lokr_w2", ())) == 3), None):
+    if line := next((m for m in modules if len(shapes_of(m).get(".lokr_w2", ())) == 3), None):
         raise FitError("PEFT pairs other axes of a kernel in one dimension", line.place.label, TO_LORA)
-    both = any(".lokr_w1_a" in s for s in own.values())
-    factors = (-1, *sorted({n for s in own.values() for n in _first(s)}))  # near the root, or a size of some w1
-    found = next((f for f in factors if all(_fits(m, f, both=both) for m in made)), None)
-    if found is None:
+    both = any(".lokr_w1_a" in s for s in shapes.values())
+    factors = (-1, *sorted({n for s in shapes.values() for n in _first(s)}))  # near the root, or a size of some w1
+    factor = next((f for f in factors if all(_fits(m, f, both=both) for m in modules)), None)
+    if factor is None:
         raise FitError("PEFT has one rule for the factors of all layers, which these do not follow",
-                       made[0].place.label, TO_LORA)  # fmt: skip
-    return {**common, "decompose_both": both, "decompose_factor": found, "rank_dropout_scale": False}
+                       modules[0].place.label, TO_LORA)  # fmt: skip
+    return {**common, "decompose_both": both, "decompose_factor": factor, "rank_dropout_scale": False}
 
 
 def _first(shapes: Shapes) -> tuple[int, int]:
@@ -64,13 +64,13 @@ def _first(shapes: Shapes) -> tuple[int, int]:
     return shapes[".lokr_w1_a"][0], shapes[".lokr_w1_b"][1]
 
 
-def _fits(made: Kept, factor: int, *, both: bool) -> bool:
+def _fits(module: StoredModule, factor: int, *, both: bool) -> bool:
     """Return whether PEFT makes the shapes of a layer with this `decompose_factor`, and the rank `rank_of`."""
-    shapes, (out, cols) = shapes_of(made), made.place.view.shape[:2]
+    shapes, (out, cols) = shapes_of(module), module.place.view.shape[:2]
     rank, (l, m) = rank_of(shapes), _first(shapes)  # noqa: E741
     whole = ".lokr_w1" in shapes, ".lokr_w2" in shapes
-    wanted = not (both and rank < max(l, m) / 2), not rank < max(out // l, cols // m) / 2
-    return split(out, factor) == (l, out // l) and split(cols, factor) == (m, cols // m) and whole == wanted
+    needs = not (both and rank < max(l, m) / 2), not rank < max(out // l, cols // m) / 2
+    return split(out, factor) == (l, out // l) and split(cols, factor) == (m, cols // m) and whole == needs
 
 
 def split(size: int, factor: int) -> tuple[int, int]:

@@ -38,7 +38,7 @@ from ...algorithms import COUNT
 from ...dtypes import Shape
 from ...errors import InputError
 from ...files.yaml_source import LOADER, check_depth, read_text
-from .notation import BadRow, Row, Table, parse
+from .notation import BadRow, Row, RowTable, parse
 
 FOLDER: Final = Path(__file__).parent
 IN_SHARDS: Final = " in shards"
@@ -97,9 +97,9 @@ class Architecture:
         return [(re.compile(_BEFORE + _pattern(name)), rf"\g<before>{_NUMBER.sub(_GROUP, new)}") for name, new in rows]
 
     @cached_property
-    def spellings(self) -> Mapping[str, Table]:
+    def spellings(self) -> Mapping[str, RowTable]:
         """Layout or `spellings` → its table; made on first use."""
-        return MappingProxyType({n: Table(self._rows(n)) for n in self.tables})
+        return MappingProxyType({n: RowTable(self._rows(n)) for n in self.tables})
 
     def _rows(self, table: str, without: Set[str] = frozenset()) -> list[Row]:
         rows: list[Row] = []

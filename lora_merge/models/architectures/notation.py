@@ -56,7 +56,7 @@ class BadRow(ValueError):
 
 
 @dataclass(frozen=True)
-class Part:
+class RowPart:
     """One part of a row's canonical side."""
 
     path: NamePath
@@ -70,7 +70,7 @@ class Row:
     """One row without arithmetic and alternatives. Rows are compared by identity: millions of lookups hash them."""
 
     name: NamePath
-    parts: tuple[Part, ...]
+    parts: tuple[RowPart, ...]
     stack: str | None = None  # the variable that numbers the matrices of a stack
     block: int = 0  # rows of each part in turn; 0: the rows of each part are consecutive
 
@@ -182,7 +182,7 @@ def _row(name: str, canonical: str) -> Row:
     return Row(tuple(name.split(".")), parts, next(iter(right - left), None), block)
 
 
-def _parts(canonical: str) -> Iterator[Part]:
+def _parts(canonical: str) -> Iterator[RowPart]:
     sign, before, inner, after = "", "", canonical.strip(), ""
     if m := _LIST.fullmatch(inner):
         sign, before, inner, after = m.groups()
@@ -193,12 +193,12 @@ def _parts(canonical: str) -> Iterator[Part]:
         path = tuple(f"{before}{m[2]}{after}".split("."))
         mark, sized = sign or m[1], m[4] is not None
         if mark == "~":
-            yield from (Part(path, 1), Part(path, 0))
+            yield from (RowPart(path, 1), RowPart(path, 0))
         else:
-            yield Part(path, "<>".index(m[3]) if m[3] else None, sized, mark == "^")
+            yield RowPart(path, "<>".index(m[3]) if m[3] else None, sized, mark == "^")
 
 
-class Table:
+class RowTable:
     """Rows with lookups from both sides. A lookup costs one dict access per path segment."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
@@ -212,15 +212,15 @@ class Table:
         self._rows = rows
         self._longest = max((len(path) for path in (*self._names, *self._parts)), default=0)
 
-    def settled(self, names: Iterable[str]) -> Table:
+    def settled(self, names: Iterable[str]) -> RowTable:
         """Return the table with `{last}` replaced by the highest number in these names."""
-        return Table([*self.closed._rows, *self.last_rows(names)]) if self.closed is not self else self
+        return RowTable([*self.closed._rows, *self.last_rows(names)]) if self.closed is not self else self
 
     @cached_property
-    def closed(self) -> Table:
+    def closed(self) -> RowTable:
         """The table without the rows for the last block alone."""
         rows = [row for row in self._rows if LAST not in row.name]
-        return Table(rows) if len(rows) < len(self._rows) else self
+        return RowTable(rows) if len(rows) < len(self._rows) else self
 
     def last_rows(self, names: Iterable[str]) -> list[Row]:
         """Return the rows for the last block alone, with the highest number in these names as its number."""

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from ..grids import Floats, Grid, Table
+from ..grids import Floats, Grid, LevelTable
 from ..reference.floats import Array, decode
 
 
@@ -75,8 +75,8 @@ def turned(size: int) -> Any:
 
 
 @cache
-def _integers(ends: tuple[int, int]) -> Table:
-    return Table(np.arange(ends[0], ends[1] + 1))
+def _integers(ends: tuple[int, int]) -> LevelTable:
+    return LevelTable(np.arange(ends[0], ends[1] + 1))
 
 
 def scaled(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tuple[Array, Grid]:
@@ -99,7 +99,7 @@ def bytes_of_fnuz(raw: Mapping[str, Any], encoding: Any, _: int, __: int) -> tup
 
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
-LEVELS = Table(E2M1)
+LEVELS = LevelTable(E2M1)
 
 
 def nibbles(raw: Any, table: Array, *, high_first: bool) -> Array:
@@ -147,7 +147,7 @@ def packed_ints(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tu
         words = np.frombuffer(raw["zero"], np.uint8).reshape(-1, across, 4).transpose(1, 0, 2).reshape(across, -1)
         zero = _unpacked(words, bits, dense=encoding.dense).T[:rows, column] - half
         shift = (-zero * scale).reshape(-1)
-    grid = Table(np.arange(-half + encoding.signed, half))
+    grid = LevelTable(np.arange(-half + encoding.signed, half))
     return levels.reshape(-1).astype(np.float64), Grid(grid, scale.reshape(-1), shift, turned(encoding.rotation))
 
 
@@ -172,7 +172,7 @@ def bnb4(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Arr
     if not (np.isfinite(scale).all() and np.isfinite(maps).all()) or (not encoding.nested and (scale < 0).any()):
         raise BadPart("a scale or a number of a map is negative or not a finite number")
     levels = nibbles(raw["codes"], table, high_first=True)[:count]
-    return levels, Grid(Table(table), scale[np.arange(count) // encoding.size])
+    return levels, Grid(LevelTable(table), scale[np.arange(count) // encoding.size])
 
 
 def transposed(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tuple[Array, Grid]:
@@ -196,7 +196,7 @@ def transposed(raw: Mapping[str, Any], encoding: Any, first: int, count: int) ->
         zero = _unpacked(of_groups, bits, dense=True)[group, row] + int(encoding.plus_one)
     spread = np.broadcast_to(scale[group, row], level.shape).reshape(-1)
     levels = (level - zero).reshape(-1).astype(np.float64)
-    return levels, Grid(Table(np.arange(-mask - 1, mask + 1)), spread)
+    return levels, Grid(LevelTable(np.arange(-mask - 1, mask + 1)), spread)
 
 
 def halves(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tuple[Array, Grid]:
@@ -211,7 +211,7 @@ def halves(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tup
     group = number % cols if encoding.across else number // cols
     shift = -zero * scale if encoding.high_first else -zero
     values = levels.ravel()[first : first + count].astype(np.float64)
-    return values, Grid(Table(np.arange(2**bits)), scale[group], shift[group])
+    return values, Grid(LevelTable(np.arange(2**bits)), scale[group], shift[group])
 
 
 def _finite(raw: Mapping[str, Any], role: str, dtype: str) -> Array:
@@ -244,7 +244,7 @@ def grouped(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[
     group = np.repeat(_finite(raw, "scale", encoding.kind), encoding.size)
     whole = np.rint(np.clip((level[codes] * group).astype(np.float32), -127, 127)).astype(np.float64)
     row = np.repeat(_finite(raw, "row", "F32"), encoding.cols)
-    return whole, Grid(Table(np.arange(-127, 128)), row, 0.0, turned(encoding.rotation))
+    return whole, Grid(LevelTable(np.arange(-127, 128)), row, 0.0, turned(encoding.rotation))
 
 
 def columns(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tuple[Array, Grid]:
@@ -254,7 +254,7 @@ def columns(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tu
     row, column = np.divmod(np.arange(first, first + count), cols)
     group = column // (cols // len(scale))
     levels = nibbles(raw["codes"], np.arange(-8.0, 8.0), high_first=False)
-    return levels, Grid(Table(np.arange(-8, 8)), scale[group, row], zero[group, row])
+    return levels, Grid(LevelTable(np.arange(-8, 8)), scale[group, row], zero[group, row])
 
 
 Decoder: TypeAlias = Callable[[Mapping[str, Any], Any, int, int], tuple[Array, Grid]]
@@ -312,7 +312,7 @@ def sums(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Arr
 
     shift = spread("zero") if "zero" in raw else np.zeros(count)
     product, size = _product(raw, encoding)
-    grid = Floats(encoding.dtype) if encoding.dtype.startswith("F8") else Table(np.arange(-128, 256))
+    grid = Floats(encoding.dtype) if encoding.dtype.startswith("F8") else LevelTable(np.arange(-128, 256))
     return levels, Grid(grid, spread("scale"), shift + product, turned(encoding.rotation), np.abs(shift) + size)
 
 
@@ -324,4 +324,4 @@ def streams(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[
     if not (np.isfinite(scale) & np.isfinite(bias)).all():
         raise BadPart("a scale or a bias is not a finite number")
     group = np.arange(count) // encoding.group
-    return levels.astype(np.float64), Grid(Table(np.arange(2**encoding.bits)), scale[group], bias[group])
+    return levels.astype(np.float64), Grid(LevelTable(np.arange(2**encoding.bits)), scale[group], bias[group])

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ..grids import Floats, Grid, Table
+from ..grids import Floats, Grid, LevelTable
 from ..reference.floats import Array, decode
 from .codes import BadPart
 from .grids import ordered
@@ -21,7 +21,7 @@ Field = tuple[int, int, int]
 """(byte, shift, bits)."""
 
 
-class Form(NamedTuple):
+class BlockForm(NamedTuple):
     """One type: the elements and bytes of a block, where the code of element i is, and the levels of the codes."""
 
     elements: int
@@ -133,30 +133,35 @@ def _count(first: int, codes: int) -> tuple[float, ...]:
     return tuple(float(first + n) for n in range(codes))
 
 
-FORMS: Final[Mapping[str, Form]] = MappingProxyType({
-    "Q4_0": Form(32, 18, _nibble(2), _count(-8, 16), _d),
-    "Q4_1": Form(32, 20, _nibble(4), _count(0, 16), _d_and_m),
-    "Q5_0": Form(32, 22, _fifth(6, 2), _count(-16, 32), _d),
-    "Q5_1": Form(32, 24, _fifth(8, 4), _count(0, 32), _d_and_m),
-    "Q8_0": Form(32, 34, lambda i: ((2 + i, 0, 8),), (*_count(0, 128), *_count(-128, 128)), _d),
-    "Q2_K": Form(256, 84, lambda i: ((16 + 32 * (i // 128) + i % 32, 2 * (i % 128 // 32), 2),), _count(0, 4),
+FORMS: Final[Mapping[str, BlockForm]] = MappingProxyType({
+    "Q4_0": BlockForm(32, 18, _nibble(2), _count(-8, 16), _d),
+    "Q4_1": BlockForm(32, 20, _nibble(4), _count(0, 16), _d_and_m),
+    "Q5_0": BlockForm(32, 22, _fifth(6, 2), _count(-16, 32), _d),
+    "Q5_1": BlockForm(32, 24, _fifth(8, 4), _count(0, 32), _d_and_m),
+    "Q8_0": BlockForm(32, 34, lambda i: ((2 + i, 0, 8),), (*_count(0, 128), *_count(-128, 128)), _d),
+    "Q2_K": BlockForm(256, 84, lambda i: ((16 + 32 * (i // 128) + i % 32, 2 * (i % 128 // 32), 2),), _count(0, 4),
                  _four_bits),
-    "Q3_K": Form(256, 110, lambda i: ((32 + 32 * (i // 128) + i % 32, 2 * (i % 128 // 32), 2), (i % 32, i // 32, 1)),
+    "Q3_K": BlockForm(256, 110,
+                      lambda i: ((32 + 32 * (i // 128) + i % 32, 2 * (i % 128 // 32), 2), (i % 32, i // 32, 1)),
                  _count(-4, 8), _q3),
-    "Q4_K": Form(256, 144, lambda i: ((16 + 32 * (i // 64) + i % 32, 4 * (i % 64 // 32), 4),), _count(0, 16),
+    "Q4_K": BlockForm(256, 144, lambda i: ((16 + 32 * (i // 64) + i % 32, 4 * (i % 64 // 32), 4),), _count(0, 16),
                  _six_bits),
-    "Q5_K": Form(256, 176, lambda i: ((48 + 32 * (i // 64) + i % 32, 4 * (i % 64 // 32), 4), (16 + i % 32, i // 32, 1)),
+    "Q5_K": BlockForm(256, 176,
+                      lambda i: ((48 + 32 * (i // 64) + i % 32, 4 * (i % 64 // 32), 4), (16 + i % 32, i // 32, 1)),
                  _count(0, 32), _six_bits),
-    "Q6_K": Form(256, 210, lambda i: ((64 * (i // 128) + i % 64, 4 * (i % 128 // 64), 4),
+    "Q6_K": BlockForm(256, 210, lambda i: ((64 * (i // 128) + i % 64, 4 * (i % 128 // 64), 4),
                                       (128 + 32 * (i // 128) + i % 32, 2 * (i % 128 // 32), 2)), _count(-32, 64), _q6),
-    "IQ4_NL": Form(32, 18, _nibble(2), LEVELS_OF_FOUR_BITS, _d),
-    "IQ4_XS": Form(256, 136, lambda i: ((8 + 16 * (i // 32) + i % 16, 4 * (i % 32 // 16), 4),), LEVELS_OF_FOUR_BITS,
+    "IQ4_NL": BlockForm(32, 18, _nibble(2), LEVELS_OF_FOUR_BITS, _d),
+    "IQ4_XS": BlockForm(256, 136, lambda i: ((8 + 16 * (i // 32) + i % 16, 4 * (i % 32 // 16), 4),),
+                        LEVELS_OF_FOUR_BITS,
                    _iq4),
-    "MXFP4": Form(32, 17, _nibble(1), (*E2M1, *(-n for n in E2M1)), _power),
-    "NVFP4": Form(64, 36, lambda i: ((4 + 8 * (i // 16) + i % 8, 4 * (i % 16 // 8), 4),), (*E2M1, *(-n for n in E2M1)),
+    "MXFP4": BlockForm(32, 17, _nibble(1), (*E2M1, *(-n for n in E2M1)), _power),
+    "NVFP4": BlockForm(64, 36, lambda i: ((4 + 8 * (i // 16) + i % 8, 4 * (i % 16 // 8), 4),),
+                       (*E2M1, *(-n for n in E2M1)),
                   _fp8),
-    "TQ1_0": Form(256, 54, lambda _: (), _count(-1, 3), _last(52), _trits),
-    "TQ2_0": Form(256, 66, lambda i: ((32 * (i // 128) + i % 32, 2 * (i % 128 // 32), 2),), _count(-1, 4), _last(64)),
+    "TQ1_0": BlockForm(256, 54, lambda _: (), _count(-1, 3), _last(52), _trits),
+    "TQ2_0": BlockForm(256, 66, lambda i: ((32 * (i // 128) + i % 32, 2 * (i % 128 // 32), 2),), _count(-1, 4),
+                       _last(64)),
 })  # fmt: skip
 
 
@@ -166,8 +171,8 @@ def _codes(kind: str) -> list[tuple[Field, ...]]:
 
 
 @cache
-def _table(kind: str) -> Table:
-    return Table(FORMS[kind].levels)
+def _table(kind: str) -> LevelTable:
+    return LevelTable(FORMS[kind].levels)
 
 
 def blocks(raw: Mapping[str, Any], encoding: Any, _: int, __: int) -> tuple[Array, Grid]:

@@ -67,7 +67,7 @@ FLUX_ENDS: Final = ("final_layer.", "norm_out.", "proj_out.")
 ENDS: Final = ("out.", "conv_norm_out.", "conv_out.")  # of a U-Net: they count as the last block
 
 
-class Blocks:
+class BlockNames:
     """The blocks of a base.
 
     `denoiser`: the prefix and the names of the network whose blocks are meant. `keys`: all names of the base.

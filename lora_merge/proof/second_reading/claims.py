@@ -16,10 +16,10 @@ from typing import Any, Final, NamedTuple
 from ...disk.files import StoredTensor
 from ...dtypes import FLOATS
 from .formulas import fits, kind_of, square_experts, variant
-from .methods import METHODS, VECTOR, Known
+from .methods import METHODS, VECTOR, ModuleFacts
 from .modules import NUMBERS, Group, groups, shapes
-from .rows import PEFT, Place, Places, reordered, rows_of
-from .scales import Numbers
+from .rows import PEFT, Networks, WeightPlace, reordered, rows_of
+from .scales import ModuleScales
 
 CONV1D: Final = ("c_attn", "c_proj", "c_fc", "q_attn", "conv1d")
 """Names that transformers gives to layers whose weights are [in, out]."""
@@ -55,7 +55,7 @@ Strength = Callable[[str, str], float | None]
 """(key of the base, Place.network) → an adapter's strength there; None where it is unknown."""
 
 
-class Span(NamedTuple):
+class TargetRows(NamedTuple):
     """Rows [start, stop) of a stored base tensor `cols` wide, and the row of ΔW that is added to the first of them.
 
     `transposed`: the base stores the transpose of the weight that ΔW is for.
@@ -70,13 +70,13 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Claim:
+class ModuleClaim:
     """The change of one module of an adapter to the base."""
 
     name: str  # the module as the adapter calls it
     kind: str  # the row of ALGORITHMS
     tensors: Mapping[str, str]  # slot of the formula → name of the tensor
-    spans: Mapping[Span, float]  # where → strength, which is not 0
+    spans: Mapping[TargetRows, float]  # where → strength, which is not 0
     scale: float
     axis: str = ""  # of DoRA's norm: out or in; "" without DoRA
     shared: Mapping[str, str] = field(default_factory=dict)  # slot → name of a tensor that several modules share
@@ -84,12 +84,12 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Base:
+class BaseHeader:
     """The tensors, the configuration and the networks of a base."""
 
     tensors: Mapping[str, StoredTensor]
     config: Mapping[str, Any]
-    places: Places
+    places: Networks
 
     @property
     def ties(self) -> bool:
@@ -108,8 +108,12 @@ class Base:
 
 
 def claims(
-    tensors: Mapping[str, StoredTensor], numbers: Numbers, base: Base, strength: Strength, copies: Collection[str] = ()
-) -> Iterator[Claim]:
+    tensors: Mapping[str, StoredTensor],
+    numbers: ModuleScales,
+    base: BaseHeader,
+    strength: Strength,
+    copies: Collection[str] = (),
+) -> Iterator[ModuleClaim]:
     """Yield what is certain of an adapter's modules; modules that claim the same place are left out, but for those
     whose tensors are all among `copies`, the names of tensors that the plan takes for copies of others."""
     uncertain = _uncertain_prefix(tensors, base)
@@ -138,7 +142,9 @@ def claims(
             yield claim
 
 
-def _tokens(tensors: Mapping[str, StoredTensor], numbers: Numbers, base: Base, strength: Strength) -> Iterator[Claim]:
+def _tokens(
+    tensors: Mapping[str, StoredTensor], numbers: ModuleScales, base: BaseHeader, strength: Strength
+) -> Iterator[ModuleClaim]:
     """Yield the trained tokens of a table, unless a second tensor may follow it because the two are tied."""
     added = [info for info in tensors.values() if info.name.endswith(TOKENS)]
     others = [n for n in tensors if added and not n.endswith(TOKENS) and not {*TABLES}.isdisjoint(n.split("."))]
@@ -150,9 +156,11 @@ def _tokens(tensors: Mapping[str, StoredTensor], numbers: Numbers, base: Base, s
         if place is not None and len(place.rows) == 1 and base.tensors[place.rows[0].key].dtype in FLOATS:
             (row,), factor = place.rows, strength(place.rows[0].key, place.network)
             runs = numbers.tokens(stem, info.shape[0], row.stop) if factor is not None and row.start == 0 else []
-            spans = {Span(row.key, a, b, row.cols, transposed=False, first=at): factor for a, b, at in runs if factor}
+            spans = {
+                TargetRows(row.key, a, b, row.cols, transposed=False, first=at): factor for a, b, at in runs if factor
+            }
             if runs:
-                yield Claim(stem, "set", {"diff": info.name}, spans, 1.0)
+                yield ModuleClaim(stem, "set", {"diff": info.name}, spans, 1.0)
 
 
 def _is_copy(group: Group, copies: Collection[str]) -> bool:
@@ -160,8 +168,8 @@ def _is_copy(group: Group, copies: Collection[str]) -> bool:
 
 
 def _experts(
-    read: list[Group], numbers: Numbers, base: Base, strength: Strength, copies: Collection[str]
-) -> Iterator[Claim]:
+    read: list[Group], numbers: ModuleScales, base: BaseHeader, strength: Strength, copies: Collection[str]
+) -> Iterator[ModuleClaim]:
     """Yield the LoRA of stacked experts, whose sides show how the base stores them."""
     stacks = [(group, *stack) for group in read if (stack := _stacked(group, numbers, base)) is not None]
     taken = Counter(place.rows for group, place, _ in stacks if not _is_copy(group, copies))
@@ -179,10 +187,10 @@ def _experts(
         if sorted(sides) == sorted(place.shape[1:]):
             spans = dict.fromkeys(_spans(place, turned=False), factor) if factor else {}
             tensors = {role: info.name for role, info in group.roles.items()}
-            yield Claim(group.stem, row, tensors, spans, scale, "")  # type: ignore[arg-type]
+            yield ModuleClaim(group.stem, row, tensors, spans, scale, "")  # type: ignore[arg-type]
 
 
-def _stacked(group: Group, numbers: Numbers, base: Base) -> tuple[Place, str] | None:
+def _stacked(group: Group, numbers: ModuleScales, base: BaseHeader) -> tuple[WeightPlace, str] | None:
     """Return where the experts of a module lie that PEFT's `target_parameters` names, and the parameter's path.
 
     PEFT wraps the module that holds them once for each parameter; the parameter that the model registers last is
@@ -205,13 +213,13 @@ def _stacked(group: Group, numbers: Numbers, base: Base) -> tuple[Place, str] | 
 
 
 def _of_method(
-    claim: Claim, group: Group, place: Place, numbers: Numbers, tensors: Mapping[str, StoredTensor]
-) -> Claim | None:
+    claim: ModuleClaim, group: Group, place: WeightPlace, numbers: ModuleScales, tensors: Mapping[str, StoredTensor]
+) -> ModuleClaim | None:
     """Return the claim with the numbers of its method's row; None where others may apply."""
     method, alpha = METHODS[group.kind], numbers.limit(group)
     if alpha is None or (alpha and method.type):
         return None
-    known = Known(shapes(group), place.shape, numbers.config(group.stem), alpha, group.stem, numbers.of_lycoris)
+    known = ModuleFacts(shapes(group), place.shape, numbers.config(group.stem), alpha, group.stem, numbers.of_lycoris)
     keys = method.shared_keys(group.stem.removeprefix(PEFT))
     shared = {slot: key for slot, key in keys.items() if slot not in claim.tensors and key in tensors}
     scale = claim.scale if group.kind == "lora_bias" else method.scale(known)
@@ -219,17 +227,17 @@ def _of_method(
     return replace(claim, scale=scale, settings=numbers.stated(settings), shared=shared)
 
 
-def _is_stored_in_out(group: Group, place: Place) -> bool:
+def _is_stored_in_out(group: Group, place: WeightPlace) -> bool:
     """Return whether the shape shows that the base stores the transpose of the weight."""
     return len(place.shape) == 2 and not fits(group, place.shape) and fits(group, place.shape[::-1])
 
 
-def _is_in_out(base: Base) -> bool:
+def _is_in_out(base: BaseHeader) -> bool:
     """Return whether every layer of this type of model with a name of CONV1D is [in, out]."""
     return str(base.config.get("model_type")) in IN_OUT
 
 
-def _uncertain_prefix(tensors: Mapping[str, StoredTensor], base: Base) -> str:
+def _uncertain_prefix(tensors: Mapping[str, StoredTensor], base: BaseHeader) -> str:
     """Return the prefix of one of two expert models, where the base is one of them and nothing here says which."""
     both = any(name.startswith("transformer_2.") for name in tensors)
     return "transformer." if both and not base.places.has("transformer_2") else ""
@@ -239,7 +247,7 @@ def _family(kind: str) -> str:
     return "low rank" if kind.startswith("lora") else kind
 
 
-def _place(group: Group, read: list[Group], base: Base) -> Place | None:
+def _place(group: Group, read: list[Group], base: BaseHeader) -> WeightPlace | None:
     place = base.places.find(group.stem, group.parameter)
     if place is None or any(base.tensors[r.key].dtype not in FLOATS for r in place.rows):
         return None
@@ -249,7 +257,7 @@ def _place(group: Group, read: list[Group], base: Base) -> Place | None:
     return place if group.part is None else _part(group, group.part, read, place, base.places.parts(place))
 
 
-def _ordered(group: Group, place: Place, numbers: Numbers, base: Base) -> Place | None:
+def _ordered(group: Group, place: WeightPlace, numbers: ModuleScales, base: BaseHeader) -> WeightPlace | None:
     """Return the place with its rows in the order of the adapter's; None where nothing states that order.
 
     A name with PEFT's name of the adapter is DiffSynth-Studio's, which trains on files of both orders; published ones
@@ -267,7 +275,9 @@ def _ordered(group: Group, place: Place, numbers: Numbers, base: Base) -> Place 
     return reordered(place, by_heads=stored == "heads") if order and len(place.rows) == 1 else None
 
 
-def _part(group: Group, number: int, read: list[Group], place: Place, known: tuple[int, ...]) -> Place | None:
+def _part(
+    group: Group, number: int, read: list[Group], place: WeightPlace, known: tuple[int, ...]
+) -> WeightPlace | None:
     """Return the rows of row part `number`, which lie below those of the parts before it.
 
     Where all parts are in the file and fill the weight, their sizes give the rows; else only the known parts of the
@@ -289,7 +299,9 @@ def _part(group: Group, number: int, read: list[Group], place: Place, known: tup
     return None
 
 
-def _claim(group: Group, place: Place, numbers: Numbers, base: Base, strength: Strength) -> Claim | None:
+def _claim(
+    group: Group, place: WeightPlace, numbers: ModuleScales, base: BaseHeader, strength: Strength
+) -> ModuleClaim | None:
     turned = _turned(group, place, numbers, base)
     scale = numbers.scale(group)
     if turned is None or scale is None or _contradicts(group, numbers):
@@ -300,7 +312,7 @@ def _claim(group: Group, place: Place, numbers: Numbers, base: Base, strength: S
     rows = list(_spans(place, turned=turned))
     if kind == "peft_ia3_out" or (group.kind in METHODS and METHODS[group.kind].bias):
         rows += _bias(place, base, place.shape[1 if turned else 0])
-    spans: dict[Span, float] = {}
+    spans: dict[TargetRows, float] = {}
     for span in rows:
         factor = strength(span.key, place.network)
         if factor is None:
@@ -309,15 +321,15 @@ def _claim(group: Group, place: Place, numbers: Numbers, base: Base, strength: S
             spans[span] = factor
     tensors = {role.rpartition("/")[2]: info.name for role, info in group.roles.items() if role not in NUMBERS}
     settings = numbers.stated({"parts": ()}) if kind == "lora_fused" else {}
-    return Claim(group.stem, kind, tensors, spans, scale, axis, settings=settings)
+    return ModuleClaim(group.stem, kind, tensors, spans, scale, axis, settings=settings)
 
 
-def _contradicts(group: Group, numbers: Numbers) -> bool:
+def _contradicts(group: Group, numbers: ModuleScales) -> bool:
     """Return whether a module has two tensors of one role, or a magnitude although its configuration denies DoRA."""
     return bool(group.twice) or (numbers.config(group.stem).get("use_dora") is False and "magnitude" in group.roles)
 
 
-def _spans(place: Place, *, turned: bool) -> Iterator[Span]:
+def _spans(place: WeightPlace, *, turned: bool) -> Iterator[TargetRows]:
     first = 0
     merged: list[tuple[str, int, int, int]] = []
     for r in place.rows:  # neighbouring rows of one tensor are one span
@@ -326,19 +338,19 @@ def _spans(place: Place, *, turned: bool) -> Iterator[Span]:
         else:
             merged.append((r.key, r.start, r.stop, r.cols))
     for key, start, stop, cols in merged:
-        yield Span(key, start, stop, cols, turned, first)
+        yield TargetRows(key, start, stop, cols, turned, first)
         first += stop - start
 
 
-def _bias(place: Place, base: Base, outputs: int) -> Iterator[Span]:
+def _bias(place: WeightPlace, base: BaseHeader, outputs: int) -> Iterator[TargetRows]:
     """Yield the bias of a layer whose outputs are scaled."""
     key = place.rows[0].key.removesuffix("weight") + "bias"
     info = base.tensors.get(key)
     if info is not None and info.shape == (outputs,):
-        yield Span(key, 0, info.shape[0], 1, False, 0)  # noqa: FBT003
+        yield TargetRows(key, 0, info.shape[0], 1, False, 0)  # noqa: FBT003
 
 
-def _turned(group: Group, place: Place, numbers: Numbers, base: Base) -> bool | None:
+def _turned(group: Group, place: WeightPlace, numbers: ModuleScales, base: BaseHeader) -> bool | None:
     """Return whether the base stores the transpose of the factors' product; None if they do not fit, or it is unknown.
 
     The shapes decide; for square weights the type of the model does.
@@ -358,7 +370,7 @@ def _turned(group: Group, place: Place, numbers: Numbers, base: Base) -> bool | 
     return True if not upright or (conv1d and _is_in_out(base)) else None
 
 
-def _axis(group: Group, place: Place, *, turned: bool) -> str | None:
+def _axis(group: Group, place: WeightPlace, *, turned: bool) -> str | None:
     """Return the axis of DoRA's magnitude, "" without one; None where it is unknown."""
     info = group.roles.get("magnitude")
     if info is None:

@@ -10,7 +10,7 @@ from .layouts import Shape
 from .methods import METHODS, Stored, table
 from .modules import Group, shapes
 from .rows import PEFT
-from .scales import Numbers
+from .scales import ModuleScales
 
 IN_OUT_EXPERTS: Final = ("gpt_oss", "aria", "openai_privacy_filter")
 """The beginnings of the types of models whose class of experts is marked `is_transposed` (transformers 5)."""
@@ -90,7 +90,7 @@ STACKED: Final = ("lora_stacked", "lora_stacked_down", "lora_stacked_up")
 LOW_RANK: Final = (*STACKED, "lora", "lora_sparse", "lora_sparse_tucker", "lora_embedding", "kasa", "bdlora")
 
 
-def _started(kind: str, numbers: Numbers, stem: str) -> str | None:
+def _started(kind: str, numbers: ModuleScales, stem: str) -> str | None:
     """Return the row of ALGORITHMS for PEFT's LoRA, by how its factors began; None where only the plan knows."""
     config = numbers.config(stem)
     start, kasa = config.get("init_lora_weights"), bool(config.get("kasa_config"))
@@ -112,7 +112,7 @@ FITS: Final[Mapping[str, Callable[[Stored, Shape], bool]]] = {
 """Kind → check whether its tensors have the sizes for a weight."""
 
 
-def variant(group: Group, numbers: Numbers) -> str:
+def variant(group: Group, numbers: ModuleScales) -> str:
     """Return the kind of a module, by its configuration and the user's settings where its tensors have LoRA's names."""
     if group.kind == "lora" and numbers.config(group.stem).get("use_bdlora"):
         return "bdlora"
@@ -126,7 +126,7 @@ def variant(group: Group, numbers: Numbers) -> str:
     return "lora" if stored["up"][1:] == stored["down"][:1] else "lora_fused"
 
 
-def kind_of(group: Group, shape: Shape, numbers: Numbers) -> str | None:
+def kind_of(group: Group, shape: Shape, numbers: ModuleScales) -> str | None:
     """Return the row of ALGORITHMS for a weight of this shape; None where two rows fit the shapes, or the
     configuration is that of another method."""
     kind, stated = group.kind, numbers.method(group.stem)

@@ -99,7 +99,7 @@ def _block(resnet: str, resnet_right: str, attention: str, attention_right: str)
 
 
 @dataclass(frozen=True)
-class Layout:
+class LayoutRow:
     """A table, and the keys by which a network shows which of the two layouts it has."""
 
     lines: tuple[Line, ...]
@@ -108,13 +108,13 @@ class Layout:
     hides: tuple[str, ...] = ()  # keys of networks that are numbered otherwise
 
 
-def _layouts() -> Iterator[Layout]:
+def _layouts() -> Iterator[LayoutRow]:
     """Yield the tables of layouts.txt, and with that of the UNet the lines that its numbering gives."""
     text = Path(__file__).with_name("layouts.txt").read_text(encoding="utf-8")
     for table in text.strip().split("\n\n")[1:]:
         name, left, right, hides, *rows = table.splitlines()
         lines = (*(_unet() if name == "unet" else ()), *map(_line, rows))
-        yield Layout(
+        yield LayoutRow(
             lines, tuple(left.split()), tuple(right.split()), tuple(key for key in hides.split() if key != "-")
         )
 
@@ -122,7 +122,7 @@ def _layouts() -> Iterator[Layout]:
 LAYOUTS: Final = tuple(_layouts())
 
 
-class Lines:
+class NameRows:
     """Lines of the tables that a module's name is looked up in."""
 
     def __init__(self) -> None:
@@ -140,10 +140,10 @@ class Lines:
                 yield line, [number for want, number in zip(template, numbers, strict=True) if want == "#"]
 
 
-def tables(keys: Mapping[str, object]) -> tuple[Lines, Lines]:
+def tables(keys: Mapping[str, object]) -> tuple[NameRows, NameRows]:
     """Return the lines for a network with these keys: under their left names if the network has the left layout, else
     under the first of their right names."""
-    left, right = Lines(), Lines()
+    left, right = NameRows(), NameRows()
     for layout in LAYOUTS:
         on_left = all(key in keys for key in layout.shows_left)
         if any(key in keys for key in layout.hides):

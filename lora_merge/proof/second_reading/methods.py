@@ -18,7 +18,7 @@ Stored = Mapping[str, Shape]
 
 
 @dataclass(frozen=True)
-class Known:
+class ModuleFacts:
     """The facts about one module on its weight."""
 
     shapes: Stored  # slot → stored shape
@@ -39,7 +39,7 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Method:
+class MethodRow:
     """A family of modules, as a row."""
 
     type: str  # peft_type; "" of trainers that write no configuration
@@ -48,8 +48,8 @@ class Method:
     may: frozenset[str] = frozenset()  # slots that a file may lack
     kind: Callable[[Stored, Shape], str] | None = None  # row of ALGORITHMS, where the family has several
     shared: Mapping[str, str] = field(default_factory=dict)  # slot → key of a tensor for all layers, where it is there
-    scale: Callable[[Known], float] = lambda _: 1.0
-    settings: Callable[[Known], Mapping[str, Any]] = lambda _: {}  # further numbers and settings
+    scale: Callable[[ModuleFacts], float] = lambda _: 1.0
+    settings: Callable[[ModuleFacts], Mapping[str, Any]] = lambda _: {}  # further numbers and settings
     plain: Callable[[Stored, Shape], str] | None = None  # row of ALGORITHMS for files without a configuration
     bias: bool = False  # whether it changes the bias of its layer too
     has_scale: bool = False  # whether α is a scale
@@ -100,7 +100,7 @@ def _mlx(s: Stored, shape: Shape) -> bool:
     return _transposed(s, shape)
 
 
-def _mlx_scale(k: Known) -> Mapping[str, Any]:
+def _mlx_scale(k: ModuleFacts) -> Mapping[str, Any]:
     """Return mlx-lm's scale where no alpha beside it makes it uncertain; it is not divided by the rank."""
     table = k.config.get("lora_parameters")
     if not isinstance(table, dict) or "scale" not in table or "alpha" in table:
@@ -155,7 +155,7 @@ def _adamss(s: Stored, shape: Shape) -> bool:
     return len(shape) == 2 and heights == shape[0] and s["space"][1] - shape[1] in (0, 1)
 
 
-def _constraint(k: Known) -> Mapping[str, Any]:
+def _constraint(k: ModuleFacts) -> Mapping[str, Any]:
     """Return the limit of LyCORIS' rotations, which is α times the number of outputs, and of ComfyUI's, which is α."""
     of_comfy = (
         k.alpha == 1 and k.stem.startswith("diffusion_model.") and len(k.shapes["blocks"]) == 3 and not k.of_lycoris
@@ -163,17 +163,17 @@ def _constraint(k: Known) -> Mapping[str, Any]:
     return {"limit": k.alpha * (1 if of_comfy else k.shape[0]) if k.alpha and k.alpha > 0 else inf}
 
 
-def _cayley(k: Known) -> Mapping[str, Any]:
+def _cayley(k: ModuleFacts) -> Mapping[str, Any]:
     version = [int(part) for part in str(k.config.get("peft_version", "0.17")).split(".")[:2] if part.isdecimal()]
     terms = k.number("num_cayley_neumann_terms", 5) if k.flag("use_cayley_neumann", default=True) else 0
     return {"terms": int(terms), "doubled_last": version < [0, 18], **_bounded(k)}
 
 
-def _bounded(k: Known) -> Mapping[str, Any]:
+def _bounded(k: ModuleFacts) -> Mapping[str, Any]:
     return {"limit": k.number("eps", 6e-5) if k.flag("coft") else 0.0, "shared": k.flag("block_share")}
 
 
-def _subspace(k: Known) -> Mapping[str, Any]:
+def _subspace(k: ModuleFacts) -> Mapping[str, Any]:
     """Return how PSOFT finds its triples, and the series for its rotation."""
     series = k.flag("use_cayley_neumann")
     return {
@@ -187,32 +187,32 @@ def _subspace(k: Known) -> Mapping[str, Any]:
     }
 
 
-def _per_rank(name: str, default: float, rank: Callable[[Stored], int]) -> Callable[[Known], float]:
+def _per_rank(name: str, default: float, rank: Callable[[Stored], int]) -> Callable[[ModuleFacts], float]:
     """Return a scale: a number of the configuration divided by a rank; 1 without a rank."""
 
-    def scale(k: Known) -> float:
+    def scale(k: ModuleFacts) -> float:
         r = rank(k.shapes)
         return k.number(name, default) / r if r else 1.0
 
     return scale
 
 
-def _adalora_scale(k: Known) -> float:
+def _adalora_scale(k: ModuleFacts) -> float:
     start = k.number("init_r", 12)
     alpha = k.number("lora_alpha", 8)
     return (alpha if alpha > 0 else start) / (start + 1e-5)
 
 
-def _deft_scale(k: Known) -> float:
+def _deft_scale(k: ModuleFacts) -> float:
     return k.number("alpha", 1) / k.shapes["subspace"][1] if k.config.get("alpha") else 1.0
 
 
-def _supra_scale(k: Known) -> float:
+def _supra_scale(k: ModuleFacts) -> float:
     rank = k.shapes.get("down", (0,))[0]
     return k.number("lora_alpha", rank) / rank if rank else 1.0
 
 
-def _seeded(name: str, default: int) -> Callable[[Known], Mapping[str, Any]]:
+def _seeded(name: str, default: int) -> Callable[[ModuleFacts], Mapping[str, Any]]:
     return lambda k: {"seed": int(k.number(name, default))}
 
 
@@ -221,111 +221,116 @@ VECTOR: Final = "tinylora_v.0"
 
 LETTER: Final = {"X": "", "zeros": "", "Xd": "_up", "Xu": "_down"}
 
-METHODS: Final[Mapping[str, Method]] = MappingProxyType({
-    "adalora": Method("ADALORA", {"lora_A": "down", "lora_B": "up", "lora_E": "values"}, _pair(), scale=_adalora_scale),
-    "vera": Method("VERA", {"vera_lambda_b": "out_scale", "vera_lambda_d": "rank_scale"}, _rows("out_scale"),
+METHODS: Final[Mapping[str, MethodRow]] = MappingProxyType({
+    "adalora": MethodRow("ADALORA", {"lora_A": "down", "lora_B": "up", "lora_E": "values"}, _pair(),
+                         scale=_adalora_scale),
+    "vera": MethodRow("VERA", {"vera_lambda_b": "out_scale", "vera_lambda_d": "rank_scale"}, _rows("out_scale"),
                    shared={"down": "vera_A", "up": "vera_B"}, settings=_seeded("projection_prng_key", 0)),
-    "pvera": Method("PVERA", {"pvera_lambda_b": "out_scale", "pvera_lambda_d": "rank_scale"}, _rows("out_scale"),
+    "pvera": MethodRow("PVERA", {"pvera_lambda_b": "out_scale", "pvera_lambda_d": "rank_scale"}, _rows("out_scale"),
                     shared={"down": "pvera_A", "up": "pvera_B"}, settings=_seeded("projection_prng_key", 0)),
-    "randlora": Method("RANDLORA", {"randlora_lambda": "rank_scale", "randlora_gamma": "side_scale",
+    "randlora": MethodRow("RANDLORA", {"randlora_lambda": "rank_scale", "randlora_gamma": "side_scale",
                                     "randlora_A": "down", "randlora_B": "up"},
                        lambda s, shape: len(shape) == 2 and s["side_scale"][-1] == min(shape),
                        may=frozenset({"down", "up"}), shared={"down": "randlora_A", "up": "randlora_B"},
                        scale=_per_rank("randlora_alpha", 640, lambda s: s["rank_scale"][0]),
                        settings=_seeded("projection_prng_key", 0)),
-    "fourierft": Method("FOURIERFT", {"fourierft_spectrum": "spectrum"}, _any, scale=lambda k: k.number("scaling", 150),
+    "fourierft": MethodRow("FOURIERFT", {"fourierft_spectrum": "spectrum"}, _any,
+                           scale=lambda k: k.number("scaling", 150),
                         settings=_seeded("random_loc_seed", 777)),
-    "waveft": Method("WAVEFT", {"waveft_spectrum": "spectrum"}, _any, scale=lambda k: k.number("scaling", 25),
+    "waveft": MethodRow("WAVEFT", {"waveft_spectrum": "spectrum"}, _any, scale=lambda k: k.number("scaling", 25),
                      settings=lambda k: {"seed": int(k.number("random_loc_seed", 777)),
                                      "family": k.config.get("wavelet_family", "db1"),
                                      "transform": k.flag("use_idwt", default=True)}),
-    "hra": Method("HRA", {"hra_u": "vectors"}, lambda s, shape: len(shape) > 1 and s["vectors"][0] == prod(shape[1:]),
+    "hra": MethodRow("HRA", {"hra_u": "vectors"}, lambda s,
+                     shape: len(shape) > 1 and s["vectors"][0] == prod(shape[1:]),
                   settings=lambda k: {"orthogonal": k.flag("apply_GS")}),
-    "miss": Method("MISS", {"miss_block": "block", "bone_block": "block"}, _shards, kind=_miss),
-    "shira": Method("SHIRA", {"shira_weight": "values", "shira_indices": "places"}, _any),
-    "c3a": Method("C3A", {"c3a_kernel": "kernel"},
+    "miss": MethodRow("MISS", {"miss_block": "block", "bone_block": "block"}, _shards, kind=_miss),
+    "shira": MethodRow("SHIRA", {"shira_weight": "values", "shira_indices": "places"}, _any),
+    "c3a": MethodRow("C3A", {"c3a_kernel": "kernel"},
                   lambda s, shape: shape == tuple(n * s["kernel"][2] for n in s["kernel"][:2])),
-    "road": Method("ROAD", {"road_theta": "theta", "road_alpha": "stretch"},
+    "road": MethodRow("ROAD", {"road_theta": "theta", "road_alpha": "stretch"},
                    lambda s, shape: len(shape) > 1 and 2 * prod(s["theta"]) in (shape[0], 2 * shape[0], 4 * shape[0]),
                    settings=lambda k: {"group": int(k.number("group_size", 64))}, bias=True),
-    "delora": Method("DELORA", {"delora_A": "down", "delora_B": "up", "delora_lambda": "length",
+    "delora": MethodRow("DELORA", {"delora_A": "down", "delora_B": "up", "delora_lambda": "length",
                                 "delora_w_norm": "norms"}, _pair()),
-    "gralora": Method("GRALORA", {"gralora_A": "inputs", "gralora_B": "outputs", "gralora_A_general.weight": "down",
+    "gralora": MethodRow("GRALORA", {"gralora_A": "inputs", "gralora_B": "outputs", "gralora_A_general.weight": "down",
                                   "gralora_B_general.weight": "up"},
                       lambda s, shape: shape == (s["outputs"][0] * s["outputs"][2], s["inputs"][0] * s["inputs"][1]),
                       may=frozenset({"down", "up"}),
                       scale=_per_rank("alpha", 64, lambda s: s["inputs"][2] + s.get("down", (0,))[0])),
-    "hira": Method("HIRA", {"hira_A": "down", "hira_B": "up"}, _pair()),
-    "hira_embedding": Method("HIRA", {"hira_embedding_A": "down", "hira_embedding_B": "up"}, table),
-    "vblora": Method("VBLORA", {"vblora_logits_A": "down", "vblora_logits_B": "up"},
+    "hira": MethodRow("HIRA", {"hira_A": "down", "hira_B": "up"}, _pair()),
+    "hira_embedding": MethodRow("HIRA", {"hira_embedding_A": "down", "hira_embedding_B": "up"}, table),
+    "vblora": MethodRow("VBLORA", {"vblora_logits_A": "down", "vblora_logits_B": "up"},
                      lambda s, shape: len(shape) == 2 and shape[0] * s["down"][1] == shape[1] * s["up"][0],
                      shared={"bank": "vblora_vector_bank"}, settings=lambda k: {"top": int(k.number("topk", 2))}),
-    "vblora_top": Method("VBLORA", {f"vblora_logits_{x}_topk_{n}": f"{side}_{slot}"
+    "vblora_top": MethodRow("VBLORA", {f"vblora_logits_{x}_topk_{n}": f"{side}_{slot}"
                                     for x, side in (("A", "down"), ("B", "up"))
                                     for n, slot in (("indices", "choice"), ("weights", "weight"))},
                          lambda s, shape: len(shape) == 2
                          and shape[0] * s["down_choice"][1] == shape[1] * s["up_choice"][0],
                          shared={"bank": "vblora_vector_bank"}),
-    "unilora": Method("UNILORA", {f"unilora_{n}_{x}": f"{side}_{slot}" for x, side in (("A", "down"), ("B", "up"))
+    "unilora": MethodRow("UNILORA", {f"unilora_{n}_{x}": f"{side}_{slot}" for x, side in (("A", "down"), ("B", "up"))
                                   for n, slot in (("indices", "choice"), ("scales", "weight"))},
                       _pair("up_choice", "down_choice"), shared={"bank": "unilora_theta_d"}),
-    "deft": Method("DEFT", {"deft_P": "subspace", "deft_R": "content"}, _rows("subspace"), may=frozenset({"content"}),
+    "deft": MethodRow("DEFT", {"deft_P": "subspace", "deft_R": "content"}, _rows("subspace"),
+                      may=frozenset({"content"}),
                    scale=_deft_scale, settings=lambda k: {"method": k.config.get("decomposition_method", "relu")}),
-    "supertuning": Method("SUPERTUNING", {"supertuning_values": "values", "supertuning_indices": "places",
+    "supertuning": MethodRow("SUPERTUNING", {"supertuning_values": "values", "supertuning_indices": "places",
                                           "supertuning_lora_A.weight": "down", "supertuning_lora_B.weight": "up"},
                           _any, may=frozenset({"places", "down", "up"}), scale=_supra_scale,
                           settings=lambda k: {"top": k.flag("select_top", default=True)}),
-    "osf": Method("OSF", {"osf_svd_params.U_low": "left", "osf_svd_params.S_low": "values",
+    "osf": MethodRow("OSF", {"osf_svd_params.U_low": "left", "osf_svd_params.S_low": "values",
                           "osf_svd_params.V_low": "right"}, _pair("left", "right")),
-    "peanut": Method("PEANUT", {"peanut_A.weight": "down", "peanut_B.weight": "up",
+    "peanut": MethodRow("PEANUT", {"peanut_A.weight": "down", "peanut_B.weight": "up",
                                 **{f"peanut_{s}s.{i}.weight": f"{s}_{i}" for s in ("encoder", "decoder")
                                    for i in range(4)}},
                      _rows("up"), may=frozenset(f"{s}_{i}" for s in ("encoder", "decoder") for i in range(4)),
                      scale=lambda k: k.number("scaling", 1),
                      settings=lambda k: {"depth": int(k.number("depth", 0)),
                                      "activation": k.config.get("act_fn", "relu")}),
-    "peft_glora": Method("GLORA", {f"glora_{x.upper()}.{n}": x + part for x in "ab" for n, part in LETTER.items()},
+    "peft_glora": MethodRow("GLORA", {f"glora_{x.upper()}.{n}": x + part for x in "ab" for n, part in LETTER.items()},
                          _letters, may=frozenset(x + slot for x in "ab" for slot in LETTER.values())),
-    "peft_glora_bias": Method("GLORA", {**{f"glora_C.{n}": f"c{part}" for n, part in LETTER.items()},
+    "peft_glora_bias": MethodRow("GLORA", {**{f"glora_C.{n}": f"c{part}" for n, part in LETTER.items()},
                                         **{f"glora_{x}.{n}": x.lower() for x in "DE" for n in ("X", "zeros")}},
                               _bias_letters, may=frozenset({"c", "c_up", "c_down"}), parameter="bias"),
-    "tinylora": Method("TINYLORA", {"tinylora_A": "down", "tinylora_B": "up", "tinylora_P": "mixed"}, _pair(),
+    "tinylora": MethodRow("TINYLORA", {"tinylora_A": "down", "tinylora_B": "up", "tinylora_P": "mixed"}, _pair(),
                        shared={"vector": VECTOR}),
-    "psoft": Method("PSOFT", {"psoft_R.weight": "turn", "psoft_R.vector_b": "rows", "psoft_R.vector_a": "columns"},
+    "psoft": MethodRow("PSOFT", {"psoft_R.weight": "turn", "psoft_R.vector_b": "rows", "psoft_R.vector_a": "columns"},
                     _any, may=frozenset({"rows", "columns"}), settings=_subspace),
-    "adamss": Method("ADAMSS", {"adamss_newB": "space", **{f"adamss_{x}.{i}": f"{side}_{i}" for i in range(32)
+    "adamss": MethodRow("ADAMSS", {"adamss_newB": "space", **{f"adamss_{x}.{i}": f"{side}_{i}" for i in range(32)
                                                            for x, side in (("A", "down"), ("B", "up"))}},
                      _adamss, may=frozenset(f"{side}_{i}" for side in ("down", "up") for i in range(1, 32)),
                      settings=_seeded("random_seed", 0), bias=True),
-    "peft_oft_embedding": Method("OFT", {"oft_embedding_R.weight": "skew"}, _blocks_of_inputs, settings=_cayley),
-    "oft_R": Method("OFT", {"oft_R.weight": "skew", "oft_R.scaled_oft": "scaled"}, _blocks_of_inputs, settings=_cayley,
+    "peft_oft_embedding": MethodRow("OFT", {"oft_embedding_R.weight": "skew"}, _blocks_of_inputs, settings=_cayley),
+    "oft_R": MethodRow("OFT", {"oft_R.weight": "skew", "oft_R.scaled_oft": "scaled"}, _blocks_of_inputs,
+                       settings=_cayley,
                     may=frozenset({"scaled"}), kind=lambda s, _: "" if "scaled" in s else "peft_oft",
                     plain=lambda _, shape: "onetrainer_oft" if len(shape) == 2 else "onetrainer_oft_conv"),
-    "oft_r": Method("OFT", {"oft_r": "blocks", "oft_s": "rows"},
+    "oft_r": MethodRow("OFT", {"oft_r": "blocks", "oft_s": "rows"},
                     lambda s, shape: len(shape) == 2 and ("rows" not in s or prod(s["rows"]) == shape[0])
                     and len(s["blocks"]) == 3 and prod(s["blocks"][:2]) >= shape[1], may=frozenset({"rows"}),
                     kind=lambda s, _: "peft_oft2" if "rows" in s else "peft_oft1", settings=_bounded),
-    "peft_boft": Method("BOFT", {"boft_R": "blocks", "boft_s": "rows"},
+    "peft_boft": MethodRow("BOFT", {"boft_R": "blocks", "boft_s": "rows"},
                         lambda s, shape: len(shape) > 1 and prod(s["rows"]) == shape[0]
                         and prod(s["blocks"][1:3]) == prod(shape[1:])),
-    "lora_bias": Method("LORA", {"lora_B.bias": "diff"}, _bias, parameter="bias"),
-    "beft": Method("BEFT", {"beft_bias": "diff"}, _bias, kind=lambda _s, _shape: "lora_bias", parameter="bias"),
-    "frod": Method("FROD", {"frod_lambda_l": "diagonal", "frod_lambda_s_values": "values"},
+    "lora_bias": MethodRow("LORA", {"lora_B.bias": "diff"}, _bias, parameter="bias"),
+    "beft": MethodRow("BEFT", {"beft_bias": "diff"}, _bias, kind=lambda _s, _shape: "lora_bias", parameter="bias"),
+    "frod": MethodRow("FROD", {"frod_lambda_l": "diagonal", "frod_lambda_s_values": "values"},
                    lambda s, shape: len(shape) == 2 and s["diagonal"] == shape[1:],
                    shared={"basis": "frod_V.{kind}", "places": "frod_s_indices.{kind}"}),
-    "set": Method("", {"set_weight": "diff"}, lambda s, shape: s["diff"] == shape),
-    "oft_blocks": Method("", {"oft_blocks": "blocks", "rescale": "rescale"}, _blocks_of_outputs,
+    "set": MethodRow("", {"set_weight": "diff"}, lambda s, shape: s["diff"] == shape),
+    "oft_blocks": MethodRow("", {"oft_blocks": "blocks", "rescale": "rescale"}, _blocks_of_outputs,
                          may=frozenset({"rescale"}), settings=_constraint,
                          kind=lambda s, _: "diag_oft" if len(s["blocks"]) == 3 else "boft"),
-    "tlora": Method("", {"q_layer.weight": "q", "p_layer.weight": "p", "lambda_layer": "lambdas"}, _pair("p", "q"),
+    "tlora": MethodRow("", {"q_layer.weight": "q", "p_layer.weight": "p", "lambda_layer": "lambdas"}, _pair("p", "q"),
                     has_scale=True, scale=lambda k: (k.alpha or k.shapes["q"][0]) / k.shapes["q"][0]),
-    "lora_xs": Method("", {"U": "left", "V": "right", "M_xs": "core"},
+    "lora_xs": MethodRow("", {"U": "left", "V": "right", "M_xs": "core"},
                       lambda s, shape: (*s["left"][:1], *s["right"][:1]) == (shape[0], prod(shape[1:])),
                       has_scale=True, scale=lambda k: (k.alpha or k.shapes["core"][0]) / k.shapes["core"][0]),
-    "book": Method("", {"lora.A": "down", "lora.B": "up"}, _transposed, kind=lambda *_: "lora_transposed"),
-    "mlx": Method("", {"lora_a": "down", "lora_b": "up"}, _mlx, settings=_mlx_scale,
+    "book": MethodRow("", {"lora.A": "down", "lora.B": "up"}, _transposed, kind=lambda *_: "lora_transposed"),
+    "mlx": MethodRow("", {"lora_a": "down", "lora_b": "up"}, _mlx, settings=_mlx_scale,
                   kind=lambda s, _: "lora_transposed" if len(s["up"]) == 2 else "lora_switch"),
-    "oft_diag": Method("", {"oft_diag": "blocks"}, lambda s, shape: len(shape) > 1 and len(s["blocks"]) == 3
+    "oft_diag": MethodRow("", {"oft_diag": "blocks"}, lambda s, shape: len(shape) > 1 and len(s["blocks"]) == 3
                        and prod(s["blocks"][:2]) == shape[0]),
 })  # fmt: skip
 """Family → its row."""

@@ -28,10 +28,10 @@ from ...planning.plan import OutputTensor, Plan
 from ...text import listed, quoted
 from ..proof_report import NAMED, REPORT
 from ..reference.floats import decode
-from .claims import Base, Claim, Span, Strength, claims
+from .claims import BaseHeader, ModuleClaim, Strength, TargetRows, claims
 from .modules import groups
-from .rows import PEFT, Places
-from .scales import AdapterTexts, Number, Numbers, strength
+from .rows import PEFT, Networks
+from .scales import AdapterTexts, ModuleScales, Number, strength
 
 CLOSE: Final = 1e-9  # relative difference of scales that are the same sum in another order
 
@@ -48,7 +48,7 @@ WRAPPERS: Final = re.compile(r"\.(?:base_layer|modules_to_save|ln_tuning_layers)
 
 
 @dataclass(frozen=True)
-class Reading:
+class Confirmation:
     """The number of the plan's modules that the second reading confirms."""
 
     modules: int = 0  # modules that the plan applies
@@ -69,7 +69,7 @@ class _Planned:
     uses: list[tuple[str, PatchPart]] = field(default_factory=list)  # name of the base tensor, use
 
 
-def read_again(plan: Plan, reader: Reader) -> Reading:
+def read_again(plan: Plan, reader: Reader) -> Confirmation:
     """Return how many modules the second reading confirms; VerificationFailed where it disagrees with the plan."""
     targets = [target for file in plan.files for target in file.targets]
     check_sources(plan.base, plan.adapters, targets, network=_network(plan, targets))
@@ -82,17 +82,17 @@ def read_again(plan: Plan, reader: Reader) -> Reading:
 
 def compare(
     job: Job, base: Index, adapters: Sequence[Match], targets: Sequence[OutputTensor], number: Number
-) -> Reading:
+) -> Confirmation:
     """Return the same from headers alone; `number` gives the value of an α."""
     planned = _planned(targets)
     shapes = {name: info.shape for name, info in base.tensors.items()}
-    read_base = Base(_as_floats(base), base.config, Places(shapes, base.components))
+    read_base = BaseHeader(_as_floats(base), base.config, Networks(shapes, base.components))
     known: set[int] = set()
     why: dict[int, str] = {}
     for n, (ref, matched) in enumerate(zip(job.adapters, adapters, strict=True)):
         index = matched.adapter.index
         texts = AdapterTexts(index.config, index.metadata, index.tensors.keys(), partial(_texts, index))
-        numbers = Numbers(texts, dict(job.setting), number)
+        numbers = ModuleScales(texts, dict(job.setting), number)
         of_adapter = [p for (at, _), p in planned.items() if at == n]
         copies = {name for name, why in matched.unused.items() if why == COPY}
         factor = partial(strength, ref.strength, ref.parts, read_base.places.blocks)
@@ -109,10 +109,12 @@ def compare(
     others = [name for name, key in whole if WRAPPERS.sub(r"\1", name.removeprefix(PEFT)) != key]
     alone = [name for at, name in modules.items() if at not in known] + others
     reasons = Counter([why[at] for at in modules if at not in known] + [NAME] * len(others))
-    return Reading(len(modules) + len(whole), len(known) + len(whole) - len(others), alone, reasons)
+    return Confirmation(len(modules) + len(whole), len(known) + len(whole) - len(others), alone, reasons)
 
 
-def _unknown(left: Mapping[int, str], index: Index, read_base: Base, factor: Strength) -> Iterator[tuple[int, str]]:
+def _unknown(
+    left: Mapping[int, str], index: Index, read_base: BaseHeader, factor: Strength
+) -> Iterator[tuple[int, str]]:
     """Yield what the second reading does not know of modules; `left`: any key of each → the name of a tensor of it."""
     grouped = {info.name: group for group in groups(index.tensors.values()) for info in group.roles.values()}
     for at, tensor in left.items():
@@ -147,7 +149,7 @@ def _planned(targets: Sequence[OutputTensor]) -> Mapping[tuple[int, str], _Plann
     return patches
 
 
-def _of_original(claim: Claim, planned: Sequence[_Planned], shapes: Mapping[str, Shape]) -> Claim:
+def _of_original(claim: ModuleClaim, planned: Sequence[_Planned], shapes: Mapping[str, Shape]) -> ModuleClaim:
     """Return the claim of a module that the file holds twice, with the tensors of the module that is applied.
 
     They are found by their place, as the names may be any that the planner takes for one. The account of the adapter's
@@ -163,7 +165,7 @@ def _of_original(claim: Claim, planned: Sequence[_Planned], shapes: Mapping[str,
     return claim
 
 
-def _compare(claim: Claim, planned: Sequence[_Planned], path: Path, shapes: Mapping[str, Shape]) -> None:
+def _compare(claim: ModuleClaim, planned: Sequence[_Planned], path: Path, shapes: Mapping[str, Shape]) -> None:
     """Raise VerificationFailed unless the plan has the claim's places, tensors and numbers."""
     if len(planned) > 1:
         raise _disagreement(claim, path, "the tensors of one module are applied as those of several",
@@ -182,7 +184,7 @@ def _compare(claim: Claim, planned: Sequence[_Planned], path: Path, shapes: Mapp
         _compare_formula(claim, use, path)
 
 
-def _compare_formula(claim: Claim, use: PatchPart, path: Path) -> None:
+def _compare_formula(claim: ModuleClaim, use: PatchPart, path: Path) -> None:
     patch = use.patch
     if patch.algorithm != claim.kind:
         raise _disagreement(claim, path, "the formula of an adapter's module", patch.algorithm, claim.kind)
@@ -202,15 +204,15 @@ def _compare_formula(claim: Claim, use: PatchPart, path: Path) -> None:
         raise _disagreement(claim, path, "the axis of DoRA's magnitude", axis or "none", claim.axis or "none")
 
 
-def _spans(uses: Sequence[tuple[str, PatchPart]], shapes: Mapping[str, Shape]) -> Iterator[tuple[Span, float]]:
+def _spans(uses: Sequence[tuple[str, PatchPart]], shapes: Mapping[str, Shape]) -> Iterator[tuple[TargetRows, float]]:
     for name, use in uses:
         p, shape = use.piece, shapes.get(name, use.patch.view.shape)
         if len(shape) == 3 and (p.start, p.size) == (0, prod(shape)):  # experts, seen as matrices or as rows of all
             p = p._replace(stop=shape[0], cols=prod(shape[1:]))
-        yield Span(name, p.start, p.stop, p.cols, p.transposed, use.start), use.strength
+        yield TargetRows(name, p.start, p.stop, p.cols, p.transposed, use.start), use.strength
 
 
-def _places(spans: Mapping[Span, float]) -> str:
+def _places(spans: Mapping[TargetRows, float]) -> str:
     """Return the spans as text for messages."""
     texts = [
         f"rows {s.start} to {s.stop} of {quoted(s.key)}{' transposed' if s.transposed else ''}" for s in sorted(spans)
@@ -258,7 +260,7 @@ def check_sources(
         raise VerificationFailed("the plan writes a tensor that the base does not have", quoted(extra[0]), REPORT)
 
 
-def _disagreement(claim: Claim, path: Path, what: str, planned: str, read: str) -> VerificationFailed:
+def _disagreement(claim: ModuleClaim, path: Path, what: str, planned: str, read: str) -> VerificationFailed:
     keys = ", ".join(quoted(key) for key in dict.fromkeys(s.key for s in claim.spans)) or "nothing"
     where = f"{path}: {quoted(claim.name)} on {keys}: the plan says {planned}, the second reading {read}"
     return VerificationFailed(f"the plan and a second reading of the adapter disagree on {what}", where, REPORT)

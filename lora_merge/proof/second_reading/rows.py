@@ -13,7 +13,7 @@ from functools import cached_property
 from math import prod
 from typing import Final, NamedTuple
 
-from .blocks import Blocks
+from .blocks import BlockNames
 from .layouts import Shape, filled, heights, tables
 
 PEFT: Final = "base_model.model."
@@ -86,7 +86,7 @@ after those of another in the original shards, all of q, then k, then v in singl
 (diffusers loaders/single_file_utils.py, `qkv_layout`)."""
 
 
-class Rows(NamedTuple):
+class BaseRows(NamedTuple):
     """Rows [start, stop) of a stored tensor that is `cols` wide when seen as a matrix."""
 
     key: str
@@ -95,15 +95,15 @@ class Rows(NamedTuple):
     cols: int
 
 
-class Place(NamedTuple):
+class WeightPlace(NamedTuple):
     """The place of a module's weight: rows of the base that, one below the other, form a weight of this shape."""
 
-    rows: tuple[Rows, ...]
+    rows: tuple[BaseRows, ...]
     shape: Shape
     network: str = ""  # Network.label
 
 
-class Cut(NamedTuple):
+class ModulePart(NamedTuple):
     """Part number `part` of the `parts` that the rows of a module consist of."""
 
     module: str
@@ -121,7 +121,7 @@ class Network:
     called: tuple[str, ...]  # networks of PREFIXES that may mean this one
     shapes: Mapping[str, Shape]  # names without the prefix
 
-    def direct(self, module: str, parameter: str) -> Place | None:
+    def direct(self, module: str, parameter: str) -> WeightPlace | None:
         """Return the place of a parameter that the base has under its own name."""
         ends = ENDINGS.get(parameter, (f".{parameter}",))
         name = next((module + end for end in ends if module + end in self.shapes), None)
@@ -129,9 +129,9 @@ class Network:
             return None
         shape = self.shapes[name]
         rows, cols = (shape[0], prod(shape[1:])) if shape else (1, 1)
-        return Place((Rows(self.prefix + name, 0, rows, cols),), shape, self.label)
+        return WeightPlace((BaseRows(self.prefix + name, 0, rows, cols),), shape, self.label)
 
-    def find(self, module: str, parameter: str, *, flat: bool) -> list[Place]:
+    def find(self, module: str, parameter: str, *, flat: bool) -> list[WeightPlace]:
         """Return all places that a name may mean; a flat name has "_" for its dots."""
         if flat:
             names = self._flat.get(module, ())
@@ -149,14 +149,14 @@ class Network:
         return modules
 
     @cached_property
-    def others(self) -> Mapping[str, list[Cut | tuple[str, ...]]]:
+    def others(self) -> Mapping[str, list[ModulePart | tuple[str, ...]]]:
         """Name in the other layout → its meanings: modules of the base, one below the other, or a part of one."""
-        meanings: dict[str, list[Cut | tuple[str, ...]]] = {}
+        meanings: dict[str, list[ModulePart | tuple[str, ...]]] = {}
         by_left, by_right = tables(self.shapes)
         for module in self._modules():
             for line, numbers in by_left.of(module):
                 for i, name in enumerate(line.right):
-                    cut = Cut(module, i, len(line.right), line.split)
+                    cut = ModulePart(module, i, len(line.right), line.split)
                     meanings.setdefault(filled(name, numbers), []).append(cut)
             for line, numbers in by_right.of(module):
                 parts = tuple(filled(name, numbers) for name in line.right)
@@ -170,19 +170,19 @@ class Network:
         return heights(cut.split, cut.parts, self.shapes[f"{module}.weight"]) if cut else ()
 
     @cached_property
-    def _cuts(self) -> Mapping[str, Cut]:
+    def _cuts(self) -> Mapping[str, ModulePart]:
         """Module that has several parts → one of them."""
         meanings = (meaning for meanings_of in self.others.values() for meaning in meanings_of)
-        return {m.module: m for m in meanings if isinstance(m, Cut) and m.parts > 1}
+        return {m.module: m for m in meanings if isinstance(m, ModulePart) and m.parts > 1}
 
-    def _others(self, module: str, parameter: str) -> Iterator[Place | None]:
+    def _others(self, module: str, parameter: str) -> Iterator[WeightPlace | None]:
         for meaning in self.others.get(module, ()):
-            if isinstance(meaning, Cut):
+            if isinstance(meaning, ModulePart):
                 yield self._cut(meaning, parameter)
             else:
                 yield _stacked([self.direct(name, parameter) for name in meaning])
 
-    def _cut(self, cut: Cut, parameter: str) -> Place | None:
+    def _cut(self, cut: ModulePart, parameter: str) -> WeightPlace | None:
         whole = self.direct(cut.module, parameter)
         if whole is None or cut.parts == 1:
             return whole
@@ -206,11 +206,11 @@ class Network:
         return names
 
 
-def rows_of(place: Place, start: int, stop: int) -> Place:
+def rows_of(place: WeightPlace, start: int, stop: int) -> WeightPlace:
     """Return rows [start, stop) of a place that lies in one tensor."""
     (r,) = place.rows
-    return Place(
-        (Rows(r.key, r.start + start, r.start + stop, r.cols),), (stop - start, *place.shape[1:]), place.network
+    return WeightPlace(
+        (BaseRows(r.key, r.start + start, r.start + stop, r.cols),), (stop - start, *place.shape[1:]), place.network
     )
 
 
@@ -220,7 +220,7 @@ def _without_levels(name: str) -> str:
     return _without_levels(rest) if first in LEVELS and rest else name
 
 
-def reordered(place: Place, *, by_heads: bool) -> Place | None:
+def reordered(place: WeightPlace, *, by_heads: bool) -> WeightPlace | None:
     """Return the place of rows of q, k and v in a tensor that has them in the other order, stacked or `by_heads`; None
     for parts of such a tensor."""
     (r,), size = place.rows, HEADS[2]
@@ -230,16 +230,16 @@ def reordered(place: Place, *, by_heads: bool) -> Place | None:
     places = ((p, h) for p in range(3) for h in range(heads)) if by_heads else (
         (p, h) for h in range(heads) for p in range(3))  # fmt: skip
     starts = [((h * 3 + p) if by_heads else (p * heads + h)) * size for p, h in places]
-    return place._replace(rows=tuple(Rows(r.key, start, start + size, r.cols) for start in starts))
+    return place._replace(rows=tuple(BaseRows(r.key, start, start + size, r.cols) for start in starts))
 
 
-def _stacked(parts: list[Place | None]) -> Place | None:
+def _stacked(parts: list[WeightPlace | None]) -> WeightPlace | None:
     """Return the weights one below the other; None if one is missing or their widths differ."""
     places = [p for p in parts if p is not None]
     if len(places) != len(parts) or len({p.shape[1:] for p in places}) != 1:
         return None
     rows = tuple(r for p in places for r in p.rows)
-    return Place(rows, (sum(p.shape[0] for p in places), *places[0].shape[1:]), places[0].network)
+    return WeightPlace(rows, (sum(p.shape[0] for p in places), *places[0].shape[1:]), places[0].network)
 
 
 _CONTAINER: Final = re.compile("|".join(map(re.escape, CONTAINERS)))  # the first that fits
@@ -251,7 +251,7 @@ def _container(key: str) -> str:
     return match[0]
 
 
-class Places:
+class Networks:
     """All networks of a base."""
 
     def __init__(self, shapes: Mapping[str, Shape], folders: Collection[str] = ()) -> None:
@@ -268,18 +268,18 @@ class Places:
             # In others, whether it is called te or te1 depends on the denoiser.
             named[encoders[0]] = ("te", (*called, "te")) if of_sd else ("", called)
         self.networks = tuple(Network(prefix, *named[prefix], shapes_of) for prefix, shapes_of in by_prefix.items())
-        self._found: dict[tuple[str, str], Place | None] = {}
+        self._found: dict[tuple[str, str], WeightPlace | None] = {}
         main = next((n for n in self.networks if "denoiser" in n.called), None)
-        self.blocks = Blocks((main.prefix, main.shapes) if main is not None else ("", ()), shapes)
+        self.blocks = BlockNames((main.prefix, main.shapes) if main is not None else ("", ()), shapes)
 
-    def find(self, stem: str, parameter: str) -> Place | None:
+    def find(self, stem: str, parameter: str) -> WeightPlace | None:
         """Return the one place that a module's name means; None if there is none or more than one."""
         if (stem, parameter) not in self._found:
             self._found[stem, parameter] = self._find(stem, parameter)
         return self._found[stem, parameter]
 
-    def _find(self, stem: str, parameter: str) -> Place | None:
-        places: list[Place] = []
+    def _find(self, stem: str, parameter: str) -> WeightPlace | None:
+        places: list[WeightPlace] = []
         for meant, name, flat in _readings(stem):
             for network in self.networks:
                 if not meant or meant in network.called:
@@ -288,13 +288,13 @@ class Places:
             return places[0] if len(places) == 1 else None
         return self._on_another_level(stem, parameter)
 
-    def _on_another_level(self, stem: str, parameter: str) -> Place | None:
+    def _on_another_level(self, stem: str, parameter: str) -> WeightPlace | None:
         """Return the one place of a name with more or fewer of LEVELS before it."""
         rest = _without_levels(stem.removeprefix(PEFT))
         named = [(n, module) for n in self.networks if not n.label for module in n.by_layer.get(rest, ())]
         return named[0][0].direct(named[0][1], parameter) if len(named) == 1 else None
 
-    def of_heads(self, place: Place) -> Network | None:
+    def of_heads(self, place: WeightPlace) -> Network | None:
         """Return the network of a place whose rows have one of two orders; None for any other place."""
         key = place.rows[0].key
         of = next((n for n in self.networks if HEADS[0] in n.shapes and key.startswith(n.prefix)), None)
@@ -304,7 +304,7 @@ class Places:
         """Return whether the base has a network that PREFIXES may call so."""
         return any(called in network.called for network in self.networks)
 
-    def parts(self, place: Place) -> tuple[int, ...]:
+    def parts(self, place: WeightPlace) -> tuple[int, ...]:
         """Return the number of rows of each part of a place that is one whole tensor; () where none is known."""
         key = place.rows[0].key
         network = next(n for n in self.networks if key.startswith(n.prefix) and key[len(n.prefix) :] in n.shapes)

@@ -13,7 +13,7 @@ from math import isfinite
 from typing import Any, Final, NamedTuple
 
 from ...disk.files import StoredTensor
-from .blocks import Blocks
+from .blocks import BlockNames
 from .methods import METHODS
 from .modules import NUMBERS, Group, shapes
 from .rows import PEFT
@@ -70,7 +70,7 @@ class AdapterTexts(NamedTuple):
     beside: Callable[[], Iterable[str]]  # the texts of the JSON and YAML files next to it
 
 
-class Numbers:
+class ModuleScales:
     """The numbers of one adapter's modules, from its configuration, its header and its α tensors."""
 
     def __init__(self, stored: AdapterTexts, settings: Mapping[str, Any], number: Number) -> None:
@@ -347,7 +347,7 @@ def _float(value: Any) -> float | None:
 
 
 def strength(
-    base: float, parts: Sequence[tuple[str, float]], blocks: Blocks, key: str, network: str
+    base: float, parts: Sequence[tuple[str, float]], blocks: BlockNames, key: str, network: str
 ) -> float | None:  # fmt: skip
     """Return an adapter's strength on one tensor of the base, by `--strength-for`; None where a part is unknown."""
     if len(parts) > MOST_PATTERNS:
@@ -360,7 +360,7 @@ def strength(
     return base
 
 
-def _factor(part: str, value: float, blocks: Blocks, key: str, network: str) -> float | None:
+def _factor(part: str, value: float, blocks: BlockNames, key: str, network: str) -> float | None:
     if part not in COMPONENTS and not part.startswith("re:"):
         return blocks.factor(part, value, key, network)
     covers = _covers(part, key, network)

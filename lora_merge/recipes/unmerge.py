@@ -22,10 +22,10 @@ from ..paths import absolute, current_folders
 from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.make_plan import plan_job
 from ..planning.plan import Plan
+from ..proof.reference.floats import precision
 from ..text import Note, listed, quoted
 from .find_inputs import find_all
 from .read_recipe import Recipe, damaged, read_recipe
-from .reference.floats import precision
 
 KEPT: Final = ("setting", "unmatched", "compute_dtype")
 """Options of the merge that taking it back has too, where the user gives no others."""
@@ -36,40 +36,40 @@ EXACT: Final = ("F32", "F64")
 
 
 def plan_unmerge(
-    path: Path, adapters: Any, output: str | Path | None, search: Sequence[Path] = (), **options: Any
+    merged: Path, adapters: Any, output: str | Path | None, search: Sequence[Path] = (), **options: Any
 ) -> Plan:
     """Return the plan that takes adapters out of a merged checkpoint.
 
     `adapters`: as for `merge`, at the strengths of the merge; none: those of its recipe, searched by content. FitError
     for changes that depend on the base, as those of DoRA: there only the original base helps.
     """
-    recipe = read_recipe(open_checkpoint(path), "name its adapters") if not adapters else _recipe(path)
-    options_of: dict[str, Any] = {}
+    recipe = read_recipe(open_checkpoint(merged), "name its adapters") if not adapters else _recipe(merged)
+    recorded: dict[str, Any] = {}
     if recipe is not None:
-        _expect_sum(recipe, path)
-        options_of = {n: recipe.options[n] for n in KEPT if n in recipe.options and n not in options}
+        _expect_sum(recipe, merged)
+        recorded = {n: recipe.options[n] for n in KEPT if n in recipe.options and n not in options}
     if not adapters and recipe is not None:
-        folders = [*search, absolute(path).parent, *current_folders()]
+        folders = [*search, absolute(merged).parent, *current_folders()]
         paths = find_all([a for a, _, _ in recipe.adapters], folders)
         adapters = [Adapter(p, s, parts) for p, (_, s, parts) in zip(paths, recipe.adapters, strict=True)]
     try:
-        job = make_job(path, adapters, output, **options, **options_of)
+        job = make_job(merged, adapters, output, **options, **recorded)
         plan = plan_job(opposite(job), CheckpointCache())
     except UsageError as e:
-        if any(e.where.startswith(OPTIONS[name].flag) for name in options_of):  # the user did not type it
-            raise damaged(path, f"{e.what} ({e.where})") from e
+        if any(e.where.startswith(OPTIONS[name].flag) for name in recorded):  # the user did not type it
+            raise damaged(merged, f"{e.what} ({e.where})") from e
         raise
     return taken_back(plan, recipe)
 
 
-def _expect_sum(recipe: Recipe, path: Path) -> None:
+def _expect_sum(recipe: Recipe, merged: Path) -> None:
     """Raise FitError for a merge that is no sum, or that may have cut numbers."""
     if (method := recipe.options.get("method", SUM)) != SUM:
-        raise FitError(f"the merge was no sum but {method}, which nothing takes back", str(path), _instead(recipe))
+        raise FitError(f"the merge was no sum but {method}, which nothing takes back", str(merged), _instead(recipe))
     if recipe.options.get("on_overflow", "error") == "saturate":
         raise FitError(
             "the merge may have cut numbers that the dtype cannot hold (--on-overflow saturate): nothing restores them",
-            str(path), _instead(recipe),
+            str(merged), _instead(recipe),
         )  # fmt: skip
 
 
@@ -128,24 +128,24 @@ def _digits(dtype: str) -> int:
 def _otherwise(plan: Plan, recipe: Recipe | None) -> Iterator[Note]:
     """Yield a note for each adapter that is taken out at another strength than that at which it was merged."""
     merged = {a.name: [] for a, _, _ in recipe.adapters} if recipe is not None else {}  # type: dict[str, list[Any]]
-    for adapter, strength, parts in recipe.adapters if recipe is not None else ():
-        merged[adapter.name].append((strength, sorted(parts)))
+    for named, strength, parts in recipe.adapters if recipe is not None else ():
+        merged[named.name].append((strength, sorted(parts)))
     for ref in plan.job.adapters:
         known = merged.get(ref.path.name, [])
         if recipe is not None and not known:
             yield Note(f"the result is not the base: its recipe names no {ref.path.name}")
         elif known and (-ref.strength, sorted(ref.parts)) not in known:
             strength, parts = known[0]
-            parts_typed = "".join(f",{part}={factor:g}" for part, factor in parts)
+            factors = "".join(f",{part}={factor:g}" for part, factor in parts)
             yield Note(
-                f"the result is not the base: {ref.path.name} was merged as {ref.path.name}:{strength:g}{parts_typed}"
+                f"the result is not the base: {ref.path.name} was merged as {ref.path.name}:{strength:g}{factors}"
             )
 
 
-def _recipe(path: Path) -> Recipe | None:
+def _recipe(merged: Path) -> Recipe | None:
     """Return the recipe of a checkpoint; None where it has none."""
     try:
-        return read_recipe(open_checkpoint(path), "name its adapters")
+        return read_recipe(open_checkpoint(merged), "name its adapters")
     except InputError:
         return None
 

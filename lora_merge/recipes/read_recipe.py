@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from ..algorithms import COUNT
 from ..disk.publish import NAME_LIMIT
@@ -40,7 +40,7 @@ class Recipe:
 
     version: str
     base: Input
-    adapters: tuple[tuple[Input, float, tuple[tuple[str, float], ...]], ...]
+    adapters: tuple[Use, ...]
     options: Mapping[str, Any]
     map_name: str
     map_text: str | None
@@ -57,9 +57,9 @@ class Recipe:
         return make_job(paths[0], adapters, output, **{**self.options, **options})
 
 
-def made_by(path: Path) -> str:
+def made_by(output: Path) -> str:
     """Return the command that a file or folder says it was made by; "" for one that says nothing."""
-    command = (parsed(open_checkpoint(path).metadata.get(KEY, "")) or {}).get("command", "")
+    command = (parsed(open_checkpoint(output).metadata.get(KEY, "")) or {}).get("command", "")
     return command if isinstance(command, str) else ""
 
 
@@ -91,12 +91,7 @@ def damaged(path: Path, why: str) -> InputError:
 
 
 def _recipe_of(value: Mapping[str, Any]) -> Recipe:
-    adapters = tuple(
-        (input_of(a), number_of(a["strength"]), tuple((text_of(p), number_of(f)) for p, f in a["parts"]))
-        for a in value["adapters"]
-    )
-    if not adapters:
-        raise ValueError("it names no adapter")
+    adapters = uses_of(value["adapters"])
     options: dict[str, Any] = {
         o.name: text_of(value[o.name] if o.recorded == "always" else value.get(o.name, o.default))
         for o in OPTIONS.values()
@@ -114,6 +109,21 @@ def _recipe_of(value: Mapping[str, Any]) -> Recipe:
     name = "" if map_text is None else _file_name(table["name"])
     whose = _file_name(value["tokenizer"]) if "tokenizer" in value else ""
     return Recipe(text_of(value["version"]), input_of(value["base"]), adapters, options, name, map_text, whose)
+
+
+Use: TypeAlias = tuple["Input", float, tuple[tuple[str, float], ...]]
+"""An adapter of a recipe: the input, its strength, and parts of the model with their factors."""
+
+
+def uses_of(values: Sequence[Any]) -> tuple[Use, ...]:
+    """Return the adapters that a recipe names; LookupError, TypeError or ValueError for other values."""
+    uses = tuple(
+        (input_of(a), number_of(a["strength"]), tuple((text_of(p), number_of(f)) for p, f in a["parts"]))
+        for a in values
+    )
+    if not uses:
+        raise ValueError("it names no adapter")
+    return uses
 
 
 def input_of(value: Mapping[str, Any]) -> Input:
@@ -134,9 +144,9 @@ def text_of(value: Any) -> str:
 
 
 def _count(value: Any) -> int:
-    if (number := COUNT.number(value)) is None:
+    if (size := COUNT.number(value)) is None:
         raise TypeError(f"{quoted(shown(value))} is not a size")
-    return number
+    return size
 
 
 def number_of(value: Any) -> float:

@@ -1,4 +1,8 @@
-"""From a finished output back to its job: to prove it, or to make it again."""
+"""From a finished output back to its job: to prove it, or to write it again.
+
+A merge is planned again and its weights are computed again by separate formulas. An adapter is written again beside the
+output, with the proof of its command, and both files are compared byte by byte.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +14,39 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NoReturn, TypeAlias
 
+from ..adapter_options import OF_MERGE
+from ..adapters_out.average import MOVING
+from ..adapters_out.commands import COMMANDS
+from ..adapters_out.job import AdapterJob
+from ..adapters_out.output_file import CONTENTS
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..dtypes import DTYPES, FLOATS, FORMATS, Shape
-from ..errors import UsageError, VerificationFailed
+from ..errors import FitError, UsageError, VerificationFailed
 from ..files.checkpoint import Index, open_checkpoint
 from ..files.formats.output import FILES, FOLDERS
 from ..job import TOKENIZERS, Adapter, Job, make_job
 from ..options import checked
 from ..paths import absolute, current_folders
 from ..planning.checkpoint_cache import CheckpointCache
+from ..planning.header_entries import TITLE
 from ..planning.make_plan import plan_job
 from ..planning.output_files import contents, differing, misleading
 from ..planning.plan import Plan
-from ..planning.recipe import KEY
+from ..planning.recipe import KEY, parsed, sha256
 from ..progress import Progress, unwatched
+from ..proof.grids import ROUNDING
+from ..proof.header_changes import header_changes, notes, with_header_changes
+from ..proof.loadable import instead
+from ..proof.verify import check_header, verify
+from ..report import ADAPTER_PROOF
 from ..text import Note, listed, plural, quoted
-from .find_inputs import SEARCH, different, find
-from .grids import ROUNDING
-from .header_changes import header_changes, notes, with_header_changes
-from .loadable import instead
-from .read_recipe import Recipe, damaged, read_recipe
-from .verify import check_header, verify
+from .find_inputs import SEARCH, different, find, find_all
+from .read_recipe import Recipe, damaged, input_of, made_by, read_recipe, uses_of
 
 Stated: TypeAlias = str | Path | tuple[str | Path, float | None] | Adapter
 """An adapter as the caller names it: a path, or a path and a strength, or an Adapter."""
+
 RECIPE_EDITED: Final = "the header with the recipe was changed after the merge"
 
 
@@ -54,8 +66,10 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
     and in `search`. A strength that is not named is the recipe's, or 1. `options`, for an output without a recipe, are
     those of `merge` that its tensors do not show (strength_for, method, unmatched, on_overflow, map, setting).
     `compute_dtype` is for all outputs: the user, not the file, decides whether the rounding of sums in 16 bits is
-    allowed. VerificationFailed if it is not that merge.
+    allowed. VerificationFailed if it is not that merge. An adapter that a command wrote is proven by `_prove_adapter`.
     """
+    if base is None and not adapters and is_adapter(output):
+        return _prove_adapter(output, search, progress, full=full, options=options)
     index = open_checkpoint(output)
     judged = checked(options)["compute_dtype"] if "compute_dtype" in options else ""
     options = {name: value for name, value in options.items() if name != "compute_dtype"}
@@ -99,25 +113,35 @@ def refuse_stated(options: Iterable[str]) -> None:
                          "leave them out")  # fmt: skip
 
 
-def plan_again(path: Path, output: str | Path, search: Sequence[Path] = (), **options: Any) -> Plan:
-    """Return the plan that makes `path` a second time, under another name; its inputs are searched by content."""
-    index = open_checkpoint(path)
+def is_adapter(output: Path) -> bool:
+    """Return whether a file or folder states that it was written by a command that writes adapters."""
+    return made_by(output) in COMMANDS
+
+
+def again(written: Path, output: str | Path, search: Sequence[Path] = (), **options: Any) -> Plan | AdapterJob:
+    """Return what writes an output a second time, under another name: the plan of a merge, or the job of an adapter."""
+    return (job_again if is_adapter(written) else plan_again)(written, output, search, **options)
+
+
+def plan_again(merged: Path, output: str | Path, search: Sequence[Path] = (), **options: Any) -> Plan:
+    """Return the plan that makes `merged` a second time, under another name; its inputs are searched by content."""
+    index = open_checkpoint(merged)
     recipe = read_recipe(index)
     with ExitStack() as stack:
-        around = _around(path, search)
+        around = _around(merged, search)
         job = _job(recipe, find(recipe, around), output, stack, around, **options)
         plan = _followed(job, index)
-    _require_same(plan, path, recipe)
+    _require_same(plan, merged, recipe)
     edited = [change for change in header_changes(plan, index) if change.differences]
     more = tuple(Note(f"{RECIPE_EDITED}: {c.path.name}: {'; '.join(c.differences)}") for c in edited)
     return replace(plan, base=replace(plan.base, notes=(*plan.base.notes, *more)))
 
 
-def _require_same(plan: Plan, path: Path, recipe: Recipe) -> None:
+def _require_same(plan: Plan, output: Path, recipe: Recipe) -> None:
     """Raise VerificationFailed unless the plan gives the tensors of the output."""
     try:
         for file in plan.files:
-            check_header(file, path / file.name if file.name else path)
+            check_header(file, output / file.name if file.name else output)
     except VerificationFailed as e:
         raise VerificationFailed(f"the recipe and its inputs give another model: {e.what}", e.where,
                                  f"it was made by version {recipe.version}; merge again") from e  # fmt: skip
@@ -133,13 +157,13 @@ def _followed(job: Job, index: Index) -> Plan:
         raise damaged(index.path, f"{e.what} ({e.where})") from e
 
 
-def refuse_to_unmerge(path: Path) -> NoReturn:
+def refuse_to_unmerge(merged: Path) -> NoReturn:
     """Raise a UsageError that says how to get a merge without one of its adapters."""
-    recipe = read_recipe(open_checkpoint(path))
+    recipe = read_recipe(open_checkpoint(merged))
     base, adapters = recipe.base, ", ".join(quoted(a.name) for a, _, _ in recipe.adapters)
     raise UsageError(
         "a merge cannot be taken back: its sums were rounded, and a difference of rounded sums is not the base",
-        f"{path}: {quoted(base.name)} with {adapters}",
+        f"{merged}: {quoted(base.name)} with {adapters}",
         f"use the base itself ({quoted(base.name)}, SHA-256 {base.files[0][2]}); to change a strength or leave an "
         "adapter out, merge again from it",
     )
@@ -170,11 +194,11 @@ def _tokenizer(whose: str, folders: Iterable[Path]) -> str | Path:
     """Return the value of `--tokenizer` for a name in a recipe; UsageError if no folder of that name is there."""
     if whose in TOKENIZERS:
         return whose
-    file = next((folder / whose for folder in folders if (folder / whose).is_dir()), None)
-    if file is None:
+    path = next((folder / whose for folder in folders if (folder / whose).is_dir()), None)
+    if path is None:
         raise UsageError(f"the folder {quoted(whose)}, whose tokenizer the output has, is not found", "the recipe",
                          SEARCH)  # fmt: skip
-    return file
+    return path
 
 
 def _job_of(
@@ -188,11 +212,9 @@ def _job_of(
     recipe = read_recipe(index)
     if len(recipe.adapters) != len(adapters):
         made_with = plural(len(recipe.adapters), "adapter")
-        raise VerificationFailed(
-            f"the output was made with {made_with}, not {len(adapters)}",
-            str(index.path),
-            "name the adapters that its recipe names, in their order",
-        )
+        raise VerificationFailed(f"the output was made with {made_with}, not {len(adapters)}",
+                                 str(index.path),
+                                 "name the adapters that its recipe names, in their order")  # fmt: skip
     job = make_job(base, plain, index.path)
     for old, path in zip(recipe.inputs, (job.base, *(a.path for a in job.adapters)), strict=True):
         open_checkpoint(path)  # InputError for what is missing or damaged
@@ -201,50 +223,50 @@ def _job_of(
             raise VerificationFailed("the output was made from another version of an input",
                                      f"{other} is not the {quoted(old.name)} of its recipe",
                                      "name the inputs of its recipe, or merge again")  # fmt: skip
-    for (entry, strength, _), adapter, said in zip(recipe.adapters, job.adapters, plain, strict=True):
-        if adapter.strength != strength and not isinstance(said, str | Path):
-            raise VerificationFailed(f"the output was made with strength {strength:g} of {quoted(entry.name)}, not "
-                                     f"{adapter.strength:g}", str(index.path),
+    for (recorded, strength, _), ref_stated, said in zip(recipe.adapters, job.adapters, plain, strict=True):
+        if ref_stated.strength != strength and not isinstance(said, str | Path):
+            raise VerificationFailed(f"the output was made with strength {strength:g} of {quoted(recorded.name)}, not "
+                                     f"{ref_stated.strength:g}", str(index.path),
                                      f"give {strength:g}, or no strength: the recipe has it")  # fmt: skip
     paths = [job.base, *(a.path for a in job.adapters)]
     stated = _job(recipe, paths, index.path, stack, _around(index.path, ()))
     refs = tuple(
-        ref if isinstance(said, str | Path) else Adapter(ref.path, adapter.strength, adapter.parts or ref.parts)
-        for ref, adapter, said in zip(stated.adapters, job.adapters, plain, strict=True)
+        ref if isinstance(said, str | Path) else Adapter(ref.path, ref_stated.strength, ref_stated.parts or ref.parts)
+        for ref, ref_stated, said in zip(stated.adapters, job.adapters, plain, strict=True)
     )
     return replace(stated, adapters=refs)
 
 
-def _dtype(index: Index, base: Index) -> str:
+def _dtype(output: Index, base: Index) -> str:
     """Return the --dtype that gives the output its dtypes, or its quantised weights where the base has other ones."""
-    for name, packing in index.packed.items():
+    for name, packing in output.packed.items():
         old = base.packed.get(name)
         if packing.encoding.quantised and name in base.tensors and (old is None or old.encoding != packing.encoding):
-            return _format(index, base, name)
-    floats = {n: t.dtype for n, t in index.tensors.items() if t.dtype in FLOATS}
+            return _format(output, base, name)
+    floats = {n: t.dtype for n, t in output.tensors.items() if t.dtype in FLOATS}
     if all(base.tensors[n].dtype == d for n, d in floats.items() if n in base.tensors):
         return "keep"
     options = {dtype: option for option, dtype in DTYPES.items()}
     dtypes = set(floats.values())
     if len(dtypes) > 1 or not dtypes <= set(options):
-        raise VerificationFailed("no --dtype gives such a mixture of dtypes", f"{index.path}: {', '.join(dtypes)}",
+        raise VerificationFailed("no --dtype gives such a mixture of dtypes", f"{output.path}: {', '.join(dtypes)}",
                                  "the file was made in another way")  # fmt: skip
     return options[dtypes.pop()]
 
 
-def _format(index: Index, base: Index, name: str) -> str:
+def _format(output: Index, base: Index, name: str) -> str:
     """Return the --dtype that stores a weight as the output does."""
     for option in FORMATS:
-        form = (FOLDERS if index.path.is_dir() else FILES).get(option)
+        form = (FOLDERS if output.path.is_dir() else FILES).get(option)
         if form is None:
-            same = index.packed[name].encoding.title.lower() == option
+            same = output.packed[name].encoding.title.lower() == option
         else:
-            new = form.make(base.tensors[name])
-            same = new is not None and _stored(index, name) == _as_stored((new.packing.codes, *new.beside))
+            making = form.make(base.tensors[name])
+            same = making is not None and _stored(output, name) == _as_stored((making.packing.codes, *making.beside))
         if same:
             return option
-    raise VerificationFailed(f"no --dtype gives weights of {index.packed[name].encoding.title}",
-                             f"{index.path}: {quoted(name)}", "the file was made in another way")  # fmt: skip
+    raise VerificationFailed(f"no --dtype gives weights of {output.packed[name].encoding.title}",
+                             f"{output.path}: {quoted(name)}", "the file was made in another way")  # fmt: skip
 
 
 def _stored(index: Index, name: str) -> frozenset[tuple[str, str, Shape]]:
@@ -256,3 +278,91 @@ def _stored(index: Index, name: str) -> frozenset[tuple[str, str, Shape]]:
 
 def _as_stored(tensors: Iterable[StoredTensor | None]) -> frozenset[tuple[str, str, Shape]]:
     return frozenset((t.name, t.dtype, t.shape) for t in tensors if t is not None)
+
+
+OF_MERGE_RECORDED: Final = frozenset(("dtype", "unmatched", "setting"))
+"""The options of `merge` that the recipe of an adapter states. Its other entries are ignored: anybody may have written
+the file, so it does not decide where something is written or how much memory is used."""
+
+
+def job_again(
+    adapter: Path,
+    output: str | Path,
+    search: Sequence[Path] = (),
+    *,
+    links: Path | None = None,
+    full: bool = False,
+    **options: Any,
+) -> AdapterJob:
+    """Return the job that wrote an adapter; InputError for a damaged recipe, or for an input that is not found.
+
+    `links`: a folder for links to inputs that have other names now, which the output states. `full`: whether its proof
+    computes every layer again.
+    """
+    # Step 1: the values of the recipe, checked before a user adds others.
+    metadata = open_checkpoint(adapter).metadata
+    recipe = parsed(metadata.get(KEY, "")) or {}
+    command = COMMANDS[recipe["command"]]
+    try:
+        adapters = uses_of(recipe["tuned" if command.inputs == "checkpoints" else "adapters"])
+        base = input_of(recipe["base"]) if "base" in recipe else None
+        recorded = {name for name in command.options if name not in OF_MERGE} | OF_MERGE_RECORDED
+        stated = {name: value for name, value in recipe["options"].items() if name in recorded}
+        if "weights" in command.options and not any(name in stated for name in MOVING):
+            stated = {"weights": [strength for _, strength, _ in adapters], **stated}
+
+        def job(paths: Sequence[Path], **more: Any) -> AdapterJob:
+            refs = [Adapter(p, s, parts) for p, (_, s, parts) in zip(paths, adapters, strict=False)]
+            if "weights" in command.options:  # the strengths of the recipe
+                refs = [replace(ref, strength=1.0) for ref in refs]
+            return command.job(refs, output, paths[-1] if base else None, {**stated, **more})
+
+        inputs = [*(a for a, _, _ in adapters), *([base] if base else [])]
+        job([adapter] * len(inputs))
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as e:
+        raise damaged(adapter, str(e)) from e
+    except (UsageError, FitError) as e:
+        raise damaged(adapter, f"{e.what} ({e.where})") from e
+    # Step 2: the inputs, by their content.
+    paths = find_all(inputs, _around(adapter, search))
+    if links is not None:
+        paths = [_as_named(path, named.name, links) for path, named in zip(paths, inputs, strict=True)]
+    # Step 3: the job, with the title of the file that is written again, and not one by its own name.
+    written = job(paths, **options)
+    return replace(written, inputs=replace(written.inputs, title=metadata.get(TITLE)), full=full)
+
+
+def _as_named(path: Path, name: str, links: Path) -> Path:
+    """Return a path of an input that ends in the name of its recipe, where the disk allows a link."""
+    if path.name == name or Path(name).name != name:
+        return path
+    link = Path(tempfile.mkdtemp(dir=links)) / name
+    try:
+        link.symlink_to(absolute(path), target_is_directory=path.is_dir())
+    except OSError:
+        return path
+    return link
+
+
+def _prove_adapter(
+    adapter: Path, search: Sequence[Path], progress: Progress, *, full: bool, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Write an adapter again in a temporary folder, with its own proof, and compare the bytes; VerificationFailed where
+    they differ.
+
+    `full`: whether every layer is computed again in float64. `options`: none, as the recipe states all: UsageError.
+    """
+    refuse_stated(options)
+    with tempfile.TemporaryDirectory() as folder:
+        job = job_again(adapter, Path(folder) / adapter.name, search, links=Path(folder), full=full, verify=True)
+        report = COMMANDS[job.command].run(job, progress, None)
+        pairs = zip(_files(Path(report.output)), _files(adapter), strict=True)
+        if any(sha256(a) != sha256(b) for a, b in pairs):
+            raise VerificationFailed("its inputs and its recipe give other bytes", str(adapter),
+                                     "it was changed after it was made, or made by another version")  # fmt: skip
+    return {"output": str(adapter), "proven": True, "full": full, "same_bytes": True, **(report.verified or {}),
+            "schema": ADAPTER_PROOF}  # fmt: skip
+
+
+def _files(adapter: Path) -> list[Path]:
+    return [adapter / name for name in CONTENTS] if adapter.is_dir() else [adapter]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,7 +20,6 @@ from ..errors import MergeError, UsageError
 from ..files.checkpoint import open_checkpoint
 from ..files.side_files import output_name
 from ..job import Job
-from ..models.part_factors import on_base
 from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.make_plan import open_inputs
 from ..planning.output_files import Contents, differing
@@ -63,7 +61,7 @@ class Hashes:
         return self._known[key]
 
 
-def done(job: Job, wanted: Contents, opened: CheckpointCache, hashes: Hashes) -> bool:
+def is_done(job: Job, contents: Contents, opened: CheckpointCache, hashes: Hashes) -> bool:
     """Return whether the output holds what this job would write. Hashes the inputs only if all else agrees.
 
     UsageError if something else is there and may not be replaced.
@@ -71,15 +69,15 @@ def done(job: Job, wanted: Contents, opened: CheckpointCache, hashes: Hashes) ->
     if not os.path.lexists(job.output):
         return False
     with failures(job.output):
-        other = _other(job, wanted, opened, hashes)
+        other = _other(job, contents, opened, hashes)
     if other and not job.overwrite:
         raise UsageError(f"the output exists and {other}", str(job.output),
                          "choose another -o, or give --overwrite")  # fmt: skip
     return not other
 
 
-def made(job: AdapterJob, hashes: Hashes) -> bool:
-    """Return whether the output holds the adapter that this job would write; see `done`."""
+def is_adapter_done(job: AdapterJob, hashes: Hashes) -> bool:
+    """Return whether the output holds the adapter that this job would write; see `is_done`."""
     if not os.path.lexists(job.output):
         return False
     with failures(job.output):
@@ -103,41 +101,41 @@ def _other_adapter(job: AdapterJob, hashes: Hashes) -> str:
     from ..adapters_out.output_file import recipe
 
     try:
-        there = open_checkpoint(job.output)
-        stored = parsed(there.metadata.get(KEY, ""))
+        index = open_checkpoint(job.output)
+        stored = parsed(index.metadata.get(KEY, ""))
     except MergeError as e:
         return f"is not a complete adapter: {e.what}"
     if stored is None:
         return "is not one of ours"
-    for file, header in there.headers.items():
+    for file, header in index.headers.items():
         if header.metadata.get(DATA_HASH) not in (None, sha256(file, header.data_offset)):
             return "is damaged: its bytes have another SHA-256 than its header says"
     inputs = [open_checkpoint(a.path, adapter=True) for a in job.adapters]
     for dropped, digest in ((OF_RUN | {"sha256"}, lambda _: ""), (OF_RUN, hashes.of)):
-        wanted = from_json(json.dumps(recipe(job, inputs, 0.0, (), digest)))
-        if _essence(wanted, dropped) != _essence(stored, dropped):
+        expected = from_json(json.dumps(recipe(job, inputs, 0.0, (), digest)))
+        if _essence(expected, dropped) != _essence(stored, dropped):
             return "was made by another recipe"
     return ""
 
 
-def _other(job: Job, wanted: Contents, opened: CheckpointCache, hashes: Hashes) -> str:
+def _other(job: Job, contents: Contents, opened: CheckpointCache, hashes: Hashes) -> str:
     """Return what is wrong with an output; empty if nothing is."""
     try:
-        there = open_checkpoint(job.output)
+        index = open_checkpoint(job.output)
     except MergeError as e:
         return f"is not a complete checkpoint: {e.what}"
-    folder = there.path.is_dir()
-    weights = {f.relative_to(there.path).as_posix() if folder else "": f for f in there.files}
-    if KEY not in there.metadata:
+    folder = index.path.is_dir()
+    weights = {f.relative_to(index.path).as_posix() if folder else "": f for f in index.files}
+    if KEY not in index.metadata:
         return "has no recipe to compare" if job.no_metadata else "is not one of ours"
-    if weights.keys() != wanted.weights:
+    if weights.keys() != contents.weights:
         return "has other files of weights"
-    if broken := changed_files(there):
+    if broken := changed_files(index):
         return f"was changed after it was made: the header of {listed(file.name for file in broken)}"
-    stored = {name: parsed(there.headers[f].metadata.get(KEY, "")) for name, f in weights.items()}
+    stored = {name: parsed(index.headers[f].metadata.get(KEY, "")) for name, f in weights.items()}
     if not _same(job, stored, opened, hashes):
         return "was made by another recipe"
-    wrong = differing(wanted, job.output, hashes.of)
+    wrong = differing(contents, job.output, hashes.of)
     return f"lacks, or has another version of, {listed(wrong)}" if wrong else ""
 
 
@@ -145,13 +143,15 @@ def _same(job: Job, stored: Mapping[str, Any], opened: CheckpointCache, hashes: 
     """Return whether the recipes in the files of an output, by the files' names, are those of the job."""
     inputs = open_inputs(job, opened)
     base = inputs.base
-    job = replace(job, adapters=tuple(on_base(ref, inputs.names) for ref in job.adapters))
+    job = inputs.resolved
     adapters = [file.index for file in inputs.adapters]
     names = [output_name(path, base) if base.path.is_dir() else "" for path in base.files]
 
     def same(digests: Sequence[str], dropped: frozenset[str]) -> bool:
-        wanted = zip(names, recipes(job, base, adapters, digests), strict=True)
-        return all(_essence(one, dropped) == _essence(stored[name], dropped) for name, one in wanted)
+        expected = zip(names, recipes(job, base, adapters, digests), strict=True)
+        return all(
+            _essence(recipe_of_file, dropped) == _essence(stored[name], dropped) for name, recipe_of_file in expected
+        )
 
     if not same(blanks(base, adapters), VARIES | {"sha256"}):
         return False

@@ -35,7 +35,7 @@ def find(recipe: Recipe, folders: Iterable[Path]) -> list[Path]:
 def find_all(inputs: Iterable[Input], folders: Iterable[Path]) -> list[Path]:
     """Return the paths of these inputs, as `find`."""
     present = _Present(folders)
-    return [_find(wanted_file, present) for wanted_file in inputs]
+    return [_find(named, present) for named in inputs]
 
 
 class _Present:
@@ -59,11 +59,11 @@ class _Present:
             yield self._found[n]
 
 
-def _find(entry: Input, present: Iterable[Path]) -> Path:
-    name, size, digest = entry.files[0]
-    depth = len(PurePosixPath(name).parts) if entry.folder else 0
-    within = entry.folder and entry.name not in {file for file, _, _ in entry.files}  # else a part stands for all
-    ending = f"/{entry.name}/{name}" if within else f"/{name}"
+def _find(sought: Input, present: Iterable[Path]) -> Path:
+    name, size, digest = sought.files[0]
+    depth = len(PurePosixPath(name).parts) if sought.folder else 0
+    within = sought.folder and sought.name not in {file for file, _, _ in sought.files}  # else a part stands for all
+    ending = f"/{sought.name}/{name}" if within else f"/{name}"
 
     def named(path: Path) -> bool:
         return f"/{path.as_posix()}".endswith(ending)
@@ -71,9 +71,9 @@ def _find(entry: Input, present: Iterable[Path]) -> Path:
     others: list[str] = []
     for path in chain(filter(named, present), filterfalse(named, present)):
         if _size(path) == size and depth <= len(path.parents):
-            root = path.parents[depth - 1] if entry.folder else path
+            root = path.parents[depth - 1] if sought.folder else path
             try:
-                other = different(entry, root)
+                other = different(sought, root)
             except InputError as e:  # its configuration cannot be read
                 other = f"{e.where} ({e.what})"
             if other is None:
@@ -83,25 +83,25 @@ def _find(entry: Input, present: Iterable[Path]) -> Path:
     namesake = next(filter(named, present), None)
     if namesake is not None:
         raise VerificationFailed("the output is older or newer than one of its inputs",
-                                 f"{[*others, namesake][0]} is not that of {quoted(entry.name)} then, "
+                                 f"{[*others, namesake][0]} is not that of {quoted(sought.name)} then, "
                                  f"whose weights have the SHA-256 {digest}",
                                  f"merge again, or {SEARCH}")  # fmt: skip
-    raise InputError(f"the input {quoted(entry.name)} is not found", f"SHA-256 {digest}, {size} bytes",
+    raise InputError(f"the input {quoted(sought.name)} is not found", f"SHA-256 {digest}, {size} bytes",
                      SEARCH)  # fmt: skip
 
 
-def different(entry: Input, path: Path) -> str | None:
+def different(named: Input, path: Path) -> str | None:
     """Return the file of the input at `path` that is not as the recipe says; None if all are the same."""
     whole = of_index(path)
-    for name, size, digest in entry.files:
+    for name, size, digest in named.files:
         file = whole / name if whole.is_dir() else path
         if _size(file) != size or sha256(file) != digest:
             return str(file)
-    if entry.config and config_hash(path) != entry.config:
+    if named.config and config_hash(path) != named.config:
         return str(configuration(path) or path)
-    if entry.stated:
+    if named.stated:
         stating = side_file(open_checkpoint(path, adapter=True))
-        if stating is None or sha256(stating) != entry.stated:
+        if stating is None or sha256(stating) != named.stated:
             return str(stating or path)
     return None
 

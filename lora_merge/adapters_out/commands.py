@@ -1,0 +1,234 @@
+"""The commands that write adapters: one row each. The command line, jobs files, Python, replay and help read it.
+
+Functions of a row import what they need when they are called: the rows are read for `--help` too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+
+from ..adapter_options import ADAPTER_OPTIONS, KEEP, OF_MERGE
+from ..errors import MergeError
+from ..merge_methods import COMBINATIONS
+from ..method_parameters import NAMES
+from ..options import OPTIONS, Option
+from .request import Request, Rows
+
+if TYPE_CHECKING:
+    from ..planning.checkpoint_cache import CheckpointCache
+    from ..progress import Progress
+    from .job import AdapterJob
+    from .report import AdapterReport
+
+Inputs: TypeAlias = Literal["adapters", "adapter", "checkpoints"]
+"""What a command reads: some adapters, one adapter, or a base and the tuned checkpoint, which takes the place of one
+adapter."""
+
+Torch: TypeAlias = Literal["first", "beside", "rarely"]
+"""When a process that only runs the command loads torch: before anything else, beside the opening of inputs, or only
+if a layer needs it."""
+
+Make: TypeAlias = "Callable[[Request, Rows, CheckpointCache | None], AdapterJob]"
+Plan: TypeAlias = "Callable[[AdapterJob, CheckpointCache | None], AdapterReport]"
+Run: TypeAlias = "Callable[[AdapterJob, Progress, CheckpointCache | None], AdapterReport]"
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command that writes an adapter."""
+
+    name: str
+    done: str  # of its report: "combined"
+    inputs: Inputs
+    options: Rows  # with the defaults that they have here; None: no rule, or a value that depends on the inputs
+    make: Make  # request → checked job
+    plan: Plan  # from headers
+    run: Run
+    torch: Torch
+    effort: float = 1.0
+    """The time for a byte of the weights, relative to a byte that a merge writes. Measured with adapters of SDXL."""
+
+    def job(
+        self,
+        adapters: Any,
+        output: str | Path | None,
+        base: str | Path | None,
+        options: Mapping[str, Any],
+        cache: CheckpointCache | None = None,
+    ) -> AdapterJob:
+        """Return the checked job; UsageError or FitError for what is wrong.
+
+        `cache`: the checkpoints that are open. With one, headers are read where they decide the output's name.
+        """
+        return self.make(Request(self.name, adapters, output, base, options), self.options, cache)
+
+
+_ROWS: Final = {
+    **OPTIONS, **ADAPTER_OPTIONS,
+    "method": replace(OPTIONS["method"], words=(*COMBINATIONS,), metavar="NAME", group="Options",
+                      help=f"{', '.join([*COMBINATIONS][:3])}, dare …"),
+    "dtype": replace(OPTIONS["dtype"], words=("keep", "fp32", "fp16", "bf16"),
+                     help="Of the output; keep: as the inputs."),
+    "compute_dtype": replace(
+        OPTIONS["compute_dtype"], default=None, words=("fp64", "fp32"),
+        help="Numbers that formulas compute with. Default: fp64, or fp32 where that loses nothing.",
+    ),
+    "musubi_t": Option("musubi_t", "switch", default=False, recorded="given",
+                       help="Count the steps of a post-hoc EMA as musubi-tuner does.", in_batch=False, group=""),
+}  # fmt: skip
+"""The options of `merge` and of adapters, with the help that they have for these commands."""
+
+_METHOD: Final = ("method", *NAMES)
+_FORM: Final = ("rank", "conv_rank", "max_rank", "rank_for", "algorithm", "alpha")
+_SHARED: Final = (
+    "include", "exclude", "dtype", "compute_dtype", "unmatched", "map", "overwrite", "device", "max_memory", "max_vram",
+    "verify",
+)  # fmt: skip
+_ADAPTERS: Final = ("strength", "strength_for", "setting")
+
+
+def _options(
+    *names: str,
+    recorded: tuple[str, ...] = (),
+    required: tuple[str, ...] = (),
+    help: Mapping[str, str] = MappingProxyType({}),
+    **defaults: Any,
+) -> Rows:
+    """Return options by name, in the order of `--help`, with defaults and help of one command.
+
+    `recorded`: the options that its recipe records even if they have the default. `required`: those that it cannot do
+    without.
+    """
+
+    def row(name: str) -> Option:
+        option = _ROWS[name]
+        if name not in OF_MERGE:
+            option = replace(option, recorded="always" if name in recorded else "given", required=name in required)
+        return replace(option, default=defaults.get(name, option.default), help=help.get(name, option.help))
+
+    return MappingProxyType({name: row(name) for name in (*names, *_SHARED)})
+
+
+def _adapter_job(request: Request, rows: Rows, _: CheckpointCache | None) -> AdapterJob:
+    from .job import adapter_job
+
+    return adapter_job(request, rows)
+
+
+def _plan(job: AdapterJob, _: CheckpointCache | None) -> AdapterReport:
+    from .format_option import plan
+
+    return plan(job)
+
+
+def _run(job: AdapterJob, progress: Progress, _: CheckpointCache | None) -> AdapterReport:
+    from .format_option import run
+
+    return run(job, progress)
+
+
+def _conversion_job(request: Request, rows: Rows, _: CheckpointCache | None) -> AdapterJob:
+    from .job import conversion_job
+
+    return conversion_job(request, rows)
+
+
+def _plan_conversion(job: AdapterJob, cache: CheckpointCache | None) -> AdapterReport:
+    from .convert import plan
+
+    return plan(job, cache=cache)
+
+
+def _run_conversion(job: AdapterJob, progress: Progress, _: CheckpointCache | None) -> AdapterReport:
+    from .convert import run
+
+    return run(job, progress)
+
+
+def _average_job(request: Request, rows: Rows, _: CheckpointCache | None) -> AdapterJob:
+    from .average import average_job
+
+    return average_job(request, rows)
+
+
+def _plan_average(job: AdapterJob, _: CheckpointCache | None) -> AdapterReport:
+    from .average import plan
+
+    return plan(job)
+
+
+def _run_average(job: AdapterJob, progress: Progress, _: CheckpointCache | None) -> AdapterReport:
+    from .average import run
+
+    return run(job, progress)
+
+
+def _extraction_job(request: Request, rows: Rows, cache: CheckpointCache | None) -> AdapterJob:
+    from .job import extraction_job
+
+    job = extraction_job(request, rows)
+    if cache is not None:
+        from .extract.run import with_format
+
+        with suppress(MergeError):  # the plan raises it
+            job = with_format(job, request.output, cache)
+    return job
+
+
+def _plan_extraction(job: AdapterJob, cache: CheckpointCache | None) -> AdapterReport:
+    from .extract.run import plan
+
+    return plan(job, cache)
+
+
+def _run_extraction(job: AdapterJob, progress: Progress, cache: CheckpointCache | None) -> AdapterReport:
+    from .extract.run import run
+
+    return run(job, progress, cache)
+
+
+COMMANDS: Final[Mapping[str, Command]] = MappingProxyType({
+    row.name: row
+    for row in (
+        Command(
+            "combine", "combined", "adapters",
+            _options("rank", *_METHOD, *_FORM[1:], "format", *_ADAPTERS,
+                     rank="exact", algorithm="lora", alpha="rank", format=KEEP,
+                     help={"rank": "32, same, energy:0.99 … Default: exact."}),
+            _adapter_job, _plan, _run, torch="rarely",
+        ),
+        Command(
+            "resize", "resized", "adapter",
+            _options(*_FORM, "format", *_ADAPTERS, algorithm="lora", alpha=KEEP, format=KEEP, required=("rank",),
+                     help={"rank": "16, energy:0.99, fro:0.9, size:50MiB …"}),
+            _adapter_job, _plan, _run, torch="beside",
+        ),
+        Command(
+            "convert", "converted", "adapter",
+            _options("to", *_FORM, *_ADAPTERS, to=KEEP, algorithm=KEEP, alpha=KEEP, recorded=("alpha",),
+                     help={"rank": "Bring every module to LoRA at a rank."}),
+            _conversion_job, _plan_conversion, _run_conversion, torch="rarely", effort=0.25,
+        ),
+        Command(
+            "average", "averaged", "adapters",
+            _options("weights", "rank", "ema", "ema_to", "sigma_rel", "musubi_t", "space", "alpha", "format",
+                     *_ADAPTERS[1:], rank="same", space="delta", alpha="rank", format=KEEP, recorded=("rank",),
+                     help={"weights": "One number for each. Default: equal.",
+                           "rank": "Default: same, the snapshots' own."}),
+            _average_job, _plan_average, _run_average, torch="beside",
+        ),
+        Command(
+            "extract", "extracted", "checkpoints",
+            _options(*_FORM, "others", "factor", "format", rank=32, algorithm="lora", alpha="rank", others="diff",
+                     factor=-1, format="auto", recorded=("rank",),
+                     help={"rank": "32, energy:0.99, noise … Default: 32."}),
+            _extraction_job, _plan_extraction, _run_extraction, torch="first", effort=5.0,
+        ),
+    )
+})  # fmt: skip
+"""Name → command."""

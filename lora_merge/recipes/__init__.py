@@ -1,0 +1,1 @@
+"""From finished outputs back to their jobs."""

@@ -1,0 +1,80 @@
+"""The rows of the commands that write adapters: what a recipe records of them, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lora_merge.adapter_options import OF_MERGE
+from lora_merge.adapters_out.commands import COMMANDS, Command
+from lora_merge.errors import UsageError
+from lora_merge.options import OPTIONS
+
+VALUES: dict[str, Any] = {
+    "rank": 3, "conv_rank": 2, "max_rank": 9, "rank_for": {"unet": 2}, "algorithm": "auto", "alpha": 4.0,
+    "to": "comfy", "include": ("unet",), "exclude": ("te",), "compute_dtype": "fp32", "format": "comfy", "factor": 4,
+    "others": "skip", "space": "factors", "method": "ties", "density": 0.5, "gamma": 0.1, "epsilon": 0.1, "t": 0.5,
+    "elect": "count", "normalise": "weight", "agree": 1, "scale": 2.0, "seed": 3, "ema": 0.5, "ema_to": 0.7,
+    "sigma_rel": 0.1, "musubi_t": True,
+}  # fmt: skip
+"""A value of every option that no command has as its default."""
+
+NEEDED: dict[str, dict[str, Any]] = {
+    "conv_rank": {"rank": 5}, "max_rank": {"rank": 5}, "rank_for": {"rank": 5}, "ema_to": {"ema": 0.5},
+    "density": {"method": "ties"}, "gamma": {"method": "breadcrumbs", "density": 0.5},
+    "epsilon": {"method": "della", "density": 0.5}, "t": {"method": "slerp"}, "elect": {"method": "ties"},
+    "normalise": {"method": "ties"}, "agree": {"method": "consensus"}, "scale": {"method": "ties"},
+    "musubi_t": {"sigma_rel": 0.1},
+}  # fmt: skip
+"""Option → the others without which it means nothing."""
+
+OWN = [(row, name) for row in COMMANDS.values() for name in row.options if name not in (*OF_MERGE, "weights")]
+
+
+def recorded(command: Command, options: dict[str, Any]) -> dict[str, Any]:
+    """What the recipe of a job with these options records."""
+    if {"ema", "sigma_rel"} & options.keys():
+        options = {"space": "factors", **options}  # else the weights say it
+    if options.get("method"):
+        options = {"algorithm": "full", **options}
+    rank = {"rank": 5} if command.options["rank"].required else {}
+    adapters = ["a", "b"] if command.inputs == "adapters" else ["a"]
+    return dict(command.job(adapters, "out.safetensors", "base", {**rank, **options}).options)
+
+
+@pytest.mark.parametrize(("command", "name"), OWN, ids=lambda v: getattr(v, "name", v))
+def test_recipe_records_each_option_of_a_row(command: Command, name: str) -> None:
+    value = VALUES[name]
+    assert recorded(command, {**NEEDED.get(name, {}), name: value})[name] == value
+
+
+DEFAULTS = [
+    (row, other, name)
+    for row in COMMANDS.values()
+    for other in COMMANDS.values()
+    for name in ("rank", "alpha")
+    if row.options[name].default != other.options[name].default is not None
+]
+
+
+@pytest.mark.parametrize(("command", "other", "name"), DEFAULTS, ids=lambda v: getattr(v, "name", v))
+def test_recipe_records_the_default_of_another_command(command: Command, other: Command, name: str) -> None:
+    """`convert --alpha rank` is not `convert`, though α = rank is what `combine` does anyway."""
+    value = other.options[name].default
+    if value == "same" and command.inputs == "checkpoints":
+        pytest.skip("a checkpoint has no rank")
+    assert recorded(command, {name: value})[name] == value
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=lambda c: c.name)
+def test_option_of_another_command_is_refused(command: Command) -> None:
+    for name in {n for row in COMMANDS.values() for n in row.options} - command.options.keys() - {*OF_MERGE}:
+        with pytest.raises(UsageError):
+            recorded(command, {name: VALUES.get(name, [0.5, 0.5])})
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=lambda c: c.name)
+def test_row_holds_options_of_the_tables(command: Command) -> None:
+    assert {name for name in command.options if name in OF_MERGE} <= OPTIONS.keys()
+    assert all(option.name == name for name, option in command.options.items())
