@@ -1,6 +1,6 @@
-"""The Python API for files: `merge` and `plan`. The API for tensors in memory is in the room `memory`.
+"""The Python API for files: `merge` and `plan`, and `inspect` and `compare`, which only look.
 
-The Python API that only looks: `inspect` and `compare`.
+The API for tensors in memory is in the room `memory`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The table of all dtypes that a checkpoint stores: names, size and range. Imports no torch and no numpy.
+"""The table of all dtypes that a checkpoint stores: names, size and range; and the type of shapes.
 
-Shapes of tensors. Imports nothing, so that whoever names a shape does not load the formulas.
+Imports no torch and no numpy.
 """
 
 from __future__ import annotations

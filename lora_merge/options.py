@@ -1,9 +1,7 @@
 """The table of all options of a merge, and the checks of their values; each wrong value is a UsageError.
 
-The command line, jobs files, recipes and surveys of batches take names, defaults and help from the table. A test
-compares it with the lists that are written out for type checkers (`MergeOptions` in keywords.py, `Job`).
-
-Keywords of other libraries, for advice.
+The command line, jobs files, recipes and plans of batches take names, defaults and help from the table. A test
+compares it with the lists that are written out for type checkers (`MergeOptions` in typed_options.py, `Job`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Turns a jobs file into a list of jobs: reads it, checks it, multiplies every matrix out, tells all mistakes at once.
+"""Turns a jobs file into a list of jobs: reads and checks it, multiplies matrices out, reports all mistakes at once.
 
-No file that a job names is looked at here, but for patterns (`glob`) and `path:0.8`.
-
-Names of files without an ending that jobs write and later jobs of the same batch read.
+No file that a job names is opened here, but for patterns (`glob`), `path:0.8` and outputs that later jobs read.
 """
 
 from __future__ import annotations

@@ -1,17 +1,13 @@
-"""SHA-256 of the inputs, computed from the bytes that the merge reads anyway.
+"""SHA-256 of the inputs, computed from the bytes that the merge reads anyway, and remembered between runs.
 
 One digest cannot use several cores, so with a fast disk the whole merge waits for it. A single merge therefore starts
 to hash the base while torch is imported, and later reads that part of the base a second time. Several merges that
-share a base have enough other work: they read the base once. Digests of earlier runs are reused (known_hashes.py).
+share a base have enough other work: they read the base once.
 
-SHA-256 of large files, remembered between runs: the digest of a base is a third of the work of its merge.
-
-A file counts as unchanged while its device, inode, size and both its times are the same, as in git. This holds only on
-the file systems in `KEEP_TIMES`. A proof (`verify`, `replay`) does not use remembered digests: it reads the bytes.
-
-Entries that another user could have written are ignored: the folder and the file must belong to the user or root, and
-nobody else may write to them. Each entry is signed, together with some bytes of its file, with a key that only the
-user can read. An entry that was edited, or that comes from another machine or another file, is ignored.
+Remembered digests: a file counts as unchanged while its device, inode, size and both its times are the same, as in
+git. This holds only on the file systems in `KEEP_TIMES`. A proof (`verify`, `replay`) reads the bytes. Entries that
+another user could have written are ignored: the folder and the file must belong to the user or root, and nobody else
+may write to them. Each entry is signed, together with some bytes of its file, with a key that only the user can read.
 """
 
 from __future__ import annotations

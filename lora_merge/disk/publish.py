@@ -1,19 +1,16 @@
 """Publishes outputs, and the small files next to them: a temporary file or folder is written, synced and renamed.
 
-So the output is complete, or it is not there. Runs that publish into one folder take turns (`_turn`). Without that,
+So the output is complete, or it does not exist. Runs that publish into one folder take turns (`_turn`). Without that,
 a run whose last flush fails would take back its rename, and with it the output that another run has published since.
 
 What a call returns proves nothing. Network disks lose replies, so a rename that has happened may fail, and some file
 systems report success for what they did not do. After each call that gives a name, `_give` looks which file has it.
 
-Temporary files and folders beside outputs. One is called `.<name>.<12 hex digits>.lora-merge.part`.
-
-Each run holds a lock on its temporary file: the next run removes the unlocked ones, which killed runs left, and keeps
-the locked ones. On Windows no other process can write to a locked file, and folders cannot be locked: there the run
-locks an empty file beside it, `<name of the temporary file>.lock`.
-
-Where two names cannot be swapped, a replaced folder is called `<name of the temporary folder>.old` for a moment. If the
-run is killed in that moment, the next run gives the folder its name back.
+A temporary file or folder is called `.<name>.<12 hex digits>.lora-merge.part`. Each run holds a lock on its own: the
+next run removes the unlocked ones, which killed runs left, and keeps the locked ones. On Windows no other process can
+write to a locked file, and folders cannot be locked: there the run locks an empty file, `<temporary name>.lock`. Where
+two names cannot be swapped, a replaced folder is called `<temporary name>.old` for a moment; if the run is killed in
+that moment, the next run gives the folder its name back.
 """
 
 from __future__ import annotations

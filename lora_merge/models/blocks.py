@@ -1,11 +1,8 @@
-"""The blocks of a base, by the names that users weight blocks with: IN04, M00, OUT11, D00, S37, L12.
+"""The blocks of a base, by the names of block weights (IN04, M00, OUT11, D00, S37, L12), and lists of their weights.
 
 The blocks of a U-Net are numbered as in its authors' code, in every layout; sd-webui-lora-block-weight made lists of
-these names common. In any other model, a block is one layer of a stack of equal layers.
-
-Named lists of block weights.
-
-The network and the block of a module, found from its name alone, as adapters spell it.
+these names common. In any other model, a block is one layer of a stack of equal layers. The network and the block of
+an adapter's module follow from its name alone.
 """
 
 from __future__ import annotations

@@ -3,12 +3,10 @@
 A form is a name with `#` for its numbers: the 200 000 names of a mixture of experts have thirty forms. The form
 decides which rows of the name tables apply to a name. So the tables are applied to forms first; the names of a form
 are made only when one of them is looked up, and never for a form that only the tensors' own names have.
-Names are built from the base's own keys, so no underscore has to be interpreted.
 
-Stored tensors → canonical weights → the weights of each spelling.
-
-Every tensor is first cut into its canonical weights (q, k and v of a fused tensor). Every spelling of an architecture
-then joins canonical weights to the weights that the spelling has names for.
+Every tensor is first cut into its canonical weights (q, k and v of a fused tensor); every spelling of an architecture
+joins canonical weights to the weights that the spelling has names for. Names are built from the base's own keys, so no
+underscore has to be interpreted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The strength of an adapter for each tensor: the adapter's own, times the factor of every part with that tensor.
-
-The parameters that `--include` and `--exclude` choose, by parts of a model. No torch.
-"""
+"""What parts of a model mean for each tensor: factors of strengths, and the choice of `--include` and `--exclude`."""
 
 from __future__ import annotations
 

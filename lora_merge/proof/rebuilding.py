@@ -1,9 +1,7 @@
-"""Computes slots that no file holds by the row's own steps, as PEFT does on loading, and checks them in numpy.
-
-Checks of slots that a row computes from the base when it loads an adapter (`Algorithm.rebuild`), in float64.
+"""Slots that no file holds: computed by the row's own steps, as PEFT does on loading, and checked in float64.
 
 Signs of singular vectors and the order of equal numbers depend on the machine, so a second computation may give other
-slots. The computed slots are taken instead, and checked against their definition.
+slots. So the computed slots are taken, and checked against their definition.
 """
 
 from __future__ import annotations

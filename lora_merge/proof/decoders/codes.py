@@ -1,12 +1,4 @@
-"""Decoders in numpy: codes of one byte, 4-bit codes in halves of bytes, whole numbers packed into words, GPTQ and AWQ,
-and bitsandbytes' tables.
-
-Codes that choose from tables which were fitted to each weight: AQLM, ComfyUI's asym_w4a8_int8 and awq_w4a16.
-
-Weights of SDNQ: q · s + z + up · down, in a rotated basis or not; codes of odd bits.
-
-Codes of mlx: whole numbers in a stream of bits, with a scale and a bias for each group.
-"""
+"""Decoders in numpy for all codes but GGUF's: bytes, halves of bytes, packed whole numbers, tables, rotated sums."""
 
 from __future__ import annotations
 
