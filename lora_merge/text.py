@@ -185,14 +185,12 @@ change of direction: Unicode's categories Cc, Cf, Zl and Zp, and what it calls i
 Source: unicode.org/Public/17.0.0/ucd/DerivedCoreProperties.txt."""
 
 
-def _json_escape(code: int) -> str:
-    if code < 0x10000:
-        return f"\\u{code:04x}"
-    code -= 0x10000  # two surrogates of 10 bits each
-    return f"\\u{0xD800 + (code >> 10):04x}\\u{0xDC00 + (code & 0x3FF):04x}"
-
-
-_ALL: Final = {c: _json_escape(c) for first, last in HIDDEN for c in range(first, last + 1) if c != 0x09}
+_ALL: Final = {
+    c: f"\\u{c:04x}" if c < 0x10000 else f"\\u{0xD7C0 + (c >> 10):04x}\\u{0xDC00 + (c & 0x3FF):04x}"  # two surrogates
+    for first, last in HIDDEN
+    for c in range(first, last + 1)
+    if c != 0x09
+}
 CONTROLS: Final = {c: escape for c, escape in _ALL.items() if c not in (0x0A, 0x0D)}
 """Hidden character → its JSON escape. Line feeds, which end our own lines, and carriage returns, which progress bars
 need, are not among them."""
