@@ -81,7 +81,7 @@ def _run(at: int, _: str, head: str, digits: str, value: str) -> tuple[str, obje
     return head, digits and int(digits) - at, value
 
 
-def spoken_run(names: Sequence[str]) -> str:
+def run_label(names: Sequence[str]) -> str:
     """Return names that count on as one, as `--strength-for` takes them: `IN00–IN11`, `double_blocks.0–9`."""
     first, last = names[0], names[-1]
     if len(names) == 1:
@@ -97,7 +97,7 @@ def between(of: Mapping[str, float]) -> str:
     return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}, median {of['median']:.4g}"
 
 
-def counted(counts: Mapping[str, Any]) -> str:
+def counts_by_kind(counts: Mapping[str, Any]) -> str:
     """Return numbers of things by kind: `unet 192, te 72`."""
     return ", ".join(f"{name} {n}" for name, n in counts.items())
 

@@ -24,7 +24,7 @@ from .compat import checked_output, completed
 from .help import examples
 from .options import Command, read, with_options
 from .progress_display import watching
-from .reports import Pictures, put, show_adapter_report
+from .reports import PageFiles, put, show_adapter_report
 
 if TYPE_CHECKING:
     from ..adapters_out.job import AdapterJob
@@ -105,10 +105,10 @@ def resize(adapter: Adapter, **options: Any) -> None:
 @_takes(COMMANDS["convert"])
 def convert(adapter: Adapter, **options: Any) -> None:
     """Write an adapter in the dialect of another program."""
-    output, base, printed = _taken(options)
+    output, base, printed = _shared_values(options)
 
     def make(_: CheckpointCache) -> AdapterJob:
-        (ref,), stated = _given([named_adapter(adapter)], options)
+        (ref,), stated = _job_values([named_adapter(adapter)], options)
         same = all(stated.get(name) in (None, KEEP, []) for name in ("to", *CHANGING))
         if same and isinstance(ref, str):
             fix = "give --to, such as --to diffusers; or another --dtype, --rank, --algorithm or --alpha"
@@ -140,7 +140,7 @@ def extract(
 
     `lora-merge diff` is short for `extract --algorithm full`, which is exact.
     """
-    output, _, printed = _taken(options)
+    output, _, printed = _shared_values(options)
 
     def make(cache: CheckpointCache) -> AdapterJob:
         return COMMANDS["extract"].job([completed(tuned)], output, completed(base), _read(options, 1), cache)
@@ -150,18 +150,18 @@ def extract(
 
 def _carry_out(command: Row, adapters: Sequence[str], options: dict[str, Any]) -> None:
     """Run or plan `combine`, `resize` or `average`, and print the report."""
-    output, base, printed = _taken(options)
+    output, base, printed = _shared_values(options)
 
     def make(_: CheckpointCache) -> AdapterJob:
         if weights := options.get("weights"):
             options["weights"] = [as_number(w, "--weights", whole=False) for w in weights.split(",")]
-        named, stated = _given(named_adapters(adapters, options.get("strength")), options)
+        named, stated = _job_values(named_adapters(adapters, options.get("strength")), options)
         return command.job(named, output, base, stated)
 
     show(command, make, printed)
 
 
-def _taken(options: dict[str, Any]) -> tuple[str | None, str | None, dict[str, Any]]:
+def _shared_values(options: dict[str, Any]) -> tuple[str | None, str | None, dict[str, Any]]:
     """Return the output, the base, and the options of what is printed, taken out of the options."""
     output, base = checked_output(options.pop("output")), options.pop("base", None)
     printed = {name: options.pop(name) for name in PRINTED}
@@ -178,7 +178,7 @@ def _read(options: dict[str, Any], adapters: int) -> dict[str, Any]:
     return {**stated, "rank_for": strings(stated["rank_for"])} if "rank_for" in stated else stated
 
 
-def _given(adapters: Sequence[Any], options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+def _job_values(adapters: Sequence[Any], options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Return the adapters with their strengths, and the other options as jobs take them."""
     strength_for, stated = options.pop("strength_for") or (), _read(options, len(adapters))
     named, parts = named_parts(with_strengths(adapters, stated), strength_for)
@@ -191,7 +191,7 @@ def show(command: Row, make: Callable[[CheckpointCache], AdapterJob], printed: d
     from ..planning.checkpoint_cache import CheckpointCache
     from .stdio import reporting
 
-    pictures = Pictures(printed["html"], printed["plot"], quiet=printed["quiet"], dry_run=printed["dry_run"])
+    pictures = PageFiles(printed["html"], printed["plot"], quiet=printed["quiet"], dry_run=printed["dry_run"])
     with reporting(printed["report"]) as report_file, watching(quiet=printed["quiet"]) as display:
         # Step 1: torch, as early as the command needs it.
         if command.torch == "first":
@@ -223,9 +223,9 @@ def show(command: Row, make: Callable[[CheckpointCache], AdapterJob], printed: d
 def _with_pictures(done: AdapterReport, job: AdapterJob) -> dict[str, Any]:
     """Return a report with the paths of its inputs, and the spectrum and the histogram of each layer of the output."""
     from ..viewing.base import recipe_of
-    from ..viewing.pictures import made_pictures
+    from ..viewing.pictures import adapter_pictures
 
-    shown = made_pictures(Path(done.output))
+    shown = adapter_pictures(Path(done.output))
     layers = {name: {**layer, **shown.get(name, {})} for name, layer in done.layers.items()}
     inputs = [*(a.path for a in job.adapters), *([job.base] if job.base else [])]
     return {**asdict(done), "layers": layers, "recipe": recipe_of(Path(done.output)), "inputs": [*map(str, inputs)]}

@@ -20,10 +20,10 @@ from ..report import disk_rows
 from ..text import Lines, json_text, size
 from .argument_values import whole_number
 from .options import HTML
-from .progress_display import Jobs, paused, watching
+from .progress_display import BatchJobs, paused, watching
 from .reports import (
     BatchDisplay,
-    Pictures,
+    PageFiles,
     announced,
     broken_jobs,
     echo,
@@ -90,7 +90,7 @@ def batch(
         raise UsageError("no jobs file was given", "lora-merge batch", fix)
     from .stdio import ReportFile
 
-    pictures = Pictures(html, None, quiet=quiet, dry_run=dry_run)
+    pictures = PageFiles(html, None, quiet=quiet, dry_run=dry_run)
     if Path(jobs).suffix in ENDINGS:
         raise UsageError("a model, and not a jobs file", jobs, "one merge needs no file: lora-merge BASE ADAPTER:0.8")
     number = None if workers is None else whole_number(workers, "--workers")
@@ -140,7 +140,7 @@ def _run(
 
     runs = {str(s.entry.job.output): (s.size, s.effort) for s in planned.planned if s.runs}
     with ExitStack() as stack:
-        display = stack.enter_context(watching(quiet=quiet, jobs=Jobs(len(planned.planned), runs)))
+        display = stack.enter_context(watching(quiet=quiet, jobs=BatchJobs(len(planned.planned), runs)))
         if runs and here:
             preload(wait=True)
             keep_freed_memory(min(s.entry.job.max_memory for s in planned.planned))

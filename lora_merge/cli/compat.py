@@ -16,7 +16,7 @@ from ..adapter_arguments import right_form
 from ..errors import UsageError
 from ..paths import ENDINGS, WINDOWS, check_input, exists, is_address, split_strength, typed, with_found_ending
 
-ASKED: Final = MappingProxyType(
+PROGRAM_OPTIONS: Final = MappingProxyType(
     {"-h": "--help", "-V": "--version", "version": "--version", "/?": "--help", "/help": "--help"}
 )
 """Words by which people ask the program about itself → the option."""
@@ -135,7 +135,7 @@ _IDLE: Final = "leave it out: sums are exact, shards are those of the base, --de
 _RANK: Final = "use --rank N, or a rule such as --rank fro:0.9"
 _MODELS: Final = "both models come first: lora-merge extract BASE TUNED"
 _QUIET: Final = "use -q"
-_OWN_RANK: Final = "the rank is that of the adapter; another one: lora-merge resize ADAPTER --rank N"
+_SAME_RANK: Final = "the rank is that of the adapter; another one: lora-merge resize ADAPTER --rank N"
 _LBW: Final = "use --strength-for lbw=1,0,0,… with a number for each block; lora-merge parts BASE lists them"
 
 FACTORS: Final = {
@@ -241,7 +241,7 @@ FOREIGN: Final[Mapping[str, str]] = MappingProxyType(
 )
 """Option of another program → what to write instead. sd-scripts, mergekit, diffusers' scripts, cp."""
 
-_OTHERWISE: Final = {_RANK: _OWN_RANK}
+_OTHERWISE: Final = {_RANK: _SAME_RANK}
 """Advice → the advice for commands without the options in it."""
 
 _FLAG: Final = r"(?<![\w-])--?[a-z][a-z-]*"

@@ -145,7 +145,7 @@ def refused(error: Exception, commands: Container[str] = ()) -> UsageError:
         what = "no adapter is named" if parameter == "adapters" else "no base and no adapter is named"
         return UsageError(what, typed(), f"lora-merge BASE ADAPTER:0.8; {see}")
     if name := getattr(error, "option_name", "") if text.startswith("No such") else "":
-        return UsageError(f"there is no option {name}", typed(), _meant(name, context) + see)
+        return UsageError(f"there is no option {name}", typed(), _advice(name, context) + see)
     shown = re.search(
         r"^  (lora-merge .*)", getattr(getattr(context, "command", None), "epilog", None) or "", re.MULTILINE
     )
@@ -153,7 +153,7 @@ def refused(error: Exception, commands: Container[str] = ()) -> UsageError:
     return UsageError(f"{text[:1].lower()}{text[1:]}".rstrip("."), typed(), f"{such}{see}")
 
 
-def _meant(name: str, context: Any) -> str:
+def _advice(name: str, context: Any) -> str:
     """Return advice on a misspelt option: those of the command that look alike, or what other programs' mean here."""
     parameters = getattr(getattr(context, "command", None), "params", ())
     known = [known_name for parameter in parameters for known_name in (*parameter.opts, *parameter.secondary_opts)]

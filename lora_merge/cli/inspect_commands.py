@@ -18,7 +18,7 @@ from .compat import completed
 from .help import examples, offered
 from .options import HTML, PLOT, SILENT
 from .progress_display import watching
-from .reports import Pictures, echo, put, show_comparison, show_file
+from .reports import PageFiles, echo, put, show_comparison, show_file
 from .tables import parts
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def inspect(
         return
     from ..viewing.inspect import inspect as look
 
-    pictures, pairs = Pictures(html, plot, quiet=as_json or quiet), _pairs([*expanded(files)])
+    pictures, pairs = PageFiles(html, plot, quiet=as_json or quiet), _pairs([*expanded(files)])
     pictures.protect([path for base, ref in pairs for path in (base, *([ref.path] if ref else []))])
     with watching(quiet=as_json or quiet, doing="reading the numbers" if weights else "") as display:
         asked: dict[str, Any] = {"weights": weights, "hashes": hashes, "pictures": html is not None}
@@ -120,7 +120,7 @@ def compare(
     from ..viewing.compare import compare as look
 
     first, second = expand(completed(a)), expand(completed(b))
-    pictures = Pictures(html, plot, quiet=as_json or quiet)
+    pictures = PageFiles(html, plot, quiet=as_json or quiet)
     pictures.protect([first, second])
     with watching(quiet=as_json or quiet, doing="reading both") as display:
         comparison = look(

@@ -23,12 +23,12 @@ from ..text import Lines, json_text, one_line
 from . import adapter_commands, inspect_commands, tables, verify_commands
 from .argument_values import named_adapters, named_base, named_parts, with_strengths
 from .batch_command import batch
-from .compat import ASKED, SHORT, check_command, check_once, check_options, check_spaces, checked_output
+from .compat import PROGRAM_OPTIONS, SHORT, check_command, check_once, check_options, check_spaces, checked_output
 from .help import REFUSED, everywhere, examples, files, refused, with_groups
 from .options import HTML, PLOT, QUIET, read, take_text, with_options
 from .progress_display import watching
-from .reports import Pictures, ReportOptions, echo, merge_and_report, put, with_pictures
-from .terminal import debugging, show_error, styled, taken
+from .reports import PageFiles, ReportOptions, echo, merge_and_report, put, with_pictures
+from .terminal import debugging, show_error, styled, without_global_options
 
 if TYPE_CHECKING:
     from ..job import Job
@@ -50,7 +50,7 @@ class Commands(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read `lora-merge BASE ADAPTER` as `lora-merge merge BASE ADAPTER`, and `lora-merge help X` as `X --help`."""
-        args = taken(args, checked=not ctx.resilient_parsing)
+        args = without_global_options(args, checked=not ctx.resilient_parsing)
         if args[:2] == ["help", "help"]:
             args = args[1:]
         if args and (args[0] == "help" or (args[0] in HELP and args[1:] and args[1] in self.commands)):
@@ -58,8 +58,8 @@ class Commands(TyperGroup):
             args = [*(SHORT.get(word, word).partition(" ")[0] for word in args[1:2]), "--help"]
         elif args and args[0] in SHORT and not exists(args[0]):
             args = [*SHORT[args[0]].split(), *args[1:]]
-        elif args and args[0] in ASKED and not exists(args[0]):
-            args = [ASKED[args[0]]]
+        elif args and args[0] in PROGRAM_OPTIONS and not exists(args[0]):
+            args = [PROGRAM_OPTIONS[args[0]]]
         if not ctx.resilient_parsing:
             check_spaces(args)
         if args and args[0] not in self.commands and args[0] not in ROOT_OPTIONS:
@@ -161,7 +161,7 @@ def merge(
     from ..planning.plan import sources
     from .stdio import reporting
 
-    pictures = Pictures(html, plot, quiet=quiet, dry_run=dry_run)
+    pictures = PageFiles(html, plot, quiet=quiet, dry_run=dry_run)
     base = named_base(base)
     named_ones = named_adapters(adapters or [], options.get("strength")) or [base]
     strength_for, values = options.pop("strength_for") or (), read(options, len(named_ones))
@@ -244,7 +244,7 @@ def main() -> None:
         if isinstance(failure, MergeError):
             _fail(failure, str(failure))
         if not isinstance(error, OSError):
-            _tell(error)
+            _print_json_error(error)
             raise
         where = one_line(str(error.filename or "an input or output"))
         _fail(error, f"{error.strerror or error}\n  where: {where}\n  fix:   nothing was left behind; run again")
@@ -260,11 +260,11 @@ def _fail(error: BaseException, text: str) -> None:
         show_error(text)
     else:
         print(f"error: {text}", file=sys.stderr)  # noqa: T201
-    _tell(error)
+    _print_json_error(error)
     raise SystemExit(error_dict(error)["exit_code"])
 
 
-def _tell(error: BaseException) -> None:
+def _print_json_error(error: BaseException) -> None:
     """Print the failure as JSON if that was asked for; of a batch it is the last line, below those of its jobs."""
     if "--json" in sys.argv:
         with suppress(OSError, ValueError):  # a closed stdout

@@ -11,7 +11,7 @@ import typer
 
 from ..errors import MergeError
 from ..options import OPTIONS, Option
-from .argument_values import as_number, one_entry, one_setting, strengths
+from .argument_values import as_number, metadata_entry, parsed_setting, strengths
 from .help import offered
 
 Command = TypeVar("Command", bound=Callable[..., None])
@@ -108,8 +108,8 @@ def read(options: Mapping[str, Any], adapters: int, rows: Mapping[str, Option] =
         if option.kind in ("whole", "number") and isinstance(values[option.name], str):
             values[option.name] = as_number(values[option.name], option.flag, whole=option.kind == "whole")
     values["strength"] = strengths(values.get("strength") or (), adapters)
-    values["setting"] = [one_setting(text) for text in values.get("setting") or ()]
-    values["metadata"] = [one_entry(text) for text in values.get("metadata") or ()]
+    values["setting"] = [parsed_setting(text) for text in values.get("setting") or ()]
+    values["metadata"] = [metadata_entry(text) for text in values.get("metadata") or ()]
     return {name: value for name, value in values.items() if value not in (None, (), [])}
 
 

@@ -57,7 +57,7 @@ SPINNER: Final = ("⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\")
 
 
 @dataclass
-class Output:
+class OutputProgress:
     """The state of one output under way."""
 
     name: str
@@ -100,7 +100,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Jobs:
+class BatchJobs:
     """The jobs of a batch."""
 
     count: int
@@ -123,7 +123,7 @@ class Display:
     """Lines at the bottom of a terminal. It is called with every step, from any thread, and fails for nobody."""
 
     stream: Any
-    jobs: Jobs | None = None  # None: a single run
+    jobs: BatchJobs | None = None  # None: a single run
     weights: dict[str, float] = field(default_factory=lambda: dict(WEIGHTS))
     clock: Callable[[], float] = time.monotonic
     doing: str = "reading headers"  # until the first step
@@ -135,7 +135,7 @@ class Display:
         self.lock = threading.RLock()
         self.guard = Guard()
         self.observer: Progress = self.take
-        self.outputs: dict[str, Output] = {}  # under way
+        self.outputs: dict[str, OutputProgress] = {}  # under way
         self.ended = 0  # jobs
         self.done = 0  # of the effort: that of outputs that are complete, or will not be
         self.drawn: tuple[str, ...] = ()
@@ -154,13 +154,13 @@ class Display:
         """Count a step."""
         with self.lock:
             now = self.clock()
-            output = self.outputs.setdefault(step.output, Output(step.output, now))
+            output = self.outputs.setdefault(step.output, OutputProgress(step.output, now))
             output.take(step, now)
             if step.done and self.working is None:
                 self.working = now
             self.bytes += self._bytes(step, output)
 
-    def _bytes(self, step: Step, output: Output) -> int:
+    def _bytes(self, step: Step, output: OutputProgress) -> int:
         """Return the bytes that a step counts for; in a batch those of the output, whatever it is made of."""
         if step.stage == "make" and self.jobs is not None:
             return self._planned(output.name)[0] * step.done // max(output.to_make, 1)
@@ -192,7 +192,7 @@ class Display:
             now, under_way = self.clock(), list(self.outputs.values())
             self._sample(now)
             if self.jobs is None:
-                return [self._merge(under_way[-1] if under_way else Output("", self.began), now, width)]
+                return [self._merge(under_way[-1] if under_way else OutputProgress("", self.began), now, width)]
             shown = [self._job(output, now, width) for output in under_way[:MOST]]
             more = [f"  and {len(under_way) - MOST} more"] if len(under_way) > MOST else []
             return [*shown, *more, self._batch(self.jobs, now, width)]
@@ -220,7 +220,7 @@ class Display:
             return ""
         return f"{interval((now - self.working) * (1 - share) / share)} left"
 
-    def _merge(self, output: Output, now: float, width: int) -> str:
+    def _merge(self, output: OutputProgress, now: float, width: int) -> str:
         share, facts = self._share(), [f"{interval(now - output.since)} so far"]
         if self.working is None:
             facts.append(self.doing if not output.name else "opening the inputs, loading torch")
@@ -237,7 +237,7 @@ class Display:
             facts = [f"{min(1.0, output.proven / output.to_prove):.0%} of the proof"]
         return self._line(f"{output.stage:<5}", [*facts, self._left(share, now)], share, width)
 
-    def _job(self, output: Output, now: float, width: int) -> str:
+    def _job(self, output: OutputProgress, now: float, width: int) -> str:
         if output.stage == "merge" and output.written >= output.total:
             facts = ["merged, the others first"]
         elif output.stage == "merge":
@@ -253,7 +253,7 @@ class Display:
             f"{output.stage:<5} {name:<{room}}", facts, output.share(self.weights, now), width, beats=False
         )
 
-    def _batch(self, jobs: Jobs, now: float, width: int) -> str:
+    def _batch(self, jobs: BatchJobs, now: float, width: int) -> str:
         share = self._share()
         limits = [LIMITS[o.limit] for o in self.outputs.values() if o.limit and o.stage == "merge"]
         limit = f"mostly {max(limits, key=limits.count)}" if limits else ""
@@ -339,7 +339,7 @@ def paused(display: Display | None) -> Iterator[None]:
 
 @contextmanager
 def watching(
-    *, quiet: bool, jobs: Jobs | None = None, weights: dict[str, float] | None = None, doing: str = ""
+    *, quiet: bool, jobs: BatchJobs | None = None, weights: dict[str, float] | None = None, doing: str = ""
 ) -> Iterator[Display | None]:
     """Give the block a `Display` that is redrawn until the block ends; None with `quiet`, or without a terminal."""
     if quiet or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":

@@ -539,7 +539,7 @@ def _show_charts(values: Mapping[str, Any]) -> None:
 # Pages and plots.
 
 
-class Pictures:
+class PageFiles:
     """The files of `--html` and `--plot`. Everything that can fail beforehand is checked before the work begins."""
 
     def __init__(self, html: str | None, plot: str | None, *, quiet: bool, dry_run: bool = False) -> None:

@@ -44,7 +44,7 @@ CUT: Final = ("XTERM_VERSION", "STY")
 """Variables of terminals that cut such lines, xterm and GNU screen. They count first, as they run inside others."""
 
 
-def taken(args: Sequence[str], *, checked: bool = True) -> list[str]:
+def without_global_options(args: Sequence[str], *, checked: bool = True) -> list[str]:
     """Return the arguments without the options of every command.
 
     Raises UsageError where `--color` lacks a value, if that is to be `checked`: a shell completes words one by one.
@@ -65,7 +65,7 @@ def taken(args: Sequence[str], *, checked: bool = True) -> list[str]:
     return rest
 
 
-def chosen() -> str:
+def color_choice() -> str:
     """Return the value of `--color` on the command line."""
     for at, word in enumerate(sys.argv):
         if word == "--":
@@ -84,15 +84,15 @@ def debugging() -> bool:
 
 def styled(stream: Any) -> bool:
     """Return whether a stream gets tables: a terminal does, and whatever there is with `--color always`."""
-    return chosen() == "always" or (stream.isatty() and os.environ.get("TERM") != "dumb")
+    return color_choice() == "always" or (stream.isatty() and os.environ.get("TERM") != "dumb")
 
 
 def colored() -> bool:
     """Return whether tables and pictures have colours."""
-    return chosen() == "always" or (chosen() != "never" and not os.environ.get("NO_COLOR"))
+    return color_choice() == "always" or (color_choice() != "never" and not os.environ.get("NO_COLOR"))
 
 
-class _Ours:
+class _RichStream:
     """A stream for Rich, whose texts may command the terminal; the names in them are escaped before."""
 
     def __init__(self, stream: Any) -> None:
@@ -122,7 +122,7 @@ def console(stream: Any) -> Console:
 
     plain, width = not colored(), columns(stream)
     return Console(
-        file=cast("IO[str]", _Ours(stream)), width=width, force_terminal=not plain, no_color=plain,
+        file=cast("IO[str]", _RichStream(stream)), width=width, force_terminal=not plain, no_color=plain,
         color_system=None if plain else "auto", highlight=False, markup=False, emoji=False,
     )  # fmt: skip
 

@@ -18,7 +18,7 @@ from .help import examples
 from .options import HTML, QUIET, SILENT, read, with_options
 from .progress_display import PROOF, paused, watching
 from .reports import (
-    Pictures,
+    PageFiles,
     ReportOptions,
     carry_out,
     echo,
@@ -165,7 +165,11 @@ def unmerge(
     from ..recipes.unmerge import plan_unmerge
     from .stdio import reporting
 
-    path, output, pictures = completed(path), checked_output(output), Pictures(html, None, quiet=quiet, dry_run=dry_run)
+    path, output, pictures = (
+        completed(path),
+        checked_output(output),
+        PageFiles(html, None, quiet=quiet, dry_run=dry_run),
+    )
     if output is None:
         refuse_to_unmerge(expand(path))
     strength_for, values = options.pop("strength_for") or (), read(options, len(adapters or []))

@@ -63,7 +63,7 @@ def adapter_facts(file: AdapterFile) -> dict[str, Any]:
         values = FileValues(reader)
         alpha = {m.where: values.numbers(m.shared["alpha"])[:1] for m in file.modules if "alpha" in m.shared}
     ranks = {m.where: rank for m in file.modules if (rank := rank_of(m))}
-    file = replace(file, modules=_own(file))
+    file = replace(file, modules=_with_own_tensors(file))
     alphas = Counter(a for some in alpha.values() for a in some)
     for table in (index.config, *(entry(index, e) for e in ("lora_adapter_metadata", "lora_config"))):
         alphas.update(_alphas(table) if isinstance(table, Mapping) else ())
@@ -87,7 +87,7 @@ def adapter_facts(file: AdapterFile) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _own(file: AdapterFile) -> tuple[Module, ...]:
+def _with_own_tensors(file: AdapterFile) -> tuple[Module, ...]:
     """Return the modules without the tensors that all of them share, such as those of VeRA."""
     try:
         known = rules_of(file)

@@ -13,31 +13,31 @@ from ..facts import (
     Fact,
     between,
     by_block,
-    counted,
+    counts_by_kind,
     cut,
     cut_rows,
     line,
     percent,
+    run_label,
     runs,
-    spoken_run,
     strengths,
     table,
 )
 from ..report import retained
 from ..text import by_reason, json_text, listed, plural, size
-from .formats import of_format, of_plain
-from .hashes import spoken
+from .formats import format_line, plain_line
+from .hashes import hash_title
 from .pages.heat_map import short
-from .training import FIELDS, TRIGGERS, of_dataset
+from .training import FIELDS, TRIGGERS, dataset_line
 
-SHOWN: Final = (
+METADATA_KEYS: Final = (
     "modelspec.title", "modelspec.architecture", "modelspec.author", "modelspec.license", "modelspec.trigger_phrase",
     "modelspec.merged_from", "ss_base_model_version", "ss_sd_model_name", "ss_network_module", "ss_network_dim",
     "ss_network_alpha", "ss_network_args", "ss_output_name", "software", "name", "version", "format",
 )  # fmt: skip
 """Metadata worth a line."""
 
-TOLD: Final = frozenset((*(name for names in FIELDS.values() for name in names), *TRIGGERS))
+TRAINING_KEYS: Final = frozenset((*(name for names in FIELDS.values() for name in names), *TRIGGERS))
 """Metadata that the facts of a training tell."""
 
 TAGS: Final = 20
@@ -63,7 +63,7 @@ def rows(facts: Mapping[str, Any], *, pictured: bool = False) -> Iterator[Fact]:
         yield line("part", cut(_part(network, part)))
     yield from cut_rows(_training(facts.get("trained", {})))
     for name, value in facts.get("hashes", {}).items():
-        yield line("hash", f"{spoken(name)} {value}")
+        yield line("hash", f"{hash_title(name)} {value}")
     yield from cut_rows(_layers(facts.get("patterns", {})))
     if facts.get("kind") == "adapter":
         yield from _blocks(facts.get("blocks", {}))
@@ -99,15 +99,15 @@ def summary(facts: Mapping[str, Any]) -> Iterator[Fact]:
 def _stored(facts: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield how a model is quantised, what it was merged from, and which blocks it has."""
     for row in facts.get("formats", ()):
-        yield line("format", of_format(row))
+        yield line("format", format_line(row))
     if plain := facts.get("not_quantised"):
-        yield line("not quantised", of_plain(plain))
+        yield line("not quantised", plain_line(plain))
     for n, row in enumerate(facts.get("merged", ())):
-        yield line("merged" if not n else "before that", of_merge(row))
+        yield line("merged" if not n else "before that", merge_origin(row))
     if undo := facts.get("undo"):
         yield line("undo", undo)
     if (blocks := facts.get("blocks")) and facts.get("kind") != "adapter":
-        names = " ".join(spoken_run(some) for some, _ in runs((name, "") for name in blocks))
+        names = " ".join(run_label(some) for some, _ in runs((name, "") for name in blocks))
         yield line("blocks", f"{len(blocks)}: {cut(names, 120)} (lora-merge parts lists them)")
 
 
@@ -116,7 +116,7 @@ def _sized(sizes: Mapping[str, Any]) -> Iterator[Fact]:
     if not sizes:
         return
     every = sizes["all"]
-    yield line("weights", f"{of_size(every)}; {every['zeros']:,} of {every['of']:,} numbers are zero")
+    yield line("weights", f"{size_line(every)}; {every['zeros']:,} of {every['of']:,} numbers are zero")
     if broken := every["broken"]:
         yield line("warning", f"{broken:,} numbers are NaN or infinite: a merge copies them")
 
@@ -145,7 +145,7 @@ def match_summary(match: Mapping[str, Any]) -> Iterator[Fact]:
     if match["matched"] is None:
         yield line("match", f"does not fit ({plural(match['total'], 'module')})")
     else:
-        by_part = f" ({counted(match['components'])})" if match["components"] else ""
+        by_part = f" ({counts_by_kind(match['components'])})" if match["components"] else ""
         yield line("match", f"{match['matched']} of {plural(match['total'], 'module')}{by_part}")
     if match["why"]:
         yield line("warning", f"the adapter does not fit this base whole: {match['why']}")
@@ -176,7 +176,7 @@ def _share(n: Mapping[str, Any]) -> str:
     return "all" if n["ratio"] is None else percent(n["ratio"])
 
 
-def of_merge(row: Mapping[str, Any]) -> str:
+def merge_origin(row: Mapping[str, Any]) -> str:
     """Return one merge of those that made a model, in words."""
     if "inputs" in row:
         return str(row["inputs"])
@@ -193,7 +193,7 @@ def _parts(value: object) -> str:
 def _part(network: str, facts: Mapping[str, Any]) -> str:
     does = f" ({facts['does']})" if facts["does"] else ""
     modules, parameters = plural(facts["modules"], "module"), size(facts["parameters"], *COUNT)
-    return f"{network}{does}: {modules}, {parameters} parameters: {counted(facts['layers'])}"
+    return f"{network}{does}: {modules}, {parameters} parameters: {counts_by_kind(facts['layers'])}"
 
 
 def _training(facts: Mapping[str, Any]) -> Iterator[Fact]:
@@ -203,19 +203,19 @@ def _training(facts: Mapping[str, Any]) -> Iterator[Fact]:
             yield line("tags", _first(f"{tag} {count}" for tag, count in value.items()))
         elif name == "datasets":
             yield line("datasets", len(value))
-            yield from table((d["name"], of_dataset(d)) for d in value)
+            yield from table((d["name"], dataset_line(d)) for d in value)
         else:
-            yield line(name, of_training(name, value))
+            yield line(name, training_value(name, value))
 
 
-def of_training(name: str, value: Any) -> str:
+def training_value(name: str, value: Any) -> str:
     """Return a fact of the training in words."""
     if name == "datasets":
-        return ", ".join(f"{item['name']} ({of_dataset(item)})" for item in value)
+        return ", ".join(f"{item['name']} ({dataset_line(item)})" for item in value)
     if name == "buckets":
         return ", ".join(f"{sides} ({n})" for sides, n in value.items())
     if name == "tags":
-        return counted(value)
+        return counts_by_kind(value)
     if name == "preview":
         return f"a picture in {value['in']} ({value['type']}, {size(value['bytes'])})"
     return ", ".join(value) if isinstance(value, list) else str(value)
@@ -259,7 +259,7 @@ def _blocks(by_name: Mapping[str, Any]) -> Iterator[Fact]:
         for name, b in by_name.items()
     )
     yield line("blocks", len(by_name))
-    yield from table((spoken_run(names), value + " each" * (len(names) > 1)) for names, value in runs(rows_of))
+    yield from table((run_label(names), value + " each" * (len(names) > 1)) for names, value in runs(rows_of))
 
 
 def _few(name: str, values: Sequence[float]) -> str:
@@ -309,10 +309,10 @@ def _sizes(numbers: Mapping[str, Any], *, pictured: bool) -> Iterator[Fact]:
     for kind, of in (("kinds", "kind"), ("components", "part"), *([] if pictured else [("blocks", "block")])):
         if len(numbers.get(kind, ())) > 1:
             yield line(f"by {of}", len(numbers[kind]))
-            yield from table((name, of_size(row)) for name, row in numbers[kind].items())
+            yield from table((name, size_line(row)) for name, row in numbers[kind].items())
 
 
-def of_size(row: Mapping[str, Any]) -> str:
+def size_line(row: Mapping[str, Any]) -> str:
     """Return how large some weights are, in words."""
     return f"‖W‖ {row['norm']:.4g}, typical {row['rms']:.3g}, largest {row['largest']:.3g}"
 
@@ -320,8 +320,8 @@ def of_size(row: Mapping[str, Any]) -> str:
 def metadata(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield entries of the metadata that no other fact tells, and how many are left out."""
     entries: Mapping[str, str] = facts.get("metadata", {})
-    hidden = TOLD if "trained" in facts else frozenset[str]()
-    shown = {key: entries[key] for key in SHOWN if key in entries and key not in hidden}
+    hidden = TRAINING_KEYS if "trained" in facts else frozenset[str]()
+    shown = {key: entries[key] for key in METADATA_KEYS if key in entries and key not in hidden}
     yield from shown.items()
     if left := len(entries.keys() - shown.keys() - hidden):
         yield f"{left} of {plural(len(entries), 'entry', 'entries')}", "are neither here nor above (--json has all)"

@@ -233,7 +233,7 @@ def _name(row: Mapping[str, Any]) -> str:
     return next((str(row[key]) for key in FOLDERS if row.get(key)), "")
 
 
-def of_dataset(row: Mapping[str, Any]) -> str:
+def dataset_line(row: Mapping[str, Any]) -> str:
     """Return what is known of a folder, in words: `40 images × 5, 512x512`."""
     images = "" if row.get("images") is None else plural(row["images"], "image")
     repeats = "" if row.get("repeats") is None else f"× {row['repeats']:g}" if is_finite(row["repeats"]) else ""

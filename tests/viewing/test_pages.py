@@ -25,7 +25,7 @@ from lora_merge.viewing.compare import compare, compare_rows, compare_summary
 from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.pages import page as pages
 from lora_merge.viewing.pages import plot
-from lora_merge.viewing.pages.content import Content
+from lora_merge.viewing.pages.content import PageContent
 from lora_merge.viewing.pages.heat_map import places, short
 from lora_merge.viewing.text import match_summary, rows, summary
 from tests.kit.browser import shown
@@ -529,7 +529,7 @@ def test_blocks_of_a_report_are_in_the_models_order(scene: Scene) -> None:
     numbers = measures.to_dict(0, groups(names(base)))
     assert [*numbers["components"]] == ["unet", "te", "vae"]
     assert [*numbers["blocks"]] == ["unet BASE", "unet B00", "unet B01", "unet B02", "te BASE"]
-    page = Content("Merge", "m")
+    page = PageContent("Merge", "m")
     page.change(numbers, "t")
     assert [row[0] for row in page.data["tables"][-1]["rows"]] == [*numbers["blocks"]]
 

@@ -12,8 +12,8 @@ from ...report import ENLARGED, MOST
 from ...text import json_text, plural
 from .heat_map import places, short
 
-Found: TypeAlias = Mapping[str, Any]
-Row: TypeAlias = list[Any]
+Values: TypeAlias = Mapping[str, Any]
+TableRow: TypeAlias = list[Any]
 Column: TypeAlias = str | Mapping[str, Any]
 
 COSINE: Final = "cosine"
@@ -64,7 +64,7 @@ UNPICTURED: Final = (
 CLICK: Final = "The stronger the colour, the larger. Click a cell for its weights."
 
 
-class Content:
+class PageContent:
     """The sections of one page. `data` is what the page's script reads."""
 
     def __init__(self, kind: str, title: str) -> None:
@@ -91,8 +91,8 @@ class Content:
                 self.data["summary"].append([name, str(value)])
 
     def table(
-        self, title: str, columns: Sequence[Column], rows: Iterable[Row], *, first: bool = False,
-        details: Sequence[Found] = (),
+        self, title: str, columns: Sequence[Column], rows: Iterable[TableRow], *, first: bool = False,
+        details: Sequence[Values] = (),
     ) -> None:  # fmt: skip
         """Add a sortable table, if it has rows. A column may have a unit, and `bar` for bars below its numbers:
         `longest` is the number of the longest one, else the largest of the column.
@@ -111,7 +111,7 @@ class Content:
             self.data["bars"].append({"title": title, "of": of, "unit": unit, "rows": values})
 
     def heat_map(
-        self, title: str, text: str, metrics: Sequence[Metric], weights: Mapping[str, Found], of: str = "ΔW"
+        self, title: str, text: str, metrics: Sequence[Metric], weights: Mapping[str, Values], of: str = "ΔW"
     ) -> None:
         """Add a heat map of weights, if there are several: block × kind of layer. `of`: what its pictures show."""
         known = [m for m in metrics if any(numbers.get(m.key) is not None for numbers in weights.values())]
@@ -146,11 +146,11 @@ class Content:
                     }
                     for (row, column), names in cells.items()
                 ],
-                "weights": {name: _of_one(weights[name], known) for name in at},
+                "weights": {name: _weight_numbers(weights[name], known) for name in at},
             }
         )
 
-    def change(self, numbers: Found, title: str) -> None:
+    def change(self, numbers: Values, title: str) -> None:
         """Add pictures and tables of what a merge does to the weights, if it is known."""
         if not numbers:
             return
@@ -174,7 +174,7 @@ class Content:
         """Add a command with a button to copy it."""
         self.data["commands"].append({"label": label, "text": typed(words), "lines": False})
 
-    def recipe(self, entries: Found | None) -> None:
+    def recipe(self, entries: Values | None) -> None:
         """Add a recipe with a button to copy it, if there is one."""
         if entries:
             text = json_text(entries, indent=2)
@@ -182,11 +182,11 @@ class Content:
                                           "lines": True})  # fmt: skip
 
 
-def _numbers(weights: Mapping[str, Found], names: Sequence[str], key: str) -> list[float]:
+def _numbers(weights: Mapping[str, Values], names: Sequence[str], key: str) -> list[float]:
     return [value for name in names if (value := weights[name].get(key)) is not None]
 
 
-def _of_one(facts: Found, metrics: Sequence[Metric]) -> dict[str, Any]:
+def _weight_numbers(facts: Values, metrics: Sequence[Metric]) -> dict[str, Any]:
     """Return the numbers of one weight that the page shows."""
     pictures = {key: facts[key] for key in ("spectrum", "histogram") if facts.get(key)}
     return {m.key: facts.get(m.key) for m in metrics} | pictures

@@ -37,7 +37,7 @@ def fitted(content: Mapping[str, Any], room: int) -> str:
     short, text = {**_cut(content), "image": content.get("image", "")}, ""
     for level in LEVELS:
         left: list[str] = []
-        shorter = _kept(short, level, left)
+        shorter = _shortened(short, level, left)
         if left:
             note = f"This page stays below {MOST // 10**6} MB. Left out: {'; '.join(left)}. The JSON (--json) has all."
             shorter["notes"] = [note, *shorter["notes"]]
@@ -57,7 +57,7 @@ def _cut(value: Any) -> Any:
     return [_cut(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _kept(content: Mapping[str, Any], level: Level, left: list[str]) -> dict[str, Any]:
+def _shortened(content: Mapping[str, Any], level: Level, left: list[str]) -> dict[str, Any]:
     """Return the content of a level; `left` gets what is left out, in words."""
     shorter = dict(content)
     if content["image"] and not level.pictures:

@@ -11,10 +11,10 @@ from ...facts import strengths
 from ...report import merge_rows
 from ...text import plural
 from ..json_schemas import kind_of
-from .content import CLICK, SHARE, Column, Content, Found, Metric, root
+from .content import CLICK, SHARE, Column, Metric, PageContent, Values, root
 from .heat_map import short
 
-MADE: Final = (
+LAYER_METRICS: Final = (
     Metric("ratio", "‖ΔW‖ / ‖W‖", "%"),
     Metric("norm", "‖ΔW‖", join=root),
     Metric("residual", "what is lost", "%"),
@@ -25,13 +25,13 @@ MADE: Final = (
 )
 
 
-BY_BLOCK: Final = tuple(m for m in MADE if m.key in ("ratio", "norm", "changed", "largest"))
+BLOCK_METRICS: Final = tuple(m for m in LAYER_METRICS if m.key in ("ratio", "norm", "changed", "largest"))
 """Those of them that are told of several layers together."""
 
 
-def merge_page(facts: Found) -> dict[str, Any]:
+def merge_page(facts: Values) -> dict[str, Any]:
     """Return the content of the page of a merge."""
-    page = Content("Merge", Path(facts["output"]).name)
+    page = PageContent("Merge", Path(facts["output"]).name)
     page.summary(merge_rows(facts, verbose=True))
     _adapters(page, facts)
     page.change(facts["numbers"], "What changed, by block and layer")
@@ -52,7 +52,7 @@ def merge_page(facts: Found) -> dict[str, Any]:
     return page.data
 
 
-def _adapters(page: Content, facts: Found) -> None:
+def _adapters(page: PageContent, facts: Values) -> None:
     """Add a table of the adapters of a merge: how much of each fits, how large its change is, and what is kept."""
     rows = [*facts["coverage"].items()]
     sampled = {row["adapter"]: row for row in (facts["verified"] or {}).get("retained", ())}
@@ -94,7 +94,7 @@ STAGES: Final = {
 """Stage of the pipeline of a merge, which run side by side, or of a run that writes an adapter → what it does."""
 
 
-def _stages(facts: Found) -> list[dict[str, Any]]:
+def _stages(facts: Values) -> list[dict[str, Any]]:
     """Return the picture of the time of the stages, which the line of the whole run does not add up to."""
     times = facts["stages"].items()
     rows = [[STAGES.get(name, name), seconds] for name, seconds in times if name != "wait" and seconds >= 0.005]
@@ -103,11 +103,11 @@ def _stages(facts: Found) -> list[dict[str, Any]]:
     return [{"title": title, "rows": rows}] if rows else []
 
 
-def adapter_page(facts: Found) -> dict[str, Any]:
+def adapter_page(facts: Values) -> dict[str, Any]:
     """Return the content of the page of an adapter that was combined, resized, converted, averaged or extracted."""
     from ...adapters_out.report import adapter_rows  # numpy
 
-    page, every = Content("Adapter", Path(facts["output"]).name), facts["numbers"].get("all", {})
+    page, every = PageContent("Adapter", Path(facts["output"]).name), facts["numbers"].get("all", {})
     page.summary(adapter_rows(facts))
     norms = every.get("adapters") or [{"change": every.get("norm")}]  # of extract and convert, which have one input
     page.table(
@@ -120,7 +120,7 @@ def adapter_page(facts: Found) -> dict[str, Any]:
         first=True,
     )
     before = {name: {**row, "rank_before": row.get("rank_before") or None} for name, row in facts["layers"].items()}
-    known = _told(MADE, before)
+    known = _informative(LAYER_METRICS, before)
     page.heat_map("What it changes, by block and layer", CLICK, known, before)
     _by_block(page, facts["numbers"])
     page.data["stages"] = _stages(facts)
@@ -134,13 +134,13 @@ def adapter_page(facts: Found) -> dict[str, Any]:
     return page.data
 
 
-def _told(metrics: Sequence[Metric], rows: Found) -> list[Metric]:
+def _informative(metrics: Sequence[Metric], rows: Values) -> list[Metric]:
     """Return the numbers that are known and tell something: sums of factors change every number."""
     values = {m: [row[m.key] for row in rows.values() if row.get(m.key) is not None] for m in metrics}
     return [m for m, numbers in values.items() if numbers and (m.key != "changed" or min(numbers) < 1)]
 
 
-def _commands(page: Content, facts: Found, *options: str) -> None:
+def _commands(page: PageContent, facts: Values, *options: str) -> None:
     """Add the commands that repeat, prove and undo what a page is about. `options`: of `verify`."""
     output, searched = facts["output"], [*_searched(facts)]
     page.command("Repeat it, with the same bytes as the outcome:", "lora-merge", "replay", output,
@@ -149,7 +149,7 @@ def _commands(page: Content, facts: Found, *options: str) -> None:
     page.command("Undo it (the inputs are unchanged):", *_removal(output))
 
 
-def _searched(facts: Found) -> Iterator[str]:
+def _searched(facts: Values) -> Iterator[str]:
     """Yield the options that say in which folders the inputs lie, beside that of the output."""
     folders = (Path(path).absolute().parent for path in facts.get("inputs", ()))
     for folder in dict.fromkeys(f for f in folders if f != Path(facts["output"]).absolute().parent):
@@ -162,12 +162,12 @@ def _beside(output: str, word: str) -> str:
     return str(path.with_name(f"{path.stem}-{word}{path.suffix}"))
 
 
-def _by_block(page: Content, numbers: Found) -> None:
+def _by_block(page: PageContent, numbers: Values) -> None:
     """Add how large the change of each part and block is, and how much of it is kept."""
     for kind, of in (("components", "part"), ("blocks", "block")):
         blocks = numbers.get(kind, {})
         labels = short(blocks)
-        known = _told(BY_BLOCK, blocks)
+        known = _informative(BLOCK_METRICS, blocks)
         for m in known[:1]:
             page.bars(
                 f"{m.title} by {of}", of, ((labels[name], row.get(m.key)) for name, row in blocks.items()), m.unit
@@ -179,11 +179,11 @@ def _by_block(page: Content, numbers: Found) -> None:
             page.table(f"By {of}", [of, "layers", *columns, {"title": "energy kept", **SHARE}], rows)
 
 
-def batch_page(jobs_of: Sequence[Found]) -> dict[str, Any]:
+def batch_page(jobs_of: Sequence[Values]) -> dict[str, Any]:
     """Return the content of the page of a batch."""
     from ...batch.report import batch_rows
 
-    page = Content("Batch", plural(len(jobs_of), "job"))
+    page = PageContent("Batch", plural(len(jobs_of), "job"))
     page.summary(batch_rows(jobs_of, len(jobs_of)))
     page.data["warnings"] = [f"{job['output']}: {text}" for job in jobs_of for text in _warnings(job)]
     jobs = sorted(jobs_of, key=lambda job: int(job["number"]))
@@ -191,7 +191,7 @@ def batch_page(jobs_of: Sequence[Found]) -> dict[str, Any]:
     return page.data
 
 
-def _opened(job: Found) -> dict[str, Any]:
+def _opened(job: Values) -> dict[str, Any]:
     """Return what the row of a job opens to: the numbers of its own page without those of each weight, or its error."""
     if error := job.get("error"):
         return {"summary": [[name, error.get(name, "")] for name in ("what", "where", "fix")], "tables": []}
@@ -206,7 +206,7 @@ def _opened(job: Found) -> dict[str, Any]:
     }
 
 
-def _warnings(job: Found) -> Iterator[str]:
+def _warnings(job: Values) -> Iterator[str]:
     """Yield why a job failed, and the warnings of its report."""
     if error := job.get("error"):
         yield error["what"]
@@ -220,7 +220,7 @@ JOBS: Final[Sequence[Column]] = (
 )  # fmt: skip
 
 
-def _job(job: Found) -> list[Any]:
+def _job(job: Values) -> list[Any]:
     """Return the row of a job. An output that is there is a link."""
     report = job.get("report") or {}
     every, path = (report.get("numbers") or {}).get("all") or {}, Path(job["output"])
@@ -231,7 +231,7 @@ def _job(job: Found) -> list[Any]:
             every.get("ratio"), every.get("retained")]  # fmt: skip
 
 
-def _times(adapter: Found) -> str:
+def _times(adapter: Values) -> str:
     """Return the strengths of an adapter, whatever its parts: `0.5×`, `0.5× 0×`."""
     if "strengths" not in adapter:
         return f"{adapter['strength']:g}×" if "strength" in adapter else ""
