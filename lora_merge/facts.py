@@ -16,7 +16,7 @@ LONGER: Final = {"undo": 3 * WIDTH, "warning": 5 * WIDTH, "note": 2 * WIDTH}
 """Name of a row → characters of its value, where that is more."""
 
 SLACK: Final = 40
-"""Characters by which a text may be longer before it is cut: to say how many are left out takes as many."""
+"""Characters by which a text may be longer before it is cut: the words about what is left out have as many."""
 
 MOST_STRENGTHS: Final = 4
 """Strengths of one part that are named one by one; of more, the least and the largest."""

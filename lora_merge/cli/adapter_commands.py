@@ -1,7 +1,5 @@
-"""The commands that write adapters: combine, resize, convert, average and extract. They decide nothing.
-
-Their options are those of their rows (adapters_out/commands.py), and here what only the command line has.
-"""
+"""The commands that write adapters: combine, resize, convert, average and extract, with the options of their rows
+(adapters_out/commands.py) and those that only the command line has."""
 
 from __future__ import annotations
 
@@ -186,7 +184,7 @@ def _job_values(adapters: Sequence[Any], options: dict[str, Any]) -> tuple[list[
 
 
 def show(command: Row, make: Callable[[CheckpointCache], AdapterJob], printed: dict[str, Any]) -> None:
-    """Run or plan a job, which is made while progress is shown, as torch may be imported for it; print its report."""
+    """Run or plan a job and print its report. The job is made below the display, as torch may be imported for it."""
     from ..engine.torch_preload import keep_freed_memory, preload
     from ..planning.checkpoint_cache import CheckpointCache
     from .stdio import reporting

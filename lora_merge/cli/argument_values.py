@@ -1,4 +1,4 @@
-"""Takes values of options on the command line apart."""
+"""Values of options and adapters on the command line: strengths, parts, settings, metadata."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def check_parts(text: str) -> None:
 
 
 def check_tag(text: str) -> None:
-    """Raise UsageError for an adapter as it stands in the prompt of a web interface."""
+    """Raise UsageError for an adapter as a prompt of a web interface names it."""
     if tags := of_tags(text):
         words = (f"{path}:{strength}{parts and f',{parts}'}" for path, strength, parts in tags)
         raise UsageError("a strength is not written like this", text[:200], f"write {typed(words)}")
@@ -226,7 +226,7 @@ def _strength(text: str) -> float:
     except ValueError:
         if value := right_form(text):
             raise UsageError(f"strength {text[:40]!r} in another spelling", "--strength", f"write -s {value}") from None
-        return factor(text, "--strength")  # which says that it is none
+        return factor(text, "--strength")  # raises UsageError: not a number
 
 
 def _parts(text: str) -> list[tuple[str, Any]]:

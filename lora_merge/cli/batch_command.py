@@ -1,4 +1,4 @@
-"""The command `lora-merge batch`: runs a jobs file, prints a line for each job and a table. It decides nothing."""
+"""The command `lora-merge batch`: runs a jobs file, prints a line for each job and the counts at the end."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def batch(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace outputs that other recipes made.")] = False,
     redo: Annotated[bool, typer.Option("--redo", help="Make outputs again that this recipe has made.")] = False,
     card: Annotated[
-        bool | None, typer.Option("--card/--no-card", help="Model cards, where the jobs file says nothing of them.")
+        bool | None, typer.Option("--card/--no-card", help="Model cards, if the jobs file does not set them.")
     ] = None,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first failure.")] = False,
     report: Annotated[
@@ -134,7 +134,7 @@ def _write_first(name: str) -> None:
 def _run(
     planned: Batch, run: Any, file: ReportFile | None, *, as_json: bool, quiet: bool, here: bool
 ) -> list[JobReport]:
-    """Run the jobs and say how each of them ends; returns all reports. `here`: whether this process makes them."""
+    """Run the jobs and print how each of them ends; returns all reports. `here`: whether this process runs them."""
     ended: list[JobReport] = []
     from ..engine.torch_preload import keep_freed_memory, preload
 

@@ -1,4 +1,4 @@
-"""Help by groups of options, and what the shell offers when the user presses Tab."""
+"""Help by groups of options, completion in shells, and errors for arguments that click refuses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .compat import FOREIGN, advice_on
 from .terminal import DEBUG, EVERYWHERE, FLAG, Color
 
 GROUPS: Final = ("Strength", "Method", "Input", "Output", "Computation", "Report")
-"""Headings of options, in the order of the help; other options stand before them, below "Options"."""
+"""Headings of options, in the order of the help; other options come first, below "Options"."""
 
 BY_NAME: Final = {
     "output": "Output",
@@ -26,11 +26,11 @@ BY_NAME: Final = {
 }
 """Parameter that many commands have → its heading."""
 
-LONGEST: Final = 40  # letters of choices that stand behind the name of an option
+LONGEST: Final = 40  # letters of choices behind the name of an option
 
 
 def with_groups(command: Any) -> Any:
-    """Have a command say how it is used, and list its options by groups; returns the command.
+    """Give a command its usage line and its options by groups; returns the command.
 
     `format_options`, `collect_usage_pieces` and `get_params` are click's places for that.
     """
@@ -42,7 +42,7 @@ def with_groups(command: Any) -> Any:
 
 
 def _parameters(command: Any, ctx: Any) -> list[Any]:
-    """Return the parameters of a command; for the shell's completion also the options that stand anywhere."""
+    """Return the parameters of a command; for the shell's completion also those of every command."""
     parameters: list[Any] = type(command).get_params(command, ctx)
     return [*parameters, *everywhere()] if ctx.resilient_parsing else parameters
 
@@ -97,8 +97,8 @@ def _row(word: str, names: str, text: str) -> tuple[str, str]:
     start, _, choices = names.partition(" <")
     if len(choices) < LONGEST:
         return names, text
-    said, bracket, default = text.partition("  [")
-    return f"{start} {word}", f"{said} One of {', '.join(choices[:-1].split('|'))}.{bracket}{default}"
+    sentence, bracket, default = text.partition("  [")
+    return f"{start} {word}", f"{sentence} One of {', '.join(choices[:-1].split('|'))}.{bracket}{default}"
 
 
 def offered(words: Iterable[str]) -> Callable[[str], list[str]]:
@@ -138,7 +138,7 @@ def refused(error: Exception, commands: Container[str] = ()) -> UsageError:
     context, parameter = getattr(error, "ctx", None), getattr(getattr(error, "param", None), "name", "")
     command = context.info_name if context is not None and context.parent is not None else ""
     text = error.format_message() if hasattr(error, "format_message") else str(error)
-    if context is None and "requires an arg" in text:  # click does not tell the command
+    if context is None and "requires an arg" in text:  # click does not name the command
         command = next((word for word in sys.argv[1:2] if word in commands), "merge")
     see = f"see lora-merge help {command}".strip()
     if command == "merge" and parameter in ("base", "adapters") and "issing" in type(error).__name__:
@@ -159,7 +159,7 @@ def _advice(name: str, context: Any) -> str:
     known = [known_name for parameter in parameters for known_name in (*parameter.opts, *parameter.secondary_opts)]
     known += ["--help", FLAG, DEBUG]
     if not name.startswith("--"):
-        return "a strength stands behind its file: ADAPTER:-0.8; " if name[1:2].isdigit() else ""
+        return "a strength goes behind its file: ADAPTER:-0.8; " if name[1:2].isdigit() else ""
     plain = name.replace("_", "-")
     if getattr(context, "info_name", "") == "batch" and plain in (option.flag for option in OPTIONS.values()):
         return _in_file(plain)
@@ -169,7 +169,7 @@ def _advice(name: str, context: Any) -> str:
 
 
 def _in_file(flag: str) -> str:
-    """Return where an option of merges stands in a jobs file."""
+    """Return where an option of merges belongs in a jobs file."""
     if flag == "--strength":
         return "write a strength behind its path in the jobs file: adapters: [lora.safetensors:0.8]; "
     return f"write it in the jobs file, for a job or under defaults: {flag[2:].replace('-', '_')}: VALUE; "

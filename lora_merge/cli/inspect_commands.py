@@ -62,8 +62,8 @@ def inspect(
     pictures, pairs = PageFiles(html, plot, quiet=as_json or quiet), _pairs([*expanded(files)])
     pictures.protect([path for base, ref in pairs for path in (base, *([ref.path] if ref else []))])
     with watching(quiet=as_json or quiet, doing="reading the numbers" if weights else "") as display:
-        asked: dict[str, Any] = {"weights": weights, "hashes": hashes, "pictures": html is not None}
-        results = [look(*pair, **asked, progress=display or unwatched) for pair in pairs]
+        options: dict[str, Any] = {"weights": weights, "hashes": hashes, "pictures": html is not None}
+        results = [look(*pair, **options, progress=display or unwatched) for pair in pairs]
     pictures.write(lambda: [dict(facts) for facts in results] if len(results) > 1 else dict(results[0]))
     if as_json:
         put(json_text(results[0] if len(results) == 1 else {"files": results, "schema": version("files")}))
@@ -90,7 +90,7 @@ def _pairs(files: Sequence[str]) -> list[tuple[Path, Adapter | None]]:
 
 
 def _ref(text: str) -> Adapter:
-    """Return a path with the strength and parts that may stand behind it."""
+    """Return a path with the strength and parts behind it, if there are any."""
     from ..job import Adapter
 
     if exists(completed(text)):

@@ -1,4 +1,4 @@
-"""The command line: arguments → Job, Report → text or JSON, errors → exit codes. It decides nothing."""
+"""The command line: arguments → Job, Report → text or JSON, errors → exit codes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NARROW = 52
 """Columns below which click would write its help too wide: it takes 50 at least."""
 
 FLAGS = ("--json", "--quiet", "-q", "--verbose", "-v", "--overwrite", "--dry-run")
-"""Options without a value, after which a command may stand by mistake."""
+"""Options without a value, which may precede a command by mistake."""
 
 
 class Commands(TyperGroup):
@@ -90,7 +90,7 @@ class Commands(TyperGroup):
         return with_groups(take_text(super().get_command(ctx, cmd_name), ctx))
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """Return commands and options, and files: the first word may be a base, unless it stands behind `help`."""
+        """Return commands and options, and files: the first word may be a base, except after `help`."""
         items, any_item = super().shell_complete(ctx, incomplete), super().shell_complete(ctx, "")[0]
         named = not incomplete.startswith("-") and HELP[-1] not in ctx.meta
         return [*items, *(type(any_item)(path) for path in files(incomplete) if named)]
@@ -233,7 +233,7 @@ def main() -> None:
             wide = {"terminal_width": width - 2} if width < NARROW else {}
             raise SystemExit(_program()(prog_name="lora-merge", standalone_mode=False, **wide) or 0)
     except REFUSED as e:
-        if not sys.argv[1:]:  # nothing is asked for
+        if not sys.argv[1:]:  # no argument at all
             put(Lines.of(str(e).splitlines()))
             raise SystemExit(UsageError.exit_code) from None
         _fail(wrong := refused(e, _program().commands), str(wrong))
@@ -265,7 +265,7 @@ def _fail(error: BaseException, text: str) -> None:
 
 
 def _print_json_error(error: BaseException) -> None:
-    """Print the failure as JSON if that was asked for; of a batch it is the last line, below those of its jobs."""
+    """Print the failure as JSON if --json is set; of a batch it is the last line, below those of its jobs."""
     if "--json" in sys.argv:
         with suppress(OSError, ValueError):  # a closed stdout
             put(json_text(failure(error)))

@@ -1,4 +1,4 @@
-"""The options of a merge as parameters of commands, made from the table `OPTIONS`."""
+"""Rows of the tables of options as parameters of commands, and the values of their texts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def parts_on_line(ctx: typer.Context, incomplete: str) -> list[str]:
     base = ctx.params.get("base") or "".join(ctx.args[:1])  # an option without a value has ended the reading
     try:
         model = parts_of(expand(completed(base)))
-    except (MergeError, OSError):  # the merge itself will tell
+    except (MergeError, OSError):  # the merge itself reports it
         return []
     return [f"{before}{comma}{name}" for name in offered(f"{n}=0" for n in (*model["parts"], *model["blocks"]))(word)]
 
@@ -56,8 +56,8 @@ OFFERED: Final[Mapping[str, Callable[..., list[str]]]] = {
 def with_options(*rows: Option, before: str = "", stated: bool = False) -> Callable[[Command], Command]:
     """Return a decorator that gives a command these options in place of its `**options`.
 
-    `before`: the parameter that `--help` lists after them; "" if they are the last. `stated`: they say how an output
-    was made that does not say so itself, and have no defaults.
+    `before`: the parameter that `--help` lists after them; "" if they are the last. `stated`: they describe
+    an output without a recipe, and have no defaults.
     """
 
     def decorate(command: Command) -> Command:

@@ -20,7 +20,7 @@ from .stdio import commanding
 from .terminal import columns, has, prepare, reflows
 
 BEAT: Final = 0.2
-"""Seconds between two redraws. So nothing stands still, and there are never more than ten in a second."""
+"""Seconds between two redraws. The display moves, with at most ten redraws a second."""
 
 WINDOW: Final = 5.0
 """Seconds over which the rate is taken: one that only shrinks slowly would hide that the disk has stopped."""
@@ -66,8 +66,8 @@ class OutputProgress:
     stage: Stage = "load"
     total: int = 0  # bytes of the output
     written: int = 0
-    made: int = 0
-    to_make: int = 0  # bytes of the weights that an adapter changes
+    computed: int = 0
+    to_compute: int = 0  # bytes of the weights that an adapter changes
     proven: int = 0
     to_prove: int = 0
     limit: str = ""
@@ -79,23 +79,23 @@ class OutputProgress:
         if step.stage == "prove":
             self.proven, self.to_prove = self.proven + step.done, step.total or self.to_prove
         elif step.stage in ("make", "look"):
-            self.made, self.to_make = self.made + step.done, step.total or self.to_make
+            self.computed, self.to_compute = self.computed + step.done, step.total or self.to_compute
         else:
             self.written, self.total = self.written + step.done, step.total or self.total
             self.limit = step.limit or self.limit
 
     def share(self, weights: dict[str, float], now: float) -> float:
-        """Return how much of the work on it is done, from 0 to 1. The disk does not tell how much of a flush is done:
+        """Return how much of the work on it is done, from 0 to 1. The disk does not report how much of a flush is done:
         half of it is taken to be, when the time has passed that it usually takes."""
         waited = now - self.since
         usual = max(BEAT, self.took * weights.get("flush", 0.0))
         parts = {
             "merge": self.written / self.total if self.total else 0.0,
-            "make": self.made / self.to_make if self.to_make else 0.0,
+            "make": self.computed / self.to_compute if self.to_compute else 0.0,
             "flush": float(self.stage == "prove") if self.stage != "flush" else waited / (waited + usual),
             "prove": self.proven / self.to_prove if self.to_prove else 0.0,
         }
-        weights = LOOKING if self.stage == "look" else MAKING if self.to_make else weights
+        weights = LOOKING if self.stage == "look" else MAKING if self.to_compute else weights
         return min(1.0, sum(parts[stage] * weight for stage, weight in weights.items()) / sum(weights.values()))
 
 
@@ -120,14 +120,14 @@ class BatchJobs:
 
 @dataclass
 class Display:
-    """Lines at the bottom of a terminal. It is called with every step, from any thread, and fails for nobody."""
+    """Lines at the bottom of a terminal. It is called with every step, from any thread, and never raises."""
 
     stream: Any
     jobs: BatchJobs | None = None  # None: a single run
     weights: dict[str, float] = field(default_factory=lambda: dict(WEIGHTS))
     clock: Callable[[], float] = time.monotonic
     doing: str = "reading headers"  # until the first step
-    columns: Callable[[], int] | None = None  # how wide the terminal is; None: as the stream says, at each redraw
+    columns: Callable[[], int] | None = None  # how wide the terminal is; None: that of the stream, at each redraw
 
     def __post_init__(self) -> None:
         """Begin to take the time."""
@@ -163,7 +163,7 @@ class Display:
     def _bytes(self, step: Step, output: OutputProgress) -> int:
         """Return the bytes that a step counts for; in a batch those of the output, whatever it is made of."""
         if step.stage == "make" and self.jobs is not None:
-            return self._planned(output.name)[0] * step.done // max(output.to_make, 1)
+            return self._planned(output.name)[0] * step.done // max(output.to_compute, 1)
         return step.done if step.stage in ("merge", "make", "look") else 0
 
     def end(self, output: str) -> None:
@@ -230,7 +230,7 @@ class Display:
             limit = f"mostly {LIMITS[output.limit]}" if output.limit else ""
             return self._line("merge", [*facts, self._left(share, now), limit], share, width)
         if output.stage in ("make", "look"):
-            facts = [f"{done_of(output.made, output.to_make)} of weights", self._rate()]
+            facts = [f"{done_of(output.computed, output.to_compute)} of weights", self._rate()]
         elif output.stage == "flush":
             facts.append("waiting for the disk")
         elif output.to_prove:
@@ -243,7 +243,7 @@ class Display:
         elif output.stage == "merge":
             facts = [done_of(output.written, output.total)]
         elif output.stage == "make":
-            facts = [f"{done_of(output.made, output.to_make)} of weights"]
+            facts = [f"{done_of(output.computed, output.to_compute)} of weights"]
         else:
             facts = [f"{interval(now - output.since)} so far"]
         name = one_line(Path(output.name).name)

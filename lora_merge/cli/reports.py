@@ -177,7 +177,7 @@ def removal(path: str, *, folder: bool) -> str:
 
 
 def nearest(path: str) -> str:
-    """Return a path as it is typed in the current folder, if it lies there."""
+    """Return a path as it is typed in the current folder, if it is inside."""
     try:
         return one_line(str(Path(path).relative_to(Path.cwd())))
     except (ValueError, OSError):
@@ -454,7 +454,7 @@ def _adapters(s: PlannedJob) -> Iterator[str]:
 
 
 def job_facts(s: PlannedJob, disk: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return what a dry run says of a job with --json. `disk`: the room for all jobs that write to its disk."""
+    """Return the values of a job in a dry run with --json. `disk`: the room for all jobs that write to its disk."""
     from ..batch.commands import MERGE
 
     job = s.entry.job
@@ -540,7 +540,7 @@ def _show_charts(values: Mapping[str, Any]) -> None:
 
 
 class PageFiles:
-    """The files of `--html` and `--plot`. Everything that can fail beforehand is checked before the work begins."""
+    """The files of `--html` and `--plot`. What can be checked before the work begins is checked then."""
 
     def __init__(self, html: str | None, plot: str | None, *, quiet: bool, dry_run: bool = False) -> None:
         """Raise UsageError if one cannot be written there, or cannot be made here."""
@@ -580,7 +580,7 @@ class PageFiles:
         """Write all of them; yield the path of each that failed, with the error."""
         try:
             facts = result()
-        except (OSError, MergeError) as e:  # what it is about is written and proven
+        except (OSError, MergeError) as e:  # the output itself is written and proven
             yield self._files[0][0].path, e
             return
         for file, make in self._files:

@@ -28,7 +28,7 @@ EVERYWHERE: Final = (
     (f"{FLAG} <{'|'.join(COLORS)}>", "Colours and tables; auto: on a terminal. NO_COLOR is heeded."),
     (DEBUG, "Tracebacks."),
 )
-"""The options of every command, as its help lists them. They stand anywhere on the command line."""
+"""The options of every command, as its help lists them. They may be anywhere on the command line."""
 
 WIDEST: Final = 100
 """Columns of a panel at most; longer lines are hard to read."""
@@ -150,7 +150,7 @@ def text(content: object, style: str = "") -> Text:
 
 
 def mark(name: Literal["done", "failed", "note"], stream: Any | None = None) -> str:
-    """Return ✓, ✗ or !, or what stands for them where the terminal lacks these letters."""
+    """Return ✓, ✗ or !, or plain letters if the terminal lacks these."""
     letters = {"done": ("✓", "OK"), "failed": ("✗", "X"), "note": ("!", "!")}[name]
     return letters[0 if has(stream or sys.stdout, letters[0]) else 1]
 
@@ -174,7 +174,7 @@ def cell(content: object) -> RenderableType:
 def table(
     columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str = "", right: Iterable[int] = ()
 ) -> Any:
-    """Return a table; `right`: numbers of the columns whose cells stand at the right."""
+    """Return a table; `right`: numbers of the columns that are aligned at the right."""
     from rich import box
     from rich.console import Group
     from rich.table import Table
@@ -189,7 +189,7 @@ def table(
 
 
 def grid(rows: Iterable[Sequence[object]], wide: int = 0) -> Any:
-    """Return rows whose first cells are words that say what they are about; `wide`: their least number of columns."""
+    """Return rows whose first cells are names; `wide`: the least number of columns of a name."""
     from rich.table import Table
 
     lines = list(rows)
@@ -216,7 +216,7 @@ def panel(title: str, rows: Iterable[Sequence[object]], style: str = "green") ->
 
 def show_whole(rows: Iterable[tuple[Text, Text]], width: int, indent: int) -> None:
     """Print rows of a grid that hold a word longer than the room, such as a hash that is to be copied: it stays whole
-    on a line of its own, and further left where the width asks for that."""
+    on a line of its own, and further left if the width requires that."""
     from rich.text import Text
 
     target = console(sys.stdout)

@@ -1,4 +1,4 @@
-"""The commands about finished files and this machine: verify, replay, unmerge, doctor. They decide nothing."""
+"""The commands about finished files and this machine: verify, replay, unmerge, doctor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares two checkpoints tensor by tensor, or two adapters module by module. One tensor is in memory at a time."""
+"""`compare`: two models tensor by tensor, or two adapters module by module, with one tensor in memory at a time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Compares the changes of two adapters: cosine, norms and common subspaces of ΔW, by block and by module.
-
-Compares tensors that two adapters store whole: the values that take the place of the base's own.
-"""
+"""Similarity of two adapters: cosine, norms and common subspaces of ΔW, by block and by module, and the differences of
+tensors that both store in place of the base's."""
 
 from __future__ import annotations
 
@@ -145,7 +143,7 @@ class Similarity:
         self.overlaps += other.overlaps
 
     def to_dict(self) -> dict[str, Any]:
-        """Return norms, ⟨ΔA, ΔB⟩ / (‖ΔA‖ ‖ΔB‖), and the mean overlap of the spaces; None where there is none."""
+        """Return norms, ⟨ΔA, ΔB⟩ / (‖ΔA‖ ‖ΔB‖), and the mean overlap of the spaces; None if it is undefined."""
         both = sqrt(max(self.a, 0.0) * max(self.b, 0.0))
         return {
             "a": sqrt(max(self.a, 0.0)), "b": sqrt(max(self.b, 0.0)), "cosine": self.inner / both if both else None,
@@ -156,9 +154,9 @@ class Similarity:
 @undisturbed()
 def adapter_similarity(a: Index, b: Index, base: Path | None, *, pictures: bool = False) -> dict[str, Any]:
     """Return how alike the changes of two adapters are, at strength 1: 1 for parallel ones, 0 for independent ones, −1
-    for those that take each other back.
+    for changes that cancel each other.
 
-    Without a base, modules are found by their names, in the words of their model where they tell it. With one, each
+    Without a base, modules are paired by their names, in the words of their model if the names show it. With one, each
     adapter's changes are those of a merge into it, and one that does not fit it is refused. `pictures`: with spectrum
     and histogram of both changes.
     """

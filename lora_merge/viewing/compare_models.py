@@ -159,7 +159,7 @@ class _Pair:
         packed = counterpart.name in self.a.packed or info.name in self.b.packed
         if packed or not {counterpart.dtype, info.dtype} <= FLOATS:
             sums = _of_values(self._whole(self.a, counterpart).reshape(-1), self._whole(self.b, info).reshape(-1))
-            sized = packed or {counterpart.dtype, info.dtype} & FLOATS  # the sizes of positions and counts say nothing
+            sized = packed or {counterpart.dtype, info.dtype} & FLOATS  # the sizes of positions and counts mean nothing
             return sums if sized else DifferenceSums(sums.of, sums.changed)
         return plain_sums(counterpart, info, self.reader)
 

@@ -58,7 +58,7 @@ def hashes_of(index: Index, *, always: bool) -> Mapping[str, str]:
 
 
 def hash_title(name: str) -> str:
-    """Return the name of a hash as model sites say it."""
+    """Return the name of a hash on model sites."""
     return TITLES.get(name, name)
 
 

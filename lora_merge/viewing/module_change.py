@@ -1,9 +1,5 @@
-"""ΔW of an adapter's modules without a base: as two factors where the formula is their product, else whole.
-
-One module is in memory at a time. A formula that reads the base's weight has no ΔW here.
-
-The change of a weight by a plan, computed as in a merge, one weight at a time.
-"""
+"""ΔW of one module as two factors or a matrix: of an adapter alone, unless its formula reads the base's weight, or of a
+weight in a plan, computed as in a merge. One module is in memory at a time."""
 
 from __future__ import annotations
 
@@ -179,7 +175,7 @@ def shape_of(module: Module) -> Shape:
 
 
 def changes(plan: Plan, reader: Reader) -> Callable[[OutputTensor], ModuleChange]:
-    """Return a function that computes the change of a weight that a plan changes: as two factors where the patches tell
+    """Return a function that computes the change of a weight that a plan changes: as two factors if the patches have
     them, else whole, from the base; of a weight that an adapter replaces the difference."""
     exchanged = {one.target.name: one for one in replaced_by(plan)}
     factors = TensorCache(reader, frozenset(p for m in plan.adapters for p in m.adapter.index.files))

@@ -118,10 +118,10 @@ def merge_numbers(plan: Plan, *, pictures: bool = False, progress: Progress = un
             measures.tensors[target.name] = result
             factors.forget()
             tensors.cache.clear()
-    told_of = measures.to_dict(len(plan.adapters), groups(plan.names))
-    for name, row in told_of.get("tensors", {}).items():
+    values = measures.to_dict(len(plan.adapters), groups(plan.names))
+    for name, row in values.get("tensors", {}).items():
         row |= shown.get(name, {})
-    return {**told_of, "warnings": list(_warnings(plan, measures))} if told_of else {}
+    return {**values, "warnings": list(_warnings(plan, measures))} if values else {}
 
 
 def _warnings(plan: Plan, measures: Measures) -> Iterator[str]:
@@ -214,7 +214,7 @@ def base_sizes(index: Index, *, pictures: bool = False, progress: Progress = unw
         cache = TensorCache(reader, frozenset())
         advance = counted(progress, "look", str(index.path), sum(info.nbytes for info in index.parameters.values()))
         numeric = (name for name, info in index.parameters.items() if info.dtype in FLOATS or name in index.packed)
-        for name in numeric:  # others are positions and counts, whose sizes say nothing
+        for name in numeric:  # others are positions and counts, whose sizes mean nothing
             info = index.tensors[name]
             advance(info.nbytes)
             values = weight_values(Weight(info.shape, info, index.packed.get(name)), cache.fetch)

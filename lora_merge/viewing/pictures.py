@@ -61,7 +61,7 @@ def matrix_pictures(values: Tensor) -> dict[str, Any]:
 
 
 def evenly(names: Sequence[str], each: int = 1) -> frozenset[str]:
-    """Return those that have pictures: all, or some that are spread evenly. `each`: pictures of one."""
+    """Return the names that get pictures: all, or some that are spread evenly. `each`: pictures of one."""
     return frozenset(names[:: max(1, -(-len(names) * each // MOST))])
 
 

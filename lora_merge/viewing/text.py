@@ -38,7 +38,7 @@ METADATA_KEYS: Final = (
 """Metadata worth a line."""
 
 TRAINING_KEYS: Final = frozenset((*(name for names in FIELDS.values() for name in names), *TRIGGERS))
-"""Metadata that the facts of a training tell."""
+"""Metadata that the facts of a training contain."""
 
 TAGS: Final = 20
 FEW: Final = 12  # values of a list
@@ -48,7 +48,7 @@ PLAIN: Final = {
     "looks_like": "", "architecture": "", "layout": "", "components": "", "bits_per_weight": "", "quantised": "",
     "algorithms": "", "dora": "DoRA", "modules": "", "trainer": "", "names": "", "made_for": "", "configuration": "",
 }  # fmt: skip
-"""Fact that is told as it is → its name, where that is another one."""
+"""Fact that is shown as it is → its name, if that is another one."""
 
 
 def lines(facts: Mapping[str, Any]) -> Iterator[str]:
@@ -78,7 +78,7 @@ def rows(facts: Mapping[str, Any], *, pictured: bool = False) -> Iterator[Fact]:
 
 
 def summary(facts: Mapping[str, Any]) -> Iterator[Fact]:
-    """Yield what a person asks first: what a file is, how large what it holds is, and how it was made."""
+    """Yield what a file is, its sizes, and how it was made."""
     for key, name in PLAIN.items():
         if key in facts and (value := facts[key]) not in ({}, [], ""):
             yield line(name or key, _value(key, value))
@@ -167,7 +167,7 @@ def match_summary(match: Mapping[str, Any]) -> Iterator[Fact]:
 
 
 def _norm(value: float | None, digits: int = 4) -> str:
-    return "too large to tell" if value is None else f"{value:.{digits}g}"
+    return "not finite" if value is None else f"{value:.{digits}g}"
 
 
 def _share(n: Mapping[str, Any]) -> str:
@@ -177,7 +177,7 @@ def _share(n: Mapping[str, Any]) -> str:
 
 
 def merge_origin(row: Mapping[str, Any]) -> str:
-    """Return one merge of those that made a model, in words."""
+    """Return one of the merges from which a model comes, in words."""
     if "inputs" in row:
         return str(row["inputs"])
     adapters = ", ".join(f"{a['name']}:{a['strength']}{_parts(a['parts'])}" for a in row["adapters"])
@@ -250,7 +250,7 @@ def _modules(patterns: Mapping[str, Any], some: Iterable[str]) -> str:
 
 
 def _blocks(by_name: Mapping[str, Any]) -> Iterator[Fact]:
-    """Yield the blocks of an adapter; those that count on and are alike have one row."""
+    """Yield the blocks of an adapter; blocks that are numbered in turn and alike have one row."""
     if len(by_name) < 2:
         return
     labels = short(by_name)
@@ -263,7 +263,7 @@ def _blocks(by_name: Mapping[str, Any]) -> Iterator[Fact]:
 
 
 def _few(name: str, values: Sequence[float]) -> str:
-    """Return a few numbers with what they are, or how many there are and between which they lie."""
+    """Return a few numbers with what they are, or how many there are and the range of them."""
     return f",{name} {few(values)}" if values else ""
 
 
@@ -272,7 +272,7 @@ def _range(name: str, of: Mapping[str, float]) -> str:
 
 
 def few(values: Sequence[float]) -> str:
-    """Return a few numbers, or how many there are and between which they lie."""
+    """Return a few numbers, or how many there are and the range of them."""
     if len(values) <= FEW:
         return ", ".join(f"{v:g}" for v in values)
     return f"{len(values)} values, {min(values):g} to {max(values):g}"
@@ -287,7 +287,7 @@ def _numbers(values: Sequence[float], of: Mapping[str, float]) -> str:
 
 def _changed(numbers: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield how much an adapter changes, by its weights."""
-    said = (
+    norm = (
         f"{numbers['norm']:.4g} in {plural(numbers['measured'], 'module')}"
         if "measured" in numbers
         else f"{numbers['norm']:.4g}"
@@ -297,7 +297,7 @@ def _changed(numbers: Mapping[str, Any]) -> Iterator[Fact]:
         if numbers.get("unmeasured")
         else ""
     )
-    yield line("‖ΔW‖", f"{said}{more}")
+    yield line("‖ΔW‖", f"{norm}{more}")
     if numbers["stable_rank"]:
         yield line("stable rank", between(numbers["stable_rank"]))
     for share, rank in numbers.get("rank_for_energy", {}).items():
@@ -318,7 +318,7 @@ def size_line(row: Mapping[str, Any]) -> str:
 
 
 def metadata(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield entries of the metadata that no other fact tells, and how many are left out."""
+    """Yield entries of the metadata that no other fact contains, and how many are left out."""
     entries: Mapping[str, str] = facts.get("metadata", {})
     hidden = TRAINING_KEYS if "trained" in facts else frozenset[str]()
     shown = {key: entries[key] for key in METADATA_KEYS if key in entries and key not in hidden}

@@ -88,7 +88,7 @@ def run(monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
     ("merge", 2, "no base and no adapter is named", "lora-merge BASE ADAPTER:0.8"),
     ("verify", 2, "missing argument", "lora-merge help verify"),
     ("base.safetensors lora.safetensors --dtpye bf16", 2, "there is no option --dtpye", "did you mean --dtype? see lora-merge help merge"),
-    ("base.safetensors lora.safetensors --wieght 3", 2, "there is no option --wieght", "a strength stands behind its file"),
+    ("base.safetensors lora.safetensors --wieght 3", 2, "there is no option --wieght", "a strength goes behind its file"),
     ("base.safetensors lora.safetensors -z", 2, "there is no option -z", "see lora-merge help merge"),
     ("extract --base base.safetensors --lora lora.safetensors", 2, "there is no option --base nor --lora", "lora-merge extract BASE TUNED"),
     ("unmerge base.safetensors --base base.safetensors", 2, "there is no option --base", "lora-merge unmerge MERGED ADAPTER[:STRENGTH]..."),

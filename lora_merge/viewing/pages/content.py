@@ -97,7 +97,7 @@ class PageContent:
         """Add a sortable table, if it has rows. A column may have a unit, and `bar` for bars below its numbers:
         `longest` is the number of the longest one, else the largest of the column.
 
-        `first`: it stands before the pictures. `details`: the summary and the tables to which each row opens.
+        `first`: it comes before the pictures. `details`: the summary and the tables to which each row opens.
         """
         named = [{"title": c} if isinstance(c, str) else dict(c) for c in columns]
         if lines := list(rows):
@@ -157,7 +157,7 @@ class PageContent:
         every = numbers["all"]
         if unlisted := numbers["unlisted"]:
             hidden = plural(unlisted, "tensor")
-            self.data["notes"].append(f"the numbers of {hidden} are told by part and by block alone")
+            self.data["notes"].append(f"the numbers of {hidden} are shown by part and by block alone")
         if any((measured["retained"] or 0) > MOST for measured in (every, *numbers["tensors"].values())):
             self.data["notes"].append(ENLARGED)
         self.heat_map(title, CLICK, CHANGED, numbers["tensors"])

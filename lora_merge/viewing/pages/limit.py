@@ -1,4 +1,4 @@
-"""A page stays below 5 MB: it shows as much of long lists as there is room for, and says what it left out."""
+"""A page stays below 5 MB: long lists are cut, and a note names what is left out."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LEVELS: Final = (
 
 
 def encoded(content: Mapping[str, Any]) -> str:
-    """Return content as JSON that may stand in HTML."""
+    """Return content as JSON that is safe in HTML."""
     return json_text(content).replace("<", "\\u003c")
 
 

@@ -26,7 +26,7 @@ LAYER_METRICS: Final = (
 
 
 BLOCK_METRICS: Final = tuple(m for m in LAYER_METRICS if m.key in ("ratio", "norm", "changed", "largest"))
-"""Those of them that are told of several layers together."""
+"""Those of them that several layers have together."""
 
 
 def merge_page(facts: Values) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def adapter_page(facts: Values) -> dict[str, Any]:
 
 
 def _informative(metrics: Sequence[Metric], rows: Values) -> list[Metric]:
-    """Return the numbers that are known and tell something: sums of factors change every number."""
+    """Return the numbers that are known and differ: sums of factors change every number."""
     values = {m: [row[m.key] for row in rows.values() if row.get(m.key) is not None] for m in metrics}
     return [m for m, numbers in values.items() if numbers and (m.key != "changed" or min(numbers) < 1)]
 
@@ -150,7 +150,7 @@ def _commands(page: PageContent, facts: Values, *options: str) -> None:
 
 
 def _searched(facts: Values) -> Iterator[str]:
-    """Yield the options that say in which folders the inputs lie, beside that of the output."""
+    """Yield the options for the folders of the inputs, except that of the output."""
     folders = (Path(path).absolute().parent for path in facts.get("inputs", ()))
     for folder in dict.fromkeys(f for f in folders if f != Path(facts["output"]).absolute().parent):
         yield from ("--search", str(folder))
