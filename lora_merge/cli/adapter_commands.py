@@ -19,7 +19,7 @@ from ..options import OPTIONS, Kind, Option
 from ..progress import unwatched
 from .argument_values import as_number, named_adapter, named_adapters, named_parts, with_strengths
 from .compat import checked_output, completed
-from .help import examples
+from .help import add
 from .options import Command, read, with_options
 from .progress_display import watching
 from .reports import PageFiles, put, show_adapter_report
@@ -67,7 +67,7 @@ def add_to(app: typer.Typer) -> None:
         (average, ("average epoch1.safetensors epoch2.safetensors -o mean.safetensors",)),
         (extract, ("extract sdxl.safetensors tuned.safetensors --rank 32",)),
     ):  # fmt: skip
-        app.command(epilog=examples(*lines))(command)
+        add(app, command, *lines)
 
 
 def _takes(row: Row) -> Callable[[Command], Command]:

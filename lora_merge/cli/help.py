@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
+from typer.core import TyperCommand
 
 from ..errors import UsageError
 from ..options import OPTIONS
@@ -29,22 +30,67 @@ BY_NAME: Final = {
 LONGEST: Final = 40  # letters of choices behind the name of an option
 
 
-def with_groups(command: Any) -> Any:
-    """Give a command its usage line and its options by groups; returns the command.
+class GroupedCommand(TyperCommand):
+    """A command that lists its options by groups, its usage as "BASE ADAPTER[:STRENGTH]... [OPTIONS]"."""
 
-    `format_options`, `collect_usage_pieces` and `get_params` are click's places for that.
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        take_text(self.params)
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters; for the shell's completion also those of every command."""
+        return [*super().get_params(ctx), *(everywhere() if ctx.resilient_parsing else ())]
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the words behind the name of the command, the options last."""
+        words = []
+        for parameter in (p for p in self.get_params(ctx) if p.param_type_name == "argument"):
+            word = str(parameter.metavar or parameter.name.upper())
+            word += "..." if parameter.nargs == -1 and "..." not in word else ""
+            words.append(word if parameter.required else f"[{word}]")
+        return [*words, "[OPTIONS]"]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments, and the options by groups."""
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": [], **{name: [] for name in GROUPS}}
+        for parameter in self.get_params(ctx):
+            row = parameter.get_help_record(ctx)
+            if row is None:
+                continue
+            if parameter.param_type_name == "argument":
+                groups["Arguments"].append((row[0].partition(" <")[0], row[1]))
+            else:
+                name = getattr(parameter, "rich_help_panel", None) or BY_NAME.get(parameter.name, "Options")
+                groups.setdefault(name, []).append(_row(str(parameter.name).upper().replace("_", "-"), *row))
+        groups["Report"] += EVERYWHERE
+        groups["Report"] += [row for row in groups["Options"] if "--help" in row[0]]
+        groups["Options"] = [row for row in groups["Options"] if "--help" not in row[0]]
+        for name, rows in groups.items():
+            if rows:
+                with formatter.section(name):
+                    formatter.write_dl(rows, col_max=min(30, formatter.width // 2))
+
+
+def add(app: typer.Typer, command: Callable[..., None], *lines: str, name: str | None = None) -> None:
+    """Add a command to the program. `lines`: its examples."""
+    app.command(name, cls=GroupedCommand, epilog=examples(*lines) if lines else None)(command)
+
+
+def take_text(parameters: Iterable[Any]) -> None:
+    """Have parameters take text as it is.
+
+    `process_value` is click's documented place for that. Since 0.29 typer has pydantic look at every value there, whose
+    import alone takes 0.1 s. `make_job` and its like parse the text.
     """
-    if command is not None:
-        command.get_params = partial(_parameters, command)
-        command.format_options = partial(_grouped, command)
-        command.collect_usage_pieces = partial(_usage, command)
-    return command
+    for parameter in parameters:
+        parameter.process_value = partial(_process, parameter, parameter.process_value)
 
 
-def _parameters(command: Any, ctx: Any) -> list[Any]:
-    """Return the parameters of a command; for the shell's completion also those of every command."""
-    parameters: list[Any] = type(command).get_params(command, ctx)
-    return [*parameters, *everywhere()] if ctx.resilient_parsing else parameters
+def _process(parameter: Any, process: Callable[[Any, Any], Any], ctx: Any, value: Any) -> Any:
+    """Return the text as it is; typer itself handles required arguments and switches."""
+    if value is None or value == ():
+        return process(ctx, value) if parameter.required else value
+    return process(ctx, value) if isinstance(value, bool) else value
 
 
 @cache
@@ -59,36 +105,6 @@ def _everywhere(
     color: Annotated[Color, typer.Option(FLAG, help=EVERYWHERE[0][1])] = "auto",
     debug: Annotated[bool, typer.Option(DEBUG, help=EVERYWHERE[1][1])] = False,
 ) -> None: ...
-
-
-def _usage(command: Any, ctx: Any) -> list[str]:
-    """Return the words behind the name of a command, the options last: "BASE ADAPTER[:STRENGTH]... [OPTIONS]"."""
-    words = []
-    for parameter in (p for p in command.get_params(ctx) if p.param_type_name == "argument"):
-        word = str(parameter.metavar or parameter.name.upper())
-        word += "..." if parameter.nargs == -1 and "..." not in word else ""
-        words.append(word if parameter.required else f"[{word}]")
-    return [*words, "[OPTIONS]"]
-
-
-def _grouped(command: Any, ctx: Any, formatter: Any) -> None:
-    groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": [], **{name: [] for name in GROUPS}}
-    for parameter in command.get_params(ctx):
-        row = parameter.get_help_record(ctx)
-        if row is None:
-            continue
-        if parameter.param_type_name == "argument":
-            groups["Arguments"].append((row[0].partition(" <")[0], row[1]))
-        else:
-            name = getattr(parameter, "rich_help_panel", None) or BY_NAME.get(parameter.name, "Options")
-            groups.setdefault(name, []).append(_row(str(parameter.name).upper().replace("_", "-"), *row))
-    groups["Report"] += EVERYWHERE
-    groups["Report"] += [row for row in groups["Options"] if "--help" in row[0]]
-    groups["Options"] = [row for row in groups["Options"] if "--help" not in row[0]]
-    for name, rows in groups.items():
-        if rows:
-            with formatter.section(name):
-                formatter.write_dl(rows, col_max=min(30, formatter.width // 2))
 
 
 def _row(word: str, names: str, text: str) -> tuple[str, str]:

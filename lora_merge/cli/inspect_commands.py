@@ -15,7 +15,7 @@ from ..text import Lines, json_text
 from ..viewing.json_schemas import schema as version
 from .argument_values import expanded, named_adapter
 from .compat import completed
-from .help import examples, offered
+from .help import add, offered
 from .options import HTML, PLOT, SILENT
 from .progress_display import watching
 from .reports import PageFiles, echo, put, show_comparison, show_file
@@ -34,7 +34,7 @@ def add_to(app: typer.Typer) -> None:
         (compare, ("compare sdxl.safetensors merged.safetensors",)),
         (schema, ("schema report", "schema jobs > jobs.schema.json")),
     ):
-        app.command(epilog=examples(*lines))(command)
+        add(app, command, *lines)
 
 
 def inspect(

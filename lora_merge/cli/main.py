@@ -24,8 +24,8 @@ from . import adapter_commands, inspect_commands, tables, verify_commands
 from .argument_values import named_adapters, named_base, named_parts, with_strengths
 from .batch_command import batch
 from .compat import PROGRAM_OPTIONS, SHORT, check_command, check_once, check_options, check_spaces, checked_output
-from .help import REFUSED, everywhere, examples, files, refused, with_groups
-from .options import HTML, PLOT, QUIET, read, take_text, with_options
+from .help import REFUSED, GroupedCommand, add, everywhere, examples, files, refused, take_text
+from .options import HTML, PLOT, QUIET, read, with_options
 from .progress_display import watching
 from .reports import PageFiles, ReportOptions, echo, merge_and_report, put, with_pictures
 from .terminal import debugging, show_error, styled, without_global_options
@@ -47,6 +47,10 @@ FLAGS = ("--json", "--quiet", "-q", "--verbose", "-v", "--overwrite", "--dry-run
 
 class Commands(TyperGroup):
     """Runs `merge` when no subcommand is named."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        take_text(self.params)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read `lora-merge BASE ADAPTER` as `lora-merge merge BASE ADAPTER`, and `lora-merge help X` as `X --help`."""
@@ -70,7 +74,6 @@ class Commands(TyperGroup):
             command = self.commands[args[0]]
             check_options(args[0], args[1:], command.params)
             check_once(args[1:], command.params)
-        take_text(self, ctx)
         return super().parse_args(ctx, args)
 
     def _suggest(self, args: list[str]) -> None:
@@ -84,10 +87,6 @@ class Commands(TyperGroup):
         """Return the names of the commands, the main one first."""
         shown = [name for name, command in self.commands.items() if not command.hidden]
         return sorted(shown, key=lambda name: name != "merge")
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command by its name."""
-        return with_groups(take_text(super().get_command(ctx, cmd_name), ctx))
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         """Return commands and options, and files: the first word may be a base, except after `help`."""
@@ -116,9 +115,7 @@ app = typer.Typer(
     epilog=EXAMPLES,
 )  # fmt: skip
 
-app.command("batch", epilog=examples("batch jobs.yaml --dry-run", "batch jobs.yaml --workers 2 --report report.jsonl"))(
-    batch
-)
+add(app, batch, "batch jobs.yaml --dry-run", "batch jobs.yaml --workers 2 --report report.jsonl")
 
 
 @app.callback(invoke_without_command=True)
@@ -131,7 +128,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
         raise typer.Exit
 
 
-@app.command(epilog=EXAMPLES)
+@app.command(cls=GroupedCommand, epilog=EXAMPLES)
 @with_options(*OPTIONS.values(), before="dry_run")
 def merge(
     base: Annotated[str, typer.Argument(metavar="BASE", help="Checkpoint: a .safetensors file or a model folder.")],
@@ -185,7 +182,7 @@ def _planned(job: Job, *, dry: bool) -> Plan:
     return plan_merge(replace(job, overwrite=True), dry=True) if dry else plan_merge(job)
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 def demo(
     folder: Annotated[str, typer.Argument(help="Where to put the files.")] = "lora-merge-demo",
 ) -> None:

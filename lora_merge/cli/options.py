@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import cache
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import typer
@@ -111,22 +111,3 @@ def read(options: Mapping[str, Any], adapters: int, rows: Mapping[str, Option] =
     values["setting"] = [parsed_setting(text) for text in values.get("setting") or ()]
     values["metadata"] = [metadata_entry(text) for text in values.get("metadata") or ()]
     return {name: value for name, value in values.items() if value not in (None, (), [])}
-
-
-def take_text(command: Any, ctx: Any) -> Any:
-    """Have the parameters of a command take text as it is; returns the command.
-
-    `process_value` is click's documented place for that. Since 0.29 typer has pydantic look at every value there, whose
-    import alone takes 0.1 s. `make_job` and its like parse the text.
-    """
-    for parameter in command.get_params(ctx) if command else ():
-        if "process_value" not in vars(parameter):  # a process may run a command many times
-            parameter.process_value = partial(_process, parameter, parameter.process_value)
-    return command
-
-
-def _process(parameter: Any, process: Callable[[Any, Any], Any], ctx: Any, value: Any) -> Any:
-    """Return the text as it is; typer itself handles required arguments and switches."""
-    if value is None or value == ():
-        return process(ctx, value) if parameter.required else value
-    return process(ctx, value) if isinstance(value, bool) else value

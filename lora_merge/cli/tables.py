@@ -15,7 +15,7 @@ from ..errors import UsageError
 from ..text import Lines, json_text, plural
 from ..viewing.json_schemas import schema
 from .compat import completed
-from .help import examples
+from .help import add
 from .reports import put
 from .terminal import show, styled, table
 
@@ -24,9 +24,9 @@ JSON: Final = typer.Option("--json", help="The same as one JSON object.")
 
 def add_to(app: typer.Typer) -> None:
     """Add these commands to the application."""
-    app.command(epilog=examples("parts sdxl.safetensors"))(parts)
-    app.command(epilog=examples("algorithms", "algorithms --json"))(algorithms)
-    app.command(epilog=examples("architectures"))(architectures)
+    add(app, parts, "parts sdxl.safetensors")
+    add(app, algorithms, "algorithms", "algorithms --json")
+    add(app, architectures, "architectures")
 
 
 def parts(

@@ -14,7 +14,7 @@ from ..report import verify_rows
 from ..text import json_text
 from .argument_values import named_adapter, named_parts, with_strengths
 from .compat import checked_output, completed
-from .help import examples
+from .help import add
 from .options import HTML, QUIET, SILENT, read, with_options
 from .progress_display import PROOF, paused, watching
 from .reports import (
@@ -47,7 +47,7 @@ def add_to(app: typer.Typer) -> None:
         (unmerge, ("unmerge merged.safetensors style.safetensors:0.8 -o before",)),
         (doctor, ("doctor", "doctor /mnt/models")),
     ):
-        app.command(epilog=examples(*lines))(command)
+        add(app, command, *lines)
 
 
 @with_options(*(option for option in OPTIONS.values() if option.in_verify), before="search", stated=True)

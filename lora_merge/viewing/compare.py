@@ -16,7 +16,7 @@ from ..progress import Progress, counted, unwatched
 from ..text import by_reason, listed, plural, size
 from .inspect import is_adapter
 from .json_schemas import schema
-from .pages.heat_map import short
+from .pages.heat_map import block_labels
 
 if TYPE_CHECKING:
     from .compare_models import DifferenceSums
@@ -153,7 +153,7 @@ def _adapter_rows(result: Mapping[str, Any]) -> Iterator[Fact]:
 
 def opposed_blocks(result: Mapping[str, Any]) -> str:
     """Return in how many blocks the changes of two adapters point against each other, in words."""
-    fight, labels = result["fight"], short(result["blocks"])
+    fight, labels = result["fight"], block_labels(result["blocks"])
     most = ", ".join(labels[name] for name in sorted(fight, key=lambda name: result["blocks"][name]["cosine"])[:3])
     return f"in {len(fight)} of {plural(len(result['blocks']), 'block')}" + (f", most in {most}" if fight else "")
 

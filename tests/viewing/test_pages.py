@@ -26,7 +26,7 @@ from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.pages import page as pages
 from lora_merge.viewing.pages import plot
 from lora_merge.viewing.pages.content import PageContent
-from lora_merge.viewing.pages.heat_map import places, short
+from lora_merge.viewing.pages.heat_map import block_labels, grid_places
 from lora_merge.viewing.text import match_summary, rows, summary
 from tests.kit.browser import shown
 from tests.kit.command_line import run
@@ -493,14 +493,14 @@ def test_page_that_cannot_be_written_is_refused_before_the_work(
     ],
 )  # fmt: skip
 def test_weight_has_its_row_and_its_column(name: str, block: str, kind: str) -> None:
-    assert places([name]) == {name: (block, kind)}
+    assert grid_places([name]) == {name: (block, kind)}
 
 
 def test_blocks_are_in_the_order_of_their_numbers_under_short_names() -> None:
     names = [f"model.layers.{n}.self_attn.q_proj.weight" for n in (10, 2, 1)]
-    rows = [block for block, _ in places(names).values()]
+    rows = [block for block, _ in grid_places(names).values()]
     assert rows == ["model.layers.1", "model.layers.2", "model.layers.10"]
-    assert [*short(rows).values()] == ["layers.1", "layers.2", "layers.10"]
+    assert [*block_labels(rows).values()] == ["layers.1", "layers.2", "layers.10"]
 
 
 @pytest.mark.parametrize(
@@ -519,7 +519,7 @@ def test_blocks_are_in_the_order_of_their_numbers_under_short_names() -> None:
     ],
 )  # fmt: skip
 def test_label_of_a_block_tells_it_from_all_others(names: list[str], labels: list[str]) -> None:
-    assert short(names) == dict(zip(names, labels, strict=True))
+    assert block_labels(names) == dict(zip(names, labels, strict=True))
 
 
 def test_blocks_of_a_report_are_in_the_models_order(scene: Scene) -> None:

@@ -10,7 +10,7 @@ from ...facts import Fact
 from ...paths import typed
 from ...report import ENLARGED, MOST
 from ...text import json_text, plural
-from .heat_map import places, short
+from .heat_map import block_labels, grid_places
 
 Values: TypeAlias = Mapping[str, Any]
 TableRow: TypeAlias = list[Any]
@@ -117,13 +117,13 @@ class PageContent:
         known = [m for m in metrics if any(numbers.get(m.key) is not None for numbers in weights.values())]
         if len(weights) < 2 or not known:
             return
-        at = places(weights)
+        at = grid_places(weights)
         rows, columns = list(dict.fromkeys(b for b, _ in at.values())), list(dict.fromkeys(k for _, k in at.values()))
         cells: dict[tuple[int, int], list[str]] = {}
         row_of, column_of = ({name: n for n, name in enumerate(names)} for names in (rows, columns))
         for name, (block, kind) in at.items():
             cells.setdefault((row_of[block], column_of[kind]), []).append(name)
-        labels = short(rows)
+        labels = block_labels(rows)
         self.data["heat_maps"].append(
             {
                 "title": title,

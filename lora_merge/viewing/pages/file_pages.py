@@ -13,7 +13,7 @@ from ..compare import compare_summary
 from ..hashes import hash_title
 from ..text import few, match_summary, metadata, summary, training_value
 from .content import CLICK, COSINE, Column, Metric, PageContent, Values, root
-from .heat_map import short
+from .heat_map import block_labels
 from .preview import preview
 
 MEASURED: Final = (
@@ -221,7 +221,7 @@ def _file_row(facts: Values) -> list[Any]:
 
 
 def _short(names: Mapping[str, Any]) -> list[str]:
-    labels = short(names)
+    labels = block_labels(names)
     return [labels[name] for name in names]
 
 

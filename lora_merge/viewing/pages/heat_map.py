@@ -17,13 +17,13 @@ REST: Final = "…"  # ends the name of what is in no block
 NUMBERS: Final = re.compile(r"(?:(?<=[._])|^)[0-9]+(?=[._]|$)")
 
 
-def places(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+def grid_places(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     """Return name → (block, kind of layer), in the order of the blocks' numbers, and of the names."""
     cells = {name: _split(name) for name in names}
     return dict(sorted(cells.items(), key=lambda item: (in_order(item[1][0]), in_order(item[0]))))
 
 
-def short(blocks: Iterable[str]) -> dict[str, str]:
+def block_labels(blocks: Iterable[str]) -> dict[str, str]:
     """Return name → its last levels, and as many before them as distinguish its stack: `layers.3` of
     `model.layers.3`; of many, only the first: `te1…layers_3`. What is in no block is called the rest."""
     every = {name: _levels(name) for name in blocks}

@@ -12,7 +12,7 @@ from ...report import merge_rows
 from ...text import plural
 from ..json_schemas import kind_of
 from .content import CLICK, SHARE, Column, Metric, PageContent, Values, root
-from .heat_map import short
+from .heat_map import block_labels
 
 LAYER_METRICS: Final = (
     Metric("ratio", "‖ΔW‖ / ‖W‖", "%"),
@@ -166,7 +166,7 @@ def _by_block(page: PageContent, numbers: Values) -> None:
     """Add how large the change of each part and block is, and how much of it is kept."""
     for kind, of in (("components", "part"), ("blocks", "block")):
         blocks = numbers.get(kind, {})
-        labels = short(blocks)
+        labels = block_labels(blocks)
         known = _informative(BLOCK_METRICS, blocks)
         for m in known[:1]:
             page.bars(
