@@ -307,11 +307,11 @@ def show_merge(report: Report, plan: Plan, options: ReportOptions, *, replaced: 
         show_remarks(rows)
     else:
         rows.append(undo(report.output, f"{Path(report.base).name} is as it was", replaced=replaced))
-        known = {*plan_rows(plan, verbose=options.verbose)}
         if styled(sys.stdout):
             show_panel("merged", [row for row in rows if row.name])
         else:
-            show_lines(row for row in rows if row not in known)
+            plan_lines = {*plan_rows(plan, verbose=options.verbose)}
+            show_lines(row for row in rows if row not in plan_lines)
 
 
 def show_proof(rows: Iterable[Fact]) -> None:
@@ -322,16 +322,16 @@ def show_proof(rows: Iterable[Fact]) -> None:
         show_lines(rows)
 
 
-def with_pictures(done: Report, plan: Plan) -> dict[str, Any]:
+def with_pictures(report: Report, plan: Plan) -> dict[str, Any]:
     """Return a report with the recipe that the output holds and the paths of its inputs, and with the spectrum and the
     histogram of each weight's change, if the inputs are still there."""
     from ..viewing.base import recipe_of
     from ..viewing.pictures import merge_pictures
 
-    values = asdict(done)
-    shown = merge_pictures(plan) if plan.job.output not in plan.inputs and values["numbers"] else {}
+    values = asdict(report)
+    pictures = merge_pictures(plan) if plan.job.output not in plan.inputs and values["numbers"] else {}
     for name, tensor in values["numbers"].get("tensors", {}).items():
-        tensor |= shown.get(name, {})
+        tensor |= pictures.get(name, {})
     inputs = [str(path) for path in (plan.job.base, *(ref.path for ref in plan.job.adapters))]
     return {**values, "recipe": recipe_of(plan.job.output), "inputs": inputs}
 
