@@ -33,9 +33,11 @@ LONGEST: Final = 40  # letters of choices behind the name of an option
 class GroupedCommand(TyperCommand):
     """A command that lists its options by groups, its usage as "BASE ADAPTER[:STRENGTH]... [OPTIONS]"."""
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        take_text(self.params)
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments as text."""
+        take_text(self.get_params(ctx))
+        rest: list[str] = super().parse_args(ctx, args)
+        return rest
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters; for the shell's completion also those of every command."""
@@ -83,7 +85,8 @@ def take_text(parameters: Iterable[Any]) -> None:
     import alone takes 0.1 s. `make_job` and its like parse the text.
     """
     for parameter in parameters:
-        parameter.process_value = partial(_process, parameter, parameter.process_value)
+        if "process_value" not in vars(parameter):  # a process may run a command many times
+            parameter.process_value = partial(_process, parameter, parameter.process_value)
 
 
 def _process(parameter: Any, process: Callable[[Any, Any], Any], ctx: Any, value: Any) -> Any:

@@ -48,10 +48,6 @@ FLAGS = ("--json", "--quiet", "-q", "--verbose", "-v", "--overwrite", "--dry-run
 class Commands(TyperGroup):
     """Runs `merge` when no subcommand is named."""
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        take_text(self.params)
-
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read `lora-merge BASE ADAPTER` as `lora-merge merge BASE ADAPTER`, and `lora-merge help X` as `X --help`."""
         args = without_global_options(args, checked=not ctx.resilient_parsing)
@@ -74,6 +70,7 @@ class Commands(TyperGroup):
             command = self.commands[args[0]]
             check_options(args[0], args[1:], command.params)
             check_once(args[1:], command.params)
+        take_text(self.get_params(ctx))
         return super().parse_args(ctx, args)
 
     def _suggest(self, args: list[str]) -> None:
