@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import lora_merge
-from lora_merge.algorithms.base import Algorithm
+from lora_merge.algorithms.base import Checks
 from lora_merge.engine import devices
 from lora_merge.engine.tensor_moves import odd
 from lora_merge.errors import DeviceFailed, ResourceError, TooLarge
@@ -261,7 +261,7 @@ def test_index_outside_of_a_weight_ends_the_device_where_no_check_stops_it(
     with pytest.raises(lora_merge.MergeError) as checked:
         lora_merge.merge(*files, tmp_path / "o", device="cuda:0")
     assert not isinstance(checked.value, DeviceFailed) and not cuda.lost
-    monkeypatch.setattr(Algorithm, "check_integers", lambda *_: None)
+    monkeypatch.setattr(Checks, "check_integers", lambda *_: None)
     with pytest.raises(DeviceFailed, match="device-side assert"):
         lora_merge.merge(*files, tmp_path / "o", device="cuda:0")
 
