@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .batch.report import JobReport, Reports
     from .batch.run import run_batch
     from .errors import MergeError
+    from .facts import Facts
     from .job import Adapter, Job
     from .memory.adapter_values import AdapterSum, OpenAdapter, load_adapter
     from .memory.loaded_adapter import LoadedAdapter
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from .progress import Step
     from .report import Report
     from .version import __version__
-    from .viewing.facts import Facts
 
 _HOMES = {
     "__version__": "version",
@@ -54,7 +54,7 @@ _HOMES = {
     "JobReport": "batch.report",
     "Reports": "batch.report",
     "Step": "progress",
-    "Facts": "viewing.facts",
+    "Facts": "facts",
     "average": "adapters_out.api",
     "combine": "adapters_out.api",
     "convert": "adapters_out.api",

@@ -12,13 +12,13 @@ from typing_extensions import Unpack
 
 from .adapters_out.report import AdapterReport
 from .boundary import public
+from .facts import Facts
 from .job import Adapter, Adapters, OneAdapter, adapter_list, make_job
 from .planning.plan import Plan
 from .process import interruptible
 from .progress import Progress, watched
 from .report import Report
 from .typed_options import PythonOptions, VerifyOptions
-from .viewing.facts import Facts
 
 
 @public
@@ -296,14 +296,14 @@ def verify(  # noqa: PLR0913  # the options of the command
         True
     """
     from .paths import expand, input_path
-    from .recipes.replay import ADAPTER_PROOF, prove
-    from .viewing.merge_facts import proof_of_adapter, proof_rows
+    from .recipes.replay import prove
+    from .report import verify_rows
 
     output, stated = input_path(output), adapter_list(adapters)
     folders = [expand(folder) for folder in search]
     with interruptible(), watched(progress) as watcher:
         proof = prove(output, base, stated, search=folders, full=full, options=options, progress=watcher)
-    return Facts(proof, proof_of_adapter if proof["schema"] == ADAPTER_PROOF else proof_rows)
+    return Facts(proof, verify_rows)
 
 
 @public
@@ -331,8 +331,8 @@ def inspect(
         >>> facts["algorithms"], facts["ranks"]
         ({'lora': 264}, [32])
     """
+    from .facts import Facts
     from .paths import input_path
-    from .viewing.facts import Facts
     from .viewing.inspect import inspect as look
     from .viewing.text import rows
 
@@ -362,9 +362,9 @@ def compare(a: str | Path, b: str | Path, *, base: str | Path | None = None) -> 
         >>> lora_merge.compare("base.safetensors", "merged.safetensors")["different"]
         264
     """
+    from .facts import Facts
     from .paths import input_path
     from .viewing.compare import compare as look
     from .viewing.compare import compare_rows
-    from .viewing.facts import Facts
 
     return Facts(look(input_path(a), input_path(b), None if base is None else input_path(base)), compare_rows)

@@ -141,7 +141,7 @@ def quoted(name: str) -> str:
 class Shown:
     """Shows a few facts: as one line of text, and as a table in notebooks."""
 
-    def _facts(self) -> Iterable[tuple[str, Any]]:
+    def _facts(self) -> Iterable[tuple[Any, ...]]:
         """Return what a person wants to know first: names and values, here those of the object's own fields."""
         return [(name, value) for name, value in vars(self).items() if not name.startswith("_")]
 
@@ -150,19 +150,19 @@ class Shown:
         return type(self).__name__
 
     def __repr__(self) -> str:
-        return one_line(f"{type(self).__name__}: " + "; ".join(f"{name} {value}" for name, value in self._facts()))
+        return one_line(f"{type(self).__name__}: " + "; ".join(f"{name} {value}" for name, value, *_ in self._facts()))
 
     def _repr_html_(self) -> str:
         return html_table(self._heading(), self._facts())
 
 
-def html_table(title: str, rows: Iterable[tuple[str, Any]]) -> str:
+def html_table(title: str, rows: Iterable[tuple[Any, ...]]) -> str:
     """Return a table of names and values as HTML, all of it escaped."""
 
     cells = "".join(
         f"<tr><th style='text-align:left;vertical-align:top'>{_plain(name)}</th>"
         f"<td style='text-align:left'>{_plain(value)}</td></tr>"
-        for name, value in rows
+        for name, value, *_ in rows
     )
     return f"<table><caption style='text-align:left'><b>{_plain(title)}</b></caption>{cells}</table>"
 
@@ -185,14 +185,12 @@ change of direction: Unicode's categories Cc, Cf, Zl and Zp, and what it calls i
 Source: unicode.org/Public/17.0.0/ucd/DerivedCoreProperties.txt."""
 
 
-def _json_escape(code: int) -> str:
-    if code < 0x10000:
-        return f"\\u{code:04x}"
-    code -= 0x10000  # two surrogates of 10 bits each
-    return f"\\u{0xD800 + (code >> 10):04x}\\u{0xDC00 + (code & 0x3FF):04x}"
-
-
-_ALL: Final = {c: _json_escape(c) for first, last in HIDDEN for c in range(first, last + 1) if c != 0x09}
+_ALL: Final = {
+    c: f"\\u{c:04x}" if c < 0x10000 else f"\\u{0xD7C0 + (c >> 10):04x}\\u{0xDC00 + (c & 0x3FF):04x}"  # two surrogates
+    for first, last in HIDDEN
+    for c in range(first, last + 1)
+    if c != 0x09
+}
 CONTROLS: Final = {c: escape for c, escape in _ALL.items() if c not in (0x0A, 0x0D)}
 """Hidden character → its JSON escape. Line feeds, which end our own lines, and carriage returns, which progress bars
 need, are not among them."""

@@ -8,8 +8,8 @@ import unicodedata
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lora_merge.facts import percent, run_label, runs
 from lora_merge.text import Shown, by_pattern, by_reason, counted, done_of, html_table, json_text, one_line, rate
-from lora_merge.viewing.facts import percent, runs, spoken_run
 
 NAMES = st.lists(
     st.from_regex(r"([a-z]{1,3}[0-9]?|[0-9]{1,3})([._]([a-z]{1,3}[0-9]?|[0-9]{1,3})){0,4}", fullmatch=True), unique=True
@@ -64,7 +64,7 @@ def test_small_share_is_not_told_as_none() -> None:
 
 def test_names_that_count_on_are_one_where_their_values_are_equal() -> None:
     rows = [*((f"IN{n:02d}", "a") for n in range(3)), ("IN03", "b"), ("IN05", "b"), *((f"x.{n}", "b") for n in (9, 10))]
-    assert [spoken_run(names) for names, _ in runs(rows)] == ["IN00–IN02", "IN03", "IN05", "x.9–10"]
+    assert [run_label(names) for names, _ in runs(rows)] == ["IN00–IN02", "IN03", "IN05", "x.9–10"]
 
 
 EVERY = "".join(chr(c) for c in range(0x110000) if unicodedata.category(chr(c)) != "Cs")

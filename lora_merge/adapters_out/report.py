@@ -1,4 +1,4 @@
-"""The report of a command that writes an adapter."""
+"""The report of a command that writes an adapter, and its rows of facts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from math import fsum, sqrt
 from pathlib import Path
 from typing import Any
 
+from ..facts import Fact, line
 from ..models.blocks import block_name, in_order, network_of
+from ..report import adapter_notes, disk_rows, layers_recomputed
 from ..text import Note, Shown, json_text, plural, size
 from .job import WHOLE
 from .rounding import together
@@ -71,15 +73,8 @@ class AdapterReport(Shown):
     def _heading(self) -> str:
         return f"Written: {Path(self.output).name}"
 
-    def _facts(self) -> Iterator[tuple[str, str]]:
-        """Yield what a person wants to know first."""
-        yield "output", f"{self.output} ({size(self.written)}, dtype {self.dtype})"
-        for name, coverage in self.coverage.items():
-            yield "adapter", f"{name}: {plural(coverage['modules'], 'module')}, {coverage['strength']:g}×"
-        yield "layers", f"{len(self.layers)}: {self.summary}"
-        if self.verified is not None:
-            yield "verified", f"{plural(self.verified['recomputed'], 'layer')} computed again in fp64"
-        yield from (("note", note) for note in self.notes)
+    def _facts(self) -> Iterator[Fact]:
+        return adapter_rows(vars(self))
 
     def to_json(self) -> str:
         """Return the report as one JSON object.
@@ -92,30 +87,67 @@ class AdapterReport(Shown):
     @property
     def summary(self) -> str:
         """One line: the ranks, the share of the change that is kept, and the layer that loses most."""
-        ranks = sorted(int(layer["rank"]) for layer in self.layers.values() if layer["rank"])
-        text = f"rank {ranks[-1]}" if ranks else "whole matrices"
-        if ranks and ranks[0] < ranks[-1]:
-            text = f"rank {ranks[0]}…{ranks[-1]} (median {ranks[len(ranks) // 2]})"
-        if self.planned:
-            decided_later = any(not layer["rank"] and layer["algorithm"] != WHOLE for layer in self.layers.values())
-            return f"{f'{text}; ' if ranks else ''}the numbers decide the rank" if decided_later else text
-        worst = min(self.layers, key=lambda name: float(self.layers[name]["energy"]), default="")
-        least = float(self.layers[worst]["energy"]) if worst else 1.0
-        share, lowest = _percent(self.energy), _percent(least)
-        return f"{text}, keeps {share} of ‖ΔW‖²" + (f", worst layer {worst} {lowest}" if lowest != share else "")
+        return _ranks_and_energy(vars(self))
 
     @property
     def change(self) -> str:
         """One line: ‖ΔW‖, its share of ‖W‖ where that is known, and ‖ΔW‖ of each input."""
-        every = self.numbers.get("all")
-        if not every:
-            return ""
-        share = f", {100 * every['ratio']:.3g}% of ‖W‖" if every.get("ratio") else ""
-        changes = [
-            f"{name} {adapter['change']:.4g}"
-            for name, adapter in zip(self.coverage, every.get("adapters", ()), strict=False) if adapter
-        ]  # fmt: skip
-        return f"‖ΔW‖ {every['norm']:.4g}{share}" + (f"; {', '.join(changes)}" if len(changes) > 1 else "")
+        return _norms(vars(self))
+
+
+def adapter_rows(report: Mapping[str, Any], *, verbose: bool = False) -> Iterator[Fact]:
+    """Yield what a command wrote or would write, from the values of its report; `verbose`: with every layer."""
+    for name, row in report["coverage"].items():
+        change, layers = plural(row["modules"], "module changes", "modules change"), plural(row["layers"], "layer")
+        yield line("adapter", f"{name}: {change} {layers}, {row['strength']:g}×")
+        yield from adapter_notes(name, row["ignored"])
+    yield line("output", f"{report['output']} ({size(report['written'])}, dtype {report['dtype']})")
+    if report["format"] != "keep":
+        yield line("format", report["format"])
+    yield line("layers", f"{len(report['layers'])}: {_ranks_and_energy(report)}")
+    yield from (Fact("", name, _layer(layer)) for name, layer in report["layers"].items() if verbose)
+    if change := _norms(report):
+        yield line("change", change)
+    if not report["planned"]:
+        yield line("residual", f"{report['residual']:.2%} of ‖ΔW‖ is lost")
+        yield line("wrote", f"{size(report['written'])} in {report['seconds']:.1f} s")
+        yield line("verified", layers_recomputed(report["verified"]))
+    yield from (line("note", note) for note in report["notes"])
+    yield from disk_rows(report["disk"], report["output"])
+
+
+def _layer(layer: Mapping[str, Any]) -> str:
+    """Return the kind and rank of a layer, and as far as they are known what is lost and its largest number."""
+    numbers = {"residual": layer.get("residual"), "largest |ΔW|": layer.get("largest")}
+    known = (f"{name} {number:.3g}" for name, number in numbers.items() if number is not None)
+    return ", ".join([layer["algorithm"], f"rank {layer['rank']}", *known])
+
+
+def _ranks_and_energy(report: Mapping[str, Any]) -> str:
+    layers = report["layers"]
+    ranks = sorted(int(layer["rank"]) for layer in layers.values() if layer["rank"])
+    text = f"rank {ranks[-1]}" if ranks else "whole matrices"
+    if ranks and ranks[0] < ranks[-1]:
+        text = f"rank {ranks[0]}…{ranks[-1]} (median {ranks[len(ranks) // 2]})"
+    if report["planned"]:
+        decided_later = any(not layer["rank"] and layer["algorithm"] != WHOLE for layer in layers.values())
+        return f"{f'{text}; ' if ranks else ''}the numbers decide the rank" if decided_later else text
+    worst = min(layers, key=lambda name: float(layers[name]["energy"]), default="")
+    least = float(layers[worst]["energy"]) if worst else 1.0
+    share, lowest = _percent(report["energy"]), _percent(least)
+    return f"{text}, keeps {share} of ‖ΔW‖²" + (f", worst layer {worst} {lowest}" if lowest != share else "")
+
+
+def _norms(report: Mapping[str, Any]) -> str:
+    every = report["numbers"].get("all")
+    if not every:
+        return ""
+    share = f", {100 * every['ratio']:.3g}% of ‖W‖" if every.get("ratio") else ""
+    inputs = [
+        f"{name} {change['change']:.4g}"
+        for name, change in zip(report["coverage"], every.get("adapters", ()), strict=False) if change
+    ]  # fmt: skip
+    return f"‖ΔW‖ {every['norm']:.4g}{share}" + (f"; {', '.join(inputs)}" if len(inputs) > 1 else "")
 
 
 def numbers_by_block(layers: Mapping[str, Mapping[str, Any]], denoiser: str) -> dict[str, Any]:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from ..adapter_arguments import in_jobs_file
 from ..adapters_out.report import AdapterReport
 from ..errors import MergeError, as_merge_error, error_dict
+from ..facts import Fact, line
 from ..process import here
 from ..report import Report
-from ..text import Shown, html_table, json_text, plural
+from ..text import Shown, html_table, json_text, plural, size
 from .jobs_file import BatchJob
 
 Status: TypeAlias = Literal["merged", "made", "skipped", "failed", "taken"]
 """`made`: an adapter was written. `skipped`: the output is there already, by the same recipe and with its header as
 it was written; the weights of a merge are not read again. `taken`: another process is at it."""
+
+
+DONE: Final = frozenset({"merged", "made", "skipped"})
+"""Status of jobs whose output is there."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -53,17 +58,26 @@ class JobReport(Shown):
     def _heading(self) -> str:
         return f"Job {self.number}"
 
-    def _facts(self) -> Iterator[tuple[str, str]]:
+    def _facts(self) -> Iterator[Fact]:
         why = f": {self.error.what}" if self.error is not None else f" in {self.seconds:.1f} s" * bool(self.report)
-        yield f"{self.number} {self.status}", f"{self.output}{why}"
+        yield line(f"{self.number} {self.status}", f"{self.output}{why}")
 
     @property
     def ok(self) -> bool:
         """Return whether the output is there."""
-        return self.status in ("merged", "made", "skipped")
+        return self.status in DONE
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, for JSON.
+
+        Returns:
+            A table of names and values.
+        """
+        values = self.outcome()
+        return values if self.report is None else {**values, "report": asdict(self.report)}
+
+    def outcome(self) -> dict[str, Any]:
+        """Return the same with nothing of the job's own report but the bytes that were written.
 
         Returns:
             A table of names and values.
@@ -72,7 +86,8 @@ class JobReport(Shown):
             "number": self.number, "where": self.where, "output": self.output, "status": self.status,
             "seconds": round(self.seconds, 3), "tries": self.tries, "worker": self.worker,
             "error": None if self.error is None else error_dict(self.error),
-            "report": None if self.report is None else asdict(self.report), "schema": "lora-merge/job-report/1",
+            "report": None if self.report is None else {"written": self.report.written},
+            "schema": "lora-merge/job-report/1",
         }  # fmt: skip
 
     def to_json(self) -> str:
@@ -100,6 +115,32 @@ class Reports(list[JobReport]):
 
     def _repr_html_(self) -> str:
         return html_table(plural(len(self), "job"), [row for report in self for row in report._facts()])
+
+
+STATUSES: Final = ("merged", "made", "skipped", "failed")
+"""Status of jobs that ended, in the order in which a batch reports them."""
+
+
+def batch_rows(jobs: Sequence[Mapping[str, Any]], total: int) -> Iterator[Fact]:
+    """Yield how many jobs of a batch ended how, from their outcomes; `total`: with those that were not run."""
+    for status in STATUSES:
+        if count := sum(job["status"] == status for job in jobs):
+            yield line(status, count)
+    if total > len(jobs):
+        yield line("not run", total - len(jobs))
+    yield line("wrote", f"{size(sum(job['report']['written'] for job in jobs if job['report']))} in "
+                        f"{sum(job['seconds'] for job in jobs):.1f} s")  # fmt: skip
+
+
+def failure_rows(jobs: Iterable[Mapping[str, Any]]) -> Iterator[Fact]:
+    """Yield a row for each reason for which jobs have no output, with the first of them."""
+    reasons: dict[str, list[Mapping[str, Any]]] = {}
+    for job in jobs:
+        if job["status"] not in DONE:
+            reasons.setdefault(job["error"]["what"] if job["error"] else job["status"], []).append(job)
+    for reason, (first, *others) in reasons.items():
+        more = f" and {len(others)} more" if others else ""
+        yield line("error", f"{first['where']}  {first['output']}{more}: {reason}")
 
 
 def failed(entry: BatchJob, error: BaseException, *, seconds: float = 0.0, tries: int = 1) -> JobReport:

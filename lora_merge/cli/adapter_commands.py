@@ -1,7 +1,5 @@
-"""The commands that write adapters: combine, resize, convert, average and extract. They decide nothing.
-
-Their options are those of their rows (adapters_out/commands.py), and here what only the command line has.
-"""
+"""The commands that write adapters: combine, resize, convert, average and extract, with the options of their rows
+(adapters_out/commands.py) and those that only the command line has."""
 
 from __future__ import annotations
 
@@ -21,10 +19,10 @@ from ..options import OPTIONS, Kind, Option
 from ..progress import unwatched
 from .argument_values import as_number, named_adapter, named_adapters, named_parts, with_strengths
 from .compat import checked_output, completed
-from .help import examples
+from .help import add
 from .options import Command, read, with_options
 from .progress_display import watching
-from .reports import put, show_adapter_report
+from .reports import PageFiles, put, show_adapter_report
 
 if TYPE_CHECKING:
     from ..adapters_out.job import AdapterJob
@@ -69,7 +67,7 @@ def add_to(app: typer.Typer) -> None:
         (average, ("average epoch1.safetensors epoch2.safetensors -o mean.safetensors",)),
         (extract, ("extract sdxl.safetensors tuned.safetensors --rank 32",)),
     ):  # fmt: skip
-        app.command(epilog=examples(*lines))(command)
+        add(app, command, *lines)
 
 
 def _takes(row: Row) -> Callable[[Command], Command]:
@@ -105,10 +103,10 @@ def resize(adapter: Adapter, **options: Any) -> None:
 @_takes(COMMANDS["convert"])
 def convert(adapter: Adapter, **options: Any) -> None:
     """Write an adapter in the dialect of another program."""
-    output, base, printed = _taken(options)
+    output, base, printed = _shared_values(options)
 
     def make(_: CheckpointCache) -> AdapterJob:
-        (ref,), stated = _given([named_adapter(adapter)], options)
+        (ref,), stated = _job_values([named_adapter(adapter)], options)
         same = all(stated.get(name) in (None, KEEP, []) for name in ("to", *CHANGING))
         if same and isinstance(ref, str):
             fix = "give --to, such as --to diffusers; or another --dtype, --rank, --algorithm or --alpha"
@@ -140,7 +138,7 @@ def extract(
 
     `lora-merge diff` is short for `extract --algorithm full`, which is exact.
     """
-    output, _, printed = _taken(options)
+    output, _, printed = _shared_values(options)
 
     def make(cache: CheckpointCache) -> AdapterJob:
         return COMMANDS["extract"].job([completed(tuned)], output, completed(base), _read(options, 1), cache)
@@ -150,18 +148,18 @@ def extract(
 
 def _carry_out(command: Row, adapters: Sequence[str], options: dict[str, Any]) -> None:
     """Run or plan `combine`, `resize` or `average`, and print the report."""
-    output, base, printed = _taken(options)
+    output, base, printed = _shared_values(options)
 
     def make(_: CheckpointCache) -> AdapterJob:
         if weights := options.get("weights"):
             options["weights"] = [as_number(w, "--weights", whole=False) for w in weights.split(",")]
-        named, stated = _given(named_adapters(adapters, options.get("strength")), options)
+        named, stated = _job_values(named_adapters(adapters, options.get("strength")), options)
         return command.job(named, output, base, stated)
 
     show(command, make, printed)
 
 
-def _taken(options: dict[str, Any]) -> tuple[str | None, str | None, dict[str, Any]]:
+def _shared_values(options: dict[str, Any]) -> tuple[str | None, str | None, dict[str, Any]]:
     """Return the output, the base, and the options of what is printed, taken out of the options."""
     output, base = checked_output(options.pop("output")), options.pop("base", None)
     printed = {name: options.pop(name) for name in PRINTED}
@@ -178,7 +176,7 @@ def _read(options: dict[str, Any], adapters: int) -> dict[str, Any]:
     return {**stated, "rank_for": strings(stated["rank_for"])} if "rank_for" in stated else stated
 
 
-def _given(adapters: Sequence[Any], options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+def _job_values(adapters: Sequence[Any], options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Return the adapters with their strengths, and the other options as jobs take them."""
     strength_for, stated = options.pop("strength_for") or (), _read(options, len(adapters))
     named, parts = named_parts(with_strengths(adapters, stated), strength_for)
@@ -186,13 +184,12 @@ def _given(adapters: Sequence[Any], options: dict[str, Any]) -> tuple[list[Any],
 
 
 def show(command: Row, make: Callable[[CheckpointCache], AdapterJob], printed: dict[str, Any]) -> None:
-    """Run or plan a job, which is made while progress is shown, as torch may be imported for it; print its report."""
+    """Run or plan a job and print its report. The job is made below the display, as torch may be imported for it."""
     from ..engine.torch_preload import keep_freed_memory, preload
     from ..planning.checkpoint_cache import CheckpointCache
-    from .picture_files import Pictures
     from .stdio import reporting
 
-    pictures = Pictures(printed["html"], printed["plot"], quiet=printed["quiet"], dry_run=printed["dry_run"])
+    pictures = PageFiles(printed["html"], printed["plot"], quiet=printed["quiet"], dry_run=printed["dry_run"])
     with reporting(printed["report"]) as report_file, watching(quiet=printed["quiet"]) as display:
         # Step 1: torch, as early as the command needs it.
         if command.torch == "first":
@@ -224,9 +221,9 @@ def show(command: Row, make: Callable[[CheckpointCache], AdapterJob], printed: d
 def _with_pictures(done: AdapterReport, job: AdapterJob) -> dict[str, Any]:
     """Return a report with the paths of its inputs, and the spectrum and the histogram of each layer of the output."""
     from ..viewing.base import recipe_of
-    from ..viewing.pictures import made_pictures
+    from ..viewing.pictures import adapter_pictures
 
-    shown = made_pictures(Path(done.output))
+    shown = adapter_pictures(Path(done.output))
     layers = {name: {**layer, **shown.get(name, {})} for name, layer in done.layers.items()}
     inputs = [*(a.path for a in job.adapters), *([job.base] if job.base else [])]
     return {**asdict(done), "layers": layers, "recipe": recipe_of(Path(done.output)), "inputs": [*map(str, inputs)]}

@@ -1,4 +1,4 @@
-"""Takes values of options on the command line apart."""
+"""Values of options and adapters on the command line: strengths, parts, settings, metadata."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def check_parts(text: str) -> None:
 
 
 def check_tag(text: str) -> None:
-    """Raise UsageError for an adapter as it stands in the prompt of a web interface."""
+    """Raise UsageError for an adapter as a prompt of a web interface names it."""
     if tags := of_tags(text):
         words = (f"{path}:{strength}{parts and f',{parts}'}" for path, strength, parts in tags)
         raise UsageError("a strength is not written like this", text[:200], f"write {typed(words)}")
@@ -143,7 +143,7 @@ def named_adapter(text: str) -> str | tuple[str, float] | Adapter:
         if strength is None:
             check_adapter(text[:comma], f",{text[comma + 1 :]}")
         if strength is not None or exists(completed(path)):
-            parts = tuple(_own_parts(text, comma + 1))
+            parts = tuple(_parts_behind(text, comma + 1))
             return Adapter(Path(completed(path)), 1.0 if strength is None else strength, parts)
     check_numbers([text], ())
     path_typed = completed(text)
@@ -152,7 +152,7 @@ def named_adapter(text: str) -> str | tuple[str, float] | Adapter:
     return path_typed
 
 
-def _own_parts(text: str, start: int) -> list[tuple[str, Any]]:
+def _parts_behind(text: str, start: int) -> list[tuple[str, Any]]:
     """Return the parts behind an adapter. `start`: where they begin."""
     try:
         return _parts(text[start:])
@@ -226,7 +226,7 @@ def _strength(text: str) -> float:
     except ValueError:
         if value := right_form(text):
             raise UsageError(f"strength {text[:40]!r} in another spelling", "--strength", f"write -s {value}") from None
-        return factor(text, "--strength")  # which says that it is none
+        return factor(text, "--strength")  # raises UsageError: not a number
 
 
 def _parts(text: str) -> list[tuple[str, Any]]:
@@ -248,7 +248,7 @@ def _part(text: str) -> tuple[str, Any]:
     raise UsageError(f"{text!r} does not give a part and its factor", "--strength-for", fix)
 
 
-def one_setting(text: str) -> tuple[str, Any]:
+def parsed_setting(text: str) -> tuple[str, Any]:
     """Return ("lora_alpha", 16) for "lora_alpha=16"; values are JSON, or else text."""
     name, equals, value = text.partition("=")
     if not equals:
@@ -259,7 +259,7 @@ def one_setting(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def one_entry(text: str) -> tuple[str, str]:
+def metadata_entry(text: str) -> tuple[str, str]:
     """Return ("modelspec.author", "me") for "modelspec.author=me"."""
     name, equals, value = text.partition("=")
     if not equals or not name:

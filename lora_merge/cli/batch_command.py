@@ -1,10 +1,9 @@
-"""The command `lora-merge batch`: runs a jobs file, prints a line for each job and a table. It decides nothing."""
+"""The command `lora-merge batch`: runs a jobs file, prints a line for each job and the counts at the end."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -13,16 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..errors import UsageError
+from ..facts import line
 from ..paths import ENDINGS
 from ..process import check_room
 from ..progress import unwatched
-from ..text import Lines, json_text
-from ..text import size as _size
+from ..report import disk_rows
+from ..text import Lines, json_text, size
 from .argument_values import whole_number
 from .options import HTML
-from .progress_display import Jobs, paused, watching
+from .progress_display import BatchJobs, paused, watching
 from .reports import (
-    Telling,
+    BatchDisplay,
+    PageFiles,
     announced,
     broken_jobs,
     echo,
@@ -31,8 +32,9 @@ from .reports import (
     job_facts,
     planned_job,
     put,
-    shortage,
     show_batch,
+    show_lines,
+    show_remarks,
 )
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ def batch(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace outputs that other recipes made.")] = False,
     redo: Annotated[bool, typer.Option("--redo", help="Make outputs again that this recipe has made.")] = False,
     card: Annotated[
-        bool | None, typer.Option("--card/--no-card", help="Model cards, where the jobs file says nothing of them.")
+        bool | None, typer.Option("--card/--no-card", help="Model cards, if the jobs file does not set them.")
     ] = None,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first failure.")] = False,
     report: Annotated[
@@ -76,7 +78,7 @@ def batch(
     They are planned first, made together where they share a base, and resumed where they were left.
     """
     if schema:
-        from ..viewing.facts import JOBS, schema_of
+        from ..viewing.json_schemas import JOBS, schema_of
 
         put(Lines.of(json.dumps(schema_of(JOBS), indent=2).splitlines()))
         return
@@ -86,10 +88,9 @@ def batch(
     if jobs is None:
         fix = "lora-merge batch JOBS.yaml; lora-merge batch --init writes a first one"
         raise UsageError("no jobs file was given", "lora-merge batch", fix)
-    from .picture_files import Pictures
     from .stdio import ReportFile
 
-    pictures = Pictures(html, None, quiet=quiet, dry_run=dry_run)
+    pictures = PageFiles(html, None, quiet=quiet, dry_run=dry_run)
     if Path(jobs).suffix in ENDINGS:
         raise UsageError("a model, and not a jobs file", jobs, "one merge needs no file: lora-merge BASE ADAPTER:0.8")
     number = None if workers is None else whole_number(workers, "--workers")
@@ -113,8 +114,8 @@ def batch(
     run = partial(planned.run, Workers(number, ray_address), name=executor, fail_fast=fail_fast)
     here = executor == "local" and number in (None, 1)
     ended = _run(planned, run, file, as_json=as_json, quiet=quiet, here=here)
-    pictures.write(lambda: [one.to_dict() for one in ended])
-    show_batch(planned, ended, sys.stderr if as_json else sys.stdout)
+    pictures.write(lambda: [job.to_dict() for job in ended])
+    show_batch(planned, ended, err=as_json)
 
 
 def _write_first(name: str) -> None:
@@ -133,19 +134,19 @@ def _write_first(name: str) -> None:
 def _run(
     planned: Batch, run: Any, file: ReportFile | None, *, as_json: bool, quiet: bool, here: bool
 ) -> list[JobReport]:
-    """Run the jobs and say how each of them ends; returns all reports. `here`: whether this process makes them."""
+    """Run the jobs and print how each of them ends; returns all reports. `here`: whether this process runs them."""
     ended: list[JobReport] = []
     from ..engine.torch_preload import keep_freed_memory, preload
 
     runs = {str(s.entry.job.output): (s.size, s.effort) for s in planned.planned if s.runs}
     with ExitStack() as stack:
-        display = stack.enter_context(watching(quiet=quiet, jobs=Jobs(len(planned.planned), runs)))
+        display = stack.enter_context(watching(quiet=quiet, jobs=BatchJobs(len(planned.planned), runs)))
         if runs and here:
             preload(wait=True)
             keep_freed_memory(min(s.entry.job.max_memory for s in planned.planned))
         if file is not None:
             stack.callback(file.close)
-        telling = Telling(len(planned.planned), quiet)
+        batch_display = BatchDisplay(len(planned.planned), quiet)
         # Where a signal stops it, what is unfinished is removed.
         for job in stack.enter_context(closing(run(progress=display or unwatched))):
             ended.append(job)
@@ -157,18 +158,18 @@ def _run(
                 if as_json:
                     put(job.to_json())
                 else:
-                    telling.ended(job)
+                    batch_display.end(job)
         with paused(display):
-            telling.flush()
+            batch_display.flush()
     return ended
 
 
 def _files(planned: Batch, jobs: str) -> tuple[set[Path], set[Path]]:
-    """Return the paths that are read, and those that are made."""
+    """Return the paths of inputs and of outputs."""
     from ..paths import expand
 
-    asked = [s.entry for s in planned.planned]
-    return {expand(jobs), *(p for e in asked for p in e.sources)}, {e.job.output for e in asked}
+    entries = [s.entry for s in planned.planned]
+    return {expand(jobs), *(p for e in entries for p in e.sources)}, {e.job.output for e in entries}
 
 
 def _dry_run(planned: Batch, workers: int, file: ReportFile | None, *, as_json: bool, quiet: bool) -> None:
@@ -194,14 +195,13 @@ def _dry_run(planned: Batch, workers: int, file: ReportFile | None, *, as_json: 
     if not (as_json or quiet):
         echo(announced(planned))
     for some, room in disks if not as_json else ():
-        _say_room(some[0].entry.job.output.parent, room, quiet=quiet)
+        _show_room(some[0].entry.job.output.parent, room, quiet=quiet)
     if broken_jobs(planned):
         raise failure(broken_jobs(planned), len(planned.planned), "planned")
 
 
-def _say_room(folder: Path, room: Room, *, quiet: bool) -> None:
+def _show_room(folder: Path, room: Room, *, quiet: bool) -> None:
     """Print the line about a disk, and a note if it has no room for the outputs."""
-    if not quiet:
-        echo(f"disk     {folder}: {_size(room.needed)} needed, {_size(room.free)} free")
-    for note in shortage(room.facts, str(folder)):
-        echo(f"note: {note}", err=quiet)
+    rows = [line("disk", f"{folder}: {size(room.needed)} needed, {size(room.free)} free"),
+            *disk_rows(room.facts, str(folder))]  # fmt: skip
+    (show_remarks if quiet else show_lines)(rows)

@@ -32,7 +32,7 @@ SCALE: Final = 20  # columns of the colours from the least to the greatest
 
 
 def shortened(label: str, width: int) -> str:
-    """Return a label of at most `width` letters: its end, which tells more than its beginning."""
+    """Return a label of at most `width` letters: its end, which differs more than its beginning."""
     return label if len(label) <= width else f"…{label[1 - width :].lstrip('…')}" if width > 1 else "…"
 
 
@@ -72,7 +72,7 @@ def _filled(share: float, cell: int, ramp: Ramp, shades: str) -> Text:
 def heat_map(chart: Mapping[str, Any], width: int, shades: str = "") -> Iterator[Text]:
     """Yield the lines of a heat map of a page: a cell for each block and kind of layer, at most `width` columns.
 
-    The columns are numbered, and named below. Kinds of layers that find no room stand in a second picture below.
+    The columns are numbered, and named below. Kinds of layers without room get a second picture below.
     `shades`: letters for the cells, from the least number to the greatest, where colours are not to be used.
     """
     metric = chart["metrics"][0]

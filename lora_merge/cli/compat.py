@@ -1,7 +1,4 @@
-"""Options of other programs, each answered with what is typed here.
-
-Words that people type from habit: spellings of numbers, paths and commands, each answered with the right form.
-"""
+"""Options, numbers, paths and commands as other programs spell them, each refused with the right form."""
 
 from __future__ import annotations
 
@@ -16,10 +13,10 @@ from ..adapter_arguments import right_form
 from ..errors import UsageError
 from ..paths import ENDINGS, WINDOWS, check_input, exists, is_address, split_strength, typed, with_found_ending
 
-ASKED: Final = MappingProxyType(
+PROGRAM_OPTIONS: Final = MappingProxyType(
     {"-h": "--help", "-V": "--version", "version": "--version", "/?": "--help", "/help": "--help"}
 )
-"""Words by which people ask the program about itself → the option."""
+"""Words for the options of the program itself → the option."""
 
 COMMANDS: Final = {
     **dict.fromkeys(("info", "show", "view", "check", "ls", "list", "metadata", "show_metadata"), "inspect"),
@@ -55,14 +52,14 @@ def check_dashes(args: Sequence[str], known: Collection[str]) -> None:
 
 
 def check_spaces(args: Sequence[str]) -> None:
-    """Raise UsageError for words that are the name of one file here together: it stands in quotes."""
+    """Raise UsageError for words that together are the name of one file, which belongs in quotes."""
     for at, word in enumerate(args):
         if word.startswith("-") or exists(with_found_ending(word)):
             continue
         for end in range(at + 2, min(at + 8, len(args)) + 1):
             whole = " ".join(args[at:end])
             if exists(with_found_ending(split_strength(whole)[0])):
-                raise UsageError("a name with spaces stands in quotes", whole[:200], f"write {typed([whole])}")
+                raise UsageError("a name with spaces needs quotes", whole[:200], f"write {typed([whole])}")
 
 
 def check_once(args: Sequence[str], parameters: Iterable[Any]) -> None:
@@ -126,7 +123,7 @@ def checked_output(output: str | None) -> str | None:
 
 _BASE: Final = "the base is the first word"
 ADAPTERS: Final = "adapters follow the base: lora-merge BASE ADAPTER:0.8 ADAPTER2:0.5"
-_STRENGTH: Final = "a strength stands behind its file: ADAPTER:0.8; or give -s 0.8 for each adapter"
+_STRENGTH: Final = "a strength goes behind its file: ADAPTER:0.8; or give -s 0.8 for each adapter"
 _OUTPUT: Final = "use -o FILE"
 _DTYPE: Final = "use --dtype fp16, bf16 or fp32"
 _PART: Final = "use --strength-for, such as --strength-for te=0; lora-merge parts BASE lists the parts"
@@ -135,7 +132,7 @@ _IDLE: Final = "leave it out: sums are exact, shards are those of the base, --de
 _RANK: Final = "use --rank N, or a rule such as --rank fro:0.9"
 _MODELS: Final = "both models come first: lora-merge extract BASE TUNED"
 _QUIET: Final = "use -q"
-_OWN_RANK: Final = "the rank is that of the adapter; another one: lora-merge resize ADAPTER --rank N"
+_SAME_RANK: Final = "the rank is that of the adapter; another one: lora-merge resize ADAPTER --rank N"
 _LBW: Final = "use --strength-for lbw=1,0,0,… with a number for each block; lora-merge parts BASE lists them"
 
 FACTORS: Final = {
@@ -231,7 +228,7 @@ FOREIGN: Final[Mapping[str, str]] = MappingProxyType(
         "--no-overwrite": "leave it out: nothing is overwritten without --overwrite",
         "--no-te": "use --strength-for te=0",
         "--combination-type": "use --method, such as --method ties",
-        "--config": "several merges stand in a file of jobs: lora-merge batch JOBS.yaml",
+        "--config": "several merges go into a jobs file: lora-merge batch JOBS.yaml",
         **dict.fromkeys(("--parallel", "--jobs", "-j"), "use --workers N"),
         **{"--cuda": "use --device cuda", "--gpu": "use --device cuda", "--cpu": "use --device cpu"},
         **dict.fromkeys(("--force", "-f", "-y", "--yes"), "use --overwrite"),
@@ -241,7 +238,7 @@ FOREIGN: Final[Mapping[str, str]] = MappingProxyType(
 )
 """Option of another program → what to write instead. sd-scripts, mergekit, diffusers' scripts, cp."""
 
-_OTHERWISE: Final = {_RANK: _OWN_RANK}
+_OTHERWISE: Final = {_RANK: _SAME_RANK}
 """Advice → the advice for commands without the options in it."""
 
 _FLAG: Final = r"(?<![\w-])--?[a-z][a-z-]*"
@@ -280,11 +277,11 @@ def advice_fits(advice: str, known: Iterable[str]) -> bool:
 
 
 def _usage(command: str, parameters: Iterable[Any]) -> str:
-    """Return the advice where the files of a command stand."""
+    """Return the advice where the files of a command belong."""
     if command == "merge":
         return f"{_BASE}; {ADAPTERS}"
     files = [p.metavar or p.name.upper() for p in parameters if p.param_type_name == "argument"]
-    return f"files stand behind the command: lora-merge {' '.join((command, *files))}"
+    return f"files go behind the command: lora-merge {' '.join((command, *files))}"
 
 
 def _hyphened(arg: str) -> str:
@@ -296,7 +293,7 @@ def _hyphened(arg: str) -> str:
 def translated(args: Sequence[str], known: Mapping[str, bool]) -> str:
     """Return a merge in the words of another program as it is typed here; "" where that is not certain.
 
-    `known`: option of `merge` → whether it stands without a value.
+    `known`: option of `merge` → whether it has no value.
     """
     by_role: dict[str, list[str]] = {role: [] for role in ("plain", *_ROLES.values())}
     rest, role = list[str](), "plain"

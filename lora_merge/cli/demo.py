@@ -36,7 +36,7 @@ METADATA: Final = {"format": "pt", "lora_merge.demo": "1"}
 Tensors = dict[str, Tensor]
 
 
-def demo(folder: Path, say: Callable[[str], None]) -> None:
+def demo(folder: Path, echo: Callable[[str], None]) -> None:
     """Run the whole demonstration in `folder`; VerificationFailed if the result is not what it must be."""
     started = time.monotonic()
     base, *adapters, output = (folder / f"{n}.safetensors" for n in ("base", "lora", "loha", "glora", "merged"))
@@ -46,25 +46,25 @@ def demo(folder: Path, say: Callable[[str], None]) -> None:
     _save(model, base)
     for adapter, path in zip(parts, adapters, strict=True):
         _save(adapter, path)
-    say(f"Made a small checkpoint in the layout of Stable Diffusion 1.5 and three adapters in {folder}:")
+    echo(f"Made a small checkpoint in the layout of Stable Diffusion 1.5 and three adapters in {folder}:")
     for path in (base, *adapters):
-        say(f"  {path.name}  {path.stat().st_size / 2**20:.1f} MiB")
+        echo(f"  {path.name}  {path.stat().st_size / 2**20:.1f} MiB")
     arguments = [str(base), *(f"{p}:{s}" for p, s in zip(adapters, STRENGTHS, strict=True)), "--dtype", "bf16"]
     arguments += ["--output", str(output), "--overwrite"]
-    say("")
-    say(f"$ lora-merge {typed(arguments)}")
+    echo("")
+    echo(f"$ lora-merge {typed(arguments)}")
     code = subprocess.run([*command("lora_merge.__main__", "start"), *arguments], check=False).returncode
     if code:
-        raise SystemExit(code)  # it has said why
+        raise SystemExit(code)  # the error is printed
     wrong, total = _check(model, parts, output)
-    say("")
+    echo("")
     exact = f"{total - wrong} are rounded perfectly, {wrong} are the number next to that"
-    say(f"Checked all {total} numbers against fp64: {exact}.")
+    echo(f"Checked all {total} numbers against fp64: {exact}.")
     if wrong > total // 1000:
         raise VerificationFailed("the demo's result is wrong", str(output), "report this with lora-merge doctor's text")
-    say(f"All in {time.monotonic() - started:.1f} s. Now with your own files:")
-    say("")
-    say("$ lora-merge MODEL.safetensors LORA.safetensors")
+    echo(f"All in {time.monotonic() - started:.1f} s. Now with your own files:")
+    echo("")
+    echo("$ lora-merge MODEL.safetensors LORA.safetensors")
 
 
 STRENGTHS: Final = (0.8, 0.5, 1.0)

@@ -1,4 +1,4 @@
-"""Finds out whether this machine can merge, and how fast: versions, devices, a test of every formula, the disk."""
+"""Whether this machine can merge, and how fast: versions, devices, a test of every formula, the disk."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ..proof.reference import REFERENCE
 from ..proof.reference.floats import Array
 from ..text import size
 from ..version import __version__
-from ..viewing.facts import schema
+from ..viewing.json_schemas import schema
 from .terminal import mark, panel, show, text
 
 PROBED: Final = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
@@ -67,7 +67,7 @@ def _version(package: str) -> str:
 
 
 def _memory() -> int:
-    """Return the bytes of the machine's memory; 0 where the system does not say."""
+    """Return the bytes of the machine's memory; 0 if the system does not report it."""
     if sys.platform == "win32" or "SC_PHYS_PAGES" not in os.sysconf_names:
         return 0
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -157,10 +157,10 @@ def computed(
     row = ALGORITHMS[name]
     at = precise(at) if row.decomposes else at
     to = precise(at) if row.prepare is not None else at
-    given_tensors = tensors(name, example) if factors is None else factors
+    example_tensors = tensors(name, example) if factors is None else factors
     slots = {
         slot: torch.from_numpy(v) if v.dtype.kind != "f" else host(torch.from_numpy(v), TORCH_DTYPES[stored[1]])
-        for slot, v in given_tensors.items()
+        for slot, v in example_tensors.items()
     }
     slots |= row.derived(shapes(example), example.shape, example.settings)
     fields = {slot: (stage_indices if slot in row.integer_slots else stage)([t], to) for slot, t in slots.items()}

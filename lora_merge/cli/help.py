@@ -1,4 +1,4 @@
-"""Help by groups of options, and what the shell offers when the user presses Tab."""
+"""Help by groups of options, completion in shells, and errors for arguments that click refuses."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
+from typer.core import TyperCommand
 
 from ..errors import UsageError
 from ..options import OPTIONS
@@ -18,7 +19,7 @@ from .compat import FOREIGN, advice_on
 from .terminal import DEBUG, EVERYWHERE, FLAG, Color
 
 GROUPS: Final = ("Strength", "Method", "Input", "Output", "Computation", "Report")
-"""Headings of options, in the order of the help; other options stand before them, below "Options"."""
+"""Headings of options, in the order of the help; other options come first, below "Options"."""
 
 BY_NAME: Final = {
     "output": "Output",
@@ -26,25 +27,73 @@ BY_NAME: Final = {
 }
 """Parameter that many commands have → its heading."""
 
-LONGEST: Final = 40  # letters of choices that stand behind the name of an option
+LONGEST: Final = 40  # letters of choices behind the name of an option
 
 
-def with_groups(command: Any) -> Any:
-    """Have a command say how it is used, and list its options by groups; returns the command.
+class GroupedCommand(TyperCommand):
+    """A command that lists its options by groups, its usage as "BASE ADAPTER[:STRENGTH]... [OPTIONS]"."""
 
-    `format_options`, `collect_usage_pieces` and `get_params` are click's places for that.
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments as text."""
+        take_text(self.get_params(ctx))
+        rest: list[str] = super().parse_args(ctx, args)
+        return rest
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters; for the shell's completion also those of every command."""
+        return [*super().get_params(ctx), *(everywhere() if ctx.resilient_parsing else ())]
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the words behind the name of the command, the options last."""
+        words = []
+        for parameter in (p for p in self.get_params(ctx) if p.param_type_name == "argument"):
+            word = str(parameter.metavar or parameter.name.upper())
+            word += "..." if parameter.nargs == -1 and "..." not in word else ""
+            words.append(word if parameter.required else f"[{word}]")
+        return [*words, "[OPTIONS]"]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments, and the options by groups."""
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": [], **{name: [] for name in GROUPS}}
+        for parameter in self.get_params(ctx):
+            row = parameter.get_help_record(ctx)
+            if row is None:
+                continue
+            if parameter.param_type_name == "argument":
+                groups["Arguments"].append((row[0].partition(" <")[0], row[1]))
+            else:
+                name = getattr(parameter, "rich_help_panel", None) or BY_NAME.get(parameter.name, "Options")
+                groups.setdefault(name, []).append(_row(str(parameter.name).upper().replace("_", "-"), *row))
+        groups["Report"] += EVERYWHERE
+        groups["Report"] += [row for row in groups["Options"] if "--help" in row[0]]
+        groups["Options"] = [row for row in groups["Options"] if "--help" not in row[0]]
+        for name, rows in groups.items():
+            if rows:
+                with formatter.section(name):
+                    formatter.write_dl(rows, col_max=min(30, formatter.width // 2))
+
+
+def add(app: typer.Typer, command: Callable[..., None], *lines: str, name: str | None = None) -> None:
+    """Add a command to the program. `lines`: its examples."""
+    app.command(name, cls=GroupedCommand, epilog=examples(*lines) if lines else None)(command)
+
+
+def take_text(parameters: Iterable[Any]) -> None:
+    """Have parameters take text as it is.
+
+    `process_value` is click's documented place for that. Since 0.29 typer has pydantic look at every value there, whose
+    import alone takes 0.1 s. `make_job` and its like parse the text.
     """
-    if command is not None:
-        command.get_params = partial(_parameters, command)
-        command.format_options = partial(_grouped, command)
-        command.collect_usage_pieces = partial(_usage, command)
-    return command
+    for parameter in parameters:
+        if "process_value" not in vars(parameter):  # a process may run a command many times
+            parameter.process_value = partial(_process, parameter, parameter.process_value)
 
 
-def _parameters(command: Any, ctx: Any) -> list[Any]:
-    """Return the parameters of a command; for the shell's completion also the options that stand anywhere."""
-    parameters: list[Any] = type(command).get_params(command, ctx)
-    return [*parameters, *everywhere()] if ctx.resilient_parsing else parameters
+def _process(parameter: Any, process: Callable[[Any, Any], Any], ctx: Any, value: Any) -> Any:
+    """Return the text as it is; typer itself handles required arguments and switches."""
+    if value is None or value == ():
+        return process(ctx, value) if parameter.required else value
+    return process(ctx, value) if isinstance(value, bool) else value
 
 
 @cache
@@ -61,44 +110,14 @@ def _everywhere(
 ) -> None: ...
 
 
-def _usage(command: Any, ctx: Any) -> list[str]:
-    """Return the words behind the name of a command, the options last: "BASE ADAPTER[:STRENGTH]... [OPTIONS]"."""
-    words = []
-    for parameter in (p for p in command.get_params(ctx) if p.param_type_name == "argument"):
-        word = str(parameter.metavar or parameter.name.upper())
-        word += "..." if parameter.nargs == -1 and "..." not in word else ""
-        words.append(word if parameter.required else f"[{word}]")
-    return [*words, "[OPTIONS]"]
-
-
-def _grouped(command: Any, ctx: Any, formatter: Any) -> None:
-    groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": [], **{name: [] for name in GROUPS}}
-    for parameter in command.get_params(ctx):
-        row = parameter.get_help_record(ctx)
-        if row is None:
-            continue
-        if parameter.param_type_name == "argument":
-            groups["Arguments"].append((row[0].partition(" <")[0], row[1]))
-        else:
-            name = getattr(parameter, "rich_help_panel", None) or BY_NAME.get(parameter.name, "Options")
-            groups.setdefault(name, []).append(_row(str(parameter.name).upper().replace("_", "-"), *row))
-    groups["Report"] += EVERYWHERE
-    groups["Report"] += [row for row in groups["Options"] if "--help" in row[0]]
-    groups["Options"] = [row for row in groups["Options"] if "--help" not in row[0]]
-    for name, rows in groups.items():
-        if rows:
-            with formatter.section(name):
-                formatter.write_dl(rows, col_max=min(30, formatter.width // 2))
-
-
 def _row(word: str, names: str, text: str) -> tuple[str, str]:
     """Return the row of an option: `word` in place of a type, and of choices that find no room in a line."""
     names = names.replace("<list[str]>", word).replace("<str>", word)
     start, _, choices = names.partition(" <")
     if len(choices) < LONGEST:
         return names, text
-    said, bracket, default = text.partition("  [")
-    return f"{start} {word}", f"{said} One of {', '.join(choices[:-1].split('|'))}.{bracket}{default}"
+    sentence, bracket, default = text.partition("  [")
+    return f"{start} {word}", f"{sentence} One of {', '.join(choices[:-1].split('|'))}.{bracket}{default}"
 
 
 def offered(words: Iterable[str]) -> Callable[[str], list[str]]:
@@ -138,14 +157,14 @@ def refused(error: Exception, commands: Container[str] = ()) -> UsageError:
     context, parameter = getattr(error, "ctx", None), getattr(getattr(error, "param", None), "name", "")
     command = context.info_name if context is not None and context.parent is not None else ""
     text = error.format_message() if hasattr(error, "format_message") else str(error)
-    if context is None and "requires an arg" in text:  # click does not tell the command
+    if context is None and "requires an arg" in text:  # click does not name the command
         command = next((word for word in sys.argv[1:2] if word in commands), "merge")
     see = f"see lora-merge help {command}".strip()
     if command == "merge" and parameter in ("base", "adapters") and "issing" in type(error).__name__:
         what = "no adapter is named" if parameter == "adapters" else "no base and no adapter is named"
         return UsageError(what, typed(), f"lora-merge BASE ADAPTER:0.8; {see}")
     if name := getattr(error, "option_name", "") if text.startswith("No such") else "":
-        return UsageError(f"there is no option {name}", typed(), _meant(name, context) + see)
+        return UsageError(f"there is no option {name}", typed(), _advice(name, context) + see)
     shown = re.search(
         r"^  (lora-merge .*)", getattr(getattr(context, "command", None), "epilog", None) or "", re.MULTILINE
     )
@@ -153,13 +172,13 @@ def refused(error: Exception, commands: Container[str] = ()) -> UsageError:
     return UsageError(f"{text[:1].lower()}{text[1:]}".rstrip("."), typed(), f"{such}{see}")
 
 
-def _meant(name: str, context: Any) -> str:
+def _advice(name: str, context: Any) -> str:
     """Return advice on a misspelt option: those of the command that look alike, or what other programs' mean here."""
     parameters = getattr(getattr(context, "command", None), "params", ())
     known = [known_name for parameter in parameters for known_name in (*parameter.opts, *parameter.secondary_opts)]
     known += ["--help", FLAG, DEBUG]
     if not name.startswith("--"):
-        return "a strength stands behind its file: ADAPTER:-0.8; " if name[1:2].isdigit() else ""
+        return "a strength goes behind its file: ADAPTER:-0.8; " if name[1:2].isdigit() else ""
     plain = name.replace("_", "-")
     if getattr(context, "info_name", "") == "batch" and plain in (option.flag for option in OPTIONS.values()):
         return _in_file(plain)
@@ -169,7 +188,7 @@ def _meant(name: str, context: Any) -> str:
 
 
 def _in_file(flag: str) -> str:
-    """Return where an option of merges stands in a jobs file."""
+    """Return where an option of merges belongs in a jobs file."""
     if flag == "--strength":
         return "write a strength behind its path in the jobs file: adapters: [lora.safetensors:0.8]; "
     return f"write it in the jobs file, for a job or under defaults: {flag[2:].replace('-', '_')}: VALUE; "

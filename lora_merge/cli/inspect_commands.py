@@ -12,13 +12,13 @@ from ..errors import FitError, UsageError
 from ..paths import exists, expand
 from ..progress import unwatched
 from ..text import Lines, json_text
-from ..viewing.facts import schema as version
+from ..viewing.json_schemas import schema as version
 from .argument_values import expanded, named_adapter
 from .compat import completed
-from .help import examples, offered
+from .help import add, offered
 from .options import HTML, PLOT, SILENT
 from .progress_display import watching
-from .reports import echo, put
+from .reports import PageFiles, echo, put, show_comparison, show_file
 from .tables import parts
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def add_to(app: typer.Typer) -> None:
         (compare, ("compare sdxl.safetensors merged.safetensors",)),
         (schema, ("schema report", "schema jobs > jobs.schema.json")),
     ):
-        app.command(epilog=examples(*lines))(command)
+        add(app, command, *lines)
 
 
 def inspect(
@@ -58,14 +58,12 @@ def inspect(
         parts(files[0], as_json=as_json)
         return
     from ..viewing.inspect import inspect as look
-    from .file_report import show_file
-    from .picture_files import Pictures
 
-    pictures, pairs = Pictures(html, plot, quiet=as_json or quiet), _pairs([*expanded(files)])
+    pictures, pairs = PageFiles(html, plot, quiet=as_json or quiet), _pairs([*expanded(files)])
     pictures.protect([path for base, ref in pairs for path in (base, *([ref.path] if ref else []))])
     with watching(quiet=as_json or quiet, doing="reading the numbers" if weights else "") as display:
-        asked: dict[str, Any] = {"weights": weights, "hashes": hashes, "pictures": html is not None}
-        results = [look(*pair, **asked, progress=display or unwatched) for pair in pairs]
+        options: dict[str, Any] = {"weights": weights, "hashes": hashes, "pictures": html is not None}
+        results = [look(*pair, **options, progress=display or unwatched) for pair in pairs]
     pictures.write(lambda: [dict(facts) for facts in results] if len(results) > 1 else dict(results[0]))
     if as_json:
         put(json_text(results[0] if len(results) == 1 else {"files": results, "schema": version("files")}))
@@ -92,7 +90,7 @@ def _pairs(files: Sequence[str]) -> list[tuple[Path, Adapter | None]]:
 
 
 def _ref(text: str) -> Adapter:
-    """Return a path with the strength and parts that may stand behind it."""
+    """Return a path with the strength and parts behind it, if there are any."""
     from ..job import Adapter
 
     if exists(completed(text)):
@@ -120,11 +118,9 @@ def compare(
     Of models it tells by how much each tensor differs, of adapters how alike their changes are.
     """
     from ..viewing.compare import compare as look
-    from .file_report import show_comparison
-    from .picture_files import Pictures
 
     first, second = expand(completed(a)), expand(completed(b))
-    pictures = Pictures(html, plot, quiet=as_json or quiet)
+    pictures = PageFiles(html, plot, quiet=as_json or quiet)
     pictures.protect([first, second])
     with watching(quiet=as_json or quiet, doing="reading both") as display:
         comparison = look(
@@ -143,7 +139,7 @@ def compare(
 
 def _schemas(incomplete: str) -> list[str]:
     """Return the schemas whose names begin so, for the shell's completion."""
-    from ..viewing.facts import KINDS
+    from ..viewing.json_schemas import KINDS
 
     return offered(KINDS)(incomplete)
 
@@ -159,7 +155,7 @@ def schema(
     Merges print report, plan; commands that write adapters: adapter; verify: proof, adapter-proof; batch: job-report,
     job-plan; inspect: inspect, files; parts, compare, algorithms, architectures, doctor: their names; all: error.
     """
-    from ..viewing.facts import KINDS, schema_of
+    from ..viewing.json_schemas import KINDS, schema_of
 
     if what not in KINDS:
         raise UsageError(f"there is no schema {what[:40]!r}", "lora-merge schema", f"use one of {', '.join(KINDS)}")

@@ -1,4 +1,4 @@
-"""The command line: arguments → Job, Report → text or JSON, errors → exit codes. It decides nothing."""
+"""The command line: arguments → Job, Report → text or JSON, errors → exit codes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from ..text import Lines, json_text, one_line
 from . import adapter_commands, inspect_commands, tables, verify_commands
 from .argument_values import named_adapters, named_base, named_parts, with_strengths
 from .batch_command import batch
-from .compat import ASKED, SHORT, check_command, check_once, check_options, check_spaces, checked_output
-from .help import REFUSED, everywhere, examples, files, refused, with_groups
-from .options import HTML, PLOT, QUIET, read, take_text, with_options
+from .compat import PROGRAM_OPTIONS, SHORT, check_command, check_once, check_options, check_spaces, checked_output
+from .help import REFUSED, GroupedCommand, add, everywhere, examples, files, refused, take_text
+from .options import HTML, PLOT, QUIET, read, with_options
 from .progress_display import watching
-from .reports import Asked, carried_out, echo, put, with_pictures
-from .terminal import debugging, show_error, styled, taken
+from .reports import PageFiles, ReportOptions, echo, merge_and_report, put, with_pictures
+from .terminal import debugging, show_error, styled, without_global_options
 
 if TYPE_CHECKING:
     from ..job import Job
@@ -42,7 +42,7 @@ NARROW = 52
 """Columns below which click would write its help too wide: it takes 50 at least."""
 
 FLAGS = ("--json", "--quiet", "-q", "--verbose", "-v", "--overwrite", "--dry-run")
-"""Options without a value, after which a command may stand by mistake."""
+"""Options without a value, which may precede a command by mistake."""
 
 
 class Commands(TyperGroup):
@@ -50,7 +50,7 @@ class Commands(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read `lora-merge BASE ADAPTER` as `lora-merge merge BASE ADAPTER`, and `lora-merge help X` as `X --help`."""
-        args = taken(args, checked=not ctx.resilient_parsing)
+        args = without_global_options(args, checked=not ctx.resilient_parsing)
         if args[:2] == ["help", "help"]:
             args = args[1:]
         if args and (args[0] == "help" or (args[0] in HELP and args[1:] and args[1] in self.commands)):
@@ -58,8 +58,8 @@ class Commands(TyperGroup):
             args = [*(SHORT.get(word, word).partition(" ")[0] for word in args[1:2]), "--help"]
         elif args and args[0] in SHORT and not exists(args[0]):
             args = [*SHORT[args[0]].split(), *args[1:]]
-        elif args and args[0] in ASKED and not exists(args[0]):
-            args = [ASKED[args[0]]]
+        elif args and args[0] in PROGRAM_OPTIONS and not exists(args[0]):
+            args = [PROGRAM_OPTIONS[args[0]]]
         if not ctx.resilient_parsing:
             check_spaces(args)
         if args and args[0] not in self.commands and args[0] not in ROOT_OPTIONS:
@@ -70,7 +70,7 @@ class Commands(TyperGroup):
             command = self.commands[args[0]]
             check_options(args[0], args[1:], command.params)
             check_once(args[1:], command.params)
-        take_text(self, ctx)
+        take_text(self.get_params(ctx))
         return super().parse_args(ctx, args)
 
     def _suggest(self, args: list[str]) -> None:
@@ -85,12 +85,8 @@ class Commands(TyperGroup):
         shown = [name for name, command in self.commands.items() if not command.hidden]
         return sorted(shown, key=lambda name: name != "merge")
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command by its name."""
-        return with_groups(take_text(super().get_command(ctx, cmd_name), ctx))
-
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """Return commands and options, and files: the first word may be a base, unless it stands behind `help`."""
+        """Return commands and options, and files: the first word may be a base, except after `help`."""
         items, any_item = super().shell_complete(ctx, incomplete), super().shell_complete(ctx, "")[0]
         named = not incomplete.startswith("-") and HELP[-1] not in ctx.meta
         return [*items, *(type(any_item)(path) for path in files(incomplete) if named)]
@@ -116,9 +112,7 @@ app = typer.Typer(
     epilog=EXAMPLES,
 )  # fmt: skip
 
-app.command("batch", epilog=examples("batch jobs.yaml --dry-run", "batch jobs.yaml --workers 2 --report report.jsonl"))(
-    batch
-)
+add(app, batch, "batch jobs.yaml --dry-run", "batch jobs.yaml --workers 2 --report report.jsonl")
 
 
 @app.callback(invoke_without_command=True)
@@ -131,7 +125,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
         raise typer.Exit
 
 
-@app.command(epilog=EXAMPLES)
+@app.command(cls=GroupedCommand, epilog=EXAMPLES)
 @with_options(*OPTIONS.values(), before="dry_run")
 def merge(
     base: Annotated[str, typer.Argument(metavar="BASE", help="Checkpoint: a .safetensors file or a model folder.")],
@@ -159,10 +153,9 @@ def merge(
     """Merge adapters into a base model and write the result."""
     from ..job import make_job
     from ..planning.plan import sources
-    from .picture_files import Pictures
     from .stdio import reporting
 
-    pictures = Pictures(html, plot, quiet=quiet, dry_run=dry_run)
+    pictures = PageFiles(html, plot, quiet=quiet, dry_run=dry_run)
     base = named_base(base)
     named_ones = named_adapters(adapters or [], options.get("strength")) or [base]
     strength_for, values = options.pop("strength_for") or (), read(options, len(named_ones))
@@ -172,10 +165,12 @@ def merge(
         if file is not None:
             file.protect(sources(job), [job.output])
         pictures.protect(sources(job), [job.output])
-        how = Asked(dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=verbose, overwrite=job.overwrite)
-        done = carried_out(lambda: _planned(job, dry=dry_run), file, how)
-    if done is not None:
-        pictures.write(lambda: with_pictures(*done) if html is not None else asdict(done[0]))
+        report_options = ReportOptions(
+            dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=verbose, overwrite=job.overwrite
+        )
+        merged = merge_and_report(lambda: _planned(job, dry=dry_run), file, report_options)
+    if merged is not None:
+        pictures.write(lambda: with_pictures(*merged) if html is not None else asdict(merged[0]))
 
 
 def _planned(job: Job, *, dry: bool) -> Plan:
@@ -184,7 +179,7 @@ def _planned(job: Job, *, dry: bool) -> Plan:
     return plan_merge(replace(job, overwrite=True), dry=True) if dry else plan_merge(job)
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 def demo(
     folder: Annotated[str, typer.Argument(help="Where to put the files.")] = "lora-merge-demo",
 ) -> None:
@@ -232,7 +227,7 @@ def main() -> None:
             wide = {"terminal_width": width - 2} if width < NARROW else {}
             raise SystemExit(_program()(prog_name="lora-merge", standalone_mode=False, **wide) or 0)
     except REFUSED as e:
-        if not sys.argv[1:]:  # nothing is asked for
+        if not sys.argv[1:]:  # no argument at all
             put(Lines.of(str(e).splitlines()))
             raise SystemExit(UsageError.exit_code) from None
         _fail(wrong := refused(e, _program().commands), str(wrong))
@@ -243,7 +238,7 @@ def main() -> None:
         if isinstance(failure, MergeError):
             _fail(failure, str(failure))
         if not isinstance(error, OSError):
-            _tell(error)
+            _print_json_error(error)
             raise
         where = one_line(str(error.filename or "an input or output"))
         _fail(error, f"{error.strerror or error}\n  where: {where}\n  fix:   nothing was left behind; run again")
@@ -259,12 +254,12 @@ def _fail(error: BaseException, text: str) -> None:
         show_error(text)
     else:
         print(f"error: {text}", file=sys.stderr)  # noqa: T201
-    _tell(error)
+    _print_json_error(error)
     raise SystemExit(error_dict(error)["exit_code"])
 
 
-def _tell(error: BaseException) -> None:
-    """Print the failure as JSON if that was asked for; of a batch it is the last line, below those of its jobs."""
+def _print_json_error(error: BaseException) -> None:
+    """Print the failure as JSON if --json is set; of a batch it is the last line, below those of its jobs."""
     if "--json" in sys.argv:
         with suppress(OSError, ValueError):  # a closed stdout
             put(json_text(failure(error)))

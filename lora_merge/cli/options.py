@@ -1,17 +1,17 @@
-"""The options of a merge as parameters of commands, made from the table `OPTIONS`."""
+"""Rows of the tables of options as parameters of commands, and the values of their texts."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import cache
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import typer
 
 from ..errors import MergeError
 from ..options import OPTIONS, Option
-from .argument_values import as_number, one_entry, one_setting, strengths
+from .argument_values import as_number, metadata_entry, parsed_setting, strengths
 from .help import offered
 
 Command = TypeVar("Command", bound=Callable[..., None])
@@ -40,7 +40,7 @@ def parts_on_line(ctx: typer.Context, incomplete: str) -> list[str]:
     base = ctx.params.get("base") or "".join(ctx.args[:1])  # an option without a value has ended the reading
     try:
         model = parts_of(expand(completed(base)))
-    except (MergeError, OSError):  # the merge itself will tell
+    except (MergeError, OSError):  # the merge itself reports it
         return []
     return [f"{before}{comma}{name}" for name in offered(f"{n}=0" for n in (*model["parts"], *model["blocks"]))(word)]
 
@@ -56,8 +56,8 @@ OFFERED: Final[Mapping[str, Callable[..., list[str]]]] = {
 def with_options(*rows: Option, before: str = "", stated: bool = False) -> Callable[[Command], Command]:
     """Return a decorator that gives a command these options in place of its `**options`.
 
-    `before`: the parameter that `--help` lists after them; "" if they are the last. `stated`: they say how an output
-    was made that does not say so itself, and have no defaults.
+    `before`: the parameter that `--help` lists after them; "" if they are the last. `stated`: they describe
+    an output without a recipe, and have no defaults.
     """
 
     def decorate(command: Command) -> Command:
@@ -108,25 +108,6 @@ def read(options: Mapping[str, Any], adapters: int, rows: Mapping[str, Option] =
         if option.kind in ("whole", "number") and isinstance(values[option.name], str):
             values[option.name] = as_number(values[option.name], option.flag, whole=option.kind == "whole")
     values["strength"] = strengths(values.get("strength") or (), adapters)
-    values["setting"] = [one_setting(text) for text in values.get("setting") or ()]
-    values["metadata"] = [one_entry(text) for text in values.get("metadata") or ()]
+    values["setting"] = [parsed_setting(text) for text in values.get("setting") or ()]
+    values["metadata"] = [metadata_entry(text) for text in values.get("metadata") or ()]
     return {name: value for name, value in values.items() if value not in (None, (), [])}
-
-
-def take_text(command: Any, ctx: Any) -> Any:
-    """Have the parameters of a command take text as it is; returns the command.
-
-    `process_value` is click's documented place for that. Since 0.29 typer has pydantic look at every value there, whose
-    import alone takes 0.1 s. `make_job` and its like parse the text.
-    """
-    for parameter in command.get_params(ctx) if command else ():
-        if "process_value" not in vars(parameter):  # a process may run a command many times
-            parameter.process_value = partial(_process, parameter, parameter.process_value)
-    return command
-
-
-def _process(parameter: Any, process: Callable[[Any, Any], Any], ctx: Any, value: Any) -> Any:
-    """Return the text as it is; typer itself handles required arguments and switches."""
-    if value is None or value == ():
-        return process(ctx, value) if parameter.required else value
-    return process(ctx, value) if isinstance(value, bool) else value

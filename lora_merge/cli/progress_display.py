@@ -20,7 +20,7 @@ from .stdio import commanding
 from .terminal import columns, has, prepare, reflows
 
 BEAT: Final = 0.2
-"""Seconds between two redraws. So nothing stands still, and there are never more than ten in a second."""
+"""Seconds between two redraws. The display moves, with at most ten redraws a second."""
 
 WINDOW: Final = 5.0
 """Seconds over which the rate is taken: one that only shrinks slowly would hide that the disk has stopped."""
@@ -57,7 +57,7 @@ SPINNER: Final = ("⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\")
 
 
 @dataclass
-class Output:
+class OutputProgress:
     """The state of one output under way."""
 
     name: str
@@ -66,8 +66,8 @@ class Output:
     stage: Stage = "load"
     total: int = 0  # bytes of the output
     written: int = 0
-    made: int = 0
-    to_make: int = 0  # bytes of the weights that an adapter changes
+    computed: int = 0
+    to_compute: int = 0  # bytes of the weights that an adapter changes
     proven: int = 0
     to_prove: int = 0
     limit: str = ""
@@ -79,28 +79,28 @@ class Output:
         if step.stage == "prove":
             self.proven, self.to_prove = self.proven + step.done, step.total or self.to_prove
         elif step.stage in ("make", "look"):
-            self.made, self.to_make = self.made + step.done, step.total or self.to_make
+            self.computed, self.to_compute = self.computed + step.done, step.total or self.to_compute
         else:
             self.written, self.total = self.written + step.done, step.total or self.total
             self.limit = step.limit or self.limit
 
     def share(self, weights: dict[str, float], now: float) -> float:
-        """Return how much of the work on it is done, from 0 to 1. The disk does not tell how much of a flush is done:
+        """Return how much of the work on it is done, from 0 to 1. The disk does not report how much of a flush is done:
         half of it is taken to be, when the time has passed that it usually takes."""
         waited = now - self.since
         usual = max(BEAT, self.took * weights.get("flush", 0.0))
         parts = {
             "merge": self.written / self.total if self.total else 0.0,
-            "make": self.made / self.to_make if self.to_make else 0.0,
+            "make": self.computed / self.to_compute if self.to_compute else 0.0,
             "flush": float(self.stage == "prove") if self.stage != "flush" else waited / (waited + usual),
             "prove": self.proven / self.to_prove if self.to_prove else 0.0,
         }
-        weights = LOOKING if self.stage == "look" else MAKING if self.to_make else weights
+        weights = LOOKING if self.stage == "look" else MAKING if self.to_compute else weights
         return min(1.0, sum(parts[stage] * weight for stage, weight in weights.items()) / sum(weights.values()))
 
 
 @dataclass(frozen=True)
-class Jobs:
+class BatchJobs:
     """The jobs of a batch."""
 
     count: int
@@ -120,14 +120,14 @@ class Jobs:
 
 @dataclass
 class Display:
-    """Lines at the bottom of a terminal. It is called with every step, from any thread, and fails for nobody."""
+    """Lines at the bottom of a terminal. It is called with every step, from any thread, and never raises."""
 
     stream: Any
-    jobs: Jobs | None = None  # None: a single run
+    jobs: BatchJobs | None = None  # None: a single run
     weights: dict[str, float] = field(default_factory=lambda: dict(WEIGHTS))
     clock: Callable[[], float] = time.monotonic
     doing: str = "reading headers"  # until the first step
-    columns: Callable[[], int] | None = None  # how wide the terminal is; None: as the stream says, at each redraw
+    columns: Callable[[], int] | None = None  # how wide the terminal is; None: that of the stream, at each redraw
 
     def __post_init__(self) -> None:
         """Begin to take the time."""
@@ -135,7 +135,7 @@ class Display:
         self.lock = threading.RLock()
         self.guard = Guard()
         self.observer: Progress = self.take
-        self.outputs: dict[str, Output] = {}  # under way
+        self.outputs: dict[str, OutputProgress] = {}  # under way
         self.ended = 0  # jobs
         self.done = 0  # of the effort: that of outputs that are complete, or will not be
         self.drawn: tuple[str, ...] = ()
@@ -154,16 +154,16 @@ class Display:
         """Count a step."""
         with self.lock:
             now = self.clock()
-            output = self.outputs.setdefault(step.output, Output(step.output, now))
+            output = self.outputs.setdefault(step.output, OutputProgress(step.output, now))
             output.take(step, now)
             if step.done and self.working is None:
                 self.working = now
             self.bytes += self._bytes(step, output)
 
-    def _bytes(self, step: Step, output: Output) -> int:
+    def _bytes(self, step: Step, output: OutputProgress) -> int:
         """Return the bytes that a step counts for; in a batch those of the output, whatever it is made of."""
         if step.stage == "make" and self.jobs is not None:
-            return self._planned(output.name)[0] * step.done // max(output.to_make, 1)
+            return self._planned(output.name)[0] * step.done // max(output.to_compute, 1)
         return step.done if step.stage in ("merge", "make", "look") else 0
 
     def end(self, output: str) -> None:
@@ -192,7 +192,7 @@ class Display:
             now, under_way = self.clock(), list(self.outputs.values())
             self._sample(now)
             if self.jobs is None:
-                return [self._merge(under_way[-1] if under_way else Output("", self.began), now, width)]
+                return [self._merge(under_way[-1] if under_way else OutputProgress("", self.began), now, width)]
             shown = [self._job(output, now, width) for output in under_way[:MOST]]
             more = [f"  and {len(under_way) - MOST} more"] if len(under_way) > MOST else []
             return [*shown, *more, self._batch(self.jobs, now, width)]
@@ -220,7 +220,7 @@ class Display:
             return ""
         return f"{interval((now - self.working) * (1 - share) / share)} left"
 
-    def _merge(self, output: Output, now: float, width: int) -> str:
+    def _merge(self, output: OutputProgress, now: float, width: int) -> str:
         share, facts = self._share(), [f"{interval(now - output.since)} so far"]
         if self.working is None:
             facts.append(self.doing if not output.name else "opening the inputs, loading torch")
@@ -230,20 +230,20 @@ class Display:
             limit = f"mostly {LIMITS[output.limit]}" if output.limit else ""
             return self._line("merge", [*facts, self._left(share, now), limit], share, width)
         if output.stage in ("make", "look"):
-            facts = [f"{done_of(output.made, output.to_make)} of weights", self._rate()]
+            facts = [f"{done_of(output.computed, output.to_compute)} of weights", self._rate()]
         elif output.stage == "flush":
             facts.append("waiting for the disk")
         elif output.to_prove:
             facts = [f"{min(1.0, output.proven / output.to_prove):.0%} of the proof"]
         return self._line(f"{output.stage:<5}", [*facts, self._left(share, now)], share, width)
 
-    def _job(self, output: Output, now: float, width: int) -> str:
+    def _job(self, output: OutputProgress, now: float, width: int) -> str:
         if output.stage == "merge" and output.written >= output.total:
             facts = ["merged, the others first"]
         elif output.stage == "merge":
             facts = [done_of(output.written, output.total)]
         elif output.stage == "make":
-            facts = [f"{done_of(output.made, output.to_make)} of weights"]
+            facts = [f"{done_of(output.computed, output.to_compute)} of weights"]
         else:
             facts = [f"{interval(now - output.since)} so far"]
         name = one_line(Path(output.name).name)
@@ -253,7 +253,7 @@ class Display:
             f"{output.stage:<5} {name:<{room}}", facts, output.share(self.weights, now), width, beats=False
         )
 
-    def _batch(self, jobs: Jobs, now: float, width: int) -> str:
+    def _batch(self, jobs: BatchJobs, now: float, width: int) -> str:
         share = self._share()
         limits = [LIMITS[o.limit] for o in self.outputs.values() if o.limit and o.stage == "merge"]
         limit = f"mostly {max(limits, key=limits.count)}" if limits else ""
@@ -339,7 +339,7 @@ def paused(display: Display | None) -> Iterator[None]:
 
 @contextmanager
 def watching(
-    *, quiet: bool, jobs: Jobs | None = None, weights: dict[str, float] | None = None, doing: str = ""
+    *, quiet: bool, jobs: BatchJobs | None = None, weights: dict[str, float] | None = None, doing: str = ""
 ) -> Iterator[Display | None]:
     """Give the block a `Display` that is redrawn until the block ends; None with `quiet`, or without a terminal."""
     if quiet or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":

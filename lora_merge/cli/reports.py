@@ -1,63 +1,56 @@
-"""Text for people: what a job will do, its progress, what it did and what was proven.
-
-A merge on a terminal: the plan as a table, the result as a panel.
-
-The text of `lora-merge batch`: a line for each job and a table; what is equal is said once.
-
-The report of a command that writes an adapter: a table and a panel on a terminal, plain lines everywhere else.
-"""
+"""Reports on the command line: rows of facts as text or as tables and panels of a terminal, values as JSON, pages as
+files. A plan, a merge, a written adapter, a proof, a batch, a file and a comparison are shown in the same way."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from ..dtypes import spoken
-from ..errors import BatchFailed, error_dict
-from ..merge_methods import SUM
+from ..errors import BatchFailed, MergeError, UsageError, cause, error_dict
+from ..facts import Fact, line, strengths
 from ..paths import exists, typed
 from ..process import kept_objects
-from ..text import (
-    Lines,
-    Note,
-    by_component,
-    by_pattern,
-    by_reason,
-    codes_line,
-    counted,
-    json_text,
-    one_line,
-    plural,
-    shown,
-    size,
-    stored,
-)
-from ..viewing.facts import schema
-from ..viewing.merge_facts import effect, matched, of_a_sample, recomputed, retained, saturated, unchanged, unused
+from ..report import Report, disk_rows, merge_rows
+from ..text import Lines, by_component, json_text, one_line, plural, shown, size
+from ..viewing.json_schemas import schema
 from .progress_display import paused, watching
-from .terminal import broken, columns, grid, mark, panel, show, styled, table, text
+from .stdio import ReportFile
+from .terminal import broken, colored, columns, console, grid, has, mark, panel, show, show_whole, styled, text
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from ..adapters_out.report import AdapterReport
     from ..batch.planning import PlannedJob
     from ..batch.report import JobReport
     from ..batch.run import Batch
     from ..planning.plan import Plan
     from ..progress import Progress
-    from ..report import Report
-    from .stdio import ReportFile
 
-COUNT: Final = (1000, ("", "K", "M", "G", "T"))
-"""For `size`: things are counted in thousands."""
+NAMES: Final = 8
+"""Columns of the names of facts in a pipe."""
 
-MOST_STRENGTHS: Final = 4
-"""Strengths of one part that are named one by one; of more, the least and the largest."""
+REMARKS: Final = ("note", "warning")
+"""Names of facts that are shown with --quiet too, on stderr."""
+
+STYLES: Final = {"output": "bold", "verified": "green", "note": "yellow", "warning": "bold yellow", "error": "red"}
+"""Name of a fact → the style of its value on a terminal."""
+
+COPIED: Final = frozenset({"file", "adapter", "hash", "undo", "A", "B"})
+"""Names of facts whose words are copied: they stay whole where others are broken."""
+
+GAP: Final = 2  # columns between a name and its value
+BETWEEN: Final = 4  # columns before and between the cells of a table
+WIDEST: Final = 200
+
+
+# Text and rows of facts, in a pipe and on a terminal.
 
 
 def echo(text: str, *, err: bool = False) -> None:
@@ -74,56 +67,170 @@ def put(text: str, *, err: bool = False) -> None:
     stream.flush()
 
 
-def silent(_: str) -> None:
-    """Say nothing but what `conclude` has to."""
+def plain_lines(rows: Iterable[Fact]) -> Iterator[str]:
+    """Yield rows as lines of text; a name that is that of the row above is left out."""
+    before = ""
+    for row in rows:
+        name = "" if row.name == before else row.name
+        yield remark(row) if row.name in REMARKS else f"{name:<{NAMES}} {row.value}" if row.name else str(row)
+        before = row.name
 
 
-def plan_lines(plan: Plan, say: Any, *, verbose: bool) -> None:
-    """Say before the work, in a few lines, what was recognised, what matched, what will be written."""
-    say(f"base     {plan.job.base.name}: {plan.architecture}, {plural(len(plan.base.tensors), 'tensor')}")
-    for note in plan.base.notes:
-        say(f"  note: {note}")
-    for ref, m in zip(plan.job.adapters, plan.adapters, strict=True):
-        what = ", ".join(m.algorithms) or "changes nothing"
-        how = applied(m.strengths) or f"{ref.strength:g}×"
-        say(f"adapter  {ref.path.name}: {what}, {m.modules} of {plural(m.total, 'module')} matched: {how}")
-        matched = by_pattern(m.placed)
-        for line in matched if verbose else ():
-            say(f"  {line} × {len(matched[line])}")
-        for names, why in by_reason({**m.unmatched, **m.adapter.ignored}):
-            say(f"  left out: {names}: {why}")
-        for note in (*m.adapter.notes, *m.notes):
-            say(f"  note: {note}")
-    change = plural(plan.changed, "tensor changes", "tensors change")
-    say(f"output   {plan.job.output}: {size(plan.size)}, {stored(plan.job.dtype)}, {change}")
-    if codes := plan.codes:
-        say(f"codes    {codes_line(codes)}")
-    for line in _details(plan) if verbose else ():
-        say(line)
+def show_lines(rows: Iterable[Fact], *, err: bool = False) -> None:
+    """Print rows as lines of text; warnings go to stderr."""
+    facts = [*rows]
+    for row, words in zip(facts, plain_lines(facts), strict=True):
+        echo(words, err=err or row.name == "warning")
 
 
-def _details(plan: Plan) -> Iterator[str]:
-    """Yield a line for every file of the input folders, and one for every tensor of the output."""
-    for folder in plan.folders:
-        yield f"files    {folder.role} {folder.path}"
-        yield from (f"  {line}" for line in folder.lines())
-    for t in (t for file in plan.files for t in file.targets):
-        changed = " <- " + ", ".join(u.patch.module.name for u in t.uses) if t.uses else ""
-        yield f"  {t.name} {spoken(t.dtype)} {list(t.shape)}{changed}"
+def remark(row: Fact) -> str:
+    """Return a note or a warning as a line."""
+    return f"{row.name}: {row.value}"
 
 
-def applied(strengths: Mapping[str, Mapping[float, int]]) -> str:
-    """Return "0.8× unet (48), te 0: 16 left out" for {"unet": {0.8: 48}, "te": {0: 16}}."""
-    pieces = []
-    for part, counts in strengths.items():
-        used = sorted((strength for strength in counts if strength), reverse=True)
-        if len(used) > MOST_STRENGTHS:
-            pieces.append(f"{used[-1]:g} to {used[0]:g}× {part} ({sum(counts[s] for s in used)})")
+def show_remarks(rows: Iterable[Fact]) -> None:
+    """Print what --quiet prints: notes and warnings, to stderr."""
+    for row in rows:
+        if row.name in REMARKS:
+            echo(remark(row), err=True)
+
+
+def show_rows(rows: Iterable[Fact]) -> None:
+    """Print rows as plain lines, or as a table of names and values on a terminal."""
+    if styled(sys.stdout):
+        show_table([*rows])
+    else:
+        show_lines(rows)
+
+
+def show_panel(title: str, rows: Sequence[Fact], *, failed: bool = False, err: bool = False) -> None:
+    """Print rows as a panel on a terminal. Its colour is that of the worst: of a failure, a warning or none."""
+    stream = sys.stderr if err else sys.stdout
+    style = "red" if failed else "yellow" if any(row.name == "warning" for row in rows) else "green"
+    show(panel(f"{mark('failed' if failed else 'done', stream)} {title}", terminal_rows(rows), style), err=err)
+
+
+def terminal_rows(rows: Sequence[Fact], room: int | None = None) -> list[tuple[Text, Text]]:
+    """Return names and values for a table; a name that is that of the row above is left out. `room`: columns of a
+    value, to which rows without a name are shortened."""
+    cells, before = list[tuple["Text", "Text"]](), ""
+    for row in rows:
+        value = nearest(row.value) if row.name == "output" else row.value
+        if row.name == "verified":
+            value = f"{mark('done')} {value}"
+        if row.name:
+            cell = text(value, STYLES.get(row.name, ""))
         else:
-            pieces += [f"{strength:g}× {part} ({counts[strength]})" for strength in used]
-        if left := counts.get(0.0):
-            pieces.append(f"{part} 0: {left} left out")
-    return ", ".join(pieces)
+            cell = text(str(row), "dim") if room is None else table_row(row, room)
+        cells.append((text("" if row.name == before else row.name), cell))
+        before = row.name or before
+    return cells
+
+
+def show_table(rows: Sequence[Fact]) -> None:
+    """Print rows as a table of names and values; words that are copied stay whole."""
+    width = min(console(sys.stdout).width, WIDEST)
+    room = width - max((len(row.name) for row in rows), default=0) - GAP
+    cells = terminal_rows(rows, room)
+    whole = (row.name in COPIED and _longest(cell[1].plain) > room for row, cell in zip(rows, cells, strict=True))
+    for is_whole, some in groupby(zip(whole, cells, strict=True), lambda pair: pair[0]):
+        lines = [cell for _, cell in some]
+        if is_whole:
+            show_whole(lines, width, width - room)
+        else:
+            show(grid(lines, width - room - GAP))
+
+
+def table_row(row: Fact, width: int) -> Text:
+    """Return a row of a table. Where it is too long, its first cell is shortened, and if that is not enough the second
+    one goes on below itself."""
+    from .charts import shortened
+
+    left, name = width - len(row.right) - BETWEEN, row.value
+    if not row.right or len(name) <= left:
+        return text(f"  {name}  {row.right}".rstrip(), "dim")
+    left = max(left, min(len(name), width // 3))
+    name = shortened(name.strip(), left).ljust(left)
+    first, *rest = textwrap.wrap(row.right, max(width - left - BETWEEN, 1), break_on_hyphens=False)
+    lines = [f"  {name}  {first}", *(" " * (left + BETWEEN) + words for words in rest)]
+    return text("").append("\n").join(text(line, "dim") for line in lines)
+
+
+def _longest(value: str) -> int:
+    """Return the length of the longest word."""
+    return max(map(len, value.split()), default=0)
+
+
+# Paths and commands, as a person types them here.
+
+
+def undo(output: str, inputs: str, *, replaced: bool = False) -> Fact:
+    """Return how to undo a command: the command that removes its output. `inputs`: that they are as they were."""
+    command = removal(output, folder=Path(output).is_dir())
+    return line("undo", f"{command}   ({inputs})" + "; the output that was replaced is gone" * replaced)
+
+
+def removal(path: str, *, folder: bool) -> str:
+    """Return the command that removes a file or a folder."""
+    remove = ("rmdir /s" if folder else "del") if os.name == "nt" else "rm -r" if folder else "rm"
+    return f"{remove} {quoted(path)}"
+
+
+def nearest(path: str) -> str:
+    """Return a path as it is typed in the current folder, if it is inside."""
+    try:
+        return one_line(str(Path(path).relative_to(Path.cwd())))
+    except (ValueError, OSError):
+        return one_line(path)
+
+
+def quoted(path: str) -> str:
+    """Return a path as a shell takes it."""
+    near = nearest(path)
+    return typed([f"./{near}" if near.startswith("-") else near])
+
+
+# Plans and merges.
+
+
+class ReportOptions:
+    """How a command reports. A plain class: building a dataclass would slow down `--help` by 1 ms."""
+
+    def __init__(
+        self, *, dry_run: bool = False, as_json: bool = False, quiet: bool = False, verbose: bool = False,
+        overwrite: bool = False,
+    ) -> None:  # fmt: skip
+        self.dry_run, self.as_json, self.quiet = dry_run, as_json, quiet
+        self.verbose, self.overwrite = verbose, overwrite
+
+
+def merge_and_report(
+    make_plan: Callable[[], Plan], file: ReportFile | None, options: ReportOptions
+) -> tuple[Report, Plan] | None:
+    """Merge and report it, or report the plan of a dry run; returns the report of a merge, and its plan.
+
+    `make_plan`: for a dry run of an output that may exist. `file`: the file for the report.
+    """
+    from ..engine.torch_preload import preload
+
+    with watching(quiet=options.quiet) as display:
+        if not options.dry_run:
+            preload()
+        plan = make_plan()
+        if file is not None:
+            file.protect(plan.inputs, [plan.job.output])
+            file.begin()
+        replaced = exists(plan.job.output)
+        with paused(display):
+            show_plan(plan, options)
+        report = None if options.dry_run else carry_out(plan, display)
+    if report is None:
+        _show_dry_run(plan, file, options, replaced=replaced)
+        return None
+    if file is not None:
+        file.replace(report.to_json())
+    show_merge(report, plan, options, replaced=replaced)
+    return report, plan
 
 
 def carry_out(plan: Plan, progress: Progress | None = None) -> Report:
@@ -137,50 +244,40 @@ def carry_out(plan: Plan, progress: Progress | None = None) -> Report:
     return run(plan, progress or unwatched)
 
 
-def remarks(coverage: Mapping[str, Any], notes: Sequence[Note]) -> Iterator[str]:
-    """Return what the user should know of a merge whose lines are not shown: each note, and what was left out."""
-    yield from (f"note: {note}" for note in notes)
-    for name, row in coverage.items():
-        if left := [*row["skipped"], *row["ignored"]]:
-            yield f"{name}: left out {len(left)}: {counted(by_pattern(left))}"
-        yield from (f"{name}: note: {note}" for note in row["notes"])
+def show_plan(plan: Plan, options: ReportOptions) -> None:
+    """Print before the work what was recognised, what matched and what will be written."""
+    from ..planning.plan import plan_rows
+
+    if not (options.as_json or options.quiet):
+        show_rows(plan_rows(plan, verbose=options.verbose))
 
 
-def report_lines(done: Report, say: Any, said: Sequence[str], *, as_json: bool, verbose: bool = False) -> None:
-    """Print the report, or a few lines without the notes that were `said` before; what matters if nothing is said."""
-    if as_json:
-        put(done.to_json())
-        return
-    for remark in remarks(done.coverage, done.notes) if say is silent else ():
-        echo(remark, err=True)
-    rate = size(int(done.written / max(done.seconds, 1e-9)))
-    say(f"wrote    {size(done.written)} in {done.seconds:.1f} s ({rate}/s) on {done.device}")
-    if verbose and done.device_choice:
-        say(f"device   {done.device}: {done.device_choice}")
-    for note in [n for n in done.notes if n not in said]:
-        say(f"note     {note}")
-    if done.saturated:
-        say(f"cut      {saturated(done.saturated)}")
-    if done.verified is not None:
-        proof_lines({**done.verified, "numbers": done.numbers, "counted": True}, say, verbose=verbose)
-    elif done.numbers:
-        say(f"change   {effect(done.numbers)}")
+def _show_dry_run(plan: Plan, file: ReportFile | None, options: ReportOptions, *, replaced: bool) -> None:
+    """Print what a dry run reports below its plan: memory, disk, and whether the output exists."""
+    from ..engine.admission import require_device
+    from ..planning.plan import plan_rows
+
+    require_device(plan.job)
+    values = dry(plan)
+    rows = [line("needs", _needs(values)), *disk_rows(values["disk"], values["output"])]
+    if options.quiet:
+        show_remarks([*plan_rows(plan), *rows])
+    elif not options.as_json:
+        if replaced and not options.overwrite:
+            rows.insert(0, line("note", "the output exists: the merge will need --overwrite, or another -o"))
+        show_rows(rows)
+    plan_text = json_text(values)
+    if file is not None:
+        file.replace(plan_text)
+    if options.as_json:
+        put(plan_text)
 
 
-def needs(plan: Plan, disk: Mapping[str, Any]) -> str:
-    """Return the line about memory and disk of a dry run."""
-    from ..engine.windows import buffer_bytes
-
-    memory = f"{size(buffer_bytes(plan))} of memory for weights in flight, of {size(plan.job.max_memory)} allowed"
-    return f"needs    {memory}; {size(disk['needed'])} of disk, of {size(disk['free'])} free"
-
-
-def shortage(disk: Mapping[str, Any] | None, output: str) -> list[Note]:
-    """Return the note of a plan whose output has no room on its disk. `disk`: a `Room` as JSON has it."""
-    if disk is None or disk["enough"]:
-        return []
-    missing = f"{size(disk['needed'])} needed, {size(disk['free'])} free"
-    return [Note(f"the disk has no room for the output: {missing} at {output}")]
+def _needs(values: Mapping[str, Any]) -> str:
+    """Return the memory and the disk that a merge needs, from the values of its plan."""
+    disk = values["disk"]
+    memory = f"{size(values['memory'])} of memory for weights in flight, of {size(values['max_memory'])} allowed"
+    return f"{memory}; {size(disk['needed'])} of disk, of {size(disk['free'])} free"
 
 
 def dry(plan: Plan) -> dict[str, Any]:
@@ -199,263 +296,98 @@ def dry(plan: Plan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def proof_lines(proof: Mapping[str, Any], say: Any, *, verbose: bool = False) -> None:
-    """Say what was proven, in two or three lines; warnings go to stderr."""
-    say(f"verified {': '.join(recomputed(proof))}")
-    if proof["untouched"]["of"]:
-        say(f"         {unchanged(proof['untouched'])}")
-    if proof["saturated"]:
-        say(f"cut      {proof['saturated']} of the numbers compared, too large for their dtype, as it was asked for")
-    shares = [(s["adapter"], s["retained"]) for s in proof["retained"] if s["retained"] is not None]
-    if shares:
-        say("retained " + ", ".join(f"{retained(share)} of the change that {name} makes" for name, share in shares))
-    if proof["numbers"]:
-        say(f"change   {effect(proof['numbers'])}{of_a_sample(proof)}")
-    if (matching := proof["matching"])["alone"] or verbose:
-        say(f"matching {matched(matching)}")
-    if (account := proof["account"])["unused"]:
-        say(f"unused   {unused(account)}")
-    for warning in proof["warnings"]:
-        echo(f"warning: {warning}", err=True)
+def show_merge(report: Report, plan: Plan, options: ReportOptions, *, replaced: bool = False) -> None:
+    """Print what was merged; plain lines leave out those of the plan. `replaced`: whether the output existed before."""
+    from ..planning.plan import plan_rows
 
-
-class Asked:
-    """How a command reports, by its options. A plain class: `--help` makes it too, and others take a thousand calls."""
-
-    def __init__(self, *, dry_run: bool, as_json: bool, quiet: bool, verbose: bool, overwrite: bool) -> None:
-        self.dry_run, self.as_json, self.quiet = dry_run, as_json, quiet
-        self.verbose, self.overwrite = verbose, overwrite
-
-
-def carried_out(plan_it: Callable[[], Plan], file: ReportFile | None, asked: Asked) -> tuple[Report, Plan] | None:
-    """Merge and say what was done, or say what would be done; returns the report of a merge, and its plan.
-
-    `plan_it`: makes the plan; for a dry run of an output that may exist. `file`: the file for the report.
-    """
-    from ..engine.torch_preload import preload
-
-    say = silent if asked.as_json or asked.quiet else echo
-    with watching(quiet=asked.quiet) as display:
-        if not asked.dry_run:
-            preload()
-        plan = plan_it()
-        if file is not None:
-            file.protect(plan.inputs, [plan.job.output])
-            file.begin()
-        replaced = exists(plan.job.output)
-        with paused(display):
-            show_plan(plan, say, verbose=asked.verbose)
-        done = None if asked.dry_run else carry_out(plan, display)
-    if done is None:
-        if replaced and not asked.overwrite:
-            say("  note: the output exists: the merge will need --overwrite, or another -o")
-        _conclude_dry(plan, say, file, asked)
-        return None
-    if file is not None:
-        file.replace(done.to_json())
-    show_report(done, say, plan.base.notes, as_json=asked.as_json, verbose=asked.verbose, replaced=replaced)
-    return done, plan
-
-
-def _conclude_dry(plan: Plan, say: Any, file: ReportFile | None, asked: Asked) -> None:
-    """Say what a dry run says below the plan's own lines."""
-    from ..engine.admission import require_device
-    from ..planning.plan import coverage
-
-    require_device(plan.job)
-    facts = dry(plan)
-    say(needs(plan, facts["disk"]))
-    short = shortage(facts["disk"], facts["output"])
-    for note in short:
-        say(f"  note: {note}")
-    for remark in remarks(coverage(plan), [*plan.base.notes, *short]) if asked.quiet else ():
-        echo(remark, err=True)
-    text_of_plan = json_text(facts)
-    if file is not None:
-        file.replace(text_of_plan)
-    if asked.as_json:
-        put(text_of_plan)
-
-
-def show_plan(plan: Plan, say: Callable[[str], object], *, verbose: bool = False) -> None:
-    """Say before the work what was recognised, what matched and what will be written; as a table on a terminal."""
-    if say is silent or not styled(sys.stdout):
-        plan_lines(plan, say, verbose=verbose)
-        return
-    job = plan.job
-    rows = [
-        (
-            ref.path.name, ", ".join(m.algorithms) or "changes nothing",
-            text(f"{m.modules} of {m.total}", "green" if m.modules == m.total else "yellow"),
-            applied(m.strengths) or f"{ref.strength:g}×",
-        )
-        for ref, m in zip(job.adapters, plan.adapters, strict=True)
-    ]  # fmt: skip
-    facts = f"{plan.architecture}, {plural(len(plan.base.tensors), 'tensor')}"
-    line = f"{size(plan.size)}, {stored(job.dtype)}, {plural(plan.changed, 'tensor')} to change"
-    output = text(nearest(str(job.output)), "bold")
-    show(grid([("base", text(job.base.name, "bold")), ("", facts), ("output", output), ("", line)]))
-    show(table(("adapter", "kind", "modules matched", "strength"), rows))
-    for words in _notes(plan, verbose=verbose):
-        show(words)
-
-
-def _notes(plan: Plan, *, verbose: bool) -> Iterator[Any]:
-    for folder in plan.folders if verbose else ():
-        yield text(f"{folder.role} {folder.path}", "dim")
-        yield from (text(f"  {line}", "dim") for line in folder.lines())
-    for note in plan.base.notes:
-        yield text(f"{mark('note')} {note}", "yellow")
-    for ref, m in zip(plan.job.adapters, plan.adapters, strict=True):
-        matches = by_pattern(m.placed)
-        for line in matches if verbose else ():
-            yield text(f"  {line} × {len(matches[line])}", "dim")
-        for names, why in by_reason({**m.unmatched, **m.adapter.ignored}):
-            yield text(f"{mark('note')} {ref.path.name}: left out: {names}: {why}", "yellow")
-        for note in (*m.adapter.notes, *m.notes):
-            yield text(f"{mark('note')} {ref.path.name}: {note}", "yellow")
-
-
-def show_report(
-    done: Report, say: Callable[[str], object], said: Sequence[str], *, as_json: bool, verbose: bool = False,
-    replaced: bool = False,
-) -> None:  # fmt: skip
-    """Say what was done; on a terminal a panel: what changed, where it lies, how it was proven, how to undo it.
-
-    `replaced`: whether another output of that name was there before."""
-    if as_json or say is silent or not styled(sys.stdout):
-        report_lines(done, say, said, as_json=as_json, verbose=verbose)
-        return
-    changed = f"{done.changed} of {plural(done.tensors, 'tensor')} of {Path(done.base).name}, {done.architecture}"
-    rows: list[tuple[str, Any]] = [("changed", changed)]
-    for name, row in done.coverage.items():
-        strengths = {part: {float(s): n for s, n in c.items()} for part, c in row["strengths"].items()}
-        rows.append(("", f"{name}: {applied(strengths)}" if strengths else name))
-        if left := [*row["skipped"], *row["ignored"]]:
-            rows.append(("", text(f"{name}: left out {len(left)}: {counted(by_pattern(left))}", "yellow")))
-    if done.method != SUM:
-        rows.append(("method", done.method))
-    rate = size(int(done.written / max(done.seconds, 1e-9)))
-    rows.append(("lies in", text(nearest(done.output), "bold cyan")))
-    rows.append(("", f"{size(done.written)}, {stored(done.dtype)}"))
-    rows += [("", codes_line(done.codes))] if done.codes else []
-    where = f"on {done.device}, computed in {done.compute_dtype}; {size(done.peak_memory)} of memory at most"
-    rows.append(("", f"in {done.seconds:.1f} s ({rate}/s) {where}"))
-    if verbose and done.device_choice:
-        rows.append(("device", done.device_choice))
-    rows += [("note", text(note, "yellow")) for note in done.notes if note not in said]
-    if done.saturated:
-        rows.append(("cut", saturated(done.saturated)))
-    if done.verified is not None:
-        rows += proven({**done.verified, "numbers": done.numbers, "counted": True}, verbose=verbose)
+    rows = [*merge_rows(vars(report), verbose=options.verbose)]
+    if options.as_json:
+        put(report.to_json())
+    elif options.quiet:
+        show_remarks(rows)
     else:
-        rows.append(("proven", f"not at all (--no-verify); later: lora-merge verify {quoted(done.output)}"))
-        rows += [("", f"the change: {effect(done.numbers)}")] if done.numbers else []
-    rows.append(("undo", undo(done) + "; the output that was replaced is gone" * replaced))
-    warned = bool(done.verified and done.verified["warnings"])
-    show(panel(f"{mark('done')} merged", rows, "yellow" if warned else "green"))
+        rows.append(undo(report.output, f"{Path(report.base).name} is as it was", replaced=replaced))
+        if styled(sys.stdout):
+            show_panel("merged", [row for row in rows if row.name])
+        else:
+            plan_lines = {*plan_rows(plan, verbose=options.verbose)}
+            show_lines(row for row in rows if row not in plan_lines)
 
 
-def proven(proof: Mapping[str, Any], *, verbose: bool = False) -> Iterator[tuple[str, Any]]:
-    """Yield the rows about a proof, in plain words."""
-    how_much, *how_far = recomputed(proof)
-    yield "proven", text(f"{mark('done')} {how_much}{':' if how_far else ''}", "green")
-    yield from (("", line) for line in how_far)
-    if proof["untouched"]["of"]:
-        yield "", f"{mark('done')} {unchanged(proof['untouched'])}"
-    for row in proof["retained"]:
-        if (share := row["retained"]) is not None:
-            sign = mark("done" if abs(share - 1) < 0.1 else "note")
-            yield "", f"{sign} {retained(share)} of the change that {row['adapter']} makes is in the output"
-    if proof["numbers"]:
-        yield "", f"the change: {effect(proof['numbers'])}{of_a_sample(proof)}"
-    if proof["saturated"]:
-        yield "", f"{proof['saturated']} of the numbers compared were cut, as it was asked for"
-    if (matching := proof["matching"])["alone"] or verbose:
-        yield "", f"matching {matched(matching)}"
-    if (account := proof["account"])["unused"]:
-        yield "unused", unused(account)
-    for warning in proof["warnings"]:
-        yield "warning", text(warning, "bold yellow")
-
-
-def show_proof(proof: Mapping[str, Any]) -> None:
-    """Say what `verify` has proven; as a panel on a terminal."""
+def show_proof(rows: Iterable[Fact]) -> None:
+    """Print what `verify` has proven; as a panel on a terminal."""
     if styled(sys.stdout):
-        rows = [("output", text(nearest(proof["output"]), "bold cyan")), *proven(proof)]
-        show(panel(f"{mark('done')} verified", rows, "yellow" if proof["warnings"] else "green"))
+        show_panel("verified", [*rows])
     else:
-        proof_lines(proof, echo)
+        show_lines(rows)
 
 
-def undo(done: Report) -> str:
-    """Return how to undo a merge: the command that removes its output, as the base is still there."""
-    return f"{removal(done.output, folder=Path(done.output).is_dir())}   ({Path(done.base).name} is as it was)"
-
-
-def removal(path: str, *, folder: bool) -> str:
-    """Return the command that removes a file or a folder."""
-    remove = ("rmdir /s" if folder else "del") if os.name == "nt" else "rm -r" if folder else "rm"
-    return f"{remove} {quoted(path)}"
-
-
-def nearest(path: str) -> str:
-    """Return a path as it is typed in the current folder, if it lies there."""
-    try:
-        return one_line(str(Path(path).relative_to(Path.cwd())))
-    except (ValueError, OSError):
-        return one_line(path)
-
-
-def quoted(path: str) -> str:
-    """Return a path as a shell takes it."""
-    near = nearest(path)
-    return typed([f"./{near}" if near.startswith("-") else near])
-
-
-def with_pictures(done: Report, plan: Plan) -> dict[str, Any]:
+def with_pictures(report: Report, plan: Plan) -> dict[str, Any]:
     """Return a report with the recipe that the output holds and the paths of its inputs, and with the spectrum and the
     histogram of each weight's change, if the inputs are still there."""
     from ..viewing.base import recipe_of
     from ..viewing.pictures import merge_pictures
 
-    values = asdict(done)
-    shown = merge_pictures(plan) if plan.job.output not in plan.inputs and values["numbers"] else {}
+    values = asdict(report)
+    pictures = merge_pictures(plan) if plan.job.output not in plan.inputs and values["numbers"] else {}
     for name, tensor in values["numbers"].get("tensors", {}).items():
-        tensor |= shown.get(name, {})
+        tensor |= pictures.get(name, {})
     inputs = [str(path) for path in (plan.job.base, *(ref.path for ref in plan.job.adapters))]
     return {**values, "recipe": recipe_of(plan.job.output), "inputs": inputs}
+
+
+# Written adapters.
+
+
+def show_adapter_report(report: AdapterReport, title: str, *, quiet: bool, verbose: bool) -> None:
+    """Print what was written or would be written; `title`: what was done, such as "resized"."""
+    from ..adapters_out.report import adapter_rows
+
+    rows = [*adapter_rows(vars(report), verbose=verbose)]
+    if quiet:
+        show_remarks(rows)
+    elif report.planned:
+        show_rows(rows)
+    else:
+        rows.append(undo(report.output, "the inputs are as they were"))
+        if styled(sys.stdout):
+            show_panel(title, rows)
+        else:
+            show_lines(rows)
+
+
+# Batches.
 
 
 SKIPPED = "done already"
 
 
 @dataclass
-class Telling:
-    """Says how the jobs of a batch end. Jobs that were skipped one after the other have one line."""
+class BatchDisplay:
+    """Prints how the jobs of a batch end. Jobs that were skipped one after the other have one line."""
 
     total: int
     quiet: bool
     _skipped: int = 0
-    _named: dict[str, int] = field(default_factory=dict)  # error → number of the first job that has it
+    _failures: dict[str, int] = field(default_factory=dict)  # error → number of the first job that has it
 
-    def ended(self, job: JobReport) -> None:
-        """Say how a job has ended."""
+    def end(self, job: JobReport) -> None:
+        """Print how a job has ended."""
         if job.status == "skipped":
             self._skipped += 1
             return
         self.flush()
-        notes = [] if job.report is None else [*remarks(_left_out(job), job.report.notes), *_warnings(job)]
+        remarks = [remark(row) for row in _rows(job) if row.name in REMARKS]
         if self.quiet and job.ok:
-            for note in notes:
-                echo(f"{job.output}: {note}", err=True)
+            for words in remarks:
+                echo(f"{job.output}: {words}", err=True)
             return
         echo(self._line(job))
-        for note in notes:
-            echo(f"    {note}")
+        for words in remarks:
+            echo(f"    {words}")
 
     def flush(self) -> None:
-        """Say how many jobs were skipped since the last line."""
+        """Print how many jobs were skipped since the last line."""
         if self._skipped and not self.quiet:
             echo(f"{self._skipped} skipped: {SKIPPED}; their recipes and headers are right, verify reads the weights")
         self._skipped = 0
@@ -467,25 +399,24 @@ class Telling:
             head += f"  {size(job.report.written)} in {job.seconds:.1f} s"
         if job.error is None:
             return head
-        first = self._named.setdefault(str(job.error), job.number)
+        first = self._failures.setdefault(str(job.error), job.number)
         if first != job.number:
             return f"{head}  for the same reason as [{first}]"
         return Lines(f"{one_line(head)}\n{indented(job.error)}")
 
 
-def _left_out(job: JobReport) -> Mapping[str, Any]:
-    """Return what a merge says of its adapters; commands that write adapters say it in their notes."""
-    return job.report.coverage if job.report is not None and job.status == "merged" else {}
+def _rows(job: JobReport) -> Iterator[Fact]:
+    """Yield the rows of the report of a job that ran."""
+    from ..adapters_out.report import adapter_rows
 
-
-def _warnings(job: JobReport) -> list[str]:
-    """Return the warnings of a merge's proof, such as that an adapter is smaller than the output's dtype can hold."""
-    proof = job.report.verified if job.report is not None and job.status == "merged" else None
-    return [f"warning: {text}" for text in proof["warnings"]] if proof else []
+    if isinstance(job.report, Report):
+        yield from merge_rows(vars(job.report))
+    elif job.report is not None:
+        yield from adapter_rows(vars(job.report))
 
 
 def indented(error: Exception) -> Lines:
-    """Return an error as lines that stand below the one of its job."""
+    """Return an error as the lines below that of its job."""
     return Lines.of(f"    {row}" for row in f"error: {error}".splitlines())
 
 
@@ -515,21 +446,21 @@ def planned_job(s: PlannedJob, total: int) -> str:
 
 def _adapters(s: PlannedJob) -> Iterator[str]:
     """Yield "ink.safetensors (0.5× unet (48))"; "0.5 × ink.safetensors" where it is not known what it changes."""
-    for adapter, strengths in zip_longest(s.entry.job.adapters, s.strengths):
-        if strengths:
-            yield f"{adapter.path.name} ({applied(strengths)})"
+    for adapter, applied in zip_longest(s.entry.job.adapters, s.strengths):
+        if applied:
+            yield f"{adapter.path.name} ({strengths(applied)})"
         else:
             yield f"{adapter.strength:g} × {adapter.path.name}"
 
 
 def job_facts(s: PlannedJob, disk: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return what a dry run says of a job with --json. `disk`: the room for all jobs that write to its disk."""
+    """Return the values of a job in a dry run with --json. `disk`: the room for all jobs that write to its disk."""
     from ..batch.commands import MERGE
 
     job = s.entry.job
     adapters = [
-        {"path": str(a.path), "strength": a.strength, "strengths": by_component(strengths or {})}
-        for a, strengths in zip_longest(job.adapters, s.strengths)
+        {"path": str(a.path), "strength": a.strength, "strengths": by_component(applied or {})}
+        for a, applied in zip_longest(job.adapters, s.strengths)
     ]
     return {
         "dry_run": True, "number": s.entry.number, "where": s.entry.where, "output": str(job.output),
@@ -540,46 +471,21 @@ def job_facts(s: PlannedJob, disk: Mapping[str, Any] | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def show_batch(planned: Batch, ended: list[JobReport], to: IO[str]) -> None:
-    """Print the table; raise BatchFailed if any job has no output."""
-    counts: Counter[str] = Counter(job.status for job in ended)
-    not_run = len(planned.planned) - len(ended)
-    written = sum(job.report.written for job in ended if job.report is not None)
-    names = ["merged", *(["made"] if counts["made"] else []), "skipped", "failed"]
-    row = {**{name: counts[name] for name in names}, "not run": not_run}
-    bad = [job for job in ended if not job.ok]
-    if styled(to):
-        _panel(row, written, bad, to)
+def show_batch(planned: Batch, ended: Sequence[JobReport], *, err: bool) -> None:
+    """Print what became of the jobs; BatchFailed if any job has no output."""
+    from ..batch.report import batch_rows, failure_rows
+
+    total = len(planned.planned)
+    jobs = [{**job.outcome(), "output": nearest(job.output)} for job in ended]
+    rows = [*batch_rows(jobs, total), *failure_rows(jobs)]
+    bad = sum(not job.ok for job in ended)
+    failed = bool(bad or total > len(ended))
+    if styled(sys.stderr if err else sys.stdout):
+        show_panel("some jobs have no output" if failed else "all jobs are done", rows, failed=failed, err=err)
     else:
-        print("\n" + " ".join(f"{name:>8}" for name in row) + f" {'written':>10}", file=to)
-        print("".join(f"{n:>8} " for n in row.values()) + f"{size(written):>10}", file=to)
-        for line in _failures(bad):
-            print(one_line(f"  failed  {line}"), file=to)
-    if bad or not_run:
-        raise failure(len(bad), len(planned.planned), "run")
-
-
-def _panel(row: Mapping[str, int], written: int, bad: list[JobReport], to: IO[str]) -> None:
-    """Print the same as a panel on a terminal."""
-    styles = {"merged": "bold green", "made": "bold green", "failed": "bold red", "not run": "bold yellow"}
-    rows: list[tuple[str, Any]] = []
-    for name, n in row.items():
-        rows += [(name, text(n, styles.get(name, "")))] if n else []
-        rows += [("", text(line, "red")) for line in _failures(bad)] if name == "failed" else []
-    rows.append(("written", size(written)))
-    whole = not (bad or row["not run"])
-    title = f"{mark('done' if whole else 'failed', to)} {'all jobs are done' if whole else 'some jobs have no output'}"
-    show(panel(title, rows, "green" if whole else "red"), err=to is sys.stderr)
-
-
-def _failures(bad: list[JobReport]) -> Iterator[str]:
-    """Yield a line for each different reason, with the first job that failed for it."""
-    by_reason: dict[str, list[JobReport]] = {}
-    for job in bad:
-        by_reason.setdefault(job.error.what if job.error is not None else job.status, []).append(job)
-    for what, some in by_reason.items():
-        more = f" and {len(some) - 1} more" if len(some) > 1 else ""
-        yield f"{some[0].where}  {nearest(some[0].output)}{more}: {what}"
+        show_lines([Fact("", ""), *rows], err=err)
+    if failed:
+        raise failure(bad, total, "run")
 
 
 def failure(count: int, total: int, what: str) -> BatchFailed:
@@ -588,84 +494,104 @@ def failure(count: int, total: int, what: str) -> BatchFailed:
                        "correct them and start again; what is done is not done twice")  # fmt: skip
 
 
-def show_adapter_report(done: AdapterReport, title: str, *, quiet: bool, verbose: bool) -> None:
-    """Say what was done or would be done; `title`: what was done, such as "resized". Notes are said always."""
-    if quiet or not styled(sys.stdout):
-        for line in adapter_report_lines(done, verbose=verbose) if not quiet else ():
-            echo(line)
-        for note in (*done.notes, *shortage(done.disk, done.output)):
-            echo(f"note: {note}", err=quiet)
+# Files and comparisons.
+
+
+def show_file(facts: Mapping[str, Any], *, again: bool = False) -> None:
+    """Print what a file is; `again`: only how its adapter fits, as the base was described before."""
+    from ..viewing.text import match_rows
+    from ..viewing.text import rows as file_rows
+
+    match, pictured = facts.get("match"), styled(sys.stdout)
+    _show(match_rows(match, pictured=pictured) if again and match else file_rows(facts, pictured=pictured), facts)
+
+
+def show_comparison(comparison: Mapping[str, Any]) -> None:
+    """Print where two files differ."""
+    from ..viewing.compare import compare_rows
+
+    _show(compare_rows(comparison, pictured=styled(sys.stdout)), comparison)
+
+
+def _show(rows: Iterable[Fact], values: Mapping[str, Any]) -> None:
+    """Print rows, on a terminal with the pictures of the page below them."""
+    if not styled(sys.stdout):
+        put(Lines.of(map(str, rows)))
         return
-    rows = [(name, text(row["modules"]), text(row["layers"]), f"{row['strength']:g}×")
-            for name, row in done.coverage.items()]  # fmt: skip
-    show(table(("adapter", "modules", "layers that they change", "strength"), rows, right=(1, 2)))
-    if verbose:
-        layers = [(name, layer["algorithm"], layer["rank"], _number(layer, "residual"), _number(layer, "largest"))
-                  for name, layer in done.layers.items()]  # fmt: skip
-        show(table(("layer", "kind", "rank", "residual", "largest |ΔW|"), layers, right=(2, 3, 4)))
-    if done.planned:
-        show(grid([("output", text(nearest(done.output), "bold")), ("", _made(done)), *_adapter_notes(done)]))
-    else:
-        show(panel(f"{mark('done')} {title}", _rows(done)))
+    show_table([*rows])
+    _show_charts(values)
 
 
-def _number(layer: Mapping[str, Any], name: str) -> str:
-    """Return a number of a layer with three digits; "" where it is not known."""
-    return f"{layer[name]:.3g}" if name in layer else ""
+def _show_charts(values: Mapping[str, Any]) -> None:
+    """Draw the pictures of a page."""
+    from ..viewing.pages.page import content
+    from .charts import SHADES, bars, heat_map
+
+    width = min(console(sys.stdout).width, WIDEST)
+    page = content(dict(values))
+    shades = "" if colored() else next(s for s in SHADES if has(sys.stdout, s))
+    for chart in page["heat_maps"]:
+        show("", *heat_map(chart, width, shades))
+    for chart in page["bars"]:
+        show("", *bars(chart, width, shades))
 
 
-def _rows(done: AdapterReport) -> Iterator[tuple[str, Any]]:
-    """Yield what the file holds, where it lies, how it was proven, and how to undo it."""
-    yield "holds", done.summary
-    yield "", done.change
-    yield "lies in", text(nearest(done.output), "bold cyan")
-    yield "", f"{_made(done)}, in {done.seconds:.1f} s"
-    if done.verified is None:
-        yield "proven", "not at all (--no-verify)"
-    else:
-        yield "proven", text(_proof(done), "green")
-    yield from _adapter_notes(done)
-    yield "undo", f"{removal(done.output, folder=Path(done.output).is_dir())}   (the inputs are as they were)"
+# Pages and plots.
 
 
-def _adapter_notes(done: AdapterReport) -> Iterator[tuple[str, Any]]:
-    for name, facts in done.coverage.items():
-        for keys, why in by_reason(facts["ignored"]):
-            yield "note", text(f"{name}: left out: {keys}: {why}", "yellow")
-    for note in (*done.notes, *shortage(done.disk, done.output)):
-        yield "note", text(note, "yellow")
+class PageFiles:
+    """The files of `--html` and `--plot`. What can be checked before the work begins is checked then."""
+
+    def __init__(self, html: str | None, plot: str | None, *, quiet: bool, dry_run: bool = False) -> None:
+        """Raise UsageError if one cannot be written there, or cannot be made here."""
+        self._quiet = quiet
+        self._files: list[tuple[ReportFile, Callable[[Any], bytes]]] = []
+        if dry_run and (html or plot):
+            raise UsageError("a dry run has nothing to show", "--html" if html else "--plot", "leave one of them out")
+        if html is not None:
+            from ..viewing.pages.page import library, page
+
+            library()
+            self._files.append((ReportFile(html, "--html"), lambda result: page(result).encode(errors="replace")))
+        if plot is not None:
+            from ..viewing.pages.plot import drawable
+            from ..viewing.pages.plot import plot as draw
+
+            file = ReportFile(plot, "--plot")
+            drawable(file.path)
+            self._files.append((file, lambda result: draw(result, file.path)))
+
+    def protect(self, inputs: Iterable[Path], outputs: Iterable[Path] = ()) -> None:
+        """Raise UsageError if a picture would be written over one of these."""
+        inputs, outputs = list(inputs), list(outputs)
+        for file, _ in self._files:
+            file.protect(inputs, outputs)
+
+    def write(self, result: Callable[[], Any]) -> None:
+        """Write all of them about what `result` returns, the JSON that the command prints; warn where that fails."""
+        if not self._files:
+            return
+        with watching(quiet=self._quiet, doing="drawing"):
+            failed = [*self._failed(result)]
+        for path, error in failed:
+            _unwritten(path, error)
+
+    def _failed(self, result: Callable[[], Any]) -> Iterator[tuple[Path, Exception]]:
+        """Write all of them; yield the path of each that failed, with the error."""
+        try:
+            facts = result()
+        except (OSError, MergeError) as e:  # the output itself is written and proven
+            yield self._files[0][0].path, e
+            return
+        for file, make in self._files:
+            try:
+                file.put(make(facts))
+            except (OSError, MergeError) as e:
+                yield file.path, e
+            file.close()
 
 
-def _made(done: AdapterReport) -> str:
-    return f"{size(done.written)}, dtype {done.dtype}, {plural(len(done.layers), 'layer')}"
-
-
-def _proof(done: AdapterReport) -> str:
-    """Return what was proven, in plain words."""
-    proof = done.verified or {}
-    if not proof["recomputed"]:
-        return "every tensor is in the file; what this method makes is not computed a second time"
-    return (f"{mark('done')} {proof['recomputed']} of {plural(proof['layers'], 'layer')} computed again in fp64: the "
-            f"file changes a model as this report says")  # fmt: skip
-
-
-def adapter_report_lines(done: AdapterReport, *, verbose: bool) -> Iterator[str]:
-    """Yield the plain lines of a report."""
-    for name, facts in done.coverage.items():
-        change, layers = plural(facts["modules"], "module changes", "modules change"), plural(facts["layers"], "layer")
-        yield f"adapter  {name}: {change} {layers}, {facts['strength']:g}×"
-        for keys, why in by_reason(facts["ignored"]):
-            yield f"  left out: {keys}: {why}"
-    for name, layer in done.layers.items() if verbose else ():
-        lost = "" if done.planned else f", residual {_number(layer, 'residual')}"
-        largest = f", largest |ΔW| {_number(layer, 'largest')}" if "largest" in layer else ""
-        yield f"  {name}: {layer['algorithm']}, rank {layer['rank']}{lost}{largest}"
-    yield f"output   {done.output}: {_made(done)}"
-    yield f"  {done.summary}"
-    if done.change:
-        yield f"  {done.change}"
-    if done.verified:
-        yield (
-            f"verified {done.verified['recomputed']} of {plural(done.verified['layers'], 'layer')} computed again in "
-            f"fp64: worst residual {done.verified['worst_residual']:.3g}"
-        )
+def _unwritten(path: Path, error: Exception) -> None:
+    """Warn that a picture could not be written."""
+    where = one_line(str(path))
+    print(f"warning: the picture could not be written: {cause(error)} ({where})", file=sys.stderr)  # noqa: T201

@@ -1,4 +1,4 @@
-"""Output streams that nobody may read, and report files: a message that cannot be written does not undo the work."""
+"""Writing to stdout, stderr and report files whose reader may be gone: that does not undo the work."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _descriptor(path: Path) -> int | None:
 def _stream(path: Path) -> int:
     """Open what a path leads to if that is a pipe, a terminal or a device, without waiting for a reader; -1 for a file.
 
-    Raises OSError, with ENXIO for a pipe that nobody reads.
+    Raises OSError, with ENXIO for a pipe without a reader.
     """
     number = _descriptor(path)
     if number is None and (not os.path.exists(path) or stat.S_ISREG(path.stat().st_mode)):  # noqa: PTH110
@@ -191,7 +191,7 @@ class ReportFile:
                 self._open(0 if present else os.O_CREAT)
         except OSError as e:
             if e.errno == errno.ENXIO and self.path.is_fifo():
-                raise UsageError("nobody reads the pipe", f"{flag} {text}",
+                raise UsageError("the pipe has no reader", f"{flag} {text}",
                                  "start its reader first, or choose a file") from e  # fmt: skip
             raise UsageError("the report cannot be written there", f"{flag} {text}", ELSEWHERE) from e
 
@@ -216,7 +216,7 @@ class ReportFile:
         self._spares = True
 
     def _hits(self, path: Path, *, new: bool) -> bool:
-        """Return whether the report is this file, or lies in this folder: anywhere in a new one, else over a file."""
+        """Return whether the report is this file, or inside this folder: anywhere in a new one, else over a file."""
         here, other, present = real_path(self.path), real_path(path), self.path.exists()
         inside = other in here.parents and (new or present)
         return here == other or inside or (present and same(self.path, path))
@@ -268,13 +268,13 @@ class ReportFile:
 
     def replace(self, line: str) -> None:
         """Make the line all of the report."""
-        self._tell(line, self.put)
+        self._report_failure(line, self.put)
 
     def append(self, line: str) -> None:
         """Add a line; it is on the disk on return."""
-        self._tell(line, self._write)
+        self._report_failure(line, self._write)
 
-    def _tell(self, line: str, put: Callable[[bytes], None]) -> None:
+    def _report_failure(self, line: str, put: Callable[[bytes], None]) -> None:
         try:
             put((line and line + "\n").encode(errors=ESCAPED))
         except (OSError, MergeError) as e:

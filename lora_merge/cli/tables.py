@@ -13,9 +13,9 @@ import typer
 
 from ..errors import UsageError
 from ..text import Lines, json_text, plural
-from ..viewing.facts import schema
+from ..viewing.json_schemas import schema
 from .compat import completed
-from .help import examples
+from .help import add
 from .reports import put
 from .terminal import show, styled, table
 
@@ -24,9 +24,9 @@ JSON: Final = typer.Option("--json", help="The same as one JSON object.")
 
 def add_to(app: typer.Typer) -> None:
     """Add these commands to the application."""
-    app.command(epilog=examples("parts sdxl.safetensors"))(parts)
-    app.command(epilog=examples("algorithms", "algorithms --json"))(algorithms)
-    app.command(epilog=examples("architectures"))(architectures)
+    add(app, parts, "parts sdxl.safetensors")
+    add(app, algorithms, "algorithms", "algorithms --json")
+    add(app, architectures, "architectures")
 
 
 def parts(
@@ -79,7 +79,7 @@ def _print(name: str, columns: tuple[str, ...], rows: list[dict[str, Any]], *, a
 
 
 def known_algorithms() -> Iterator[dict[str, Any]]:
-    """Yield names, first words and papers of every formula; names of one file stand together."""
+    """Yield names, first words and papers of every formula; names of one file are next to each other."""
     from ..algorithms import ALGORITHMS
 
     files: dict[str, list[str]] = {}
@@ -113,7 +113,7 @@ def parts_of(path: Path) -> dict[str, Any]:
 
     index = open_checkpoint(path)
     if is_adapter(index):
-        fix = f"name the base; lora-merge inspect {path.name} tells what the adapter changes"
+        fix = f"name the base; lora-merge inspect {path.name} shows what the adapter changes"
         raise UsageError("an adapter, and parts are those of a base", str(path), fix)
     lookup = names(index)
     model_blocks = blocks(lookup)

@@ -28,7 +28,7 @@ EVERYWHERE: Final = (
     (f"{FLAG} <{'|'.join(COLORS)}>", "Colours and tables; auto: on a terminal. NO_COLOR is heeded."),
     (DEBUG, "Tracebacks."),
 )
-"""The options of every command, as its help lists them. They stand anywhere on the command line."""
+"""The options of every command, as its help lists them. They may be anywhere on the command line."""
 
 WIDEST: Final = 100
 """Columns of a panel at most; longer lines are hard to read."""
@@ -44,7 +44,7 @@ CUT: Final = ("XTERM_VERSION", "STY")
 """Variables of terminals that cut such lines, xterm and GNU screen. They count first, as they run inside others."""
 
 
-def taken(args: Sequence[str], *, checked: bool = True) -> list[str]:
+def without_global_options(args: Sequence[str], *, checked: bool = True) -> list[str]:
     """Return the arguments without the options of every command.
 
     Raises UsageError where `--color` lacks a value, if that is to be `checked`: a shell completes words one by one.
@@ -65,7 +65,7 @@ def taken(args: Sequence[str], *, checked: bool = True) -> list[str]:
     return rest
 
 
-def chosen() -> str:
+def color_choice() -> str:
     """Return the value of `--color` on the command line."""
     for at, word in enumerate(sys.argv):
         if word == "--":
@@ -84,15 +84,15 @@ def debugging() -> bool:
 
 def styled(stream: Any) -> bool:
     """Return whether a stream gets tables: a terminal does, and whatever there is with `--color always`."""
-    return chosen() == "always" or (stream.isatty() and os.environ.get("TERM") != "dumb")
+    return color_choice() == "always" or (stream.isatty() and os.environ.get("TERM") != "dumb")
 
 
 def colored() -> bool:
     """Return whether tables and pictures have colours."""
-    return chosen() == "always" or (chosen() != "never" and not os.environ.get("NO_COLOR"))
+    return color_choice() == "always" or (color_choice() != "never" and not os.environ.get("NO_COLOR"))
 
 
-class _Ours:
+class _RichStream:
     """A stream for Rich, whose texts may command the terminal; the names in them are escaped before."""
 
     def __init__(self, stream: Any) -> None:
@@ -122,7 +122,7 @@ def console(stream: Any) -> Console:
 
     plain, width = not colored(), columns(stream)
     return Console(
-        file=cast("IO[str]", _Ours(stream)), width=width, force_terminal=not plain, no_color=plain,
+        file=cast("IO[str]", _RichStream(stream)), width=width, force_terminal=not plain, no_color=plain,
         color_system=None if plain else "auto", highlight=False, markup=False, emoji=False,
     )  # fmt: skip
 
@@ -150,7 +150,7 @@ def text(content: object, style: str = "") -> Text:
 
 
 def mark(name: Literal["done", "failed", "note"], stream: Any | None = None) -> str:
-    """Return ✓, ✗ or !, or what stands for them where the terminal lacks these letters."""
+    """Return ✓, ✗ or !, or plain letters if the terminal lacks these."""
     letters = {"done": ("✓", "OK"), "failed": ("✗", "X"), "note": ("!", "!")}[name]
     return letters[0 if has(stream or sys.stdout, letters[0]) else 1]
 
@@ -174,7 +174,7 @@ def cell(content: object) -> RenderableType:
 def table(
     columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str = "", right: Iterable[int] = ()
 ) -> Any:
-    """Return a table; `right`: numbers of the columns whose cells stand at the right."""
+    """Return a table; `right`: numbers of the columns that are aligned at the right."""
     from rich import box
     from rich.console import Group
     from rich.table import Table
@@ -189,7 +189,7 @@ def table(
 
 
 def grid(rows: Iterable[Sequence[object]], wide: int = 0) -> Any:
-    """Return rows whose first cells are words that say what they are about; `wide`: their least number of columns."""
+    """Return rows whose first cells are names; `wide`: the least number of columns of a name."""
     from rich.table import Table
 
     lines = list(rows)
@@ -216,7 +216,7 @@ def panel(title: str, rows: Iterable[Sequence[object]], style: str = "green") ->
 
 def show_whole(rows: Iterable[tuple[Text, Text]], width: int, indent: int) -> None:
     """Print rows of a grid that hold a word longer than the room, such as a hash that is to be copied: it stays whole
-    on a line of its own, and further left where the width asks for that."""
+    on a line of its own, and further left if the width requires that."""
     from rich.text import Text
 
     target = console(sys.stdout)

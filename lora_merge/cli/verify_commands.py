@@ -1,4 +1,4 @@
-"""The commands about finished files and this machine: verify, replay, unmerge, doctor. They decide nothing."""
+"""The commands about finished files and this machine: verify, replay, unmerge, doctor."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ import typer
 from ..errors import UsageError
 from ..options import OPTIONS
 from ..progress import unwatched
+from ..report import verify_rows
 from ..text import json_text
 from .argument_values import named_adapter, named_parts, with_strengths
 from .compat import checked_output, completed
-from .help import examples
+from .help import add
 from .options import HTML, QUIET, SILENT, read, with_options
 from .progress_display import PROOF, paused, watching
 from .reports import (
-    Asked,
-    carried_out,
+    PageFiles,
+    ReportOptions,
     carry_out,
     echo,
+    merge_and_report,
     put,
     show_adapter_report,
+    show_merge,
     show_plan,
     show_proof,
-    show_report,
-    silent,
     with_pictures,
 )
 from .terminal import styled
@@ -46,7 +47,7 @@ def add_to(app: typer.Typer) -> None:
         (unmerge, ("unmerge merged.safetensors style.safetensors:0.8 -o before",)),
         (doctor, ("doctor", "doctor /mnt/models")),
     ):
-        app.command(epilog=examples(*lines))(command)
+        add(app, command, *lines)
 
 
 @with_options(*(option for option in OPTIONS.values() if option.in_verify), before="search", stated=True)
@@ -71,8 +72,7 @@ def verify(
     Its inputs are found by their hashes, or named.
     """
     from ..paths import expand
-    from ..recipes.replay import ADAPTER_PROOF, is_adapter, prove
-    from ..viewing.merge_facts import proof_of_adapter
+    from ..recipes.replay import is_adapter, prove
 
     output, base = completed(output), base and completed(base)
     strength_for, values = options.pop("strength_for") or (), read(options, len(adapter or []))
@@ -86,11 +86,8 @@ def verify(
         )
     if as_json:
         put(json_text(proof))
-    elif proof["schema"] == ADAPTER_PROOF:
-        for row in () if quiet else proof_of_adapter(proof):
-            echo(str(row))
     elif not quiet:
-        show_proof(proof)
+        show_proof(verify_rows(proof))
 
 
 @with_options(OPTIONS["device"], OPTIONS["overwrite"], before="as_json")
@@ -116,7 +113,7 @@ def replay(
     from ..recipes.replay import again, is_adapter
 
     path, output, folders = completed(path), str(checked_output(output)), [expand(p) for p in search or []]
-    say = silent if as_json or quiet else echo
+    report_options = ReportOptions(as_json=as_json, quiet=quiet)
     with watching(quiet=quiet) as display:
         if not is_adapter(expand(path)):
             preload()
@@ -124,12 +121,12 @@ def replay(
         if isinstance(written, Plan):
             plan = admit(written)
             with paused(display):
-                show_plan(plan, say)
-            done = carry_out(plan, display)
+                show_plan(plan, report_options)
+            merged = carry_out(plan, display)
         else:
             report = COMMANDS[written.command].run(written, display or unwatched, None)
     if isinstance(written, Plan):
-        show_report(done, say, plan.base.notes, as_json=as_json)
+        show_merge(merged, plan, report_options)
     elif as_json:
         put(report.to_json())
     else:
@@ -166,16 +163,20 @@ def unmerge(
     from ..paths import expand
     from ..recipes.replay import refuse_to_unmerge
     from ..recipes.unmerge import plan_unmerge
-    from .picture_files import Pictures
     from .stdio import reporting
 
-    path, output, pictures = completed(path), checked_output(output), Pictures(html, None, quiet=quiet, dry_run=dry_run)
+    path, output, pictures = (
+        completed(path),
+        checked_output(output),
+        PageFiles(html, None, quiet=quiet, dry_run=dry_run),
+    )
     if output is None:
         refuse_to_unmerge(expand(path))
     strength_for, values = options.pop("strength_for") or (), read(options, len(adapters or []))
     named, parts = named_parts(with_strengths([named_adapter(a) for a in adapters or []], values), strength_for)
     stated = {"strength_for": parts, **values} if parts else values
-    how = Asked(dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=False, overwrite=bool(stated.get("overwrite")))
+    overwrite = bool(stated.get("overwrite"))
+    report_options = ReportOptions(dry_run=dry_run, as_json=as_json, quiet=quiet, overwrite=overwrite)
     stated |= {"overwrite": True} if dry_run else {}
 
     def planned() -> Plan:
@@ -187,9 +188,9 @@ def unmerge(
     with reporting(report) as file:
         if file is not None:
             file.protect([expand(path)], [expand(output or path)])
-        done = carried_out(planned, file, how)
-    if done is not None:
-        pictures.write(lambda: with_pictures(*done))
+        merged = merge_and_report(planned, file, report_options)
+    if merged is not None:
+        pictures.write(lambda: with_pictures(*merged))
 
 
 def doctor(

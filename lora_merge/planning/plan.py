@@ -12,7 +12,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ..disk.files import StoredTensor
-from ..dtypes import Shape, flat
+from ..dtypes import Shape, flat, spoken
+from ..facts import Fact, line
 from ..files.checkpoint import Index, configuration
 from ..files.encodings.base import Packing, plain
 from ..files.file_uses import Folder
@@ -22,7 +23,8 @@ from ..merge_methods import METHODS, SUM, MergeMethod
 from ..models.fused import together
 from ..models.names import Names
 from ..models.weights import Weight, unstored
-from ..text import Shown, by_component, by_pattern, plural, size, stored
+from ..report import input_rows, output_rows
+from ..text import Shown, by_component, by_pattern
 from .quantisation import NOTHING, Quantising
 
 if TYPE_CHECKING:
@@ -174,14 +176,8 @@ class Plan(Shown):
     def _heading(self) -> str:
         return f"Plan: {self.job.output.name}"
 
-    def _facts(self) -> Iterator[tuple[str, str]]:
-        """Yield what a person wants to know first."""
-        yield "output", f"{self.job.output} ({size(self.size)}, {stored(self.job.dtype)})"
-        yield "base", f"{self.job.base.name} ({self.architecture}, {plural(len(self.base.tensors), 'tensor')})"
-        for ref, m in zip(self.job.adapters, self.adapters, strict=True):
-            strengths = [f"{s:g}× {part} ({n})" for part, counts in m.strengths.items() for s, n in counts.items()]
-            yield "adapter", f"{ref.path.name}: {m.modules} of {plural(m.total, 'module')}, {', '.join(strengths)}"
-        yield "changes", plural(self.changed, "tensor")
+    def _facts(self) -> Iterator[Fact]:
+        return plan_rows(self)
 
     @property
     def architecture(self) -> str:
@@ -319,6 +315,25 @@ def coverage(plan: Plan) -> Mapping[str, Any]:
             "skipped": m.unmatched, "ignored": dict(m.adapter.ignored), "notes": [*m.adapter.notes, *m.notes],
         }  # fmt: skip
     return by_name
+
+
+def plan_rows(plan: Plan, *, verbose: bool = False) -> Iterator[Fact]:
+    """Yield what a plan does, in words; `verbose`: with patterns of names, files of folders and all tensors."""
+    matches = coverage(plan)
+    values = {
+        "base": plan.job.base, "architecture": plan.architecture, "notes": plan.base.notes, "coverage": matches,
+        "output": plan.job.output, "dtype": plan.job.dtype, "changed": plan.changed, "codes": plan.codes,
+        "tensors": sum(len(file.targets) for file in plan.files), "method": plan.job.method,
+    }  # fmt: skip
+    formulas = {name: ", ".join(match.algorithms) for name, match in zip(matches, plan.adapters, strict=True)}
+    yield from input_rows(values, formulas, verbose=verbose)
+    yield from output_rows(values, plan.size)
+    for folder in plan.folders if verbose else ():
+        yield line("files", f"{folder.role} {folder.path}")
+        yield from (Fact("", row) for row in folder.lines())
+    for target in (target for file in plan.files for target in file.targets if verbose):
+        changed = " <- " + ", ".join(use.patch.module.name for use in target.uses) if target.uses else ""
+        yield Fact("", f"{target.name} {spoken(target.dtype)} {list(target.shape)}{changed}")
 
 
 def files(plan: Plan) -> list[dict[str, object]]:

@@ -39,14 +39,13 @@ from ..proof.grids import ROUNDING
 from ..proof.header_changes import header_changes, notes, with_header_changes
 from ..proof.loadable import instead
 from ..proof.verify import check_header, verify
+from ..report import ADAPTER_PROOF
 from ..text import Note, listed, plural, quoted
 from .find_inputs import SEARCH, different, find, find_all
 from .read_recipe import Recipe, damaged, input_of, made_by, read_recipe, uses_of
 
 Stated: TypeAlias = str | Path | tuple[str | Path, float | None] | Adapter
 """An adapter as the caller names it: a path, or a path and a strength, or an Adapter."""
-ADAPTER_PROOF: Final = "lora-merge/adapter-proof/1"
-"""The schema of the proof of an adapter."""
 
 RECIPE_EDITED: Final = "the header with the recipe was changed after the merge"
 

@@ -52,18 +52,18 @@ LAYERS: Final = (
     ("ends of a block",   r"proj_in|proj_out"),
     ("inputs",            r"[a-z]*_?emb\w*|time_\w+|[a-z]*_in|x_embedder|context_embedder"),
 )  # fmt: skip
-"""What a layer does → names that say so, the first that fits counts."""
+"""What a layer does → names for it; the first that fits counts."""
 KINDS: Final = [(kind, re.compile(rf"(?:^|[._])(?:{names})(?=[._]|$)", re.IGNORECASE)) for kind, names in LAYERS]
 
 
 def adapter_facts(file: AdapterFile) -> dict[str, Any]:
-    """Return what the header and the configuration of an adapter tell."""
+    """Return what the header and the configuration of an adapter contain."""
     index = file.index
     with Reader([index]) as reader:
         values = FileValues(reader)
         alpha = {m.where: values.numbers(m.shared["alpha"])[:1] for m in file.modules if "alpha" in m.shared}
     ranks = {m.where: rank for m in file.modules if (rank := rank_of(m))}
-    file = replace(file, modules=_own(file))
+    file = replace(file, modules=_with_own_tensors(file))
     alphas = Counter(a for some in alpha.values() for a in some)
     for table in (index.config, *(entry(index, e) for e in ("lora_adapter_metadata", "lora_config"))):
         alphas.update(_alphas(table) if isinstance(table, Mapping) else ())
@@ -87,11 +87,11 @@ def adapter_facts(file: AdapterFile) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _own(file: AdapterFile) -> tuple[Module, ...]:
+def _with_own_tensors(file: AdapterFile) -> tuple[Module, ...]:
     """Return the modules without the tensors that all of them share, such as those of VeRA."""
     try:
         known = rules_of(file)
-    except MergeError:  # a merge will say what is wrong with the configuration
+    except MergeError:  # a merge reports what is wrong with the configuration
         return file.modules
     return tuple(m for m in file.modules if not known.of(m.name).is_shared(m.name))
 
@@ -117,7 +117,7 @@ def parts(modules: Sequence[Module]) -> dict[str, Any]:
 
 
 def kind_of(name: str) -> str:
-    """Return what the layer of a module or of a weight does, by its name; "other" where that does not tell it."""
+    """Return what the layer of a module or of a weight does, by its name; "other" if the name does not show it."""
     _, body = innermost(name)
     return next((kind for kind, names in KINDS if names.search(body)), "other")
 
@@ -136,7 +136,7 @@ def _gaps(file: AdapterFile) -> Mapping[str, Gap]:
     """Return the modules that lack a tensor which the others have."""
     try:
         return gaps(file.modules, rules_of(file))
-    except MergeError:  # a merge will say what is wrong with the configuration
+    except MergeError:  # a merge reports what is wrong with the configuration
         return {}
 
 
@@ -150,7 +150,7 @@ def _algorithms(file: AdapterFile) -> dict[str, str]:
     """Return module → its algorithm: the one that PEFT's configuration means, else the first that its tensors fit."""
     try:
         known = rules_of(file)
-    except MergeError:  # a merge will say what is wrong with the configuration
+    except MergeError:  # a merge reports what is wrong with the configuration
         return {m.where: algorithm_of(m) for m in file.modules}
     names = {}
     for m in file.modules:

@@ -19,11 +19,11 @@ from ..planning.recipe import KEY, parsed
 from ..text import plural
 from .formats import formats
 
-FORMER: Final = 20  # merges that are told one by one, of a chain of outputs that became bases
+FORMER: Final = 20  # merges that are listed one by one, of a chain of outputs that became bases
 
 
 def base_facts(index: Index) -> dict[str, Any]:
-    """Return what the header and the configuration of a model tell."""
+    """Return what the header and the configuration of a model contain."""
     lookup = names(index)
     recipe = parsed(index.metadata.get(KEY, ""))
     other = foreign(index.tensors) if lookup.architecture == "unknown" else ""

@@ -1,4 +1,4 @@
-"""Compares two checkpoints tensor by tensor, or two adapters module by module. One tensor is in memory at a time."""
+"""`compare`: two models tensor by tensor, or two adapters module by module, with one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any, Final
 from ..disk.files import StoredTensor
 from ..dtypes import spoken
 from ..errors import UsageError
+from ..facts import COUNT, Fact, by_block, cut_rows, line, table
 from ..files.checkpoint import Index, open_checkpoint
 from ..progress import Progress, counted, unwatched
 from ..text import by_reason, listed, plural, size
-from .facts import COUNT, Fact, by_block, cut_rows, line, schema, table
 from .inspect import is_adapter
-from .pages.heat_map import short
+from .json_schemas import schema
+from .pages.heat_map import block_labels
 
 if TYPE_CHECKING:
-    from .compare_models import Difference
+    from .compare_models import DifferenceSums
 
 SCHEMA: Final = schema("compare")
 
@@ -38,9 +39,9 @@ def compare(
                          "use lora-merge inspect BASE ADAPTER; or give two adapters, or two models")  # fmt: skip
     head = {"schema": SCHEMA, "a": str(a), "b": str(b)}
     if all(kinds):
-        from .compare_adapters import adapters_alike
+        from .compare_adapters import adapter_similarity
 
-        return {**head, "kind": "adapters", **adapters_alike(first, second, base, pictures=pictures)}
+        return {**head, "kind": "adapters", **adapter_similarity(first, second, base, pictures=pictures)}
     if base is not None:
         raise UsageError("a base is given for two models", f"--base {base}", "leave it out")
     return {**head, "kind": "checkpoints", **_checkpoints(first, second, pictures=pictures, progress=progress)}
@@ -50,14 +51,14 @@ def _checkpoints(a: Index, b: Index, *, pictures: bool, progress: Progress) -> d
     """Return the differences of two models: in all, by part and block, by tensor."""
     from ..models.blocks import groups
     from ..models.names import names
-    from .compare_models import Difference, difference_pictures, differences
+    from .compare_models import DifferenceSums, difference_pictures, differences
     from .pictures import evenly
 
     lookup = names(a)
     model = groups(lookup)
-    rows: dict[str, Difference] = {}
+    rows: dict[str, DifferenceSums] = {}
     tensors: dict[str, Any] = {}
-    total, equal, others, only_b = Difference(), list[str](), dict[str, str](), list[str]()
+    total, equal, others, only_b = DifferenceSums(), list[str](), dict[str, str](), list[str]()
     dtypes: Counter[str] = Counter()
     keys: set[str] = set()
     advance = counted(progress, "look", str(b.path), sum(t.nbytes for t in b.parameters.values()))
@@ -72,7 +73,7 @@ def _checkpoints(a: Index, b: Index, *, pictures: bool, progress: Progress) -> d
         else:
             total.add(pair.sums)
             group = [name for _, name in model.of(pair.keys[0])][-1]  # its block, or else its part
-            rows.setdefault(group, Difference()).add(pair.sums)
+            rows.setdefault(group, DifferenceSums()).add(pair.sums)
             if pair.sums.equal:
                 equal.append(pair.name)
             else:
@@ -104,14 +105,14 @@ def compare_rows(result: Mapping[str, Any], *, pictured: bool = False) -> Iterat
     if result["kind"] == "checkpoints":
         yield from by_block((name, _difference(d)) for name, d in result["blocks"].items() if d["difference"] != 0)
     else:
-        yield from by_block((name, _alike(row)) for name, row in result["blocks"].items())
+        yield from by_block((name, _similarity(row)) for name, row in result["blocks"].items())
 
 
 def compare_summary(result: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield the same without its tables."""
     yield line("A", result["a"])
     yield line("B", result["b"])
-    yield from (_of_models if result["kind"] == "checkpoints" else _of_adapters)(result)
+    yield from (_model_rows if result["kind"] == "checkpoints" else _adapter_rows)(result)
     if others := result.get("other_shapes"):
         yield line("other shapes", len(others))
     for name in ("A", "B"):
@@ -122,7 +123,7 @@ def compare_summary(result: Mapping[str, Any]) -> Iterator[Fact]:
     yield from (line("note", note) for note in result.get("notes", ()))
 
 
-def _of_models(result: Mapping[str, Any]) -> Iterator[Fact]:
+def _model_rows(result: Mapping[str, Any]) -> Iterator[Fact]:
     yield line("tensors", f"{result['compared']} compared: {result['equal']} equal, {result['different']} different")
     for both, count in result["dtypes"].items():
         yield line("dtypes", f"{both}: {plural(count, 'tensor')}")
@@ -136,11 +137,11 @@ def _difference(d: Mapping[str, Any]) -> str:
     return f"‖B−A‖ {d['difference']:.4g}, {share}; largest {d['largest']:.3g}; {changed}"
 
 
-def _of_adapters(result: Mapping[str, Any]) -> Iterator[Fact]:
+def _adapter_rows(result: Mapping[str, Any]) -> Iterator[Fact]:
     yield line("modules", f"{result['common']} in both")
     if result["common"]:
-        yield line("alike", _alike(result["total"]))
-        yield line("fight", of_fight(result))
+        yield line("alike", _similarity(result["total"]))
+        yield line("fight", opposed_blocks(result))
     if whole := result.get("whole"):
         equal, both = whole["equal"], len(whole["tensors"])
         differ = f"; {_difference(whole['total'])}" if equal < both else ""
@@ -150,14 +151,14 @@ def _of_adapters(result: Mapping[str, Any]) -> Iterator[Fact]:
         yield line("not compared", f"{left}: {why}")
 
 
-def of_fight(result: Mapping[str, Any]) -> str:
+def opposed_blocks(result: Mapping[str, Any]) -> str:
     """Return in how many blocks the changes of two adapters point against each other, in words."""
-    fight, labels = result["fight"], short(result["blocks"])
+    fight, labels = result["fight"], block_labels(result["blocks"])
     most = ", ".join(labels[name] for name in sorted(fight, key=lambda name: result["blocks"][name]["cosine"])[:3])
     return f"in {len(fight)} of {plural(len(result['blocks']), 'block')}" + (f", most in {most}" if fight else "")
 
 
-def _alike(row: Mapping[str, Any]) -> str:
+def _similarity(row: Mapping[str, Any]) -> str:
     cosine = "cosine ?" if row["cosine"] is None else f"cosine {row['cosine']:+.3f}"
     overlap = "" if row.get("overlap") is None else f", common directions {row['overlap']:.1%}"
     return f"{cosine}, ‖ΔA‖ {row['a']:.3g}, ‖ΔB‖ {row['b']:.3g}{overlap}"

@@ -1,7 +1,5 @@
-"""Compares the changes of two adapters: cosine, norms and common subspaces of ΔW, by block and by module.
-
-Compares tensors that two adapters store whole: the values that take the place of the base's own.
-"""
+"""Similarity of two adapters: cosine, norms and common subspaces of ΔW, by block and by module, and the differences of
+tensors that both store in place of the base's."""
 
 from __future__ import annotations
 
@@ -33,18 +31,18 @@ from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.make_plan import plan_job
 from ..planning.plan import OutputTensor
 from ..text import Note
-from .compare_models import Difference, plain_sums
-from .module_change import NOISE, Delta, Deltas, changes, replaced_by, shape_of
+from .compare_models import DifferenceSums, plain_sums
+from .module_change import NOISE, ModuleChange, ModuleChanges, changes, replaced_by, shape_of
 from .pictures import evenly
 from .pictures import pictures as pictured
 
-Key: TypeAlias = tuple[Name, str]
+StoredValue: TypeAlias = tuple[Name, str]
 """(network and name of a module, parameter), alike in all dialects of one layout."""
 
 ROWS: Final = "rows of trained tokens: name a base with --base"
 
 
-class Sums(NamedTuple):
+class ChangeSums(NamedTuple):
     """Sums over two changes: of squares, and of products."""
 
     a: float = 0.0
@@ -57,13 +55,13 @@ def compare_whole(a: AdapterFile, b: AdapterFile) -> dict[str, Any]:
     under `left` which tensors cannot be compared, and why."""
     left: dict[str, str] = {}
     first, other = dict(_values(a, left)), dict(_values(b, left))
-    total, tensors = Difference(), dict[str, Difference]()
+    total, tensors = DifferenceSums(), dict[str, DifferenceSums]()
     with Reader([a.index, b.index]) as reader:
         for key, value in first.items():
             if (far := other.get(key)) is None:
                 continue
             if value.shape != far.shape:
-                left[value.name] = of_shapes(value.shape, far.shape)
+                left[value.name] = shape_difference(value.shape, far.shape)
                 continue
             tensors[value.name] = plain_sums(value, far, reader)
             total.add(tensors[value.name])
@@ -75,12 +73,12 @@ def compare_whole(a: AdapterFile, b: AdapterFile) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def of_shapes(a: tuple[int, ...], b: tuple[int, ...]) -> str:
+def shape_difference(a: tuple[int, ...], b: tuple[int, ...]) -> str:
     """Return why two weights cannot be compared."""
     return f"other shapes: {list(a)} in A, {list(b)} in B"
 
 
-def _values(file: AdapterFile, left: dict[str, str]) -> Iterator[tuple[Key, StoredTensor]]:
+def _values(file: AdapterFile, left: dict[str, str]) -> Iterator[tuple[StoredValue, StoredTensor]]:
     """Yield the tensors that take the place of the base's; the others come into `left`, with the reason."""
     known = rules_of(file)
     for info in file.strange:
@@ -105,19 +103,19 @@ def _target(info: StoredTensor, known: PeftRules, left: dict[str, str]) -> str:
     return value.target
 
 
-def sums_of_changes(a: Replaced, b: Replaced, read: Fetch) -> Sums:
+def sums_of_changes(a: Replaced, b: Replaced, read: Fetch) -> ChangeSums:
     """Return the sums over V_A − W and V_B − W, which are read some numbers at a time. The shapes are equal."""
-    sums = Sums()
+    sums = ChangeSums()
     for first, count in runs(a, 1):
         old = values(a.before, first, count, read)
         ours, other = (values(x.target.weight, first, count, read) - old for x in (a, b))
         sound = ours.isfinite() & other.isfinite()
         ours, other = ours[sound], other[sound]
-        sums = Sums(sums.a + float(ours @ ours), sums.b + float(other @ other), sums.inner + float(ours @ other))
+        sums = ChangeSums(sums.a + float(ours @ ours), sums.b + float(other @ other), sums.inner + float(ours @ other))
     return sums
 
 
-Spaces: TypeAlias = tuple[Tensor, Tensor] | None
+CommonSpaces: TypeAlias = tuple[Tensor, Tensor] | None
 """Orthonormal bases of a column space and a row space."""
 
 OPPOSED: Final = -0.1
@@ -130,7 +128,7 @@ MORE: Final = 8
 
 
 @dataclass
-class Alike:
+class Similarity:
     """Sums over the modules that both adapters change."""
 
     a: float = 0.0  # squares
@@ -139,13 +137,13 @@ class Alike:
     overlaps: list[float] = field(default_factory=list)
     pictures: dict[str, Any] = field(default_factory=dict)  # of one module
 
-    def add(self, other: Alike) -> None:
+    def add(self, other: Similarity) -> None:
         """Add the sums of other modules."""
         self.a, self.b, self.inner = self.a + other.a, self.b + other.b, self.inner + other.inner
         self.overlaps += other.overlaps
 
     def to_dict(self) -> dict[str, Any]:
-        """Return norms, ⟨ΔA, ΔB⟩ / (‖ΔA‖ ‖ΔB‖), and the mean overlap of the spaces; None where there is none."""
+        """Return norms, ⟨ΔA, ΔB⟩ / (‖ΔA‖ ‖ΔB‖), and the mean overlap of the spaces; None if it is undefined."""
         both = sqrt(max(self.a, 0.0) * max(self.b, 0.0))
         return {
             "a": sqrt(max(self.a, 0.0)), "b": sqrt(max(self.b, 0.0)), "cosine": self.inner / both if both else None,
@@ -154,11 +152,11 @@ class Alike:
 
 
 @undisturbed()
-def adapters_alike(a: Index, b: Index, base: Path | None, *, pictures: bool = False) -> dict[str, Any]:
+def adapter_similarity(a: Index, b: Index, base: Path | None, *, pictures: bool = False) -> dict[str, Any]:
     """Return how alike the changes of two adapters are, at strength 1: 1 for parallel ones, 0 for independent ones, −1
-    for those that take each other back.
+    for changes that cancel each other.
 
-    Without a base, modules are found by their names, in the words of their model where they tell it. With one, each
+    Without a base, modules are paired by their names, in the words of their model if the names show it. With one, each
     adapter's changes are those of a merge into it, and one that does not fit it is refused. `pictures`: with spectrum
     and histogram of both changes.
     """
@@ -166,12 +164,12 @@ def adapters_alike(a: Index, b: Index, base: Path | None, *, pictures: bool = Fa
     shown = evenly([m.name for m in files[0].modules], 2) if pictures else frozenset()
     left: dict[str, str] = {}
     pairs = _by_name(*files, shown) if base is None else _on_base(a, b, base, left, pictures=pictures)
-    total, rows, table = Alike(), dict[str, Alike](), dict[str, Any]()
+    total, rows, table = Similarity(), dict[str, Similarity](), dict[str, Any]()
     only: dict[str, list[str]] = {"a": [], "b": []}
     for name, block, likeness in pairs:
-        if isinstance(likeness, Alike):
+        if isinstance(likeness, Similarity):
             total.add(likeness)
-            rows.setdefault(block, Alike()).add(likeness)
+            rows.setdefault(block, Similarity()).add(likeness)
             table[name] = likeness.to_dict() | likeness.pictures
         elif likeness in only:
             only[likeness].append(name)
@@ -194,7 +192,7 @@ def adapters_alike(a: Index, b: Index, base: Path | None, *, pictures: bool = Fa
     }  # fmt: skip
 
 
-def _by_name(a: AdapterFile, b: AdapterFile, shown: frozenset[str]) -> Iterator[tuple[str, str, Alike | str]]:
+def _by_name(a: AdapterFile, b: AdapterFile, shown: frozenset[str]) -> Iterator[tuple[str, str, Similarity | str]]:
     """Yield (module, block, sums) of modules in both; in place of the sums "a" or "b" for those in one, or why they
     cannot be compared.
 
@@ -204,7 +202,7 @@ def _by_name(a: AdapterFile, b: AdapterFile, shown: frozenset[str]) -> Iterator[
     mine, theirs = common_names(*({m.name: shape_of(m) for m in some} for some in weights))
     others = {(theirs.get(m.name, plain(m.name)), m.parameter): m for m in b.modules}
     with Reader([a.index, b.index]) as reader, torch.no_grad():
-        first, second = Deltas(a, reader), Deltas(b, reader)
+        first, second = ModuleChanges(a, reader), ModuleChanges(b, reader)
         for module in a.modules:
             other = others.pop((mine.get(module.name, plain(module.name)), module.parameter), None)
             pair = None if other is None else (first.of(module), second.of(other))
@@ -214,22 +212,22 @@ def _by_name(a: AdapterFile, b: AdapterFile, shown: frozenset[str]) -> Iterator[
 
 
 def _pair(
-    a: Delta | None,
-    b: Delta | None,
+    a: ModuleChange | None,
+    b: ModuleChange | None,
     of: tuple[OutputTensor | None, OutputTensor | None] = (None, None),
     *,
     pictures: bool = False,
-) -> Alike | str:
+) -> Similarity | str:
     """Return the sums of two changes of one weight, or why there are none; `of`: the weights of two plans whose changes
     they are."""
     if a is None or b is None:
         return NEEDS_BASE
     if a.shape != b.shape:
-        return of_shapes(a.shape, b.shape)
+        return shape_difference(a.shape, b.shape)
     first, other = a.inner(a), b.inner(b)
     known = first > 0 and other > 0  # zeros span no space
     overlaps = [*_overlap(_spaces(a, of[0]), _spaces(b, of[1]))] if known else []
-    return Alike(first, other, a.inner(b), overlaps, _both(pictured(a), pictured(b)) if pictures else {})
+    return Similarity(first, other, a.inner(b), overlaps, _both(pictured(a), pictured(b)) if pictures else {})
 
 
 def _both(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
@@ -237,7 +235,7 @@ def _both(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
     return {kind: {"a": a.get(kind), "b": b.get(kind)} for kind in sorted({*a, *b})}
 
 
-def _overlap(first: Spaces, other: Spaces) -> Iterator[float]:
+def _overlap(first: CommonSpaces, other: CommonSpaces) -> Iterator[float]:
     """Yield the mean squared cosine of the principal angles between the column spaces, and between the row spaces:
     ‖Q₁ᵀ Q₂‖² / min(r₁, r₂). Björck and Golub 1973, doi:10.1090/S0025-5718-1973-0348991-3."""
     if first is None or other is None:
@@ -247,7 +245,7 @@ def _overlap(first: Spaces, other: Spaces) -> Iterator[float]:
             yield float((p.T @ q).square().sum()) / count
 
 
-def _spaces(delta: Delta, target: OutputTensor | None) -> Spaces:
+def _spaces(delta: ModuleChange, target: OutputTensor | None) -> CommonSpaces:
     """Return orthonormal bases of the column space and the row space of a change; None where it is not known to be a
     product of few columns.
 
@@ -272,7 +270,7 @@ def _spaces(delta: Delta, target: OutputTensor | None) -> Spaces:
 
 def _on_base(
     a: Index, b: Index, base: Path, left: dict[str, str], *, pictures: bool
-) -> Iterator[tuple[str, str, Alike | str]]:
+) -> Iterator[tuple[str, str, Similarity | str]]:
     """Yield (tensor of the base, block, how alike the changes are); for a tensor that one adapter alone changes,
     "" as its block and then the side, "a" or "b". What has no place in the base comes into `left`, with the reason."""
     opened = CheckpointCache()
@@ -296,10 +294,10 @@ def _on_base(
                 continue
             block = f"{lookup.component(name)} {block_of(name)}".strip()
             if target.shape != second[name].shape:
-                yield name, block, of_shapes(target.shape, second[name].shape)
+                yield name, block, shape_difference(target.shape, second[name].shape)
             elif all(name in target_names for target_names in whole):
                 sums = sums_of_changes(whole[0][name], whole[1][name], read)
-                yield name, block, Alike(sums.a, sums.b, sums.inner)
+                yield name, block, Similarity(sums.a, sums.b, sums.inner)
             else:
                 pair = _pair(change_of(target), other(second[name]), (target, second[name]), pictures=name in shown)
                 yield name, block, pair

@@ -20,13 +20,13 @@ from ..errors import AmbiguousName
 from ..files.checkpoint import Index
 from ..models.names import Names
 from ..models.weights import Weight, WeightView
-from .pictures import LIMIT, ROWS, histogram, of_matrix
+from .pictures import LIMIT, ROWS, histogram, matrix_pictures
 
 CHUNK: Final = 1 << 22  # bytes of each of two tensors that are compared at once
 
 
 @dataclass
-class Difference:
+class DifferenceSums:
     """Sums over numbers of two tensors, or of several."""
 
     of: int = 0  # numbers
@@ -40,7 +40,7 @@ class Difference:
         """Whether no number differs."""
         return not self.changed
 
-    def add(self, other: Difference) -> None:
+    def add(self, other: DifferenceSums) -> None:
         """Add the sums of other numbers."""
         self.of, self.changed, self.a = self.of + other.of, self.changed + other.changed, self.a + other.a
         self.b_less_a, self.largest = self.b_less_a + other.b_less_a, max(self.largest, other.largest)
@@ -54,16 +54,16 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Found:
+class TensorPair:
     """One tensor of B beside its counterpart in A."""
 
     name: str  # in B
     keys: tuple[str, ...] = ()  # in A; none where A has no counterpart
     why: str = ""  # why the two cannot be compared
-    sums: Difference = field(default_factory=Difference)
+    sums: DifferenceSums = field(default_factory=DifferenceSums)
 
 
-def differences(a: Index, b: Index, lookup: Names) -> Iterator[Found]:
+def differences(a: Index, b: Index, lookup: Names) -> Iterator[TensorPair]:
     """Yield every tensor of B with its difference from A; `lookup` are the names of A."""
     with Reader([a, b]) as reader, torch.no_grad():
         cache = TensorCache(reader, frozenset())
@@ -96,14 +96,14 @@ class _Pair:
     reader: Reader
     cache: TensorCache
 
-    def of(self, info: StoredTensor) -> Found:
+    def of(self, info: StoredTensor) -> TensorPair:
         """Return a tensor of B with its difference from A."""
         counterpart = self.a.tensors.get(info.name)
         if counterpart is None:
             return self._elsewhere(info)
         if counterpart.shape != info.shape:
-            return Found(info.name, (counterpart.name,), f"{list(counterpart.shape)} and {list(info.shape)}")
-        return Found(info.name, (counterpart.name,), sums=self._sums(counterpart, info))
+            return TensorPair(info.name, (counterpart.name,), f"{list(counterpart.shape)} and {list(info.shape)}")
+        return TensorPair(info.name, (counterpart.name,), sums=self._sums(counterpart, info))
 
     def pictures(self, info: StoredTensor) -> dict[str, Any]:
         """Return the pictures of the difference of a tensor of B from its counterpart in A."""
@@ -111,9 +111,9 @@ class _Pair:
         if prod(info.shape) <= LIMIT:
             whole = self._whole(self.b, info).float()
             if counterpart is not None:
-                return of_matrix(whole - self._whole(self.a, counterpart).float())
+                return matrix_pictures(whole - self._whole(self.a, counterpart).float())
             view = self.names.find(*info.name.rpartition(".")[::2])
-            return {} if view is None else of_matrix(whole - self._rows(view).float().reshape(whole.shape))
+            return {} if view is None else matrix_pictures(whole - self._rows(view).float().reshape(whole.shape))
         plain = counterpart is not None and counterpart.name not in self.a.packed and info.name not in self.b.packed
         if counterpart is None or not plain or not {counterpart.dtype, info.dtype} <= FLOATS:
             return {}
@@ -129,7 +129,7 @@ class _Pair:
         raw = self.reader.read(info, number * length * wide, length * wide)
         return view_bytes(memoryview(raw), info.dtype, (length,)).float()
 
-    def _elsewhere(self, info: StoredTensor) -> Found:
+    def _elsewhere(self, info: StoredTensor) -> TensorPair:
         """Return a tensor of B beside the rows of A that have its name in other words."""
         module, _, parameter = info.name.rpartition(".")
         try:
@@ -137,11 +137,11 @@ class _Pair:
         except AmbiguousName:
             view = None
         if view is None or any(piece.key not in self.a.tensors for piece in view.row_slices):
-            return Found(info.name)
+            return TensorPair(info.name)
         keys = tuple(piece.key for piece in view.row_slices)
         if prod(info.shape) != prod(view.shape):
-            return Found(info.name, keys, f"{list(view.shape)} and {list(info.shape)}")
-        return Found(info.name, keys, sums=_of_values(self._rows(view), self._whole(self.b, info).reshape(-1)))
+            return TensorPair(info.name, keys, f"{list(view.shape)} and {list(info.shape)}")
+        return TensorPair(info.name, keys, sums=_of_values(self._rows(view), self._whole(self.b, info).reshape(-1)))
 
     def _rows(self, view: WeightView) -> Tensor:
         """Return the numbers of a view of A, flat."""
@@ -154,40 +154,40 @@ class _Pair:
     def _whole(self, index: Index, info: StoredTensor) -> Tensor:
         return weight_values(Weight(info.shape, info, index.packed.get(info.name)), self.cache.fetch)
 
-    def _sums(self, counterpart: StoredTensor, info: StoredTensor) -> Difference:
+    def _sums(self, counterpart: StoredTensor, info: StoredTensor) -> DifferenceSums:
         """Return the sums of two tensors of one shape; plain ones are read in pieces."""
         packed = counterpart.name in self.a.packed or info.name in self.b.packed
         if packed or not {counterpart.dtype, info.dtype} <= FLOATS:
             sums = _of_values(self._whole(self.a, counterpart).reshape(-1), self._whole(self.b, info).reshape(-1))
-            sized = packed or {counterpart.dtype, info.dtype} & FLOATS  # the sizes of positions and counts say nothing
-            return sums if sized else Difference(sums.of, sums.changed)
+            sized = packed or {counterpart.dtype, info.dtype} & FLOATS  # the sizes of positions and counts mean nothing
+            return sums if sized else DifferenceSums(sums.of, sums.changed)
         return plain_sums(counterpart, info, self.reader)
 
 
-def plain_sums(a: StoredTensor, b: StoredTensor, reader: Reader) -> Difference:
+def plain_sums(a: StoredTensor, b: StoredTensor, reader: Reader) -> DifferenceSums:
     """Return the sums of two tensors of one shape, which are read in pieces: plain numbers, at least 8 bits wide."""
     both = a, b
     wide = [ITEM_BYTES[t.dtype] for t in both]
-    step, count, total = CHUNK // max(wide), prod(a.shape), Difference()
+    step, count, total = CHUNK // max(wide), prod(a.shape), DifferenceSums()
     for first in range(0, count, step):
         some = min(step, count - first)
         raw = [reader.read(t, first * w, some * w) for t, w in zip(both, wide, strict=True)]
         pair = [view_bytes(memoryview(r), t.dtype, (some,)) for r, t in zip(raw, both, strict=True)]
         if a.dtype == b.dtype and raw[0] == raw[1]:
-            total.add(Difference(some, 0, _squared(_numbers(pair[0]))))
+            total.add(DifferenceSums(some, 0, _squared(_numbers(pair[0]))))
         else:
             total.add(_of_values(*pair))
-    return total if {a.dtype, b.dtype} & FLOATS else Difference(total.of, total.changed)
+    return total if {a.dtype, b.dtype} & FLOATS else DifferenceSums(total.of, total.changed)
 
 
-def _of_values(a: Tensor, b: Tensor) -> Difference:
+def _of_values(a: Tensor, b: Tensor) -> DifferenceSums:
     """Return the sums for two flat tensors; two NaN are equal."""
     first, other = _numbers(a), _numbers(b)
     apart = other - first
     different = (first != other) & ~(first.isnan() & other.isnan())
     finite = apart[different & apart.isfinite()]
     largest = float(finite.abs().max()) if finite.numel() else 0.0
-    return Difference(first.numel(), int(different.sum()), _squared(first), _squared(finite), largest)
+    return DifferenceSums(first.numel(), int(different.sum()), _squared(first), _squared(finite), largest)
 
 
 def _numbers(values: Tensor) -> Tensor:

@@ -61,13 +61,13 @@ def _plain(index: Index) -> dict[str, int]:
     return dict(Counter(NUMBER.sub("*", name) for name in plain))
 
 
-def of_format(row: Mapping[str, Any]) -> str:
+def format_line(row: Mapping[str, Any]) -> str:
     """Return one format as text."""
     block: Sequence[int] = row.get("block", ())
     scale = f", a scale for {' × '.join(map(str, block))} numbers" if block else ""
     return f"{plural(row['weights'], 'weight')} as {row['format']}: {row['bits']:g} bits a number{scale}"
 
 
-def of_plain(counts: Mapping[str, int]) -> str:
+def plain_line(counts: Mapping[str, int]) -> str:
     """Return the matrices that are not quantised as text."""
     return ", ".join(f"{name} ({count})" if count > 1 else name for name, count in counts.items())

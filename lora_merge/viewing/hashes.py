@@ -17,7 +17,7 @@ STORED: Final = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
 """Metadata entries with a hash. `sshs_legacy_hash` covers the header as the trainer wrote it at first, so that it
 cannot be computed again from the file."""
 
-SPOKEN: Final = {"sha256": "SHA-256", "auto_v1": "AutoV1", "auto_v2": "AutoV2", "auto_v3": "AutoV3"}
+TITLES: Final = {"sha256": "SHA-256", "auto_v1": "AutoV1", "auto_v2": "AutoV2", "auto_v3": "AutoV3"}
 """Hash → its name on model sites."""
 
 READ: Final = 1 << 22  # bytes at a time
@@ -57,9 +57,9 @@ def hashes_of(index: Index, *, always: bool) -> Mapping[str, str]:
     return hashes(file, header.data_offset) if always or header.state.size <= SMALL else {}
 
 
-def spoken(name: str) -> str:
-    """Return the name of a hash as model sites say it."""
-    return SPOKEN.get(name, name)
+def hash_title(name: str) -> str:
+    """Return the name of a hash on model sites."""
+    return TITLES.get(name, name)
 
 
 def stored_hashes(index: Index) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Says what a file is, from headers alone, and on request from its numbers."""
+"""`inspect`: the facts of a file or of a base with an adapter, from headers alone, on request also from numbers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ..text import Note, listed
 from .adapter import adapter_facts
 from .adapter_on_base import fit
 from .base import base_facts, dtypes
-from .facts import schema
 from .hashes import hashes_of, stored_hashes
+from .json_schemas import schema
 
 SCHEMA = schema("inspect", 2)
 
@@ -108,5 +108,5 @@ def _changed(index: Index) -> Iterator[Note]:
     if files := changed_files(index):
         names = listed(path.name for path in files)
         yield Note(
-            f"the header was edited or written anew after the merge ({names}); lora-merge verify tells what differs"
+            f"the header was edited or written anew after the merge ({names}); lora-merge verify shows what differs"
         )

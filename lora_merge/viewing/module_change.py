@@ -1,9 +1,5 @@
-"""ΔW of an adapter's modules without a base: as two factors where the formula is their product, else whole.
-
-One module is in memory at a time. A formula that reads the base's weight has no ΔW here.
-
-The change of a weight by a plan, computed as in a merge, one weight at a time.
-"""
+"""ΔW of one module as two factors or a matrix: of an adapter alone, unless its formula reads the base's weight, or of a
+weight in a plan, computed as in a merge. One module is in memory at a time."""
 
 from __future__ import annotations
 
@@ -45,7 +41,7 @@ STEPS: Final = 16  # of the power iteration for the largest singular value of a 
 
 
 @dataclass(frozen=True)
-class Delta:
+class ModuleChange:
     """ΔW [out, cols] of one module at strength 1: `left` [out, r] times `right` [r, cols], or `full`."""
 
     left: Tensor | None = None
@@ -67,7 +63,7 @@ class Delta:
         parts = [part for part in (self.left, self.right, self.full) if part is not None]
         return prod(float(part.double().norm()) for part in parts)
 
-    def inner(self, other: Delta) -> float:
+    def inner(self, other: ModuleChange) -> float:
         """Return ⟨ΔW₁, ΔW₂⟩ = tr(ΔW₁ᵀ ΔW₂); of two products tr((A₁ A₂ᵀ)ᵀ (B₁ᵀ B₂)), without a matrix of ΔW's size."""
         if self.full is None and other.full is None:
             assert self.left is not None
@@ -117,7 +113,7 @@ def _svdvals(matrix: Tensor) -> Tensor:
     return values
 
 
-class Deltas:
+class ModuleChanges:
     """The ΔW of one adapter's modules. `reader` reads its file."""
 
     def __init__(self, file: AdapterFile, reader: Reader) -> None:
@@ -126,12 +122,12 @@ class Deltas:
         self._factors = TensorCache(reader, frozenset(file.index.files))
         self._context = AdapterContext(0, file, rules, FileValues(reader))
 
-    def each(self) -> Iterator[tuple[Module, Delta | None]]:
+    def each(self) -> Iterator[tuple[Module, ModuleChange | None]]:
         """Yield every module with its ΔW; None where that takes a base or more tensors."""
         for module in self.file.modules:
             yield module, self.of(module)
 
-    def of(self, module: Module) -> Delta | None:
+    def of(self, module: Module) -> ModuleChange | None:
         """Return ΔW of a module at strength 1; None as in `each`."""
         shape = shape_of(module)
         if not shape or "magnitude" in module.shared:
@@ -153,7 +149,7 @@ class Deltas:
             with torch.no_grad():
                 stack = PatchTensors(self._factors.fetch, {"weight": weight}).stack([part], at, DeviceStream(at))
                 nothing = torch.zeros((1, *flat(shape)), dtype=at.dtype)
-                delta = _factored(stack, nothing) or Delta(full=change(stack, nothing)[0])
+                delta = _factored(stack, nothing) or ModuleChange(full=change(stack, nothing)[0])
         except DoesNotFit as e:
             raise misfit(f"{self.file.path}: {module.where}", e) from e
         self._factors.forget()
@@ -163,13 +159,13 @@ class Deltas:
         return delta
 
 
-def _factored(stack: StackedPatch, weight: Tensor) -> Delta | None:
+def _factored(stack: StackedPatch, weight: Tensor) -> ModuleChange | None:
     """Return the change as two factors, if its formula is low-rank and the factors are smaller than ΔW."""
     row = stack.algorithm
     if row.low_rank is None:
         return None
     left, right = row.low_rank.factors(weight, stack.tensors)
-    return Delta(left[0], right[0]) if left.shape[2] < min(weight.shape[1:]) else None
+    return ModuleChange(left[0], right[0]) if left.shape[2] < min(weight.shape[1:]) else None
 
 
 def shape_of(module: Module) -> Shape:
@@ -178,19 +174,19 @@ def shape_of(module: Module) -> Shape:
     return () if row is None or row.layout in ("experts", "table") else row.shown_shape(module.shapes) or ()
 
 
-def changes(plan: Plan, reader: Reader) -> Callable[[OutputTensor], Delta]:
-    """Return a function that computes the change of a weight that a plan changes: as two factors where the patches tell
+def changes(plan: Plan, reader: Reader) -> Callable[[OutputTensor], ModuleChange]:
+    """Return a function that computes the change of a weight that a plan changes: as two factors if the patches have
     them, else whole, from the base; of a weight that an adapter replaces the difference."""
     exchanged = {one.target.name: one for one in replaced_by(plan)}
     factors = TensorCache(reader, frozenset(p for m in plan.adapters for p in m.adapter.index.files))
     tensors = PatchTensors(factors.fetch, plan.weights)
 
-    def change(target: OutputTensor) -> Delta:
+    def change(target: OutputTensor) -> ModuleChange:
         if (replaced := exchanged.get(target.name)) is not None:
-            return Delta(full=_difference(replaced, factors.read))
+            return ModuleChange(full=_difference(replaced, factors.read))
         try:
             with torch.no_grad():
-                delta = _factors(target, tensors) or Delta(full=_whole(target, tensors))
+                delta = _factors(target, tensors) or ModuleChange(full=_whole(target, tensors))
         except DoesNotFit as e:
             raise misfit(target.name, e) from e
         factors.forget()
@@ -223,7 +219,7 @@ def _whole(target: OutputTensor, tensors: PatchTensors) -> Tensor:
     return delta
 
 
-def _factors(target: OutputTensor, tensors: PatchTensors) -> Delta | None:
+def _factors(target: OutputTensor, tensors: PatchTensors) -> ModuleChange | None:
     """Return the change of a whole weight as two factors; None where it is not such a product."""
     (rows, cols), at = target.matrix, place("cpu", "F32")
     whole = all((u.piece.start, u.piece.stop) == (0, rows) for u in target.uses)
@@ -236,7 +232,7 @@ def _factors(target: OutputTensor, tensors: PatchTensors) -> Delta | None:
         first, other = s.algorithm.low_rank.factors(torch.zeros(()).expand(1, rows, cols), s.tensors)
         left.append(first[0] * s.strength[0])
         right.append(other[0])
-    delta = Delta(torch.cat(left, 1), torch.cat(right))
+    delta = ModuleChange(torch.cat(left, 1), torch.cat(right))
     return delta if sum(part.shape[1] for part in left) < min(rows, cols) else None
 
 

@@ -32,8 +32,8 @@ from ..progress import Progress, counted, unwatched
 from ..proof.proof_report import remedy
 from ..text import listed, plural
 from .adapter import kind_of, spread
-from .module_change import Delta, Deltas, merged_blocks, replaced_by
-from .pictures import evenly, merge_pictures, of_matrix
+from .module_change import ModuleChange, ModuleChanges, merged_blocks, replaced_by
+from .pictures import evenly, matrix_pictures, merge_pictures
 from .pictures import pictures as pictured
 
 PART: Final = 2**20  # numbers that are added up in fp32
@@ -55,7 +55,7 @@ def adapter_numbers(file: AdapterFile, *, pictures: bool = False, progress: Prog
     by_block: dict[str, float] = defaultdict(float)
     with Reader([file.index]) as reader:
         advance = counted(progress, "look", str(file.path), sum(map(_stored, file.modules)))
-        for module, delta in Deltas(file, reader).each():
+        for module, delta in ModuleChanges(file, reader).each():
             advance(_stored(module))
             if delta is None:
                 left += 1
@@ -81,7 +81,7 @@ def _stored(module: Module) -> int:
     return sum(tensor.nbytes for tensor in module.slots.values())
 
 
-def _numbers(delta: Delta, rank: int) -> dict[str, Any]:
+def _numbers(delta: ModuleChange, rank: int) -> dict[str, Any]:
     """Return the numbers of one module."""
     norm, values = sqrt(max(delta.inner(delta), 0.0)), delta.singular_values()
     largest = float(values[0]) if len(values) else 0.0
@@ -118,10 +118,10 @@ def merge_numbers(plan: Plan, *, pictures: bool = False, progress: Progress = un
             measures.tensors[target.name] = result
             factors.forget()
             tensors.cache.clear()
-    told_of = measures.to_dict(len(plan.adapters), groups(plan.names))
-    for name, row in told_of.get("tensors", {}).items():
+    values = measures.to_dict(len(plan.adapters), groups(plan.names))
+    for name, row in values.get("tensors", {}).items():
         row |= shown.get(name, {})
-    return {**told_of, "warnings": list(_warnings(plan, measures))} if told_of else {}
+    return {**values, "warnings": list(_warnings(plan, measures))} if values else {}
 
 
 def _warnings(plan: Plan, measures: Measures) -> Iterator[str]:
@@ -179,7 +179,7 @@ def _written(target: OutputTensor, block: Block, merged: Tensor, tensors: PatchT
 
 
 @dataclass
-class Size:
+class WeightSums:
     """Sums over the numbers of some weights."""
 
     of: int = 0
@@ -188,8 +188,8 @@ class Size:
     zeros: int = 0
     broken: int = 0
 
-    def __add__(self, other: Size) -> Size:
-        return Size(self.of + other.of, hypot(self.norm, other.norm), max(self.largest, other.largest),
+    def __add__(self, other: WeightSums) -> WeightSums:
+        return WeightSums(self.of + other.of, hypot(self.norm, other.norm), max(self.largest, other.largest),
                     self.zeros + other.zeros, self.broken + other.broken)  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
@@ -207,23 +207,23 @@ def base_sizes(index: Index, *, pictures: bool = False, progress: Progress = unw
     `pictures`: also spectrum and histogram of matrices.
     """
     model = groups(names(index))
-    kinds: dict[str, dict[str, Size]] = {"components": {}, "blocks": {}, "kinds": {}, "tensors": {}}
-    every, pictured = Size(), dict[str, dict[str, Any]]()
+    kinds: dict[str, dict[str, WeightSums]] = {"components": {}, "blocks": {}, "kinds": {}, "tensors": {}}
+    every, pictured = WeightSums(), dict[str, dict[str, Any]]()
     shown = evenly([n for n, t in index.parameters.items() if len(t.shape) > 1]) if pictures else frozenset()
     with Reader([index]) as reader, torch.no_grad():
         cache = TensorCache(reader, frozenset())
         advance = counted(progress, "look", str(index.path), sum(info.nbytes for info in index.parameters.values()))
         numeric = (name for name, info in index.parameters.items() if info.dtype in FLOATS or name in index.packed)
-        for name in numeric:  # others are positions and counts, whose sizes say nothing
+        for name in numeric:  # others are positions and counts, whose sizes mean nothing
             info = index.tensors[name]
             advance(info.nbytes)
             values = weight_values(Weight(info.shape, info, index.packed.get(name)), cache.fetch)
             sizes = _size(values.reshape(-1))
             every += sizes
             for kind, group in (*model.of(name), ("kinds", kind_of(name)), ("tensors", name)):
-                kinds[kind][group] = kinds[kind].get(group, Size()) + sizes
+                kinds[kind][group] = kinds[kind].get(group, WeightSums()) + sizes
             if name in shown:
-                pictured[name] = of_matrix(values)
+                pictured[name] = matrix_pictures(values)
             del values  # before the next one is read
             cache.forget()
     tables = {kind: {name: rows[name].to_dict() for name in sorted(rows, key=in_order)} for kind, rows in kinds.items()}
@@ -232,9 +232,9 @@ def base_sizes(index: Index, *, pictures: bool = False, progress: Progress = unw
     return {"all": every.to_dict(), **tables}
 
 
-def _size(values: Tensor) -> Size:
+def _size(values: Tensor) -> WeightSums:
     """Return the sums of the numbers of a tensor, some at a time: in fp32 where the parts are small, then in fp64."""
-    total = Size()
+    total = WeightSums()
     for part in torch.split(values, PART) if values.numel() else ():
         numbers = stage([part], place("cpu", "F64" if part.dtype in (torch.float64, torch.int64) else "F32"))[0]
         norm = float(numbers.norm())
@@ -242,10 +242,10 @@ def _size(values: Tensor) -> Size:
             broken = int((~numbers.isfinite()).sum())
             numbers = numbers.nan_to_num(0.0, 0.0, 0.0).double()
             largest = numbers.abs().amax().clamp_min(1.0)  # whose square fp64 may not hold
-            total, norm = total + Size(broken=broken, zeros=-broken), float((numbers / largest).norm() * largest)
+            total, norm = total + WeightSums(broken=broken, zeros=-broken), float((numbers / largest).norm() * largest)
         low, high = numbers.aminmax()
         zeros = numbers.numel() - int(numbers.count_nonzero())
-        total += Size(part.numel(), norm, max(-float(low), float(high)), zeros)
+        total += WeightSums(part.numel(), norm, max(-float(low), float(high)), zeros)
     return total
 
 

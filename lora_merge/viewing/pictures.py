@@ -15,9 +15,9 @@ from ..disk.reader import Reader
 from ..engine.torch_state import undisturbed
 from ..files.checkpoint import open_checkpoint
 from ..planning.plan import Plan
-from .module_change import NOISE, SMALL, Delta, Deltas, changes, replaced_by
+from .module_change import NOISE, SMALL, ModuleChange, ModuleChanges, changes, replaced_by
 
-SHOWN: Final = 64  # singular values in a picture
+SINGULAR_VALUES: Final = 64  # singular values in a picture
 ROWS: Final = 64  # of ΔW, whose elements a histogram counts
 BINS: Final = 31
 REACH: Final = 4.0  # of a histogram, in units of the root mean square
@@ -27,7 +27,7 @@ MORE: Final = 8  # random columns more than singular values are looked for
 POWERS: Final = 2  # of M Mᵀ that these columns are multiplied by
 
 
-def pictures(delta: Delta) -> dict[str, Any]:
+def pictures(delta: ModuleChange) -> dict[str, Any]:
     """Return the largest singular values, and how the elements of evenly spaced rows are distributed: counts by size in
     units of their root mean square; those beyond ±REACH are counted at the ends. A ΔW of more than LIMIT numbers that
     is not a product of two factors has no spectrum."""
@@ -36,7 +36,7 @@ def pictures(delta: Delta) -> dict[str, Any]:
     chosen = torch.linspace(0, len(every) - 1, min(len(every), ROWS)).long()
     bins = histogram(every[chosen] if delta.right is None else every[chosen] @ delta.right)
     if delta.full is None or min(delta.shape) <= SMALL:
-        values = delta.singular_values()[:SHOWN]
+        values = delta.singular_values()[:SINGULAR_VALUES]
     elif delta.full.numel() <= LIMIT:
         values = _leading(delta.full)
     else:
@@ -52,16 +52,16 @@ def histogram(rows: Tensor) -> dict[str, Any]:
     return {"histogram": {"centres": centres, "counts": counts}}
 
 
-def of_matrix(values: Tensor) -> dict[str, Any]:
+def matrix_pictures(values: Tensor) -> dict[str, Any]:
     """Return the pictures of a weight, or of a difference of two, with two or more dimensions; of others, and of many
     numbers, the histogram alone; {} where a number is NaN or infinite."""
     if not values.numel() or not bool(torch.isfinite(values).all()):
         return {}
-    return pictures(Delta(full=values.float().flatten(1))) if values.dim() > 1 else histogram(values)
+    return pictures(ModuleChange(full=values.float().flatten(1))) if values.dim() > 1 else histogram(values)
 
 
 def evenly(names: Sequence[str], each: int = 1) -> frozenset[str]:
-    """Return those that have pictures: all, or some that are spread evenly. `each`: pictures of one."""
+    """Return the names that get pictures: all, or some that are spread evenly. `each`: pictures of one."""
     return frozenset(names[:: max(1, -(-len(names) * each // MOST))])
 
 
@@ -69,11 +69,11 @@ def _leading(matrix: Tensor) -> Tensor:
     """Return the largest singular values of a matrix, from random columns (Halko, Martinsson and Tropp 2011,
     doi:10.1137/090771806, algorithm 4.4): a few percent too small where many are nearly equal."""
     random = torch.Generator().manual_seed(0)
-    columns = matrix @ torch.randn(matrix.shape[1], SHOWN + MORE, generator=random)
+    columns = matrix @ torch.randn(matrix.shape[1], SINGULAR_VALUES + MORE, generator=random)
     for _ in range(POWERS):
         columns = matrix @ torch.linalg.qr(matrix.T @ torch.linalg.qr(columns).Q).Q
     values: Tensor = torch.linalg.svdvals(torch.linalg.qr(columns).Q.T @ matrix)
-    return values[:SHOWN]
+    return values[:SINGULAR_VALUES]
 
 
 @undisturbed()
@@ -93,7 +93,7 @@ def merge_pictures(plan: Plan) -> dict[str, dict[str, Any]]:
     return drawn
 
 
-def _rank(delta: Delta) -> dict[str, int]:
+def _rank(delta: ModuleChange) -> dict[str, int]:
     """Return the numeric rank of ΔW; {} where not all singular values are known."""
     values = delta.singular_values()
     known = len(values) > 1 or min(delta.shape) == 1
@@ -101,13 +101,13 @@ def _rank(delta: Delta) -> dict[str, int]:
 
 
 @undisturbed()
-def made_pictures(path: Path) -> dict[str, dict[str, Any]]:
+def adapter_pictures(path: Path) -> dict[str, dict[str, Any]]:
     """Return layer → `spectrum` and `histogram` of the change that the adapter at `path` makes, at strength 1. Layers
     whose formulas read a base have none."""
     file = group(open_checkpoint(path))
     drawn: dict[str, dict[str, Any]] = {}
     with Reader([file.index]) as reader, torch.no_grad():
-        for module, delta in Deltas(file, reader).each():
+        for module, delta in ModuleChanges(file, reader).each():
             if delta is not None:
                 drawn[module.where] = pictures(delta)
     return drawn

@@ -7,38 +7,38 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Final
 
-from ..text import by_reason, json_text, listed, plural, size
-from .facts import (
+from ..facts import (
     COUNT,
     WIDTH,
     Fact,
     between,
     by_block,
-    counted,
+    counts_by_kind,
     cut,
     cut_rows,
     line,
     percent,
+    run_label,
     runs,
-    spoken_run,
     strengths,
     table,
 )
-from .formats import of_format, of_plain
-from .hashes import spoken
-from .merge_facts import retained
-from .pages.heat_map import short
-from .training import FIELDS, TRIGGERS, of_dataset
+from ..report import retained
+from ..text import by_reason, json_text, listed, plural, size
+from .formats import format_line, plain_line
+from .hashes import hash_title
+from .pages.heat_map import block_labels
+from .training import FIELDS, TRIGGERS, dataset_line
 
-SHOWN: Final = (
+METADATA_KEYS: Final = (
     "modelspec.title", "modelspec.architecture", "modelspec.author", "modelspec.license", "modelspec.trigger_phrase",
     "modelspec.merged_from", "ss_base_model_version", "ss_sd_model_name", "ss_network_module", "ss_network_dim",
     "ss_network_alpha", "ss_network_args", "ss_output_name", "software", "name", "version", "format",
 )  # fmt: skip
 """Metadata worth a line."""
 
-TOLD: Final = frozenset((*(name for names in FIELDS.values() for name in names), *TRIGGERS))
-"""Metadata that the facts of a training tell."""
+TRAINING_KEYS: Final = frozenset((*(name for names in FIELDS.values() for name in names), *TRIGGERS))
+"""Metadata that the facts of a training contain."""
 
 TAGS: Final = 20
 FEW: Final = 12  # values of a list
@@ -48,7 +48,7 @@ PLAIN: Final = {
     "looks_like": "", "architecture": "", "layout": "", "components": "", "bits_per_weight": "", "quantised": "",
     "algorithms": "", "dora": "DoRA", "modules": "", "trainer": "", "names": "", "made_for": "", "configuration": "",
 }  # fmt: skip
-"""Fact that is told as it is → its name, where that is another one."""
+"""Fact that is shown as it is → its name, if that is another one."""
 
 
 def lines(facts: Mapping[str, Any]) -> Iterator[str]:
@@ -63,7 +63,7 @@ def rows(facts: Mapping[str, Any], *, pictured: bool = False) -> Iterator[Fact]:
         yield line("part", cut(_part(network, part)))
     yield from cut_rows(_training(facts.get("trained", {})))
     for name, value in facts.get("hashes", {}).items():
-        yield line("hash", f"{spoken(name)} {value}")
+        yield line("hash", f"{hash_title(name)} {value}")
     yield from cut_rows(_layers(facts.get("patterns", {})))
     if facts.get("kind") == "adapter":
         yield from _blocks(facts.get("blocks", {}))
@@ -78,7 +78,7 @@ def rows(facts: Mapping[str, Any], *, pictured: bool = False) -> Iterator[Fact]:
 
 
 def summary(facts: Mapping[str, Any]) -> Iterator[Fact]:
-    """Yield what a person asks first: what a file is, how large what it holds is, and how it was made."""
+    """Yield what a file is, its sizes, and how it was made."""
     for key, name in PLAIN.items():
         if key in facts and (value := facts[key]) not in ({}, [], ""):
             yield line(name or key, _value(key, value))
@@ -99,15 +99,15 @@ def summary(facts: Mapping[str, Any]) -> Iterator[Fact]:
 def _stored(facts: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield how a model is quantised, what it was merged from, and which blocks it has."""
     for row in facts.get("formats", ()):
-        yield line("format", of_format(row))
+        yield line("format", format_line(row))
     if plain := facts.get("not_quantised"):
-        yield line("not quantised", of_plain(plain))
+        yield line("not quantised", plain_line(plain))
     for n, row in enumerate(facts.get("merged", ())):
-        yield line("merged" if not n else "before that", of_merge(row))
+        yield line("merged" if not n else "before that", merge_origin(row))
     if undo := facts.get("undo"):
         yield line("undo", undo)
     if (blocks := facts.get("blocks")) and facts.get("kind") != "adapter":
-        names = " ".join(spoken_run(some) for some, _ in runs((name, "") for name in blocks))
+        names = " ".join(run_label(some) for some, _ in runs((name, "") for name in blocks))
         yield line("blocks", f"{len(blocks)}: {cut(names, 120)} (lora-merge parts lists them)")
 
 
@@ -116,7 +116,7 @@ def _sized(sizes: Mapping[str, Any]) -> Iterator[Fact]:
     if not sizes:
         return
     every = sizes["all"]
-    yield line("weights", f"{of_size(every)}; {every['zeros']:,} of {every['of']:,} numbers are zero")
+    yield line("weights", f"{size_line(every)}; {every['zeros']:,} of {every['of']:,} numbers are zero")
     if broken := every["broken"]:
         yield line("warning", f"{broken:,} numbers are NaN or infinite: a merge copies them")
 
@@ -145,7 +145,7 @@ def match_summary(match: Mapping[str, Any]) -> Iterator[Fact]:
     if match["matched"] is None:
         yield line("match", f"does not fit ({plural(match['total'], 'module')})")
     else:
-        by_part = f" ({counted(match['components'])})" if match["components"] else ""
+        by_part = f" ({counts_by_kind(match['components'])})" if match["components"] else ""
         yield line("match", f"{match['matched']} of {plural(match['total'], 'module')}{by_part}")
     if match["why"]:
         yield line("warning", f"the adapter does not fit this base whole: {match['why']}")
@@ -167,7 +167,7 @@ def match_summary(match: Mapping[str, Any]) -> Iterator[Fact]:
 
 
 def _norm(value: float | None, digits: int = 4) -> str:
-    return "too large to tell" if value is None else f"{value:.{digits}g}"
+    return "not finite" if value is None else f"{value:.{digits}g}"
 
 
 def _share(n: Mapping[str, Any]) -> str:
@@ -176,8 +176,8 @@ def _share(n: Mapping[str, Any]) -> str:
     return "all" if n["ratio"] is None else percent(n["ratio"])
 
 
-def of_merge(row: Mapping[str, Any]) -> str:
-    """Return one merge of those that made a model, in words."""
+def merge_origin(row: Mapping[str, Any]) -> str:
+    """Return one of the merges from which a model comes, in words."""
     if "inputs" in row:
         return str(row["inputs"])
     adapters = ", ".join(f"{a['name']}:{a['strength']}{_parts(a['parts'])}" for a in row["adapters"])
@@ -193,7 +193,7 @@ def _parts(value: object) -> str:
 def _part(network: str, facts: Mapping[str, Any]) -> str:
     does = f" ({facts['does']})" if facts["does"] else ""
     modules, parameters = plural(facts["modules"], "module"), size(facts["parameters"], *COUNT)
-    return f"{network}{does}: {modules}, {parameters} parameters: {counted(facts['layers'])}"
+    return f"{network}{does}: {modules}, {parameters} parameters: {counts_by_kind(facts['layers'])}"
 
 
 def _training(facts: Mapping[str, Any]) -> Iterator[Fact]:
@@ -203,19 +203,19 @@ def _training(facts: Mapping[str, Any]) -> Iterator[Fact]:
             yield line("tags", _first(f"{tag} {count}" for tag, count in value.items()))
         elif name == "datasets":
             yield line("datasets", len(value))
-            yield from table((d["name"], of_dataset(d)) for d in value)
+            yield from table((d["name"], dataset_line(d)) for d in value)
         else:
-            yield line(name, of_training(name, value))
+            yield line(name, training_value(name, value))
 
 
-def of_training(name: str, value: Any) -> str:
+def training_value(name: str, value: Any) -> str:
     """Return a fact of the training in words."""
     if name == "datasets":
-        return ", ".join(f"{item['name']} ({of_dataset(item)})" for item in value)
+        return ", ".join(f"{item['name']} ({dataset_line(item)})" for item in value)
     if name == "buckets":
         return ", ".join(f"{sides} ({n})" for sides, n in value.items())
     if name == "tags":
-        return counted(value)
+        return counts_by_kind(value)
     if name == "preview":
         return f"a picture in {value['in']} ({value['type']}, {size(value['bytes'])})"
     return ", ".join(value) if isinstance(value, list) else str(value)
@@ -250,20 +250,20 @@ def _modules(patterns: Mapping[str, Any], some: Iterable[str]) -> str:
 
 
 def _blocks(by_name: Mapping[str, Any]) -> Iterator[Fact]:
-    """Yield the blocks of an adapter; those that count on and are alike have one row."""
+    """Yield the blocks of an adapter; blocks that are numbered in turn and alike have one row."""
     if len(by_name) < 2:
         return
-    labels = short(by_name)
+    labels = block_labels(by_name)
     rows_of = (
         (labels[name], f"{plural(b['modules'], 'module')}{_range(' rank', b['ranks'])}{_range(' alpha', b['alphas'])}")
         for name, b in by_name.items()
     )
     yield line("blocks", len(by_name))
-    yield from table((spoken_run(names), value + " each" * (len(names) > 1)) for names, value in runs(rows_of))
+    yield from table((run_label(names), value + " each" * (len(names) > 1)) for names, value in runs(rows_of))
 
 
 def _few(name: str, values: Sequence[float]) -> str:
-    """Return a few numbers with what they are, or how many there are and between which they lie."""
+    """Return a few numbers with what they are, or how many there are and the range of them."""
     return f",{name} {few(values)}" if values else ""
 
 
@@ -272,7 +272,7 @@ def _range(name: str, of: Mapping[str, float]) -> str:
 
 
 def few(values: Sequence[float]) -> str:
-    """Return a few numbers, or how many there are and between which they lie."""
+    """Return a few numbers, or how many there are and the range of them."""
     if len(values) <= FEW:
         return ", ".join(f"{v:g}" for v in values)
     return f"{len(values)} values, {min(values):g} to {max(values):g}"
@@ -287,7 +287,7 @@ def _numbers(values: Sequence[float], of: Mapping[str, float]) -> str:
 
 def _changed(numbers: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield how much an adapter changes, by its weights."""
-    said = (
+    norm = (
         f"{numbers['norm']:.4g} in {plural(numbers['measured'], 'module')}"
         if "measured" in numbers
         else f"{numbers['norm']:.4g}"
@@ -297,7 +297,7 @@ def _changed(numbers: Mapping[str, Any]) -> Iterator[Fact]:
         if numbers.get("unmeasured")
         else ""
     )
-    yield line("‖ΔW‖", f"{said}{more}")
+    yield line("‖ΔW‖", f"{norm}{more}")
     if numbers["stable_rank"]:
         yield line("stable rank", between(numbers["stable_rank"]))
     for share, rank in numbers.get("rank_for_energy", {}).items():
@@ -309,19 +309,19 @@ def _sizes(numbers: Mapping[str, Any], *, pictured: bool) -> Iterator[Fact]:
     for kind, of in (("kinds", "kind"), ("components", "part"), *([] if pictured else [("blocks", "block")])):
         if len(numbers.get(kind, ())) > 1:
             yield line(f"by {of}", len(numbers[kind]))
-            yield from table((name, of_size(row)) for name, row in numbers[kind].items())
+            yield from table((name, size_line(row)) for name, row in numbers[kind].items())
 
 
-def of_size(row: Mapping[str, Any]) -> str:
+def size_line(row: Mapping[str, Any]) -> str:
     """Return how large some weights are, in words."""
     return f"‖W‖ {row['norm']:.4g}, typical {row['rms']:.3g}, largest {row['largest']:.3g}"
 
 
 def metadata(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield entries of the metadata that no other fact tells, and how many are left out."""
+    """Yield entries of the metadata that no other fact contains, and how many are left out."""
     entries: Mapping[str, str] = facts.get("metadata", {})
-    hidden = TOLD if "trained" in facts else frozenset[str]()
-    shown = {key: entries[key] for key in SHOWN if key in entries and key not in hidden}
+    hidden = TRAINING_KEYS if "trained" in facts else frozenset[str]()
+    shown = {key: entries[key] for key in METADATA_KEYS if key in entries and key not in hidden}
     yield from shown.items()
     if left := len(entries.keys() - shown.keys() - hidden):
         yield f"{left} of {plural(len(entries), 'entry', 'entries')}", "are neither here nor above (--json has all)"

@@ -84,7 +84,7 @@ PICTURES: Final = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jp
 
 
 def training(index: Index) -> dict[str, Any]:
-    """Return what the metadata tells of the training; only what is there."""
+    """Return the facts of the training in the metadata."""
     facts: dict[str, Any] = {}
     tables = {name: entry(index, name) for name in ("ot_config", "training_info")}
     for name, entries in FIELDS.items():
@@ -121,7 +121,7 @@ def _text(index: Index, tables: Mapping[str, Any], name: str) -> str:
 
 
 def _date(text: str) -> str:
-    """Return a date as it stands; seconds since 1970, as sd-scripts writes them, become a date and a time in UTC."""
+    """Return a date as it is; seconds since 1970, as sd-scripts writes them, become a date and a time in UTC."""
     try:
         return datetime.fromtimestamp(float(text), timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
     except (ValueError, OverflowError, OSError):
@@ -169,7 +169,7 @@ def entry(index: Index, key: str) -> Any:
 
 
 def tag_counts(index: Index) -> Counter[str]:
-    """Return how often each tag stands in the captions, over all folders of the data set."""
+    """Return how often the captions have each tag, over all folders of the data set."""
     counts: Counter[str] = Counter()
     tables = entry(index, "ss_tag_frequency")
     for table in tables.values() if isinstance(tables, Mapping) else ():
@@ -233,7 +233,7 @@ def _name(row: Mapping[str, Any]) -> str:
     return next((str(row[key]) for key in FOLDERS if row.get(key)), "")
 
 
-def of_dataset(row: Mapping[str, Any]) -> str:
+def dataset_line(row: Mapping[str, Any]) -> str:
     """Return what is known of a folder, in words: `40 images × 5, 512x512`."""
     images = "" if row.get("images") is None else plural(row["images"], "image")
     repeats = "" if row.get("repeats") is None else f"× {row['repeats']:g}" if is_finite(row["repeats"]) else ""

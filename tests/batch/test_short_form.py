@@ -12,7 +12,7 @@ from jsonschema import Draft202012Validator
 from lora_merge.batch.jobs_file import load
 from lora_merge.batch.short_form import FIRST
 from lora_merge.errors import UsageError
-from lora_merge.viewing.facts import JOBS, schema_of
+from lora_merge.viewing.json_schemas import JOBS, schema_of
 
 JOB = {"base": "b.safetensors", "adapters": ["a.safetensors:0.5", "c.safetensors"], "output": "o.safetensors", "dtype": "fp16"}  # fmt: skip
 

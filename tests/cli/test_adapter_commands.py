@@ -49,7 +49,7 @@ def test_terminal_shows_the_stages_and_then_a_panel(
     assert all(f" {stage} " in found.text for stage in ("load", "make", "prove"))
     shown = "\n".join(found.screen)
     assert not any("%|" in row for row in found.screen), "the bar is gone at the end"
-    for word in ("✓ ", "holds", f"lies in  {command}.safetensors", "proven", f"undo     rm {command}.safetensors"):
+    for word in ("✓ ", "layers", f"output    {command}.safetensors", "verified", f"undo      rm {command}.safetensors"):
         assert word in shown
 
 

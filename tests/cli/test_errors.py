@@ -88,7 +88,7 @@ def run(monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
     ("merge", 2, "no base and no adapter is named", "lora-merge BASE ADAPTER:0.8"),
     ("verify", 2, "missing argument", "lora-merge help verify"),
     ("base.safetensors lora.safetensors --dtpye bf16", 2, "there is no option --dtpye", "did you mean --dtype? see lora-merge help merge"),
-    ("base.safetensors lora.safetensors --wieght 3", 2, "there is no option --wieght", "a strength stands behind its file"),
+    ("base.safetensors lora.safetensors --wieght 3", 2, "there is no option --wieght", "a strength goes behind its file"),
     ("base.safetensors lora.safetensors -z", 2, "there is no option -z", "see lora-merge help merge"),
     ("extract --base base.safetensors --lora lora.safetensors", 2, "there is no option --base nor --lora", "lora-merge extract BASE TUNED"),
     ("unmerge base.safetensors --base base.safetensors", 2, "there is no option --base", "lora-merge unmerge MERGED ADAPTER[:STRENGTH]..."),
@@ -162,14 +162,15 @@ def test_part_that_is_named_twice_is_multiplied_and_one_without_effect_is_refuse
     parts = ("--strength-for", "te=0.5", "--strength-for", "te=0.5")
     code, out = run("base.safetensors", "lora.safetensors", *parts, "--dry-run")
     assert code == 0
-    assert "note: te is named 2 times: its factors are multiplied" in out
+    assert "note: lora.safetensors: te is named 2 times: its factors are multiplied" in out
     code, out = run("base.safetensors", "lora.safetensors", *parts, "--strength-for", "vae=0", "--dry-run")
     assert code == 2
     assert "without effect: no adapter changes weights there" in out and "--strength-for vae" in out
 
 
 def test_adapter_at_strength_0_changes_nothing(run: Run) -> None:
-    assert "changes nothing, 32 of 32 modules matched" in run("base.safetensors", "lora.safetensors:0", "--dry-run")[1]
+    text = run("base.safetensors", "lora.safetensors:0", "--dry-run")[1]
+    assert "32 of 32 modules matched" in text and "formula  none: it changes nothing" in text
 
 
 @pytest.mark.parametrize("text", ["lora.safetensors:0.8,te=0", "lora.safetensors:0.8:te=0", "lora.safetensors:te=0"])

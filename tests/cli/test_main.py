@@ -693,7 +693,7 @@ def test_pipe_without_a_reader_is_refused_before_the_work(
     for place in (pipe, tmp_path / "link"):
         arguments = [model, style, "-o", out] if command == "merge" else ["batch", jobs]
         code, _, err = run(*arguments, "--report", place)
-        assert (code, "nobody reads" in err) == (2, True), err
+        assert (code, "no reader" in err) == (2, True), err
     assert not out.exists()
 
 

@@ -21,7 +21,7 @@ import pytest
 
 from lora_merge import progress
 from lora_merge.cli import progress_display
-from lora_merge.cli.progress_display import BEAT, MOST, PROOF, Display, Jobs, interval
+from lora_merge.cli.progress_display import BEAT, MOST, PROOF, BatchJobs, Display, interval
 from lora_merge.cli.terminal import CUT, REFLOWING
 from lora_merge.errors import UsageError
 from lora_merge.progress import APART, GRACE, Gathered, Progress, Stage, Step, watched
@@ -87,9 +87,11 @@ def test_each_stage_is_named_and_time_left_counts_what_follows() -> None:
     assert "100%" in line(display) and "0:00 left" in line(display)
 
 
-@pytest.mark.parametrize("jobs", [None, Jobs(2, {"/o": (GIB, GIB)})])
+@pytest.mark.parametrize("jobs", [None, BatchJobs(2, {"/o": (GIB, GIB)})])
 @pytest.mark.parametrize("stage", [None, "load", "merge", "make", "flush", "prove"])
-def test_no_line_stands_still_for_a_second_while_nothing_is_reported(jobs: Jobs | None, stage: Stage | None) -> None:
+def test_no_line_stands_still_for_a_second_while_nothing_is_reported(
+    jobs: BatchJobs | None, stage: Stage | None
+) -> None:
     display, clock = shown(jobs=jobs)
     if stage is not None:
         display(Step(stage, "/o", 5, GIB))
@@ -116,8 +118,8 @@ def test_bar_moves_while_the_disk_takes_the_last_bytes() -> None:
     assert shares[-1] < display._share() < 1
 
 
-@pytest.mark.parametrize("jobs", [None, Jobs(2, {"/o": (GIB, GIB)})])
-def test_time_is_counted_before_the_first_byte(jobs: Jobs | None) -> None:
+@pytest.mark.parametrize("jobs", [None, BatchJobs(2, {"/o": (GIB, GIB)})])
+def test_time_is_counted_before_the_first_byte(jobs: BatchJobs | None) -> None:
     display, clock = shown(jobs=jobs)
     clock.now += 65
     assert "1:05 so far" in display.lines(80)[-1]
@@ -136,7 +138,7 @@ def test_rate_of_a_disk_that_stands_still_falls() -> None:
 
 @pytest.mark.parametrize("width", [60, 80, 160])
 def test_no_line_is_wider_than_the_terminal(width: int) -> None:
-    display, clock = shown(jobs=Jobs(20, {"/another.safetensors": (GIB, GIB)}))
+    display, clock = shown(jobs=BatchJobs(20, {"/another.safetensors": (GIB, GIB)}))
     for n in range(MOST + 3):
         display(Step("load", f"/a/folder/{'long name ' * 20}{n}.safetensors", total=GIB))
         display(Step("merge", f"/a/folder/{'long name ' * 20}{n}.safetensors", GIB // 3, GIB, "write"))
@@ -187,7 +189,7 @@ def test_narrower_terminal_keeps_what_stands_above_the_lines(
     in_terminal(monkeypatch, **variables)
     clock, columns, out = Clock(), [100], Terminal()
     out.write("kept\n")
-    display = Display(out, Jobs(2), clock=clock, columns=lambda: columns[0])
+    display = Display(out, BatchJobs(2), clock=clock, columns=lambda: columns[0])
     display(Step("merge", "a.safetensors", 1, GIB))
     display.draw()
     before = out.getvalue()
@@ -204,7 +206,7 @@ def test_lines_are_taken_back_where_the_terminal_was_made_narrower(monkeypatch: 
     in_terminal(monkeypatch, VTE_VERSION="7600")
     clock, columns = Clock(), [160]
     out = Terminal()
-    display = Display(out, Jobs(4), clock=clock, columns=lambda: columns[0])
+    display = Display(out, BatchJobs(4), clock=clock, columns=lambda: columns[0])
     display(Step("merge", "a.safetensors", 1, GIB))
     display.draw()
     out.seek(0)
@@ -232,7 +234,7 @@ def test_messages_go_above_the_lines() -> None:
 
 def test_bar_of_a_batch_moves_while_an_adapter_is_made() -> None:
     """Its share of the work, its bytes and the time that is left; and a merge of the same bytes counts for less."""
-    display, clock = shown(jobs=Jobs(2, {"/slow": (GIB // 100, 3 * GIB), "/merged": (GIB, GIB)}))
+    display, clock = shown(jobs=BatchJobs(2, {"/slow": (GIB // 100, 3 * GIB), "/merged": (GIB, GIB)}))
     display(Step("make", "/slow", 0, 500))
     seen = []
     for _ in range(4):
@@ -248,7 +250,7 @@ def test_bar_of_a_batch_moves_while_an_adapter_is_made() -> None:
 
 
 def test_names_command_no_terminal() -> None:
-    display, _ = shown(jobs=Jobs(1))
+    display, _ = shown(jobs=BatchJobs(1))
     display(Step("load", "/a/\x1b[31mred\n.safetensors"))
     assert all("\x1b" not in text and "\n" not in text for text in display.lines(80))
 
@@ -428,7 +430,7 @@ def test_each_redraw_is_as_wide_as_the_terminal_is_then(monkeypatch: pytest.Monk
     in_terminal(monkeypatch, VTE_VERSION="7600")
     with terminal(120) as (end, arrived), os.fdopen(os.dup(end), "w", encoding="utf-8") as stream:
         clock = Clock()
-        display = Display(stream, Jobs(4), clock=clock)
+        display = Display(stream, BatchJobs(4), clock=clock)
         widths = (120, 60, 200)
         for columns in widths:
             fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
@@ -443,7 +445,7 @@ def test_each_redraw_is_as_wide_as_the_terminal_is_then(monkeypatch: pytest.Monk
 
 
 def test_bar_stays_where_other_parts_find_no_room() -> None:
-    display, _ = shown(jobs=Jobs(1))
+    display, _ = shown(jobs=BatchJobs(1))
     display(Step("merge", "a-name-of-some-length.safetensors", GIB // 3, GIB, "write"))
     for width in (40, 50, 60, 80):
         for one in display.lines(width):

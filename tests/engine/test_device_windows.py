@@ -14,13 +14,14 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.cli.reports import report_lines
+from lora_merge.cli.reports import plain_lines
 from lora_merge.engine import devices
 from lora_merge.engine.admission import plan_merge
 from lora_merge.engine.gpu_adapters import AdaptersOnDevice
 from lora_merge.engine.windows import buffer_bytes, pinned_bytes
 from lora_merge.job import make_job
 from lora_merge.planning.plan import Plan
+from lora_merge.report import merge_rows
 from tests.bench import host, inputs
 from tests.kit.files import load, save
 from tests.kit.flux import flux
@@ -251,9 +252,8 @@ def test_report_says_why_a_device_was_taken(files: tuple[Path, Path], tmp_path: 
     report = lora_merge.merge(*files, tmp_path / "o")
     assert report.device == "cpu" and "on cuda with its start" in report.device_choice
     assert not cuda.counts
-    told: list[str] = []
-    report_lines(report, told.append, [], as_json=False, verbose=True)
-    assert any(line.startswith("device   cpu: about 0.0 s on the CPU") for line in told)
+    lines = plain_lines(merge_rows(vars(report), verbose=True))
+    assert any(line.startswith("device   cpu: about 0.0 s on the CPU") for line in lines)
 
 
 def test_pinned_memory_and_windows_stay_within_max_memory(

@@ -277,7 +277,7 @@ def test_interrupt_after_the_output_has_its_name(scene: Scene, moment: str) -> N
     """It has succeeded, and says so."""
     scene.reset()
     assert at(moment, scene, scene.argv()) == 0
-    assert all(": note: " in line for line in scene.log().splitlines()), scene.log()
+    assert all(line.startswith("note: ") for line in scene.log().splitlines()), scene.log()
     scene.check(finished=True)
     assert scene.strays() == []
 

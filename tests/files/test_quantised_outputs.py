@@ -14,7 +14,7 @@ import lora_merge
 from lora_merge.disk.files import Source
 from lora_merge.disk.reader import Reader
 from lora_merge.errors import VerificationFailed
-from lora_merge.viewing.facts import schema_of
+from lora_merge.viewing.json_schemas import schema_of
 from tests.kit.files import load, save
 from tests.kit.tensors import rand
 

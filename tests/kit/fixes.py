@@ -54,7 +54,7 @@ TYPED: Final[Mapping[str, str]] = {
         "tests/cli/test_arguments.py::test_adapters[None]",
     "name the base first: lora-merge BASE ADAPTER:0.8":
         "tests/cli/test_habits.py::test_mistakes_of_beginners_are_answered[lora.safetensors:0.8 base.safetensors-name the base first: lora-merge BASE]",
-    "name the base; lora-merge inspect … tells what the adapter changes":
+    "name the base; lora-merge inspect … shows what the adapter changes":
         "tests/cli/test_errors.py::test_errors_name_the_mistake_and_the_fix[parts lora.safetensors-2-an adapter, and parts are those of a base-lora-merge inspect lora.safetensors]",
     "one merge needs no file: lora-merge BASE ADAPTER:0.8":
         "tests/cli/test_errors.py::test_errors_name_the_mistake_and_the_fix[batch base.safetensors-2-a model, and not a jobs file-lora-merge BASE ADAPTER]",

@@ -7,7 +7,7 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 
-from lora_merge.viewing.facts import JOBS, schema_of
+from lora_merge.viewing.json_schemas import JOBS, schema_of
 
 
 @cache

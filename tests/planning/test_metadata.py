@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import lora_merge
-from lora_merge.cli.argument_values import one_entry
+from lora_merge.cli.argument_values import metadata_entry
 from lora_merge.errors import InputError, UsageError, VerificationFailed
 from lora_merge.job import make_job
 from lora_merge.planning.header_entries import NEEDED
@@ -28,7 +28,7 @@ def inputs(tmp_path: Path) -> tuple[Path, Path]:
 
 def test_title_and_entries_are_in_the_header_and_come_back_by_replay(inputs: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "o.safetensors"
-    entries = [one_entry(text) for text in ("a.b=c=d", "ss_tag=")]
+    entries = [metadata_entry(text) for text in ("a.b=c=d", "ss_tag=")]
     lora_merge.merge(*inputs, out, title="Ink", metadata=entries)
     found = metadata(out)
     assert {**OLD, "modelspec.title": "Ink", "a.b": "c=d", "ss_tag": ""}.items() <= found.items()

@@ -17,12 +17,12 @@ import torch
 
 import lora_merge
 from lora_merge.adapters.modules import AdapterFile
-from lora_merge.cli.reports import proof_lines
 from lora_merge.errors import VerificationFailed
 from lora_merge.matching.conflicts import DuplicateCheck
 from lora_merge.matching.patch import OFF, ZEROS, Match
 from lora_merge.planning import checkpoint_cache, make_plan
 from lora_merge.recipes.replay import prove
+from lora_merge.report import proof_rows
 from tests.kit.adapters import unread
 from tests.kit.files import save
 from tests.kit.planner_scenes import parted_scene
@@ -48,9 +48,8 @@ def merged(folder: Path, adapter: Tensors, strength: float = 0.7, **options: Any
     assert report.verified is not None
     account = report.verified["account"]
     assert prove(out, full=True)["account"] == account
-    said: list[str] = []
-    proof_lines({**report.verified, "numbers": report.numbers}, said.append)
-    assert [line.startswith("unused") for line in said].count(True) == bool(account["unused"])
+    names = [row.name for row in proof_rows({**report.verified, "numbers": report.numbers})]
+    assert names.count("unused") == bool(account["unused"])
     assert isinstance(account, dict)
     return account
 

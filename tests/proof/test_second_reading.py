@@ -19,7 +19,7 @@ import torch
 import lora_merge
 from lora_merge.adapters.modules import group
 from lora_merge.algorithms import Shape
-from lora_merge.cli.reports import proof_lines
+from lora_merge.cli.reports import plain_lines
 from lora_merge.disk.files import StoredTensor
 from lora_merge.errors import FitError, UsageError, VerificationFailed
 from lora_merge.files.checkpoint import Index
@@ -33,6 +33,7 @@ from lora_merge.proof.second_reading.read_again import PART, Confirmation, compa
 from lora_merge.proof.second_reading.rows import BaseRows as StoredRows
 from lora_merge.proof.second_reading.rows import Networks, WeightPlace
 from lora_merge.recipes.replay import prove
+from lora_merge.report import proof_rows
 from lora_merge.row_ranges import RowNumbers
 from tests.kit.adapters import kohya, unread
 from tests.kit.files import index, load, load_all, save
@@ -393,8 +394,7 @@ def test_unknown_modules_are_counted_and_named(tmp_path: Path) -> None:
     assert matching["alone"] == ["lora_unet_time_embed_0"]
     assert matching["modules"] == matching["proven"] + 1 > 20
     for proof in ({**report.verified, "numbers": report.numbers}, prove(out), prove(out, full=True)):
-        said: list[str] = []
-        proof_lines(proof, said.append)
+        said = [*plain_lines(proof_rows(proof))]
         assert said[-1] == (f"matching proven a second way for {matching['proven']} of {matching['modules']} modules; "
                             "1 checked by numbers but not by place: lora_unet_time_embed_0; the second reading does not "
                             "know how their tensors are called (1)")  # fmt: skip
@@ -402,13 +402,13 @@ def test_unknown_modules_are_counted_and_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("verbose", [False, True])
 def test_known_modules_are_reported_on_demand(*, verbose: bool) -> None:
-    said: list[str] = []
     share = {"adapter": "a", "strength": 1.0, "retained": 1.0}
     every = {"ratio": 0.01, "changed": 0.5}
     proof = {"numbers": {"all": every, "below": 0}, "untouched": {"bytes": 1, "of": 1}, "full": True, "tensors": 1, "changed": 1, "rows": 1, "worst_ulp": 0.5, "saturated": 0, "bound": {"compute_dtype": "fp32"},
              "retained": [share], "warnings": [], "matching": {"modules": 9, "proven": 9, "alone": []}, "account": {"unused": 0}}  # fmt: skip
-    proof_lines(proof, said.append, verbose=verbose)
-    assert said[4:] == ["matching proven a second way for 9 of 9 modules"] * verbose
+    assert [*plain_lines(proof_rows(proof, verbose=verbose))][4:] == [
+        "matching proven a second way for 9 of 9 modules"
+    ] * verbose
 
 
 @pytest.mark.parametrize(

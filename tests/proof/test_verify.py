@@ -17,13 +17,14 @@ from safetensors.torch import save_file
 
 import lora_merge
 import lora_merge.engine.merge
-from lora_merge.cli.reports import proof_lines
+from lora_merge.cli.reports import plain_lines
 from lora_merge.engine.tensor_moves import convert
 from lora_merge.errors import FitError, InputError, UsageError, VerificationFailed
 from lora_merge.files.safetensors import parse_file
 from lora_merge.proof import recompute
 from lora_merge.proof.reference import floats
 from lora_merge.recipes.replay import prove
+from lora_merge.report import proof_rows
 from tests.kit.adapters import kohya
 from tests.kit.command_line import run
 from tests.kit.files import load, metadata, save
@@ -345,10 +346,9 @@ def test_dtype_that_swallows_the_change_is_said(tmp_path: Path, dtype: str, scal
     assert f"write --dtype {wider}, or round with --rounding stochastic" in report.verified["warnings"][0]
     numbers = report.numbers
     assert (numbers["below"], numbers["worst"]) == (1, "block.weight")
-    said: list[str] = []
-    proof_lines({**report.verified, "numbers": numbers, "counted": True}, said.append)
+    said = [*plain_lines(proof_rows({**report.verified, "numbers": numbers, "counted": True}))]
     assert said[2].endswith("less than 90% of it is in 1 weight, least in block.weight")
-    proof_lines({**report.verified, "numbers": numbers}, said.append)
+    said = [row.value for row in proof_rows({**report.verified, "numbers": numbers}) if row.name == "change"]
     assert said[-1].endswith(f"in the {report.verified['rows']} rows that were read")
     rounded = lora_merge.merge(*paths[:2], tmp_path / "drawn.safetensors", dtype=dtype, rounding="stochastic")
     assert rounded.verified is not None

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import lora_merge
+from lora_merge.facts import TABLE, WIDTH
 from lora_merge.viewing.adapter import block_name
-from lora_merge.viewing.facts import TABLE, WIDTH
 from lora_merge.viewing.inspect import inspect
-from lora_merge.viewing.text import TOLD, lines
+from lora_merge.viewing.text import TRAINING_KEYS, lines
 from tests.kit.adapters import kohya
 from tests.kit.files import load, save
 from tests.kit.models import sd1
@@ -45,7 +45,7 @@ def test_json_has_every_entry_and_the_text_says_what_it_leaves_out(scene: Scene)
     assert facts["metadata"] == TRAINED
     text = "\n".join(lines(facts))
     shown = sum(line.startswith("metadata ") for line in text.splitlines()) - 1
-    above = len(TOLD & TRAINED.keys())
+    above = len(TRAINING_KEYS & TRAINED.keys())
     assert above > 3
     assert f"{len(TRAINED) - shown - above} of {len(TRAINED)} entries are neither here nor above" in text
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import lora_merge
+from lora_merge.report import ENLARGED, retained
 from lora_merge.viewing.compare import compare, compare_rows
 from lora_merge.viewing.inspect import inspect
-from lora_merge.viewing.merge_facts import ENLARGED, retained
 from lora_merge.viewing.pages.page import content
 from lora_merge.viewing.text import lines
 from tests.kit.command_line import run

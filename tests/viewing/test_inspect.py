@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.cli.reports import COUNT
+from lora_merge.facts import COUNT
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.files.formats.unread import METADATA, SIGNS
 from lora_merge.files.safetensors import layout

@@ -20,13 +20,13 @@ from lora_merge.change_statistics import Measure, Measures
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.models.blocks import groups
 from lora_merge.models.names import names
+from lora_merge.report import merge_rows
 from lora_merge.viewing.compare import compare, compare_rows, compare_summary
 from lora_merge.viewing.inspect import inspect
-from lora_merge.viewing.merge_facts import effect, recomputed, unchanged
 from lora_merge.viewing.pages import page as pages
 from lora_merge.viewing.pages import plot
-from lora_merge.viewing.pages.content import Content
-from lora_merge.viewing.pages.heat_map import places, short
+from lora_merge.viewing.pages.content import PageContent
+from lora_merge.viewing.pages.heat_map import block_labels, grid_places
 from lora_merge.viewing.text import match_summary, rows, summary
 from tests.kit.browser import shown
 from tests.kit.command_line import run
@@ -96,7 +96,8 @@ def test_cuts_and_warnings_of_the_page_are_those_of_the_report(scene: Scene, tmp
     code, text, _ = run("merge", scene.base, *words, "-o", out)
     assert code == 0
     cut = sum(json.loads(text)["saturated"].values())
-    assert any(f"{cut} numbers" in line for line in content(page.read_text(encoding="utf-8"))["warnings"])
+    summary = content(page.read_text(encoding="utf-8"))["summary"]
+    assert any(name == "cut" and value.startswith(f"{cut} numbers") for name, value in summary)
     (tmp_path / "jobs.yaml").write_text(
         f"version: 1\njobs: [{{base: '{scene.base}', adapters: [{{path: '{scene.ink}', strength: 0.000001}}], output: o.safetensors}}]\n"
     )
@@ -359,12 +360,13 @@ def test_pages_of_adapters_have_the_numbers_of_the_report(scene: Scene, tmp_path
         assert [row[4] for row in tables["Inputs"]["rows"]] == norms
         times = sum(seconds for one in made["stages"] for _, seconds in one["rows"])
         assert times == pytest.approx(report["seconds"], abs=0.02), "but for those of a moment"
-        told = dict(made["summary"]).get("the change", "")
-        assert told.startswith(f"{every['ratio']:.2%} of the weights") if "ratio" in every else not told
+        change = dict(made["summary"])["change"]
+        assert ("of ‖W‖" in change) == ("ratio" in every)
+        assert f"{100 * every['ratio']:.3g}% of ‖W‖" in change if "ratio" in every else change
 
 
 def test_page_says_all_that_the_text_says(scene: Scene, tmp_path: Path) -> None:
-    """Each fact in the same words; the rows of tables by their names. The page of a merge has the words of its panel."""
+    """Each fact in the same words; the rows of tables by their names. The page of a merge has the rows of its panel."""
     merged = tmp_path / "m.safetensors"
     report = lora_merge.merge(scene.base, [(scene.ink, 0.5)], merged)
     stranger = save(
@@ -394,10 +396,10 @@ def test_page_says_all_that_the_text_says(scene: Scene, tmp_path: Path) -> None:
             assert row.name or json.dumps(row.value.strip().partition("–")[0], ensure_ascii=False)[1:-1] in every, row
     told = dict(content(pages.page(inspect(merged)))["summary"])
     assert told["merged"].startswith("base.safetensors + ink.safetensors:0.5")
-    told = dict(content(pages.page(json.loads(report.to_json())))["summary"])
-    assert report.verified is not None
-    assert told["proof"] == ": ".join(recomputed(report.verified))
-    assert (told["unchanged"], told["the change"]) == (unchanged(report.verified["untouched"]), effect(report.numbers))
+    facts = [*merge_rows(vars(report))]
+    assert {"output", "adapter", "verified", "copied", "retained", "change"} <= {row.name for row in facts}
+    told = content(pages.page(json.loads(report.to_json())))["summary"]
+    assert all([row.name, row.value] in told for row in facts)
 
 
 @pytest.mark.release
@@ -491,14 +493,14 @@ def test_page_that_cannot_be_written_is_refused_before_the_work(
     ],
 )  # fmt: skip
 def test_weight_has_its_row_and_its_column(name: str, block: str, kind: str) -> None:
-    assert places([name]) == {name: (block, kind)}
+    assert grid_places([name]) == {name: (block, kind)}
 
 
 def test_blocks_are_in_the_order_of_their_numbers_under_short_names() -> None:
     names = [f"model.layers.{n}.self_attn.q_proj.weight" for n in (10, 2, 1)]
-    rows = [block for block, _ in places(names).values()]
+    rows = [block for block, _ in grid_places(names).values()]
     assert rows == ["model.layers.1", "model.layers.2", "model.layers.10"]
-    assert [*short(rows).values()] == ["layers.1", "layers.2", "layers.10"]
+    assert [*block_labels(rows).values()] == ["layers.1", "layers.2", "layers.10"]
 
 
 @pytest.mark.parametrize(
@@ -517,7 +519,7 @@ def test_blocks_are_in_the_order_of_their_numbers_under_short_names() -> None:
     ],
 )  # fmt: skip
 def test_label_of_a_block_tells_it_from_all_others(names: list[str], labels: list[str]) -> None:
-    assert short(names) == dict(zip(names, labels, strict=True))
+    assert block_labels(names) == dict(zip(names, labels, strict=True))
 
 
 def test_blocks_of_a_report_are_in_the_models_order(scene: Scene) -> None:
@@ -527,7 +529,7 @@ def test_blocks_of_a_report_are_in_the_models_order(scene: Scene) -> None:
     numbers = measures.to_dict(0, groups(names(base)))
     assert [*numbers["components"]] == ["unet", "te", "vae"]
     assert [*numbers["blocks"]] == ["unet BASE", "unet B00", "unet B01", "unet B02", "te BASE"]
-    page = Content("Merge", "m")
+    page = PageContent("Merge", "m")
     page.change(numbers, "t")
     assert [row[0] for row in page.data["tables"][-1]["rows"]] == [*numbers["blocks"]]
 
@@ -585,7 +587,14 @@ def many_modules() -> dict[str, Any]:
     one = {"norm": 1.5, "stable_rank": 2.0, "rank": 8, "largest": 1.0, **picture}
     modules = {f"model.layers.{n // 768}.mlp.experts.{n % 256}.{'abc'[n // 256 % 3]}_proj": one for n in range(2000)}
     numbers = {"norm": 1.0, "stable_rank": {"min": 1, "median": 1, "max": 2}, "modules": modules, "blocks": {}}
-    return {"kind": "adapter", "path": "a", "bytes": 1, "tensors": 1, "weights": numbers}
+    return {
+        "kind": "adapter",
+        "path": "a",
+        "bytes": 1,
+        "tensors": 1,
+        "schema": "lora-merge/inspect/2",
+        "weights": numbers,
+    }
 
 
 def many_differences() -> dict[str, Any]:
@@ -593,27 +602,44 @@ def many_differences() -> dict[str, Any]:
     one = {"relative": 0.1234567891, "difference": 1.123456789, "largest": 0.123456789, "changed": 1, "of": 2}
     tensors = {f"model.layers.{n}.self_attn.{'q' * (n % 9)}_proj.weight": one for n in range(3000)}
     blocks = {f"model.layers.{n}.{'x' * 99}": one for n in range(4000)}
-    return {"kind": "checkpoints", "a": "a", "b": "b", "equal": 1, "compared": 2, "different": 1, "dtypes": {}, "only_b": [], "total": one, "blocks": blocks,
+    return {"schema": "lora-merge/compare/1", "kind": "checkpoints", "a": "a", "b": "b", "equal": 1, "compared": 2, "different": 1, "dtypes": {}, "only_b": [], "total": one, "blocks": blocks,
             "tensors": tensors, "only_a": [f"{n}.{'y' * 200}" for n in range(3000)]}  # fmt: skip
 
 
 def strangers_words() -> dict[str, Any]:
     """An adapter with megabytes of metadata."""
-    return {"kind": "adapter", "path": "a", "bytes": 1, "tensors": 1, "trained": {"description": "<" * 2_000_000},
+    return {"kind": "adapter", "path": "a", "bytes": 1, "tensors": 1, "schema": "lora-merge/inspect/2", "trained": {"description": "<" * 2_000_000},
             "notes": [f"{n} {'ä' * 400}" for n in range(1500)]}  # fmt: skip
 
 
 def open_jobs() -> list[dict[str, Any]]:
     """A batch whose rows open to more than there is room for."""
     return [
-        {"number": n, "status": "failed", "output": "o", "error": {"what": "w", "fix": "x" * 1900}} for n in range(400)
+        {
+            "number": n,
+            "status": "failed",
+            "output": "o",
+            "error": {"what": "w", "fix": "x" * 1900},
+            "seconds": 0.0,
+            "report": None,
+            "schema": "lora-merge/job-report/1",
+        }
+        for n in range(400)
     ]
 
 
 def many_jobs() -> list[dict[str, Any]]:
     """A batch whose jobs have all failed, at length."""
     return [
-        {"number": n, "status": "failed", "output": f"{n}.safetensors", "error": {"what": "x" * 9000}}
+        {
+            "number": n,
+            "status": "failed",
+            "output": f"{n}.safetensors",
+            "error": {"what": "x" * 9000},
+            "seconds": 0.0,
+            "report": None,
+            "schema": "lora-merge/job-report/1",
+        }
         for n in range(500)
     ]
 
@@ -628,7 +654,10 @@ def many_jobs() -> list[dict[str, Any]]:
 def test_page_keeps_its_size_and_says_what_it_leaves_out(
     found: Any, left: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    most = len(pages.page({"kind": "adapter", "path": "a", "bytes": 1, "tensors": 1})) + 300_000
+    most = (
+        len(pages.page({"kind": "adapter", "path": "a", "bytes": 1, "tensors": 1, "schema": "lora-merge/inspect/2"}))
+        + 300_000
+    )
     assert most < pages.MOST == 5_000_000
     monkeypatch.setattr(pages, "MOST", most)
     html = pages.page(found)

@@ -17,8 +17,8 @@ from lora_merge.cli.main import app
 from lora_merge.cli.reports import dry
 from lora_merge.report import Report
 from lora_merge.viewing.compare import compare
-from lora_merge.viewing.facts import KINDS, schema_of
 from lora_merge.viewing.inspect import inspect
+from lora_merge.viewing.json_schemas import KINDS, schema_of
 from tests.kit.command_line import run
 from tests.viewing.conftest import Scene
 

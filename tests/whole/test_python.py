@@ -119,7 +119,7 @@ def test_objects_show_themselves_in_a_few_lines(files: tuple[Path, Path, Path, P
     report = lora_merge.merge(base, {odd: 0.5}, tmp_path / "o.safetensors")
     shown = {
         "0.5×": report, "32 of 32": lora_merge.plan(base, odd, tmp_path / "p.safetensors"), "lora 32": lora_merge.load_adapter(odd),
-        "merged": lora_merge.run_batch(jobs), "proven": lora_merge.verify(out), "adapter": lora_merge.inspect(odd),
+        "merged": lora_merge.run_batch(jobs), "verified": lora_merge.verify(out), "adapter": lora_merge.inspect(odd),
         "rank 2": lora_merge.resize(odd, tmp_path / "r.safetensors", rank=2),
         "1 tensor; undo": lora_merge.merge_into(torch.nn.Sequential(torch.nn.Linear(4, 4)), RANK_1),
     }  # fmt: skip

@@ -23,7 +23,7 @@ from ...errors import AdapterAsBase, FitError, InputError, UsageError
 from ...files.checkpoint import Index
 from ...models.names import Names
 from ...models.part_factors import Chosen
-from ...paths import typed, with_ending
+from ...paths import names_folder, typed, with_ending
 from ...planning.checkpoint_cache import CheckpointCache
 from ...progress import Counting, Progress, unwatched
 from ...text import Note, listed, plural
@@ -95,7 +95,9 @@ def opened(job: AdapterJob, cache: CheckpointCache) -> Extraction:
 def with_format(job: AdapterJob, output: str | Path | None, cache: CheckpointCache) -> AdapterJob:
     """Return the job with the format of the base's architecture, if the user chooses none and `output` may be the name
     of a file or of a folder: then the output is named as headers of the base say."""
-    if output is None or job.format != AUTO_FORMAT or with_ending(job.output) == job.output:
+    if output is None or job.format != AUTO_FORMAT:
+        return job
+    if with_ending(job.output) == job.output and not names_folder(output):
         return job
     return extraction_named(job, _usual(_model(job, _base(job), cache)[1], job), output)
 

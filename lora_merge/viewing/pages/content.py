@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import sqrt
 from typing import Any, Final, NamedTuple, TypeAlias
 
+from ...facts import Fact
 from ...paths import typed
+from ...report import ENLARGED, MOST
 from ...text import json_text, plural
-from ..facts import Fact
-from ..merge_facts import ENLARGED, MOST
-from .heat_map import places, short
+from .heat_map import block_labels, grid_places
 
-Found: TypeAlias = Mapping[str, Any]
-Row: TypeAlias = list[Any]
+Values: TypeAlias = Mapping[str, Any]
+TableRow: TypeAlias = list[Any]
 Column: TypeAlias = str | Mapping[str, Any]
 
 COSINE: Final = "cosine"
@@ -64,7 +64,7 @@ UNPICTURED: Final = (
 CLICK: Final = "The stronger the colour, the larger. Click a cell for its weights."
 
 
-class Content:
+class PageContent:
     """The sections of one page. `data` is what the page's script reads."""
 
     def __init__(self, kind: str, title: str) -> None:
@@ -84,20 +84,20 @@ class Content:
 
     def summary(self, rows: Iterable[tuple[str, Any] | Fact]) -> None:
         """Add rows of the summary; those without a value are left out. Warnings and notes have places of their own."""
-        for name, value, *_ in rows:
+        for name, value, *_ in (row for row in rows if row[0]):
             if name in ("warning", "note"):
                 self.data[f"{name}s"].append(str(value))
             elif value not in (None, "", [], {}, ()):
                 self.data["summary"].append([name, str(value)])
 
     def table(
-        self, title: str, columns: Sequence[Column], rows: Iterable[Row], *, first: bool = False,
-        details: Sequence[Found] = (),
+        self, title: str, columns: Sequence[Column], rows: Iterable[TableRow], *, first: bool = False,
+        details: Sequence[Values] = (),
     ) -> None:  # fmt: skip
         """Add a sortable table, if it has rows. A column may have a unit, and `bar` for bars below its numbers:
         `longest` is the number of the longest one, else the largest of the column.
 
-        `first`: it stands before the pictures. `details`: the summary and the tables to which each row opens.
+        `first`: it comes before the pictures. `details`: the summary and the tables to which each row opens.
         """
         named = [{"title": c} if isinstance(c, str) else dict(c) for c in columns]
         if lines := list(rows):
@@ -111,19 +111,19 @@ class Content:
             self.data["bars"].append({"title": title, "of": of, "unit": unit, "rows": values})
 
     def heat_map(
-        self, title: str, text: str, metrics: Sequence[Metric], weights: Mapping[str, Found], of: str = "ΔW"
+        self, title: str, text: str, metrics: Sequence[Metric], weights: Mapping[str, Values], of: str = "ΔW"
     ) -> None:
         """Add a heat map of weights, if there are several: block × kind of layer. `of`: what its pictures show."""
         known = [m for m in metrics if any(numbers.get(m.key) is not None for numbers in weights.values())]
         if len(weights) < 2 or not known:
             return
-        at = places(weights)
+        at = grid_places(weights)
         rows, columns = list(dict.fromkeys(b for b, _ in at.values())), list(dict.fromkeys(k for _, k in at.values()))
         cells: dict[tuple[int, int], list[str]] = {}
         row_of, column_of = ({name: n for n, name in enumerate(names)} for names in (rows, columns))
         for name, (block, kind) in at.items():
             cells.setdefault((row_of[block], column_of[kind]), []).append(name)
-        labels = short(rows)
+        labels = block_labels(rows)
         self.data["heat_maps"].append(
             {
                 "title": title,
@@ -146,18 +146,18 @@ class Content:
                     }
                     for (row, column), names in cells.items()
                 ],
-                "weights": {name: _of_one(weights[name], known) for name in at},
+                "weights": {name: _weight_numbers(weights[name], known) for name in at},
             }
         )
 
-    def change(self, numbers: Found, title: str) -> None:
+    def change(self, numbers: Values, title: str) -> None:
         """Add pictures and tables of what a merge does to the weights, if it is known."""
         if not numbers:
             return
         every = numbers["all"]
         if unlisted := numbers["unlisted"]:
             hidden = plural(unlisted, "tensor")
-            self.data["notes"].append(f"the numbers of {hidden} are told by part and by block alone")
+            self.data["notes"].append(f"the numbers of {hidden} are shown by part and by block alone")
         if any((measured["retained"] or 0) > MOST for measured in (every, *numbers["tensors"].values())):
             self.data["notes"].append(ENLARGED)
         self.heat_map(title, CLICK, CHANGED, numbers["tensors"])
@@ -174,7 +174,7 @@ class Content:
         """Add a command with a button to copy it."""
         self.data["commands"].append({"label": label, "text": typed(words), "lines": False})
 
-    def recipe(self, entries: Found | None) -> None:
+    def recipe(self, entries: Values | None) -> None:
         """Add a recipe with a button to copy it, if there is one."""
         if entries:
             text = json_text(entries, indent=2)
@@ -182,11 +182,11 @@ class Content:
                                           "lines": True})  # fmt: skip
 
 
-def _numbers(weights: Mapping[str, Found], names: Sequence[str], key: str) -> list[float]:
+def _numbers(weights: Mapping[str, Values], names: Sequence[str], key: str) -> list[float]:
     return [value for name in names if (value := weights[name].get(key)) is not None]
 
 
-def _of_one(facts: Found, metrics: Sequence[Metric]) -> dict[str, Any]:
+def _weight_numbers(facts: Values, metrics: Sequence[Metric]) -> dict[str, Any]:
     """Return the numbers of one weight that the page shows."""
     pictures = {key: facts[key] for key in ("spectrum", "histogram") if facts.get(key)}
     return {m.key: facts.get(m.key) for m in metrics} | pictures

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from ...facts import between, counts_by_kind
 from ...models.blocks import in_order
 from ...text import plural
 from ..compare import compare_summary
-from ..facts import between, counted
-from ..hashes import spoken
-from ..text import few, match_summary, metadata, of_training, summary
-from .content import CLICK, COSINE, Column, Content, Found, Metric, root
-from .heat_map import short
+from ..hashes import hash_title
+from ..text import few, match_summary, metadata, summary, training_value
+from .content import CLICK, COSINE, Column, Metric, PageContent, Values, root
+from .heat_map import block_labels
 from .preview import preview
 
 MEASURED: Final = (
@@ -43,10 +43,10 @@ ALIKE: Final = (
 )
 
 
-def of_file(facts: Found) -> dict[str, Any]:
+def file_page(facts: Values) -> dict[str, Any]:
     """Return the content of the page about one file, or about an adapter on a base."""
     match = facts.get("match")
-    page = Content("Adapter" if facts["kind"] == "adapter" else "Model", Path(facts["path"]).name)
+    page = PageContent("Adapter" if facts["kind"] == "adapter" else "Model", Path(facts["path"]).name)
     if match:
         page.data["title"] += f" + {Path(match['adapter']).name}"
     page.summary(summary(facts))
@@ -56,17 +56,19 @@ def of_file(facts: Found) -> dict[str, Any]:
         "Parts",
         ["part", "what it does", "modules", "parameters", "layers"],
         (
-            [name, part["does"], part["modules"], part["parameters"], counted(part["layers"])]
+            [name, part["does"], part["modules"], part["parameters"], counts_by_kind(part["layers"])]
             for name, part in facts.get("parts", {}).items()
         ),
         first=True,
     )
     trained = facts.get("trained") or {}
     page.data["image"] = preview(trained.get("preview") or {}, facts.get("metadata") or {})
-    lines = ([name.replace("_", " "), of_training(name, value)] for name, value in trained.items())
+    lines = ([name.replace("_", " "), training_value(name, value)] for name, value in trained.items())
     page.table("Training", ["fact", "value"], lines, first=True)
     hashes = (facts.get("hashes") or {}).items()
-    page.table("Hashes, by which model sites find it", ["hash", "value"], ([spoken(n), value] for n, value in hashes))
+    page.table(
+        "Hashes, by which model sites find it", ["hash", "value"], ([hash_title(n), value] for n, value in hashes)
+    )
     page.table(
         "Layers",
         ["names", "algorithm", "modules", "ranks", "alphas"],
@@ -94,14 +96,14 @@ def of_file(facts: Found) -> dict[str, Any]:
     return page.data
 
 
-def _changed(page: Content, numbers: Found) -> None:
+def _changed(page: PageContent, numbers: Values) -> None:
     """Add pictures of how much an adapter changes, from its weights."""
     page.heat_map("What it changes, by block and layer", "At strength 1. Click a cell for its modules.", MEASURED,
                   numbers["modules"])  # fmt: skip
     page.bars("‖ΔW‖ by block", "block", _labelled(numbers["blocks"]))
 
 
-def _sized(page: Content, sizes: Found) -> None:
+def _sized(page: PageContent, sizes: Values) -> None:
     """Add pictures and tables of how large the weights of a model are."""
     matrices = {name: sized for name, sized in sizes["tensors"].items() if sized["dimensions"] > 1}
     page.heat_map("How large its weights are, by block and layer", CLICK, SIZES, matrices, "W")
@@ -111,7 +113,7 @@ def _sized(page: Content, sizes: Found) -> None:
         page.table(f"Weights by {of}", columns, rows if len(rows) > 1 else [])
 
 
-def _matched(page: Content, facts: Found, match: Found) -> None:
+def _matched(page: PageContent, facts: Values, match: Values) -> None:
     """Add tables and pictures of how an adapter fits a base."""
     page.table(
         "Modules without a place",
@@ -125,9 +127,9 @@ def _matched(page: Content, facts: Found, match: Found) -> None:
         page.command("Merge it:", "lora-merge", facts["path"], f"{match['adapter']}:{match['strength']:g}")
 
 
-def of_comparison(result: Found) -> dict[str, Any]:
+def comparison_page(result: Values) -> dict[str, Any]:
     """Return the content of the page of a comparison."""
-    page = Content("Comparison", f"{Path(result['a']).name} ↔ {Path(result['b']).name}")
+    page = PageContent("Comparison", f"{Path(result['a']).name} ↔ {Path(result['b']).name}")
     page.summary(compare_summary(result))
     (_alike if result["kind"] == "adapters" else _different)(page, result)
     whole = result.get("whole", {}).get("tensors", {})
@@ -146,7 +148,7 @@ def of_comparison(result: Found) -> dict[str, Any]:
     return page.data
 
 
-def _alike(page: Content, result: Found) -> None:
+def _alike(page: PageContent, result: Values) -> None:
     page.heat_map(
         "How alike they are, by block and layer",
         "Cosine 1: the same direction; 0: independent; −1: they fight. Click a cell for its modules.",
@@ -159,7 +161,7 @@ def _alike(page: Content, result: Found) -> None:
     page.table("By block", ["block", *columns], ([name, *(row[m.key] for m in ALIKE)] for name, row in rows))
 
 
-def _different(page: Content, result: Found) -> None:
+def _different(page: PageContent, result: Values) -> None:
     page.heat_map("Where they differ, by block and layer", "Equal tensors are left out. Click a cell for its tensors.",
                   DIFFERENT, result["tensors"], "B − A")  # fmt: skip
     _blocks_that_differ(page, result["blocks"])
@@ -170,16 +172,16 @@ def _different(page: Content, result: Found) -> None:
     )
 
 
-def _blocks_that_differ(page: Content, blocks: Found) -> None:
+def _blocks_that_differ(page: PageContent, blocks: Values) -> None:
     """Add a table of the blocks of two models, the equal ones too."""
     columns = [{"title": m.title, "unit": m.unit, "bar": m.key == "relative"} for m in DIFFERENT]
     rows = ([n, *(d[m.key] for m in DIFFERENT), d["changed"], d["of"]] for n, d in blocks.items())
     page.table("By block", ["block", *columns, "numbers that differ", "of"], rows)
 
 
-def of_files(files: Sequence[Found]) -> dict[str, Any]:
+def files_page(files: Sequence[Values]) -> dict[str, Any]:
     """Return the content of a page about several files: a table of all, then what the page of each would have."""
-    page = Content("Files", plural(len(files), "file"))
+    page = PageContent("Files", plural(len(files), "file"))
     page.table(
         "Files",
         [
@@ -192,28 +194,26 @@ def of_files(files: Sequence[Found]) -> dict[str, Any]:
             "tensors",
             {"title": "size", "unit": "B"},
         ],
-        (_of_several(f) for f in files),
+        (_file_row(f) for f in files),
         first=True,
     )
-    for name, file_page in zip(map(_of_pair, files), map(of_file, files), strict=True):
-        page.table(f"{name}: summary", ["fact", "value"], file_page["summary"])
+    for name, single in zip(map(_pair_title, files), map(file_page, files), strict=True):
+        page.table(f"{name}: summary", ["fact", "value"], single["summary"])
         for kind in ("tables", "heat_maps", "bars"):
-            page.data[kind] += [
-                {**part, "title": f"{name}: {part['title']}", "first": False} for part in file_page[kind]
-            ]
+            page.data[kind] += [{**part, "title": f"{name}: {part['title']}", "first": False} for part in single[kind]]
         for kind in ("warnings", "notes"):
-            page.data[kind] += [f"{name}: {text}" for text in file_page[kind]]
-        page.data["commands"] += [{**part, "label": f"{name}: {part['label']}"} for part in file_page["commands"]]
+            page.data[kind] += [f"{name}: {text}" for text in single[kind]]
+        page.data["commands"] += [{**part, "label": f"{name}: {part['label']}"} for part in single["commands"]]
     return page.data
 
 
-def _of_pair(facts: Found) -> str:
+def _pair_title(facts: Values) -> str:
     """Return the name of a file, or of a base and the adapter that was looked at with it."""
     adapter = (facts.get("match") or {}).get("adapter")
     return Path(facts["path"]).name + (f" + {Path(adapter).name}" if adapter else "")
 
 
-def _of_several(facts: Found) -> list[Any]:
+def _file_row(facts: Values) -> list[Any]:
     match = facts.get("match") or {}
     made_for = facts.get("architecture") or facts.get("made_for")
     return [facts["path"], facts["kind"], made_for, match.get("adapter"), match.get("matched"), match.get("total"),
@@ -221,7 +221,7 @@ def _of_several(facts: Found) -> list[Any]:
 
 
 def _short(names: Mapping[str, Any]) -> list[str]:
-    labels = short(names)
+    labels = block_labels(names)
     return [labels[name] for name in names]
 
 

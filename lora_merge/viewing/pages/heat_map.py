@@ -11,20 +11,20 @@ from ...models.blocks import block_name, in_order
 LEVELS: Final = re.compile(
     r"^(?:[._]*(?:transformer_blocks|blocks?|layers?|resnets|attentions)?[._]*[0-9]+)+(?=[._]|$)"
 )
-"""Numbers, and the levels that they count, at the beginning of what stands behind a block's name."""
+"""Numbers, and the levels that they count, at the beginning of the rest of a name behind its block."""
 ENDS: Final = (".weight", ".bias")
 REST: Final = "…"  # ends the name of what is in no block
 NUMBERS: Final = re.compile(r"(?:(?<=[._])|^)[0-9]+(?=[._]|$)")
 
 
-def places(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+def grid_places(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     """Return name → (block, kind of layer), in the order of the blocks' numbers, and of the names."""
     cells = {name: _split(name) for name in names}
     return dict(sorted(cells.items(), key=lambda item: (in_order(item[1][0]), in_order(item[0]))))
 
 
-def short(blocks: Iterable[str]) -> dict[str, str]:
-    """Return name → its last levels, and as many before them as tell its stack from others: `layers.3` of
+def block_labels(blocks: Iterable[str]) -> dict[str, str]:
+    """Return name → its last levels, and as many before them as distinguish its stack: `layers.3` of
     `model.layers.3`; of many, only the first: `te1…layers_3`. What is in no block is called the rest."""
     every = {name: _levels(name) for name in blocks}
     stacks: dict[str, list[list[str]]] = {}

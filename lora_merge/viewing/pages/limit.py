@@ -1,4 +1,4 @@
-"""A page stays below 5 MB: it shows as much of long lists as there is room for, and says what it left out."""
+"""A page stays below 5 MB: long lists are cut, and a note names what is left out."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LEVELS: Final = (
 
 
 def encoded(content: Mapping[str, Any]) -> str:
-    """Return content as JSON that may stand in HTML."""
+    """Return content as JSON that is safe in HTML."""
     return json_text(content).replace("<", "\\u003c")
 
 
@@ -37,7 +37,7 @@ def fitted(content: Mapping[str, Any], room: int) -> str:
     short, text = {**_cut(content), "image": content.get("image", "")}, ""
     for level in LEVELS:
         left: list[str] = []
-        shorter = _kept(short, level, left)
+        shorter = _shortened(short, level, left)
         if left:
             note = f"This page stays below {MOST // 10**6} MB. Left out: {'; '.join(left)}. The JSON (--json) has all."
             shorter["notes"] = [note, *shorter["notes"]]
@@ -57,7 +57,7 @@ def _cut(value: Any) -> Any:
     return [_cut(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _kept(content: Mapping[str, Any], level: Level, left: list[str]) -> dict[str, Any]:
+def _shortened(content: Mapping[str, Any], level: Level, left: list[str]) -> dict[str, Any]:
     """Return the content of a level; `left` gets what is left out, in words."""
     shorter = dict(content)
     if content["image"] and not level.pictures:

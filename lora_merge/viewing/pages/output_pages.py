@@ -7,13 +7,14 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
-from ...text import codes_line, plural, size, stored
-from ..facts import strengths
-from ..merge_facts import effect, matched, recomputed, retained, unchanged, unused
-from .content import CLICK, SHARE, Column, Content, Found, Metric, root
-from .heat_map import short
+from ...facts import strengths
+from ...report import merge_rows
+from ...text import plural
+from ..json_schemas import kind_of
+from .content import CLICK, SHARE, Column, Metric, PageContent, Values, root
+from .heat_map import block_labels
 
-MADE: Final = (
+LAYER_METRICS: Final = (
     Metric("ratio", "‖ΔW‖ / ‖W‖", "%"),
     Metric("norm", "‖ΔW‖", join=root),
     Metric("residual", "what is lost", "%"),
@@ -24,40 +25,14 @@ MADE: Final = (
 )
 
 
-BY_BLOCK: Final = tuple(m for m in MADE if m.key in ("ratio", "norm", "changed", "largest"))
-"""Those of them that are told of several layers together."""
+BLOCK_METRICS: Final = tuple(m for m in LAYER_METRICS if m.key in ("ratio", "norm", "changed", "largest"))
+"""Those of them that several layers have together."""
 
 
-def of_merge(facts: Found) -> dict[str, Any]:
+def merge_page(facts: Values) -> dict[str, Any]:
     """Return the content of the page of a merge."""
-    page = Content("Merge", Path(facts["output"]).name)
-    proof = facts["verified"] or {}
-    every = (facts["numbers"] or {}).get("all", {})
-    rows: list[tuple[str, Any]] = [
-        ("output", f"{facts['output']} ({size(facts['written'])})"),
-        ("base", f"{facts['base']} ({facts['architecture']})"),
-        ("changed", f"{facts['changed']} of {plural(facts['tensors'], 'tensor')}"),
-        ("dtype", stored(facts["dtype"]).removeprefix("dtype ")),
-        ("codes", codes_line(facts["codes"]) if facts["codes"] else ""),
-        ("method", facts["method"]),
-        ("device", f"{facts['device']}, computed in {facts['compute_dtype']}"),
-        ("why this device", facts["device_choice"]),
-        ("time", f"{facts['seconds']:.1f} s"),
-        ("peak memory", size(facts["peak_memory"])),
-        ("the change", effect(facts["numbers"]) if facts["numbers"] else ""),
-        ("retained", "" if every.get("retained") is None else f"{retained(every['retained'])} of the change"),
-        ("proof", ": ".join(recomputed(proof)) if proof else "not proven (--no-verify)"),
-    ]
-    if proof:
-        rows += [("unchanged", unchanged(proof["untouched"]))] if proof["untouched"]["of"] else []
-        rows += [("matching", matched(proof["matching"]))] if proof["matching"]["alone"] else []
-        rows += [("unused", unused(proof["account"]))] if proof["account"]["unused"] else []
-    page.summary(rows)
-    page.data["warnings"] = [*_cut(facts), *proof.get("warnings", ())]
-    page.data["notes"] = [
-        *facts["notes"],
-        *(f"{name}: {note}" for name, c in facts["coverage"].items() for note in c["notes"]),
-    ]
+    page = PageContent("Merge", Path(facts["output"]).name)
+    page.summary(merge_rows(facts, verbose=True))
     _adapters(page, facts)
     page.change(facts["numbers"], "What changed, by block and layer")
     page.table(
@@ -77,13 +52,7 @@ def of_merge(facts: Found) -> dict[str, Any]:
     return page.data
 
 
-def _cut(facts: Found) -> Iterator[str]:
-    """Yield the warning about numbers that were cut to the range of their dtype, if some were."""
-    if cut := facts.get("saturated"):
-        yield f"{plural(sum(cut.values()), 'number')} in {plural(len(cut), 'tensor')} were too large and were cut"
-
-
-def _adapters(page: Content, facts: Found) -> None:
+def _adapters(page: PageContent, facts: Values) -> None:
     """Add a table of the adapters of a merge: how much of each fits, how large its change is, and what is kept."""
     rows = [*facts["coverage"].items()]
     sampled = {row["adapter"]: row for row in (facts["verified"] or {}).get("retained", ())}
@@ -125,7 +94,7 @@ STAGES: Final = {
 """Stage of the pipeline of a merge, which run side by side, or of a run that writes an adapter → what it does."""
 
 
-def _stages(facts: Found) -> list[dict[str, Any]]:
+def _stages(facts: Values) -> list[dict[str, Any]]:
     """Return the picture of the time of the stages, which the line of the whole run does not add up to."""
     times = facts["stages"].items()
     rows = [[STAGES.get(name, name), seconds] for name, seconds in times if name != "wait" and seconds >= 0.005]
@@ -134,23 +103,12 @@ def _stages(facts: Found) -> list[dict[str, Any]]:
     return [{"title": title, "rows": rows}] if rows else []
 
 
-def of_adapter_made(facts: Found) -> dict[str, Any]:
+def adapter_page(facts: Values) -> dict[str, Any]:
     """Return the content of the page of an adapter that was combined, resized, converted, averaged or extracted."""
-    page, every = Content("Adapter", Path(facts["output"]).name), facts["numbers"].get("all", {})
-    page.summary(
-        (
-            ("output", f"{facts['output']} ({size(facts['written'])})"),
-            ("format", "" if facts["format"] == "keep" else facts["format"]),
-            ("dtype", facts["dtype"]),
-            ("layers", len(facts["layers"])),
-            ("the change", f"{every['ratio']:.2%} of the weights (‖ΔW‖ / ‖W‖)" if every.get("ratio") else ""),
-            ("energy kept", f"{facts['energy']:.2%} of ‖ΔW‖²"),
-            ("what is lost", f"{facts['residual']:.2%} of ‖ΔW‖"),
-            ("time", f"{facts['seconds']:.1f} s"),
-            ("proof", _proof_of_adapter(facts["verified"] or {})),
-        )
-    )
-    page.data["notes"] = list(facts["notes"])
+    from ...adapters_out.report import adapter_rows  # numpy
+
+    page, every = PageContent("Adapter", Path(facts["output"]).name), facts["numbers"].get("all", {})
+    page.summary(adapter_rows(facts))
     norms = every.get("adapters") or [{"change": every.get("norm")}]  # of extract and convert, which have one input
     page.table(
         "Inputs",
@@ -162,7 +120,7 @@ def of_adapter_made(facts: Found) -> dict[str, Any]:
         first=True,
     )
     before = {name: {**row, "rank_before": row.get("rank_before") or None} for name, row in facts["layers"].items()}
-    known = _told(MADE, before)
+    known = _informative(LAYER_METRICS, before)
     page.heat_map("What it changes, by block and layer", CLICK, known, before)
     _by_block(page, facts["numbers"])
     page.data["stages"] = _stages(facts)
@@ -176,13 +134,13 @@ def of_adapter_made(facts: Found) -> dict[str, Any]:
     return page.data
 
 
-def _told(metrics: Sequence[Metric], rows: Found) -> list[Metric]:
-    """Return the numbers that are known and tell something: sums of factors change every number."""
+def _informative(metrics: Sequence[Metric], rows: Values) -> list[Metric]:
+    """Return the numbers that are known and differ: sums of factors change every number."""
     values = {m: [row[m.key] for row in rows.values() if row.get(m.key) is not None] for m in metrics}
     return [m for m, numbers in values.items() if numbers and (m.key != "changed" or min(numbers) < 1)]
 
 
-def _commands(page: Content, facts: Found, *options: str) -> None:
+def _commands(page: PageContent, facts: Values, *options: str) -> None:
     """Add the commands that repeat, prove and undo what a page is about. `options`: of `verify`."""
     output, searched = facts["output"], [*_searched(facts)]
     page.command("Repeat it, with the same bytes as the outcome:", "lora-merge", "replay", output,
@@ -191,8 +149,8 @@ def _commands(page: Content, facts: Found, *options: str) -> None:
     page.command("Undo it (the inputs are unchanged):", *_removal(output))
 
 
-def _searched(facts: Found) -> Iterator[str]:
-    """Yield the options that say in which folders the inputs lie, beside that of the output."""
+def _searched(facts: Values) -> Iterator[str]:
+    """Yield the options for the folders of the inputs, except that of the output."""
     folders = (Path(path).absolute().parent for path in facts.get("inputs", ()))
     for folder in dict.fromkeys(f for f in folders if f != Path(facts["output"]).absolute().parent):
         yield from ("--search", str(folder))
@@ -204,18 +162,12 @@ def _beside(output: str, word: str) -> str:
     return str(path.with_name(f"{path.stem}-{word}{path.suffix}"))
 
 
-def _proof_of_adapter(proof: Found) -> str:
-    if not proof:
-        return "not proven (--no-verify)"
-    return f"{proof['recomputed']} of {plural(proof['layers'], 'layer')} computed again in fp64"
-
-
-def _by_block(page: Content, numbers: Found) -> None:
+def _by_block(page: PageContent, numbers: Values) -> None:
     """Add how large the change of each part and block is, and how much of it is kept."""
     for kind, of in (("components", "part"), ("blocks", "block")):
         blocks = numbers.get(kind, {})
-        labels = short(blocks)
-        known = _told(BY_BLOCK, blocks)
+        labels = block_labels(blocks)
+        known = _informative(BLOCK_METRICS, blocks)
         for m in known[:1]:
             page.bars(
                 f"{m.title} by {of}", of, ((labels[name], row.get(m.key)) for name, row in blocks.items()), m.unit
@@ -227,27 +179,26 @@ def _by_block(page: Content, numbers: Found) -> None:
             page.table(f"By {of}", [of, "layers", *columns, {"title": "energy kept", **SHARE}], rows)
 
 
-def of_jobs(jobs_of: Sequence[Found]) -> dict[str, Any]:
+def batch_page(jobs_of: Sequence[Values]) -> dict[str, Any]:
     """Return the content of the page of a batch."""
-    page = Content("Batch", plural(len(jobs_of), "job"))
-    counts: dict[str, int] = {}
-    for job in jobs_of:
-        counts[job["status"]] = counts.get(job["status"], 0) + 1
-    page.summary((*counts.items(), ("time of all jobs", f"{sum(job.get('seconds', 0) for job in jobs_of):.1f} s")))
-    page.data["warnings"] = [f"{job['output']}: {text}" for job in jobs_of for text in _warned(job)]
+    from ...batch.report import batch_rows
+
+    page = PageContent("Batch", plural(len(jobs_of), "job"))
+    page.summary(batch_rows(jobs_of, len(jobs_of)))
+    page.data["warnings"] = [f"{job['output']}: {text}" for job in jobs_of for text in _warnings(job)]
     jobs = sorted(jobs_of, key=lambda job: int(job["number"]))
     page.table("Jobs", JOBS, map(_job, jobs), details=[*map(_opened, jobs)])
     return page.data
 
 
-def _opened(job: Found) -> dict[str, Any]:
+def _opened(job: Values) -> dict[str, Any]:
     """Return what the row of a job opens to: the numbers of its own page without those of each weight, or its error."""
     if error := job.get("error"):
         return {"summary": [[name, error.get(name, "")] for name in ("what", "where", "fix")], "tables": []}
     report = job.get("report")
     if not report:
         return {"summary": [["output", job["output"]]], "tables": []}
-    page = of_merge(report) if "method" in report else of_adapter_made(report)
+    page = (merge_page if kind_of(report) == "report" else adapter_page)(report)
     notes = [["note", text] for text in (*page["warnings"], *page["notes"])]
     return {
         "summary": [*page["summary"], *notes],
@@ -255,13 +206,12 @@ def _opened(job: Found) -> dict[str, Any]:
     }
 
 
-def _warned(job: Found) -> Iterator[str]:
-    """Yield why a job failed, and what its report warns of."""
+def _warnings(job: Values) -> Iterator[str]:
+    """Yield why a job failed, and the warnings of its report."""
     if error := job.get("error"):
         yield error["what"]
-    if report := job.get("report"):
-        yield from _cut(report)
-        yield from (report.get("verified") or {}).get("warnings", ())
+    if (report := job.get("report")) and kind_of(report) == "report":
+        yield from (row.value for row in merge_rows(report) if row.name in ("warning", "cut"))
 
 
 JOBS: Final[Sequence[Column]] = (
@@ -270,7 +220,7 @@ JOBS: Final[Sequence[Column]] = (
 )  # fmt: skip
 
 
-def _job(job: Found) -> list[Any]:
+def _job(job: Values) -> list[Any]:
     """Return the row of a job. An output that is there is a link."""
     report = job.get("report") or {}
     every, path = (report.get("numbers") or {}).get("all") or {}, Path(job["output"])
@@ -281,7 +231,7 @@ def _job(job: Found) -> list[Any]:
             every.get("ratio"), every.get("retained")]  # fmt: skip
 
 
-def _times(adapter: Found) -> str:
+def _times(adapter: Values) -> str:
     """Return the strengths of an adapter, whatever its parts: `0.5×`, `0.5× 0×`."""
     if "strengths" not in adapter:
         return f"{adapter['strength']:g}×" if "strength" in adapter else ""

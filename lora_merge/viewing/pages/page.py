@@ -5,28 +5,33 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from html import escape
 from importlib.resources import files
-from typing import Any
+from typing import Any, Final
 
 from ...errors import UsageError
 from ...text import one_line
-from .file_pages import of_comparison, of_file, of_files
+from ..json_schemas import kind_of
+from .file_pages import comparison_page, file_page, files_page
 from .limit import LONG, MOST, fitted
-from .output_pages import of_adapter_made, of_jobs, of_merge
+from .output_pages import adapter_page, batch_page, merge_page
+
+PAGES: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
+    "report": merge_page, "adapter": adapter_page, "inspect": file_page, "compare": comparison_page,
+}  # fmt: skip
+"""Kind in the schema of a command's JSON → its page."""
+
+LISTS: Final = {"job-report": batch_page, "inspect": files_page}
+"""The same for a list of such objects."""
 
 
 def content(result: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the content of the page about JSON that a command printed; of a batch, the list of its lines."""
-    if not isinstance(result, Mapping):
-        return of_jobs(result) if result and "number" in result[0] else of_files(result)
-    if "verified" in result and "method" in result:
-        return of_merge(result)
-    if "layers" in result:
-        return of_adapter_made(result)
-    return of_comparison(result) if "a" in result and "b" in result else of_file(result)
+    if isinstance(result, Mapping):
+        return PAGES[kind_of(result)](result)
+    return LISTS[kind_of(result[0])](result) if result else batch_page(result)
 
 
 def page(result: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> str:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from rich.text import Text
 
-from lora_merge.cli import file_report
+from lora_merge.cli import reports
 from lora_merge.cli.charts import RAMP, SHADES, SIGNED, bars, colored, heat_map, number
+from lora_merge.facts import Fact
 from lora_merge.text import Lines
 from lora_merge.viewing.compare import compare, compare_rows
-from lora_merge.viewing.facts import Fact
 from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.text import lines
 from tests.kit.adapters import kohya
@@ -53,7 +53,7 @@ def printed(monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], width: int =
         **environment,
     }.items():
         monkeypatch.setenv(name, value)
-    (file_report.show_comparison if "a" in facts else file_report.show_file)(facts)
+    (reports.show_comparison if "a" in facts else reports.show_file)(facts)
     return stream.getvalue()
 
 
@@ -100,7 +100,7 @@ def test_row_of_a_table_is_one_line(found: list[dict[str, Any]], monkeypatch: py
 
 def test_second_cell_is_wrapped_where_a_short_name_leaves_no_room() -> None:
     row = Fact("", "te…layers_0–1", "4 modules, rank 4, alpha 2 each")
-    first, *rest = file_report._in_columns(row, 36).plain.split("\n")
+    first, *rest = reports.table_row(row, 36).plain.split("\n")
     assert first.startswith("  …layers_0–1   4 modules")
     assert all(line.startswith(" " * first.index("4 modules")) for line in rest)
     assert max(map(len, (first, *rest))) <= 36

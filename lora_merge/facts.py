@@ -1,19 +1,12 @@
-"""The result of inspect, compare and verify: a table of plain values that shows itself as text.
-
-Facts in words: rows of a name and a value. Text, terminals and pages show the same rows.
-
-The JSON Schemas of what the program prints and of the jobs files that it reads.
-"""
+"""Facts in words: rows of a name and a value, which text, terminals, notebooks and pages show alike."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from ..files.json_files import read_json
-from ..text import Lines, html_table, json_text
+from .text import Lines, html_table, json_text
 
 COUNT: Final = (1000, ("", "K", "M", "G", "T"))
 """For `size`: things are counted in thousands."""
@@ -23,7 +16,10 @@ LONGER: Final = {"undo": 3 * WIDTH, "warning": 5 * WIDTH, "note": 2 * WIDTH}
 """Name of a row → characters of its value, where that is more."""
 
 SLACK: Final = 40
-"""Characters by which a text may be longer before it is cut: to say how many are left out takes as many."""
+"""Characters by which a text may be longer before it is cut: the words about what is left out have as many."""
+
+MOST_STRENGTHS: Final = 4
+"""Strengths of one part that are named one by one; of more, the least and the largest."""
 
 TABLE: Final = 40  # rows of a table
 DIGITS: Final = "0123456789"
@@ -85,7 +81,7 @@ def _run(at: int, _: str, head: str, digits: str, value: str) -> tuple[str, obje
     return head, digits and int(digits) - at, value
 
 
-def spoken_run(names: Sequence[str]) -> str:
+def run_label(names: Sequence[str]) -> str:
     """Return names that count on as one, as `--strength-for` takes them: `IN00–IN11`, `double_blocks.0–9`."""
     first, last = names[0], names[-1]
     if len(names) == 1:
@@ -101,29 +97,29 @@ def between(of: Mapping[str, float]) -> str:
     return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}, median {of['median']:.4g}"
 
 
-def counted(counts: Mapping[str, Any]) -> str:
+def counts_by_kind(counts: Mapping[str, Any]) -> str:
     """Return numbers of things by kind: `unet 192, te 72`."""
     return ", ".join(f"{name} {n}" for name, n in counts.items())
 
 
-def strengths(parts: Mapping[str, Mapping[str, int]]) -> str:
-    """Return strengths by part: `unet 0.8× (48), te 0× (16)`."""
-    return ", ".join(f"{part} {s}× ({n})" for part, counts in parts.items() for s, n in counts.items())
+def strengths(parts: Mapping[str, Mapping[Any, int]]) -> str:
+    """Return "0.8× unet (48), te 0: 16 left out" for {"unet": {0.8: 48}, "te": {0: 16}}; JSON has strengths as text."""
+    pieces = []
+    for part, counts in parts.items():
+        modules = {float(strength): count for strength, count in counts.items()}
+        used = sorted((strength for strength in modules if strength), reverse=True)
+        if len(used) > MOST_STRENGTHS:
+            pieces.append(f"{used[-1]:g} to {used[0]:g}× {part} ({sum(modules[s] for s in used)})")
+        else:
+            pieces += [f"{strength:g}× {part} ({modules[strength]})" for strength in used]
+        if left := modules.get(0.0):
+            pieces.append(f"{part} 0: {left} left out")
+    return ", ".join(pieces)
 
 
 def percent(share: float) -> str:
     """Return a share: `1.43%`, `0.0012%`; never zero for what is not."""
     return f"{share:.2%}" if share >= 0.0005 or not share else f"{100 * share:.2g}%"
-
-
-SCHEMA: Final = "lora-merge/{}/{}"
-"""The entry `schema` of every JSON object: what it describes, and the version of its format."""
-
-
-def schema(kind: str, version: int = 1) -> str:
-    """Return the entry `schema` of a JSON object. The version rises when an entry is renamed, removed or gets another
-    meaning; new entries leave it as it is."""
-    return SCHEMA.format(kind, version)
 
 
 class Facts(Mapping[str, Any]):
@@ -136,21 +132,21 @@ class Facts(Mapping[str, Any]):
     """
 
     def __init__(self, values: Mapping[str, Any], rows: Callable[[Mapping[str, Any]], Iterable[Fact]]) -> None:
-        self._found, self._rows = dict(values), rows
+        self._values, self._rows = dict(values), rows
 
     def __getitem__(self, name: str) -> Any:
-        return self._found[name]
+        return self._values[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._found)
+        return iter(self._values)
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._values)
 
     @property
     def text(self) -> Lines:
         """The text that the command line prints."""
-        return Lines.of(map(str, self._rows(self._found)))
+        return Lines.of(map(str, self._rows(self._values)))
 
     def to_json(self) -> str:
         """Return everything as one JSON object.
@@ -158,30 +154,11 @@ class Facts(Mapping[str, Any]):
         Returns:
             A line of JSON, as `--json` prints it.
         """
-        return json_text(self._found)
+        return json_text(self._values)
 
     def __repr__(self) -> str:
         return self.text
 
     def _repr_html_(self) -> str:
-        rows = [(row.name, f"{row.value}  {row.right}".strip()) for row in self._rows(self._found)]
-        return html_table(str(self._found.get("path", self._found.get("schema", ""))), rows)
-
-
-FILES: Final = (
-    "report", "adapter", "plan", "error", "proof", "adapter-proof", "job-report", "job-plan", "inspect", "files",
-    "compare", "parts", "algorithms", "architectures", "doctor",
-)  # fmt: skip
-"""Names of files in `schemas/`."""
-
-JOBS: Final = "jobs"
-KINDS: Final = (*FILES, JOBS)
-
-
-def schema_of(kind: str) -> dict[str, Any]:
-    """Return the JSON Schema of one of KINDS; that of jobs files is made from their fields."""
-    if kind == JOBS:
-        from ..batch.json_schema import jobs_schema
-
-        return jobs_schema()
-    return read_json(Path(__file__).parent / "schemas" / f"{kind}.json")
+        rows = [(row.name, f"{row.value}  {row.right}".strip()) for row in self._rows(self._values)]
+        return html_table(str(self._values.get("path", self._values.get("schema", ""))), rows)

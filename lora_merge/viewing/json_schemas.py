@@ -1,0 +1,42 @@
+"""The JSON Schemas of what the program prints and of the jobs files that it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from ..files.json_files import read_json
+
+SCHEMA: Final = "lora-merge/{}/{}"
+"""The entry `schema` of every JSON object: what it describes, and the version of its format."""
+
+
+def schema(kind: str, version: int = 1) -> str:
+    """Return the entry `schema` of a JSON object. The version rises when an entry is renamed, removed or gets another
+    meaning; new entries leave it as it is."""
+    return SCHEMA.format(kind, version)
+
+
+def kind_of(values: Mapping[str, Any]) -> str:
+    """Return what a JSON object describes: "report" of `lora-merge/report/1`."""
+    return str(values["schema"]).split("/")[1]
+
+
+FILES: Final = (
+    "report", "adapter", "plan", "error", "proof", "adapter-proof", "job-report", "job-plan", "inspect", "files",
+    "compare", "parts", "algorithms", "architectures", "doctor",
+)  # fmt: skip
+"""Names of files in `schemas/`."""
+
+JOBS: Final = "jobs"
+KINDS: Final = (*FILES, JOBS)
+
+
+def schema_of(kind: str) -> dict[str, Any]:
+    """Return the JSON Schema of one of KINDS; that of jobs files is made from their fields."""
+    if kind == JOBS:
+        from ..batch.json_schema import jobs_schema
+
+        return jobs_schema()
+    return read_json(Path(__file__).parent / "schemas" / f"{kind}.json")
