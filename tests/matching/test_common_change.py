@@ -214,6 +214,19 @@ def test_error_of_an_unmatched_adapter_names_the_shape_that_the_base_lacks() -> 
         lora_merge.merge_state_dict(base, tensors)
 
 
+def test_text_encoder_that_a_file_lacks_is_in_a_larger_checkpoint_of_the_same_model() -> None:
+    """The file may be a part of the base that the adapter was trained on."""
+    base = language_model("model.")
+    tensors, _ = adapter(
+        base, [k for k in base if "q_proj" in k], lambda k: "lora_te_" + flat(k.replace("model.", "encoder."))
+    )
+    with pytest.raises(
+        UnmatchedModules, match="for the text encoder, the base is a single network without one"
+    ) as error:
+        lora_merge.merge_state_dict({k: v for k, v in flux().items() if "img_in" in k}, tensors)
+    assert error.value.fix == "use a checkpoint or folder that holds all of these"
+
+
 def test_unknown_base_is_not_said_to_be_the_wrong_one_where_all_shapes_are_in_it(tmp_path: Path) -> None:
     """The words of Flux in the adapter, and its layers in the base by other words: they are the same model."""
     known = flux()
