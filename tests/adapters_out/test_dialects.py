@@ -108,7 +108,7 @@ ALIKE = (
 )
 """Models of the same names as others."""
 UNKNOWN = ("ace-step", "bria", "cog-video-x", "cog-view4", "consis-id", "ernie-image", "glm-image", "joy-image-edit", "koala",
-           "kandinsky6-sr", "kolors", "long-cat-image", "motif-video", "ovis-image", "prx", "hidream-o1", "pi0", "wan-animate-14B")  # fmt: skip
+           "kandinsky6-sr", "kolors", "stable-audio-3", "long-cat-image", "motif-video", "ovis-image", "prx", "hidream-o1", "pi0", "wan-animate-14B")  # fmt: skip
 """Models whose adapters have no names of their own, so that a base has to be given."""
 
 
