@@ -31,7 +31,7 @@ EVERY = sorted(
 def test_tables_are_those_of_the_code(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert "<!--" in text
-    assert current(text) == text, "run python -m tests.readme"
+    assert current(text) == text, "run python -m tests.kit.readme"
 
 
 @pytest.mark.parametrize("page", EVERY, ids=lambda p: p.relative_to(ROOT).as_posix())

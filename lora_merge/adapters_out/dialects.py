@@ -19,7 +19,7 @@ from ..models.network import Component
 
 NATIVE, COMFYUI, CANONICAL = "native", "comfyui", ""
 
-DIFFUSERS_WORDS: Final = frozenset({"sd1", "sd2", "qwen_image", "zimage"})
+DIFFUSERS_WORDS: Final = frozenset({"sd1", "sd2", "qwen_image", "zimage", "ming_image"})
 """Architectures that kohya's and musubi's trainers load in diffusers' words; all others in those of their authors."""
 
 PRIOR: Final = {"prior": "prior_unet"}

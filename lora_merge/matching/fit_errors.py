@@ -128,9 +128,8 @@ def variant_doubt(names: Names, shapes: Callable[[], Mapping[str, Shape]]) -> st
 def missing_networks(absent: Sequence[str], present_labels: Sequence[str]) -> str:
     """Return the sentence on modules of networks that the base does not hold."""
     missing, present = (" and ".join(map(_part, labels)) for labels in (absent, present_labels))
-    if list(present_labels) == ["model"]:
-        return f"some modules are for {missing}, the base is a single network without one; {OWN_BASE}"
-    return f"some modules are for {missing}, the base holds only {present}; {WHOLE_BASE}"
+    held = "is a single network without one" if list(present_labels) == ["model"] else f"holds only {present}"
+    return f"some modules are for {missing}, the base {held}; {WHOLE_BASE}"
 
 
 def _part(label: str) -> str:
@@ -173,17 +172,21 @@ def other_model(modules: Mapping[str, Shape], base: Architecture | None, stored:
         return ""
     if not all(names_all(a, modules) for a in of_adapter if has_words(a)):
         return ""  # a guess that the adapter's own names do not confirm
+    if base is None and {shape for shape in modules.values() if shape} <= {flat(shape) for shape in stored.values()}:
+        return ""  # the base may have the same layers by other names
     return _sentence(described(of_adapter, in_adapter), described(of_base, in_base))
 
 
 def _kind_of_model(model: str) -> str:
     """Return "a transformers language model" for a kind of model, the name of a model as it is."""
-    return f"a {model}" if model[:1].islower() and model != UNKNOWN else model
+    if model in ("", UNKNOWN):
+        return "a model unknown to lora-merge"
+    return f"a {model}" if model[:1].islower() else model
 
 
 def _sentence(made_for: str, base: str) -> str:
     trained, other = _kind_of_model(made_for), _kind_of_model(base)
-    return f"the adapter looks made for {trained}, the base is {other}; use the base it was trained on"
+    return f"the adapter looks made for {trained}, the base is {other}; {OWN_BASE}"
 
 
 def _other_size(deeper: Sequence[str], stored: Mapping[str, Shape]) -> str:
@@ -217,7 +220,7 @@ def _other_names(unmatched: Mapping[str, Shape], title: str, stored: Mapping[str
             "trained apart from it; save the base untied first"
         )
     # The nearest names, and the rows of a map if these are the same layers.
-    base = f"the base is {_kind_of_model(title) if title not in ('', UNKNOWN) else 'a model unknown to lora-merge'}"
+    base = f"the base is {_kind_of_model(title)}"
     name, shape = next(((n, s) for n, s in unmatched.items() if s), (next(iter(unmatched)), ()))
     alike = {key: of for key, of in stored.items() if not shape or flat(of) == shape}
     if not alike:
@@ -232,7 +235,7 @@ def _other_names(unmatched: Mapping[str, Shape], title: str, stored: Mapping[str
     fix = (
         f"if they are the same, write `spellings: {{{', '.join(rows)}}}` to names.yaml and add --map names.yaml{every}"
     )
-    return f"{why}; {fix}, else {OWN_BASE}"
+    return f"{why}; {fix}, else write the names that are right, or use a base that has these layers"
 
 
 def nearest(name: str, stored: Iterable[str]) -> list[str]:

@@ -291,9 +291,6 @@ def check_stored(matched: Matched) -> None:
                 what = f"an adapter replaces a weight that is stored as {encoding.title}"
                 other = "write --dtype bf16, or " if key in replaced else ""
                 raise InputError(what, where, f"{other}merge into the unquantised model, in fp32, fp16 or bf16")
-            if job.rounding == "stochastic" and job.dtype == "keep" and not encoding.stochastic:
-                what = f"{encoding.title} is not rounded stochastically yet"
-                raise UsageError(what, where, "leave --rounding out, or write --dtype bf16")
             for role, part in parts.items():
                 small = not part.numbers and part.info.nbytes <= SMALL
                 if small and (fault := encoding.fault(role, values.numbers(part.info))):

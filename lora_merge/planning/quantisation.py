@@ -38,16 +38,17 @@ PRECISE: Final = re.compile(
     r"(^|\.)(time_\w+|pos_\w+|wte|wpe|shared|vae2llm)\.|"
     r"(^|\.)(cap\w*_\w+|\w*caption_projection|(text|llm_cond|lyric|timestep|global|cross_attention|t5_y|encoder_hid|audio)_?proj)\.|"
     r"(^|\.)(\w+_projector|clip_\w+_mapper|(text|visual|modality)_projection|cond_seq_linear)\.|"  # texts, images
-    r"(^|\.)(mlp_t5|pooler|state_proj|action_(in|out)_proj|action_time_mlp_out)\.|"
+    r"(^|\.)(mlp_t5|pooler|state_proj|action_(in|out)_proj|action_time_mlp_out|(state|action)_(encoder|decoder))\.|"
+    r"(^|\.)(future_tokens|soft_prompt_hub|(vlm|aux_visual|context_[kv])_proj|proj_out_[12]|(eagle_model|backbone\.model)\.mlp1)\.|"
     r"(^|\.)(\w+_scale_shift|av_\w+_gate|distilled_guidance_layer)\.|"  # modulation
-    r"(^|\.)(\w*final_layer2?|final_linear|last_layer|conv_out|out|output|norm_out)\.|"  # last layers
+    r"(^|\.)(\w*final_layer2?|final_(linear|proj)|last_layer|conv_out|out|output|norm_out)\.|"  # last layers
     r"(^|\.)(audio_proj_out|vid_out|llm2vae)\.|"
     r"(img2shape|shape2txt)\w*\.out_layer\.|(^|\.)face_encoder\.|"
     r"(^|\.)(lm_head|head|score|classifier)\.|"
     r"^(model\.diffusion_model\.|diffusion_model\.|net\.)?"
     r"((diffusion_transformer\.)?(transformer\.)?proj(ect)?_(in|out)|out_layer\.out_layer)\.|"
     r"(^|\.)(router|gate|shared_expert_gate|ffn_gate_inp)\.|"  # of experts
-    r"(^|\.)(visual|vision_tower|vision_model|multi_modal_projector|audio_tower|merger)\.",
+    r"(^|\.)(visual|vision_tower|vision_model|vision_backbone|multi_modal_projector|audio_tower|merger)\.",
     re.IGNORECASE,
 )
 """Names of weights that keep their numbers."""

@@ -32,7 +32,7 @@ def remedy(plan: Plan) -> tuple[str, str, str]:
     small = all(not e.plain or e.title in EIGHT_BITS for e in changed)
     wider = "write --dtype bf16 or fp32" if small else "write --dtype fp32"
     ways = [wider]
-    if plan.job.rounding == "nearest" and all(e.plain or e.stochastic for e in changed):
+    if plan.job.rounding == "nearest":
         ways.append("round with --rounding stochastic, which keeps the change on average")
     return ", ".join(sorted({spoken(e.title) for e in changed})), wider, ", or ".join(ways)
 

@@ -102,10 +102,20 @@ def alone(adapter: Mapping[str, WeightView], to: str) -> Iterator[dict[str, Rows
 
 PAIRS = [("kohya", "diffusers"), ("diffusers", "comfy"), ("comfy", "kohya"), ("peft", "kohya"), ("onetrainer", "comfy"),
          ("lycoris", "diffusers"), ("kohya", "comfy")]  # fmt: skip
-ALIKE = ("sd21", "sdxl-refiner", "animatediff", "sd35-large", "sky-reels-v2", "chrono-edit", "wan", "wan-t2v-14B")
+ALIKE = (
+    "sd21",
+    "sdxl-refiner",
+    "animatediff",
+    "sd35-large",
+    "sky-reels-v2",
+    "chrono-edit",
+    "wan",
+    "wan-t2v-14B",
+    "xvla-0.4",
+)
 """Models of the same names as others."""
 UNKNOWN = ("ace-step", "bria", "cog-video-x", "cog-view4", "consis-id", "ernie-image", "glm-image", "joy-image-edit", "koala",
-           "kandinsky6-sr", "kolors", "long-cat-image", "motif-video", "ovis-image", "prx", "hidream-o1", "pi0", "wan-animate-14B")  # fmt: skip
+           "kandinsky6-sr", "kolors", "stable-audio-3", "long-cat-image", "motif-video", "ovis-image", "prx", "hidream-o1", "pi0", "wan-animate-14B")  # fmt: skip
 """Models whose adapters have no names of their own, so that a base has to be given."""
 
 

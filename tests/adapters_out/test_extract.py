@@ -376,12 +376,13 @@ def test_changed_weight_without_a_name_in_the_dialect_is_refused_or_told(tmp_pat
     both = tmp_path / "base.safetensors", tmp_path / "tuned.safetensors"
     with pytest.raises(FitError, match=qkv):
         lora_merge.extract(*both, tmp_path / "a.safetensors", format="diffusers")
-    left = lora_merge.extract(*both, tmp_path / "a.safetensors", format="diffusers", unmatched="skip")
+    left = lora_merge.extract(*both, tmp_path / "left.safetensors", format="diffusers", unmatched="skip")
     assert any(qkv in note and "not written" in note for note in left.notes)
     lora_merge.extract(*both, tmp_path / "b.safetensors", format="diffusers", exclude=[f"re:{qkv}"])
-    save_file({**tuned, qkv: base[qkv]}, both[1])
-    assert not any(qkv in n for n in lora_merge.extract(*both, tmp_path / "c.safetensors", format="lycoris").notes)
-    lora_merge.extract(*both, tmp_path / "d.safetensors", format="kohya")
+    save_file({**tuned, qkv: base[qkv]}, tmp_path / "other.safetensors")
+    equal = tmp_path / "base.safetensors", tmp_path / "other.safetensors"
+    assert not any(qkv in n for n in lora_merge.extract(*equal, tmp_path / "c.safetensors", format="lycoris").notes)
+    lora_merge.extract(*equal, tmp_path / "d.safetensors", format="kohya")
 
 
 def test_base_that_was_saved_with_its_wrapper_is_compared_and_its_adapters_are_converted(tmp_path: Path) -> None:

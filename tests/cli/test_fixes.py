@@ -126,6 +126,9 @@ SCENES: Final[dict[str, str]] = {
     "write --setting musubi_t=true, with --sigma-rel": "average A A --setting musubi_t=true -o x.safetensors",
     "write -o …": "GGUFS PLAIN -o x.gguf",
     "write an ordinary checkpoint: --dtype bf16 -o …": "FLUX.gguf BIAS -o x.gguf",
+    "store whole matrices: --algorithm full, or leave that out: --exclude …": "extract STACKED OTHER_STACKED -o x.safetensors",
+    "name the output's dialect, such as --format kohya": "combine FUSED FUSED --base APART -o x.safetensors",
+    "name another dialect with --to": "convert PEFT_OFT --alpha rank -o x",
 }
 """Text of a fix → a command that is refused with it, for texts that no other test prints."""
 
@@ -231,7 +234,13 @@ MADE: Final[dict[str, Callable[[Path], Path]]] = {
         at / "heads", "adapter_model.safetensors", peft_type="LORA", r=2, lora_alpha=2,
         target_modules=["lm_head", "q_proj"],
     ),
-    "STACKED": lambda at: save({f"{EXPERTS}.weight": rand(3, 16, 8)}, at / "stacked.safetensors"),
+    "STACKED": lambda at: save({f"{EXPERTS}.weight": rand(3, 16, 8), f"{LAYER}.weight": rand(16, 16, seed=1)}, at / "stacked.safetensors"),
+    "OTHER_STACKED": lambda at: save({f"{EXPERTS}.weight": rand(3, 16, 8, seed=5), f"{LAYER}.weight": rand(16, 16)}, at / "other_stacked.safetensors"),
+    "APART": lambda at: save({f"trunk.0.attn.{n}_proj.weight": rand(16, 16) for n in "qkvo"}, at / "apart.safetensors"),
+    "FUSED": lambda at: save({f"trunk.0.attn.qkv_proj.lora_{n}.weight": rand(*shape) for n, shape in (("A", (2, 16)), ("B", (48, 2)))},
+                             at / "fused.safetensors"),
+    "PEFT_OFT": lambda at: folder_of({f"{Q_PROJ}.oft_R.weight": rand(4, 6)}, at / "peft_oft", "adapter_model.safetensors",
+                                     peft_type="OFT", oft_block_size=4, r=0, target_modules=["q_proj"]),
     "STACK": lambda at: save({f"{EXPERTS}.diff": rand(3, 16, 8)}, at / "stack.safetensors"),
     "OFT": lambda at: save({"lora_te_text_model_encoder_layers_0_self_attn_q_proj.oft_blocks": rand(4, 6, 6)},
                            at / "oft.safetensors"),

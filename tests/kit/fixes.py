@@ -42,6 +42,8 @@ TYPED: Final[Mapping[str, str]] = {
         "tests/cli/test_habits.py::test_jobs_file_in_the_place_of_a_base_is_for_batch",
     "lora-merge batch JOBS.yaml; lora-merge batch --init writes a first one":
         "tests/cli/test_errors.py::test_errors_name_the_mistake_and_the_fix[batch-2-no jobs file was given---init writes a first one]",
+    "choose another --format, or drop them with --unmatched skip":
+        "tests/adapters_out/test_extract.py::test_changed_weight_without_a_name_in_the_dialect_is_refused_or_told",
     "name a folder that holds one, or leave --tokenizer out":
         "tests/planning/test_folders.py::test_tokenizer_that_is_not_there_is_refused[adapter]",
     "name a folder: -o …":
@@ -126,17 +128,6 @@ UNTYPED: Final[Mapping[str, tuple[str, ...]]] = {
     "it goes in the place of the option that is refused": (
         "give it as --rank",
         "give its name; --json prints the report",
-    ),
-    "every format that is written again rounds stochastically": ("leave --rounding out, or write --dtype bf16",),
-    "a folder of PEFT is converted to a folder of PEFT": ("name another dialect with --to",),
-    "a language model is needed whose experts a table knows as stacked": (
-        "store whole matrices: --algorithm full, or leave that out: --exclude …",
-    ),
-    "no layout of the tables leaves rows of a base without a name": (
-        "choose another --format, or drop them with --unmatched skip",
-    ),
-    "the first adapter would need words of no table for one module of several weights": (
-        "name the output's dialect, such as --format kohya",
     ),
 }
 """Reason why no test types a fix → its texts."""

@@ -1,4 +1,4 @@
-"""Writes the generated tables of the READMEs from the code: python -m tests.readme. A test checks that they are current."""
+"""Writes the generated tables of the READMEs from the code: python -m tests.kit.readme. A test checks that they are current."""
 
 from __future__ import annotations
 

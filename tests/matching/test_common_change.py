@@ -214,6 +214,36 @@ def test_error_of_an_unmatched_adapter_names_the_shape_that_the_base_lacks() -> 
         lora_merge.merge_state_dict(base, tensors)
 
 
+def test_text_encoder_that_a_file_lacks_is_in_a_larger_checkpoint_of_the_same_model() -> None:
+    """The file may be a part of the base that the adapter was trained on."""
+    base = language_model("model.")
+    tensors, _ = adapter(
+        base, [k for k in base if "q_proj" in k], lambda k: "lora_te_" + flat(k.replace("model.", "encoder."))
+    )
+    with pytest.raises(
+        UnmatchedModules, match="for the text encoder, the base is a single network without one"
+    ) as error:
+        lora_merge.merge_state_dict({k: v for k, v in flux().items() if "img_in" in k}, tensors)
+    assert error.value.fix == "use a checkpoint or folder that holds all of these"
+
+
+def test_unknown_base_is_not_said_to_be_the_wrong_one_where_all_shapes_are_in_it(tmp_path: Path) -> None:
+    """The words of Flux in the adapter, and its layers in the base by other words: they are the same model."""
+    known = flux()
+    keys = [key for key in known if "_blocks" in key]
+    base = {key.replace("blocks.", "stack.").replace("attn", "mixing"): value for key, value in known.items()}
+    tensors, merged = adapter(known, keys, lambda key: f"diffusion_model.{key}")
+    with pytest.raises(UnmatchedModules) as error:
+        lora_merge.merge_state_dict(base, tensors)
+    assert "looks made for" not in str(error.value) and "trained on" not in str(error.value)
+    result = lora_merge.merge_state_dict(base, tensors, map=map_of(error.value, tmp_path))
+    want = {key.replace("blocks.", "stack.").replace("attn", "mixing"): value for key, value in merged.items()}
+    torch.testing.assert_close({k: result[k] for k in base}, base | want)
+    lacking = {key: value for key, value in base.items() if "linear2" not in key}
+    with pytest.raises(UnmatchedModules, match=r"looks made for .*Flux.1, the base is a model unknown to lora-merge"):
+        lora_merge.merge_state_dict(lacking, tensors)
+
+
 @pytest.mark.parametrize("text", ["spellings: {a.{i}.q: b.{j}.q}", "spellings: {a.{i}.{i}: b.{i}.q}", "spellings: [a]"])
 def test_map_of_names_with_a_mistake_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "names.yaml").write_text(text)
@@ -228,7 +258,7 @@ def test_error_without_a_row_for_all_modules_says_what_is_true_for_any_base(tmp_
     renamed = {key.replace("core.one", "net.0").replace("core.two", "net.1"): value for key, value in tensors.items()}
     with pytest.raises(FitError) as error:
         lora_merge.merge_state_dict(base, renamed)
-    assert ", with a row for every such name, else use the base" in error.value.fix
+    assert ", with a row for every such name, else write the names that are right, or use a base" in error.value.fix
     rows = map_of(error.value, tmp_path)
     with pytest.raises(UnmatchedModules, match="1 of 2"):
         lora_merge.merge_state_dict(base, renamed, map=rows)

@@ -60,6 +60,7 @@ ALIKE = {
     "diffusers/allegro": "Allegro", "diffusers/bria-fibo": "FIBO", "diffusers/omnigen": "OmniGen 1",
     "diffusers/sana-video": "Sana-Video", "diffusers/sana-wm": "Sana-WM", "diffusers/stable-audio-3": "Stable Audio 3",
     "diffusers/kandinsky6-sr": "Kandinsky 6 super-resolution", "native/wan-s2v-14B": "Wan", "native/wan-scail-14B": "Wan",
+    "diffusers/ming-image": "Ming-Image", "diffusers/dreamlite": "DreamLite", "diffusers/deepfloyd-if": "DeepFloyd IF",
 }  # fmt: skip
 """Models with the names of another model, and more or wider ones."""
 
@@ -69,6 +70,95 @@ ALIKE = {
 def test_model_is_not_taken_for_one_of_its_kin(name: str) -> None:
     architecture = names(index(header(name))).parts[0].architecture
     assert architecture is not None and architecture.title == ALIKE[name]
+
+
+def test_model_of_another_model_s_names_and_a_wider_input_is_that_model() -> None:
+    """FlowRVS reads the latents of the video beside those of the mask, with the names of Wan in both layouts."""
+    for layout in ("native", "diffusers"):
+        shapes = header(f"{layout}/wan-t2v-1.3B") | {"patch_embedding.weight": (1536, 32, 1, 2, 2)}
+        found = names(index(shapes))
+        assert (found.architecture, found.parts[0].layout) == ("Wan", layout)
+        query = {name: found.find(name) for name in ("blocks.3.self_attn.q", "blocks.3.attn1.to_q")}
+        assert {view.shape for view in query.values() if view} == {(1536, 1536)}, query
+
+
+def test_ming_image_in_one_file_is_not_lumina() -> None:
+    """ComfyUI's file: Z-Image's words for fused rows, without the values of padding that tell Z-Image from Lumina."""
+    fused = {key: shape for key, shape in header("native/zimage-fused").items() if "pad_token" not in key}
+    found = names(index(fused))
+    assert (found.architecture, found.parts[0].layout) == ("Ming-Image", "native")
+    view = found.find("layers.4.attention.to_k")
+    assert view is not None and [(p.start, p.stop) for p in view.row_slices] == [(3840, 7680)]
+
+
+ROBOTS = [
+    ("native/groot-n1.5", "_groot_model.", "GR00T (robot policy)"), ("native/groot-n1.7", "_groot_model.", "GR00T (robot policy)"),
+    ("native/molmoact2", "model.", "MolmoAct 2 (robot policy)"), ("native/xvla-0.4", "", "X-VLA (robot policy)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "added", "title"), ROBOTS)
+def test_robot_policy_has_its_names_in_every_layout(name: str, added: str, title: str) -> None:
+    """Both ways: names of LeRobot's policy on the original checkpoint, and the checkpoint's names on LeRobot's folder."""
+    original = header(name)
+    renamed = (
+        {key: old.removeprefix("model.") for key, old in zip(original, original, strict=True)} if not added else {}
+    )
+    folder = {(renamed.get(key) or f"{added}{key}"): shape for key, shape in original.items()}
+    here, there = names(index(original)), names(index(folder))
+    assert here.architecture == there.architecture == title
+    assert here.parts[0].layout != there.parts[0].layout
+    for key, other in zip(original, folder, strict=True):
+        for found, asked, want in ((here, other, key), (there, key, other)):
+            view = parameter(found, asked)
+            assert view is not None and {p.key for p in view.row_slices} == {want}, (asked, want)
+
+
+def test_vision_model_of_groot_has_one_level_less_in_newer_folders() -> None:
+    """The same tensors, saved with transformers 5."""
+    shapes = {f"_groot_model.{key}": shape for key, shape in header("native/groot-n1.5").items()}
+    newer = {key.replace("vision_model.vision_model.", "vision_model."): shape for key, shape in shapes.items()}
+    assert newer.keys() != shapes.keys()
+    found, older = names(index(newer)), names(index(shapes))
+    for old, new in zip(shapes, newer, strict=True):
+        assert (view := parameter(found, old)) and [p.key for p in view.row_slices] == [new]
+        assert (view := parameter(older, new)) and [p.key for p in view.row_slices] == [old]
+
+
+def xvla_of_lerobot(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The rows of LeRobot's conversion of checkpoints before 0.6 (policies/xvla/modeling_xvla.py), in our words."""
+    block = r"(model\.vlm\.vision_tower\.blocks\.\d+\.\d+\.(?:spatial|channel)_block\.)"
+    rows = [
+        (r"(model\.vlm\.vision_tower\.convs\.\d+\.)proj\.", r"\1conv."),
+        (block + r"(conv[12])\.fn\.dw\.", r"\1\2."),
+        (block + r"(?:window|channel)_attn\.norm\.", r"\1norm1."),
+        (block + r"(window_attn|channel_attn)\.fn\.", r"\1\2."),
+        (block + r"ffn\.norm\.", r"\1norm2."),
+        (block + r"ffn\.fn\.net\.", r"\1ffn."),
+        (r"model\.vlm\.(image_proj_norm|visual_temporal_embed)\.", r"model.vlm.multi_modal_projector.\1."),
+        (r"model\.vlm\.image_pos_embed\.", "model.vlm.multi_modal_projector.image_position_embed."),
+        (r"model\.vlm\.language_model\.model\.", "model.vlm.language_model."),
+        (r"model\.vlm\.image_projection$", "model.vlm.multi_modal_projector.image_projection.weight"),
+    ]
+    return {
+        next((re.sub(a, b, key) for a, b in rows if re.match(a, key)), key): value for key, value in tensors.items()
+    }
+
+
+def test_names_of_x_vla_are_where_lerobot_puts_them() -> None:
+    """The older names became those of transformers; one matrix is turned on the way."""
+    old, new = header("native/xvla-0.4"), header("native/xvla")
+    arrived = dict(zip(xvla_of_lerobot(old), old, strict=True))
+    del arrived["model.vlm.language_model.final_logits_bias"]
+    assert arrived.keys() == new.keys()
+    on_old, on_new = names(index(old)), names(index(new))
+    for key, source in arrived.items():
+        here, there = parameter(on_old, key), parameter(on_new, source)
+        assert here is not None and there is not None, key
+        turned = source == "model.vlm.image_projection"
+        assert [(p.key, p.transposed) for p in here.row_slices] == [(source, turned)]
+        assert [(p.key, p.transposed) for p in there.row_slices] == [(key, turned)]
+        assert here.shape == new[key]
 
 
 WITHOUT = ("diffusers/flux-dev", "native/flux-dev", "native/sdxl", "native/wan-t2v-14B", "diffusers/qwen-image",

@@ -22,7 +22,6 @@ class Affine(Encoding):
     bits: int = 4
     numbers: str = "BF16"  # dtype of scales and biases
     name: ClassVar[str] = "mlx"
-    stochastic: ClassVar[bool] = True
     from_zeros: ClassVar[bool] = True
 
     @property

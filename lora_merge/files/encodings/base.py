@@ -92,9 +92,6 @@ class Encoding:
     new_scales: bool = False  # whether the base has no scales to keep: those of an output are new
 
     name: ClassVar[str] = ""  # by which the proof finds its decoder
-    stochastic: ClassVar[bool] = False
-    """Whether `encode` rounds stochastically where `parts` holds `DRAW`."""
-
     decode_only: ClassVar[str] = ""
     """The reason why new numbers cannot be stored; "" if they can."""
     fixed: ClassVar[frozenset[str]] = frozenset()

@@ -55,7 +55,6 @@ class Fp4(Encoding):
     turned: int = 0  # rows of a matrix whose transpose the model knows as the weight; 0 if it is the matrix itself
     inputs: str = ""  # dtype of the factors of the inputs; "" without them
     name: ClassVar[str] = "fp4"
-    stochastic: ClassVar[bool] = True
     fixed: ClassVar[frozenset[str]] = frozenset((PRE,))
     from_zeros: ClassVar[bool] = True
 

@@ -33,7 +33,6 @@ class LowRank(Encoding):
     rotation: int = 0  # columns that are rotated together; 0 without a rotation
     factors: str = "F32"  # dtype of the factors
     name: ClassVar[str] = "low_rank"
-    stochastic: ClassVar[bool] = True
     from_zeros: ClassVar[bool] = True
     fixed: ClassVar[frozenset[str]] = frozenset((UP, DOWN))
 

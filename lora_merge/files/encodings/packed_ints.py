@@ -52,7 +52,6 @@ class PackedInts(Encoding):
     signed: bool = False  # whether codes are stored in two's complement, and the lowest one is not used
     rotation: int = 0  # columns that are rotated together; 0 without a rotation
     name: ClassVar[str] = "packed_ints"
-    stochastic: ClassVar[bool] = True
     from_zeros: ClassVar[bool] = True
     fixed: ClassVar[frozenset[str]] = frozenset((ORDER,))
 

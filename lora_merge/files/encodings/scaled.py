@@ -74,7 +74,6 @@ class Scaled(Encoding):
     zeros: str = ""  # dtype of the zero points; "" without them
     rotation: int = 0  # columns that are rotated together; 0 without a rotation
     name: ClassVar[str] = "scaled"
-    stochastic: ClassVar[bool] = True
     from_zeros: ClassVar[bool] = True
 
     @property

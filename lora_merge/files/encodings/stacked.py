@@ -19,7 +19,6 @@ class Stacked(Encoding):
 
     inner: Encoding = field(default_factory=lambda: Encoding((1, 1)))
     name: ClassVar[str] = "stacked"
-    stochastic: ClassVar[bool] = True
 
     @property
     def block_of_scale(self) -> tuple[int, int]:

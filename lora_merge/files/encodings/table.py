@@ -30,7 +30,6 @@ class TableCodes(Encoding):
     nested: int = 0  # scales with one scale; 0 without double quantisation
     offset: float = 0.0
     name: ClassVar[str] = "bnb4"
-    stochastic: ClassVar[bool] = True
     fixed: ClassVar[frozenset[str]] = frozenset((MAP, NESTED_MAP))
     from_zeros: ClassVar[bool] = True
 

@@ -30,7 +30,6 @@ class Ggml(Encoding):
     """The number that is added to every number in the file."""
     name: ClassVar[str] = "ggml"
     from_zeros: ClassVar[bool] = True
-    stochastic: ClassVar[bool] = True
 
     @property
     def title(self) -> str:
