@@ -146,12 +146,12 @@ class Checked(NamedTuple):
     changed: int | None  # numbers that differ from what the output would hold without adapters; None: not known
 
 
-class Measured(NamedTuple):
+class Measurement(NamedTuple):
     """The measure of a part of a tensor."""
 
     tensor: str
     sums: Measure
-    seen: Checked | None = None
+    checked: Checked | None = None
 
 
 class Measures:
@@ -163,7 +163,7 @@ class Measures:
         self.seen: dict[str, Checked] = {}
         """The numbers seen in a part of some tensors, those whose names have the smallest checksums."""
 
-    def take(self, measurements: Iterable[Measured]) -> None:
+    def take(self, measurements: Iterable[Measurement]) -> None:
         """Add the measures of parts of tensors."""
         for tensor, sums, checked in measurements:
             self._put(tensor, sums)

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -270,3 +271,42 @@ def test_type_checkers_see_every_public_name() -> None:
     seen = {a.name for n in block.body if isinstance(n, ast.ImportFrom) for a in n.names}
     assert seen | {"__version__"} == set(lora_merge.__all__) <= set(dir(lora_merge))
     assert "__getattr__" not in {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
+
+
+RIDDLES = {"found", "made", "told", "own", "there", "one", "given", "kept", "held", "seen", "wanted", "met"}
+"""Words that say how a thing came to be, not what it is: they name no module, class, field or function."""
+
+
+def test_names_are_nouns() -> None:
+    for module, path in modules():
+        names = {path.stem, *(d for d in _definitions(path))}
+        assert not RIDDLES & {name.strip("_").lower() for name in names}, module
+
+
+def _definitions(path: Path) -> Iterator[str]:
+    """Yield the names of classes, of their fields, and of functions."""
+    for node in nodes(path):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            yield node.name
+        if isinstance(node, ast.ClassDef):
+            yield from (
+                f.target.id for f in node.body if isinstance(f, ast.AnnAssign) and isinstance(f.target, ast.Name)
+            )
+
+
+def test_public_name_of_a_class_is_that_of_one_class() -> None:
+    places = defaultdict(list)
+    for module, path in modules():
+        for node in nodes(path):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(module)
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
+def test_private_names_stay_in_their_module() -> None:
+    for module, path in modules():
+        for node in nodes(path):
+            if isinstance(node, ast.ImportFrom) and node.module != "__future__":
+                assert not [a.name for a in node.names if a.name.startswith("_") and not a.name.startswith("__")], (
+                    module
+                )

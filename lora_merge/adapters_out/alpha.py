@@ -22,7 +22,7 @@ from ..matching.patch import Patch
 from ..text import Note
 from .change import Evaluator, squares_between, whole_change
 from .dialects import Dialect
-from .groups import Share
+from .groups import PlaceChange
 from .rounding import squares_of_rows
 
 IN_A_FACTOR: Final = Note(
@@ -39,7 +39,7 @@ class Scales:
     evaluator: Evaluator
     to: Dialect
 
-    def alpha(self, share: Share) -> Mapping[str, Tensor] | None:
+    def alpha(self, share: PlaceChange) -> Mapping[str, Tensor] | None:
         """Return the α that gives a copy the scale of the original, {} where it needs none; None where no α can."""
         patch = share.patch
         alpha, unchanged = self.unchanged(patch)
@@ -66,7 +66,7 @@ class Scales:
         alpha = _alpha_of(patch, _scale(patch, None)) or 1.0
         return alpha, self._named(alpha)
 
-    def strength_in(self, share: Share) -> bool:
+    def strength_in(self, share: PlaceChange) -> bool:
         """Return whether the formula at a scale that holds the strength gives the change times the strength."""
         patch, strength = share.patch, share.strength
         if strength == 1:
@@ -107,7 +107,9 @@ class Moved:
         return (value.double() * self.factor).to(value.dtype)
 
 
-def in_a_factor(share: Share, alpha: float | None, evaluator: Evaluator, dtype: torch.dtype | None) -> Moved | None:
+def in_a_factor(
+    share: PlaceChange, alpha: float | None, evaluator: Evaluator, dtype: torch.dtype | None
+) -> Moved | None:
     """Return which factor can hold the scale of a share with its strength; None where the change is linear in none.
 
     `alpha`: that of the output. `dtype`: of the output; None: as stored.

@@ -41,7 +41,7 @@ from .groups import Target
 from .job import AdapterJob
 from .module_tensors import Layer, waiting_entry
 from .output_file import Entry, Proof, drafted, expect_room
-from .pipeline import Facts, Outcome, Run, coverage, model_of, output_dtype
+from .pipeline import AdapterRun, Outcome, RunFacts, coverage, model_of, output_dtype
 from .proof import REDO, Comparison, Squares, Stated, prove
 from .report import AdapterReport
 from .same_training import NOT_ONE, expect_alike
@@ -102,7 +102,7 @@ def averaged(values: Sequence[Any], weights: Sequence[float], betas: Sequence[fl
 def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
     """Write the average of the tensors: the output appears when it is complete and verified, or not at all."""
     with ExitStack() as stack:
-        this = stack.enter_context(Run(job, progress))
+        this = stack.enter_context(AdapterRun(job, progress))
         sources = open_sources(job, this.hash_adapters())
         files = [p for i in sources.indexes for p in i.files]
         check_output(job.output, files, overwrite=job.inputs.overwrite)
@@ -123,7 +123,7 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
             entries.append(waiting_entry(entry(name, means.of(info)), draft))
             cache.forget()
         outcome = Outcome(job, snapshots, layers, entries, model=model_of(sources), unchanged=_configured(snapshots))
-        facts = Facts(coverage(job, sources), spoken(dtype), (*dict.fromkeys(sources.notes),))
+        facts = RunFacts(coverage(job, sources), spoken(dtype), (*dict.fromkeys(sources.notes),))
         return outcome.finish(
             reader, draft, facts, lambda part: prove_average(means, job, reader, part, this.counted), this
         )

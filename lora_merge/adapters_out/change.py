@@ -18,7 +18,7 @@ from ..engine.combination import total
 from ..engine.fold import StackedPatch, change
 from ..engine.patch_tensors import PatchTensors
 from ..engine.row_blocks import BlockPart
-from ..engine.row_matrix import Rows
+from ..engine.row_matrix import RowMatrix
 from ..engine.tensor_moves import DeviceStream, Placement, stage
 from ..engine.tensors import TensorCache, gathered, weight_values
 from ..errors import misfit
@@ -42,7 +42,7 @@ class Change:
     strength: float
     left: Tensor | None = None  # [out, R]
     right: Tensor | None = None  # [R, cols]
-    whole: Rows | None = None  # [out, cols]
+    whole: RowMatrix | None = None  # [out, cols]
 
     @property
     def rank(self) -> int | None:
@@ -53,15 +53,15 @@ class Change:
         """Return the change in fp64."""
         left, right = (None if t is None else t.double() for t in (self.left, self.right))
         whole = self.whole
-        wide = None if whole is None else Rows(whole.shape, lambda rows: whole.read(rows).double())
+        wide = None if whole is None else RowMatrix(whole.shape, lambda rows: whole.read(rows).double())
         return replace(self, left=left, right=right, whole=wide)
 
-    def rows(self) -> Rows:
+    def rows(self) -> RowMatrix:
         """Return ΔW [out, cols] by rows."""
         if self.whole is not None:
             return self.whole
         assert self.left is not None and self.right is not None, "factors come in pairs"
-        return Rows.product(self.left, self.right).cached()
+        return RowMatrix.product(self.left, self.right).cached()
 
     def dense(self) -> Tensor:
         """Return ΔW [out, cols]."""
@@ -125,7 +125,7 @@ class Evaluator:
         whole = change(stack, base)[0][cut]
         whole = _across(whole.mT, piece) if piece.transposed else whole
         whole = _of_width(whole, width)
-        return Change(patch.adapter, use.strength, whole=Rows.of(_placed(whole, piece.start, out)))
+        return Change(patch.adapter, use.strength, whole=RowMatrix.of(_placed(whole, piece.start, out)))
 
     def _stored(self, patch: Patch) -> Tensor:
         """Return a whole change [rows, cols] as it is stored: its rows are widened when they are read, as all of them
@@ -164,7 +164,7 @@ class Evaluator:
         def read(rows: slice) -> Tensor:
             return stage([value[rows]], self.at)[0].sub_(stage([base[rows]], self.at)[0])
 
-        return Change(number, strength, whole=Rows(target.matrix, read))
+        return Change(number, strength, whole=RowMatrix(target.matrix, read))
 
     def stored_values(self, key: str) -> Tensor:
         """Return the numbers of a weight of the base, in the dtype in which they are stored."""
@@ -199,7 +199,7 @@ def _in_rows(left: Tensor, right: Tensor, start: int, out: int, width: int) -> t
     return (left if left.shape[0] == out else _placed(left, start, out)), right
 
 
-def in_place(stored: Tensor, start: int, out: int, at: Placement) -> Rows:
+def in_place(stored: Tensor, start: int, out: int, at: Placement) -> RowMatrix:
     """Return stored rows at a placement, in a matrix that has zeros outside of them."""
 
     def read(rows: slice) -> Tensor:
@@ -209,7 +209,7 @@ def in_place(stored: Tensor, start: int, out: int, at: Placement) -> Rows:
             numbers[low - rows.start : high - rows.start] = stage([stored[low - start : high - start]], at)[0]
         return numbers
 
-    return Rows((out, stored.shape[1]), read)
+    return RowMatrix((out, stored.shape[1]), read)
 
 
 def _across(values: Tensor, piece: RowSlice) -> Tensor:
@@ -250,7 +250,7 @@ def joined(parts: Sequence[Change]) -> Change:
     def read(rows: slice) -> Tensor:
         return total([part.read(rows).mul_(r) for r, part in zip(ratios, all_rows, strict=True)])
 
-    return Change(first.adapter, first.strength, whole=Rows(all_rows[0].shape, read))
+    return Change(first.adapter, first.strength, whole=RowMatrix(all_rows[0].shape, read))
 
 
 def largest_rank(changes: Sequence[Change]) -> int:
@@ -267,22 +267,22 @@ def change_of(patch: Patch, evaluator: Evaluator) -> Change:
     return evaluator.changes(target)[0]
 
 
-def whole_change(patch: Patch, evaluator: Evaluator) -> Rows:
+def whole_change(patch: Patch, evaluator: Evaluator) -> RowMatrix:
     """Return that change as a matrix [out, cols] by rows."""
     return change_of(patch, evaluator).rows()
 
 
-def sum_of(shape: tuple[int, int], terms: Sequence[tuple[float, Rows]]) -> Rows:
+def sum_of(shape: tuple[int, int], terms: Sequence[tuple[float, RowMatrix]]) -> RowMatrix:
     """Return the sum of matrices times a number each."""
 
     def read(rows: slice) -> Tensor:
         zero = torch.zeros(rows.stop - rows.start, shape[1], dtype=torch.float64)
         return total([zero, *(term.read(rows).mul_(factor) for factor, term in terms)])
 
-    return Rows(shape, read)
+    return RowMatrix(shape, read)
 
 
-def squares_between(first: Rows, other: Rows, factor: float = 1.0) -> float:
+def squares_between(first: RowMatrix, other: RowMatrix, factor: float = 1.0) -> float:
     """Return ‖A − factor · B‖²."""
     blocks = zip(first.blocks(), other.blocks(), strict=True)
     return sum(float((a - factor * b).square().sum()) for (_, a), (_, b) in blocks)

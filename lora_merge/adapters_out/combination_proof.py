@@ -20,7 +20,7 @@ from ..files.checkpoint import open_checkpoint
 from ..merge_methods import MEAN, METHODS, SUM
 from ..planning.combination import Combining
 from ..progress import Counting
-from ..proof.methods_again import Made, of_weight, together
+from ..proof.methods_again import RowChanges, of_weight, together
 from ..proof.recompute import Recomputation
 from ..proof.reference.floats import Array, decode
 from .groups import Target
@@ -131,7 +131,7 @@ def _of_method(
     if not known(whole):
         return None
     tensor = shaped(whole, again)._replace(method=how.method, combining=how)
-    taking, cache = together([u for u in whole.uses if u.strength]), Made(tensor, tensor.name)
+    taking, cache = together([u for u in whole.uses if u.strength]), RowChanges(tensor, tensor.name)
     if not taking:
         return None
     result = of_weight(tensor, taking, np.arange(tensor.matrix[0]), lambda p, some: again.whole(p, some, cache))

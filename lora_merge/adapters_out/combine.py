@@ -33,10 +33,10 @@ from .form import Form, form_of_layer
 from .groups import Target
 from .job import GIVE_BASE, WHOLE, AdapterJob
 from .metadata.sizes import PlannedLayer, Tensor, planned_size, tensors_of
-from .module_tensors import Layer, Stored, waiting
+from .module_tensors import Layer, LayerTensors, waiting
 from .output_file import CONTENTS, Entry, drafted, expect_room, unique
 from .parallel import on_one_core, side_by_side
-from .pipeline import Facts, Outcome, Run, coverage, idle_alpha, left_out, model_of, output_dtype, planned
+from .pipeline import AdapterRun, Outcome, RunFacts, coverage, idle_alpha, left_out, model_of, output_dtype, planned
 from .rank_rules import EXACT
 from .report import AdapterReport
 from .sources import Sources, open_sources, ruled
@@ -62,7 +62,7 @@ def plan(job: AdapterJob, sources: Sources | None = None) -> AdapterReport:
     size = planned_size(planned_layers(sources, forms, dtype), job.rules.linear, [a.index for a in sources.adapters])
     notes = (*dict.fromkeys(sources.notes), *_memory_note(job, sources),
              *idle_alpha(job, stored=sources.spelling.alpha))  # fmt: skip
-    facts = Facts(coverage(job, sources), spoken(dtype), notes, weights=weights_of(job, sources, dtype))
+    facts = RunFacts(coverage(job, sources), spoken(dtype), notes, weights=weights_of(job, sources, dtype))
     return planned(job, facts, layers, size)
 
 
@@ -120,7 +120,7 @@ def _nbytes(job: AdapterJob, target: Target) -> int:
                    (len(target.uses) + 3) * out * cols) + 8 * read  # fmt: skip
 
 
-def run(job: AdapterJob, sources: Sources, this: Run) -> AdapterReport:
+def run(job: AdapterJob, sources: Sources, this: AdapterRun) -> AdapterReport:
     """Run a job whose sources are open: the output appears under its name when it is complete and verified, or not at
     all. `this`: begun before the sources were opened, so that its times include that."""
     files = [p for i in sources.indexes for p in i.files]
@@ -149,7 +149,7 @@ def run(job: AdapterJob, sources: Sources, this: Run) -> AdapterReport:
             notes = (*notes, Note(f"the exact sum has rank {highest}; --rank energy:0.999 keeps 99.9% of it"))
         outcome = Outcome(job, inputs, layers, _entries(sources, layers, tensors), model=model_of(sources))
         claims = CombinationClaims(job, sources, outcome.layer_facts, sum(e.data.nbytes for e in outcome.entries))
-        facts = Facts(coverage(job, sources), spoken(dtype), notes, weights=weights_of(job, sources, dtype))
+        facts = RunFacts(coverage(job, sources), spoken(dtype), notes, weights=weights_of(job, sources, dtype))
         return outcome.finish(
             reader, draft, facts, lambda part: prove_combination(claims, reader, part, this.counted), this
         )
@@ -190,7 +190,7 @@ class LayerMaker:
         stores_alpha = self.sources.spelling.alpha
         layers, tensors, zeros = dict[str, Layer](), dict[str, dict[str, Entry]](), list[str]()
 
-        def work(target: Target) -> list[Stored | None]:
+        def work(target: Target) -> list[LayerTensors | None]:
             if (alone := self.concatenation.layer(target)) is not None:
                 return [alone]
             general = self.general

@@ -11,7 +11,7 @@ from ..algorithms import ALGORITHMS
 from ..disk.reader import Reader
 from ..dtypes import ITEM_BYTES
 from ..engine.devices import places
-from ..engine.row_matrix import Rows
+from ..engine.row_matrix import RowMatrix
 from ..engine.tensor_moves import HOST, TORCH_DTYPES, Placement
 from ..engine.tensors import TensorCache
 from ..errors import beyond_fp64
@@ -25,7 +25,7 @@ from .decomposition.factors import STORED_IN_16
 from .form import Form
 from .groups import Target
 from .job import FACTORS, AdapterJob
-from .module_tensors import Layer, Stored, without_bytes
+from .module_tensors import Layer, LayerTensors, without_bytes
 from .sources import Sources
 
 
@@ -51,9 +51,9 @@ class GeneralMaker:
         self.stores_alpha = self.sources.spelling.alpha
         self.notes: dict[Note, None] = {}
 
-    def layers_of(self, target: Target, ranks: Mapping[str, int]) -> list[Stored | None]:
+    def layers_of(self, target: Target, ranks: Mapping[str, int]) -> list[LayerTensors | None]:
         """Return the layers that a weight is stored as; None where the change is zero. `ranks`: see `shared_out`."""
-        delta, layers = self._wanted(target), list[Stored | None]()
+        delta, layers = self._change_of_weight(target), list[LayerTensors | None]()
         for part in target.stored:
             if delta is None:
                 layers.append(None)
@@ -68,10 +68,10 @@ class GeneralMaker:
             facts = replace(layer, effect=layer.effect or rows.effect, norms=delta.norms[part.label],
                            weight=None if zero else self.weight(part))  # fmt: skip
             entries = {slot: entry(slot, tensor) for slot, tensor in layer.tensors.items()}
-            layers.append(None if zero else Stored(without_bytes(facts), entries))
+            layers.append(None if zero else LayerTensors(without_bytes(facts), entries))
         return layers
 
-    def _wanted(self, target: Target) -> Delta | None:
+    def _change_of_weight(self, target: Target) -> Delta | None:
         """Return Δ of a weight. Factors that are decomposed are in fp64, however they were computed."""
         if self.job.compute_dtype == "fp32":
             delta = self._combined(target, SINGLE)
@@ -118,7 +118,7 @@ class GeneralMaker:
 
     def _matrices(self, count: Callable[[int], object]) -> Iterator[tuple[str, Delta]]:
         for target in self.sources.targets:
-            delta = self._wanted(target) if not target.vector else None
+            delta = self._change_of_weight(target) if not target.vector else None
             if delta is not None:
                 yield from ((part.label, delta.of(part)) for part in target.stored)
             count(prod(target.shape) * self.dtype.itemsize)
@@ -126,6 +126,6 @@ class GeneralMaker:
 
 def _turned(delta: Delta) -> Delta:
     """Return the transposed Δ."""
-    whole = None if delta.whole is None else Rows.of(delta.dense().mT.contiguous())
+    whole = None if delta.whole is None else RowMatrix.of(delta.dense().mT.contiguous())
     left, right = (None if t is None else t.mT for t in (delta.right, delta.left))
     return Delta(left, right, whole, delta.before)

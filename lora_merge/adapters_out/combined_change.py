@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..engine.combination import coefficients, combined_rows
-from ..engine.row_matrix import Rows
+from ..engine.row_matrix import RowMatrix
 from ..engine.tensor_moves import HOST, Placement, finite, odd
 from ..errors import TooLarge, beyond_fp64
 from ..merge_methods import COMBINATIONS
@@ -42,7 +42,7 @@ class Delta:
 
     left: Tensor | None
     right: Tensor | None
-    whole: Rows | None
+    whole: RowMatrix | None
     before: int  # the largest rank of the inputs; 0 where one of them is a matrix without factors
     norms: Mapping[str, Norms] = field(default_factory=dict)  # of each layer that the weight is stored as
     known: Totals | None = None  # of a whole matrix, where they are known
@@ -74,9 +74,9 @@ class Delta:
         return Delta(left[:, used], right[used], None, before)
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> RowMatrix:
         """Δ [out, cols] by rows."""
-        return Rows.product(*self.factors) if self.whole is None else self.whole
+        return RowMatrix.product(*self.factors) if self.whole is None else self.whole
 
     def dense(self) -> Tensor:
         """Return Δ [out, cols]."""

@@ -30,7 +30,7 @@ class Conversion(NamedTuple):
     forms: list[Form]  # of the modules
 
 
-class Writing(NamedTuple):
+class WrittenModules(NamedTuple):
     """The modules of a conversion, whose bytes are in the draft of the output or wait."""
 
     changed: Sequence[StoredModule]

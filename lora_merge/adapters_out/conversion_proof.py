@@ -20,11 +20,11 @@ from ..disk.reader import Reader
 from ..dtypes import Shape
 from ..job import Adapter
 from ..progress import Counting
-from ..proof.methods_again import Made, PatchRows, together
+from ..proof.methods_again import PatchRows, RowChanges, together
 from ..proof.recompute import Recomputation
 from ..proof.reference import REFERENCE
 from ..proof.reference.floats import Array
-from ..proof.weights import Stored
+from ..proof.weights import WeightReader
 from .groups import Target, is_plain
 from .job import AdapterJob
 from .module_tensors import StoredModule
@@ -106,7 +106,7 @@ def prove_conversion(claim: ConversionClaims, reader: Reader, path: Path, begin:
         return prove(comparisons, job, path, begin, layers=len(sources.targets))
 
 
-class _Drawn(Stored):
+class _Drawn(WeightReader):
     """Reads tensors in float64. Those of a base that was not given are drawn at random.
 
     An equation between two formulas that holds for random weights holds for all weights.
@@ -199,11 +199,11 @@ def _projected(target: Target, sides: Sides, vectors: Array) -> Squares:
     return Squares(float(np.vdot(before, before)), float(np.vdot(before - after, before - after)))
 
 
-def _parts(target: Target | None, again: Recomputation) -> Iterator[tuple[PatchRows, Made]]:
+def _parts(target: Target | None, again: Recomputation) -> Iterator[tuple[PatchRows, RowChanges]]:
     """Yield the changes that are added to a weight."""
     if target is not None:
         tensor = shaped(target, again)
-        yield from ((part, Made(tensor, tensor.name)) for part in together(target.uses))
+        yield from ((part, RowChanges(tensor, tensor.name)) for part in together(target.uses))
 
 
 def _products(target: Target | None, again: Recomputation, out: int, vectors: Array) -> Array:

@@ -25,7 +25,7 @@ from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Counting, Progress, unwatched
 from ..text import Note
 from .adapter_dialect import heads, in_memory, own_dialect, own_places
-from .conversion import Conversion, Writing, bundled, named, weight_of
+from .conversion import Conversion, WrittenModules, bundled, named, weight_of
 from .conversion_proof import ConversionClaims, prove_conversion
 from .copy_factors import all_factors, renamed
 from .decomposition.svd_memory import note
@@ -37,7 +37,7 @@ from .metadata.sizes import planned_size, tensors_of
 from .module_tensors import StoredModule
 from .output_file import CONTENTS, Entry, drafted, expect_room, text_of, unique, unread
 from .peft.config import FLAG, config, differing_ranks, expect_one, task_type
-from .pipeline import Facts, Outcome, Run, coverage, idle_alpha, left_out, model_of, planned
+from .pipeline import AdapterRun, Outcome, RunFacts, coverage, idle_alpha, left_out, model_of, planned
 from .planned_tensors import facts_of, planned_modules, without_data
 from .report import AdapterReport
 from .sources import Sources, chosen_of, open_sources
@@ -55,7 +55,7 @@ def run(
     """
     with ExitStack() as stack:
         # Step 1: the inputs are opened, and the modules of the output planned.
-        this = stack.enter_context(Run(job, progress))
+        this = stack.enter_context(AdapterRun(job, progress))
         conversion = opened(job, this.hash_adapters())
         job, to, sources, modules, all_modules, _ = conversion
         this.name(job.output)
@@ -89,21 +89,21 @@ def run(
                  *dict.fromkeys(note for module in writing.changed for note in module.layer.notes))  # fmt: skip
         dtype = spoken(Counter(e.dtype for e in entries).most_common(1)[0][0])
         covered = coverage(job, sources, [entry.name for entry in writing.beside])
-        facts = Facts(covered, dtype, notes, to.name, _weights(modules))
+        facts = RunFacts(covered, dtype, notes, to.name, _weights(modules))
         claim = ConversionClaims(job, sources, writing.changed)
         return outcome.finish(
             reader, draft, facts, lambda part: prove_conversion(claim, reader, part, this.counted), this
         )
 
 
-def _renamed(conversion: Conversion, reader: Reader, draft: Draft, begin: Counting) -> Writing | None:
+def _renamed(conversion: Conversion, reader: Reader, draft: Draft, begin: Counting) -> WrittenModules | None:
     """Return the modules of a conversion that changes no number; None for another one."""
     to, sources = conversion.to, conversion.sources
     factors = [] if bundled(sources.adapters[0], to) else all_factors(conversion)
     if not factors:
         return None
     copies = renamed(factors, to, reader, draft, begin)
-    return Writing(copies, copies, [], []) if copies else None
+    return WrittenModules(copies, copies, [], []) if copies else None
 
 
 def plan(job: AdapterJob, conversion: Conversion | None = None, cache: CheckpointCache | None = None) -> AdapterReport:
@@ -129,7 +129,7 @@ def plan(job: AdapterJob, conversion: Conversion | None = None, cache: Checkpoin
     dtype = spoken(kinds_of_tensors.most_common(1)[0][0])
     notes = (*dict.fromkeys(sources.notes), *_memory_note(job, modules), *differing_ranks(of_folder),
              *idle_alpha(job, stored=to.alpha))  # fmt: skip
-    return planned(job, Facts(coverage(job, sources), dtype, notes, to.name, _weights(modules)), layers, size)
+    return planned(job, RunFacts(coverage(job, sources), dtype, notes, to.name, _weights(modules)), layers, size)
 
 
 def _memory_note(job: AdapterJob, modules: Sequence[Filled]) -> list[Note]:

@@ -23,7 +23,7 @@ from ..disk.draft import Draft, Heap
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..engine.devices import places
-from ..engine.row_matrix import Rows
+from ..engine.row_matrix import RowMatrix
 from ..engine.tensor_moves import HOST, TORCH_DTYPES, Placement
 from ..engine.tensors import gathered
 from ..engine.torch_state import undisturbed
@@ -35,7 +35,7 @@ from .alpha import IN_A_FACTOR, Scales, in_a_factor
 from .assumed_base_values import cache_of
 from .change import SINGLE, Evaluator, change_of, in_place, largest_rank, squares_between, sum_of, whole_change
 from .combined_change import Cut, Delta, Storage, expect_finite, shared_out, stacked
-from .conversion import Conversion, Writing, bundled, weight_of
+from .conversion import Conversion, WrittenModules, bundled, weight_of
 from .copied_tensors import (
     ModuleTensors,
     entry,
@@ -49,7 +49,7 @@ from .copied_tensors import (
 from .decomposition.storage_rounding import squares_of
 from .dialects import Dialect
 from .form import Form, holds_columns, is_product, vector_ending, written_dtype
-from .groups import Filled, Place, Share, Target, is_plain
+from .groups import Filled, Place, PlaceChange, Target, is_plain
 from .job import FACTORS, WHOLE, AdapterJob
 from .module_tensors import Layer, StoredModule
 from .parallel import PerThread, side_by_side
@@ -61,7 +61,7 @@ from .sources import Sources
 from .without_base import NOWHERE
 
 
-def placed_rows(change: Rows, share: Share, place: Place) -> Rows:
+def placed_rows(change: RowMatrix, share: PlaceChange, place: Place) -> RowMatrix:
     """Return the rows of a share in a matrix of the place's rows; the others are zero."""
     (out, _), cols = place.view.matrix, change.shape[1]
     if share.is_all(place):
@@ -77,10 +77,10 @@ def placed_rows(change: Rows, share: Share, place: Place) -> Rows:
         numbers[in_share] = change.of_rows(sources[in_share]).dense().double()
         return numbers
 
-    return Rows((out, cols), read)
+    return RowMatrix((out, cols), read)
 
 
-def placed(rows: Tensor, share: Share, out: int) -> Tensor:
+def placed(rows: Tensor, share: PlaceChange, out: int) -> Tensor:
     """Return the rows of a share in a matrix of the place's rows; the others are zero."""
     numbers = rows.new_zeros(out, rows.shape[1])
     for source, target, count in share.runs:
@@ -110,7 +110,7 @@ class Converter:
         if not self.job.rules.together:
             return {}
         matrices = (f for f in modules if not f.place.vector and f.value is None)
-        deltas = ((f.place.label, self._wanted(f.place, f.shares)[0]) for f in matrices)
+        deltas = ((f.place.label, self._change_of_place(f.place, f.shares)[0]) for f in matrices)
         dtype = self._dtype([s for f in modules for s in f.shares])
         return shared_out(self.job.rules.linear, deltas, dtype.itemsize, 0.0)
 
@@ -164,7 +164,7 @@ class Converter:
             place, tensors, Layer(tensors, patch.algorithm, rank, rank, number, squares, lost, notes), copied=True
         )
 
-    def _renamed(self, place: Place, share: Share) -> ModuleTensors | None:
+    def _renamed(self, place: Place, share: PlaceChange) -> ModuleTensors | None:
         """Return a plain LoRA with the factors that are stored; None if ‖ΔW‖² is beyond fp64."""
         patch = share.patch
         scale, rank = patch.numbers["scale"], patch.shapes["down"][0]
@@ -201,17 +201,17 @@ class Converter:
         dtype = self._dtype(())
         return value if dtype is None or not value.is_floating_point() else value.to(dtype)
 
-    def _dtype(self, shares: Sequence[Share]) -> Any:
+    def _dtype(self, shares: Sequence[PlaceChange]) -> Any:
         dtype = written_dtype(self.job, shares)
         return None if dtype is None else TORCH_DTYPES[dtype]
 
-    def _factored(self, place: Place, shares: Sequence[Share], form: Form, rank: int | None) -> ModuleTensors:
+    def _factored(self, place: Place, shares: Sequence[PlaceChange], form: Form, rank: int | None) -> ModuleTensors:
         """Return up and down: kept, cut, fused, or found by a rank rule."""
         magnitude, with_magnitudes = None, shares
         if self.job.keeps_forms and any(s.patch.magnitude for s in shares):
             magnitude, with_magnitudes = self._magnitudes(place, shares), shares
             shares = [s._replace(patch=replace(s.patch, magnitude=None)) for s in shares]
-        delta, scale = self._wanted(place, shares)
+        delta, scale = self._change_of_place(place, shares)
         target = Target(place.name, place.parameter, place.view.shape, (), (), "")
         alpha = None
         if delta.left is not None and self.to.alpha and self.job.alpha == KEEP and scale:
@@ -232,7 +232,7 @@ class Converter:
             layer = self._with_magnitude(place, with_magnitudes, layer, magnitude)
         return ModuleTensors(place, tensors, layer)
 
-    def _with_magnitude(self, place: Place, shares: Sequence[Share], layer: Layer, magnitude: Tensor) -> Layer:
+    def _with_magnitude(self, place: Place, shares: Sequence[PlaceChange], layer: Layer, magnitude: Tensor) -> Layer:
         """Return a layer of DoRA with the loss of its whole change: rounding of a magnitude moves whole rows of the
         weight. Without a base that is not known."""
         stored = [self.evaluator.cache.fetch(s.patch.module.shared["magnitude"]) for s in shares]
@@ -245,9 +245,9 @@ class Converter:
         product = up.reshape(-1, layer.rank) @ down.reshape(layer.rank, -1) * ((layer.alpha or layer.rank) / layer.rank)
         weight = self.value(place).reshape(place.view.matrix).double()
         change = dora.rescale(weight[None], product[None], magnitude.double().reshape(1, *_ROWS[axis]), axis)[0]
-        return replace(layer, squares=squares_of_rows(delta), lost=squares_between(delta, Rows.of(change)))
+        return replace(layer, squares=squares_of_rows(delta), lost=squares_between(delta, RowMatrix.of(change)))
 
-    def _wanted(self, place: Place, shares: Sequence[Share]) -> tuple[Delta, float]:
+    def _change_of_place(self, place: Place, shares: Sequence[PlaceChange]) -> tuple[Delta, float]:
         """Return Δ of a place, and the scale that all its factors have in common, 0 where it has no change."""
         changes = [change_of(s.patch, self.evaluator) for s in shares]
         out, cols = place.view.matrix
@@ -266,7 +266,7 @@ class Converter:
             factors.append((left, right))
         return Delta(*stacked(factors), None, before), scale
 
-    def _magnitudes(self, place: Place, shares: Sequence[Share]) -> Tensor:
+    def _magnitudes(self, place: Place, shares: Sequence[PlaceChange]) -> Tensor:
         """Return DoRA's magnitudes of the rows of a place."""
         out = place.view.matrix[0]
         if holds_columns(Filled(place, tuple(shares)), self.to, self.job.tables):
@@ -290,11 +290,11 @@ class Converter:
             magnitude_shape(place) if not self.to.alpha else (-1, *(1 for _ in place.view.shape[1:]))
         )
 
-    def is_table(self, place: Place, shares: Sequence[Share]) -> bool:
+    def is_table(self, place: Place, shares: Sequence[PlaceChange]) -> bool:
         """Return whether a parameter is a table of embeddings."""
         return is_table(place, shares, self.job.tables)
 
-    def _vector(self, place: Place, shares: Sequence[Share]) -> ModuleTensors:
+    def _vector(self, place: Place, shares: Sequence[PlaceChange]) -> ModuleTensors:
         """Return the change of a bias or a norm."""
         ending, change = vector_ending(place, self.to), self._whole_change(place, shares)
         if ending is None and self.to.whole and not place.bare:
@@ -306,11 +306,11 @@ class Converter:
         """Return the new value of a vector, for a dialect that cannot hold its change."""
         return self._new_value(filled.place, filled.shares, self._whole_change(filled.place, filled.shares))
 
-    def _whole_change(self, place: Place, shares: Sequence[Share]) -> Rows:
+    def _whole_change(self, place: Place, shares: Sequence[PlaceChange]) -> RowMatrix:
         changes = [(s.strength, placed_rows(whole_change(s.patch, self.evaluator), s, place)) for s in shares]
         return sum_of(place.view.matrix, changes)
 
-    def _new_value(self, place: Place, shares: Sequence[Share], change: Rows) -> ModuleTensors:
+    def _new_value(self, place: Place, shares: Sequence[PlaceChange], change: RowMatrix) -> ModuleTensors:
         """Return the new value of a parameter, in a dtype that holds those of the base and of the change."""
         dtype = self._dtype(shares)
         if self.job.inputs.dtype == KEEP:
@@ -324,11 +324,11 @@ class Converter:
         new = sum_of(change.shape, [(1.0, self._value_rows(place)), (1.0, change)])
         return value_made(place, new, change, dtype)
 
-    def _value_rows(self, place: Place) -> Rows:
+    def _value_rows(self, place: Place) -> RowMatrix:
         """Return a parameter of the base by rows."""
         (piece, *others), at = place.view.row_slices, self.evaluator.at
         if others or piece.transposed:
-            return Rows.of(self.value(place).reshape(place.view.matrix))
+            return RowMatrix.of(self.value(place).reshape(place.view.matrix))
         stored = self.evaluator.stored_values(piece.key).reshape(-1, piece.cols)[piece.start : piece.stop]
         return in_place(stored.reshape(place.view.matrix), 0, place.view.matrix[0], at)
 
@@ -358,12 +358,12 @@ class Converter:
 
 
 @undisturbed()
-def computed(conversion: Conversion, reader: Reader, put: Heap | Draft, begin: Counting) -> Writing:
+def computed(conversion: Conversion, reader: Reader, put: Heap | Draft, begin: Counting) -> WrittenModules:
     """Return the tensors of every module, which wait or are in the draft; InputError where none changes anything."""
     job, to, sources, modules, all_modules, _ = conversion
     alone = _evaluators(job, reader, sources)
     converter = Converter(job, to, alone.get())
-    changed, zeros = _made(converter, alone, conversion, put, begin)
+    changed, zeros = _converted_modules(converter, alone, conversion, put, begin)
     if not changed:
         raise InputError("the adapter changes nothing", str(job.adapters[0].path), "check its strength")
 
@@ -378,7 +378,7 @@ def computed(conversion: Conversion, reader: Reader, put: Heap | Draft, begin: C
     whole = completed(changed, all_modules, to, value, lambda module: stored_module(module, put))
     cache = cache_of(job, reader, sources)
     beside = [entry(info.name, cache.fetch(info)) for info in bundled(sources.adapters[0], to)]
-    return Writing(changed, whole, zeros, beside)
+    return WrittenModules(changed, whole, zeros, beside)
 
 
 def _evaluators(job: AdapterJob, reader: Reader, sources: Sources) -> PerThread[Evaluator]:
@@ -386,7 +386,7 @@ def _evaluators(job: AdapterJob, reader: Reader, sources: Sources) -> PerThread[
     return PerThread(lambda: Evaluator(sources, cache_of(job, reader, sources), at, wide=at is SINGLE))
 
 
-def _made(
+def _converted_modules(
     converter: Converter, alone: PerThread[Evaluator], conversion: Conversion, put: Heap | Draft, begin: Counting
 ) -> tuple[list[StoredModule], list[str]]:
     """Return the tensors of every module, and the names of those that change nothing. `alone`: the evaluator of each

@@ -28,7 +28,7 @@ AT_ONCE: Final = 2**28
 """Bytes of modules that are worked at at once."""
 
 
-class Factors(NamedTuple):
+class ModuleFactors(NamedTuple):
     """The stored factors of one module."""
 
     place: Place
@@ -46,7 +46,7 @@ class Read(NamedTuple):
     squares: float | None
 
 
-def all_factors(conversion: Conversion) -> list[Factors]:
+def all_factors(conversion: Conversion) -> list[ModuleFactors]:
     """Return the factors of all modules; [] unless all are written as they are, in a file and a dtype of numpy's."""
     modules, forms, to = conversion.modules, conversion.forms, conversion.to
     if to.folder or "up_bias" in to.endings or not all(form.renamed for form in forms):
@@ -55,22 +55,22 @@ def all_factors(conversion: Conversion) -> list[Factors]:
     return factors if all(pair.up.dtype in WIDEN for pair in factors) else []
 
 
-def _factors(module: Filled) -> Factors:
+def _factors(module: Filled) -> ModuleFactors:
     """Return the factors of a module."""
     (share,) = module.shares
     patch = share.patch
     up, down = patch.module.slots["up"], patch.module.slots["down"]
-    return Factors(module.place, up, down, patch.shapes["down"][0], patch.numbers["scale"])
+    return ModuleFactors(module.place, up, down, patch.shapes["down"][0], patch.numbers["scale"])
 
 
 def renamed(
-    factors: Sequence[Factors], to: Dialect, reader: Reader, draft: Draft, begin: Counting
+    factors: Sequence[ModuleFactors], to: Dialect, reader: Reader, draft: Draft, begin: Counting
 ) -> list[StoredModule]:  # fmt: skip
     """Return the modules, whose bytes are in the draft; [] where a number is not finite, or too large or small for
     fp32."""
     count, copies = begin("make", sum(8 * prod(pair.place.view.shape) for pair in factors)), []
 
-    def work(pair: Factors) -> Read:
+    def work(pair: ModuleFactors) -> Read:
         up, down = stored(reader, pair.up), stored(reader, pair.down)
         return Read(up, down, _squares(pair, up, down))
 
@@ -90,11 +90,11 @@ def renamed(
     return copies
 
 
-def _nbytes(pair: Factors) -> int:
+def _nbytes(pair: ModuleFactors) -> int:
     return 3 * (pair.up.nbytes + pair.down.nbytes)  # as stored, and in fp32
 
 
-def _squares(pair: Factors, up: Bytes, down: Bytes) -> float | None:
+def _squares(pair: ModuleFactors, up: Bytes, down: Bytes) -> float | None:
     """Return ‖ΔW‖² of factors; None where fp32 does not tell it, or where a number may not be finite."""
     left = WIDEN[pair.up.dtype](up).reshape(-1, pair.rank)
     right = WIDEN[pair.down.dtype](down).reshape(pair.rank, -1)

@@ -23,7 +23,7 @@ from ..method_parameters import SMALLEST
 from .form import Form
 from .groups import Target, is_plain
 from .job import FACTORS, AdapterJob
-from .module_tensors import Layer, Stored
+from .module_tensors import Layer, LayerTensors
 from .output_file import Entry
 from .rank_rules import EXACT
 from .rounding import (
@@ -46,7 +46,7 @@ from .rounding import (
 from .sources import Sources
 
 
-class Factors(NamedTuple):
+class SummandFactors(NamedTuple):
     """The stored factors of one adapter's change of a weight."""
 
     adapter: int
@@ -57,7 +57,7 @@ class Factors(NamedTuple):
     strength: float
 
 
-class Part(NamedTuple):
+class Summand(NamedTuple):
     """The part of one adapter in a sum."""
 
     adapter: int
@@ -97,13 +97,13 @@ class Concatenation:
         plain = form == ("combine", FACTORS, "rank", None) and job.inputs.device in ("auto", "cpu")
         self.possible = plain and job.method in (SUM, MEAN) and dtype in ("F16", "BF16")
 
-    def layer(self, target: Target) -> Stored | None:
+    def layer(self, target: Target) -> LayerTensors | None:
         """Return the layer of a weight; None for one that is not such a sum."""
         factors = self._factors(target) if self.possible else []
         with np.errstate(all="ignore"):  # numbers beyond fp32 are seen in the sums
             return self._layer(target, factors) if factors else None
 
-    def _layer(self, target: Target, factors: Sequence[Factors]) -> Stored | None:
+    def _layer(self, target: Target, factors: Sequence[SummandFactors]) -> LayerTensors | None:
         whole = 1.0 if self.job.method == SUM else sum(pair.strength for pair in factors)
         if abs(whole) < SMALLEST or not self.job.numbers.scale:
             return None
@@ -114,12 +114,12 @@ class Concatenation:
         for pair in factors:
             up = stored(self.reader, pair.up).view(np.uint16).reshape(-1, pair.rank)
             weight = self.job.numbers.scale * (pair.strength / whole)
-            parts.append(Part(pair.adapter, up, weight * pair.scale, abs(pair.strength / weight)))
+            parts.append(Summand(pair.adapter, up, weight * pair.scale, abs(pair.strength / weight)))
         delta = _sum(parts, down, self.dtype)
         stored_pair = _rounded(delta, parts, down, self.dtype) if delta else None
         return self._stored(target, factors, delta, stored_pair) if delta and stored_pair else None
 
-    def _downs(self, factors: Sequence[Factors]) -> Bits | None:
+    def _downs(self, factors: Sequence[SummandFactors]) -> Bits | None:
         """Return the down factors below each other [R, cols]; None where two are equal."""
         sizes = [prod(pair.down.shape) for pair in factors]
         down = np.empty(sum(sizes), np.uint16)
@@ -130,7 +130,7 @@ class Concatenation:
         alike = any(distinct.first(n, raw) != n for n, raw in enumerate(raws))
         return None if alike else down.reshape(sum(pair.rank for pair in factors), -1)
 
-    def _factors(self, target: Target) -> list[Factors]:
+    def _factors(self, target: Target) -> list[SummandFactors]:
         """Return the factors of all adapters that change a weight; [] unless all are plain and for all of its rows."""
         if target.vector or target.values or target.parts or target.turned or target.stacked:
             return []
@@ -146,21 +146,23 @@ class Concatenation:
             up, down, rank = patch.module.slots["up"], patch.module.slots["down"], patch.shapes["down"][0]
             if {up.dtype, down.dtype} != {self.dtype} or not rank:
                 return []
-            factors.append(Factors(patch.adapter, up, down, rank, patch.numbers.get("scale", 1.0), use.strength))
+            factors.append(SummandFactors(patch.adapter, up, down, rank, patch.numbers.get("scale", 1.0), use.strength))
         apart = len({pair.adapter for pair in factors}) == len(factors)
         return factors if apart and sum(pair.rank for pair in factors) <= min(target.matrix) else []
 
-    def _stored(self, target: Target, factors: Sequence[Factors], delta: Sum, rounded: StoredPair) -> Stored:
+    def _stored(
+        self, target: Target, factors: Sequence[SummandFactors], delta: Sum, rounded: StoredPair
+    ) -> LayerTensors:
         rank, ones = delta.right.shape[0], (1,) * len(target.shape[2:])
         layer = Layer({}, FACTORS, rank, max(pair.rank for pair in factors), float(rank), delta.squares, rounded.off,
                       effect=_effect(delta), norms=delta.norms, weight=self.weight(target))  # fmt: skip
-        return Stored(layer, {
+        return LayerTensors(layer, {
             "down": Entry("down", self.dtype, (rank, *target.shape[1:]), rounded.down.data),
             "up": Entry("up", self.dtype, (len(delta.left), rank, *ones), rounded.up.data),
         })  # fmt: skip
 
 
-def _sum(parts: Sequence[Part], down: Bits, dtype: str) -> Sum | None:
+def _sum(parts: Sequence[Summand], down: Bits, dtype: str) -> Sum | None:
     """Return Δ from the stored factors; None where fp32 does not tell ‖Δ‖², or where a number may be too large for the
     dtype or is not finite."""
     up = np.concatenate([part.up for part in parts], 1)
@@ -182,7 +184,7 @@ def _sum(parts: Sequence[Part], down: Bits, dtype: str) -> Sum | None:
     return Sum(left, right, columns, rows, whole, norms)
 
 
-def _rounded(delta: Sum, parts: Sequence[Part], down: Bits, dtype: str) -> StoredPair | None:
+def _rounded(delta: Sum, parts: Sequence[Summand], down: Bits, dtype: str) -> StoredPair | None:
     """Return both factors, rounded once; None where a number is too large for the dtype. `down`: the inputs' numbers,
     which stay as they are where no row needs another scale."""
     left, right, rows = delta.left, delta.right, delta.rows
@@ -198,7 +200,7 @@ def _rounded(delta: Sum, parts: Sequence[Part], down: Bits, dtype: str) -> Store
     return StoredPair(up, down, _apart((left, right), (first, second), rows))
 
 
-def _multiplied(parts: Sequence[Part], dtype: str) -> Bits:
+def _multiplied(parts: Sequence[Summand], dtype: str) -> Bits:
     """Return the up factors beside each other, each times its factor, rounded once."""
     tables = [products(dtype, part.factor) for part in parts]  # "clip": a check of the indices would take as long again
     if all(table is tables[0] for table in tables):
@@ -248,9 +250,9 @@ def weight_norms(sources: Sources, reader: Reader) -> Callable[[Target], float |
     are spread evenly; None without a base, and of a weight that is not stored whole."""
     if sources.inputs is None:
         return lambda _: None
-    from ..proof.weights import Stored
+    from ..proof.weights import WeightReader
 
-    base = Stored(reader, sources.inputs.base)
+    base = WeightReader(reader, sources.inputs.base)
 
     def squares(part: Target) -> float | None:
         weight = sources.weights.get(part.key)

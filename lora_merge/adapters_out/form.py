@@ -16,7 +16,7 @@ from ..dtypes import DTYPES, FLOATS, ITEM_BYTES
 from ..errors import FitError
 from ..merge_methods import COMBINATIONS
 from .dialects import Dialect
-from .groups import Filled, Place, Share, Target, is_plain, rank_of_change
+from .groups import Filled, Place, PlaceChange, Target, is_plain, rank_of_change
 from .job import AUTO, FACTORS, GIVE_RANK, IN_FULL, WHOLE, AdapterJob, algorithm_in
 from .peft.config import is_table
 from .peft.kronecker import TO_LORA
@@ -184,7 +184,7 @@ def can_copy(module: Filled, to: Dialect) -> bool:
     return known and not others and share.is_all(module.place) and (not to.products or is_product(share, to))
 
 
-def is_product(share: Share, to: Dialect) -> bool:
+def is_product(share: PlaceChange, to: Dialect) -> bool:
     """Return whether a dialect writes the tensors of a module as they are and keeps α in its configuration."""
     return not to.alpha and share.patch.algorithm in to.products and share.patch.magnitude is None
 
@@ -207,7 +207,7 @@ def vector_ending(place: Place, to: Dialect) -> str | None:
     return to.endings.get("up_bias") if ending is None and in_factors else ending
 
 
-def written_dtype(job: AdapterJob, shares: Sequence[Share]) -> str | None:
+def written_dtype(job: AdapterJob, shares: Sequence[PlaceChange]) -> str | None:
     """Return the dtype of the output as files name it: as asked, else that of the first factor; None for as stored."""
     if job.inputs.dtype != KEEP:
         return DTYPES[job.inputs.dtype]

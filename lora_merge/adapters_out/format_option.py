@@ -43,7 +43,7 @@ from .dialects import Dialect, dialect
 from .job import AUTO, FACTORS, RANKS, WHOLE, AdapterJob, algorithm_in
 from .metadata.sizes import PlannedLayer, Tensor
 from .output_file import unread
-from .pipeline import Run, idle_alpha, output_dtype
+from .pipeline import AdapterRun, idle_alpha, output_dtype
 from .rank_rules import COUNT, EXACT, SAME, RankRules, Rule
 from .report import AdapterReport
 from .sources import Sources, open_sources, ruled
@@ -119,7 +119,7 @@ def _both(job: AdapterJob, sources: Sources, to: Dialect) -> tuple[AdapterJob, d
 
 def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
     """Run a job: the output appears under its name when it is complete and verified, or not at all."""
-    with Run(job, progress) as this:
+    with AdapterRun(job, progress) as this:
         sources = open_sources(job, this.hash_adapters())
         job = ruled(job, sources)
         to = _written_in(job, sources)
@@ -130,7 +130,7 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
     return replace(done, notes=(*done.notes, *unread(open_checkpoint(job.output).tensors)))
 
 
-def _converted(job: AdapterJob, sources: Sources, this: Run, to: Dialect) -> AdapterReport:
+def _converted(job: AdapterJob, sources: Sources, this: AdapterRun, to: Dialect) -> AdapterReport:
     """Run a job in the words of the first adapter, and convert its result to a dialect."""
     from .convert import run as run_conversion
 

@@ -26,7 +26,7 @@ Runs: TypeAlias = tuple[tuple[int, int], ...]
 """Rows of a weight: (first row, end) of consecutive ones."""
 
 
-class Part(NamedTuple):
+class FusedPart(NamedTuple):
     """Rows of a weight that are a module of their own in the adapters, such as q of a fused qkv."""
 
     name: str
@@ -53,7 +53,7 @@ class Target:
     uses: tuple[PatchPart, ...]
     values: tuple[tuple[int, StoredTensor, float], ...] = ()  # (adapter, new value of the whole weight, strength)
     key: str = ""  # in the base
-    parts: tuple[Part, ...] = ()  # as which the change is stored; (): as one
+    parts: tuple[FusedPart, ...] = ()  # as which the change is stored; (): as one
     runs: Runs = ()  # its rows of the base's weight; (): all
     turned: bool = False
     """Whether the base stores it [in, out], such as GPT-2, and the output [out, in] as all adapters."""
@@ -168,7 +168,7 @@ class Place(NamedTuple):
         return any(n > 1 for n in self.view.shape[2:])
 
 
-class Run(NamedTuple):
+class PatchRun(NamedTuple):
     """Consecutive rows of a patch that are rows of a place."""
 
     source: int
@@ -176,24 +176,24 @@ class Run(NamedTuple):
     rows: int
 
 
-class Share(NamedTuple):
+class PlaceChange(NamedTuple):
     """The change of one patch in one place."""
 
     patch: Patch
     strength: float
-    runs: tuple[Run, ...]
+    runs: tuple[PatchRun, ...]
 
     def is_all(self, place: Place) -> bool:
         """Return whether the patch is for exactly the rows of the place, in their order."""
         rows = place.view.matrix[0]
-        return self.patch.view.matrix[0] == rows and self.runs == (Run(0, 0, rows),)
+        return self.patch.view.matrix[0] == rows and self.runs == (PatchRun(0, 0, rows),)
 
 
 class Filled(NamedTuple):
     """A place with everything that changes it."""
 
     place: Place
-    shares: tuple[Share, ...]
+    shares: tuple[PlaceChange, ...]
     value: tuple[StoredTensor, float] | None = None  # a new value of the whole parameter, and its strength
 
 
@@ -230,7 +230,7 @@ def filled(targets: Sequence[Target], places: Iterable[Place]) -> list[Filled]:
     for place in places:
         for piece, at in place.view.addresses():
             by_key.setdefault(piece.key, []).append((place, piece, at))
-    runs: dict[tuple[str, ...], dict[int, tuple[Patch, float, list[Run]]]] = {}
+    runs: dict[tuple[str, ...], dict[int, tuple[Patch, float, list[PatchRun]]]] = {}
     places_of: dict[tuple[str, ...], Place] = {}
     values: dict[tuple[str, ...], tuple[StoredTensor, float]] = {}
     lost: list[str] = []
@@ -256,32 +256,34 @@ def filled(targets: Sequence[Target], places: Iterable[Place]) -> list[Filled]:
     if lost:
         raise FitError("the dialect has no name for rows that the adapter changes", listed(dict.fromkeys(lost), 3),
                        or_leave_out("convert to another dialect", lost))  # fmt: skip
-    return [Filled(place, tuple(Share(p, s, _merged(r)) for p, s, r in runs.get(key, {}).values()), values.get(key))
-            for key, place in places_of.items()]  # fmt: skip
+    return [
+        Filled(place, tuple(PlaceChange(p, s, _merged(r)) for p, s, r in runs.get(key, {}).values()), values.get(key))
+        for key, place in places_of.items()
+    ]
 
 
 def _key(place: Place) -> tuple[str, ...]:
     return place.prefix, place.module, place.parameter
 
 
-def _overlap(place_piece: RowSlice, start: int, other: RowSlice, at: int) -> Run | None:
+def _overlap(place_piece: RowSlice, start: int, other: RowSlice, at: int) -> PatchRun | None:
     """Return the rows that a piece of a patch (from its row `start` on) shares with a piece of a place."""
     if place_piece.transposed or other.transposed:
         same = place_piece._replace(transposed=False) == other._replace(transposed=False)
-        return Run(start, at, place_piece.rows) if same and place_piece.transposed == other.transposed else None
+        return PatchRun(start, at, place_piece.rows) if same and place_piece.transposed == other.transposed else None
     if place_piece.cols != other.cols:
         return None
     low, high = max(place_piece.start, other.start), min(place_piece.stop, other.stop)
-    return Run(start + low - place_piece.start, at + low - other.start, high - low) if low < high else None
+    return PatchRun(start + low - place_piece.start, at + low - other.start, high - low) if low < high else None
 
 
-def _merged(runs: Sequence[Run]) -> tuple[Run, ...]:
+def _merged(runs: Sequence[PatchRun]) -> tuple[PatchRun, ...]:
     """Return the runs in order of the place, neighbours joined."""
-    merged: list[Run] = []
+    merged: list[PatchRun] = []
     for run in sorted(runs, key=lambda r: r.target):
         last = merged[-1] if merged else None
         if last and (last.source + last.rows, last.target + last.rows) == (run.source, run.target):
-            merged[-1] = Run(last.source, last.target, last.rows + run.rows)
+            merged[-1] = PatchRun(last.source, last.target, last.rows + run.rows)
         else:
             merged.append(run)
     return tuple(merged)

@@ -58,7 +58,7 @@ def numbers_of(layer: Layer, adapters: int) -> dict[str, Any]:
     return facts if layer.effect is None else {**facts, **layer.effect.facts}
 
 
-class Stored(NamedTuple):
+class LayerTensors(NamedTuple):
     """One layer of an output, and its tensors by their slots as they are written."""
 
     layer: Layer

@@ -27,7 +27,7 @@ from ..models.names import Names, of_the_denoiser
 from ..models.prefixes import prefixed
 from ..models.weights import RowSlice
 from .dialects import DIALECTS
-from .groups import Part, places
+from .groups import FusedPart, places
 from .job import GIVE_BASE
 
 SAME: Final = {"transformer": "denoiser", "prior": "denoiser", "te": "te1"}
@@ -140,7 +140,7 @@ class Words(NamedTuple):
     """The dialect that has most names of an adapter, "" where none has any."""
 
     dialect: str
-    parts: Mapping[str, Sequence[Part]]
+    parts: Mapping[str, Sequence[FusedPart]]
     """Weight of the base → its modules there; no runs stand for all rows."""
     across: frozenset[str]
     """Weights that lie in one module with other weights."""
@@ -176,7 +176,7 @@ class Naming:
 
     def layers(
         self, key: str, shape: Shape, uses: Sequence[PatchPart], values: Sequence[object]
-    ) -> tuple[str, str, tuple[Part, ...]]:
+    ) -> tuple[str, str, tuple[FusedPart, ...]]:
         """Return module and parameter of a weight in the output, and the modules that its rows are there."""
         module, _, parameter = key.rpartition(".")
         if module in self.module_names:
@@ -188,20 +188,20 @@ class Naming:
             return of_dialect[0].name, of_dialect[0].parameter, ()
         apart = not values and len(shape) <= 2 and not any(use.piece.transposed for use in uses)
         parts = tuple(part for part in of_dialect if apart and any(part.meets(use.piece) for use in uses))
-        name = self._made(module, parameter, key)
+        name = self._like_first_adapter(module, parameter, key)
         if not parts and (key in self._words.across or key in self.spread):
             self.fused = self._words.dialect
         elif not parts and name == module and not styles_of(name) & self.styles:
             self.nameless.append(key)
         return name, parameter, parts
 
-    def _parts(self, shape: Shape, uses: Sequence[PatchPart], values: Sequence[object]) -> tuple[Part, ...]:
+    def _parts(self, shape: Shape, uses: Sequence[PatchPart], values: Sequence[object]) -> tuple[FusedPart, ...]:
         """Return the modules that are rows of a weight in the adapters' words; () for a weight that is one module
         there, and where they have no such parts, or not in the words of the first adapter."""
-        parts: dict[int, Part] = {}
+        parts: dict[int, FusedPart] = {}
         for use in uses:
             module, piece = use.patch.module, use.piece
-            part = Part(module.name, module.parameter, ((piece.start, piece.stop),))
+            part = FusedPart(module.name, module.parameter, ((piece.start, piece.stop),))
             plain = use.patch.view.row_slices == (piece,) and not piece.transposed and len(use.patch.view.shape) <= 2
             other = parts.setdefault(piece.start, part)
             if (
@@ -224,7 +224,7 @@ class Naming:
             modules = [(to.key(p.prefix, p.module, ""), p) for p in places(self.names, to) if not p.bare]
             if (count := len(self.first & {name for name, _ in modules})) <= known:
                 continue
-            known, parts_of, across = count, dict[str, list[Part]](), set[str]()
+            known, parts_of, across = count, dict[str, list[FusedPart]](), set[str]()
             for name, place in modules:
                 pieces = place.view.row_slices
                 keys = {piece.key for piece in pieces}
@@ -232,12 +232,12 @@ class Naming:
                 if len(keys) > 1 or (not whole and any(piece.transposed for piece in pieces)):
                     across |= keys
                 runs = () if whole else tuple((piece.start, piece.stop) for piece in pieces)
-                parts_of.setdefault(pieces[0].key, []).append(Part(name, place.parameter, runs))
+                parts_of.setdefault(pieces[0].key, []).append(FusedPart(name, place.parameter, runs))
             parts_of = {key: parts for key, parts in parts_of.items() if key not in across}
             best = Words(to.name, parts_of, frozenset(across))
         return best
 
-    def _made(self, module: str, parameter: str, key: str) -> str:
+    def _like_first_adapter(self, module: str, parameter: str, key: str) -> str:
         """Return a name that is made as the first adapter's are, if it leads to the weight, else the base's own."""
         fitting = [p for p in self.pairs if module.startswith(p[0])]
         if not fitting:

@@ -41,7 +41,7 @@ IDLE_ALPHA: Final = (
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunFacts:
     """The facts of a report, of a run or of a plan, beside its layers."""
 
     coverage: Mapping[str, Any]
@@ -70,7 +70,7 @@ class Outcome:
         return {name: numbers_of(layer, len(self.job.adapters)) for name, layer in self.layers.items()}
 
     def finish(
-        self, reader: Reader, draft: Draft, facts: Facts, prove: Callable[[Path], Proof], run: Run
+        self, reader: Reader, draft: Draft, facts: RunFacts, prove: Callable[[Path], Proof], run: AdapterRun
     ) -> AdapterReport:
         """Complete the output, prove it, and return the report."""
         run.progress(Step("flush", str(self.job.output)))
@@ -97,7 +97,7 @@ class Outcome:
         return {name: weight_shape(shapes) for name, shapes in slots.items()}
 
 
-class Run:
+class AdapterRun:
     """A run that has begun. While it lasts, its inputs are open and are hashed beside all other work."""
 
     def __init__(self, job: AdapterJob, progress: Progress) -> None:
@@ -106,7 +106,7 @@ class Run:
         self._open, self._hashes = ExitStack(), dict[Path, RunningHashes]()
         self.progress(Step("load", self._output))
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> AdapterRun:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
@@ -172,7 +172,7 @@ def idle_alpha(job: AdapterJob, *, stored: bool) -> list[Note]:
     return [] if stored or isinstance(job.alpha, str) else [Note(IDLE_ALPHA.format(alpha=float(job.alpha)))]
 
 
-def planned(job: AdapterJob, facts: Facts, layers: Mapping[str, Mapping[str, Any]], size: int) -> AdapterReport:
+def planned(job: AdapterJob, facts: RunFacts, layers: Mapping[str, Mapping[str, Any]], size: int) -> AdapterReport:
     """Return the report of a plan; `size`: the bytes that it would write."""
     return AdapterReport(str(job.output), facts.to, facts.dtype, facts.coverage, layers, 0.0, 1.0, size, 0.0,
                          facts.notes, None, __version__, facts.weights, planned=True,

@@ -26,13 +26,13 @@ from ..merge_methods import METHODS, SUM
 from ..models.weights import Weight
 from ..planning.plan import OutputTensor
 from ..progress import Counting
-from ..proof.methods_again import Made, costs_all, together
+from ..proof.methods_again import RowChanges, costs_all, together
 from ..proof.recompute import Recomputation
 from ..proof.reference import REFERENCE
 from ..proof.reference.floats import Array
 from ..proof.reference.one_core import one_core
 from ..proof.second_reading.read_again import compare, stored_number
-from ..proof.weights import Stored
+from ..proof.weights import WeightReader
 from .groups import Target
 from .job import AdapterJob
 from .output_file import Proof
@@ -145,7 +145,7 @@ class _Facts:
 
 
 def recomputation(
-    job: AdapterJob, base: Index, weights: Mapping[str, Weight], reader: Reader, stored: Stored | None = None
+    job: AdapterJob, base: Index, weights: Mapping[str, Weight], reader: Reader, stored: WeightReader | None = None
 ) -> Recomputation:
     """Return the second computation of changes of these weights, for one thread. `stored`: as for `Recomputation`."""
     facts: Any = _Facts(job.inputs, base, weights)
@@ -185,7 +185,7 @@ def added(target: Target, again: Recomputation, rows: Array, cols: int) -> Array
     """Return Σ s ΔW for rows of a weight, seen as a matrix `cols` wide. Its uses may see other columns, such as those
     of stacked experts: then the rows are consecutive, and have whole rows of theirs."""
     tensor = shaped(target, again)
-    total, cache = np.zeros((len(rows), cols)), Made(tensor, tensor.name)
+    total, cache = np.zeros((len(rows), cols)), RowChanges(tensor, tensor.name)
     for part in together(target.uses):
         lines = rows
         if part.cols != cols and len(rows):

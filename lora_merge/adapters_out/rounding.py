@@ -21,7 +21,7 @@ from ..disk.reader import Reader
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..engine.row_matrix import Rows
+    from ..engine.row_matrix import RowMatrix
 
 RUN: Final = 512
 """Numbers whose squares are summed in fp32. The errors of many such sums are within 1e-7 of the whole."""
@@ -96,12 +96,12 @@ def squares(block: Tensor) -> float:
     return float(block.double().square().sum())
 
 
-def squares_of_rows(matrix: Rows) -> float:
+def squares_of_rows(matrix: RowMatrix) -> float:
     """Return the sum of the squares of all numbers."""
     return sum(squares(block) for _, block in matrix.blocks(owned=False))
 
 
-def totals_of_rows(change: Rows) -> Totals:
+def totals_of_rows(change: RowMatrix) -> Totals:
     """Return the totals of all rows."""
     return sum((totals_of(block) for _, block in change.blocks(owned=False)), NOTHING)
 

@@ -25,7 +25,7 @@ from ..engine.tensor_moves import TORCH_DTYPES, Placement, host, move, numbers, 
 from ..engine.torch_state import undisturbed
 from ..errors import MergeError
 from ..paths import exists
-from ..proof.examples import EXAMPLES, Example, given, shapes, tensors, weight
+from ..proof.examples import EXAMPLES, Example, formula_input, shapes, tensors, weight
 from ..proof.reference import REFERENCE
 from ..proof.reference.floats import Array
 from ..text import size
@@ -135,7 +135,7 @@ def deviation(algorithm: str, at: Placement, stored: tuple[str, str]) -> float:
     example = EXAMPLES[algorithm]
     base = _stored(weight(example), stored[0])
     factors = {slot: _stored(value, stored[1]) for slot, value in tensors(algorithm, example).items()}
-    want = REFERENCE[algorithm].formula(given(algorithm, example, base, stored=factors))
+    want = REFERENCE[algorithm].formula(formula_input(algorithm, example, base, stored=factors))
     got = computed(algorithm, example, base, at, factors, stored)
     return float(abs(got - want).max() / max(abs(want).max(), abs(base).max()))
 

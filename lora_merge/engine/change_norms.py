@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..algorithms import ALGORITHMS
-from ..change_statistics import WHOLE, Measure, Measured, Norms, Share
+from ..change_statistics import WHOLE, Measure, Measurement, Norms, Share
 from ..dtypes import FLOATS
 from ..files.checkpoint import Index
 from ..matching.patch import Match, PatchPart
@@ -71,10 +71,10 @@ def replaced(targets: Iterable[OutputTensor], base: Index, matched: Sequence[Mat
             yield Replaced(target, before, adapter)
 
 
-def replaced_measures(every: Iterable[Replaced], read: Fetch) -> Iterator[Measured]:
+def replaced_measures(every: Iterable[Replaced], read: Fetch) -> Iterator[Measurement]:
     """Yield the measure of each tensor, of all its numbers or of runs that are spread evenly over it."""
     for tensor in every:
-        yield Measured(tensor.target.name, measure(tensor, read))
+        yield Measurement(tensor.target.name, measure(tensor, read))
 
 
 def measure(tensor: Replaced, read: Fetch, every: int = EVERY) -> Measure:

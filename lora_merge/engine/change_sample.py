@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..change_statistics import Checked, Measure, Measured, Share
+from ..change_statistics import Checked, Measure, Measurement, Share
 from ..planning.plan import OutputTensor
 from .recoding import Codes, NewParts, read_back
 from .row_blocks import Block
@@ -28,7 +28,7 @@ from .tensor_moves import HOST, TORCH_DTYPES, DeviceStream, as_stored, brought, 
 from .tensors import Fetch
 
 if TYPE_CHECKING:
-    from ..change_statistics import Measured
+    from ..change_statistics import Measurement
     from .fold import SampleOf
 
 RUN: Final = 128
@@ -46,7 +46,7 @@ RUN_NUMBERS: Final = 2**22
 ROOM: Final = 256
 """Bytes; adding a number up takes less than 40."""
 
-PendingRunSums: TypeAlias = Callable[[], list[tuple[Measured, ...]]]
+PendingRunSums: TypeAlias = Callable[[], list[tuple[Measurement, ...]]]
 """Function that returns the measures of samples, once the lane is settled."""
 
 
@@ -109,7 +109,7 @@ class RunSums:
     """Runs that the lanes of devices have sampled and not added up yet, and the measures of the others."""
 
     most: int  # numbers that wait on a lane for their sums, if no part has more
-    _measures: list[tuple[int, tuple[Measured, ...]]] = field(default_factory=list)  # with the number of a plan
+    _measures: list[tuple[int, tuple[Measurement, ...]]] = field(default_factory=list)  # with the number of a plan
     _waiting: dict[DeviceStream, list[tuple[int, RunSample]]] = field(default_factory=dict)
 
     def add(self, plan: int, samples: Sequence[RunSample], lane: DeviceStream) -> Callable[[], None]:
@@ -126,7 +126,7 @@ class RunSums:
         waiting, self._waiting = self._waiting, {}
         return ((lane, partial(self._added, some)) for lane, some in waiting.items() if some)
 
-    def of(self, plan: int) -> Iterator[Measured]:
+    def of(self, plan: int) -> Iterator[Measurement]:
         """Yield the measures of a plan's tensors."""
         return (measure for number, some in self._measures if number == plan for measure in some)
 
@@ -148,7 +148,7 @@ def added(every: Sequence[RunSample], lane: DeviceStream) -> PendingRunSums:
     sums_on_host = brought(torch.cat(sums, 1), lane, "runs")
     ordered = [number for some in kinds.values() for number in some]
 
-    def read() -> list[tuple[Measured, ...]]:
+    def read() -> list[tuple[Measurement, ...]]:
         parts = sums_on_host.split_with_sizes([len(every[number].before) for number in ordered], 1)
         sums_of_sample, finite = dict(zip(ordered, parts, strict=True)), bool(sums_on_host.isfinite().all())
         return [tuple(_measured(sample, sums_of_sample[number], finite=finite)) for number, sample in enumerate(every)]
@@ -169,7 +169,7 @@ def _sums(some: Sequence[RunSample], dtype: torch.dtype, *, alike: bool) -> Tens
     return torch.stack([*((x * y).sum(1) for x, y in pairs), differ.sum(1), change.abs().amax(1)])
 
 
-def _measured(sample: RunSample, sums: Tensor, *, finite: bool) -> Iterator[Measured]:
+def _measured(sample: RunSample, sums: Tensor, *, finite: bool) -> Iterator[Measurement]:
     """Yield the measures of blocks from the sums of their runs; runs with numbers that are not finite are left out."""
     end = 0
     for block, stands_for in zip(sample.blocks, sample.stands_for, strict=True):
@@ -183,7 +183,7 @@ def _measured(sample: RunSample, sums: Tensor, *, finite: bool) -> Iterator[Meas
             weight, change, retained, applied, changed, _ = of_block.sum(1, dtype=torch.float64).tolist()
             scale = stands_for / elements
             whole = Share(scale * change, scale * change, scale * retained)
-            yield Measured(block.target.name, Measure(
+            yield Measurement(block.target.name, Measure(
                 stands_for, elements, scale * changed, 0, scale * weight,
                 scale * max(applied - 2 * retained + change, 0.0), float(of_block[5].max()), whole,
                 {block.slices[0].use.patch.adapter: whole},
@@ -435,13 +435,13 @@ class RowSample:
         sums = [dot(base, base), dot(change, change), dot(applied, change), dot(applied, applied), differ.sum(1)]
         return torch.cat([*sums, change.abs().amax(1), *more])
 
-    def measured(self, sums: Tensor, *, known: bool) -> tuple[Measured, ...]:
+    def measured(self, sums: Tensor, *, known: bool) -> tuple[Measurement, ...]:
         """Return the measure of each block. `known`: whether what is stored was measured."""
         values = sums.tolist()
         values, count = values if all(map(isfinite, values)) else self.sound(), len(self.blocks)
         return tuple(self._measure(n, values[n::count], known=known) for n in range(count))
 
-    def _measure(self, n: int, values: Sequence[float], *, known: bool) -> Measured:
+    def _measure(self, n: int, values: Sequence[float], *, known: bool) -> Measurement:
         # Sums of numbers in units become those of the weight's own.
         if self.units:
             unit, changed, largest = self.units[n], values[4], values[5]
@@ -464,10 +464,10 @@ class RowSample:
             scale * max(square - 2 * left + change, 0.0) if known else 0.0, largest, whole, shares,
         )  # fmt: skip
         numbers = range(block.first + rows.start, block.first + rows.stop, rows.step)
-        return Measured(block.target.name, sums, Checked(numbers, weight, change, round(changed) if known else None))
+        return Measurement(block.target.name, sums, Checked(numbers, weight, change, round(changed) if known else None))
 
 
-PendingRowSums: TypeAlias = Callable[[], tuple[Measured, ...]]
+PendingRowSums: TypeAlias = Callable[[], tuple[Measurement, ...]]
 """Function that returns the measures of some blocks, once their lane is settled."""
 
 
@@ -487,7 +487,7 @@ def bring_sums(samples: Sequence[RowSample], lane: DeviceStream) -> PendingRowSu
     sizes = [len(sums) for _, sums in summed]
     every = brought(torch.cat([sums for _, sums in summed]), lane, "sums")
 
-    def read() -> tuple[Measured, ...]:
+    def read() -> tuple[Measurement, ...]:
         parts = zip(summed, every.split_with_sizes(sizes), strict=True)
         return tuple(measure for (sample, _), sums in parts for measure in sample.measured(sums, known=True))
 
@@ -526,7 +526,7 @@ class SharedSums:
     def __init__(self, threads: int) -> None:
         self._left, self._samples, self._numbers, self._lock = threads, list[RowSample | RunSample](), 0, Lock()
 
-    def measured(self, samples: Sequence[RowSample | RunSample]) -> tuple[Measured, ...]:
+    def measured(self, samples: Sequence[RowSample | RunSample]) -> tuple[Measurement, ...]:
         """Keep the samples of a thread at its end; return the measures of all that are kept, once they are many or this
         is the last thread."""
         with self._lock:
@@ -560,7 +560,7 @@ def sample_width(sample: RowSample | None) -> int:
 
 def measure_codes(
     sample: RowSample, bases: Sequence[Tensor], encoded: Sequence[NewParts], fetch: Fetch
-) -> tuple[Sequence[Measured], Sequence[RowSample]]:
+) -> tuple[Sequence[Measurement], Sequence[RowSample]]:
     """Return (measures of blocks, samples that are still to be added up); one of the two is empty.
 
     `sample`: the sample of the blocks, on the host; `bases`: their stored numbers, which new codes may overwrite

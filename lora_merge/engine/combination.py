@@ -19,7 +19,7 @@ from ..errors import UsageError
 from ..files.encodings.rounding import draws
 from ..merge_methods import COMBINATIONS, SUM, UNDIRECTED
 from ..method_parameters import SMALLEST, MethodParameters
-from .row_matrix import Rows, largest
+from .row_matrix import RowMatrix, largest
 from .tensor_moves import Placement, stage
 
 STEPS: Final = 100
@@ -91,7 +91,7 @@ def combined(  # noqa: PLR0913  # the method, its inputs and its numbers
 ) -> Tensor:
     """Return Δ as `combined_rows` does, of changes that are in memory; the first one is overwritten."""
     result = changes[0]
-    rows_of_change = combined_rows(method, [Rows.of(t) for t in changes], strengths, n, seeds, vector=vector)
+    rows_of_change = combined_rows(method, [RowMatrix.of(t) for t in changes], strengths, n, seeds, vector=vector)
     if result.device.type != "cpu":
         return result.copy_(rows_of_change.read(slice(0, result.shape[0])))
     for rows, block in rows_of_change.blocks():
@@ -101,13 +101,13 @@ def combined(  # noqa: PLR0913  # the method, its inputs and its numbers
 
 def combined_rows(  # noqa: PLR0913  # the method, its inputs and its numbers
     method: str,
-    changes: Sequence[Rows],
+    changes: Sequence[RowMatrix],
     strengths: Sequence[float],
     n: MethodParameters,
     seeds: Sequence[str],
     *,
     vector: bool = False,
-) -> Rows:
+) -> RowMatrix:
     """Return Δ of one weight from τᵢ [out, cols] in fp64, one of each adapter that changes it.
 
     `seeds`: a text for each adapter from which its random numbers follow. `vector`: for biases and norms, which
@@ -117,7 +117,9 @@ def combined_rows(  # noqa: PLR0913  # the method, its inputs and its numbers
     if row.linear or method == "karcher":
         name = SUM if vector and method in UNDIRECTED else method
         weights = coefficients(name, gram(changes) if name in PRODUCTS else (), strengths, n)
-        return Rows(shape, lambda rows: total([c.read(rows).mul_(w) for c, w in zip(changes, weights, strict=True)]))
+        return RowMatrix(
+            shape, lambda rows: total([c.read(rows).mul_(w) for c, w in zip(changes, weights, strict=True)])
+        )
     if row.keeps:
         lines = [_one_line(c) if vector else c for c in changes]
         thin = [thinned(row.keeps, c, n, seed) for c, seed in zip(lines, seeds, strict=True)]
@@ -131,17 +133,17 @@ def combined_rows(  # noqa: PLR0913  # the method, its inputs and its numbers
             summed = _elected(scaled, strengths, n) if row.elects else scaled.sum(0)
         return n.scale * summed
 
-    return Rows(shape, read)
+    return RowMatrix(shape, read)
 
 
-def _one_line(vector: Rows) -> Rows:
+def _one_line(vector: RowMatrix) -> RowMatrix:
     """Return all numbers of a vector as one row."""
-    return Rows.of(vector.dense().view(1, -1))
+    return RowMatrix.of(vector.dense().view(1, -1))
 
 
-def _column(line: Rows, shape: tuple[int, int]) -> Rows:
+def _column(line: RowMatrix, shape: tuple[int, int]) -> RowMatrix:
     """Return the numbers of one row as those of a vector again."""
-    return Rows.of(line.dense().view(shape))
+    return RowMatrix.of(line.dense().view(shape))
 
 
 def total(changes: Sequence[Tensor]) -> Tensor:
@@ -151,7 +153,7 @@ def total(changes: Sequence[Tensor]) -> Tensor:
     return changes[0]
 
 
-def gram(changes: Sequence[Rows]) -> list[list[float]]:
+def gram(changes: Sequence[RowMatrix]) -> list[list[float]]:
     """Return ⟨τᵢ, τⱼ⟩."""
     products = [[0.0 for _ in changes] for _ in changes]
     for blocks in zip(*(c.blocks() for c in changes), strict=True):
@@ -162,7 +164,7 @@ def gram(changes: Sequence[Rows]) -> list[list[float]]:
     return products
 
 
-def thinned(how: str, change: Rows, n: MethodParameters, seed: str) -> Rows:
+def thinned(how: str, change: RowMatrix, n: MethodParameters, seed: str) -> RowMatrix:
     """Return a change with some entries set to 0, and for random choices the others scaled up."""
     count, cols = change.numel(), change.shape[1]
     left = math.floor(n.density * count)
@@ -176,7 +178,7 @@ def thinned(how: str, change: Rows, n: MethodParameters, seed: str) -> Rows:
             mask = most.of(part, rows.start)
             return part.mul_(mask if above is None else mask.logical_and_(above.of(part, rows.start).logical_not_()))
 
-        return Rows(change.shape, cut)
+        return RowMatrix(change.shape, cut)
     draw = draws(n.seed)
 
     def drawn(rows: slice) -> Tensor:
@@ -185,7 +187,7 @@ def thinned(how: str, change: Rows, n: MethodParameters, seed: str) -> Rows:
         chance = torch.full_like(part, n.density) if how == "random" else _by_rank(part, n.density, n.epsilon)
         return part.mul_(torch.where(some < chance, 1 / chance, torch.zeros_like(part)))
 
-    return Rows(change.shape, drawn)
+    return RowMatrix(change.shape, drawn)
 
 
 def _like(tensor: Tensor, other: Tensor) -> Tensor:

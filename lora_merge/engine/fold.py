@@ -17,7 +17,7 @@ import torch
 
 from ..algorithms import Algorithm, dora
 from .combination import combined, combined_rows
-from .row_matrix import Rows
+from .row_matrix import RowMatrix
 from .tensor_moves import strided
 
 if TYPE_CHECKING:
@@ -203,17 +203,17 @@ def _of_adapter(base: Tensor, stacks: Sequence[StackedPatch], strength: Tensor) 
     return change_of_adapter
 
 
-def _rows_of_adapter(base: Tensor, stacks: Sequence[StackedPatch]) -> Rows:
+def _rows_of_adapter(base: Tensor, stacks: Sequence[StackedPatch]) -> RowMatrix:
     """Return the same change of one weight, by rows. Those of `base` [1, rows, cols] may change once they were read."""
 
     def read(rows: slice) -> Tensor:
         parts = [part for s in stacks if (part := s.part(rows)) is not None]
         return _of_adapter(base[:, rows], parts, stacks[0].strength)[0]
 
-    return Rows((base.shape[1], base.shape[2]), read)
+    return RowMatrix((base.shape[1], base.shape[2]), read)
 
 
-def _sampled(change: Rows, rows: range) -> Tensor:
+def _sampled(change: RowMatrix, rows: range) -> Tensor:
     """Return rows [1, k, cols] of a change."""
     return change.of_rows(torch.tensor(rows)).dense().unsqueeze(0)
 

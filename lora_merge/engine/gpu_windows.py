@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..algorithms import DoesNotFit
-from ..change_statistics import Measured
+from ..change_statistics import Measurement
 from ..disk.pages import address
 from . import change_sample
 from .block_folder import BlockFolder
@@ -293,13 +293,13 @@ class DeviceWindows:
         read = bring_sums([w for batch in folded for w in batch.row_samples], lane)
         rest = self.run_sums.add(plan, [batch.by_runs for batch in folded if batch.by_runs is not None], lane)
 
-        def both() -> tuple[Measured, ...]:
+        def both() -> tuple[Measurement, ...]:
             rest()
             return read()
 
         return both
 
-    def measured(self, plan: int) -> Iterator[Measured]:
+    def measured(self, plan: int) -> Iterator[Measurement]:
         """Yield what is known of a plan's blocks besides the outcomes, when all windows are merged."""
         for lane, add in self.run_sums.rest():
             rest = self.blocks.lanes.turn(add, DeviceStream(lane.at))

@@ -22,7 +22,7 @@ CACHED: Final = 2**21
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowMatrix:
     """A matrix [out, cols]. Its blocks of rows are the same whatever memory there is, and so are sums over them."""
 
     shape: tuple[int, int]
@@ -32,14 +32,14 @@ class Rows:
     """The whole matrix, where it is in memory."""
 
     @staticmethod
-    def of(whole: Tensor) -> Rows:
+    def of(whole: Tensor) -> RowMatrix:
         """Return a matrix that is in memory."""
-        return Rows((whole.shape[0], whole.shape[1]), lambda rows: whole[rows].clone(), whole)
+        return RowMatrix((whole.shape[0], whole.shape[1]), lambda rows: whole[rows].clone(), whole)
 
     @staticmethod
-    def product(left: Tensor, right: Tensor) -> Rows:
+    def product(left: Tensor, right: Tensor) -> RowMatrix:
         """Return the product of two factors."""
-        return Rows((left.shape[0], right.shape[1]), lambda rows: left[rows] @ right)
+        return RowMatrix((left.shape[0], right.shape[1]), lambda rows: left[rows] @ right)
 
     def blocks(self, *, owned: bool = True) -> Iterator[tuple[slice, Tensor]]:
         """Yield all rows in order, as many at a time as `PIECE` says; all at once where a device holds the matrix.
@@ -66,19 +66,19 @@ class Rows:
             whole[rows] = block
         return self.read(slice(0, 0)) if whole is None else whole
 
-    def cached(self) -> Rows:
+    def cached(self) -> RowMatrix:
         """Return the same matrix; a small one is computed once."""
-        return self if self.numel() > CACHED or self.memory is not None else Rows.of(self.dense())
+        return self if self.numel() > CACHED or self.memory is not None else RowMatrix.of(self.dense())
 
-    def part(self, rows: slice) -> Rows:
+    def part(self, rows: slice) -> RowMatrix:
         """Return a range of the rows."""
-        return self if rows == slice(0, self.shape[0]) else Rows(
+        return self if rows == slice(0, self.shape[0]) else RowMatrix(
             (rows.stop - rows.start, self.shape[1]),
             lambda some: self.read(slice(rows.start + some.start, rows.start + some.stop)))  # fmt: skip
 
-    def of_rows(self, order: Tensor) -> Rows:
+    def of_rows(self, order: Tensor) -> RowMatrix:
         """Return the rows with these numbers, in this order."""
-        return Rows((len(order), self.shape[1]), lambda rows: self._some(order[rows]))
+        return RowMatrix((len(order), self.shape[1]), lambda rows: self._some(order[rows]))
 
     def _some(self, order: Tensor) -> Tensor:
         """Return the rows with these numbers; neighbours are computed in one call."""
@@ -115,7 +115,7 @@ class Largest(NamedTuple):
         return among
 
 
-def largest(change: Rows, count: int) -> Largest:
+def largest(change: RowMatrix, count: int) -> Largest:
     """Return which numbers are the largest `count` in magnitude."""
     cols = change.shape[1]
     if count <= 0 or count >= change.numel():
@@ -130,7 +130,7 @@ def largest(change: Rows, count: int) -> Largest:
     return Largest(float(value[0]), last, cols)
 
 
-def _leading_bits(change: Rows, count: int) -> tuple[int, int, int, int]:
+def _leading_bits(change: RowMatrix, count: int) -> tuple[int, int, int, int]:
     """Return (leading bits of the count-th largest magnitude, number of bits after them, its place among the magnitudes
     with these leading bits, counted from the largest, number of these magnitudes)."""
     # The next bits of all magnitudes with the known leading bits are counted, until few magnitudes are left.
@@ -162,7 +162,7 @@ def _leading_bits(change: Rows, count: int) -> tuple[int, int, int, int]:
     return known, left, rank, number
 
 
-def _with_leading_bits(known: int, left: int, number: int, change: Rows) -> tuple[Tensor, Tensor]:
+def _with_leading_bits(known: int, left: int, number: int, change: RowMatrix) -> tuple[Tensor, Tensor]:
     """Return (bits, places) of the `number` magnitudes with these leading bits."""
     nothing = change.read(slice(0, 0))
     kind = INTEGERS[nothing.dtype][0]

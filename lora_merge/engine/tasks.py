@@ -13,7 +13,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from ..change_statistics import Measured, Norms
+from ..change_statistics import Measurement, Norms
 from ..disk.scale_spool import PartBytes
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Merged:
     uncovered: Mapping[str, float] = field(default_factory=dict)
     """Weight → its largest magnitude, if the scale of the whole weight does not cover it: nothing is written then."""
     parts: tuple[PartBytes, ...] = ()  # stored beside codes
-    measures: tuple[Measured, ...] = ()
+    measures: tuple[Measurement, ...] = ()
     samples: tuple[RowSample | RunSample, ...] = ()  # whose sums, and so the measures, are not made yet
     norms: Norms = field(default_factory=dict)
 

@@ -79,7 +79,7 @@ def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape])
     # A network that the base does not have, another model, another kind of model.
     if names.second and any(m.startswith("transformer.") for m in unmatched):
         return missing_networks(["transformer"], ["transformer_2"])
-    networks = Counter(names.wanted(m) for m in unmatched)
+    networks = Counter(names.network_of(m) for m in unmatched)
     labels = {part.label for part in names.parts}
     known, modules = names.known, of_the_denoiser({m: () for m in unmatched} | dict(shapes))
     if known and names.parts[0].label in networks and (why := other_model(modules, known, names.weights())):
@@ -92,7 +92,9 @@ def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape])
     part = max(names.parts, key=lambda p: (networks[p.label], p is names.parts[0]), default=None)
     if part is None or part is names.parts[0]:
         return _likely_reason(names, part, {m: shapes.get(m, ()) for m in unmatched}, modules)
-    return _likely_reason(names, part, {m: shapes.get(m, ()) for m in unmatched if names.wanted(m) == part.label}, {})
+    return _likely_reason(
+        names, part, {m: shapes.get(m, ()) for m in unmatched if names.network_of(m) == part.label}, {}
+    )
 
 
 def _for_pictures(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape]) -> str:

@@ -285,7 +285,7 @@ class Names:
         """Return the name of a base tensor without the levels that training adds."""
         return self._inner.get(key, key)
 
-    def wanted(self, module: str) -> str:
+    def network_of(self, module: str) -> str:
         """Return the component that an adapter's module name is for."""
         main = self.parts[0].label if self.parts and self.parts[0].role == "denoiser" else "denoiser"
         for hint, _ in self._readings(module):

@@ -148,7 +148,7 @@ def weight(example: Example) -> Array:
     return np.random.default_rng(5).standard_normal((example.shape[0], int(np.prod(example.shape[1:]))))
 
 
-def given(
+def formula_input(
     name: str, example: Example, base: Array, rows: Array | None = None, stored: dict[str, Array] | None = None
 ) -> FormulaInput:
     """Return the example as the reference formulas take it, for some rows of ΔW or all."""

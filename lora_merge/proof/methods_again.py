@@ -22,7 +22,7 @@ from ..method_parameters import MethodParameters
 from ..models.weights import WeightView
 from ..planning.plan import OutputTensor
 from .reference import REFERENCE
-from .reference.column_rows import Rows
+from .reference.column_rows import ReferenceRows
 from .reference.floats import Array
 
 NEAR: Final = 1e-12
@@ -78,7 +78,7 @@ class PatchRows:
 
 
 @dataclass(frozen=True)
-class Made:
+class RowChanges:
     """The changes computed so far for some rows of a target, and the tensor that a formula reads now."""
 
     target: OutputTensor
@@ -86,7 +86,7 @@ class Made:
     changes: dict[tuple[Any, ...], Array] = field(default_factory=dict)  # part, rows → s ΔW
     growth: list[float] = field(default_factory=lambda: [1.0])  # by how much DoRA enlarges what underflows before it
 
-    def on(self, key: str) -> Made:
+    def on(self, key: str) -> RowChanges:
         """Return these changes for another tensor that a formula reads."""
         return replace(self, key=key)
 
@@ -169,13 +169,13 @@ def of_weight(
 
     strengths = [parts[0].strength for parts in by.values()]
     seeds = [how.seed(n, [u for u in target.uses if u.patch.adapter == n]) for n in by]
-    changes = [Rows((out, cols), partial(read, parts), step) for parts in by.values()]
+    changes = [ReferenceRows((out, cols), partial(read, parts), step) for parts in by.values()]
     parts, slack = combined(how.method, changes, strengths, how.numbers, seeds, rows=rows, vector=len(target.shape) < 2)
     return Combined(dict(zip(by, parts, strict=True)), slack)
 
 
 def combined(  # noqa: PLR0913  # the method, its inputs and its numbers
-    method: MergeMethod, changes: Sequence[Rows], strengths: Sequence[float], n: MethodParameters,
+    method: MergeMethod, changes: Sequence[ReferenceRows], strengths: Sequence[float], n: MethodParameters,
     seeds: Sequence[str], *,
     rows: Array, vector: bool,
 ) -> tuple[list[Array], Array]:  # fmt: skip
@@ -189,7 +189,7 @@ def combined(  # noqa: PLR0913  # the method, its inputs and its numbers
     slack: Array = np.zeros(())
     for change, strength, seed in zip(changes, strengths, seeds, strict=True):
         if vector:  # della ranks within rows: a vector is one
-            line = Rows.of(change.flat(np.asarray).reshape(1, -1))
+            line = ReferenceRows.of(change.flat(np.asarray).reshape(1, -1))
             factor, unsure = (f.reshape(change.shape)[rows] for f in _factors(method, line, n, seed, np.arange(1)))
         else:
             factor, unsure = _factors(method, change, n, seed, rows)
@@ -211,7 +211,13 @@ def combined(  # noqa: PLR0913  # the method, its inputs and its numbers
 
 
 def _weighted(  # noqa: PLR0913  # the method, its inputs and its numbers
-    name: str, changes: Sequence[Rows], strengths: Sequence[float], n: MethodParameters, rows: Array, *, added: bool
+    name: str,
+    changes: Sequence[ReferenceRows],
+    strengths: Sequence[float],
+    n: MethodParameters,
+    rows: Array,
+    *,
+    added: bool,
 ) -> tuple[list[Array], Array]:
     """Return the parts wᵢτᵢ, and their slack."""
     curved = name in ("slerp", "karcher")
@@ -221,7 +227,9 @@ def _weighted(  # noqa: PLR0913  # the method, its inputs and its numbers
     return parts, np.full(parts[0].shape, 1e-9 * largest * abs(n.scale))
 
 
-def _factors(method: MergeMethod, change: Rows, n: MethodParameters, seed: str, rows: Array) -> tuple[Array, Array]:
+def _factors(
+    method: MergeMethod, change: ReferenceRows, n: MethodParameters, seed: str, rows: Array
+) -> tuple[Array, Array]:
     """Return what each entry of some rows of a change is multiplied by, and where rounding may decide otherwise."""
     (out, width), size = change.shape, np.abs(change.at(rows))
     count, unsure = out * width, np.zeros(size.shape, dtype=bool)
@@ -243,7 +251,7 @@ def _factors(method: MergeMethod, change: Rows, n: MethodParameters, seed: str, 
     return np.where(drawn < chance, 1 / chance, 0.0), unsure
 
 
-def _first(change: Rows, rows: Array, size: Array, count: int, unsure: Array) -> Array:
+def _first(change: ReferenceRows, rows: Array, size: Array, count: int, unsure: Array) -> Array:
     """Return which magnitudes of some rows, `size`, are among the largest `count` of all, of equal ones the earlier;
     mark those that are near the last of them."""
     numbers = change.shape[0] * change.shape[1]
@@ -297,7 +305,9 @@ def _doubtful(scaled: Sequence[Array], unsure: Array) -> Array:
     return np.where(near | tiny | unsure, size, 0.0)
 
 
-def _weights(method: str, changes: Sequence[Rows], strengths: Sequence[float], n: MethodParameters) -> list[float]:
+def _weights(
+    method: str, changes: Sequence[ReferenceRows], strengths: Sequence[float], n: MethodParameters
+) -> list[float]:
     """Return wᵢ with Δ = Σ wᵢτᵢ, from the cosines of all pairs."""
     count = len(changes)
     if method == "mean":

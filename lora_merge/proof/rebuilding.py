@@ -17,7 +17,7 @@ from ..algorithms import ALGORITHMS, Loaded
 from ..errors import VerificationFailed
 from ..matching.patch import Patch
 from ..text import quoted
-from .reference.floats import Array, held
+from .reference.floats import Array, as_dtype
 
 CLOSE: Final = 1e-3
 """Tolerance of a decomposition in fp32, as a share of the largest singular value."""
@@ -29,7 +29,7 @@ NEAR: Final = 0.1
 class RebuiltSlots:
     """The computed slots, and the tensors and settings that they were computed from."""
 
-    found: Mapping[str, Array]
+    slots: Mapping[str, Array]
     read: Callable[[str], Array]  # a slot of the base, or "" for the weight [out, cols]
     shapes: Mapping[str, tuple[int, ...]]
     shape: tuple[int, ...]  # of the weight
@@ -38,7 +38,7 @@ class RebuiltSlots:
 
 def _largest(r: RebuiltSlots) -> bool:
     """Check SuperTuning: different places, of the largest magnitudes or of the smallest, in their order."""
-    places, scores = r.found["places"], np.abs(r.read("")).reshape(-1)
+    places, scores = r.slots["places"], np.abs(r.read("")).reshape(-1)
     ranked = np.sort(scores)[:: -1 if r.settings.get("top", True) else 1]
     different = len(np.unique(places)) == len(places)
     return different and np.array_equal(scores[places], ranked[: len(places)])
@@ -46,7 +46,7 @@ def _largest(r: RebuiltSlots) -> bool:
 
 def _triples(r: RebuiltSlots) -> bool:
     """Check PSOFT: orthonormal vectors that the weight maps to each other, by its largest singular values."""
-    left, right, weight = (held(v, "F64") for v in (r.found["left"], r.found["right"], r.read("")))
+    left, right, weight = (as_dtype(v, "F64") for v in (r.slots["left"], r.slots["right"], r.read("")))
     values = np.linalg.svd(weight, compute_uv=False)
     sizes = np.linalg.norm(left, axis=0) * np.linalg.norm(right, axis=1)
     used = sizes > CLOSE * values[0]
@@ -61,7 +61,7 @@ def _triples(r: RebuiltSlots) -> bool:
 
 def _groups(r: RebuiltSlots) -> bool:
     """Check AdaMSS: every row is in one group, and the rows of a group are in the order of the weight."""
-    order = r.found["order"]
+    order = r.slots["order"]
     heights = [r.shapes[f"up_{i}"][0] for i in range(sum(slot.startswith("up_") for slot in r.shapes))]
     rows = np.argsort(order)
     ends = np.cumsum(heights)
@@ -73,16 +73,16 @@ def _shares(r: RebuiltSlots) -> bool:
     """Check Uni-LoRA: entries of the vector, each weighed by its number of uses in all layers, which differs by 1."""
     numbers, total, dtype = r.shapes["bank"][0], r.settings["total"], r.settings["dtype"]
     often = np.array([total // numbers, total // numbers + 1], np.float64)
-    weights = held(1 / np.sqrt(often[often > 0]), dtype)
-    inside = all(((v >= 0) & (v < numbers)).all() for v in (r.found["down_choice"], r.found["up_choice"]))
+    weights = as_dtype(1 / np.sqrt(often[often > 0]), dtype)
+    inside = all(((v >= 0) & (v < numbers)).all() for v in (r.slots["down_choice"], r.slots["up_choice"]))
     step = np.spacing(np.float32(weights.max())) if dtype in ("F32", "F64") else 0.0
-    near = (np.abs(r.found[s][..., None] - weights).min(axis=-1) <= step for s in ("down_weight", "up_weight"))
+    near = (np.abs(r.slots[s][..., None] - weights).min(axis=-1) <= step for s in ("down_weight", "up_weight"))
     return inside and all(flags.all() for flags in near)
 
 
 def _joint(r: RebuiltSlots) -> bool:
     """Check FRoD: places off the diagonal, each once; the basis that is common to all layers (see `_basis`)."""
-    (rows, columns), basis = r.found["places"], held(r.found["basis"], "F64")
+    (rows, columns), basis = r.slots["places"], as_dtype(r.slots["basis"], "F64")
     off = bool((rows != columns).all()) and len({*zip(rows.tolist(), columns.tolist(), strict=True)}) == len(rows)
     expected = _basis(
         [r.read(f"layer_{n}").astype(np.float64) for n in range(r.settings["layers"])], r.settings["ridge"]
@@ -121,7 +121,7 @@ def rebuilt_slots(patch: Patch, read: Callable[[str], Array]) -> Mapping[str, Ar
     if not row.is_rebuilt(patch.shapes):
         return {}
     more = patch.shapes, patch.view.shape, settings
-    slots = {slot: np.asarray(v) for slot, v in row.rebuilt(Loaded.of_arrays(read, held, *more)).items()}
+    slots = {slot: np.asarray(v) for slot, v in row.rebuilt(Loaded.of_arrays(read, as_dtype, *more)).items()}
     if not CHECKS[patch.algorithm](RebuiltSlots(slots, read, *more)):
         where = f"{quoted(patch.module.where)} ({patch.algorithm}): {', '.join(sorted(slots))}"
         raise VerificationFailed(

@@ -22,13 +22,13 @@ from ..matching.patch import Patch, PatchPart
 from ..models.weights import Weight, WeightView
 from ..planning.plan import OutputTensor, Plan
 from .grids import ROUNDING, UNDERFLOW, Grid, plain_grid
-from .methods_again import Made, PatchRows, costs_all, of_weight, stored_rows, together, uniform
+from .methods_again import PatchRows, RowChanges, costs_all, of_weight, stored_rows, together, uniform
 from .proof_report import Bound, Exact, Findings, measure
 from .rebuilding import rebuilt_slots
 from .reference import REFERENCE, FormulaInput
-from .reference.floats import Array, decode, held
+from .reference.floats import Array, as_dtype, decode
 from .sampling import runs, sample, shuffled
-from .weights import Coded, Stored
+from .weights import Coded, WeightReader
 
 EVERY: Final = 20  # where a row costs as much as all rows, one tensor in 20 is recomputed
 CHUNK: Final = 2**18  # elements recomputed at once with --full; more do not fit the caches and take twice the time
@@ -51,10 +51,10 @@ class Recomputation:
     def __init__(  # noqa: PLR0913  # one output, its inputs, how far
         self, plan: Plan, reader: Reader, pool: Executor, *, full: bool,
         outputs: Mapping[str, Coded] = MappingProxyType({}), recorded: Mapping[str, Checked] = MappingProxyType({}),
-        judged: str = "", stored: Stored | None = None,
+        judged: str = "", stored: WeightReader | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.reader, self.pool, self.full = plan, reader, pool, full
-        self.stored = stored or Stored(reader, plan.base)
+        self.stored = stored or WeightReader(reader, plan.base)
         self.outputs, self.recorded = outputs, recorded
         merged = (t.packed for f in plan.files for t in f.targets if t.packed and not t.copied)
         self.scales = frozenset[str]().union(*(packing.changing for packing in merged))
@@ -147,7 +147,7 @@ class Recomputation:
         base = self._base(target.weight, rows, cols)
         if target.combining is not None:
             return self._combined(target, rows, base)
-        changes_of, value, terms = Made(target), base.copy(), np.abs(base)
+        changes_of, value, terms = RowChanges(target), base.copy(), np.abs(base)
         changes: dict[int, Array] = {}
         losses = [1.0]
         for part in self._parts(target.uses):
@@ -164,7 +164,9 @@ class Recomputation:
 
     def _combined(self, target: OutputTensor, rows: Array, base: Array) -> Exact:
         """Return rows of the base with the one change that all changes of the weight become."""
-        combined = of_weight(target, self._parts(target.uses), rows, lambda p, some: self.whole(p, some, Made(target)))
+        combined = of_weight(
+            target, self._parts(target.uses), rows, lambda p, some: self.whole(p, some, RowChanges(target))
+        )
         value, terms = base + combined.total, np.abs(base)
         for part in (value, *combined.parts.values()):
             terms = np.maximum(terms, np.abs(part))
@@ -254,7 +256,7 @@ class Recomputation:
             self._by_patch[id(uses)] = together(uses)
         return self._by_patch[id(uses)]
 
-    def whole(self, part: PatchRows, rows: Array, cache: Made) -> Array:
+    def whole(self, part: PatchRows, rows: Array, cache: RowChanges) -> Array:
         """Return s ΔW for rows of the stored tensor, zeros where the part changes none."""
         placed = self._change(part, rows, cache)
         change = np.zeros((len(rows), part.cols))
@@ -262,13 +264,13 @@ class Recomputation:
             change[placed[0]] = placed[1]
         return change
 
-    def projected(self, part: PatchRows, rows: Array, vectors: Array, cache: Made) -> Array:
+    def projected(self, part: PatchRows, rows: Array, vectors: Array, cache: RowChanges) -> Array:
         """Return s ΔW x for vectors x [cols, n] and rows of the stored tensor, of a formula that is linear in one slot:
         the formula is computed with the slot's products with x in its place."""
         (at, rows_of), formula = part.find(rows), REFERENCE[part.patch.algorithm]
         products = np.zeros((len(rows), vectors.shape[1]))
         if len(rows_of):
-            g = self._given(part.patch, rows_of, cache)
+            g = self._formula_input(part.patch, rows_of, cache)
 
             def read(slot: str, entries: Array | None) -> Array:
                 return g.read(slot, entries) @ vectors if slot == formula.linear else g.read(slot, entries)
@@ -276,11 +278,11 @@ class Recomputation:
             products[at] = part.strength * formula.formula(replace(g, read=read))
         return products
 
-    def spanning(self, part: PatchRows, cache: Made) -> Array:
+    def spanning(self, part: PatchRows, cache: RowChanges) -> Array:
         """Return vectors [r, cols] of which the rows of such a ΔW are sums."""
-        return self._given(part.patch, np.arange(0), cache)[REFERENCE[part.patch.algorithm].linear]
+        return self._formula_input(part.patch, np.arange(0), cache)[REFERENCE[part.patch.algorithm].linear]
 
-    def _change(self, part: PatchRows, rows: Array, cache: Made) -> tuple[Array | slice, Array] | None:
+    def _change(self, part: PatchRows, rows: Array, cache: RowChanges) -> tuple[Array | slice, Array] | None:
         """Return which of some rows of the stored tensor change, and s ΔW for them, in the tensor's own orientation;
         None where none changes."""
         at, rows_of = part.find(rows)
@@ -310,22 +312,22 @@ class Recomputation:
         for part in self._parts(target.uses):
             row, (at, rows_of) = ALGORITHMS[part.patch.algorithm], part.find(rows)
             if len(rows_of) and not (row.reads_base or row.prepare or row.decomposes or part.patch.magnitude):
-                change = self._inside(part, rows[at], rows_of, partial(self._unsigned, Made(target)))
+                change = self._inside(part, rows[at], rows_of, partial(self._unsigned, RowChanges(target)))
                 products[at] += np.abs(part.strength * change)
         return products
 
-    def _unsigned(self, changes_of: Made, patch: Patch, rows: Array) -> Array:
+    def _unsigned(self, changes_of: RowChanges, patch: Patch, rows: Array) -> Array:
         """Return ΔW of an adapter whose stored numbers have no signs."""
-        g = self._given(patch, rows, changes_of)
+        g = self._formula_input(patch, rows, changes_of)
         return REFERENCE[patch.algorithm].formula(replace(g, read=lambda *slot: np.abs(g.read(*slot))))
 
-    def _delta(self, patch: Patch, rows: Array, changes_of: Made) -> Array:
+    def _delta(self, patch: Patch, rows: Array, changes_of: RowChanges) -> Array:
         """Return ΔW for rows of the weight as the adapter saw it."""
         if patch.magnitude is None:
-            return REFERENCE[patch.algorithm].formula(self._given(patch, rows, changes_of))
+            return REFERENCE[patch.algorithm].formula(self._formula_input(patch, rows, changes_of))
         axis, shape = patch.magnitude
         magnitude = self.stored(patch.module.shared["magnitude"], shape)
-        g = self._given(patch, rows if axis == "out" else np.arange(prod(patch.view.shape[:1])), changes_of)
+        g = self._formula_input(patch, rows if axis == "out" else np.arange(prod(patch.view.shape[:1])), changes_of)
         v = g.w + REFERENCE[patch.algorithm].formula(g)
         if axis == "out":
             norm = np.sqrt(np.sum(v * v, axis=1, keepdims=True))
@@ -335,7 +337,7 @@ class Recomputation:
         turned = blocks * changes_of.enlarged(magnitude.reshape(norm.shape) / _divisor(norm))
         return np.asarray((turned.reshape(v.shape) - g.w)[rows])
 
-    def _given(self, patch: Patch, rows: Array, changes_of: Made) -> FormulaInput:
+    def _formula_input(self, patch: Patch, rows: Array, changes_of: RowChanges) -> FormulaInput:
         row = ALGORITHMS[patch.algorithm]
         settings: dict[str, Any] = {**row.settings, **dict(patch.settings)}
         derived = {
@@ -360,22 +362,22 @@ class Recomputation:
         base = partial(self._view, patch.view, patch.adapter, changes_of)
         return FormulaInput(read, base, slots, patch.numbers, settings, patch.view.shape, rows, patch.view.matrix)
 
-    def _rebuilt(self, patch: Patch, changes_of: Made) -> Mapping[str, Array]:
+    def _rebuilt(self, patch: Patch, changes_of: RowChanges) -> Mapping[str, Array]:
         """Return the slots that are computed from the untouched base: once for all rows, as it may take long."""
         of = basis_weights(patch) or id(patch)
         if of not in self._made:
             self._made[of] = rebuilt_slots(patch, partial(self._as_loaded, patch, changes_of))
         return self._made[of]
 
-    def _as_loaded(self, patch: Patch, changes_of: Made, slot: str) -> Array:
+    def _as_loaded(self, patch: Patch, changes_of: RowChanges, slot: str) -> Array:
         """Return a slot that the base or the file holds, or the weight, before the first adapter."""
         view = patch.view if not slot else patch.beside.get(slot)
         if view is None:
-            return held(self.stored(patch.module.slots[slot], patch.shapes[slot]), "F32")
+            return as_dtype(self.stored(patch.module.slots[slot], patch.shapes[slot]), "F32")
         wide = any(self.plan.weights[piece.key].stored.dtype == "F64" for piece in view.row_slices)
-        return held(self._view(view, 0, changes_of, None), "F64" if wide else "F32")
+        return as_dtype(self._view(view, 0, changes_of, None), "F64" if wide else "F32")
 
-    def _view(self, view: WeightView, adapter: int, changes_of: Made, rows: Array | None) -> Array:
+    def _view(self, view: WeightView, adapter: int, changes_of: RowChanges, rows: Array | None) -> Array:
         """Return the rows of a weight that an adapter's formula reads, gathered from its pieces: the base's, changed by
         the adapters before it where adapters act in turn."""
 
@@ -385,7 +387,7 @@ class Recomputation:
 
         return gathered(view, np.arange(view.matrix[0]) if rows is None else rows, read)
 
-    def _after(self, adapter: int, values: Array, rows: Array, changes_of: Made) -> Array:
+    def _after(self, adapter: int, values: Array, rows: Array, changes_of: RowChanges) -> Array:
         """Return the rows of a tensor with the changes of all adapters before this one, where adapters act in turn."""
         for part in self._parts(changes_of.uses):
             placed = self._change(part, rows, changes_of) if part.patch.adapter < adapter else None

@@ -76,7 +76,7 @@ class Coded:
         return self.read(codes, low, min(encoding.nbytes(count), codes.nbytes - low))
 
 
-class Stored:
+class WeightReader:
     """Reads entries of the inputs' tensors in float64; those of encoded weights are decoded."""
 
     def __init__(self, reader: Reader, base: Index) -> None:
@@ -105,12 +105,12 @@ class Stored:
 def coded_output(target: OutputTensor, places: Mapping[str, tuple[Path, OutputTensor]], read: Read) -> Coded:
     """Return how a merged weight of codes is read from the output; `places`: tensor → its file and its place there."""
 
-    def there(info: StoredTensor, name: str) -> StoredTensor:
+    def in_output(info: StoredTensor, name: str) -> StoredTensor:
         path, at = places[name]
         return replace(info, source=path, offset=at.offset)
 
     packing = target.packing
     assert packing.codes is not None, "a weight of codes has them"
-    parts = {role: part._replace(info=there(part.info, part.info.name)) for role, part in packing.parts.items()}
-    moved = packing._replace(codes=there(packing.codes, target.name), parts=parts)
+    parts = {role: part._replace(info=in_output(part.info, part.info.name)) for role, part in packing.parts.items()}
+    moved = packing._replace(codes=in_output(packing.codes, target.name), parts=parts)
     return Coded(moved, prod(target.shape), read)

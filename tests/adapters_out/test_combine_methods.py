@@ -16,7 +16,7 @@ import lora_merge
 from lora_merge.adapters_out import combine_modules
 from lora_merge.engine import combination
 from lora_merge.engine.combination import combined, gram
-from lora_merge.engine.row_matrix import Rows, largest
+from lora_merge.engine.row_matrix import RowMatrix, largest
 from lora_merge.errors import VerificationFailed
 from lora_merge.merge_methods import COMBINATIONS
 from lora_merge.method_parameters import MethodParameters
@@ -26,7 +26,7 @@ from tests.kit.models import sd1
 
 
 def thinned(how: str, change: torch.Tensor, n: MethodParameters, seed: str) -> torch.Tensor:
-    return combination.thinned(how, Rows.of(change), n, seed).dense()
+    return combination.thinned(how, RowMatrix.of(change), n, seed).dense()
 
 
 @pytest.mark.parametrize("elect", ["total", "frequency"])
@@ -102,7 +102,7 @@ def test_karcher_of_two_is_halfway_and_its_tangents_cancel() -> None:
 
 def test_model_stock_scales_the_mean_by_the_agreement() -> None:
     given = changes(3)
-    products = gram([Rows.of(t) for t in given])
+    products = gram([RowMatrix.of(t) for t in given])
     cosines = [products[i][j] / math.sqrt(products[i][i] * products[j][j]) for i, j in ((0, 1), (0, 2), (1, 2))]
     rho = sum(cosines) / 3
     right = max(0.0, 3 * rho / (1 + 2 * rho)) * sum(given, torch.zeros(SHAPE)) / 3
@@ -155,7 +155,7 @@ def test_largest_are_those_of_the_sorted_numbers(kind: str, few: int, monkeypatc
     matrix = values.view(-1, 17)
     monkeypatch.setattr("lora_merge.engine.row_matrix.PIECE", 17 * 50)
     for dtype in (torch.float64, torch.float32):
-        whole = Rows.of(matrix.to(dtype))
+        whole = RowMatrix.of(matrix.to(dtype))
         order = whole.dense().abs().view(-1).argsort(descending=True, stable=True)
         for count in (0, 1, 1000, len(values) // 2, len(values) - 1, len(values)):
             found = largest(whole, count)
@@ -216,7 +216,7 @@ def test_wrong_result_of_a_method_is_not_proven(method: str, tmp_path: Path, mon
 
     def wrong(*some: Any) -> Any:
         wanted = right(*some)
-        return replace(wanted, whole=Rows.of(wanted.dense() * 1.01))
+        return replace(wanted, whole=RowMatrix.of(wanted.dense() * 1.01))
 
     monkeypatch.setattr(combine_modules, "combine", wrong)
     with pytest.raises(VerificationFailed, match="not what the report says") as raised:

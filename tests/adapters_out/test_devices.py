@@ -16,7 +16,7 @@ from lora_merge.adapters_out.decomposition import matrix_svd
 from lora_merge.adapters_out.decomposition.matrix_svd import of_dense, of_stack
 from lora_merge.adapters_out.extract import extract_modules
 from lora_merge.adapters_out.rank_rules import COUNT, Rule, parse
-from lora_merge.engine.row_matrix import Rows
+from lora_merge.engine.row_matrix import RowMatrix
 from lora_merge.engine.tensor_moves import Placement
 from lora_merge.errors import ResourceError
 from tests.kit.pretended_cuda import Pretended, pretended_cuda
@@ -39,7 +39,7 @@ GPU = Placement(torch.device("cuda", 0), torch.float32)
 def test_device_finds_what_the_processor_finds(spectrum: str, cuda: Pretended) -> None:
     delta = example(spectrum).float()
     for rule in (Rule(COUNT, 7), parse("sum:0.5")):
-        here, there = of_dense(Rows.of(delta), rule), of_dense(Rows.of(delta), rule, at=GPU)
+        here, there = of_dense(RowMatrix.of(delta), rule), of_dense(RowMatrix.of(delta), rule, at=GPU)
         rank = min(len(here.values), len(there.values), 7)
         assert torch.allclose(here.values[:rank], there.values[:rank], rtol=1e-4, atol=1e-5 * float(here.values[0]))
         up, down = there.pair(rank)
@@ -51,8 +51,8 @@ def test_device_finds_what_the_processor_finds(spectrum: str, cuda: Pretended) -
 def test_weights_of_one_shape_go_there_together(cuda: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix_svd, "exactly", lambda *_: pytest.fail("the exact way"))
     changes, rule = [example("slow", seed).float() for seed in range(3)], Rule(COUNT, 7)
-    for found, change in zip(of_stack([Rows.of(m) for m in changes], [rule] * 3, 0.0, GPU), changes, strict=True):
-        alone = of_dense(Rows.of(change), rule)
+    for found, change in zip(of_stack([RowMatrix.of(m) for m in changes], [rule] * 3, 0.0, GPU), changes, strict=True):
+        alone = of_dense(RowMatrix.of(change), rule)
         assert torch.allclose(found.values, alone.values, rtol=1e-3)
     assert not cuda.races and not cuda.faults
 

@@ -20,7 +20,7 @@ from lora_merge.disk.files import StoredTensor
 from lora_merge.dtypes import Shape
 from lora_merge.errors import FitError, InputError, UsageError
 from lora_merge.planning.checkpoint_cache import CheckpointCache
-from lora_merge.proof.weights import Stored
+from lora_merge.proof.weights import WeightReader
 from tests.kit.adapters import kohya
 from tests.kit.command_line import run
 from tests.kit.flux import flux
@@ -491,15 +491,15 @@ def test_proof_reads_whole_matrices_as_the_file_stores_them(
     """They are read by rows: widened at once they would take several times the memory of a weight; a wrong number is
     seen."""
     given = (folder / "base.safetensors", folder / "all.safetensors", tmp_path / "o.safetensors")
-    read, rows = Stored.__call__, list[int]()
+    read, rows = WeightReader.__call__, list[int]()
 
-    def counted(self: Stored, info: StoredTensor, shape: Shape, entries: Any = None) -> Any:
+    def counted(self: WeightReader, info: StoredTensor, shape: Shape, entries: Any = None) -> Any:
         rows.append(shape[0] if entries is None else len(entries))
         return read(self, info, shape, entries)
 
     monkeypatch.setattr(written_proof, "BLOCK", 1)
     monkeypatch.setattr(extraction_proof, "BLOCK", 1)
-    monkeypatch.setattr(Stored, "__call__", counted)
+    monkeypatch.setattr(WeightReader, "__call__", counted)
     report = lora_merge.extract(*given, algorithm="full")
     assert report.verified is not None and report.verified["ok"] and {*rows} == {1}
     tensors = load_file(given[2])

@@ -14,7 +14,7 @@ from lora_merge.adapters_out.decomposition.matrix_svd import of_dense, of_stack
 from lora_merge.adapters_out.decomposition.singular_triples import Triples
 from lora_merge.adapters_out.decomposition.storage_rounding import apart_from, squares_of, stored
 from lora_merge.adapters_out.rank_rules import COUNT, Rule, choose, parse
-from lora_merge.engine.row_matrix import Rows
+from lora_merge.engine.row_matrix import RowMatrix
 from tests.kit.spectra import SPECTRA, example
 
 
@@ -68,7 +68,7 @@ def test_directions_that_cancel_are_not_stored() -> None:
 def test_search_is_within_its_promise(spectrum: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix_svd, "exactly", lambda *_: pytest.fail("the exact way"))
     delta = example(spectrum).to(dtype)
-    found = of_dense(Rows.of(delta), Rule(COUNT, 7))
+    found = of_dense(RowMatrix.of(delta), Rule(COUNT, 7))
     best = optimum(delta, 7)
     least = 1e-6 * float(delta.norm()) if dtype == torch.float32 else 1e-12
     assert best * (1 - 1e-6) - least <= error(delta.double(), found, 7) <= best * (1 + krylov.EXCESS) + least
@@ -84,7 +84,7 @@ def test_rules_choose_of_the_values_that_were_found_what_they_choose_of_all(
     delta, rule = example(spectrum), parse(text)
     every = np.linalg.svd(delta.numpy(), compute_uv=False)
     every = every[every > 1e-9]
-    found = of_dense(Rows.of(delta), rule)
+    found = of_dense(RowMatrix.of(delta), rule)
     assert choose(rule, found.values.tolist(), total=found.squares) == choose(rule, every.tolist())
 
 
@@ -92,7 +92,9 @@ def test_each_matrix_of_a_stack_has_the_triples_that_it_has_alone() -> None:
     """They are ready after different numbers of steps."""
     stack, rule = [example("flat"), example("steep"), example("slow")], Rule(COUNT, 7)
     for one, alone in zip(
-        of_stack([Rows.of(m) for m in stack], [rule] * 3), (of_dense(Rows.of(m), rule) for m in stack), strict=True
+        of_stack([RowMatrix.of(m) for m in stack], [rule] * 3),
+        (of_dense(RowMatrix.of(m), rule) for m in stack),
+        strict=True,
     ):
         for mine, other in zip(one.pair(7), alone.pair(7), strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-9)
@@ -101,12 +103,14 @@ def test_each_matrix_of_a_stack_has_the_triples_that_it_has_alone() -> None:
 @pytest.mark.parametrize("shape", [(150, 140), (140, 150)])
 def test_gram_matrix_gives_what_a_decomposition_gives(shape: tuple[int, int]) -> None:
     delta = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    found = of_dense(Rows.of(delta), Rule(COUNT, 60))
+    found = of_dense(RowMatrix.of(delta), Rule(COUNT, 60))
     assert found.values.shape == (60,)
     assert error(delta, found, 60) == pytest.approx(optimum(delta, 60), rel=1e-10)
     u, _, v = torch.linalg.svd(delta, full_matrices=False)
     steep = u * torch.logspace(0, -9, 140, dtype=torch.float64) @ v  # its squares have too few digits
-    assert error(steep, of_dense(Rows.of(steep), Rule(COUNT, 130)), 130) == pytest.approx(optimum(steep, 130), rel=1e-3)
+    assert error(steep, of_dense(RowMatrix.of(steep), Rule(COUNT, 130)), 130) == pytest.approx(
+        optimum(steep, 130), rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("nearly", [1.0, 1e-2, 1e-4, 1e-9, 0.0])
@@ -122,7 +126,7 @@ def test_triangles_of_columns_that_repeat_others_are_exact(nearly: float) -> Non
 @pytest.mark.parametrize("shape", [(30, 12), (12, 30)])
 def test_matrix_is_decomposed_exactly(shape: tuple[int, int]) -> None:
     delta = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    assert error(delta, of_dense(Rows.of(delta)), 5) == pytest.approx(optimum(delta, 5), rel=1e-12)
+    assert error(delta, of_dense(RowMatrix.of(delta)), 5) == pytest.approx(optimum(delta, 5), rel=1e-12)
 
 
 def test_rounding_one_factor_is_taken_back_by_the_other() -> None:
@@ -140,7 +144,7 @@ def test_residual_of_a_pair_has_its_digits_however_small(share: float) -> None:
     left, right = pair(4, 300, 900)
     rest = torch.randn(300, 900, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     delta = (left @ right + rest * share * (left @ right).norm() / rest.norm()).float()
-    off = apart_from(Rows.of(delta), left, right, float(delta.double().square().sum()))
+    off = apart_from(RowMatrix.of(delta), left, right, float(delta.double().square().sum()))
     assert math.sqrt(off) == pytest.approx(float((delta.double() - left @ right).norm()), rel=1e-3)
 
 
@@ -154,7 +158,7 @@ def test_flat_spectrum_is_found_by_search_and_not_by_the_exact_way(monkeypatch: 
     """Rounding noise has one; without enough rounds each such layer took ten times as long."""
     monkeypatch.setattr(matrix_svd, "exactly", lambda *_: pytest.fail("the exact way"))
     noise = torch.randn(800, 800, generator=torch.Generator().manual_seed(1))
-    found = of_dense(Rows.of(noise), Rule(COUNT, 16))
+    found = of_dense(RowMatrix.of(noise), Rule(COUNT, 16))
     values = np.linalg.svd(noise.double().numpy(), compute_uv=False)
     lost = found.squares - float(found.values[:16].square().sum())
     assert lost**0.5 <= (1 + krylov.EXCESS) * np.sqrt((values[16:] ** 2).sum())

@@ -15,7 +15,7 @@ from lora_merge.algorithms import ALGORITHMS, COUNT, SEED, Bounds, DoesNotFit, b
 from lora_merge.engine.tensor_moves import whole
 from lora_merge.errors import MergeError, VerificationFailed
 from lora_merge.proof.examples import EXAMPLES, tensors, weight
-from lora_merge.proof.examples import given as asked
+from lora_merge.proof.examples import formula_input as asked
 from lora_merge.proof.reference import REFERENCE
 from tests.algorithms.peft_examples import ALL_EXAMPLES
 from tests.algorithms.pipeline import stack

@@ -23,7 +23,7 @@ from lora_merge.matching.formula import Patch
 from lora_merge.matching.patch import PatchPart
 from lora_merge.models.weights import RowSlice, Weight, WeightView
 from lora_merge.planning.plan import OutputTensor
-from lora_merge.proof.examples import EXAMPLES, given, tensors, weight
+from lora_merge.proof.examples import EXAMPLES, formula_input, tensors, weight
 from lora_merge.proof.reference import REFERENCE
 
 STRENGTH = 0.7
@@ -53,7 +53,7 @@ def check_blocks(case: str, parts: int, largest: int) -> None:
     """A weight in so many tensors, merged in blocks of so many elements, is what the reference makes of it at once."""
     example, name = CASES[case], case.split(",")[0]
     whole = weight(example)
-    want = whole + STRENGTH * REFERENCE[name].formula(given(name, example, whole))
+    want = whole + STRENGTH * REFERENCE[name].formula(formula_input(name, example, whole))
     if ALGORITHMS[name].layout == "experts":  # rows of width `in`, as an architecture with experts has them
         whole, want = (w.reshape(-1, example.shape[2]) for w in (whole, want))
     rows, cols = whole.shape

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.change_statistics import Measured
+from lora_merge.change_statistics import Measurement
 from lora_merge.engine import change_sample
 from lora_merge.engine.change_sample import RowSample, Sampling
 from lora_merge.files.safetensors import parse_file
@@ -261,7 +261,7 @@ def test_proof_confirms_what_was_recorded(*, wrong: bool, tmp_path: Path, monkey
     if wrong:
         own = RowSample._measure
 
-        def half(self: RowSample, n: int, sums: Sequence[float], *, known: bool) -> Measured:
+        def half(self: RowSample, n: int, sums: Sequence[float], *, known: bool) -> Measurement:
             return own(self, n, [s / 2 for s in sums], known=known)
 
         monkeypatch.setattr(RowSample, "_measure", half)
@@ -280,10 +280,10 @@ def test_each_number_that_was_recorded_is_computed_again(
 ) -> None:
     own = RowSample._measure
 
-    def one_wrong(self: RowSample, n: int, sums: Sequence[float], *, known: bool) -> Measured:
+    def one_wrong(self: RowSample, n: int, sums: Sequence[float], *, known: bool) -> Measurement:
         found = own(self, n, sums, known=known)
-        less = getattr(found.seen, field)
-        return found._replace(seen=found.seen._replace(**{field: less - 1 if field == "changed" else less / 2}))
+        less = getattr(found.checked, field)
+        return found._replace(checked=found.checked._replace(**{field: less - 1 if field == "changed" else less / 2}))
 
     monkeypatch.setattr(RowSample, "_measure", one_wrong)
     assert doubted(sd1(), 0.02, tmp_path)

@@ -743,8 +743,8 @@ def test_text_encoders_of_two_are_not_the_only_one() -> None:
 def test_absent_components_are_not_looked_for_elsewhere() -> None:
     found = base("native/sdxl")
     assert found.find("lora_te1_text_model_encoder_layers_0_mlp_fc1") is None
-    assert found.wanted("lora_te1_text_model_encoder_layers_0_mlp_fc1") == "te1"
-    assert found.wanted("lora_unet_input_blocks_1_0") == "unet"
+    assert found.network_of("lora_te1_text_model_encoder_layers_0_mlp_fc1") == "te1"
+    assert found.network_of("lora_unet_input_blocks_1_0") == "unet"
     assert base("transformers/clip-l").find("lora_unet_encoder_layers_0_mlp_fc1") is None
 
 

@@ -16,7 +16,7 @@ from lora_merge.algorithms.kmeans import kmeans
 from lora_merge.algorithms.low_rank import low_rank_svd
 from lora_merge.errors import VerificationFailed
 from lora_merge.proof.rebuilding import CHECKS, RebuiltSlots
-from lora_merge.proof.reference.floats import Array, held
+from lora_merge.proof.reference.floats import Array, as_dtype
 from lora_merge.recipes.replay import prove
 from tests.kit.files import save
 from tests.kit.tensors import rand
@@ -49,7 +49,7 @@ CASES: Mapping[str, tuple[dict[str, Array], dict[str, tuple[int, ...]], dict[str
 def made(name: str, **settings: Any) -> RebuiltSlots:
     values, shapes, told = CASES[name]
     more = shapes, (OUT, IN), told | settings
-    found = ALGORITHMS[name].rebuilt(Loaded.of_arrays(values.__getitem__, held, *more))
+    found = ALGORITHMS[name].rebuilt(Loaded.of_arrays(values.__getitem__, as_dtype, *more))
     return RebuiltSlots({slot: np.asarray(v).copy() for slot, v in found.items()}, values.__getitem__, *more)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lora_merge.algorithms import ALGORITHMS
 from lora_merge.cli.doctor import computed
 from lora_merge.engine.tensor_moves import Placement
-from lora_merge.proof.examples import EXAMPLES, given, weight
+from lora_merge.proof.examples import EXAMPLES, formula_input, weight
 from lora_merge.proof.reference import REFERENCE
 from lora_merge.proof.second_reading.layouts import ALL_BUT_LAST_SQUARE, EQUAL, FIRST_SQUARE, heights
 from tests.kit.pairs import examples
@@ -28,7 +28,7 @@ def test_every_algorithm_has_a_reference_and_an_example() -> None:
 def test_reference_is_the_algorithm_in_float64(name: str) -> None:
     example = EXAMPLES[name]
     base = weight(example)
-    want = REFERENCE[name].formula(given(name, example, base))
+    want = REFERENCE[name].formula(formula_input(name, example, base))
     got = computed(name, example, base, Placement(torch.device("cpu"), torch.float64))
     assert want.shape == base.shape
     assert np.abs(want).max() > 1e-4
@@ -40,9 +40,9 @@ def test_reference_is_the_algorithm_in_float64(name: str) -> None:
 def test_rows_of_the_reference_are_the_rows_of_the_whole(name: str) -> None:
     example = EXAMPLES[name]
     base = weight(example)
-    whole = REFERENCE[name].formula(given(name, example, base))
+    whole = REFERENCE[name].formula(formula_input(name, example, base))
     rows = np.array([0, len(base) // 2, len(base) - 1])
-    some = REFERENCE[name].formula(given(name, example, base, rows))
+    some = REFERENCE[name].formula(formula_input(name, example, base, rows))
     np.testing.assert_allclose(some, whole[rows], rtol=1e-12, atol=1e-12)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import lora_merge
 from lora_merge.engine import combination, row_blocks
-from lora_merge.engine.row_matrix import Rows
+from lora_merge.engine.row_matrix import RowMatrix
 from lora_merge.errors import ResourceError, VerificationFailed
 from lora_merge.merge_methods import COMBINATIONS, DIVISORS, SUM
 from lora_merge.method_parameters import MethodParameters
@@ -112,7 +112,7 @@ MUTANTS = {
     ),
     "each row has a threshold of its own": lambda make: lambda change, count: SimpleNamespace(
         of=lambda block, _: torch.cat(
-            [make(Rows.of(row[None]), count * row.numel() // change.numel()).of(row[None], 0) for row in block]
+            [make(RowMatrix.of(row[None]), count * row.numel() // change.numel()).of(row[None], 0) for row in block]
         )
     ),
 }  # fmt: skip

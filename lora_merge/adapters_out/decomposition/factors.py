@@ -69,11 +69,11 @@ def triangle(matrix: Tensor) -> Triangle:
         if bool((clean := _condition(first) < bound).all()):
             return first
         second = _turned(first.basis @ first.turn)
-        if second is not None and float((second.r - _one(second.r)).abs().max()) < DEFECT:
+        if second is not None and float((second.r - _identity(second.r)).abs().max()) < DEFECT:
             second = second._replace(r=second.r @ first.r)
             return Triangle(*(chosen(clean, part, other) for part, other in zip(first, second, strict=True)))
     q, r = torch.linalg.qr(host(matrix, torch.float64))
-    identity = _one(r[..., : r.shape[-2]]).expand(len(q), -1, -1)
+    identity = _identity(r[..., : r.shape[-2]]).expand(len(q), -1, -1)
     return Triangle(beside(q.to(matrix.dtype), matrix), beside(identity.to(matrix.dtype), matrix), r)
 
 
@@ -82,7 +82,7 @@ def _turned(matrix: Tensor) -> Triangle | None:
     lower, info = torch.linalg.cholesky_ex(host(matrix.mT @ matrix, torch.float64))
     if bool(info.any()):
         return None
-    inverse = torch.linalg.solve_triangular(lower, _one(lower), upper=False)
+    inverse = torch.linalg.solve_triangular(lower, _identity(lower), upper=False)
     if not bool(torch.isfinite(inverse).all()):
         return None
     return Triangle(matrix, beside(inverse.mT.to(matrix.dtype), matrix), lower.mT)
@@ -99,7 +99,7 @@ def _condition(factor: Triangle) -> Tensor:
     return sizes[0] * sizes[1]
 
 
-def _one(like: Tensor) -> Tensor:
+def _identity(like: Tensor) -> Tensor:
     return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
 
 

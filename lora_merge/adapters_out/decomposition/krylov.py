@@ -118,7 +118,7 @@ class _Bases:
         return squares.flip(1).clamp_min(0)
 
 
-class Search(NamedTuple):
+class SearchEnd(NamedTuple):
     """The end of a search."""
 
     triples: Triples | None = None  # None where the search would take longer than the exact way
@@ -127,7 +127,7 @@ class Search(NamedTuple):
 
 def searched(
     stack: Tensor, squares: Sequence[float], reaches: Sequence[Reach], width: int = WIDTH, start: Tensor | None = None
-) -> list[Search]:
+) -> list[SearchEnd]:
     """Return the leading triples of each matrix, as many as its rank says, on the host.
 
     Parameters:
@@ -147,8 +147,8 @@ def searched(
         if _near(items, bases):
             break
     return [
-        Search(start=bases.rights[i, :, :width]) if item.finer else
-        Search(_triples(item, bases.lefts[i], bases.rights[i].mT)) for i, item in enumerate(items)
+        SearchEnd(start=bases.rights[i, :, :width]) if item.finer else
+        SearchEnd(_triples(item, bases.lefts[i], bases.rights[i].mT)) for i, item in enumerate(items)
     ]  # fmt: skip
 
 

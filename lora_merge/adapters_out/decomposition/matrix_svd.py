@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ...engine.devices import precise
-from ...engine.row_matrix import CACHED, Rows
+from ...engine.row_matrix import CACHED, RowMatrix
 from ...engine.tensor_moves import HOST, Placement, host, stage
 from ..rank_rules import Rule, choose, reached
 from ..rounding import squares_of_rows
-from .krylov import WIDTH, Search, searched
+from .krylov import WIDTH, SearchEnd, searched
 from .singular_triples import Triples, numeric_rank
 
 WORTH: Final = 8
@@ -32,7 +32,7 @@ DIGITS: Final = 1e-4
 
 
 def of_dense(
-    change: Rows, rule: Rule | None = None, noise: float = 0.0, at: Placement = HOST, squares: float | None = None
+    change: RowMatrix, rule: Rule | None = None, noise: float = 0.0, at: Placement = HOST, squares: float | None = None
 ) -> Triples:
     """Return the triples of one ΔW [out, cols], as many as a rule chooses or more, on the host; without a rule, all.
 
@@ -43,13 +43,13 @@ def of_dense(
 
 
 def of_stack(
-    changes: Sequence[Rows], rules: Sequence[Rule | None], noise: float = 0.0, at: Placement = HOST,
+    changes: Sequence[RowMatrix], rules: Sequence[Rule | None], noise: float = 0.0, at: Placement = HOST,
     squares: Sequence[float] | None = None,
 ) -> list[Triples]:  # fmt: skip
     """Return what `of_dense` returns for each of several ΔW of one shape; each product is computed for all at once."""
     squares = [squares_of_rows(change) for change in changes] if squares is None else squares
     width = max(_width(rule) for rule in rules)
-    searches = [Search() for _ in changes]
+    searches = [SearchEnd() for _ in changes]
     if width and width * WORTH <= min(changes[0].shape) and all(squares):
         reaches = [partial(_reach, rule) for rule in rules]
         single = Placement(at.device, torch.float32)
@@ -66,7 +66,7 @@ def of_stack(
     return results
 
 
-def _stacked(changes: Sequence[Rows], at: Placement) -> Tensor:
+def _stacked(changes: Sequence[RowMatrix], at: Placement) -> Tensor:
     """Return the matrices [n, out, cols] at a placement."""
     whole = [change.dense(at.dtype) for change in changes]
     return whole[0][None] if len(whole) == 1 and at.device == whole[0].device else stage(whole, at)
@@ -85,11 +85,11 @@ def _reach(rule: Rule | None, values: Sequence[float], total: float) -> int | No
     return reached(rule, values, total)
 
 
-def exactly(change: Rows, rule: Rule | None, squares: float, at: Placement = HOST) -> Triples:
+def exactly(change: RowMatrix, rule: Rule | None, squares: float, at: Placement = HOST) -> Triples:
     """Return the triples by the Gram matrix of the shorter side; all of them by a decomposition of ΔW where the squares
     in that matrix have too few digits for the rule."""
     at = precise(at)
-    change = change if change.numel() > CACHED else Rows.of(_stacked([change], at)[0])
+    change = change if change.numel() > CACHED else RowMatrix.of(_stacked([change], at)[0])
     if min(change.shape) <= TINY or rule is None:
         return _decomposed(_stacked([change], at)[0], squares)
     wide = change.shape[0] <= change.shape[1]
@@ -116,7 +116,7 @@ def _decomposed(matrix: Tensor, squares: float) -> Triples:
     return Triples((v.mT, q.mT), (identity, u.mT), s, squares)
 
 
-def values_of(change: Rows) -> Tensor:
+def values_of(change: RowMatrix) -> Tensor:
     """Return all singular values of ΔW in fp64, without vectors; small ones have half of the digits."""
     if min(change.shape) <= TINY:
         values: Tensor = torch.linalg.svdvals(change.dense(torch.float64))
@@ -125,7 +125,7 @@ def values_of(change: Rows) -> Tensor:
     return squares.flip(0).clamp_min(0).sqrt()
 
 
-def _gram(change: Rows, at: Placement) -> Tensor:
+def _gram(change: RowMatrix, at: Placement) -> Tensor:
     """Return the products of all pairs of rows, or of all pairs of columns where these are fewer, in fp64."""
     (out, cols), whole = change.shape, change.memory
     if whole is not None and whole.dtype == at.dtype:
@@ -143,7 +143,7 @@ def _gram(change: Rows, at: Placement) -> Tensor:
     return gram
 
 
-def _times(vectors: Tensor, change: Rows, at: Placement) -> Tensor:
+def _times(vectors: Tensor, change: RowMatrix, at: Placement) -> Tensor:
     """Return the vectors of the other side times their singular values: Δ V, or UᵀΔ where the rows are fewer."""
     (out, cols), whole = change.shape, change.memory
     if whole is not None and whole.dtype == at.dtype:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...engine.row_matrix import Rows
+from ...engine.row_matrix import RowMatrix
 from ..rounding import CANCELS as SINGLE
 from ..rounding import NOTHING, ROOM, Totals, squares, totals_of
 
@@ -101,7 +101,7 @@ def apart(left: Tensor, right: Tensor, up: Tensor, down: Tensor, rows: Tensor | 
     return max(float(off.sum(dtype=torch.float64)), 0.0)
 
 
-def apart_from(whole: Rows, up: Tensor, down: Tensor, total: float, dtype: torch.dtype | None = None) -> float:
+def apart_from(whole: RowMatrix, up: Tensor, down: Tensor, total: float, dtype: torch.dtype | None = None) -> float:
     """Return ‖Δ − B A‖² of a matrix Δ, number by number, some rows at a time, which stay in the caches. In fp32 that is
     exact to a thousandth from FINE · ‖Δ‖² on; for less it is computed in fp64. `total`: ‖Δ‖². `dtype`: default: that of
     Δ."""
@@ -121,7 +121,7 @@ class Rounded(NamedTuple):
     lost: float  # ‖Δ − Δ̂‖²
 
 
-def rounded(exact: Rows, dtype: torch.dtype) -> Rounded:
+def rounded(exact: RowMatrix, dtype: torch.dtype) -> Rounded:
     """Return a matrix that is rounded once, some rows at a time."""
     numbers = torch.empty(exact.shape, dtype=dtype)
     totals, lost = NOTHING, 0.0

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...disk.files import StoredTensor
 from ...disk.reader import Reader
 from ...dtypes import ITEM_BYTES
-from ...engine.row_matrix import Rows
+from ...engine.row_matrix import RowMatrix
 from ...engine.tensor_moves import finite, pieces
 from ...engine.tensors import as_bytes, stored_numbers, view_bytes, weight_values
 from ...errors import InputError, beyond_fp64
@@ -42,7 +42,7 @@ SAMPLE: Final = 2**16
 """The most numbers of a weight by which its rounding errors are told."""
 
 
-def mean_square(values: Rows, dtypes: frozenset[str]) -> float | None:
+def mean_square(values: RowMatrix, dtypes: frozenset[str]) -> float | None:
     """Return the mean square of the rounding errors: step² / 12, where a number's step is 2^(exponent − digits)."""
     if len(dtypes) != 1 or not dtypes <= DIGITS.keys():
         return None
@@ -72,17 +72,17 @@ class Side:
         pieces = [self._piece(piece) for piece in view.row_slices]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def by_rows(self, view: WeightView) -> Rows:
+    def by_rows(self, view: WeightView) -> RowMatrix:
         """Return the same by rows; those of a large weight are read when they are asked for."""
         (piece, *others) = view.row_slices
         plain = not others and not piece.transposed and piece.key not in self.index.packed
         if piece.size <= HELD or not plain:
-            return Rows.of(self.rows(view))
+            return RowMatrix.of(self.rows(view))
 
         def read(rows: slice) -> Tensor:
             return self._piece(piece._replace(start=piece.start + rows.start, stop=piece.start + rows.stop))
 
-        return Rows((piece.rows, piece.cols), read)
+        return RowMatrix((piece.rows, piece.cols), read)
 
     def _piece(self, piece: RowSlice) -> Tensor:
         weight = self.weight(piece.key)
@@ -125,8 +125,8 @@ class Difference:
     """Δ of one parameter, [rows, cols] in fp32 or fp64."""
 
     pair: Pair
-    change: Rows
-    value: Rows  # of the tuned weight, in its own dtype
+    change: RowMatrix
+    value: RowMatrix  # of the tuned weight, in its own dtype
     dtypes: frozenset[str]  # of the tuned weight, "" for quantised numbers
     narrow: bool  # whether both weights are stored in 16 bits
     weight: float  # ‖W‖² of the base's weight
@@ -152,7 +152,7 @@ class Difference:
             return None
         step, cols = -(-self.value.numel() // SAMPLE), self.value.shape[1]
         some = [block.reshape(-1)[-rows.start * cols % step :: step] for rows, block in self.value.blocks(owned=False)]
-        mean = mean_square(Rows.of(torch.cat(some)[:, None]), self.dtypes)
+        mean = mean_square(RowMatrix.of(torch.cat(some)[:, None]), self.dtypes)
         return None if mean is None else math.sqrt(mean * self.change.numel() / self.scanned[0].squares)
 
 
@@ -162,9 +162,9 @@ def difference(pair: Pair, base: Side, tuned: Side, computed: str | None = None)
     view = pair.before if pair.fresh else pair.place.view
     dtypes = tuned.dtypes(pair.tuned) | (set() if view is None else base.dtypes(view))
     new = tuned.by_rows(pair.tuned)
-    old = Rows.of(new.read(slice(0, 0))) if view is None else base.by_rows(view)
+    old = RowMatrix.of(new.read(slice(0, 0))) if view is None else base.by_rows(view)
     if pair.fresh:
-        old = Rows.of(_with_rows(old.dense(), new.shape[0]))
+        old = RowMatrix.of(_with_rows(old.dense(), new.shape[0]))
     elif len(dtypes) == 1 and _alike(old, new):
         return None
     change = _subtracted(old, new, dtypes, computed)
@@ -181,7 +181,7 @@ def difference(pair: Pair, base: Side, tuned: Side, computed: str | None = None)
     return result if pair.fresh or bool(moved.any()) else None
 
 
-def _alike(rows: Rows, other: Rows) -> bool:
+def _alike(rows: RowMatrix, other: RowMatrix) -> bool:
     """Return whether two matrices of one dtype have the same bytes."""
     if rows.memory is not None and other.memory is not None:
         return torch.equal(as_bytes(rows.memory), as_bytes(other.memory))
@@ -202,12 +202,12 @@ def _computed_in(dtypes: set[str], computed: str | None) -> torch.dtype:
     return torch.float64 if wide else torch.float32
 
 
-def _subtracted(old: Rows, new: Rows, dtypes: set[str], computed: str | None) -> Rows:
+def _subtracted(old: RowMatrix, new: RowMatrix, dtypes: set[str], computed: str | None) -> RowMatrix:
     """Return new − old; of large weights that are read by rows, by rows."""
     dtype = _computed_in(dtypes, computed)
     if old.memory is not None and new.memory is not None:
-        return Rows.of(_at_once(old.memory, new.memory, dtype))
-    return Rows(new.shape, lambda rows: _at_once(old.read(rows), new.read(rows), dtype))
+        return RowMatrix.of(_at_once(old.memory, new.memory, dtype))
+    return RowMatrix(new.shape, lambda rows: _at_once(old.read(rows), new.read(rows), dtype))
 
 
 def _at_once(old: Tensor, new: Tensor, dtype: torch.dtype) -> Tensor:
@@ -232,7 +232,9 @@ def differences(
         if "F64" not in dtypes and bool(torch.isfinite(change).all()):
             tuned_dtypes, narrow, moved = frozenset(of_tuned), dtypes <= NARROW, change.flatten(1).any(1).tolist()
             sizes = torch.linalg.vector_norm(old, dim=(1, 2), dtype=torch.float64).square().tolist()
-            parts = zip(batch, map(Rows.of, change.unbind()), map(Rows.of, new.unbind()), sizes, moved, strict=True)
+            parts = zip(
+                batch, map(RowMatrix.of, change.unbind()), map(RowMatrix.of, new.unbind()), sizes, moved, strict=True
+            )
             return [
                 Difference(p, d, value, tuned_dtypes, narrow, size) if any_ else None
                 for p, d, value, size, any_ in parts

@@ -12,7 +12,7 @@ from math import isqrt, prod
 import torch
 
 from ...algorithms.lokr import LOKR
-from ...engine.row_matrix import Rows
+from ...engine.row_matrix import RowMatrix
 from ..decomposition.matrix_svd import of_dense
 from ..decomposition.storage_rounding import stored
 from ..module_tensors import Layer
@@ -32,7 +32,7 @@ def factored(size: int, factor: int) -> tuple[int, int]:
     return small, size // small
 
 
-def kronecker(change: Rows, shape: tuple[int, ...], factor: int, dtype: torch.dtype, choose: Choose) -> Layer:
+def kronecker(change: RowMatrix, shape: tuple[int, ...], factor: int, dtype: torch.dtype, choose: Choose) -> Layer:
     """Return the stored tensors of the nearest product, by slot.
 
     Parameters:
@@ -49,7 +49,7 @@ def kronecker(change: Rows, shape: tuple[int, ...], factor: int, dtype: torch.dt
     squares = squares_of_rows(turned)
     left, right = of_dense(turned, Rule(COUNT, 1), squares=squares).pair(1)
     w1, w2 = left.reshape(o1, i1).to(dtype), right.reshape(o2, i2 * kernel)
-    triples = of_dense(Rows.of(w2))
+    triples = of_dense(RowMatrix.of(w2))
     rank = choose(triples.values.tolist(), triples.squares)
     tensors = {"w1": w1.contiguous()}
     if rank < max(o2, i2) / 2:
@@ -66,11 +66,11 @@ def kronecker(change: Rows, shape: tuple[int, ...], factor: int, dtype: torch.dt
     return Layer(tensors, LOKR.name, rank, 0, float(rank) if rank else None, squares, lost)
 
 
-def _turned(change: Rows, outs: tuple[int, int], ins: tuple[int, int, int]) -> Rows:
+def _turned(change: RowMatrix, outs: tuple[int, int], ins: tuple[int, int, int]) -> RowMatrix:
     """Return Δ [o₁o₂, i₁i₂k] as [o₁i₁, o₂i₂k]."""
     (o1, o2), (i1, i2, kernel) = outs, ins
     turned = torch.empty(o1 * i1, o2 * i2 * kernel, dtype=change.read(slice(0, 0)).dtype)
     for n in range(o1):
         rows = change.read(slice(n * o2, (n + 1) * o2)).reshape(o2, i1, i2 * kernel)
         turned[n * i1 : (n + 1) * i1] = rows.permute(1, 0, 2).reshape(i1, -1)
-    return Rows.of(turned)
+    return RowMatrix.of(turned)

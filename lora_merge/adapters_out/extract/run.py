@@ -40,7 +40,7 @@ from ..output_file import CONTENTS, drafted, expect_room, unread
 from ..parallel import side_by_side
 from ..peft.completion import as_table, completed, with_biases
 from ..peft.config import config, differing_ranks, expect_one, is_table, task_type
-from ..pipeline import Facts, Outcome, Run, idle_alpha, planned
+from ..pipeline import AdapterRun, Outcome, RunFacts, idle_alpha, planned
 from ..report import AdapterReport
 from .difference import Side, difference, differences
 from .extract_modules import Batch, Extractor, batches, form_of_pair, measured, nbytes
@@ -150,14 +150,14 @@ def run(
     cache = cache or CheckpointCache()
     with ExitStack() as stack:
         # Step 1: both checkpoints are opened.
-        this = stack.enter_context(Run(job, progress))
+        this = stack.enter_context(AdapterRun(job, progress))
         extraction = opened(job, cache)
         job, to = extraction.job, extraction.to
         reader = this.reading((extraction.base, extraction.tuned))
         sides = Side(extraction.base, reader), Side(extraction.tuned, reader)
         # Step 2: differences become modules, which wait in a temporary file.
         heap = stack.enter_context(closing(Heap(job.output.parent, job.inputs.max_memory // 4)))
-        modules, heads, notes = _made(extraction, sides, heap, this.counted)
+        modules, heads, notes = _extracted_modules(extraction, sides, heap, this.counted)
         modules, whole = _completed(extraction, modules, heads, sides, heap)
         # Step 3: the draft, the header, the proof and the report.
         entries = entries_of(to, whole)
@@ -177,13 +177,13 @@ def run(
         )  # fmt: skip
 
 
-def _facts(extraction: Extraction, layers: int, notes: tuple[Note, ...]) -> Facts:
+def _facts(extraction: Extraction, layers: int, notes: tuple[Note, ...]) -> RunFacts:
     job, pairs = extraction.job, extraction.pairs.pairs
     cut = [p for p in pairs if job.algorithm in (FACTORS, AUTO) and not (p.place.vector or p.fresh)]
     matrices = [(p.name, p.place.view.matrix, job.rules.of_layer(p.name, kernel=p.place.kernel)) for p in cut]
     notes = (*notes, *note(matrices, job.inputs.max_memory), *idle_alpha(job, stored=extraction.to.alpha))
     dtype = spoken(FILE_DTYPES[extraction.dtype])
-    return Facts(_coverage(extraction, layers), dtype, notes, extraction.to.name, _weights(extraction))
+    return RunFacts(_coverage(extraction, layers), dtype, notes, extraction.to.name, _weights(extraction))
 
 
 def _weights(extraction: Extraction) -> int:
@@ -235,7 +235,7 @@ def _coverage(extraction: Extraction, layers: int) -> dict[str, Any]:
     }
 
 
-def _made(
+def _extracted_modules(
     extraction: Extraction, sides: tuple[Side, Side], heap: Heap, begin: Counting
 ) -> tuple[list[StoredModule], list[StoredModule], list[Note]]:
     """Return the tensors of every parameter that changed, those of a head that shares one of them, and notes."""

@@ -17,7 +17,7 @@ from ...files.checkpoint import Index
 from ...planning.header_entries import TITLE
 from ...planning.recipe import KEY
 from ..job import FACTORS, WHOLE, AdapterJob
-from .hashes import HASHES, ONE, Stored, legacy_hash
+from .hashes import HASHES, ONE, HashedTensor, legacy_hash
 from .loaders import LOADER, adapter_metadata
 
 PLAIN: Final = "networks.lora"
@@ -83,7 +83,7 @@ class Known:
 
     def __init__(
         self, job: AdapterJob, inputs: Sequence[Index], layers: Mapping[str, Mapping[str, Any]],
-        tensors: Sequence[Stored], model: str,
+        tensors: Sequence[HashedTensor], model: str,
     ) -> None:  # fmt: skip
         self.job, self.layers, self.tensors = job, layers, tensors
         self.inputs = (
@@ -100,7 +100,7 @@ class Known:
         """Return all entries. `recipe` makes the recipe, given the names of the entries that were dropped; `digest`
         returns the SHA-256 of the tensors in their order."""
         names = {i for index in self.inputs for i in index.metadata}
-        entries = self._kept()
+        entries = self._still_true()
         dropped = sorted(names - entries.keys() - {*ANEW, "modelspec.date"})
         read = any(t.name.endswith(OF_WEBUI) for t in self.tensors)
         several = self.job.command not in ONE and self.job.command != "average"
@@ -115,7 +115,7 @@ class Known:
             entries |= {HASHES[0]: digest(), HASHES[1]: legacy_hash(self.tensors, entries)}
         return {"format": "pt"} | entries
 
-    def _kept(self) -> dict[str, str]:
+    def _still_true(self) -> dict[str, str]:
         """Return the inputs' entries that stay true."""
         if not self.inputs:
             return {}
@@ -129,8 +129,8 @@ class Known:
         """Yield the entries of sd-scripts: the module, rank and α of the linear layers, and the arguments."""
         factored = {name: layer for name, layer in self.layers.items() if layer["rank"]}
         linear = {name: layer for name, layer in factored.items() if name not in self.kernels} or factored
-        yield "ss_network_dim", _one(str(layer["rank"]) for layer in linear.values())
-        yield "ss_network_alpha", _one(f"{x['alpha']:g}" for x in linear.values() if x["alpha"] is not None)
+        yield "ss_network_dim", _common_value(str(layer["rank"]) for layer in linear.values())
+        yield "ss_network_alpha", _common_value(f"{x['alpha']:g}" for x in linear.values() if x["alpha"] is not None)
         algorithms = {str(layer["algorithm"]) for layer in self.layers.values()}
         plain = algorithms == {FACTORS} and not any(
             t.name.endswith((".lora_mid.weight", ".dora_scale")) for t in self.tensors
@@ -147,8 +147,10 @@ class Known:
         kernels = {name: layer for name, layer in factored.items() if name in self.kernels}
         arguments = {name: value for name, value in arguments.items() if name not in ("conv_dim", "conv_alpha")}
         if kernels:
-            arguments["conv_dim"] = _one(str(layer["rank"]) for layer in kernels.values())
-            arguments["conv_alpha"] = _one(f"{x['alpha']:g}" for x in kernels.values() if x["alpha"] is not None)
+            arguments["conv_dim"] = _common_value(str(layer["rank"]) for layer in kernels.values())
+            arguments["conv_alpha"] = _common_value(
+                f"{x['alpha']:g}" for x in kernels.values() if x["alpha"] is not None
+            )
         if arguments or ARGUMENTS in entries:
             yield ARGUMENTS, json.dumps(arguments)
         if not self.inputs:
@@ -174,7 +176,7 @@ class Known:
             yield "modelspec.merged_from", ", ".join(a.path.name for a in self.job.adapters)
 
 
-def _one(values: Iterator[str]) -> str:
+def _common_value(values: Iterator[str]) -> str:
     """Return the value that all have; "Dynamic" where they differ, as sd-scripts writes after resizing."""
     distinct = {*values}
     return distinct.pop() if len(distinct) == 1 else "Dynamic"

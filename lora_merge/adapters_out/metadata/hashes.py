@@ -27,7 +27,7 @@ ORDER: Final = (
 """dtypes as safetensors sorts tensors: the last ones first, and by name within a dtype."""
 
 
-class Stored(Protocol):
+class HashedTensor(Protocol):
     """One tensor of a file."""
 
     @property
@@ -45,7 +45,7 @@ def has_hashes(command: str, inputs: Sequence[Index]) -> bool:
     return command not in ONE or any(name in index.metadata for index in inputs for name in HASHES)
 
 
-def legacy_hash(tensors: Sequence[Stored], metadata: Mapping[str, str]) -> str:
+def legacy_hash(tensors: Sequence[HashedTensor], metadata: Mapping[str, str]) -> str:
     """Return eight digits of the SHA-256 of 64 KiB behind the first MiB of the file.
 
     The file is the one that safetensors would write with the `ss_` entries alone.
@@ -65,7 +65,7 @@ def legacy_hash(tensors: Sequence[Stored], metadata: Mapping[str, str]) -> str:
     return digest.hexdigest()[:8]
 
 
-def _header(tensors: Sequence[Stored], metadata: Mapping[str, str]) -> bytes:
+def _header(tensors: Sequence[HashedTensor], metadata: Mapping[str, str]) -> bytes:
     """Return the header as safetensors writes it: padded with spaces to 8 bytes."""
     aligned = layout([(t.name, t.dtype, t.shape) for t in tensors], metadata, 0)
     text = aligned[8:].rstrip(b" ")

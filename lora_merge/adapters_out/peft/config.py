@@ -16,7 +16,7 @@ from ...models.part_factors import or_leave_out
 from ...models.tied_weights import DECODERS, HEADED
 from ...text import Note
 from ..dialects import PRODUCTS, Dialect
-from ..groups import Place, Share
+from ..groups import Place, PlaceChange
 from ..job import FACTORS
 from ..metadata.loaders import BIASED
 from .kronecker import TO_LORA, settings
@@ -88,7 +88,7 @@ def config(modules: Sequence[StoredModule], before: Mapping[str, Any], places: S
     others = {_pattern(name): rank for name, rank in ranks.items() if rank != usual}
     return {
         "peft_type": "LORA", "inference_mode": True,
-        **_kept(before), "r": usual, "lora_alpha": usual, "rank_pattern": others, "alpha_pattern": others,
+        **_entries_of_model(before), "r": usual, "lora_alpha": usual, "rank_pattern": others, "alpha_pattern": others,
         "target_modules": _targets(ranks, places) or NO_LAYER, "modules_to_save": whole or None,
         "use_rslora": False, "use_dora": any("magnitude" in e for m in modules for e in m.tensors),
         "bias": _bias(modules, whole),
@@ -109,7 +109,7 @@ def differing_ranks(config: Mapping[str, Any] | None) -> list[Note]:
     return [Note(f"{DIFFERING}: for such a reader, write it with --rank {most}, which gives all layers that rank")]
 
 
-def _kept(before: Mapping[str, Any]) -> dict[str, Any]:
+def _entries_of_model(before: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a configuration says of the model: it is as true of the output. PEFT chooses the class that loads an
     adapter by its task, or else by `auto_mapping`."""
     entries = {name: before.get(name) for name in ("task_type", "base_model_name_or_path", "revision")}
@@ -149,7 +149,8 @@ def _of_products(
     usual, alpha = (Counter(numbers.values()).most_common(1)[0][0] for numbers in (ranks, alphas))
     return {
         "peft_type": factored[0].layer.algorithm.upper(), "inference_mode": True,
-        **_kept(before), "r": usual, "alpha": alpha, **settings(factored), "target_modules": _targets(ranks, places),
+        **_entries_of_model(before), "r": usual, "alpha": alpha, **settings(factored),
+        "target_modules": _targets(ranks, places),
         "rank_pattern": {_pattern(name): rank for name, rank in ranks.items() if rank != usual},
         "alpha_pattern": {_pattern(name): number for name, number in alphas.items() if number != alpha},
         "modules_to_save": whole or None,
@@ -176,7 +177,7 @@ TABLE: Final = re.compile(
 """Names of `nn.Embedding` in language models and text encoders; PEFT has names of its own for their factors."""
 
 
-def is_table(place: Place, shares: Sequence[Share] = (), tables: Collection[str] = ()) -> bool:
+def is_table(place: Place, shares: Sequence[PlaceChange] = (), tables: Collection[str] = ()) -> bool:
     """Return whether a parameter is a table of embeddings: an adapter has factors of one, or its name is that of one.
 
     `tables`: the modules of the adapter that are known to be tables."""

@@ -12,7 +12,7 @@ from .floats import Array
 
 
 @dataclass(frozen=True)
-class Rows:
+class ReferenceRows:
     """A matrix [out, cols] in float64. Its rows are always computed in the same blocks, as sums may round otherwise in
     others."""
 
@@ -23,9 +23,9 @@ class Rows:
     """Rows of a block."""
 
     @staticmethod
-    def of(whole: Array) -> Rows:
+    def of(whole: Array) -> ReferenceRows:
         """Return a matrix that is in memory."""
-        return Rows((whole.shape[0], whole.shape[1]), lambda rows: whole[rows], max(1, len(whole)))
+        return ReferenceRows((whole.shape[0], whole.shape[1]), lambda rows: whole[rows], max(1, len(whole)))
 
     def blocks(self) -> Iterator[tuple[slice, Array]]:
         """Yield all rows in order."""

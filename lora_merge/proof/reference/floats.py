@@ -55,7 +55,7 @@ def decode(raw: bytes | bytearray | memoryview, dtype: str) -> Array:
         return np.frombuffer(raw, _kind(dtype)).astype(np.int64 if dtype in WHOLE else np.float64)
 
 
-def held(values: Array, dtype: str) -> Array:
+def as_dtype(values: Array, dtype: str) -> Array:
     """Return the numbers as a dtype holds them, in float64 for F64 and else in float32."""
     with np.errstate(over="ignore", invalid="ignore"):
         return np.asarray(values).astype(_kind(dtype)).astype(np.float64 if dtype == "F64" else np.float32)
