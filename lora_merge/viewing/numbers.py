@@ -127,7 +127,7 @@ def merge_numbers(plan: Plan, *, pictures: bool = False, progress: Progress = un
 def _warnings(plan: Plan, measures: Measures) -> Iterator[str]:
     """Yield a warning if the storage of the output loses more of the change than a tenth."""
     every, below = total(measures.tensors.values()).all.retained, measures.below
-    if every is None or every >= RETAINED:
+    if every is None or not every < RETAINED:  # NaN: the numbers are too large to be compared
         return
     shares = {name: measured.all.retained or 0.0 for name, measured in below.items()}
     stored, _, fix = remedy(plan)

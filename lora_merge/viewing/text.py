@@ -167,7 +167,7 @@ def match_summary(match: Mapping[str, Any]) -> Iterator[Fact]:
 
 
 def _norm(value: float | None, digits: int = 4) -> str:
-    return "not finite" if value is None else f"{value:.{digits}g}"
+    return "too large for fp32" if value is None else f"{value:.{digits}g}"
 
 
 def _share(n: Mapping[str, Any]) -> str:

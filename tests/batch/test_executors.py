@@ -437,9 +437,9 @@ def test_path_that_a_node_does_not_see_is_told(models: Path) -> None:
     assert sum(m.done for m in told if isinstance(m, Step)) > 0, "progress"
     driver = object.__new__(on_ray._Ray)
     driver.left = {e.number: e for e in entries}
-    assert list(driver._seen(found[1])) == [found[1]]
-    assert list(driver._seen(found[1])) == [], "once"
-    (unseen,) = driver._seen(replace(found[1], number=3, output=str(models / "on-the-node-only")))
+    assert list(driver._reachable(found[1])) == [found[1]]
+    assert list(driver._reachable(found[1])) == [], "once"
+    (unseen,) = driver._reachable(replace(found[1], number=3, output=str(models / "on-the-node-only")))
     assert unseen.error is not None
     assert "on-the-node-only, made on" in unseen.error.where
 

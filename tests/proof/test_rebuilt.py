@@ -54,7 +54,7 @@ def made(name: str, **settings: Any) -> RebuiltSlots:
 
 
 def spoiled(remade: RebuiltSlots, slot: str, change: Callable[[Array], Array]) -> RebuiltSlots:
-    return RebuiltSlots({**remade.found, slot: change(remade.found[slot])}, remade.read, remade.shapes, remade.shape, remade.settings)  # fmt: skip
+    return RebuiltSlots({**remade.slots, slot: change(remade.slots[slot])}, remade.read, remade.shapes, remade.shape, remade.settings)  # fmt: skip
 
 
 def test_every_row_that_makes_slots_has_a_check() -> None:
@@ -120,7 +120,7 @@ WRONG: tuple[tuple[str, str, Callable[[Array], Array]], ...] = (
 def test_rebuilt_values_that_are_wrong_are_found(name: str, slot: str, change: Callable[[Array], Array]) -> None:
     remade = made(name)
     wrong = spoiled(remade, slot, change)
-    assert not np.array_equal(wrong.found[slot], remade.found[slot])
+    assert not np.array_equal(wrong.slots[slot], remade.slots[slot])
     assert not CHECKS[name](wrong)
 
 

@@ -134,10 +134,10 @@ def changes(count: int) -> list[torch.Tensor]:
     return [rand(12, 20, seed=n).double() for n in range(count)]
 
 
-def proof_rows(change: torch.Tensor) -> methods_again.Rows:
+def proof_rows(change: torch.Tensor) -> methods_again.ReferenceRows:
     """A change as the proof has it, five rows at a time."""
     numbers = change.numpy()
-    return methods_again.Rows((len(numbers), numbers.shape[1]), lambda some: numbers[some], 5)
+    return methods_again.ReferenceRows((len(numbers), numbers.shape[1]), lambda some: numbers[some], 5)
 
 
 @pytest.mark.parametrize("method", METHODS)
