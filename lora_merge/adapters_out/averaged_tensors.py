@@ -124,9 +124,7 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
             cache.forget()
         outcome = Outcome(job, snapshots, layers, entries, model=model_of(sources), unchanged=_configured(snapshots))
         facts = RunFacts(coverage(job, sources), spoken(dtype), (*dict.fromkeys(sources.notes),))
-        return outcome.finish(
-            reader, draft, facts, lambda part: prove_average(means, job, reader, part, this.counted), this
-        )
+        return outcome.finish(reader, draft, facts, partial(prove_average, means, job), this)
 
 
 def _unchosen(sources: Sources) -> set[str]:

@@ -31,7 +31,7 @@ from .dialects import dialect
 from .exact_sums import Concatenation, weight_norms
 from .form import Form, form_of_layer
 from .groups import Target
-from .job import GIVE_BASE, WHOLE, AdapterJob
+from .job import GIVE_BASE, AdapterJob
 from .metadata.sizes import PlannedLayer, Tensor, planned_size, tensors_of
 from .module_tensors import Layer, LayerTensors, waiting
 from .output_file import CONTENTS, Entry, drafted, expect_room, unique
@@ -60,7 +60,7 @@ def plan(job: AdapterJob, sources: Sources | None = None) -> AdapterReport:
     forms = forms_of(job, sources)
     layers = {layer.label: form.facts for layer, form in zip(_layers(sources), forms, strict=True)}
     size = planned_size(planned_layers(sources, forms, dtype), job.rules.linear, [a.index for a in sources.adapters])
-    notes = (*dict.fromkeys(sources.notes), *_memory_note(job, sources),
+    notes = (*dict.fromkeys(sources.notes), *_memory_note(job, sources, forms),
              *idle_alpha(job, stored=sources.spelling.alpha))  # fmt: skip
     facts = RunFacts(coverage(job, sources), spoken(dtype), notes, weights=weights_of(job, sources, dtype))
     return planned(job, facts, layers, size)
@@ -93,15 +93,10 @@ def planned_layers(sources: Sources, forms: Sequence[Form], dtype: str) -> list[
     return layers
 
 
-def _memory_note(job: AdapterJob, sources: Sources) -> list[Note]:
+def _memory_note(job: AdapterJob, sources: Sources, forms: Sequence[Form]) -> list[Note]:
     """Return the note about the largest change that is decomposed without factors, if it may exceed the limit."""
-    matrices = []
-    for target in _layers(sources):
-        rule = job.rules.of_layer(target.name, kernel=target.kernel)
-        cut = job.algorithm != WHOLE and not target.vector and (rule.name != EXACT or job.command == "resize")
-        if cut and not (COMBINATIONS[job.method].linear and None not in target.ranks and not target.values):
-            matrices.append((target.label, target.matrix, rule))
-    return note(matrices, job.inputs.max_memory)
+    layers = zip(_layers(sources), forms, strict=True)
+    return note(((layer.label, layer.matrix, form) for layer, form in layers), job.inputs.max_memory)
 
 
 def weights_of(job: AdapterJob, sources: Sources, dtype: str) -> int:
@@ -142,7 +137,7 @@ def run(job: AdapterJob, sources: Sources, this: AdapterRun) -> AdapterReport:
         layers, tensors, zeros = maker.layers(this.counted, draft)
         if not layers:
             raise InputError("the result changes nothing", str(job.output), "check the adapters and their strengths")
-        notes = (*dict.fromkeys(sources.notes), *_memory_note(job, sources), *maker.notes, *left_out(zeros),
+        notes = (*dict.fromkeys(sources.notes), *_memory_note(job, sources, forms), *maker.notes, *left_out(zeros),
                  *idle_alpha(job, stored=sources.spelling.alpha))  # fmt: skip
         highest = max(layer.rank for layer in layers.values())
         if job.rules.linear.name == EXACT and highest > HIGH:
@@ -150,9 +145,7 @@ def run(job: AdapterJob, sources: Sources, this: AdapterRun) -> AdapterReport:
         outcome = Outcome(job, inputs, layers, _entries(sources, layers, tensors), model=model_of(sources))
         claims = CombinationClaims(job, sources, outcome.layer_facts, sum(e.data.nbytes for e in outcome.entries))
         facts = RunFacts(coverage(job, sources), spoken(dtype), notes, weights=weights_of(job, sources, dtype))
-        return outcome.finish(
-            reader, draft, facts, lambda part: prove_combination(claims, reader, part, this.counted), this
-        )
+        return outcome.finish(reader, draft, facts, partial(prove_combination, claims), this)
 
 
 class LayerMaker:

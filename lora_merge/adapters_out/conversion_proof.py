@@ -73,7 +73,7 @@ def prove_conversion(claim: ConversionClaims, reader: Reader, path: Path, begin:
     job = replace(job, inputs=replace(job.inputs, adapters=(Adapter(path),)))
     again = same_base(sources.inputs, job)
     outputs, base, lost = {t.key: t for t in again.targets}, sources.inputs.base, _lost(modules)
-    worst = max((sqrt(m.layer.lost / m.layer.squares) for m in modules if m.layer.squares), default=0.0)
+    worst = max((m.layer.residual for m in modules), default=0.0)
 
     def computed(of: Sources, source: Reader) -> Recomputation:
         return recomputation(job, base, of.weights, source, _Drawn(source, base))

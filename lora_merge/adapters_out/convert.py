@@ -30,9 +30,9 @@ from .conversion_proof import ConversionClaims, prove_conversion
 from .copy_factors import all_factors, renamed
 from .decomposition.svd_memory import note
 from .dialects import DIALECTS, Dialect
-from .form import form_of_module
-from .groups import Filled, Place, filled, is_plain, places
-from .job import FACTORS, WHOLE, AdapterJob, one_rank
+from .form import Form, form_of_module
+from .groups import Filled, Place, filled, places
+from .job import FACTORS, AdapterJob, one_rank
 from .metadata.sizes import planned_size, tensors_of
 from .module_tensors import StoredModule
 from .output_file import CONTENTS, Entry, drafted, expect_room, text_of, unique, unread
@@ -57,7 +57,7 @@ def run(
         # Step 1: the inputs are opened, and the modules of the output planned.
         this = stack.enter_context(AdapterRun(job, progress))
         conversion = opened(job, this.hash_adapters())
-        job, to, sources, modules, all_modules, _ = conversion
+        job, to, sources, modules, all_modules, forms = conversion
         this.name(job.output)
         if on_open is not None:
             on_open(conversion)
@@ -83,7 +83,7 @@ def run(
         of_folder = config(writing.whole, _before(sources, before), all_modules) if to.folder else None
         layers = {prefix_name(to, m.place): m.layer for m in writing.changed}
         outcome = Outcome(job, inputs, layers, entries, of_folder, model_of(sources), made_by=recipe)
-        notes = (*dict.fromkeys(sources.notes), *_memory_note(job, modules), *left_out(writing.zeros),
+        notes = (*dict.fromkeys(sources.notes), *_memory_note(job, modules, forms), *left_out(writing.zeros),
                  *_stated_again(job, writing.changed), *differing_ranks(of_folder), *idle_alpha(job, stored=to.alpha),
                  *(unread(e.name for e in entries) if of_folder is None else ()),
                  *dict.fromkeys(note for module in writing.changed for note in module.layer.notes))  # fmt: skip
@@ -91,9 +91,7 @@ def run(
         covered = coverage(job, sources, [entry.name for entry in writing.beside])
         facts = RunFacts(covered, dtype, notes, to.name, _weights(modules))
         claim = ConversionClaims(job, sources, writing.changed)
-        return outcome.finish(
-            reader, draft, facts, lambda part: prove_conversion(claim, reader, part, this.counted), this
-        )
+        return outcome.finish(reader, draft, facts, partial(prove_conversion, claim), this)
 
 
 def _renamed(conversion: Conversion, reader: Reader, draft: Draft, begin: Counting) -> WrittenModules | None:
@@ -127,18 +125,15 @@ def plan(job: AdapterJob, conversion: Conversion | None = None, cache: Checkpoin
         size += len(text_of(of_folder))
     kinds_of_tensors = Counter(kind for _, layer in planned_layers for _, kind, _ in sorted(layer.tensors))
     dtype = spoken(kinds_of_tensors.most_common(1)[0][0])
-    notes = (*dict.fromkeys(sources.notes), *_memory_note(job, modules), *differing_ranks(of_folder),
+    notes = (*dict.fromkeys(sources.notes), *_memory_note(job, modules, forms), *differing_ranks(of_folder),
              *idle_alpha(job, stored=to.alpha))  # fmt: skip
     return planned(job, RunFacts(coverage(job, sources), dtype, notes, to.name, _weights(modules)), layers, size)
 
 
-def _memory_note(job: AdapterJob, modules: Sequence[Filled]) -> list[Note]:
+def _memory_note(job: AdapterJob, modules: Sequence[Filled], forms: Sequence[Form]) -> list[Note]:
     """Return the note about the largest change that is decomposed without factors, if it may exceed the limit."""
-    if not job.ranked or job.algorithm == WHOLE:
-        return []
-    dense = [m.place for m in modules if not m.place.vector and not all(is_plain(s.patch) for s in m.shares)]
-    matrices = [(p.label, p.view.matrix, job.rules.of_layer(p.label, kernel=p.kernel)) for p in dense]
-    return note(matrices, job.inputs.max_memory)
+    layers = ((m.place.label, m.place.view.matrix, form) for m, form in zip(modules, forms, strict=True))
+    return note(layers, job.inputs.max_memory)
 
 
 def opened(job: AdapterJob, cache: CheckpointCache) -> Conversion:

@@ -50,6 +50,8 @@ class Form:
     """The most that the rank can be, which is what the disk has to hold."""
     whole: bool = True
     """Whether a whole parameter is stored: by AUTO, if factors of the highest rank are not smaller."""
+    dense: bool = False
+    """Whether the change has no factors, and is decomposed as a whole matrix."""
     renamed: bool = False
     """Whether the stored factors of a plain LoRA are written as they are, with the same scale."""
 
@@ -86,12 +88,13 @@ def matrix_form(  # noqa: PLR0913  # facts of one matrix
     highest = min(most, rule.ceiling or most) if rank is None else rank
     # Step 2: factors, or a whole matrix.
     exactly = rule.name == EXACT and not cut
-    dense = exactly and None in ranks
-    if dense and algorithm != AUTO:
+    uncut = exactly and None in ranks
+    if uncut and algorithm != AUTO:
         raise FitError(NOT_LOW_RANK, name, fix)
-    whole = algorithm == AUTO and (dense or highest * (out + cols) >= out * cols)
+    whole = algorithm == AUTO and (uncut or highest * (out + cols) >= out * cols)
     rule = replace(rule, name="energy", value=1.0) if rule.name == EXACT and cut else rule
-    return Form("matrix", algorithm, rule, rank, highest, whole)
+    dense = algorithm in (FACTORS, AUTO) and None in ranks and not exactly
+    return Form("matrix", algorithm, rule, rank, highest, whole, dense)
 
 
 def form_of_layer(job: AdapterJob, target: Target, layer: Target) -> Form:

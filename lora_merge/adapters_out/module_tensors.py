@@ -37,6 +37,11 @@ class Layer:
     norms: Norms = field(default_factory=dict)
     weight: float | None = None  # ‖W‖² of the base's weight, where it was read
 
+    @property
+    def residual(self) -> float:
+        """‖Δ − Δ̂‖ / ‖Δ‖; 0 for a Δ of zeros, and for one that was not measured."""
+        return math.sqrt(self.lost / self.squares) if self.squares else 0.0
+
 
 def without_bytes(layer: Layer) -> Layer:
     """Return the facts of a layer alone."""
@@ -48,7 +53,7 @@ def numbers_of(layer: Layer, adapters: int) -> dict[str, Any]:
     share = layer.lost / layer.squares if layer.squares else 0.0
     facts: dict[str, Any]
     facts = {"algorithm": layer.algorithm, "rank": layer.rank, "rank_before": layer.before, "alpha": layer.alpha,
-             "norm": math.sqrt(layer.squares), "energy": 1 - share, "residual": math.sqrt(share)}  # fmt: skip
+             "norm": math.sqrt(layer.squares), "energy": 1 - share, "residual": layer.residual}  # fmt: skip
     facts |= {} if layer.noise is None else {"noise": layer.noise}
     if layer.weight is not None:
         size = math.sqrt(layer.weight)

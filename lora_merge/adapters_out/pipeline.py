@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from ..adapters.modules import AdapterFile, weight_shape
 from ..adapters.suffixes import split
@@ -25,7 +25,7 @@ from ..files.checkpoint import Index
 from ..models.names import denoiser_of
 from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.recipe import sha256
-from ..progress import Progress, Stage, Step, counted
+from ..progress import Counting, Progress, Stage, Step, counted
 from ..text import Note
 from ..version import __version__
 from .job import AdapterJob
@@ -38,6 +38,10 @@ from .sources import Sources
 IDLE_ALPHA: Final = (
     "--alpha {alpha:g} has no effect: the output is in words that have no alpha, and its factors hold the whole scale"
 )
+
+
+Prove: TypeAlias = Callable[[Reader, Path, Counting], Proof]
+"""Proof of a command: function of a reader of the inputs, the path of the complete output and a counter of bytes."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +73,7 @@ class Outcome:
         """Layer → its facts in the report."""
         return {name: numbers_of(layer, len(self.job.adapters)) for name, layer in self.layers.items()}
 
-    def finish(
-        self, reader: Reader, draft: Draft, facts: RunFacts, prove: Callable[[Path], Proof], run: AdapterRun
-    ) -> AdapterReport:
+    def finish(self, reader: Reader, draft: Draft, facts: RunFacts, prove: Prove, run: AdapterRun) -> AdapterReport:
         """Complete the output, prove it, and return the report."""
         run.progress(Step("flush", str(self.job.output)))
         numbers = numbers_by_block(self.layer_facts, denoiser_of(self._shapes()))
@@ -81,7 +83,8 @@ class Outcome:
             lambda dropped: self.made_by or recipe(self.job, self.inputs, residual, dropped, run.digest), draft.sha256
         )
         entries |= self.unchanged
-        written, proof = write(self.job, reader, draft, Content(tensors, entries, self.config), prove)
+        written, proof = write(self.job, reader, draft, Content(tensors, entries, self.config),
+                               lambda part: prove(reader, part, run.counted))  # fmt: skip
         times = run.times()
         return AdapterReport(
             str(self.job.output), facts.to, facts.dtype, facts.coverage, self.layer_facts, residual, 1 - residual**2,

@@ -463,6 +463,22 @@ def test_plan_says_which_decomposition_exceeds_the_limit(pair: tuple[Path, Path]
     assert told == {("sum", "4KiB"): False, ("sum", "1GiB"): False, ("ties", "4KiB"): True, ("ties", "1GiB"): False}
 
 
+HADA = {"hada_w1_a": (20, 2), "hada_w1_b": (2, 24), "hada_w2_a": (20, 2), "hada_w2_b": (2, 24)}
+
+
+@pytest.mark.parametrize(("slots", "dense"), [(HADA, False), ({"diff": (20, 24)}, True)], ids=["loha", "whole"])
+@pytest.mark.parametrize("command", ["resize", "convert"])
+def test_plan_notes_memory_for_changes_without_factors(
+    command: str, slots: dict[str, tuple[int, ...]], dense: bool, tmp_path: Path
+) -> None:
+    """LoHa of a small rank has factors, which every command cuts without the matrix."""
+    adapter = tmp_path / "a.safetensors"
+    save_file({f"lora_unet_{LINEAR}.{slot}": rand(*shape, seed=7) for slot, shape in slots.items()}, adapter)
+    row = COMMANDS[command]
+    job = row.job([adapter], tmp_path / "o.safetensors", None, {"rank": 2, "max_memory": "4KiB"})
+    assert any("more than --max-memory" in note for note in row.plan(job, None).notes) is dense
+
+
 def test_inputs_without_a_rank_are_kept_whole_by_the_rule_same(pair: tuple[Path, Path], tmp_path: Path) -> None:
     """As by `average`, whose rule it is."""
     save_file({f"lora_unet_{LINEAR}.diff": rand(20, 24, seed=7)}, tmp_path / "w.safetensors")

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from ...text import Note, size
+from ..form import Form
 from ..rank_rules import Rule
 
 SINGLE: Final = 4
@@ -26,8 +27,10 @@ def bytes_for(task: Task) -> int:
     return SINGLE * out * cols + FACTORS * (out + cols) * rank
 
 
-def note(tasks: Iterable[Task], limit: int) -> list[Note]:
-    """Return the note about a layer whose decomposition may hold more than a limit of bytes, if there is one."""
+def note(layers: Iterable[tuple[str, tuple[int, int], Form]], limit: int) -> list[Note]:
+    """Return the note about a layer whose decomposition as a whole matrix may hold more than a limit of bytes, if there
+    is one. `layers`: name, (out, cols) and form of each."""
+    tasks = ((name, matrix, form.rule) for name, matrix, form in layers if form.dense)
     largest = max(tasks, key=bytes_for, default=None)
     if largest is None or bytes_for(largest) <= limit:
         return []

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import prod, sqrt
+from math import prod
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -103,8 +103,8 @@ def prove_extraction(claim: ExtractionClaims, reader: Reader, path: Path, begin:
         # Step 3: each module is compared with its pair.
         comparisons = []
         for module, pair in pairs:
-            layer, (rows, cols), step = module.layer, pair.place.view.matrix, _rows_at_once(pair, targets)
-            stated = Stated(sqrt(layer.lost / layer.squares) if layer.squares else 0.0)
+            (rows, cols), step = pair.place.view.matrix, _rows_at_once(pair, targets)
+            stated = Stated(module.layer.residual)
             numbers, nbytes = 0 if pair.fresh else rows * cols, 8 * PARTS * min(rows, step) * cols
             comparisons.append(Comparison(pair.name, numbers, nbytes, stated, partial(squares, pair, step)))
         compared, head = {piece.key for _, pair in pairs for piece in _changed(pair).row_slices}, claim.pairs.head

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from math import fsum, prod
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from ..copied_tensors import ModuleTensors, stored_module, value_made
 from ..decomposition.svd_memory import note
 from ..dialects import DIALECTS, Dialect
 from ..groups import Place
-from ..job import AUTO, AUTO_FORMAT, FACTORS, SKIP, WHOLE, AdapterJob, algorithm_in, extraction_named, one_rank
+from ..job import AUTO_FORMAT, SKIP, WHOLE, AdapterJob, algorithm_in, extraction_named, one_rank
 from ..metadata.sizes import PlannedLayer, Tensor, planned_size
 from ..module_tensors import Layer, StoredModule
 from ..output_file import CONTENTS, drafted, expect_room, unread
@@ -171,17 +172,13 @@ def run(
         expect_room(job, rows)
         draft = stack.enter_context(drafted(job, reader, rows, [extraction.tuned], folder=to.folder))
         claim = ExtractionClaims(job, extraction.pairs, (extraction.base, extraction.tuned), modules, cache)
-        return outcome.finish(
-            reader, draft, facts,
-            lambda part: prove_extraction(claim, reader, part, this.counted), this,
-        )  # fmt: skip
+        return outcome.finish(reader, draft, facts, partial(prove_extraction, claim), this)
 
 
 def _facts(extraction: Extraction, layers: int, notes: tuple[Note, ...]) -> RunFacts:
     job, pairs = extraction.job, extraction.pairs.pairs
-    cut = [p for p in pairs if job.algorithm in (FACTORS, AUTO) and not (p.place.vector or p.fresh)]
-    matrices = [(p.name, p.place.view.matrix, job.rules.of_layer(p.name, kernel=p.place.kernel)) for p in cut]
-    notes = (*notes, *note(matrices, job.inputs.max_memory), *idle_alpha(job, stored=extraction.to.alpha))
+    forms = ((p.name, p.place.view.matrix, form_of_pair(job, extraction.to, p)) for p in pairs)
+    notes = (*notes, *note(forms, job.inputs.max_memory), *idle_alpha(job, stored=extraction.to.alpha))
     dtype = spoken(FILE_DTYPES[extraction.dtype])
     return RunFacts(_coverage(extraction, layers), dtype, notes, extraction.to.name, _weights(extraction))
 
