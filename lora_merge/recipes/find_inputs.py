@@ -6,7 +6,7 @@ Names in a recipe are only compared with names of files: they cannot lead out of
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, count, filterfalse
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -14,49 +14,50 @@ from typing import Final
 from ..adapters.stated import side_file
 from ..errors import InputError, UsageError, VerificationFailed
 from ..files.checkpoint import configuration, open_checkpoint
-from ..paths import of_index
+from ..paths import absolute, current_folders, of_index
 from ..planning.recipe import config_hash, sha256
 from ..text import quoted
-from .read_recipe import Input, Recipe
+from .read_recipe import Input
 
 FILES: Final = 20_000  # looked at while searching for inputs
 DEPTH: Final = 3  # folders below the searched ones
 SEARCH: Final = "name its folder with --search"
 
 
-def find(recipe: Recipe, folders: Iterable[Path]) -> list[Path]:
-    """Return the paths of the inputs, by content, searched in these folders and DEPTH levels below.
+def around(output: Path, search: Sequence[Path]) -> list[Path]:
+    """Return the folders in which the inputs of an output are searched: those that the user names, that of the output,
+    and the current one."""
+    return [*search, absolute(output).parent, *current_folders()]
+
+
+def find(inputs: Iterable[Input], folders: Iterable[Path]) -> list[Path]:
+    """Return the paths of these inputs, by content, searched in these folders and DEPTH levels below.
 
     VerificationFailed if there is a file of the right name but other content; InputError if there is none.
     """
-    return find_all(recipe.inputs, folders)
-
-
-def find_all(inputs: Iterable[Input], folders: Iterable[Path]) -> list[Path]:
-    """Return the paths of these inputs, as `find`."""
     present = _Present(folders)
     return [_find(named, present) for named in inputs]
 
 
 class _Present:
-    """The files in the searched folders, found as they are asked for: most inputs lie beside the output."""
+    """The files in the searched folders, listed as far as they are asked for: most inputs are next to the output."""
 
     def __init__(self, folders: Iterable[Path]) -> None:
         tops = list(folders)
         for top in tops:
             if not top.is_dir():
                 raise UsageError("no such folder", f"--search {top}", "name a folder that is there, or leave it out")
-        self._found: list[Path] = []
+        self._paths: list[Path] = []
         self._more = _walk(tops)
 
     def __iter__(self) -> Iterator[Path]:
         for n in count():
-            if n == len(self._found):
+            if n == len(self._paths):
                 path = next(self._more, None)
                 if path is None:
                     return
-                self._found.append(path)
-            yield self._found[n]
+                self._paths.append(path)
+            yield self._paths[n]
 
 
 def _find(sought: Input, present: Iterable[Path]) -> Path:

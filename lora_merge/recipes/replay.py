@@ -27,7 +27,7 @@ from ..files.checkpoint import Index, open_checkpoint
 from ..files.formats.output import FILES, FOLDERS
 from ..job import TOKENIZERS, Adapter, Job, make_job
 from ..options import checked
-from ..paths import absolute, current_folders
+from ..paths import absolute
 from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.header_entries import TITLE
 from ..planning.make_plan import plan_job
@@ -41,7 +41,7 @@ from ..proof.loadable import instead
 from ..proof.verify import check_header, verify
 from ..report import ADAPTER_PROOF
 from ..text import Note, listed, plural, quoted
-from .find_inputs import SEARCH, different, find, find_all
+from .find_inputs import SEARCH, around, different, find
 from .read_recipe import Recipe, damaged, input_of, made_by, read_recipe, uses_of
 
 Stated: TypeAlias = str | Path | tuple[str | Path, float | None] | Adapter
@@ -78,8 +78,8 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
     with ExitStack() as stack:
         if base is None and not adapters:
             recipe = read_recipe(index, "give --base and --adapter")
-            around = _around(output, search)
-            job = _job(recipe, find(recipe, around), output, stack, around)
+            folders = around(output, search)
+            job = _job(recipe, find(recipe.inputs, folders), output, stack, folders)
         elif base is None or not adapters:
             raise UsageError("half of the inputs are named", "--base and --adapter", "name the base and all adapters")
         else:
@@ -128,8 +128,8 @@ def plan_again(merged: Path, output: str | Path, search: Sequence[Path] = (), **
     index = open_checkpoint(merged)
     recipe = read_recipe(index)
     with ExitStack() as stack:
-        around = _around(merged, search)
-        job = _job(recipe, find(recipe, around), output, stack, around, **options)
+        folders = around(merged, search)
+        job = _job(recipe, find(recipe.inputs, folders), output, stack, folders, **options)
         plan = _followed(job, index)
     _require_same(plan, merged, recipe)
     edited = [change for change in header_changes(plan, index) if change.differences]
@@ -167,10 +167,6 @@ def refuse_to_unmerge(merged: Path) -> NoReturn:
         f"use the base itself ({quoted(base.name)}, SHA-256 {base.files[0][2]}); to change a strength or leave an "
         "adapter out, merge again from it",
     )
-
-
-def _around(output: Path, search: Sequence[Path]) -> list[Path]:
-    return [*search, absolute(output).parent, *current_folders()]
 
 
 def _job(
@@ -229,7 +225,7 @@ def _job_of(
                                      f"{ref_stated.strength:g}", str(index.path),
                                      f"give {strength:g}, or no strength: the recipe has it")  # fmt: skip
     paths = [job.base, *(a.path for a in job.adapters)]
-    stated = _job(recipe, paths, index.path, stack, _around(index.path, ()))
+    stated = _job(recipe, paths, index.path, stack, around(index.path, ()))
     refs = tuple(
         ref if isinstance(said, str | Path) else Adapter(ref.path, ref_stated.strength, ref_stated.parts or ref.parts)
         for ref, ref_stated, said in zip(stated.adapters, job.adapters, plain, strict=True)
@@ -324,7 +320,7 @@ def job_again(
     except (UsageError, FitError) as e:
         raise damaged(adapter, f"{e.what} ({e.where})") from e
     # Step 2: the inputs, by their content.
-    paths = find_all(inputs, _around(adapter, search))
+    paths = find(inputs, around(adapter, search))
     if links is not None:
         paths = [_as_named(path, named.name, links) for path, named in zip(paths, inputs, strict=True)]
     # Step 3: the job, with the title of the file that is written again, and not one by its own name.

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,15 +32,15 @@ from ..text import listed
 if TYPE_CHECKING:
     from ..adapters_out.job import AdapterJob
 
-OF_RUN: Final = frozenset({"name", "version", "format", "residual", "dropped_metadata"})
-"""The same, and what a run tells of its result, in the recipe of an adapter."""
-
 DATA_HASH: Final = "sshs_model_hash"
 """The entry of an adapter with the SHA-256 of all bytes behind its header."""
 
 VARIES: Final = frozenset({"name", "version", "format", STRENGTHS})
 """The entries that may differ between equal recipes: names of files, the version of this program, and what a recipe
 says for people, which follows from the rest."""
+
+OF_RUN: Final = frozenset({"name", "version", "format", "residual", "dropped_metadata"})
+"""The entries of an adapter's recipe that may differ: the same, and what a run reports of its result."""
 
 
 class Hashes:
@@ -66,26 +67,24 @@ def is_done(job: Job, contents: Contents, opened: CheckpointCache, hashes: Hashe
 
     UsageError if something else is there and may not be replaced.
     """
-    if not os.path.lexists(job.output):
-        return False
-    with failures(job.output):
-        other = _other(job, contents, opened, hashes)
-    if other and not job.overwrite:
-        raise UsageError(f"the output exists and {other}", str(job.output),
-                         "choose another -o, or give --overwrite")  # fmt: skip
-    return not other
+    return _is_complete(job, partial(_other, job, contents, opened, hashes))
 
 
 def is_adapter_done(job: AdapterJob, hashes: Hashes) -> bool:
     """Return whether the output holds the adapter that this job would write; see `is_done`."""
+    return _is_complete(job.inputs, partial(_other_adapter, job, hashes))
+
+
+def _is_complete(job: Job, other: Callable[[], str]) -> bool:
+    """Return whether an output is there and right. `other`: returns what is wrong with it, "" if nothing is."""
     if not os.path.lexists(job.output):
         return False
     with failures(job.output):
-        other = _other_adapter(job, hashes)
-    if other and not job.inputs.overwrite:
-        raise UsageError(f"the output exists and {other}", str(job.output),
+        wrong = other()
+    if wrong and not job.overwrite:
+        raise UsageError(f"the output exists and {wrong}", str(job.output),
                          "choose another -o, or give --overwrite")  # fmt: skip
-    return not other
+    return not wrong
 
 
 def is_ours(output: Path) -> bool:

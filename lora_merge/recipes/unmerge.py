@@ -18,13 +18,12 @@ from ..files.checkpoint import open_checkpoint
 from ..job import Adapter, Job, make_job
 from ..merge_methods import SUM
 from ..options import OPTIONS
-from ..paths import absolute, current_folders
 from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.make_plan import plan_job
 from ..planning.plan import Plan
 from ..proof.reference.floats import precision
 from ..text import Note, listed, quoted
-from .find_inputs import find_all
+from .find_inputs import around, find
 from .read_recipe import Recipe, damaged, read_recipe
 
 KEPT: Final = ("setting", "unmatched", "compute_dtype")
@@ -49,8 +48,7 @@ def plan_unmerge(
         _expect_sum(recipe, merged)
         recorded = {n: recipe.options[n] for n in KEPT if n in recipe.options and n not in options}
     if not adapters and recipe is not None:
-        folders = [*search, absolute(merged).parent, *current_folders()]
-        paths = find_all([a for a, _, _ in recipe.adapters], folders)
+        paths = find([a for a, _, _ in recipe.adapters], around(merged, search))
         adapters = [Adapter(p, s, parts) for p, (_, s, parts) in zip(paths, recipe.adapters, strict=True)]
     try:
         job = make_job(merged, adapters, output, **options, **recorded)

@@ -308,21 +308,23 @@ def test_search_is_bounded_and_stays_below_its_folders(
     recipe, walked = read_recipe(open_checkpoint(out)), list[Path]()
     with monkeypatch.context() as patch:
         patch.setattr(os, "walk", lambda top, walk=os.walk: walked.append(top) or walk(top))
-        assert find(recipe, [tmp_path, deep]) == [files / "base.safetensors", files / "style.safetensors"]
+        assert find(recipe.inputs, [tmp_path, deep]) == [files / "base.safetensors", files / "style.safetensors"]
     assert walked == [tmp_path], "what is found lies in the first folder"
     (files / "style.safetensors").rename(deep / "style.safetensors")
     with pytest.raises(InputError, match="not found"):
-        find(recipe, [tmp_path])
-    assert find(recipe, [tmp_path, deep])[1] == deep / "style.safetensors"
+        find(recipe.inputs, [tmp_path])
+    assert find(recipe.inputs, [tmp_path, deep])[1] == deep / "style.safetensors"
     with pytest.raises(UsageError, match="no such folder"):
-        find(recipe, [tmp_path, tmp_path / "none"])
+        find(recipe.inputs, [tmp_path, tmp_path / "none"])
     shutil.copy(deep / "style.safetensors", copied := tmp_path / "copied.safetensors")
-    assert find(recipe, [tmp_path])[1] == copied
-    assert find(recipe, [tmp_path, deep])[1] == deep / "style.safetensors", "the file of that name, wherever it is"
+    assert find(recipe.inputs, [tmp_path])[1] == copied
+    assert find(recipe.inputs, [tmp_path, deep])[1] == deep / "style.safetensors", (
+        "the file of that name, wherever it is"
+    )
     copied.unlink()
     monkeypatch.setattr("lora_merge.recipes.find_inputs.FILES", 2)
     with pytest.raises(InputError, match="not found"):
-        find(recipe, [tmp_path, deep])
+        find(recipe.inputs, [tmp_path, deep])
 
 
 def test_fold_thread_keeps_to_itself_and_leaves_others_alone() -> None:
