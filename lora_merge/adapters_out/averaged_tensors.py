@@ -148,7 +148,7 @@ def _layers(
     gives ‖W‖² of the rows of the base that a layer changes."""
     stored = Evaluator(sources, means.cache, HOST)
     evaluator = Evaluator(sources, means.cache, HOST, fetch=means.of)
-    count = begin("make", sum(means.dtype.itemsize * _count(t) for t in sources.targets))
+    count = begin("make", sum(means.dtype.itemsize * prod(t.shape) for t in sources.targets))
     for target in sources.targets:
         delta = combine(job, target, changes := stored.changes(target), [""] * len(changes))
         first = min((u.patch.adapter for u in target.uses), default=0)  # one of weight 0 has no uses
@@ -162,12 +162,7 @@ def _layers(
                                     effect=rows.effect, norms=norms[part.label], weight=weight(part))  # fmt: skip
         stored.forget()
         evaluator.forget()
-        count(means.dtype.itemsize * _count(target))
-
-
-def _count(target: Target) -> int:
-    out, cols = target.matrix
-    return out * cols
+        count(means.dtype.itemsize * prod(target.shape))
 
 
 def _apart(delta: Delta, written: Delta) -> float:

@@ -23,13 +23,13 @@ from ..engine.tensor_moves import DeviceStream, Placement, stage
 from ..engine.tensors import TensorCache, gathered, weight_values
 from ..errors import misfit
 from ..matching.patch import Patch, PatchPart
-from ..models.weights import RowSlice, Weight
+from ..models.weights import RowSlice
 from ..planning.plan import OutputTensor
 from .decomposition.storage_rounding import squares_of
 from .groups import Target, is_plain, rank_of_change
 from .module_tensors import Norms
 from .rounding import squares_of_rows
-from .sources import Sources, reshaped
+from .sources import Sources, reshaped, without_values
 
 SINGLE: Final = Placement(torch.device("cpu"), torch.float32)
 
@@ -137,7 +137,7 @@ class Evaluator:
         """Return the tensors of a patch on all of its rows, and the weight [1, rows, cols] where the formula reads it,
         else zeros."""
         patch, (rows, cols) = use.patch, use.patch.view.matrix
-        weight = self.sources.weights.get(use.piece.key, Weight(target.shape, _nowhere(target)))
+        weight = self.sources.weights.get(use.piece.key) or without_values(target.name, target)
         alone = OutputTensor(target.key, target.key, "F64", weight, 0, 0)
         part = BlockPart(use, 0, rows, (0, rows), None, alone)
         stack = self.tensors.stack([part], self.at, DeviceStream(self.at))
@@ -186,11 +186,6 @@ def _short(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     identity = torch.eye(min(out, cols), dtype=left.dtype, device=left.device)
     product = left @ right.reshape(right.shape[0], cols)
     return (identity, product) if out <= cols else (product, identity)
-
-
-def _nowhere(target: Target) -> StoredTensor:
-    info = next(iter(target.uses[0].patch.module.slots.values()))
-    return StoredTensor(target.name, info.dtype, target.shape, info.source, 0, 0)
 
 
 def _in_rows(left: Tensor, right: Tensor, start: int, out: int, width: int) -> tuple[Tensor, Tensor]:

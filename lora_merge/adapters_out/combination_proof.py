@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from math import nan
+from math import nan, prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -92,7 +92,7 @@ def prove_combination(claims: CombinationClaims, reader: Reader, path: Path, beg
             return squares(whole, part, again.get(), _change_of(modules.get(name), file, part))
 
         comparisons = [
-            Comparison(part.label, (2 + len(part.uses)) * _count(part), size_of(whole),
+            Comparison(part.label, (2 + len(part.uses)) * prod(part.shape), size_of(whole),
                        Stated(float(claims.layers[part.label]["residual"])), partial(compared, whole, part))
             for whole, part in written
         ]  # fmt: skip
@@ -101,17 +101,12 @@ def prove_combination(claims: CombinationClaims, reader: Reader, path: Path, beg
 
 def _nbytes(whole: Target) -> int:
     """Return about how many bytes the comparison of a layer takes at most."""
-    return 8 * 4 * _count(whole)
+    return 8 * 4 * prod(whole.shape)
 
 
 def _nbytes_of_method(whole: Target) -> int:
     """Return that number for a method that needs all changes of a weight at once."""
-    return 8 * (4 + 2 * len(whole.uses)) * _count(whole)
-
-
-def _count(target: Target) -> int:
-    out, cols = flat(target.shape)
-    return out * cols
+    return 8 * (4 + 2 * len(whole.uses)) * prod(whole.shape)
 
 
 def _is_column(target: Target) -> bool:

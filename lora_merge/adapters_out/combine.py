@@ -32,7 +32,7 @@ from .exact_sums import Concatenation, weight_norms
 from .form import Form, form_of_layer
 from .groups import Target
 from .job import GIVE_BASE, AdapterJob
-from .metadata.sizes import PlannedLayer, Tensor, planned_size, tensors_of
+from .metadata.sizes import PlannedLayer, Tensor, factor_shapes, planned_size, tensors_of
 from .module_tensors import Layer, LayerTensors, waiting
 from .output_file import CONTENTS, Entry, drafted, expect_room, unique
 from .parallel import on_one_core, side_by_side
@@ -81,11 +81,10 @@ def planned_layers(sources: Sources, forms: Sequence[Form], dtype: str) -> list[
     layers, spelling = list[PlannedLayer](), sources.spelling
     for target, form in zip(_layers(sources), forms, strict=True):
         shape, rank = target.shape[::-1] if target.turned else target.shape, form.highest
-        slots = {"diff": shape} if form.whole else {
-            "down": (rank, *shape[1:]), "up": (shape[0], rank, *(1 for _ in shape[2:]))}  # fmt: skip
+        slots = {"diff": shape} if form.whole else factor_shapes(shape, rank)
         tensors: list[Tensor] = [
-            (spelling.key(target.name, target.parameter, slot, norm=target.norm), dtype, shape_of)
-            for slot, shape_of in slots.items()
+            (spelling.key(target.name, target.parameter, slot, norm=target.norm), dtype, stored)
+            for slot, stored in slots.items()
         ]
         if spelling.alpha and not form.whole:
             tensors.append((spelling.key(target.name, target.parameter, "alpha"), "F32", ()))

@@ -40,6 +40,7 @@ from .combine import forms_of, planned_layers
 from .combine import plan as plan_in_own
 from .combine import run as run_in_own
 from .dialects import Dialect, dialect
+from .groups import places
 from .job import AUTO, FACTORS, RANKS, WHOLE, AdapterJob, algorithm_in
 from .metadata.sizes import PlannedLayer, Tensor
 from .output_file import unread
@@ -200,8 +201,6 @@ def _fuses(sources: Sources, to: Dialect) -> bool:
     """Return whether a dialect has one module for several of the weights that change."""
     if sources.inputs is None:
         return False
-    from .groups import places
-
     changed = {t.key for t in sources.targets}
     views = (place.view.row_slices for place in places(sources.inputs.names, to))
     return any(len(keys := {piece.key for piece in view}) > 1 and keys & changed for view in views)

@@ -16,7 +16,7 @@ from .dialects import Dialect
 from .form import Form, vector_ending, written_dtype
 from .groups import Filled, Place
 from .job import AdapterJob
-from .metadata.sizes import PlannedLayer
+from .metadata.sizes import PlannedLayer, factor_shapes
 from .module_tensors import Layer, StoredModule
 from .output_file import Entry
 from .peft.config import BIAS, WRAPPED, expect_table, is_table, magnitude_shape
@@ -88,7 +88,7 @@ def _pair_of(module: Filled, conversion: Conversion, dtype: str, rank: int) -> d
     if "up_bias" in to.endings and is_table(module.place, module.shares, conversion.job.tables):
         expect_table(module.place, to)
         return {"table_up": (dtype, (*cols, rank)), "table_down": (dtype, (rank, out))}
-    return {"down": (dtype, (rank, *cols)), "up": (dtype, (out, rank, *(1 for _ in cols[1:])))}
+    return {slot: (dtype, shape) for slot, shape in factor_shapes(module.place.view.shape, rank).items()}
 
 
 def _magnitude(place: Place, magnitude: tuple[str, Shape], to: Dialect, *, copied: bool) -> Shape:
@@ -191,8 +191,7 @@ def _parameter(layer: PlannedLayer, place: Place, to: Dialect) -> Parameter:
 
 def _pair(place: Place, rank: int, to: Dialect, kind: str) -> PlannedLayer:
     """Return the factors of a layer."""
-    out, *cols = place.view.shape
-    shapes = {"down": (rank, *cols), "up": (out, rank, *(1 for _ in cols[1:]))}
+    shapes = factor_shapes(place.view.shape, rank)
     tensors = [(to.key(place.prefix, place.module, to.endings[slot]), kind, shape) for slot, shape in shapes.items()]
     return PlannedLayer(tensors, rank)
 

@@ -192,7 +192,7 @@ def _without_base(job: AdapterJob, opened: CheckpointCache) -> Sources:
         if file.strange:
             raise UsageError("an adapter replaces whole tensors of the base", f"{file.path}: {file.strange[0].name}",
                              GIVE_BASE)  # fmt: skip
-    layers, targets, remarks, used = CheckpointWeights(), [], dict[Note, dict[str, None]](), set[str]()
+    weights, targets, remarks, used = dict[str, Weight](), [], dict[Note, dict[str, None]](), set[str]()
     with Reader(f.index for f in files) as reader:
         contexts = [_context(n, f, FileValues(reader), job) for n, f in enumerate(files)]
         for (body, parameter), members in joined(files).items():
@@ -201,7 +201,8 @@ def _without_base(job: AdapterJob, opened: CheckpointCache) -> Sources:
             for where, text in said:
                 remarks.setdefault(text, {})[where] = None
             used |= settings
-            layers.add(f"{body}.{parameter}", target)
+            key = f"{body}.{parameter}"
+            weights[key] = without_values(key, target)
             targets.append(target)
     check_settings(dict(job.inputs.setting), used)
     for context in contexts:
@@ -211,19 +212,13 @@ def _without_base(job: AdapterJob, opened: CheckpointCache) -> Sources:
         *(note for f in files for note in f.notes),
         *(Note(f"{listed(m, 2)}: {text}") for text, m in remarks.items()),
     )
-    return Sources(files, tuple(targets), layers.weights, tuple(f.index for f in files), notes)
+    return Sources(files, tuple(targets), weights, tuple(f.index for f in files), notes)
 
 
-class CheckpointWeights:
-    """Stands in for a base that was not given: the shapes of its weights are known, their values are not."""
-
-    def __init__(self) -> None:
-        self.weights: dict[str, Weight] = {}
-
-    def add(self, key: str, target: Target) -> None:
-        """Remember the shape of a target's weight."""
-        info = next(iter(target.uses[0].patch.module.slots.values()))
-        self.weights[key] = Weight(target.shape, StoredTensor(key, info.dtype, target.shape, info.source, 0, 0))
+def without_values(key: str, target: Target) -> Weight:
+    """Return the weight that a target changes, if the base lacks it or is not known: its shape alone."""
+    info = next(iter(target.uses[0].patch.module.slots.values()))
+    return Weight(target.shape, StoredTensor(key, info.dtype, target.shape, info.source, 0, 0))
 
 
 def _context(number: int, file: AdapterFile, values: FileValues, job: AdapterJob) -> AdapterContext:

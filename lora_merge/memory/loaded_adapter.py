@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -35,9 +34,6 @@ from ..models.weights import Weight, whole
 from ..planning.plan import OutputTensor
 from ..text import Shown
 from .state_index import check_weight, index_of
-
-if TYPE_CHECKING:
-    pass
 
 
 class LoadedAdapter(Shown):

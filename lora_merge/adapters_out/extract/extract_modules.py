@@ -155,7 +155,7 @@ class Extractor:
 
     def _spelled(self, where: Place, layer: Layer) -> ModuleTensors:
         tensors = {self.to.endings[slot]: value for slot, value in layer.tensors.items()}
-        if layer.rank and self.alpha_stored:
+        if layer.rank and self.to.alpha:
             tensors[".alpha"] = torch.tensor(layer.alpha, dtype=torch.float32)
         return ModuleTensors(where, tensors, layer)
 
@@ -173,14 +173,9 @@ class Extractor:
         return ModuleTensors(where, tensors, layer)
 
     @property
-    def alpha_stored(self) -> bool:
-        """Whether the dialect stores α."""
-        return self.to.alpha
-
-    @property
     def alpha(self) -> float | None:
         """α of every layer; None where each has its own."""
-        return None if isinstance(self.job.alpha, str) or not self.alpha_stored else float(self.job.alpha)
+        return None if isinstance(self.job.alpha, str) or not self.to.alpha else float(self.job.alpha)
 
     def _layer(self, target: Target, difference: Difference, rank: int | None, triples: Triples | None) -> Layer:
         delta = Delta(None, None, difference.change, 0, known=difference.scanned[0])

@@ -35,7 +35,7 @@ from ..decomposition.svd_memory import note
 from ..dialects import DIALECTS, Dialect
 from ..groups import Place
 from ..job import AUTO_FORMAT, SKIP, WHOLE, AdapterJob, algorithm_in, extraction_named, one_rank
-from ..metadata.sizes import PlannedLayer, Tensor, planned_size
+from ..metadata.sizes import PlannedLayer, Tensor, factor_shapes, planned_size
 from ..module_tensors import Layer, StoredModule
 from ..output_file import CONTENTS, drafted, expect_room, unread
 from ..parallel import side_by_side
@@ -352,10 +352,10 @@ def plan(job: AdapterJob, cache: CheckpointCache | None = None) -> AdapterReport
     for pair in (p for p in extraction.pairs.pairs if not p.place.vector or job.others != SKIP):
         place, form = pair.place, form_of_pair(job, to, pair)
         facts[prefix_name(to, place)] = form.facts
-        (out, cols), rank = place.view.matrix, form.highest
-        slots = {"diff": (out, cols)} if form.whole else {"down": (rank, cols), "up": (out, rank)}
-        tensors: list[Tensor] = [(to.key(place.prefix, place.module, to.endings.get(slot, slot)), dtype, shape)
-                                 for slot, shape in slots.items()]  # fmt: skip
+        shape, rank = place.view.shape, form.highest
+        slots = {"diff": shape} if form.whole else factor_shapes(shape, rank)
+        tensors: list[Tensor] = [(to.key(place.prefix, place.module, to.endings.get(slot, slot)), dtype, stored)
+                                 for slot, stored in slots.items()]  # fmt: skip
         if to.alpha and not form.whole:
             tensors.append((to.key(place.prefix, place.module, ".alpha"), "F32", ()))
         layers.append(PlannedLayer(tensors, 0 if form.whole else rank))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Final, NamedTuple
 
-from ...dtypes import ITEM_BYTES
+from ...dtypes import ITEM_BYTES, Shape
 from ...files.checkpoint import Index
 from ...files.safetensors import layout
 from ..rank_rules import SIZE, Rule
@@ -16,8 +16,13 @@ from .loaders import LOADER, adapter_metadata
 METADATA: Final = 4096
 """Bytes that the metadata of a file usually takes in its header."""
 
-Tensor = tuple[str, str, tuple[int, ...]]
+Tensor = tuple[str, str, Shape]
 """Name, dtype and shape, as in the header."""
+
+
+def factor_shapes(shape: Shape, rank: int) -> dict[str, Shape]:
+    """Return the shapes of both factors of a weight by their slots: of a linear layer, or of a convolution."""
+    return {"down": (rank, *shape[1:]), "up": (shape[0], rank, *(1 for _ in shape[2:]))}
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ def tensors_of(layers: Iterable[PlannedLayer]) -> list[Tensor]:
 class _Named(NamedTuple):
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
 
 
 def _entries(tensors: Sequence[Tensor]) -> dict[str, str]:

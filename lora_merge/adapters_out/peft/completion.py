@@ -24,6 +24,7 @@ from ..copied_tensors import ModuleTensors, as_value
 from ..dialects import Dialect
 from ..groups import Place
 from ..job import FACTORS, WHOLE
+from ..metadata.sizes import factor_shapes
 from ..module_tensors import Layer, StoredModule
 from ..output_file import Entry
 from .config import BIAS, WRAPPED, expect_table, magnitude_shape
@@ -55,14 +56,11 @@ def _in_its_layer(module: StoredModule, factored: set[str]) -> StoredModule:
     return replace(module, tensors={WRAPPED: entry})
 
 
-def factors_of_zeros(place: Place, to: Dialect, dtype: torch.dtype) -> ModuleTensors:
-    """Return factors of zeros of a layer whose bias alone changes."""
-    out, *cols = place.view.shape
-    tensors: dict[str, Tensor] = {
-        to.endings["up"]: torch.zeros(out, 1, *(1 for _ in cols[1:]), dtype=dtype),
-        to.endings["down"]: torch.zeros(1, *cols, dtype=dtype),
-    }
-    return ModuleTensors(place, tensors, Layer(tensors, FACTORS, 1, 0, 1.0, 0.0, 0.0))
+def _factors_of_zeros(place: Place, to: Dialect, dtype: torch.dtype, rank: int = 1) -> ModuleTensors:
+    """Return factors of zeros, of a layer whose weight does not change."""
+    shapes = factor_shapes(place.view.shape, rank)
+    tensors = {to.endings[slot]: torch.zeros(shape, dtype=dtype) for slot, shape in shapes.items()}
+    return ModuleTensors(place, tensors, Layer(tensors, FACTORS, rank, 0, float(rank), 0.0, 0.0))
 
 
 def together(
@@ -76,13 +74,7 @@ def together(
     fill = (m.place.module in asked.low and is_pair(parameter_of(m), to) for m in modules)
     modules_at_rank = [keep(_filled(m, to, asked.rank)) if low else m for m, low in zip(modules, fill, strict=True)]
     dtype = TORCH_DTYPES[some.tensors[to.endings["up"]].dtype]
-    for place in asked.zeros:
-        out, cols = place.view.matrix
-        zeros = {to.endings["up"]: torch.zeros(out, asked.rank, dtype=dtype),
-                 to.endings["down"]: torch.zeros(asked.rank, cols, dtype=dtype)}  # fmt: skip
-        layer = replace(_layer(zeros, some.layer, asked.rank), squares=0.0, lost=0.0)
-        modules_at_rank.append(keep(ModuleTensors(place, zeros, layer)))
-    return modules_at_rank
+    return modules_at_rank + [keep(_factors_of_zeros(place, to, dtype, asked.rank)) for place in asked.zeros]
 
 
 def _filled(module: StoredModule, to: Dialect, rank: int) -> ModuleTensors:
@@ -93,11 +85,8 @@ def _filled(module: StoredModule, to: Dialect, rank: int) -> ModuleTensors:
         to.endings["up"]: torch.cat((up, up.new_zeros(len(up), more, *up.shape[2:])), 1),
         to.endings["down"]: torch.cat((down, down.new_zeros(more, *down.shape[1:]))),
     }
-    return ModuleTensors(module.place, tensors, _layer(tensors, module.layer, rank))
-
-
-def _layer(tensors: dict[str, Tensor], like: Layer, rank: int) -> Layer:
-    return replace(like, tensors=tensors, rank=rank, alpha=float(rank))
+    layer = replace(module.layer, tensors=tensors, rank=rank, alpha=float(rank))
+    return ModuleTensors(module.place, tensors, layer)
 
 
 def _tensor(entry: Entry) -> Tensor:
@@ -135,7 +124,7 @@ def completed(
         return list(modules)
     asked = demands([parameter_of(m) for m in modules], by_module(places_of), to, known=value is not None)
     dtypes = {m.place.module: TORCH_DTYPES[m.tensors[bias].dtype] for m in modules if bias in m.tensors}
-    added = [keep(factors_of_zeros(place, to, dtypes[place.module])) for place in asked.factors]
+    added = [keep(_factors_of_zeros(place, to, dtypes[place.module])) for place in asked.factors]
     usual = next(iter(dtypes.values()), torch.float32)
     added += [keep(_plain(p, bias, torch.zeros(p.view.matrix[0], dtype=usual))) for p in asked.biases]
     if value is not None:
