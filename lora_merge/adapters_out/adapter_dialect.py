@@ -37,7 +37,7 @@ class InputDialect(Dialect):
         return module.slots[slot].name.removeprefix(module.name)
 
 
-def own_dialect(file: AdapterFile) -> Dialect:
+def input_dialect(file: AdapterFile) -> Dialect:
     """Return the dialect of an adapter; where its modules are spelled differently, the most frequent endings."""
     rules_of(file)  # refuses what is no change of weights
     kind = file.index.config.get("peft_type")
@@ -70,11 +70,11 @@ def in_memory(modules: Sequence[Filled], everywhere: Sequence[Place]) -> tuple[l
     for place, shares, _ in modules:
         for name in (s.patch.module.name for s in shares if s.is_all(place) and place.component == MODEL):
             named.setdefault(place.module, set()).add(name)
-    names_of = {module: names.pop().removeprefix(PEFT) for module, names in named.items()
+    memory_names = {module: names.pop().removeprefix(PEFT) for module, names in named.items()
            if len(names) == 1 and next(iter(names)).startswith(PEFT)}  # fmt: skip
-    if len({*names_of.values()}) < len(names_of):
+    if len({*memory_names.values()}) < len(memory_names):
         return [*modules], [*everywhere]
-    renamed = {id(p): p._replace(module=names_of.get(p.module, p.module)) for p in everywhere}
+    renamed = {id(p): p._replace(module=memory_names.get(p.module, p.module)) for p in everywhere}
     return [filled._replace(place=renamed[id(filled.place)]) for filled in modules], [*renamed.values()]
 
 
@@ -87,7 +87,7 @@ def heads(sources: Sources) -> Iterator[Place]:
             yield Place(PEFT, module, parameter, whole(target.key, target.shape), MODEL, len(target.shape) == 1)
 
 
-def own_places(sources: Sources, to: Dialect) -> Iterator[Place]:
+def input_places(sources: Sources, to: Dialect) -> Iterator[Place]:
     """Yield the parameters that an adapter changes, under its own names."""
     assert sources.inputs is not None, "it has a base, or one is assumed"
     names, prefix = sources.inputs.names, PEFT if to.folder else ""

@@ -36,7 +36,7 @@ class WrittenModules(NamedTuple):
     changed: Sequence[StoredModule]
     whole: Sequence[StoredModule]  # with what the dialect asks for in addition
     zeros: Sequence[str]  # the names of those that change nothing
-    beside: list[Entry]  # embeddings beside the adapter
+    embeddings: list[Entry]  # next to the adapter, in its file
 
 
 def named(job: AdapterJob, to: Dialect) -> AdapterJob:

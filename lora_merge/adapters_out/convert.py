@@ -24,7 +24,7 @@ from ..models.names import Names
 from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Counting, Progress, unwatched
 from ..text import Note
-from .adapter_dialect import heads, in_memory, own_dialect, own_places
+from .adapter_dialect import heads, in_memory, input_dialect, input_places
 from .conversion import Conversion, WrittenModules, bundled, named, weight_of
 from .conversion_proof import ConversionClaims, prove_conversion
 from .copy_factors import all_factors, renamed
@@ -79,16 +79,16 @@ def run(
             into = heap if to.folder else draft  # PEFT may ask for other tensors when all are known
             writing = computed(conversion, reader, into, this.counted)
         # Step 3: the header, the proof and the report.
-        entries = entries_of(to, writing.whole) + writing.beside
-        of_folder = config(writing.whole, _before(sources, before), all_modules) if to.folder else None
+        entries = entries_of(to, writing.whole) + writing.embeddings
+        folder_config = config(writing.whole, _before(sources, before), all_modules) if to.folder else None
         layers = {prefix_name(to, m.place): m.layer for m in writing.changed}
-        outcome = Outcome(job, inputs, layers, entries, of_folder, model_of(sources), made_by=recipe)
+        outcome = Outcome(job, inputs, layers, entries, folder_config, model_of(sources), earlier_recipe=recipe)
         notes = (*dict.fromkeys(sources.notes), *_memory_note(job, modules, forms), *left_out(writing.zeros),
-                 *_stated_again(job, writing.changed), *differing_ranks(of_folder), *idle_alpha(job, stored=to.alpha),
-                 *(unread(e.name for e in entries) if of_folder is None else ()),
+                 *_stated_again(job, writing.changed), *differing_ranks(folder_config),
+                 *idle_alpha(job, stored=to.alpha), *(unread(e.name for e in entries) if folder_config is None else ()),
                  *dict.fromkeys(note for module in writing.changed for note in module.layer.notes))  # fmt: skip
         dtype = spoken(Counter(e.dtype for e in entries).most_common(1)[0][0])
-        covered = coverage(job, sources, [entry.name for entry in writing.beside])
+        covered = coverage(job, sources, [entry.name for entry in writing.embeddings])
         facts = RunFacts(covered, dtype, notes, to.name, _weights(modules))
         claim = ConversionClaims(job, sources, writing.changed)
         return outcome.finish(reader, draft, facts, partial(prove_conversion, claim), this)
@@ -114,18 +114,18 @@ def plan(job: AdapterJob, conversion: Conversion | None = None, cache: Checkpoin
         prefix_name(to, place): module_facts for (place, _), module_facts in zip(planned_layers, facts, strict=False)
     }
     size = planned_size([layer for _, layer in planned_layers], job.rules.linear, [a.index for a in sources.adapters])
-    of_folder = None
+    folder_config = None
     if to.folder:
         kinds = [
             *(str(module_facts["algorithm"]) for module_facts in facts),
             *(FACTORS for _ in planned_layers[len(facts) :]),
         ]
         modules_without_data = [without_data(*pair, kind, to) for pair, kind in zip(planned_layers, kinds, strict=True)]
-        of_folder = config(modules_without_data, _before(sources, None), all_modules)
-        size += len(text_of(of_folder))
+        folder_config = config(modules_without_data, _before(sources, None), all_modules)
+        size += len(text_of(folder_config))
     kinds_of_tensors = Counter(kind for _, layer in planned_layers for _, kind, _ in sorted(layer.tensors))
     dtype = spoken(kinds_of_tensors.most_common(1)[0][0])
-    notes = (*dict.fromkeys(sources.notes), *_memory_note(job, modules, forms), *differing_ranks(of_folder),
+    notes = (*dict.fromkeys(sources.notes), *_memory_note(job, modules, forms), *differing_ranks(folder_config),
              *idle_alpha(job, stored=to.alpha))  # fmt: skip
     return planned(job, RunFacts(coverage(job, sources), dtype, notes, to.name, _weights(modules)), layers, size)
 
@@ -142,7 +142,7 @@ def opened(job: AdapterJob, cache: CheckpointCache) -> Conversion:
     # Step 1: the adapter's changes of the base, and the dialect of the output.
     keeps_dialect = job.format == KEEP
     file = cache.adapter(job.adapters[0].path)
-    to = own_dialect(file) if keeps_dialect else DIALECTS[job.format]
+    to = input_dialect(file) if keeps_dialect else DIALECTS[job.format]
     if job.base is None:
         sources = chosen_of(job, as_named(job, file) if keeps_dialect else without_base(job, file, to))
     else:
@@ -153,7 +153,7 @@ def opened(job: AdapterJob, cache: CheckpointCache) -> Conversion:
     read = [f for index in sources.indexes for f in index.files]
     check_output(job.output, read, overwrite=job.inputs.overwrite, folder=to.folder, contents=CONTENTS)
     # Step 2: the modules that the dialect can name, with the rows that each changes.
-    all_modules = [*(own_places(sources, to) if keeps_dialect else places(sources.inputs.names, to))]
+    all_modules = [*(input_places(sources, to) if keeps_dialect else places(sources.inputs.names, to))]
     all_modules += heads(sources) if to.whole and not keeps_dialect else ()
     modules = filled(sources.targets, all_modules)
     if to.from_top and not keeps_dialect:

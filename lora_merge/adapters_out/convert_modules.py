@@ -41,10 +41,10 @@ from .copied_tensors import (
     entry,
     holds,
     is_turned,
+    rounded_change,
+    rounded_value,
     stored_magnitude,
     stored_module,
-    value_made,
-    whole_made,
 )
 from .decomposition.storage_rounding import squares_of
 from .dialects import Dialect
@@ -300,7 +300,7 @@ class Converter:
         if ending is None and self.to.whole and not place.bare:
             return self._new_value(place, shares, change)
         assert ending is not None, "else it has no form"
-        return whole_made(place, ending, change, self._dtype(shares))
+        return rounded_change(place, ending, change, self._dtype(shares))
 
     def renewed(self, filled: Filled) -> ModuleTensors:
         """Return the new value of a vector, for a dialect that cannot hold its change."""
@@ -322,7 +322,7 @@ class Converter:
                 else dtype
             )
         new = sum_of(change.shape, [(1.0, self._value_rows(place)), (1.0, change)])
-        return value_made(place, new, change, dtype)
+        return rounded_value(place, new, change, dtype)
 
     def _value_rows(self, place: Place) -> RowMatrix:
         """Return a parameter of the base by rows."""
@@ -349,12 +349,12 @@ class Converter:
         if self.to.whole and strength == 1:
             tensors = {f".{place.parameter}": value.reshape(stored)}
             return ModuleTensors(place, tensors, Layer(tensors, WHOLE, 0, 0, None, 0.0, 0.0))
-        ending = self.to.endings["diff" if place.parameter == "weight" else "diff_b"]  # expect_held has looked
+        ending = self.to.endings["diff" if place.parameter == "weight" else "diff_b"]  # form_of_module has looked
         shape, at = place.view.matrix, self.evaluator.at
         base = self.evaluator.stored_values(place.view.row_slices[0].key)
         pair = (t.reshape(stored).mT if is_turned(place) else t.reshape(shape) for t in (value, base))
         new, before = (in_place(t, 0, shape[0], at) for t in pair)
-        return whole_made(place, ending, sum_of(shape, [(strength, new), (-strength, before)]), torch.float32)
+        return rounded_change(place, ending, sum_of(shape, [(strength, new), (-strength, before)]), torch.float32)
 
 
 @undisturbed()
@@ -377,8 +377,8 @@ def computed(conversion: Conversion, reader: Reader, put: Heap | Draft, begin: C
     value = converter.value if at_hand else None
     whole = completed(changed, all_modules, to, value, lambda module: stored_module(module, put))
     cache = cache_of(job, reader, sources)
-    beside = [entry(info.name, cache.fetch(info)) for info in bundled(sources.adapters[0], to)]
-    return WrittenModules(changed, whole, zeros, beside)
+    embeddings = [entry(info.name, cache.fetch(info)) for info in bundled(sources.adapters[0], to)]
+    return WrittenModules(changed, whole, zeros, embeddings)
 
 
 def _evaluators(job: AdapterJob, reader: Reader, sources: Sources) -> PerThread[Evaluator]:

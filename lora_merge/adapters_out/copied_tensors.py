@@ -33,14 +33,14 @@ class ModuleTensors:
     copied: bool = False  # whether the tensors are those of the input: nothing is known of the size of its change
 
 
-def whole_made(place: Place, ending: str, change: RowMatrix, dtype: torch.dtype) -> ModuleTensors:
+def rounded_change(place: Place, ending: str, change: RowMatrix, dtype: torch.dtype) -> ModuleTensors:
     """Return a parameter's whole change, rounded once."""
     stored = rounded(change, dtype)
     tensors = {ending: stored.numbers.reshape(place.view.shape)}
     return ModuleTensors(place, tensors, Layer(tensors, WHOLE, 0, 0, None, stored.totals.squares, stored.lost))
 
 
-def value_made(place: Place, value: RowMatrix, change: RowMatrix, dtype: torch.dtype) -> ModuleTensors:
+def rounded_value(place: Place, value: RowMatrix, change: RowMatrix, dtype: torch.dtype) -> ModuleTensors:
     """Return a parameter's new value, rounded once, where the dialect stores no changes of it."""
     stored = rounded(value, dtype)
     tensors = {f".{place.parameter}": as_value(place, stored.numbers)}

@@ -38,7 +38,7 @@ from .rounding import (
     Matrix,
     is_below,
     is_finite,
-    is_told,
+    is_held_by_fp32,
     narrowed,
     products,
     stored,
@@ -178,7 +178,7 @@ def _sum(parts: Sequence[Summand], down: Bits, dtype: str) -> Sum | None:
     squares = np.add.reduceat(np.add.reduceat(both, starts, 0), starts, 1)  # ⟨Δᵢ, Δⱼ⟩
     alone = np.add.reduceat(both.diagonal(), starts)
     whole, alone_squares = float(squares.sum()), squares.diagonal().tolist()
-    if not (is_told(whole, float(alone.sum())) and all(map(is_told, alone_squares, alone.tolist()))):
+    if not (is_held_by_fp32(whole, float(alone.sum())) and all(map(is_held_by_fp32, alone_squares, alone.tolist()))):
         return None
     norms = {part.adapter: sqrt(n) * part.ratio for part, n in zip(parts, alone_squares, strict=True)}
     return Sum(left, right, columns, rows, whole, norms)

@@ -37,8 +37,8 @@ from ..planning.recipe import KEY
 from ..progress import Progress, unwatched
 from ..text import Note
 from .combine import forms_of, planned_layers
-from .combine import plan as plan_in_own
-from .combine import run as run_in_own
+from .combine import plan as plan_first
+from .combine import run as run_first
 from .dialects import Dialect, dialect
 from .groups import places
 from .job import AUTO, FACTORS, RANKS, WHOLE, AdapterJob, algorithm_in
@@ -63,13 +63,13 @@ def plan(job: AdapterJob) -> AdapterReport:
     job = ruled(job, sources)
     to = _written_in(job, sources)
     if to is None:
-        return plan_in_own(job, sources)
+        return plan_first(job, sources)
     from .convert import opened
     from .convert import plan as plan_conversion
 
     first, later = _both(job, sources, to)
     sources = replace(sources, stores_alpha=to.alpha)
-    report, checkpoints = plan_in_own(replace(first, format=to.name), sources), CheckpointCache()
+    report, checkpoints = plan_first(replace(first, format=to.name), sources), CheckpointCache()
     dtype = output_dtype(first, sources.adapters)
     checkpoints.pretend(pretended(job.adapters[0].path, planned_layers(sources, forms_of(first, sources), dtype)))
     second = _second(job, sources, job.adapters[0].path, to, {**later, "overwrite": True})
@@ -127,7 +127,7 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
         if to is not None:
             done = _converted(job, replace(sources, stores_alpha=to.alpha), this, to)
             return replace(done, notes=(*done.notes, *idle_alpha(job, stored=to.alpha)))
-        done = run_in_own(job, sources, this)
+        done = run_first(job, sources, this)
     return replace(done, notes=(*done.notes, *unread(open_checkpoint(job.output).tensors)))
 
 
@@ -140,7 +140,7 @@ def _converted(job: AdapterJob, sources: Sources, this: AdapterRun, to: Dialect)
         # Step 1: the result in the words of the first adapter.
         whole = Path(folder) / "whole.safetensors"
         first, later = _both(job, sources, to)
-        report = run_in_own(first.at(whole), sources, this)
+        report = run_first(first.at(whole), sources, this)
         # Step 2: the same in the words of the dialect, with the recipe of the first step.
         second = _second(job, sources, whole, to, later)
         recipe: dict[str, Any] = json.loads(open_checkpoint(whole).metadata[KEY])

@@ -231,7 +231,7 @@ def filled(targets: Sequence[Target], places: Iterable[Place]) -> list[Filled]:
         for piece, at in place.view.addresses():
             by_key.setdefault(piece.key, []).append((place, piece, at))
     runs: dict[tuple[str, ...], dict[int, tuple[Patch, float, list[PatchRun]]]] = {}
-    places_of: dict[tuple[str, ...], Place] = {}
+    places_by_key: dict[tuple[str, ...], Place] = {}
     values: dict[tuple[str, ...], tuple[StoredTensor, float]] = {}
     lost: list[str] = []
     for target in targets:
@@ -243,7 +243,7 @@ def filled(targets: Sequence[Target], places: Iterable[Place]) -> list[Filled]:
                 if run is None:
                     continue
                 covered += run.rows
-                places_of[_key(place)] = place
+                places_by_key[_key(place)] = place
                 runs_of_place = runs.setdefault(_key(place), {})
                 runs_of_place.setdefault(id(use.patch), (use.patch, use.strength, []))[2].append(run)
             lost += [target.key] if covered < use.piece.rows else []
@@ -252,13 +252,13 @@ def filled(targets: Sequence[Target], places: Iterable[Place]) -> list[Filled]:
             if whole is None:
                 lost.append(target.key)
                 continue
-            places_of[_key(whole)], values[_key(whole)] = whole, (info, strength)
+            places_by_key[_key(whole)], values[_key(whole)] = whole, (info, strength)
     if lost:
         raise FitError("the dialect has no name for rows that the adapter changes", listed(dict.fromkeys(lost), 3),
                        or_leave_out("convert to another dialect", lost))  # fmt: skip
     return [
         Filled(place, tuple(PlaceChange(p, s, _merged(r)) for p, s, r in runs.get(key, {}).values()), values.get(key))
-        for key, place in places_of.items()
+        for key, place in places_by_key.items()
     ]
 
 

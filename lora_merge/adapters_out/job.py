@@ -230,8 +230,8 @@ def _stated_rules(ranks: Mapping[str, Any]) -> RankRules:
     """Return the rules that the options of `convert` state."""
     if "rank" not in ranks:
         raise UsageError("a rule for some layers, and none for the others", "--rank", "give --rank too, such as exact")
-    parts_of = pairs(ranks.get("rank_for", ()), "--rank-for")
-    rules = RankRules.of(ranks["rank"], ranks.get("conv_rank"), ranks.get("max_rank"), parts_of)
+    part_rules = pairs(ranks.get("rank_for", ()), "--rank-for")
+    rules = RankRules.of(ranks["rank"], ranks.get("conv_rank"), ranks.get("max_rank"), part_rules)
     if rules.has(NOISE):
         raise UsageError(NO_NOISE, "--rank noise", "give a number or energy:x")
     return rules
@@ -336,7 +336,7 @@ def _alpha(value: Any) -> str | float:
 
 def strings(values: Sequence[str]) -> list[tuple[str, str]]:
     """Return (part, rule) for texts `PART=RULE`; UsageError for another text."""
-    pairs_of = [tuple(text.rpartition("=")[::2]) for text in values]
-    if wrong := next((t for t, p in zip(values, pairs_of, strict=True) if not all(p)), None):
+    part_rules = [tuple(text.rpartition("=")[::2]) for text in values]
+    if wrong := next((t for t, p in zip(values, part_rules, strict=True) if not all(p)), None):
         raise UsageError(f"{wrong[:40]!r} does not name a part and its rule", "--rank-for", "write it as PART=RULE")
-    return [(part, rule) for part, rule in pairs_of]
+    return [(part, rule) for part, rule in part_rules]

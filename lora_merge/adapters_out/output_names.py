@@ -92,18 +92,18 @@ def _check(joined: Joined, files: Sequence[AdapterFile]) -> None:
 def expect_one_layout(adapters: Sequence[tuple[str, Sequence[InferredParameter]]]) -> None:
     """Raise UsageError where adapters have names of one model in the words of two layouts, such as its authors' and
     diffusers': a weight would have two names. `adapters`: the name of each, and its changes."""
-    if _is_told([change for _, changes in adapters for change in changes]):
+    if _is_one_layout([change for _, changes in adapters for change in changes]):
         return
     (first, its), *others = adapters
-    if not _is_told(its):
+    if not _is_one_layout(its):
         return
     for name, changes in others:
-        if _is_told(changes) and not _is_told([*its, *changes]):
+        if _is_one_layout(changes) and not _is_one_layout([*its, *changes]):
             raise UsageError("two adapters name the weights of the model in different words", f"{first} and {name}",
                              GIVE_BASE)  # fmt: skip
 
 
-def _is_told(changes: Sequence[InferredParameter]) -> bool:
+def _is_one_layout(changes: Sequence[InferredParameter]) -> bool:
     """Return whether one layout of a known model has all names."""
     changes = [*{(c.module, c.parameter): c for c in changes}.values()]
     try:
@@ -224,7 +224,7 @@ class Naming:
             modules = [(to.key(p.prefix, p.module, ""), p) for p in places(self.names, to) if not p.bare]
             if (count := len(self.first & {name for name, _ in modules})) <= known:
                 continue
-            known, parts_of, across = count, dict[str, list[FusedPart]](), set[str]()
+            known, parts_by_key, across = count, dict[str, list[FusedPart]](), set[str]()
             for name, place in modules:
                 pieces = place.view.row_slices
                 keys = {piece.key for piece in pieces}
@@ -232,9 +232,9 @@ class Naming:
                 if len(keys) > 1 or (not whole and any(piece.transposed for piece in pieces)):
                     across |= keys
                 runs = () if whole else tuple((piece.start, piece.stop) for piece in pieces)
-                parts_of.setdefault(pieces[0].key, []).append(FusedPart(name, place.parameter, runs))
-            parts_of = {key: parts for key, parts in parts_of.items() if key not in across}
-            best = Words(to.name, parts_of, frozenset(across))
+                parts_by_key.setdefault(pieces[0].key, []).append(FusedPart(name, place.parameter, runs))
+            parts_by_key = {key: parts for key, parts in parts_by_key.items() if key not in across}
+            best = Words(to.name, parts_by_key, frozenset(across))
         return best
 
     def _like_first_adapter(self, module: str, parameter: str, key: str) -> str:

@@ -66,7 +66,7 @@ class Outcome:
     config: Mapping[str, Any] | None = None  # of a PEFT folder
     model: str = ""  # the stem of the architecture's file; "" where it is unknown
     unchanged: Mapping[str, str] = field(default_factory=dict)  # entries of the metadata as they are
-    made_by: Mapping[str, Any] | None = None  # the recipe, where it is not that of the job
+    earlier_recipe: Mapping[str, Any] | None = None  # the recipe, where it is not that of the job
 
     @cached_property
     def layer_facts(self) -> dict[str, dict[str, Any]]:
@@ -80,7 +80,8 @@ class Outcome:
         residual, tensors = numbers["all"]["residual"], put(self.entries, draft)
         known = Known(self.job, self.inputs, self.layer_facts, tensors, self.model)
         entries = known.entries(
-            lambda dropped: self.made_by or recipe(self.job, self.inputs, residual, dropped, run.digest), draft.sha256
+            lambda dropped: self.earlier_recipe or recipe(self.job, self.inputs, residual, dropped, run.digest),
+            draft.sha256,
         )
         entries |= self.unchanged
         written, proof = write(self.job, reader, draft, Content(tensors, entries, self.config),

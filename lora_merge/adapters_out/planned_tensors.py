@@ -57,7 +57,7 @@ def _planned_module(module: Filled, form: Form, conversion: Conversion) -> Plann
     }
     names = {slot: to.endings.get(slot) or endings.get(slot) or f".{slot}" for slot in slots}
     if copied and patches[0].algorithm in to.products:
-        rank = rank_of({names[slot]: shape_of for slot, (_, shape_of) in slots.items()})
+        rank = rank_of({names[slot]: stored for slot, (_, stored) in slots.items()})
     return _named(module, to, {names[slot]: tensor for slot, tensor in slots.items()}, rank)
 
 

@@ -232,7 +232,7 @@ def product(columns: Matrix, rows: Matrix) -> float | None:
     """Return ‖L R‖² from LᵀL and R Rᵀ in fp32; None where fp32 does not tell it."""
     alone = float(np.vdot(columns.diagonal().astype(np.float64), rows.diagonal()))
     result = float(np.einsum("ij,ij->", columns, rows, dtype=np.float64))
-    return result if is_told(result, alone) else None
+    return result if is_held_by_fp32(result, alone) else None
 
 
 def is_below(products: Matrix, largest: float | npt.NDArray[np.float64]) -> bool:
@@ -241,7 +241,7 @@ def is_below(products: Matrix, largest: float | npt.NDArray[np.float64]) -> bool
     return bool((products.diagonal() < np.square(largest)).all())
 
 
-def is_told(squares: float, alone: float) -> bool:
+def is_held_by_fp32(squares: float, alone: float) -> bool:
     """Return whether fp32 tells a sum of squares: it is finite, of its range, and no difference of larger numbers.
     `alone`: the sum of the squares of its terms."""
     return isfinite(alone) and SMALL < squares < LARGE and squares > CANCELS * alone

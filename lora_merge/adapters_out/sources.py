@@ -127,7 +127,7 @@ def _other_files(job: AdapterJob, sources: Sources) -> Iterator[Note]:
     """
     tables = sources.inputs.folders if sources.inputs is not None else ()
     folders = tables or [adapter_folder(f.index) for f in sources.adapters if f.index.path.is_dir()]
-    for folder in (folder_of for folder_of in folders if folder_of is not None):
+    for folder in (f for f in folders if f is not None):
         unplaced = (file.name for file in folder.files if file.why == UNPLACED)
         trained = [name for name in unplaced if TRAINED.fullmatch(Path(name).name)]
         if trained and job.base is None:
@@ -197,8 +197,8 @@ def _without_base(job: AdapterJob, opened: CheckpointCache) -> Sources:
         contexts = [_context(n, f, FileValues(reader), job) for n, f in enumerate(files)]
         for (body, parameter), members in joined(files).items():
             name = members[0][1].name
-            target, said, settings = _joined_target(name, parameter, members, contexts, job.adapters)
-            for where, text in said:
+            target, module_notes, settings = _joined_target(name, parameter, members, contexts, job.adapters)
+            for where, text in module_notes:
                 remarks.setdefault(text, {})[where] = None
             used |= settings
             key = f"{body}.{parameter}"
@@ -235,7 +235,7 @@ def _joined_target(
     shape = next(filter(None, (shape_of(m) for _, m in members)), None)
     if shape is None:
         raise UsageError(NO_SHAPE, f"{contexts[0].adapter.path}: {name}", GIVE_BASE)
-    view, uses, said, used = whole(f"{body_of(name)}.{parameter}", shape), [], [], set[str]()
+    view, uses, module_notes, used = whole(f"{body_of(name)}.{parameter}", shape), [], [], set[str]()
     for number, module in members:
         context = contexts[number]
         try:
@@ -250,9 +250,9 @@ def _joined_target(
             raise UsageError("parts of a model are known from its base", f"--strength-for {refs[number].parts[0][0]}",
                              GIVE_BASE)  # fmt: skip
         uses.append(PatchPart(patch, patch.view.row_slices[0], 0, refs[number].strength))
-        said += [(module.where, text) for text in remarks]
+        module_notes += [(module.where, text) for text in remarks]
         used |= settings
-    return Target(name, parameter, shape, tuple(uses)), said, used
+    return Target(name, parameter, shape, tuple(uses)), module_notes, used
 
 
 def check_complete(file: AdapterFile) -> None:

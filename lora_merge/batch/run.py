@@ -69,7 +69,7 @@ class Batch:
             for s in some:
                 if s.needs in lost:
                     lost.add(s.entry.number)
-                    yield failed(s.entry, _unmade(s.entry))
+                    yield failed(s.entry, _base_failed(s.entry))
                 else:
                     ready.append(s)
             for report in _level(ready, workers, progress, by):
@@ -123,7 +123,7 @@ def _share(jobs: int, workers: int | None, by: Executor) -> int:
     return min(workers or 1, jobs) if by.shared else 1
 
 
-def _unmade(entry: BatchJob) -> MergeError:
+def _base_failed(entry: BatchJob) -> MergeError:
     return UsageError("the base was not made, as its job failed", f"{entry.where}: {entry.job.base}",
                       "see the failure of that job")  # fmt: skip
 

@@ -56,11 +56,11 @@ def carry_out(group: JobGroup, opened: CheckpointCache, progress: Progress = unw
     """Return every job's report, as it ends. Nothing is raised for a job; SystemExit and the like end the group."""
     entries = [_bounded(e, group.workers) for e in group.entries]
     with ExitStack() as claims:
-        claims_of: dict[int, ExitStack] = {}
+        claim_by_number: dict[int, ExitStack] = {}
         left: list[BatchJob] = []
         for e in entries:
-            claims_of[e.number] = claims.enter_context(ExitStack())
-            ours = _caught(partial(claims_of[e.number].enter_context, claimed(e.job.output, wait=group.wait)))
+            claim_by_number[e.number] = claims.enter_context(ExitStack())
+            ours = _caught(partial(claim_by_number[e.number].enter_context, claimed(e.job.output, wait=group.wait)))
             if ours is True:
                 left.append(e)
             else:
@@ -71,7 +71,7 @@ def carry_out(group: JobGroup, opened: CheckpointCache, progress: Progress = unw
                 if attempt < TRIES and report.error is not None and _transient(report.error):
                     again.append(entry)
                 else:
-                    claims_of[entry.number].close()  # before it is told: who dies later leaves no claim of it
+                    claim_by_number[entry.number].close()  # before it is told: who dies later leaves no claim of it
                     yield report
             left = again
             if not left:

@@ -130,16 +130,16 @@ class MemoryMerge:
                 in_memory = {
                     t.name: self._base_tensor(t.source.name) for t in some if self.base_tensors and self.of_base(t)
                 }
-                tensors_of_result, merged = _merged(some, folder, in_memory, saturated)
+                merged_tensors, merged = _merged(some, folder, in_memory, saturated)
                 parts += merged.parts
                 measures.take(merged.measures)
                 measures.know(folder.norms(some).norms)
                 for target in some:
                     name = target.in_file[0]
                     if name in late:
-                        results[name] = target, tensors_of_result[name]
+                        results[name] = target, merged_tensors[name]
                     else:
-                        give(target, tensors_of_result[name])
+                        give(target, merged_tensors[name])
                 factors.forget()
                 tensors.cache.clear()
                 report(sum(target.nbytes for target in some))

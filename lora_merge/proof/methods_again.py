@@ -153,12 +153,12 @@ class Combined:
 
 
 def of_weight(
-    target: OutputTensor, parts_of: Sequence[PatchRows], rows: Array, change: Callable[[PatchRows, Array], Array]
+    target: OutputTensor, patch_rows: Sequence[PatchRows], rows: Array, change: Callable[[PatchRows, Array], Array]
 ) -> Combined:
     """Return rows of Δ of a weight by the method of its job. `change`: returns s ΔW of one part on some rows."""
     how, by = target.combining, dict[int, list[PatchRows]]()
     assert how is not None, "the changes of this weight become one"
-    for part in parts_of:
+    for part in patch_rows:
         by.setdefault(part.patch.adapter, []).append(part)
 
     (out, cols), whole = target.matrix, any(costs_all(u) for u in target.uses)

@@ -67,7 +67,7 @@ class Recomputation:
         self.unconfirmed: list[str] = []  # tensors of which the merge recorded other numbers
         self._sampled: dict[str, Array] = {}
         self._by_patch: dict[int, Sequence[PatchRows]] = {}
-        self._made: dict[Any, Mapping[str, Array]] = {}  # what was rebuilt, by patch
+        self._slots: dict[Any, Mapping[str, Array]] = {}  # those that were rebuilt, by patch
         targets = [t for f in plan.files for t in f.targets if t.uses]
         costly = sorted((t.name for t in targets if self._costly(t)), key=shuffled)
         self.left_out = set() if full else set(costly[max(1, len(costly) // EVERY) :])
@@ -147,11 +147,11 @@ class Recomputation:
         base = self._base(target.weight, rows, cols)
         if target.combining is not None:
             return self._combined(target, rows, base)
-        changes_of, value, terms = RowChanges(target), base.copy(), np.abs(base)
+        row_changes, value, terms = RowChanges(target), base.copy(), np.abs(base)
         changes: dict[int, Array] = {}
         losses = [1.0]
         for part in self._parts(target.uses):
-            placed = self._change(part, rows, changes_of.on(target.name))
+            placed = self._change(part, rows, row_changes.on(target.name))
             if placed is None:
                 continue
             at, change = placed
@@ -160,7 +160,7 @@ class Recomputation:
             changes.setdefault(part.patch.adapter, np.zeros_like(base))[at] += change
             losses.append(REFERENCE[part.patch.algorithm].loss)
         loss = sum(losses) if target.method.in_turn else max(losses)
-        return Exact(base, value, terms, loss, max(changes_of.growth), changes)
+        return Exact(base, value, terms, loss, max(row_changes.growth), changes)
 
     def _combined(self, target: OutputTensor, rows: Array, base: Array) -> Exact:
         """Return rows of the base with the one change that all changes of the weight become."""
@@ -291,7 +291,7 @@ class Recomputation:
         key = part, rows.tobytes()
         if key not in cache.changes:
             cache.changes[key] = part.strength * self._inside(
-                part, rows[at], rows_of, partial(self._delta, changes_of=cache)
+                part, rows[at], rows_of, partial(self._delta, row_changes=cache)
             )
         return at, cache.changes[key]
 
@@ -316,33 +316,33 @@ class Recomputation:
                 products[at] += np.abs(part.strength * change)
         return products
 
-    def _unsigned(self, changes_of: RowChanges, patch: Patch, rows: Array) -> Array:
+    def _unsigned(self, row_changes: RowChanges, patch: Patch, rows: Array) -> Array:
         """Return ΔW of an adapter whose stored numbers have no signs."""
-        g = self._formula_input(patch, rows, changes_of)
+        g = self._formula_input(patch, rows, row_changes)
         return REFERENCE[patch.algorithm].formula(replace(g, read=lambda *slot: np.abs(g.read(*slot))))
 
-    def _delta(self, patch: Patch, rows: Array, changes_of: RowChanges) -> Array:
+    def _delta(self, patch: Patch, rows: Array, row_changes: RowChanges) -> Array:
         """Return ΔW for rows of the weight as the adapter saw it."""
         if patch.magnitude is None:
-            return REFERENCE[patch.algorithm].formula(self._formula_input(patch, rows, changes_of))
+            return REFERENCE[patch.algorithm].formula(self._formula_input(patch, rows, row_changes))
         axis, shape = patch.magnitude
         magnitude = self.stored(patch.module.shared["magnitude"], shape)
-        g = self._formula_input(patch, rows if axis == "out" else np.arange(prod(patch.view.shape[:1])), changes_of)
+        g = self._formula_input(patch, rows if axis == "out" else np.arange(prod(patch.view.shape[:1])), row_changes)
         v = g.w + REFERENCE[patch.algorithm].formula(g)
         if axis == "out":
             norm = np.sqrt(np.sum(v * v, axis=1, keepdims=True))
-            return np.asarray(v * changes_of.enlarged(magnitude[rows] / _divisor(norm)) - g.w)
+            return np.asarray(v * row_changes.enlarged(magnitude[rows] / _divisor(norm)) - g.w)
         blocks = v.reshape(len(v), shape[1], -1)
         norm = np.sqrt(np.sum(blocks * blocks, axis=(0, 2), keepdims=True))
-        turned = blocks * changes_of.enlarged(magnitude.reshape(norm.shape) / _divisor(norm))
+        turned = blocks * row_changes.enlarged(magnitude.reshape(norm.shape) / _divisor(norm))
         return np.asarray((turned.reshape(v.shape) - g.w)[rows])
 
-    def _formula_input(self, patch: Patch, rows: Array, changes_of: RowChanges) -> FormulaInput:
+    def _formula_input(self, patch: Patch, rows: Array, row_changes: RowChanges) -> FormulaInput:
         row = ALGORITHMS[patch.algorithm]
         settings: dict[str, Any] = {**row.settings, **dict(patch.settings)}
         derived = {
             **row.derived(patch.shapes, patch.view.shape, dict(patch.settings)),
-            **self._rebuilt(patch, changes_of),
+            **self._rebuilt(patch, row_changes),
         }
 
         def read(slot: str, entries: Array | None) -> Array:
@@ -352,45 +352,45 @@ class Recomputation:
                 return whole if entries is None else whole[entries]
             if slot in patch.beside:
                 near = patch.beside[slot]
-                whole = self._view(near, patch.adapter, changes_of.on(near.row_slices[0].key), None).reshape(
+                whole = self._view(near, patch.adapter, row_changes.on(near.row_slices[0].key), None).reshape(
                     patch.shapes[slot]
                 )
                 return whole if entries is None else whole[entries]
             return self.stored(patch.module.slots[slot], patch.shapes[slot], entries)
 
         slots = frozenset(patch.module.slots) | frozenset(derived) | frozenset(patch.beside)
-        base = partial(self._view, patch.view, patch.adapter, changes_of)
+        base = partial(self._view, patch.view, patch.adapter, row_changes)
         return FormulaInput(read, base, slots, patch.numbers, settings, patch.view.shape, rows, patch.view.matrix)
 
-    def _rebuilt(self, patch: Patch, changes_of: RowChanges) -> Mapping[str, Array]:
+    def _rebuilt(self, patch: Patch, row_changes: RowChanges) -> Mapping[str, Array]:
         """Return the slots that are computed from the untouched base: once for all rows, as it may take long."""
         of = basis_weights(patch) or id(patch)
-        if of not in self._made:
-            self._made[of] = rebuilt_slots(patch, partial(self._as_loaded, patch, changes_of))
-        return self._made[of]
+        if of not in self._slots:
+            self._slots[of] = rebuilt_slots(patch, partial(self._as_loaded, patch, row_changes))
+        return self._slots[of]
 
-    def _as_loaded(self, patch: Patch, changes_of: RowChanges, slot: str) -> Array:
+    def _as_loaded(self, patch: Patch, row_changes: RowChanges, slot: str) -> Array:
         """Return a slot that the base or the file holds, or the weight, before the first adapter."""
         view = patch.view if not slot else patch.beside.get(slot)
         if view is None:
             return as_dtype(self.stored(patch.module.slots[slot], patch.shapes[slot]), "F32")
         wide = any(self.plan.weights[piece.key].stored.dtype == "F64" for piece in view.row_slices)
-        return as_dtype(self._view(view, 0, changes_of, None), "F64" if wide else "F32")
+        return as_dtype(self._view(view, 0, row_changes, None), "F64" if wide else "F32")
 
-    def _view(self, view: WeightView, adapter: int, changes_of: RowChanges, rows: Array | None) -> Array:
+    def _view(self, view: WeightView, adapter: int, row_changes: RowChanges, rows: Array | None) -> Array:
         """Return the rows of a weight that an adapter's formula reads, gathered from its pieces: the base's, changed by
         the adapters before it where adapters act in turn."""
 
         def read(key: str, lines: Array, cols: int) -> Array:
-            on = changes_of if len(view.row_slices) == 1 else changes_of.on(key)
+            on = row_changes if len(view.row_slices) == 1 else row_changes.on(key)
             return self._after(adapter, self.values(key, lines, cols), lines, on)
 
         return gathered(view, np.arange(view.matrix[0]) if rows is None else rows, read)
 
-    def _after(self, adapter: int, values: Array, rows: Array, changes_of: RowChanges) -> Array:
+    def _after(self, adapter: int, values: Array, rows: Array, row_changes: RowChanges) -> Array:
         """Return the rows of a tensor with the changes of all adapters before this one, where adapters act in turn."""
-        for part in self._parts(changes_of.uses):
-            placed = self._change(part, rows, changes_of) if part.patch.adapter < adapter else None
+        for part in self._parts(row_changes.uses):
+            placed = self._change(part, rows, row_changes) if part.patch.adapter < adapter else None
             if placed is not None:
                 values = values.copy()
                 values[placed[0]] += placed[1]

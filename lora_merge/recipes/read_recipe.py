@@ -57,7 +57,7 @@ class Recipe:
         return make_job(paths[0], adapters, output, **{**self.options, **options})
 
 
-def made_by(output: Path) -> str:
+def command_of(output: Path) -> str:
     """Return the command that a file or folder says it was made by; "" for one that says nothing."""
     command = (parsed(open_checkpoint(output).metadata.get(KEY, "")) or {}).get("command", "")
     return command if isinstance(command, str) else ""
@@ -107,8 +107,8 @@ def _recipe_of(value: Mapping[str, Any]) -> Recipe:
     table = value.get("map", {"name": "", "text": None})
     map_text = None if table["text"] is None else text_of(table["text"])
     name = "" if map_text is None else _file_name(table["name"])
-    whose = _file_name(value["tokenizer"]) if "tokenizer" in value else ""
-    return Recipe(text_of(value["version"]), input_of(value["base"]), adapters, options, name, map_text, whose)
+    tokenizer = _file_name(value["tokenizer"]) if "tokenizer" in value else ""
+    return Recipe(text_of(value["version"]), input_of(value["base"]), adapters, options, name, map_text, tokenizer)
 
 
 Use: TypeAlias = tuple["Input", float, tuple[tuple[str, float], ...]]

@@ -42,7 +42,7 @@ from ..proof.verify import check_header, verify
 from ..report import ADAPTER_PROOF
 from ..text import Note, listed, plural, quoted
 from .find_inputs import SEARCH, around, different, find
-from .read_recipe import Recipe, damaged, input_of, made_by, read_recipe, uses_of
+from .read_recipe import Recipe, command_of, damaged, input_of, read_recipe, uses_of
 
 Stated: TypeAlias = str | Path | tuple[str | Path, float | None] | Adapter
 """An adapter as the caller names it: a path, or a path and a strength, or an Adapter."""
@@ -115,7 +115,7 @@ def refuse_stated(options: Iterable[str]) -> None:
 
 def is_adapter(output: Path) -> bool:
     """Return whether a file or folder states that it was written by a command that writes adapters."""
-    return made_by(output) in COMMANDS
+    return command_of(output) in COMMANDS
 
 
 def again(written: Path, output: str | Path, search: Sequence[Path] = (), **options: Any) -> Plan | AdapterJob:
@@ -186,13 +186,13 @@ def _job(
     return recipe.job(paths, output, **options)
 
 
-def _tokenizer(whose: str, folders: Iterable[Path]) -> str | Path:
+def _tokenizer(name: str, folders: Iterable[Path]) -> str | Path:
     """Return the value of `--tokenizer` for a name in a recipe; UsageError if no folder of that name is there."""
-    if whose in TOKENIZERS:
-        return whose
-    path = next((folder / whose for folder in folders if (folder / whose).is_dir()), None)
+    if name in TOKENIZERS:
+        return name
+    path = next((folder / name for folder in folders if (folder / name).is_dir()), None)
     if path is None:
-        raise UsageError(f"the folder {quoted(whose)}, whose tokenizer the output has, is not found", "the recipe",
+        raise UsageError(f"the folder {quoted(name)}, whose tokenizer the output has, is not found", "the recipe",
                          SEARCH)  # fmt: skip
     return path
 
@@ -207,8 +207,8 @@ def _job_of(
         return replace(job, dtype=_dtype(index, open_checkpoint(job.base)))
     recipe = read_recipe(index)
     if len(recipe.adapters) != len(adapters):
-        made_with = plural(len(recipe.adapters), "adapter")
-        raise VerificationFailed(f"the output was made with {made_with}, not {len(adapters)}",
+        count = plural(len(recipe.adapters), "adapter")
+        raise VerificationFailed(f"the output was made with {count}, not {len(adapters)}",
                                  str(index.path),
                                  "name the adapters that its recipe names, in their order")  # fmt: skip
     job = make_job(base, plain, index.path)
@@ -219,16 +219,16 @@ def _job_of(
             raise VerificationFailed("the output was made from another version of an input",
                                      f"{other} is not the {quoted(old.name)} of its recipe",
                                      "name the inputs of its recipe, or merge again")  # fmt: skip
-    for (recorded, strength, _), ref_stated, said in zip(recipe.adapters, job.adapters, plain, strict=True):
-        if ref_stated.strength != strength and not isinstance(said, str | Path):
+    for (recorded, strength, _), caller_ref, named in zip(recipe.adapters, job.adapters, plain, strict=True):
+        if caller_ref.strength != strength and not isinstance(named, str | Path):
             raise VerificationFailed(f"the output was made with strength {strength:g} of {quoted(recorded.name)}, not "
-                                     f"{ref_stated.strength:g}", str(index.path),
+                                     f"{caller_ref.strength:g}", str(index.path),
                                      f"give {strength:g}, or no strength: the recipe has it")  # fmt: skip
     paths = [job.base, *(a.path for a in job.adapters)]
     stated = _job(recipe, paths, index.path, stack, around(index.path, ()))
     refs = tuple(
-        ref if isinstance(said, str | Path) else Adapter(ref.path, ref_stated.strength, ref_stated.parts or ref.parts)
-        for ref, ref_stated, said in zip(stated.adapters, job.adapters, plain, strict=True)
+        ref if isinstance(named, str | Path) else Adapter(ref.path, caller_ref.strength, caller_ref.parts or ref.parts)
+        for ref, caller_ref, named in zip(stated.adapters, job.adapters, plain, strict=True)
     )
     return replace(stated, adapters=refs)
 

@@ -148,9 +148,7 @@ def _same(job: Job, stored: Mapping[str, Any], opened: CheckpointCache, hashes: 
 
     def same(digests: Sequence[str], dropped: frozenset[str]) -> bool:
         expected = zip(names, recipes(job, base, adapters, digests), strict=True)
-        return all(
-            _essence(recipe_of_file, dropped) == _essence(stored[name], dropped) for name, recipe_of_file in expected
-        )
+        return all(_essence(recipe, dropped) == _essence(stored[name], dropped) for name, recipe in expected)
 
     if not same(blanks(base, adapters), VARIES | {"sha256"}):
         return False

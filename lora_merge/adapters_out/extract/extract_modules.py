@@ -19,7 +19,7 @@ from ...errors import FitError, InputError
 from ...models.experts import is_stack
 from ...models.part_factors import or_leave_out
 from ..combined_change import Cut, Delta, Storage
-from ..copied_tensors import ModuleTensors, value_made, whole_made
+from ..copied_tensors import ModuleTensors, rounded_change, rounded_value
 from ..decomposition.matrix_svd import of_stack
 from ..decomposition.singular_triples import Triples
 from ..dialects import COPIED, Dialect
@@ -50,7 +50,7 @@ def batches(pairs: Sequence[Pair], room: int, bound: int) -> Iterator[Batch]:
         room: Bytes of the device's memory that a batch may use; 0: each pair is alone.
         bound: Bytes of the host's memory that a batch may use.
     """
-    open_ones: dict[tuple[int, ...], list[Pair]] = {}
+    open_batches: dict[tuple[int, ...], list[Pair]] = {}
     for pair in pairs:
         shape = pair.place.view.shape
         numbers = prod(shape)
@@ -58,11 +58,11 @@ def batches(pairs: Sequence[Pair], room: int, bound: int) -> Iterator[Batch]:
         if pair.place.vector or count < 2 or pair.fresh:
             yield (pair,)
             continue
-        batch = open_ones.setdefault(shape, [])
+        batch = open_batches.setdefault(shape, [])
         batch.append(pair)
         if len(batch) == count:
-            yield tuple(open_ones.pop(shape))
-    yield from map(tuple, open_ones.values())
+            yield tuple(open_batches.pop(shape))
+    yield from map(tuple, open_batches.values())
 
 
 def nbytes(batch: Batch) -> int:
@@ -111,7 +111,7 @@ class Extractor:
     to: Dialect
     storage: Storage
 
-    def all_made(self, differences: Sequence[Difference], *, alone: bool) -> list[ModuleTensors | None]:
+    def tensors_of_batch(self, differences: Sequence[Difference], *, alone: bool) -> list[ModuleTensors | None]:
         """Return the tensors of the changed parameters of a batch, all of one shape. `alone`: the batch is one pair."""
         triples = [None] * len(differences) if alone else self.together(differences)
         return [
@@ -141,7 +141,7 @@ class Extractor:
         where, shape = difference.pair.place, difference.pair.place.view.shape
         form = form_of_pair(self.job, self.to, difference.pair)
         if form.kind == "value":
-            return value_made(where, difference.value, difference.change, self.storage.dtype)
+            return rounded_value(where, difference.value, difference.change, self.storage.dtype)
         if form.kind == "vector":
             return self._vector(difference)
         if self.storage.algorithm == LOKR.name:
@@ -229,8 +229,8 @@ class Extractor:
             )
         ending = vector_ending(where, self.to)
         if ending is None and self.to.whole and not where.bare:
-            return value_made(where, difference.value, difference.change, self.storage.dtype)
+            return rounded_value(where, difference.value, difference.change, self.storage.dtype)
         if ending is None:
             raise FitError(f"{self.to.name} has no place for biases and norms", where.name,
                            "drop them with --others skip, or use --format kohya")  # fmt: skip
-        return whole_made(where, ending, difference.change, self.storage.dtype)
+        return rounded_change(where, ending, difference.change, self.storage.dtype)

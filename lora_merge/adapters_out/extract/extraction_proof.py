@@ -67,8 +67,8 @@ def prove_extraction(claim: ExtractionClaims, reader: Reader, path: Path, begin:
     """Return what was proven of the file at `path`; VerificationFailed if a change is not that of the checkpoints."""
     # Step 1: the output, opened as an adapter of the base.
     job, (base, tuned) = claim.job, claim.checkpoints
-    pair_of = {id(p.place): p for p in claim.pairs.pairs}
-    pairs = [(module, pair_of[id(module.place)]) for module in claim.modules]
+    pair_by_place = {id(p.place): p for p in claim.pairs.pairs}
+    pairs = [(module, pair_by_place[id(module.place)]) for module in claim.modules]
     inputs = replace(job.inputs, adapters=(Adapter(path),), base=job.base or path, method="sum")
     if any(pair.fresh for _, pair in pairs):  # the base has no place for a module that it lacks
         inputs = replace(inputs, unmatched="skip")

@@ -48,14 +48,14 @@ class Pair(NamedTuple):
 
 
 def separated(
-    base: tuple[Index, Names], tuned: tuple[Index, Names], here: Sequence[Place], places_of: Sequence[Place]
+    base: tuple[Index, Names], tuned: tuple[Index, Names], base_places: Sequence[Place], tuned_places: Sequence[Place]
 ) -> list[Pair]:
     """Return the pair of a head that one checkpoint shares with its embeddings and the other has apart, if there is
     one: the shared tensor is the head's weight there."""
     mine, theirs = (tied(side[1], side[0].tensors, side[0].config) for side in (base, tuned))
     if (mine is None) == (theirs is None) or (mine is not None and mine.stored):
         return []
-    shared, sharing, alone = (mine, here, places_of) if mine else (theirs, places_of, here)
+    shared, sharing, alone = (mine, base_places, tuned_places) if mine else (theirs, tuned_places, base_places)
     assert shared is not None, "one of both is"
     head, table = _head(shared, alone), next((p for p in sharing if _stored(p) == shared.info.name), None)
     if head is None or table is None:
@@ -65,9 +65,9 @@ def separated(
     return [Pair(head._replace(view=table.view), head.view, head=f"{mine.key or mine.head}.weight")]
 
 
-def _head(pair: TiedPair, places_of: Iterable[Place]) -> Place | None:
+def _head(pair: TiedPair, places: Iterable[Place]) -> Place | None:
     names = {f"{name}.weight" for name in (pair.head, pair.key) if name}
-    return next((p for p in places_of if _stored(p) in names), None)
+    return next((p for p in places if _stored(p) in names), None)
 
 
 def _stored(place: Place) -> str:
@@ -206,11 +206,11 @@ def _fix(*, in_folder: bool) -> str:
     return f"{ITS_BASE}, {folder}or leave them out: --unmatched skip"
 
 
-def _nameless(side: tuple[Index, Names], places_of: Sequence[Place]) -> Iterator[Place]:
+def _nameless(side: tuple[Index, Names], places: Sequence[Place]) -> Iterator[Place]:
     """Yield the rows of stored weights that no place holds."""
     index, names = side
     taken: dict[str, set[RowSlice]] = {}
-    for place in places_of:
+    for place in places:
         for piece in place.view.row_slices:
             taken.setdefault(piece.key, set()).add(piece)
     for key in index.tensors.keys() - index.beside:

@@ -30,7 +30,7 @@ from ...progress import Counting, Progress, unwatched
 from ...text import Note, listed, plural
 from ..combined_change import Delta, Storage, decomposing, expect_finite, shared_out
 from ..convert import entries_of, prefix_name
-from ..copied_tensors import ModuleTensors, stored_module, value_made
+from ..copied_tensors import ModuleTensors, rounded_value, stored_module
 from ..decomposition.svd_memory import note
 from ..dialects import DIALECTS, Dialect
 from ..groups import Place
@@ -163,10 +163,10 @@ def run(
         # Step 3: the draft, the header, the proof and the report.
         entries = entries_of(to, whole)
         layers = {prefix_name(to, m.place): m.layer for m in modules}
-        before, places_of = {"task_type": task_type(extraction.base.config)}, [p.place for p in extraction.pairs.pairs]
-        of_folder = config(whole, before, places_of) if to.folder else None
-        outcome = Outcome(job, [extraction.tuned], layers, entries, of_folder, extraction.model)
-        notes += (*(unread(e.name for e in entries) if of_folder is None else differing_ranks(of_folder)),)
+        before, all_places = {"task_type": task_type(extraction.base.config)}, [p.place for p in extraction.pairs.pairs]
+        folder_config = config(whole, before, all_places) if to.folder else None
+        outcome = Outcome(job, [extraction.tuned], layers, entries, folder_config, extraction.model)
+        notes += (*(unread(e.name for e in entries) if folder_config is None else differing_ranks(folder_config)),)
         facts = _facts(extraction, len(modules), (*extraction.pairs.notes, *notes))
         rows = [(e.name, e.dtype, e.shape) for e in entries]
         expect_room(job, rows)
@@ -194,20 +194,20 @@ def _completed(
 ) -> tuple[list[StoredModule], list[StoredModule]]:  # fmt: skip
     """Return the changed modules with their biases as the dialect holds them, and these with the heads and with what it
     asks for of parameters that did not change."""
-    pair_of = {p.place.label: p for p in extraction.pairs.pairs}
-    places = [p.place for p in pair_of.values()]
+    pair_by_label = {p.place.label: p for p in extraction.pairs.pairs}
+    places = [p.place for p in pair_by_label.values()]
 
     def value(place: Place) -> torch.Tensor:
-        return sides[1].rows(pair_of[place.label].tuned).to(extraction.dtype)
+        return sides[1].rows(pair_by_label[place.label].tuned).to(extraction.dtype)
 
     def renewed(place: Place) -> ModuleTensors:
-        changed = difference(pair_of[place.label], *sides, extraction.job.compute_dtype)
+        changed = difference(pair_by_label[place.label], *sides, extraction.job.compute_dtype)
         assert changed is not None, "its change was made"
-        return value_made(place, changed.value, changed.change, extraction.dtype)
+        return rounded_value(place, changed.value, changed.change, extraction.dtype)
 
-    own_made = with_biases(modules, places, extraction.to, renewed, lambda module: stored_module(module, heap))
-    return own_made, completed(
-        [*own_made, *heads], places, extraction.to, value, lambda module: stored_module(module, heap)
+    changed_modules = with_biases(modules, places, extraction.to, renewed, lambda module: stored_module(module, heap))
+    return changed_modules, completed(
+        [*changed_modules, *heads], places, extraction.to, value, lambda module: stored_module(module, heap)
     )
 
 
@@ -242,8 +242,8 @@ def _extracted_modules(
         job, extraction.to, Storage(algorithm_in(job.algorithm, extraction.to), extraction.dtype, 0.0, at)
     )
     modules, heads, skipped, equal = [], [], [], 0
-    head, said = _head_apart(extraction, sides)
-    notes = _changed_nameless(extraction, sides) + said
+    head, head_notes = _head_apart(extraction, sides)
+    notes = _changed_nameless(extraction, sides) + head_notes
     rules, pairs = job.rules, tuple(p for p in extraction.pairs.pairs if p is not head)
     bound = job.inputs.max_memory // 2  # the rest: torch, and what waits
     count = begin("make", _weights(extraction))
@@ -261,7 +261,7 @@ def _extracted_modules(
             modules = (
                 [extractor.tensors_of(c, ranks.get(c.pair.name)) for c in some]
                 if ranks
-                else extractor.all_made(some, alone=len(batch) == 1)
+                else extractor.tensors_of_batch(some, alone=len(batch) == 1)
             )
         results = iter([measured(module, c) for module, c in zip(modules, some, strict=True)])
         return [None if c is None else next(results) or c.pair for c in changed]

@@ -32,16 +32,16 @@ from .demands import Demands, by_module, demands, is_pair, new_biases, parameter
 
 
 def with_biases(
-    modules: Sequence[StoredModule], places_of: Iterable[Place], to: Dialect,
+    modules: Sequence[StoredModule], all_places: Iterable[Place], to: Dialect,
     renewed: Callable[[Place], ModuleTensors] | None,
     keep: Callable[[ModuleTensors], StoredModule],
 ) -> list[StoredModule]:  # fmt: skip
     """Return the modules with the changes of biases in the form in which the dialect can hold all of them.
 
-    `places_of`: all parameters in the words of the dialect. `renewed`: returns a parameter's new value; None if
+    `all_places`: all parameters in the words of the dialect. `renewed`: returns a parameter's new value; None if
     the base is not known. UsageError if the base has to be.
     """
-    places = new_biases([parameter_of(m) for m in modules], by_module(places_of), to, known=renewed is not None)
+    places = new_biases([parameter_of(m) for m in modules], by_module(all_places), to, known=renewed is not None)
     new = {id(place): keep(renewed(place)) for place in places if renewed}
     factored = {m.place.module for m in modules if m.layer.rank}
     changed = [new.get(id(m.place), m) for m in modules]
@@ -111,18 +111,18 @@ def magnitudes(
 
 
 def completed(
-    modules: Sequence[StoredModule], places_of: Iterable[Place], to: Dialect, value: Callable[[Place], Tensor] | None,
+    modules: Sequence[StoredModule], all_places: Iterable[Place], to: Dialect, value: Callable[[Place], Tensor] | None,
     keep: Callable[[ModuleTensors], StoredModule],
 ) -> list[StoredModule]:  # fmt: skip
     """Return the modules with what PEFT asks for in addition; FitError where it has no place for them.
 
-    `places_of`: all parameters in the words of the dialect. `value`: gives that of a parameter that did not change;
+    `all_places`: all parameters in the words of the dialect. `value`: gives that of a parameter that did not change;
     None if the base is not known. `keep`: lets the bytes of an added one wait.
     """
     bias = to.endings.get("up_bias")
     if bias is None:
         return list(modules)
-    asked = demands([parameter_of(m) for m in modules], by_module(places_of), to, known=value is not None)
+    asked = demands([parameter_of(m) for m in modules], by_module(all_places), to, known=value is not None)
     dtypes = {m.place.module: TORCH_DTYPES[m.tensors[bias].dtype] for m in modules if bias in m.tensors}
     added = [keep(_factors_of_zeros(place, to, dtypes[place.module])) for place in asked.factors]
     usual = next(iter(dtypes.values()), torch.float32)

@@ -174,7 +174,7 @@ def _of_one_rank(
         if place.parameter == "weight" and EXPERT.search(place.module) and _leaf(place.module) in stacked
         and place.module not in alike
     ]  # fmt: skip
-    return rank, frozenset(name for name, own_rank in alike.items() if own_rank < rank), zeros
+    return rank, frozenset(name for name, module_rank in alike.items() if module_rank < rank), zeros
 
 
 def is_pair(parameter: Parameter, to: Dialect) -> bool:
