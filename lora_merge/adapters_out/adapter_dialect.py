@@ -62,7 +62,7 @@ def input_dialect(file: AdapterFile) -> Dialect:
 
 def in_memory(modules: Sequence[Filled], everywhere: Sequence[Place]) -> tuple[list[Filled], list[Place]]:
     """Return places with the names that an adapter of PEFT has for them: those of the model in memory, which may differ
-    from the names in its checkpoint (ViT), and tell a head from the embeddings that it shares its weight with.
+    from the names in its checkpoint (ViT), and keep a head apart from the embeddings that share its weight.
 
     Models of images have names of their own in each dialect.
     """

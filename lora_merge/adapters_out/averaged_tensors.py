@@ -1,4 +1,4 @@
-"""Averages the tensors of snapshots, as a training's own moving average does, and tells how far that is from the
+"""Averages the tensors of snapshots, as a training's own moving average does, and measures how far that is from the
 average of their changes.
 
 A product of averaged factors is not the average of the products: for close snapshots the two are near each other.

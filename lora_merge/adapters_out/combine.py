@@ -104,7 +104,7 @@ def weights_of(job: AdapterJob, sources: Sources, dtype: str) -> int:
 
 
 def _nbytes(job: AdapterJob, target: Target) -> int:
-    """Return about how many bytes the change of a weight takes: factors several times, or matrices beside what is
+    """Return about how many bytes the change of a weight takes: factors several times, or matrices and what is
     stored."""
     (out, cols), ranks = target.matrix, target.ranks
     factored = COMBINATIONS[job.method].linear and None not in ranks and not target.values

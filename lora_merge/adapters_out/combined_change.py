@@ -59,7 +59,7 @@ class Delta:
         return self.left, self.right
 
     def of(self, part: Target) -> Delta:
-        """Return the rows of Δ that a layer stores; of its factors, those that are not zero there."""
+        """Return the rows of Δ that a layer stores; of its factors, the columns that are not zero there."""
         if not part.runs:
             return self
         ranks, order = part.ranks, torch.cat([torch.arange(start, stop) for start, stop in part.runs])

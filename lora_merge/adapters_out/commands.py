@@ -101,8 +101,7 @@ def _options(
 ) -> Rows:
     """Return options by name, in the order of `--help`, with defaults and help of one command.
 
-    `recorded`: the options that its recipe records even if they have the default. `required`: those that it cannot do
-    without.
+    `recorded`: the options that its recipe records even if they have the default. `required`: the ones that it needs.
     """
 
     def row(name: str) -> Option:

@@ -35,7 +35,7 @@ class WrittenModules(NamedTuple):
 
     changed: Sequence[StoredModule]
     whole: Sequence[StoredModule]  # with what the dialect asks for in addition
-    zeros: Sequence[str]  # the names of those that change nothing
+    zeros: Sequence[str]  # the names of modules that change nothing
     embeddings: list[Entry]  # next to the adapter, in its file
 
 

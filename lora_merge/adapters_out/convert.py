@@ -1,4 +1,4 @@
-"""Runs `convert`: an adapter in another dialect, algorithm, dtype or α; and the proof that it means the same."""
+"""Plans and runs `convert`: an adapter in another dialect, algorithm, dtype or α."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _memory_note(job: AdapterJob, modules: Sequence[Filled], forms: Sequence[For
 
 
 def opened(job: AdapterJob, cache: CheckpointCache) -> Conversion:
-    """Return the adapter of a conversion, and the modules that its changes become; FitError where headers tell that the
+    """Return the adapter of a conversion, and the modules that its changes become; FitError where headers show that the
     dialect cannot hold one. `cache`: the checkpoints that are open."""
     # Step 1: the adapter's changes of the base, and the dialect of the output.
     keeps_dialect = job.format == KEEP
@@ -200,7 +200,7 @@ def _before(sources: Sources, configuration: Mapping[str, Any] | None) -> Mappin
     """Return the configuration of the adapter, or the given one; with the task of the base's model if it lacks one."""
     before = sources.adapters[0].index.config if configuration is None else configuration
     base = sources.inputs.base if sources.inputs and sources.inputs.base.path != NOWHERE else None
-    stated = {**before, FLAG: base is None and before.get(FLAG) is True}  # else the base tells it
+    stated = {**before, FLAG: base is None and before.get(FLAG) is True}  # else the base states it
     return stated if before.get("task_type") else {**stated, "task_type": task_type(base.config if base else {})}
 
 

@@ -1,9 +1,4 @@
-"""One module of an adapter → its tensors in another dialect: copied, cut, fused, or brought to another form.
-
-The modules of a conversion whose numbers change.
-
-The rows of a part of a module in the rows of the module that it becomes.
-"""
+"""The modules of a conversion whose numbers change: copied, cut, fused, or brought to another form, with torch."""
 
 from __future__ import annotations
 
@@ -89,7 +84,7 @@ def placed(rows: Tensor, share: PlaceChange, out: int) -> Tensor:
 
 
 _ROWS: Final[Mapping[dora.Axis, tuple[int, int]]] = MappingProxyType({"out": (-1, 1), "in": (1, -1)})
-"""Axis of a magnitude → its shape beside a weight."""
+"""Axis of a magnitude → its shape next to a weight."""
 
 
 @dataclass(frozen=True)

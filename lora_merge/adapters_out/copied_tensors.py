@@ -1,6 +1,5 @@
-"""What a conversion or an extraction makes of one parameter: its tensors, and the facts of its layer.
-
-The tensors of one module: their bytes are in the draft of the output, or wait until their turn comes.
+"""What a conversion or an extraction makes of one parameter: its tensors, and the facts of its layer. Their bytes go to
+the draft of the output, or wait until their turn comes.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def holds(dtype: torch.dtype, value: Tensor) -> bool:
 
 
 def stored_magnitude(patch: Patch) -> tuple[int, ...]:
-    """Return the stored shape of a magnitude, which tells its axis."""
+    """Return the stored shape of a magnitude, which shows its axis."""
     assert patch.magnitude is not None, "the caller looked"
     _, shape = patch.magnitude
     ones = (1,) * (len(patch.view.shape) - 2)

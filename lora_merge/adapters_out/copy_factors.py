@@ -39,7 +39,7 @@ class ModuleFactors(NamedTuple):
 
 
 class Read(NamedTuple):
-    """Their bytes, and ‖ΔW‖²; None where numpy in fp32 does not tell it."""
+    """Their bytes, and ‖ΔW‖²; None where fp32 does not hold it."""
 
     up: Bytes
     down: Bytes
@@ -95,7 +95,7 @@ def _nbytes(pair: ModuleFactors) -> int:
 
 
 def _squares(pair: ModuleFactors, up: Bytes, down: Bytes) -> float | None:
-    """Return ‖ΔW‖² of factors; None where fp32 does not tell it, or where a number may not be finite."""
+    """Return ‖ΔW‖² of factors; None where fp32 does not hold it, or where a number may not be finite."""
     left = WIDEN[pair.up.dtype](up).reshape(-1, pair.rank)
     right = WIDEN[pair.down.dtype](down).reshape(pair.rank, -1)
     with np.errstate(all="ignore"):

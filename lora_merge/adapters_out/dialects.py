@@ -1,4 +1,4 @@
-"""The dialects that adapters are written in: prefix of each network, words, endings, and where α stands. No torch."""
+"""The dialects that adapters are written in: prefix of each network, words, endings, and the place of α. No torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OLDER_IN_AI_TOOLKIT: Final = ("sd1", "sd2", "sdxl", "sdxl_refiner", "sd3", "flux
 _OF_PEFT: Final = frozenset(ending for method in METHODS.values() for ending in method.suffixes)
 _OF_TRAINERS: Final = {*LORA, *METHODS["LOHA"].algorithms, *METHODS["LOKR"].algorithms}
 _CONFIGURED: Final = {row for method in METHODS.values() for row in method.algorithms} - _OF_TRAINERS
-"""Algorithms that a file without its configuration does not tell."""
+"""Algorithms that a file without its configuration does not show."""
 
 COPIED: Final[Mapping[tuple[str, str, str], str]] = MappingProxyType(
     {

@@ -1,9 +1,7 @@
 """The exact sum of adapters that are stored as factors in 16 bits: these are put side by side, by numpy in fp32.
 
 No torch: its import takes as long as all of this. A sum that fp32 does not hold, or whose terms cancel, is left to the
-general way (making.py), and so is every other kind of change.
-
-‖W‖² of the rows of the base that a layer changes. No torch.
+general way (combine_modules.py), and so is every other kind of change.
 """
 
 from __future__ import annotations
@@ -163,7 +161,7 @@ class Concatenation:
 
 
 def _sum(parts: Sequence[Summand], down: Bits, dtype: str) -> Sum | None:
-    """Return Δ from the stored factors; None where fp32 does not tell ‖Δ‖², or where a number may be too large for the
+    """Return Δ from the stored factors; None where fp32 does not hold ‖Δ‖², or where a number may be too large for the
     dtype or is not finite."""
     up = np.concatenate([part.up for part in parts], 1)
     left, right = WIDEN[dtype](up).reshape(up.shape), WIDEN[dtype](down).reshape(down.shape)
@@ -201,7 +199,7 @@ def _rounded(delta: Sum, parts: Sequence[Summand], down: Bits, dtype: str) -> St
 
 
 def _multiplied(parts: Sequence[Summand], dtype: str) -> Bits:
-    """Return the up factors beside each other, each times its factor, rounded once."""
+    """Return the up factors side by side, each times its factor, rounded once."""
     tables = [products(dtype, part.factor) for part in parts]  # "clip": a check of the indices would take as long again
     if all(table is tables[0] for table in tables):
         return tables[0].take(np.concatenate([part.up for part in parts], 1), mode="clip")
@@ -224,7 +222,7 @@ def _shift(delta: Sum, dtype: str) -> Matrix | None:
 
 
 def _apart(factors: tuple[Matrix, Matrix], errors: tuple[Matrix, Matrix | None], rows: Matrix) -> float:
-    """Return ‖L R − B A‖² from L − B and R − A, as `storing.apart` does; None for R − A: zeros."""
+    """Return ‖L R − B A‖² from L − B and R − A, as `storage_rounding.apart` does; None for R − A: zeros."""
     (left, right), (first, second) = factors, errors
     if second is None or not second.any():
         first = first[first.any(1)]  # few rows, where the dtype holds most numbers

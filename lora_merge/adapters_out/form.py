@@ -139,7 +139,7 @@ def form_of_module(job: AdapterJob, to: Dialect, module: Filled) -> Form:
         algorithm = WHOLE
     elif job.keeps_forms and any(p.magnitude for p in patches):
         _expect_magnitudes(module, to, job.tables)
-        patches = [replace(p, magnitude=None) for p in patches]  # it stays beside the factors
+        patches = [replace(p, magnitude=None) for p in patches]  # it stays next to the factors
     # Step 3: a change of a matrix.
     if algorithm == WHOLE and "diff" not in to.endings and not to.whole:
         raise FitError(f"{to.name} has no place for whole matrices", place.name,
@@ -180,7 +180,7 @@ def _expect_magnitudes(module: Filled, to: Dialect, tables: Collection[str]) -> 
 
 
 def can_copy(module: Filled, to: Dialect) -> bool:
-    """Return whether the tensors of a module can stand in a dialect as they are, but for their scale."""
+    """Return whether the tensors of a module can be written in a dialect as they are, but for their scale."""
     (share, *others) = module.shares
     patch = share.patch
     known = all(to.copied(patch.module, patch.algorithm, module.place.parameter, slot) for slot in patch.module.slots)

@@ -1,8 +1,7 @@
 """`combine`, `resize` and `average` with `--format`: the result in the words of the first adapter, written again in
 another dialect. Factors stay as they are where the dialect can hold them, so nothing is lost the second time.
 
-An adapter that is not written yet, as far as headers tell it: a plan converts it as a run converts the real one. No
-torch.
+A plan converts an adapter that is not written yet, as far as headers show it, as a run converts the real one. No torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""The modules that a dialect has names for, and which rows of which formulas belong to each. No torch.
-
-One weight of the model with everything that changes it, and the layers that its change is stored as. No torch.
+"""One weight of the model with everything that changes it, and the layers that its change is stored as; the modules
+that a dialect has names for, and which rows of which changes belong to each. No torch.
 """
 
 from __future__ import annotations
@@ -211,9 +210,7 @@ def places(names: Names, dialect: Dialect) -> Iterator[Place]:
         for body, view in views.items():
             if dialect.folder and V4.search(view.row_slices[0].key):
                 body = V4_WORDS.sub(lambda found: V4_LAYERS[found[0]], body)
-            inside = view.row_slices[0].key.startswith(part.prefix) and not body.startswith(
-                HEAD
-            )  # a head lies beside it
+            inside = view.row_slices[0].key.startswith(part.prefix) and not body.startswith(HEAD)  # a head is outside
             name = level + body if inside else body
             module, dot, parameter = name.rpartition(".")
             if not dot or parameter not in ("weight", "bias"):

@@ -108,7 +108,7 @@ class AdapterJob:
 
     @property
     def keeps_forms(self) -> bool:
-        """Whether modules keep their algorithm and their rank, as `convert` does unless told otherwise."""
+        """Whether modules keep their algorithm and their rank, as `convert` does unless options say otherwise."""
         return self.algorithm == KEEP and not self.ranked
 
     def at(self, output: Path) -> AdapterJob:
@@ -175,7 +175,7 @@ def adapter_job(request: Request, rows: Rows) -> AdapterJob:
 
 
 def _options(request: Request, rows: Rows) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the stated options of a command with their values, and those that mean what they mean for `merge`."""
+    """Return the stated options of a command with their values, and the options that it shares with `merge`."""
     of_merge = request.stated
     stated = {name: of_merge.pop(name) for name in rows if name in of_merge and name not in OF_MERGE}
     of_others = {"method", *NAMES, *ADAPTER_OPTIONS} - MEANT.keys()
@@ -196,8 +196,8 @@ def _options(request: Request, rows: Rows) -> tuple[dict[str, Any], dict[str, An
 
 
 def recorded(rows: Rows, values: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Return the options of a command that its recipe records: those that are always recorded, and of the stated
-    `values` those that are not the default, by name."""
+    """Return the options of a command that its recipe records: the ones that are always recorded, and of the
+    stated `values` all that are not the default, by name."""
     always = {name: row.default for name, row in rows.items() if row.recorded == "always" and name not in OF_MERGE}
     every = {**always, **values}
     return tuple((n, v) for n, v in sorted(every.items()) if n in always or v != rows[n].default)

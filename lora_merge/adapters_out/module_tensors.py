@@ -1,4 +1,4 @@
-"""One layer of an output: its tensors, and what the report tells of it. No torch."""
+"""One layer of an output: its tensors, and what is reported of it. No torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Norms: TypeAlias = Mapping[int, float]
-"""Adapter → the norm of its change of a layer at its strength, of those that change it."""
+"""Adapter → the norm of its change of a layer at its strength, if it changes it."""
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,7 @@ def drafted(job: AdapterJob, reader: Reader, rows: Iterable[Tensor], inputs: Seq
 
 
 def put(entries: Iterable[Entry], draft: Draft) -> list[Entry]:
-    """Return the tensors in the order of the draft, to which those that are not there yet are added."""
+    """Return the tensors in the order of the draft, to which the others are added."""
     placed: list[tuple[int, Entry]] = []
     for entry in entries:
         data = entry.data

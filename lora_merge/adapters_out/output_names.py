@@ -1,6 +1,5 @@
-"""The names of an output's layers: those of the first adapter, or in the dialect of the first adapter. No torch.
-
-What joins the modules of several adapters where no base was given: their names without prefixes. No torch.
+"""The names of an output's layers: those of the first adapter, or in its dialect. Without a base, names without their
+prefixes join the modules of several adapters. No torch.
 """
 
 from __future__ import annotations
@@ -141,9 +140,9 @@ class Words(NamedTuple):
 
     dialect: str
     parts: Mapping[str, Sequence[FusedPart]]
-    """Weight of the base → its modules there; no runs stand for all rows."""
+    """Weight of the base → its modules there; no runs: all rows."""
     across: frozenset[str]
-    """Weights that lie in one module with other weights."""
+    """Weights that share a module with other weights."""
 
 
 class Naming:

@@ -46,7 +46,7 @@ Prove: TypeAlias = Callable[[Reader, Path, Counting], Proof]
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The facts of a report, of a run or of a plan, beside its layers."""
+    """The facts of a report, of a run or of a plan, without its layers."""
 
     coverage: Mapping[str, Any]
     dtype: str
@@ -102,7 +102,7 @@ class Outcome:
 
 
 class AdapterRun:
-    """A run that has begun. While it lasts, its inputs are open and are hashed beside all other work."""
+    """A run that has begun. While it lasts, its inputs are open and are hashed during all other work."""
 
     def __init__(self, job: AdapterJob, progress: Progress) -> None:
         self._job, self._watcher, self._output = job, progress, str(job.output)
@@ -131,7 +131,7 @@ class AdapterRun:
         return seconds
 
     def hash_adapters(self) -> CheckpointCache:
-        """Begin to hash the adapters, beside the planning, which uses one core; return their headers."""
+        """Begin to hash the adapters, during the planning, which uses one core; return their headers."""
         opened = CheckpointCache()
         self.reading([opened.index(ref.path) for ref in self._job.adapters])
         return opened
@@ -184,8 +184,8 @@ def planned(job: AdapterJob, facts: RunFacts, layers: Mapping[str, Mapping[str, 
 
 
 def coverage(job: AdapterJob, sources: Sources, written: Collection[str] = ()) -> dict[str, Any]:
-    """Return, by each adapter's path, how many of its modules change how many layers of the output, and what it holds
-    beside them that the output lacks. `written`: what it has of that."""
+    """Return, by each adapter's path, how many of its modules change how many layers of the output, and what else it
+    holds that the output lacks. `written`: what it has of that."""
     facts = {}
     for number, (ref, file) in enumerate(zip(job.adapters, sources.adapters, strict=True)):
         layers = [t for t in sources.targets if any(u.patch.adapter == number for u in t.uses)

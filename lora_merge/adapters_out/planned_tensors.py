@@ -26,7 +26,7 @@ from .without_base import NOWHERE
 
 
 def planned_modules(conversion: Conversion) -> list[tuple[Place, PlannedLayer]]:
-    """Return the tensors of every module; then those that PEFT needs in addition."""
+    """Return the tensors of every module; then what PEFT needs in addition."""
     pairs = zip(conversion.modules, conversion.forms, strict=True)
     return _with_demands([_planned_module(module, form, conversion) for module, form in pairs], conversion)
 

@@ -41,7 +41,7 @@ class Rule:
 
     @property
     def ceiling(self) -> int | None:
-        """The largest rank that the rule can give, where the rule alone tells it."""
+        """The largest rank that the rule can give, where the rule alone states it."""
         ranks = [int(self.value)] if self.name == COUNT else []
         return min([*ranks, *([self.most] if self.most is not None else [])], default=None)
 
@@ -53,7 +53,7 @@ class Rule:
 
     @property
     def leading(self) -> bool:
-        """Whether the largest singular values and ‖Δ‖² tell the rank."""
+        """Whether the largest singular values and ‖Δ‖² give the rank."""
         return self.name in (COUNT, *SHARES[:2], "ratio", "above") or self.most is not None
 
     @property
@@ -131,7 +131,7 @@ def choose(rule: Rule, spectrum: Sequence[float], *, total: float | None = None,
 
 
 def reached(rule: Rule, values: Sequence[float], total: float) -> int | None:
-    """Return the rank of a layer where its largest singular values tell it; None where more of them are needed.
+    """Return the rank of a layer where its largest singular values give it; None where more of them are needed.
 
     Parameters:
         rule: Any rule but `size` and `same`.

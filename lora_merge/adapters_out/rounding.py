@@ -1,6 +1,5 @@
-"""Numbers of files in fp32, and back in 16 bits, by numpy. No torch.
-
-What a layer's change is like, number by number: the largest, and the share that are not zero.
+"""Numbers of files in fp32, and back in 16 bits, by numpy; and the effect of a change: its largest number, and the share
+of numbers that are not zero. No torch.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ class Effect(NamedTuple):
     """The numbers of ΔW."""
 
     of: int
-    elements: int  # of them, those that were looked at: whole rows, spread evenly
-    changed: int | None  # of these, those that are not zero; None of a product of factors, in which none is zero
+    elements: int  # of them, the ones that were looked at: whole rows, spread evenly
+    changed: int | None  # of these, the ones that are not zero; None of a product of factors, in which none is zero
     largest: float  # |ΔW| of these
 
     @property
@@ -52,7 +51,7 @@ class Effect(NamedTuple):
 
 
 def effect_of_matrix(change: Tensor, of: int | None = None) -> Effect:
-    """Return the effect of numbers, all of which are looked at; they stand for `of`."""
+    """Return the effect of numbers, all of which are looked at, of `of` in all."""
     count = change.numel()
     largest = max(-float(change.amin()), float(change.amax())) if count else 0.0  # half the time of aminmax()
     return Effect(of or count, count, int(change.count_nonzero()), largest)
@@ -114,7 +113,7 @@ def effect_of_product(left: Tensor, right: Tensor) -> Effect:
 
 
 def together(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the effect of several layers, as reports tell it of one; {} where it is not known of all."""
+    """Return the effect of several layers, as reports have it of one; {} where it is not known of all."""
     every = [*layers]
     if not every or any("largest" not in effect for effect in every):
         return {}
@@ -229,7 +228,7 @@ def stored(reader: Reader, info: StoredTensor) -> Bytes:
 
 
 def product(columns: Matrix, rows: Matrix) -> float | None:
-    """Return ‖L R‖² from LᵀL and R Rᵀ in fp32; None where fp32 does not tell it."""
+    """Return ‖L R‖² from LᵀL and R Rᵀ in fp32; None where fp32 does not hold it."""
     alone = float(np.vdot(columns.diagonal().astype(np.float64), rows.diagonal()))
     result = float(np.einsum("ij,ij->", columns, rows, dtype=np.float64))
     return result if is_held_by_fp32(result, alone) else None
@@ -242,6 +241,6 @@ def is_below(products: Matrix, largest: float | npt.NDArray[np.float64]) -> bool
 
 
 def is_held_by_fp32(squares: float, alone: float) -> bool:
-    """Return whether fp32 tells a sum of squares: it is finite, of its range, and no difference of larger numbers.
+    """Return whether fp32 holds a sum of squares: it is finite, of its range, and no difference of larger numbers.
     `alone`: the sum of the squares of its terms."""
     return isfinite(alone) and SMALL < squares < LARGE and squares > CANCELS * alone

@@ -257,7 +257,7 @@ def _joined_target(
 
 def check_complete(file: AdapterFile) -> None:
     """Raise InputError if a module lacks a tensor that the others have; UsageError if it changes stacked experts, as
-    its factors alone do not tell how many there are."""
+    its factors alone do not show how many there are."""
     known = rules_of(file)
     for module in file.modules:
         if not any(name.endswith("weight") for name in known.of(module.name).targets(module.name)):

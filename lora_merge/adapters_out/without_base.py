@@ -39,7 +39,7 @@ NOWHERE: Final = Path("the base that was not given")
 
 
 def without_base(job: AdapterJob, file: AdapterFile, to: Dialect) -> Sources:
-    """Return the sources of a job of one adapter whose base is assumed; UsageError where it does not tell enough of it.
+    """Return the sources of a job of one adapter whose base is assumed; UsageError where it does not show enough of it.
 
     Where several architectures fit, the names that the output gets must be the same in all of them. A folder of PEFT
     has the names of the model that was wrapped, which an adapter in PEFT's words has already; and all dialects have

@@ -199,7 +199,7 @@ class _Local:
             self.inbox.put((number, message))
 
     def _bury(self, worker: _Worker) -> Iterator[JobReport]:
-        """Give the jobs of a worker that has ended to another one; report those that have failed for good."""
+        """Give the jobs of a worker that has ended to another one; report the ones that have failed for good."""
         code = worker.close()
         if worker.group is not None and worker.left:
             again = []

@@ -1,7 +1,7 @@
 """Finds the paths that match a `glob` of a jobs file, with a bound on how much of the disk is looked at.
 
-The rules are those of Python's `glob`: `*`, `?` and `[a-z]` stand for a part of one name, `**` for any number of
-folders, and none of them for a name that begins with a dot.
+The rules are those of Python's `glob`: `*`, `?` and `[a-z]` match a part of one name, `**` any number of
+folders, and each of them no name that begins with a dot.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Search:
                     yield path / entry.name
 
     def _below(self, folders_in: Iterable[Path], *, folders: bool) -> Iterator[Path]:
-        """Return these folders, and what lies in them at any depth, each once."""
+        """Return these folders, and what is in them at any depth, each once."""
         waiting, visited = [path for path in folders_in if (self.folder / path).is_dir()], set[Path]()
         while waiting:
             path = waiting.pop()
@@ -79,11 +79,11 @@ class Search:
                     yield path / entry.name
 
     def _leads_back(self, path: Path, entry: os.DirEntry[str]) -> bool:
-        """Return whether it is a link to a folder that it lies in."""
+        """Return whether it is a link to a folder that it is in."""
         return entry.is_symlink() and real_path(self.folder / path).is_relative_to(real_path(Path(entry.path)))
 
     def _entries(self, path: Path) -> list[os.DirEntry[str]]:
-        """Return what lies in a folder; nothing for a path that is not a folder, or that cannot be read."""
+        """Return what is in a folder; nothing for a path that is not a folder, or that cannot be read."""
         self._look(FOLDER)
         try:
             with os.scandir(self.folder / path) as entries:

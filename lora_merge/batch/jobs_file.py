@@ -46,7 +46,7 @@ LONGEST: Final = 300  # characters of a mistake's sentence
 OF_PARTS: Final = ("strength_for", "rank_for", "include", "exclude", "keep_precision")
 """Options that take parts of a model."""
 TEXTS: Final = ("number", "rule", "name", "text")  # kinds of options that may hold {names} of the matrix
-ANY: Final = {"base": ".", "adapters": ["."], "output": "."}  # stands for a required field that is wrong
+ANY: Final = {"base": ".", "adapters": ["."], "output": "."}  # in place of a required field that is wrong
 Entered = TypeVar("Entered", JobDefaults, JobEntry)
 
 
@@ -135,7 +135,7 @@ def _usual(entry: JobEntry, defaults: JobDefaults) -> frozenset[tuple[str, str]]
 
 
 class CallerOptions(NamedTuple):
-    """The options that a caller gives beside the jobs file."""
+    """The options that a caller gives with the jobs file."""
 
     overwrite: bool
     card: bool | None
@@ -307,7 +307,7 @@ class _Loader:
             path = None if base is None else self._path(no_address(render(base, values)))
         with self._noting((*place, "output")):
             text = render_output(entry.output, values)
-            output = f"{self._path(text)}{'/' * text.endswith('/')}"  # a path does not tell that a folder is meant
+            output = f"{self._path(text)}{'/' * text.endswith('/')}"  # a path does not show that a folder is meant
         with self._noting(place):
             if command in (MERGE, UNMERGE):
                 job = make_job(path or self.folder, refs, output, strength_for=parts, **options)
@@ -336,7 +336,7 @@ class _Loader:
         return chosen
 
     def _worded(self, place: Place, options: Mapping[str, Any], values: Mapping[str, str]) -> dict[str, Any]:
-        """Return options with the templates filled in that stand for one of a few words."""
+        """Return options with the templates filled in that are one of a few words."""
         words = {}
         for name, value in options.items():
             with self._noting((*place, name)):
@@ -381,7 +381,7 @@ class _Loader:
         return self.folder / home(text)
 
     def _where(self, place: Place) -> str:
-        """Return where a field stands: "jobs.yaml:12 (jobs[3].output)"."""
+        """Return where a field is: "jobs.yaml:12 (jobs[3].output)"."""
         line = f":{self.document.line(place)}" if self.document is not None else ""
         field = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place).lstrip(".")
         return f"{self.name}{line}" + (f" ({field})" if field else "")

@@ -1,6 +1,6 @@
 """The JSON Schema of jobs files: of their full form and of their short ones, for editors and for checks.
 
-pydantic tells the fields; which fields a job needs, and which options its command takes, is said here.
+pydantic states the fields; which fields a job needs, and which options its command takes, is said here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WITH_ADAPTERS: Final = frozenset({*TAKES} - {MERGE})
 
 
 def jobs_schema() -> Rule:
-    """Return the schema. What the values tell, such as which names a template has, is left to the program."""
+    """Return the schema. What the values decide, such as which names a template has, is left to the program."""
     full = JobsFile.model_json_schema()
     fields = {name: full[name] for name in ("type", "properties", "required", "additionalProperties")}
     commands = {name: _command(name) for name in TAKES}
@@ -72,7 +72,7 @@ def _command(name: str) -> Rule:
 
 
 def _needs(field: str, commands: Collection[str], unnamed: str) -> Rule:
-    """Return that a job has a field if its command is one of those that need it. `unnamed`: the command of jobs that
+    """Return that a job has a field if its command needs it. `unnamed`: the command of jobs that
     name none."""
     needs = [_is(*sorted(commands)), *([{"not": _has_field("command")}] if unnamed in commands else [])]
     return {"if": {"anyOf": needs}, "then": _has_field(field)}

@@ -76,7 +76,7 @@ def survey(entries: Sequence[BatchJob], *, workers: int = 1) -> tuple[PlannedJob
 
 
 class _Outputs:
-    """All outputs by their real paths. UsageError if two of them are one, or one lies in another."""
+    """All outputs by their real paths. UsageError if two of them are one, or one is in another."""
 
     def __init__(self, entries: Sequence[BatchJob]) -> None:
         self._by_path: dict[str, BatchJob] = {}
@@ -196,7 +196,7 @@ def _real(path: Path, folders: dict[Path, str]) -> str:
 
 
 def _files(path: Path) -> list[Path]:
-    """Return the files at a path that may be read, those that are there: of a model also those of its components."""
+    """Return the files at a path that may be read, if they are there: of a model also those of its components."""
     if not path.is_dir():
         return [path] if path.exists() else []
     return [file for level in ("*", "*/*")[: 1 + _is_model(path)] for file in path.glob(level) if file.is_file()]
@@ -217,7 +217,7 @@ def _id(path: Path) -> tuple[int, int] | None:
 
 
 def _levels(entries: Sequence[BatchJob], makers: Mapping[int, BatchJob | None]) -> Iterator[list[BatchJob]]:
-    """Return the jobs in the order in which they can run; UsageError for those that wait for each other."""
+    """Return the jobs in the order in which they can run; UsageError for jobs that wait for each other."""
     waiting: dict[int | None, list[BatchJob]] = {}
     for e in entries:
         maker = makers[e.number]
@@ -397,7 +397,7 @@ def _apart(adapter: Adapter) -> bool:
 
 
 def _applied(adapter: Adapter, by_part: Mapping[str, Mapping[float, int]]) -> Mapping[str, Mapping[float, int]]:
-    """Return the strengths of an adapter, from those of the outline that stands for all strengths."""
+    """Return the strengths of an adapter, from those of the outline that serves all strengths."""
     return by_part if _apart(adapter) else {part: {adapter.strength: sum(n.values())} for part, n in by_part.items()}
 
 

@@ -19,7 +19,7 @@ from .report import JobReport, failed
 from .shared_reads import JobGroup, carry_out
 
 RETRIES: Final = 3  # of a task whose worker or node died; what it finished is skipped then
-POLL: Final = 0.5  # seconds between looks at what running tasks tell
+POLL: Final = 0.5  # seconds between looks at what running tasks report
 GRACE: Final = 20.0  # seconds that a cancelled task has to remove what it has not finished
 
 
@@ -85,7 +85,7 @@ def _connect(ray: Any, address: str | None, **more: Any) -> None:
 
 
 class _Inbox:
-    """An actor that holds what the tasks tell while they run, until the driver takes it."""
+    """An actor that holds what the tasks report while they run, until the driver takes it."""
 
     def __init__(self) -> None:
         self.messages: list[JobReport | int] = []

@@ -122,7 +122,7 @@ STATUSES: Final = ("merged", "made", "skipped", "failed")
 
 
 def batch_rows(jobs: Sequence[Mapping[str, Any]], total: int) -> Iterator[Fact]:
-    """Yield how many jobs of a batch ended how, from their outcomes; `total`: with those that were not run."""
+    """Yield how many jobs of a batch ended how, from their outcomes; `total`: with the jobs that were not run."""
     for status in STATUSES:
         if count := sum(job["status"] == status for job in jobs):
             yield line(status, count)

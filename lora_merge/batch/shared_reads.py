@@ -71,7 +71,7 @@ def carry_out(group: JobGroup, opened: CheckpointCache, progress: Progress = unw
                 if attempt < TRIES and report.error is not None and _transient(report.error):
                     again.append(entry)
                 else:
-                    claim_by_number[entry.number].close()  # before it is told: who dies later leaves no claim of it
+                    claim_by_number[entry.number].close()  # before it is reported: who dies later leaves no claim of it
                     yield report
             left = again
             if not left:
@@ -168,7 +168,7 @@ def _caught(act: Callable[[], T]) -> T | Exception:
 
 
 def _transient(error: BaseException | None) -> bool:
-    """Return whether an I/O error that may pass stands behind a failure."""
+    """Return whether an I/O error that may pass is behind a failure."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in TRANSIENT:
             return True

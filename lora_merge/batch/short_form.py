@@ -63,7 +63,7 @@ def _around(jobs: Node) -> MappingNode:
 def of_table(text: str, name: str) -> Document:
     """Return a table as a document: its first row names the fields, every other row is a job; empty cells are left out.
 
-    Several adapters stand in one cell, with spaces between them.
+    Several adapters are in one cell, with spaces between them.
     """
     rows = csv.reader(io.StringIO(text, newline=""))
     try:

@@ -21,7 +21,7 @@ FIELD: Final = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
 
 def distinct(values: Mapping[str, str]) -> str:
-    """Return a name with all names of a matrix: {lora.stem}-{strength}, as a path cannot stand in a name."""
+    """Return a name with all names of a matrix: {lora.stem}-{strength}, as a path cannot be in a name."""
     paths = {name for name, value in values.items() if PurePath(value).suffix in ENDINGS or "/" in value}
     return "-".join(f"{{{name}.stem}}" if name in paths else f"{{{name}}}" for name in values)
 
@@ -29,7 +29,7 @@ def distinct(values: Mapping[str, str]) -> str:
 PLAIN: Final = "write {name.stem} for a path, and strengths in the matrix: adapters: ['{name}:{strength}']"
 
 RANK_RULE: Final = re.compile(r"[a-z]{2,}:[0-9][^/\\:]*")
-"""A rule for ranks, such as energy:0.9, which is energy-0.9 in names of files, as in those that commands give."""
+"""A rule for ranks, such as energy:0.9, which is energy-0.9 in names of files, as in the names that commands give."""
 
 PARTS: Final = ("stem", "name", "parent")
 """The parts of a path that `{name.PART}` may name."""
@@ -106,7 +106,7 @@ def split_adapter(written: str) -> tuple[str, float | None]:
 
 
 def _quoted(text: str) -> str:
-    """Return a value as it stands in a table of YAML."""
+    """Return a value as it is in a table of YAML."""
     return f'"{text}"' if "," in text else text
 
 

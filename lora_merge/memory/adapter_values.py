@@ -223,7 +223,7 @@ class AdapterSum(Shown, Changes):
         return host(total, torch.float32)
 
     def _expect_one_layout(self) -> None:
-        """Raise UsageError where names alone do not tell which modules of the adapters are the same."""
+        """Raise UsageError where names alone do not show which modules of the adapters are the same."""
         try:
             joined([adapter.file for adapter, _ in self.terms])
         except UsageError as e:

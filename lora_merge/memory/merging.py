@@ -64,7 +64,7 @@ Give = Callable[[OutputTensor, Tensor], None]
 
 
 class MergeFacts(NamedTuple):
-    """The facts of a merge in memory, beside its tensors."""
+    """The facts of a merge in memory, without its tensors."""
 
     saturated: Counter[str]  # tensor → numbers that were cut to the largest of their dtype
     numbers: Mapping[str, Any]  # what the merge did to the weights, as in a report

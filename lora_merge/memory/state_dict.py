@@ -30,7 +30,7 @@ def merge_state_dict(
 ) -> dict[str, Tensor]:
     """Return a new state dict with the adapters merged in; the input is not changed.
 
-    Tensors may have different dtypes and lie on different devices. Warns of tied entries that differ after the merge.
+    Tensors may have different dtypes and be on different devices. Warns of tied entries that differ after the merge.
     The options are those of `merge`; `overwrite`, `max_memory` and `verify`, which concern files, have no effect.
 
     Parameters:

@@ -57,7 +57,7 @@ def index_of(name: str, tensors: Mapping[str, Tensor], read: Callable[[str], Ten
 
 
 def codes(tensor: Tensor) -> bool:
-    """Return whether a parameter holds codes of a quantisation and the rest beside it, as those of bitsandbytes do."""
+    """Return whether a parameter holds codes of a quantisation and the rest next to it, as those of bitsandbytes do."""
     return type(tensor) not in (Tensor, Parameter) and (hasattr(tensor, "quant_state") or hasattr(tensor, "CB"))
 
 

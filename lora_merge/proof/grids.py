@@ -23,11 +23,11 @@ UNDERFLOW: Final = {"fp64": 32 * 2.0**-1074, "fp32": 32 * 2.0**-149, "bf16": 32 
 """The same as a number: half a step of the smallest numbers of the dtype, for each of as many terms as above."""
 
 NOTHING: Final = 1e-300
-"""The divisor in place of a scale of 0, of which all codes are the shift: then it alone lies within half a step."""
+"""The divisor in place of a scale of 0, of which all codes are the shift: then it alone is within half a step."""
 
 
 class Levels(Protocol):
-    """The numbers that a code can stand for, before scale and shift. Arrays are float64."""
+    """The numbers that a code can mean, before scale and shift. Arrays are float64."""
 
     @property
     def digits(self) -> int:
@@ -137,7 +137,7 @@ class Grid:
         return self.levels.beyond(self._level(values))
 
     def value(self, levels: Array) -> Array:
-        """Return the numbers that levels stand for."""
+        """Return the numbers of levels."""
         return levels if self._bare else np.asarray(levels * self.scale + self.shift)
 
     def lost(self, values: Array) -> Array:

@@ -69,7 +69,7 @@ class PatchRows:
         return places[:, 0], places[:, 1], places[:, 2]
 
     def find(self, rows: Array) -> tuple[Array | slice, Array]:
-        """Return the places in `rows` of the rows that lie in a piece, and which rows of the view these are."""
+        """Return the places in `rows` of the rows that are in a piece, and which rows of the view these are."""
         starts, stops, first = self._pieces
         number = np.searchsorted(starts, rows, side="right") - 1
         inside = (number >= 0) & (rows < stops[number])

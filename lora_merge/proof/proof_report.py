@@ -14,7 +14,7 @@ from ..planning.plan import Plan
 from .grids import CONTRACT, UNDERFLOW
 from .reference.floats import Array
 
-NAMED: Final = 5  # modules or tensors that a report names, of those that it counts
+NAMED: Final = 5  # modules or tensors that a report names, of all that it counts
 REPORT: Final = "report it with the headers of both files; until it is mended, merge with another tool"
 
 MOST_LOSS: Final = 64  # of any one formula; more comes of a recipe that lists many
@@ -63,7 +63,7 @@ class Exact:
 
 
 def measure(stored: Array, exact: Exact, rounded: Callable[[Array], Array], weight: float) -> Measure:
-    """Return the measure of some rows of the output, each of which stands for `weight` rows of its tensor.
+    """Return the measure of some rows of the output, each of which counts for `weight` rows of its tensor.
 
     `rounded` gives the nearest numbers that the output can hold. Applied is the difference to what the output would
     hold without the adapter, or without all of them. Numbers that are NaN or infinite are left out.
@@ -102,7 +102,7 @@ class Bound:
 
     @classmethod
     def of(cls, beyond: Array, lost: Array, exact: Exact, value: Array) -> Bound:
-        """`beyond`: the errors beyond the rounding to the output. `lost`: those that are allowed. `value`: the exact
+        """`beyond`: the errors beyond the rounding to the output. `lost`: the errors that are allowed. `value`: the exact
         rows, as far as the output can hold them."""
         before = replace(exact, terms=np.maximum(np.abs(exact.base), np.abs(value))).largest
         sure = min(exact.loss, MOST_LOSS) * (CONTRACT * before + UNDERFLOW["fp32"] * exact.growth)

@@ -1,6 +1,6 @@
 """Proves a written merge: the header is the planned one, untouched bytes are the base's, merged rows are right.
 
-Merged rows are recomputed in float64 by formulas that share no code with those that wrote them (recompute.py,
+Merged rows are recomputed in float64 by formulas that share no code with the ones that wrote them (recompute.py,
 reference/). By default a fixed sample of a few rows of every tensor is proven; with `full`, every byte.
 """
 
@@ -100,7 +100,7 @@ def _coded_outputs(paths: Sequence[Path], targets: Sequence[Sequence[OutputTenso
 def _byte_counter(plan: Plan, progress: Progress, *, full: bool) -> Callable[[int], object]:
     """Return a function that reports compared bytes, of those of all merged and, with `full`, all tensors.
 
-    A sample of the unchanged ones takes next to no time beside the merged ones, and is not counted.
+    A sample of the unchanged ones takes next to no time compared with the merged ones, and is not counted.
     """
     total = sum(t.nbytes for f in plan.files for t in f.targets if t.uses or full)
     return counted(progress, "prove", str(plan.job.output), total)
@@ -228,7 +228,7 @@ def _compare(target: OutputTensor, first: int, count: int, fd: int, merged: Reco
         scale = ITEM_BYTES[source.dtype]
         exact = decode(merged.reader.read(source, low * scale, (high - low) * scale), source.dtype)
         slack = np.asarray(DECODED * np.abs(exact) if target.packed else 0.0)
-    if grid.turn is not None:  # what is rounded lies rotated
+    if grid.turn is not None:  # what is rounded is rotated
         exact, got, slack = grid.turn(exact), grid.turn(got), slack.max() + grid.lost(exact)
     with np.errstate(invalid="ignore", over="ignore"):
         over = grid.beyond(exact)
@@ -292,7 +292,7 @@ def _expect_evidence(plan: Plan, merged: Recomputation, part: Path) -> Iterator[
 def _check_sums(paths: Sequence[Path], targets: Sequence[Sequence[OutputTensor]]) -> None:
     """Raise VerificationFailed unless changed codes and scales have the sums that the headers say, where they do.
 
-    `targets`: the tensors in each of the files, where they lie there.
+    `targets`: the tensors in each of the files, at their places there.
     """
     for path, tensors in zip(paths, summed(targets), strict=True):
         text = read_header(path).metadata.get(CHECKSUMS, "")

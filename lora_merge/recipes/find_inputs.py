@@ -63,7 +63,7 @@ class _Present:
 def _find(sought: Input, present: Iterable[Path]) -> Path:
     name, size, digest = sought.files[0]
     depth = len(PurePosixPath(name).parts) if sought.folder else 0
-    within = sought.folder and sought.name not in {file for file, _, _ in sought.files}  # else a part stands for all
+    within = sought.folder and sought.name not in {file for file, _, _ in sought.files}  # else a part is taken for all
     ending = f"/{sought.name}/{name}" if within else f"/{name}"
 
     def named(path: Path) -> bool:

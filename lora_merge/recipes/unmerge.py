@@ -31,7 +31,7 @@ KEPT: Final = ("setting", "unmatched", "compute_dtype")
 
 
 EXACT: Final = ("F32", "F64")
-"""Dtypes of sums whose rounding and underflow are nothing beside a step of a coarser dtype."""
+"""Dtypes of sums whose rounding and underflow are nothing against a step of a coarser dtype."""
 
 
 def plan_unmerge(

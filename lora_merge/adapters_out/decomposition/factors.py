@@ -41,7 +41,7 @@ def of_factors(left: Tensor, right: Tensor, noise: float = 0.0) -> list[Triples]
     """Return the triples of n products L R, [n, out, R] and [n, R, cols], without forming them: R×R cores
     are decomposed.
 
-    `noise`: singular values up to this share of the largest one are left out, besides those that are rounding errors.
+    `noise`: singular values up to this share of the largest one are left out, and rounding errors in any case.
     """
     left, right = _balanced(left.double(), right.double())
     first, other = triangle(left), triangle(right.mT)

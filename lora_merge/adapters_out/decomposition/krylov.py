@@ -2,7 +2,7 @@
 
 Golub, Luk and Overton 1981, doi:10.1145/355945.355946: from random columns Ω, blocks Uⱼ and Vⱼ with orthonormal columns
 span what ΔΔᵀ and ΔᵀΔ make of Ω. Within them P = UᵀΔ = B Vᵀ, so the singular values of the small B are those of P, and
-‖Δ − U_k P_k‖² = ‖Δ‖² − Σσᵢ² is exact. Musco and Musco 2015, arXiv:1504.05477: where singular values lie close together,
+‖Δ − U_k P_k‖² = ‖Δ‖² − Σσᵢ² is exact. Musco and Musco 2015, arXiv:1504.05477: where singular values are close together,
 as those of rounding errors do, such a basis needs the root of the number of steps that repeated powers need.
 """
 
@@ -35,7 +35,7 @@ STEADY: Final = 0.95
 """The largest ratio of two gains that is taken for the beginning of such a series."""
 
 GROWS: Final = 0.9
-"""The power of such a ratio that stands for all later ones, which are larger."""
+"""The power of such a ratio that is used for all later ones, which are larger."""
 
 FAR: Final = 5.0
 """How much larger a block may be than what a basis leaves of it, so that this is orthogonal to the basis at once."""
@@ -44,7 +44,7 @@ WIDTH: Final = 40
 """Columns of a block where the rank is not known before."""
 
 Reach = Callable[[Sequence[float], float], int | None]
-"""Function of the singular values found so far and ‖Δ‖²: the wanted rank, None where these values do not tell it."""
+"""Function of the singular values known so far and ‖Δ‖²: the rank, None where these do not decide it."""
 
 
 @dataclass
@@ -153,7 +153,7 @@ def searched(
 
 
 def _near(items: Sequence[_Item], bases: _Bases) -> bool:
-    """Return whether all are near enough to the optimum; those that are stay as they are."""
+    """Return whether all are near enough to the optimum; vectors that are stay as they are."""
     for item, core, values in zip(items, bases.core, bases.values(), strict=True):
         if item.core is None:
             item.look(core, values, single=bases.stack.dtype != torch.float64)

@@ -36,8 +36,8 @@ def of_dense(
 ) -> Triples:
     """Return the triples of one ΔW [out, cols], as many as a rule chooses or more, on the host; without a rule, all.
 
-    The error of those that a rule chooses is at most 1 + EXCESS times the optimum. `noise` as for `of_factors`; `at`:
-    where products of the size of ΔW are computed; `squares`: ‖ΔW‖², where it is known.
+    The error of the triples that a rule chooses is at most 1 + EXCESS times the optimum. `noise` as for `of_factors`;
+    `at`: where products of the size of ΔW are computed; `squares`: ‖ΔW‖², where it is known.
     """
     return of_stack([change], [rule], noise, at, None if squares is None else [squares])[0]
 

@@ -91,7 +91,7 @@ def apart(left: Tensor, right: Tensor, up: Tensor, down: Tensor, rows: Tensor | 
     rows = right @ right.mT if rows is None else rows
     first = left - up
     if alike(right, down):
-        if first.dtype == torch.float32:  # squares that it cannot hold are nothing beside ‖L R‖² > SMALL
+        if first.dtype == torch.float32:  # squares that it cannot hold are nothing against ‖L R‖² > SMALL
             return Grams(first.mT @ first, rows).squares()
         size = float(first.abs().max()) if first.numel() else 0.0
         first = (first / size).float() if size else first  # nothing cancels: fp32 does

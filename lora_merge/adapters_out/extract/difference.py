@@ -1,6 +1,5 @@
-"""One weight of both checkpoints → its difference, formed by rows where the weight is large.
-
-The rounding errors of stored numbers, which a difference of two checkpoints holds beside what was trained.
+"""One weight of both checkpoints → its difference, formed by rows where the weight is large; and the rounding errors of
+stored numbers that it holds in addition to what was trained.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ NARROW: Final = frozenset({"F16", "BF16"})
 """Dtypes of 16 bits, in which a difference may be mostly rounding."""
 
 SAMPLE: Final = 2**16
-"""The most numbers of a weight by which its rounding errors are told."""
+"""The most numbers of a weight by which its rounding errors are estimated."""
 
 
 def mean_square(values: RowMatrix, dtypes: frozenset[str]) -> float | None:

@@ -1,7 +1,4 @@
-"""The difference of one weight → its stored tensors.
-
-Which parameters are decomposed together: on a device those of one shape.
-"""
+"""The difference of one weight → its stored tensors. On a device, parameters of one shape are decomposed together."""
 
 from __future__ import annotations
 
@@ -119,8 +116,8 @@ class Extractor:
         ]
 
     def together(self, differences: Sequence[Difference | None]) -> list[Triples | None]:
-        """Return the singular triples of differences of one shape, which are decomposed at once; None for those that
-        need none."""
+        """Return the singular triples of differences of one shape, which are decomposed at once; None for one that
+        needs none."""
         differences = [f if f is not None and self._few_rows(f) is None else None for f in differences]
         some = [f for f in differences if f is not None]
         if not some or self.storage.algorithm not in (FACTORS, AUTO):

@@ -1,9 +1,6 @@
 """The pairs of a weight of the tuned checkpoint and one of the base, in the words of the output's dialect. No torch.
 
-One parameter of both checkpoints. No torch.
-
-Parameters that the two checkpoints do not have in the same form: new rows, new modules, and heads that one of them
-shares with its embeddings. No torch.
+A parameter may have another form in one of them: new rows, a new module, or a head that shares its embeddings.
 """
 
 from __future__ import annotations
@@ -135,7 +132,7 @@ def paired(
     """Return the parameters of both checkpoints side by side.
 
     Raises FitError for a parameter that only one of them has, or that has two shapes. `lenient`: name the
-    latter, and those that only the tuned checkpoint has, in a note instead.
+    latter, and parameters that only the tuned checkpoint has, in a note instead.
     """
     here = [*places(base[1], to)]
     tuned_places = {_key(p): p for p in places(tuned[1], to)}

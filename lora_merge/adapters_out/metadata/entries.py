@@ -21,7 +21,7 @@ from .hashes import HASHES, ONE, HashedTensor, legacy_hash
 from .loaders import LOADER, adapter_metadata
 
 PLAIN: Final = "networks.lora"
-"""The network module of a plain LoRA where the model has none of its own."""
+"""The network module of a plain LoRA where the model has no other."""
 
 LYCORIS: Final = "lycoris.kohya"
 

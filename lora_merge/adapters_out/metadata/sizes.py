@@ -45,7 +45,7 @@ class _Named(NamedTuple):
 
 
 def _entries(tensors: Sequence[Tensor]) -> dict[str, str]:
-    """Return what diffusers' loader is told of the tensors, which may be longer than their part of the header."""
+    """Return what diffusers' loader reads of the tensors, which may be longer than their part of the header."""
     text = adapter_metadata(_Named(*tensor) for tensor in tensors)
     return {LOADER: text} if text else {}
 

@@ -1,13 +1,7 @@
-"""Demands of PEFT on all modules together: bias factors for every layer or for none, whole modules with all parameters,
-and embeddings under names of their own.
+"""The tensors that `demands.py` asks for in addition: biases, values and magnitudes, zeros up to one rank; and factors
+of embeddings under PEFT's names.
 
-Changed biases of layers in a folder of PEFT and in a file of diffusers, in the form that `demands.py` finds.
-
-Factors of one rank in a folder of PEFT: of single experts, which PEFT stacks when it loads it, or of all layers.
-
-DoRA in a folder of PEFT: all layers with factors have magnitudes, or none has.
-
-A layer with the magnitudes ‖W + ΔW‖ of its rows computes W + ΔW, so those that have none get these.
+A layer with the magnitudes ‖W + ΔW‖ of its rows computes W + ΔW, so one without magnitudes gets these.
 """
 
 from __future__ import annotations

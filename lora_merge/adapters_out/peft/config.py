@@ -1,6 +1,6 @@
-"""The folder of a PEFT adapter: `adapter_config.json` beside `adapter_model.safetensors`. No torch.
+"""The folder of a PEFT adapter: `adapter_config.json` next to `adapter_model.safetensors`. No torch.
 
-Embeddings, which PEFT has names of their own for: what is one, and how its factors are stored. No torch.
+PEFT has other names for factors of embeddings: which parameter is one, and how its factors are stored.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def _entries_of_model(before: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def whole_modules(modules: Iterable[tuple[Place, Collection[str]]], places: Iterable[Place]) -> set[str]:
-    """Return the modules that a folder replaces as a whole: those with a new weight, and norms. A bias without a weight
-    beside it, such as that of BERT's head, is none of a norm.
+    """Return the modules that a folder replaces as a whole: each with a new weight, and norms. A bias of a module without
+    a weight, such as that of BERT's head, belongs to no norm.
     `modules`: parameters, and the endings of their tensors."""
     weights = {p.module for p in places if p.parameter == "weight"}
     return {

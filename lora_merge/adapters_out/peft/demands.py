@@ -9,7 +9,7 @@ the whole stack without them.
 Changed biases of layers, where a dialect stores no changes of them: PEFT has two forms, and diffusers the first one.
 
 * A bias of the up factor (`lora_bias`) is added to that of the layer. All layers with factors have one or none has, and
-  there is none beside DoRA, in embeddings and in stacked experts. PEFT's merge_and_unload refuses it where the layer of
+  there is none with DoRA, in embeddings and in stacked experts. PEFT's merge_and_unload refuses it where the layer of
   the model has no bias.
 * The new bias itself (`bias: all`, or `lora_only` where all are of layers with factors) is loaded into the model.
 """
@@ -53,10 +53,10 @@ class Demands(NamedTuple):
 
     factors: list[Place]  # layers whose bias alone changes, which get factors of zeros
     biases: list[Place]  # of layers whose up factors get biases of zeros
-    magnitudes: list[Place]  # layers without DoRA beside others
+    magnitudes: list[Place]  # layers without DoRA, where others have it
     values: list[Place]  # parameters of whole modules that did not change
     rank: int  # that all experts get, or all layers where the user gave one number; else 0
-    low: frozenset[str]  # those of them that have a lower one
+    low: frozenset[str]  # the ones that have a lower one
     zeros: list[Place]  # experts that get factors of zeros
 
 
@@ -93,7 +93,7 @@ def new_biases(parameters: Sequence[Parameter], places: Places, to: Dialect, *, 
 
 
 def _refuses(parameters: Sequence[Parameter], changed: Sequence[Place], factored: set[str]) -> bool:
-    """Return whether PEFT has no biases of factors beside these modules."""
+    """Return whether PEFT has no biases of factors with these modules."""
     endings = {ending for m in parameters for ending in m.endings}
     others = any("magnitude" in e or "embedding" in e or e.startswith((".hada", ".lokr")) for e in endings)
     return others or any(EXPERT.search(n) for n in factored) or not {p.module for p in changed} <= factored
@@ -160,7 +160,7 @@ def _without_dora(parameters: Sequence[Parameter], to: Dialect, *, known: bool) 
 def _of_one_rank(
     parameters: Sequence[Parameter], places: Iterable[Place], to: Dialect
 ) -> tuple[int, frozenset[str], list[Place]]:  # fmt: skip
-    """Return the rank of all experts or layers, those of a lower one, and experts without factors in their stacks."""
+    """Return the rank of all experts or layers, the ones of a lower rank, and experts without factors in stacks."""
     pairs = {m.place.module: m.rank for m in parameters if to.folder and is_pair(m, to)}
     experts = {module: rank for module, rank in pairs.items() if EXPERT.search(module)}
     alike = pairs if to.one_rank else experts

@@ -29,7 +29,7 @@ def spread(scales: Array, shape: tuple[int, int], block: tuple[int, int], span: 
     """Return, for each number of `span`, whole rows of the group that the scales belong to, its scale.
 
     `shape` is that of one matrix, `block` are the rows and columns with one scale. In tiles of 128 rows and 4 columns,
-    the scale (r, c) lies at ((r // 128) * C + c // 4) * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4.
+    the scale (r, c) is at ((r // 128) * C + c // 4) * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4.
     """
     (rows, cols), (high, wide) = shape, block
     row, across = np.arange(span.start // cols, span.stop // cols)[:, None], -(-cols // wide)
@@ -144,7 +144,7 @@ def packed_ints(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tu
 
 
 def _unpacked(rows: Any, bits: int, *, dense: bool) -> Array:
-    """Return the whole numbers in rows of bytes, from the lowest bits on; unless they are dense, none lies in two words
+    """Return the whole numbers in rows of bytes, from the lowest bits on; unless they are dense, none is in two words
     of 32 bits."""
     spread = np.unpackbits(rows, axis=1, bitorder="little")
     span, each = (spread.shape[1], spread.shape[1] // bits) if dense else (32, 32 // bits)

@@ -34,7 +34,7 @@ class PointForm(NamedTuple):
     point: Callable[[int], Bits]
     scales: int
     scale: Callable[[int], Bits]
-    factor: Callable[[Array], Array]  # whole number of a sub-block → its factor beside d
+    factor: Callable[[Array], Array]  # whole number of a sub-block → its factor of d
     signs: Callable[[int], Bits] | None = None  # seven, of which the eighth follows, or eight
     down: tuple[int, Callable[[int], Bits]] = (0, lambda _: ())  # how many, and the place: 1 moves points down
     d: Bits = _half(0)

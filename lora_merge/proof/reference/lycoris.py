@@ -174,7 +174,7 @@ def _rotations(blocks: Array, limit: float) -> Array:
 
 
 def _turned_rows(g: FormulaInput, rotations: Array) -> Array:
-    """Return the wanted rows of bd(R)ᵀ W; one rotation may stand for all blocks."""
+    """Return the wanted rows of bd(R)ᵀ W; one rotation may serve all blocks."""
     b = rotations.shape[-1]
     blocks, inside = np.divmod(g.rows, b)
     turned = np.empty((len(g.rows), g.cols))

@@ -45,7 +45,7 @@ def series(s: Array, terms: int, *, doubled_last: bool) -> Array:
 
 
 def inputs_turned(w: Array, right: Array) -> Array:
-    """Return W bd(right); one block may stand for all."""
+    """Return W bd(right); one block may serve as all."""
     b = right.shape[-1]
     return np.hstack([w[:, j * b :][:, :b] @ right[j % len(right)] for j in range(w.shape[1] // b)])
 

@@ -34,7 +34,7 @@ PRESETS: Final = {
 """Preset → its short list for Stable Diffusion 1."""
 
 WHOLE: Final = {"INALL": "IN", "OUTALL": "OUT"}
-"""Preset → the stack that it has whole, beside BASE."""
+"""Preset → the stack that it has whole, in addition to BASE."""
 
 ITEM: Final = re.compile(r"([A-Z]+)([0-9]*)(?:-([A-Z]*)([0-9]+))?")
 PATH: Final = re.compile(r"([A-Za-z_][\w.]*?)(?:[._]([0-9]+)(?:-([0-9]+))?)?")
@@ -76,7 +76,7 @@ class BlockNames:
     def __init__(self, denoiser: tuple[str, Iterable[str]], keys: Iterable[str]) -> None:
         self._prefix, names = denoiser
         self._names, self._keys = frozenset(names), frozenset(keys)
-        self._covered: dict[str, bool] = {}  # path → whether a name of the base lies there
+        self._covered: dict[str, bool] = {}  # path → whether a name of the base is there
 
     def factor(self, part: str, value: float, key: str, network: str) -> float | None:
         """Return the factor of a part for a tensor; None where the part or its blocks are not read. `network`:
@@ -93,7 +93,7 @@ class BlockNames:
         return None if lies is None else value if lies else 1.0
 
     def lies_in(self, part: str, key: str) -> bool | None:
-        """Return whether a tensor of the base lies in the stack or the layers of a path; None for a path that no name
+        """Return whether a tensor of the base is in the stack or the layers of a path; None for a path that no name
         of the base has: the path may be that of another layout."""
         path = PATH.fullmatch(part)
         if path is None:

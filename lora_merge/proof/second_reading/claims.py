@@ -1,7 +1,7 @@
 """The changes of an adapter to a base, by the second reading: module → rows of the base, formula, scale, strength.
 
 `claims` reads the headers of both files, the adapter's configuration and its α, nothing else. Modules whose answer is
-not certain are left out. Every claim must be what the plan says (second_reading.py).
+not certain are left out. Every claim must be what the plan says (read_again.py).
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def claims(
     for group, place in pairs:
         claim = _claim(group, place, numbers, base, strength) if taken[_family(group.kind), place.rows] <= 1 else None
         if claim is not None and claim.kind in STARTED and has_copies:
-            continue  # a stored copy may lack the start already, and stand in for the base: the plan compares them
+            continue  # a stored copy may lack the start already, and be taken for the base: the plan compares them
         if group.kind == "tinylora" and vectors != [f"base_model.{VECTOR}"]:
             continue
         if claim is not None and group.kind in METHODS:
@@ -191,7 +191,7 @@ def _experts(
 
 
 def _stacked(group: Group, numbers: ModuleScales, base: BaseHeader) -> tuple[WeightPlace, str] | None:
-    """Return where the experts of a module lie that PEFT's `target_parameters` names, and the parameter's path.
+    """Return where the experts of a module are that PEFT's `target_parameters` names, and the parameter's path.
 
     PEFT wraps the module that holds them once for each parameter; the parameter that the model registers last is
     outermost (tuners/lora/layer.py, ParamWrapper).
@@ -278,7 +278,7 @@ def _ordered(group: Group, place: WeightPlace, numbers: ModuleScales, base: Base
 def _part(
     group: Group, number: int, read: list[Group], place: WeightPlace, known: tuple[int, ...]
 ) -> WeightPlace | None:
-    """Return the rows of row part `number`, which lie below those of the parts before it.
+    """Return the rows of row part `number`, which follow the rows of the parts before it.
 
     Where all parts are in the file and fill the weight, their sizes give the rows; else only the known parts of the
     base's weight do.

@@ -66,7 +66,7 @@ def _fits_blocks(s: Stored, shape: Shape) -> bool:
 
 
 def _fits_fused(s: Stored, shape: Shape) -> bool:
-    """Check litgpt's fused weights: the inner factors of the trained parts lie one below the other."""
+    """Check litgpt's fused weights: the inner factors of the trained parts follow each other."""
     if not len(shape) == len(s["up"]) == len(s["down"]) == 2:
         return False
     (rows, rank), (ranks, width) = s["up"], s["down"]

@@ -1,6 +1,6 @@
 """Two names of one layer, for the second reading: small tables of the layouts that most adapters are made for.
 
-The plan's own name tables (architectures/*.yaml) are not used here. `#` stands for a number, which is the same on both
+The plan's own name tables (architectures/*.yaml) are not used here. `#` is a number, which is the same on both
 sides. The left name is that of the model's authors, the right one that of diffusers or transformers; a table serves
 bases of either layout and adapters of the other. Sources: the conversion scripts of diffusers (scripts/convert_*.py,
 loaders/single_file_utils.py) and the models' own code.
@@ -133,7 +133,7 @@ class NameRows:
         self._found.setdefault(_NUMBER.sub("#", name), []).append((_NUMBER.findall(name), line))
 
     def of(self, name: str) -> Iterator[tuple[Line, list[str]]]:
-        """Yield the lines that a name fits, each with the numbers that stand for its `#`."""
+        """Yield the lines that a name fits, each with the numbers of its `#`."""
         numbers = _NUMBER.findall(name)
         for template, line in self._found.get(_NUMBER.sub("#", name), ()):
             if all(want in ("#", number) for want, number in zip(template, numbers, strict=True)):

@@ -101,7 +101,7 @@ def _mlx(s: Stored, shape: Shape) -> bool:
 
 
 def _mlx_scale(k: ModuleFacts) -> Mapping[str, Any]:
-    """Return mlx-lm's scale where no alpha beside it makes it uncertain; it is not divided by the rank."""
+    """Return mlx-lm's scale where no alpha next to it makes it uncertain; it is not divided by the rank."""
     table = k.config.get("lora_parameters")
     if not isinstance(table, dict) or "scale" not in table or "alpha" in table:
         return {}

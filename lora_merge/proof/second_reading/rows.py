@@ -198,7 +198,7 @@ class Network:
 
     @cached_property
     def _flat(self) -> Mapping[str, tuple[str, ...]]:
-        """Name with "_" for its dots → the names that it may stand for."""
+        """Name with "_" for its dots → the names that it may mean."""
         names: dict[str, tuple[str, ...]] = {}
         for name in dict.fromkeys([*self._modules(), *self.others]):
             flat = name.replace(".", "_")
@@ -207,7 +207,7 @@ class Network:
 
 
 def rows_of(place: WeightPlace, start: int, stop: int) -> WeightPlace:
-    """Return rows [start, stop) of a place that lies in one tensor."""
+    """Return rows [start, stop) of a place that is in one tensor."""
     (r,) = place.rows
     return WeightPlace(
         (BaseRows(r.key, r.start + start, r.start + stop, r.cols),), (stop - start, *place.shape[1:]), place.network
@@ -313,7 +313,7 @@ class Networks:
 
 
 def _readings(stem: str) -> Iterator[tuple[str, str, bool]]:
-    """Yield (network, rest of the name, whether "_" stands for its dots) for every prefix that the name may have."""
+    """Yield (network, rest of the name, whether "_" replaces its dots) for every prefix that the name may have."""
     name = stem.removeprefix(PEFT)
     yield "", name, False
     for prefix, network, flat in PREFIXES:
