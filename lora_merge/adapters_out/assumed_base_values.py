@@ -1,4 +1,4 @@
-"""Readers of the tensors of a conversion, whose base may be assumed."""
+"""Readers of the tensors of a job's sources, whose base may be assumed."""
 
 from __future__ import annotations
 

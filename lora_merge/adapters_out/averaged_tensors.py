@@ -32,6 +32,7 @@ from ..errors import FitError, VerificationFailed
 from ..files.checkpoint import Index, open_checkpoint
 from ..progress import Counting, Progress, unwatched
 from ..proof.reference.floats import decode, step
+from .assumed_base_values import cache_of
 from .change import Evaluator, norms_of, squares_between
 from .combined_change import Delta, combine
 from .copied_tensors import entry
@@ -110,7 +111,7 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
         expect_alike(snapshots)
         dtype = output_dtype(job, sources.adapters)
         reader = this.reading(sources.indexes)
-        cache = TensorCache(reader, frozenset(p for i in snapshots for p in i.files))
+        cache = cache_of(job, reader, sources)
         weights = tuple(a.strength for a in job.adapters)
         means = Averages(snapshots, weights, job.shares, cache, TORCH_DTYPES[dtype])
         unchosen = _unchosen(sources) if job.include or job.exclude else ()

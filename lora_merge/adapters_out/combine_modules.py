@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import isfinite, prod
-from threading import local
 
 from ..algorithms import ALGORITHMS
 from ..disk.reader import Reader
 from ..dtypes import ITEM_BYTES
 from ..engine.devices import places
 from ..engine.row_matrix import RowMatrix
-from ..engine.tensor_moves import HOST, TORCH_DTYPES, Placement
-from ..engine.tensors import TensorCache
+from ..engine.tensor_moves import HOST, TORCH_DTYPES
 from ..errors import beyond_fp64
 from ..merge_methods import ADDED, COMBINATIONS, UNDIRECTED
 from ..planning.combination import Combining
 from ..text import Note
+from .assumed_base_values import cache_of
 from .change import SINGLE, Evaluator, norms_of
 from .combined_change import Cut, Delta, Storage, combine, expect_finite, shared_out
 from .copied_tensors import entry
@@ -26,6 +25,7 @@ from .form import Form
 from .groups import Target
 from .job import FACTORS, AdapterJob
 from .module_tensors import Layer, LayerTensors, without_bytes
+from .parallel import PerThread
 from .sources import Sources
 
 
@@ -42,8 +42,8 @@ class GeneralMaker:
 
     def __post_init__(self) -> None:
         self.dtype = TORCH_DTYPES[self.kind]
-        self.files = frozenset(p for a in self.sources.adapters for p in a.index.files)
-        self._here = local()
+        self._single = self.job.compute_dtype == "fp32"
+        self._evaluators = PerThread(self._evaluator)
         self.at = places(self.job.inputs.device, "F32")[0]
         stored = [i.dtype for a in self.sources.adapters for m in a.modules for i in m.slots.values()]
         self.noise = STORED_IN_16 if stored and all(ITEM_BYTES.get(d, 4) <= 2 for d in stored) else 0.0
@@ -73,21 +73,23 @@ class GeneralMaker:
 
     def _change_of_weight(self, target: Target) -> Delta | None:
         """Return Δ of a weight. Factors that are decomposed are in fp64, however they were computed."""
-        if self.job.compute_dtype == "fp32":
-            delta = self._combined(target, SINGLE)
-            return delta and (delta if delta.whole is not None else replace(
-                delta, left=delta.factors[0].double(), right=delta.factors[1].double()))  # fmt: skip
-        return self._combined(target, HOST)
+        delta = self._combined(target)
+        if delta is None or delta.whole is not None or not self._single:
+            return delta
+        left, right = delta.factors
+        return replace(delta, left=left.double(), right=right.double())
 
-    def _combined(self, target: Target, at: Placement) -> Delta | None:
-        """Return Δ of a weight; each thread reads with evaluators of its own."""
-        evaluators = self._here.__dict__.setdefault("evaluators", {})
-        if at not in evaluators:
-            evaluators[at] = Evaluator(self.sources, TensorCache(self.reader, self.files), at)
-        changes = [c for c in evaluators[at].changes(target) if c.strength]
-        evaluators[at].forget()
+    def _evaluator(self) -> Evaluator:
+        cache = cache_of(self.job, self.reader, self.sources)
+        return Evaluator(self.sources, cache, SINGLE if self._single else HOST)
+
+    def _combined(self, target: Target) -> Delta | None:
+        """Return Δ of a weight."""
+        evaluator = self._evaluators.get()
+        changes = [c for c in evaluator.changes(target) if c.strength]
+        evaluator.forget()
         uses = [[u for u in target.uses if u.patch.adapter == c.adapter] for c in changes]
-        seeds = [self.combining.seed(c.adapter, evaluators) for c, evaluators in zip(changes, uses, strict=True)]
+        seeds = [self.combining.seed(c.adapter, its) for c, its in zip(changes, uses, strict=True)]
         if target.vector and self.job.method in UNDIRECTED:
             self.notes[Note(f"{self.job.method}: {ADDED}")] = None
         if not changes:

@@ -33,10 +33,10 @@ class PerThread(Generic[T]):
 
     def get(self) -> T:
         """Return the object of this thread."""
-        if not hasattr(self._here, "made"):
-            self._here.made = self._make()
-        found: T = self._here.made
-        return found
+        if not hasattr(self._here, "value"):
+            self._here.value = self._make()
+        value: T = self._here.value
+        return value
 
 
 def side_by_side(

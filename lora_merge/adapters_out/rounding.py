@@ -1,5 +1,5 @@
-"""Numbers of files in fp32, and back in 16 bits, by numpy; and the effect of a change: its largest number, and the share
-of numbers that are not zero. No torch.
+"""Numbers of files in fp32, and back in 16 bits, by numpy; and the effect of a change: its largest number, and the
+share of numbers that are not zero. No torch.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Batch:
         self, workers: Workers | None = None, *, name: str = "local", fail_fast: bool = False,
         progress: Progress = unwatched,
     ) -> Generator[JobReport, None, None]:  # fmt: skip
-        """Return every job's report as it ends, first of the jobs that need no running. Nothing is raised for a single job.
+        """Return every job's report as it ends, first of jobs that need no running. Nothing is raised for a single job.
 
         With `fail_fast` the first failure ends the batch: what is under way is removed, the rest has no report.
         The call itself raises where the disk cannot hold all outputs.

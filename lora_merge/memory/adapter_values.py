@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..adapter_options import KEEP
+from ..adapters_out.assumed_base_values import cache_of
 from ..adapters_out.change import Evaluator
 from ..adapters_out.combined_change import combine as combined
 from ..adapters_out.combined_change import decomposing, spectrum
@@ -23,7 +24,6 @@ from ..boundary import public
 from ..disk.reader import Reader
 from ..engine.devices import place
 from ..engine.tensor_moves import host
-from ..engine.tensors import TensorCache
 from ..engine.torch_state import undisturbed
 from ..errors import UsageError
 from ..options import factor
@@ -140,7 +140,7 @@ class Changes:
         if target is None or part is None:
             raise UsageError(f"the adapter has no module {name!r}", "its spectrum", "see .modules for the names")
         with Reader(sources.indexes) as reader:
-            cache = TensorCache(reader, frozenset(f for a in sources.adapters for f in a.index.files))
+            cache = cache_of(job, reader, sources)
             changes = [c for c in Evaluator(sources, cache, place("cpu", "F64")).changes(target) if c.strength]
             if not changes:
                 return []

@@ -1,7 +1,7 @@
 """Accounts for every tensor of every adapter's file: the plan uses it, or gives a reason why it changes nothing.
 
 The second reading (second_reading/) checks modules of known kinds. A module of any kind that the planner loses is
-found here: the names are the ones that the `safetensors` library finds in the file, and the planner's own counts are not
+found here: the names are the ones that the `safetensors` library finds in the file, and the planner's counts are not
 used. A reason is checked where bytes or strengths can show that it is wrong.
 """
 

@@ -102,7 +102,7 @@ class Bound:
 
     @classmethod
     def of(cls, beyond: Array, lost: Array, exact: Exact, value: Array) -> Bound:
-        """`beyond`: the errors beyond the rounding to the output. `lost`: the errors that are allowed. `value`: the exact
+        """`beyond`: the errors beyond the rounding to the output. `lost`: the allowed errors. `value`: the exact
         rows, as far as the output can hold them."""
         before = replace(exact, terms=np.maximum(np.abs(exact.base), np.abs(value))).largest
         sure = min(exact.loss, MOST_LOSS) * (CONTRACT * before + UNDERFLOW["fp32"] * exact.growth)

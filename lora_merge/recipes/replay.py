@@ -1,7 +1,7 @@
 """From a finished output back to its job: to prove it, or to write it again.
 
-A merge is planned again and its weights are computed again by separate formulas. An adapter is written again next to the
-output, with the proof of its command, and both files are compared byte by byte.
+A merge is planned again and its weights are computed again by separate formulas. An adapter is written again next
+to the output, with the proof of its command, and both files are compared byte by byte.
 """
 
 from __future__ import annotations

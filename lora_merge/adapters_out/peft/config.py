@@ -117,8 +117,8 @@ def _entries_of_model(before: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def whole_modules(modules: Iterable[tuple[Place, Collection[str]]], places: Iterable[Place]) -> set[str]:
-    """Return the modules that a folder replaces as a whole: each with a new weight, and norms. A bias of a module without
-    a weight, such as that of BERT's head, belongs to no norm.
+    """Return the modules that a folder replaces as a whole: each with a new weight, and norms. A bias of a module
+    without a weight, such as that of BERT's head, belongs to no norm.
     `modules`: parameters, and the endings of their tensors."""
     weights = {p.module for p in places if p.parameter == "weight"}
     return {

@@ -301,7 +301,7 @@ class ModuleScales:
 
 
 def _changes_alpha(text: str) -> bool:
-    """Return whether network arguments may change what α means: one that does is on, or is at a place that is not read."""
+    """Return whether network arguments may change what α means: one that does is on, or its place is not read."""
     if not any(word in text.lower() for word in CHANGES_ALPHA):
         return False
     try:
