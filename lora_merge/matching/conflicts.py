@@ -195,7 +195,7 @@ def check_addable(adapters: Sequence[Adapter], matches: Sequence[Match], values:
     for adapter, match in zip(adapters, matches, strict=True):
         for key in match.replaced:
             formulas = {use.patch.algorithm for use in match.uses.get(key, ())}
-            by_itself = any(not ALGORITHMS[name].of_factors for name in formulas)
+            by_itself = any(not ALGORITHMS[name].part_of_lora for name in formulas)
             if key in replaced or by_itself or any(key in other.uses for other in matches if other is not match):
                 raise FitError("a parameter is replaced as a whole and changed again", f"{key}: by {adapter.path}",
                                "merge the adapters one after the other")  # fmt: skip

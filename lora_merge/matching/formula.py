@@ -512,7 +512,7 @@ class Candidate:
         if alpha is None and "scale" in row.scalars:
             alpha = self._stated_alpha(needed=not configured and override is None)
         # The formula's rule for α; a bias takes the rank of the factors of its module.
-        weight = self.context.weights.get(self.module.name) if row.of_factors else None
+        weight = self.context.weights.get(self.module.name) if row.part_of_lora else None
         try:
             numbers = dict(row.scalars_from(alpha, {**(weight.shapes if weight else {}), **shapes}, shape))
         except DoesNotFit as e:  # the shapes fit, so the alpha does not
