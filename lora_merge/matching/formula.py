@@ -100,8 +100,8 @@ FROM_THE_TRAINING: Final = (
     "put the adapter_config.json of the training beside the adapter, and the base's config.json beside the base"
 )
 
-OF_ROWS: Final = ("slots", "configuration", "tensors", "experts")
-"""Filters whose reasons are about a row of ALGORITHMS, not about the shapes and numbers of the module's tensors."""
+OF_ROW: Final = "experts"
+"""The filter of candidates whose reason is about the row of ALGORITHMS, not about shapes and numbers of tensors."""
 
 STATED_BY: Final = ("--setting", "adapter_config")
 """A reason with one of these texts names the place from which the missing fact can come."""
@@ -235,11 +235,12 @@ def choose(
     context.stated.check(module)
     twice = [Note(SHARED_TWICE.format(slot=slot)) for slot in repeated(module, context.adapter.path, context.values)]
     # Try every row that is left on every view of the weight.
-    rows = site.rows()
+    rows, refused = site.rows(), list[Refusal]()
     for candidate in site.candidates(rows):
-        if candidate.refusal() is None:
+        if (refusal := candidate.refusal()) is None:
             return candidate.choice(twice)
-    raise site.error(rows, refusals(module, view, context, near))
+        refused.append(refusal)
+    raise site.error(rows, refused)
 
 
 def refusals(
@@ -358,13 +359,13 @@ class Site(NamedTuple):
             where = f"{self.where} on {self.view.row_slices[0].key} {list(self.view.shape)}: {e}"
             raise ShapeMismatch(LACKS_FACTS, where, STATE) from e
 
-    def error(self, rows: CandidateRows, refusals: Sequence[Refusal]) -> MergeError:
-        """Return the error for a module of which every formula is refused."""
+    def error(self, rows: CandidateRows, refused: Sequence[Refusal]) -> MergeError:
+        """Return the error for a module of which every formula is refused; `refused`: the candidates."""
         module, path = self.module, self.context.adapter.path
         # The formula that the keys were written for lacks a tensor: the reasons of the others would mislead.
         if not rows.names or (rows.selected is None and module.algorithms[0] not in rows.names):
             return incomplete(lacks(module), path)
-        reasons = [*dict.fromkeys(refusal.reason for refusal in refusals if refusal.filter not in OF_ROWS)]
+        reasons = [*dict.fromkeys(refusal.reason for refusal in refused if refusal.filter != OF_ROW)]
         where = f"{self.where} {shapes_of(module)}: {'; or '.join(reasons)}"
         # A fact is missing that a file or the user can state.
         to_state = next((reason for reason in reasons if any(place in reason for place in STATED_BY)), None)
@@ -611,7 +612,7 @@ class Candidate:
 
 
 FILTERS: Final[tuple[tuple[str, Callable[[Candidate], None]], ...]] = (
-    ("experts", Candidate.expect_experts),
+    (OF_ROW, Candidate.expect_experts),
     ("shapes", Candidate.fit_shapes),
     ("magnitude", Candidate.fit_magnitude),
     ("settings", Candidate.check_settings),
