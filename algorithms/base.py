@@ -220,7 +220,7 @@ class Algorithm:
     scale_from_config: bool = False
     """Whether only the adapter's configuration gives the scale."""
     checks: Checks = field(default_factory=Checks)
-    of_factors: bool = False
+    part_of_lora: bool = False
     """Whether it is a part of the LoRA of the same module: its scale is that of the module's factors, and PEFT adds it
     to a value of the parameter in the same file."""
     in_peft: Literal["method", "any", "never"] = "method"

@@ -39,5 +39,5 @@ LORA_BIAS = Algorithm(
     "lora_bias", BiasTensors, fitted_shapes, delta, "arXiv:2106.09685", row_axes={"diff": 0},
     scalars_from=alpha_by(lambda shapes: shapes.get("down", (0,))[0]),  # r of the factors of the same module
     parameter="bias", weight_shape=shape_of_slot("diff"),
-    of_factors=True,
+    part_of_lora=True,
 )  # fmt: skip

@@ -274,7 +274,7 @@ def _module(key: tuple[str, str], groups: Mapping[tuple[str, str], _Group]) -> M
     whole, number = split_row_part(key[0])
     g, parent = groups[key], groups.get((whole, "weight"))
     shared: dict[str, list[StoredTensor]] = {slot: [*infos] for slot, infos in g.shared.items()}
-    is_bias = key[1] == "bias" and {ALGORITHMS[name].of_factors for name in g.algorithms or ()} == {True}
+    is_bias = key[1] == "bias" and {ALGORITHMS[name].part_of_lora for name in g.algorithms or ()} == {True}
     if parent and (number is not None or is_bias):
         for slot, infos in parent.shared.items():
             if slot in SCALES or not is_bias:

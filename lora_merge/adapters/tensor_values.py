@@ -39,6 +39,11 @@ class Values(Protocol):
         """Return whether these rows of a tensor, seen as a matrix, hold only zeros outside these columns."""
 
 
+def is_all_zeros(info: StoredTensor, values: Values) -> bool:
+    """Return whether all numbers of a tensor are zeros."""
+    return values.zero_outside(info, (0, info.shape[0] if info.shape else 1), (0, 0))
+
+
 class FileValues:
     """Values from files. A reader keeps the files open: an alpha per module makes thousands of reads."""
 

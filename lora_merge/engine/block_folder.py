@@ -277,7 +277,7 @@ class BlockFolder:
 
     def drawn(self, block: Block, values: Tensor) -> Tensor:
         """Return merged values as numbers of the output's dtype, rounded stochastically where that is asked for."""
-        values = values if codecs_on(values.device) else host(values)
+        values = self._on_codec_device(values)
         target, first = block.target, block.first * block.cols
         if self.options.draw is None:
             return values

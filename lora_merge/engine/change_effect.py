@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from ..adapters.modules import Module
-from ..adapters.tensor_values import FileValues
+from ..adapters.tensor_values import FileValues, Values, is_all_zeros
 from ..change_statistics import Measures
 from ..disk.reader import Reader
 from ..dtypes import FLOATS
@@ -40,11 +40,11 @@ def _measured_as_zero(number: int, measures: Measures) -> bool:
     return bool(known) and sum(exact) <= LARGEST * sum(m.weight for _, m in known)
 
 
-def _zeros(modules: Sequence[Module], values: FileValues) -> Iterator[str]:
+def _zeros(modules: Sequence[Module], values: Values) -> Iterator[str]:
     """Yield a tensor of zeros of each module, up to the first module without one."""
     for module in modules:
         infos = (info for info in module.slots.values() if info.dtype in FLOATS)
-        zero = next((i for i in infos if values.zero_outside(i, (0, i.shape[0] if i.shape else 1), (0, 0))), None)
+        zero = next((info for info in infos if is_all_zeros(info, values)), None)
         if zero is None:
             return
         yield zero.name

@@ -144,9 +144,9 @@ def factor_norms(targets: Iterable[OutputTensor], tensors: PatchTensors, lane: D
     for alike in groups(of_factors, lambda b: b, lambda _: len(of_factors)):
         norms = _norms(tensors.stacks(alike, at, lane), len(alike), alike[0].cols)
         rows = zip(*(norm.clamp_min(0).tolist() for norm in norms.values()), strict=True)
-        for whole, norms_of_weight in zip(alike, rows, strict=False):
-            if all(map(isfinite, norms_of_weight)):
-                known = dict(zip(norms, norms_of_weight, strict=True))
+        for whole, row in zip(alike, rows, strict=False):
+            if all(map(isfinite, row)):
+                known = dict(zip(norms, row, strict=True))
                 if whole.target.combining is not None:
                     del known[WHOLE]
                 every[whole.target.name] = known

@@ -28,7 +28,6 @@ from .tensor_moves import HOST, TORCH_DTYPES, DeviceStream, as_stored, brought, 
 from .tensors import Fetch
 
 if TYPE_CHECKING:
-    from ..change_statistics import Measurement
     from .fold import SampleOf
 
 RUN: Final = 128
@@ -405,7 +404,7 @@ class RowSample:
         stored = self.stored
         if stored is None:
             stored = change if output is None else output.nearest(change)
-        # ΔW² and applied · ΔW of each adapter: what is stored beside what would be without its change.
+        # ΔW² and applied · ΔW of each adapter: what is stored minus what would be stored without its change.
         more = []
         for part in self.parts:
             of_adapter = left = part.change
@@ -595,6 +594,6 @@ def _each(values: Tensor, of: Callable[[int, Tensor], Tensor | None]) -> Tensor:
     """Return the numbers [n, width] that a function gives for each row; those of the row where it gives none."""
     result = torch.empty_like(values)
     for n, (old, new) in enumerate(zip(values.unbind(), result.unbind(), strict=True)):
-        values_of_row = of(n, old)
-        new.copy_(old if values_of_row is None else values_of_row.view(new.shape))
+        values_there = of(n, old)
+        new.copy_(old if values_there is None else values_there.view(new.shape))
     return result

@@ -91,10 +91,10 @@ def combined(  # noqa: PLR0913  # the method, its inputs and its numbers
 ) -> Tensor:
     """Return Δ as `combined_rows` does, of changes that are in memory; the first one is overwritten."""
     result = changes[0]
-    rows_of_change = combined_rows(method, [RowMatrix.of(t) for t in changes], strengths, n, seeds, vector=vector)
+    combination = combined_rows(method, [RowMatrix.of(t) for t in changes], strengths, n, seeds, vector=vector)
     if result.device.type != "cpu":
-        return result.copy_(rows_of_change.read(slice(0, result.shape[0])))
-    for rows, block in rows_of_change.blocks():
+        return result.copy_(combination.read(slice(0, result.shape[0])))
+    for rows, block in combination.blocks():
         result[rows] = block
     return result
 

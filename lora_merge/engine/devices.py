@@ -342,7 +342,7 @@ def fastest(asked: str, targets: Iterable[OutputTensor], disk: float, cores: int
 
 
 def _core_seconds(target: OutputTensor) -> tuple[float, float]:
-    """Return the seconds of one core for a tensor: of most formulas, and of those that decompose a matrix."""
+    """Return the seconds of one core for a tensor: of most formulas, and of formulas that decompose a matrix."""
     numbers = prod(target.matrix)
     rows = [ALGORITHMS[u.patch.algorithm] for u in target.uses]
     each = COMBINED if target.combining is not None else USED

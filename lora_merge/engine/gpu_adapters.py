@@ -80,10 +80,10 @@ class AdaptersOnDevice:
             memory: Any = host.numpy()
             self._reader.read_into(memoryview(memory), infos[0].source, start)
             raw = upload(host, lane, 0)
-            numbers_of_piece = torch.empty(sum(sizes), dtype=lane.at.dtype, device=lane.at.device)
-            parts = numbers_of_piece.split_with_sizes(sizes)
+            values = torch.empty(sum(sizes), dtype=lane.at.dtype, device=lane.at.device)
+            parts = values.split_with_sizes(sizes)
             cast_all([raw[i.offset - start :][: i.nbytes].view(TORCH_DTYPES[i.dtype]) for i in infos], parts)
-            ends = extremes(numbers_of_piece, lane)
+            ends = extremes(values, lane)
             lane.settle()
             if fit(ends, lane.at.dtype):
                 tensors |= zip(map(_key, infos), parts, strict=True)

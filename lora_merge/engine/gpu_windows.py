@@ -237,23 +237,23 @@ class DeviceWindows:
             folded = [self._merged(some, uploaded, low, lane) for some in kinds.values()]
         except DoesNotFit:
             return None
-        ends = [extremes(part_of_window.work, lane, number) for number, part_of_window in enumerate(folded)]
-        flags = [flag for part_of_window in folded for flag in part_of_window.cancelled]
+        ends = [extremes(batch.work, lane, number) for number, batch in enumerate(folded)]
+        flags = [flag for batch in folded for flag in batch.cancelled]
         cancelled = brought(torch.cat(flags), lane, "cancelled") if flags else torch.zeros(0)
         lane.settle()
         dtypes = [TORCH_DTYPES[dtype] for _, dtype in kinds]
         if cancelled.any() or not all(map(fit, ends, dtypes)):
             return None
         # Cast the merged numbers into the bytes of the output.
-        for part_of_window, dtype in zip(folded, dtypes, strict=True):
-            new: Sequence[Tensor] = rounded(part_of_window.work, dtype).split_with_sizes(part_of_window.sizes)
+        for batch, dtype in zip(folded, dtypes, strict=True):
+            new: Sequence[Tensor] = rounded(batch.work, dtype).split_with_sizes(batch.sizes)
             drawn = self.blocks.options.draw is not None and dtype.itemsize < 4
             if drawn:
-                old = part_of_window.work.split_with_sizes(part_of_window.sizes)
-                new = [self.blocks.drawn(f.block, v) for f, v in zip(part_of_window.folds, old, strict=True)]
-            cast_all(new, [_numbers(out, f.at - start, f.nbytes, dtype) for f in part_of_window.folds])
+                old = batch.work.split_with_sizes(batch.sizes)
+                new = [self.blocks.drawn(f.block, v) for f, v in zip(batch.folds, old, strict=True)]
+            cast_all(new, [_numbers(out, f.at - start, f.nbytes, dtype) for f in batch.folds])
             if drawn:
-                _note_stored(part_of_window, new)
+                _note_stored(batch, new)
         # Down: the results; meanwhile the sums of the samples.
         read = self._add_up(task.plan, folded, lane)
         view = task.output.out.view(task.window.start, task.window.size)
@@ -327,13 +327,13 @@ class DeviceWindows:
             counts = [f.block.elements if suits(f.block) else 0 for f in ordered]
             sampled = RunSample.of([f.block for f in ordered], counts, work, change_sample.PERIOD)
         done, row_samples, flags = 0, list[RowSample](), list[Tensor]()
-        for stack, patches_of_stack in zip(stacks, patches, strict=True):
+        for stack, stacked in zip(stacks, patches, strict=True):
             b = stack[0].block
             base = work[done : done + len(stack) * b.elements].view(len(stack), b.last - b.first, b.cols)
             alike = [f.block for f in stack]
             sample = None if by_runs and suits(b) else sample_of(alike, base, self.blocks.options.sampling)
             sums = LargestSums.of(alike, base)
-            merged = new_weights(alike, base, patches_of_stack, *(o for o in (sums, sample) if o is not None))
+            merged = new_weights(alike, base, stacked, *(o for o in (sums, sample) if o is not None))
             flags += [] if sums is None else [sums.cancelled]
             row_samples += [sample] if isinstance(sample, RowSample) else []
             if merged is not base:

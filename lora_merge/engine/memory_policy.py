@@ -98,7 +98,7 @@ class MemoryPolicy:
         return result
 
     def _last_resort(self, work: Call[Task, Result], tasks: Sequence[Task]) -> Result:
-        """Return the result of work on one task that did not fit beside others' work."""
+        """Return the result of work on one task that did not fit next to others' work."""
         with self.device.alone():
             self.lanes.relieve()  # other lanes have left unused memory
             result = work(tasks, None)

@@ -55,7 +55,7 @@ def run_together(
         stacks = [stack.enter_context(ExitStack()) for _ in plans]  # remove outputs without a name at the end
         for plan in plans:
             progress(Step("load", str(plan.job.output), total=plan.size))
-        # Outputs under temporary names; those that cannot be opened drop out.
+        # Outputs under temporary names; an output that cannot be opened drops out.
         outputs = [_open(plan, cleanup) for plan, cleanup in zip(plans, stacks, strict=True)]
         ready = [o for o in outputs if isinstance(o, _Output)]
         indexes = [i for o in ready for i in (o.plan.base, *(m.adapter.index for m in o.plan.adapters))]

@@ -41,13 +41,13 @@ def from_base(
         at = WIDE if wide else AS_LOADED
         return gathered(view, lambda piece: weight_values(base[piece.key], fetch).reshape(-1, piece.cols), at)
 
-    of = basis_weights(patch)
-    if of and of in shared:
-        return shared[of]
+    layers = basis_weights(patch)
+    if layers and layers in shared:
+        return shared[layers]
     loaded = Loaded(read, cast, patch.shapes, patch.view.shape, dict(patch.settings))
     tensors = ALGORITHMS[patch.algorithm].rebuilt(loaded)
-    if of:
-        shared[of] = tensors
+    if layers:
+        shared[layers] = tensors
     return tensors
 
 

@@ -69,15 +69,15 @@ class NewCodes:
                     self._merged[plan, name, first] = merged
         # The scale that covers it, and the numbers of the weights that share it.
         for target in unknown:
-            partners_of_target = self._partners[plan].get(target.name, (target,))
-            magnitude = max(magnitudes.get(t.name, 0.0) for t in partners_of_target)
+            joined = self._partners[plan].get(target.name, (target,))
+            magnitude = max(magnitudes.get(t.name, 0.0) for t in joined)
             self._refitted[plan][target.name] = new = refitted(target, magnitude, self.read)
             done: Future[Merged] = Future()
             done.set_result(Merged(parts=tuple(new_parts(new))))
             yield done
 
     def _unknown(self, plan: int, names: Iterable[str]) -> list[OutputTensor]:
-        """Return the weights among these whose scales are not known yet, with those that need the same scale."""
+        """Return the weights among these whose scales are not known yet, with the weights that need the same scale."""
         weights, joined = self._weights[plan], self._partners[plan]
         new = (weights[name] for name in names if name in weights and name not in self._refitted[plan])
         return [*{t.name: t for target in new for t in joined.get(target.name, (target,))}.values()]

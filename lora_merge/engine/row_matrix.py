@@ -98,7 +98,7 @@ INTEGERS: Final = {torch.float64: (torch.int64, 63), torch.float32: (torch.int32
 
 
 class Largest(NamedTuple):
-    """The numbers that are the largest in magnitude: all above a bound, and the first of those that equal it."""
+    """The numbers that are the largest in magnitude: all above a bound, and the first ones that equal it."""
 
     least: float  # the smallest magnitude among them
     last: int  # the place, counted row by row, of the last number of that magnitude among them
@@ -146,10 +146,8 @@ def _leading_bits(change: RowMatrix, count: int) -> tuple[int, int, int, int]:
             bits = block.abs_().reshape(-1).view(kind)
             if left >= 0:
                 bits = bits[(bits >> left) == known]
-            counts_of_block = torch.bincount(
-                (bits >> after) & ((1 << (before - after)) - 1), minlength=1 << (before - after)
-            )
-            counts = counts_of_block if counts is None else counts.add_(counts_of_block)
+            more = torch.bincount((bits >> after) & ((1 << (before - after)) - 1), minlength=1 << (before - after))
+            counts = more if counts is None else counts.add_(more)
         assert counts is not None, "there are numbers"
         above = counts.flip(0).cumsum(0)
         place = int((above < rank).sum())

@@ -76,19 +76,21 @@ class Merged:
     cut: Counter[str] = field(default_factory=Counter)  # tensor → how many numbers were cut
     uncovered: Mapping[str, float] = field(default_factory=dict)
     """Weight → its largest magnitude, if the scale of the whole weight does not cover it: nothing is written then."""
-    parts: tuple[PartBytes, ...] = ()  # stored beside codes
+    parts: tuple[PartBytes, ...] = ()  # stored next to codes
     measures: tuple[Measurement, ...] = ()
     samples: tuple[RowSample | RunSample, ...] = ()  # whose sums, and so the measures, are not made yet
     norms: Norms = field(default_factory=dict)
 
     def __add__(self, other: Merged) -> Merged:
-        uncovered = dict(self.uncovered)
-        for name, magnitude in other.uncovered.items():
-            uncovered[name] = max(magnitude, uncovered.get(name, 0.0))
         return Merged(
-            self.cut + other.cut, uncovered, self.parts + other.parts, self.measures + other.measures,
-            self.samples + other.samples, {**self.norms, **other.norms},
+            self.cut + other.cut, largest_of_each(self.uncovered, other.uncovered), self.parts + other.parts,
+            self.measures + other.measures, self.samples + other.samples, {**self.norms, **other.norms},
         )  # fmt: skip
+
+
+def largest_of_each(some: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
+    """Return weight → the largest of its magnitudes in two tables."""
+    return {**some, **{name: max(magnitude, some.get(name, 0.0)) for name, magnitude in more.items()}}
 
 
 class LargestNumber(NamedTuple):

@@ -124,8 +124,8 @@ def parts_of(numbers: Tensor, packing: Packing, first: int, count: int, fetch: F
         info, (low, size) = part.info, part.span(first, count)
         kind = info.dtype if info.dtype in TORCH_DTYPES and role != CODES else "U8"
         shape = (size // ITEM_BYTES[kind],)
-        numbers_of_part = fetch(replace(info, dtype=kind, shape=shape, offset=info.offset + low, nbytes=size))
-        parts[role] = numbers_of_part if shape == (1,) and not part.numbers else beside(numbers_of_part, numbers)
+        values = fetch(replace(info, dtype=kind, shape=shape, offset=info.offset + low, nbytes=size))
+        parts[role] = values if shape == (1,) and not part.numbers else beside(values, numbers)
     return parts
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -26,7 +25,7 @@ from .patch_tensors import PatchTensors
 from .quantised_output import NewCodes, refolded
 from .recoding import new_parts, refitted
 from .stages import WindowTask
-from .tasks import FoldTask, settled
+from .tasks import FoldTask, largest_of_each, settled
 from .tensor_moves import convert, settle
 from .tensors import KEPT, SHARE, DeviceCache, TensorCache, decoded, packed, raw
 from .windows import Fold, Window, WindowChange, pinned_bytes
@@ -41,8 +40,8 @@ class WindowMerger:
     def __init__(self, plans: Sequence[Plan], parts: Sequence[Path], reader: Reader) -> None:
         """`parts`: the unfinished output of each plan, a file or a folder."""
         self.plans, self.choice = plans, choose(plans)
-        job = replace(plans[0].job, device=self.choice.device)
-        at = places(job.device, COMPUTE_DTYPES[job.compute_dtype])
+        job, dtype = plans[0].job, COMPUTE_DTYPES[plans[0].job.compute_dtype]
+        at = places(self.choice.device, dtype)
         self.device = ",".join(str(p.device) for p in at)
         # Adapters' tensors: cached on the host, and on a GPU uploaded once.
         room = min(p.job.max_memory for p in plans) // SHARE
@@ -58,7 +57,7 @@ class WindowMerger:
         # What folds: block by block, and on a GPU whole windows.
         changed = checked(t.name for f in plans[0].files for t in f.targets if t.uses)
         self.blocks = BlockFolder(at, tensors, self.pool, FoldOptions.of(job, at, 2 * unit, changed))
-        self.blocks.memory.notes += passed_over(job.device, COMPUTE_DTYPES[job.compute_dtype])
+        self.blocks.memory.notes += passed_over(self.choice.device, dtype)
         self.whole = DeviceWindows(self.blocks, self.pool, unit) if uploaded else None
         # What comes of it.
         self.cut = [Counter[str]() for _ in plans]
@@ -119,12 +118,10 @@ class WindowMerger:
         self.measures[task.plan].take(merged.measures)
         self.measures[task.plan].know(merged.norms)
         self.cut[task.plan] += task.saturated + merged.cut
-        uncovered = self.uncovered[task.plan]
-        for name, magnitude in merged.uncovered.items():
-            uncovered[name] = max(magnitude, uncovered.get(name, 0.0))
+        self.uncovered[task.plan] = largest_of_each(self.uncovered[task.plan], merged.uncovered)
 
     def complete(self, number: int, part: Path) -> Collection[str]:
-        """Write the parts of a plan's output beside the codes, and again the weights that are too large for theirs,
+        """Write the parts of a plan's output next to the codes, and again the weights that are too large for theirs,
         whose names are returned."""
         plan, spool = self.plans[number], self.spools[number]
         if self.whole is not None:
@@ -134,7 +131,7 @@ class WindowMerger:
         uncovered = self.uncovered[number]
         if spool.empty and not uncovered:
             return ()
-        # The parts beside codes, of all windows.
+        # The parts next to codes, of all windows.
         files = [(part / f.name if f.name else part, f.targets) for f in plan.files]
         homes = {t.name: (path, t) for path, targets in files for t in targets}
         starts = {name: (path, target.offset) for name, (path, target) in homes.items()}

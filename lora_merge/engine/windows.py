@@ -269,10 +269,10 @@ def _parts(targets: Sequence[OutputTensor], limit: int, *, drawn: bool) -> Itera
 def _runs(targets: Sequence[OutputTensor], *, drawn: bool) -> Iterator[_Folded]:
     """Yield the shortest ranges of elements that cut no block of any plan; a plan without changes has no blocks."""
     by_plan = [list(blocks(t)) if t.uses else [] for t in targets]
-    cuts = set.intersection(*({0, *(b.last * b.cols for b in of)} for of in by_plan if of))
-    firsts = [[b.first * b.cols for b in of] for of in by_plan]
+    cuts = set.intersection(*({0, *(b.last * b.cols for b in some)} for some in by_plan if some))
+    firsts = [[b.first * b.cols for b in some] for some in by_plan]
     for low, high in pairwise(sorted(cuts)):
-        inside = (of[bisect_left(at, low) : bisect_left(at, high)] for of, at in zip(by_plan, firsts, strict=True))
+        inside = (some[bisect_left(at, low) : bisect_left(at, high)] for some, at in zip(by_plan, firsts, strict=True))
         yield _Folded(targets[0], low, high - low, tuple(map(tuple, inside)), drawn)
 
 

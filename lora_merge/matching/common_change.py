@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from itertools import takewhile
 from typing import Final, NamedTuple
 
 from ..adapters.modules import Module
 from ..adapters.suffixes import split_row_part
-from ..algorithms import DoesNotFit
 from ..models.components import WITHIN
 from ..models.names import Names
 from ..models.prefixes import innermost
 from ..models.weights import WeightView
 from ..text import NUMBER, Note
-from .formula import fit
+from .formula import takes
 from .orientation import known_types
 
 SEPARATORS: Final = ("___lorahyphen___", "__", "--", "/", "::", ":")
@@ -161,11 +159,7 @@ def _views(change: CommonChange, samples: Mapping[str, Module], names: Names) ->
 
 def _fits(module: Module, view: WeightView) -> bool:
     """Return whether the shapes of a module's tensors are those of some formula on a weight."""
-    for algorithm in module.complete:
-        with suppress(DoesNotFit):
-            fit(algorithm, tuple(module.shapes.items()), view.shape, view.matrix)
-            return True
-    return False
+    return any(takes(formula, module, view) for formula in module.complete)
 
 
 def _moves_levels(change: CommonChange) -> bool:

@@ -65,12 +65,12 @@ class _RowGroup:
     def clashes(self, name: _Name) -> Iterator[tuple[Patch, _Name]]:
         """Return the first patch of every kind of names that clashes with a name, and its name."""
         for patch in self.unread:
-            of = _Name.of(patch.module.name)
-            for kind in of.kinds:
-                self._by_kind.setdefault(kind, (patch, of))
+            other = _Name.of(patch.module.name)
+            for kind in other.kinds:
+                self._by_kind.setdefault(kind, (patch, other))
         self.unread.clear()
         patches = (self._by_kind[kind] for kind in name.kinds if kind in self._by_kind)
-        return ((patch, of) for patch, of in patches if of.name != name.name)
+        return ((patch, other) for patch, other in patches if other.name != name.name)
 
 
 def _clashes(patch: Patch, groups: Sequence[_RowGroup]) -> Iterator[tuple[Patch, _Name]]:
@@ -195,7 +195,7 @@ def check_addable(adapters: Sequence[Adapter], matches: Sequence[Match], values:
     for adapter, match in zip(adapters, matches, strict=True):
         for key in match.replaced:
             formulas = {use.patch.algorithm for use in match.uses.get(key, ())}
-            by_itself = any(not ALGORITHMS[name].of_factors for name in formulas)
+            by_itself = any(not ALGORITHMS[name].part_of_lora for name in formulas)
             if key in replaced or by_itself or any(key in other.uses for other in matches if other is not match):
                 raise FitError("a parameter is replaced as a whole and changed again", f"{key}: by {adapter.path}",
                                "merge the adapters one after the other")  # fmt: skip

@@ -130,8 +130,8 @@ def variant_doubt(names: Names, shapes: Callable[[], Mapping[str, Shape]]) -> st
 def missing_networks(absent: Sequence[str], present_labels: Sequence[str]) -> str:
     """Return the sentence on modules of networks that the base does not hold."""
     missing, present = (" and ".join(map(_part, labels)) for labels in (absent, present_labels))
-    held = "is a single network without one" if list(present_labels) == ["model"] else f"holds only {present}"
-    return f"some modules are for {missing}, the base {held}; {WHOLE_BASE}"
+    holds = "is a single network without one" if list(present_labels) == ["model"] else f"holds only {present}"
+    return f"some modules are for {missing}, the base {holds}; {WHOLE_BASE}"
 
 
 def _part(label: str) -> str:
@@ -224,7 +224,7 @@ def _other_names(unmatched: Mapping[str, Shape], title: str, stored: Mapping[str
     # The nearest names, and the rows of a map if these are the same layers.
     base = f"the base is {_kind_of_model(title)}"
     name, shape = next(((n, s) for n, s in unmatched.items() if s), (next(iter(unmatched)), ()))
-    alike = {key: of for key, of in stored.items() if not shape or flat(of) == shape}
+    alike = {key: size for key, size in stored.items() if not shape or flat(size) == shape}
     if not alike:
         return f"{base}, in which no weight is {list(shape)} as {name} needs it; {OWN_BASE}"
     near = nearest(innermost(name)[1], alike)
@@ -262,11 +262,11 @@ def _row(modules: Sequence[str], unmatched: Mapping[str, Shape], stored: Mapping
     """
     shape, body = unmatched[modules[0]], innermost(modules[0])[1]
     count = len(NUMBER.findall(body))
-    for key in nearest(body, (key for key, of in stored.items() if not shape or flat(of) == shape)):
+    for key in nearest(body, (key for key, size in stored.items() if not shape or flat(size) == shape)):
         if len(NUMBER.findall(key)) != count or count > len(LETTERS):
             continue
         targets = [(_numbered(key, NUMBER.findall(innermost(m)[1])), unmatched[m]) for m in modules]
-        if all(target in stored and (not of or flat(stored[target]) == of) for target, of in targets):
+        if all(target in stored and (not size or flat(stored[target]) == size) for target, size in targets):
             letters = [f"{{{letter}}}" for letter in LETTERS]
             return f'"{_numbered(body, letters)}": "{_numbered(key, letters)}"'
     return ""

@@ -100,8 +100,8 @@ FROM_THE_TRAINING: Final = (
     "put the adapter_config.json of the training beside the adapter, and the base's config.json beside the base"
 )
 
-OF_ROWS: Final = ("slots", "configuration", "tensors", "experts")
-"""Filters whose reasons are about a row of ALGORITHMS, not about the shapes and numbers of the module's tensors."""
+OF_ROW: Final = "experts"
+"""The filter of candidates whose reason is about the row of ALGORITHMS, not about shapes and numbers of tensors."""
 
 STATED_BY: Final = ("--setting", "adapter_config")
 """A reason with one of these texts names the place from which the missing fact can come."""
@@ -163,22 +163,14 @@ class AdapterContext:
             self._arguments[formula] = network_arguments(ALGORITHMS[formula], metadata, path)
         return self._arguments[formula]
 
-    def with_shared(self, module: Module, formula: str) -> Module:
-        """Return the module with the shared tensors of the file that a formula takes."""
-        if formula not in SHARED:
-            return module
-        keys, tensors = self.rules.of(module.name).shared(formula, module.name), self.adapter.index.tensors
-        shared = {slot: tensors[key] for slot, key in keys.items() if key in tensors}
-        return replace(module, slots={**shared, **module.slots}) if shared else module
-
     def _fits(self, module: Module, view: WeightView) -> bool:
         """Return whether some formula accepts the module's tensors for this view of the weight."""
-        place = Site(module, view, {}, self)
+        site = Site(module, view, {}, self)
         try:
-            rows = place.rows()
+            rows = site.rows()
         except MergeError:
             return False
-        return any(_formula_takes(name, place.with_shared(name).shapes, view) for name in rows.names)
+        return any(takes(name, site.with_shared(name), view) for name in rows.names)
 
 
 @lru_cache(maxsize=1024)  # a model has thousands of layers of a few shapes
@@ -193,9 +185,10 @@ def fit(
     return shapes
 
 
-def _formula_takes(formula: str, shapes: Mapping[str, Shape], view: WeightView) -> bool:
+def takes(formula: str, module: Module, view: WeightView) -> bool:
+    """Return whether a formula accepts the shapes of a module's tensors for this view of a weight."""
     try:
-        fit(formula, tuple(shapes.items()), view.shape, view.matrix)
+        fit(formula, tuple(module.shapes.items()), view.shape, view.matrix)
     except DoesNotFit:
         return False
     return True
@@ -242,11 +235,12 @@ def choose(
     context.stated.check(module)
     twice = [Note(SHARED_TWICE.format(slot=slot)) for slot in repeated(module, context.adapter.path, context.values)]
     # Try every row that is left on every view of the weight.
-    rows = site.rows()
+    rows, refused = site.rows(), list[Refusal]()
     for candidate in site.candidates(rows):
-        if candidate.refusal() is None:
+        if (refusal := candidate.refusal()) is None:
             return candidate.choice(twice)
-    raise site.error(rows, refusals(module, view, context, near))
+        refused.append(refusal)
+    raise site.error(rows, refused)
 
 
 def refusals(
@@ -289,8 +283,13 @@ class Site(NamedTuple):
         return f"{self.context.adapter.path}: {self.module.where}"
 
     def with_shared(self, formula: str) -> Module:
-        """See `AdapterContext.with_shared`."""
-        return self.context.with_shared(self.module, formula)
+        """Return the module with the shared tensors of the file that a formula takes."""
+        module = self.module
+        if formula not in SHARED:
+            return module
+        keys, tensors = self.rules.shared(formula, module.name), self.context.adapter.index.tensors
+        shared = {slot: tensors[key] for slot, key in keys.items() if key in tensors}
+        return replace(module, slots={**shared, **module.slots}) if shared else module
 
     def rows(self) -> CandidateRows:
         """Return the rows that the filters `slots`, `configuration` and `tensors` leave.
@@ -360,13 +359,13 @@ class Site(NamedTuple):
             where = f"{self.where} on {self.view.row_slices[0].key} {list(self.view.shape)}: {e}"
             raise ShapeMismatch(LACKS_FACTS, where, STATE) from e
 
-    def error(self, rows: CandidateRows, refusals: Sequence[Refusal]) -> MergeError:
-        """Return the error for a module of which every formula is refused."""
+    def error(self, rows: CandidateRows, refused: Sequence[Refusal]) -> MergeError:
+        """Return the error for a module of which every formula is refused; `refused`: the candidates."""
         module, path = self.module, self.context.adapter.path
         # The formula that the keys were written for lacks a tensor: the reasons of the others would mislead.
         if not rows.names or (rows.selected is None and module.algorithms[0] not in rows.names):
             return incomplete(lacks(module), path)
-        reasons = [*dict.fromkeys(refusal.reason for refusal in refusals if refusal.filter not in OF_ROWS)]
+        reasons = [*dict.fromkeys(refusal.reason for refusal in refused if refusal.filter != OF_ROW)]
         where = f"{self.where} {shapes_of(module)}: {'; or '.join(reasons)}"
         # A fact is missing that a file or the user can state.
         to_state = next((reason for reason in reasons if any(place in reason for place in STATED_BY)), None)
@@ -382,7 +381,7 @@ class Candidate:
 
     shapes: Mapping[str, Shape]
     arguments: NetworkArguments  # of the trainer
-    magnitude: tuple[dora.Axis, Shape] | None
+    magnitude: tuple[dora.Axis, Shape] | None  # None without one that has an effect
     configured: Mapping[str, float]  # numbers of the configuration
     numbers: Mapping[str, float]
 
@@ -393,8 +392,8 @@ class Candidate:
         self.module = site.with_shared(formula)
         self.beside: dict[str, WeightView] = {}  # slot → weight of the base that fills it
         if site.near:
-            self.beside = {slot: site.near[of] for slot, of in self.row.beside.items() if of in site.near}
-            self.beside |= {slot: turned(view, of) for slot, of in site.near.items() if slot.startswith(LAYER)}
+            self.beside = {slot: site.near[name] for slot, name in self.row.beside.items() if name in site.near}
+            self.beside |= {slot: turned(view, other) for slot, other in site.near.items() if slot.startswith(LAYER)}
         self.settings = self._settings()
         self.remarks: list[Note] = []
         self.used_settings = used_settings  # settings of the user
@@ -429,28 +428,24 @@ class Candidate:
         """Fit the tensors, and the weights of the base that fill slots, to the formula."""
         stored = self.module.shapes
         if self.beside:
-            stored = {**stored, **{slot: of.matrix for slot, of in self.beside.items()}}
+            stored = {**stored, **{slot: other.matrix for slot, other in self.beside.items()}}
         self.shapes = fit(self.formula, tuple(stored.items()), self.view.shape, self.view.matrix)
         self.arguments = self.context.arguments(self.formula)  # damaged metadata matters only if the shapes fit
 
     def fit_magnitude(self) -> None:
         """Fit DoRA's magnitude to the weight, if it has an effect."""
-        self.magnitude = self.magnitude_of()
-
-    def magnitude_of(self) -> tuple[dora.Axis, Shape] | None:
-        """Return the axis and the shape of the magnitude; None without one that has an effect."""
         info, rules, shape = self.module.shared.get("magnitude"), self.rules, self.view.shape
+        self.magnitude = None
         if info is None:
-            return None
+            return
         if rules.kind == "LORA" and rules.fields.get("use_dora") is False and not (rules.borrowed or rules.aside):
             self.remarks.append(NO_DORA)
-            return None
-        if self.arguments.no_magnitude:
+        elif self.arguments.no_magnitude:
             self.remarks.append(BYPASSED)
-            return None
-        if self._is_of_table or self.arguments.of_inputs:
-            return dora.fit((1, prod(info.shape)), shape, dora.SHAPED)
-        return dora.fit(info.shape, shape, dora.SHAPED if info.name.endswith(dora.SHAPED) else "")
+        elif self._is_of_table or self.arguments.of_inputs:
+            self.magnitude = dora.fit((1, prod(info.shape)), shape, dora.SHAPED)
+        else:
+            self.magnitude = dora.fit(info.shape, shape, dora.SHAPED if info.name.endswith(dora.SHAPED) else "")
 
     @property
     def _is_of_table(self) -> bool:
@@ -513,16 +508,12 @@ class Candidate:
 
     def read_numbers(self) -> None:
         """Decide the numbers of the formula: from α, from the configuration, or from a stored scale."""
-        self.numbers = self.numbers_of()
-
-    def numbers_of(self) -> dict[str, float]:
-        """Return the numbers of the formula."""
         row, shapes, shape, configured = self.row, self.shapes, self.view.shape, self.configured
-        alpha, override = self.number("alpha"), self.number("scale_override")
+        alpha, override = self._number("alpha"), self._number("scale_override")
         if alpha is None and "scale" in row.scalars:
             alpha = self._stated_alpha(needed=not configured and override is None)
         # The formula's rule for α; a bias takes the rank of the factors of its module.
-        weight = self.context.weights.get(self.module.name) if row.of_factors else None
+        weight = self.context.weights.get(self.module.name) if row.part_of_lora else None
         try:
             numbers = dict(row.scalars_from(alpha, {**(weight.shapes if weight else {}), **shapes}, shape))
         except DoesNotFit as e:  # the shapes fit, so the alpha does not
@@ -545,7 +536,7 @@ class Candidate:
             numbers["scale"] = override
         elif alpha == 0 and not configured and self._alpha_matters:
             self.remarks.append(ZERO_ALPHA)
-        return numbers
+        self.numbers = numbers
 
     def _stated_alpha(self, *, needed: bool) -> float | None:
         """Return α as the user states it, else, if it is needed, as the header or a file next to the adapter does."""
@@ -562,7 +553,7 @@ class Candidate:
             row.scalars_from(None, shapes, shape) != row.scalars_from(SOME_ALPHA, shapes, shape)
         )
 
-    def number(self, slot: str) -> float | None:
+    def _number(self, slot: str) -> float | None:
         """Return the one number in a shared slot of the module; None without such a tensor."""
         info = self.module.shared.get(slot)
         if info is None:
@@ -621,7 +612,7 @@ class Candidate:
 
 
 FILTERS: Final[tuple[tuple[str, Callable[[Candidate], None]], ...]] = (
-    ("experts", Candidate.expect_experts),
+    (OF_ROW, Candidate.expect_experts),
     ("shapes", Candidate.fit_shapes),
     ("magnitude", Candidate.fit_magnitude),
     ("settings", Candidate.check_settings),

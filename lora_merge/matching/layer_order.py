@@ -196,7 +196,7 @@ def _kinds(paths: Sequence[str], *, ordered: bool) -> Mapping[str, Sequence[str]
         counts[kind] = counts.get(kind, 0) + 1
     if not ordered and any(counts[kind] > 1 for kind in unordered):
         return None
-    return {kind: [found[n] for n in sorted(found)] for kind, found in numbered.items()}
+    return {kind: [by_number[n] for n in sorted(by_number)] for kind, by_number in numbered.items()}
 
 
 def _number(path: str) -> int | None:

@@ -301,7 +301,7 @@ class ModulePlacer:
         both = row.also_bias or self.context.arguments(patch.algorithm).turns_bias
         bias = self.finder.look(module.name, "bias") if both or torchtune else None
         if bias is not None and both:
-            beside = {slot: of.matrix for slot, of in patch.beside.items()}
+            beside = {slot: other.matrix for slot, other in patch.beside.items()}
             shapes = row.fitted_shapes({**patch.module.shapes, **beside}, bias.shape)
             self._add(replace(patch, shapes=shapes, view=bias, magnitude=None))
         if bias is not None and not row.also_bias:

@@ -9,7 +9,7 @@ from math import prod
 from ..adapters.modules import Module
 from ..adapters.peft.rules import PeftRules
 from ..adapters.suffixes import split_parameter
-from ..adapters.tensor_values import Values
+from ..adapters.tensor_values import Values, is_all_zeros
 from ..algorithms import ALGORITHMS
 from ..algorithms.whole import SET
 from ..disk.files import StoredTensor
@@ -47,7 +47,7 @@ def is_zero(module: Module, base: StoredTensor | None, values: Values) -> bool:
     info = module.slots.get("diff")
     if info is None or (base is not None and base.dtype not in WHOLE):
         return False
-    return values.zero_outside(info, (0, info.shape[0] if info.shape else 1), (0, 0))
+    return is_all_zeros(info, values)
 
 
 def is_copy(info: StoredTensor, base: StoredTensor, values: Values) -> bool:

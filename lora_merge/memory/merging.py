@@ -164,7 +164,7 @@ def prepare(
     """
     if wrong := sorted(options.keys() & {"base", "output"}):
         raise UsageError(f"there is no option {wrong[0]!r}", called, "use `merge` for files")
-    keep = isinstance(device := options.get("device"), str) and device == KEEP
+    keep = isinstance(asked := options.get("device"), str) and asked == KEEP
     if keep:
         options = {**options, "device": _device(live.values())}
     paths, files, lent = _adapters(adapters)
@@ -179,9 +179,8 @@ def prepare(
     matched = match(Inputs.joined(job, replace(base, config=TIED) if head else base, lookup, files))
     check_stored(matched)
     targets = (t for _, t in outputs(matched)) if job.device == "auto" else ()
-    job = replace(job, device=fastest(job.device, targets, 0.0, torch.get_num_threads()).device)
-    at = places(job.device, COMPUTE_DTYPES[job.compute_dtype])
-    matched = replace(matched, inputs=replace(matched.inputs, job=job))
+    device = fastest(job.device, targets, 0.0, torch.get_num_threads()).device
+    at = places(device, COMPUTE_DTYPES[job.compute_dtype])
     return MemoryMerge(matched, at, live if keep else {}, lent, head)
 
 

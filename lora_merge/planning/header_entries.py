@@ -1,4 +1,4 @@
-"""The metadata of an output: the entries of the base that stay, those that the user adds, and the final headers."""
+"""The metadata of an output: the entries of the base that stay, the entries of the user, and the final headers."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def kept_entries(container: OutputContainer, path: Path) -> dict[str, str]:
     if wrong := next((key for key in of_user if key in (*OURS, *STALE)), None):
         raise UsageError("a merge writes this entry itself, or its value would be wrong", f"--metadata {wrong}",
                          "leave it out")  # fmt: skip
-    # Entries of the base, without those that are wrong in the output.
+    # Entries of the base, without the ones that would be wrong in the output.
     on_weights = {*METADATA, TORCHAO_NAMES, *base.tensors} if base.packed else METADATA.keys()
     stale = STALE if job.dtype == "keep" or not base.packed else {*STALE, *on_weights}
     entries_left = {key: text for key, text in container.entries(path).items() if key not in stale}
     if not container.is_gguf and (path.suffix != ".safetensors" or job.no_metadata):
         entries_left = {"format": "pt"} | entries_left  # transformers requires this entry
-    # Without metadata those that programs need: they read all entries of GGUF files.
+    # Without metadata only entries that programs need: they read all entries of GGUF files.
     if job.no_metadata:
         needed = NEEDED.union(on_weights)
         entries_left = {

@@ -224,8 +224,8 @@ def matches(inputs: Inputs, values: Values, *, every_setting: bool = True) -> tu
     steps = Steps()
     strengths = [Strengths(ref, lookup, steps) for ref in job.adapters]
     components = {key: lookup.component(key) for key in base.tensors} if any(r.parts for r in job.adapters) else {}
-    for strengths_of_adapter in strengths:
-        strengths_of_adapter.check(components)
+    for by_part in strengths:
+        by_part.check(components)
     # The modules of each adapter.
     matched: list[Match] = []
     known = KnownBase(lookup, base.tensors, tied(lookup, base.tensors, base.config))
@@ -368,7 +368,7 @@ def _outputs(matched: Matched, forms: Mapping[str, NewWeight]) -> Iterator[tuple
         yield info.file, _target(job, like, weight, uses, container.stored_as(info, weight, form))
         for new in form.beside if form else ():
             yield info.file, OutputTensor(new.name, stored_name(new), new.dtype, Weight(new.shape, new), 0, new.nbytes)
-    # Tensors that the base lacks, in the file of a tensor beside which they are.
+    # Tensors that the base lacks, in the file of the tensor next to which they are.
     for key, (shape, beside) in created.items():
         if key in uses or key in replaced or key in separated:
             sibling = neighbour(base, beside)
@@ -376,8 +376,8 @@ def _outputs(matched: Matched, forms: Mapping[str, NewWeight]) -> Iterator[tuple
             like = StoredTensor(key, sibling.dtype, shape, sibling.file, 0, 0, key if key in separated else stored)
             weight = replaced.get(key, before[key])
             if container.holds(like, changed=True):
-                form_of_new = container.stored_as(like, weight, None)
-                yield sibling.file, _target(job, container.named(like), weight, uses, form_of_new)
+                stored_as = container.stored_as(like, weight, None)
+                yield sibling.file, _target(job, container.named(like), weight, uses, stored_as)
 
 
 def _target(

@@ -16,8 +16,7 @@ from typing import Any, Final, TypeGuard
 from ..disk.files import FileState, open_regular
 from ..errors import MergeError
 from ..paths import WEIGHTS
-from ..text import one_line, plural
-from ..text import stored as of_dtype
+from ..text import one_line, plural, stored
 from .header_entries import TITLE
 from .plan import CARD, Plan
 
@@ -45,32 +44,32 @@ SAME: Final = {"creativeml-open-rail-m": "creativeml-openrail-m", "creativeml-op
 """Names of licences in the metadata of adapters → a hub's words."""
 
 
-def stated(front: Mapping[str, Any]) -> str:
+def _stated_licence(front: Mapping[str, Any]) -> str:
     """Return the licence that the front matter of a card states; "" without one."""
     licence = front.get("license")
     named = front.get("license_name") if licence == OTHER else None
     return next((name for name in (named, licence) if isinstance(name, str)), "")
 
 
-def word(licence: str) -> str:
+def _licence_word(licence: str) -> str:
     """Return a licence in small letters, with a hub's word for it if there is one."""
     name = re.sub(r"[\s_]+", "-", re.sub(r"\s*licen[cs]e\s*$", "", licence.strip().lower()))
     return SAME.get(name, name) or licence.strip().lower()
 
 
-def entries(licences: Iterable[str], front: Mapping[str, Any]) -> dict[str, Any]:
+def _licence_entries(licences: Iterable[str], front: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries that state the licence of a merge of inputs with these licences, "" for none stated.
 
     If all inputs agree, the output has their licence, with its name and link from `front`, the base's card. If they do
     not, it has `other`, and the text of the card names the licences. {} if no input states any.
     """
-    every = {word(licence) for licence in licences}
+    every = {_licence_word(licence) for licence in licences}
     if every == {""}:
         return {}
     (agreed,) = every if len(every) == 1 else ("",)
     if not agreed:
         return {"license": OTHER}
-    if word(stated(front)) == agreed and front["license"] in (OTHER, *KNOWN):
+    if _licence_word(_stated_licence(front)) == agreed and front["license"] in (OTHER, *KNOWN):
         return {name: front[name] for name in ENTRIES if name in front}
     return {"license": agreed} if agreed in KNOWN else {"license": OTHER, "license_name": agreed}
 
@@ -143,18 +142,18 @@ def _edited(card: str, front: Mapping[str, Any], ours: dict[str, Any]) -> str:
     programs do not agree on what `language: no` or `1.10` mean."""
     import yaml
 
-    entries_of_card = {name: value for name, value in front.items() if name not in ENTRIES} | ours
+    edited_entries = {name: value for name, value in front.items() if name not in ENTRIES} | ours
     match = _FRONT.match(card)
     text = match[1].replace("\r\n", "\n") if match else ""
     root = yaml.compose(text, yaml.SafeLoader)
     keys = [key for key, _ in root.value] if isinstance(root, yaml.MappingNode) else []
     starts = [0, *(key.start_mark.index for key in keys[1:]), len(text)]
     lines = {key.value: text[a:b] for key, (a, b) in zip(keys, pairwise(starts), strict=False)}
-    edited = "".join(_yaml({name: ours[name]}) if name in ours else lines.get(name, "") for name in entries_of_card)
+    edited = "".join(_yaml({name: ours[name]}) if name in ours else lines.get(name, "") for name in edited_entries)
     try:
-        return edited if yaml.safe_load(edited) == entries_of_card else _yaml(entries_of_card)
+        return edited if yaml.safe_load(edited) == edited_entries else _yaml(edited_entries)
     except yaml.YAMLError:  # in braces, or with a word that stands for an entry that is gone
-        return _yaml(entries_of_card)
+        return _yaml(edited_entries)
 
 
 def _yaml(front: Mapping[str, Any]) -> str:
@@ -172,7 +171,7 @@ def _entries(plan: Plan, front: Mapping[str, Any]) -> dict[str, Any]:
         "base_model": list(dict.fromkeys(_hub_names(plan))), "base_model_relation": "merge",
         "tags": list(dict.fromkeys([*before, "merge", "lora-merge"])),
         **({"library_name": library} if library and "library_name" not in front else {}),
-        **entries((licence for _, licence in _licences(plan)), _front_of(plan.base.path)),
+        **_licence_entries((licence for _, licence in _licences(plan)), _front_of(plan.base.path)),
     }  # fmt: skip
     return {name: _shown(value) for name, value in ours.items()}
 
@@ -224,7 +223,7 @@ def _licences(plan: Plan) -> Iterator[tuple[str, str]]:
         *((ref.path, m.adapter.index.metadata) for ref, m in zip(plan.job.adapters, plan.adapters, strict=True)),
     ):
         of_file = (metadata.get(key, "") for key in LICENCES)
-        yield path.name, stated(_front_of(path)) or next(filter(None, of_file), "")
+        yield path.name, _stated_licence(_front_of(path)) or next(filter(None, of_file), "")
 
 
 def _front_of(path: Path) -> dict[str, Any]:
@@ -247,15 +246,15 @@ def _section(plan: Plan) -> Iterator[str]:
     yield f"This is {_code(job.base.name)} ({_plain(plan.architecture)}) with these adapters merged in by lora-merge:"
     yield ""
     for ref, m in zip(job.adapters, plan.adapters, strict=True):
-        of = [(part, s, n) for part, counts in m.strengths.items() for s, n in counts.items()]
-        parts = [f"{s:g}× {_plain(part)} ({plural(n, 'module')})" for part, s, n in of]
+        counts = [(part, s, n) for part, by_strength in m.strengths.items() for s, n in by_strength.items()]
+        parts = [f"{s:g}× {_plain(part)} ({plural(n, 'module')})" for part, s, n in counts]
         what = ", ".join(m.algorithms) or "no change"
         yield f"* {_code(ref.path.name)}: {what}, strength {ref.strength:g}: {', '.join(parts)}"
     yield ""
-    dtype = of_dtype(job.dtype)
+    dtype = stored(job.dtype)
     yield f"{plural(plan.changed, 'tensor')} changed; {dtype}; method {job.method}, computed in {job.compute_dtype}."
     licences = [*_licences(plan)]
-    if len({word(licence) for _, licence in licences}) > 1:
+    if len({_licence_word(licence) for _, licence in licences}) > 1:
         yield ""
         yield f"Licences: {'; '.join(f'{_code(name)}: {_plain(text) or NOT_STATED}' for name, text in licences)}."
     if not job.no_metadata:

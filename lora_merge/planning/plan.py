@@ -128,9 +128,9 @@ class OutputFile:
     """One output file. `name` is relative to the output folder, "" if the output is a single file."""
 
     name: str
-    header: bytes  # planned: `final_headers` (metadata.py) makes the final one, of the same length
+    header: bytes  # planned: `final_headers` (header_entries.py) makes the final one, of the same length
     targets: tuple[OutputTensor, ...]
-    entries: Mapping[str, str]  # metadata entries beside our own: of the base's file, and of --title and --metadata
+    entries: Mapping[str, str]  # metadata entries except our own: of the base's file, and of --title and --metadata
     alignment: int = 1  # every tensor begins at a multiple of it, and the file ends at one
 
     @cached_property

@@ -110,8 +110,8 @@ def _forms(job: Job, base: Index, names: Names, form: OutputFormat | None, excep
     for key, part in _quantisable(base, names):
         if precise_name(key) or excepted.cover([key], part):
             continue
-        if (form_of_weight := _coded(job, base, form, base.tensors[key])) is not None:
-            forms[key] = form_of_weight
+        if (new := _coded(job, base, form, base.tensors[key])) is not None:
+            forms[key] = new
     if form is not None and form.section is not None:
         forms = _as_loaders_read(base, _as_servers_read(base, forms), form, names, excepted)
     return forms

@@ -153,16 +153,21 @@ class PeftConfig:
         table = self.get(name)
         if not table:
             return default
-        patterns = self.indexes.get(("patterns", name), lambda: self._patterns(name))
+        patterns = self._patterns(name)
         with self._refusing(name):
             key = patterns.first(self._path(module), self.indexes.steps)
         return default if key is None else self._number(f"{name}[{key[:80]!r}]", table[key], default)
 
     def _patterns(self, name: str) -> Ends:
-        table = self.get(name)
-        if not isinstance(table, dict) or not all(isinstance(key, str) for key in table):
-            raise self.wrong_type(name, "an object")
-        return Ends(table)
+        """Return the index of a table of patterns, which is checked once."""
+
+        def make() -> Ends:
+            table = self.get(name)
+            if not isinstance(table, dict) or not all(isinstance(key, str) for key in table):
+                raise self.wrong_type(name, "an object")
+            return Ends(table)
+
+        return self.indexes.get(("patterns", name), make)
 
     def is_ambiguous(self, name: str, module: str) -> bool:
         """Return whether several keys of a pattern field match the module and have different values.
@@ -172,9 +177,7 @@ class PeftConfig:
         if ("patterns", name) not in self.indexes:
             return False
         try:
-            keys = self.indexes.get(("patterns", name), lambda: self._patterns(name)).every(
-                self._path(module), self.indexes.steps
-            )
+            keys = self._patterns(name).every(self._path(module), self.indexes.steps)
         except Refused:  # by a pattern that the merge does not need
             return False
         return any(self.values[name][key] != self.values[name][keys[0]] for key in keys)

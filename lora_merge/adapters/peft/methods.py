@@ -73,6 +73,8 @@ def number(name: str, default: float) -> Scale:
 
 def _numbers(fields: PeftConfig, name: str, module: str, default: float) -> set[float]:
     """Return the numbers that a pattern field gives to a module, or to each parameter that the module may be."""
+    if not fields.get(name):
+        return {default}
     return {fields.pattern(name, path, default) for path in parameters(fields, module) or (bare(module),)}
 
 
@@ -134,6 +136,8 @@ def rank_doubt(fields: PeftConfig, row: str, module: str, shapes: Shapes) -> Not
 
 def alpha_doubt(fields: PeftConfig, module: str) -> Note | None:
     """Return the remark on a module to which entries of `alpha_pattern` give different numbers; else None."""
+    if not fields.get("alpha_pattern"):
+        return None
     paths = parameters(fields, module) or (bare(module),)
     return SORTED if any(fields.is_ambiguous("alpha_pattern", path) for path in paths) else None
 
