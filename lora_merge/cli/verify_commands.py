@@ -15,7 +15,7 @@ from ..text import json_text
 from .argument_values import named_adapter, named_parts, with_strengths
 from .compat import checked_output, completed
 from .help import add
-from .options import HTML, QUIET, SILENT, read, with_options
+from .options import AS_JSON, DRY_RUN, HTML, OUTPUT, QUIET, REPORT, SILENT, read, with_options
 from .progress_display import PROOF, paused, watching
 from .reports import (
     PageFiles,
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 UNMERGE = ("strength", "strength_for", "unmatched", "map", "setting", "dtype", "compute_dtype", "device", "overwrite",
            "max_memory", "verify")  # fmt: skip
 
+Merged = Annotated[str, typer.Argument(metavar="MERGED", help="A merged checkpoint, file or folder.")]
+
 
 def add_to(app: typer.Typer) -> None:
     """Add these commands to the application."""
@@ -52,7 +54,7 @@ def add_to(app: typer.Typer) -> None:
 
 @with_options(*(option for option in OPTIONS.values() if option.in_verify), before="search", stated=True)
 def verify(
-    output: Annotated[str, typer.Argument(metavar="MERGED", help="A merged checkpoint, file or folder.")],
+    output: Merged,
     base: Annotated[
         str | None, typer.Option(metavar="PATH", help="The base it was made from, if its recipe is not to be used.")
     ] = None,
@@ -92,12 +94,12 @@ def verify(
 
 @with_options(OPTIONS["device"], OPTIONS["overwrite"], before="as_json")
 def replay(
-    path: Annotated[str, typer.Argument(metavar="MERGED", help="A merged checkpoint, file or folder.")],
-    output: Annotated[str, typer.Option("-o", "--output", metavar="PATH", help="File or folder to write.")],
+    path: Merged,
+    output: Annotated[str, OUTPUT],
     search: Annotated[
         list[str] | None, typer.Option(metavar="FOLDER", help="Folders to search for the inputs.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Report as one JSON object on stdout.")] = False,
+    as_json: AS_JSON = False,
     quiet: QUIET = False,
     **options: Any,
 ) -> None:
@@ -135,22 +137,18 @@ def replay(
 
 @with_options(*(OPTIONS[name] for name in UNMERGE), before="dry_run")
 def unmerge(
-    path: Annotated[str, typer.Argument(metavar="MERGED", help="A merged checkpoint, file or folder.")],
+    path: Merged,
     adapters: Annotated[
         list[str] | None,
         typer.Argument(metavar="ADAPTER[:STRENGTH]...", help="As they were merged. Default: those of the recipe."),
     ] = None,
-    output: Annotated[
-        str | None, typer.Option("-o", "--output", metavar="PATH", help="File or folder to write.")
-    ] = None,
+    output: Annotated[str | None, OUTPUT] = None,
     search: Annotated[
         list[str] | None, typer.Option(metavar="FOLDER", help="Folders to search for the recipe's adapters.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan only, from headers; write nothing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Report as one JSON object on stdout.")] = False,
-    report: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Also write the JSON report to this file or pipe.")
-    ] = None,
+    dry_run: DRY_RUN = False,
+    as_json: AS_JSON = False,
+    report: REPORT = None,
     html: HTML = None,
     quiet: QUIET = False,
     **options: Any,
