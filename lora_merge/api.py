@@ -14,6 +14,7 @@ from .adapters_out.report import AdapterReport
 from .boundary import public
 from .facts import Facts
 from .job import Adapter, Adapters, OneAdapter, adapter_list, make_job
+from .paths import expand, input_path
 from .planning.plan import Plan
 from .process import interruptible
 from .progress import Progress, watched
@@ -183,7 +184,6 @@ def unmerge(
     """
     from .engine.admission import admit
     from .engine.merge import run
-    from .paths import expand, input_path
     from .recipes.unmerge import plan_unmerge
 
     with interruptible(), watched(progress) as watcher:
@@ -228,7 +228,6 @@ def replay(  # noqa: PLR0913  # the options of the command
     from .adapters_out.commands import COMMANDS
     from .engine.admission import admit
     from .engine.merge import run
-    from .paths import expand, input_path
     from .recipes.replay import again
 
     with interruptible(), watched(progress) as watcher:
@@ -295,7 +294,6 @@ def verify(  # noqa: PLR0913  # the options of the command
         >>> lora_merge.verify("merged.safetensors")["proven"]
         True
     """
-    from .paths import expand, input_path
     from .recipes.replay import prove
     from .report import verify_rows
 
@@ -332,7 +330,6 @@ def inspect(
         ({'lora': 264}, [32])
     """
     from .facts import Facts
-    from .paths import input_path
     from .viewing.inspect import inspect as look
     from .viewing.text import rows
 
@@ -363,7 +360,6 @@ def compare(a: str | Path, b: str | Path, *, base: str | Path | None = None) -> 
         264
     """
     from .facts import Facts
-    from .paths import input_path
     from .viewing.compare import compare as look
     from .viewing.compare import compare_rows
 

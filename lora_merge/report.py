@@ -160,12 +160,6 @@ def adapter_notes(name: str, left_out: Mapping[str, str], notes: Iterable[str] =
     yield from (line("note", f"{name}: {note}") for note in notes)
 
 
-def coverage_notes(coverage: Mapping[str, Any]) -> Iterator[Fact]:
-    """Yield the notes on all adapters of a merge."""
-    for name, row in coverage.items():
-        yield from adapter_notes(name, {**row["skipped"], **row["ignored"]}, row["notes"])
-
-
 def disk_rows(disk: Mapping[str, Any] | None, output: str) -> Iterator[Fact]:
     """Yield the note on an output that has no room on its disk. `disk`: a `Room` as JSON has it."""
     if disk is not None and not disk["enough"]:

@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 
 from ..errors import MergeError, UsageError, as_resource_error, error_dict, failure
 from ..options import OPTIONS
-from ..paths import exists, leave_lost_folder
+from ..paths import exists, expand, leave_lost_folder
 from ..process import LimitCheck, on_stop, signals_first
 from ..text import Lines, json_text, one_line
 from . import adapter_commands, inspect_commands, tables, verify_commands
@@ -180,7 +180,6 @@ def demo(
     folder: Annotated[str, typer.Argument(help="Where to put the files.")] = "lora-merge-demo",
 ) -> None:
     """Merge three small adapters into a small model. All of them are made here, offline, in seconds."""
-    from ..paths import expand
 
     where = expand(folder)
     with watching(quiet=False, doing="loading torch"):

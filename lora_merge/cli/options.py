@@ -11,6 +11,7 @@ import typer
 
 from ..errors import MergeError
 from ..options import OPTIONS, Option
+from ..paths import expand
 from .argument_values import as_number, metadata_entry, parsed_setting, strengths
 from .help import offered
 
@@ -36,7 +37,6 @@ def dialects(incomplete: str) -> list[str]:
 
 def parts_on_line(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the parts and blocks of the base that the line names, with factor 0, for the shell's completion."""
-    from ..paths import expand
     from .compat import completed
     from .tables import parts_of
 

@@ -9,6 +9,7 @@ import typer
 
 from ..errors import UsageError
 from ..options import OPTIONS
+from ..paths import expand
 from ..progress import unwatched
 from ..report import verify_rows
 from ..text import json_text
@@ -73,7 +74,6 @@ def verify(
 
     Its inputs are found by their hashes, or named.
     """
-    from ..paths import expand
     from ..recipes.replay import is_adapter, prove
 
     output, base = completed(output), base and completed(base)
@@ -110,7 +110,6 @@ def replay(
     from ..adapters_out.commands import COMMANDS
     from ..engine.admission import admit
     from ..engine.torch_preload import preload
-    from ..paths import expand
     from ..planning.plan import Plan
     from ..recipes.replay import again, is_adapter
 
@@ -158,7 +157,6 @@ def unmerge(
     The outcome is the base to one rounding step; the base itself is exact. Without an output: say where the base is.
     """
     from ..engine.admission import admit
-    from ..paths import expand
     from ..recipes.replay import refuse_to_unmerge
     from ..recipes.unmerge import plan_unmerge
     from .stdio import reporting
@@ -200,7 +198,6 @@ def doctor(
 
     It tests the versions, devices, every formula and the disk; the exit code is 0 if all is well.
     """
-    from ..paths import expand
 
     where = expand(folder)
     if not where.is_dir():
