@@ -383,8 +383,8 @@ def guess(modules: Mapping[str, Shape]) -> str:
 
     "unknown" if none fits, "A or B" if several fit.
     """
-    modules_seen = modules_of(of_the_denoiser(modules))
-    return described(architectures(modules_seen), modules_seen)
+    flat = modules_of(of_the_denoiser(modules))
+    return described(architectures(flat), flat)
 
 
 def denoiser_of(modules: Mapping[str, Shape]) -> str:
