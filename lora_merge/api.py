@@ -90,7 +90,7 @@ def merge(
         metadata: More entries of the metadata: `{"modelspec.author": "me"}`. They replace the base's of the same name.
         no_metadata: Leave out the recipe, and all names and hashes of inputs, also those that the base's own metadata
             has. `verify` and `replay` then have to be told the inputs. Default: False.
-        card: Whether to write a model card: README.md in a folder, NAME.md beside a file. A card that is there keeps
+        card: Whether to write a model card: README.md in a folder, NAME.md next to a file. A card that is there keeps
             its text and gets a section. Default: with folders.
 
     Returns:
@@ -167,7 +167,7 @@ def unmerge(
     Parameters:
         merged: A file or a folder that adapters were merged into.
         adapters: As for `merge`, at the strengths of the merge. None: those of the recipe, which are found by their
-            hashes beside the file, in the current folder and in `search`.
+            hashes next to the file, in the current folder and in `search`.
         output: The file or folder to write.
         search: More folders, which are searched three levels deep.
         progress: As for `merge`, like all options.
@@ -203,7 +203,7 @@ def replay(  # noqa: PLR0913  # the options of the command
 ) -> Report | AdapterReport:
     """Make an output a second time, from the recipe in its metadata.
 
-    The inputs are found by their hashes: beside the output, in the current folder and in `search`.
+    The inputs are found by their hashes: next to the output, in the current folder and in `search`.
 
     Parameters:
         made: The output to make again: a file or a folder.

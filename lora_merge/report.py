@@ -239,7 +239,7 @@ def unchanged(same: Mapping[str, int]) -> str:
 
 
 def effect(numbers: Mapping[str, Any]) -> str:
-    """Return how large a change is beside the weights, and in how many of them the output's precision loses it."""
+    """Return how large a change is compared with the weights, and in how many of them the output loses it."""
     every = numbers["all"]
     if every["ratio"] is None:
         words = "the changed weights were zero"

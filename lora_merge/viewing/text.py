@@ -1,4 +1,4 @@
-"""The facts of `inspect` in words. Text and terminals show all rows; pages show them beside tables and pictures."""
+"""The facts of `inspect` in words. Text and terminals show all rows; pages show them with tables and pictures."""
 
 from __future__ import annotations
 
