@@ -27,7 +27,7 @@ _BESIDE: Final = (
     rf"[\s(\[{{]*(?P<path>.+?)[\s:=@*×;,|(\[{{]+x?{_NUMBERS}[\s)\]}};,x]*",
     rf"{_NUMBERS}[\s:=@*x×]+(?P<path>.+)",
 )
-"""A number beside a path, with whatever letters between the two; only for a path that is there."""
+"""A number next to a path, with whatever letters between the two; only for a path that is there."""
 
 _SPELLINGS: Final = (  # compiled when a word is not understood: `--help` has no use for them
     r"(?P<path>.+?)[=@](?P<value>-?[0-9.,]+)(?P<percent>%?)",
@@ -145,7 +145,7 @@ def with_parts(text: str) -> str:
 
 
 def of_tags(text: str) -> list[tuple[str, str, str]]:
-    """Return path, strength and parts of each adapter that stands as in the prompt of a web interface; [] for others.
+    """Return path, strength and parts of each adapter in the form of a prompt of a web interface; [] for others.
 
     Examples:
         >>> of_tags("<lora:style:0.8>")

@@ -14,6 +14,7 @@ from .adapters_out.report import AdapterReport
 from .boundary import public
 from .facts import Facts
 from .job import Adapter, Adapters, OneAdapter, adapter_list, make_job
+from .paths import expand, input_path
 from .planning.plan import Plan
 from .process import interruptible
 from .progress import Progress, watched
@@ -89,7 +90,7 @@ def merge(
         metadata: More entries of the metadata: `{"modelspec.author": "me"}`. They replace the base's of the same name.
         no_metadata: Leave out the recipe, and all names and hashes of inputs, also those that the base's own metadata
             has. `verify` and `replay` then have to be told the inputs. Default: False.
-        card: Whether to write a model card: README.md in a folder, NAME.md beside a file. A card that is there keeps
+        card: Whether to write a model card: README.md in a folder, NAME.md next to a file. A card that is there keeps
             its text and gets a section. Default: with folders.
 
     Returns:
@@ -166,7 +167,7 @@ def unmerge(
     Parameters:
         merged: A file or a folder that adapters were merged into.
         adapters: As for `merge`, at the strengths of the merge. None: those of the recipe, which are found by their
-            hashes beside the file, in the current folder and in `search`.
+            hashes next to the file, in the current folder and in `search`.
         output: The file or folder to write.
         search: More folders, which are searched three levels deep.
         progress: As for `merge`, like all options.
@@ -183,7 +184,6 @@ def unmerge(
     """
     from .engine.admission import admit
     from .engine.merge import run
-    from .paths import expand, input_path
     from .recipes.unmerge import plan_unmerge
 
     with interruptible(), watched(progress) as watcher:
@@ -203,7 +203,7 @@ def replay(  # noqa: PLR0913  # the options of the command
 ) -> Report | AdapterReport:
     """Make an output a second time, from the recipe in its metadata.
 
-    The inputs are found by their hashes: beside the output, in the current folder and in `search`.
+    The inputs are found by their hashes: next to the output, in the current folder and in `search`.
 
     Parameters:
         made: The output to make again: a file or a folder.
@@ -228,7 +228,6 @@ def replay(  # noqa: PLR0913  # the options of the command
     from .adapters_out.commands import COMMANDS
     from .engine.admission import admit
     from .engine.merge import run
-    from .paths import expand, input_path
     from .recipes.replay import again
 
     with interruptible(), watched(progress) as watcher:
@@ -295,7 +294,6 @@ def verify(  # noqa: PLR0913  # the options of the command
         >>> lora_merge.verify("merged.safetensors")["proven"]
         True
     """
-    from .paths import expand, input_path
     from .recipes.replay import prove
     from .report import verify_rows
 
@@ -332,7 +330,6 @@ def inspect(
         ({'lora': 264}, [32])
     """
     from .facts import Facts
-    from .paths import input_path
     from .viewing.inspect import inspect as look
     from .viewing.text import rows
 
@@ -363,7 +360,6 @@ def compare(a: str | Path, b: str | Path, *, base: str | Path | None = None) -> 
         264
     """
     from .facts import Facts
-    from .paths import input_path
     from .viewing.compare import compare as look
     from .viewing.compare import compare_rows
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MOST_LISTED: Final = 10_000  # tensors whose numbers a report lists one by one
 RETAINED: Final = 0.9  # a smaller share of a change is reported as a warning
 
-WHOLE: Final = -1  # stands for all adapters, beside their numbers
+WHOLE: Final = -1  # all adapters, next to the numbers of each
 CHECKED: Final = 16  # tensors of which the proof checks the sample
 
 Norms: TypeAlias = dict[str, Mapping[int, float]]
@@ -65,13 +65,13 @@ NOTHING: Final = Share()
 class Measure:
     """Sums over the numbers of merged weights. Where only some of them were looked at, the sums are scaled up."""
 
-    of: float = 0.0  # numbers that the sums stand for
-    elements: int = 0  # of them, those that were looked at
-    changed: float = 0.0  # those that differ from what the output would hold without adapters
+    of: float = 0.0  # numbers that the sums represent
+    elements: int = 0  # of them, the numbers that were read
+    changed: float = 0.0  # numbers that differ from what the output would hold without adapters
     cut: int = 0  # those too large for the output's dtype
     weight: float = 0.0  # Σ W²
     noise: float = 0.0  # Σ (applied − ΔW)²
-    largest: float = 0.0  # the largest |ΔW| of those that were looked at
+    largest: float = 0.0  # the largest |ΔW| of the numbers that were read
     all: Share = NOTHING
     adapters: Mapping[int, Share] = field(default_factory=lambda: NONE)
 
@@ -94,7 +94,7 @@ class Measure:
         return replace(self, cut=self.cut + cut, all=whole, adapters=adapters)
 
     def scaled(self, count: int) -> Measure:
-        """Return sums that stand for so many numbers."""
+        """Return sums that represent so many numbers."""
         scale = count / max(self.of, 1.0)
         if scale == 1:
             return self

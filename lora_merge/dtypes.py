@@ -33,7 +33,7 @@ class Dtype(NamedTuple):
     def room(self) -> float:
         """The largest number that rounds to a finite one.
 
-        It lies half a step above the largest finite number. That midpoint itself rounds down only where the largest
+        It is half a step above the largest finite number. That midpoint itself rounds down only where the largest
         finite number is even, as a tie goes to the even neighbour: 448 of e4m3 is even, the others are odd.
         """
         if self.name == "F64":
@@ -94,7 +94,7 @@ GGUF_TYPES: Final = (
 """Values of `--dtype` that are types of GGUF files."""
 
 FORMATS: Final = ("fp8_scaled", "fp8_block", "mxfp8", "nvfp4", "int8", "nf4", *GGUF_TYPES)
-"""Values of `--dtype` that quantise: codes with scales beside them."""
+"""Values of `--dtype` that quantise: codes with scales next to them."""
 
 COMPUTE_DTYPES: Final = {option: _NAMES[option] for option in ("fp32", "fp64", "bf16", "fp16")}
 """Value of `--compute-dtype` → name in files."""

@@ -104,7 +104,7 @@ class InputError(MergeError):
 
 
 class AdapterAsBase(InputError):
-    """An adapter stands where a model belongs."""
+    """An adapter is given where a model belongs."""
 
 
 class TooLarge(InputError):
@@ -146,7 +146,7 @@ def beyond_fp64(name: str, how: str = "large") -> TooLarge:
 
 
 class AmbiguousName(FitError):
-    """A name matches two tensors, and nothing tells which one is right."""
+    """A name matches two tensors, and nothing shows which one is right."""
 
 
 class ResourceError(MergeError):

@@ -371,7 +371,7 @@ def _are_ranges(value: Any) -> bool:
 
 ROW_ORDER: Final = "row_order"
 ORDERS: Final = ("heads", "stacked")
-"""Values of ROW_ORDER, for fused projections whose names do not tell it: q, k and v head by head, or stacked."""
+"""Values of ROW_ORDER, for fused projections whose names do not show it: q, k and v head by head, or stacked."""
 
 KINDS: Final[Mapping[str, tuple[str, Callable[[Any], bool]]]] = MappingProxyType(
     {

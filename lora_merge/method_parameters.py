@@ -46,7 +46,7 @@ RANGES: Final = {
 
 
 def numbers_of(method: str, options: Mapping[str, Any], strengths: Sequence[float]) -> MethodParameters:
-    """Return the numbers of a method for adapters of these strengths; None stands for one that is not given.
+    """Return the numbers of a method for adapters of these strengths; None is one that is not given.
 
     UsageError for a number that the method does not take, that is missing, or that is out of range.
     """

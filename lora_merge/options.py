@@ -56,7 +56,7 @@ STRENGTHS: Final = "strengths"
 
 DEVICE: Final = re.compile(r"auto|(cpu|cuda|mps|xpu)(:\d+)?(, *(cpu|cuda|mps|xpu)(:\d+)?)*")
 DEVICES: Final = "auto, cpu, cuda, cuda:N, mps or xpu"
-"""Names of devices, for messages. Only torch can tell which of them this machine has."""
+"""Names of devices, for messages. Only torch knows which of them this machine has."""
 
 Kind: TypeAlias = Literal[
     "dtype", "device", "numbers", "number", "parts", "word", "settings", "path", "switch", "size", "whole", "text",

@@ -167,18 +167,18 @@ def _download(address: str) -> str:
 
 
 def is_index(path: Path) -> bool:
-    """Return whether this is the name of an index, which stands for the folder of its shards."""
+    """Return whether this is the name of an index, which represents the folder of its shards."""
     return path.name.endswith(".json") and ".index." in path.name
 
 
 def is_split(path: Path) -> bool:
-    """Return whether this is the name of one of several parts of a GGUF model, which stands for all of them."""
+    """Return whether this is the name of one of several parts of a GGUF model, which represents all of them."""
     match = re.fullmatch(_SPLIT, path.name)
     return match is not None and int(match["parts"]) > 1
 
 
 def of_index(path: Path) -> Path:
-    """Return the folder that an index or a part of a GGUF model stands for; other paths as they are."""
+    """Return the folder that an index or a part of a GGUF model represents; other paths as they are."""
     return path.parent if is_index(path) or is_split(path) else path
 
 

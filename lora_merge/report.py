@@ -160,12 +160,6 @@ def adapter_notes(name: str, left_out: Mapping[str, str], notes: Iterable[str] =
     yield from (line("note", f"{name}: {note}") for note in notes)
 
 
-def coverage_notes(coverage: Mapping[str, Any]) -> Iterator[Fact]:
-    """Yield the notes on all adapters of a merge."""
-    for name, row in coverage.items():
-        yield from adapter_notes(name, {**row["skipped"], **row["ignored"]}, row["notes"])
-
-
 def disk_rows(disk: Mapping[str, Any] | None, output: str) -> Iterator[Fact]:
     """Yield the note on an output that has no room on its disk. `disk`: a `Room` as JSON has it."""
     if disk is not None and not disk["enough"]:
@@ -245,7 +239,7 @@ def unchanged(same: Mapping[str, int]) -> str:
 
 
 def effect(numbers: Mapping[str, Any]) -> str:
-    """Return how large a change is beside the weights, and in how many of them the output's precision loses it."""
+    """Return how large a change is compared with the weights, and in how many of them the output loses it."""
     every = numbers["all"]
     if every["ratio"] is None:
         words = "the changed weights were zero"

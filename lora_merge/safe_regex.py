@@ -230,7 +230,7 @@ class _Walk:
         return sum(mask for char, mask in self.chars.items() if matches(char))
 
     def word(self, value: str, places: int, flags: int) -> int:
-        """Return the places behind this text, for the given places at which it stands."""
+        """Return the places behind this text, for the places at which it begins."""
         for char in value:
             where = self._where("TEXT", char, flags) if flags & re.IGNORECASE else self.chars.get(char, 0)
             places = (places & where) << 1

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -15,12 +16,12 @@ from ..adapter_options import ADAPTER_OPTIONS, KEEP
 from ..adapters_out.commands import COMMANDS
 from ..adapters_out.commands import Command as Row
 from ..errors import UsageError
-from ..options import OPTIONS, Kind, Option
+from ..options import OPTIONS, Option
 from ..progress import unwatched
 from .argument_values import as_number, named_adapter, named_adapters, named_parts, with_strengths
 from .compat import checked_output, completed
 from .help import add
-from .options import Command, read, with_options
+from .options import AS_JSON, DRY_RUN, HTML, PLOT, QUIET, Command, read, with_options
 from .progress_display import watching
 from .reports import PageFiles, put, show_adapter_report
 
@@ -30,26 +31,19 @@ if TYPE_CHECKING:
     from ..planning.checkpoint_cache import CheckpointCache
 
 
-def _row(name: str, kind: Kind, metavar: str | None, text: str, short: str = "", group: str = "Report") -> Option:
-    default = False if kind == "switch" else None
-    return Option(name, kind, default, text, "never", short=short, metavar=metavar, group=group)
-
-
-OUTPUT: Final = _row("output", "path", "PATH", "File to write.", "-o", "Output")
-BASE: Final = _row("base", "path", "BASE", "The model, where a formula or a name needs it.", group="Options")
 PRINTED: Final = MappingProxyType({
-    row.name: row
-    for row in (
-        _row("dry_run", "switch", None, "Plan only, from headers; write nothing."),
-        _row("json", "switch", None, "Report as one JSON object on stdout."),
-        _row("report", "path", "PATH", "Also write the JSON report to this file."),
-        _row("html", "path", "FILE", "Also write a page to look at in a browser."),
-        _row("plot", "path", "FILE", "Also draw it, as .png, .svg or .pdf."),
-        _row("quiet", "switch", None, "No progress, no report; notes go to stderr.", "-q"),
-        _row("verbose", "switch", None, "Name every layer.", "-v"),
-    )
+    "dry_run": DRY_RUN,
+    "as_json": AS_JSON,
+    "report": Annotated[str | None, typer.Option(metavar="PATH", help="Also write the JSON report to this file.")],
+    "html": HTML,
+    "plot": PLOT,
+    "quiet": QUIET,
+    "verbose": Annotated[bool, typer.Option("-v", "--verbose", help="Name every layer.")],
 })  # fmt: skip
-"""The options for what is shown, by name."""
+"""The options for what is shown: name → type."""
+
+OUTPUT: Final = Annotated[str | None, typer.Option("-o", "--output", metavar="PATH", help="File to write.")]
+BASE: Final = Annotated[str | None, typer.Option(metavar="BASE", help="The model, where a formula or a name needs it.")]
 
 CHANGING: Final = ("rank", "algorithm", "alpha", "dtype", "strength_for")
 """Options by which an adapter becomes another one in the same format."""
@@ -72,9 +66,16 @@ def add_to(app: typer.Typer) -> None:
 
 def _takes(row: Row) -> Callable[[Command], Command]:
     """Return a decorator that gives a command the options of its row, and those of the command line."""
-    base = [BASE] if row.inputs != "checkpoints" else []
+    files = {"output": OUTPUT, **({"base": BASE} if row.inputs != "checkpoints" else {})}
     shown = [_on_the_line(option) for option in row.options.values() if option.group]
-    return with_options(OUTPUT, *base, *shown, *PRINTED.values())
+    return with_options(*_optional(files), *shown, *_optional(PRINTED))
+
+
+def _optional(types: Mapping[str, Any]) -> Iterator[inspect.Parameter]:
+    """Yield parameters that may be left out, from their names and types."""
+    for name, annotation in types.items():
+        default = False if annotation.__origin__ is bool else None
+        yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _on_the_line(option: Option) -> Option:
@@ -212,7 +213,7 @@ def show(command: Row, make: Callable[[CheckpointCache], AdapterJob], printed: d
         if report_file is not None:
             report_file.replace(done.to_json())
     pictures.write(lambda: _with_pictures(done, job) if printed["html"] is not None else asdict(done))
-    if printed["json"]:
+    if printed["as_json"]:
         put(done.to_json())
         return
     show_adapter_report(done, command.done, quiet=printed["quiet"], verbose=printed["verbose"])

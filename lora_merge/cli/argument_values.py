@@ -146,10 +146,10 @@ def named_adapter(text: str) -> str | tuple[str, float] | Adapter:
             parts = tuple(_parts_behind(text, comma + 1))
             return Adapter(Path(completed(path)), 1.0 if strength is None else strength, parts)
     check_numbers([text], ())
-    path_typed = completed(text)
+    path = completed(text)
     check_parts(text)
-    check_adapter(path_typed)
-    return path_typed
+    check_adapter(path)
+    return path
 
 
 def _parts_behind(text: str, start: int) -> list[tuple[str, Any]]:

@@ -13,7 +13,7 @@ import typer
 
 from ..errors import UsageError
 from ..facts import line
-from ..paths import ENDINGS
+from ..paths import ENDINGS, expand
 from ..process import check_room
 from ..progress import unwatched
 from ..report import disk_rows
@@ -122,7 +122,6 @@ def _write_first(name: str) -> None:
     """Write a first jobs file; UsageError if there is a file of this name."""
     from ..batch.short_form import FIRST
     from ..disk.publish import put_file
-    from ..paths import expand
 
     path = expand(name)
     if os.path.lexists(path):
@@ -166,7 +165,6 @@ def _run(
 
 def _files(planned: Batch, jobs: str) -> tuple[set[Path], set[Path]]:
     """Return the paths of inputs and of outputs."""
-    from ..paths import expand
 
     entries = [s.entry for s in planned.planned]
     return {expand(jobs), *(p for e in entries for p in e.sources)}, {e.job.output for e in entries}

@@ -88,8 +88,8 @@ def check_command(word: str, commands: Mapping[str, str]) -> None:
     files = [stems[stem] for stem in get_close_matches(word, stems, 1, 0.7)]
     fix = f"name a base, or one of the commands: {', '.join(commands)}"
     if near or files:
-        commands_near = [f"lora-merge {command} … ({_first_letter_small(commands[command])})" for command in near]
-        fix = "did you mean " + " or ".join([*commands_near, *files]) + "?"
+        suggestions = [f"lora-merge {command} … ({_first_letter_small(commands[command])})" for command in near]
+        fix = "did you mean " + " or ".join([*suggestions, *files]) + "?"
     raise UsageError("there is neither such a command nor such a file", word, fix)
 
 
@@ -298,11 +298,11 @@ def translated(args: Sequence[str], known: Mapping[str, bool]) -> str:
     by_role: dict[str, list[str]] = {role: [] for role in ("plain", *_ROLES.values())}
     rest, role = list[str](), "plain"
     for word in (part for arg in args for part in ((arg.split("=", 1)) if arg.startswith("--") else (arg,))):
-        before, role, of_word = role, *_read(word, role, known)
+        before, role, replacement = role, *_read(word, role, known)
         if not role:
             return ""
-        rest += of_word
-        if not of_word and before == role and not word.startswith("-"):
+        rest += replacement
+        if not replacement and before == role and not word.startswith("-"):
             by_role[role].append(word)
             role = role if role in ("adapters", "strengths") else "plain"
     base, *plain = [*by_role["base"], *by_role["plain"]] or [""]

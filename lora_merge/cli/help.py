@@ -175,15 +175,15 @@ def refused(error: Exception, commands: Container[str] = ()) -> UsageError:
 def _advice(name: str, context: Any) -> str:
     """Return advice on a misspelt option: those of the command that look alike, or what other programs' mean here."""
     parameters = getattr(getattr(context, "command", None), "params", ())
-    known = [known_name for parameter in parameters for known_name in (*parameter.opts, *parameter.secondary_opts)]
+    known = [option for parameter in parameters for option in (*parameter.opts, *parameter.secondary_opts)]
     known += ["--help", FLAG, DEBUG]
     if not name.startswith("--"):
         return "a strength goes behind its file: ADAPTER:-0.8; " if name[1:2].isdigit() else ""
     plain = name.replace("_", "-")
     if getattr(context, "info_name", "") == "batch" and plain in (option.flag for option in OPTIONS.values()):
         return _in_file(plain)
-    near = _alike(plain, known) or [known_name for known_name in known if known_name.startswith(plain)][:3]
-    other = [advice for known_name in _alike(plain, FOREIGN) if (advice := advice_on(known_name, known))]
+    near = _alike(plain, known) or [option for option in known if option.startswith(plain)][:3]
+    other = [advice for option in _alike(plain, FOREIGN) if (advice := advice_on(option, known))]
     return f"did you mean {' or '.join(near)}? " if near else f"{other[0]}; " if other else ""
 
 

@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 
 from ..errors import MergeError, UsageError, as_resource_error, error_dict, failure
 from ..options import OPTIONS
-from ..paths import exists, leave_lost_folder
+from ..paths import exists, expand, leave_lost_folder
 from ..process import LimitCheck, on_stop, signals_first
 from ..text import Lines, json_text, one_line
 from . import adapter_commands, inspect_commands, tables, verify_commands
@@ -25,7 +25,7 @@ from .argument_values import named_adapters, named_base, named_parts, with_stren
 from .batch_command import batch
 from .compat import PROGRAM_OPTIONS, SHORT, check_command, check_once, check_options, check_spaces, checked_output
 from .help import REFUSED, GroupedCommand, add, everywhere, examples, files, refused, take_text
-from .options import HTML, PLOT, QUIET, read, with_options
+from .options import AS_JSON, DRY_RUN, HTML, OUTPUT, PLOT, QUIET, REPORT, read, with_options
 from .progress_display import watching
 from .reports import PageFiles, ReportOptions, echo, merge_and_report, put, with_pictures
 from .terminal import debugging, show_error, styled, without_global_options
@@ -136,14 +136,10 @@ def merge(
             help="Adapter files or PEFT folders; none: the adapter that is attached inside BASE.",
         ),
     ] = None,
-    output: Annotated[
-        str | None, typer.Option("-o", "--output", metavar="PATH", help="File or folder to write.")
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan only, from headers; write nothing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Report as one JSON object on stdout.")] = False,
-    report: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Also write the JSON report to this file or pipe.")
-    ] = None,
+    output: Annotated[str | None, OUTPUT] = None,
+    dry_run: DRY_RUN = False,
+    as_json: AS_JSON = False,
+    report: REPORT = None,
     html: HTML = None,
     plot: PLOT = None,
     quiet: QUIET = False,
@@ -157,9 +153,9 @@ def merge(
 
     pictures = PageFiles(html, plot, quiet=quiet, dry_run=dry_run)
     base = named_base(base)
-    named_ones = named_adapters(adapters or [], options.get("strength")) or [base]
-    strength_for, values = options.pop("strength_for") or (), read(options, len(named_ones))
-    named, parts = named_parts(with_strengths(named_ones, values), strength_for)
+    words = named_adapters(adapters or [], options.get("strength")) or [base]
+    strength_for, values = options.pop("strength_for") or (), read(options, len(words))
+    named, parts = named_parts(with_strengths(words, values), strength_for)
     with reporting(report) as file:
         job = make_job(base, named, checked_output(output), strength_for=parts, **values)
         if file is not None:
@@ -184,7 +180,6 @@ def demo(
     folder: Annotated[str, typer.Argument(help="Where to put the files.")] = "lora-merge-demo",
 ) -> None:
     """Merge three small adapters into a small model. All of them are made here, offline, in seconds."""
-    from ..paths import expand
 
     where = expand(folder)
     with watching(quiet=False, doing="loading torch"):

@@ -11,11 +11,16 @@ import typer
 
 from ..errors import MergeError
 from ..options import OPTIONS, Option
+from ..paths import expand
 from .argument_values import as_number, metadata_entry, parsed_setting, strengths
 from .help import offered
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
+OUTPUT: Final = typer.Option("-o", "--output", metavar="PATH", help="File or folder to write.")
+DRY_RUN = Annotated[bool, typer.Option("--dry-run", help="Plan only, from headers; write nothing.")]
+AS_JSON = Annotated[bool, typer.Option("--json", help="Report as one JSON object on stdout.")]
+REPORT = Annotated[str | None, typer.Option(metavar="FILE", help="Also write the JSON report to this file or pipe.")]
 HTML = Annotated[str | None, typer.Option(metavar="FILE", help="Also write a page to look at in a browser.")]
 PLOT = Annotated[str | None, typer.Option(metavar="FILE", help="Also draw it, as .png, .svg or .pdf.")]
 
@@ -32,7 +37,6 @@ def dialects(incomplete: str) -> list[str]:
 
 def parts_on_line(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the parts and blocks of the base that the line names, with factor 0, for the shell's completion."""
-    from ..paths import expand
     from .compat import completed
     from .tables import parts_of
 
@@ -53,8 +57,10 @@ OFFERED: Final[Mapping[str, Callable[..., list[str]]]] = {
 """Option that takes other words too → the words that the shell offers."""
 
 
-def with_options(*rows: Option, before: str = "", stated: bool = False) -> Callable[[Command], Command]:
-    """Return a decorator that gives a command these options in place of its `**options`.
+def with_options(
+    *rows: Option | inspect.Parameter, before: str = "", stated: bool = False
+) -> Callable[[Command], Command]:
+    """Return a decorator that gives a command these options in place of its `**options`: rows of tables or parameters.
 
     `before`: the parameter that `--help` lists after them; "" if they are the last. `stated`: they describe
     an output without a recipe, and have no defaults.
@@ -62,13 +68,10 @@ def with_options(*rows: Option, before: str = "", stated: bool = False) -> Calla
 
     def decorate(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)
-        parameters_of = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        added = [_parameter(row, stated=stated) for row in rows]
-        place = [p.name for p in parameters_of].index(before) if before else len(parameters_of)
-        parameters = [
-            p.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            for p in (*parameters_of[:place], *added, *parameters_of[place:])
-        ]
+        named = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        added = [_parameter(row, stated=stated) if isinstance(row, Option) else row for row in rows]
+        place = [p.name for p in named].index(before) if before else len(named)
+        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*named[:place], *added, *named[place:])]
         command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {p.name: p.annotation for p in parameters}
         return command

@@ -16,6 +16,7 @@ from ..errors import BatchFailed, MergeError, UsageError, cause, error_dict
 from ..facts import Fact, line, strengths
 from ..paths import exists, typed
 from ..process import kept_objects
+from ..progress import unwatched
 from ..report import Report, disk_rows, merge_rows
 from ..text import Lines, by_component, json_text, one_line, plural, shown, size
 from ..viewing.json_schemas import schema
@@ -238,7 +239,6 @@ def carry_out(plan: Plan, progress: Progress | None = None) -> Report:
     with kept_objects():
         from ..engine.merge import run
     from ..engine.torch_preload import keep_freed_memory
-    from ..progress import unwatched
 
     keep_freed_memory(plan.job.max_memory)
     return run(plan, progress or unwatched)
@@ -292,7 +292,7 @@ def dry(plan: Plan) -> dict[str, Any]:
         "bytes": plan.size, "memory": buffer_bytes(plan), "max_memory": plan.job.max_memory,
         "disk": disk_room(plan).facts, "tensors": sum(len(f.targets) for f in plan.files), "changed": plan.changed,
         "coverage": coverage(plan), "files": files(plan), "notes": list(plan.base.notes), "version": __version__,
-        "schema": "lora-merge/plan/1",
+        "schema": schema("plan"),
     }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from ..disk.volumes import same
 from ..errors import MergeError, UsageError, as_resource_error, cause, failure
-from ..paths import real_path
+from ..paths import exists, expand, is_folder, real_path
 from ..text import CONTROLS, json_text, one_line
 
 ELSEWHERE: Final = "choose another file"
@@ -172,7 +172,6 @@ class ReportFile:
 
     def __init__(self, text: str, flag: str = "--report") -> None:
         """Raise UsageError if a report cannot be written there."""
-        from ..paths import exists, expand, is_folder
 
         self.path, self._flag, self._spares = expand(text), flag, False
         if text == "-":

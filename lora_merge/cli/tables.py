@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from ..errors import UsageError
+from ..paths import expand
 from ..text import Lines, json_text, plural
 from ..viewing.json_schemas import schema
 from .compat import completed
@@ -34,7 +35,6 @@ def parts(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """List parts and blocks, for --strength-for."""
-    from ..paths import expand
 
     model = parts_of(expand(completed(base)))
     if as_json:

@@ -9,13 +9,14 @@ import typer
 
 from ..errors import UsageError
 from ..options import OPTIONS
+from ..paths import expand
 from ..progress import unwatched
 from ..report import verify_rows
 from ..text import json_text
 from .argument_values import named_adapter, named_parts, with_strengths
 from .compat import checked_output, completed
 from .help import add
-from .options import HTML, QUIET, SILENT, read, with_options
+from .options import AS_JSON, DRY_RUN, HTML, OUTPUT, QUIET, REPORT, SILENT, read, with_options
 from .progress_display import PROOF, paused, watching
 from .reports import (
     PageFiles,
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 UNMERGE = ("strength", "strength_for", "unmatched", "map", "setting", "dtype", "compute_dtype", "device", "overwrite",
            "max_memory", "verify")  # fmt: skip
 
+Merged = Annotated[str, typer.Argument(metavar="MERGED", help="A merged checkpoint, file or folder.")]
+
 
 def add_to(app: typer.Typer) -> None:
     """Add these commands to the application."""
@@ -52,7 +55,7 @@ def add_to(app: typer.Typer) -> None:
 
 @with_options(*(option for option in OPTIONS.values() if option.in_verify), before="search", stated=True)
 def verify(
-    output: Annotated[str, typer.Argument(metavar="MERGED", help="A merged checkpoint, file or folder.")],
+    output: Merged,
     base: Annotated[
         str | None, typer.Option(metavar="PATH", help="The base it was made from, if its recipe is not to be used.")
     ] = None,
@@ -71,7 +74,6 @@ def verify(
 
     Its inputs are found by their hashes, or named.
     """
-    from ..paths import expand
     from ..recipes.replay import is_adapter, prove
 
     output, base = completed(output), base and completed(base)
@@ -92,12 +94,12 @@ def verify(
 
 @with_options(OPTIONS["device"], OPTIONS["overwrite"], before="as_json")
 def replay(
-    path: Annotated[str, typer.Argument(metavar="MERGED", help="A merged checkpoint, file or folder.")],
-    output: Annotated[str, typer.Option("-o", "--output", metavar="PATH", help="File or folder to write.")],
+    path: Merged,
+    output: Annotated[str, OUTPUT],
     search: Annotated[
         list[str] | None, typer.Option(metavar="FOLDER", help="Folders to search for the inputs.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Report as one JSON object on stdout.")] = False,
+    as_json: AS_JSON = False,
     quiet: QUIET = False,
     **options: Any,
 ) -> None:
@@ -108,7 +110,6 @@ def replay(
     from ..adapters_out.commands import COMMANDS
     from ..engine.admission import admit
     from ..engine.torch_preload import preload
-    from ..paths import expand
     from ..planning.plan import Plan
     from ..recipes.replay import again, is_adapter
 
@@ -135,22 +136,18 @@ def replay(
 
 @with_options(*(OPTIONS[name] for name in UNMERGE), before="dry_run")
 def unmerge(
-    path: Annotated[str, typer.Argument(metavar="MERGED", help="A merged checkpoint, file or folder.")],
+    path: Merged,
     adapters: Annotated[
         list[str] | None,
         typer.Argument(metavar="ADAPTER[:STRENGTH]...", help="As they were merged. Default: those of the recipe."),
     ] = None,
-    output: Annotated[
-        str | None, typer.Option("-o", "--output", metavar="PATH", help="File or folder to write.")
-    ] = None,
+    output: Annotated[str | None, OUTPUT] = None,
     search: Annotated[
         list[str] | None, typer.Option(metavar="FOLDER", help="Folders to search for the recipe's adapters.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan only, from headers; write nothing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Report as one JSON object on stdout.")] = False,
-    report: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Also write the JSON report to this file or pipe.")
-    ] = None,
+    dry_run: DRY_RUN = False,
+    as_json: AS_JSON = False,
+    report: REPORT = None,
     html: HTML = None,
     quiet: QUIET = False,
     **options: Any,
@@ -160,7 +157,6 @@ def unmerge(
     The outcome is the base to one rounding step; the base itself is exact. Without an output: say where the base is.
     """
     from ..engine.admission import admit
-    from ..paths import expand
     from ..recipes.replay import refuse_to_unmerge
     from ..recipes.unmerge import plan_unmerge
     from .stdio import reporting
@@ -202,7 +198,6 @@ def doctor(
 
     It tests the versions, devices, every formula and the disk; the exit code is 0 if all is well.
     """
-    from ..paths import expand
 
     where = expand(folder)
     if not where.is_dir():

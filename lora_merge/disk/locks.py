@@ -1,4 +1,4 @@
-"""Claims: a locked file beside an output marks the output as in progress, so several processes can share one jobs file.
+"""Claims: a locked file next to an output marks it as in progress, so several processes can share one jobs file.
 
 A claim is valid while its file is locked. The lock ends with its process, even a killed one: `filelock` uses flock,
 and LockFileEx on Windows. So no age or clock is compared, and the next process simply locks the file of a dead one.
@@ -68,7 +68,7 @@ def _reach(path: Path, folders: list[Path]) -> int | None:
 
 
 def claim_path(output: Path) -> Path:
-    """Return the path of the claim. It is beside the output, so every machine that shares the disk sees it."""
+    """Return the path of the claim. It is next to the output, so every machine that shares the disk sees it."""
     name = output.name.encode("utf-8", "replace")
     short = name[:200].decode("utf-8", "ignore")
     return output.with_name(f".{short}.{hashlib.sha256(name).hexdigest()[:8]}.lora-merge.claim")

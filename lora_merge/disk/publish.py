@@ -101,7 +101,7 @@ def release(part: Path, lock: int) -> None:
 
 
 def sibling(target: Path) -> Path:
-    """Return a new temporary name beside the target."""
+    """Return a new temporary name next to the target."""
     name = (
         target.name if _fits(target.name) else target.name.encode("utf-8", "replace")[:ROOM].decode("utf-8", "ignore")
     )

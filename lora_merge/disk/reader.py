@@ -130,7 +130,7 @@ class Reader:
         return raw
 
     def _from_page(self, source: Path, offset: int, size: int) -> bytearray:
-        """Return a few bytes of a file; a page that was read lately is not read again for the tensors beside it."""
+        """Return a few bytes of a file; a page that was read lately is not read again for the tensors next to it."""
         file, lead = self._files[source], offset % PAGE
         page = file.pages.get(offset - lead, b"")
         if len(page) < lead + size:

@@ -24,7 +24,7 @@ class PartBytes(NamedTuple):
 
 
 class Spool:
-    """Bytes of parts that wait until the files are written; beyond `IN_MEMORY` in a temporary file beside them."""
+    """Bytes of parts that wait until the files are written; beyond `IN_MEMORY` in a temporary file next to them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

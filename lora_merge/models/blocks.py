@@ -43,7 +43,7 @@ FLUX_ALL: Final = "FLUXALL"
 """The preset with factor 1 for all 61 blocks of Flux.1."""
 
 LAST: Final = 24
-"""Number of the last of the 25 blocks of a U-Net of Stable Diffusion 1 that stand behind BASE, counted from 0."""
+"""Number of the last of the 25 blocks of a U-Net of Stable Diffusion 1 that follow BASE, counted from 0."""
 
 
 def _smooth(x: float) -> float:
@@ -402,7 +402,7 @@ def _is_single(path: str) -> bool:
 
 def groups(lookup: Names) -> Groups:
     """Return the groups of the tensors of a base: ("components", part of the model), and ("blocks", part and block) for
-    a tensor that lies in a block."""
+    a tensor that is in a block."""
     blocks_of_base = blocks(lookup)
     block_of, numbers = blocks_of_base.of, {block: n for n, block in enumerate(blocks_of_base.order)}
     parts = {part.label: n for n, part in enumerate(lookup.parts)}

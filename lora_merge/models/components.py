@@ -52,7 +52,7 @@ LOOSE: Final = (
     "encoder.",  # TrOCR and Donut are a ViT or Swin and a decoder, the Decision Transformer a GPT-2 between layers
     *("module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."),  # saved while wrapped: DDP, torch.compile
 )
-"""Prefixes that count only if a known model lies under them: many models have such a level of their own."""
+"""Prefixes that count only if a known model is under them: many models have such a level of their own."""
 
 WITHIN: Final = {
     **dict.fromkeys(("camembert", "jina_embeddings_v3", "xlm-roberta", "xlm-roberta-xl", "xmod"), "roberta."),
@@ -223,7 +223,7 @@ def _single_network(
 def _cut_down(
     keys: Mapping[str, str], shapes: Mapping[str, Shape], among: Sequence[Architecture]
 ) -> tuple[Architecture, str] | None:
-    """Return the (architecture, layout) of a model that lacks one of the tensors that tell it, by the names of all
+    """Return the (architecture, layout) of a model that lacks one of the tensors that show it, by the names of all
     others; None if none or several fit."""
     known, hits = parameter_forms(), []
     for architecture, layout in nearly(lambda body: shapes.get(keys.get(body, "")), among):

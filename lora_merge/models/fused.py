@@ -42,7 +42,7 @@ DOWNS: Final = ("down_proj", "down", "Wo", "wo", "w2", "w3", "dense_4h_to_h", "f
 """Names of the layer behind gate and value."""
 
 QUERIES: Final = ("q_proj", "q_attn", "to_q", "wq")
-"""Names of a separate q: the fused weight beside it holds only k and v."""
+"""Names of a separate q: the fused weight next to it holds only k and v."""
 
 NORMS: Final = (
     *(("q_norm", "k_norm"), ("norm_q", "norm_k"), ("q_layernorm", "k_layernorm"), ("query_norm", "key_norm")),
@@ -65,7 +65,7 @@ RECURRENT: Final = "in_proj"
 
 BEFORE: Final = "in_proj_"
 GATE: Final = "in_proj_z"
-"""What names of the fused layer of linear attention begin with, and the layer of the gate beside it."""
+"""What names of the fused layer of linear attention begin with, and the layer of the gate next to it."""
 
 LINEAR: Final = (("linear_num_key_heads", "linear_key_head_dim"), ("linear_num_value_heads", "linear_value_head_dim"))
 """Entries of configurations: number and size of the heads of q and k, and of v, in linear attention."""

@@ -164,14 +164,14 @@ def _in_layout(
 ) -> dict[InferredParameter, str]:
     """Return the tensors' own names in a layout, of those changes whose names it knows."""
     forms, flat = forms_of(architecture.file.stem, layout)
-    names_of: dict[InferredParameter, str] = {}
+    stored: dict[InferredParameter, str] = {}
     for change in some:
         readings = (text for _, body in prefixed(change.module) for text in written(body))
         names = next(filter(None, (_names(text, forms, flat) for text in readings)), set())
         if len(names) == 1:
             name = names.pop()
-            names_of[change] = f"{name.removesuffix('.weight')}.bias" if change.parameter == "bias" else name
-    return names_of
+            stored[change] = f"{name.removesuffix('.weight')}.bias" if change.parameter == "bias" else name
+    return stored
 
 
 def _names(body: str, forms: Forms, flat: FlatForms) -> set[str]:

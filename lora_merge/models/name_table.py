@@ -240,7 +240,7 @@ class NameTable:
     name of a parameter, or a name without its first level. A weak name counts only where no strong name fits.
 
     `keys`: name in the network → name in the base; `shapes`: by name in the base; `native`: the table of the base's
-    layout; `spellings`: all tables; `inner`: a first level that names may lack beside INNER, "" for none.
+    layout; `spellings`: all tables; `inner`: a first level that names may lack in addition to INNER, "" for none.
     """
 
     def __init__(
@@ -444,7 +444,7 @@ class FlatForms:
             self._numbers.setdefault(_letters(flat), set()).add(tuple(d == "#" for d in _DIGITS.findall(flat)))
 
     def knows(self, letters: str) -> bool:
-        """Return whether a name of these letters has a form once other digits stand in it."""
+        """Return whether a name of these letters has a form once it has other digits."""
         return letters in self._numbers
 
     def paths(self, name: str) -> list[tuple[str, str]] | None:

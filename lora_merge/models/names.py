@@ -90,7 +90,7 @@ class Names:
         presets: Mapping[str, str] = MappingProxyType({}), renames: Sequence[tuple[re.Pattern[str], str]] = (),
     ) -> None:  # fmt: skip
         self.parts = parts
-        self.second = second  # whether the base lies in the folder of a pipeline's second expert
+        self.second = second  # whether the base is in the folder of a pipeline's second expert
         self.presets = presets  # the user's lists of block weights
         self._renames = renames  # the user's names: pattern → template
         self.shapes = shapes
@@ -383,8 +383,8 @@ def guess(modules: Mapping[str, Shape]) -> str:
 
     "unknown" if none fits, "A or B" if several fit.
     """
-    modules_seen = modules_of(of_the_denoiser(modules))
-    return described(architectures(modules_seen), modules_seen)
+    flat = modules_of(of_the_denoiser(modules))
+    return described(architectures(flat), flat)
 
 
 def denoiser_of(modules: Mapping[str, Shape]) -> str:

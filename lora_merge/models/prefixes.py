@@ -41,7 +41,7 @@ PREFIXES: Final = (
     ("conditional_transformer.",   "denoiser"),
     ("connectors.",                "denoiser"),  # LTX-2 in diffusers, pipelines/ltx2/connectors.py
     ("net.",                       "denoiser"),
-    ("pipe.dit.",                  "denoiser"),  # DiffSynth-Studio, which can be told to omit it
+    ("pipe.dit.",                  "denoiser"),  # DiffSynth-Studio, which has an option to omit it
     ("pipe.unet.",                 "denoiser"),
     ("pipe.vace.",                 "denoiser"),  # Wan's, a network of its own there
     ("text_encoder.",              "te1"),
@@ -55,7 +55,7 @@ PREFIXES: Final = (
     ("model.",                     "any"),
     ("model_",                     "any"),
 )  # fmt: skip
-"""Prefixes of adapter names (adapter-formats.md, section 1.1); several may stand in a row, in any order."""
+"""Prefixes of adapter names; several may follow each other, in any order."""
 
 _BY_START: Final = {start: tuple((p, h) for p, h in PREFIXES if p[0] == start) for start in {p[0] for p, _ in PREFIXES}}
 
@@ -158,7 +158,7 @@ def wrapper_notes(stored: Mapping[str, str]) -> Sequence[Note]:
 
 
 def _is_attached(key: str, layers: Collection[str]) -> bool:
-    """Return whether a tensor lies in a wrapped layer beside the layer itself, as an attached adapter does."""
+    """Return whether a tensor is in a wrapped layer next to the layer itself, as an attached adapter does."""
     parts = key.split(".")
     inside = any(".".join(parts[:i]) in layers for i in range(1, len(parts)))
     return inside and ".base_layer." not in key

@@ -14,7 +14,7 @@ from ..matching.fit_errors import explain
 from ..models.names import Names, names
 from ..planning.make_plan import Inputs, Matched, make_plan, match
 from ..planning.plan import Plan
-from ..text import by_pattern
+from ..text import by_component, by_pattern
 from .adapter import spread
 
 
@@ -38,7 +38,7 @@ def fit(path: Path, base: Index, adapter: Adapter, numbers: Callable[[Plan], Any
     return {
         **facts, "fits": not matching.unmatched and bool(matching.modules), "algorithms": list(matching.algorithms),
         "matched": matching.modules, "total": matching.total, "components": dict(matching.components),
-        "strengths": {part: {f"{s:g}": n for s, n in sorted(c.items())} for part, c in matching.strengths.items()},
+        "strengths": by_component(matching.strengths),
         "effective": _effective(matched, lookup),
         "patterns": {pattern: len(some) for pattern, some in by_pattern(matching.placed).items()},
         "unmatched": dict(matching.unmatched), "changed_tensors": plan.changed, "output_bytes": plan.size,
@@ -51,9 +51,9 @@ def _effective(matched: Matched, lookup: Names) -> dict[str, Any]:
 
     Algorithms whose formula has no such factor are left out.
     """
-    factors_of: dict[str, list[float]] = {}
+    factors: dict[str, list[float]] = {}
     for key, uses in matched.adapters[0].uses.items():
         for use in uses:
             if "scale" in use.patch.numbers:
-                factors_of.setdefault(lookup.component(key), []).append(use.strength * use.patch.numbers["scale"])
-    return {component: spread(factors) for component, factors in factors_of.items()}
+                factors.setdefault(lookup.component(key), []).append(use.strength * use.patch.numbers["scale"])
+    return {component: spread(values) for component, values in factors.items()}

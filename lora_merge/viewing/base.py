@@ -44,10 +44,10 @@ def base_facts(index: Index) -> dict[str, Any]:
 
 def block_sizes(index: Index, lookup: Names) -> dict[str, int]:
     """Return block → number of parameters, in the order of `--strength-for`; tensors without a block are left out."""
-    blocks_of = blocks(lookup)
-    counts = dict.fromkeys(blocks_of.order, 0)
+    model_blocks = blocks(lookup)
+    counts = dict.fromkeys(model_blocks.order, 0)
     for key, info in index.parameters.items():
-        if (block := blocks_of.of(key)) in counts:
+        if (block := model_blocks.of(key)) in counts:
             counts[block] += prod(info.shape)
     return {block: count for block, count in counts.items() if count}
 

@@ -79,8 +79,8 @@ def _checkpoints(a: Index, b: Index, *, pictures: bool, progress: Progress) -> d
             else:
                 tensors[pair.name] = pair.sums.to_dict()
     if pictures:
-        for name, other_dtypes in difference_pictures(a, b, lookup, evenly([*tensors])):
-            tensors[name] |= other_dtypes
+        for name, charts in difference_pictures(a, b, lookup, evenly([*tensors])):
+            tensors[name] |= charts
     return {
         "compared": len(equal) + len(tensors), "equal": len(equal), "different": len(tensors), "other_shapes": others,
         "only_a": [key for key in a.parameters if key not in keys], "only_b": only_b,

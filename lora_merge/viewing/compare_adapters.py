@@ -181,8 +181,8 @@ def adapter_similarity(a: Index, b: Index, base: Path | None, *, pictures: bool 
         notes.append(Note(f"{which} has the same name in both; if they spell names in other words, give --base"))
     whole = compare_whole(*files) if base is None else {}
     left |= whole.pop("left", {})
-    for side, names_of in only.items():
-        names_of += whole.pop(f"only_{side}", ())
+    for side, names in only.items():
+        names += whole.pop(f"only_{side}", ())
     by_block = {name: rows[name].to_dict() for name in sorted(rows, key=in_order)}
     return {
         "common": len(table), "only_a": only["a"], "only_b": only["b"], "notes": notes, "total": total.to_dict(),
@@ -285,7 +285,7 @@ def _on_base(
             {t.name: t for f in p.files for t in f.targets if t.uses or t.name in target_names}
             for p, target_names in zip(plans, whole, strict=True)
         )
-        change_of, other = (changes(plan, reader) for plan in plans)
+        change_a, change_b = (changes(plan, reader) for plan in plans)
         shown = evenly([*first], 2) if pictures else frozenset()
         read = TensorCache(reader, frozenset()).read
         for name, target in first.items():
@@ -299,6 +299,6 @@ def _on_base(
                 sums = sums_of_changes(whole[0][name], whole[1][name], read)
                 yield name, block, Similarity(sums.a, sums.b, sums.inner)
             else:
-                pair = _pair(change_of(target), other(second[name]), (target, second[name]), pictures=name in shown)
+                pair = _pair(change_a(target), change_b(second[name]), (target, second[name]), pictures=name in shown)
                 yield name, block, pair
         yield from ((name, "", "b") for name in second if name not in first)

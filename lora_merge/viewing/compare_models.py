@@ -55,7 +55,7 @@ class DifferenceSums:
 
 @dataclass(frozen=True)
 class TensorPair:
-    """One tensor of B beside its counterpart in A."""
+    """One tensor of B next to its counterpart in A."""
 
     name: str  # in B
     keys: tuple[str, ...] = ()  # in A; none where A has no counterpart
@@ -130,7 +130,7 @@ class _Pair:
         return view_bytes(memoryview(raw), info.dtype, (length,)).float()
 
     def _elsewhere(self, info: StoredTensor) -> TensorPair:
-        """Return a tensor of B beside the rows of A that have its name in other words."""
+        """Return a tensor of B next to the rows of A that have its name in other words."""
         module, _, parameter = info.name.rpartition(".")
         try:
             view = self.names.find(module, parameter)

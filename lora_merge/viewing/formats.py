@@ -17,7 +17,7 @@ NUMBER: Final = re.compile(r"\d+")
 
 
 def formats(index: Index) -> dict[str, Any]:
-    """Return the formats of the weights that a format reads, and the matrices that are plain numbers beside them; {}
+    """Return the formats of the weights that a format reads, and the matrices that are plain numbers next to them; {}
     where nothing is quantised."""
     numbers: Counter[tuple[str, tuple[int, int]]] = Counter()
     weights, bits = numbers.copy(), numbers.copy()

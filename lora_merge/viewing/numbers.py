@@ -97,7 +97,7 @@ def _numbers(delta: ModuleChange, rank: int) -> dict[str, Any]:
 
 @undisturbed()
 def merge_numbers(plan: Plan, *, pictures: bool = False, progress: Progress = unwatched) -> dict[str, Any]:
-    """Return the size of a planned change beside the weights, and how much of it the dtypes of the output keep: what
+    """Return the size of a planned change compared with the weights, and how much of it the output's dtypes keep: what
     `numbers` of a merge's report are, of every number, and `warnings`.
 
     Computed tensor by tensor; nothing is written. `pictures`: also the spectrum and the histogram of each change.

@@ -1,4 +1,4 @@
-"""The facts of `inspect` in words. Text and terminals show all rows; pages show them beside tables and pictures."""
+"""The facts of `inspect` in words. Text and terminals show all rows; pages show them with tables and pictures."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def match_summary(match: Mapping[str, Any]) -> Iterator[Fact]:
     if match["matched"] is None:
         return
     if match["effective"]:
-        factors = "; ".join(f"{part} {between(factors_of)}" for part, factors_of in match["effective"].items())
+        factors = "; ".join(f"{part} {between(spread)}" for part, spread in match["effective"].items())
         yield line("effective", f"{factors} (strength × scale: alpha / rank, or / √rank)")
     tensors, would = plural(match["changed_tensors"], "tensor"), size(match["output_bytes"])
     yield line("changes", f"{tensors}; the output would have {would}")
@@ -254,12 +254,12 @@ def _blocks(by_name: Mapping[str, Any]) -> Iterator[Fact]:
     if len(by_name) < 2:
         return
     labels = block_labels(by_name)
-    rows_of = (
+    entries = (
         (labels[name], f"{plural(b['modules'], 'module')}{_range(' rank', b['ranks'])}{_range(' alpha', b['alphas'])}")
         for name, b in by_name.items()
     )
     yield line("blocks", len(by_name))
-    yield from table((run_label(names), value + " each" * (len(names) > 1)) for names, value in runs(rows_of))
+    yield from table((run_label(names), value + " each" * (len(names) > 1)) for names, value in runs(entries))
 
 
 def _few(name: str, values: Sequence[float]) -> str:

@@ -80,7 +80,7 @@ FOLDERS: Final = ("image_dir", "metadata_file", "image_directory", "video_direct
 
 THUMBNAIL: Final = "modelspec.thumbnail"
 PICTURES: Final = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
-"""Ending of a picture beside a file → its type. `x.preview.png` comes before `x.png`."""
+"""Ending of a picture next to a file → its type. `x.preview.png` comes before `x.png`."""
 
 
 def training(index: Index) -> dict[str, Any]:
@@ -243,7 +243,7 @@ def dataset_line(row: Mapping[str, Any]) -> str:
 
 
 def preview(index: Index) -> dict[str, Any]:
-    """Return where a picture of the adapter is, in the metadata or in a file beside it, its type and its bytes; empty
+    """Return where a picture of the adapter is, in the metadata or in a file next to it, its type and its bytes; empty
     without one."""
     text = index.metadata.get(THUMBNAIL, "")
     if text.startswith("data:image/"):

@@ -63,7 +63,7 @@ class Affine(Encoding):
         return scale, bias
 
     def _fitted(
-        self, ends_of: tuple[Tensor, Tensor], scale: Tensor, bias: Tensor, parts: PartNumbers
+        self, ends: tuple[Tensor, Tensor], scale: Tensor, bias: Tensor, parts: PartNumbers
     ) -> tuple[Tensor, Tensor]:
         """Return (scales, biases) of groups with these ranges: the old ones where they cover the range and use most of
         their codes, else new ones by mlx's rule, a little wider where the stored numbers would not cover the range.
@@ -72,7 +72,7 @@ class Affine(Encoding):
         """
         import torch
 
-        (low, high), margin = ends_of, end_margin(parts)
+        (low, high), margin = ends, end_margin(parts)
         reach = bias - scale * margin, bias + scale * (self._most + margin)
         over = (low < torch.minimum(*reach)) | (high > torch.maximum(*reach))
         over |= (high - low < (COARSE[False] * self._most - 1) * scale.abs()) & (high > low)

@@ -1,7 +1,7 @@
 """Codes plus a product of two factors, perhaps rotated: W = (decoded + up · down) · H.
 
 `LowRank` adds the product to another encoding: the factors stay as they are, and what they leave of new numbers is
-encoded. `Sums` holds codes of other bits and of convolutions; it is read, never written.
+encoded. `LowRankSums` holds codes of other bits and of convolutions; it is read, never written.
 """
 
 from __future__ import annotations

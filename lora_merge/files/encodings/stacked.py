@@ -64,7 +64,7 @@ def one_of(info: StoredTensor) -> StoredTensor:
 
 
 def stacked(codes: StoredTensor, first: Packing | None, parts: Mapping[str, StoredTensor]) -> Packing | None:
-    """Return how matrices are stored of which the first is stored as `one`; `parts`: its tensors, of all matrices."""
+    """Return how matrices are stored of which `first` is the first one; `parts`: its tensors, of all matrices."""
     if first is None:
         return None
     matrices = codes.shape[0]

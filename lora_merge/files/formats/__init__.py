@@ -45,8 +45,8 @@ def recognised(
     # The first claim of each tensor of codes, and of each name, counts.
     claims: dict[str, WeightClaim] = {}  # name of the codes → claim
     names: set[str] = set()
-    for claims_of in FORMATS:
-        for claim in claims_of(checkpoint):
+    for read in FORMATS:
+        for claim in read(checkpoint):
             codes, name = claim.packing.codes, claim.weight.name
             if codes is not None and name not in names and (name == codes.name or name not in tensors):
                 claims.setdefault(codes.name, claim)
@@ -54,8 +54,8 @@ def recognised(
     if not claims:
         return tensors, {}
     # The weights take the places of their codes.
-    claim_of = ((key, claims.get(key)) for key in tensors)
-    weights = {c.weight.name if c else key: c.weight if c else tensors[key] for key, c in claim_of}
+    stored = ((key, claims.get(key)) for key in tensors)
+    weights = {c.weight.name if c else key: c.weight if c else tensors[key] for key, c in stored}
     return weights, {c.weight.name: c.packing for c in claims.values()}
 
 

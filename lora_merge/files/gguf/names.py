@@ -90,8 +90,8 @@ def configured(arch: str, values: Mapping[str, Any], *, tied: bool) -> dict[str,
         "hidden_size": "embedding_length", "num_hidden_layers": "block_count", "head_dim": "attention.key_length",
         "intermediate_size": "feed_forward_length",
     }  # fmt: skip
-    values_of = {key: values.get(f"{arch}.{entry}") for key, entry in entries.items()}
-    numbers = {key: value for key, value in values_of.items() if isinstance(value, int) and value > 0}
+    sizes = {key: values.get(f"{arch}.{entry}") for key, entry in entries.items()}
+    numbers = {key: value for key, value in sizes.items() if isinstance(value, int) and value > 0}
     heads = numbers.get("num_attention_heads")
     if heads is not None:
         numbers.setdefault("num_key_value_heads", heads)

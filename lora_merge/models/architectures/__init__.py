@@ -38,7 +38,7 @@ from ...algorithms import COUNT
 from ...dtypes import Shape
 from ...errors import InputError
 from ...files.yaml_source import LOADER, check_depth, read_text
-from .notation import BadRow, Row, RowTable, parse
+from .notation import VARIABLE, BadRow, Row, RowTable, parse
 
 FOLDER: Final = Path(__file__).parent
 IN_SHARDS: Final = " in shards"
@@ -48,7 +48,6 @@ OF_ADAPTERS: Final = ("spellings", "xlabs")
 MOST_ROWS: Final = 50_000  # of a table
 LONGEST: Final = 1 << 20  # bytes of a file; the longest shipped file has 5 140
 
-_NUMBER: Final = re.compile(r"\{([a-z])\}")
 _GROUP: Final = r"\\g<\1>"
 _BEFORE: Final = r"(?P<before>(?:.*[._])?)"
 
@@ -94,7 +93,7 @@ class Architecture:
         if self.title:
             return ()
         rows = [(name, new) for name, new, _ in self.tables.get(OF_ADAPTERS[0], ())]
-        return [(re.compile(_BEFORE + _pattern(name)), rf"\g<before>{_NUMBER.sub(_GROUP, new)}") for name, new in rows]
+        return [(re.compile(_BEFORE + _pattern(name)), rf"\g<before>{VARIABLE.sub(_GROUP, new)}") for name, new in rows]
 
     @cached_property
     def spellings(self) -> Mapping[str, RowTable]:
@@ -195,8 +194,8 @@ class _Reader:
                 tables[key.value] = self.table(value)
         if fields.keys() <= {"lbw"} and tables.keys() <= {OF_ADAPTERS[0]}:
             for name, name_in_base, line in tables.get(OF_ADAPTERS[0], ()):
-                letters = _NUMBER.findall(name)
-                if len({*letters}) < len(letters) or not {*_NUMBER.findall(name_in_base)} <= {*letters}:
+                letters = VARIABLE.findall(name)
+                if len({*letters}) < len(letters) or not {*VARIABLE.findall(name_in_base)} <= {*letters}:
                     raise _bad(self.file, line, f"{name}: {name_in_base} has other numbers")
             return Architecture("", self.file, tables=tables, **fields)
         if "title" not in fields:
@@ -257,8 +256,8 @@ class _Reader:
 
 def _pattern(name: str) -> str:
     """Return the pattern of a module's name, dotted or flat, with numbers such as `{i}` in it."""
-    texts = [re.escape(text).replace(r"\.", "[._]") for text in _NUMBER.split(name)[::2]]
-    letters = [f"(?P<{letter}>[0-9]{{1,9}})" for letter in _NUMBER.findall(name)]
+    texts = [re.escape(text).replace(r"\.", "[._]") for text in VARIABLE.split(name)[::2]]
+    letters = [f"(?P<{letter}>[0-9]{{1,9}})" for letter in VARIABLE.findall(name)]
     return "".join(chain.from_iterable(zip_longest(texts, letters, fillvalue="")))
 
 

@@ -43,7 +43,9 @@ LONGEST_LINE: Final = 1000  # characters of both sides; the longest shipped line
 LONGEST_SUM: Final = 60  # characters of arithmetic in braces
 DEEPEST: Final = 8  # segments of a path in which `{last}` looks for numbers
 
-_VARIABLE: Final = re.compile(r"\{([a-z])\}")
+VARIABLE: Final = re.compile(r"\{([a-z])\}")
+"""A number in a name."""
+
 _BRACES: Final = re.compile(r"\{(?!last\})([^}]*)\}")
 _CHOICE: Final = re.compile(r"\(([^()]*)\)")
 _LIST: Final = re.compile(r"([~^]?)([^\[\]]*)\[([^\[\]]+)\]([^\[\]/]*)(?:/[1-9][0-9]*)?")
@@ -170,8 +172,8 @@ def _row(name: str, canonical: str) -> Row:
     parts = tuple(_parts(canonical))
     if not all(name.split(".")) or not all(all(p.path) for p in parts):
         raise BadRow("a path with nothing between two dots")
-    left = set(_VARIABLE.findall(name))
-    right = {v for p in parts for v in _VARIABLE.findall(".".join(p.path))}
+    left = set(VARIABLE.findall(name))
+    right = {v for p in parts for v in VARIABLE.findall(".".join(p.path))}
     if left - right or len(right - left) > 1:
         raise BadRow("the numbers in braces differ between the two sides")
     if any(p.transposed for p in parts) and len(parts) > 1:

@@ -179,14 +179,14 @@ def _by_block(page: PageContent, numbers: Values) -> None:
             page.table(f"By {of}", [of, "layers", *columns, {"title": "energy kept", **SHARE}], rows)
 
 
-def batch_page(jobs_of: Sequence[Values]) -> dict[str, Any]:
+def batch_page(ended: Sequence[Values]) -> dict[str, Any]:
     """Return the content of the page of a batch."""
     from ...batch.report import batch_rows
 
-    page = PageContent("Batch", plural(len(jobs_of), "job"))
-    page.summary(batch_rows(jobs_of, len(jobs_of)))
-    page.data["warnings"] = [f"{job['output']}: {text}" for job in jobs_of for text in _warnings(job)]
-    jobs = sorted(jobs_of, key=lambda job: int(job["number"]))
+    page = PageContent("Batch", plural(len(ended), "job"))
+    page.summary(batch_rows(ended, len(ended)))
+    page.data["warnings"] = [f"{job['output']}: {text}" for job in ended for text in _warnings(job)]
+    jobs = sorted(ended, key=lambda job: int(job["number"]))
     page.table("Jobs", JOBS, map(_job, jobs), details=[*map(_opened, jobs)])
     return page.data
 

@@ -1,4 +1,4 @@
-"""The preview picture of an adapter: from its metadata, or from a file beside it."""
+"""The preview picture of an adapter: from its metadata, or from a file next to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STORED: Final = re.compile(r"data:image/(?:png|jpeg|webp|gif|avif);base64,[A-Za-
 KINDS: Final = {
     "png": rb"\x89PNG\r\n\x1a\n", "jpeg": rb"\xff\xd8\xff", "webp": rb"RIFF....WEBP", "gif": rb"GIF8[79]a",
 }  # fmt: skip
-"""Kind of a picture → the beginning of its file. A file beside an adapter may be a link to anything: a page holds only
+"""Kind of a picture → the beginning of its file. A file next to an adapter may be a link to anything: a page holds only
 pictures."""
 
 
