@@ -36,8 +36,7 @@ from .assumed_base_values import cache_of
 from .change import Evaluator, norms_of, squares_between
 from .combined_change import Delta, combine
 from .copied_tensors import entry
-from .decomposition.storage_rounding import squares_of
-from .exact_sums import weight_norms
+from .decomposition.factors import squares_of
 from .groups import Target
 from .job import AdapterJob
 from .module_tensors import Layer, waiting_entry
@@ -47,6 +46,7 @@ from .proof import REDO, Comparison, Squares, Stated, prove
 from .report import AdapterReport
 from .same_training import NOT_ONE, expect_alike
 from .sources import Sources, open_sources
+from .weight_norms import weight_norms
 
 
 @dataclass(frozen=True)
