@@ -35,7 +35,7 @@ from .job import GIVE_BASE, AdapterJob
 from .metadata.sizes import PlannedLayer, Tensor, factor_shapes, planned_size, tensors_of
 from .module_tensors import Layer, LayerTensors, waiting
 from .output_file import CONTENTS, Entry, drafted, expect_room, unique
-from .parallel import on_one_core, side_by_side
+from .parallel import on_one_core, settings_of_torch, side_by_side
 from .pipeline import AdapterRun, Outcome, RunFacts, coverage, idle_alpha, left_out, model_of, output_dtype, planned
 from .rank_rules import EXACT, Spectrum, shared_out
 from .report import AdapterReport
@@ -125,10 +125,7 @@ def run(job: AdapterJob, sources: Sources, this: AdapterRun) -> AdapterReport:
     inputs = [a.index for a in sources.adapters]
     dtype = output_dtype(job, sources.adapters)
     with ExitStack() as stack:
-        if "torch" in sys.modules:  # else its settings are those of its import
-            from ..engine.torch_state import undisturbed
-
-            stack.enter_context(undisturbed())
+        stack.enter_context(settings_of_torch())
         reader = this.reading(sources.indexes)
         forms = forms_of(job, sources)
         rows = tensors_of(planned_layers(sources, forms, dtype))

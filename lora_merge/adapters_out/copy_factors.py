@@ -12,17 +12,18 @@ from ..disk.draft import Draft
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..dtypes import TABLE
-from ..errors import InputError, beyond_fp64, not_finite
+from ..errors import InputError, beyond_fp64
 from ..progress import Counting
 from .conversion import Conversion, WrittenModules, weight_of
 from .decomposition.factors import Grams, squares_of
 from .dialects import Dialect
+from .factored_sums import expect_finite
 from .groups import Filled
 from .job import FACTORS
 from .module_tensors import Layer, StoredModule, waiting
 from .output_file import Entry
 from .parallel import side_by_side
-from .rounding import Array, all_finite, data_of, is_below, is_held_by_fp32, stored, stored_bits, widened
+from .rounding import Array, data_of, is_below, is_held_by_fp32, stored, stored_bits, widened
 
 AT_ONCE: Final = 2**28
 """Bytes of modules that are worked at at once."""
@@ -98,7 +99,6 @@ def _squares(raw: Sequence[Array], infos: Sequence[StoredTensor], rank: int, sca
         if below and is_held_by_fp32(squares := grams.squares(), grams.apart()):
             return squares * scale**2
         for b, info in zip(bits, infos, strict=True):
-            if not all_finite(b, info.dtype):
-                raise not_finite(f"{info.file}: {info.name}")
+            expect_finite(b, info)
         left, right = (widened(b, kind, np.float64) for b, kind in zip(bits, kinds, strict=True))
         return squares_of(left * scale, right)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ..disk.draft import Draft, Heap
@@ -41,6 +42,17 @@ class Layer:
     def residual(self) -> float:
         """‖Δ − Δ̂‖ / ‖Δ‖; 0 for a Δ of zeros, and for one that was not measured."""
         return math.sqrt(self.lost / self.squares) if self.squares else 0.0
+
+
+class ChangeOfMean(NamedTuple):
+    """The facts of a layer whose tensors are averaged."""
+
+    before: int  # the largest rank of the changes
+    rank: int  # of the change by the averaged tensors
+    squares: float  # ‖Δ‖² of the average of the changes
+    lost: float  # ‖Δ − Δ̂‖², with the change by the averaged tensors
+    effect: Effect
+    norms: Norms = MappingProxyType({})
 
 
 def without_bytes(layer: Layer) -> Layer:

@@ -208,7 +208,7 @@ def products(dtype: str, weight: float) -> Bits:
 def as_stored(numbers: Array, dtype: str) -> Array:
     """Return the nearest numbers of a dtype: their bits, or in fp32 and fp64 the numbers."""
     if dtype in ("F64", "F32"):
-        return numbers.astype(TABLE[dtype].library, copy=False)
+        return np.ascontiguousarray(numbers, TABLE[dtype].library)
     with np.errstate(all="ignore"):  # infinity for those too large
         single = np.ascontiguousarray(numbers, np.float32)
         if dtype in WIDEN:

@@ -87,6 +87,10 @@ class FactoredDelta:
         """The transposed Δ."""
         return FactoredDelta(self.right.T, self.left.T, self.before)
 
+    def apart(self, other: FactoredDelta) -> float:
+        """Return ‖Δ − Δ'‖²."""
+        return squares_of(np.concatenate((self.left, -other.left), 1), np.concatenate((self.right, other.right)))
+
     def of(self, part: Target) -> FactoredDelta:
         """Return the rows of Δ that a layer stores, without the columns of L that are zero there."""
         if not part.runs:
