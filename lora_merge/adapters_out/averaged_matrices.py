@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
 from ..disk.files import StoredTensor
+from ..disk.reader import Reader
 from ..engine.tensor_moves import HOST, TORCH_DTYPES
 from .assumed_base_values import cache_of
 from .change import Evaluator, norms_of, squares_between
 from .combined_change import Delta, combine, tensor_of
+from .factored_sums import StoredNumbers
 from .groups import Target
 from .job import AdapterJob
 from .module_tensors import ChangeOfMean
 from .sources import Sources
 
-if TYPE_CHECKING:
-    from .averaged_tensors import Averages
-
 
 class AveragedMatrices:
     """Computes both changes of weights of one job: the average of the changes, and that by the averaged tensors."""
 
-    def __init__(self, job: AdapterJob, sources: Sources, means: Averages) -> None:
-        self._job, self._means = job, means
-        self._files = {file for index in means.snapshots for file in index.files}
-        self._cache = cache_of(job, means.reader, sources)
+    def __init__(
+        self, job: AdapterJob, sources: Sources, reader: Reader, read: Callable[[StoredTensor], StoredNumbers]
+    ) -> None:
+        """`read`: returns the average of a tensor of the snapshots."""
+        self._job, self._read = job, read
+        self._files = {file for adapter in sources.adapters for file in adapter.index.files}
+        self._cache = cache_of(job, reader, sources)
         self._stored = Evaluator(sources, self._cache, HOST)
         self._averaged = Evaluator(sources, self._cache, HOST, fetch=self._fetch)
 
@@ -35,7 +36,7 @@ class AveragedMatrices:
         """Return the average of a tensor of the snapshots; the base's as it is."""
         if info.file not in self._files:
             return self._cache.fetch(info)
-        bits, dtype = self._means.of(info)
+        bits, dtype = self._read(info)
         return tensor_of(bits, TORCH_DTYPES[dtype]).reshape(info.shape)
 
     def layers(self, target: Target, alone: Target) -> Iterator[tuple[Target, ChangeOfMean]]:
@@ -45,8 +46,8 @@ class AveragedMatrices:
         written, norms = combine(self._job, alone, self._averaged.changes(alone), [""]), norms_of(changes, target)
         for part, only in zip(target.stored, alone.stored, strict=True):
             rows, real = delta.of(part), written.of(only)
-            facts = ChangeOfMean(rows.before, real.before, rows.squares, _apart(rows, real), rows.effect)
-            yield part, facts._replace(norms=norms[part.label])
+            yield part, ChangeOfMean(rows.before, real.before, rows.squares, _apart(rows, real), rows.effect,
+                                     norms[part.label])  # fmt: skip
         self._stored.forget()
         self._averaged.forget()
 

@@ -6,7 +6,7 @@ A product of averaged factors is not the average of the products: for close snap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,10 +26,11 @@ from ..errors import FitError, VerificationFailed, beyond_dtype
 from ..files.checkpoint import Index, open_checkpoint
 from ..progress import Counting, Progress, unwatched
 from ..proof.reference.floats import decode, step
+from .decomposition.stored_factors import FactoredDelta
 from .factored_sums import FactoredSums, StoredNumbers, finite_numbers, read_numbers
 from .groups import Target
 from .job import AdapterJob
-from .module_tensors import ChangeOfMean, Layer, waiting_entry
+from .module_tensors import ChangeOfMean, Layer, Norms, waiting_entry
 from .output_file import Entry, Proof, drafted, expect_room
 from .parallel import settings_of_torch
 from .pipeline import AdapterRun, Outcome, RunFacts, coverage, model_of, output_dtype
@@ -83,7 +84,9 @@ def _is_averaged(info: StoredTensor) -> bool:
 def averaged(values: Sequence[Array], weights: Sequence[float], betas: Sequence[float] | None) -> Array:
     """Return Σ wᵢθᵢ in fp64; a moving average θ̄ ← βθ̄ + (1 − β)θ step by step in fp32, as training keeps it."""
     if betas is None:
-        total: Array = sum(w * v.astype(np.float64, copy=False) for w, v in zip(weights, values, strict=True))
+        total = np.zeros(len(values[0]))
+        for weight, value in zip(weights, values, strict=True):
+            total += weight * value.astype(np.float64, copy=False)
         return total
     average = values[0].astype(np.float32)
     for beta, value in zip(betas, values[1:], strict=True):
@@ -149,12 +152,10 @@ def _layers(
         alone = replace(target, uses=uses, values=target.values[:1])
         kind = uses[0].patch.algorithm if uses else "replacement"
         delta, written = of_changes.delta(target), of_tensors.delta(alone)
+        layers: Iterable[tuple[Target, ChangeOfMean]]
         if delta is not None and written is not None:
-            layers = list[tuple[Target, ChangeOfMean]]()
-            for part, only in zip(target.stored, alone.stored, strict=True):
-                rows, real = delta.of(part), written.of(only)
-                facts = ChangeOfMean(rows.before, real.before, rows.squares, rows.apart(real), rows.effect)
-                layers.append((part, facts._replace(norms=delta.norms[part.label])))
+            layers = ((part, _facts(delta.of(part), written.of(only), delta.norms[part.label]))
+                      for part, only in zip(target.stored, alone.stored, strict=True))  # fmt: skip
         else:
             matrices = matrices or _matrices(job, sources, means)
             layers = matrices.layers(target, alone)
@@ -164,10 +165,15 @@ def _layers(
         count(itemsize * prod(target.shape))
 
 
+def _facts(delta: FactoredDelta, written: FactoredDelta, norms: Norms) -> ChangeOfMean:
+    """Return the facts of a layer. `written`: the change by the averaged tensors."""
+    return ChangeOfMean(delta.before, written.before, delta.squares, delta.apart(written), delta.effect, norms)
+
+
 def _matrices(job: AdapterJob, sources: Sources, means: Averages) -> AveragedMatrices:
     from .averaged_matrices import AveragedMatrices
 
-    return AveragedMatrices(job, sources, means)
+    return AveragedMatrices(job, sources, means.reader, means.of)
 
 
 def prove_average(means: Averages, job: AdapterJob, reader: Reader, path: Path, begin: Counting) -> Proof:

@@ -83,7 +83,9 @@ class FactoredMaker:
     def spectra(self, target: Target) -> list[Spectrum] | None:
         """Return the singular values of the layers that a weight is stored as, for the rule `size`; None as above."""
         delta, spectra = self._delta(target), list[Spectrum]()
-        for part in target.stored if delta is not None else ():
+        if delta is None:
+            return None
+        for part in target.stored:
             some = delta.of(part)
             with decomposing(part.label):
                 triples = some.triples(self.noise)
@@ -91,7 +93,7 @@ class FactoredMaker:
                 return None
             if triples.squares > 0:
                 spectra.append(Spectrum(part.label, triples.values.tolist(), sum(some.matrix) * ITEM_BYTES[self.dtype]))
-        return None if delta is None else spectra
+        return spectra
 
     def _delta(self, target: Target) -> FactoredDelta | None:
         forms = [self.forms[part.label] for part in target.stored]

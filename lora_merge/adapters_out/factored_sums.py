@@ -10,7 +10,6 @@ from math import sqrt
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
@@ -128,8 +127,10 @@ class FactoredSums:
             return None
         factors = [self._read(use) for use in uses]
         with np.errstate(all="ignore"):  # numbers that are too large are seen in the sums
-            narrow = exactly in ("F16", "BF16") and self._is_concatenated(target, factors, exactly)
-            return (self._narrow(target, factors, exactly) if narrow else None) or self._wide(target, factors)
+            narrow = None
+            if exactly in ("F16", "BF16") and self._is_concatenated(target, factors, exactly):
+                narrow = self._narrow(target, factors, exactly)
+            return narrow or self._wide(target, factors)
 
     def _read(self, use: PatchPart) -> StoredFactor:
         patch = use.patch
@@ -196,12 +197,12 @@ class FactoredSums:
         left, right = left.astype(np.float64, copy=False), right.astype(np.float64, copy=False)
         return FactoredDelta(left, right, max(s.left.shape[1] for s in summands), _norms(summands, target))
 
-    def _summand(self, target: Target, factors: Sequence[StoredFactor], kind: npt.DTypeLike) -> Summand:
+    def _summand(self, target: Target, factors: Sequence[StoredFactor], kind: type[np.float32 | np.float64]) -> Summand:
         """Return the change by one adapter, in the rows of the target."""
         (out, width), first = target.matrix, factors[0].use
         lefts, rights = list[Array](), list[Array]()
         for use, up, down, kinds, scale in factors:
-            left, right = widened(up, kinds[0], kind) * np.dtype(kind).type(scale), widened(down, kinds[1], kind)
+            left, right = widened(up, kinds[0], kind) * kind(scale), widened(down, kinds[1], kind)
             left, right = _short(left, right)
             left = left[use.start : use.start + use.piece.rows]
             if use.piece.transposed:

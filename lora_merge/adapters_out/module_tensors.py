@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ..disk.draft import Draft, Heap
@@ -52,7 +51,7 @@ class ChangeOfMean(NamedTuple):
     squares: float  # ‖Δ‖² of the average of the changes
     lost: float  # ‖Δ − Δ̂‖², with the change by the averaged tensors
     effect: Effect
-    norms: Norms = MappingProxyType({})
+    norms: Norms
 
 
 def without_bytes(layer: Layer) -> Layer:

@@ -213,7 +213,12 @@ def as_stored(numbers: Array, dtype: str) -> Array:
         single = np.ascontiguousarray(numbers, np.float32)
         if dtype in WIDEN:
             return narrowed(single, dtype)
-        return single.astype(_of_a_byte(dtype)).view(np.uint8)
+    import torch  # for fp8 alone
+
+    from ..engine.tensor_moves import TORCH_DTYPES, host
+
+    small: Array = host(torch.from_numpy(single), TORCH_DTYPES[dtype]).view(torch.uint8).numpy()
+    return small
 
 
 def stored_bits(raw: Bytes, dtype: str) -> Array:
@@ -223,7 +228,7 @@ def stored_bits(raw: Bytes, dtype: str) -> Array:
 
 def data_of(bits: Array) -> memoryview:
     """Return the bytes of stored numbers."""
-    return memoryview(np.ascontiguousarray(bits).reshape(-1).view(np.uint8)) if bits.size else memoryview(b"")
+    return np.ascontiguousarray(bits).reshape(-1).view(np.uint8).data if bits.size else memoryview(b"")
 
 
 def widened(bits: Array, dtype: str, kind: npt.DTypeLike) -> Array:
@@ -232,13 +237,14 @@ def widened(bits: Array, dtype: str, kind: npt.DTypeLike) -> Array:
         return bits.astype(kind, copy=False)
     if dtype in WIDEN and (dtype != "F16" or is_finite(bits, dtype)):
         return WIDEN[dtype](bits).reshape(bits.shape).astype(kind, copy=False)
-    return bits.view(np.float16 if dtype == "F16" else _of_a_byte(dtype)).astype(kind)
+    if dtype == "F16":
+        return bits.view(np.float16).astype(kind)
+    import torch
 
+    from ..engine.tensor_moves import TORCH_DTYPES, host
 
-def _of_a_byte(dtype: str) -> Any:
-    import ml_dtypes  # for adapters in fp8 alone
-
-    return getattr(ml_dtypes, TABLE[dtype].library)
+    numbers: Array = host(torch.from_numpy(bits).view(TORCH_DTYPES[dtype]), torch.float32).numpy()
+    return numbers.astype(kind, copy=False)
 
 
 def all_finite(bits: Array, dtype: str) -> bool:

@@ -69,7 +69,7 @@ def squares_of(left: Like, right: Like, grams: Grams | None = None) -> float:
     squares, whole = grams.squares(), grams.apart()
     if squares > CANCELS[left.dtype] * whole or not whole or not math.isfinite(squares):
         return squares
-    first, other = (np.linalg.qr(t.astype(np.float64), "r") for t in (left, right.T))
+    first, other = (np.linalg.qr(t.astype(np.float64)).R for t in (left, right.T))
     return float(np.square(first @ other.T).sum())
 
 

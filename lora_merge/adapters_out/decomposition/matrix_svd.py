@@ -101,9 +101,8 @@ def exactly(change: RowMatrix, rule: Rule | None, squares: float, at: Placement 
         return _decomposed(_stacked([change], at)[0], squares)
     leading = vectors.flip(1)[:, :rank]
     other = host(_times(leading, change, at)).div_(values[:rank, None] if wide else values[:rank])
-    first, other = host(leading).numpy(), other.numpy()
-    identity = np.eye(rank)
-    return Triples((first, other) if wide else (other, first.T), (identity, identity), values[:rank].numpy(), squares)
+    first, last, identity = host(leading).numpy(), other.numpy(), np.eye(rank)
+    return Triples((first, last) if wide else (last, first.T), (identity, identity), values[:rank].numpy(), squares)
 
 
 def _decomposed(matrix: Tensor, squares: float) -> Triples:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
@@ -45,11 +45,18 @@ class Cut(NamedTuple):
         return choose(self.rule.of_inputs(before), triples.values.tolist(), total=triples.squares)
 
 
-class InputBits(NamedTuple):
+class InputBits(Protocol):
     """Both factors as a file has to hold them, if the numbers of the inputs give them without a sum."""
 
-    up: Array
-    down: Array
+    @property
+    def up(self) -> Array:
+        """B [out, R]."""
+        ...
+
+    @property
+    def down(self) -> Array:
+        """A [R, cols]."""
+        ...
 
 
 @dataclass(frozen=True)
