@@ -44,7 +44,7 @@ class GeneralMaker:
         self._single = self.job.compute_dtype == "fp32"
         self._evaluators = PerThread(self._evaluator)
         self.at = places(self.job.inputs.device, "F32")[0]
-        self.noise = noise_of(self.sources)
+        self.noise, self.stores_alpha = noise_of(self.sources), self.sources.spelling.alpha
         self.combining = Combining(COMBINATIONS[self.job.method], self.job.numbers, self.sources.adapters)
         self.notes: dict[Note, None] = {}
 
@@ -96,7 +96,7 @@ class GeneralMaker:
     def _layer(self, target: Target, delta: Delta, rank: int | None) -> Layer:
         form = self.forms[target.label]
         storage = Storage(form.algorithm, self.dtype, self.noise, self.at)
-        cut = cut_of(self.job, target, form, rank, stores_alpha=self.sources.spelling.alpha)
+        cut = cut_of(self.job, target, form, rank, stores_alpha=self.stores_alpha)
         if target.turned:
             return storage.layer(replace(target, shape=target.shape[::-1], uses=()), _turned(delta), cut)
         return storage.layer(target, delta, cut)

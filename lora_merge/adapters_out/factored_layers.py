@@ -59,6 +59,7 @@ class FactoredMaker:
     weight: Callable[[Target], float | None]
 
     def __post_init__(self) -> None:
+        self.stores_alpha = self.sources.spelling.alpha
         self.noise, self.sums = noise_of(self.sources), FactoredSums(self.job, partial(read_numbers, self.reader))
 
     def layers_of(self, target: Target, ranks: Mapping[str, int]) -> list[LayerTensors | None] | None:
@@ -105,7 +106,7 @@ class FactoredMaker:
     def _stored(self, part: Target, delta: FactoredDelta, form: Form, rank: int | None) -> StoredFactors | None:
         """Return the stored factors of a layer; None where Δ has more columns than a rank that is cut."""
         delta = delta.turned if part.turned else delta
-        cut = cut_of(self.job, part, form, rank, stores_alpha=self.sources.spelling.alpha)
+        cut = cut_of(self.job, part, form, rank, stores_alpha=self.stores_alpha)
         if form.rule.name == EXACT and rank is None:
             return exact(delta, cut, self.dtype)
         with decomposing(part.name):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby
 from math import sqrt
@@ -160,12 +160,13 @@ class FactoredSums:
         if not all(weights):
             return None
         ranks = [len(f.down) for f in factors]
-        factors = [f._replace(scale=weight * f.scale) for weight, f in zip(weights, factors, strict=True)]
-        summands = [self._summand(target, [factor], np.float32) for factor in factors]
-        scales, down = [f.scale for f in factors], np.concatenate([f.down for f in factors])
-        bits = FactorBits(dtype, [f.up for f in factors], scales, down)
-        left, right = np.concatenate([s.left for s in summands], 1), np.concatenate([s.right for s in summands])
-        delta = FactoredDelta(left, right, max(ranks), bits=bits)
+        scales = [weight * f.scale for weight, f in zip(weights, factors, strict=True)]
+        ups, down = [f.up for f in factors], np.concatenate([f.down for f in factors])
+        left, right = widened(np.concatenate(ups, 1), dtype, np.float32), widened(down, dtype, np.float32)
+        left *= np.repeat(scales, ranks).astype(np.float32)
+        bits = FactorBits(dtype, ups, scales, down)
+        norms = dict[int, float]()
+        delta = FactoredDelta(left, right, max(ranks), {target.label: norms}, bits)
         # Step 2: the norms of all terms, by which fp32 holds it or not.
         columns, rows = delta.grams
         largest = TABLE[dtype].largest * np.minimum(np.abs(np.repeat(scales, ranks)), 1.0)
@@ -177,9 +178,9 @@ class FactoredSums:
         every += zip(squares.diagonal().tolist(), np.add.reduceat(both.diagonal(), starts).tolist(), strict=True)
         if not all(is_held_by_fp32(whole, alone) for whole, alone in every):
             return None
-        norms = {s.adapter: sqrt(n) * abs(s.strength / weight)
-                 for s, weight, n in zip(summands, weights, squares.diagonal().tolist(), strict=True)}  # fmt: skip
-        return replace(delta, norms={target.label: norms})
+        for (use, *_), weight, n in zip(factors, weights, squares.diagonal().tolist(), strict=True):
+            norms[use.patch.adapter] = sqrt(n) * abs(use.strength / weight)
+        return delta
 
     def _wide(self, target: Target, factors: Sequence[StoredFactor]) -> FactoredDelta:
         """Return Δ in fp64. InputError where an adapter's number is not finite."""

@@ -232,13 +232,11 @@ def data_of(bits: Array) -> memoryview:
 
 
 def widened(bits: Array, dtype: str, kind: npt.DTypeLike) -> Array:
-    """Return stored numbers in fp32 or fp64."""
+    """Return stored numbers in fp32 or fp64. Those of fp16 have to be finite, or to be looked at by `all_finite`."""
     if dtype == "F64":
         return bits.astype(kind, copy=False)
-    if dtype in WIDEN and (dtype != "F16" or is_finite(bits, dtype)):
+    if dtype in WIDEN:
         return WIDEN[dtype](bits).reshape(bits.shape).astype(kind, copy=False)
-    if dtype == "F16":
-        return bits.view(np.float16).astype(kind)
     import torch
 
     from ..engine.tensor_moves import TORCH_DTYPES, host
