@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from .facts import Fact, line, percent, strengths
 from .merge_methods import SUM
+from .survival import grade, judged
 from .text import Note, Shown, by_pattern, codes_line, counted, json_text, listed, plural, size, stored
 
 MOST: Final = 1.1
@@ -197,19 +198,27 @@ def verify_rows(proof: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield what `verify` has proven of a merge or of a written adapter."""
     yield line("output", proof["output"])
     if proof["schema"] == ADAPTER_PROOF:
-        yield line("verified", f"{layers_recomputed(proof)}; its inputs give the same bytes")
+        yield survives(proof["survival"]["share"])
+        if warning := proof["survival"].get("warning"):
+            yield line("warning", warning)
+        yield line("verified", f"its inputs give the same bytes; {layers_recomputed(proof)}")
     else:
         yield from proof_rows(proof)
 
 
-def layers_recomputed(proof: Mapping[str, Any] | None) -> str:
-    """Return how much of a written adapter was computed again, and what was lost at most."""
+def survives(share: float, of: str = "the change") -> Fact:
+    """Return the row about the share of a change that survives, in the colour of its judgement."""
+    return Fact("survives", judged(share, of), style=grade(share).style)
+
+
+def layers_recomputed(proof: Mapping[str, Any] | None, *, verbose: bool = False) -> str:
+    """Return how much of a written adapter was computed again; `verbose`: with the largest loss of a layer."""
     if proof is None:
         return NOT_VERIFIED
     if not proof["recomputed"]:
         return "every tensor is in the file; what this method makes is not computed a second time"
     layers = f"{proof['recomputed']} of {plural(proof['layers'], 'layer')} computed again in fp64"
-    return f"{layers}: worst residual {proof['worst_residual']:.3g}"
+    return f"{layers}: worst residual {proof['worst_residual']:.3g}" if verbose else f"{layers}, each as reported"
 
 
 def cut_numbers(counts: Mapping[str, int]) -> str:

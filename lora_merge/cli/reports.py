@@ -120,7 +120,7 @@ def terminal_rows(rows: Sequence[Fact], room: int | None = None) -> list[tuple[T
         if row.name == "verified":
             value = f"{mark('done')} {value}"
         if row.name:
-            cell = text(value, STYLES.get(row.name, ""))
+            cell = text(value, row.style or STYLES.get(row.name, ""))
         else:
             cell = text(str(row), "dim") if room is None else table_row(row, room)
         cells.append((text("" if row.name == before else row.name), cell))
