@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+from .text import Note
 
 
 class Grade(NamedTuple):
@@ -77,3 +79,16 @@ def judged(share: float, of: str) -> str:
 def lost(share: float) -> str:
     """Return the share of a change that does not survive: "40 %"."""
     return f"{100 - percent(min(max(share, 0.0), 1.0)):.3g} %"
+
+
+def lost_in_rounding(share: float, adapter: str, dtypes: str, wider: str, fix: str) -> Note:
+    """Return the warning about a share of an adapter's change that is not enough. `wider`: the option that takes a
+    wider dtype; `fix`: all that can be done."""
+    if share > MOST:
+        return Note(f"the change of {adapter} is lost in the rounding to {dtypes}, which is larger: {wider}")
+    return Note(f"{lost(share)} of the change of {adapter} is lost in the rounding to {dtypes}; {fix}")
+
+
+def judgement(adapter: str, share: float | None) -> dict[str, Any]:
+    """Return the share of an adapter's change that survives a merge and its judgement, for reports."""
+    return {"adapter": adapter, "share": share, "grade": None if share is None else grade(share).word}

@@ -34,9 +34,9 @@ class AdapterReport(Shown):
             of the norm that rounding errors have.
         residual: √(Σ‖Δ − Δ̂‖² / Σ‖Δ‖²) of the stored tensors, over everything that was written.
         energy: 1 − residual², the share of the change that survives.
-        survival: How that is judged: share, grade; below 95 % also warning, a sentence, with target, a better share, fix,
-            the option that keeps it, and ranks, the least and the largest that layers need for it, where the run knows
-            them; {} of a plan.
+        survival: How that is judged: share, grade; below 95 % also warning, a sentence, with target, a better share,
+            fix, the option that keeps it, and ranks, the least and the largest that layers need for it, if the run
+            knows them; {} of a plan.
         numbers: The layers in all, by network and by block: the same, as sums over the layers; {} of a plan.
         written: Bytes.
         seconds: Of the whole run.

@@ -22,7 +22,8 @@ from ..text import Lines, by_component, json_text, one_line, plural, shown, size
 from ..viewing.json_schemas import schema
 from .progress_display import paused, watching
 from .stdio import ReportFile
-from .terminal import broken, colored, columns, console, grid, has, mark, panel, show, show_whole, styled, text
+from .terminal import INSET, broken, colored, columns, console, grid, has, mark, panel, show, show_whole, styled, text
+from .terminal import WIDEST as PANEL
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -104,11 +105,57 @@ def show_rows(rows: Iterable[Fact]) -> None:
         show_lines(rows)
 
 
-def show_panel(title: str, rows: Sequence[Fact], *, failed: bool = False, err: bool = False) -> None:
-    """Print rows as a panel on a terminal. Its colour is that of the worst: of a failure, a warning or none."""
+LINES: Final = 8
+"""Lines of a panel at most, with its title, on a terminal of `NARROW` columns or more."""
+
+NARROW: Final = 80
+
+SPARE: Final = ("change", "note", "undo", "triggers", "layers", "matching", "adapter", "cut")
+"""Names of the rows of a panel in the order in which they are left out of one that is too long: -v and --json have
+them."""
+
+ROW_LINES: Final = {"warning": 2, "error": 2, "verified": 2}
+"""Name of a row of a panel → lines of its value, where that is more than one."""
+
+
+def show_panel(
+    title: str, rows: Sequence[Fact], *, failed: bool = False, err: bool = False, whole: bool = False
+) -> None:
+    """Print rows as a panel on a terminal. Its colour is that of the worst: of a failure, a warning or none.
+
+    `whole`: with all rows, however many lines they take.
+    """
     stream = sys.stderr if err else sys.stdout
-    style = "red" if failed else "yellow" if any(row.name == "warning" for row in rows) else "green"
-    show(panel(f"{mark('failed' if failed else 'done', stream)} {title}", terminal_rows(rows), style), err=err)
+    warned = any(row.name == "warning" for row in rows)
+    style = "red" if failed else "yellow" if warned else "green"
+    rows = rows if whole else fitted(rows, max(NARROW, min(PANEL, columns(stream))))
+    sign = mark("failed" if failed else "note" if warned else "done", stream)
+    show(panel(f"{sign} {title}", terminal_rows(rows), style), err=err)
+
+
+def fitted(rows: Sequence[Fact], width: int) -> Sequence[Fact]:
+    """Return as many rows as a panel of this width has lines for, the most important ones; long values are cut, but
+    for those that are copied."""
+    room = width - INSET - max((len(row.name) for row in rows), default=0) - GAP
+    cut = [row if row.name in (*COPIED, "output") else row._replace(value=shortened(row, room)) for row in rows]
+    names = iter(SPARE)
+    while sum(_lines(row, room) for row in cut) >= LINES and (name := next(names, None)):
+        while sum(_lines(row, room) for row in cut) >= LINES and any(row.name == name for row in cut):
+            del cut[max(n for n, row in enumerate(cut) if row.name == name)]
+    return cut
+
+
+def shortened(row: Fact, room: int) -> str:
+    """Return the value of a row in as many lines as it may have."""
+    most = ROW_LINES.get(row.name, 1)
+    lines = textwrap.wrap(row.value, max(room - 2, 1), break_on_hyphens=False)  # a mark is before some
+    return row.value if len(lines) <= most else "\n".join(lines[:most])[: most * room - 4].replace("\n", " ") + " …"
+
+
+def _lines(row: Fact, room: int) -> int:
+    """Return how many lines a row of a panel has."""
+    value = nearest(row.value) if row.name == "output" else row.value
+    return max(1, len(textwrap.wrap(value, max(room, 1), break_on_hyphens=False)))
 
 
 def terminal_rows(rows: Sequence[Fact], room: int | None = None) -> list[tuple[Text, Text]]:
@@ -307,11 +354,12 @@ def show_merge(report: Report, plan: Plan, options: ReportOptions, *, replaced: 
         show_remarks(rows)
     else:
         rows.append(undo(report.output, f"{Path(report.base).name} is as it was", replaced=replaced))
+        known = {*plan_rows(plan, verbose=options.verbose)}  # what was shown above
+        rows = [row for row in rows if row not in known and (row.name or not styled(sys.stdout))]
         if styled(sys.stdout):
-            show_panel("merged", [row for row in rows if row.name])
+            show_panel("merged", rows, whole=options.verbose)
         else:
-            plan_lines = {*plan_rows(plan, verbose=options.verbose)}
-            show_lines(row for row in rows if row not in plan_lines)
+            show_lines(rows)
 
 
 def show_proof(rows: Iterable[Fact]) -> None:
@@ -351,7 +399,7 @@ def show_adapter_report(report: AdapterReport, title: str, *, quiet: bool, verbo
     else:
         rows.append(undo(report.output, "the inputs are as they were"))
         if styled(sys.stdout):
-            show_panel(title, rows)
+            show_panel(title, rows, whole=verbose)
         else:
             show_lines(rows)
 

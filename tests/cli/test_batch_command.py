@@ -114,4 +114,4 @@ def test_change_below_the_precision_of_the_output_is_warned_of(run: Run, quiet: 
     )
     code, out, err = run("tiny.yaml", "--redo", *quiet)
     assert code == 0
-    assert "warning: only 0% of tiny.safetensors is in the output" in (err if quiet else out)
+    assert "warning: 100 % of the change of tiny.safetensors is lost in the rounding" in (err if quiet else out)

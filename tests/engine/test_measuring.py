@@ -242,12 +242,12 @@ def test_tensors_in_memory_are_measured_too(tmp_path: Path) -> None:
     layer = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(16, 16, bias=False, dtype=torch.bfloat16)})
     small = {"q_proj.lora_A.weight": rand(2, 16, seed=1), "q_proj.lora_B.weight": rand(16, 2, seed=2) * 1e-5}
     save(small, tmp_path / "a.safetensors")
-    with pytest.warns(UserWarning, match="of a.safetensors is in the output"):
+    with pytest.warns(UserWarning, match="of the change of a.safetensors is lost"):
         merged = lora_merge.merge_into(layer, tmp_path / "a.safetensors")
     delta = small["q_proj.lora_B.weight"].double() @ small["q_proj.lora_A.weight"].double()
     assert merged.numbers["all"]["change"] == pytest.approx(float(delta.norm()), rel=1e-4)
     assert merged.numbers["all"]["retained"] < 0.9
-    with pytest.warns(UserWarning, match="of a.safetensors is in the output"):
+    with pytest.warns(UserWarning, match="of the change of a.safetensors is lost"):
         numbers: dict[str, Any] = {}
         layer["q_proj"].weight.data.zero_()
         merged.undo()
