@@ -113,7 +113,7 @@ class Measure:
     @property
     def fails(self) -> bool:
         """Whether what survives of the change is not enough, or is less than the noise of rounding."""
-        return self.loses(ENOUGH) or (self.all.retained or 0.0) > MOST
+        return self.all.retained is not None and (self.all.retained < ENOUGH or self.all.retained > MOST)
 
     def to_dict(self, count: int) -> dict[str, Any]:
         """Return the numbers as reports have them; `count` is the number of adapters."""

@@ -19,7 +19,8 @@ ENLARGED: Final = "A share above 100% is no mistake: the steps of the output's d
 ADAPTER_PROOF: Final = "lora-merge/adapter-proof/1"
 """The schema of the proof of a written adapter."""
 
-NOT_VERIFIED: Final = "not at all (--no-verify)"
+NOT_VERIFIED: Final = Fact("verified", "not at all (--no-verify)", style="yellow")
+"""The row of an output without a proof."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -113,8 +114,10 @@ def merge_rows(report: Mapping[str, Any], *, verbose: bool = False) -> Iterator[
     if verbose:
         yield from _every_row(report)
         return
-    written = f"{size(report['written'])}, {stored(report['dtype'])}"
-    yield line("output", f"{report['output']} ({written}) in {report['seconds']:.1f} s on {report['device']}")
+    dtype = "as the base" if report["dtype"] == "keep" else report["dtype"]
+    device = f" on {report['device']}" * (report["device"] != "cpu")
+    written = f"{size(report['written'])}, dtype {dtype}"
+    yield line("output", f"{report['output']} ({written}) in {report['seconds']:.1f} s{device}")
     adapters = [(name, row["strengths"]) for name, row in report["coverage"].items()]
     yield from survival_rows(adapters, report["survival"])
     yield line("change", f"{report['changed']} of {plural(report['tensors'], 'tensor')}{moved(report['numbers'])}")
@@ -129,7 +132,7 @@ def merge_rows(report: Mapping[str, Any], *, verbose: bool = False) -> Iterator[
     if (proof := report["verified"]) is not None:
         yield from brief_proof(proof)
     else:
-        yield line("verified", NOT_VERIFIED)
+        yield NOT_VERIFIED
 
 
 def _every_row(report: Mapping[str, Any]) -> Iterator[Fact]:
@@ -149,7 +152,7 @@ def _every_row(report: Mapping[str, Any]) -> Iterator[Fact]:
     if report["verified"] is not None:
         yield from proof_rows({**report["verified"], "numbers": report["numbers"], "counted": True}, verbose=True)
     else:
-        yield line("verified", NOT_VERIFIED)
+        yield NOT_VERIFIED
         if report["numbers"]:
             yield line("change", effect(report["numbers"]))
 
@@ -168,7 +171,9 @@ def survival_rows(
     if each or len(rows) <= MOST_ADAPTERS:
         for name, strength, parts, share in rows:
             what = f"{strength} × {name}{f' ({parts})' * bool(parts)}"
-            yield line("adapter", what) if share is None else survives(share, what, "adapter")
+            judged_first = "" if share is None else f"{spoken(share)} ({grade(share).word}): "
+            yield Fact("survives" if judged_first else "adapter", judged_first + what,
+                       style="" if share is None else grade(share).style)  # fmt: skip
         return
     yield line("adapters", listed(f"{strength} × {name}" for name, strength, *_ in rows))
     known = [(share, name) for name, _, _, share in rows if share is not None]
@@ -232,7 +237,7 @@ def disk_rows(disk: Mapping[str, Any] | None, output: str) -> Iterator[Fact]:
 def brief_proof(proof: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield in short what the proof of a merge found."""
     same = proof["untouched"]
-    rest = ", the rest's bytes" if same["of"] else ""
+    rest = ", bytes of the rest" if same["of"] else ""
     words = recomputed(proof)
     if proof["changed"]:
         rows = "every row" if proof["full"] else plural(proof["rows"], "row")
@@ -280,16 +285,13 @@ def verify_rows(proof: Mapping[str, Any]) -> Iterator[Fact]:
         yield from brief_proof(proof)
 
 
-def survives(share: float, of: str = "the change", name: str = "survives") -> Fact:
+def survives(share: float, of: str = "the change") -> Fact:
     """Return the row about the share of a change that survives, in the colour of its judgement."""
-    words = judged(share, of) if name == "survives" else f"{of}: {spoken(share)} survives ({grade(share).word})"
-    return Fact(name, words, style=grade(share).style)
+    return Fact("survives", judged(share, of), style=grade(share).style)
 
 
-def layers_recomputed(proof: Mapping[str, Any] | None, *, verbose: bool = False) -> str:
+def layers_recomputed(proof: Mapping[str, Any], *, verbose: bool = False) -> str:
     """Return how much of a written adapter was computed again; `verbose`: with the largest loss of a layer."""
-    if proof is None:
-        return NOT_VERIFIED
     if not proof["recomputed"]:
         return "every tensor is in the file; what this method makes is not computed a second time"
     layers = f"{proof['recomputed']} of {plural(proof['layers'], 'layer')} computed again in fp64"
@@ -337,7 +339,7 @@ def effect(numbers: Mapping[str, Any]) -> str:
 def moved(numbers: Mapping[str, Any]) -> str:
     """Return how far a merge moves the weights that it changes."""
     ratio = numbers["all"]["ratio"] if numbers else None
-    return "" if ratio is None else f"; their values move by {percent(ratio)}"
+    return "" if ratio is None else f"; their values move by {100 * ratio:.3g} %"
 
 
 def placed(matching: Mapping[str, Any]) -> str:

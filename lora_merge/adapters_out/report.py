@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ..facts import Fact, line
 from ..models.blocks import block_name, in_order, network_of
-from ..report import adapter_notes, disk_rows, layers_recomputed, survives
+from ..report import NOT_VERIFIED, adapter_notes, disk_rows, layers_recomputed, survives
 from ..survival import ENOUGH, grade, judged, lost, percent, spoken, target
 from ..text import Note, Shown, json_text, listed, plural, size
 from .job import FACTORS, RANKS, WHOLE, AdapterJob
@@ -117,8 +117,10 @@ def adapter_rows(report: Mapping[str, Any], *, verbose: bool = False) -> Iterato
         yield from _numbers(report)
     if warning := report["survival"].get("warning"):
         yield line("warning", warning)
-    if not planned:
-        yield line("verified", layers_recomputed(report["verified"], verbose=verbose))
+    if (proof := report["verified"]) is not None:
+        yield line("verified", layers_recomputed(proof, verbose=verbose))
+    elif not planned:
+        yield NOT_VERIFIED
     yield from (line("note", note) for note in report["notes"])
     yield from disk_rows(report["disk"], report["output"])
 
@@ -132,9 +134,9 @@ def _inputs(coverage: Mapping[str, Any], *, each: bool) -> Iterator[Fact]:
     if each or len(coverage) <= MOST_INPUTS:
         for name, row in coverage.items():
             change, layers = plural(row["modules"], "module changes", "modules change"), plural(row["layers"], "layer")
-            yield line("adapter", f"{name}: {change} {layers}, {row['strength']:g}×")
+            yield line("input", f"{row['strength']:g} × {name}: {change} {layers}")
     else:
-        yield line("adapters", listed(f"{row['strength']:g}× {name}" for name, row in coverage.items()))
+        yield line("inputs", listed(f"{row['strength']:g} × {name}" for name, row in coverage.items()))
     for name, row in coverage.items():
         yield from adapter_notes(name, row["ignored"])
 
@@ -217,7 +219,8 @@ def _advice(job: AdapterJob, report: AdapterReport, better: float) -> dict[str, 
         ranks = [min(known), max(known)] if known and complete and None not in known and not products else None
         needs = f"{percent(better):g} % needs {_rank_words(ranks)}"
         where = f"as {' and '.join(products)}" if products else f"at {_ranks(vars(report)).partition(' (')[0]}"
-    warning = Note(f"{lost(report.energy)} of the change is lost {where}" + (f"; {needs}: {fix}" if fix else ""))
+    gone = f"{lost(report.energy)} of the change"
+    warning = Note(f"{gone} is lost {where}; {needs}: {fix}") if fix else Note(f"{gone} is lost {where}")
     return {"target": better, "ranks": ranks, "fix": fix, "warning": warning}
 
 

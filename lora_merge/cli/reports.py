@@ -18,6 +18,7 @@ from ..paths import exists, typed
 from ..process import kept_objects
 from ..progress import unwatched
 from ..report import Report, disk_rows, merge_rows
+from ..survival import ENOUGH, GRADES
 from ..text import Lines, by_component, json_text, one_line, plural, shown, size
 from ..viewing.json_schemas import schema
 from .progress_display import paused, watching
@@ -110,9 +111,12 @@ LINES: Final = 8
 
 NARROW: Final = 80
 
-SPARE: Final = ("change", "note", "undo", "triggers", "layers", "matching", "adapter", "cut")
+SPARE: Final = ("change", "input", "note", "undo", "triggers", "layers", "matching", "cut")
 """Names of the rows of a panel in the order in which they are left out of one that is too long: -v and --json have
 them."""
+
+WARNING: Final = {row.style for row in GRADES if row.least < ENOUGH}
+"""Colours of rows that are as bad as a warning."""
 
 ROW_LINES: Final = {"warning": 2, "error": 2, "verified": 2}
 """Name of a row of a panel → lines of its value, where that is more than one."""
@@ -126,7 +130,7 @@ def show_panel(
     `whole`: with all rows, however many lines they take.
     """
     stream = sys.stderr if err else sys.stdout
-    warned = any(row.name == "warning" for row in rows)
+    warned = any(row.name == "warning" or row.style in WARNING for row in rows)
     style = "red" if failed else "yellow" if warned else "green"
     rows = rows if whole else fitted(rows, max(NARROW, min(PANEL, columns(stream))))
     sign = mark("failed" if failed else "note" if warned else "done", stream)
@@ -164,7 +168,7 @@ def terminal_rows(rows: Sequence[Fact], room: int | None = None) -> list[tuple[T
     cells, before = list[tuple["Text", "Text"]](), ""
     for row in rows:
         value = nearest(row.value) if row.name == "output" else row.value
-        if row.name == "verified":
+        if row.name == "verified" and not row.style:
             value = f"{mark('done')} {value}"
         if row.name:
             cell = text(value, row.style or STYLES.get(row.name, ""))
@@ -246,10 +250,10 @@ class ReportOptions:
 
     def __init__(
         self, *, dry_run: bool = False, as_json: bool = False, quiet: bool = False, verbose: bool = False,
-        overwrite: bool = False,
+        overwrite: bool = False, done: str = "merged",
     ) -> None:  # fmt: skip
         self.dry_run, self.as_json, self.quiet = dry_run, as_json, quiet
-        self.verbose, self.overwrite = verbose, overwrite
+        self.verbose, self.overwrite, self.done = verbose, overwrite, done
 
 
 def merge_and_report(
@@ -357,7 +361,7 @@ def show_merge(report: Report, plan: Plan, options: ReportOptions, *, replaced: 
         known = {*plan_rows(plan, verbose=options.verbose)}  # what was shown above
         rows = [row for row in rows if row not in known and (row.name or not styled(sys.stdout))]
         if styled(sys.stdout):
-            show_panel("merged", rows, whole=options.verbose)
+            show_panel(options.done, rows, whole=options.verbose)
         else:
             show_lines(rows)
 

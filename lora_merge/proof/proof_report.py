@@ -40,7 +40,7 @@ def remedy(plan: Plan, *, bf16: bool = True) -> tuple[str, str, str]:
         fix = "give a larger strength"
         return dtypes, fix, fix
     wider = "write --dtype bf16 or fp32" if bf16 and all(map(coarse, changed)) else "write --dtype fp32"
-    ways = [wider, *["round with --rounding stochastic"] * (plan.job.rounding == "nearest")]
+    ways = [wider, *["round with --rounding stochastic (on average)"] * (plan.job.rounding == "nearest")]
     digits = ", with --compute-dtype fp32" * (ITEM_BYTES[computed] < ITEM_BYTES["F32"])
     return dtypes, wider + digits, ", or ".join(ways) + digits
 

@@ -84,7 +84,7 @@ def test_pipes_get_plain_lines_and_no_progress(
     assert ended.value.code == 0
     assert re.fullmatch(r"warning: [0-9]+ % of the change is lost at rank 2; 90 % needs .*: --rank energy:0.9\n", err)
     assert [row.split()[0] for row in out.splitlines()] == [
-        "output", "adapter", "layers", "survives", "verified", "undo",
+        "output", "input", "layers", "survives", "verified", "undo",
     ]  # fmt: skip
     assert "│" not in out
 

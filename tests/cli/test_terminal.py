@@ -39,7 +39,7 @@ def test_panel_says_what_changed_where_it_lies_how_it_was_proven_and_how_to_undo
     at = next(n for n, row in enumerate(rows) if "✓ merged" in row)
     panel = " ".join(" ".join(row.strip("│╭╮╰╯─ ") for row in rows[at:]).split())
     for words in (
-        "change 24 of 50 tensors", "0.8 × style.safetensors (unet): 100 % survives (good)", "output o.safetensors", "verified ✓ 24 of 24 merged tensors", "undo rm o.safetensors", "base.safetensors is as it was",
+        "change 24 of 50 tensors", "survives 100 % (good): 0.8 × style.safetensors (unet)", "output o.safetensors", "verified ✓ 24 of 24 merged tensors", "undo rm o.safetensors", "base.safetensors is as it was",
     ):  # fmt: skip
         assert words in panel
     above = " ".join(" ".join(rows[:at]).split())
