@@ -138,28 +138,41 @@ def show_panel(
 
 
 def fitted(rows: Sequence[Fact], width: int) -> Sequence[Fact]:
-    """Return as many rows as a panel of this width has lines for, the most important ones; long values are cut, but
-    for those that are copied."""
+    """Return as many rows as a panel of this width has lines for, the most important ones; long values are cut, except
+    those that are copied."""
     room = width - INSET - max((len(row.name) for row in rows), default=0) - GAP
-    cut = [row if row.name in (*COPIED, "output") else row._replace(value=shortened(row, room)) for row in rows]
-    names = iter(SPARE)
-    while sum(_lines(row, room) for row in cut) >= LINES and (name := next(names, None)):
-        while sum(_lines(row, room) for row in cut) >= LINES and any(row.name == name for row in cut):
-            del cut[max(n for n, row in enumerate(cut) if row.name == name)]
-    return cut
+    whole = (*COPIED, "output")
+    fit = [row if row.name in whole else row._replace(value=shortened(row, room)) for row in rows]
+    # Step 1: rows are left out by their names.
+    for name in SPARE:
+        while _lines(fit, room) >= LINES and any(row.name == name for row in fit):
+            del fit[max(n for n, row in enumerate(fit) if row.name == name)]
+    # Step 2: several rows of one name have one line each, and the last ones are counted.
+    if _lines(fit, room) >= LINES:
+        fit = [row if row.name in whole else row._replace(value=shortened(row, room, 1)) for row in fit]
+    for name in dict.fromkeys(row.name for row in fit):
+        places, more = [n for n, row in enumerate(fit) if row.name == name], 0
+        while _lines(fit, room) >= LINES and len(places) > 2:
+            del fit[places.pop()]
+            more += 1
+            fit[places[-1]] = Fact(name, f"and {more + 1} more (--json names all)")
+    return fit
 
 
-def shortened(row: Fact, room: int) -> str:
-    """Return the value of a row in as many lines as it may have."""
-    most = ROW_LINES.get(row.name, 1)
+def shortened(row: Fact, room: int, most: int = 0) -> str:
+    """Return the value of a row in so many lines; without a number, in as many as it may have."""
+    most = most or ROW_LINES.get(row.name, 1)
     lines = textwrap.wrap(row.value, max(room - 2, 1), break_on_hyphens=False)  # a mark is before some
-    return row.value if len(lines) <= most else "\n".join(lines[:most])[: most * room - 4].replace("\n", " ") + " …"
+    if len(lines) <= most:
+        return row.value
+    *first, last = lines[:most]
+    return " ".join([*first, last if len(last) <= room - 4 else last[: room - 4]]) + " …"
 
 
-def _lines(row: Fact, room: int) -> int:
-    """Return how many lines a row of a panel has."""
-    value = nearest(row.value) if row.name == "output" else row.value
-    return max(1, len(textwrap.wrap(value, max(room, 1), break_on_hyphens=False)))
+def _lines(rows: Iterable[Fact], room: int) -> int:
+    """Return how many lines rows of a panel have."""
+    target = console(sys.stdout)
+    return sum(len(cell.wrap(target, room, overflow="fold")) for _, cell in terminal_rows([*rows]))
 
 
 def terminal_rows(rows: Sequence[Fact], room: int | None = None) -> list[tuple[Text, Text]]:
