@@ -121,6 +121,8 @@ def merge_rows(report: Mapping[str, Any], *, verbose: bool = False) -> Iterator[
     adapters = [(name, row["strengths"]) for name, row in report["coverage"].items()]
     yield from survival_rows(adapters, report["survival"])
     yield line("change", f"{report['changed']} of {plural(report['tensors'], 'tensor')}{moved(report['numbers'])}")
+    if report["codes"]:
+        yield line("format", codes_line(report["codes"]))
     words = dict.fromkeys(word for row in report["coverage"].values() for word in row["trigger_words"])
     if words:
         yield line("triggers", ", ".join(words))
@@ -211,7 +213,7 @@ def output_rows(facts: Mapping[str, Any], nbytes: int) -> Iterator[Fact]:
     yield line("output", f"{facts['output']} ({size(nbytes)}, {stored(facts['dtype'])})")
     yield line("changes", f"{facts['changed']} of {plural(facts['tensors'], 'tensor')}")
     if facts["codes"]:
-        yield line("codes", codes_line(facts["codes"]))
+        yield line("format", codes_line(facts["codes"]))
     if facts["method"] != SUM:
         yield line("method", facts["method"])
 

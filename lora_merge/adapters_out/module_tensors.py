@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from ..disk.draft import Draft, Heap
 from ..survival import TARGETS
@@ -22,6 +22,10 @@ Norms: TypeAlias = Mapping[int, float]
 """Adapter → the norm of its change of a layer at its strength, if it changes it."""
 
 
+ROUNDING: Final = 1e-9
+"""A share of ‖Δ‖² that is rounding alone."""
+
+
 class Spectrum(NamedTuple):
     """The singular values of a layer's change that a run computed to choose its rank."""
 
@@ -31,6 +35,11 @@ class Spectrum(NamedTuple):
     def left_out(self, rank: int) -> float:
         """Return the share of ‖Δ‖² that a rank leaves out."""
         return max(0.0, 1 - math.fsum(s * s for s in self.values[:rank]) / self.squares) if self.squares else 0.0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no singular value is missing that is more than rounding."""
+        return self.left_out(len(self.values)) < ROUNDING
 
     @property
     def rank_for_energy(self) -> dict[str, int | None]:
@@ -83,6 +92,23 @@ def numbers_of(layer: Layer, adapters: int) -> dict[str, Any]:
     if layer.norms:
         facts["adapters"] = [{"change": layer.norms[n]} if n in layer.norms else None for n in range(adapters)]
     return facts if layer.effect is None else {**facts, **layer.effect.facts}
+
+
+def curve(layers: Iterable[Layer]) -> list[list[float]]:
+    """Return pairs of a rank and the share of the change that survives if all layers that were cut have that rank, up
+    to the largest rank for which the run computed enough singular values; [] if no layer was cut."""
+    layers = [*layers]
+    spectra = [layer.spectrum for layer in layers if layer.spectrum is not None and layer.spectrum.squares]
+    if not spectra:
+        return []
+    squares = math.fsum(layer.squares for layer in layers)
+    partial = [len(spectrum.values) for spectrum in spectra if not spectrum.is_complete]
+    most = min(partial, default=max(len(spectrum.values) for spectrum in spectra))
+    steps = {int(2**n * factor) for n in range(most.bit_length()) for factor in (1, 1.5)}
+    ranks = sorted(rank for rank in {*steps, most} if 1 <= rank <= most)
+    return [
+        [rank, 1 - math.fsum(s.left_out(rank) * s.squares for s in spectra) / squares] for rank in ranks
+    ]  # fmt: skip
 
 
 class LayerTensors(NamedTuple):

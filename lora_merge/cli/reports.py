@@ -111,7 +111,7 @@ LINES: Final = 8
 
 NARROW: Final = 80
 
-SPARE: Final = ("change", "input", "note", "undo", "triggers", "layers", "matching", "cut")
+SPARE: Final = ("format", "change", "input", "note", "undo", "triggers", "layers", "matching", "cut")
 """Names of the rows of a panel in the order in which they are left out of one that is too long: -v and --json have
 them."""
 
@@ -538,11 +538,11 @@ def job_facts(s: PlannedJob, disk: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def show_batch(planned: Batch, ended: Sequence[JobReport], *, err: bool) -> None:
     """Print what became of the jobs; BatchFailed if any job has no output."""
-    from ..batch.report import batch_rows, failure_rows
+    from ..batch.report import batch_rows, failure_rows, loss_rows
 
     total = len(planned.planned)
     jobs = [{**job.outcome(), "output": nearest(job.output)} for job in ended]
-    rows = [*batch_rows(jobs, total), *failure_rows(jobs)]
+    rows = [*batch_rows(jobs, total), *loss_rows(jobs), *failure_rows(jobs)]
     bad = sum(not job.ok for job in ended)
     failed = bool(bad or total > len(ended))
     if styled(sys.stderr if err else sys.stdout):

@@ -127,6 +127,11 @@ def test_advice_on_a_rank_keeps_the_share_that_it_names(files: Path, words: list
         assert f"{max(ranks)}: --rank" in survival["warning"]
     elif words[0] != "extract" and "--format" not in words:
         pytest.fail("the ranks are known")
+    assert ("curve" in first["numbers"]) == ("lokr" not in words)
+    curve = dict(first["numbers"].get("curve", ()))
+    assert [*curve.values()] == sorted(curve.values()) and curve.keys() <= {*range(1, 97)}
+    if len({layer["rank"] for layer in first["layers"].values()} & curve.keys()) == 1:
+        assert curve[next(iter(first["layers"].values()))["rank"]] == pytest.approx(first["energy"], abs=1e-4)
     text = run(*words, "-o", "text.safetensors", "--overwrite")
     assert text.code == 0
     assert f"survives {judged(first['energy'], 'the change')}" in text.out
