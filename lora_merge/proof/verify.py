@@ -333,7 +333,7 @@ def _proof(
         "bound": {"compute_dtype": merged.judged, "share": ROUNDING[merged.judged]},
         "untouched": compared, "retained": shares, "saturated": f.cut,
         "warnings": list(_warnings(plan, merged, measured)),
-        "survival": [judgement(row["adapter"], row["retained"]) for row in shares],
+        "survival": [judgement(ref.path.name, s) for ref, s in zip(plan.job.adapters, survives, strict=True)],
         "numbers": {} if merged.recorded else _numbers(plan, f),  # a merge has more of them
     }  # fmt: skip
 

@@ -103,7 +103,7 @@ def test_parts_side_by_side_give_what_one_after_the_other_gives(made: Path, monk
     proofs, errors = [], []
     for chunk in (2**18, 64):
         monkeypatch.setattr(recompute, "CHUNK", chunk)
-        proofs.append(prove(out, full=True) | {"seconds": 0, "retained": 0})
+        proofs.append(prove(out, full=True) | {"seconds": 0, "retained": 0, "survival": 0})
         with pytest.raises(VerificationFailed, match=f"row {last.shape[0] - 1}, column") as failed:
             prove(wrong, full=True)
         errors.append(str(failed.value))
