@@ -218,7 +218,7 @@ def shown(text: str) -> str:
 def codes_line(codes: Mapping[str, Any]) -> str:
     """Return what of an output is quantised, in a few words."""
     formats, coded = codes["formats"], sum(codes["formats"].values())
-    names = ", ".join(f"{name} ({count})" for name, count in formats.items()) if len(formats) > 1 else [*formats][0]
+    counts = (f"{name} ({count})" if len(formats) > 1 else name for name, count in formats.items())
     anew = "all" if codes["encoded"] == coded else f"{codes['encoded']} of them"
     every = plural(coded + codes["plain"], "matrix", "matrices")
-    return f"{coded} of {every} in {names}, {anew} quantised anew; {codes['plain']} unquantised"
+    return f"{coded} of {every} in {', '.join(counts)}, {anew} quantised anew; {codes['plain']} unquantised"
