@@ -8,12 +8,13 @@ from math import fsum, sqrt
 from pathlib import Path
 from typing import Any, Final
 
+from ..adapter_options import KEEP
 from ..facts import Fact, line
 from ..models.blocks import block_name, in_order, network_of
 from ..report import NOT_VERIFIED, adapter_notes, disk_rows, layers_recomputed, survives
 from ..survival import ENOUGH, grade, judged, lost, percent, spoken, target
 from ..text import Note, Shown, json_text, listed, plural, size
-from .job import FACTORS, RANKS, WHOLE, AdapterJob
+from .job import FACTORS, RANKS, STORED_AS, WHOLE, AdapterJob
 from .rank_rules import EXACT
 from .rounding import together
 
@@ -203,22 +204,21 @@ def _advice(job: AdapterJob, report: AdapterReport, better: float) -> dict[str, 
     cut = [layer for layer in layers if "rank_for_energy" in layer]
     squares = fsum(layer["norm"] ** 2 for layer in layers)
     left_out = fsum(layer["norm"] ** 2 * layer["left_out"] for layer in cut) / squares
-    products = sorted({str(layer["algorithm"]) for layer in layers if layer["energy"] < better} - {FACTORS, WHOLE})
+    nearest = job.algorithm not in (*STORED_AS, KEEP)  # the nearest product of another form, such as lokr
     exactly = job.rules.all_are(EXACT) or job.keeps_forms
-    by_rank = products or (left_out >= (1 - report.energy) / 2 if cut else not exactly)
     ranks = None
-    if not by_rank:  # rounding has taken more than the ranks
+    if not nearest and (left_out < (1 - report.energy) / 2 if cut else exactly):  # rounding took more than the ranks
         fix = None if report.dtype in ("fp32", "fp64") else "--dtype fp32"
         where, needs = f"in {report.dtype}", f"{percent(better):g} % needs more digits"
     else:
         others = [f"--{name.replace('_', '-')}" for name, _ in job.options if name in RANKS[1:]]
-        algorithm = "--algorithm lora " if products else ""
+        algorithm = f"--algorithm {FACTORS} " * nearest
         fix = f"{algorithm}--rank energy:{better:g}" + f" without {' and '.join(others)}" * bool(others)
         known = [layer["rank_for_energy"][share] for layer in cut]
         complete = all("rank_for_energy" in layer for layer in layers if layer["energy"] < better)
-        ranks = [min(known), max(known)] if known and complete and None not in known and not products else None
+        ranks = [min(known), max(known)] if known and complete and None not in known and not nearest else None
         needs = f"{percent(better):g} % needs {_rank_words(ranks)}"
-        where = f"as {' and '.join(products)}" if products else f"at {_ranks(vars(report)).partition(' (')[0]}"
+        where = f"as {job.algorithm}" if nearest else f"at {_ranks(vars(report)).partition(' (')[0]}"
     gone = f"{lost(report.energy)} of the change"
     warning = Note(f"{gone} is lost {where}; {needs}: {fix}") if fix else Note(f"{gone} is lost {where}")
     return {"target": better, "ranks": ranks, "fix": fix, "warning": warning}

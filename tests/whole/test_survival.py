@@ -139,6 +139,18 @@ def test_advice_on_a_rank_keeps_the_share_that_it_names(files: Path, words: list
     assert survival["warning"].startswith(f"{lost(first['energy'])} of the change is lost at rank") or "lokr" in words
 
 
+def test_advice_on_digits_is_a_dtype(files: Path) -> None:
+    """A factor that fp16 cannot hold loses its digits: no rank helps, and fp32 does."""
+    name = KEYS[0].replace(".", "_")
+    pairs = {"a": (WIDTH, 2), "b": (2, WIDTH)}
+    loha = {f"{name}.hada_w{n}_{end}": rand(*pairs[end], seed=n) * 2e-8 ** (n - 1) for n in (1, 2) for end in pairs}
+    save(loha, files / "loha.safetensors")
+    words = ["convert", "loha.safetensors", "--to", "kohya", "--base", "base.safetensors", "--dtype", "fp16"]
+    first = reported(*words)
+    assert first["energy"] < ENOUGH and first["survival"]["fix"] == "--dtype fp32"
+    assert reported(*with_fix(words, first["survival"]["fix"]))["energy"] > 0.99
+
+
 def test_change_that_survives_has_no_advice(files: Path) -> None:
     del files
     report = reported("resize", "a.safetensors", "--rank", "16")
