@@ -36,7 +36,7 @@ from .report import AdapterReport, numbers_by_block
 from .sources import Sources
 
 IDLE_ALPHA: Final = (
-    "--alpha {alpha:g} has no effect: the output is in words that have no alpha, and its factors hold the whole scale"
+    "--alpha {alpha:g} has no effect: the output has a format without alpha; its factors contain the whole scale"
 )
 
 

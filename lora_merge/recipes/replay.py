@@ -102,7 +102,9 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
                                      "them be loaded as another model, or not at all", f"{output}: {listed(wrong)}",
                                      instead(output))  # fmt: skip
         if sides := differing(contents(plan), output):
-            proof["warnings"].append(Note(f"not what the merge writes, or missing beside the weights: {listed(sides)}"))
+            proof["warnings"].append(
+                Note(f"not what the merge writes, or missing next to the weights: {listed(sides)}")
+            )
         return {"output": str(output), "proven": True, **proof, "schema": "lora-merge/proof/1"}
 
 

@@ -269,7 +269,7 @@ def test_proof_confirms_what_was_recorded(*, wrong: bool, tmp_path: Path, monkey
     lora(tmp_path / "a.safetensors", NAMES, 0.02, 0)
     report = lora_merge.merge(*(tmp_path / f"{n}.safetensors" for n in ("base", "a", "out")), dtype="bf16")
     assert report.verified is not None
-    told = [w for w in report.verified["warnings"] if "the report's numbers of" in w]
+    told = [w for w in report.verified["warnings"] if "the report's values of" in w]
     assert bool(told) is wrong
     assert not wrong or KEYS[0] in told[0]
 
@@ -295,7 +295,7 @@ def doubted(base: Tensors, size: float, folder: Path) -> list[str]:
     lora(folder / "a.safetensors", NAMES, size, 0)
     report = lora_merge.merge(*(folder / f"{n}.safetensors" for n in ("base", "a", "out")))
     assert report.verified is not None
-    return [w for w in report.verified["warnings"] if "the report's numbers of" in w]
+    return [w for w in report.verified["warnings"] if "the report's values of" in w]
 
 
 def test_tiles_encoded_together_are_sampled_by_few_rows(tmp_path: Path) -> None:
