@@ -37,7 +37,7 @@ from .module_tensors import Layer, LayerTensors, waiting
 from .output_file import CONTENTS, Entry, drafted, expect_room, unique
 from .parallel import on_one_core, settings_of_torch, side_by_side
 from .pipeline import AdapterRun, Outcome, RunFacts, coverage, idle_alpha, left_out, model_of, output_dtype, planned
-from .rank_rules import EXACT, Spectrum, shared_out
+from .rank_rules import EXACT, LayerSpectrum, shared_out
 from .report import AdapterReport
 from .sources import Sources, open_sources, ruled
 from .weight_norms import weight_norms
@@ -204,10 +204,10 @@ class LayerMaker:
             count(prod(target.shape) * ITEM_BYTES[self.dtype])
         return layers, tensors, zeros
 
-    def _spectra(self, count: Callable[[int], object]) -> Iterator[Spectrum]:
+    def _spectra(self, count: Callable[[int], object]) -> Iterator[LayerSpectrum]:
         """Yield the singular values of all layers."""
 
-        def work(target: Target) -> list[Spectrum]:
+        def work(target: Target) -> list[LayerSpectrum]:
             some = None if target.vector else self.factored.spectra(target)
             if some is not None:
                 return some

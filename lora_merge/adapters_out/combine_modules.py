@@ -24,7 +24,7 @@ from .groups import Target
 from .job import FACTORS, AdapterJob
 from .module_tensors import Layer, LayerTensors, without_bytes
 from .parallel import PerThread
-from .rank_rules import Spectrum
+from .rank_rules import LayerSpectrum
 from .sources import Sources
 
 
@@ -101,7 +101,7 @@ class GeneralMaker:
             return storage.layer(replace(target, shape=target.shape[::-1], uses=()), _turned(delta), cut)
         return storage.layer(target, delta, cut)
 
-    def spectra(self, target: Target) -> Iterator[Spectrum]:
+    def spectra(self, target: Target) -> Iterator[LayerSpectrum]:
         """Yield the singular values of the layers that a weight is stored as, for the rule `size`."""
         delta = self._change_of_weight(target) if not target.vector else None
         if delta is not None:

@@ -21,11 +21,11 @@ from .decomposition.factors import decomposing, inner_products, stacked
 from .decomposition.matrix_svd import of_dense, values_of
 from .decomposition.singular_triples import Triples
 from .decomposition.storage_rounding import apart_from, rounded
-from .decomposition.stored_factors import Cut, FactoredDelta, StoredFactors, exact, leading_pair, truncated
+from .decomposition.stored_factors import Cut, FactoredDelta, StoredFactors, exact, leading_pair, spectrum_of, truncated
 from .groups import Target
 from .job import AUTO, FACTORS, WHOLE, AdapterJob
 from .module_tensors import Layer, Norms
-from .rank_rules import EXACT, Rule, Spectrum
+from .rank_rules import EXACT, LayerSpectrum, Rule
 from .rank_rules import shared_out as ranks_of
 from .rounding import Array, Effect, Totals, totals_of_rows
 
@@ -125,7 +125,7 @@ def spectrum(delta: Delta, rule: Rule, noise: float, at: Placement = HOST) -> Tr
     return of_dense(delta.rows, rule.of_inputs(delta.before), noise, at, delta.squares)
 
 
-def spectra(layers: Iterable[tuple[str, Delta]], itemsize: int, noise: float) -> Iterator[Spectrum]:
+def spectra(layers: Iterable[tuple[str, Delta]], itemsize: int, noise: float) -> Iterator[LayerSpectrum]:
     """Yield the singular values of layers with a change, for the rule `size`; `itemsize`: bytes of a number."""
     for name, delta in layers:
         if delta.squares > 0:
@@ -135,7 +135,7 @@ def spectra(layers: Iterable[tuple[str, Delta]], itemsize: int, noise: float) ->
                     if delta.whole is None
                     else values_of(delta.whole)
                 )
-            yield Spectrum(name, values.tolist(), sum(delta.matrix) * itemsize)
+            yield LayerSpectrum(name, values.tolist(), sum(delta.matrix) * itemsize)
 
 
 def shared_out(rule: Rule, layers: Iterable[tuple[str, Delta]], itemsize: int, noise: float) -> dict[str, int]:
@@ -194,7 +194,9 @@ class Storage:
         pair = leading_pair(triples, cut.chosen(triples, before), cut, self.kind)
         up, down = map(torch.from_numpy, pair.real)
         lost = max(0.0, apart_from(whole, up, down, triples.squares))
-        return self.pair(target.shape, before, StoredFactors(*pair.bits, pair.alpha, triples.squares, lost))
+        return self.pair(
+            target.shape, before, StoredFactors(*pair.bits, pair.alpha, triples.squares, lost, spectrum_of(triples))
+        )
 
     @property
     def kind(self) -> str:
@@ -205,7 +207,8 @@ class Storage:
         """Return both factors in the shapes of a linear layer or of a convolution."""
         tensors = {slot: tensor_of(bits, self.dtype).reshape(stored)
                    for slot, (bits, stored) in factors.of_shape(shape).items()}  # fmt: skip
-        return Layer(tensors, FACTORS, factors.rank, before, factors.alpha, factors.squares, factors.lost)
+        return Layer(tensors, FACTORS, factors.rank, before, factors.alpha, factors.squares, factors.lost,
+                     spectrum=factors.spectrum)  # fmt: skip
 
 
 def tensor_of(bits: Array, dtype: torch.dtype) -> Tensor:

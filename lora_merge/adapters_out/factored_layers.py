@@ -25,7 +25,7 @@ from .groups import Target
 from .job import AUTO, FACTORS, WHOLE, AdapterJob
 from .module_tensors import Layer, LayerTensors, Norms
 from .output_file import Entry
-from .rank_rules import EXACT, Spectrum
+from .rank_rules import EXACT, LayerSpectrum
 from .rounding import all_finite, data_of
 from .sources import Sources
 
@@ -81,9 +81,9 @@ class FactoredMaker:
             layers.append(self._layer(part, some, delta.norms[part.label], factors))
         return layers
 
-    def spectra(self, target: Target) -> list[Spectrum] | None:
+    def spectra(self, target: Target) -> list[LayerSpectrum] | None:
         """Return the singular values of the layers that a weight is stored as, for the rule `size`; None as above."""
-        delta, spectra = self._delta(target), list[Spectrum]()
+        delta, spectra = self._delta(target), list[LayerSpectrum]()
         if delta is None:
             return None
         for part in target.stored:
@@ -93,7 +93,9 @@ class FactoredMaker:
             if triples is None:
                 return None
             if triples.squares > 0:
-                spectra.append(Spectrum(part.label, triples.values.tolist(), sum(some.matrix) * ITEM_BYTES[self.dtype]))
+                spectra.append(
+                    LayerSpectrum(part.label, triples.values.tolist(), sum(some.matrix) * ITEM_BYTES[self.dtype])
+                )
         return spectra
 
     def _delta(self, target: Target) -> FactoredDelta | None:
@@ -118,6 +120,6 @@ class FactoredMaker:
             return None
         shape = part.shape[::-1] if part.turned else part.shape
         facts = Layer({}, FACTORS, factors.rank, delta.before, factors.alpha, factors.squares, factors.lost,
-                      effect=delta.effect, norms=norms, weight=self.weight(part))  # fmt: skip
+                      effect=delta.effect, norms=norms, weight=self.weight(part), spectrum=factors.spectrum)  # fmt: skip
         return LayerTensors(facts, {slot: Entry(slot, self.dtype, stored, data_of(bits))
                                     for slot, (bits, stored) in factors.of_shape(shape).items()})  # fmt: skip

@@ -158,7 +158,7 @@ def _reached(terms: Sequence[float], least: float) -> int:
     return next((k for k, s in enumerate(accumulate(terms), 1) if s >= least * (1 - SLACK)), len(terms))
 
 
-class Spectrum(NamedTuple):
+class LayerSpectrum(NamedTuple):
     """The singular values of one layer, the largest first, and the bytes of one direction: of a row and a column."""
 
     layer: str
@@ -166,7 +166,7 @@ class Spectrum(NamedTuple):
     width: int
 
 
-def shared_out(rule: Rule, layers: Iterable[Spectrum]) -> dict[str, int]:
+def shared_out(rule: Rule, layers: Iterable[LayerSpectrum]) -> dict[str, int]:
     """Return the rank of each layer by the rule `size`, which looks at all of them."""
     everything = replace(rule, name="energy", value=1.0)
     spectra, widths = dict[str, Sequence[float]](), dict[str, int]()

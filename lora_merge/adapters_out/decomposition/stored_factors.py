@@ -11,7 +11,7 @@ import numpy as np
 
 from ...dtypes import ITEM_BYTES, TABLE
 from ..groups import Target
-from ..module_tensors import Norms
+from ..module_tensors import Norms, Spectrum
 from ..rank_rules import Rule, choose
 from ..rounding import ROOM, Array, Effect, as_stored, widened
 from .factors import Grams, effect_of_product, inner, of_factors, root_of, squares_of
@@ -123,6 +123,7 @@ class StoredFactors(NamedTuple):
     alpha: float
     squares: float
     lost: float
+    spectrum: Spectrum | None = None  # of Δ, if it was decomposed
 
     @property
     def rank(self) -> int:
@@ -188,7 +189,12 @@ def truncated(delta: FactoredDelta, triples: Triples, cut: Cut, dtype: str) -> S
     """Return the leading triples as factors, as many as the cut says."""
     pair = leading_pair(triples, cut.chosen(triples, delta.before), cut, dtype)
     lost = max(0.0, _left_out(delta, triples, pair.leading, pair.real))
-    return StoredFactors(*pair.bits, pair.alpha, triples.squares, lost)
+    return StoredFactors(*pair.bits, pair.alpha, triples.squares, lost, spectrum_of(triples))
+
+
+def spectrum_of(triples: Triples) -> Spectrum:
+    """Return the singular values, as far as they are known, for the report."""
+    return Spectrum(triples.values.tolist(), triples.squares)
 
 
 def rounded(left: Array, right: Array, dtype: str) -> tuple[Array, Array]:
