@@ -120,6 +120,7 @@ class FactoredMaker:
             return None
         shape = part.shape[::-1] if part.turned else part.shape
         facts = Layer({}, FACTORS, factors.rank, delta.before, factors.alpha, factors.squares, factors.lost,
-                      effect=delta.effect, norms=norms, weight=self.weight(part), spectrum=factors.spectrum)  # fmt: skip
+                      effect=delta.effect, norms=norms, weight=self.weight(part),
+                      spectrum=factors.spectrum)  # fmt: skip
         return LayerTensors(facts, {slot: Entry(slot, self.dtype, stored, data_of(bits))
                                     for slot, (bits, stored) in factors.of_shape(shape).items()})  # fmt: skip
