@@ -92,7 +92,7 @@ def test_no_torch_is_imported(pair: list[tuple[Path, float]], tmp_path: Path) ->
 import sys, lora_merge
 inputs, (first, _) = sys.argv[1:], sys.argv[1:]
 reports = [lora_merge.combine(inputs, "c.safetensors"), lora_merge.combine(inputs, "d.safetensors", rank=2),
-           lora_merge.combine(inputs, "e.safetensors", method="slerp", dtype="fp32"), lora_merge.resize(first, "f.safetensors", rank="energy:0.9"),
+           lora_merge.combine(inputs, "e.safetensors", method="slerp", t=0.5, dtype="fp32"), lora_merge.resize(first, "f.safetensors", rank="energy:0.9"),
            lora_merge.resize(first, "g.safetensors", rank="size:200"), lora_merge.average([first, first], "h.safetensors"),
            lora_merge.average([first, first], "i.safetensors", space="factors")]
 sys.exit("torch" in sys.modules or not all(report.verified["ok"] for report in reports))
