@@ -16,7 +16,6 @@ from ..progress import Progress, counted, unwatched
 from ..text import by_reason, listed, plural, size
 from .inspect import is_adapter
 from .json_schemas import schema
-from .pages.heat_map import block_labels
 
 if TYPE_CHECKING:
     from .compare_models import DifferenceSums
@@ -72,12 +71,12 @@ def _checkpoints(a: Index, b: Index, *, pictures: bool, progress: Progress) -> d
             others[pair.name] = pair.why
         else:
             total.add(pair.sums)
-            group = [name for _, name in model.of(pair.keys[0])][-1]  # its block, or else its part
+            group = model.block(pair.keys[0])
             rows.setdefault(group, DifferenceSums()).add(pair.sums)
             if pair.sums.equal:
                 equal.append(pair.name)
             else:
-                tensors[pair.name] = pair.sums.to_dict()
+                tensors[pair.name] = {"block": group, **pair.sums.to_dict()}
     if pictures:
         for name, charts in difference_pictures(a, b, lookup, evenly([*tensors])):
             tensors[name] |= charts
@@ -153,8 +152,8 @@ def _adapter_rows(result: Mapping[str, Any]) -> Iterator[Fact]:
 
 def opposed_blocks(result: Mapping[str, Any]) -> str:
     """Return in how many blocks the changes of two adapters point against each other, in words."""
-    fight, labels = result["fight"], block_labels(result["blocks"])
-    most = ", ".join(labels[name] for name in sorted(fight, key=lambda name: result["blocks"][name]["cosine"])[:3])
+    fight = result["fight"]
+    most = ", ".join(sorted(fight, key=lambda name: result["blocks"][name]["cosine"])[:3])
     return f"in {len(fight)} of {plural(len(result['blocks']), 'block')}" + (f", most in {most}" if fight else "")
 
 

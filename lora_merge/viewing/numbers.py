@@ -24,14 +24,14 @@ from ..engine.tensor_moves import TORCH_DTYPES, convert, stage
 from ..engine.tensors import TensorCache, stored_numbers, weight_values
 from ..engine.torch_state import undisturbed
 from ..files.checkpoint import Index
-from ..models.blocks import block_name, groups, in_order
+from ..models.blocks import groups, in_order
 from ..models.names import names
 from ..models.weights import Weight
 from ..planning.plan import OutputTensor, Plan
 from ..progress import Progress, counted, unwatched
 from ..proof.proof_report import remedy
 from ..text import listed, plural
-from .adapter import kind_of, spread
+from .adapter import kind_of, module_groups, spread
 from .module_change import ModuleChange, ModuleChanges, merged_blocks, replaced_by
 from .pictures import evenly, matrix_pictures, merge_pictures
 from .pictures import pictures as pictured
@@ -53,6 +53,7 @@ def adapter_numbers(file: AdapterFile, *, pictures: bool = False, progress: Prog
     matrices: list[dict[str, Any]] = []
     left = 0
     by_block: dict[str, float] = defaultdict(float)
+    model = module_groups(file)
     with Reader([file.index]) as reader:
         advance = counted(progress, "look", str(file.path), sum(map(_stored, file.modules)))
         for module, delta in ModuleChanges(file, reader).each():
@@ -60,11 +61,12 @@ def adapter_numbers(file: AdapterFile, *, pictures: bool = False, progress: Prog
             if delta is None:
                 left += 1
                 continue
-            row = modules[module.where] = _numbers(delta, rank_of(module))
+            block = model.block(module.name)
+            row = modules[module.where] = {"block": block, **_numbers(delta, rank_of(module))}
             row |= pictured(delta) if pictures else {}
             if delta.shape[1] > 1:  # a vector has one direction
                 matrices.append(row)
-            by_block[block_name(module.name)] += row["norm"] * row["norm"]
+            by_block[block] += row["norm"] * row["norm"]
     return {
         "norm": sqrt(sum(by_block.values())), "measured": len(modules), "unmeasured": left,
         "stable_rank": spread([r["stable_rank"] for r in matrices if r["stable_rank"]]),
@@ -72,7 +74,7 @@ def adapter_numbers(file: AdapterFile, *, pictures: bool = False, progress: Prog
             name: row for name in ENERGIES
             if (row := spread([r["rank_for_energy"][name] for r in matrices if r["rank_for_energy"]]))
         },
-        "blocks": {name: sqrt(by_block[name]) for name in sorted(by_block, key=in_order)}, "modules": modules,
+        "blocks": {name: sqrt(by_block[name]) for name in sorted(by_block, key=model.place)}, "modules": modules,
     }  # fmt: skip
 
 
@@ -226,9 +228,13 @@ def base_sizes(index: Index, *, pictures: bool = False, progress: Progress = unw
                 pictured[name] = matrix_pictures(values)
             del values  # before the next one is read
             cache.forget()
-    tables = {kind: {name: rows[name].to_dict() for name in sorted(rows, key=in_order)} for kind, rows in kinds.items()}
+    orders = {"components": model.place, "blocks": model.place}
+    tables = {
+        kind: {name: rows[name].to_dict() for name in sorted(rows, key=orders.get(kind, in_order))}
+        for kind, rows in kinds.items()
+    }
     for name, row in tables["tensors"].items():
-        row |= {"dimensions": len(index.tensors[name].shape), **pictured.get(name, {})}
+        row |= {"block": model.block(name), "dimensions": len(index.tensors[name].shape), **pictured.get(name, {})}
     return {"all": every.to_dict(), **tables}
 
 

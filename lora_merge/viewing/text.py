@@ -27,7 +27,6 @@ from ..report import retained
 from ..text import by_reason, json_text, listed, plural, size
 from .formats import format_line, plain_line
 from .hashes import hash_title
-from .pages.heat_map import block_labels
 from .training import FIELDS, TRIGGERS, dataset_line
 
 METADATA_KEYS: Final = (
@@ -253,9 +252,8 @@ def _blocks(by_name: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield the blocks of an adapter; blocks that are numbered in turn and alike have one row."""
     if len(by_name) < 2:
         return
-    labels = block_labels(by_name)
     entries = (
-        (labels[name], f"{plural(b['modules'], 'module')}{_range(' rank', b['ranks'])}{_range(' alpha', b['alphas'])}")
+        (name, f"{plural(b['modules'], 'module')}{_range(' rank', b['ranks'])}{_range(' alpha', b['alphas'])}")
         for name, b in by_name.items()
     )
     yield line("blocks", len(by_name))

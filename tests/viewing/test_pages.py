@@ -26,7 +26,7 @@ from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.pages import page as pages
 from lora_merge.viewing.pages import plot
 from lora_merge.viewing.pages.content import PageContent
-from lora_merge.viewing.pages.heat_map import block_labels, grid_places
+from lora_merge.viewing.pages.heat_map import grid_places
 from lora_merge.viewing.text import match_summary, rows, summary
 from tests.kit.browser import shown
 from tests.kit.command_line import run
@@ -482,44 +482,24 @@ def test_page_that_cannot_be_written_is_refused_before_the_work(
 
 
 @pytest.mark.parametrize(
-    ("name", "block", "kind"),
+    ("name", "kind"),
     [
-        ("model.diffusion_model.input_blocks.4.1.transformer_blocks.0.attn1.to_q.weight",
-         "model.diffusion_model.input_blocks.4", "attn1.to_q"),
-        ("lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q", "lora_unet_input_blocks_4", "attn1_to_q"),
-        ("model.layers.31.self_attn.q_proj.weight", "model.layers.31", "self_attn.q_proj"),
-        ("double_blocks.7.img_mlp.2.bias", "double_blocks.7", "img_mlp.#.bias"),
-        ("model.layers.3.mlp.experts.17.up_proj.weight", "model.layers.3", "mlp.experts.#.up_proj"),
+        ("model.diffusion_model.input_blocks.4.1.transformer_blocks.0.attn1.to_q.weight", "attn1.to_q"),
+        ("lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q", "attn1_to_q"),
+        ("model.layers.31.self_attn.q_proj.weight", "self_attn.q_proj"),
+        ("double_blocks.7.img_mlp.2.bias", "img_mlp.#.bias"),
+        ("model.layers.3.mlp.experts.17.up_proj.weight", "mlp.experts.#.up_proj"),
     ],
-)  # fmt: skip
-def test_weight_has_its_row_and_its_column(name: str, block: str, kind: str) -> None:
-    assert grid_places([name]) == {name: (block, kind)}
+)
+def test_weight_has_its_row_and_its_column(name: str, kind: str) -> None:
+    assert grid_places({name: "unet IN04"}) == {name: ("unet IN04", kind)}
 
 
-def test_blocks_are_in_the_order_of_their_numbers_under_short_names() -> None:
-    names = [f"model.layers.{n}.self_attn.q_proj.weight" for n in (10, 2, 1)]
-    rows = [block for block, _ in grid_places(names).values()]
-    assert rows == ["model.layers.1", "model.layers.2", "model.layers.10"]
-    assert [*block_labels(rows).values()] == ["layers.1", "layers.2", "layers.10"]
-
-
-@pytest.mark.parametrize(
-    ("names", "labels"),
-    [
-        (["a.layers.0", "b.c.resblocks.0", "model.…", "…"], ["layers.0", "resblocks.0", "model (the rest)", "(the rest)"]),
-        (["text.clip_l.a.b.c.layers.0", "text.clip_g.a.b.c.layers.11", "unet.middle_block.1"],
-         ["clip_l…layers.0", "clip_g…layers.11", "middle_block.1"]),
-        (["vae.decoder.up.0.block.1", "vae.encoder.down.0.block.1"], ["decoder.up.0.block.1", "encoder.down.0.block.1"]),
-        (["text_encoder.text_model.encoder.layers.0", "text_encoder_2.text_model.encoder.layers.0", "unet.mid_block"],
-         ["text_encoder…layers.0", "text_encoder_2…layers.0", "unet.mid_block"]),
-        (["lora_te1_text_model_encoder_layers_0", "lora_te2_text_model_encoder_layers_0", "lora_unet_input_blocks_4_1"],
-         ["te1…layers_0", "te2…layers_0", "unet_input_blocks_4_1"]),
-        (["lora_te1_layers_0", "lora_unet_input_blocks_4"], ["te1_layers_0", "unet_input_blocks_4"]),
-        (["model.layers.3"], ["model.layers.3"]), ([], []),
-    ],
-)  # fmt: skip
-def test_label_of_a_block_tells_it_from_all_others(names: list[str], labels: list[str]) -> None:
-    assert block_labels(names) == dict(zip(names, labels, strict=True))
+def test_rows_are_in_the_order_of_the_models_blocks() -> None:
+    """Those in no block come last."""
+    names = {f"model.layers.{n}.self_attn.q_proj.weight": f"model L{n:02d}" for n in (10, 2, 1)}
+    places = grid_places({"x.weight": "", **names}, ["model L01", "model L02", "model L10"])
+    assert [block for block, _ in places.values()] == ["model L01", "model L02", "model L10", "(the rest)"]
 
 
 def test_blocks_of_a_report_are_in_the_models_order(scene: Scene) -> None:

@@ -10,7 +10,7 @@ from ...facts import Fact
 from ...paths import typed
 from ...report import ENLARGED, MOST
 from ...text import json_text, plural
-from .heat_map import block_labels, grid_places
+from .heat_map import grid_places
 
 Values: TypeAlias = Mapping[str, Any]
 TableRow: TypeAlias = list[Any]
@@ -110,27 +110,28 @@ class PageContent:
         if len(values) > 1:
             self.data["bars"].append({"title": title, "of": of, "unit": unit, "rows": values})
 
-    def heat_map(
-        self, title: str, text: str, metrics: Sequence[Metric], weights: Mapping[str, Values], of: str = "ΔW"
-    ) -> None:
-        """Add a heat map of weights, if there are several: block × kind of layer. `of`: what its pictures show."""
+    def heat_map(  # noqa: PLR0913, PLR0917  # the texts of a picture, and its numbers
+        self, title: str, text: str, metrics: Sequence[Metric], weights: Mapping[str, Values],
+        blocks: Iterable[str], of: str = "ΔW",
+    ) -> None:  # fmt: skip
+        """Add a heat map of weights, if there are several: block × kind of layer. `blocks`: in the model's order; `of`:
+        what its pictures show."""
         known = [m for m in metrics if any(numbers.get(m.key) is not None for numbers in weights.values())]
         if len(weights) < 2 or not known:
             return
-        at = grid_places(weights)
+        at = grid_places({name: numbers.get("block", "") for name, numbers in weights.items()}, blocks)
         rows, columns = list(dict.fromkeys(b for b, _ in at.values())), list(dict.fromkeys(k for _, k in at.values()))
         cells: dict[tuple[int, int], list[str]] = {}
         row_of, column_of = ({name: n for n, name in enumerate(names)} for names in (rows, columns))
         for name, (block, kind) in at.items():
             cells.setdefault((row_of[block], column_of[kind]), []).append(name)
-        labels = block_labels(rows)
         self.data["heat_maps"].append(
             {
                 "title": title,
                 "help": text,
                 "of": of,
                 "unpictured": UNPICTURED,
-                "rows": [labels[row] for row in rows],
+                "rows": rows,
                 "columns": columns,
                 "metrics": [{"key": m.key, "title": m.title, "unit": m.unit} for m in known],
                 "cells": [
@@ -160,7 +161,7 @@ class PageContent:
             self.data["notes"].append(f"the numbers of {hidden} are shown by part and by block alone")
         if any((measured["retained"] or 0) > MOST for measured in (every, *numbers["tensors"].values())):
             self.data["notes"].append(ENLARGED)
-        self.heat_map(title, CLICK, CHANGED, numbers["tensors"])
+        self.heat_map(title, CLICK, CHANGED, numbers["tensors"], numbers["blocks"])
         for kind, of in (("components", "part"), ("blocks", "block")):
             rows = [*numbers[kind].items()]
             self.bars(f"‖ΔW‖ / ‖W‖ by {of}", of, ((name, row["ratio"]) for name, row in rows), "%")

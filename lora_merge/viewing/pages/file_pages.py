@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,7 +13,6 @@ from ..compare import compare_summary
 from ..hashes import hash_title
 from ..text import few, match_summary, metadata, summary, training_value
 from .content import CLICK, COSINE, Column, Metric, PageContent, Values, root
-from .heat_map import block_labels
 from .preview import preview
 
 MEASURED: Final = (
@@ -84,7 +83,7 @@ def file_page(facts: Values) -> dict[str, Any]:
         page.table(
             "Blocks",
             ["block", "modules", "ranks", "alphas"],
-            ([name, b["modules"], between(b["ranks"]), between(b["alphas"])] for name, b in _labelled(blocks)),
+            ([name, b["modules"], between(b["ranks"]), between(b["alphas"])] for name, b in blocks.items()),
         )
     elif not match:
         if sizes := facts.get("sizes"):
@@ -99,14 +98,15 @@ def file_page(facts: Values) -> dict[str, Any]:
 def _changed(page: PageContent, numbers: Values) -> None:
     """Add pictures of how much an adapter changes, from its weights."""
     page.heat_map("What it changes, by block and layer", "At strength 1. Click a cell for its modules.", MEASURED,
-                  numbers["modules"])  # fmt: skip
-    page.bars("‖ΔW‖ by block", "block", _labelled(numbers["blocks"]))
+                  numbers["modules"], numbers["blocks"])  # fmt: skip
+    page.bars("‖ΔW‖ by block", "block", numbers["blocks"].items())
 
 
 def _sized(page: PageContent, sizes: Values) -> None:
     """Add pictures and tables of how large the weights of a model are."""
     matrices = {name: sized for name, sized in sizes["tensors"].items() if sized["dimensions"] > 1}
-    page.heat_map("How large its weights are, by block and layer", CLICK, SIZES, matrices, "W")
+    page.heat_map("How large its weights are, by block and layer", CLICK, SIZES, matrices, sizes["blocks"],
+                  "W")  # fmt: skip
     for kind, of in (("components", "part"), ("kinds", "kind of layer"), ("blocks", "block")):
         columns: list[Column] = [of, "numbers", *({"title": m.title, "bar": m.key == "rms"} for m in SIZES), "zeros"]
         rows = [[name, row["of"], *(row[m.key] for m in SIZES), row["zeros"]] for name, row in sizes[kind].items()]
@@ -154,8 +154,9 @@ def _alike(page: PageContent, result: Values) -> None:
         "Cosine 1: the same direction; 0: independent; −1: they fight. Click a cell for its modules.",
         ALIKE,
         result["modules"],
+        result["blocks"],
     )
-    rows = list(_labelled(result["blocks"]))
+    rows = list(result["blocks"].items())
     page.bars("Cosine by block", "block", ((name, row["cosine"]) for name, row in rows), COSINE)
     columns = [{"title": m.title, "unit": m.unit} for m in ALIKE]
     page.table("By block", ["block", *columns], ([name, *(row[m.key] for m in ALIKE)] for name, row in rows))
@@ -163,7 +164,7 @@ def _alike(page: PageContent, result: Values) -> None:
 
 def _different(page: PageContent, result: Values) -> None:
     page.heat_map("Where they differ, by block and layer", "Equal tensors are left out. Click a cell for its tensors.",
-                  DIFFERENT, result["tensors"], "B − A")  # fmt: skip
+                  DIFFERENT, result["tensors"], result["blocks"], "B − A")  # fmt: skip
     _blocks_that_differ(page, result["blocks"])
     page.bars(
         "Norm of the difference by block",
@@ -218,12 +219,3 @@ def _file_row(facts: Values) -> list[Any]:
     made_for = facts.get("architecture") or facts.get("made_for")
     return [facts["path"], facts["kind"], made_for, match.get("adapter"), match.get("matched"), match.get("total"),
             facts["tensors"], facts["bytes"]]  # fmt: skip
-
-
-def _short(names: Mapping[str, Any]) -> list[str]:
-    labels = block_labels(names)
-    return [labels[name] for name in names]
-
-
-def _labelled(rows: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
-    return zip(_short(rows), rows.values(), strict=True)

@@ -12,7 +12,6 @@ from ...report import merge_rows
 from ...text import plural
 from ..json_schemas import kind_of
 from .content import CLICK, SHARE, Column, Metric, PageContent, Values, root
-from .heat_map import block_labels
 
 LAYER_METRICS: Final = (
     Metric("ratio", "‖ΔW‖ / ‖W‖", "%"),
@@ -121,7 +120,8 @@ def adapter_page(facts: Values) -> dict[str, Any]:
     )
     before = {name: {**row, "rank_before": row.get("rank_before") or None} for name, row in facts["layers"].items()}
     known = _informative(LAYER_METRICS, before)
-    page.heat_map("What it changes, by block and layer", CLICK, known, before)
+    page.heat_map("What it changes, by block and layer", CLICK, known, before,
+                  facts["numbers"].get("blocks", ()))  # fmt: skip
     _by_block(page, facts["numbers"])
     page.data["stages"] = _stages(facts)
     page.table(
@@ -166,15 +166,12 @@ def _by_block(page: PageContent, numbers: Values) -> None:
     """Add how large the change of each part and block is, and how much of it is kept."""
     for kind, of in (("components", "part"), ("blocks", "block")):
         blocks = numbers.get(kind, {})
-        labels = block_labels(blocks)
         known = _informative(BLOCK_METRICS, blocks)
         for m in known[:1]:
-            page.bars(
-                f"{m.title} by {of}", of, ((labels[name], row.get(m.key)) for name, row in blocks.items()), m.unit
-            )
+            page.bars(f"{m.title} by {of}", of, ((name, row.get(m.key)) for name, row in blocks.items()), m.unit)
         if len(blocks) > 1:
             columns = [{"title": m.title, "unit": m.unit, "bar": m in known[:1]} for m in known]
-            rows = [[labels[name], row["layers"], *(row.get(m.key) for m in known), row["energy"]]
+            rows = [[name, row["layers"], *(row.get(m.key) for m in known), row["energy"]]
                     for name, row in blocks.items()]  # fmt: skip
             page.table(f"By {of}", [of, "layers", *columns, {"title": "energy kept", **SHARE}], rows)
 
