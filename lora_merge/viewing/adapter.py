@@ -78,7 +78,7 @@ def adapter_facts(file: AdapterFile) -> dict[str, Any]:
         "modules": len(file.modules), "ranks": _by_count(numbers), "alphas": _by_count(alphas),
         "rank_range": spread([*ranks.values()]), "alpha_range": spread([a for some in alpha.values() for a in some]),
         "trainer": trainer(index), "names": dialect(file.modules),
-        "made_for": guess(_shapes(file.modules)),
+        "made_for": made_for(file),
         "parameters": sum(prod(t.shape) for t in index.tensors.values()),
         "patterns": _patterns(algorithms, ranks, alpha), "blocks": _blocks(file, ranks, alpha),
         "trained": training(index),
@@ -174,6 +174,11 @@ def _patterns(
         }
         for pattern, names in by_pattern(algorithms).items()
     }  # fmt: skip
+
+
+def made_for(file: AdapterFile) -> str:
+    """Return the model that an adapter is for; "unknown" if its names and shapes do not show it."""
+    return guess(_shapes(file.modules))
 
 
 def module_groups(file: AdapterFile) -> Groups:

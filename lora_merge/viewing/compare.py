@@ -14,6 +14,7 @@ from ..facts import COUNT, Fact, by_block, cut_rows, line, table
 from ..files.checkpoint import Index, open_checkpoint
 from ..progress import Progress, counted, unwatched
 from ..text import by_reason, listed, plural, size
+from .compare_verdict import adapter_verdict, model_verdict, signed
 from .inspect import is_adapter
 from .json_schemas import schema
 
@@ -40,10 +41,12 @@ def compare(
     if all(kinds):
         from .compare_adapters import adapter_similarity
 
-        return {**head, "kind": "adapters", **adapter_similarity(first, second, base, pictures=pictures)}
+        alike = adapter_similarity(first, second, base, pictures=pictures)
+        return {**head, "kind": "adapters", "verdict": adapter_verdict(alike), **alike}
     if base is not None:
         raise UsageError("a base is given for two models", f"--base {base}", "leave it out")
-    return {**head, "kind": "checkpoints", **_checkpoints(first, second, pictures=pictures, progress=progress)}
+    apart = _checkpoints(first, second, pictures=pictures, progress=progress)
+    return {**head, "kind": "checkpoints", "verdict": model_verdict(apart), **apart}
 
 
 def _checkpoints(a: Index, b: Index, *, pictures: bool, progress: Progress) -> dict[str, Any]:
@@ -83,7 +86,8 @@ def _checkpoints(a: Index, b: Index, *, pictures: bool, progress: Progress) -> d
     return {
         "compared": len(equal) + len(tensors), "equal": len(equal), "different": len(tensors), "other_shapes": others,
         "only_a": [key for key in a.parameters if key not in keys], "only_b": only_b,
-        "dtypes": {both: n for both, n in dtypes.most_common() if both},
+        "dtypes": {both: n for both, n in dtypes.most_common() if both}, "rounding": not total.beyond_rounding,
+        "architectures": [lookup.architecture, names(b).architecture],
         "total": total.to_dict(), "blocks": {name: rows[name].to_dict() for name in sorted(rows, key=model.place)},
         "tensors": tensors, "equal_tensors": equal,
         "metadata": sorted(k for k in {**a.metadata, **b.metadata} if a.metadata.get(k) != b.metadata.get(k)),
@@ -109,6 +113,7 @@ def compare_rows(result: Mapping[str, Any], *, pictured: bool = False) -> Iterat
 
 def compare_summary(result: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield the same without its tables."""
+    yield line("verdict", result["verdict"]["text"])
     yield line("A", result["a"])
     yield line("B", result["b"])
     yield from (_model_rows if result["kind"] == "checkpoints" else _adapter_rows)(result)
@@ -158,6 +163,6 @@ def opposed_blocks(result: Mapping[str, Any]) -> str:
 
 
 def _similarity(row: Mapping[str, Any]) -> str:
-    cosine = "cosine ?" if row["cosine"] is None else f"cosine {row['cosine']:+.3f}"
+    cosine = f"cosine {'?' if row['cosine'] is None else signed(row['cosine'])}"
     overlap = "" if row.get("overlap") is None else f", common directions {row['overlap']:.1%}"
     return f"{cosine}, ‖ΔA‖ {row['a']:.3g}, ‖ΔB‖ {row['b']:.3g}{overlap}"

@@ -32,7 +32,7 @@ from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.make_plan import plan_job
 from ..planning.plan import OutputTensor, Plan
 from ..text import Note
-from .adapter import module_groups
+from .adapter import made_for, module_groups
 from .compare_models import DifferenceSums, plain_sums
 from .module_change import NOISE, ModuleChange, ModuleChanges, changes, replaced_by, shape_of
 from .pictures import evenly
@@ -196,8 +196,19 @@ def adapter_similarity(a: Index, b: Index, base: Path | None, *, pictures: bool 
         "common": len(table), "only_a": only["a"], "only_b": only["b"], "notes": notes, "total": total.to_dict(),
         "blocks": by_block, "modules": table, "not_compared": left,
         "fight": [name for name, row in by_block.items() if row["cosine"] is not None and row["cosine"] < OPPOSED],
-        **({"whole": whole} if whole.get("tensors") else {}),
+        **({"whole": whole} if whole.get("tensors") else {}), "identical": _identical(a, b),
+        "made_for": [made_for(file) for file in files],
     }  # fmt: skip
+
+
+def _identical(a: Index, b: Index) -> bool:
+    """Return whether two adapters have the same tensors and the same configuration."""
+    if a.config != b.config or {n: (t.dtype, t.shape) for n, t in a.tensors.items()} != {
+        n: (t.dtype, t.shape) for n, t in b.tensors.items()
+    }:
+        return False
+    with Reader([a, b]) as reader:
+        return all(reader.read(info) == reader.read(b.tensors[name]) for name, info in a.tensors.items())
 
 
 def _by_name(
