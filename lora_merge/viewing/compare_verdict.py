@@ -22,6 +22,9 @@ pictures it varies by more than a half."""
 INDEPENDENT: Final = 0.1
 """The cosine below which two changes are independent: those of unrelated trainings are within a few hundredths of 0."""
 
+APART: Final = 0.8
+"""‖B − A‖ / ‖A‖ of models that were trained apart, which is about √2; that of fine-tunes is below a half."""
+
 LEAST: Final = 3  # modules from which a strength is concluded
 
 
@@ -49,7 +52,7 @@ def model_verdict(result: Mapping[str, Any]) -> dict[str, Any]:
         text = f"The same but for rounding: no value differs by more than one step of its dtype{besides}."
         return _verdict("rounding", "good", text)
     share = total["relative"]
-    if share is None or share >= 1:
+    if share is None or share >= APART:
         text = "Different weights: the models have the same layers, and nothing in common in them"
         return _verdict("different weights", "bad", f"{text}{besides}.")
     parts = dict.fromkeys(name.partition(" ")[0] for name, d in result["blocks"].items() if d["difference"])
@@ -116,7 +119,7 @@ def _common(result: Mapping[str, Any]) -> dict[str, Any]:
     if abs(cosine) < INDEPENDENT:
         return _verdict("independent", "good", "Independent: both can be merged at full strength.")
     half = sqrt(a * a + b * b) / sqrt(a * a + b * b + 2 * cosine * a * b)
-    text = f"Alike (cosine {signed(cosine)}): together they are stronger than two independent ones; try {half:.2g} of each."
+    text = f"Alike (cosine {signed(cosine)}): together they are too strong; try {half:.2g} of each."
     return _verdict("alike", "warning", text)
 
 
