@@ -145,6 +145,15 @@ def _shards_of(w: Weights) -> tuple[str, str, str] | None:
     return (w.stem, w.variant, w.suffix) if w.index is None and shard_of(w.files[0]) else None
 
 
+def several(folder: Path) -> list[Path]:
+    """Return the files of a folder of models or adapters that have nothing to do with each other, such as `loras`; []
+    for the folder of one model or adapter."""
+    sets = weights_in(folder) if folder.is_dir() else []
+    if len(sets) < 2 or sets[0].stem in STEMS:
+        return []
+    return sorted(w.index or w.files[0] for w in sets)
+
+
 def choose(folder: Path, sets: list[Weights]) -> tuple[Weights, tuple[Note, ...]]:
     """Return the set to use and notes about the other sets; InputError if the user has to choose."""
     first, others = sets[0], sets[1:]

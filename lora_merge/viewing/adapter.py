@@ -26,7 +26,8 @@ from ..models.names import denoiser_of, guess
 from ..models.prefixes import PREFIXES, innermost
 from ..options import is_finite
 from ..text import by_pattern
-from .training import entry, training
+from .file_verdict import STATED, stated_model
+from .training import entry, stated_texts, training
 
 TRAINERS: Final = (
     # metadata key             trainer
@@ -78,7 +79,7 @@ def adapter_facts(file: AdapterFile) -> dict[str, Any]:
         "modules": len(file.modules), "ranks": _by_count(numbers), "alphas": _by_count(alphas),
         "rank_range": spread([*ranks.values()]), "alpha_range": spread([a for some in alpha.values() for a in some]),
         "trainer": trainer(index), "names": dialect(file.modules),
-        "made_for": made_for(file),
+        **_model(file),
         "parameters": sum(prod(t.shape) for t in index.tensors.values()),
         "patterns": _patterns(algorithms, ranks, alpha), "blocks": _blocks(file, ranks, alpha),
         "trained": training(index),
@@ -179,6 +180,14 @@ def _patterns(
 def made_for(file: AdapterFile) -> str:
     """Return the model that an adapter is for; "unknown" if its names and shapes do not show it."""
     return guess(_shapes(file.modules))
+
+
+def _model(file: AdapterFile) -> dict[str, str]:
+    """Return the model that an adapter is for, and what shows it: its shapes, or an entry of its metadata."""
+    shown, (stated, entry_name) = made_for(file), stated_model(stated_texts(file.index, STATED))
+    if stated and shown != stated and (shown == "unknown" or stated in shown.split(" or ")):
+        return {"made_for": stated, "made_for_by": entry_name}
+    return {"made_for": shown}
 
 
 def module_groups(file: AdapterFile) -> Groups:

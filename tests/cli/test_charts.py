@@ -41,7 +41,14 @@ class Terminal(io.StringIO):
         return True
 
 
-def printed(monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], width: int = 80, **environment: str) -> str:
+def printed(
+    monkeypatch: pytest.MonkeyPatch,
+    facts: dict[str, Any],
+    width: int = 80,
+    *,
+    verbose: bool = False,
+    **environment: str,
+) -> str:
     stream = Terminal()
     monkeypatch.setattr(sys, "stdout", stream)
     monkeypatch.setattr(sys, "argv", ["lora-merge"])
@@ -53,7 +60,10 @@ def printed(monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], width: int =
         **environment,
     }.items():
         monkeypatch.setenv(name, value)
-    (reports.show_comparison if "a" in facts else reports.show_file)(facts)
+    if "a" in facts:
+        reports.show_comparison(facts)
+    else:
+        reports.show_file(facts, verbose=verbose)
     return stream.getvalue()
 
 
@@ -92,7 +102,8 @@ def test_long_words_stay_in_the_column_of_the_values(
 
 def test_row_of_a_table_is_one_line(found: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """The names of an adapter's modules are longer than the room for them, and are cut."""
-    out = [Text.from_ansi(line).plain.rstrip() for line in printed(monkeypatch, found[1], 70).splitlines()]
+    text = printed(monkeypatch, found[1], 70, verbose=True)
+    out = [Text.from_ansi(line).plain.rstrip() for line in text.splitlines()]
     rows = [line for line in out if re.search(r"  × \d+$", line)]
     assert len(rows) == len(found[1]["match"]["patterns"])
     assert {len(row) for row in rows} == {70}
