@@ -113,7 +113,8 @@ def compare_rows(result: Mapping[str, Any], *, pictured: bool = False) -> Iterat
 
 def compare_summary(result: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield the same without its tables."""
-    yield line("verdict", result["verdict"]["text"])
+    if judged := result.get("verdict"):
+        yield line("verdict", judged["text"])
     yield line("A", result["a"])
     yield line("B", result["b"])
     yield from (_model_rows if result["kind"] == "checkpoints" else _adapter_rows)(result)

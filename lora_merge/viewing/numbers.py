@@ -38,6 +38,8 @@ from .pictures import pictures as pictured
 
 PART: Final = 2**20  # numbers that are added up in fp32
 
+MOST_RANKS: Final = 256  # for which the share that is kept is shown
+
 ENERGIES: Final = {"90%": 0.9, "99%": 0.99}
 """Shares of ‖ΔW‖² for which the least rank is shown: the adapter can be resized to it."""
 
@@ -53,7 +55,7 @@ def adapter_numbers(file: AdapterFile, *, pictures: bool = False, progress: Prog
     matrices: list[dict[str, Any]] = []
     left = 0
     by_block: dict[str, float] = defaultdict(float)
-    model = module_groups(file)
+    model, energies = module_groups(file), Energies()
     with Reader([file.index]) as reader:
         advance = counted(progress, "look", str(file.path), sum(map(_stored, file.modules)))
         for module, delta in ModuleChanges(file, reader).each():
@@ -61,11 +63,12 @@ def adapter_numbers(file: AdapterFile, *, pictures: bool = False, progress: Prog
             if delta is None:
                 left += 1
                 continue
-            block = model.block(module.name)
-            row = modules[module.where] = {"block": block, **_numbers(delta, rank_of(module))}
+            block, values = model.block(module.name), delta.singular_values()
+            row = modules[module.where] = {"block": block, **_numbers(delta, values, rank_of(module))}
             row |= pictured(delta) if pictures else {}
             if delta.shape[1] > 1:  # a vector has one direction
                 matrices.append(row)
+                energies.add(values, known=len(values) > 1 or delta.full is None)
             by_block[block] += row["norm"] * row["norm"]
     return {
         "norm": sqrt(sum(by_block.values())), "measured": len(modules), "unmeasured": left,
@@ -74,6 +77,7 @@ def adapter_numbers(file: AdapterFile, *, pictures: bool = False, progress: Prog
             name: row for name in ENERGIES
             if (row := spread([r["rank_for_energy"][name] for r in matrices if r["rank_for_energy"]]))
         },
+        "kept_by_rank": energies.shares(),
         "blocks": {name: sqrt(by_block[name]) for name in sorted(by_block, key=model.place)}, "modules": modules,
     }  # fmt: skip
 
@@ -83,9 +87,32 @@ def _stored(module: Module) -> int:
     return sum(tensor.nbytes for tensor in module.slots.values())
 
 
-def _numbers(delta: ModuleChange, rank: int) -> dict[str, Any]:
-    """Return the numbers of one module."""
-    norm, values = sqrt(max(delta.inner(delta), 0.0)), delta.singular_values()
+class Energies:
+    """The share of ‖ΔW‖² that is kept if all modules are cut to one rank."""
+
+    def __init__(self) -> None:
+        self._squares = torch.zeros(MOST_RANKS, dtype=torch.float64, device="cpu")  # Σ σ², by the place of σ
+        self._total, self._known = 0.0, True
+
+    def add(self, values: Tensor, *, known: bool) -> None:
+        """Add the singular values of a module; `known`: whether these are all of them."""
+        squares = stage([values], place("cpu", "F64"))[0].square()
+        self._known &= known
+        self._total += float(squares.sum())
+        count = min(len(squares), MOST_RANKS)
+        self._squares[:count] += squares[:count]
+
+    def shares(self) -> list[float]:
+        """Return the shares for rank 1, 2 … until all is kept; [] if they are not known."""
+        if not self._known or not self._total:
+            return []
+        shares = [min(float(share), 1.0) for share in (self._squares.cumsum(0) / self._total)]
+        return shares[: next((n for n, share in enumerate(shares, 1) if share > 1 - 1e-9), len(shares))]
+
+
+def _numbers(delta: ModuleChange, values: Tensor, rank: int) -> dict[str, Any]:
+    """Return the numbers of one module, from its change and the singular values of it."""
+    norm = sqrt(max(delta.inner(delta), 0.0))
     largest = float(values[0]) if len(values) else 0.0
     energy = (values**2).cumsum(0) / (values**2).sum().clamp_min(1e-30)
     enough = largest > 0 and len(values) > 1

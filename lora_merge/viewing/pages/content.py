@@ -61,6 +61,7 @@ UNPICTURED: Final = (
 )
 """Why a weight has no spectrum or histogram."""
 
+LEAST_LOSS: Final = 0.001  # a share that is worth a picture
 CLICK: Final = "The stronger the colour, the larger. Click a cell for its weights."
 
 
@@ -71,12 +72,15 @@ class PageContent:
         self.data: dict[str, Any] = {
             "kind": kind,
             "title": title,
+            "verdict": {},
+            "chips": [],
             "summary": [],
             "warnings": [],
             "notes": [],
             "tables": [],
             "heat_maps": [],
             "bars": [],
+            "curves": [],
             "stages": [],
             "commands": [],
             "footer": "Made by lora-merge. This page makes no request.",
@@ -85,23 +89,41 @@ class PageContent:
     def summary(self, rows: Iterable[tuple[str, Any] | Fact]) -> None:
         """Add rows of the summary; those without a value are left out. Warnings and notes have places of their own."""
         for name, value, *_ in (row for row in rows if row[0]):
+            if name == "verdict":  # on top of the page
+                continue
             if name in ("warning", "note"):
                 self.data[f"{name}s"].append(str(value))
             elif value not in (None, "", [], {}, ()):
                 self.data["summary"].append([name, str(value)])
 
-    def table(
+    def verdict(self, level: str, text: str) -> None:
+        """Set the sentence on top of the page. `level`: good, warning or bad, which is its colour."""
+        self.data["verdict"] = {"level": level, "text": text}
+
+    def chip(self, label: str, text: str) -> None:
+        """Add a short text with a button to copy it."""
+        if text:
+            self.data["chips"].append({"label": label, "text": text})
+
+    def curve(self, title: str, of: tuple[str, str], values: Sequence[float], unit: str = "") -> None:
+        """Add a curve of values at 1, 2 …; `of`: what its two axes show."""
+        if len(values) > 1:
+            rows = [[n, value] for n, value in enumerate(values, 1)]
+            self.data["curves"].append({"title": title, "of": [*of], "unit": unit, "rows": rows})
+
+    def table(  # noqa: PLR0913  # what a table may have
         self, title: str, columns: Sequence[Column], rows: Iterable[TableRow], *, first: bool = False,
-        details: Sequence[Values] = (),
+        details: Sequence[Values] = (), marks: Sequence[str] = (),
     ) -> None:  # fmt: skip
         """Add a sortable table, if it has rows. A column may have a unit, and `bar` for bars below its numbers:
         `longest` is the number of the longest one, else the largest of the column.
 
-        `first`: it comes before the pictures. `details`: the summary and the tables to which each row opens.
+        `first`: it comes before the pictures. `details`: the summary and the tables to which each row opens. `marks`:
+        the level of each row, which is its colour.
         """
         named = [{"title": c} if isinstance(c, str) else dict(c) for c in columns]
         if lines := list(rows):
-            opened = {"details": [*details]} if details else {}
+            opened = {**({"details": [*details]} if details else {}), **({"marks": [*marks]} if any(marks) else {})}
             self.data["tables"].append({"title": title, "columns": named, "rows": lines, "first": first, **opened})
 
     def bars(self, title: str, of: str, rows: Iterable[tuple[str, float | None]], unit: str = "") -> None:
@@ -165,6 +187,9 @@ class PageContent:
         for kind, of in (("components", "part"), ("blocks", "block")):
             rows = [*numbers[kind].items()]
             self.bars(f"‖ΔW‖ / ‖W‖ by {of}", of, ((name, row["ratio"]) for name, row in rows), "%")
+            lost = [(name, 1 - min(kept, 1)) for name, row in rows if (kept := row["retained"]) is not None]
+            if any(share > LEAST_LOSS for _, share in lost):
+                self.bars(f"Lost to the output's dtype by {of}", of, lost, "%")
             metrics = [m for m in CHANGED if m.key in every]
             shown = {"retained": SHARE, "ratio": {"unit": "%", "bar": True}}
             columns = [{"title": m.title, **shown.get(m.key, {"unit": m.unit})} for m in metrics]

@@ -10,6 +10,7 @@ from ...facts import between, counts_by_kind
 from ...models.blocks import in_order
 from ...text import plural
 from ..compare import compare_summary
+from ..file_verdict import top
 from ..hashes import hash_title
 from ..text import few, match_summary, metadata, summary, training_value
 from .content import CLICK, COSINE, Column, Metric, PageContent, Values, root
@@ -48,7 +49,9 @@ def file_page(facts: Values) -> dict[str, Any]:
     page = PageContent("Adapter" if facts["kind"] == "adapter" else "Model", Path(facts["path"]).name)
     if match:
         page.data["title"] += f" + {Path(match['adapter']).name}"
-    page.summary(summary(facts))
+    if judged := facts.get("verdict"):
+        page.verdict(judged["level"], judged["text"])
+    page.summary((*(row for row in top(facts) if row.name != "trigger words"), *summary(facts)))  # these are chips
     page.data["notes"] += facts.get("notes", ())
     page.summary(match_summary(match) if match else ())
     page.table(
@@ -61,13 +64,17 @@ def file_page(facts: Values) -> dict[str, Any]:
         first=True,
     )
     trained = facts.get("trained") or {}
+    for word in trained.get("trigger_words") or ():
+        page.chip("trigger words", word)
+    for name, value in (facts.get("hashes") or {}).items():
+        page.chip(hash_title(name), value)
     page.data["image"] = preview(trained.get("preview") or {}, facts.get("metadata") or {})
-    lines = ([name.replace("_", " "), training_value(name, value)] for name, value in trained.items())
-    page.table("Training", ["fact", "value"], lines, first=True)
-    hashes = (facts.get("hashes") or {}).items()
-    page.table(
-        "Hashes, by which model sites find it", ["hash", "value"], ([hash_title(n), value] for n, value in hashes)
+    lines = (
+        [name.replace("_", " "), training_value(name, value)]
+        for name, value in trained.items()
+        if name != "trigger_words"
     )
+    page.table("Training", ["fact", "value"], lines, first=True)
     page.table(
         "Layers",
         ["names", "algorithm", "modules", "ranks", "alphas"],
@@ -99,6 +106,9 @@ def _changed(page: PageContent, numbers: Values) -> None:
     """Add pictures of how much an adapter changes, from its weights."""
     page.heat_map("What it changes, by block and layer", "At strength 1. Click a cell for its modules.", MEASURED,
                   numbers["modules"], numbers["blocks"])  # fmt: skip
+    page.curve(
+        "Rank and share kept", ("rank of all modules", "share of ‖ΔW‖² kept"), numbers.get("kept_by_rank", ()), "%"
+    )
     page.bars("‖ΔW‖ by block", "block", numbers["blocks"].items())
 
 
@@ -130,6 +140,8 @@ def _matched(page: PageContent, facts: Values, match: Values) -> None:
 def comparison_page(result: Values) -> dict[str, Any]:
     """Return the content of the page of a comparison."""
     page = PageContent("Comparison", f"{Path(result['a']).name} ↔ {Path(result['b']).name}")
+    if judged := result.get("verdict"):
+        page.verdict(judged["level"], judged["text"])
     page.summary(compare_summary(result))
     (_alike if result["kind"] == "adapters" else _different)(page, result)
     whole = result.get("whole", {}).get("tensors", {})
@@ -183,6 +195,11 @@ def _blocks_that_differ(page: PageContent, blocks: Values) -> None:
 def files_page(files: Sequence[Values]) -> dict[str, Any]:
     """Return the content of a page about several files: a table of all, then what the page of each would have."""
     page = PageContent("Files", plural(len(files), "file"))
+    levels = [facts.get("verdict", {}).get("level", "good") for facts in files]
+    bad = sum(level == "bad" for level in levels)
+    worst = next((level for level in ("bad", "warning") if level in levels), "good")
+    sound = "all are sound" if worst == "good" else f"{bad} of them do not fit" if bad else "some have warnings"
+    page.verdict(worst, f"{plural(len(files), 'file')}: {sound}.")
     page.table(
         "Files",
         [
@@ -197,13 +214,15 @@ def files_page(files: Sequence[Values]) -> dict[str, Any]:
         ],
         (_file_row(f) for f in files),
         first=True,
+        marks=["" if level == "good" else level for level in levels],
     )
     for name, single in zip(map(_pair_title, files), map(file_page, files), strict=True):
         page.table(f"{name}: summary", ["fact", "value"], single["summary"])
-        for kind in ("tables", "heat_maps", "bars"):
+        for kind in ("tables", "heat_maps", "bars", "curves"):
             page.data[kind] += [{**part, "title": f"{name}: {part['title']}", "first": False} for part in single[kind]]
         for kind in ("warnings", "notes"):
             page.data[kind] += [f"{name}: {text}" for text in single[kind]]
+        page.data["chips"] += [{**part, "label": f"{name}: {part['label']}"} for part in single["chips"]]
         page.data["commands"] += [{**part, "label": f"{name}: {part['label']}"} for part in single["commands"]]
     return page.data
 
