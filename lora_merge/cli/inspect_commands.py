@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import FitError, InputError, MergeError, UsageError
-from ..files.folder_layouts import several
 from ..paths import exists, expand
 from ..progress import unwatched
 from ..text import Lines, json_text
@@ -61,6 +60,8 @@ def inspect(
             raise UsageError("blocks are those of one base", "--blocks", "name one file")
         parts(files[0], as_json=as_json)
         return
+    from ..files.folder_layouts import several
+
     words = [*expanded(files)]
     inside = [path for word in words for path in several(expand(word))]
     pairs = _pairs([word for word in words if not several(expand(word))])

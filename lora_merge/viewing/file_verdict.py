@@ -6,9 +6,13 @@ The model of an adapter is that of its names and shapes, or where these show non
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from ..algorithms.loha import LOHA
+from ..algorithms.lokr import LOKR
+from ..algorithms.lora import LORA
+from ..algorithms.whole import FULL
 from ..facts import COUNT, Fact, counts_by_kind, line
 from ..models.architectures import shipped
 from ..text import listed, plural, size
@@ -109,7 +113,7 @@ def _adapter(facts: Mapping[str, Any]) -> str:
     return f"{kinds}{rank}{made_for}{f' ({parts})' if parts else ''}, {size(facts['bytes'])}."
 
 
-_KINDS: Final = {"lora": "LoRA", "loha": "LoHa", "lokr": "LoKr", "dora": "DoRA", "full": "full differences"}
+_KINDS: Final = {LORA.name: "LoRA", LOHA.name: "LoHa", LOKR.name: "LoKr", FULL.name: "full differences"}
 
 
 def _model(facts: Mapping[str, Any]) -> str:
@@ -149,7 +153,7 @@ def _training(facts: Mapping[str, Any], trained: Mapping[str, Any]) -> Iterator[
         yield str(date)[:10]
 
 
-def table_of_files(files: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+def table_of_files(files: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
     """Yield a row for each file: name, what it is, rank, size, trigger words."""
     yield "file", "what", "for", "rank", "size", "trigger words"
     for facts in files:
