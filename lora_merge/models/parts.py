@@ -181,7 +181,8 @@ class Parts:
             if self._names is None:
                 continue
             if path:
-                yield _Reading(networks, partial(self._is_spelled, _layers(path, r"\.")))
+                main = [part.label for part in self._names.parts[:1]]
+                yield _Reading(networks or main, partial(self._is_spelled, _layers(path, r"\.")))
             if chosen := self._blocks_of(rest, typed=networks is not None):
                 yield _Reading(networks, partial(self._is_in_block, chosen))
 
