@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, Final
 
 from ..algorithms.loha import LOHA
@@ -17,7 +18,7 @@ from ..facts import COUNT, Fact, counts_by_kind, line
 from ..models.architectures import shipped
 from ..text import listed, plural, size
 
-STATED: Final = ("modelspec.architecture", "ss_base_model_version", "ot_config:model_type", "modelspec.base_model")
+STATED: Final = ("modelspec.architecture", "ss_base_model_version", "ot_config:model_type")
 """Metadata entries in which trainers name the model, the most exact first."""
 
 OTHER_TITLES: Final = {
@@ -31,6 +32,8 @@ OTHER_TITLES: Final = {
 
 CLASS_ENDS: Final = re.compile(r"(?:For[A-Z]\w+|LMHeadModel|Model|2DModel|Transformer\w*)$")
 """End of the name of a model's class: `LlamaForCausalLM` is Llama."""
+
+LONGEST: Final = 200  # characters of an entry in which a name is looked for
 
 PARTS: Final = {"te": "text encoder", "te1": "text encoder 1", "te2": "text encoder 2", "te3": "text encoder 3",
                 "unet": "U-Net", "vae": "VAE"}  # fmt: skip
@@ -49,10 +52,18 @@ def stated_model(texts: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _titled(text: str) -> str:
-    """Return the title of the known model whose name is in a text; the longest name counts."""
-    letters = _letters(text)
+    """Return the title of the known model whose name is in a text as words of its own; the longest name counts."""
+    if not text:
+        return ""
     names = {**{_letters(a.title): a.title for a in shipped()}, **OTHER_TITLES}
-    return names[max(hits, key=len)] if (hits := [n for n in names if len(n) > 2 and n in letters]) else ""
+    hits = [name for name in names if _word(name).search(text[:LONGEST].lower())]
+    return names[max(hits, key=len)] if hits else ""
+
+
+@cache
+def _word(name: str) -> re.Pattern[str]:
+    """Return the pattern of a name between other words, with anything but letters and digits inside it."""
+    return re.compile(f"(?<![a-z]){'[^a-z0-9]*'.join(name)}(?![a-z])")
 
 
 def _letters(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import hypot, isfinite, sqrt
+from math import hypot, inf, isfinite, sqrt
 from typing import Any, Final
 
 import torch
@@ -104,7 +104,7 @@ class Energies:
 
     def shares(self) -> list[float]:
         """Return the shares for rank 1, 2 … until all is kept; [] if they are not known."""
-        if not self._known or not self._total:
+        if not self._known or not 0 < self._total < inf:
             return []
         shares = [min(float(share), 1.0) for share in (self._squares.cumsum(0) / self._total)]
         return shares[: next((n for n, share in enumerate(shares, 1) if share > 1 - 1e-9), len(shares))]

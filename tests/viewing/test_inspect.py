@@ -233,7 +233,7 @@ def test_report_begins_with_what_a_file_is_for(scene: Scene, tmp_path: Path) -> 
     ("modelspec.architecture", "stable-diffusion-xl-v1-base/lora", "Stable Diffusion XL"),
     ("modelspec.architecture", "stable-diffusion-v2-768-v/lora", "Stable Diffusion 2"), ("modelspec.architecture", "flux-1-dev/lora", "Flux.1"),
     ("modelspec.architecture", "qwen-image/lora", "Qwen-Image"), ("ss_base_model_version", "hunyuan-video", "HunyuanVideo"),
-    ("ss_base_model_version", "sd3.5-large", "Stable Diffusion 3"), ("ss_base_model_version", "of my own", "unknown"),
+    ("ss_base_model_version", "sd3.5-large", "Stable Diffusion 3"), ("ss_base_model_version", "of my own", "unknown"), ("ss_base_model_version", "a swan of taiwan", "unknown"),
 ])  # fmt: skip
 def test_model_of_an_adapter_is_in_its_metadata_if_shapes_show_none(
     entry: str, text: str, title: str, tmp_path: Path
