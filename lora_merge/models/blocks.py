@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from math import isfinite
 from types import MappingProxyType
@@ -21,6 +21,7 @@ from ..dtypes import Shape
 from ..errors import UsageError
 from ..options import number
 from ..text import listed
+from .adapter_architecture import architectures, modules_of
 from .inferred_base import canonical_names
 from .name_table import parameter_forms
 from .names import Names, denoiser_of, of_the_denoiser
@@ -452,7 +453,7 @@ def network_of(name: str, denoiser: str = "denoiser") -> str:
 
 _TWO_LAYERS: Final = ("down_blocks.0.resnets.1.norm1.weight",)
 """A level of a U-Net has two layers or more, of which an adapter may change one alone."""
-_LEVEL: Final = re.compile(r"_(?=[0-9]+_)|(?<=[0-9])_|(?<=mid_block)_|(?<=middle_block)_")
+_LEVEL: Final = re.compile(r"_(?=[0-9]+(?:_|$))|(?<=[0-9])_|(?<=mid_block)_|(?<=middle_block)_")
 """Underscores of a flat name that separate levels, as far as the name alone shows it."""
 _UNET_NAMES: Final = re.compile(r"(?:(?:input|output|down|up)_blocks|mid(?:dle)?_block)\.")
 
@@ -464,19 +465,21 @@ def adapter_groups(modules: Mapping[str, Shape]) -> Groups:
     fit; without one, of a model that has the stacks which the adapter changes.
     """
     bodies = of_the_denoiser(modules)
-    architecture, known = canonical_names(bodies)
-    written = {body: known.get(body) or f"{_LEVEL.sub('.', body)}.weight" for body in bodies}
-    forms = parameter_forms().get(architecture.file.stem, ()) if architecture else ()
-    stacked = (name for name in (form.replace("#", "0") for form in forms) if _is_stack(_layer(name)[0]))
-    every = [*written.values(), *stacked]
-    label = denoiser_of(modules)
-    named = architecture or any(innermost(name)[0] in DENOISERS for name in modules)
-    part = Component("denoiser", label if named else "model", "", architecture, keys={name: name for name in every})
-    has_middle = not forms or any(_UNET[1][0].match(form) for form in forms)
-    if has_middle and any(map(_UNET_NAMES.match, written.values())):
-        block_of, order, _ = _unet(replace(part, keys={**part.keys, **dict.fromkeys(_TWO_LAYERS, "")}))
+    written = {body: f"{_LEVEL.sub('.', body)}.weight" for body in bodies}
+    label, architecture = denoiser_of(modules), None
+    fitting = [parameter_forms().get(a.file.stem, ()) for a in architectures(modules_of(bodies))]
+    has_middle = all(not forms or any(map(_UNET[1][0].match, forms)) for forms in fitting)
+    if has_middle and any(map(_UNET_NAMES.match, written.values())):  # the names say all
+        keys = dict.fromkeys((*written.values(), *_TWO_LAYERS), "")
+        block_of, order, _ = _unet(Component("denoiser", label, "", keys=keys))
     else:
-        block_of, order = _stacks(part, every, _is_stack)
+        architecture, known = canonical_names(bodies)
+        written |= known
+        forms = parameter_forms().get(architecture.file.stem, ()) if architecture else ()
+        stacked = (name for name in (form.replace("#", "0") for form in forms) if _is_stack(_layer(name)[0]))
+        named = architecture or any(innermost(name)[0] in DENOISERS for name in modules)
+        part = Component("denoiser", label if named else "model", "")
+        block_of, order = _stacks(part, [*written.values(), *stacked], _is_stack)
     encoders = architecture.text_encoders if architecture else {}
     of_flux = architecture is not None and architecture.title == FLUX
     if of_flux:
