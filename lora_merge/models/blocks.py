@@ -24,7 +24,7 @@ from ..text import listed
 from .adapter_architecture import architectures, modules_of
 from .inferred_base import canonical_names
 from .name_table import parameter_forms
-from .names import Names, denoiser_of, of_the_denoiser
+from .names import Names
 from .network import Component
 from .prefixes import DENOISERS, innermost
 
@@ -447,7 +447,10 @@ def network_of(name: str, denoiser: str = "denoiser") -> str:
 
     `denoiser`: what the denoiser is called, whose prefixes are the same for many models.
     """
-    hint, _ = innermost(name)
+    return _network(innermost(name)[0], denoiser)
+
+
+def _network(hint: str, denoiser: str) -> str:
     return {"any": "model", "denoiser": denoiser}.get(hint, hint.removeprefix("="))
 
 
@@ -464,11 +467,15 @@ def adapter_groups(modules: Mapping[str, Shape]) -> Groups:
     `modules`: name → the shape of its weight, () if unknown. The blocks are those of the architecture that the names
     fit; without one, of a model that has the stacks which the adapter changes.
     """
-    bodies = of_the_denoiser(modules)
+    inside = {name: innermost(name) for name in modules}
+    of_denoiser = {name: body for name, (hint, body) in inside.items() if hint in ("any", *DENOISERS)}
+    bodies = {body: modules[name] for name, body in of_denoiser.items()}
     written = {body: f"{_LEVEL.sub('.', body)}.weight" for body in bodies}
-    label, architecture = denoiser_of(modules), None
-    fitting = [parameter_forms().get(a.file.stem, ()) for a in architectures(modules_of(bodies))]
-    has_middle = all(not forms or any(map(_UNET[1][0].match, forms)) for forms in fitting)
+    fitting, architecture = architectures(modules_of(bodies)), None
+    labels = {a.component for a in fitting}
+    label = labels.pop() if len(labels) == 1 else "denoiser"
+    forms_of_fitting = [parameter_forms().get(a.file.stem, ()) for a in fitting]
+    has_middle = all(not forms or any(map(_UNET[1][0].match, forms)) for forms in forms_of_fitting)
     if has_middle and any(map(_UNET_NAMES.match, written.values())):  # the names say all
         keys = dict.fromkeys((*written.values(), *_TWO_LAYERS), "")
         block_of, order, _ = _unet(Component("denoiser", label, "", keys=keys))
@@ -477,17 +484,19 @@ def adapter_groups(modules: Mapping[str, Shape]) -> Groups:
         written |= known
         forms = parameter_forms().get(architecture.file.stem, ()) if architecture else ()
         stacked = (name for name in (form.replace("#", "0") for form in forms) if _is_stack(_layer(name)[0]))
-        named = architecture or any(innermost(name)[0] in DENOISERS for name in modules)
+        named = architecture or any(hint in DENOISERS for hint, _ in inside.values())
         part = Component("denoiser", label if named else "model", "")
         block_of, order = _stacks(part, [*written.values(), *stacked], _is_stack)
     encoders = architecture.text_encoders if architecture else {}
     of_flux = architecture is not None and architecture.title == FLUX
     if of_flux:
         order = (*ENCODER_BLOCKS, "IN", *order[1:], "OUT")
-    networks = [*dict.fromkeys((label, *sorted({network_of(name, label) for name in modules})))]
+    network_names = {hint: _network(hint, label) for hint in {hint for hint, _ in inside.values()}}
+    networks = [*dict.fromkeys((label, *sorted(network_names.values())))]
 
     def of_module(name: str) -> Iterator[tuple[str, str]]:
-        network, (hint, body) = network_of(name, label), innermost(name)
+        hint, body = inside[name]
+        network = network_names[hint]
         yield "components", network
         if hint == "vae":
             return

@@ -6,14 +6,12 @@ The model of an adapter is that of its names and shapes, or where these show non
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
-from ..algorithms.loha import LOHA
-from ..algorithms.lokr import LOKR
-from ..algorithms.lora import LORA
-from ..algorithms.whole import FULL
+from ..algorithms import ALGORITHMS
 from ..facts import COUNT, Fact, counts_by_kind, line
 from ..models.architectures import shipped
 from ..text import listed, plural, size
@@ -115,7 +113,7 @@ def _fit(match: Mapping[str, Any]) -> str:
 
 
 def _adapter(facts: Mapping[str, Any]) -> str:
-    kinds = listed(f"{_KINDS.get(name, name)}" for name in facts["algorithms"]) or "Adapter without modules"
+    kinds = listed(map(_title, facts["algorithms"])) or "Adapter without modules"
     ranks = facts["ranks"]
     rank = f", rank {ranks[0]}" if len(ranks) == 1 else f", ranks {min(ranks)} to {max(ranks)}" if ranks else ""
     parts = listed(PARTS.get(name, name) for name in facts["parts"])
@@ -124,7 +122,14 @@ def _adapter(facts: Mapping[str, Any]) -> str:
     return f"{kinds}{rank}{made_for}{f' ({parts})' if parts else ''}, {size(facts['bytes'])}."
 
 
-_KINDS: Final = {LORA.name: "LoRA", LOHA.name: "LoHa", LOKR.name: "LoKr", FULL.name: "full differences"}
+def _title(name: str) -> str:
+    """Return what people call an algorithm, the first words of its module: `LoRA`; its name if these are many."""
+    row = ALGORITHMS.get(name)
+    first = re.match("[^,:.]+", (row and sys.modules[row.module].__doc__) or "")
+    return first[0] if first and first[0].count(" ") < MOST_WORDS else name
+
+
+MOST_WORDS: Final = 2  # of a title
 
 
 def _model(facts: Mapping[str, Any]) -> str:
