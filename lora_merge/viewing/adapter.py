@@ -14,6 +14,7 @@ from ..adapters.modules import AdapterFile, Module, rank_of, weight_shapes
 from ..adapters.stated import rules_of
 from ..adapters.suffixes import split_row_part
 from ..adapters.tensor_values import FileValues
+from ..adapters.trigger_words import entry
 from ..algorithms import DoesNotFit
 from ..change_statistics import Groups
 from ..disk.reader import Reader
@@ -27,7 +28,7 @@ from ..models.prefixes import PREFIXES, innermost
 from ..options import is_finite
 from ..text import by_pattern
 from .file_verdict import STATED, stated_model
-from .training import entry, stated_texts, training
+from .training import stated_texts, training
 
 TRAINERS: Final = (
     # metadata key             trainer

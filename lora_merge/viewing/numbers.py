@@ -30,6 +30,7 @@ from ..models.weights import Weight
 from ..planning.plan import OutputTensor, Plan
 from ..progress import Progress, counted, unwatched
 from ..proof.proof_report import remedy
+from ..survival import ENOUGH, lost
 from ..text import listed, plural
 from .adapter import kind_of, module_groups, spread
 from .module_change import ModuleChange, ModuleChanges, merged_blocks, replaced_by
@@ -77,7 +78,7 @@ def adapter_numbers(file: AdapterFile, *, pictures: bool = False, progress: Prog
             name: row for name in ENERGIES
             if (row := spread([r["rank_for_energy"][name] for r in matrices if r["rank_for_energy"]]))
         },
-        "kept_by_rank": energies.shares(),
+        "curve": energies.curve(),
         "blocks": {name: sqrt(by_block[name]) for name in sorted(by_block, key=model.place)}, "modules": modules,
     }  # fmt: skip
 
@@ -102,12 +103,13 @@ class Energies:
         count = min(len(squares), MOST_RANKS)
         self._squares[:count] += squares[:count]
 
-    def shares(self) -> list[float]:
-        """Return the shares for rank 1, 2 … until all is kept; [] if they are not known."""
+    def curve(self) -> list[list[float]]:
+        """Return pairs of a rank and the share that is kept, until all is; [] if they are not known."""
         if not self._known or not 0 < self._total < inf:
             return []
         shares = [min(float(share), 1.0) for share in (self._squares.cumsum(0) / self._total)]
-        return shares[: next((n for n, share in enumerate(shares, 1) if share > 1 - 1e-9), len(shares))]
+        most = next((rank for rank, share in enumerate(shares, 1) if share > 1 - 1e-9), len(shares))
+        return [[rank, share] for rank, share in enumerate(shares[:most], 1)]
 
 
 def _numbers(delta: ModuleChange, values: Tensor, rank: int) -> dict[str, Any]:
@@ -154,16 +156,16 @@ def merge_numbers(plan: Plan, *, pictures: bool = False, progress: Progress = un
 
 
 def _warnings(plan: Plan, measures: Measures) -> Iterator[str]:
-    """Yield a warning if the storage of the output loses more of the change than a tenth."""
+    """Yield a warning if too little of the change survives in the storage of the output."""
     every, below = total(measures.tensors.values()).all.retained, measures.below
-    if every is None or not every < RETAINED:  # NaN: the numbers are too large to be compared
+    if every is None or not every < ENOUGH:  # NaN: the numbers are too large to be compared
         return
     shares = {name: measured.all.retained or 0.0 for name, measured in below.items()}
-    stored, _, fix = remedy(plan)
+    stored, _, fix = remedy(plan, bf16=False)
     least = listed(f"{name} ({max(shares[name], 0):.0%})" for name in sorted(shares, key=lambda name: shares[name]))
     yield (
-        f"only {max(every, 0):.0%} of the change would be in the output: it is smaller than {stored} can hold beside "
-        f"the weights; {fix}; {len(below)} of {plural(len(measures.tensors), 'weight')} keep less than {RETAINED:.0%}: "
+        f"{lost(every)} of the change would be lost in the rounding to {stored}; {fix}; {len(below)} of "
+        f"{plural(len(measures.tensors), 'weight')} keep less than {RETAINED:.0%}: "
         f"{least}"
     )
 

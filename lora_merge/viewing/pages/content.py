@@ -8,7 +8,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from ...facts import Fact
 from ...paths import typed
-from ...report import ENLARGED, MOST
+from ...report import ENLARGED
+from ...survival import MOST
 from ...text import json_text, plural
 from .heat_map import grid_places
 
@@ -62,6 +63,10 @@ UNPICTURED: Final = (
 """Why a weight has no spectrum or histogram."""
 
 LEAST_LOSS: Final = 0.001  # a share that is worth a picture
+SURVIVES: Final = "survives"
+"""The title of the share of a change that is in an output."""
+RANKS: Final = "Rank and share that survives"
+AXES: Final = ("rank of all layers", "share of the change that survives")
 CLICK: Final = "The stronger the colour, the larger. Click a cell for its weights."
 
 
@@ -105,11 +110,10 @@ class PageContent:
         if text:
             self.data["chips"].append({"label": label, "text": text})
 
-    def curve(self, title: str, of: tuple[str, str], values: Sequence[float], unit: str = "") -> None:
-        """Add a curve of values at 1, 2 …; `of`: what its two axes show."""
-        if len(values) > 1:
-            rows = [[n, value] for n, value in enumerate(values, 1)]
-            self.data["curves"].append({"title": title, "of": [*of], "unit": unit, "rows": rows})
+    def curve(self, title: str, of: tuple[str, str], points: Sequence[Sequence[float]], unit: str = "") -> None:
+        """Add a curve through points, if there are at least two; `of`: what its two axes show."""
+        if len(points) > 1:
+            self.data["curves"].append({"title": title, "of": [*of], "unit": unit, "rows": [[*p] for p in points]})
 
     def table(  # noqa: PLR0913  # what a table may have
         self, title: str, columns: Sequence[Column], rows: Iterable[TableRow], *, first: bool = False,

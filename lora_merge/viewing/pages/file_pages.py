@@ -13,7 +13,7 @@ from ..compare import compare_summary
 from ..file_verdict import top
 from ..hashes import hash_title
 from ..text import few, match_summary, metadata, summary, training_value
-from .content import CLICK, COSINE, Column, Metric, PageContent, Values, root
+from .content import AXES, CLICK, COSINE, RANKS, Column, Metric, PageContent, Values, root
 from .preview import preview
 
 MEASURED: Final = (
@@ -106,9 +106,7 @@ def _changed(page: PageContent, numbers: Values) -> None:
     """Add pictures of how much an adapter changes, from its weights."""
     page.heat_map("What it changes, by block and layer", "At strength 1. Click a cell for its modules.", MEASURED,
                   numbers["modules"], numbers["blocks"])  # fmt: skip
-    page.curve(
-        "Rank and share kept", ("rank of all modules", "share of ‖ΔW‖² kept"), numbers.get("kept_by_rank", ()), "%"
-    )
+    page.curve(RANKS, AXES, numbers.get("curve", ()), "%")
     page.bars("‖ΔW‖ by block", "block", numbers["blocks"].items())
 
 

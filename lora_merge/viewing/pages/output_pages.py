@@ -9,14 +9,15 @@ from typing import Any, Final
 
 from ...facts import strengths
 from ...report import merge_rows
+from ...survival import ENOUGH, grade, judged
 from ...text import listed, plural
 from ..json_schemas import kind_of
-from .content import CLICK, LEAST_LOSS, SHARE, Column, Metric, PageContent, Values, root
+from .content import AXES, CLICK, LEAST_LOSS, RANKS, SHARE, SURVIVES, Column, Metric, PageContent, Values, root
 
 LAYER_METRICS: Final = (
     Metric("ratio", "‖ΔW‖ / ‖W‖", "%"),
     Metric("norm", "‖ΔW‖", join=root),
-    Metric("energy", "kept of ‖ΔW‖²", "%"),
+    Metric("energy", SURVIVES, "%"),
     Metric("changed", "numbers that are not zero", "%"),
     Metric("largest", "largest |ΔW|", join=max),
     Metric("rank", "rank", join=max),
@@ -118,7 +119,8 @@ def adapter_page(facts: Values) -> dict[str, Any]:
     from ...adapters_out.report import adapter_rows  # numpy
 
     page, every = PageContent("Adapter", Path(facts["output"]).name), facts["numbers"].get("all", {})
-    page.summary(row for row in adapter_rows(facts) if row.name != "residual")  # the same as what is kept
+    rows = [row for row in adapter_rows(facts, verbose=True) if row.name and row.name != "residual"]
+    page.summary(rows)  # the residual is another measure of what survives
     page.verdict(*_written(facts, page.data["warnings"]))
     norms = every.get("adapters") or [{"change": every.get("norm")}]  # of extract and convert, which have one input
     page.table(
@@ -134,6 +136,7 @@ def adapter_page(facts: Values) -> dict[str, Any]:
     known = _informative(LAYER_METRICS, before)
     page.heat_map("What it changes, by block and layer", CLICK, known, before,
                   facts["numbers"].get("blocks", ()))  # fmt: skip
+    page.curve(RANKS, AXES, facts["numbers"].get("curve", ()), "%")
     _by_block(page, facts["numbers"])
     page.data["stages"] = _stages(facts)
     page.table(
@@ -148,18 +151,11 @@ def adapter_page(facts: Values) -> dict[str, Any]:
 
 def _written(facts: Values, warnings: Sequence[str]) -> tuple[str, str]:
     """Return the verdict about an adapter that was written: its level, and the sentence."""
-    kept = facts["energy"]
-    if kept >= GOOD and warnings:
+    if warnings:
         return "warning", f"Written, but: {warnings[0]}"
     checked = "Written and verified" if facts["verified"] else "Written, and not verified"
-    level = "bad" if kept < POOR else "good" if kept >= GOOD and facts["verified"] else "warning"
-    text = f"{100 * kept:.4g}% of ‖ΔW‖² is kept" if kept < 1 - LEAST_LOSS else "the whole change is kept"
-    return level, f"{checked}: {text}."
-
-
-GOOD: Final = 0.95
-POOR: Final = 0.5
-"""Shares of ‖ΔW‖² below which an output loses much, or is poor."""
+    sound = facts["verified"] and grade(facts["energy"]).least >= ENOUGH
+    return "good" if sound else "warning", f"{checked}: {judged(facts['energy'], 'the change')} survives."
 
 
 def _informative(metrics: Sequence[Metric], rows: Values) -> list[Metric]:
@@ -204,7 +200,7 @@ def _by_block(page: PageContent, numbers: Values) -> None:
             columns = [{"title": m.title, "unit": m.unit, "bar": m in known[:1]} for m in known]
             rows = [[name, row["layers"], *(row.get(m.key) for m in known), row["energy"]]
                     for name, row in blocks.items()]  # fmt: skip
-            page.table(f"By {of}", [of, "layers", *columns, {"title": "kept of ‖ΔW‖²", **SHARE}], rows)
+            page.table(f"By {of}", [of, "layers", *columns, {"title": SURVIVES, **SHARE}], rows)
 
 
 def batch_page(ended: Sequence[Values]) -> dict[str, Any]:
@@ -300,6 +296,8 @@ def _warnings(job: Values) -> Iterator[str]:
         yield error["what"]
     if (report := job.get("report")) and kind_of(report) == "report":
         yield from (row.value for row in merge_rows(report) if row.name in ("warning", "cut"))
+    elif report and (warning := (report.get("survival") or {}).get("warning")):
+        yield warning
 
 
 JOBS: Final[Sequence[Column]] = (
