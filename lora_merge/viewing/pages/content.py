@@ -44,10 +44,13 @@ class Metric(NamedTuple):
     join: Callable[[Sequence[float]], float] = mean
 
 
+SURVIVES: Final = "survives"
+"""The title of the share of a change that is in an output."""
+
 CHANGED: Final = (
     Metric("ratio", "‖ΔW‖ / ‖W‖", "%"),
     Metric("change", "‖ΔW‖", join=root),
-    Metric("retained", "retained", "%"),
+    Metric("retained", SURVIVES, "%"),
     Metric("changed", "numbers that differ", "%"),
     Metric("noise", "noise / change", "%"),
     Metric("largest", "largest |ΔW|", join=max),
@@ -63,8 +66,6 @@ UNPICTURED: Final = (
 """Why a weight has no spectrum or histogram."""
 
 LEAST_LOSS: Final = 0.001  # a share that is worth a picture
-SURVIVES: Final = "survives"
-"""The title of the share of a change that is in an output."""
 RANKS: Final = "Rank and share that survives"
 AXES: Final = ("rank of all layers", "share of the change that survives")
 CLICK: Final = "The stronger the colour, the larger. Click a cell for its weights."

@@ -71,7 +71,7 @@ def _adapters(page: PageContent, facts: Values) -> None:
     known = [{**sampled.get(name, {}), **(measures or {})} for (name, _), measures in zip_longest(rows, measured)]
     page.table(
         "Adapters",
-        ["adapter", "strength", "modules matched", "of", "‖ΔW‖", {"title": "retained", **SHARE}],
+        ["adapter", "strength", "modules matched", "of", "‖ΔW‖", {"title": SURVIVES, **SHARE}],
         (
             [
                 name,
@@ -302,7 +302,7 @@ def _warnings(job: Values) -> Iterator[str]:
 
 JOBS: Final[Sequence[Column]] = (
     "job", "output", "status", "adapters", {"title": "size", "unit": "B"}, {"title": "time", "unit": "s", "bar": True},
-    {"title": "‖ΔW‖ / ‖W‖", "unit": "%"}, {"title": "retained", "unit": "%"},
+    {"title": "‖ΔW‖ / ‖W‖", "unit": "%"}, {"title": SURVIVES, "unit": "%"},
 )  # fmt: skip
 
 
