@@ -36,6 +36,10 @@ class Groups(NamedTuple):
     place: Callable[[str], tuple[int, int]] = lambda _: (0, 0)
     """Name of a group → its place in the model's order."""
 
+    def block(self, tensor: str) -> str:
+        """Return the block of a tensor, or its part of the model if it is in no block."""
+        return [name for _, name in self.of(tensor)][-1]
+
 
 class Share(NamedTuple):
     """The change of one adapter, or of all, and the part of it that is in the output: sums over numbers."""
@@ -242,7 +246,9 @@ class Measures:
             "unlisted": len(tensors) - len(listed),
             **{kind: {name: total(rows[name]).to_dict(adapters) for name in sorted(rows, key=groups.place)}
                for kind, rows in kinds.items()},
-            "tensors": {name: measure.to_dict(adapters) for name, measure in listed.items()},
+            "tensors": {
+                name: {"block": groups.block(name), **measure.to_dict(adapters)} for name, measure in listed.items()
+            },
         }  # fmt: skip
 
 

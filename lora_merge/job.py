@@ -44,9 +44,12 @@ BLOCKS: Final = re.compile(rf"{_RANGE}(?:\+{_RANGE})*")
 """Names of blocks: `IN04`, a range `IN04-IN08` or `IN04-08`, a stack `IN`, several with +. Matching compares them with
 the base."""
 
-PART: Final = re.compile(r"[A-Za-z_*?][\w.*?]*(?:-[0-9]{1,6})?", re.ASCII)
-"""A component (`te`), the path of a stack or of layers (`mid_block`, `double_blocks.0-9`), or a name with * and ?.
-Matching looks it up."""
+_NETWORK: Final = r"[A-Za-z_]\w* "
+PART: Final = re.compile(
+    rf"[A-Za-z_*?][\w.*?]*(?:-[0-9]{{1,6}})?|{_NETWORK}(?:{BLOCKS.pattern}|[A-Za-z_][\w.]*(?:-[0-9]{{1,6}})?)", re.ASCII
+)
+"""A component (`te`), the path of a stack or of layers (`mid_block`, `double_blocks.0-9`), a block or a path in a
+component (`unet IN04`), or a name with * and ?. Matching looks it up."""
 
 MOST_ADAPTERS: Final = 1000
 """Limit of one merge; each adapter is matched with the whole base."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..adapter_options import KEEP
+from ..change_statistics import Groups
 from ..facts import Fact, line
-from ..models.blocks import block_name, in_order, network_of
 from ..report import NOT_VERIFIED, adapter_notes, disk_rows, layers_recomputed, survives
 from ..survival import ENOUGH, grade, judged, lost, percent, spoken, target
 from ..text import Note, Shown, json_text, listed, plural, size
@@ -28,9 +28,9 @@ class AdapterReport(Shown):
         format: Its dialect.
         dtype: Its dtype.
         coverage: Adapter → modules, layers, strength.
-        layers: Layer → algorithm, rank, rank_before, alpha, norm, energy, residual; largest, the largest |ΔW|, and
-            changed, the share of numbers that are not zero, of the `elements` of its `of` numbers that were looked at;
-            adapters, the norm of each adapter's change at its strength (None: it changes nothing there); of two
+        layers: Layer → block, algorithm, rank, rank_before, alpha, norm, energy, residual; largest, the largest |ΔW|,
+            and changed, the share of numbers that are not zero, of the `elements` of its `of` numbers that were looked
+            at; adapters, the norm of each adapter's change at its strength (None: it changes nothing there); of two
             checkpoints weight, ‖W‖ of the base, and ratio, norm / weight; if these are in 16 bits also noise, the share
             of the norm that rounding errors have.
         residual: √(Σ‖Δ − Δ̂‖² / Σ‖Δ‖²) of the stored tensors, over everything that was written.
@@ -242,17 +242,15 @@ def _norms(report: Mapping[str, Any]) -> str:
     return f"‖ΔW‖ {every['norm']:.4g}{share}" + (f"; {', '.join(inputs)}" if len(inputs) > 1 else "")
 
 
-def numbers_by_block(layers: Mapping[str, Mapping[str, Any]], denoiser: str) -> dict[str, Any]:
-    """Return the numbers of layers in all, by network and by block, whose names are those of the layers.
-
-    `denoiser`: what the denoiser of their model is called.
-    """
+def numbers_by_block(layers: Mapping[str, Mapping[str, Any]], groups: Groups) -> dict[str, Any]:
+    """Return the numbers of layers in all, by network and by block."""
     kinds: dict[str, dict[str, list[Mapping[str, Any]]]] = {"components": {}, "blocks": {}}
     for name, layer in layers.items():
-        for kind, group in (("components", network_of(name, denoiser)), ("blocks", block_name(name))):
+        for kind, group in groups.of(name):
             kinds[kind].setdefault(group, []).append(layer)
     return {"all": _together([*layers.values()]), **{
-        kind: {name: _together(rows[name]) for name in sorted(rows, key=in_order)} for kind, rows in kinds.items()
+        kind: {name: _together(rows[name]) for name in sorted(rows, key=groups.place)}
+        for kind, rows in kinds.items()
     }}  # fmt: skip
 
 

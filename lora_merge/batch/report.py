@@ -40,6 +40,8 @@ class JobReport(Shown):
         report: That of the merge or other command, where there was one.
         error: Why it failed.
         worker: Host and process.
+        base: Name of the base; "" without one.
+        adapters: Name and strength of each adapter, as the job states them.
 
     Examples:
         >>> [job.output for job in lora_merge.run_batch("jobs.yaml") if not job.ok]
@@ -55,6 +57,8 @@ class JobReport(Shown):
     report: Report | AdapterReport | None = None
     error: MergeError | None = None
     worker: str = ""
+    base: str = ""
+    adapters: tuple[tuple[str, float], ...] = ()
 
     def _heading(self) -> str:
         return f"Job {self.number}"
@@ -95,6 +99,7 @@ class JobReport(Shown):
         return {
             "number": self.number, "where": self.where, "output": self.output, "status": self.status,
             "seconds": round(self.seconds, 3), "tries": self.tries, "worker": self.worker,
+            "base": self.base, "adapters": [{"name": name, "strength": strength} for name, strength in self.adapters],
             "error": None if self.error is None else error_dict(self.error),
             "report": None if self.report is None else {"written": self.report.written, "survives": self.survives},
             "schema": "lora-merge/job-report/1",
@@ -165,8 +170,15 @@ def failure_rows(jobs: Iterable[Mapping[str, Any]]) -> Iterator[Fact]:
         yield line("error", f"{first['where']}  {first['output']}{more}: {reason}")
 
 
+def ended(entry: BatchJob, status: Status, **more: Any) -> JobReport:
+    """Return the report of a job that ended, with what the job states."""
+    if entry.request is None:
+        more |= {"base": entry.job.base.name, "adapters": tuple((a.path.name, a.strength) for a in entry.job.adapters)}
+    return JobReport(entry.number, entry.where, str(entry.job.output), status, **more)
+
+
 def failed(entry: BatchJob, error: BaseException, *, seconds: float = 0.0, tries: int = 1) -> JobReport:
     """Return the report of a job that failed; other failures than ours are reported with their traceback."""
     error = as_merge_error(error, entry.where)
-    return JobReport(entry.number, entry.where, str(entry.job.output), "failed", seconds, tries,
-                     error=error.reword(in_jobs_file), worker=here())  # fmt: skip
+    error = error.reword(in_jobs_file)
+    return ended(entry, "failed", seconds=seconds, tries=tries, error=error, worker=here())

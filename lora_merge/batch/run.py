@@ -24,7 +24,7 @@ from .executors import Executor, Workers
 from .executors import executor as find
 from .jobs_file import BatchJob, load, with_endings
 from .planning import TOGETHER, PlannedJob, check_space, survey
-from .report import JobReport, Reports, failed
+from .report import JobReport, Reports, ended, failed
 from .shared_reads import JobGroup
 
 
@@ -62,7 +62,7 @@ class Batch:
         self._clean()
         for s in self.planned:
             if s.done:
-                yield JobReport(s.entry.number, s.entry.where, str(s.entry.job.output), "skipped")
+                yield ended(s.entry, "skipped")
         runs = sorted((s for s in self.planned if s.runs), key=lambda s: s.level)
         for _, some in groupby(runs, lambda s: s.level):
             ready = []

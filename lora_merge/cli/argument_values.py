@@ -240,7 +240,7 @@ def _part(text: str) -> tuple[str, Any]:
     if name == BLOCK_WEIGHTS:
         return name, value
     with suppress(ValueError):
-        if equals and not name.endswith("=") and (name.startswith(REGEX) or not re.search(r"[\s;=]", name)):
+        if equals and not name.endswith("=") and (name.startswith(REGEX) or re.fullmatch(r"(?:\w+ )?[^\s;=]+", name)):
             return name, number(value)
     name, _, value = re.sub("[=:]+", ":", text).rpartition(":")
     plain = right_form(value) and (name.startswith(REGEX) or re.fullmatch(r"[\w.+-]+", name))

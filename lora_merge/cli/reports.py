@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import BatchFailed, MergeError, UsageError, cause, error_dict
-from ..facts import Fact, line, strengths
+from ..facts import Fact, aligned, line, strengths
 from ..paths import exists, typed
 from ..process import kept_objects
 from ..progress import unwatched
@@ -562,13 +562,44 @@ def failure(count: int, total: int, what: str) -> BatchFailed:
 # Files and comparisons.
 
 
-def show_file(facts: Mapping[str, Any], *, again: bool = False) -> None:
-    """Print what a file is; `again`: only how its adapter fits, as the base was described before."""
+def show_file(facts: Mapping[str, Any], *, again: bool = False, verbose: bool = False) -> None:
+    """Print what a file is; `again`: only how its adapter fits, as the base was described before; `verbose`: with
+    patterns of names."""
     from ..viewing.text import match_rows
     from ..viewing.text import rows as file_rows
 
     match, pictured = facts.get("match"), styled(sys.stdout)
-    _show(match_rows(match, pictured=pictured) if again and match else file_rows(facts, pictured=pictured), facts)
+    rows = match_rows(match, pictured=pictured, verbose=verbose) if again and match else None
+    _show(rows or file_rows(facts, pictured=pictured, verbose=verbose), facts)
+
+
+def show_facts(files: Sequence[Mapping[str, Any]], unread: Mapping[str, str], *, verbose: bool) -> None:
+    """Print what files are: one, or a base and how adapters fit it, in full; of several, a table unless `verbose`."""
+    if len(files) + len(unread) > 1 and not verbose and not any("match" in facts for facts in files):
+        _show_files(files, unread)
+        return
+    for n, facts in enumerate(files):
+        if n:
+            echo("")
+        show_file(facts, again=bool(n), verbose=verbose)
+    for path, why in unread.items():
+        echo(f"{path}: {why}")
+
+
+def _show_files(files: Sequence[Mapping[str, Any]], unread: Mapping[str, str]) -> None:
+    """Print a table of several files, a row each. `unread`: path → why it cannot be read."""
+    from ..viewing.file_verdict import table_of_files
+
+    titles, *rows = table_of_files(files)
+    filled = [n for n in range(len(titles)) if any(row[n] for row in rows)]
+    cells = [[row[n] for n in filled] for row in (titles, *rows)]
+    widths = [max(len(row[n]) for row in cells) for n in range(len(filled))]
+    for row in cells:
+        echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for path, why in unread.items():
+        echo(f"{Path(path).name}: {why}")
+    echo("")
+    echo("for all that is known of a file, name it alone, or use -v")
 
 
 def show_comparison(comparison: Mapping[str, Any]) -> None:
@@ -581,7 +612,7 @@ def show_comparison(comparison: Mapping[str, Any]) -> None:
 def _show(rows: Iterable[Fact], values: Mapping[str, Any]) -> None:
     """Print rows, on a terminal with the pictures of the page below them."""
     if not styled(sys.stdout):
-        put(Lines.of(map(str, rows)))
+        put(Lines.of(aligned(rows)))
         return
     show_table([*rows])
     _show_charts(values)

@@ -23,6 +23,7 @@ from typing import Final
 
 from ..disk.files import unreadable
 from ..errors import InputError
+from ..paths import is_folder
 from ..text import Note, listed
 
 STEMS: Final = (
@@ -143,6 +144,15 @@ def unnamed(weights: Weights, named: Iterable[str]) -> tuple[list[Path], list[Pa
 def _shards_of(w: Weights) -> tuple[str, str, str] | None:
     """Return stem, variant and suffix of shards without an index; None for other weights."""
     return (w.stem, w.variant, w.suffix) if w.index is None and shard_of(w.files[0]) else None
+
+
+def several(folder: Path) -> list[Path]:
+    """Return the files of a folder of models or adapters that have nothing to do with each other, such as `loras`; []
+    for the folder of one model or adapter."""
+    sets = weights_in(folder) if is_folder(folder) else []
+    if len(sets) < 2 or sets[0].stem in STEMS:
+        return []
+    return sorted(w.index or w.files[0] for w in sets)
 
 
 def choose(folder: Path, sets: list[Weights]) -> tuple[Weights, tuple[Note, ...]]:

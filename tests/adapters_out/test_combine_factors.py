@@ -77,7 +77,7 @@ def test_file_and_report_are_those_of_numpy_in_fp64(dtype: str, scale: float, me
         assert residual < 2.0 ** -(11 if dtype == "fp16" else 8)
         layer, rank = report.layers[name], min(2 + 3 + 4, *exact.shape)
         assert layer == {
-            "algorithm": "lora", "rank": rank, "rank_before": 4, "alpha": rank, "of": exact.size, "elements": exact.size,
+            "block": "denoiser BASE", "algorithm": "lora", "rank": rank, "rank_before": 4, "alpha": rank, "of": exact.size, "elements": exact.size,
             "norm": pytest.approx(size, rel=1e-5),
             "largest": pytest.approx(float(np.abs(exact).max()), rel=1e-5),
             "residual": pytest.approx(residual, rel=1e-2, abs=1e-6),
