@@ -67,7 +67,7 @@ def in_memory(modules: Sequence[Filled], everywhere: Sequence[Place]) -> tuple[l
     Models of images have names of their own in each dialect.
     """
     named: dict[str, set[str]] = {}
-    for place, shares, _ in modules:
+    for place, shares, *_ in modules:
         for name in (s.patch.module.name for s in shares if s.is_all(place) and place.component == MODEL):
             named.setdefault(place.module, set()).add(name)
     memory_names = {module: names.pop().removeprefix(PEFT) for module, names in named.items()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from ..adapter_options import KEEP
 from ..disk.destination import check_output
 from ..disk.draft import Draft
 from ..disk.reader import Reader
@@ -23,7 +24,8 @@ from ..dtypes import ITEM_BYTES, spoken
 from ..engine.torch_preload import load_library
 from ..errors import FitError, InputError
 from ..merge_methods import COMBINATIONS
-from ..progress import Counting
+from ..models.part_factors import or_leave_out
+from ..progress import Counting, Progress, unwatched
 from ..text import Note
 from .combination_proof import CombinationClaims, prove_combination
 from .decomposition.svd_memory import note
@@ -34,28 +36,43 @@ from .groups import Target
 from .job import GIVE_BASE, AdapterJob
 from .metadata.sizes import PlannedLayer, Tensor, factor_shapes, planned_size, tensors_of
 from .module_tensors import Layer, LayerTensors, waiting
-from .output_file import CONTENTS, Entry, drafted, expect_room, unique
+from .output_file import Entry, drafted, expect_room, unique, unread
 from .parallel import on_one_core, side_by_side
-from .pipeline import AdapterRun, Outcome, RunFacts, coverage, idle_alpha, left_out, model_of, output_dtype, planned
+from .pipeline import (
+    AdapterRun,
+    Outcome,
+    RunFacts,
+    coverage,
+    high_rank,
+    idle_alpha,
+    left_out,
+    model_of,
+    output_dtype,
+    planned,
+    weights_of,
+)
 from .rank_rules import EXACT
 from .report import AdapterReport
-from .sources import Sources, open_sources, ruled
+from .sources import Sources, chosen_of, open_sources, ruled
 
 if TYPE_CHECKING:
     from .combine_modules import GeneralMaker
+    from .conversion import Conversion
 
-HIGH: Final = 256
-"""The rank from which on a note advises a rank rule: most directions of such a sum are small."""
+TRAINED_APART: Final = (
+    "the head was trained apart from the embeddings that share its weight in this base, which a sum has no name for"
+)
 
 
-def plan(job: AdapterJob, sources: Sources | None = None) -> AdapterReport:
-    """Return what `run` would do, from headers: layers, and ranks if headers show them. `sources`: those of the job, if
-    they are open."""
-    sources = sources or open_sources(job)
+def plan(job: AdapterJob) -> AdapterReport:
+    """Return what `run` would do, from headers: layers, and ranks if headers show them."""
+    sources, job = open_sources(job), replace(job, inputs=replace(job.inputs, overwrite=True))
+    if (conversion := _in_dialect(job, sources)) is not None:
+        from .convert import plan as plan_of_modules
+
+        return plan_of_modules(conversion.job, conversion)
     job = ruled(job, sources)
-    to = dialect(job.format)
-    check_output(job.output, [p for i in sources.indexes for p in i.files], overwrite=True,
-                 folder=to is not None and to.folder, contents=CONTENTS)  # fmt: skip
+    check_output(job.output, [p for i in sources.indexes for p in i.files], overwrite=True)
     dtype = output_dtype(job, sources.adapters)
     forms = forms_of(job, sources)
     layers = {layer.label: form.facts for layer, form in zip(_layers(sources), forms, strict=True)}
@@ -64,6 +81,41 @@ def plan(job: AdapterJob, sources: Sources | None = None) -> AdapterReport:
              *idle_alpha(job, stored=sources.spelling.alpha))  # fmt: skip
     facts = RunFacts(coverage(job, sources), spoken(dtype), notes, weights=weights_of(job, sources, dtype))
     return planned(job, facts, layers, size)
+
+
+def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
+    """Run a job: the output appears under its name when it is complete and verified, or not at all."""
+    with AdapterRun(job, progress) as this:
+        sources = open_sources(job, this.hash_adapters())
+        if (conversion := _in_dialect(job, sources)) is not None:
+            from .convert import write
+
+            return write(conversion, this)
+        return _write(ruled(job, sources), sources, this)
+
+
+def _in_dialect(job: AdapterJob, sources: Sources) -> Conversion | None:
+    """Return the modules of the output in the dialect that `--format` names, or that the first adapter has where it has
+    one module for several weights of the base; None for layers of one weight in the words of the first adapter."""
+    name = sources.fused if job.format == KEEP else job.format
+    if name == KEEP:
+        return None
+    to = dialect(name)
+    if to is None:
+        raise FitError("the first adapter has one module for several weights of this base, in words of no dialect",
+                       str(job.adapters[0].path), "name the output's dialect, such as --format kohya")  # fmt: skip
+    known = sources.inputs.names.shapes if sources.inputs else {}
+    head = next((t.key for t in sources.targets if known and t.key not in known), "")
+    if to.folder and head:
+        raise FitError(
+            TRAINED_APART, head, or_leave_out("give a base that stores both (tie_word_embeddings: false)", [head])
+        )
+    from .convert import grouped
+    from .without_base import without_base
+
+    if job.base is None:
+        sources = chosen_of(job, without_base(job, sources.adapters, to))
+    return grouped(replace(job, format=to.name, dtype=output_dtype(job, sources.adapters)), sources, to)
 
 
 def _layers(sources: Sources) -> list[Target]:
@@ -98,11 +150,6 @@ def _memory_note(job: AdapterJob, sources: Sources, forms: Sequence[Form]) -> li
     return note(((layer.label, layer.matrix, form) for layer, form in layers), job.inputs.max_memory)
 
 
-def weights_of(job: AdapterJob, sources: Sources, dtype: str) -> int:
-    """Return the bytes of the weights whose changes are computed, twice if a rule looks at all layers first."""
-    return sum(prod(t.shape) for t in sources.targets) * ITEM_BYTES[dtype] * (1 + job.rules.together)
-
-
 def _nbytes(job: AdapterJob, target: Target) -> int:
     """Return about how many bytes the change of a weight takes: factors several times, or matrices and what is
     stored."""
@@ -114,9 +161,8 @@ def _nbytes(job: AdapterJob, target: Target) -> int:
                    (len(target.uses) + 3) * out * cols) + 8 * read  # fmt: skip
 
 
-def run(job: AdapterJob, sources: Sources, this: AdapterRun) -> AdapterReport:
-    """Run a job whose sources are open: the output appears under its name when it is complete and verified, or not at
-    all. `this`: begun before the sources were opened, so that its times include that."""
+def _write(job: AdapterJob, sources: Sources, this: AdapterRun) -> AdapterReport:
+    """Write layers in the words of the first adapter."""
     files = [p for i in sources.indexes for p in i.files]
     check_output(job.output, files, overwrite=job.inputs.overwrite)
     inputs = [a.index for a in sources.adapters]
@@ -136,13 +182,12 @@ def run(job: AdapterJob, sources: Sources, this: AdapterRun) -> AdapterReport:
         layers, tensors, zeros = maker.layers(this.counted, draft)
         if not layers:
             raise InputError("the result changes nothing", str(job.output), "check the adapters and their strengths")
+        entries = _entries(sources, layers, tensors)
         notes = (*dict.fromkeys(sources.notes), *_memory_note(job, sources, forms), *maker.notes, *left_out(zeros),
-                 *idle_alpha(job, stored=sources.spelling.alpha))  # fmt: skip
-        highest = max(layer.rank for layer in layers.values())
-        if job.rules.linear.name == EXACT and highest > HIGH:
-            notes = (*notes, Note(f"the exact sum has rank {highest}; --rank energy:0.999 keeps 99.9% of it"))
-        outcome = Outcome(job, inputs, layers, _entries(sources, layers, tensors), model=model_of(sources))
-        claims = CombinationClaims(job, sources, outcome.layer_facts, sum(e.data.nbytes for e in outcome.entries))
+                 *idle_alpha(job, stored=sources.spelling.alpha), *high_rank(job, layers.values()),
+                 *unread(e.name for e in entries))  # fmt: skip
+        outcome = Outcome(job, inputs, layers, entries, model=model_of(sources))
+        claims = CombinationClaims(job, sources, outcome.layer_facts, sum(e.data.nbytes for e in entries))
         facts = RunFacts(coverage(job, sources), spoken(dtype), notes, weights=weights_of(job, sources, dtype))
         return outcome.finish(reader, draft, facts, partial(prove_combination, claims), this)
 
@@ -173,7 +218,7 @@ class LayerMaker:
     @property
     def notes(self) -> Sequence[Note]:
         """The notes on how layers were made."""
-        return [] if self._general is None else [*self._general.notes]
+        return [] if self._general is None else [*self._general.changes.notes]
 
     def layers(self, begin: Counting, draft: Draft) -> tuple[dict[str, Layer], dict[str, dict[str, Entry]], list[str]]:
         """Return the layers by label, their tensors by slot, and the labels of layers whose change is zero."""

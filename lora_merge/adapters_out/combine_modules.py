@@ -1,37 +1,95 @@
-"""Makes the layers of `combine` and `resize`: on each weight, changes are computed, combined and cut to a rank."""
+"""Makes the layers of `combine`, `resize` and `average`: on each weight, changes are computed and combined. Layers have
+the first adapter's words, or are modules of a dialect, which may have rows of several weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from math import isfinite, prod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import isfinite, prod, sqrt
 
+import torch
+
+from ..adapter_options import KEEP
 from ..algorithms import ALGORITHMS
 from ..disk.reader import Reader
 from ..dtypes import ITEM_BYTES
 from ..engine.devices import places
 from ..engine.row_matrix import RowMatrix
 from ..engine.tensor_moves import HOST, TORCH_DTYPES
-from ..errors import beyond_fp64
+from ..engine.tensors import view_bytes
+from ..errors import InputError, beyond_fp64
 from ..merge_methods import ADDED, COMBINATIONS, UNDIRECTED
 from ..planning.combination import Combining
 from ..text import Note
 from .assumed_base_values import cache_of
 from .change import SINGLE, Evaluator, norms_of
-from .combined_change import Cut, Delta, Storage, combine, expect_finite, shared_out
-from .copied_tensors import entry
+from .combined_change import Cut, Delta, Storage, combine, expect_finite, shared_out, stacked
+from .conversion import Conversion
+from .convert_modules import Converter
+from .copied_tensors import ModuleTensors, entry
 from .decomposition.factors import STORED_IN_16
+from .exact_sums import Concatenation
 from .form import Form
-from .groups import Target
+from .groups import Filled, PlacePart, Target
 from .job import FACTORS, AdapterJob
-from .module_tensors import Layer, LayerTensors, without_bytes
+from .module_tensors import Layer, LayerTensors, Norms, without_bytes
 from .parallel import PerThread
+from .rank_rules import Rule
 from .sources import Sources
+
+
+class WeightChanges:
+    """The combined changes of the weights of one job."""
+
+    def __init__(self, job: AdapterJob, sources: Sources, reader: Reader) -> None:
+        self.job, self.sources, self.reader = job, sources, reader
+        self._single = job.compute_dtype == "fp32"
+        self._evaluators = PerThread(self.evaluator)
+        stored = [i.dtype for a in sources.adapters for m in a.modules for i in m.slots.values()]
+        self.noise = STORED_IN_16 if stored and all(ITEM_BYTES.get(d, 4) <= 2 for d in stored) else 0.0
+        self.combining = Combining(COMBINATIONS[job.method], job.numbers, sources.adapters)
+        self.notes: dict[Note, None] = {}
+
+    def evaluator(self) -> Evaluator:
+        """Return what computes the change of a weight by each adapter, for one thread."""
+        cache = cache_of(self.job, self.reader, self.sources)
+        return Evaluator(self.sources, cache, SINGLE if self._single else HOST)
+
+    def of(self, target: Target) -> Delta | None:
+        """Return Δ of a weight; None without a change. Factors that are decomposed are in fp64, however they were
+        computed."""
+        delta = self._combined(target)
+        if delta is None or delta.whole is not None or not self._single:
+            return delta
+        left, right = delta.factors
+        return replace(delta, left=left.double(), right=right.double())
+
+    def _combined(self, target: Target) -> Delta | None:
+        evaluator = self._evaluators.get()
+        changes = [c for c in evaluator.changes(target) if c.strength]
+        evaluator.forget()
+        uses = [[u for u in target.uses if u.patch.adapter == c.adapter] for c in changes]
+        seeds = [self.combining.seed(c.adapter, its) for c, its in zip(changes, uses, strict=True)]
+        if target.vector and self.job.method in UNDIRECTED:
+            self.notes[Note(f"{self.job.method}: {ADDED}")] = None
+        if not changes:
+            return None
+        return replace(combine(self.job, target, changes, seeds), norms=norms_of(changes, target))
+
+    def scale(self, target: Target) -> float:
+        """Return α / rank of a layer whose α the user did not give as a number: that of the one change of a weight."""
+        if self.job.alpha == "rank" or len(target.uses) != 1:
+            return 1.0
+        patch = target.uses[0].patch
+        scale = patch.numbers.get("scale")
+        plain = ALGORITHMS[patch.algorithm].rank is not None and {"up", "down"} <= patch.shapes.keys()
+        return scale if plain and scale and scale > 0 and patch.magnitude is None else 1.0
 
 
 @dataclass
 class GeneralMaker:
-    """Makes the layers of one job. `weight`: gives ‖W‖² of the rows of the base that a layer changes."""
+    """Makes the layers of one job in the words of the first adapter. `weight`: gives ‖W‖² of the rows of the base that
+    a layer changes."""
 
     job: AdapterJob
     sources: Sources
@@ -42,18 +100,13 @@ class GeneralMaker:
 
     def __post_init__(self) -> None:
         self.dtype = TORCH_DTYPES[self.kind]
-        self._single = self.job.compute_dtype == "fp32"
-        self._evaluators = PerThread(self._evaluator)
         self.at = places(self.job.inputs.device, "F32")[0]
-        stored = [i.dtype for a in self.sources.adapters for m in a.modules for i in m.slots.values()]
-        self.noise = STORED_IN_16 if stored and all(ITEM_BYTES.get(d, 4) <= 2 for d in stored) else 0.0
-        self.combining = Combining(COMBINATIONS[self.job.method], self.job.numbers, self.sources.adapters)
+        self.changes = WeightChanges(self.job, self.sources, self.reader)
         self.stores_alpha = self.sources.spelling.alpha
-        self.notes: dict[Note, None] = {}
 
     def layers_of(self, target: Target, ranks: Mapping[str, int]) -> list[LayerTensors | None]:
         """Return the layers that a weight is stored as; None where the change is zero. `ranks`: see `shared_out`."""
-        delta, layers = self._change_of_weight(target), list[LayerTensors | None]()
+        delta, layers = self.changes.of(target), list[LayerTensors | None]()
         for part in target.stored:
             if delta is None:
                 layers.append(None)
@@ -71,56 +124,22 @@ class GeneralMaker:
             layers.append(None if zero else LayerTensors(without_bytes(facts), entries))
         return layers
 
-    def _change_of_weight(self, target: Target) -> Delta | None:
-        """Return Δ of a weight. Factors that are decomposed are in fp64, however they were computed."""
-        delta = self._combined(target)
-        if delta is None or delta.whole is not None or not self._single:
-            return delta
-        left, right = delta.factors
-        return replace(delta, left=left.double(), right=right.double())
-
-    def _evaluator(self) -> Evaluator:
-        cache = cache_of(self.job, self.reader, self.sources)
-        return Evaluator(self.sources, cache, SINGLE if self._single else HOST)
-
-    def _combined(self, target: Target) -> Delta | None:
-        """Return Δ of a weight."""
-        evaluator = self._evaluators.get()
-        changes = [c for c in evaluator.changes(target) if c.strength]
-        evaluator.forget()
-        uses = [[u for u in target.uses if u.patch.adapter == c.adapter] for c in changes]
-        seeds = [self.combining.seed(c.adapter, its) for c, its in zip(changes, uses, strict=True)]
-        if target.vector and self.job.method in UNDIRECTED:
-            self.notes[Note(f"{self.job.method}: {ADDED}")] = None
-        if not changes:
-            return None
-        return replace(combine(self.job, target, changes, seeds), norms=norms_of(changes, target))
-
     def _layer(self, target: Target, delta: Delta, rank: int | None) -> Layer:
         form = self.forms[target.label]
-        storage = Storage(form.algorithm, self.dtype, self.noise, self.at)
+        storage = Storage(form.algorithm, self.dtype, self.changes.noise, self.at)
         alpha = float(self.job.alpha) if self.stores_alpha and not isinstance(self.job.alpha, str) else None
-        cut = Cut(form.rule, rank, alpha, self._scale(target))
+        cut = Cut(form.rule, rank, alpha, self.changes.scale(target) if self.stores_alpha else 1.0)
         if target.turned:
             return storage.layer(replace(target, shape=target.shape[::-1], uses=()), _turned(delta), cut)
         return storage.layer(target, delta, cut)
 
-    def _scale(self, target: Target) -> float:
-        """Return α / rank of a layer, where α is not a number that the user gave."""
-        if self.job.alpha == "rank" or len(target.uses) != 1 or not self.stores_alpha:
-            return 1.0
-        patch = target.uses[0].patch
-        scale = patch.numbers.get("scale")
-        plain = ALGORITHMS[patch.algorithm].rank is not None and {"up", "down"} <= patch.shapes.keys()
-        return scale if plain and scale and scale > 0 and patch.magnitude is None else 1.0
-
     def shared_out(self, count: Callable[[int], object]) -> dict[str, int]:
         """Return the rank of every layer for the rule `size`."""
-        return shared_out(self.job.rules.linear, self._matrices(count), self.dtype.itemsize, self.noise)
+        return shared_out(self.job.rules.linear, self._matrices(count), self.dtype.itemsize, self.changes.noise)
 
     def _matrices(self, count: Callable[[int], object]) -> Iterator[tuple[str, Delta]]:
         for target in self.sources.targets:
-            delta = self._change_of_weight(target) if not target.vector else None
+            delta = self.changes.of(target) if not target.vector else None
             if delta is not None:
                 yield from ((part.label, delta.of(part)) for part in target.stored)
             count(prod(target.shape) * self.dtype.itemsize)
@@ -131,3 +150,133 @@ def _turned(delta: Delta) -> Delta:
     whole = None if delta.whole is None else RowMatrix.of(delta.dense().mT.contiguous())
     left, right = (None if t is None else t.mT for t in (delta.right, delta.left))
     return Delta(left, right, whole, delta.before)
+
+
+@dataclass(frozen=True)
+class Combiner(Converter):
+    """Makes the modules of a dialect from the combined changes of the weights that they have rows of."""
+
+    changes: WeightChanges = field(kw_only=True)
+    sums: Concatenation = field(kw_only=True)
+    weight: Callable[[Target], float | None] = field(kw_only=True)
+    """Gives ‖W‖² of the rows of the base that a layer changes."""
+    weights: dict[str, Delta | None] = field(default_factory=dict, kw_only=True)
+    """Weight → its Δ, of the weights of the last modules."""
+    modules: dict[str, Delta] = field(default_factory=dict, kw_only=True)
+    """Label → Δ of the last modules."""
+
+    @property
+    def notes(self) -> Sequence[Note]:
+        """The notes on how modules were made."""
+        return [*self.changes.notes]
+
+    def forget(self) -> None:
+        """Drop what was computed for the last modules."""
+        super().forget()
+        self.weights.clear()
+        self.modules.clear()
+
+    def is_zero(self, tensors: ModuleTensors) -> bool:
+        """Return whether a module changes nothing."""
+        return not tensors.layer.squares or super().is_zero(tensors)
+
+    def changes_nothing(self) -> InputError:
+        """Return the error for an output without modules."""
+        return InputError("the result changes nothing", str(self.job.output), "check the adapters and their strengths")
+
+    def tensors_of(self, filled: Filled, form: Form, rank: int | None = None) -> ModuleTensors:
+        """Return the tensors of one module, with the facts of its change."""
+        if (alone := self.sums.layer(filled.alone) if filled.alone else None) is not None:
+            return self._as_stored(filled, alone)
+        tensors, delta = super().tensors_of(filled, form, rank), self.delta(filled)
+        weights = [self.weight(part.layer) for part in filled.parts]
+        known = None if None in weights or not tensors.layer.squares else sum(w for w in weights if w is not None)
+        facts = replace(tensors.layer, effect=tensors.layer.effect or delta.effect, norms=self._norms(filled),
+                        before=delta.before, weight=known)  # fmt: skip
+        return replace(tensors, layer=facts)
+
+    def _as_stored(self, filled: Filled, sum_of_factors: LayerTensors) -> ModuleTensors:
+        """Return the module of a sum of stored factors."""
+        layer, entries = sum_of_factors
+        tensors = {self.to.endings[slot]: view_bytes(memoryview(e.data).cast("B"), e.dtype, e.shape)
+                   for slot, e in entries.items() if isinstance(e.data, memoryview)}  # fmt: skip
+        if self.to.alpha:
+            tensors[self.to.endings.get("alpha", ".alpha")] = torch.tensor(layer.alpha, dtype=torch.float32)
+        return ModuleTensors(filled.place, tensors, layer)
+
+    def cut(self, filled: Filled, delta: Delta, rule: Rule, rank: int | None) -> Cut:
+        """Return the cut of a module of a rule, or of a rank that is decided already, with its α or α / rank."""
+        if self.job.alpha != KEEP or not self.to.alpha:
+            return super().cut(filled, delta, rule, rank)
+        scales = {self.changes.scale(part.layer) for part in filled.parts}
+        return Cut(rule, rank, None, scales.pop() if len(scales) == 1 else 1.0)
+
+    def rows(self, filled: Filled) -> RowMatrix:
+        """Return Δ of a module by rows."""
+        return self.delta(filled).rows
+
+    def delta(self, filled: Filled) -> Delta:
+        """Return Δ of a module: the rows of the changes of its weights."""
+        label = filled.place.label
+        if label not in self.modules:
+            self.modules[label] = self._joined(filled)
+        return self.modules[label]
+
+    def _joined(self, filled: Filled) -> Delta:
+        changed = [(part, delta) for part in filled.parts if (delta := self._of_part(part)) is not None]
+        before = min((delta.before for _, delta in changed), default=0)
+        before = before and max(delta.before for _, delta in changed)
+        if len(changed) == 1 and changed[0][0].order == [*range(filled.place.view.matrix[0])]:
+            return changed[0][1]
+        if any(delta.whole is not None for _, delta in changed):
+            return Delta(None, None, _placed_rows(changed, filled.place.view.matrix), before)
+        out, cols = filled.place.view.matrix
+        factors = [(left.new_zeros(out, left.shape[1]).index_copy_(0, torch.tensor(part.order), left), right)
+                   for part, delta in changed for left, right in (delta.factors,)]  # fmt: skip
+        return Delta(*(stacked(factors) if factors else (torch.zeros(out, 0), torch.zeros(0, cols))), None, before)
+
+    def _of_part(self, part: PlacePart) -> Delta | None:
+        """Return Δ of rows of a weight, as the place sees them."""
+        if part.whole.key not in self.weights:
+            self.weights[part.whole.key] = self.changes.of(part.whole)
+        if (delta := self.weights[part.whole.key]) is None:
+            return None
+        delta = delta.of(part.layer)
+        if part.turned is None:
+            return delta
+        turned = _turned(delta)
+        if part.turned.columns is None:
+            return turned
+        rows = torch.tensor(part.turned.columns)
+        if turned.whole is not None:
+            return replace(turned, whole=turned.whole.of_rows(rows))
+        return replace(turned, left=turned.factors[0][rows])
+
+    def _norms(self, filled: Filled) -> Norms:
+        """Return the norm of each adapter's change of the module."""
+        squares: dict[int, float] = {}
+        for part in filled.parts:
+            delta = self.weights[part.whole.key]
+            for adapter, norm in ({} if delta is None else delta.norms.get(part.layer.label, {})).items():
+                squares[adapter] = squares.get(adapter, 0.0) + norm * norm
+        return {adapter: sqrt(square) for adapter, square in squares.items()}
+
+
+def _placed_rows(changed: list[tuple[PlacePart, Delta]], shape: tuple[int, int]) -> RowMatrix:
+    """Return the rows of several changes as a matrix; others are zero."""
+    whole = torch.zeros(shape, dtype=torch.float64)
+    for part, delta in changed:
+        whole[torch.tensor(part.order)] = delta.dense().double()
+    return RowMatrix.of(whole)
+
+
+def combiner(conversion: Conversion, reader: Reader, sums: Concatenation) -> Callable[[], Combiner]:
+    """Return a function that returns the maker of the modules of combined changes, for one thread."""
+    job, sources = conversion.job, conversion.sources
+    changes = WeightChanges(job, sources, reader)
+
+    def make() -> Combiner:
+        return Combiner(job, conversion.to, changes.evaluator(), changes.noise, changes=changes, sums=sums,
+                        weight=sums.weight)  # fmt: skip
+
+    return make

@@ -10,6 +10,7 @@ from ..adapter_options import KEEP
 from ..adapters.modules import BUNDLE, AdapterFile
 from ..disk.files import StoredTensor
 from ..paths import is_folder
+from ..text import Note
 from .dialects import Dialect
 from .form import Form
 from .groups import Filled, Place
@@ -37,6 +38,7 @@ class WrittenModules(NamedTuple):
     whole: Sequence[StoredModule]  # with what the dialect asks for in addition
     zeros: Sequence[str]  # the names of modules that change nothing
     embeddings: list[Entry]  # next to the adapter, in its file
+    notes: Sequence[Note] = ()
 
 
 def named(job: AdapterJob, to: Dialect) -> AdapterJob:

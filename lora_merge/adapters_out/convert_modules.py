@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf, isfinite, prod
@@ -26,6 +26,7 @@ from ..errors import FitError, InputError, beyond_fp64
 from ..matching.patch import Patch
 from ..models.weights import RowSlice
 from ..progress import Counting
+from ..text import Note
 from .alpha import IN_A_FACTOR, Scales, in_a_factor
 from .assumed_base_values import cache_of
 from .change import SINGLE, Evaluator, change_of, in_place, largest_rank, squares_between, sum_of, whole_change
@@ -44,15 +45,15 @@ from .copied_tensors import (
 from .decomposition.storage_rounding import squares_of
 from .dialects import Dialect
 from .form import Form, holds_columns, is_product, vector_ending, written_dtype
-from .groups import Filled, Place, PlaceChange, Target, is_plain
+from .groups import Filled, Place, PlaceChange, Target, components, is_plain
 from .job import FACTORS, WHOLE, AdapterJob
 from .module_tensors import Layer, StoredModule
 from .parallel import PerThread, side_by_side
 from .peft.completion import as_table, completed, with_biases
 from .peft.config import is_table, magnitude_shape
 from .peft.kronecker import TO_LORA, rank_of
+from .rank_rules import Rule
 from .rounding import LARGE, SMALL, squares_of_rows
-from .sources import Sources
 from .without_base import NOWHERE
 
 
@@ -94,6 +95,8 @@ class Converter:
     job: AdapterJob
     to: Dialect
     evaluator: Evaluator
+    noise: float = 0.0
+    """Singular values below this share of the largest one are noise of the inputs."""
 
     @cached_property
     def at(self) -> Placement:
@@ -104,10 +107,32 @@ class Converter:
         """Return the ranks that the rule `size` gives, by the places' labels; {} for other rules."""
         if not self.job.rules.together:
             return {}
-        matrices = (f for f in modules if not f.place.vector and f.value is None)
-        deltas = ((f.place.label, self._change_of_place(f.place, f.shares)[0]) for f in matrices)
         dtype = self._dtype([s for f in modules for s in f.shares])
-        return shared_out(self.job.rules.linear, deltas, dtype.itemsize, 0.0)
+        return shared_out(self.job.rules.linear, self._matrices(modules), dtype.itemsize, self.noise)
+
+    def _matrices(self, modules: Sequence[Filled]) -> Iterator[tuple[str, Delta]]:
+        for module in modules:
+            if not module.place.vector and module.value is None:
+                yield module.place.label, self.delta(module)
+                self.forget()
+
+    @property
+    def notes(self) -> Sequence[Note]:
+        """The notes on how modules were made."""
+        return ()
+
+    def forget(self) -> None:
+        """Drop what was read and computed for the last modules."""
+        self.evaluator.forget()
+
+    def is_zero(self, tensors: ModuleTensors) -> bool:
+        """Return whether a module changes nothing."""
+        factored = not tensors.copied and tensors.layer.algorithm == FACTORS
+        return factored and (not tensors.layer.rank or not tensors.layer.squares)
+
+    def changes_nothing(self) -> InputError:
+        """Return the error for an output without modules."""
+        return InputError("the adapter changes nothing", str(self.job.adapters[0].path), "check its strength")
 
     def tensors_of(self, filled: Filled, form: Form, rank: int | None = None) -> ModuleTensors:
         """Return the tensors of one module, at the rank that `ranks` gave."""
@@ -115,11 +140,11 @@ class Converter:
         if form.kind == "value":
             return self._value(filled)
         if form.kind == "vector":
-            return self._vector(place, shares)
+            return self._vector(filled)
         if form.kind == "copy":
             return self._copy(filled)
         as_stored = self._renamed(place, shares[0]) if form.renamed else None
-        return as_stored or self._factored(place, shares, form, rank)
+        return as_stored or self._factored(filled, form, rank)
 
     def _copy(self, filled: Filled) -> ModuleTensors:
         """Return the module with its tensors as they are; FitError if the dialect has no place for its scale."""
@@ -200,23 +225,18 @@ class Converter:
         dtype = written_dtype(self.job, shares)
         return None if dtype is None else TORCH_DTYPES[dtype]
 
-    def _factored(self, place: Place, shares: Sequence[PlaceChange], form: Form, rank: int | None) -> ModuleTensors:
+    def _factored(self, filled: Filled, form: Form, rank: int | None) -> ModuleTensors:
         """Return up and down: kept, cut, fused, or found by a rank rule."""
-        magnitude, with_magnitudes = None, shares
-        if self.job.keeps_forms and any(s.patch.magnitude for s in shares):
-            magnitude, with_magnitudes = self._magnitudes(place, shares), shares
-            shares = [s._replace(patch=replace(s.patch, magnitude=None)) for s in shares]
-        delta, scale = self._change_of_place(place, shares)
+        place, with_magnitudes = filled.place, filled.shares
+        magnitude = None
+        if self.job.keeps_forms and any(s.patch.magnitude for s in with_magnitudes):
+            magnitude = self._magnitudes(place, with_magnitudes)
+            plain = (s._replace(patch=replace(s.patch, magnitude=None)) for s in with_magnitudes)
+            filled = filled._replace(shares=tuple(plain))
+        shares, delta = filled.shares, self.delta(filled)
         target = Target(place.name, place.parameter, place.view.shape, (), (), "")
-        alpha = None
-        if delta.left is not None and self.to.alpha and self.job.alpha == KEEP and scale:
-            alpha = delta.left.shape[1] * scale
-        elif not isinstance(self.job.alpha, str):
-            alpha = float(self.job.alpha)
-        if not self.to.alpha:
-            alpha = None  # it is the rank
-        storage = Storage(form.algorithm, self._dtype(shares), 0.0, self.at)
-        layer = storage.layer(target, delta, Cut(form.rule, rank, alpha))
+        storage = Storage(form.algorithm, self._dtype(shares), self.noise, self.at)
+        layer = storage.layer(target, delta, self.cut(filled, delta, form.rule, rank))
         if layer.algorithm == WHOLE and "diff" not in self.to.endings:
             return self._new_value(place, shares, delta.rows)
         tensors = {self.to.endings[slot]: value for slot, value in layer.tensors.items()}
@@ -242,16 +262,26 @@ class Converter:
         change = dora.rescale(weight[None], product[None], magnitude.double().reshape(1, *_ROWS[axis]), axis)[0]
         return replace(layer, squares=squares_of_rows(delta), lost=squares_between(delta, RowMatrix.of(change)))
 
-    def _change_of_place(self, place: Place, shares: Sequence[PlaceChange]) -> tuple[Delta, float]:
-        """Return Δ of a place, and the scale that all its factors have in common, 0 where it has no change."""
+    def cut(self, filled: Filled, delta: Delta, rule: Rule, rank: int | None) -> Cut:
+        """Return the cut of a module of a rule, or of a rank that is decided already, with its α."""
+        if not self.to.alpha:
+            return Cut(rule, rank)  # α is the rank
+        if not isinstance(self.job.alpha, str):
+            return Cut(rule, rank, float(self.job.alpha))
+        scales = {s.patch.numbers.get("scale", 1.0) * s.strength for s in filled.shares}
+        scale = scales.pop() if len(scales) == 1 and all(is_plain(s.patch) for s in filled.shares) else 0.0
+        kept = self.job.alpha == KEEP and scale and delta.left is not None
+        return Cut(rule, rank, delta.factors[0].shape[1] * scale if kept else None)
+
+    def delta(self, filled: Filled) -> Delta:
+        """Return Δ of a module."""
+        place, shares = filled.place, filled.shares
         changes = [change_of(s.patch, self.evaluator) for s in shares]
         out, cols = place.view.matrix
-        scales = {s.patch.numbers.get("scale", 1.0) * s.strength for s in shares}
-        scale = scales.pop() if len(scales) == 1 and all(is_plain(s.patch) for s in shares) else 0.0
         before = largest_rank(changes)
         if any(c.left is None for c in changes):
             terms = [(s.strength, placed_rows(c.rows(), s, place)) for s, c in zip(shares, changes, strict=True)]
-            return Delta(None, None, sum_of((out, cols), terms), before), 0.0
+            return Delta(None, None, sum_of((out, cols), terms), before)
         factors: list[tuple[Tensor, Tensor]] = []
         for s, c in zip(shares, changes, strict=True):
             assert c.left is not None and c.right is not None, "factors come in pairs"
@@ -259,12 +289,12 @@ class Converter:
             if not s.is_all(place) and (used := left.any(0)).any():
                 left, right = left[:, used], right[used]  # the columns of the other parts of a fused module
             factors.append((left, right))
-        return Delta(*stacked(factors), None, before), scale
+        return Delta(*stacked(factors), None, before)
 
     def _magnitudes(self, place: Place, shares: Sequence[PlaceChange]) -> Tensor:
         """Return DoRA's magnitudes of the rows of a place."""
         out = place.view.matrix[0]
-        if holds_columns(Filled(place, tuple(shares)), self.to, self.job.tables):
+        if holds_columns(Filled(place, tuple(shares)), self.to):
             patch = shares[0].patch
             shape = stored_magnitude(patch) if self.to.copies else (-1,)
             return self._stored(patch.module.shared["magnitude"]).reshape(shape)
@@ -285,24 +315,22 @@ class Converter:
             magnitude_shape(place) if not self.to.alpha else (-1, *(1 for _ in place.view.shape[1:]))
         )
 
-    def is_table(self, place: Place, shares: Sequence[PlaceChange]) -> bool:
-        """Return whether a parameter is a table of embeddings."""
-        return is_table(place, shares, self.job.tables)
-
-    def _vector(self, place: Place, shares: Sequence[PlaceChange]) -> ModuleTensors:
+    def _vector(self, filled: Filled) -> ModuleTensors:
         """Return the change of a bias or a norm."""
-        ending, change = vector_ending(place, self.to), self._whole_change(place, shares)
+        place, ending, change = filled.place, vector_ending(filled.place, self.to), self.rows(filled)
         if ending is None and self.to.whole and not place.bare:
-            return self._new_value(place, shares, change)
+            return self._new_value(place, filled.shares, change)
         assert ending is not None, "else it has no form"
-        return rounded_change(place, ending, change, self._dtype(shares))
+        return rounded_change(place, ending, change, self._dtype(filled.shares))
 
     def renewed(self, filled: Filled) -> ModuleTensors:
         """Return the new value of a vector, for a dialect that cannot hold its change."""
-        return self._new_value(filled.place, filled.shares, self._whole_change(filled.place, filled.shares))
+        return self._new_value(filled.place, filled.shares, self.rows(filled))
 
-    def _whole_change(self, place: Place, shares: Sequence[PlaceChange]) -> RowMatrix:
-        changes = [(s.strength, placed_rows(whole_change(s.patch, self.evaluator), s, place)) for s in shares]
+    def rows(self, filled: Filled) -> RowMatrix:
+        """Return Δ of a module by rows."""
+        place = filled.place
+        changes = [(s.strength, placed_rows(whole_change(s.patch, self.evaluator), s, place)) for s in filled.shares]
         return sum_of(place.view.matrix, changes)
 
     def _new_value(self, place: Place, shares: Sequence[PlaceChange], change: RowMatrix) -> ModuleTensors:
@@ -352,67 +380,74 @@ class Converter:
         return rounded_change(place, ending, sum_of(shape, [(strength, new), (-strength, before)]), torch.float32)
 
 
+def converter(conversion: Conversion, reader: Reader) -> Converter:
+    """Return the maker of a conversion's modules, for one thread."""
+    job, to, sources = conversion.job, conversion.to, conversion.sources
+    at = SINGLE if job.compute_dtype == "fp32" else HOST
+    return Converter(job, to, Evaluator(sources, cache_of(job, reader, sources), at, wide=at is SINGLE))
+
+
 @undisturbed()
-def computed(conversion: Conversion, reader: Reader, put: Heap | Draft, begin: Counting) -> WrittenModules:
-    """Return the tensors of every module, which wait or are in the draft; InputError where none changes anything."""
+def computed(
+    conversion: Conversion, make: Callable[[], Converter], reader: Reader, put: Heap | Draft, begin: Counting
+) -> WrittenModules:  # fmt: skip
+    """Return the tensors of every module, which wait or are in the draft; InputError where none changes anything.
+    `make`: returns what makes the modules, for one thread."""
     job, to, sources, modules, all_modules, _ = conversion
-    alone = _evaluators(job, reader, sources)
-    converter = Converter(job, to, alone.get())
-    changed, zeros = _converted_modules(converter, alone, conversion, put, begin)
+    alone = PerThread(make)
+    here = alone.get()
+    changed, zeros = _written_modules(alone, conversion, put, begin)
     if not changed:
-        raise InputError("the adapter changes nothing", str(job.adapters[0].path), "check its strength")
+        raise here.changes_nothing()
 
     def renewed(place: Place) -> ModuleTensors:
-        return converter.renewed(next(module for module in modules if module.place == place))
+        return here.renewed(next(module for module in modules if module.place == place))
 
     at_hand = sources.inputs is not None and sources.inputs.base.path != NOWHERE
     changed = with_biases(
         changed, all_modules, to, renewed if at_hand else None, lambda module: stored_module(module, put)
     )
-    value = converter.value if at_hand else None
+    value = here.value if at_hand else None
     whole = completed(changed, all_modules, to, value, lambda module: stored_module(module, put))
     cache = cache_of(job, reader, sources)
-    embeddings = [entry(info.name, cache.fetch(info)) for info in bundled(sources.adapters[0], to)]
-    return WrittenModules(changed, whole, zeros, embeddings)
+    embeddings = [] if job.combines else [entry(i.name, cache.fetch(i)) for i in bundled(sources.adapters[0], to)]
+    return WrittenModules(changed, whole, zeros, embeddings, here.notes)
 
 
-def _evaluators(job: AdapterJob, reader: Reader, sources: Sources) -> PerThread[Evaluator]:
-    at = SINGLE if job.compute_dtype == "fp32" else HOST
-    return PerThread(lambda: Evaluator(sources, cache_of(job, reader, sources), at, wide=at is SINGLE))
-
-
-def _converted_modules(
-    converter: Converter, alone: PerThread[Evaluator], conversion: Conversion, put: Heap | Draft, begin: Counting
+def _written_modules(
+    alone: PerThread[Converter], conversion: Conversion, put: Heap | Draft, begin: Counting
 ) -> tuple[list[StoredModule], list[str]]:
-    """Return the tensors of every module, and the names of those that change nothing. `alone`: the evaluator of each
+    """Return the tensors of every module, and the names of those that change nothing. `alone`: the maker of each
     thread."""
-    modules, forms = (
-        conversion.modules,
-        {id(m): form for m, form in zip(conversion.modules, conversion.forms, strict=True)},
-    )
+    job, modules = conversion.job, conversion.modules
+    forms = {id(module): form for module, form in zip(modules, conversion.forms, strict=True)}
     count = begin("make", sum(map(weight_of, modules)))
-    stored, zeros, ranks = [], [], converter.ranks(modules)
+    stored, zeros, ranks = [], [], alone.get().ranks(modules)
 
-    def work(module: Filled) -> ModuleTensors:
-        here = replace(converter, evaluator=alone.get())
-        tensors = here.tensors_of(module, forms[id(module)], ranks.get(module.place.label))
-        here.evaluator.forget()
-        if not isfinite(tensors.layer.squares):
-            raise beyond_fp64(module.shares[0].patch.module.name if module.shares else module.place.name)
-        expect_finite((t for t in tensors.tensors.values() if t.dtype.itemsize > 1), module.place.name)
-        return as_table(tensors, converter.to, table=converter.is_table(module.place, module.shares))
+    def work(group: Sequence[Filled]) -> list[ModuleTensors]:
+        here = alone.get()
+        made = [here.tensors_of(module, forms[id(module)], ranks.get(module.place.label)) for module in group]
+        here.forget()
+        for module, tensors in zip(group, made, strict=True):
+            if not isfinite(tensors.layer.squares):
+                raise beyond_fp64(module.shares[0].patch.module.name if module.shares else module.place.name)
+            expect_finite((t for t in tensors.tensors.values() if t.dtype.itemsize > 1), module.place.name)
+        return [as_table(tensors, here.to, table=is_table(module.place, module.shares))
+                for module, tensors in zip(group, made, strict=True)]  # fmt: skip
 
-    bound = converter.job.inputs.max_memory // 2  # the rest: torch, and what waits
-    for module, tensors in zip(modules, side_by_side(modules, work, _nbytes, bound), strict=True):
-        if (
-            not tensors.copied
-            and tensors.layer.algorithm == FACTORS
-            and (not tensors.layer.rank or not tensors.layer.squares)
-        ):
-            zeros.append(module.place.name)
-        else:
-            stored.append(stored_module(tensors, put))
-        count(weight_of(module))
+    def nbytes(group: Sequence[Filled]) -> int:
+        return sum(map(_nbytes, group))
+
+    # The modules of one weight are one task if its change is combined: it is computed once.
+    groups = components(modules) if job.combines else [[module] for module in modules]
+    bound = job.inputs.max_memory // 2  # the rest: torch, and what waits
+    for group, tensors_of_group in zip(groups, side_by_side(groups, work, nbytes, bound), strict=True):
+        for module, tensors in zip(group, tensors_of_group, strict=True):
+            if alone.get().is_zero(tensors):
+                zeros.append(module.place.name)
+            else:
+                stored.append(stored_module(tensors, put))
+            count(weight_of(module))
     return stored, zeros
 
 

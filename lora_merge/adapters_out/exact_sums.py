@@ -13,16 +13,20 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from ..disk.draft import Draft
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..dtypes import TABLE
 from ..merge_methods import MEAN, SUM
 from ..method_parameters import SMALLEST
+from ..progress import Counting
+from .conversion import Conversion, weight_of
 from .form import Form
 from .groups import Target, is_plain
 from .job import FACTORS, AdapterJob
-from .module_tensors import Layer, LayerTensors
+from .module_tensors import Layer, LayerTensors, StoredModule, waiting
 from .output_file import Entry
+from .parallel import side_by_side
 from .rank_rules import EXACT
 from .rounding import (
     LEAST,
@@ -42,6 +46,7 @@ from .rounding import (
     stored,
 )
 from .sources import Sources
+from .without_base import NOWHERE
 
 
 class SummandFactors(NamedTuple):
@@ -239,6 +244,32 @@ def _effect(delta: Sum) -> Effect:
     return Effect(len(delta.left) * delta.right.shape[1], some.size, None, float(np.abs(some).max(initial=0)))
 
 
+def modules_of_sums(conversion: Conversion, sums: Concatenation, draft: Draft, begin: Counting) -> list[StoredModule]:
+    """Return the modules of a dialect, whose bytes are in the draft; [] unless all are such sums, in a file."""
+    to, modules, weights = conversion.to, list[StoredModule](), [module.alone for module in conversion.modules]
+    if to.folder or "up_bias" in to.endings or not sums.possible or None in weights:
+        return []
+    targets = [target for target in weights if target is not None]
+    count = begin("make", sum(map(weight_of, conversion.modules)))
+    layers = side_by_side(targets, sums.layer, nbytes_of_sum, conversion.job.inputs.max_memory // 2)
+    for module, stored_layer in zip(conversion.modules, layers, strict=True):
+        if stored_layer is None:
+            return []
+        layer, entries = stored_layer
+        by_ending = {to.endings[slot]: entry for slot, entry in entries.items()}
+        if to.alpha:
+            alpha = memoryview(np.float32(layer.alpha).tobytes())
+            by_ending[to.endings.get("alpha", ".alpha")] = Entry("alpha", "F32", (), alpha)
+        modules.append(StoredModule(module.place, waiting(by_ending, draft), layer))
+        count(weight_of(module))
+    return modules
+
+
+def nbytes_of_sum(target: Target) -> int:
+    """Return about how many bytes the factors of a weight's changes take: as stored, and in fp32."""
+    return 6 * sum(prod(shape) for use in target.uses for shape in use.patch.shapes.values())
+
+
 LOOKED_AT: Final = 2**14
 """The numbers of a weight of the base from which its norm is estimated, at least, in whole rows."""
 
@@ -246,7 +277,7 @@ LOOKED_AT: Final = 2**14
 def weight_norms(sources: Sources, reader: Reader) -> Callable[[Target], float | None]:
     """Return a function that returns ‖W‖² of the rows of the base's weight that a layer changes, from some of them that
     are spread evenly; None without a base, and of a weight that is not stored whole."""
-    if sources.inputs is None:
+    if sources.inputs is None or sources.inputs.base.path == NOWHERE:
         return lambda _: None
     from ..proof.weights import WeightReader
 

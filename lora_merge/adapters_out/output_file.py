@@ -58,12 +58,12 @@ class Spelling:
     alpha: bool  # whether α is stored; otherwise it equals the rank
 
     @classmethod
-    def of(cls, file: AdapterFile, *, alpha: bool = False) -> Spelling:
-        """Return the spelling of an adapter's own factors, or kohya's. `alpha`: whether α is stored in any case."""
+    def of(cls, file: AdapterFile) -> Spelling:
+        """Return the spelling of an adapter's own factors, or kohya's."""
         pairs = Counter(pair for m in file.modules if "down" in m.slots for pair in PAIRS
                        if m.slots["down"].name.endswith(pair[0]) or _named(m.slots["down"].name, pair[0]))  # fmt: skip
         pair = pairs.most_common(1)[0][0] if pairs else PAIRS[0]
-        stored = alpha or any("alpha" in m.shared for m in file.modules) or pair == PAIRS[0]
+        stored = any("alpha" in m.shared for m in file.modules) or pair == PAIRS[0]
         return cls(*pair, alpha=stored)
 
     def key(self, name: str, parameter: str, slot: str, *, norm: bool = False) -> str:

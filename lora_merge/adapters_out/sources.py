@@ -63,13 +63,11 @@ class Sources:
     """The first adapter's dialect, where it has one module for several weights of the base; "" for an unknown one."""
     matches: tuple[Match, ...] = ()
     """The changes of each adapter, if the base is a checkpoint that was read."""
-    stores_alpha: bool = False
-    """Whether the result stores α in any case, since it is written again in a dialect that does."""
 
     @property
     def spelling(self) -> Spelling:
-        """The spelling of the result: that of the first adapter."""
-        return Spelling.of(self.adapters[0], alpha=self.stores_alpha)
+        """The spelling of the first adapter."""
+        return Spelling.of(self.adapters[0])
 
 
 def open_sources(job: AdapterJob, opened: CheckpointCache | None = None) -> Sources:

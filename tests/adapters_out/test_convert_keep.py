@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 import lora_merge
 from lora_merge.adapters_out import convert_modules
+from lora_merge.adapters_out.combine import plan
 from lora_merge.adapters_out.commands import COMMANDS
 from lora_merge.adapters_out.copied_tensors import ModuleTensors, stored_module
-from lora_merge.adapters_out.format_option import plan
 from lora_merge.adapters_out.module_tensors import StoredModule
 from lora_merge.errors import FitError, VerificationFailed
 from tests.kit.command_line import run
