@@ -23,7 +23,7 @@ from ..planning.combination import Combining
 from ..text import Note
 from .assumed_base_values import cache_of
 from .change import SINGLE, Evaluator, norms_of
-from .combined_change import Cut, Delta, Storage, combine, expect_finite, shared_out, stacked
+from .combined_change import Cut, Delta, Storage, combine, expect_finite, shared_out, without_repeats
 from .conversion import Conversion
 from .convert_modules import Converter
 from .copied_tensors import ModuleTensors, entry
@@ -231,9 +231,12 @@ class Combiner(Converter):
         if any(delta.whole is not None for _, delta in changed):
             return Delta(None, None, _placed_rows(changed, filled.place.view.matrix), before)
         out, cols = filled.place.view.matrix
-        factors = [(left.new_zeros(out, left.shape[1]).index_copy_(0, torch.tensor(part.order), left), right)
-                   for part, delta in changed for left, right in (delta.factors,)]  # fmt: skip
-        return Delta(*(stacked(factors) if factors else (torch.zeros(out, 0), torch.zeros(0, cols))), None, before)
+        lefts, rights = [torch.zeros(out, 0, dtype=torch.float64)], [torch.zeros(0, cols, dtype=torch.float64)]
+        for part, delta in changed:
+            left, right = delta.factors
+            lefts.append(left.new_zeros(out, left.shape[1]).index_copy_(0, torch.tensor(part.order), left))
+            rights.append(right)
+        return Delta(*without_repeats(torch.cat(lefts, 1), torch.cat(rights)), None, before)
 
     def _of_part(self, part: PlacePart) -> Delta | None:
         """Return Δ of rows of a weight, as the place sees them."""

@@ -135,6 +135,17 @@ def stacked(factors: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.cat(lefts, 1), torch.cat(rights, 0)
 
 
+def without_repeats(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Return factors of the same product whose right one has no two equal rows."""
+    distinct, rows = Distinct(), right.contiguous().view(torch.uint8).numpy()
+    first = [distinct.first(number, row.data) for number, row in enumerate(rows)]
+    columns = {number: column for column, number in enumerate(dict.fromkeys(first))}
+    if len(columns) == len(first):
+        return left, right
+    places = torch.tensor([columns[number] for number in first])
+    return left.new_zeros(len(left), len(columns)).index_add_(1, places, left), right[[*columns]]
+
+
 def _products(changes: Sequence[Change]) -> list[list[float]]:
     """Return ⟨τᵢ, τⱼ⟩ = tr(LᵢᵀLⱼ · RⱼRᵢᵀ), from R×R matrices."""
 

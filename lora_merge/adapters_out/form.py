@@ -148,7 +148,8 @@ def form_of_module(job: AdapterJob, to: Dialect, module: Filled) -> Form:
                        "give --rank, or convert to kohya or comfy")  # fmt: skip
     matrix, name = place.view.matrix, place.name
     if job.combines:
-        ranks = [rank_of_change(share.patch) for share in module.shares if share.strength]
+        (first, *others) = module.parts  # the factors of one change in several weights have equal rows
+        ranks = [rank_of_change(s.patch) for s in module.shares if s.strength] if others else first.layer.ranks
         return _form_of_combined(job, rule, [part.whole for part in module.parts], matrix, ranks=ranks, name=name)
     form = matrix_form(algorithm, rule, matrix, [rank_of_change(p) for p in patches], name=name, fix=FOR_KOHYA)
     return replace(form, renamed=_is_renamed(job, to, module))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from lora_merge.adapters_out.job import AdapterJob
 from lora_merge.adapters_out.sources import Sources
 from lora_merge.errors import UsageError
 from lora_merge.planning.checkpoint_cache import CheckpointCache
+from lora_merge.progress import unwatched
 from tests.kit.command_line import run
+from tests.kit.files import metadata
 from tests.kit.flux import flux, of_flux
 
 
@@ -63,6 +66,47 @@ def test_commands_take_it(folder: Path, command: str, more: list[str], tmp_path:
     code, _, told = run(*words, "--format", "diffusers", "-o", tmp_path / "out.safetensors")
     assert code == 0, told
     assert any("transformer_blocks.0.attn.to_q.lora_A" in key for key in load_file(tmp_path / "out.safetensors"))
+
+
+@pytest.mark.parametrize(("command", "options"), [
+    ("combine", {}), ("combine", {"rank": 2}), ("resize", {"rank": 2}), ("combine", {"method": "ties", "rank": 2}),
+    ("combine", {"algorithm": "full"}),
+])  # fmt: skip
+def test_modules_that_are_only_renamed_have_the_numbers_that_they_have_in_the_words_of_the_first_adapter(
+    folder: Path, command: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """They are rounded once, and α and its recipe are the same too."""
+    adapters = [folder / "a.safetensors", folder / "b.safetensors"][: 1 if command == "resize" else 2]
+    row, outputs = COMMANDS[command], list[dict[str, torch.Tensor]]()
+    for to in ("keep", "comfy"):
+        output = tmp_path / f"{to}.safetensors"
+        given = {"dtype": "bf16", "format": to, **options}
+        report = row.run(row.job(adapters, output, folder / "base.safetensors", given), unwatched, None)
+        assert json.loads(metadata(output)["lora_merge.recipe"])["residual"] == pytest.approx(report.residual, rel=1e-5)
+        assert all("weight" in layer and "largest" in layer for layer in report.layers.values())
+        outputs.append(load_file(output))
+    endings = {".lora_A.weight": ".lora_down.weight", ".lora_B.weight": ".lora_up.weight"}
+    renamed = {}
+    for key, value in outputs[1].items():
+        stem, _, end = key.removeprefix("diffusion_model.").partition(".lora_")
+        stem, end = (stem, f".lora_{end}") if end else (stem.rpartition(".")[0], f".{stem.rpartition('.')[2]}")
+        renamed["lora_unet_" + stem.replace(".", "_") + endings.get(end, end)] = value
+    assert renamed.keys() == outputs[0].keys()
+    assert all(torch.equal(renamed[key], value) for key, value in outputs[0].items())
+
+
+def test_plan_says_nothing_of_files_that_only_it_would_see(tmp_path: Path) -> None:
+    """A folder of PEFT as the first adapter."""
+    factors = {"layer.lora_A.weight": torch.randn(2, 6), "layer.lora_B.weight": torch.randn(8, 2)}
+    save_file({"layer.weight": torch.randn(8, 6)}, tmp_path / "base.safetensors")
+    (tmp_path / "style").mkdir()
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2}
+    (tmp_path / "style" / "adapter_config.json").write_text(json.dumps(config))
+    save_file({f"base_model.model.{key}": value for key, value in factors.items()},
+              tmp_path / "style" / "adapter_model.safetensors")  # fmt: skip
+    job = COMMANDS["combine"].job([tmp_path / "style"], tmp_path / "out.safetensors", tmp_path / "base.safetensors",
+                                  {"format": "kohya"})  # fmt: skip
+    assert plan(job).notes == COMMANDS["combine"].run(job, unwatched, None).notes == ()
 
 
 def test_format_that_does_not_exist_is_refused_before_anything_is_read(tmp_path: Path) -> None:

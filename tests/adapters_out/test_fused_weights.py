@@ -192,6 +192,21 @@ def test_modules_that_are_fused_in_the_first_adapter_are_fused_in_the_output(
     assert report.residual <= off
 
 
+def test_rank_of_a_fused_module_counts_factors_that_its_weights_share_once(folder: Path, tmp_path: Path) -> None:
+    """q, k and v of the fused adapter have the same down factor of rank 3; the other has q alone, of rank 3."""
+    other = {name: value for name, value in load_file(folder / "b.safetensors").items() if ".to_q." in name}
+    save_file(other, tmp_path / "q.safetensors")
+    combine, given = COMMANDS["combine"], [folder / "native.safetensors", tmp_path / "q.safetensors"]
+    job = combine.job(given, tmp_path / "out.safetensors", split(folder), {"dtype": "fp32"})
+    planned, report = combine.plan(job, None), combine.run(job, unwatched, None)
+    ranks = [
+        {name: layer["rank"] for name, layer in r.layers.items() if "img_attn_qkv" in name} for r in (planned, report)
+    ]
+    assert ranks[0] == ranks[1] and {*ranks[1].values()} == {6}
+    wanted, made = changed(split(folder), given), changed(split(folder), [tmp_path / "out.safetensors"])
+    assert all(torch.allclose(wanted[name], made[name], atol=1e-5) for name in wanted)
+
+
 def test_rank_is_that_of_the_fused_module_in_a_conversion_too(folder: Path, tmp_path: Path) -> None:
     """Its parts are not all as large, and the proof asks no more of each than of the whole."""
     base, out = split(folder), tmp_path / "out.safetensors"
