@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..engine.combination import coefficients, combined_rows
-from ..engine.row_matrix import RowMatrix
+from ..engine.module_change import ModuleChange
 from ..engine.tensor_moves import HOST, Placement, finite, odd
 from ..errors import TooLarge, beyond_fp64
 from ..merge_methods import COMBINATIONS
@@ -37,26 +37,12 @@ PLAIN: Final = 1e-3
 
 
 @dataclass(frozen=True)
-class Delta:
-    """Δ of one layer before it is cut to a rank: factors, or a whole matrix by its rows."""
+class Delta(ModuleChange):
+    """Δ of one layer before it is cut to a rank."""
 
-    left: Tensor | None
-    right: Tensor | None
-    whole: RowMatrix | None
-    before: int  # the largest rank of the inputs; 0 where one of them is a matrix without factors
+    before: int = 0  # the largest rank of the inputs; 0 where one of them is a matrix without factors
     norms: Mapping[str, Norms] = field(default_factory=dict)  # of each layer that the weight is stored as
     known: Totals | None = None  # of a whole matrix, where they are known
-
-    @property
-    def matrix(self) -> tuple[int, int]:
-        """(rows, cols) of Δ."""
-        return self.rows.shape
-
-    @property
-    def factors(self) -> tuple[Tensor, Tensor]:
-        """Both factors."""
-        assert self.left is not None and self.right is not None, "factors come in pairs"
-        return self.left, self.right
 
     def of(self, part: Target) -> Delta:
         """Return the rows of Δ that a layer stores; of its factors, the columns that are not zero there."""
@@ -72,15 +58,6 @@ class Delta:
         if not bool(used.any()):
             used[:1] = True
         return Delta(left[:, used], right[used], None, before)
-
-    @property
-    def rows(self) -> RowMatrix:
-        """Δ [out, cols] by rows."""
-        return RowMatrix.product(*self.factors) if self.whole is None else self.whole
-
-    def dense(self) -> Tensor:
-        """Return Δ [out, cols]."""
-        return self.rows.dense()
 
     @cached_property
     def totals(self) -> Totals:
@@ -109,15 +86,15 @@ def combine(job: AdapterJob, target: Target, changes: Sequence[Change], seeds: S
     factored = row.linear and not target.vector and all(c.left is not None for c in changes)
     before = largest_rank(changes)
     if not factored:
-        whole = combined_rows(job.method, [c.rows() for c in changes], [c.strength for c in changes], job.numbers,
+        whole = combined_rows(job.method, [c.rows for c in changes], [c.strength for c in changes], job.numbers,
                               seeds, vector=target.vector)  # fmt: skip
         return Delta(None, None, whole.cached(), before)
-    weights = coefficients(job.method, _products(changes) if job.method not in ("sum", "mean") else (),
-                           [c.strength for c in changes], job.numbers)  # fmt: skip
+    products = [[a.inner(b) for b in changes] for a in changes] if job.method not in ("sum", "mean") else ()
+    weights = coefficients(job.method, products, [c.strength for c in changes], job.numbers)
     factors = []
     for c, weight in zip(changes, weights, strict=True):
-        assert c.left is not None and c.right is not None, "all are factors"
-        factors.append((c.left if weight == 1 else c.left * weight, c.right))
+        left, right = c.factors
+        factors.append((left if weight == 1 else left * weight, right))
     return Delta(*stacked(factors), None, before)
 
 
@@ -144,16 +121,6 @@ def without_repeats(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         return left, right
     places = torch.tensor([columns[number] for number in first])
     return left.new_zeros(len(left), len(columns)).index_add_(1, places, left), right[[*columns]]
-
-
-def _products(changes: Sequence[Change]) -> list[list[float]]:
-    """Return ⟨τᵢ, τⱼ⟩ = tr(LᵢᵀLⱼ · RⱼRᵢᵀ), from R×R matrices."""
-
-    def product(a: Change, b: Change) -> float:
-        assert a.left is not None and a.right is not None and b.left is not None and b.right is not None, "factors"
-        return float(((a.left.mT @ b.left) * (a.right @ b.right.mT)).sum())
-
-    return [[product(a, b) for b in changes] for a in changes]
 
 
 @contextmanager

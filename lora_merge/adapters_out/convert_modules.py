@@ -280,12 +280,12 @@ class Converter:
         out, cols = place.view.matrix
         before = largest_rank(changes)
         if any(c.left is None for c in changes):
-            terms = [(s.strength, placed_rows(c.rows(), s, place)) for s, c in zip(shares, changes, strict=True)]
+            terms = [(s.strength, placed_rows(c.rows, s, place)) for s, c in zip(shares, changes, strict=True)]
             return Delta(None, None, sum_of((out, cols), terms), before)
         factors: list[tuple[Tensor, Tensor]] = []
         for s, c in zip(shares, changes, strict=True):
-            assert c.left is not None and c.right is not None, "factors come in pairs"
-            left, right = s.strength * placed(c.left, s, out), c.right.reshape(c.right.shape[0], cols)
+            up, down = c.factors
+            left, right = s.strength * placed(up, s, out), down.reshape(down.shape[0], cols)
             if not s.is_all(place) and (used := left.any(0)).any():
                 left, right = left[:, used], right[used]  # the columns of the other parts of a fused module
             factors.append((left, right))

@@ -17,6 +17,7 @@ from ..disk.reader import Reader
 from ..dtypes import FLOATS
 from ..engine.change_norms import measure
 from ..engine.devices import place
+from ..engine.module_change import ModuleChange
 from ..engine.patch_tensors import PatchTensors
 from ..engine.recoding import Codes, read_back, refitted
 from ..engine.row_blocks import Block
@@ -32,7 +33,7 @@ from ..progress import Progress, counted, unwatched
 from ..proof.proof_report import remedy
 from ..text import listed, plural
 from .adapter import kind_of, spread
-from .module_change import ModuleChange, ModuleChanges, merged_blocks, replaced_by
+from .module_changes import ModuleChanges, merged_blocks, replaced_by
 from .pictures import evenly, matrix_pictures, merge_pictures
 from .pictures import pictures as pictured
 
@@ -62,7 +63,7 @@ def adapter_numbers(file: AdapterFile, *, pictures: bool = False, progress: Prog
                 continue
             row = modules[module.where] = _numbers(delta, rank_of(module))
             row |= pictured(delta) if pictures else {}
-            if delta.shape[1] > 1:  # a vector has one direction
+            if delta.matrix[1] > 1:  # a vector has one direction
                 matrices.append(row)
             by_block[block_name(module.name)] += row["norm"] * row["norm"]
     return {
