@@ -102,7 +102,11 @@ def chosen_of(job: AdapterJob, sources: Sources) -> Sources:
 def ruled(job: AdapterJob, sources: Sources) -> AdapterJob:
     """Return the job with the rule of each layer, by its name; UsageError for a part of `--rank-for` without one."""
     names, named = _named(job, sources)
-    layers = [(t.name, label, some) for t, (label, some) in zip(sources.targets, named, strict=True)]
+    layers = [
+        (layer.name, label, some)
+        for target, (label, some) in zip(sources.targets, named, strict=True)
+        for layer in target.stored
+    ]
     return replace(job, rules=job.rules.on(names, layers))
 
 

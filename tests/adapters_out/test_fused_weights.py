@@ -141,6 +141,21 @@ def test_rank_of_parts_is_that_of_their_modules_as_planned(folder: Path, tmp_pat
     assert planned == told == dict.fromkeys(modules(folder / "a.safetensors"), 3)
 
 
+@pytest.mark.parametrize("to", ["keep", "diffusers"])
+def test_rank_of_a_part_of_the_model_is_that_of_the_rows_of_its_fused_weights(
+    folder: Path, to: str, tmp_path: Path
+) -> None:
+    given = {"base": folder / "base.safetensors", "rank": 3, "rank_for": {"re:img_attn\\.qkv": 1}, "format": to}
+    report = lora_merge.combine([folder / "a.safetensors"], tmp_path / "out.safetensors", **given)  # type: ignore[arg-type]
+    ranks = {
+        name.rpartition(".")[2]: layer["rank"]
+        for name, layer in report.layers.items()
+        if ".transformer_blocks." in f".{name}"
+    }
+    assert {ranks[name] for name in ("to_q", "to_k", "to_v")} == {1}
+    assert {ranks[name] for name in ("add_q_proj", "add_k_proj", "add_v_proj")} == {3}
+
+
 def test_module_in_the_words_of_the_base_first_keeps_the_weight_whole(folder: Path, tmp_path: Path) -> None:
     """A fused module and its parts in one sum: the first adapter decides."""
     given, base = [folder / "native.safetensors", folder / "a.safetensors"], folder / "base.safetensors"
