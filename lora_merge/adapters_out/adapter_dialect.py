@@ -60,6 +60,13 @@ def input_dialect(file: AdapterFile) -> Dialect:
     )
 
 
+def spelling_of(file: AdapterFile) -> Dialect:
+    """Return the spelling of sums in the words of an adapter: its endings of factors, and α if it stores any."""
+    spelling = Spelling.of(file)
+    endings = {**DIALECTS["kohya"].endings, "up": spelling.up, "down": spelling.down}
+    return Dialect(KEEP, "", "", "", CANONICAL, endings, alpha=spelling.alpha)
+
+
 def in_memory(modules: Sequence[Filled], everywhere: Sequence[Place]) -> tuple[list[Filled], list[Place]]:
     """Return places with the names that an adapter of PEFT has for them: those of the model in memory, which may differ
     from the names in its checkpoint (ViT), and keep a head apart from the embeddings that share its weight.

@@ -1,11 +1,13 @@
-"""Makes the layers of `combine`, `resize` and `average`: on each weight, changes are computed and combined. Layers have
-the first adapter's words, or are modules of a dialect, which may have rows of several weights."""
+"""Makes the modules of `combine`, `resize` and `average`: on each weight, changes are computed and combined. A module
+has rows of one weight, or of several.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite, prod, sqrt
+from math import prod, sqrt
 
 import torch
 
@@ -13,26 +15,25 @@ from ..adapter_options import KEEP
 from ..algorithms import ALGORITHMS
 from ..disk.reader import Reader
 from ..dtypes import ITEM_BYTES
-from ..engine.devices import places
 from ..engine.row_matrix import RowMatrix
-from ..engine.tensor_moves import HOST, TORCH_DTYPES
+from ..engine.tensor_moves import HOST
 from ..engine.tensors import view_bytes
-from ..errors import InputError, beyond_fp64
+from ..errors import InputError
 from ..merge_methods import ADDED, COMBINATIONS, UNDIRECTED
 from ..planning.combination import Combining
 from ..text import Note
 from .assumed_base_values import cache_of
 from .change import SINGLE, Evaluator, norms_of
-from .combined_change import Cut, Delta, Storage, combine, expect_finite, shared_out, without_repeats
+from .combined_change import Cut, Delta, combine, without_repeats
 from .conversion import Conversion
 from .convert_modules import Converter
-from .copied_tensors import ModuleTensors, entry
+from .copied_tensors import ModuleTensors
 from .decomposition.factors import STORED_IN_16
 from .exact_sums import Concatenation
 from .form import Form
 from .groups import Filled, PlacePart, Target
-from .job import FACTORS, AdapterJob
-from .module_tensors import Layer, LayerTensors, Norms, without_bytes
+from .job import AdapterJob
+from .module_tensors import LayerTensors, Norms
 from .parallel import PerThread
 from .rank_rules import Rule
 from .sources import Sources
@@ -86,65 +87,6 @@ class WeightChanges:
         return scale if plain and scale and scale > 0 and patch.magnitude is None else 1.0
 
 
-@dataclass
-class GeneralMaker:
-    """Makes the layers of one job in the words of the first adapter. `weight`: gives ‖W‖² of the rows of the base that
-    a layer changes."""
-
-    job: AdapterJob
-    sources: Sources
-    forms: Mapping[str, Form]  # by the label of the layer
-    reader: Reader
-    kind: str  # the dtype of the output, as files name it
-    weight: Callable[[Target], float | None]
-
-    def __post_init__(self) -> None:
-        self.dtype = TORCH_DTYPES[self.kind]
-        self.at = places(self.job.inputs.device, "F32")[0]
-        self.changes = WeightChanges(self.job, self.sources, self.reader)
-        self.stores_alpha = self.sources.spelling.alpha
-
-    def layers_of(self, target: Target, ranks: Mapping[str, int]) -> list[LayerTensors | None]:
-        """Return the layers that a weight is stored as; None where the change is zero. `ranks`: see `shared_out`."""
-        delta, layers = self.changes.of(target), list[LayerTensors | None]()
-        for part in target.stored:
-            if delta is None:
-                layers.append(None)
-                continue
-            rows = delta.of(part)
-            layer = self._layer(part, rows, ranks.get(part.label))
-            if not isfinite(layer.squares):
-                raise beyond_fp64(part.name)
-            where = f"{self.job.output}: {part.label}"
-            expect_finite(layer.tensors.values(), where)
-            zero = not layer.squares or (layer.algorithm == FACTORS and not layer.rank)
-            facts = replace(layer, effect=layer.effect or rows.effect, norms=delta.norms[part.label],
-                           weight=None if zero else self.weight(part))  # fmt: skip
-            entries = {slot: entry(slot, tensor) for slot, tensor in layer.tensors.items()}
-            layers.append(None if zero else LayerTensors(without_bytes(facts), entries))
-        return layers
-
-    def _layer(self, target: Target, delta: Delta, rank: int | None) -> Layer:
-        form = self.forms[target.label]
-        storage = Storage(form.algorithm, self.dtype, self.changes.noise, self.at)
-        alpha = float(self.job.alpha) if self.stores_alpha and not isinstance(self.job.alpha, str) else None
-        cut = Cut(form.rule, rank, alpha, self.changes.scale(target) if self.stores_alpha else 1.0)
-        if target.turned:
-            return storage.layer(replace(target, shape=target.shape[::-1], uses=()), _turned(delta), cut)
-        return storage.layer(target, delta, cut)
-
-    def shared_out(self, count: Callable[[int], object]) -> dict[str, int]:
-        """Return the rank of every layer for the rule `size`."""
-        return shared_out(self.job.rules.linear, self._matrices(count), self.dtype.itemsize, self.changes.noise)
-
-    def _matrices(self, count: Callable[[int], object]) -> Iterator[tuple[str, Delta]]:
-        for target in self.sources.targets:
-            delta = self.changes.of(target) if not target.vector else None
-            if delta is not None:
-                yield from ((part.label, delta.of(part)) for part in target.stored)
-            count(prod(target.shape) * self.dtype.itemsize)
-
-
 def _turned(delta: Delta) -> Delta:
     """Return the transposed Δ."""
     whole = None if delta.whole is None else RowMatrix.of(delta.dense().mT.contiguous())
@@ -154,14 +96,14 @@ def _turned(delta: Delta) -> Delta:
 
 @dataclass(frozen=True)
 class Combiner(Converter):
-    """Makes the modules of a dialect from the combined changes of the weights that they have rows of."""
+    """Makes modules from the combined changes of the weights that they have rows of."""
 
     changes: WeightChanges = field(kw_only=True)
     sums: Concatenation = field(kw_only=True)
     weight: Callable[[Target], float | None] = field(kw_only=True)
     """Gives ‖W‖² of the rows of the base that a layer changes."""
-    weights: dict[str, Delta | None] = field(default_factory=dict, kw_only=True)
-    """Weight → its Δ, of the weights of the last modules."""
+    weights: dict[int, Delta | None] = field(default_factory=dict, kw_only=True)
+    """Identity of a weight → its Δ, of the weights of the last modules."""
     modules: dict[str, Delta] = field(default_factory=dict, kw_only=True)
     """Label → Δ of the last modules."""
 
@@ -175,6 +117,15 @@ class Combiner(Converter):
         super().forget()
         self.weights.clear()
         self.modules.clear()
+
+    def nbytes(self, group: Sequence[Filled]) -> int:
+        """Return about how many bytes the changes of modules take: factors several times, or matrices."""
+        weights = {id(part.whole): part.whole for module in group for part in module.parts}
+        return sum(nbytes_of_change(self.job, weight) for weight in weights.values())
+
+    def where(self, module: Filled) -> str:
+        """Return the place of a module for errors."""
+        return f"{self.job.output}: {module.place.label}"
 
     def is_zero(self, tensors: ModuleTensors) -> bool:
         """Return whether a module changes nothing."""
@@ -240,9 +191,9 @@ class Combiner(Converter):
 
     def _of_part(self, part: PlacePart) -> Delta | None:
         """Return Δ of rows of a weight, as the place sees them."""
-        if part.whole.key not in self.weights:
-            self.weights[part.whole.key] = self.changes.of(part.whole)
-        if (delta := self.weights[part.whole.key]) is None:
+        if id(part.whole) not in self.weights:
+            self.weights[id(part.whole)] = self.changes.of(part.whole)
+        if (delta := self.weights[id(part.whole)]) is None:
             return None
         delta = delta.of(part.layer)
         if part.turned is None:
@@ -259,10 +210,21 @@ class Combiner(Converter):
         """Return the norm of each adapter's change of the module."""
         squares: dict[int, float] = {}
         for part in filled.parts:
-            delta = self.weights[part.whole.key]
+            delta = self.weights[id(part.whole)]
             for adapter, norm in ({} if delta is None else delta.norms.get(part.layer.label, {})).items():
                 squares[adapter] = squares.get(adapter, 0.0) + norm * norm
         return {adapter: sqrt(square) for adapter, square in squares.items()}
+
+
+def nbytes_of_change(job: AdapterJob, target: Target) -> int:
+    """Return about how many bytes the change of a weight takes: factors several times, or matrices and what is
+    stored."""
+    (out, cols), ranks = target.matrix, target.ranks
+    factored = COMBINATIONS[job.method].linear and None not in ranks and not target.values
+    read = sum(prod(shape) for use in target.uses for shape in use.patch.shapes.values())
+    most = min(out, cols, sum(r or 0 for r in ranks))
+    return 8 * min(6 * most * (out + cols) if factored else sys.maxsize,
+                   (len(target.uses) + 3) * out * cols) + 8 * read  # fmt: skip
 
 
 def _placed_rows(changed: list[tuple[PlacePart, Delta]], shape: tuple[int, int]) -> RowMatrix:

@@ -1,4 +1,6 @@
-"""Plans and runs `convert`: an adapter in another dialect, algorithm, dtype or α."""
+"""Plans and writes modules of a dialect, for all commands that read adapters; plans and runs `convert`: an adapter in
+another dialect, algorithm, dtype or α.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +27,7 @@ from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Counting, Progress, unwatched
 from ..text import Note
 from .adapter_dialect import heads, in_memory, input_dialect, input_places
+from .combination_proof import CombinationClaims, prove_combination
 from .conversion import Conversion, WrittenModules, bundled, named, weight_of
 from .conversion_proof import ConversionClaims, prove_conversion
 from .copy_factors import all_factors, renamed
@@ -33,7 +36,7 @@ from .dialects import DIALECTS, Dialect
 from .exact_sums import Concatenation, modules_of_sums, weight_norms
 from .form import Form, form_of_module
 from .groups import Filled, Place, components, filled, places, regrouped
-from .job import FACTORS, AdapterJob, algorithm_in, one_rank
+from .job import FACTORS, GIVE_BASE, AdapterJob, algorithm_in, one_rank
 from .metadata.sizes import planned_size, tensors_of
 from .module_tensors import StoredModule
 from .output_file import CONTENTS, Entry, drafted, expect_room, text_of, unique, unread
@@ -105,8 +108,11 @@ def write(conversion: Conversion, this: AdapterRun) -> AdapterReport:
         dtype = spoken(Counter(e.dtype for e in entries).most_common(1)[0][0])
         covered = coverage(job, sources, [entry.name for entry in writing.embeddings])
         facts = RunFacts(covered, dtype, notes, to.name, _weights(conversion))
-        claim = ConversionClaims(job, sources, writing.changed)
-        return outcome.finish(reader, draft, facts, partial(prove_conversion, claim), this)
+        prove = partial(prove_conversion, ConversionClaims(job, sources, writing.changed))
+        if job.combines and to.name == KEEP:
+            nbytes = sum(entry.data.nbytes for entry in entries)
+            prove = partial(prove_combination, CombinationClaims(job, sources, outcome.layer_facts, nbytes))
+        return outcome.finish(reader, draft, facts, prove, this)
 
 
 def _without_torch(
@@ -264,5 +270,6 @@ def entries_of(to: Dialect, modules: Sequence[StoredModule]) -> list[Entry]:
         for m in modules for ending in sorted(m.tensors)
     ]  # fmt: skip
     if twice := next(unique(entries), None):
-        raise FitError("two layers of the output would have one name", twice, "convert to another dialect")
+        raise FitError("two layers of the output would have one name", twice,
+                       GIVE_BASE if to.name == KEEP else "convert to another dialect")  # fmt: skip
     return entries

@@ -125,6 +125,14 @@ class Converter:
         """Drop what was read and computed for the last modules."""
         self.evaluator.forget()
 
+    def nbytes(self, group: Sequence[Filled]) -> int:
+        """Return about how many bytes the changes of modules take."""
+        return sum(map(_nbytes, group))
+
+    def where(self, module: Filled) -> str:
+        """Return the place of a module for errors."""
+        return module.place.name
+
     def is_zero(self, tensors: ModuleTensors) -> bool:
         """Return whether a module changes nothing."""
         factored = not tensors.copied and tensors.layer.algorithm == FACTORS
@@ -431,17 +439,14 @@ def _written_modules(
         for module, tensors in zip(group, made, strict=True):
             if not isfinite(tensors.layer.squares):
                 raise beyond_fp64(module.shares[0].patch.module.name if module.shares else module.place.name)
-            expect_finite((t for t in tensors.tensors.values() if t.dtype.itemsize > 1), module.place.name)
+            expect_finite((t for t in tensors.tensors.values() if t.dtype.itemsize > 1), here.where(module))
         return [as_table(tensors, here.to, table=is_table(module.place, module.shares))
                 for module, tensors in zip(group, made, strict=True)]  # fmt: skip
-
-    def nbytes(group: Sequence[Filled]) -> int:
-        return sum(map(_nbytes, group))
 
     # The modules of one weight are one task if its change is combined: it is computed once.
     groups = components(modules) if job.combines else [[module] for module in modules]
     bound = job.inputs.max_memory // 2  # the rest: torch, and what waits
-    for group, tensors_of_group in zip(groups, side_by_side(groups, work, nbytes, bound), strict=True):
+    for group, tensors_of_group in zip(groups, side_by_side(groups, work, alone.get().nbytes, bound), strict=True):
         for module, tensors in zip(group, tensors_of_group, strict=True):
             if alone.get().is_zero(tensors):
                 zeros.append(module.place.name)

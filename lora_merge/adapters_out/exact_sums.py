@@ -89,7 +89,8 @@ class StoredPair(NamedTuple):
 
 
 class Concatenation:
-    """Makes the layers of one job. `dtype`: of the output. `weight`: as for `GeneralMaker`."""
+    """Makes the layers of one job. `forms`: by the label of the layer. `dtype`: of the output. `weight`: gives ‖W‖² of
+    the rows of the base that a layer changes."""
 
     def __init__(
         self, job: AdapterJob, forms: Mapping[str, Form], reader: Reader, dtype: str,
@@ -99,6 +100,10 @@ class Concatenation:
         form = job.command, job.algorithm, job.alpha, job.compute_dtype
         plain = form == ("combine", FACTORS, "rank", None) and job.inputs.device in ("auto", "cpu")
         self.possible = plain and job.method in (SUM, MEAN) and dtype in ("F16", "BF16")
+
+    def has(self, target: Target) -> bool:
+        """Return whether headers show such a sum."""
+        return self.possible and bool(self._factors(target))
 
     def layer(self, target: Target) -> LayerTensors | None:
         """Return the layer of a weight; None for one that is not such a sum."""
@@ -246,10 +251,10 @@ def _effect(delta: Sum) -> Effect:
 
 def modules_of_sums(conversion: Conversion, sums: Concatenation, draft: Draft, begin: Counting) -> list[StoredModule]:
     """Return the modules of a dialect, whose bytes are in the draft; [] unless all are such sums, in a file."""
-    to, modules, weights = conversion.to, list[StoredModule](), [module.alone for module in conversion.modules]
-    if to.folder or "up_bias" in to.endings or not sums.possible or None in weights:
+    to, modules = conversion.to, list[StoredModule]()
+    targets = [target for module in conversion.modules if (target := module.alone) is not None and sums.has(target)]
+    if to.folder or "up_bias" in to.endings or len(targets) < len(conversion.modules):
         return []
-    targets = [target for target in weights if target is not None]
     count = begin("make", sum(map(weight_of, conversion.modules)))
     layers = side_by_side(targets, sums.layer, nbytes_of_sum, conversion.job.inputs.max_memory // 2)
     for module, stored_layer in zip(conversion.modules, layers, strict=True):

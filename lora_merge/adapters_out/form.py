@@ -97,14 +97,6 @@ def matrix_form(  # noqa: PLR0913  # facts of one matrix
     return Form("matrix", algorithm, rule, rank, highest, whole, dense)
 
 
-def form_of_layer(job: AdapterJob, target: Target, layer: Target) -> Form:
-    """Return the form of a layer of `combine`, `resize` or `average`, which stores rows of the change of a weight."""
-    rule = job.rules.of_layer(layer.name, kernel=layer.kernel)
-    if layer.vector:
-        return Form("vector", WHOLE, rule)
-    return _form_of_combined(job, rule, [target], layer.matrix, ranks=layer.ranks, name=layer.name)
-
-
 def _form_of_combined(  # noqa: PLR0913  # facts of one matrix
     job: AdapterJob, rule: Rule, weights: Sequence[Target], matrix: tuple[int, int], *, ranks: Sequence[int | None],
     name: str,

@@ -280,6 +280,22 @@ def filled(targets: Sequence[Target], places: Iterable[Place]) -> list[Filled]:
     ]
 
 
+def layers_of_weights(targets: Sequence[Target]) -> list[Filled]:
+    """Return the layers of weights as modules, each with rows of one weight."""
+    modules = []
+    for target in targets:
+        for layer in target.stored:
+            (rows, cols), key = layer.matrix, target.key or layer.uses[0].piece.key
+            slices = [RowSlice(key, *run, cols, layer.turned) for run in layer.runs or ((0, rows),)]
+            view = WeightView(tuple(slices), layer.shape[::-1] if layer.turned else layer.shape)
+            inside = layer.parameter in ("weight", "bias")  # others, such as those of experts, are named like modules
+            name, parameter = (layer.name, layer.parameter) if inside else (layer.label, "weight")
+            place = Place("", name, parameter, view, "", layer.norm)
+            part = PlacePart(target, layer, (range(view.matrix[0]),), slices[0] if layer.turned else None)
+            modules.append(Filled(place, (), None, (part,)))
+    return modules
+
+
 class _PlaceRows(NamedTuple):
     """The rows of one weight in a place."""
 
@@ -328,12 +344,12 @@ def regrouped(targets: Sequence[Target], modules: Sequence[Filled]) -> list[Fill
 
 def components(modules: Sequence[Filled]) -> list[list[Filled]]:
     """Return the modules, those with rows of one weight together."""
-    by_key: dict[str, list[Filled]] = {}
+    by_weight: dict[int, list[Filled]] = {}
     for module in modules:
-        met = {id(group): group for key in module.place.keys if (group := by_key.get(key)) is not None}
+        met = {id(g): g for part in module.parts if (g := by_weight.get(id(part.whole))) is not None}
         joined = [*(other for group in met.values() for other in group), module]
-        by_key |= {key: joined for member in joined for key in member.place.keys}
-    return [*{id(group): group for group in by_key.values()}.values()]
+        by_weight |= {id(part.whole): joined for member in joined for part in member.parts}
+    return [*{id(group): group for group in by_weight.values()}.values()]
 
 
 def _key(place: Place) -> tuple[str, ...]:

@@ -66,13 +66,6 @@ class Spelling:
         stored = any("alpha" in m.shared for m in file.modules) or pair == PAIRS[0]
         return cls(*pair, alpha=stored)
 
-    def key(self, name: str, parameter: str, slot: str, *, norm: bool = False) -> str:
-        """Return the key of one tensor of a layer. `norm`: whether the inputs have the endings of norms for it."""
-        if slot == "diff":
-            endings = dict(zip(("weight", "bias"), NORMS if norm else CHANGES, strict=True))
-            return name + endings.get(parameter, f".{parameter}.diff")
-        return name + {"down": self.down, "up": self.up, "alpha": ".alpha"}[slot]
-
 
 def _named(key: str, ending: str) -> bool:
     """Return whether a key has the ending with the name of an adapter inside: .lora_A.default.weight."""

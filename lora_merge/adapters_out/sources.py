@@ -33,7 +33,6 @@ from ..planning.checkpoint_cache import CheckpointCache
 from ..text import Note, listed, plural
 from .groups import Target
 from .job import GIVE_BASE, AdapterJob
-from .output_file import Spelling
 from .output_names import body_of, joined, shape_of
 
 if TYPE_CHECKING:
@@ -63,11 +62,6 @@ class Sources:
     """The first adapter's dialect, where it has one module for several weights of the base; "" for an unknown one."""
     matches: tuple[Match, ...] = ()
     """The changes of each adapter, if the base is a checkpoint that was read."""
-
-    @property
-    def spelling(self) -> Spelling:
-        """The spelling of the first adapter."""
-        return Spelling.of(self.adapters[0])
 
 
 def open_sources(job: AdapterJob, opened: CheckpointCache | None = None) -> Sources:
