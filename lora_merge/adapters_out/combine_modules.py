@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from math import prod, sqrt
 
 import torch
+from torch import Tensor
 
 from ..adapter_options import KEEP
 from ..algorithms import ALGORITHMS
@@ -23,10 +24,10 @@ from ..merge_methods import ADDED, COMBINATIONS, UNDIRECTED
 from ..planning.combination import Combining
 from ..text import Note
 from .assumed_base_values import cache_of
-from .change import SINGLE, Evaluator, norms_of
+from .change import SINGLE, Evaluator, norms_of, sum_of
 from .combined_change import Cut, Delta, combine, without_repeats
 from .conversion import Conversion
-from .convert_modules import Converter
+from .convert_modules import Converter, rows_in_order
 from .copied_tensors import ModuleTensors
 from .decomposition.factors import STORED_IN_16
 from .exact_sums import Concatenation
@@ -177,11 +178,12 @@ class Combiner(Converter):
         changed = [(part, delta) for part in filled.parts if (delta := self._of_part(part)) is not None]
         before = min((delta.before for _, delta in changed), default=0)
         before = before and max(delta.before for _, delta in changed)
-        if len(changed) == 1 and changed[0][0].order == [*range(filled.place.view.matrix[0])]:
+        out, cols = filled.place.view.matrix
+        if len(changed) == 1 and changed[0][0].rows == (range(out),):
             return changed[0][1]
         if any(delta.whole is not None for _, delta in changed):
-            return Delta(None, None, _placed_rows(changed, filled.place.view.matrix), before)
-        out, cols = filled.place.view.matrix
+            terms = [(1.0, rows_in_order(delta.rows, _order(part, out))) for part, delta in changed]
+            return Delta(None, None, sum_of((out, cols), terms).cached(), before)
         lefts, rights = [torch.zeros(out, 0, dtype=torch.float64)], [torch.zeros(0, cols, dtype=torch.float64)]
         for part, delta in changed:
             left, right = delta.factors
@@ -227,12 +229,11 @@ def nbytes_of_change(job: AdapterJob, target: Target) -> int:
                    (len(target.uses) + 3) * out * cols) + 8 * read  # fmt: skip
 
 
-def _placed_rows(changed: list[tuple[PlacePart, Delta]], shape: tuple[int, int]) -> RowMatrix:
-    """Return the rows of several changes as a matrix; others are zero."""
-    whole = torch.zeros(shape, dtype=torch.float64)
-    for part, delta in changed:
-        whole[torch.tensor(part.order)] = delta.dense().double()
-    return RowMatrix.of(whole)
+def _order(part: PlacePart, out: int) -> Tensor:
+    """Return for each of `out` rows the row of a part that it is; -1 for others."""
+    order, lines = torch.full((out,), -1), torch.tensor(part.order)
+    order[lines] = torch.arange(len(lines))
+    return order
 
 
 def combiner(conversion: Conversion, reader: Reader, sums: Concatenation) -> Callable[[], Combiner]:

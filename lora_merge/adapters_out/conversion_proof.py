@@ -46,8 +46,7 @@ from .proof import (
     squares_of,
     untouched,
 )
-from .sources import Sources
-from .without_base import NOWHERE, same_base
+from .sources import NOWHERE, Sources, same_base
 
 FORMED: Final = 8
 """Multiplications that take as long as to form one number of a whole matrix."""

@@ -57,8 +57,7 @@ from .pipeline import (
 from .planned_tensors import facts_of, planned_modules, without_data
 from .rank_rules import EXACT
 from .report import AdapterReport
-from .sources import Sources, chosen_of, open_sources
-from .without_base import NOWHERE, as_named, without_base
+from .sources import NOWHERE, Sources, chosen_of, open_sources
 
 
 def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
@@ -166,6 +165,8 @@ def opened(job: AdapterJob, cache: CheckpointCache) -> Conversion:
     file = cache.adapter(job.adapters[0].path)
     to = input_dialect(file) if job.format == KEEP else DIALECTS[job.format]
     if job.base is None:
+        from .without_base import as_named, without_base
+
         sources = chosen_of(job, as_named(job, [file]) if job.format == KEEP else without_base(job, [file], to))
     else:
         sources = open_sources(job, cache)

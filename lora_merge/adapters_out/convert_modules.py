@@ -54,26 +54,30 @@ from .peft.config import is_table, magnitude_shape
 from .peft.kronecker import TO_LORA, rank_of
 from .rank_rules import Rule
 from .rounding import LARGE, SMALL, squares_of_rows
-from .without_base import NOWHERE
+from .sources import NOWHERE
 
 
 def placed_rows(change: RowMatrix, share: PlaceChange, place: Place) -> RowMatrix:
     """Return the rows of a share in a matrix of the place's rows; the others are zero."""
-    (out, _), cols = place.view.matrix, change.shape[1]
     if share.is_all(place):
         return change
-    order = torch.full((out,), -1)
+    order = torch.full((place.view.matrix[0],), -1)
     for source, target, count in share.runs:
         order[target : target + count] = torch.arange(source, source + count)
+    return rows_in_order(change, order)
+
+
+def rows_in_order(change: RowMatrix, order: Tensor) -> RowMatrix:
+    """Return a matrix of rows with these numbers; zeros for -1."""
 
     def read(rows: slice) -> Tensor:
         sources = order[rows]
-        numbers = torch.zeros(len(sources), cols, dtype=torch.float64)
-        in_share = sources >= 0
-        numbers[in_share] = change.of_rows(sources[in_share]).dense().double()
+        numbers = torch.zeros(len(sources), change.shape[1], dtype=torch.float64)
+        in_change = sources >= 0
+        numbers[in_change] = change.of_rows(sources[in_change]).dense().double()
         return numbers
 
-    return RowMatrix((out, cols), read)
+    return RowMatrix((len(order), change.shape[1]), read)
 
 
 def placed(rows: Tensor, share: PlaceChange, out: int) -> Tensor:

@@ -45,8 +45,7 @@ from .rounding import (
     products,
     stored,
 )
-from .sources import Sources
-from .without_base import NOWHERE
+from .sources import NOWHERE, Sources
 
 
 class SummandFactors(NamedTuple):

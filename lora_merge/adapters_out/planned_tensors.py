@@ -22,7 +22,7 @@ from .output_file import Entry
 from .peft.config import BIAS, WRAPPED, expect_table, is_table, magnitude_shape
 from .peft.demands import Parameter, Places, by_module, demands, is_pair, new_biases
 from .peft.kronecker import rank_of
-from .without_base import NOWHERE
+from .sources import NOWHERE
 
 
 def planned_modules(conversion: Conversion) -> list[tuple[Place, PlannedLayer]]:

@@ -38,6 +38,7 @@ from .output_names import body_of, joined, shape_of
 if TYPE_CHECKING:
     from ..planning.make_plan import Inputs
 
+NOWHERE: Final = Path("the base that was not given")
 NO_SHAPE: Final = "the shape of a weight is not in the adapter's file"
 
 NOW_APART: Final = "is now stored apart"  # what becomes of a head when a checkpoint is written
@@ -170,6 +171,14 @@ def on_base(inputs: Inputs, *, stored: bool = True, every_setting: bool = True) 
     architecture = inputs.names.architecture
     return Sources(inputs.adapters, tuple(targets), changed_weights, indexes, notes, architecture, inputs, naming.fused,
                    matches if stored else ())  # fmt: skip
+
+
+def same_base(inputs: Inputs, job: AdapterJob) -> Sources:
+    """Return the sources of a job with other adapters on the base of these inputs."""
+    opened = CheckpointCache()
+    adapters = tuple(opened.adapter(ref.path) for ref in job.adapters)
+    again = replace(inputs, job=job.inputs, adapters=adapters)
+    return on_base(again, stored=inputs.base.path != NOWHERE, every_setting=False)
 
 
 def _is_turned(inputs: Inputs, module: str, parameter: str, uses: Sequence[PatchPart]) -> bool:

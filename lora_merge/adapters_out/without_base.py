@@ -5,10 +5,8 @@ torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
 from ..adapters.modules import AdapterFile
 from ..disk.files import StoredTensor
@@ -27,15 +25,12 @@ from ..models.inferred_base import (
 )
 from ..models.names import Names
 from ..models.network import Component
-from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.make_plan import Inputs
 from .dialects import Dialect
 from .groups import Place, places
 from .job import GIVE_BASE, AdapterJob
 from .output_names import shape_of
-from .sources import NO_SHAPE, Sources, check_complete, on_base
-
-NOWHERE: Final = Path("the base that was not given")
+from .sources import NO_SHAPE, NOWHERE, Sources, check_complete, on_base
 
 
 def without_base(job: AdapterJob, files: Sequence[AdapterFile], to: Dialect) -> Sources:
@@ -105,11 +100,3 @@ def _changes(files: Sequence[AdapterFile]) -> list[InferredParameter]:
                 raise UsageError(NO_SHAPE, f"{file.path}: {module.where}", GIVE_BASE)
             changes[InferredParameter(module.name, module.parameter, shape)] = None
     return [*changes]
-
-
-def same_base(inputs: Inputs, job: AdapterJob) -> Sources:
-    """Return the sources of a job with other adapters on the base of these inputs."""
-    opened = CheckpointCache()
-    adapters = tuple(opened.adapter(ref.path) for ref in job.adapters)
-    again = replace(inputs, job=job.inputs, adapters=adapters)
-    return on_base(again, stored=inputs.base.path != NOWHERE, every_setting=False)
