@@ -1,4 +1,4 @@
-"""The file of an adapter: its tensors in the words of the first input, metadata, and the atomic write. No torch."""
+"""The file of an adapter: its tensors, metadata, and the atomic write. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from ..adapters.modules import AdapterFile
 from ..disk.draft import Draft, DraftBytes, HeapBytes
 from ..disk.publish import named, replacing
 from ..disk.reader import Reader
@@ -47,31 +46,6 @@ NORMS: Final = (".w_norm", ".b_norm")
 
 COMFY: Final = ("diffusion_model.", "text_encoders.")
 """Beginnings of names that ComfyUI alone reads."""
-
-
-@dataclass(frozen=True)
-class Spelling:
-    """The spelling of a layer's tensors in the output."""
-
-    down: str
-    up: str
-    alpha: bool  # whether α is stored; otherwise it equals the rank
-
-    @classmethod
-    def of(cls, file: AdapterFile) -> Spelling:
-        """Return the spelling of an adapter's own factors, or kohya's."""
-        pairs = Counter(pair for m in file.modules if "down" in m.slots for pair in PAIRS
-                       if m.slots["down"].name.endswith(pair[0]) or _named(m.slots["down"].name, pair[0]))  # fmt: skip
-        pair = pairs.most_common(1)[0][0] if pairs else PAIRS[0]
-        stored = any("alpha" in m.shared for m in file.modules) or pair == PAIRS[0]
-        return cls(*pair, alpha=stored)
-
-
-def _named(key: str, ending: str) -> bool:
-    """Return whether a key has the ending with the name of an adapter inside: .lora_A.default.weight."""
-    first, last = ending.rsplit(".", 1)
-    parts = key.rsplit(".", 2)
-    return len(parts) == 3 and parts[2] == last and parts[0].endswith(first)
 
 
 @dataclass(frozen=True)
