@@ -282,8 +282,9 @@ class Converter:
             return Cut(rule, rank, float(self.job.alpha))
         scales = {s.patch.numbers.get("scale", 1.0) * s.strength for s in filled.shares}
         scale = scales.pop() if len(scales) == 1 and all(is_plain(s.patch) for s in filled.shares) else 0.0
-        kept = self.job.alpha == KEEP and scale and delta.left is not None
-        return Cut(rule, rank, delta.factors[0].shape[1] * scale if kept else None)
+        if self.job.alpha != KEEP or not scale or delta.left is None:
+            return Cut(rule, rank)
+        return Cut(rule, rank, delta.left.shape[1] * scale)
 
     def delta(self, filled: Filled) -> Delta:
         """Return Δ of a module."""
@@ -438,14 +439,14 @@ def _written_modules(
 
     def work(group: Sequence[Filled]) -> list[ModuleTensors]:
         here = alone.get()
-        made = [here.tensors_of(module, forms[id(module)], ranks.get(module.place.label)) for module in group]
+        results = [here.tensors_of(module, forms[id(module)], ranks.get(module.place.label)) for module in group]
         here.forget()
-        for module, tensors in zip(group, made, strict=True):
+        for module, tensors in zip(group, results, strict=True):
             if not isfinite(tensors.layer.squares):
                 raise beyond_fp64(module.shares[0].patch.module.name if module.shares else module.place.name)
             expect_finite((t for t in tensors.tensors.values() if t.dtype.itemsize > 1), here.where(module))
         return [as_table(tensors, here.to, table=is_table(module.place, module.shares))
-                for module, tensors in zip(group, made, strict=True)]  # fmt: skip
+                for module, tensors in zip(group, results, strict=True)]  # fmt: skip
 
     # The modules of one weight are one task if its change is combined: it is computed once.
     groups = components(modules) if job.combines else [[module] for module in modules]

@@ -346,8 +346,8 @@ def components(modules: Sequence[Filled]) -> list[list[Filled]]:
     """Return the modules, those with rows of one weight together."""
     by_weight: dict[int, list[Filled]] = {}
     for module in modules:
-        met = {id(g): g for part in module.parts if (g := by_weight.get(id(part.whole))) is not None}
-        joined = [*(other for group in met.values() for other in group), module]
+        groups = {id(g): g for part in module.parts if (g := by_weight.get(id(part.whole))) is not None}
+        joined = [*(other for group in groups.values() for other in group), module]
         by_weight |= {id(part.whole): joined for member in joined for part in member.parts}
     return [*{id(group): group for group in by_weight.values()}.values()]
 
