@@ -1,4 +1,4 @@
-"""The dialect of an adapter's own file, for a conversion that changes its dtype, its α or its ranks alone."""
+"""The dialect of an adapter's own file, for sums in its words and for conversions that keep it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..options import shown
 from .dialects import CANONICAL, DIALECTS, PRODUCTS, Dialect
 from .groups import Filled, Place
 from .job import WHOLE
-from .output_file import NORMS, Spelling
+from .output_file import NORMS, PAIRS
 from .sources import Sources
 
 MODEL: Final = "model"
@@ -53,11 +53,28 @@ def input_dialect(file: AdapterFile) -> Dialect:
                 slot = PARAMETERS.get((slot, module.parameter), slot)
                 slots.setdefault(slot, Counter())[info.name.removeprefix(module.name)] += 1
     common = {slot: count.most_common(1)[0][0] for slot, count in slots.items()}
-    spelling = Spelling.of(file)
-    endings = {**DIALECTS["kohya"].endings, "up": spelling.up, "down": spelling.down, **common}
+    spelling = spelling_of(file)
+    endings = {**spelling.endings, **common}
     return InputDialect(
         KEEP, "", "", "", CANONICAL, endings, alpha=spelling.alpha, whole=bool(file.strange), bundles=True
     )
+
+
+def spelling_of(file: AdapterFile) -> Dialect:
+    """Return the spelling of plain factors in the words of an adapter: its own endings, or kohya's."""
+    pairs = Counter(pair for m in file.modules if "down" in m.slots for pair in PAIRS
+                   if m.slots["down"].name.endswith(pair[0]) or _named(m.slots["down"].name, pair[0]))  # fmt: skip
+    down, up = pairs.most_common(1)[0][0] if pairs else PAIRS[0]
+    alpha = any("alpha" in m.shared for m in file.modules) or (down, up) == PAIRS[0]
+    endings = {**DIALECTS["kohya"].endings, "up": up, "down": down}
+    return Dialect(KEEP, "", "", "", CANONICAL, endings, alpha=alpha)
+
+
+def _named(key: str, ending: str) -> bool:
+    """Return whether a key has the ending with the name of an adapter inside: .lora_A.default.weight."""
+    first, last = ending.rsplit(".", 1)
+    parts = key.rsplit(".", 2)
+    return len(parts) == 3 and parts[2] == last and parts[0].endswith(first)
 
 
 def in_memory(modules: Sequence[Filled], everywhere: Sequence[Place]) -> tuple[list[Filled], list[Place]]:
@@ -67,7 +84,7 @@ def in_memory(modules: Sequence[Filled], everywhere: Sequence[Place]) -> tuple[l
     Models of images have names of their own in each dialect.
     """
     named: dict[str, set[str]] = {}
-    for place, shares, _ in modules:
+    for place, shares, *_ in modules:
         for name in (s.patch.module.name for s in shares if s.is_all(place) and place.component == MODEL):
             named.setdefault(place.module, set()).add(name)
     memory_names = {module: names.pop().removeprefix(PEFT) for module, names in named.items()

@@ -9,8 +9,7 @@ from ..disk.reader import Reader
 from ..engine.tensors import TensorCache
 from ..errors import UsageError
 from .job import GIVE_BASE, AdapterJob
-from .sources import Sources
-from .without_base import NOWHERE
+from .sources import NOWHERE, Sources
 
 
 class WithoutBase(TensorCache):

@@ -139,7 +139,7 @@ def average_job(request: Request, rows: Rows) -> AdapterJob:
 
 def plan(job: AdapterJob) -> AdapterReport:
     """Return what `run` would do, from headers."""
-    from .format_option import plan as plan_of_changes
+    from .combine import plan as plan_of_changes
 
     if job.space == OF_TENSORS:
         expect_alike([open_checkpoint(a.path, adapter=True) for a in job.adapters])
@@ -149,7 +149,7 @@ def plan(job: AdapterJob) -> AdapterReport:
 def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
     """Write the average."""
     if job.space == OF_CHANGES:
-        from .format_option import run as run_on_changes
+        from .combine import run as run_on_changes
 
         return run_on_changes(job, progress)
     from .averaged_tensors import run as run_on_tensors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod, sqrt
 from typing import Final
 
@@ -16,15 +17,14 @@ from ..algorithms.whole import FULL
 from ..disk.files import StoredTensor
 from ..engine.combination import total
 from ..engine.fold import StackedPatch, change
+from ..engine.module_change import ModuleChange, formula_of
 from ..engine.patch_tensors import PatchTensors
-from ..engine.row_blocks import BlockPart
 from ..engine.row_matrix import RowMatrix
-from ..engine.tensor_moves import DeviceStream, Placement, stage
+from ..engine.tensor_moves import Placement, stage
 from ..engine.tensors import TensorCache, gathered, weight_values
 from ..errors import misfit
 from ..matching.patch import Patch, PatchPart
 from ..models.weights import RowSlice
-from ..planning.plan import OutputTensor
 from .decomposition.factors import squares_of
 from .groups import Target, is_plain, rank_of_change
 from .module_tensors import Norms
@@ -34,15 +34,12 @@ from .sources import Sources, reshaped, without_values
 SINGLE: Final = Placement(torch.device("cpu"), torch.float32)
 
 
-@dataclass(frozen=True)
-class Change:
-    """ΔW [out, cols] of one adapter at strength 1: the product of two factors, or a whole matrix."""
+@dataclass(frozen=True, kw_only=True)
+class Change(ModuleChange):
+    """ΔW [out, cols] of one adapter at strength 1."""
 
     adapter: int
     strength: float
-    left: Tensor | None = None  # [out, R]
-    right: Tensor | None = None  # [R, cols]
-    whole: RowMatrix | None = None  # [out, cols]
 
     @property
     def rank(self) -> int | None:
@@ -56,16 +53,10 @@ class Change:
         wide = None if whole is None else RowMatrix(whole.shape, lambda rows: whole.read(rows).double())
         return replace(self, left=left, right=right, whole=wide)
 
+    @property
     def rows(self) -> RowMatrix:
-        """Return ΔW [out, cols] by rows."""
-        if self.whole is not None:
-            return self.whole
-        assert self.left is not None and self.right is not None, "factors come in pairs"
-        return RowMatrix.product(self.left, self.right).cached()
-
-    def dense(self) -> Tensor:
-        """Return ΔW [out, cols]."""
-        return self.rows().dense()
+        """ΔW by rows; a small product is computed once."""
+        return super().rows.cached() if self.whole is None else self.whole
 
 
 class Evaluator:
@@ -105,10 +96,10 @@ class Evaluator:
         """Return the change by one patch, in the rows of the target."""
         patch, piece = use.patch, use.piece
         cut, (out, width) = slice(use.start, use.start + piece.rows), target.matrix
-        row = ALGORITHMS[patch.algorithm]
+        row, of_adapter = ALGORITHMS[patch.algorithm], partial(Change, adapter=patch.adapter, strength=use.strength)
         if row is FULL and not patch.numbers and patch.magnitude is None and not piece.transposed:
             stored = _of_width(self._stored(patch)[cut], width)
-            return Change(patch.adapter, use.strength, whole=in_place(stored, piece.start, out, self.at))
+            return of_adapter(whole=in_place(stored, piece.start, out, self.at))
         low = row.low_rank
         if low is not None and rank_of_change(patch) is not None:
             if is_plain(patch) and row is LORA:
@@ -120,12 +111,12 @@ class Evaluator:
             left = left[cut]
             if piece.transposed:
                 left, right = right.mT, _across(left.mT, piece)
-            return Change(patch.adapter, use.strength, *_in_rows(left, right, piece.start, out, width))
+            return of_adapter(*_in_rows(left, right, piece.start, out, width))
         stack, base = self._staged(target, use)
         whole = change(stack, base)[0][cut]
         whole = _across(whole.mT, piece) if piece.transposed else whole
         whole = _of_width(whole, width)
-        return Change(patch.adapter, use.strength, whole=RowMatrix.of(_placed(whole, piece.start, out)))
+        return of_adapter(whole=RowMatrix.of(_placed(whole, piece.start, out)))
 
     def _stored(self, patch: Patch) -> Tensor:
         """Return a whole change [rows, cols] as it is stored: its rows are widened when they are read, as all of them
@@ -138,10 +129,7 @@ class Evaluator:
         else zeros."""
         patch, (rows, cols) = use.patch, use.patch.view.matrix
         weight = self.sources.weights.get(use.piece.key) or without_values(target.name, target)
-        alone = OutputTensor(target.key, target.key, "F64", weight, 0, 0)
-        part = BlockPart(use, 0, rows, (0, rows), None, alone)
-        stack = self.tensors.stack([part], self.at, DeviceStream(self.at))
-        stack = replace(stack, rows=slice(0, rows), transposed=False, across=slice(None))
+        stack = formula_of(patch, weight, self.tensors, self.at)
         if patch.reads_base:
             return stack, gathered(patch.view, self._whole, self.at).unsqueeze(0)
         return stack, torch.zeros((), dtype=self.at.dtype, device=self.at.device).expand(1, rows, cols)
@@ -164,7 +152,7 @@ class Evaluator:
         def read(rows: slice) -> Tensor:
             return stage([value[rows]], self.at)[0].sub_(stage([base[rows]], self.at)[0])
 
-        return Change(number, strength, whole=RowMatrix(target.matrix, read))
+        return Change(adapter=number, strength=strength, whole=RowMatrix(target.matrix, read))
 
     def stored_values(self, key: str) -> Tensor:
         """Return the numbers of a weight of the base, in the dtype in which they are stored."""
@@ -237,15 +225,14 @@ def joined(parts: Sequence[Change]) -> Change:
     ratios = [p.strength / first.strength for p in parts]
     if all(p.left is not None for p in parts):
         left = torch.cat([r * p.left for r, p in zip(ratios, parts, strict=True) if p.left is not None], 1)
-        return Change(
-            first.adapter, first.strength, left, torch.cat([p.right for p in parts if p.right is not None], 0)
-        )
-    all_rows = [p.rows() for p in parts]
+        right = torch.cat([p.right for p in parts if p.right is not None], 0)
+        return Change(left, right, adapter=first.adapter, strength=first.strength)
+    all_rows = [p.rows for p in parts]
 
     def read(rows: slice) -> Tensor:
         return total([part.read(rows).mul_(r) for r, part in zip(ratios, all_rows, strict=True)])
 
-    return Change(first.adapter, first.strength, whole=RowMatrix(all_rows[0].shape, read))
+    return Change(whole=RowMatrix(all_rows[0].shape, read), adapter=first.adapter, strength=first.strength)
 
 
 def largest_rank(changes: Sequence[Change]) -> int:
@@ -264,7 +251,7 @@ def change_of(patch: Patch, evaluator: Evaluator) -> Change:
 
 def whole_change(patch: Patch, evaluator: Evaluator) -> RowMatrix:
     """Return that change as a matrix [out, cols] by rows."""
-    return change_of(patch, evaluator).rows()
+    return change_of(patch, evaluator).rows
 
 
 def sum_of(shape: tuple[int, int], terms: Sequence[tuple[float, RowMatrix]]) -> RowMatrix:
@@ -297,5 +284,5 @@ def _squares(change: Change, rows: slice) -> float:
     """Return ‖ΔW‖² of some rows."""
     if change.whole is not None:
         return squares_of_rows(change.whole.part(rows))
-    assert change.left is not None and change.right is not None, "factors come in pairs"
-    return squares_of(change.left[rows], change.right)
+    left, right = change.factors
+    return squares_of(left[rows], right)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from math import nan, prod
 from pathlib import Path
 from typing import Any, Final
@@ -61,12 +61,43 @@ class CombinationClaims:
     nbytes: int  # of all tensors
 
 
-def prove_combination(claims: CombinationClaims, reader: Reader, path: Path, begin: Counting) -> Proof:
-    """Return what was proven of the file at `path`; VerificationFailed where it is not what the run says.
+@dataclass(frozen=True)
+class Expectation:
+    """What a job's method makes of the changes of a weight, in the second computation."""
 
-    Methods that choose entries choose others where changes are computed in fp32: then only the tensors' bytes are
-    counted.
-    """
+    job: AdapterJob
+    sources: Sources
+
+    @cached_property
+    def combining(self) -> Combining | None:
+        """The method that combines changes; None for one that adds them."""
+        job = self.job
+        return None if job.method in ADDING else Combining(METHODS[job.method], job.numbers, self.sources.adapters)
+
+    def has(self, whole: Target) -> bool:
+        """Return whether there is a second computation for a weight, within the memory.
+
+        Methods that choose entries choose others where changes are computed in fp32.
+        """
+        if whole.values or self.combining is None:
+            return not whole.values
+        fits = self.nbytes(whole) <= self.job.inputs.max_memory // 2
+        return fits and not _is_column(whole) and self.job.compute_dtype != "fp32"
+
+    def nbytes(self, whole: Target) -> int:
+        """Return about how many bytes a comparison takes at most: a method needs all changes of a weight at once."""
+        return 8 * (4 if self.combining is None else 4 + 2 * len(whole.uses)) * prod(whole.shape)
+
+    def squares(self, whole: Target, part: Target, again: Recomputation, stored: Changes | None) -> Squares | None:
+        """Return the comparison of rows of a weight with what is stored; None where a formula has no second one."""
+        if self.combining is None:
+            return _of_sum(self.job, whole, part, again, stored)
+        return _of_method(self.combining, whole, part, again, stored)
+
+
+def prove_combination(claims: CombinationClaims, reader: Reader, path: Path, begin: Counting) -> Proof:
+    """Return what was proven of the file at `path`; VerificationFailed where it is not what the run says. Of layers
+    without a second computation only the tensors' bytes are counted."""
     # Step 1: the tensors of the file, counted.
     job, sources, index = claims.job, claims.sources, open_checkpoint(path)
     nbytes = sum(info.nbytes for info in index.tensors.values())
@@ -74,14 +105,9 @@ def prove_combination(claims: CombinationClaims, reader: Reader, path: Path, beg
         raise VerificationFailed("the file does not hold the tensors that were made", f"{path}: {nbytes} bytes", REDO)
     confirm(job, sources, reader)
     # Step 2: the layers that have a second computation, with the weights that they are of.
+    expected = Expectation(job, sources)
     written = [(whole, part) for whole in sources.targets for part in whole.stored
-               if part.label in claims.layers and not whole.values]  # fmt: skip
-    squares, size_of = partial(_of_sum, job), _nbytes
-    if job.method not in ADDING:
-        squares = partial(_of_method, Combining(METHODS[job.method], job.numbers, sources.adapters))
-        size_of, bound = _nbytes_of_method, job.inputs.max_memory // 2
-        written = [layer for layer in written if size_of(layer[0]) <= bound and not _is_column(layer[0])]
-        written = written if job.compute_dtype != "fp32" else []
+               if part.label in claims.layers and expected.has(whole)]  # fmt: skip
     # Step 3: each is compared with the module of the file.
     modules = {(m.name, m.parameter): m for m in group(index).modules}
     again = PerThread(lambda: recomputation(job, sources.indexes[0], sources.weights, reader))
@@ -89,24 +115,14 @@ def prove_combination(claims: CombinationClaims, reader: Reader, path: Path, beg
 
         def compared(whole: Target, part: Target) -> Squares | None:
             name = (part.name, part.parameter) if part.parameter in OF_MODULES else (part.label, OF_MODULES[0])
-            return squares(whole, part, again.get(), _change_of(modules.get(name), file, part))
+            return expected.squares(whole, part, again.get(), _change_of(modules.get(name), file, part))
 
         comparisons = [
-            Comparison(part.label, (2 + len(part.uses)) * prod(part.shape), size_of(whole),
+            Comparison(part.label, (2 + len(part.uses)) * prod(part.shape), expected.nbytes(whole),
                        Stated(float(claims.layers[part.label]["residual"])), partial(compared, whole, part))
             for whole, part in written
         ]  # fmt: skip
         return prove(comparisons, job, path, begin, layers=len(claims.layers))
-
-
-def _nbytes(whole: Target) -> int:
-    """Return about how many bytes the comparison of a layer takes at most."""
-    return 8 * 4 * prod(whole.shape)
-
-
-def _nbytes_of_method(whole: Target) -> int:
-    """Return that number for a method that needs all changes of a weight at once."""
-    return 8 * (4 + 2 * len(whole.uses)) * prod(whole.shape)
 
 
 def _is_column(target: Target) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..engine.coefficients import PRODUCTS, coefficients
 from ..engine.combination import combined_rows
+from ..engine.module_change import ModuleChange
 from ..engine.row_matrix import RowMatrix
 from ..engine.tensor_moves import FILE_DTYPES, HOST, Placement, finite, odd
 from ..errors import beyond_dtype
@@ -26,31 +27,21 @@ from .groups import Target
 from .job import AUTO, FACTORS, WHOLE, AdapterJob
 from .module_tensors import Layer, Norms
 from .rank_rules import EXACT, LayerSpectrum, Rule
-from .rank_rules import shared_out as ranks_of
 from .rounding import Array, Effect, Totals, totals_of_rows
 
 
 @dataclass(frozen=True)
-class Delta:
-    """Δ of one layer before it is cut to a rank: factors, or a whole matrix by its rows."""
+class Delta(ModuleChange):
+    """Δ of one layer before it is cut to a rank."""
 
-    left: Tensor | None
-    right: Tensor | None
-    whole: RowMatrix | None
-    before: int  # the largest rank of the inputs; 0 where one of them is a matrix without factors
+    before: int = 0  # the largest rank of the inputs; 0 where one of them is a matrix without factors
     norms: Mapping[str, Norms] = field(default_factory=dict)  # of each layer that the weight is stored as
     known: Totals | None = None  # of a whole matrix, where they are known
 
-    @property
-    def matrix(self) -> tuple[int, int]:
-        """(rows, cols) of Δ."""
-        return self.rows.shape
-
-    @property
-    def factors(self) -> tuple[Tensor, Tensor]:
-        """Both factors."""
-        assert self.left is not None and self.right is not None, "factors come in pairs"
-        return self.left, self.right
+    @staticmethod
+    def of_factors(delta: FactoredDelta) -> Delta:
+        """Return the same Δ, in the same memory."""
+        return Delta(torch.from_numpy(delta.left), torch.from_numpy(delta.right), None, delta.before, delta.norms)
 
     @cached_property
     def factored(self) -> FactoredDelta:
@@ -63,20 +54,10 @@ class Delta:
         if not part.runs:
             return self
         if self.whole is None:
-            some = self.factored.of(part)
-            return Delta(torch.from_numpy(some.left), torch.from_numpy(some.right), None, some.before)
+            return Delta.of_factors(self.factored.of(part))
         ranks, order = part.ranks, torch.cat([torch.arange(start, stop) for start, stop in part.runs])
         before = 0 if None in ranks else min(max((rank or 0 for rank in ranks), default=0), *part.matrix)
         return Delta(None, None, self.whole.of_rows(order), before)
-
-    @property
-    def rows(self) -> RowMatrix:
-        """Δ [out, cols] by rows."""
-        return RowMatrix.product(*self.factors) if self.whole is None else self.whole
-
-    def dense(self) -> Tensor:
-        """Return Δ [out, cols]."""
-        return self.rows.dense()
 
     @cached_property
     def totals(self) -> Totals:
@@ -100,17 +81,16 @@ def combine(job: AdapterJob, target: Target, changes: Sequence[Change], seeds: S
     factored = row.linear and not target.vector and all(c.left is not None for c in changes)
     before = largest_rank(changes)
     if not factored:
-        whole = combined_rows(job.method, [c.rows() for c in changes], [c.strength for c in changes], job.numbers,
+        whole = combined_rows(job.method, [c.rows for c in changes], [c.strength for c in changes], job.numbers,
                               seeds, vector=target.vector)  # fmt: skip
         return Delta(None, None, whole.cached(), before)
     weights = coefficients(job.method, _products(changes) if job.method in PRODUCTS else (),
                            [c.strength for c in changes], job.numbers)  # fmt: skip
     factors = []
     for c, weight in zip(changes, weights, strict=True):
-        assert c.left is not None and c.right is not None, "all are factors"
-        factors.append((c.left if weight == 1 else c.left * weight, c.right))
-    left, right = map(torch.from_numpy, stacked(factors))
-    return Delta(left, right, None, before)
+        left, right = c.factors
+        factors.append((left if weight == 1 else left * weight, right))
+    return Delta.of_factors(FactoredDelta(*stacked(factors), before))
 
 
 def _products(changes: Sequence[Change]) -> list[list[float]]:
@@ -136,11 +116,6 @@ def spectra(layers: Iterable[tuple[str, Delta]], itemsize: int, noise: float) ->
                     else values_of(delta.whole)
                 )
             yield LayerSpectrum(name, values.tolist(), sum(delta.matrix) * itemsize)
-
-
-def shared_out(rule: Rule, layers: Iterable[tuple[str, Delta]], itemsize: int, noise: float) -> dict[str, int]:
-    """Return the rank of each layer by the rule `size`."""
-    return ranks_of(rule, spectra(layers, itemsize, noise))
 
 
 def expect_finite(tensors: Iterable[Tensor], where: str) -> None:

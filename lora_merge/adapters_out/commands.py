@@ -120,13 +120,13 @@ def _adapter_job(request: Request, rows: Rows, _: CheckpointCache | None) -> Ada
 
 
 def _plan(job: AdapterJob, _: CheckpointCache | None) -> AdapterReport:
-    from .format_option import plan
+    from .combine import plan
 
     return plan(job)
 
 
 def _run(job: AdapterJob, progress: Progress, _: CheckpointCache | None) -> AdapterReport:
-    from .format_option import run
+    from .combine import run
     from .report import judging
 
     return judging(job, run(job, progress))

@@ -10,6 +10,7 @@ from ..adapter_options import KEEP
 from ..adapters.modules import BUNDLE, AdapterFile
 from ..disk.files import StoredTensor
 from ..paths import is_folder
+from ..text import Note
 from .dialects import Dialect
 from .form import Form
 from .groups import Filled, Place
@@ -29,6 +30,11 @@ class Conversion(NamedTuple):
     all_modules: list[Place]  # all modules that the dialect can name
     forms: list[Form]  # of the modules
 
+    @property
+    def forms_by_label(self) -> dict[str, Form]:
+        """Label of a module → its form."""
+        return {module.place.label: form for module, form in zip(self.modules, self.forms, strict=True)}
+
 
 class WrittenModules(NamedTuple):
     """The modules of a conversion, whose bytes are in the draft of the output or wait."""
@@ -37,6 +43,7 @@ class WrittenModules(NamedTuple):
     whole: Sequence[StoredModule]  # with what the dialect asks for in addition
     zeros: Sequence[str]  # the names of modules that change nothing
     embeddings: list[Entry]  # next to the adapter, in its file
+    notes: Sequence[Note] = ()
 
 
 def named(job: AdapterJob, to: Dialect) -> AdapterJob:

@@ -1,14 +1,15 @@
-"""What `convert` expects: each weight's change by the input. The output is read as an adapter of the same base.
+"""What is expected of modules of a dialect: each weight's change by the input of `convert`, or by the method over those
+of several inputs. The output is read as an adapter of the same base.
 
 Factors that have the bytes of the input's, at the same scale and on the same rows, mean the same change. No torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import sqrt
+from math import prod, sqrt
 from pathlib import Path
 from typing import Final, NamedTuple
 from zlib import crc32
@@ -17,7 +18,7 @@ import numpy as np
 
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import Shape
+from ..dtypes import Shape, flat
 from ..job import Adapter
 from ..progress import Counting
 from ..proof.methods_again import PatchRows, RowChanges, together
@@ -25,6 +26,7 @@ from ..proof.recompute import Recomputation
 from ..proof.reference import REFERENCE
 from ..proof.reference.floats import Array
 from ..proof.weights import WeightReader
+from .combination_proof import Expectation
 from .groups import Target, is_plain
 from .job import AdapterJob
 from .module_tensors import StoredModule
@@ -44,8 +46,7 @@ from .proof import (
     squares_of,
     untouched,
 )
-from .sources import Sources
-from .without_base import NOWHERE, same_base
+from .sources import NOWHERE, Sources, same_base
 
 FORMED: Final = 8
 """Multiplications that take as long as to form one number of a whole matrix."""
@@ -67,43 +68,76 @@ class ConversionClaims(NamedTuple):
 
 
 def prove_conversion(claim: ConversionClaims, reader: Reader, path: Path, begin: Counting) -> Proof:
-    """Return what was proven of the output at `path`; VerificationFailed if a weight's change is not the input's."""
+    """Return what was proven of the output at `path`; VerificationFailed if a weight's change is not the one that the
+    inputs' changes become."""
     job, sources, modules = claim
     assert sources.inputs is not None, "a conversion has a base"
-    job = replace(job, inputs=replace(job.inputs, adapters=(Adapter(path),)))
-    again = same_base(sources.inputs, job)
-    outputs, base, lost = {t.key: t for t in again.targets}, sources.inputs.base, _lost(modules)
+    of_output = replace(job, inputs=replace(job.inputs, adapters=(Adapter(path),)))
+    again = same_base(sources.inputs, of_output)
+    base, lost = sources.inputs.base, _lost(modules)
     worst = max((m.layer.residual for m in modules), default=0.0)
 
     def computed(of: Sources, source: Reader) -> Recomputation:
-        return recomputation(job, base, of.weights, source, _Drawn(source, base))
+        return recomputation(of_output, base, of.weights, source, _Drawn(source, base))
 
     with Reader(again.indexes) as file:
-        confirm(claim.job, sources, reader)
-        confirm(job, again, file)
+        confirm(job, sources, reader)
+        confirm(of_output, again, file)
         before, after = (PerThread(partial(computed, *side)) for side in ((sources, reader), (again, file)))
-
-        def squares(target: Target, stated: Stated) -> Squares | None:
-            output = outputs.get(target.key)
-            pairs = same_factors(target, output)
-            if pairs and all(_alike(reader, old, file, new) for old, new in pairs):
-                return Squares(0.0, 0.0)
-            if not all(known(side) for side in (target, output) if side):
-                return None
-            sides = (target, before.get()), (output, after.get())
-            if not all(map(_is_factored, (target, output))):
-                return _formed(target, sides)
-            estimate = _projected(target, sides, _random(target))
-            return estimate if stated.holds(estimate) else _projected(target, sides, _basis(target, sides))
-
-        comparisons = []
+        sides = BothSides(reader, file, {t.key: t for t in again.targets}, before, after)
+        expected, comparisons = Expectation(job, sources), list[Comparison]()
         for target in sources.targets:
-            output, stated = outputs.get(target.key), Stated(worst, lost.get(target.key, 0.0), at_most=True)
-            numbers, nbytes = _cost(target, output)
-            comparisons.append(Comparison(target.key, numbers, nbytes, stated, partial(squares, target, stated)))
+            stated = Stated(worst, lost.get(target.key, 0.0), at_most=True)
+            if not job.combines:
+                numbers, nbytes = _cost(target, sides.outputs.get(target.key))
+                squares = partial(_converted, target, stated, sides)
+                comparisons.append(Comparison(target.key, numbers, nbytes, stated, squares))
+            elif expected.has(target):
+                whole = replace(target, parts=(), turned=False)
+                numbers, nbytes = (2 + len(target.uses)) * prod(target.shape), expected.nbytes(target)
+                squares = partial(_combined, whole, expected, sides)
+                comparisons.append(Comparison(target.key, numbers, nbytes, stated, squares))
         changed = {target.key for target in sources.targets}
         comparisons += untouched((t for t in again.targets if t.key not in changed), after, lost)
-        return prove(comparisons, job, path, begin, layers=len(sources.targets))
+        return prove(comparisons, of_output, path, begin, layers=len(sources.targets))
+
+
+class BothSides(NamedTuple):
+    """The inputs and the output of a conversion, with what computes their changes."""
+
+    reader: Reader
+    file: Reader
+    outputs: Mapping[str, Target]  # weight → its change by the output
+    before: PerThread[Recomputation]
+    after: PerThread[Recomputation]
+
+
+def _converted(target: Target, stated: Stated, both: BothSides) -> Squares | None:
+    """Return the comparison of a weight's change by one input with that by the output."""
+    output = both.outputs.get(target.key)
+    pairs = same_factors(target, output)
+    if pairs and all(_alike(both.reader, old, both.file, new) for old, new in pairs):
+        return Squares(0.0, 0.0)
+    if not all(known(side) for side in (target, output) if side):
+        return None
+    sides = (target, both.before.get()), (output, both.after.get())
+    if not all(map(_is_factored, (target, output))):
+        return _formed(target, sides)
+    estimate = _projected(target, sides, _random(target))
+    return estimate if stated.holds(estimate) else _projected(target, sides, _basis(target, sides))
+
+
+def _combined(target: Target, expected: Expectation, both: BothSides) -> Squares | None:
+    """Return the comparison of a weight's combined change with that by the output."""
+    output, (rows, cols) = both.outputs.get(target.key), flat(target.shape)
+    if output is not None and not known(output):
+        return None
+
+    def stored(some: slice) -> Array:
+        lines = np.arange(rows)[some]
+        return np.zeros((len(lines), cols)) if output is None else added(output, both.after.get(), lines, cols)
+
+    return expected.squares(target, target, both.before.get(), stored)
 
 
 class _Drawn(WeightReader):

@@ -1,4 +1,6 @@
-"""Plans and runs `convert`: an adapter in another dialect, algorithm, dtype or α."""
+"""Plans and writes modules of a dialect, for all commands that read adapters; plans and runs `convert`: an adapter in
+another dialect, algorithm, dtype or α.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from ..adapter_options import KEEP
 from ..algorithms import ALGORITHMS
 from ..disk.destination import check_output
 from ..disk.draft import Heap
+from ..disk.reader import Reader
 from ..dtypes import spoken
 from ..engine.torch_preload import load_library
 from ..errors import FitError
@@ -24,72 +27,104 @@ from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Progress, unwatched
 from ..text import Note
 from .adapter_dialect import heads, in_memory, input_dialect, input_places
+from .combination_proof import CombinationClaims, prove_combination
 from .conversion import Conversion, bundled, named, weight_of
 from .conversion_proof import ConversionClaims, prove_conversion
-from .copy_factors import all_copied, copied
+from .copy_factors import Copies
 from .decomposition.svd_memory import note
 from .dialects import DIALECTS, Dialect
+from .factored_modules import FactoredModules, factored_modules
 from .form import Form, form_of_module
-from .groups import Filled, Place, filled, places
-from .job import FACTORS, AdapterJob, one_rank
+from .groups import Filled, Place, components, filled, places, regrouped
+from .job import FACTORS, GIVE_BASE, AdapterJob, algorithm_in, one_rank
 from .metadata.sizes import planned_size, tensors_of
 from .module_tensors import StoredModule
 from .output_file import CONTENTS, Entry, drafted, expect_room, text_of, unique, unread
 from .peft.config import FLAG, config, differing_ranks, expect_one, task_type
-from .pipeline import AdapterRun, Outcome, RunFacts, coverage, idle_alpha, left_out, model_of, planned
+from .pipeline import (
+    AdapterRun,
+    Outcome,
+    RunFacts,
+    coverage,
+    high_rank,
+    idle_alpha,
+    left_out,
+    model_of,
+    output_dtype,
+    planned,
+    weights_of,
+)
 from .planned_tensors import facts_of, planned_modules, without_data
+from .rank_rules import EXACT
 from .report import AdapterReport
-from .sources import Sources, chosen_of, open_sources
-from .without_base import NOWHERE, as_named, without_base
+from .sources import NOWHERE, Sources, chosen_of, open_sources
+from .stored_modules import Maker, stored_modules
 
 
-def run(
-    job: AdapterJob, progress: Progress = unwatched, *, recipe: Mapping[str, Any] | None = None,
-    before: Mapping[str, Any] | None = None, on_open: Callable[[Conversion], object] | None = None,
-) -> AdapterReport:  # fmt: skip
-    """Run a conversion: the output appears under its name when it is complete and verified, or not at all.
+def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
+    """Run a conversion: the output appears under its name when it is complete and verified, or not at all."""
+    with AdapterRun(job, progress) as this:
+        return write(opened(job, this.hash_adapters()), this)
 
-    `recipe`, `before`: of a command whose result is converted; they replace the conversion's recipe and the
-    configuration of its adapter. `on_open`: called with the opened conversion before any tensor is read.
-    """
+
+def write(conversion: Conversion, this: AdapterRun) -> AdapterReport:
+    """Write the modules of a dialect: the output appears under its name when it is complete and verified, or not at
+    all. `this`: begun before the inputs were opened, so that its times include that."""
     with ExitStack() as stack:
-        # Step 1: the inputs are opened, and the modules of the output planned.
-        this = stack.enter_context(AdapterRun(job, progress))
-        conversion = opened(job, this.hash_adapters())
+        # Step 1: the modules of the output are planned.
         job, to, sources, modules, all_modules, forms = conversion
         this.name(job.output)
-        if on_open is not None:
-            on_open(conversion)
         inputs = [a.index for a in sources.adapters]
         rows = tensors_of(layer for _, layer in planned_modules(conversion))
-        if not job.ranked:  # else numbers decide
+        if not job.ranked or (job.command == "combine" and job.rules.all_are(EXACT)):  # else numbers decide
             expect_room(job, rows)
         # Step 2: the modules are written to the draft: copied, or else computed.
         reader = this.reading(sources.indexes)
         draft = stack.enter_context(drafted(job, reader, rows, inputs, folder=to.folder))
-        if all_copied(conversion) and not bundled(sources.adapters[0], to):
-            writing = copied(conversion, reader, draft, this.counted)
+        factored = factored_modules(conversion, reader) if job.combines else None
+        if (make := _without_torch(conversion, reader, factored)) is not None:
+            writing = stored_modules(conversion, make, draft, this.counted)
         else:
             load_library()
-            from .convert_modules import computed
+            from .combine_modules import combiner
+            from .convert_modules import computed, converter
 
+            with_torch = combiner(conversion, reader, factored) if factored else partial(converter, conversion, reader)
             heap = stack.enter_context(closing(Heap(job.output.parent, job.inputs.max_memory // 4)))
             into = heap if to.folder else draft  # PEFT may ask for other tensors when all are known
-            writing = computed(conversion, reader, into, this.counted)
+            writing = computed(conversion, with_torch, reader, into, this.counted)
         # Step 3: the header, the proof and the report.
         entries = entries_of(to, writing.whole) + writing.embeddings
-        folder_config = config(writing.whole, _before(sources, before), all_modules) if to.folder else None
+        folder_config = config(writing.whole, _before(sources), all_modules) if to.folder else None
         layers = {prefix_name(to, m.place): m.layer for m in writing.changed}
-        outcome = Outcome(job, inputs, layers, entries, folder_config, model_of(sources), earlier_recipe=recipe)
-        notes = (*dict.fromkeys(sources.notes), *_memory_note(job, modules, forms), *left_out(writing.zeros),
-                 *_stated_again(job, writing.changed), *differing_ranks(folder_config),
-                 *idle_alpha(job, stored=to.alpha), *(unread(e.name for e in entries) if folder_config is None else ()),
+        outcome = Outcome(job, inputs, layers, entries, folder_config, model_of(sources))
+        notes = (*dict.fromkeys(sources.notes), *_memory_note(job, modules, forms), *writing.notes,
+                 *left_out(writing.zeros), *_stated_again(job, writing.changed), *differing_ranks(folder_config),
+                 *idle_alpha(job, stored=to.alpha), *high_rank(job, layers.values()),
+                 *(unread(e.name for e in entries) if folder_config is None else ()),
                  *dict.fromkeys(note for module in writing.changed for note in module.layer.notes))  # fmt: skip
         dtype = spoken(Counter(e.dtype for e in entries).most_common(1)[0][0])
         covered = coverage(job, sources, [entry.name for entry in writing.embeddings])
-        facts = RunFacts(covered, dtype, notes, to.name, _weights(modules))
-        claim = ConversionClaims(job, sources, writing.changed)
-        return outcome.finish(reader, draft, facts, partial(prove_conversion, claim), this)
+        facts = RunFacts(covered, dtype, notes, to.name, _weights(conversion))
+        prove = partial(prove_conversion, ConversionClaims(job, sources, writing.changed))
+        if job.combines and to.name == KEEP:
+            nbytes = sum(entry.data.nbytes for entry in entries)
+            prove = partial(prove_combination, CombinationClaims(job, sources, outcome.layer_facts, nbytes))
+        return outcome.finish(reader, draft, facts, prove, this)
+
+
+def _without_torch(
+    conversion: Conversion, reader: Reader, factored: Callable[[], FactoredModules] | None
+) -> Callable[[], Maker] | None:  # fmt: skip
+    """Return what makes the modules of a file, for one thread, where headers show that all are copies or sums of stored
+    factors; None for others."""
+    job, to, sources, modules, _, forms = conversion
+    if to.folder or "up_bias" in to.endings or job.inputs.device not in ("auto", "cpu"):
+        return None
+    if factored is not None:
+        return factored if all(map(factored().has, modules)) else None
+    copied = all(form.renamed for form in forms) and not bundled(sources.adapters[0], to)
+    return partial(Copies, to, reader) if copied else None
 
 
 def plan(job: AdapterJob, conversion: Conversion | None = None, cache: CheckpointCache | None = None) -> AdapterReport:
@@ -109,13 +144,13 @@ def plan(job: AdapterJob, conversion: Conversion | None = None, cache: Checkpoin
             *(FACTORS for _ in planned_layers[len(facts) :]),
         ]
         modules_without_data = [without_data(*pair, kind, to) for pair, kind in zip(planned_layers, kinds, strict=True)]
-        folder_config = config(modules_without_data, _before(sources, None), all_modules)
+        folder_config = config(modules_without_data, _before(sources), all_modules)
         size += len(text_of(folder_config))
     kinds_of_tensors = Counter(kind for _, layer in planned_layers for _, kind, _ in sorted(layer.tensors))
     dtype = spoken(kinds_of_tensors.most_common(1)[0][0])
     notes = (*dict.fromkeys(sources.notes), *_memory_note(job, modules, forms), *differing_ranks(folder_config),
              *idle_alpha(job, stored=to.alpha))  # fmt: skip
-    return planned(job, RunFacts(coverage(job, sources), dtype, notes, to.name, _weights(modules)), layers, size)
+    return planned(job, RunFacts(coverage(job, sources), dtype, notes, to.name, _weights(conversion)), layers, size)
 
 
 def _memory_note(job: AdapterJob, modules: Sequence[Filled], forms: Sequence[Form]) -> list[Note]:
@@ -127,17 +162,25 @@ def _memory_note(job: AdapterJob, modules: Sequence[Filled], forms: Sequence[For
 def opened(job: AdapterJob, cache: CheckpointCache) -> Conversion:
     """Return the adapter of a conversion, and the modules that its changes become; FitError where headers show that the
     dialect cannot hold one. `cache`: the checkpoints that are open."""
-    # Step 1: the adapter's changes of the base, and the dialect of the output.
-    keeps_dialect = job.format == KEEP
     file = cache.adapter(job.adapters[0].path)
-    to = input_dialect(file) if keeps_dialect else DIALECTS[job.format]
+    to = input_dialect(file) if job.format == KEEP else DIALECTS[job.format]
     if job.base is None:
-        sources = chosen_of(job, as_named(job, file) if keeps_dialect else without_base(job, file, to))
+        from .without_base import as_named, without_base
+
+        sources = chosen_of(job, as_named(job, [file]) if job.format == KEEP else without_base(job, [file], to))
     else:
         sources = open_sources(job, cache)
+    return grouped(job, sources, to)
+
+
+def grouped(job: AdapterJob, sources: Sources, to: Dialect) -> Conversion:
+    """Return the modules of a dialect that changes become; FitError where headers show that it cannot hold one."""
+    # Step 1: the dialect of the output.
+    keeps_dialect = job.format == KEEP
     assert sources.inputs is not None, "it has a base, or one is assumed"
     to = to.of(sources.inputs.names.known)
     job, to = named(job, to), one_rank(job, to)
+    job = replace(job, algorithm=algorithm_in(job.algorithm, to))
     read = [f for index in sources.indexes for f in index.files]
     check_output(job.output, read, overwrite=job.inputs.overwrite, folder=to.folder, contents=CONTENTS)
     # Step 2: the modules that the dialect can name, with the rows that each changes.
@@ -150,8 +193,11 @@ def opened(job: AdapterJob, cache: CheckpointCache) -> Conversion:
             all_modules = [*places(sources.inputs.names, to), *(heads(sources) if to.whole else ())]
             modules = filled(sources.targets, all_modules)
         modules, all_modules = in_memory(modules, all_modules)
-    order = {id(m): n for n, m in enumerate(sources.adapters[0].modules)}
-    modules.sort(key=lambda f: min((order.get(id(s.patch.module), len(order)) for s in f.shares), default=len(order)))
+    if job.combines:
+        modules = [module for group in components(regrouped(sources.targets, modules)) for module in group]
+    else:
+        order, last = {id(m): n for n, m in enumerate(sources.adapters[0].modules)}, len(sources.adapters[0].modules)
+        modules.sort(key=lambda f: min((order.get(id(s.patch.module), last) for s in f.shares), default=last))
     # Step 3: the rule and the form of each module.
     base_names = sources.inputs.names if job.base is not None else None
     job = replace(job, rules=job.rules.on(base_names, _layers(base_names, modules)))
@@ -163,7 +209,7 @@ def opened(job: AdapterJob, cache: CheckpointCache) -> Conversion:
 
 def _layers(names: Names | None, modules: Sequence[Filled]) -> Iterator[tuple[str, str, Sequence[str]]]:
     """Yield label, network and names of each layer: its keys in the base, without a base the names of its modules."""
-    for place, shares, _ in modules:
+    for place, shares, *_ in modules:
         if names is not None:
             yield place.label, place.component, [piece.key for piece in place.view.row_slices]
         else:
@@ -175,7 +221,7 @@ def _level(modules: Sequence[Filled], names: Names) -> str | None:
     """Return the level above the layers that an adapter of PEFT names itself; None for another adapter."""
     bodies = {k: body for part in names.parts for body, k in part.keys.items() if k.startswith(part.prefix)}
     levels = set()
-    for place, shares, _ in modules:
+    for place, shares, *_ in modules:
         (piece, *others) = place.view.row_slices
         body = bodies.get(piece.key, "").rpartition(".")[0]
         for name in (s.patch.module.name for s in shares if s.is_all(place) and body and not others):
@@ -184,9 +230,9 @@ def _level(modules: Sequence[Filled], names: Names) -> str | None:
     return levels.pop() if len(levels) == 1 else None
 
 
-def _before(sources: Sources, configuration: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return the configuration of the adapter, or the given one; with the task of the base's model if it lacks one."""
-    before = sources.adapters[0].index.config if configuration is None else configuration
+def _before(sources: Sources) -> Mapping[str, Any]:
+    """Return the configuration of the first adapter, with the task of the base's model if it lacks one."""
+    before = sources.adapters[0].index.config
     base = sources.inputs.base if sources.inputs and sources.inputs.base.path != NOWHERE else None
     stated = {**before, FLAG: base is None and before.get(FLAG) is True}  # else the base states it
     return stated if before.get("task_type") else {**stated, "task_type": task_type(base.config if base else {})}
@@ -203,8 +249,12 @@ def _stated_again(job: AdapterJob, modules: Sequence[StoredModule]) -> list[Note
     return [Note(f"whoever reads the output has to state {again} again")] if again else []
 
 
-def _weights(modules: Sequence[Filled]) -> int:
-    return sum(map(weight_of, modules))
+def _weights(conversion: Conversion) -> int:
+    """Return the bytes of the weights whose changes are computed."""
+    job = conversion.job
+    if job.combines:
+        return weights_of(job, conversion.sources, output_dtype(job, conversion.sources.adapters))
+    return sum(map(weight_of, conversion.modules))
 
 
 def prefix_name(to: Dialect, place: Place) -> str:
@@ -221,5 +271,6 @@ def entries_of(to: Dialect, modules: Sequence[StoredModule]) -> list[Entry]:
         for m in modules for ending in sorted(m.tensors)
     ]  # fmt: skip
     if twice := next(unique(entries), None):
-        raise FitError("two layers of the output would have one name", twice, "convert to another dialect")
+        raise FitError("two layers of the output would have one name", twice,
+                       GIVE_BASE if to.name == KEEP else "convert to another dialect")  # fmt: skip
     return entries

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isfinite, prod
@@ -22,60 +22,65 @@ from ..engine.row_matrix import RowMatrix
 from ..engine.tensor_moves import HOST, TORCH_DTYPES, Placement
 from ..engine.tensors import gathered
 from ..engine.torch_state import undisturbed
-from ..errors import FitError, InputError, beyond_fp64
+from ..errors import FitError, beyond_fp64
 from ..matching.patch import Patch
 from ..models.weights import RowSlice
 from ..progress import Counting
+from ..text import Note
 from .alpha import IN_A_FACTOR, Scales, in_a_factor
 from .assumed_base_values import cache_of
 from .change import SINGLE, Evaluator, change_of, in_place, largest_rank, squares_between, sum_of, whole_change
-from .combined_change import Delta, Storage, expect_finite, shared_out
-from .conversion import Conversion, WrittenModules, bundled, weight_of
+from .combined_change import Delta, Storage, expect_finite, spectra
+from .conversion import Conversion, WrittenModules, bundled
 from .copied_tensors import (
     ModuleTensors,
     entry,
     holds,
+    in_memory,
     is_turned,
     rounded_change,
     rounded_value,
     stored_magnitude,
     stored_module,
-    tensor_of_entry,
 )
-from .copy_factors import NO_CHANGE, copy_of
+from .copy_factors import copy_of
 from .decomposition.factors import stacked
-from .decomposition.stored_factors import Cut
+from .decomposition.stored_factors import Cut, FactoredDelta
 from .dialects import Dialect
 from .form import Form, holds_columns, is_product, vector_ending, written_dtype
 from .groups import Filled, Place, PlaceChange, Target, is_plain
-from .job import FACTORS, WHOLE, AdapterJob
+from .job import WHOLE, AdapterJob
 from .module_tensors import Layer, StoredModule
-from .parallel import PerThread, side_by_side
 from .peft.completion import as_table, completed, with_biases
 from .peft.config import is_table, magnitude_shape
 from .peft.kronecker import TO_LORA, rank_of
+from .rank_rules import LayerSpectrum, Rule
 from .rounding import squares_of_rows
-from .sources import Sources
-from .without_base import NOWHERE
+from .sources import NOWHERE
+from .stored_modules import stored_modules
 
 
 def placed_rows(change: RowMatrix, share: PlaceChange, place: Place) -> RowMatrix:
     """Return the rows of a share in a matrix of the place's rows; the others are zero."""
-    (out, _), cols = place.view.matrix, change.shape[1]
     if share.is_all(place):
         return change
-    order = torch.full((out,), -1)
+    order = torch.full((place.view.matrix[0],), -1)
     for source, target, count in share.runs:
         order[target : target + count] = torch.arange(source, source + count)
+    return rows_in_order(change, order)
+
+
+def rows_in_order(change: RowMatrix, order: Tensor) -> RowMatrix:
+    """Return a matrix of rows with these numbers; zeros for -1."""
 
     def read(rows: slice) -> Tensor:
         sources = order[rows]
-        numbers = torch.zeros(len(sources), cols, dtype=torch.float64)
-        in_share = sources >= 0
-        numbers[in_share] = change.of_rows(sources[in_share]).dense().double()
+        numbers = torch.zeros(len(sources), change.shape[1], dtype=torch.float64)
+        in_change = sources >= 0
+        numbers[in_change] = change.of_rows(sources[in_change]).dense().double()
         return numbers
 
-    return RowMatrix((out, cols), read)
+    return RowMatrix((len(order), change.shape[1]), read)
 
 
 def placed(rows: Tensor, share: PlaceChange, out: int) -> Tensor:
@@ -96,37 +101,73 @@ class Converter:
 
     job: AdapterJob
     to: Dialect
+    forms: Mapping[str, Form]  # by the label of the module
     evaluator: Evaluator
     reader: Reader
+    noise: float = 0.0
+    """Singular values below this share of the largest one are noise of the inputs."""
 
     @cached_property
     def at(self) -> Placement:
         """The placement at which matrices are decomposed."""
         return places(self.job.inputs.device, "F32")[0]
 
-    def ranks(self, modules: Sequence[Filled]) -> dict[str, int]:
-        """Return the ranks that the rule `size` gives, by the places' labels; {} for other rules."""
-        if not self.job.rules.together:
-            return {}
-        matrices = (f for f in modules if not f.place.vector and f.value is None)
-        deltas = ((f.place.label, self._change_of_place(f.place, f.shares)[0]) for f in matrices)
-        dtype = self._dtype([s for f in modules for s in f.shares])
-        return shared_out(self.job.rules.linear, deltas, dtype.itemsize, 0.0)
+    @property
+    def notes(self) -> Sequence[Note]:
+        """The notes on how modules were made."""
+        return ()
+
+    def forget(self) -> None:
+        """Drop what was read and computed for the last modules."""
+        self.evaluator.forget()
+
+    def nbytes(self, group: Sequence[Filled]) -> int:
+        """Return about how many bytes the changes of modules take."""
+        return sum(map(_nbytes, group))
+
+    def where(self, module: Filled) -> str:
+        """Return the place of a module for errors."""
+        return module.place.name
+
+    def modules(self, group: Sequence[Filled], ranks: Mapping[str, int]) -> list[StoredModule]:
+        """Return modules whose bytes are in memory. `ranks`: label → the rank that the rule `size` gave."""
+        modules = [self.module(filled, ranks.get(filled.place.label)) for filled in group]
+        self.forget()
+        return [as_table(stored, self.to, table=is_table(filled.place, filled.shares))
+                for filled, stored in zip(group, modules, strict=True)]  # fmt: skip
+
+    def spectra(self, group: Sequence[Filled]) -> list[LayerSpectrum]:
+        """Return the singular values of the modules that are matrices, for the rule `size`."""
+        matrices = [filled for filled in group if not filled.place.vector and filled.value is None]
+        values = [spectrum for filled in matrices for spectrum in self.spectrum(filled)]
+        self.forget()
+        return values
+
+    def spectrum(self, filled: Filled) -> list[LayerSpectrum]:
+        """Return the singular values of a module; [] for a Δ of zeros."""
+        itemsize = self._dtype(filled.shares).itemsize
+        return [*spectra([(filled.place.label, self.delta(filled))], itemsize, self.noise)]
+
+    def module(self, filled: Filled, rank: int | None) -> StoredModule:
+        """Return one module, at the rank that the rule `size` gave."""
+        form = self.forms[filled.place.label]
+        if form.renamed:
+            return copy_of(filled, self.to, self.reader)
+        module = self.tensors_of(filled, form, rank)
+        if not isfinite(module.layer.squares):
+            raise beyond_fp64(filled.shares[0].patch.module.name if filled.shares else filled.place.name)
+        expect_finite((t for t in module.tensors.values() if t.dtype.itemsize > 1), self.where(filled))
+        return in_memory(module)
 
     def tensors_of(self, filled: Filled, form: Form, rank: int | None = None) -> ModuleTensors:
-        """Return the tensors of one module, at the rank that `ranks` gave."""
-        place, shares = filled.place, filled.shares
+        """Return the tensors of one module whose numbers or names change, at a rank that is decided already."""
         if form.kind == "value":
             return self._value(filled)
         if form.kind == "vector":
-            return self._vector(place, shares)
+            return self._vector(filled)
         if form.kind == "copy":
             return self._copy(filled)
-        if form.renamed:
-            copy = copy_of(filled, self.to, self.reader)
-            tensors = {name: tensor_of_entry(entry) for name, entry in copy.entries.items()}
-            return ModuleTensors(place, tensors, replace(copy.layer, tensors=tensors))
-        return self._factored(place, shares, form, rank)
+        return self._factored(filled, form, rank)
 
     def _copy(self, filled: Filled) -> ModuleTensors:
         """Return the module with its tensors as they are; FitError if the dialect has no place for its scale."""
@@ -190,23 +231,18 @@ class Converter:
         dtype = written_dtype(self.job, shares)
         return None if dtype is None else TORCH_DTYPES[dtype]
 
-    def _factored(self, place: Place, shares: Sequence[PlaceChange], form: Form, rank: int | None) -> ModuleTensors:
+    def _factored(self, filled: Filled, form: Form, rank: int | None) -> ModuleTensors:
         """Return up and down: kept, cut, fused, or found by a rank rule."""
-        magnitude, with_magnitudes = None, shares
-        if self.job.keeps_forms and any(s.patch.magnitude for s in shares):
-            magnitude, with_magnitudes = self._magnitudes(place, shares), shares
-            shares = [s._replace(patch=replace(s.patch, magnitude=None)) for s in shares]
-        delta, scale = self._change_of_place(place, shares)
+        place, with_magnitudes = filled.place, filled.shares
+        magnitude = None
+        if self.job.keeps_forms and any(s.patch.magnitude for s in with_magnitudes):
+            magnitude = self._magnitudes(place, with_magnitudes)
+            plain = (s._replace(patch=replace(s.patch, magnitude=None)) for s in with_magnitudes)
+            filled = filled._replace(shares=tuple(plain))
+        shares, delta = filled.shares, self.delta(filled)
         target = Target(place.name, place.parameter, place.view.shape, (), (), "")
-        alpha = None
-        if delta.left is not None and self.to.alpha and self.job.alpha == KEEP and scale:
-            alpha = delta.left.shape[1] * scale
-        elif not isinstance(self.job.alpha, str):
-            alpha = float(self.job.alpha)
-        if not self.to.alpha:
-            alpha = None  # it is the rank
-        storage = Storage(form.algorithm, self._dtype(shares), 0.0, self.at)
-        layer = storage.layer(target, delta, Cut(form.rule, rank, alpha))
+        storage = Storage(form.algorithm, self._dtype(shares), self.noise, self.at)
+        layer = storage.layer(target, delta, self.cut(filled, delta, form.rule, rank))
         if layer.algorithm == WHOLE and "diff" not in self.to.endings:
             return self._new_value(place, shares, delta.rows)
         tensors = {self.to.endings[slot]: value for slot, value in layer.tensors.items()}
@@ -232,30 +268,40 @@ class Converter:
         change = dora.rescale(weight[None], product[None], magnitude.double().reshape(1, *_ROWS[axis]), axis)[0]
         return replace(layer, squares=squares_of_rows(delta), lost=squares_between(delta, RowMatrix.of(change)))
 
-    def _change_of_place(self, place: Place, shares: Sequence[PlaceChange]) -> tuple[Delta, float]:
-        """Return Δ of a place, and the scale that all its factors have in common, 0 where it has no change."""
+    def cut(self, filled: Filled, delta: Delta, rule: Rule, rank: int | None) -> Cut:
+        """Return the cut of a module of a rule, or of a rank that is decided already, with its α."""
+        if not self.to.alpha:
+            return Cut(rule, rank)  # α is the rank
+        if not isinstance(self.job.alpha, str):
+            return Cut(rule, rank, float(self.job.alpha))
+        scales = {s.patch.numbers.get("scale", 1.0) * s.strength for s in filled.shares}
+        scale = scales.pop() if len(scales) == 1 and all(is_plain(s.patch) for s in filled.shares) else 0.0
+        if self.job.alpha != KEEP or not scale or delta.left is None:
+            return Cut(rule, rank)
+        return Cut(rule, rank, delta.left.shape[1] * scale)
+
+    def delta(self, filled: Filled) -> Delta:
+        """Return Δ of a module."""
+        place, shares = filled.place, filled.shares
         changes = [change_of(s.patch, self.evaluator) for s in shares]
         out, cols = place.view.matrix
-        scales = {s.patch.numbers.get("scale", 1.0) * s.strength for s in shares}
-        scale = scales.pop() if len(scales) == 1 and all(is_plain(s.patch) for s in shares) else 0.0
         before = largest_rank(changes)
         if any(c.left is None for c in changes):
-            terms = [(s.strength, placed_rows(c.rows(), s, place)) for s, c in zip(shares, changes, strict=True)]
-            return Delta(None, None, sum_of((out, cols), terms), before), 0.0
+            terms = [(s.strength, placed_rows(c.rows, s, place)) for s, c in zip(shares, changes, strict=True)]
+            return Delta(None, None, sum_of((out, cols), terms), before)
         factors: list[tuple[Tensor, Tensor]] = []
         for s, c in zip(shares, changes, strict=True):
-            assert c.left is not None and c.right is not None, "factors come in pairs"
-            left, right = s.strength * placed(c.left, s, out), c.right.reshape(c.right.shape[0], cols)
+            up, down = c.factors
+            left, right = s.strength * placed(up, s, out), down.reshape(down.shape[0], cols)
             if not s.is_all(place) and (used := left.any(0)).any():
                 left, right = left[:, used], right[used]  # the columns of the other parts of a fused module
             factors.append((left, right))
-        left, right = map(torch.from_numpy, stacked(factors))
-        return Delta(left, right, None, before), scale
+        return Delta.of_factors(FactoredDelta(*stacked(factors), before))
 
     def _magnitudes(self, place: Place, shares: Sequence[PlaceChange]) -> Tensor:
         """Return DoRA's magnitudes of the rows of a place."""
         out = place.view.matrix[0]
-        if holds_columns(Filled(place, tuple(shares)), self.to, self.job.tables):
+        if holds_columns(Filled(place, tuple(shares)), self.to):
             patch = shares[0].patch
             shape = stored_magnitude(patch) if self.to.copies else (-1,)
             return self._stored(patch.module.shared["magnitude"]).reshape(shape)
@@ -276,24 +322,22 @@ class Converter:
             magnitude_shape(place) if not self.to.alpha else (-1, *(1 for _ in place.view.shape[1:]))
         )
 
-    def is_table(self, place: Place, shares: Sequence[PlaceChange]) -> bool:
-        """Return whether a parameter is a table of embeddings."""
-        return is_table(place, shares, self.job.tables)
-
-    def _vector(self, place: Place, shares: Sequence[PlaceChange]) -> ModuleTensors:
+    def _vector(self, filled: Filled) -> ModuleTensors:
         """Return the change of a bias or a norm."""
-        ending, change = vector_ending(place, self.to), self._whole_change(place, shares)
+        place, ending, change = filled.place, vector_ending(filled.place, self.to), self.rows(filled)
         if ending is None and self.to.whole and not place.bare:
-            return self._new_value(place, shares, change)
+            return self._new_value(place, filled.shares, change)
         assert ending is not None, "else it has no form"
-        return rounded_change(place, ending, change, self._dtype(shares))
+        return rounded_change(place, ending, change, self._dtype(filled.shares))
 
     def renewed(self, filled: Filled) -> ModuleTensors:
         """Return the new value of a vector, for a dialect that cannot hold its change."""
-        return self._new_value(filled.place, filled.shares, self._whole_change(filled.place, filled.shares))
+        return self._new_value(filled.place, filled.shares, self.rows(filled))
 
-    def _whole_change(self, place: Place, shares: Sequence[PlaceChange]) -> RowMatrix:
-        changes = [(s.strength, placed_rows(whole_change(s.patch, self.evaluator), s, place)) for s in shares]
+    def rows(self, filled: Filled) -> RowMatrix:
+        """Return Δ of a module by rows."""
+        place = filled.place
+        changes = [(s.strength, placed_rows(whole_change(s.patch, self.evaluator), s, place)) for s in filled.shares]
         return sum_of(place.view.matrix, changes)
 
     def _new_value(self, place: Place, shares: Sequence[PlaceChange], change: RowMatrix) -> ModuleTensors:
@@ -343,68 +387,37 @@ class Converter:
         return rounded_change(place, ending, sum_of(shape, [(strength, new), (-strength, before)]), torch.float32)
 
 
+def converter(conversion: Conversion, reader: Reader) -> Converter:
+    """Return the maker of a conversion's modules, for one thread."""
+    job, to, sources = conversion.job, conversion.to, conversion.sources
+    at = SINGLE if job.compute_dtype == "fp32" else HOST
+    evaluator = Evaluator(sources, cache_of(job, reader, sources), at, wide=at is SINGLE)
+    return Converter(job, to, conversion.forms_by_label, evaluator, reader)
+
+
 @undisturbed()
-def computed(conversion: Conversion, reader: Reader, put: Heap | Draft, begin: Counting) -> WrittenModules:
-    """Return the tensors of every module, which wait or are in the draft; InputError where none changes anything."""
+def computed(
+    conversion: Conversion, make: Callable[[], Converter], reader: Reader, put: Heap | Draft, begin: Counting
+) -> WrittenModules:  # fmt: skip
+    """Return the tensors of every module, which wait or are in the draft, with what the dialect asks for in addition;
+    InputError where none changes anything. `make`: returns what makes the modules, for one thread."""
     job, to, sources, modules, all_modules, _ = conversion
-    alone = _evaluators(job, reader, sources)
-    converter = Converter(job, to, alone.get(), reader)
-    changed, zeros = _converted_modules(converter, alone, conversion, put, begin)
-    if not changed:
-        raise InputError(NO_CHANGE, str(job.adapters[0].path), "check its strength")
+    here = make()
+    here.at  # noqa: B018  # refuses a device that is not there
+    changed, _, zeros, _, notes = stored_modules(conversion, make, put, begin)
 
     def renewed(place: Place) -> ModuleTensors:
-        return converter.renewed(next(module for module in modules if module.place == place))
+        return here.renewed(next(module for module in modules if module.place == place))
 
     at_hand = sources.inputs is not None and sources.inputs.base.path != NOWHERE
     changed = with_biases(
         changed, all_modules, to, renewed if at_hand else None, lambda module: stored_module(module, put)
     )
-    value = converter.value if at_hand else None
+    value = here.value if at_hand else None
     whole = completed(changed, all_modules, to, value, lambda module: stored_module(module, put))
     cache = cache_of(job, reader, sources)
-    embeddings = [entry(info.name, cache.fetch(info)) for info in bundled(sources.adapters[0], to)]
-    return WrittenModules(changed, whole, zeros, embeddings)
-
-
-def _evaluators(job: AdapterJob, reader: Reader, sources: Sources) -> PerThread[Evaluator]:
-    at = SINGLE if job.compute_dtype == "fp32" else HOST
-    return PerThread(lambda: Evaluator(sources, cache_of(job, reader, sources), at, wide=at is SINGLE))
-
-
-def _converted_modules(
-    converter: Converter, alone: PerThread[Evaluator], conversion: Conversion, put: Heap | Draft, begin: Counting
-) -> tuple[list[StoredModule], list[str]]:
-    """Return the tensors of every module, and the names of those that change nothing. `alone`: the evaluator of each
-    thread."""
-    modules, forms = (
-        conversion.modules,
-        {id(m): form for m, form in zip(conversion.modules, conversion.forms, strict=True)},
-    )
-    count = begin("make", sum(map(weight_of, modules)))
-    stored, zeros, ranks = [], [], converter.ranks(modules)
-
-    def work(module: Filled) -> ModuleTensors:
-        here = replace(converter, evaluator=alone.get())
-        tensors = here.tensors_of(module, forms[id(module)], ranks.get(module.place.label))
-        here.evaluator.forget()
-        if not isfinite(tensors.layer.squares):
-            raise beyond_fp64(module.shares[0].patch.module.name if module.shares else module.place.name)
-        expect_finite((t for t in tensors.tensors.values() if t.dtype.itemsize > 1), module.place.name)
-        return as_table(tensors, converter.to, table=converter.is_table(module.place, module.shares))
-
-    bound = converter.job.inputs.max_memory // 2  # the rest: torch, and what waits
-    for module, tensors in zip(modules, side_by_side(modules, work, _nbytes, bound), strict=True):
-        if (
-            not tensors.copied
-            and tensors.layer.algorithm == FACTORS
-            and (not tensors.layer.rank or not tensors.layer.squares)
-        ):
-            zeros.append(module.place.name)
-        else:
-            stored.append(stored_module(tensors, put))
-        count(weight_of(module))
-    return stored, zeros
+    embeddings = [] if job.combines else [entry(i.name, cache.fetch(i)) for i in bundled(sources.adapters[0], to)]
+    return WrittenModules(changed, whole, zeros, embeddings, notes)
 
 
 def _nbytes(module: Filled) -> int:

@@ -2,43 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite, prod
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
-from ..disk.draft import Draft
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..dtypes import TABLE
-from ..errors import InputError, beyond_fp64
-from ..progress import Counting
-from .conversion import Conversion, WrittenModules, weight_of
+from ..errors import beyond_fp64
 from .decomposition.factors import Grams, squares_of
 from .dialects import Dialect
 from .factored_sums import expect_finite
 from .groups import Filled
 from .job import FACTORS
-from .module_tensors import Layer, StoredModule, waiting
+from .module_tensors import Layer, StoredModule
 from .output_file import Entry
-from .parallel import side_by_side
+from .rank_rules import LayerSpectrum
 from .rounding import Array, data_of, is_below, is_held_by_fp32, stored, stored_bits, widened
 
-AT_ONCE: Final = 2**28
-"""Bytes of modules that are worked at at once."""
 
-NO_CHANGE: Final = "the adapter changes nothing"
-
-
-class Copy(NamedTuple):
-    """The tensors of one module by their ending, and the facts of its layer."""
-
-    entries: dict[str, Entry]
-    layer: Layer
-
-
-def copy_of(module: Filled, to: Dialect, reader: Reader) -> Copy:
+def copy_of(module: Filled, to: Dialect, reader: Reader) -> StoredModule:
     """Return the stored factors of a module; InputError where a number is not finite, or too large for fp64."""
     (share,), place = module.shares, module.place
     patch = share.patch
@@ -55,38 +40,29 @@ def copy_of(module: Filled, to: Dialect, reader: Reader) -> Copy:
         to.endings.get("alpha", ".alpha"): ("F32", (), data_of(alpha)),
     }
     entries = {name: Entry(name, *row) for name, row in rows.items()}
-    return Copy(entries, Layer({}, FACTORS, rank, rank, rank * scale, squares, 0.0))
+    return StoredModule(place, entries, Layer({}, FACTORS, rank, rank, rank * scale, squares, 0.0))
 
 
-def all_copied(conversion: Conversion) -> bool:
-    """Return whether all modules are such copies, in a file."""
-    to = conversion.to
-    return not to.folder and "up_bias" not in to.endings and all(form.renamed for form in conversion.forms)
+class Copies:
+    """Makes the modules of a conversion of which all are copies."""
 
+    notes: Final = ()
 
-def copied(conversion: Conversion, reader: Reader, draft: Draft, begin: Counting) -> WrittenModules:
-    """Return the modules of a conversion of which all are copies; their bytes are in the draft."""
-    job, to, modules = conversion.job, conversion.to, conversion.modules
-    count, copies, zeros = begin("make", sum(map(weight_of, modules))), list[StoredModule](), list[str]()
+    def __init__(self, to: Dialect, reader: Reader) -> None:
+        self._to, self._reader = to, reader
 
-    def work(module: Filled) -> Copy:
-        return copy_of(module, to, reader)
+    def nbytes(self, group: Sequence[Filled]) -> int:
+        """Return the bytes of both factors, as stored and in fp32."""
+        slots = [module.shares[0].patch.module.slots for module in group]
+        return 3 * sum(s["up"].nbytes + s["down"].nbytes for s in slots)
 
-    for module, (entries, layer) in zip(modules, side_by_side(modules, work, _nbytes, AT_ONCE), strict=True):
-        if layer.squares:
-            copies.append(StoredModule(module.place, waiting(entries, draft), layer))
-        else:
-            zeros.append(module.place.name)
-        count(weight_of(module))
-    if not copies:
-        raise InputError(NO_CHANGE, str(job.adapters[0].path), "check its strength")
-    return WrittenModules(copies, copies, zeros, [])
+    def spectra(self, _: Sequence[Filled]) -> list[LayerSpectrum]:
+        """No rule looks at copies."""
+        return []
 
-
-def _nbytes(module: Filled) -> int:
-    """Return the bytes of both factors, as stored and in fp32."""
-    slots = module.shares[0].patch.module.slots
-    return 3 * (slots["up"].nbytes + slots["down"].nbytes)
+    def modules(self, group: Sequence[Filled], _: Mapping[str, int]) -> list[StoredModule]:
+        """Return copies, whose bytes are in memory."""
+        return [copy_of(module, self._to, self._reader) for module in group]
 
 
 def _squares(raw: Sequence[Array], infos: Sequence[StoredTensor], rank: int, scale: float) -> float:

@@ -114,18 +114,21 @@ class FactoredSums:
     job: AdapterJob
     read: Callable[[StoredTensor], StoredNumbers]
 
+    def has(self, target: Target) -> bool:
+        """Return whether headers show that the change of a weight is such a sum."""
+        uses = _active(target)
+        factored = not target.vector and not target.values and COMBINATIONS[self.job.method].linear
+        return factored and bool(uses) and all(has_factors(use.patch) for use in uses)
+
     def delta(self, target: Target, exactly: str | None = None) -> FactoredDelta | None:
         """Return Δ of a weight, in fp64; None for a change that is computed as a matrix.
 
         `exactly`: the dtype of the output, if Δ is written with all of its columns: a sum of numbers of this dtype in
         16 bits is in fp32, if that holds it.
         """
-        uses = sorted((use for use in target.uses if use.strength), key=lambda use: use.patch.adapter)
-        if target.vector or target.values or not uses or not COMBINATIONS[self.job.method].linear:
+        if not self.has(target):
             return None
-        if not all(has_factors(use.patch) for use in uses):
-            return None
-        factors = [self._read(use) for use in uses]
+        factors = [self._read(use) for use in sorted(_active(target), key=lambda use: use.patch.adapter)]
         with np.errstate(all="ignore"):  # numbers that are too large are seen in the sums
             narrow = None
             if exactly in ("F16", "BF16") and self._is_concatenated(target, factors, exactly):
@@ -214,6 +217,10 @@ class FactoredSums:
             rights.append(right.reshape(len(right), width))
         pair = (lefts[0], rights[0]) if len(factors) == 1 else (np.concatenate(lefts, 1), np.concatenate(rights))
         return Summand(first.patch.adapter, first.strength, *pair)
+
+
+def _active(target: Target) -> list[PatchPart]:
+    return [use for use in target.uses if use.strength]
 
 
 def has_factors(patch: Patch) -> bool:

@@ -5,7 +5,7 @@ A plan prints forms and a run fills them. What a dialect cannot hold is refused 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias
 
@@ -17,7 +17,7 @@ from ..errors import FitError
 from ..merge_methods import COMBINATIONS
 from .dialects import Dialect
 from .groups import Filled, Place, PlaceChange, Target, is_plain, rank_of_change
-from .job import AUTO, FACTORS, GIVE_RANK, IN_FULL, WHOLE, AdapterJob, algorithm_in
+from .job import AUTO, FACTORS, GIVE_RANK, IN_FULL, WHOLE, AdapterJob
 from .peft.config import is_table
 from .peft.kronecker import TO_LORA
 from .rank_rules import COUNT, EXACT, SAME, Rule
@@ -97,19 +97,20 @@ def matrix_form(  # noqa: PLR0913  # facts of one matrix
     return Form("matrix", algorithm, rule, rank, highest, whole, dense)
 
 
-def form_of_layer(job: AdapterJob, target: Target, layer: Target) -> Form:
-    """Return the form of a layer of `combine`, `resize` or `average`, which stores rows of the change of a weight."""
-    rule = job.rules.of_layer(layer.name, kernel=layer.kernel)
-    if layer.vector:
-        return Form("vector", WHOLE, rule)
-    # All rows of a change are computed in one way.
-    linear = COMBINATIONS[job.method].linear and not any(strength for _, _, strength in target.values)
-    ranks = layer.ranks if linear and None not in target.ranks else [None]
+def _form_of_combined(  # noqa: PLR0913  # facts of one matrix
+    job: AdapterJob, rule: Rule, weights: Sequence[Target], matrix: tuple[int, int], *, ranks: Sequence[int | None],
+    name: str,
+) -> Form:  # fmt: skip
+    """Return the form of a matrix of combined changes; errors as for `matrix_form`. `weights`: those with its rows;
+    `ranks`: of the changes of these rows."""
+    # All rows of a weight's change are computed in one way.
+    linear = COMBINATIONS[job.method].linear and not any(strength for t in weights for _, _, strength in t.values)
+    factored = linear and not any(None in target.ranks for target in weights)
     cut = job.command == "resize"
-    form = matrix_form(job.algorithm, rule, layer.matrix, ranks, name=layer.name, fix=GIVE_RANK, same=layer.ranks,
+    form = matrix_form(job.algorithm, rule, matrix, ranks if factored else [None], name=name, fix=GIVE_RANK, same=ranks,
                        cut=cut)  # fmt: skip
-    if layer.stacked and not form.whole and (cut or rule.name != EXACT):
-        raise FitError(STACKED, layer.name, IN_FULL)
+    if any(t.stacked for t in weights) and not form.whole and (cut or rule.name != EXACT):
+        raise FitError(STACKED, name, IN_FULL)
     return form
 
 
@@ -118,15 +119,8 @@ def form_of_module(job: AdapterJob, to: Dialect, module: Filled) -> Form:
     place, patches = module.place, [s.patch for s in module.shares]
     rule = job.rules.of_layer(place.label, kernel=place.kernel)
     # Step 1: what is no change of a matrix.
-    if module.value is not None:
-        ending, (_, strength) = "diff" if place.parameter == "weight" else "diff_b", module.value
-        if ending not in to.endings and (not to.whole or strength != 1):
-            raise FitError(f"{to.name} has no place for whole tensors", place.name, "convert to kohya, comfy or peft")
-        return Form("value", WHOLE, rule)
-    if place.vector:
-        if vector_ending(place, to) is None and (place.bare or not to.whole):
-            raise FitError(f"{to.name} has no place for biases and norms", place.name, "convert to kohya or comfy")
-        return Form("vector", WHOLE, rule)
+    if module.value is not None or place.vector:
+        return _form_of_vector(to, module, rule)
     # Step 2: a module that keeps its algorithm.
     algorithm = FACTORS if job.algorithm == KEEP else job.algorithm
     if job.keeps_forms and not all(map(is_plain, patches)):
@@ -138,15 +132,32 @@ def form_of_module(job: AdapterJob, to: Dialect, module: Filled) -> Form:
             return Form("copy", row.name, rule, rank, rank, whole=False)
         algorithm = WHOLE
     elif job.keeps_forms and any(p.magnitude for p in patches):
-        _expect_magnitudes(module, to, job.tables)
+        _expect_magnitudes(module, to)
         patches = [replace(p, magnitude=None) for p in patches]  # it stays next to the factors
     # Step 3: a change of a matrix.
     if algorithm == WHOLE and "diff" not in to.endings and not to.whole:
         raise FitError(f"{to.name} has no place for whole matrices", place.name,
                        "give --rank, or convert to kohya or comfy")  # fmt: skip
-    ranks = [rank_of_change(p) for p in patches]
-    form = matrix_form(algorithm_in(algorithm, to), rule, place.view.matrix, ranks, name=place.name, fix=FOR_KOHYA)
+    matrix, name = place.view.matrix, place.name
+    if job.combines:
+        (first, *others) = module.parts  # the factors of one change in several weights have equal rows
+        ranks = [rank_of_change(s.patch) for s in module.shares if s.strength] if others else first.layer.ranks
+        return _form_of_combined(job, rule, [part.whole for part in module.parts], matrix, ranks=ranks, name=name)
+    form = matrix_form(algorithm, rule, matrix, [rank_of_change(p) for p in patches], name=name, fix=FOR_KOHYA)
     return replace(form, renamed=_is_renamed(job, to, module))
+
+
+def _form_of_vector(to: Dialect, module: Filled, rule: Rule) -> Form:
+    """Return the form of a new value or of the change of a vector; FitError if the dialect has none for it."""
+    place = module.place
+    if module.value is not None:
+        ending, (_, strength) = "diff" if place.parameter == "weight" else "diff_b", module.value
+        if ending not in to.endings and (not to.whole or strength != 1):
+            raise FitError(f"{to.name} has no place for whole tensors", place.name, "convert to kohya, comfy or peft")
+        return Form("value", WHOLE, rule)
+    if vector_ending(place, to) is None and (place.bare or not to.whole):
+        raise FitError(f"{to.name} has no place for biases and norms", place.name, "convert to kohya or comfy")
+    return Form("vector", WHOLE, rule)
 
 
 def _is_renamed(job: AdapterJob, to: Dialect, module: Filled) -> bool:
@@ -162,19 +173,19 @@ def _is_renamed(job: AdapterJob, to: Dialect, module: Filled) -> bool:
     return dtypes == {written_dtype(job, (share,))} and 0 < patch.shapes["down"][0] <= min(module.place.view.matrix)
 
 
-def holds_columns(module: Filled, to: Dialect, tables: Collection[str]) -> bool:
+def holds_columns(module: Filled, to: Dialect) -> bool:
     """Return whether the magnitudes of a module are those of its columns, and a dialect has a place for them: PEFT's of
-    embeddings are. `tables`: the modules of the adapter that are known to be embeddings."""
+    embeddings are."""
     (share, *others) = module.shares
     of_columns = (share.patch.magnitude or ("out",))[0] == "in" and not others and share.is_all(module.place)
-    has_place = to.copies or ("table_up" in to.endings and is_table(module.place, module.shares, tables))
+    has_place = to.copies or ("table_up" in to.endings and is_table(module.place, module.shares))
     return of_columns and share.strength == 1 and has_place
 
 
-def _expect_magnitudes(module: Filled, to: Dialect, tables: Collection[str]) -> None:
+def _expect_magnitudes(module: Filled, to: Dialect) -> None:
     """Raise FitError for a dialect that has no place for the magnitudes of DoRA of a module."""
     of_rows = all(s.patch.magnitude is not None and s.patch.magnitude[0] == "out" for s in module.shares)
-    if not holds_columns(module, to, tables) and not (of_rows and "magnitude" in to.endings):
+    if not holds_columns(module, to) and not (of_rows and "magnitude" in to.endings):
         raise FitError(f"{to.name} has no place for this magnitude of DoRA", module.place.name,
                        TO_LORA)  # fmt: skip
 
@@ -212,6 +223,8 @@ def vector_ending(place: Place, to: Dialect) -> str | None:
 
 def written_dtype(job: AdapterJob, shares: Sequence[PlaceChange]) -> str | None:
     """Return the dtype of the output as files name it: as asked, else that of the first factor; None for as stored."""
+    if job.dtype is not None:
+        return job.dtype
     if job.inputs.dtype != KEEP:
         return DTYPES[job.inputs.dtype]
     kinds = [info.dtype for s in shares for info in s.patch.module.slots.values() if info.dtype in FLOATS]

@@ -188,12 +188,33 @@ class PlaceChange(NamedTuple):
         return self.patch.view.matrix[0] == rows and self.runs == (PatchRun(0, 0, rows),)
 
 
+class PlacePart(NamedTuple):
+    """Rows of one weight that are rows of a place."""
+
+    whole: Target  # the weight; its layers are named as in the output
+    layer: Target  # the one of these with the rows
+    rows: tuple[range, ...]  # of the place, in the order of the layer's rows
+    turned: RowSlice | None = None  # the slice that the place sees transposed; None: as stored
+
+    @property
+    def order(self) -> list[int]:
+        """The row of the place that each row of the part is."""
+        return [row for rows in self.rows for row in rows]
+
+
 class Filled(NamedTuple):
     """A place with everything that changes it."""
 
     place: Place
     shares: tuple[PlaceChange, ...]
     value: tuple[StoredTensor, float] | None = None  # a new value of the whole parameter, and its strength
+    parts: tuple[PlacePart, ...] = ()  # the weights whose combined changes it has rows of
+
+    @property
+    def alone(self) -> Target | None:
+        """The weight that the place is, as it is stored; None for one that has other rows."""
+        (part, *others) = self.parts
+        return None if others or part.turned or part.whole.parts else part.whole
 
 
 def places(names: Names, dialect: Dialect) -> Iterator[Place]:
@@ -259,8 +280,80 @@ def filled(targets: Sequence[Target], places: Iterable[Place]) -> list[Filled]:
     ]
 
 
+def layers_of_weights(targets: Sequence[Target]) -> list[Filled]:
+    """Return the layers of weights as modules, each with rows of one weight."""
+    modules = []
+    for target in targets:
+        for layer in target.stored:
+            (rows, cols), key = layer.matrix, target.key or layer.uses[0].piece.key
+            slices = [RowSlice(key, *run, cols, layer.turned) for run in layer.runs or ((0, rows),)]
+            view = WeightView(tuple(slices), layer.shape[::-1] if layer.turned else layer.shape)
+            inside = layer.parameter in ("weight", "bias")  # others, such as those of experts, are named like modules
+            name, parameter = (layer.name, layer.parameter) if inside else (layer.label, "weight")
+            place = Place("", name, parameter, view, "", layer.norm)
+            part = PlacePart(target, layer, (range(view.matrix[0]),), slices[0] if layer.turned else None)
+            modules.append(Filled(place, (), None, (part,)))
+    return modules
+
+
+class _PlaceRows(NamedTuple):
+    """The rows of one weight in a place."""
+
+    module: Filled
+    slices: tuple[tuple[RowSlice, int], ...]  # with the row of the place that each begins at
+
+    @property
+    def turned(self) -> RowSlice | None:
+        """The slice that the place sees transposed."""
+        first = self.slices[0][0]
+        return first if first.transposed else None
+
+    @property
+    def layer(self) -> FusedPart:
+        """The place as a layer of the weight."""
+        place, runs = self.module.place, tuple((piece.start, piece.stop) for piece, _ in self.slices)
+        return FusedPart(place.prefix + place.module, place.parameter, runs)
+
+
+def regrouped(targets: Sequence[Target], modules: Sequence[Filled]) -> list[Filled]:
+    """Return places with the weights that they have rows of, whose layers are now these places: in the order of the
+    weights and of their rows."""
+    # Step 1: the rows of each weight in each place. Slices that are stored as they are seen are one layer.
+    by_key: dict[str, list[_PlaceRows]] = {}
+    for module in modules:
+        slices: dict[tuple[str, int], list[tuple[RowSlice, int]]] = {}
+        for number, (piece, at) in enumerate(module.place.view.addresses()):
+            slices.setdefault((piece.key, number if piece.transposed else -1), []).append((piece, at))
+        for (key, _), pieces in slices.items():
+            by_key.setdefault(key, []).append(_PlaceRows(module, tuple(pieces)))
+    # Step 2: each weight, with the places as its layers.
+    parts: dict[int, list[PlacePart]] = {}
+    for target in targets:
+        changed = [rows for rows in by_key.get(target.key, ())
+                   if target.values or any(rows.layer.meets(use.piece) for use in target.uses)]  # fmt: skip
+        whole = replace(target, parts=tuple(rows.layer for rows in changed), turned=False)
+        if len(changed) == 1 and [piece.size for piece, _ in changed[0].slices] == [prod(target.shape)]:
+            whole = replace(whole, name=whole.parts[0].name, parameter=whole.parts[0].parameter, parts=())
+        for rows, layer in zip(changed, whole.stored, strict=True):
+            lines = tuple(range(first, first + piece.rows) for piece, first in rows.slices)
+            parts.setdefault(id(rows.module), []).append(PlacePart(whole, layer, lines, rows.turned))
+    regrouped = [module._replace(value=None, parts=tuple(parts[id(module)])) for module in modules]
+    numbers = {target.key: number for number, target in enumerate(targets)}
+    return sorted(regrouped, key=lambda m: (numbers[m.parts[0].whole.key], m.parts[0].layer.runs))
+
+
+def components(modules: Sequence[Filled]) -> list[list[Filled]]:
+    """Return the modules, those with rows of one weight together."""
+    by_weight: dict[int, list[Filled]] = {}
+    for module in modules:
+        groups = {id(g): g for part in module.parts if (g := by_weight.get(id(part.whole))) is not None}
+        joined = [*(other for group in groups.values() for other in group), module]
+        by_weight |= {id(part.whole): joined for member in joined for part in member.parts}
+    return [*{id(group): group for group in by_weight.values()}.values()]
+
+
 def _key(place: Place) -> tuple[str, ...]:
-    return place.prefix, place.module, place.parameter
+    return place.component, place.prefix, place.module, place.parameter
 
 
 def _overlap(place_piece: RowSlice, start: int, other: RowSlice, at: int) -> PatchRun | None:

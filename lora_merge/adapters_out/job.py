@@ -85,8 +85,8 @@ class AdapterJob:
     """Whether the proof computes every layer again, and not a sample of many."""
     unnamed: bool = False
     """Whether the output of `convert` gets its name from the dialect, which the opened adapter decides."""
-    tables: frozenset[str] = frozenset()
-    """Modules of the adapter that are embeddings, although their endings do not say so."""
+    dtype: str | None = None
+    """The dtype of the whole output as files name it, if all inputs decide it; None: each module's, or as asked."""
     others: str = CHANGES
     """Of `extract`: what becomes of changed vectors."""
     factor: int = -1
@@ -107,6 +107,11 @@ class AdapterJob:
         return self.inputs.adapters
 
     @property
+    def combines(self) -> bool:
+        """Whether the changes of all adapters of a weight become one change by a method."""
+        return self.command in FILES
+
+    @property
     def keeps_forms(self) -> bool:
         """Whether modules keep their algorithm and their rank, as `convert` does unless options say otherwise."""
         return self.algorithm == KEEP and not self.ranked
@@ -117,7 +122,7 @@ class AdapterJob:
 
 
 FILES: Final = ("combine", "resize", "average")
-"""Commands whose output is a file, unless the first adapter is a folder."""
+"""Commands that combine changes. Their output is a file, unless the first adapter is a folder."""
 
 FILE: Final = ".safetensors"
 """The ending of an output that is a file."""

@@ -122,22 +122,10 @@ def curve(layers: Iterable[Layer]) -> list[list[float]]:
     ]  # fmt: skip
 
 
-class LayerTensors(NamedTuple):
-    """One layer of an output, and its tensors by their slots as they are written."""
-
-    layer: Layer
-    entries: Mapping[str, Entry]
-
-
 def waiting_entry(entry: Entry, put: Heap | Draft) -> Entry:
     """Return a tensor that is in memory as it waits, or as it is in the draft."""
     assert isinstance(entry.data, memoryview), "it was just made"
     return replace(entry, data=put.put(entry.data))
-
-
-def waiting(entries: Mapping[str, Entry], put: Heap | Draft) -> dict[str, Entry]:
-    """Return the tensors of a layer in the order of their slots or endings; their bytes wait, or are in the draft."""
-    return {slot: waiting_entry(entries[slot], put) for slot in sorted(entries)}
 
 
 @dataclass(frozen=True)
@@ -147,4 +135,11 @@ class StoredModule:
     place: Place
     tensors: Mapping[str, Entry]
     layer: Layer
-    copied: bool = False  # whether the tensors are those of the input
+    copied: bool = False  # whether the tensors are those of the input: nothing is known of the size of its change
+
+
+def waiting(module: StoredModule, put: Heap | Draft) -> StoredModule:
+    """Return a module with its tensors in the order of their endings, whose bytes wait or are in the draft."""
+    return replace(
+        module, tensors={ending: waiting_entry(module.tensors[ending], put) for ending in sorted(module.tensors)}
+    )

@@ -1,4 +1,4 @@
-"""The file of an adapter: its tensors in the words of the first input, metadata, and the atomic write. No torch."""
+"""The file of an adapter: its tensors, metadata, and the atomic write. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from ..adapters.modules import AdapterFile
 from ..disk.draft import Draft, DraftBytes, HeapBytes
 from ..disk.publish import named, replacing
 from ..disk.reader import Reader
@@ -47,38 +46,6 @@ NORMS: Final = (".w_norm", ".b_norm")
 
 COMFY: Final = ("diffusion_model.", "text_encoders.")
 """Beginnings of names that ComfyUI alone reads."""
-
-
-@dataclass(frozen=True)
-class Spelling:
-    """The spelling of a layer's tensors in the output."""
-
-    down: str
-    up: str
-    alpha: bool  # whether α is stored; otherwise it equals the rank
-
-    @classmethod
-    def of(cls, file: AdapterFile, *, alpha: bool = False) -> Spelling:
-        """Return the spelling of an adapter's own factors, or kohya's. `alpha`: whether α is stored in any case."""
-        pairs = Counter(pair for m in file.modules if "down" in m.slots for pair in PAIRS
-                       if m.slots["down"].name.endswith(pair[0]) or _named(m.slots["down"].name, pair[0]))  # fmt: skip
-        pair = pairs.most_common(1)[0][0] if pairs else PAIRS[0]
-        stored = alpha or any("alpha" in m.shared for m in file.modules) or pair == PAIRS[0]
-        return cls(*pair, alpha=stored)
-
-    def key(self, name: str, parameter: str, slot: str, *, norm: bool = False) -> str:
-        """Return the key of one tensor of a layer. `norm`: whether the inputs have the endings of norms for it."""
-        if slot == "diff":
-            endings = dict(zip(("weight", "bias"), NORMS if norm else CHANGES, strict=True))
-            return name + endings.get(parameter, f".{parameter}.diff")
-        return name + {"down": self.down, "up": self.up, "alpha": ".alpha"}[slot]
-
-
-def _named(key: str, ending: str) -> bool:
-    """Return whether a key has the ending with the name of an adapter inside: .lora_A.default.weight."""
-    first, last = ending.rsplit(".", 1)
-    parts = key.rsplit(".", 2)
-    return len(parts) == 3 and parts[2] == last and parts[0].endswith(first)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, TypeAlias
@@ -33,8 +34,12 @@ from .job import AdapterJob
 from .metadata.entries import Known
 from .module_tensors import Layer, curve, numbers_of
 from .output_file import Content, Entry, Proof, put, recipe, write
+from .rank_rules import EXACT
 from .report import AdapterReport, numbers_by_block
 from .sources import Sources
+
+HIGH: Final = 256
+"""The rank from which on a note advises a rank rule: most directions of such a sum are small."""
 
 IDLE_ALPHA: Final = (
     "--alpha {alpha:g} has no effect: the output has a format without alpha; its factors contain the whole scale"
@@ -67,7 +72,6 @@ class Outcome:
     config: Mapping[str, Any] | None = None  # of a PEFT folder
     model: str = ""  # the stem of the architecture's file; "" where it is unknown
     unchanged: Mapping[str, str] = field(default_factory=dict)  # entries of the metadata as they are
-    earlier_recipe: Mapping[str, Any] | None = None  # the recipe, where it is not that of the job
 
     @cached_property
     def layer_facts(self) -> dict[str, dict[str, Any]]:
@@ -85,8 +89,7 @@ class Outcome:
         residual, tensors = numbers["all"]["residual"], put(self.entries, draft)
         known = Known(self.job, self.inputs, self.layer_facts, tensors, self.model)
         entries = known.entries(
-            lambda dropped: self.earlier_recipe or recipe(self.job, self.inputs, residual, dropped, run.digest),
-            draft.sha256,
+            lambda dropped: recipe(self.job, self.inputs, residual, dropped, run.digest), draft.sha256
         )
         entries |= self.unchanged
         written, proof = write(self.job, reader, draft, Content(tensors, entries, self.config),
@@ -180,6 +183,19 @@ def left_out(zeros: Sequence[str]) -> list[Note]:
 def idle_alpha(job: AdapterJob, *, stored: bool) -> list[Note]:
     """Return the note about a number for α that has no effect. `stored`: whether the output has tensors of α."""
     return [] if stored or isinstance(job.alpha, str) else [Note(IDLE_ALPHA.format(alpha=float(job.alpha)))]
+
+
+def high_rank(job: AdapterJob, layers: Iterable[Layer]) -> list[Note]:
+    """Return the note about an exact sum of a high rank."""
+    highest = max(layer.rank for layer in layers)
+    if not job.combines or job.rules.linear.name != EXACT or highest <= HIGH:
+        return []
+    return [Note(f"the exact sum has rank {highest}; --rank energy:0.999 keeps 99.9% of it")]
+
+
+def weights_of(job: AdapterJob, sources: Sources, dtype: str) -> int:
+    """Return the bytes of the weights whose changes are computed, twice if a rule looks at all layers first."""
+    return sum(prod(t.shape) for t in sources.targets) * ITEM_BYTES[dtype] * (1 + job.rules.together)
 
 
 def planned(job: AdapterJob, facts: RunFacts, layers: Mapping[str, Mapping[str, Any]], size: int) -> AdapterReport:

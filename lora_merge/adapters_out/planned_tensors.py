@@ -22,7 +22,7 @@ from .output_file import Entry
 from .peft.config import BIAS, WRAPPED, expect_table, is_table, magnitude_shape
 from .peft.demands import Parameter, Places, by_module, demands, is_pair, new_biases
 from .peft.kronecker import rank_of
-from .without_base import NOWHERE
+from .sources import NOWHERE
 
 
 def planned_modules(conversion: Conversion) -> list[tuple[Place, PlannedLayer]]:
@@ -85,7 +85,7 @@ def _ending(module: Filled, to: Dialect) -> str:
 def _pair_of(module: Filled, conversion: Conversion, dtype: str, rank: int) -> dict[str, tuple[str, Shape]]:
     """Return the factors of a layer, or of an embedding; FitError for a dialect that has no place for these."""
     to, (out, *cols) = conversion.to, module.place.view.shape
-    if "up_bias" in to.endings and is_table(module.place, module.shares, conversion.job.tables):
+    if "up_bias" in to.endings and is_table(module.place, module.shares):
         expect_table(module.place, to)
         return {"table_up": (dtype, (*cols, rank)), "table_down": (dtype, (rank, out))}
     return {slot: (dtype, shape) for slot, shape in factor_shapes(module.place.view.shape, rank).items()}

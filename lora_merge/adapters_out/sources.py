@@ -33,12 +33,12 @@ from ..planning.checkpoint_cache import CheckpointCache
 from ..text import Note, listed, plural
 from .groups import Target
 from .job import GIVE_BASE, AdapterJob
-from .output_file import Spelling
 from .output_names import body_of, joined, shape_of
 
 if TYPE_CHECKING:
     from ..planning.make_plan import Inputs
 
+NOWHERE: Final = Path("the base that was not given")
 NO_SHAPE: Final = "the shape of a weight is not in the adapter's file"
 
 NOW_APART: Final = "is now stored apart"  # what becomes of a head when a checkpoint is written
@@ -63,13 +63,6 @@ class Sources:
     """The first adapter's dialect, where it has one module for several weights of the base; "" for an unknown one."""
     matches: tuple[Match, ...] = ()
     """The changes of each adapter, if the base is a checkpoint that was read."""
-    stores_alpha: bool = False
-    """Whether the result stores α in any case, since it is written again in a dialect that does."""
-
-    @property
-    def spelling(self) -> Spelling:
-        """The spelling of the result: that of the first adapter."""
-        return Spelling.of(self.adapters[0], alpha=self.stores_alpha)
 
 
 def open_sources(job: AdapterJob, opened: CheckpointCache | None = None) -> Sources:
@@ -104,7 +97,11 @@ def chosen_of(job: AdapterJob, sources: Sources) -> Sources:
 def ruled(job: AdapterJob, sources: Sources) -> AdapterJob:
     """Return the job with the rule of each layer, by its name; UsageError for a part of `--rank-for` without one."""
     names, named = _named(job, sources)
-    layers = [(t.name, label, some) for t, (label, some) in zip(sources.targets, named, strict=True)]
+    layers = [
+        (layer.name, label, some)
+        for target, (label, some) in zip(sources.targets, named, strict=True)
+        for layer in target.stored
+    ]
     return replace(job, rules=job.rules.on(names, layers))
 
 
@@ -174,6 +171,14 @@ def on_base(inputs: Inputs, *, stored: bool = True, every_setting: bool = True) 
     architecture = inputs.names.architecture
     return Sources(inputs.adapters, tuple(targets), changed_weights, indexes, notes, architecture, inputs, naming.fused,
                    matches if stored else ())  # fmt: skip
+
+
+def same_base(inputs: Inputs, job: AdapterJob) -> Sources:
+    """Return the sources of a job with other adapters on the base of these inputs."""
+    opened = CheckpointCache()
+    adapters = tuple(opened.adapter(ref.path) for ref in job.adapters)
+    again = replace(inputs, job=job.inputs, adapters=adapters)
+    return on_base(again, stored=inputs.base.path != NOWHERE, every_setting=False)
 
 
 def _is_turned(inputs: Inputs, module: str, parameter: str, uses: Sequence[PatchPart]) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..disk.reader import Reader
 from .groups import Target
-from .sources import Sources
+from .sources import NOWHERE, Sources
 
 LOOKED_AT: Final = 2**14
 """The numbers of a weight of the base from which its norm is estimated, at least, in whole rows."""
@@ -19,7 +19,7 @@ LOOKED_AT: Final = 2**14
 def weight_norms(sources: Sources, reader: Reader) -> Callable[[Target], float | None]:
     """Return a function that returns ‖W‖² of the rows of the base's weight that a layer changes, from some of them that
     are spread evenly; None without a base, and of a weight that is not stored whole."""
-    if sources.inputs is None:
+    if sources.inputs is None or sources.inputs.base.path == NOWHERE:
         return lambda _: None
     from ..proof.weights import WeightReader
 

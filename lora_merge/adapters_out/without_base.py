@@ -4,11 +4,9 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
 from ..adapters.modules import AdapterFile
 from ..disk.files import StoredTensor
@@ -27,34 +25,31 @@ from ..models.inferred_base import (
 )
 from ..models.names import Names
 from ..models.network import Component
-from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.make_plan import Inputs
 from .dialects import Dialect
 from .groups import Place, places
 from .job import GIVE_BASE, AdapterJob
 from .output_names import shape_of
-from .sources import NO_SHAPE, Sources, check_complete, on_base
-
-NOWHERE: Final = Path("the base that was not given")
+from .sources import NO_SHAPE, NOWHERE, Sources, check_complete, on_base
 
 
-def without_base(job: AdapterJob, file: AdapterFile, to: Dialect) -> Sources:
-    """Return the sources of a job of one adapter whose base is assumed; UsageError where it does not show enough of it.
+def without_base(job: AdapterJob, files: Sequence[AdapterFile], to: Dialect) -> Sources:
+    """Return the sources of a job whose base is assumed; UsageError where its adapters do not show enough of it.
 
     Where several architectures fit, the names that the output gets must be the same in all of them. A folder of PEFT
     has the names of the model that was wrapped, which an adapter in PEFT's words has already; and all dialects have
     these names of models whose words do not differ between programs, such as language models.
     """
-    wrapped = all(module.name.startswith(PEFT) for module in file.modules)
+    wrapped = all(module.name.startswith(PEFT) for file in files for module in file.modules)
     if to.folder and wrapped:
-        return as_named(job, file)
-    changes, by_model, why = _changes(file), dict[str, tuple[Names, set[Place]]](), ""
+        return as_named(job, files)
+    changes, by_model, why = _changes(files), dict[str, tuple[Names, set[Place]]](), ""
     try:
         fitting = candidates(changes)
     except UnknownBaseError:
         fitting = ()
     if wrapped and to.whole_models and not any(map(has_words, fitting)):
-        return as_named(job, file)
+        return as_named(job, files)
     try:
         for architecture in candidates(changes):
             if to.table and to.table not in architecture.spellings:
@@ -72,41 +67,36 @@ def without_base(job: AdapterJob, file: AdapterFile, to: Dialect) -> Sources:
         if any(changed != next(iter(by_model.values()))[1] for _, changed in by_model.values()):
             raise UnknownBaseError(f"it may be for {' or '.join(by_model)}")
     except UnknownBaseError as e:
-        raise UsageError(f"without the base, the output's names are not known: {e}", str(file.path), GIVE_BASE) from e
-    return _on_shapes(job, next(iter(by_model.values()))[0], file)
+        raise UsageError(
+            f"without the base, the output's names are not known: {e}", str(files[0].path), GIVE_BASE
+        ) from e
+    return _on_shapes(job, next(iter(by_model.values()))[0], files)
 
 
-def as_named(job: AdapterJob, file: AdapterFile) -> Sources:
-    """Return the sources of a job on a base whose weights have the adapter's names, and are [out, in] as its are."""
-    shapes = {f"{c.module.removeprefix(PEFT)}.{c.parameter}": c.shape for c in _changes(file)}
+def as_named(job: AdapterJob, files: Sequence[AdapterFile]) -> Sources:
+    """Return the sources of a job on a base whose weights have the adapters' names, and are [out, in] as theirs are."""
+    shapes = {f"{c.module.removeprefix(PEFT)}.{c.parameter}": c.shape for c in _changes(files)}
     part = Component("denoiser", "model", "", keys={name: name for name in shapes}, shapes=shapes)
-    return _on_shapes(job, Names([part], shapes), file, UPRIGHT)
+    return _on_shapes(job, Names([part], shapes), files, UPRIGHT)
 
 
 def _on_shapes(
-    job: AdapterJob, names: Names, file: AdapterFile, model: Mapping[str, Any] = MappingProxyType({})
+    job: AdapterJob, names: Names, files: Sequence[AdapterFile], model: Mapping[str, Any] = MappingProxyType({})
 ) -> Sources:
     tensors = {key: StoredTensor(key, "F32", shape, NOWHERE, 0, 0) for key, shape in names.shapes.items()}
-    return on_base(Inputs(job.inputs, Index(NOWHERE, tensors, {}, (), model), names, (file,)), stored=False)
+    return on_base(Inputs(job.inputs, Index(NOWHERE, tensors, {}, (), model), names, (*files,)), stored=False)
 
 
-def _changes(file: AdapterFile) -> list[InferredParameter]:
-    check_complete(file)
-    if file.strange:
-        raise UsageError("the adapter replaces whole tensors of the base", f"{file.path}: {file.strange[0].name}",
-                         GIVE_BASE)  # fmt: skip
-    changes = []
-    for module in file.modules:
-        shape = shape_of(module)
-        if shape is None:
-            raise UsageError(NO_SHAPE, f"{file.path}: {module.where}", GIVE_BASE)
-        changes.append(InferredParameter(module.name, module.parameter, shape))
-    return changes
-
-
-def same_base(inputs: Inputs, job: AdapterJob) -> Sources:
-    """Return the sources of a job with other adapters on the base of these inputs."""
-    opened = CheckpointCache()
-    adapters = tuple(opened.adapter(ref.path) for ref in job.adapters)
-    again = replace(inputs, job=job.inputs, adapters=adapters)
-    return on_base(again, stored=inputs.base.path != NOWHERE, every_setting=False)
+def _changes(files: Sequence[AdapterFile]) -> list[InferredParameter]:
+    changes = dict[InferredParameter, None]()
+    for file in files:
+        check_complete(file)
+        if file.strange:
+            raise UsageError("the adapter replaces whole tensors of the base", f"{file.path}: {file.strange[0].name}",
+                             GIVE_BASE)  # fmt: skip
+        for module in file.modules:
+            shape = shape_of(module)
+            if shape is None:
+                raise UsageError(NO_SHAPE, f"{file.path}: {module.where}", GIVE_BASE)
+            changes[InferredParameter(module.name, module.parameter, shape)] = None
+    return [*changes]

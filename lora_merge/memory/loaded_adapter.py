@@ -19,9 +19,9 @@ from ..disk.reader import Reader
 from ..dtypes import flat
 from ..engine.devices import place
 from ..engine.fold import change
+from ..engine.module_change import formula_of
 from ..engine.patch_tensors import PatchTensors
-from ..engine.row_blocks import BlockPart
-from ..engine.tensor_moves import DeviceStream, finite, host, stage
+from ..engine.tensor_moves import finite, host, stage
 from ..engine.tensors import TensorCache
 from ..engine.torch_state import undisturbed
 from ..errors import InputError, TooLarge, UsageError, misfit
@@ -29,9 +29,7 @@ from ..files.checkpoint import open_checkpoint
 from ..job import SETTING
 from ..matching.formula import AdapterContext, choose
 from ..matching.orientation import BaseLayers, ModulePlace
-from ..matching.patch import PatchPart
 from ..models.weights import Weight, whole
-from ..planning.plan import OutputTensor
 from ..text import Shown
 from .state_index import check_weight, index_of
 
@@ -122,15 +120,13 @@ class LoadedAdapter(Shown):
         with Reader([self.file.index]) as reader, torch.no_grad():
             factors = TensorCache(reader, frozenset(self.file.index.files))
             weight = Weight(shape, index_of("weight", {"weight": base_weight}).tensors["weight"])
-            alone = OutputTensor("weight", "weight", "F32", weight, 0, 0)
-            piece = patch.view.row_slices[0]
-            part = BlockPart(PatchPart(patch, piece, 0, 1.0), 0, rows, (0, piece.rows), None, alone)
+            tensors, turned = PatchTensors(factors.fetch, {"weight": weight}), patch.view.row_slices[0].transposed
+            values = stage([base_weight.reshape(rows, cols)], at)
             try:
-                stack = PatchTensors(factors.fetch, {"weight": weight}).stack([part], at, DeviceStream(at))
-                delta = change(stack, stage([base_weight.reshape(rows, cols)], at))[0]
+                delta = change(formula_of(patch, weight, tensors, at), values.mT if turned else values)[0]
             except DoesNotFit as e:
                 raise misfit(f"{self.path}: {name}", e) from e
-            result = host((delta.t() if piece.transposed else delta).reshape(shape), torch.float32)
+            result = host((delta.t() if turned else delta).reshape(shape), torch.float32)
         if not finite(result).all() and finite(base_weight).all():
             raise TooLarge("ΔW is too large for fp32", f"{self.path}: {name}", "use another checkpoint of the adapter")
         return result

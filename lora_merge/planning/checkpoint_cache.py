@@ -72,11 +72,6 @@ class CheckpointCache:
         file: AdapterFile = entry[1]
         return file
 
-    def pretend(self, file: AdapterFile) -> None:
-        """Let an adapter that is not written yet be the one at its path."""
-        self._keep(("index", file.path), file.index, None)
-        self._keep(("adapter", file.path), file.index, file)
-
     def _get(self, key: tuple[Any, ...]) -> tuple[Index, Any] | None:
         if key not in self._entries:
             return None

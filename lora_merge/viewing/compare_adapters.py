@@ -21,6 +21,7 @@ from ..change_statistics import Groups
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..engine.change_norms import Replaced, runs, values
+from ..engine.module_change import NOISE, ModuleChange
 from ..engine.tensors import Fetch, TensorCache
 from ..engine.torch_state import undisturbed
 from ..errors import MergeError
@@ -34,7 +35,7 @@ from ..planning.plan import OutputTensor, Plan
 from ..text import Note
 from .adapter import made_for, module_groups
 from .compare_models import DifferenceSums, plain_sums
-from .module_change import NOISE, ModuleChange, ModuleChanges, changes, replaced_by, shape_of
+from .module_changes import ModuleChanges, changes, replaced_by, shape_of
 from .pictures import evenly
 from .pictures import pictures as pictured
 
@@ -243,8 +244,8 @@ def _pair(
     they are."""
     if a is None or b is None:
         return NEEDS_BASE
-    if a.shape != b.shape:
-        return shape_difference(a.shape, b.shape)
+    if a.matrix != b.matrix:
+        return shape_difference(a.matrix, b.matrix)
     first, other = a.inner(a), b.inner(b)
     known = first > 0 and other > 0  # zeros span no space
     overlaps = [*_overlap(_spaces(a, of[0]), _spaces(b, of[1]))] if known else []
@@ -273,9 +274,9 @@ def _spaces(delta: ModuleChange, target: OutputTensor | None) -> CommonSpaces:
     Of a whole matrix, a product with random columns, a few more than the rank, spans the same space. Halko, Martinsson
     and Tropp 2011, doi:10.1137/090771806, section 4.1.
     """
-    change = delta.full
-    if change is None:
+    if delta.whole is None:
         return delta.spaces()
+    change = delta.dense()
     uses = target.uses if target is not None else ()
     if not uses or any(u.patch.algorithm != LORA.name or u.patch.magnitude for u in uses):
         return None

@@ -17,6 +17,7 @@ from ..disk.reader import Reader
 from ..dtypes import FLOATS
 from ..engine.change_norms import measure
 from ..engine.devices import place
+from ..engine.module_change import ModuleChange
 from ..engine.patch_tensors import PatchTensors
 from ..engine.recoding import Codes, read_back, refitted
 from ..engine.row_blocks import Block
@@ -33,7 +34,7 @@ from ..proof.proof_report import remedy
 from ..survival import ENOUGH, lost
 from ..text import listed, plural
 from .adapter import kind_of, module_groups, spread
-from .module_change import ModuleChange, ModuleChanges, merged_blocks, replaced_by
+from .module_changes import ModuleChanges, merged_blocks, replaced_by
 from .pictures import evenly, matrix_pictures, merge_pictures
 from .pictures import pictures as pictured
 
@@ -67,9 +68,9 @@ def adapter_numbers(file: AdapterFile, *, pictures: bool = False, progress: Prog
             block, values = model.block(module.name), delta.singular_values()
             row = modules[module.where] = {"block": block, **_numbers(delta, values, rank_of(module))}
             row |= pictured(delta) if pictures else {}
-            if delta.shape[1] > 1:  # a vector has one direction
+            if delta.matrix[1] > 1:  # a vector has one direction
                 matrices.append(row)
-                energies.add(values, known=len(values) > 1 or delta.full is None)
+                energies.add(values, known=len(values) > 1 or delta.whole is None)
             by_block[block] += row["norm"] * row["norm"]
     return {
         "norm": sqrt(sum(by_block.values())), "measured": len(modules), "unmeasured": left,

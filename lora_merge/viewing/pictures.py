@@ -12,10 +12,11 @@ from torch import Tensor
 
 from ..adapters.modules import group
 from ..disk.reader import Reader
+from ..engine.module_change import NOISE, SMALL, ModuleChange
 from ..engine.torch_state import undisturbed
 from ..files.checkpoint import open_checkpoint
 from ..planning.plan import Plan
-from .module_change import NOISE, SMALL, ModuleChange, ModuleChanges, changes, replaced_by
+from .module_changes import ModuleChanges, changes, replaced_by
 
 SINGULAR_VALUES: Final = 64  # singular values in a picture
 ROWS: Final = 64  # of ΔW, whose elements a histogram counts
@@ -31,14 +32,13 @@ def pictures(delta: ModuleChange) -> dict[str, Any]:
     """Return the largest singular values, and how the elements of evenly spaced rows are distributed: counts by size in
     units of their root mean square; those beyond ±REACH are counted at the ends. A ΔW of more than LIMIT numbers that
     is not a product of two factors has no spectrum."""
-    every = delta.full if delta.full is not None else delta.left
-    assert every is not None
-    chosen = torch.linspace(0, len(every) - 1, min(len(every), ROWS)).long()
-    bins = histogram(every[chosen] if delta.right is None else every[chosen] @ delta.right)
-    if delta.full is None or min(delta.shape) <= SMALL:
+    out, _ = delta.matrix
+    chosen = torch.linspace(0, out - 1, min(out, ROWS)).long()
+    bins = histogram(delta.factors[0][chosen] @ delta.factors[1] if delta.whole is None else delta.dense()[chosen])
+    if delta.whole is None or min(delta.matrix) <= SMALL:
         values = delta.singular_values()[:SINGULAR_VALUES]
-    elif delta.full.numel() <= LIMIT:
-        values = _leading(delta.full)
+    elif delta.whole.numel() <= LIMIT:
+        values = _leading(delta.dense())
     else:
         return bins
     return {"spectrum": [float(f"{v:.4g}") for v in values.tolist()], **bins}
@@ -57,7 +57,7 @@ def matrix_pictures(values: Tensor) -> dict[str, Any]:
     numbers, the histogram alone; {} where a number is NaN or infinite."""
     if not values.numel() or not bool(torch.isfinite(values).all()):
         return {}
-    return pictures(ModuleChange(full=values.float().flatten(1))) if values.dim() > 1 else histogram(values)
+    return pictures(ModuleChange.in_memory(values.float().flatten(1))) if values.dim() > 1 else histogram(values)
 
 
 def evenly(names: Sequence[str], each: int = 1) -> frozenset[str]:
@@ -96,7 +96,7 @@ def merge_pictures(plan: Plan) -> dict[str, dict[str, Any]]:
 def _rank(delta: ModuleChange) -> dict[str, int]:
     """Return the numeric rank of ΔW; {} where not all singular values are known."""
     values = delta.singular_values()
-    known = len(values) > 1 or min(delta.shape) == 1
+    known = len(values) > 1 or min(delta.matrix) == 1
     return {"rank": int((values > NOISE * values[0]).sum())} if known else {}
 
 

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 import lora_merge
 from lora_merge.adapters_out import convert_modules
+from lora_merge.adapters_out.combine import plan
 from lora_merge.adapters_out.commands import COMMANDS
-from lora_merge.adapters_out.copied_tensors import ModuleTensors, stored_module
-from lora_merge.adapters_out.format_option import plan
+from lora_merge.adapters_out.copied_tensors import ModuleTensors, in_memory
 from lora_merge.adapters_out.module_tensors import StoredModule
 from lora_merge.errors import FitError, VerificationFailed
 from tests.kit.command_line import run
@@ -159,13 +159,13 @@ def test_ai_toolkit_writes_what_it_writes_for_the_model(tmp_path: Path) -> None:
 
 
 def test_fault_of_the_output_is_seen_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def faulty(made: ModuleTensors, put: Any) -> StoredModule:
+    def faulty(made: ModuleTensors) -> StoredModule:
         tensors = {ending: value.clone() for ending, value in made.tensors.items()}
         if made.place.module.endswith("linear2"):
             tensors[".lora_B.weight"].view(-1)[0] += 64
-        return stored_module(replace(made, tensors=tensors), put)
+        return in_memory(replace(made, tensors=tensors))
 
-    monkeypatch.setattr(convert_modules, "stored_module", faulty)
+    monkeypatch.setattr(convert_modules, "in_memory", faulty)
     with pytest.raises(VerificationFailed, match="not what the report says"):
         lora_merge.convert(stored(tmp_path, of_flux()), tmp_path / "b.safetensors", to="comfy", dtype="bf16")
     assert not (tmp_path / "b.safetensors").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
-from lora_merge.adapters_out import format_option
+from lora_merge.adapters_out import combine as combine_module
+from lora_merge.adapters_out.combine import plan
 from lora_merge.adapters_out.commands import COMMANDS
-from lora_merge.adapters_out.format_option import plan
 from lora_merge.adapters_out.job import AdapterJob
 from lora_merge.adapters_out.sources import Sources
 from lora_merge.errors import UsageError
 from lora_merge.planning.checkpoint_cache import CheckpointCache
+from lora_merge.progress import unwatched
 from tests.kit.command_line import run
+from tests.kit.files import metadata
 from tests.kit.flux import flux, of_flux
 
 
@@ -65,6 +68,47 @@ def test_commands_take_it(folder: Path, command: str, more: list[str], tmp_path:
     assert any("transformer_blocks.0.attn.to_q.lora_A" in key for key in load_file(tmp_path / "out.safetensors"))
 
 
+@pytest.mark.parametrize(("command", "options"), [
+    ("combine", {}), ("combine", {"rank": 2}), ("resize", {"rank": 2}), ("combine", {"method": "ties", "rank": 2}),
+    ("combine", {"algorithm": "full"}),
+])  # fmt: skip
+def test_modules_that_are_only_renamed_have_the_numbers_that_they_have_in_the_words_of_the_first_adapter(
+    folder: Path, command: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """They are rounded once, and α and its recipe are the same too."""
+    adapters = [folder / "a.safetensors", folder / "b.safetensors"][: 1 if command == "resize" else 2]
+    row, outputs = COMMANDS[command], list[dict[str, torch.Tensor]]()
+    for to in ("keep", "comfy"):
+        output = tmp_path / f"{to}.safetensors"
+        given = {"dtype": "bf16", "format": to, **options}
+        report = row.run(row.job(adapters, output, folder / "base.safetensors", given), unwatched, None)
+        assert json.loads(metadata(output)["lora_merge.recipe"])["residual"] == pytest.approx(report.residual, rel=1e-5)
+        assert all("weight" in layer and "largest" in layer for layer in report.layers.values())
+        outputs.append(load_file(output))
+    endings = {".lora_A.weight": ".lora_down.weight", ".lora_B.weight": ".lora_up.weight"}
+    renamed = {}
+    for key, value in outputs[1].items():
+        stem, _, end = key.removeprefix("diffusion_model.").partition(".lora_")
+        stem, end = (stem, f".lora_{end}") if end else (stem.rpartition(".")[0], f".{stem.rpartition('.')[2]}")
+        renamed["lora_unet_" + stem.replace(".", "_") + endings.get(end, end)] = value
+    assert renamed.keys() == outputs[0].keys()
+    assert all(torch.equal(renamed[key], value) for key, value in outputs[0].items())
+
+
+def test_plan_says_nothing_of_files_that_only_it_would_see(tmp_path: Path) -> None:
+    """A folder of PEFT as the first adapter."""
+    factors = {"layer.lora_A.weight": torch.randn(2, 6), "layer.lora_B.weight": torch.randn(8, 2)}
+    save_file({"layer.weight": torch.randn(8, 6)}, tmp_path / "base.safetensors")
+    (tmp_path / "style").mkdir()
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2}
+    (tmp_path / "style" / "adapter_config.json").write_text(json.dumps(config))
+    save_file({f"base_model.model.{key}": value for key, value in factors.items()},
+              tmp_path / "style" / "adapter_model.safetensors")  # fmt: skip
+    job = COMMANDS["combine"].job([tmp_path / "style"], tmp_path / "out.safetensors", tmp_path / "base.safetensors",
+                                  {"format": "kohya"})  # fmt: skip
+    assert plan(job).notes == COMMANDS["combine"].run(job, unwatched, None).notes == ()
+
+
 def test_format_that_does_not_exist_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="does not exist"):
         lora_merge.combine([tmp_path / "none.safetensors"], tmp_path / "out.safetensors", format="sdnext")
@@ -78,7 +122,7 @@ def test_changes_that_the_loader_ignores_are_noted(tmp_path: Path) -> None:
     save_file(factors | {"layer.lora_B.bias": torch.randn(8)}, tmp_path / "a.safetensors")
     save_file({f"base_model.model.{key}": value for key, value in factors.items()}, tmp_path / "p.safetensors")
     out, given = tmp_path / "out.safetensors", {"base": tmp_path / "base.safetensors", "overwrite": True}
-    for adapter, note in (("a", "diffusers leaves out"), ("p", "PEFT loads a folder")):
+    for adapter, note in (("a", "diffusers silently leaves out"), ("p", "PEFT loads a folder")):
         report = lora_merge.combine(tmp_path / f"{adapter}.safetensors", out, alpha=7, **given)  # type: ignore[arg-type]
         assert any(note in str(one) for one in report.notes)
         assert not any(key.endswith(".alpha") for key in load_file(out))
@@ -111,13 +155,13 @@ def test_numbers_are_rounded_once_whatever_the_dialect_does_with_alpha(folder: P
 def test_stage_that_loads_is_the_time_in_which_inputs_are_opened(
     folder: Path, to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = format_option.open_sources
+    opened = combine_module.open_sources
 
     def slowly(job: AdapterJob, cache: CheckpointCache) -> Sources:
         time.sleep(0.05)
         return opened(job, cache)
 
-    monkeypatch.setattr(format_option, "open_sources", slowly)
+    monkeypatch.setattr(combine_module, "open_sources", slowly)
     report = lora_merge.combine([folder / "a.safetensors"], tmp_path / "out.safetensors", format=to, device="cpu")
     assert report.stages["load"] >= 0.05
     assert sum(report.stages.values()) == pytest.approx(report.seconds)

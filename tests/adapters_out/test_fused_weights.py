@@ -141,6 +141,21 @@ def test_rank_of_parts_is_that_of_their_modules_as_planned(folder: Path, tmp_pat
     assert planned == told == dict.fromkeys(modules(folder / "a.safetensors"), 3)
 
 
+@pytest.mark.parametrize("to", ["keep", "diffusers"])
+def test_rank_of_a_part_of_the_model_is_that_of_the_rows_of_its_fused_weights(
+    folder: Path, to: str, tmp_path: Path
+) -> None:
+    given = {"base": folder / "base.safetensors", "rank": 3, "rank_for": {"re:img_attn\\.qkv": 1}, "format": to}
+    report = lora_merge.combine([folder / "a.safetensors"], tmp_path / "out.safetensors", **given)  # type: ignore[arg-type]
+    ranks = {
+        name.rpartition(".")[2]: layer["rank"]
+        for name, layer in report.layers.items()
+        if ".transformer_blocks." in f".{name}"
+    }
+    assert {ranks[name] for name in ("to_q", "to_k", "to_v")} == {1}
+    assert {ranks[name] for name in ("add_q_proj", "add_k_proj", "add_v_proj")} == {3}
+
+
 def test_module_in_the_words_of_the_base_first_keeps_the_weight_whole(folder: Path, tmp_path: Path) -> None:
     """A fused module and its parts in one sum: the first adapter decides."""
     given, base = [folder / "native.safetensors", folder / "a.safetensors"], folder / "base.safetensors"
@@ -190,6 +205,21 @@ def test_modules_that_are_fused_in_the_first_adapter_are_fused_in_the_output(
     whole = sum(float((value - before[name]).double().square().sum()) for name, value in wanted.items())
     assert report.residual == pytest.approx((lost / whole) ** 0.5, rel=0.01, abs=1e-5)
     assert report.residual <= off
+
+
+def test_rank_of_a_fused_module_counts_factors_that_its_weights_share_once(folder: Path, tmp_path: Path) -> None:
+    """q, k and v of the fused adapter have the same down factor of rank 3; the other has q alone, of rank 3."""
+    other = {name: value for name, value in load_file(folder / "b.safetensors").items() if ".to_q." in name}
+    save_file(other, tmp_path / "q.safetensors")
+    combine, given = COMMANDS["combine"], [folder / "native.safetensors", tmp_path / "q.safetensors"]
+    job = combine.job(given, tmp_path / "out.safetensors", split(folder), {"dtype": "fp32"})
+    planned, report = combine.plan(job, None), combine.run(job, unwatched, None)
+    ranks = [
+        {name: layer["rank"] for name, layer in r.layers.items() if "img_attn_qkv" in name} for r in (planned, report)
+    ]
+    assert ranks[0] == ranks[1] and {*ranks[1].values()} == {6}
+    wanted, made = changed(split(folder), given), changed(split(folder), [tmp_path / "out.safetensors"])
+    assert all(torch.allclose(wanted[name], made[name], atol=1e-5) for name in wanted)
 
 
 def test_rank_is_that_of_the_fused_module_in_a_conversion_too(folder: Path, tmp_path: Path) -> None:

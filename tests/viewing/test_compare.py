@@ -133,7 +133,7 @@ def test_overlap_is_that_of_the_spaces_of_the_changes(
 ) -> None:
     """`whole`: where a base has no factors of a change, it is computed block by block."""
     if whole:
-        monkeypatch.setattr("lora_merge.viewing.module_change.factored", lambda _: False)
+        monkeypatch.setattr("lora_merge.viewing.module_changes.factored", lambda _: False)
     ink, oil = load(scene.ink), load(scene.oil)
     both = {key.partition(".")[0] for key in ink.keys() & oil.keys()}
     deltas = [(lora_delta(ink, name), lora_delta(oil, name)) for name in both]

@@ -106,6 +106,19 @@ def stacked(factors: Iterable[tuple[Like, Like]]) -> tuple[Array, Array]:
     return np.concatenate(lefts, 1), np.concatenate(rights, 0)
 
 
+def without_repeats(left: Array, right: Array) -> tuple[Array, Array]:
+    """Return factors of the same product whose right one has no two equal rows."""
+    distinct, rows = Distinct(), np.ascontiguousarray(right)
+    first = [distinct.first(number, row.view(np.uint8).data) for number, row in enumerate(rows)]
+    columns = {number: column for column, number in enumerate(dict.fromkeys(first))}
+    if len(columns) == len(first):
+        return left, right
+    joined = np.zeros((len(left), len(columns)), left.dtype)
+    for column, number in zip(left.T, first, strict=True):
+        joined[:, columns[number]] += column
+    return joined, rows[[*columns]]
+
+
 @contextmanager
 def decomposing(name: str) -> Iterator[None]:
     """Raise TooLarge, with the name of a layer, where the products of its numbers are too large for fp64."""

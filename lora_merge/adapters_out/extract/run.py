@@ -28,21 +28,22 @@ from ...paths import names_folder, typed, with_ending
 from ...planning.checkpoint_cache import CheckpointCache
 from ...progress import Counting, Progress, unwatched
 from ...text import Note, listed, plural
-from ..combined_change import Delta, Storage, expect_finite, shared_out
+from ..combined_change import Delta, Storage, expect_finite, spectra
 from ..convert import entries_of, prefix_name
-from ..copied_tensors import ModuleTensors, rounded_value, stored_module
+from ..copied_tensors import ModuleTensors, in_memory, rounded_value, stored_module
 from ..decomposition.factors import decomposing
 from ..decomposition.svd_memory import note
 from ..dialects import DIALECTS, Dialect
 from ..groups import Place
 from ..job import AUTO_FORMAT, SKIP, WHOLE, AdapterJob, algorithm_in, extraction_named, one_rank
 from ..metadata.sizes import PlannedLayer, Tensor, factor_shapes, planned_size
-from ..module_tensors import Layer, StoredModule
+from ..module_tensors import Layer, StoredModule, waiting
 from ..output_file import CONTENTS, drafted, expect_room, unread
 from ..parallel import side_by_side
 from ..peft.completion import as_table, completed, with_biases
 from ..peft.config import config, differing_ranks, expect_one, is_table, task_type
 from ..pipeline import AdapterRun, Outcome, RunFacts, idle_alpha, planned
+from ..rank_rules import shared_out
 from ..report import AdapterReport
 from .difference import Side, difference, differences
 from .extract_modules import Batch, Extractor, batches, form_of_pair, measured, nbytes
@@ -249,7 +250,7 @@ def _extracted_modules(
     bound = job.inputs.max_memory // 2  # the rest: torch, and what waits
     count = begin("make", _weights(extraction))
     ranks = (
-        shared_out(rules.linear, _matrices(extraction, sides, count), extraction.dtype.itemsize, 0.0)
+        shared_out(rules.linear, spectra(_matrices(extraction, sides, count), extraction.dtype.itemsize, 0.0))
         if rules.together
         else {}
     )
@@ -277,7 +278,8 @@ def _extracted_modules(
                 skipped.append(pair.name)
             else:
                 expect_finite(module.tensors.values(), pair.name)
-                modules.append(stored_module(as_table(module, extraction.to, table=is_table(module.place)), heap))
+                stored = as_table(in_memory(module), extraction.to, table=is_table(module.place))
+                modules.append(waiting(stored, heap))
                 heads += [stored_module(head, heap) for head in _head(extraction, pair, module)]
             count(pair.nbytes)
     order = {id(pair.place): number for number, pair in enumerate(pairs)}

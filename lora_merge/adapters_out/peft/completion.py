@@ -6,7 +6,7 @@ A layer with the magnitudes ‖W + ΔW‖ of its rows computes W + ΔW, so one w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...engine.tensor_moves import TORCH_DTYPES
 from ...engine.tensors import view_bytes
-from ..copied_tensors import ModuleTensors, as_value
+from ..copied_tensors import ModuleTensors, as_value, entry
 from ..dialects import Dialect
 from ..groups import Place
 from ..job import FACTORS, WHOLE
@@ -132,7 +132,7 @@ def _plain(place: Place, ending: str, tensor: Tensor) -> ModuleTensors:
     return ModuleTensors(place, tensors, Layer(tensors, WHOLE, 0, 0, None, 0.0, 0.0))
 
 
-def as_table(module: ModuleTensors, to: Dialect, *, table: bool) -> ModuleTensors:
+def as_table(module: StoredModule, to: Dialect, *, table: bool) -> StoredModule:
     """Return the factors of an embedding as PEFT stores them: both transposed, under other endings. FitError for a
     dialect without such endings, whose loader puts factors on layers alone. `table`: whether they are those of one."""
     down, up = to.endings.get("down", ""), to.endings.get("up", "")
@@ -140,9 +140,6 @@ def as_table(module: ModuleTensors, to: Dialect, *, table: bool) -> ModuleTensor
         return module
     expect_table(module.place, to)
     others = {ending: value for ending, value in module.tensors.items() if ending not in (down, up)}
-    turned: Mapping[str, Tensor] = {
-        to.endings["table_down"]: module.tensors[up].mT.contiguous(),
-        to.endings["table_up"]: module.tensors[down].mT.contiguous(),
-        **others,
-    }
-    return ModuleTensors(module.place, turned, module.layer)
+    turned = {new: entry(new, _tensor(module.tensors[old]).mT)
+              for new, old in ((to.endings["table_down"], up), (to.endings["table_up"], down))}  # fmt: skip
+    return replace(module, tensors={**turned, **others})

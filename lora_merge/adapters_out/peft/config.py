@@ -177,12 +177,9 @@ TABLE: Final = re.compile(
 """Names of `nn.Embedding` in language models and text encoders; PEFT has names of its own for their factors."""
 
 
-def is_table(place: Place, shares: Sequence[PlaceChange] = (), tables: Collection[str] = ()) -> bool:
-    """Return whether a parameter is a table of embeddings: an adapter has factors of one, or its name is that of one.
-
-    `tables`: the modules of the adapter that are known to be tables."""
-    patches = (s.patch for s in shares)
-    trained = any(ALGORITHMS[p.algorithm].layout == "table" or p.module.name in tables for p in patches)
+def is_table(place: Place, shares: Sequence[PlaceChange] = ()) -> bool:
+    """Return whether a parameter is a table of embeddings: an adapter has factors of one, or it has such a name."""
+    trained = any(ALGORITHMS[share.patch.algorithm].layout == "table" for share in shares)
     return len(place.view.shape) == 2 and (trained or TABLE.search(place.module) is not None)
 
 

@@ -1,10 +1,10 @@
-"""ΔW of one module as two factors or a matrix: of an adapter alone, unless its formula reads the base's weight, or of a
-weight in a plan, computed as in a merge. One module is in memory at a time."""
+"""ΔW of the modules of an adapter alone, unless a formula reads the base's weight, and of the weights of a plan, as a
+merge computes it. One is in memory at a time.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from math import prod
 from typing import Final
 
@@ -17,100 +17,23 @@ from ..adapters.tensor_values import FileValues
 from ..algorithms import ALGORITHMS, DoesNotFit
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import Shape, flat
+from ..dtypes import Shape
 from ..engine.change_norms import Replaced, factored, replaced, runs, values
 from ..engine.devices import place
 from ..engine.fold import StackedPatch, change, new_weights
+from ..engine.module_change import ModuleChange, formula_of
 from ..engine.patch_tensors import PatchTensors
-from ..engine.row_blocks import Block, BlockPart, block
+from ..engine.row_blocks import Block, block
 from ..engine.row_blocks import blocks as cut_into_blocks
 from ..engine.tensor_moves import DeviceStream, stage
 from ..engine.tensors import Fetch, TensorCache, weight_values
 from ..errors import MergeError, TooLarge, misfit
 from ..matching.formula import AdapterContext, choose
-from ..matching.patch import PatchPart
 from ..models.weights import unstored, whole
 from ..planning.plan import OutputTensor, Plan
 from .adapter import algorithm_of
 
-SMALL: Final = 512  # rows or columns of a whole ΔW whose singular values are all computed
 LARGEST: Final = 1e18  # of the norm of ΔW, whose square is a number of fp32 then
-NOISE: Final = 1e-4
-"""Share of the largest size below which a direction is rounding: a change is the difference of two weights in fp32."""
-STEPS: Final = 16  # of the power iteration for the largest singular value of a larger one
-
-
-@dataclass(frozen=True)
-class ModuleChange:
-    """ΔW [out, cols] of one module at strength 1: `left` [out, r] times `right` [r, cols], or `full`."""
-
-    left: Tensor | None = None
-    right: Tensor | None = None
-    full: Tensor | None = None
-
-    @property
-    def shape(self) -> Shape:
-        """(out, cols)."""
-        if self.full is not None:
-            return tuple(self.full.shape)
-        assert self.left is not None
-        assert self.right is not None
-        return len(self.left), self.right.shape[1]
-
-    @property
-    def size(self) -> float:
-        """An upper bound of the norm; NaN or infinite where a number is."""
-        parts = [part for part in (self.left, self.right, self.full) if part is not None]
-        return prod(float(part.double().norm()) for part in parts)
-
-    def inner(self, other: ModuleChange) -> float:
-        """Return ⟨ΔW₁, ΔW₂⟩ = tr(ΔW₁ᵀ ΔW₂); of two products tr((A₁ A₂ᵀ)ᵀ (B₁ᵀ B₂)), without a matrix of ΔW's size."""
-        if self.full is None and other.full is None:
-            assert self.left is not None
-            assert self.right is not None
-            assert other.left is not None
-            assert other.right is not None
-            return float(((self.left.T @ other.left) * (self.right @ other.right.T)).sum(dtype=torch.float64))
-        return float((self.whole() * other.whole()).sum(dtype=torch.float64))
-
-    def whole(self) -> Tensor:
-        """Return ΔW as one matrix."""
-        if self.full is not None:
-            return self.full
-        assert self.left is not None
-        assert self.right is not None
-        return self.left @ self.right
-
-    def singular_values(self) -> Tensor:
-        """Return the singular values, the largest first; of a large matrix that is not a product, only the largest."""
-        if self.full is None:
-            assert self.left is not None
-            assert self.right is not None
-            small = torch.linalg.qr(self.left, mode="r").R @ torch.linalg.qr(self.right.T, mode="r").R.T
-            return _svdvals(small)
-        if min(self.full.shape, default=0) <= SMALL:
-            return _svdvals(self.full)
-        vector = torch.randn(self.full.shape[1], generator=torch.Generator().manual_seed(0))
-        for _ in range(STEPS):
-            vector = self.full.T @ (self.full @ vector)
-            vector = vector / vector.norm().clamp_min(1e-30)
-        largest: Tensor = (self.full @ vector).norm().reshape(1)
-        return largest
-
-    def spaces(self) -> tuple[Tensor, Tensor] | None:
-        """Return orthonormal bases of the column space and of the row space, [out, r] and [cols, r], without directions
-        that are rounding; None if ΔW is not a product of two factors."""
-        if self.left is None or self.right is None:
-            return None
-        (left, upper), (right, lower) = torch.linalg.qr(self.left), torch.linalg.qr(self.right.T)
-        columns, sizes, rows = torch.linalg.svd(upper @ lower.T, full_matrices=False)
-        large = sizes > NOISE * sizes[:1]
-        return left @ columns[:, large], right @ rows.T[:, large]
-
-
-def _svdvals(matrix: Tensor) -> Tensor:
-    values: Tensor = torch.linalg.svdvals(matrix)
-    return values
 
 
 class ModuleChanges:
@@ -141,15 +64,12 @@ class ModuleChanges:
             return None
         first: StoredTensor = next(iter(module.slots.values()))
         weight = unstored("weight", shape, first)
-        alone = OutputTensor("weight", "weight", "F32", weight, 0, 0)
-        piece = patch.view.row_slices[0]
-        part = BlockPart(PatchPart(patch, piece, 0, 1.0), 0, shape[0], (0, piece.rows), None, alone)
         at = place("cpu", "F64" if ALGORITHMS[patch.algorithm].decomposes else "F32")
         try:
             with torch.no_grad():
-                stack = PatchTensors(self._factors.fetch, {"weight": weight}).stack([part], at, DeviceStream(at))
-                nothing = torch.zeros((1, *flat(shape)), dtype=at.dtype)
-                delta = _factored(stack, nothing) or ModuleChange(full=change(stack, nothing)[0])
+                stack = formula_of(patch, weight, PatchTensors(self._factors.fetch, {"weight": weight}), at)
+                nothing = torch.zeros((1, *patch.view.matrix), dtype=at.dtype)
+                delta = _factored(stack, nothing) or ModuleChange.in_memory(change(stack, nothing)[0])
         except DoesNotFit as e:
             raise misfit(f"{self.file.path}: {module.where}", e) from e
         self._factors.forget()
@@ -183,10 +103,10 @@ def changes(plan: Plan, reader: Reader) -> Callable[[OutputTensor], ModuleChange
 
     def change(target: OutputTensor) -> ModuleChange:
         if (replaced := exchanged.get(target.name)) is not None:
-            return ModuleChange(full=_difference(replaced, factors.read))
+            return ModuleChange.in_memory(_difference(replaced, factors.read))
         try:
             with torch.no_grad():
-                delta = _factors(target, tensors) or ModuleChange(full=_whole(target, tensors))
+                delta = _factors(target, tensors) or ModuleChange.in_memory(_whole(target, tensors))
         except DoesNotFit as e:
             raise misfit(target.name, e) from e
         factors.forget()

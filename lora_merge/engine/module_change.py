@@ -1,0 +1,112 @@
+"""ΔW of one module: the input tensors of its formula alone, and the change as two factors or as a matrix, with inner
+products, singular values and spaces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ..matching.patch import Patch, PatchPart
+from ..models.weights import Weight
+from ..planning.plan import OutputTensor
+from .fold import StackedPatch
+from .patch_tensors import PatchTensors
+from .row_blocks import BlockPart
+from .row_matrix import RowMatrix
+from .tensor_moves import DeviceStream, Placement
+
+SMALL: Final = 512  # rows or columns of a whole ΔW whose singular values are all computed
+NOISE: Final = 1e-4
+"""Share of the largest size below which a direction is rounding: a change is the difference of two weights in fp32."""
+STEPS: Final = 16  # of the power iteration for the largest singular value of a larger one
+
+
+def formula_of(patch: Patch, weight: Weight, tensors: PatchTensors, at: Placement) -> StackedPatch:
+    """Return a patch's formula with its tensors, for all rows of its view, as the view has them: `fold.change` of it
+    and of the view's numbers [1, rows, cols] is ΔW at strength 1. `weight`: that of the base, or one of its shape."""
+    rows = patch.view.matrix[0]
+    alone = OutputTensor(weight.stored.name, weight.stored.name, "F64", weight, 0, 0)
+    part = BlockPart(PatchPart(patch, patch.view.row_slices[0], 0, 1.0), 0, rows, (0, rows), None, alone)
+    stack = tensors.stack([part], at, DeviceStream(at))
+    return replace(stack, rows=slice(0, rows), transposed=False, across=slice(None))
+
+
+@dataclass(frozen=True)
+class ModuleChange:
+    """ΔW [out, cols] of one module: `left` [out, r] times `right` [r, cols], or a whole matrix by its rows."""
+
+    left: Tensor | None = None
+    right: Tensor | None = None
+    whole: RowMatrix | None = None
+
+    @staticmethod
+    def in_memory(matrix: Tensor) -> ModuleChange:
+        """Return a change that is in memory as a matrix."""
+        return ModuleChange(whole=RowMatrix.of(matrix))
+
+    @property
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Both factors."""
+        assert self.left is not None and self.right is not None, "factors come in pairs"
+        return self.left, self.right
+
+    @property
+    def rows(self) -> RowMatrix:
+        """ΔW by rows."""
+        return RowMatrix.product(*self.factors) if self.whole is None else self.whole
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """(out, cols)."""
+        return self.rows.shape
+
+    def dense(self) -> Tensor:
+        """Return ΔW as one matrix."""
+        return self.rows.dense()
+
+    @property
+    def size(self) -> float:
+        """An upper bound of the norm; NaN or infinite where a number is."""
+        parts = self.factors if self.whole is None else (self.whole.dense(),)
+        return prod(float(part.double().norm()) for part in parts)
+
+    def inner(self, other: ModuleChange) -> float:
+        """Return ⟨ΔW₁, ΔW₂⟩ = tr(ΔW₁ᵀ ΔW₂); of two products tr((L₁ᵀ L₂)ᵀ (R₁ R₂ᵀ)), without a matrix of ΔW's size."""
+        if self.whole is None and other.whole is None:
+            (left, right), (up, down) = self.factors, other.factors
+            return float(((left.mT @ up) * (right @ down.mT)).sum(dtype=torch.float64))
+        return float((self.dense() * other.dense()).sum(dtype=torch.float64))
+
+    def singular_values(self) -> Tensor:
+        """Return the singular values, the largest first; of a large matrix that is not a product, only the largest."""
+        if self.whole is None:
+            left, right = self.factors
+            return _svdvals(torch.linalg.qr(left, mode="r").R @ torch.linalg.qr(right.T, mode="r").R.T)
+        matrix = self.whole.dense()
+        if min(matrix.shape, default=0) <= SMALL:
+            return _svdvals(matrix)
+        vector = torch.randn(matrix.shape[1], generator=torch.Generator().manual_seed(0))
+        for _ in range(STEPS):
+            vector = matrix.T @ (matrix @ vector)
+            vector = vector / vector.norm().clamp_min(1e-30)
+        largest: Tensor = (matrix @ vector).norm().reshape(1)
+        return largest
+
+    def spaces(self) -> tuple[Tensor, Tensor] | None:
+        """Return orthonormal bases of the column space and of the row space, [out, r] and [cols, r], without directions
+        that are rounding; None if ΔW is not a product of two factors."""
+        if self.whole is not None:
+            return None
+        (left, upper), (right, lower) = (torch.linalg.qr(factor) for factor in (self.factors[0], self.factors[1].T))
+        columns, sizes, rows = torch.linalg.svd(upper @ lower.T, full_matrices=False)
+        large = sizes > NOISE * sizes[:1]
+        return left @ columns[:, large], right @ rows.T[:, large]
+
+
+def _svdvals(matrix: Tensor) -> Tensor:
+    values: Tensor = torch.linalg.svdvals(matrix)
+    return values
