@@ -50,6 +50,9 @@ MethodName: TypeAlias = Literal[
 ]  # fmt: skip
 
 
+OF_FUNCTIONS: Final = ("base", "adapters", "output", "progress", "strengths")
+"""Parameters of Python's functions that are no options of the command line."""
+
 STRENGTHS: Final = "strengths"
 """Another name for the option `strength` in Python, where it is a list."""
 
@@ -253,8 +256,10 @@ def text(value: Any, where: str) -> str:
 
 
 def unlike(value: Any, where: str, kind: str, fix: str = "") -> UsageError:
-    """Return the error for a value of a wrong type."""
-    return UsageError(f"{type(value).__name__} {shown(value)!r} is given for {kind}", where, fix or f"give {kind}")
+    """Return the error for a value of a wrong type. `where`: the option or the parameter."""
+    text = repr(shown(value)) if isinstance(value, str) else shown(value)
+    what = f"{where} must be {kind}, not {type(value).__name__} {text}"
+    return UsageError(what, where, fix or f"give {kind}").of_type()
 
 
 def a_list(value: Any, where: str, expected: str) -> list[Any]:
@@ -302,9 +307,9 @@ def _known(name: str) -> None:
         fix = "leave it out: the API prints nothing, `plan` writes nothing, and the report of `merge` has to_json()"
         raise UsageError(f"only the command line has the option {name!r}", flag, fix)
     if name not in OPTIONS:
-        near = [MEANT[name]] if name in MEANT else get_close_matches(name, OPTIONS, 1)
+        near = [MEANT[name]] if name in MEANT else get_close_matches(name, (*OPTIONS, *OF_FUNCTIONS), 1)
         fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(OPTIONS)}"
-        raise UsageError(f"there is no option {name!r}", flag, fix)
+        raise UsageError(f"there is no option {name!r}", name, fix)
 
 
 def _value(option: Option, value: Any) -> Any:
@@ -327,7 +332,8 @@ def _value(option: Option, value: Any) -> Any:
             return name
         near = get_close_matches(name, option.words, 1, 0.7)
         fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(option.words)}"
-        raise UsageError(f"{shown(value)!r} is not a value of {option.flag}", option.flag, fix)
+        error = UsageError(f"{shown(value)!r} is not a value of {option.flag}", option.flag, fix)
+        raise error.instead(str(value), *near)
     return value
 
 
@@ -342,6 +348,14 @@ SAME_DTYPE: Final = {
     "e4m3": "fp8_e4m3fn", "e4m3fn": "fp8_e4m3fn", "e5m2": "fp8_e5m2",
 }  # fmt: skip
 """Name of a dtype in other programs → its name here."""
+
+
+QUANTISED: Final = {
+    **dict.fromkeys(("int4", "4bit", "w4", "bnb4"), ("nf4", "q4_0", "q4_k")),
+    **dict.fromkeys(("fp4", "mxfp4"), ("nvfp4", "nf4")),
+    **dict.fromkeys(("8bit", "w8", "bnb8"), ("int8", "q8_0")), "gguf": ("q8_0", "q4_k"),
+}  # fmt: skip
+"""Name of a quantised dtype in other programs, where it may mean several formats → these formats."""
 
 
 def spelled(option: Option, value: str) -> str:
@@ -364,7 +378,9 @@ def dtype_name(value: object, option: Option) -> str:
     name = spelled(option, str(value))
     if name not in option.words:
         near = [word for word in option.words if name and word.startswith(name)]  # fp8
+        near = near or [word for word in QUANTISED.get(name, ()) if word in option.words]
         near = near or get_close_matches(name, alike(name, option.words), 1, 0.7)
         fix = f"use {near[0]}" if len(near) == 1 else f"use one of {', '.join(near or option.words)}"
-        raise UsageError(f"{value!r} is not a value of {option.flag}", option.flag, fix)
+        error = UsageError(f"{value!r} is not a value of {option.flag}", option.flag, fix)
+        raise error.instead(str(value), *(near if len(near) == 1 else ()))
     return name

@@ -24,6 +24,12 @@ ADAPTER_PROOF: Final = "lora-merge/adapter-proof/1"
 NOT_VERIFIED: Final = "not at all (--no-verify)"
 
 
+def without_tensors(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a report or a proof without those of every tensor in `numbers`: 300 bytes for each."""
+    numbers = {name: value for name, value in report.get("numbers", {}).items() if name != "tensors"}
+    return {**report, "numbers": numbers} if "numbers" in report else {**report}
+
+
 @dataclass(frozen=True, repr=False)
 class Report(Shown):
     """The outcome of one merge; `--json` prints `to_json()`.
@@ -89,13 +95,16 @@ class Report(Shown):
     def _facts(self) -> Iterator[Fact]:
         return merge_rows(vars(self))
 
-    def to_json(self) -> str:
+    def to_json(self, *, tensors: bool = True) -> str:
         """Return the report as one JSON object.
+
+        Parameters:
+            tensors: Whether `numbers` has the values of every tensor, as with `--json-tensors`.
 
         Returns:
             A line of JSON, as `lora-merge --json` prints it.
         """
-        return json_text(vars(self))
+        return json_text(vars(self) if tensors else without_tensors(vars(self)))
 
     @property
     def matched(self) -> int:

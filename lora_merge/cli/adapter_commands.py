@@ -22,6 +22,7 @@ from .argument_values import as_number, named_adapter, named_adapters, named_par
 from .compat import checked_output, completed
 from .help import add
 from .options import AS_JSON, DRY_RUN, HTML, PLOT, QUIET, Command, read, with_options
+from .own_line import with_words
 from .progress_display import watching
 from .reports import PageFiles, put, show_adapter_report
 
@@ -126,6 +127,13 @@ def average(
 
     With equal weights, with given ones, or as an exponential moving average.
     """
+    named = [named_adapter(word) for word in snapshots]
+    weights = [f"{n[1] if isinstance(n, tuple) else getattr(n, 'strength', 1.0):g}" for n in named]
+    if any(weight != "1" for weight in weights) and not options.get("weights"):
+        files = [str(n[0] if isinstance(n, tuple) else getattr(n, "path", n)) for n in named]
+        right = dict(zip(snapshots, files, strict=True))
+        raise UsageError("snapshots have weights, not strengths", " ".join(snapshots)[:200],
+                         f"write {with_words(right, '--weights', ','.join(weights))}")  # fmt: skip
     _carry_out(COMMANDS["average"], snapshots, options)
 
 

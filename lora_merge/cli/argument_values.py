@@ -54,7 +54,7 @@ def check_numbers(words: Sequence[str], strengths: Sequence[str]) -> None:
     if not values:
         return
     paths, numbers = [word for word in words if word not in values], [values[w] for w in words if w in values]
-    fix = "write a strength behind its file: ADAPTER:0.8"
+    fix = "write the strength after the file name: ADAPTER:0.8"
     if strengths:
         many = len(strengths) + len(numbers) == len(paths)
         fix = f"write -s {','.join([*strengths, *numbers])}" if many else "give one strength for each adapter"
@@ -202,7 +202,7 @@ def _check_named(text: str, adapters: Sequence[Path]) -> None:
     name, colon, part = text.partition(":")
     for n, path in enumerate(adapters, 1):
         if colon and name in (str(path), path.name, path.stem):
-            fix = f"--strength-for {n}:{part}" if "=" in part else f"the strength behind the file: {path}:{part}"
+            fix = f"--strength-for {n}:{part}" if "=" in part else f"the strength after the file name: {path}:{part}"
             raise UsageError("an adapter has its number here", f"--strength-for {text[:80]}", f"write {fix}")
 
 

@@ -25,7 +25,8 @@ from .argument_values import named_adapters, named_base, named_parts, with_stren
 from .batch_command import batch
 from .compat import PROGRAM_OPTIONS, SHORT, check_command, check_once, check_options, check_spaces, checked_output
 from .help import REFUSED, GroupedCommand, add, everywhere, examples, files, refused, take_text
-from .options import AS_JSON, DRY_RUN, HTML, OUTPUT, PLOT, QUIET, REPORT, read, with_options
+from .options import AS_JSON, DRY_RUN, HTML, JSON_TENSORS, OUTPUT, PLOT, QUIET, REPORT, read, with_options
+from .own_line import correct
 from .progress_display import watching
 from .reports import PageFiles, ReportOptions, echo, merge_and_report, put, with_pictures
 from .terminal import debugging, show_error, styled, without_global_options
@@ -139,6 +140,7 @@ def merge(
     output: Annotated[str | None, OUTPUT] = None,
     dry_run: DRY_RUN = False,
     as_json: AS_JSON = False,
+    json_tensors: JSON_TENSORS = False,
     report: REPORT = None,
     html: HTML = None,
     plot: PLOT = None,
@@ -162,8 +164,9 @@ def merge(
             file.protect(sources(job), [job.output])
         pictures.protect(sources(job), [job.output])
         report_options = ReportOptions(
-            dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=verbose, overwrite=job.overwrite
-        )
+            dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=verbose, overwrite=job.overwrite,
+            tensors=json_tensors,
+        )  # fmt: skip
         merged = merge_and_report(lambda: _planned(job, dry=dry_run), file, report_options)
     if merged is not None:
         pictures.write(lambda: with_pictures(*merged) if html is not None else asdict(merged[0]))
@@ -225,13 +228,13 @@ def main() -> None:
         if not sys.argv[1:]:  # no argument at all
             put(Lines.of(str(e).splitlines()))
             raise SystemExit(UsageError.exit_code) from None
-        _fail(wrong := refused(e, _program().commands), str(wrong))
+        _fail(refused(e, _program().commands))
     except _Stopped as stop:
         _fail(stop, f"{stop}; nothing was left behind")
     except Exception as error:
         failure = as_resource_error(error) or error
         if isinstance(failure, MergeError):
-            _fail(failure, str(failure))
+            _fail(failure)
         if not isinstance(error, OSError):
             _print_json_error(error)
             raise
@@ -239,8 +242,10 @@ def main() -> None:
         _fail(error, f"{error.strerror or error}\n  where: {where}\n  fix:   nothing was left behind; run again")
 
 
-def _fail(error: BaseException, text: str) -> None:
-    """End the program: the failure on stderr, with --json also on stdout."""
+def _fail(error: BaseException, text: str = "") -> None:
+    """End the program: the failure on stderr, in words of its own or these, with --json also on stdout."""
+    correct(error, _program().commands)
+    text = text or str(error)
     if debugging():
         import traceback
 

@@ -20,6 +20,9 @@ Command = TypeVar("Command", bound=Callable[..., None])
 OUTPUT: Final = typer.Option("-o", "--output", metavar="PATH", help="File or folder to write.")
 DRY_RUN = Annotated[bool, typer.Option("--dry-run", help="Plan only, from headers; write nothing.")]
 AS_JSON = Annotated[bool, typer.Option("--json", help="Report as one JSON object on stdout.")]
+JSON_TENSORS = Annotated[
+    bool, typer.Option("--json-tensors", help="In the JSON report: also the values of every tensor.")
+]
 REPORT = Annotated[str | None, typer.Option(metavar="FILE", help="Also write the JSON report to this file or pipe.")]
 HTML = Annotated[str | None, typer.Option(metavar="FILE", help="Also write a page to look at in a browser.")]
 PLOT = Annotated[str | None, typer.Option(metavar="FILE", help="Also draw it, as .png, .svg or .pdf.")]

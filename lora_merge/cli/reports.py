@@ -199,10 +199,10 @@ class ReportOptions:
 
     def __init__(
         self, *, dry_run: bool = False, as_json: bool = False, quiet: bool = False, verbose: bool = False,
-        overwrite: bool = False,
+        overwrite: bool = False, tensors: bool = False,
     ) -> None:  # fmt: skip
         self.dry_run, self.as_json, self.quiet = dry_run, as_json, quiet
-        self.verbose, self.overwrite = verbose, overwrite
+        self.verbose, self.overwrite, self.tensors = verbose, overwrite, tensors
 
 
 def merge_and_report(
@@ -229,7 +229,7 @@ def merge_and_report(
         _show_dry_run(plan, file, options, replaced=replaced)
         return None
     if file is not None:
-        file.replace(report.to_json())
+        file.replace(report.to_json(tensors=options.tensors))
     show_merge(report, plan, options, replaced=replaced)
     return report, plan
 
@@ -302,7 +302,7 @@ def show_merge(report: Report, plan: Plan, options: ReportOptions, *, replaced: 
 
     rows = [*merge_rows(vars(report), verbose=options.verbose)]
     if options.as_json:
-        put(report.to_json())
+        put(report.to_json(tensors=options.tensors))
     elif options.quiet:
         show_remarks(rows)
     else:

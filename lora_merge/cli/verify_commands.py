@@ -11,12 +11,12 @@ from ..errors import UsageError
 from ..options import OPTIONS
 from ..paths import expand
 from ..progress import unwatched
-from ..report import verify_rows
+from ..report import verify_rows, without_tensors
 from ..text import json_text
 from .argument_values import named_adapter, named_parts, with_strengths
 from .compat import checked_output, completed
 from .help import add
-from .options import AS_JSON, DRY_RUN, HTML, OUTPUT, QUIET, REPORT, SILENT, read, with_options
+from .options import AS_JSON, DRY_RUN, HTML, JSON_TENSORS, OUTPUT, QUIET, REPORT, SILENT, read, with_options
 from .progress_display import PROOF, paused, watching
 from .reports import (
     PageFiles,
@@ -67,6 +67,7 @@ def verify(
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="Every byte and every row, not a sample.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The proof as one JSON object on stdout.")] = False,
+    json_tensors: JSON_TENSORS = False,
     quiet: SILENT = False,
     **options: Any,
 ) -> None:
@@ -87,7 +88,7 @@ def verify(
             expand(output), base, pairs, search=folders, full=full, options=stated, progress=display or unwatched
         )
     if as_json:
-        put(json_text(proof))
+        put(json_text(proof if json_tensors else without_tensors(proof)))
     elif not quiet:
         show_proof(verify_rows(proof))
 
@@ -100,6 +101,7 @@ def replay(
         list[str] | None, typer.Option(metavar="FOLDER", help="Folders to search for the inputs.")
     ] = None,
     as_json: AS_JSON = False,
+    json_tensors: JSON_TENSORS = False,
     quiet: QUIET = False,
     **options: Any,
 ) -> None:
@@ -114,7 +116,7 @@ def replay(
     from ..recipes.replay import again, is_adapter
 
     path, output, folders = completed(path), str(checked_output(output)), [expand(p) for p in search or []]
-    report_options = ReportOptions(as_json=as_json, quiet=quiet)
+    report_options = ReportOptions(as_json=as_json, quiet=quiet, tensors=json_tensors)
     with watching(quiet=quiet) as display:
         if not is_adapter(expand(path)):
             preload()
@@ -147,6 +149,7 @@ def unmerge(
     ] = None,
     dry_run: DRY_RUN = False,
     as_json: AS_JSON = False,
+    json_tensors: JSON_TENSORS = False,
     report: REPORT = None,
     html: HTML = None,
     quiet: QUIET = False,
@@ -172,7 +175,9 @@ def unmerge(
     named, parts = named_parts(with_strengths([named_adapter(a) for a in adapters or []], values), strength_for)
     stated = {"strength_for": parts, **values} if parts else values
     overwrite = bool(stated.get("overwrite"))
-    report_options = ReportOptions(dry_run=dry_run, as_json=as_json, quiet=quiet, overwrite=overwrite)
+    report_options = ReportOptions(
+        dry_run=dry_run, as_json=as_json, quiet=quiet, overwrite=overwrite, tensors=json_tensors
+    )
     stated |= {"overwrite": True} if dry_run else {}
 
     def planned() -> Plan:

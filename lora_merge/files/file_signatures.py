@@ -155,10 +155,12 @@ def missing(path: Path) -> InputError:
         if entry.suffix in {*ENDINGS, path.suffix} or path.suffix.lower() == entry.suffix or entry.is_dir():
             stems.setdefault(entry.stem, []).append(entry.name)
     close = [stem for stem in stems if stem.lower() == path.stem.lower()]
-    close = close or difflib.get_close_matches(path.stem, stems, n=3, cutoff=0.7)
+    close = close or difflib.get_close_matches(path.stem, stems, n=3, cutoff=0.6)
     near = [name for stem in close for name in sorted(stems[stem], key=lambda n: Path(n).suffix != path.suffix)][:3]
     if near:
-        return InputError("file not found", str(path), f"did you mean {', '.join(near)}?")
+        error = InputError("file not found", str(path), f"did you mean {', '.join(near)}?")
+        return error.instead(str(path), str(path.with_name(near[0])))
     models = [name for names in stems.values() for name in names if Path(name).suffix in ENDINGS]
+    models.sort(key=lambda name: ENDINGS.index(Path(name).suffix))  # those that are never run as code first
     contents = f"its folder has {listed(models)}" if models else "its folder has no model"
     return InputError("file not found", str(path), f"check the path; {contents}")

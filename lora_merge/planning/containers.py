@@ -223,8 +223,11 @@ def check_name(container: OutputContainer) -> None:
             raise UsageError("the output is a folder with the parts of the base", f"-o {output}",
                              f"write -o {typed([str(output.with_suffix(''))])}")  # fmt: skip
     if not container.fits(output):
+        right = output.with_suffix(container.suffix)
         what = "the output is GGUF" if container.is_gguf else "the output is an ordinary checkpoint"
-        raise UsageError(what, str(output), f"name it {container.suffix}")
+        other = ", or write --dtype bf16 for .safetensors" if container.is_gguf and base.gguf is not None else ""
+        error = UsageError(what, str(output), f"name it {container.suffix}{other}")
+        raise error.instead(str(output), str(right))
 
 
 def check_names(job: Job, base: Index, adapters: Sequence[AdapterFile]) -> None:

@@ -52,8 +52,6 @@ TYPED: Final[Mapping[str, str]] = {
         "tests/cli/test_main.py::test_demo_takes_the_place_of_nothing[base]",
     "name it: -o merged.safetensors":
         "tests/cli/test_errors.py::test_errors_name_the_mistake_and_the_fix[base.safetensors lora.safetensors -o --2-the output is a file, not a stream--o merged.safetensors]",
-    "name one: lora-merge BASE ADAPTER:0.8":
-        "tests/cli/test_arguments.py::test_adapters[None]",
     "name the base first: lora-merge BASE ADAPTER:0.8":
         "tests/cli/test_habits.py::test_mistakes_of_beginners_are_answered[lora.safetensors:0.8 base.safetensors-name the base first: lora-merge BASE]",
     "name the base; lora-merge inspect … shows what the adapter changes":
@@ -127,6 +125,7 @@ UNTYPED: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "it goes in the place of the option that is refused": (
         "give it as --rank",
+        "give --weights, one for each snapshot",
         "give its name; --json prints the report",
     ),
 }
@@ -136,7 +135,7 @@ UNTYPED: Final[Mapping[str, tuple[str, ...]]] = {
 BY_HAND: Final[Mapping[str, tuple[str, ...]]] = {
     "another file, download, training or export is needed": (
         "download", "export", "save", "get", "take", "train", "convert", "merge", "resize", "update", "load", "unpack",
-        "DeepSpeed's", "the", "it", "keep", "these", "combine", "run",
+        "DeepSpeed's", "the", "it", "keep", "combine", "run",
     ),
     "the user names another file, or a value, that a test of the error has as its right case": (
         "use", "write", "lora-merge", "give", "at", "0", "name", "names", "choose", "did", "this", "under", "verify", "of", "start",
@@ -144,8 +143,8 @@ BY_HAND: Final[Mapping[str, tuple[str, ...]]] = {
     "the user corrects a file or a line": (
         "correct", "remove", "rename", "move", "put", "indent", "check", "compare", "delete", "if", "let", "density",
     ),
-    "the option, value or layer is left out by hand; or it is tried and not typed": ("leave", "lower", "or", "a"),
-    "a call in Python": ("bring", "cast", "undo", "see"),
+    "the option, value or layer is left out by hand; or it is tried and not typed": ("leave", "lower", "or"),
+    "a call in Python": ("bring", "cast", "undo", "see", "for"),
     "the system's or another program's": ("raise", "change", "you", "pip", "apply", "serve"),
     "the mistake is ours": ("report",),
 }  # fmt: skip
