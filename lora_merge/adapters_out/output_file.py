@@ -210,7 +210,7 @@ WHOLE_CHANGES: Final = Note(
     "biases as diffusers reads them"
 )
 BESIDE: Final = Note(
-    "changes of biases (.diff_b) beside factors: ComfyUI reads them, LyCORIS leaves them out in silence"
+    "changes of biases (.diff_b) next to factors: ComfyUI reads them, LyCORIS leaves them out in silence"
 )
 
 

@@ -48,7 +48,7 @@ def check_numbers(words: Sequence[str], strengths: Sequence[str]) -> None:
     """Raise UsageError for numbers among the adapters. `strengths`: those of `--strength`, as in `-s 0.8 0.5`."""
     joining = [word for word in words if word in ("+", "&", "and", "with") and not exists(word)]
     if joining:
-        raise UsageError("a word where an adapter belongs", joining[0], f"leave it out; {ADAPTERS}")
+        raise UsageError("a word in the place of an adapter", joining[0], f"leave it out; {ADAPTERS}")
     bare = {word: re.sub("^(?:strength|weight|scale|ratio|multiplier)=", "", word) for word in words}
     values = {word: right_form(bare[word]) for word in words if right_form(bare[word]) and not exists(word)}
     if not values:
@@ -60,7 +60,7 @@ def check_numbers(words: Sequence[str], strengths: Sequence[str]) -> None:
         fix = f"write -s {','.join([*strengths, *numbers])}" if many else "give one strength for each adapter"
     elif len(paths) == len(numbers):
         fix = f"write {' '.join(f'{path}:{value}' for path, value in zip(paths, numbers, strict=True))}"
-    raise UsageError("a number where an adapter belongs", " ".join(values), fix)
+    raise UsageError("a number in the place of an adapter", " ".join(values), fix)
 
 
 def check_last(words: Sequence[str]) -> None:

@@ -117,7 +117,9 @@ def checked_output(output: str | None) -> str | None:
     if output == "-":
         raise UsageError("the output is a file, not a stream", "-o -", "name it: -o merged.safetensors")
     if is_address(output or ""):
-        raise UsageError("an address, and not a path", f"-o {output}", "write a file here with -o NAME, then upload it")
+        raise UsageError(
+            "this is a URL, not a local path", f"-o {output}", "write a file here with -o NAME, then upload it"
+        )
     _check_drive(output or "")
     return output
 

@@ -18,14 +18,27 @@ from ..options import OPTIONS
 from .compat import FOREIGN, advice_on
 from .terminal import DEBUG, EVERYWHERE, FLAG, Color
 
-GROUPS: Final = ("Strength", "Method", "Input", "Output", "Computation", "Report")
+UNRECORDED: Final = "If the output has no recipe"
+"""Heading of the options of a merge that `verify` reads from a recipe, if there is one."""
+
+GROUPS: Final = ("Strength", "Method", "Input", "Output", "Computation", UNRECORDED, "Report")
 """Headings of options, in the order of the help; other options come first, below "Options"."""
 
 BY_NAME: Final = {
     "output": "Output",
-    **dict.fromkeys(("as_json", "report", "html", "plot", "quiet", "verbose", "dry_run", "schema"), "Report"),
+    **dict.fromkeys(
+        ("as_json", "json_tensors", "report", "html", "plot", "quiet", "verbose", "dry_run", "schema"), "Report"
+    ),
 }
 """Parameter that many commands have → its heading."""
+
+COMMANDS: Final = {
+    "Merge": ("merge", "batch", "demo"),
+    "Adapters": ("combine", "resize", "convert", "average", "extract"),
+    "Look": ("inspect", "parts", "compare", "architectures", "algorithms"),
+    "Check": ("verify", "replay", "unmerge", "doctor", "schema"),
+}
+"""Heading of commands → its commands, in the order of use."""
 
 LONGEST: Final = 40  # letters of choices behind the name of an option
 

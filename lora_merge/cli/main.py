@@ -24,7 +24,7 @@ from . import adapter_commands, inspect_commands, tables, verify_commands
 from .argument_values import named_adapters, named_base, named_parts, with_strengths
 from .batch_command import batch
 from .compat import PROGRAM_OPTIONS, SHORT, check_command, check_once, check_options, check_spaces, checked_output
-from .help import REFUSED, GroupedCommand, add, everywhere, examples, files, refused, take_text
+from .help import COMMANDS, REFUSED, GroupedCommand, add, everywhere, examples, files, refused, take_text
 from .options import AS_JSON, DRY_RUN, HTML, JSON_TENSORS, OUTPUT, PLOT, QUIET, REPORT, read, with_options
 from .own_line import correct
 from .progress_display import watching
@@ -82,9 +82,24 @@ class Commands(TyperGroup):
         check_command(word, {name: self.commands[name].get_short_help_str(200) for name in self.list_commands(None)})
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of the commands, the main one first."""
-        shown = [name for name, command in self.commands.items() if not command.hidden]
-        return sorted(shown, key=lambda name: name != "merge")
+        """Return the names of the commands, in the order of use."""
+        return [name for names in self._groups().values() for name in names]
+
+    def _groups(self) -> dict[str, list[str]]:
+        """Return heading → its commands."""
+        shown = {name for name, command in self.commands.items() if not command.hidden}
+        groups = {title: [name for name in names if name in shown] for title, names in COMMANDS.items()}
+        return {**groups, "More": sorted(shown.difference(*COMMANDS.values()))}
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands by groups, and then the options of the program."""
+        for title, names in self._groups().items():
+            rows = [(name, self.commands[name].get_short_help_str(formatter.width)) for name in names]
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+        with formatter.section("Options"):
+            formatter.write_dl([row for p in self.get_params(ctx) if (row := p.get_help_record(ctx))])
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         """Return commands and options, and files: the first word may be a base, except after `help`."""
@@ -109,7 +124,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "color": False},
     help="Merge LoRA, LyCORIS and PEFT adapters into .safetensors checkpoints.\n\n"
     "lora-merge BASE ADAPTER[:STRENGTH] ... [options] is short for lora-merge merge.\n\n"
-    "lora-merge help COMMAND tells of a command and its options.",
+    "Run lora-merge help COMMAND for details.",
     epilog=EXAMPLES,
 )  # fmt: skip
 
@@ -145,7 +160,7 @@ def merge(
     html: HTML = None,
     plot: PLOT = None,
     quiet: QUIET = False,
-    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Name every tensor.")] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="List every tensor.")] = False,
     **options: Any,
 ) -> None:
     """Merge adapters into a base model and write the result."""
@@ -180,9 +195,9 @@ def _planned(job: Job, *, dry: bool) -> Plan:
 
 @app.command(cls=GroupedCommand)
 def demo(
-    folder: Annotated[str, typer.Argument(help="Where to put the files.")] = "lora-merge-demo",
+    folder: Annotated[str, typer.Argument(help="Folder of the files.")] = "lora-merge-demo",
 ) -> None:
-    """Merge three small adapters into a small model. All of them are made here, offline, in seconds."""
+    """Merge three small adapters into a small model, offline, in seconds."""
 
     where = expand(folder)
     with watching(quiet=False, doing="loading torch"):

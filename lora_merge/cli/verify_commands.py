@@ -56,24 +56,23 @@ def add_to(app: typer.Typer) -> None:
 @with_options(*(option for option in OPTIONS.values() if option.in_verify), before="search", stated=True)
 def verify(
     output: Merged,
-    base: Annotated[
-        str | None, typer.Option(metavar="PATH", help="The base it was made from, if its recipe is not to be used.")
-    ] = None,
+    base: Annotated[str | None, typer.Option(metavar="PATH", help="Read this base instead of the recipe's.")] = None,
     adapter: Annotated[
-        list[str] | None, typer.Option("--adapter", metavar="ADAPTER[:STRENGTH]", help="One per adapter, in order.")
+        list[str] | None,
+        typer.Option("--adapter", metavar="ADAPTER[:STRENGTH]", help="Read these adapters, in order; repeatable."),
     ] = None,
     search: Annotated[
-        list[str] | None, typer.Option(metavar="FOLDER", help="Folders to search for the recipe's inputs.")
+        list[str] | None, typer.Option(metavar="FOLDER", help="Search this folder for the recipe's inputs; repeatable.")
     ] = None,
-    full: Annotated[bool, typer.Option("--full", help="Every byte and every row, not a sample.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The proof as one JSON object on stdout.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Check every byte and every row instead of a sample.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the proof as one JSON object on stdout.")] = False,
     json_tensors: JSON_TENSORS = False,
     quiet: SILENT = False,
     **options: Any,
 ) -> None:
-    """Prove that a file is the merge that its recipe says.
+    """Verify that a file is the merge that its recipe describes.
 
-    Its inputs are found by their hashes, or named.
+    Finds the inputs by their hashes, or takes the named ones.
     """
     from ..recipes.replay import is_adapter, prove
 
@@ -98,16 +97,16 @@ def replay(
     path: Merged,
     output: Annotated[str, OUTPUT],
     search: Annotated[
-        list[str] | None, typer.Option(metavar="FOLDER", help="Folders to search for the inputs.")
+        list[str] | None, typer.Option(metavar="FOLDER", help="Search this folder for the inputs; repeatable.")
     ] = None,
     as_json: AS_JSON = False,
     json_tensors: JSON_TENSORS = False,
     quiet: QUIET = False,
     **options: Any,
 ) -> None:
-    """Make a merged checkpoint again from its recipe.
+    """Repeat a merge from its recipe.
 
-    The inputs are found by their hashes.
+    Finds the inputs by their hashes.
     """
     from ..adapters_out.commands import COMMANDS
     from ..engine.admission import admit
@@ -141,11 +140,14 @@ def unmerge(
     path: Merged,
     adapters: Annotated[
         list[str] | None,
-        typer.Argument(metavar="ADAPTER[:STRENGTH]...", help="As they were merged. Default: those of the recipe."),
+        typer.Argument(
+            metavar="ADAPTER[:STRENGTH]...", help="Adapters with the strengths of the merge. [default: the recipe's]"
+        ),
     ] = None,
     output: Annotated[str | None, OUTPUT] = None,
     search: Annotated[
-        list[str] | None, typer.Option(metavar="FOLDER", help="Folders to search for the recipe's adapters.")
+        list[str] | None,
+        typer.Option(metavar="FOLDER", help="Search this folder for the recipe's adapters; repeatable."),
     ] = None,
     dry_run: DRY_RUN = False,
     as_json: AS_JSON = False,
@@ -155,9 +157,9 @@ def unmerge(
     quiet: QUIET = False,
     **options: Any,
 ) -> None:
-    """Take adapters out of a merged checkpoint again.
+    """Take adapters out of a merged checkpoint.
 
-    The outcome is the base to one rounding step; the base itself is exact. Without an output: say where the base is.
+    Restores the base up to one rounding step; only the base itself is exact. Without -o it names the base.
     """
     from ..engine.admission import admit
     from ..recipes.replay import refuse_to_unmerge
@@ -195,13 +197,13 @@ def unmerge(
 
 
 def doctor(
-    folder: Annotated[str, typer.Argument(help="The folder whose disk is measured.")] = ".",
-    as_json: Annotated[bool, typer.Option("--json", help="The findings as one JSON object on stdout.")] = False,
+    folder: Annotated[str, typer.Argument(help="Folder on the disk to measure.")] = ".",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as one JSON object on stdout.")] = False,
     quiet: SILENT = False,
 ) -> None:
-    """Say whether this machine can merge.
+    """Check whether this machine can merge.
 
-    It tests the versions, devices, every formula and the disk; the exit code is 0 if all is well.
+    Tests versions, devices, every formula and the disk; the exit code is 0 if all is well.
     """
 
     where = expand(folder)

@@ -231,5 +231,5 @@ def check_finite(tensor: Tensor, info: StoredTensor) -> None:
     else:
         finite = not odd(tensor)
     if not finite:
-        raise InputError("the adapter holds NaN or infinite values", f"{info.file}: {info.name}",
+        raise InputError("the adapter contains NaN or infinite values", f"{info.file}: {info.name}",
                          "the training diverged; use an earlier checkpoint of the adapter")  # fmt: skip

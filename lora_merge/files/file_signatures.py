@@ -37,9 +37,7 @@ MAGIC: Final = (
 )  # fmt: skip
 """Formats that people pass instead of a checkpoint; used only for files without a valid header."""
 
-BESIDE: Final = (
-    "load it beside the model when that runs; it does not change the weights of the model, so nothing can be merged"
-)
+BESIDE: Final = "load it at generation time: this file contains no weight changes, so there is nothing to merge"
 
 EMBEDDING: Final = "an embedding (textual inversion)"
 
@@ -130,7 +128,7 @@ def refusal(path: Path, start: bytes, size: int, why: str) -> InputError:
     if size == 0:
         return InputError("the file is empty", str(path), "download or export it again")
     if not any(start):
-        return InputError("the file holds zeros", str(path), "download it again; it was never completed")
+        return InputError("the file contains only zeros", str(path), "download it again; it was never completed")
     for magic, what, fix in MAGIC:
         if start.startswith(magic) and start[4:9] != b"\0\0\0\0{":  # such bytes begin a damaged header
             return InputError(f"not a .safetensors file but {what}", str(path), fix)

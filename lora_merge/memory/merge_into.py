@@ -100,8 +100,8 @@ class MergedModel(Shown):
                 _write(tensor, data)
                 del self._originals[name]
         if failed:
-            raise UsageError("numbers were changed after the merge, and only their difference from the old is kept",
-                             listed(failed), "load the model again; with keep='host' all numbers are kept")  # fmt: skip
+            raise UsageError("values were changed after the merge, and only their difference from the old ones is kept",
+                             listed(failed), "load the model again; with keep='host' all values are kept")  # fmt: skip
 
     def _changed(self) -> dict[str, Tensor]:
         """Return the tensors that the model has now under the names of the changed ones, the last one first."""
@@ -278,7 +278,7 @@ def _check_apart(written: Mapping[str, Tensor], others: Mapping[str, Tensor]) ->
     """Raise InputError if a number that is written shares its memory with another one of these tensors."""
     for name, tensor in written.items():
         if repeats(tensor):
-            raise InputError("numbers of this tensor share their memory, and cannot be changed one by one", name,
+            raise InputError("values of this tensor share their memory and cannot be changed one by one", name,
                              "give the layer a tensor of its own: .contiguous()")  # fmt: skip
     if pair := next((pair for pair in shared(written, others) if pair[0] != pair[1]), None):
         raise InputError("one of these tensors is changed by a merge, and shares memory with the other, which must "

@@ -159,7 +159,7 @@ class NewGguf(OutputContainer):
         """
         if self.file.name(info.name) is None:
             if changed:
-                raise FitError("an adapter changes a network that the GGUF file does not hold: a text encoder or VAE",
+                raise FitError("an adapter changes a network that the GGUF file lacks: a text encoder or VAE",
                                f"{info.file}: {info.name}",
                                "leave it out with --strength-for te=0, or name the output .safetensors")  # fmt: skip
             return False

@@ -71,7 +71,8 @@ def notes(changes: Sequence[HeaderChange], index: Index) -> list[Note]:
     if KEY not in index.metadata:
         return [
             Note(
-                "the file holds no recipe: the inputs are those that were named, and edits of its metadata cannot be "
+                "the file contains no recipe: the inputs are those that were named, and edits of its metadata cannot "
+                "be "
                 "found"
             )
         ]

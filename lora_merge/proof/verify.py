@@ -343,7 +343,7 @@ def _warnings(plan: Plan, merged: Recomputation, shares: Sequence[dict[str, Any]
     if merged.unconfirmed:
         yield Note(f"the report's numbers of {listed(merged.unconfirmed)} are not those of the file; {REPORT}")
     if f.broken:
-        yield Note(f"{f.broken} of {f.elements} numbers looked at are NaN or infinite: the base holds such")
+        yield Note(f"{f.broken} of {f.elements} numbers compared are NaN or infinite, as in the base")
     if f.cut:  # the user asked for it, and it explains why less of an adapter is in the output
         return
     for share in shares:

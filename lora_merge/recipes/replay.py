@@ -98,11 +98,14 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
             raise with_header_changes(e, changes) from e
         proof["warnings"] += notes(changes, index)
         if KEY in index.metadata and (wrong := misleading(plan, output)):
-            raise VerificationFailed("the weights are right, but files beside them are not those of the merge, and let "
+            raise VerificationFailed("the weights are right, but files next to them are not those of the merge, and "
+                                     "let "
                                      "them be loaded as another model, or not at all", f"{output}: {listed(wrong)}",
                                      instead(output))  # fmt: skip
         if sides := differing(contents(plan), output):
-            proof["warnings"].append(Note(f"not what the merge writes, or missing beside the weights: {listed(sides)}"))
+            proof["warnings"].append(
+                Note(f"not what the merge writes, or missing next to the weights: {listed(sides)}")
+            )
         return {"output": str(output), "proven": True, **proof, "schema": "lora-merge/proof/1"}
 
 

@@ -86,7 +86,7 @@ SCENES: Final[dict[str, str]] = {
     "give --ema too": "average A A --ema-to 0.9 -o x.safetensors",
     "give --rank too, such as exact": "convert A --to comfy --max-rank 4 -o x.safetensors",
     "give --to, such as --to diffusers; or another --dtype, --rank, --algorithm or --alpha": "convert A",
-    "write --dtype …, or --on-overflow saturate to cut such numbers to the largest": "BASE A:1e9 -o x.safetensors",
+    "write --dtype …, or --on-overflow saturate to cut such values to the largest": "BASE A:1e9 -o x.safetensors",
     "write --compute-dtype …, or lower the strength": "BASE A:1e300 -o x.safetensors",
     "name another: lora-merge batch --init OTHER.yaml": "batch --init JOBS.yaml",
     "correct it; lora-merge schema jobs prints what is allowed": "batch WRONG.yaml",

@@ -14,7 +14,7 @@ TYPED: Final[Mapping[str, str]] = {
         "tests/adapters_out/test_averages.py::test_snapshots_that_are_not_alike_have_no_averaged_factors[shape]",
     "bring it to LoRA: --algorithm lora --rank RULE, or write another format (kohya)":
         "tests/adapters_out/test_experts.py::test_peft_gets_no_whole_values_of_an_expert_which_it_would_leave_out[qwen3_moe]",
-    "bring it to LoRA: --algorithm lora, with --rank where it is not low-rank":
+    "bring it to LoRA: --algorithm lora, with --rank if it is not low-rank":
         "tests/adapters_out/test_convert.py::test_dialect_refuses_what_it_cannot_hold",
     "choose another -o, or give --overwrite":
         "tests/proof/test_unmerge.py::test_unmerge_has_the_manners_of_a_merge",
@@ -44,7 +44,7 @@ TYPED: Final[Mapping[str, str]] = {
         "tests/cli/test_errors.py::test_errors_name_the_mistake_and_the_fix[batch-2-no jobs file was given---init writes a first one]",
     "choose another --format, or drop them with --unmatched skip":
         "tests/adapters_out/test_extract.py::test_changed_weight_without_a_name_in_the_dialect_is_refused_or_told",
-    "name a folder that holds one, or leave --tokenizer out":
+    "name a folder that contains one, or leave --tokenizer out":
         "tests/planning/test_folders.py::test_tokenizer_that_is_not_there_is_refused[adapter]",
     "name a folder: -o …":
         "tests/cli/test_main.py::test_outputs_of_odd_names",
@@ -90,7 +90,7 @@ TYPED: Final[Mapping[str, str]] = {
         "tests/cli/test_habits.py::test_mistakes_of_beginners_are_answered[base lora -o s3://x/y.safetensors-write a file here with -o NAME]",
     "write a folder for each: … -o OTHER":
         "tests/adapters_out/test_convert.py::test_dialect_refuses_what_it_cannot_hold",
-    "write a folder of PEFT with --format peft -o FOLDER, or drop it with --unmatched skip":
+    "write a PEFT folder with --format peft -o FOLDER, or drop it with --unmatched skip":
         "tests/adapters_out/test_extract_tokens.py::test_head_apart_is_never_lost_in_a_file",
     "…; or leave them out with --unmatched skip":
         "tests/matching/test_tied_heads.py::test_value_of_no_parameter_of_the_head_lands_nowhere[(10,)-bias-apart]",
@@ -111,12 +111,12 @@ UNTYPED: Final[Mapping[str, tuple[str, ...]]] = {
         "use fp32, or --device cpu",
     ),
     "a cluster, or a worker that dies, is needed": (
-        "see that every node has lora-merge and the memory it needs; `ray logs` tells more",
+        "check that every node has lora-merge and the memory it needs; `ray logs` shows more",
         "start one with `ray start --head`, or leave the address out",
         "unset it, or name a cluster of yours: --ray-address",
     ),
     "it is a look at what else there is, or a report": (
-        "ask for numbers, such as with --weights",
+        "read the weights too: --weights",
         "correct them; lora-merge schema jobs prints what is allowed",
         "if it is a name on the Hub, download it first: hf download … --local-dir …; else check the path",
         "only outputs of lora-merge carry a recipe; …",

@@ -279,7 +279,7 @@ def test_tokenizer_of_several_adapters_is_named(grown: Path) -> None:
     shutil.copytree(grown / "ad", grown / "other")
     file = grown / "other" / "adapter_model.safetensors"
     save({name: value for name, value in load_file(file).items() if "lora_" in name}, file)
-    with pytest.raises(UsageError, match="several adapter folders hold a tokenizer"):
+    with pytest.raises(UsageError, match="several adapter folders contain a tokenizer"):
         lora_merge.merge(grown / "base", [grown / "ad", grown / "other"], grown / "out", tokenizer="adapter")
 
 

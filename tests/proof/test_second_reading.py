@@ -593,7 +593,7 @@ def test_tokens_that_a_wrong_plan_puts_elsewhere_are_noticed(
         right(self, info, view, RowNumbers(shift([*rows])))
 
     monkeypatch.setattr(ModulePlacer, "_replace_rows", wrong)
-    with pytest.raises(VerificationFailed, match="where an adapter's module goes"):
+    with pytest.raises(VerificationFailed, match="what an adapter's module changes"):
         read(base, {TOKENS: (4, 8)}, {**CHOSEN, "trainable_token_indices": [5, 7, 11, 12]})
 
 
