@@ -209,7 +209,7 @@ class Measures:
                 retained = max(measure.all.retained or 0.0, 0.0)
                 yield Note(
                     f"only {retained:.0%} of {ref.path.name} is in the output: its changes are "
-                    "smaller than the dtype can hold beside the weights; write a wider --dtype, or round with "
+                    "smaller than the dtype can hold next to the weights; write a wider --dtype, or round with "
                     "--rounding stochastic"
                 )
 

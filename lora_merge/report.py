@@ -56,7 +56,7 @@ class Report(Shown):
         notes: Remarks about the merge, such as a device that was not used; those about an adapter are in `coverage`.
         device_choice: Why `device="auto"` took the device.
         numbers: What the merge did to the weights, by component, block, adapter and tensor.
-        codes: Quantised weights by format, those that were encoded, and plain matrices.
+        codes: Quantised weights by format, how many were encoded, and plain matrices.
         schema: The format of `to_json()`; `lora-merge schema report` describes it.
 
     Examples:

@@ -44,7 +44,7 @@ NO_SHAPE: Final = "the shape of a weight is not in the adapter's file"
 NOW_APART: Final = "is now stored apart"  # what becomes of a head when a checkpoint is written
 APART: Final = Note(
     "the head was trained apart from the embeddings that share its weight: a merge of the output changes both, unless "
-    "it is a folder of PEFT"
+    "it is a PEFT folder"
 )
 
 

@@ -36,7 +36,7 @@ class JobReport(Shown):
         status: "merged", "made" (an adapter was written), "skipped" (it is there already), "failed" or "taken".
         seconds: Of its own: its share of the pass in which its base was read, and its proof.
         tries: How often it was begun.
-        report: That of the merge or other command, where there was one.
+        report: That of the merge or other command, if there is one.
         error: Why it failed.
         worker: Host and process.
 

@@ -661,5 +661,5 @@ def _in_fp32(value: float) -> bool:
 def _unusable(slot: str, value: float | None, info: StoredTensor | None) -> InputError:
     where = f"{info.file}: {info.name}" if info else f"--setting {ALPHA}"
     odd = value is not None and isfinite(value) and not _in_fp32(value)
-    what = f"{slot} is {value}, out of the range of fp32" if odd else f"{slot} is {value}"
+    what = f"{slot} is {value}, too large for fp32" if odd else f"{slot} is {value}"
     return InputError(what, where, "use an earlier save of the adapter")

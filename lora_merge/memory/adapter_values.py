@@ -71,7 +71,7 @@ class Changes:
 
         Parameters:
             name: As `modules` has it.
-            base: The model that the adapters were trained on, where a formula reads it, or dialects differ.
+            base: The model that the adapters were trained on, if a formula reads it, or dialects differ.
 
         Returns:
             One number for each direction, as many as `rank` says.
@@ -208,7 +208,7 @@ class AdapterSum(Shown, Changes):
             A tensor of the base weight's shape.
 
         Raises:
-            UsageError: None of the adapters has such a module, or they name the weights of a model in different words.
+            UsageError: No adapter has such a module, or they name the weights of a model in different words.
             MergeError: As for `merge`.
         """
         check_weight(base_weight)

@@ -70,7 +70,7 @@ class LoadedAdapter(Shown):
 
     @public
     def algorithm(self, name: str) -> str:
-        """Return the name of the algorithm of a module's tensors.
+        """Return the algorithm name of a module's tensors.
 
         Parameters:
             name: As `modules` has it.
@@ -100,7 +100,7 @@ class LoadedAdapter(Shown):
         Parameters:
             name: As `modules` has it.
             base_weight: The weight that the module changes.
-            fan_in_fan_out: Whether the weight is [in, out], where the shape contradicts the configuration, and for a
+            fan_in_fan_out: Whether the weight is [in, out], if the shape contradicts the configuration, and for a
                 Conv1D with methods whose tensors fit any shape (FourierFT, WaveFT).
 
         Returns:

@@ -82,7 +82,7 @@ class MergedModel(Shown):
         Raises:
             UsageError: If a later merge into the memory of a changed tensor is not undone, a tensor has another dtype
                 or shape now, or another merge uses its memory now: then nothing is restored. Also for numbers that were
-                changed since, where only a difference from the merged ones is kept; all other tensors are restored.
+                changed since, if only a difference from the merged ones is kept; all other tensors are restored.
             InputError: If a tensor shares memory with another changed one now: then nothing is restored.
         """
         changed, failed = self._changed(), list[str]()
@@ -175,7 +175,7 @@ class MergedModel(Shown):
             name: As in the model's state dict.
 
         Returns:
-            The tensor itself where it was not changed, else a copy.
+            The tensor itself if it was not changed, else a copy.
         """
         tensor, original = self._tensors[name], self._originals.get(name)
         data = original(tensor) if original is not None else None

@@ -350,7 +350,7 @@ def _warnings(plan: Plan, merged: Recomputation, shares: Sequence[dict[str, Any]
         if share["retained"] is not None and share["retained"] < RETAINED:
             yield Note(
                 f"only {max(share['retained'], 0):.0%} of {share['adapter']} is in the output: its changes are smaller "
-                f"than {dtypes} can hold beside the weights; {fix}"
+                f"than {dtypes} can hold next to the weights; {fix}"
             )
         elif share["retained"] is not None and share["retained"] > 2 - RETAINED:
             yield Note(
