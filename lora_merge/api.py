@@ -88,8 +88,8 @@ def merge(
         verify: Whether the written file is read again and verified. Default: True.
         title: The title in the metadata of the output, `modelspec.title`. Default: the base's.
         metadata: More entries of the metadata: `{"modelspec.author": "me"}`. They replace the base's of the same name.
-        no_metadata: Leave out the recipe, and all names and hashes of inputs, also the ones that the base's own metadata
-            has. `verify` and `replay` then need the inputs. Default: False.
+        no_metadata: Leave out the recipe, and all names and hashes of inputs, also the ones in the base's own
+            metadata. `verify` and `replay` then need the inputs. Default: False.
         card: Whether to write a model card: README.md in a folder, NAME.md next to a file. A card that is there keeps
             its text and gets a section. Default: with folders.
 

@@ -32,7 +32,7 @@ INSTEAD: Final = {
 """Words that strings do not have → what to write."""
 
 ALLOWED: Final = (
-    "where: ", "the site wanted a login", "where it fits", "Where it fits", "where two models differ", "where they differ",
+    "where: ", "the site wanted a login", "where it fits", "Where it fits", "where two models", "where they differ",
     "where it differs", "Where they differ", "Where it was", "‖Δ‖, where Δ̂", "`where`", "where Δ̂", "Where the original",
     "Where is the output", "| where |", "goes on where it stopped", "Where to add", "None of an output", "where a weight is",
     "where you are", "Where.",
@@ -67,7 +67,9 @@ def docstrings() -> Iterator[tuple[str, str]]:
 
 def descriptions(value: Any) -> Iterator[str]:
     """The texts of a JSON schema."""
-    for name, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+    for name, inner in (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    ):
         if name in ("description", "title") and isinstance(inner, str):
             yield inner
         yield from descriptions(inner)
@@ -83,11 +85,13 @@ def wrong(text: str) -> list[str]:
 
 MODULES: Final = [p for room in ("lora_merge", "algorithms") for p in sorted((ROOT / room).rglob("*.py"))]
 PAGES: Final = [ROOT / name for name in ("README.md", "CHANGELOG.md", "configs/README.md")]
-PAGES += sorted((ROOT / "configs" / "site" / "pages").glob("*.md")) + [ROOT / "lora_merge" / "cli" / "README.md"]
+PAGES += [*sorted((ROOT / "configs" / "site" / "pages").glob("*.md")), ROOT / "lora_merge" / "cli" / "README.md"]
 
 
 def test_strings_have_the_words_of_the_field() -> None:
-    prose = [(path, text) for path in MODULES for text in strings(path) if len(text.split()) > 2 and len(text) < LONGEST]
+    prose = [
+        (path, text) for path in MODULES for text in strings(path) if len(text.split()) > 2 and len(text) < LONGEST
+    ]
     assert len(prose) > 1500
     found = [f"{path.relative_to(ROOT)}: {text!r}: {word}" for path, text in prose for word in wrong(text)]
     assert not found, "\n".join(found)
@@ -112,9 +116,59 @@ def test_pages_have_the_words_of_the_field(page: Path) -> None:
 
 
 VERBS: Final = frozenset(
-    """Add Allow Append Average Bring Change Check Combine Compute Convert Count Decide Divide Draw Drop Extract Hash
-    Install Interpolate Keep Leave Limit List Merge Multiply Open Plan Print Read Repeat Replace Require Resize Round
-    Run Scale Search Seed Serve Set Show Stop Store Supply Take Test Use Vary Verify Weight Write""".split()
+    [
+        "Add",
+        "Allow",
+        "Append",
+        "Average",
+        "Bring",
+        "Change",
+        "Check",
+        "Combine",
+        "Compute",
+        "Convert",
+        "Count",
+        "Decide",
+        "Divide",
+        "Draw",
+        "Drop",
+        "Extract",
+        "Hash",
+        "Install",
+        "Interpolate",
+        "Keep",
+        "Leave",
+        "Limit",
+        "List",
+        "Merge",
+        "Multiply",
+        "Open",
+        "Plan",
+        "Print",
+        "Read",
+        "Repeat",
+        "Replace",
+        "Require",
+        "Resize",
+        "Round",
+        "Run",
+        "Scale",
+        "Search",
+        "Seed",
+        "Serve",
+        "Set",
+        "Show",
+        "Stop",
+        "Store",
+        "Supply",
+        "Take",
+        "Test",
+        "Use",
+        "Vary",
+        "Verify",
+        "Weight",
+        "Write",
+    ]
 )
 """First words of the help of options: what the option does."""
 

@@ -133,7 +133,7 @@ def _warnings(plan: Plan, measures: Measures) -> Iterator[str]:
     stored, _, fix = remedy(plan)
     least = listed(f"{name} ({max(shares[name], 0):.0%})" for name in sorted(shares, key=lambda name: shares[name]))
     yield (
-        f"only {max(every, 0):.0%} of the change would be in the output: it is smaller than {stored} can hold beside "
+        f"only {max(every, 0):.0%} of the change would be in the output: it is smaller than {stored} can hold next to "
         f"the weights; {fix}; {len(below)} of {plural(len(measures.tensors), 'weight')} keep less than {RETAINED:.0%}: "
         f"{least}"
     )
