@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from ..errors import AdapterAsBase, MergeError
 from ..paths import exists, expand, split_strength, typed, with_found_ending
+from .terminal import without_global_options
 
 LONGEST: Final = 400
 """Characters of a line that is printed; a longer one shows nothing that its fix does not show."""
@@ -22,7 +23,8 @@ def line(words: Sequence[str]) -> str:
 
 def with_words(right: Mapping[str, str], *more: str) -> str:
     """Return the user's own line with words in place of others, and more at its end."""
-    return line([*(right.get(word, word) for word in sys.argv[1:]), *more])
+    words = without_global_options(sys.argv[1:], checked=False)
+    return line([*(right.get(word, word) for word in words), *more])
 
 
 def flags(parameters: Sequence[Any]) -> dict[str, bool]:
@@ -43,7 +45,7 @@ def split_words(words: Sequence[str], known: Mapping[str, bool]) -> tuple[list[s
 
 def correct(error: BaseException, commands: Mapping[str, Any]) -> None:
     """Put the user's own line into the fix of an error, if the error shows what was meant. `commands`: by name."""
-    words = sys.argv[1:]
+    words = without_global_options(sys.argv[1:], checked=False)
     if not isinstance(error, MergeError) or not words:
         return
     command, rest = (words[0], words[1:]) if words[0] in commands else ("merge", words)

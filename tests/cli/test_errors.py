@@ -143,7 +143,7 @@ def test_program_alone_shows_its_help(run: Run) -> None:
     code, text = run()
     assert code == 2
     assert text.startswith("Usage: lora-merge")
-    assert "\nCommands:\n  merge " in text
+    assert "\nMerge:\n  merge " in text
 
 
 def test_unrelated_names_are_not_suggested(run: Run) -> None:

@@ -491,7 +491,7 @@ def test_fault_of_the_program_with_json_is_json_on_stdout(
 
 
 def test_main_command_comes_first_and_its_help_ends_with_examples(run: Run) -> None:
-    listed = [line.split()[0] for line in run("--help")[1].partition("Commands:")[2].splitlines() if line.strip()]
+    listed = [line.split()[0] for line in run("--help")[1].partition("Merge:")[2].splitlines() if line.strip()]
     assert listed[0] == "merge"
     examples = run("merge", "--help")[1].partition("Examples:")[2].strip().splitlines()
     assert len(examples) >= 3
@@ -610,8 +610,9 @@ def test_errors_of_python_name_keywords(run: Run) -> None:
     assert "--unmatched skip" in run("base", "stray", "--dry-run")[2]
     with pytest.raises(lora_merge.MergeError, match="did you mean progress"):
         lora_merge.plan("base", "lora", progres=True)  # type: ignore[call-arg]
-    merged = lora_merge.merge("base", "lora", "half", strength=0.5)  # type: ignore[arg-type]
-    assert merged.coverage["lora.safetensors"]["strengths"]["te"] == {"0.5": 8}
+    with pytest.raises(lora_merge.MergeError, match="strength must be a list of numbers, one per adapter, not") as e:
+        lora_merge.plan("base", ["lora", "loras/ink"], strength=0.5)  # type: ignore[arg-type]
+    assert e.value.fix == "write strength=[0.5, 0.5]"
 
 
 @pytest.mark.parametrize(("text", "right"), [
