@@ -40,7 +40,7 @@ def good() -> bytes:
 FILES: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "is empty"),
     "seven bytes": (bytes(range(1, 8)), "too few"),
-    "zeros": (bytes(10_000), "holds zeros"),
+    "zeros": (bytes(10_000), "contains only zeros"),
     "noise": (bytes(range(256)) * 9, "header claims"),
     "header longer than the file": (struct.pack("<Q", 1 << 20) + b"{}", "claims 1048576 bytes, the file has 10"),
     "header longer than allowed": (struct.pack("<Q", 1 << 62) + b"{}", "the format allows"),

@@ -29,7 +29,7 @@ TYPED: Final[Mapping[str, str]] = {
     "keep it as a separate adapter; --unmatched skip merges what it has for the decoder, which changes both":
         "tests/models/test_tied_weights.py::test_layers_that_encoder_and_decoder_share_are_not_changed_for_one_of_them[decoder.layers]",
     "leave it out with --strength-for te=0, or name the output .safetensors":
-        "tests/files/test_checkpoint_to_gguf.py::test_gguf_refuses_what_it_has_no_place_for[a text encoder-FitError-a network that the GGUF file does not hold]",
+        "tests/files/test_checkpoint_to_gguf.py::test_gguf_refuses_what_it_has_no_place_for[a text encoder-FitError-a network that the GGUF file lacks]",
     "leave it out, or average changes: --space delta":
         "tests/adapters_out/test_averages.py::test_snapshots_that_are_not_alike_have_no_averaged_factors[rank]",
     "leave it out, or write --dtype …":

@@ -145,7 +145,7 @@ def test_weights_without_one_place_are_refused_and_the_fix_works(model: Path, wh
     with pytest.raises(FitError, match=why) as caught:
         merged(model)
     assert name in caught.value.where
-    assert "--unmatched skip" in caught.value.fix
+    assert 'unmatched="skip"' in caught.value.fix
     report, _ = merged(model, unmatched="skip")
     assert any(name in note for note in report.notes)
     assert uses(report, "adapter")[name]["use"] == "left out"
