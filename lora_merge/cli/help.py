@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from ..errors import UsageError
 from ..options import OPTIONS
@@ -33,7 +33,7 @@ BY_NAME: Final = {
 """Parameter that many commands have → its heading."""
 
 COMMANDS: Final = {
-    "Merge": ("merge", "batch", "demo"),
+    "Merge": ("merge", "batch", "comfyui", "demo"),
     "Adapters": ("combine", "resize", "convert", "average", "extract"),
     "Look": ("inspect", "parts", "compare", "architectures", "algorithms"),
     "Check": ("verify", "replay", "unmerge", "doctor", "schema"),
@@ -84,6 +84,21 @@ class GroupedCommand(TyperCommand):
             if rows:
                 with formatter.section(name):
                     formatter.write_dl(rows, col_max=min(30, formatter.width // 2))
+
+
+class CommandGroup(TyperGroup):
+    """Commands below one word, such as `comfyui install`, with the options of every command."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the words behind the name of the group."""
+        return ["COMMAND", "[OPTIONS]"]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands, and the options of every command."""
+        self.format_commands(ctx, formatter)
+        rows = [row for p in self.get_params(ctx) if (row := p.get_help_record(ctx))]
+        with formatter.section("Options"):
+            formatter.write_dl([*EVERYWHERE, *rows], col_max=min(30, formatter.width // 2))
 
 
 def add(app: typer.Typer, command: Callable[..., None], *lines: str, name: str | None = None) -> None:
