@@ -360,7 +360,7 @@ def test_factors_of_truth_values_are_refused(tmp_path: Path) -> None:
     (tmp_path / "base").write_bytes(good())
     up, down = entry((4, 2), (0, 8), "BOOL"), entry((2, 4), (8, 16), "BOOL")
     (tmp_path / "lora").write_bytes(blob({"a.lora_up.weight": up, "a.lora_down.weight": down}, b"\x05" * 16))
-    with pytest.raises(InputError, match="bool numbers"):
+    with pytest.raises(InputError, match="bool values"):
         lora_merge.merge(tmp_path / "base", tmp_path / "lora", tmp_path / "out")
 
 
