@@ -16,7 +16,7 @@ import yaml
 
 import lora_merge
 from lora_merge import errors
-from lora_merge.adapter_arguments import in_jobs_file
+from lora_merge.adapter_arguments import in_jobs_file, in_python
 from lora_merge.batch.schema import JobEntry
 from lora_merge.cli.compat import FOREIGN
 from lora_merge.models.part_factors import or_leave_out
@@ -62,6 +62,15 @@ def test_fixes_in_the_words_of_a_jobs_file_are_fields_that_a_job_takes(texts: se
             words = {name: yaml.safe_load(CHOSEN.get(value, value.replace("…", "x")))}
             JobEntry.model_validate({"base": "b", "adapters": ["a"], "output": "o", **words})
     assert left == {"--head", "--local-dir", "--search", "-s"}
+
+
+def test_fixes_in_python_have_keywords(texts: set[str]) -> None:
+    """What is left of options belongs to the command line alone, and to other programs."""
+    left = set[str]()
+    for text in texts - {f"{text}; …" for text in FOREIGN.values()}:
+        said = in_python(re.sub(r"lora-merge [^;]*", "", text))
+        left |= {*re.findall(r"(?<![\w-])(?:--[a-z-]+|-[os](?![\w-]))", said)}
+    assert left == {"--head", "--local-dir", "--json", "-s"}
 
 
 def test_fixes_by_hand_begin_with_a_word_that_has_a_reason(texts: set[str]) -> None:
