@@ -115,7 +115,7 @@ def replay(
     from ..recipes.replay import again, is_adapter
 
     path, output, folders = completed(path), str(checked_output(output)), [expand(p) for p in search or []]
-    report_options = ReportOptions(as_json=as_json, quiet=quiet, tensors=json_tensors)
+    report_options = ReportOptions(as_json=as_json, quiet=quiet, done="made again", tensors=json_tensors)
     with watching(quiet=quiet) as display:
         if not is_adapter(expand(path)):
             preload()
@@ -178,7 +178,7 @@ def unmerge(
     stated = {"strength_for": parts, **values} if parts else values
     overwrite = bool(stated.get("overwrite"))
     report_options = ReportOptions(
-        dry_run=dry_run, as_json=as_json, quiet=quiet, overwrite=overwrite, tensors=json_tensors
+        dry_run=dry_run, as_json=as_json, quiet=quiet, overwrite=overwrite, done="unmerged", tensors=json_tensors
     )
     stated |= {"overwrite": True} if dry_run else {}
 

@@ -61,11 +61,11 @@ OTHER_ALPHA: Final = Note(
 )
 NO_DORA: Final = Note("its configuration turns DoRA off, so its magnitude is left out, as in PEFT")
 BYPASSED: Final = Note(
-    "trained in bypass mode: its magnitude has no effect there and is left out; other programs use it"
+    "trained in bypass mode, in which its magnitude has no effect, so it is left out; other programs use it"
 )
 EMPTY: Final = Note("it has a tensor without elements (rank 0), which changes nothing")
 UNSCALED: Final = Note(
-    "trained in bypass mode: DyLoRA has no scale there, so its alpha is left out; other programs use it"
+    "trained in bypass mode, in which DyLoRA has no scale: its alpha is left out; other programs use it"
 )
 NORM_LIMIT: Final = Note(
     "its alpha of 1 is taken for the limit of the rotation's norm, as ComfyUI's own training node stores it; LyCORIS "

@@ -359,7 +359,7 @@ def _prove_adapter(
             raise VerificationFailed("its inputs and its recipe give other bytes", str(adapter),
                                      "it was changed after it was made, or made by another version")  # fmt: skip
     return {"output": str(adapter), "proven": True, "full": full, "same_bytes": True, **(report.verified or {}),
-            "schema": ADAPTER_PROOF}  # fmt: skip
+            "survival": report.survival, "schema": ADAPTER_PROOF}  # fmt: skip
 
 
 def _files(adapter: Path) -> list[Path]:
