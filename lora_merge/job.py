@@ -291,6 +291,9 @@ def summands(adapters: Sequence[Any]) -> Iterator[Any]:
 
 def _with_strengths(adapters: Sequence[Any], strengths: Sequence[float]) -> list[Any]:
     """Return pairs of adapter and strength; UsageError unless there is one strength for each adapter."""
+    if is_finite(strengths):
+        each = ", ".join(f"{strengths:g}" for _ in adapters)
+        raise unlike(strengths, "--strength", "a list of numbers, one per adapter", f"write strength=[{each}]")
     strengths = a_list(strengths, "--strength", "a list of numbers, one per adapter")
     if any(isinstance(a, tuple | Adapter) for a in adapters):
         raise UsageError("strengths are given twice", "--strength and the adapters' own", "use one of the two")

@@ -139,7 +139,7 @@ def is_address(text: str) -> bool:
 def no_address(path: str) -> str:
     """Return the path; UsageError for an address of another machine."""
     if is_address(path):
-        raise UsageError("an address, and not a file", path[:200], f"download it first: {_download(path)}")
+        raise UsageError("this is a URL, not a local file", path[:200], f"download it first: {_download(path)}")
     return path
 
 

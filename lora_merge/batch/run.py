@@ -185,7 +185,7 @@ def run_batch(  # noqa: PLR0913  # the options of the command
         ray_address: A running Ray cluster. None: a cluster on this machine, for the time of the call.
         overwrite: Whether to make outputs again that another recipe made. Without it such a job fails.
         redo: Whether to make outputs again that this very recipe has made. Without it such a job is skipped.
-        card: Whether merges get a model card, where the jobs file does not say it; None: those that write folders.
+        card: Whether merges get a model card, if the jobs file does not say it; None: merges that write folders.
         fail_fast: Whether the first failure ends the batch; jobs that have not ended then have no report.
         on_report: A function that is called with each job's report as soon as the job ends.
         progress: True for a bar that counts jobs (tqdm), or a function that is called with each `lora_merge.Step` of

@@ -101,7 +101,7 @@ def split_adapter(written: str) -> tuple[str, float | None]:
     if not argument.parts:
         raise NoSuchName(f"{written!r} is no way to write a strength; write {argument.path}:{argument.strength}")
     parts = ", ".join(f"{name}: {_quoted(value)}" for name, value in argument.parts)
-    raise NoSuchName(f"parts of an adapter stand below strength_for; write {{path: {argument.path}, "
+    raise NoSuchName(f"parts of an adapter belong below strength_for; write {{path: {argument.path}, "
                      f"strength: {argument.strength}, strength_for: {{{parts}}}}}")  # fmt: skip
 
 

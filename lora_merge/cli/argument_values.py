@@ -48,19 +48,19 @@ def check_numbers(words: Sequence[str], strengths: Sequence[str]) -> None:
     """Raise UsageError for numbers among the adapters. `strengths`: those of `--strength`, as in `-s 0.8 0.5`."""
     joining = [word for word in words if word in ("+", "&", "and", "with") and not exists(word)]
     if joining:
-        raise UsageError("a word where an adapter belongs", joining[0], f"leave it out; {ADAPTERS}")
+        raise UsageError("a word in the place of an adapter", joining[0], f"leave it out; {ADAPTERS}")
     bare = {word: re.sub("^(?:strength|weight|scale|ratio|multiplier)=", "", word) for word in words}
     values = {word: right_form(bare[word]) for word in words if right_form(bare[word]) and not exists(word)}
     if not values:
         return
     paths, numbers = [word for word in words if word not in values], [values[w] for w in words if w in values]
-    fix = "write a strength behind its file: ADAPTER:0.8"
+    fix = "write the strength after the file name: ADAPTER:0.8"
     if strengths:
         many = len(strengths) + len(numbers) == len(paths)
         fix = f"write -s {','.join([*strengths, *numbers])}" if many else "give one strength for each adapter"
     elif len(paths) == len(numbers):
         fix = f"write {' '.join(f'{path}:{value}' for path, value in zip(paths, numbers, strict=True))}"
-    raise UsageError("a number where an adapter belongs", " ".join(values), fix)
+    raise UsageError("a number in the place of an adapter", " ".join(values), fix)
 
 
 def check_last(words: Sequence[str]) -> None:
@@ -202,7 +202,7 @@ def _check_named(text: str, adapters: Sequence[Path]) -> None:
     name, colon, part = text.partition(":")
     for n, path in enumerate(adapters, 1):
         if colon and name in (str(path), path.name, path.stem):
-            fix = f"--strength-for {n}:{part}" if "=" in part else f"the strength behind the file: {path}:{part}"
+            fix = f"--strength-for {n}:{part}" if "=" in part else f"the strength after the file name: {path}:{part}"
             raise UsageError("an adapter has its number here", f"--strength-for {text[:80]}", f"write {fix}")
 
 

@@ -263,10 +263,10 @@ class ReportOptions:
 
     def __init__(
         self, *, dry_run: bool = False, as_json: bool = False, quiet: bool = False, verbose: bool = False,
-        overwrite: bool = False, done: str = "merged",
+        overwrite: bool = False, done: str = "merged", tensors: bool = False,
     ) -> None:  # fmt: skip
         self.dry_run, self.as_json, self.quiet = dry_run, as_json, quiet
-        self.verbose, self.overwrite, self.done = verbose, overwrite, done
+        self.verbose, self.overwrite, self.done, self.tensors = verbose, overwrite, done, tensors
 
 
 def merge_and_report(
@@ -293,7 +293,7 @@ def merge_and_report(
         _show_dry_run(plan, file, options, replaced=replaced)
         return None
     if file is not None:
-        file.replace(report.to_json())
+        file.replace(report.to_json(tensors=options.tensors))
     show_merge(report, plan, options, replaced=replaced)
     return report, plan
 
@@ -366,7 +366,7 @@ def show_merge(report: Report, plan: Plan, options: ReportOptions, *, replaced: 
 
     rows = [*merge_rows(vars(report), verbose=options.verbose)]
     if options.as_json:
-        put(report.to_json())
+        put(report.to_json(tensors=options.tensors))
     elif options.quiet:
         show_remarks(rows)
     else:

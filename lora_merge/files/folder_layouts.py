@@ -160,13 +160,13 @@ def choose(folder: Path, sets: list[Weights]) -> tuple[Weights, tuple[Note, ...]
     first, others = sets[0], sets[1:]
     if first.stem not in STEMS and others:
         raise InputError(
-            "the folder holds several checkpoints",
+            "the folder contains several checkpoints",
             f"{folder}: {listed(w.label for w in sets)}",
             f"name the file itself; or, if all are adapters, write {folder}/*.{first.suffix} (in a jobs file: glob)",
         )
     if twin := next((w for w in others if _shards_of(w) == _shards_of(first) is not None), None):
         raise InputError(
-            "the folder holds shards of two counts, and no index that says which are the model",
+            "the folder contains shards of two counts, and no index that says which are the model",
             f"{folder}: {first.label}, {twin.label}",
             "move the shards of the older export away",
         )

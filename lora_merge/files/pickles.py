@@ -142,7 +142,7 @@ def _load(path: Path, *, fake: bool) -> Any:
                 "get the .safetensors version of this model",
             ) from e
         if "quantized" in str(e):  # FakeTensorMode has no quantised tensors
-            what = "the file holds quantised tensors, whose numbers are not the weights"
+            what = "the file contains quantised tensors: their values are not the weights"
             raise InputError(what, str(path), "take the unquantised version of it, best as .safetensors") from e
         raise as_resource_error(e) or _damaged(path, _reason(e)) from e
 

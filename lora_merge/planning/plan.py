@@ -204,7 +204,7 @@ class Plan(Shown):
     @property
     def codes(self) -> Mapping[str, Any]:
         """Counts of the quantised weights: `formats` (format → weights), how many of these weights the merge encodes,
-        the others being copied, and how many other matrices are plain numbers. Empty where nothing is quantised."""
+        the others being copied, and how many other matrices are plain values. Empty if nothing is quantised."""
         targets = [t for f in self.files for t in f.targets]
         coded = [t for t in targets if t.packed is not None and t.packed.encoding.quantised]
         if not coded:
@@ -250,13 +250,13 @@ class Plan(Shown):
 
     @property
     def contents(self) -> tuple[str, ...]:
-        """Names of all files of an output folder."""
+        """Names of all files in an output folder."""
         card = [CARD] if self.has_card and CARD not in self.sides else []
         return (*(f.name for f in self.files), *self.indexes, *self.sides, *card)
 
     @property
     def has_card(self) -> bool:
-        """Whether the output gets a model card: where it is asked for, and by default with folders that name inputs."""
+        """Whether the output gets a model card: if it is requested, and by default with folders that name inputs."""
         return self.is_folder and not self.job.no_metadata if self.job.card is None else self.job.card
 
     @property

@@ -98,9 +98,9 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
             raise with_header_changes(e, changes) from e
         proof["warnings"] += notes(changes, index)
         if KEY in index.metadata and (wrong := misleading(plan, output)):
-            raise VerificationFailed("the weights are right, but files beside them are not those of the merge, and let "
-                                     "them be loaded as another model, or not at all", f"{output}: {listed(wrong)}",
-                                     instead(output))  # fmt: skip
+            what = "the weights are right, but other files of the output are not those of the merge"
+            raise VerificationFailed(f"{what}, and let them be loaded as another model, or not at all",
+                                     f"{output}: {listed(wrong)}", instead(output))  # fmt: skip
         if sides := differing(contents(plan), output):
             proof["warnings"].append(
                 Note(f"not what the merge writes, or missing next to the weights: {listed(sides)}")

@@ -66,7 +66,8 @@ def _expect_sum(recipe: Recipe, merged: Path) -> None:
         raise FitError(f"the merge was no sum but {method}, which nothing takes back", str(merged), _instead(recipe))
     if recipe.options.get("on_overflow", "error") == "saturate":
         raise FitError(
-            "the merge may have cut numbers that the dtype cannot hold (--on-overflow saturate): nothing restores them",
+            "the merge may have cut values that are too large for the dtype (--on-overflow saturate): nothing "
+            "restores them",
             str(merged), _instead(recipe),
         )  # fmt: skip
 
