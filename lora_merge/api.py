@@ -107,13 +107,13 @@ def merge(
         >>> report.coverage["style.safetensors"]["matched"]
         264
     """
-    from .engine.admission import admit
+    from .engine.admission import admit, downloaded
     from .engine.merge import run
     from .planning.checkpoint_cache import CheckpointCache
     from .planning.make_plan import make_plan, match, open_inputs
 
     with interruptible(), watched(progress) as watcher:
-        job = make_job(base, adapters, output, **options)
+        job = downloaded(make_job(base, adapters, output, **options), watcher)  # addresses of other machines
         inputs = open_inputs(job, CheckpointCache())
         matched = match(inputs)
         plan = make_plan(matched)

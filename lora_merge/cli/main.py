@@ -19,6 +19,7 @@ from ..errors import MergeError, UsageError, as_resource_error, error_dict, fail
 from ..options import OPTIONS
 from ..paths import exists, expand, leave_lost_folder
 from ..process import LimitCheck, on_stop, signals_first
+from ..progress import unwatched
 from ..text import Lines, json_text, one_line
 from . import adapter_commands, inspect_commands, tables, verify_commands
 from .argument_values import named_adapters, named_base, named_parts, with_strengths
@@ -26,7 +27,7 @@ from .batch_command import batch
 from .compat import PROGRAM_OPTIONS, SHORT, check_command, check_once, check_options, check_spaces, checked_output
 from .help import REFUSED, GroupedCommand, add, everywhere, examples, files, refused, take_text
 from .options import AS_JSON, DRY_RUN, HTML, OUTPUT, PLOT, QUIET, REPORT, read, with_options
-from .progress_display import watching
+from .progress_display import Display, paused, watching
 from .reports import PageFiles, ReportOptions, echo, merge_and_report, put, with_pictures
 from .terminal import debugging, show_error, styled, without_global_options
 
@@ -164,15 +165,22 @@ def merge(
         report_options = ReportOptions(
             dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=verbose, overwrite=job.overwrite
         )
-        merged = merge_and_report(lambda: _planned(job, dry=dry_run), file, report_options)
+        merged = merge_and_report(lambda display: _planned(job, display, report_options), file, report_options)
     if merged is not None:
         pictures.write(lambda: with_pictures(*merged) if html is not None else asdict(merged[0]))
 
 
-def _planned(job: Job, *, dry: bool) -> Plan:
-    from ..engine.admission import plan_merge
+def _planned(job: Job, display: Display | None, options: ReportOptions) -> Plan:
+    from ..engine.admission import downloaded, plan_merge
 
-    return plan_merge(replace(job, overwrite=True), dry=True) if dry else plan_merge(job)
+    if options.dry_run:
+        return plan_merge(replace(job, overwrite=True), dry=True)
+
+    def announce(text: str) -> None:
+        with paused(display):
+            echo(text, err=True)
+
+    return plan_merge(downloaded(job, display or unwatched, None if options.quiet else announce))
 
 
 @app.command(cls=GroupedCommand)

@@ -20,7 +20,7 @@ from ..progress import unwatched
 from ..report import Report, disk_rows, merge_rows
 from ..text import Lines, by_component, json_text, one_line, plural, shown, size
 from ..viewing.json_schemas import schema
-from .progress_display import paused, watching
+from .progress_display import Display, paused, watching
 from .stdio import ReportFile
 from .terminal import broken, colored, columns, console, grid, has, mark, panel, show, show_whole, styled, text
 
@@ -206,7 +206,7 @@ class ReportOptions:
 
 
 def merge_and_report(
-    make_plan: Callable[[], Plan], file: ReportFile | None, options: ReportOptions
+    make_plan: Callable[[Display | None], Plan], file: ReportFile | None, options: ReportOptions
 ) -> tuple[Report, Plan] | None:
     """Merge and report it, or report the plan of a dry run; returns the report of a merge, and its plan.
 
@@ -217,7 +217,7 @@ def merge_and_report(
     with watching(quiet=options.quiet) as display:
         if not options.dry_run:
             preload()
-        plan = make_plan()
+        plan = make_plan(display)
         if file is not None:
             file.protect(plan.inputs, [plan.job.output])
             file.begin()

@@ -175,7 +175,7 @@ def unmerge(
     report_options = ReportOptions(dry_run=dry_run, as_json=as_json, quiet=quiet, overwrite=overwrite)
     stated |= {"overwrite": True} if dry_run else {}
 
-    def planned() -> Plan:
+    def planned(_: object) -> Plan:
         folders = [expand(p) for p in search or []]
         plan = admit(plan_unmerge(expand(path), named, output or "", folders, **stated), dry=dry_run)
         pictures.protect(plan.inputs, [plan.job.output])

@@ -15,7 +15,10 @@ from ..adapters.stated import side_file
 from ..errors import InputError, UsageError, VerificationFailed
 from ..files.checkpoint import configuration, open_checkpoint
 from ..paths import absolute, current_folders, of_index
+from ..planning.downloads import downloads, fetch_all
 from ..planning.recipe import config_hash, sha256
+from ..progress import unwatched
+from ..sources.inputs import locate
 from ..text import quoted
 from .read_recipe import Input
 
@@ -31,7 +34,8 @@ def around(output: Path, search: Sequence[Path]) -> list[Path]:
 
 
 def find(inputs: Iterable[Input], folders: Iterable[Path]) -> list[Path]:
-    """Return the paths of these inputs, by content, searched in these folders and DEPTH levels below.
+    """Return the paths of these inputs, by content, searched in these folders and DEPTH levels below; those that came
+    from another machine are downloaded if they are not there.
 
     VerificationFailed if there is a file of the right name but other content; InputError if there is none.
     """
@@ -81,6 +85,8 @@ def _find(sought: Input, present: Iterable[Path]) -> Path:
                 return root if within else path
             if named(path):
                 others.append(other)
+    if sought.source:
+        return _downloaded(sought)
     namesake = next(filter(named, present), None)
     if namesake is not None:
         raise VerificationFailed("the output is older or newer than one of its inputs",
@@ -89,6 +95,18 @@ def _find(sought: Input, present: Iterable[Path]) -> Path:
                                  f"merge again, or {SEARCH}")  # fmt: skip
     raise InputError(f"the input {quoted(sought.name)} is not found", f"SHA-256 {digest}, {size} bytes",
                      SEARCH)  # fmt: skip
+
+
+def _downloaded(sought: Input) -> Path:
+    """Return the path of an input that came from another machine, downloaded if it is not here; VerificationFailed if
+    its source has other bytes now."""
+    path = locate(sought.source)
+    if path is not None:
+        path = fetch_all(downloads([path], [path]), (path, 0), unwatched).get(path, path)
+    if path is None or (other := different(sought, path)) is not None:
+        raise VerificationFailed(f"the source of {quoted(sought.name)} has other bytes than the merge read",
+                                 f"{sought.source}: {other if path is not None else ''}", SEARCH)  # fmt: skip
+    return path
 
 
 def different(named: Input, path: Path) -> str | None:
