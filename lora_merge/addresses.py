@@ -126,27 +126,29 @@ def _object(groups: Mapping[str, str | None]) -> Address:
 
 _HUB_HOST: Final = r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)"
 _CIVITAI_HOST: Final = r"https?://(?:www\.)?civitai\.(?:com|red)"
+_QUERY: Final = r"(?:\?[^\s:,]*)?"
 _FILE: Final = r"(?:#(?P<file>\d+))?"
 
 FORMS: Final[tuple[tuple[str, Callable[[Mapping[str, str | None]], Address]], ...]] = (
     # the hub of Hugging Face: its URIs, pages and files
     (rf"hf:/+(?:models/)?(?P<name>{_NAME}?){_REVISION}{_INSIDE}", _hub),
-    (rf"{_HUB_HOST}/(?P<name>{_NAME})/(?:resolve|blob|raw|tree)/(?P<revision>[^/?#\s]+){_INSIDE}(?:\?[^\s:]*)?", _hub),
-    (rf"{_HUB_HOST}/(?!datasets/|spaces/|api/)(?P<name>{_NAME}?)/?(?:[?#][^\s:]*)?", _hub),
+    (rf"{_HUB_HOST}/(?P<name>{_NAME})/(?:resolve|blob|raw|tree)/(?P<revision>[^/?#:,\s]+){_INSIDE}{_QUERY}", _hub),
+    (rf"{_HUB_HOST}/(?!datasets/|spaces/|api/)(?P<name>{_NAME}?)/?(?:[?#][^\s:,]*)?", _hub),
     # Civitai: versions, AIRs, pages, files
     (rf"civitai:/*(?:models/)?(?:(?P<model>\d+)@)?(?P<version>\d+){_FILE}", _civitai),
     (r"civitai:/*(?P<model>\d+)@", _civitai),
     (r"urn:air:(?P<kind>[\w.-]+:[\w.-]+):civitai:(?P<model>\d+)(?:@(?P<version>\d+))?"
      rf"(?::[A-Za-z][\w.-]*)?{_FILE}", _civitai),
-    (rf"{_CIVITAI_HOST}/api/download/models/(?P<version>\d+)(?:\?(?:[^\s#]*&)?fileId=(?P<file>\d+)[^\s:]*)", _civitai),
-    (rf"{_CIVITAI_HOST}/api/download/models/(?P<version>\d+)(?:\?[^\s:]*)?", _civitai),
-    (rf"{_CIVITAI_HOST}/models/(?P<model>\d+)[^\s?:]*\?(?:[^\s#]*&)?modelVersionId=(?P<version>\d+)[^\s:]*", _civitai),
-    (rf"{_CIVITAI_HOST}/models/(?P<model>\d+)[^\s:]*", _civitai),
+    (rf"{_CIVITAI_HOST}/api/download/models/(?P<version>\d+)(?:\?(?:[^\s#]*&)?fileId=(?P<file>\d+)[^\s:,]*)", _civitai),
+    (rf"{_CIVITAI_HOST}/api/download/models/(?P<version>\d+)(?:\?[^\s:,]*)?", _civitai),
+    (rf"{_CIVITAI_HOST}/models/(?P<model>\d+)[^\s?:,]*\?(?:[^\s#]*&)?modelVersionId=(?P<version>\d+)[^\s:,]*",
+     _civitai),
+    (rf"{_CIVITAI_HOST}/models/(?P<model>\d+)[^\s:,]*", _civitai),
     (r"sha256:(?P<digest>[0-9A-Fa-f]{64})", lambda groups: Address(HASH, str(groups["digest"]).lower())),
     # other places
     (rf"ms:/+(?:models/)?(?P<name>{_NAME}?){_REVISION}{_INSIDE}", _of_modelscope),
     (rf"https?://(?:www\.)?modelscope\.(?:cn|ai)/models/(?P<name>{_NAME})"
-     rf"(?:/resolve/(?P<revision>[^/?#\s]+){_INSIDE}|[/?#][^\s:]*)?", _of_modelscope),
+     rf"(?:/resolve/(?P<revision>[^/?#:,\s]+){_INSIDE}|[/?#][^\s:,]*)?", _of_modelscope),
     (r"(?P<url>https?://[^\s/]+/\S*?)", _url),
     (r"(?P<scheme>s3|gs|az)://(?P<key>[^\s/?#]+/[^?#]+?)(?:\?versionId=(?P<revision>[\w.~%+/=-]+))?", _object),
 )  # fmt: skip
@@ -180,16 +182,17 @@ LONGEST: Final = 4000
 
 @lru_cache(maxsize=256)
 def _split(text: str) -> tuple[Address, str]:
+    if re.match("(?i)hf:/+(?:datasets|spaces|buckets)/|https?://[^/]*huggingface.co/(?:datasets|spaces)/(?!.*/resolve/)",
+                text):  # fmt: skip
+        raise UsageError("a data set, a Space or a bucket, and no model", text[:200], "name a model: hf://owner/name")
     for pattern, make in FORMS:
         if match := re.fullmatch(f"(?i:{pattern}){_TAIL}", text):
             address = make(match.groupdict())
-            if {".", ".."} & {*address.path.split("/"), *address.revision.split("/")}:
+            if {".", ".."} & {*address.path.split("/"), *address.revision.split("/"), *address.name.split("/")}:
                 break
             if address.scheme == WEB and not _is_private(address.name):
                 break
             return address, match["tail"]
-    if re.match("(?i)hf:/+(?:datasets|spaces|buckets)/|https?://[^/]*huggingface.co/(?:datasets|spaces)/", text):
-        raise UsageError("a data set, a Space or a bucket, and no model", text[:200], "name a model: hf://owner/name")
     if text.lower().startswith("http:"):
         fix = "write https://, or download it first: curl -L -O -J URL"
         raise UsageError("an address without encryption: anybody on the way can change the weights", text[:200], fix)
@@ -221,7 +224,11 @@ def _bare(text: str) -> tuple[Address, str] | None:
     if re.fullmatch(r"[\d.,/]+", path) or first in (".", "..") or _exists(first) or _exists(path):
         return None
     address = _hub(match.groupdict())
-    return None if {".", ".."} & {*address.path.split("/"), address.revision} else (address, match["tail"])
+    return (
+        None
+        if {".", ".."} & {*address.path.split("/"), *address.name.split("/"), address.revision}
+        else (address, match["tail"])
+    )
 
 
 _openers: list[Callable[[str], Path | None]] = []

@@ -20,6 +20,7 @@ from ..options import OPTIONS
 from ..paths import exists, expand, leave_lost_folder
 from ..process import LimitCheck, on_stop, signals_first
 from ..progress import unwatched
+from ..sources.inputs import with_addresses
 from ..text import Lines, json_text, one_line
 from . import adapter_commands, inspect_commands, tables, verify_commands
 from .argument_values import named_adapters, named_base, named_parts, with_strengths
@@ -253,6 +254,7 @@ def _fail(error: BaseException, text: str) -> None:
         import traceback
 
         traceback.print_exc()
+    text = with_addresses(text)
     if styled(sys.stderr):
         show_error(text)
     else:

@@ -18,6 +18,7 @@ from ..paths import exists, typed
 from ..process import kept_objects
 from ..progress import unwatched
 from ..report import Report, disk_rows, merge_rows
+from ..sources.inputs import with_addresses
 from ..text import Lines, by_component, json_text, one_line, plural, shown, size
 from ..viewing.json_schemas import schema
 from .progress_display import Display, paused, watching
@@ -64,7 +65,7 @@ def echo(text: str, *, err: bool = False) -> None:
 def put(text: str, *, err: bool = False) -> None:
     """Print a text as it is. Typer would go around a stream that is ASCII, and write ? for other letters."""
     stream = sys.stderr if err else sys.stdout
-    stream.write(f"{shown(text)}\n")
+    stream.write(f"{shown(with_addresses(text))}\n")
     stream.flush()
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..disk.destination import check_output
 from ..disk.volumes import share_blocks
 from ..disk.writer import Room, require_space
 from ..dtypes import COMPUTE_DTYPES
-from ..errors import ResourceError
+from ..errors import MergeError, ResourceError
 from ..job import Job
 from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.downloads import Announce, downloads_of, fetch_all, job_at
 from ..planning.make_plan import plan_job
 from ..planning.plan import Plan
 from ..progress import Progress
-from ..text import size
+from ..sources.inputs import with_addresses
+from ..text import Note, size
 from .row_blocks import blocks
 from .windows import unshared_bytes, window_room
 
@@ -64,7 +67,12 @@ def _require_room(plan: Plan) -> None:
 def plan_merge(job: Job, *, dry: bool = False) -> Plan:
     """Return the admitted plan of a job, made from headers alone; raises what the merge would raise by then. `dry`: as
     for `admit`."""
-    return admit(plan_job(job, CheckpointCache()), dry=dry)
+    try:
+        plan = admit(plan_job(job, CheckpointCache()), dry=dry)
+    except MergeError as e:
+        raise e.reword(with_addresses) from None
+    notes = [Note(d.text()) for d in downloads_of([job]).values() if d.size] if dry else []
+    return replace(plan, base=replace(plan.base, notes=(*plan.base.notes, *notes))) if notes else plan
 
 
 def downloaded(job: Job, progress: Progress, announce: Announce | None = None) -> Job:

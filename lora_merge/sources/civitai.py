@@ -83,7 +83,7 @@ class Civitai:
     def _json(self, address: Address, path: str) -> Mapping[str, Any]:
         value = json_at(Endpoint(address, f"{site()}/api/v1/{path}", _token(), ADVICE))
         if not isinstance(value, dict):
-            raise InputError("Civitai's answer has another form than its API states", str(address), "try again later")
+            raise InputError("Civitai's answer has another form than its API states", str(address), "run again later")
         return value
 
     def _place(self, address: Address) -> Endpoint:

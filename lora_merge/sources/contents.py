@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol, TypeAlias
 
-from ..addresses import Address
+from ..addresses import HUB, Address
 from ..disk.remote import ReadRange
-from ..errors import MergeError, UsageError
+from ..errors import MergeError, ResourceError, UsageError
+from ..text import size as spoken_size
 
 Advance: TypeAlias = Callable[[int], object]
 """Is called with the number of bytes that have just arrived."""
@@ -29,11 +31,13 @@ class Listed:
 
 @dataclass(frozen=True)
 class SourceFiles:
-    """What an address leads to. `name`: of the folder of its files, for people; `files`: name inside it → file."""
+    """What an address leads to. `name`: of the folder of its files, for people; `files`: name inside it → file;
+    `revision`: as the user names it."""
 
     address: Address
     name: str
     files: Mapping[str, Listed]
+    revision: str = ""
 
     @property
     def inside(self) -> str:
@@ -72,4 +76,16 @@ def switched_off(address: Address) -> MergeError:
     """Return the error for a model that is not on this machine, if requests are switched off."""
     names = " and ".join(name for name in SWITCHES if os.environ.get(name))
     what = "the model is not on this machine, and downloads are switched off"
-    return UsageError(what, str(address), f"unset {names}; or download it first: {address.download()}")
+    if address.scheme == HUB:
+        what = "neither a file nor a folder here, nor in the cache of the hub, and downloads are switched off"
+    return UsageError(what, str(address), f"download it first: {address.download()}; or unset {names}")
+
+
+def require_room(folder: Path, needed: int) -> None:
+    """Raise ResourceError if the disk of a folder has no room for so many bytes."""
+    existing = next(p for p in (folder, *folder.parents) if p.exists())
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise ResourceError("not enough disk space for the download",
+                            f"{folder}: {spoken_size(needed)} needed, {spoken_size(free)} free",
+                            "remove files, or put the cache on another disk: HF_HOME, LORA_MERGE_CACHE")  # fmt: skip

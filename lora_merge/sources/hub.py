@@ -7,20 +7,26 @@ other program finds them.
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
 from ..addresses import HUB, Address
+from ..disk.files import open_regular
 from ..disk.remote import ReadRange
 from ..errors import InputError, MergeError, ResourceError, UsageError
+from ..paths import real_path
+from ..version import __version__
 from .contents import Advance, Listed, SourceFiles, is_offline, switched_off
-from .hub_cache import commit_of, hub_folder, repository_folder, stored_at
+from .hub_cache import commit_of, hub_folder, remember_commit, repository_folder, stored_at
 from .web import Endpoint, ranges
 
+NAME: Final = "lora-merge"
+BLOCK: Final = 1 << 24  # bytes that are hashed at once
 SITE: Final = "https://huggingface.co"
 INSTALL: Final = "pip install 'lora-merge[hub]'"
 NOWHERE: Final = "neither a file nor a folder here, nor a model on the hub that you may see"
@@ -42,11 +48,11 @@ class Hub:
         if is_offline():
             raise switched_off(address)
         if not _installed():
-            what = "the model is on the hub, and not in its cache on this machine"
-            raise UsageError(what, str(address), f"{INSTALL}; or download it: {address.download()}")
+            what = "neither a file nor a folder here, nor in the cache of the hub; downloads need huggingface_hub"
+            raise UsageError(what, str(address), f"download it first: {address.download()}; or {INSTALL}")
         from huggingface_hub import HfApi
 
-        api = HfApi(endpoint=_endpoint(), library_name="lora-merge")
+        api = HfApi(endpoint=_endpoint(), library_name=NAME, library_version=__version__)
         try:
             info = api.model_info(address.name, revision=address.revision or None, files_metadata=True)
         except Exception as e:  # noqa: BLE001  # the library has dozens of errors, in two versions of its HTTP client
@@ -60,15 +66,13 @@ class Hub:
             for f in info.siblings or ()
             if f.size is not None
         }
-        return SourceFiles(
-            Address(HUB, address.name, str(info.sha), address.path), address.name.partition("/")[2], files
-        )
+        return _files_of(address, str(info.sha), files)
 
     def _contents_of_cache(self, address: Address, commit: str) -> SourceFiles:
         """Return what the cache has of a commit, if the hub cannot be reached."""
         root = repository_folder(address.name) / "snapshots" / commit
         files = {p.relative_to(root).as_posix(): Listed(p.stat().st_size) for p in root.rglob("*") if p.is_file()}
-        return SourceFiles(Address(HUB, address.name, commit, address.path), address.name.partition("/")[2], files)
+        return _files_of(address, commit, files)
 
     def reader(self, contents: SourceFiles, name: str) -> ReadRange:
         """Return the function that reads ranges of a file."""
@@ -97,13 +101,33 @@ class Hub:
         for name in names:
             try:
                 path = hf_hub_download(address.name, name, revision=address.revision, cache_dir=hub_folder(),
-                                       library_name="lora-merge", endpoint=_endpoint(),
+                                       library_name=NAME, library_version=__version__, endpoint=_endpoint(),
                                        tqdm_class=_bar(advance))  # fmt: skip
             except Exception as e:  # noqa: BLE001  # as in `contents`
                 raise failed(Address(HUB, address.name, address.revision, name), e) from None
-            if Path(path).stat().st_size != contents.files[name].size:
-                raise InputError("the downloaded file has another length than the hub states",
-                                 f"{address}: {name}", "remove it from the cache, and run again")  # fmt: skip
+            _check(Path(path), contents.files[name], Address(HUB, address.name, address.revision, name))
+        remember_commit(Address(HUB, address.name, contents.revision), address.revision)
+
+
+def _files_of(address: Address, commit: str, files: Mapping[str, Listed]) -> SourceFiles:
+    pinned = Address(HUB, address.name, commit, address.path)
+    return SourceFiles(pinned, address.name.partition("/")[2], files, address.revision)
+
+
+def _check(path: Path, file: Listed, address: Address) -> None:
+    """Raise InputError for a downloaded file of another length or hash than the hub states, which is then removed."""
+    wrong = "length" if path.stat().st_size != file.size else ""
+    if not wrong and file.sha256:
+        digest = hashlib.sha256()
+        with open_regular(path) as f:
+            while data := f.read(BLOCK):
+                digest.update(data)
+        wrong = "SHA-256" if digest.hexdigest() != file.sha256 else ""
+    if wrong:
+        blob = real_path(path)
+        path.unlink()
+        blob.unlink(missing_ok=True)
+        raise InputError(f"the downloaded file has another {wrong} than the hub states", str(address), "run again")
 
 
 def _installed() -> bool:
@@ -143,7 +167,7 @@ FAILURES: Final[tuple[tuple[str, int, type[MergeError], str, str], ...]] = (
     ("", 401, InputError, NOWHERE, "404"),
     ("", 403, InputError, "the hub does not let you have this model", "403"),
     ("", 404, InputError, NOWHERE, "404"),
-    ("", 429, ResourceError, "the hub limits requests", "log in (hf auth login), or try again later"),
+    ("", 429, ResourceError, "the hub limits requests", "log in (hf auth login), or run again later"),
 )  # fmt: skip
 """Errors of huggingface_hub: the first row whose kind or status is that of the error counts."""
 
@@ -161,7 +185,7 @@ def failed(address: Address, e: Exception) -> MergeError:
             return error(what, str(address), _advice(address)[int(fix)] if fix.isdigit() else fix)
     if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
         return ResourceError(f"the download cannot be written: {e.strerror}", f"{address}: {hub_folder()}",
-                             "free disk space, or set HF_HOME to a folder on another disk")  # fmt: skip
+                             "remove files, or set HF_HOME to a folder on another disk")  # fmt: skip
     what = f"the hub answers with an error ({status})" if status else "the hub cannot be reached"
     return ResourceError(what, f"{address}: {type(e).__name__}", NETWORK)
 

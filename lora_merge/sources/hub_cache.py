@@ -42,6 +42,15 @@ def commit_of(address: Address) -> str:
     return text if re.fullmatch(COMMIT, text) else ""
 
 
+def remember_commit(address: Address, commit: str) -> None:
+    """Write the commit of a branch or tag into the cache, as huggingface_hub does."""
+    revision = address.revision or "main"
+    if not re.fullmatch(COMMIT, revision):
+        file = repository_folder(address.name) / "refs" / revision
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(commit, encoding="ascii")
+
+
 def stored_at(address: Address) -> Path | None:
     """Return the path of the file or folder that an address means in the cache; None if it is not there."""
     commit = commit_of(address)

@@ -23,16 +23,33 @@ from ..disk.remote import RemoteFile, place
 from ..errors import InputError, UsageError
 from ..paths import WEIGHTS, forbidden
 from ..text import size as spoken_size
-from .civitai import Civitai
-from .contents import Advance, Opener, SourceFiles
-from .hub import Hub
+from .contents import Advance, Opener, SourceFiles, require_room
 from .hub_cache import address_in_cache
 from .store import address_in_store, file_name
-from .url import Url
-from .web import require_room
+
+# The sources are imported when one is used: local files have no use for an HTTP client, which takes 60 ms.
+
+
+def _hub() -> Opener:
+    from .hub import Hub
+
+    return Hub()
+
+
+def _civitai() -> Opener:
+    from .civitai import Civitai
+
+    return Civitai()
+
+
+def _url() -> Opener:
+    from .url import Url
+
+    return Url()
+
 
 OPENERS: Final[Mapping[str, Callable[[], Opener]]] = MappingProxyType(
-    {HUB: Hub, CIVITAI: Civitai, HASH: Civitai, WEB: Url}
+    {HUB: _hub, CIVITAI: _civitai, HASH: _civitai, WEB: _url}
 )
 """Scheme → the source that opens its addresses."""
 
@@ -113,7 +130,7 @@ def _safe(name: str, address: Address) -> str:
     parts = name.split("/")
     if any(part in ("", ".", "..") or "\\" in part or "\0" in part for part in parts):
         raise InputError("a name of a file leads out of its folder", f"{address}: {name[:200]}",
-                         "tell those who publish it")  # fmt: skip
+                         "get it from another place")  # fmt: skip
     return name if os.name != "nt" or not forbidden(name) else file_name(name)
 
 
@@ -240,6 +257,7 @@ def origin(path: Path) -> Address | None:
 
 def with_addresses(text: str) -> str:
     """Return a text for people with addresses in place of the paths of previews."""
+    kind = type(text)
     for root, preview in _previews.items():
         if str(root) in text:
             address = preview.contents.address
@@ -247,4 +265,4 @@ def with_addresses(text: str) -> str:
             for name in preview.contents.files if address.scheme != HUB else ():
                 text = text.replace(str(root / name), str(address))
             text = text.replace(str(root), str(whole))
-    return text
+    return kind(text)

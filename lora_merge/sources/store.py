@@ -12,7 +12,7 @@ import os
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ..addresses import Address, parse
 from ..disk.publish import put_file
@@ -20,7 +20,9 @@ from ..errors import MergeError
 from ..paths import forbidden
 from ..safe_regex import from_json
 from .contents import Advance, SourceFiles
-from .web import Endpoint, download
+
+if TYPE_CHECKING:
+    from .web import Endpoint
 
 NOTE: Final = "source.json"
 LARGEST: Final = 1 << 20  # bytes of such a note
@@ -61,6 +63,8 @@ def stored_file(folder: Path, name: str, size: int) -> Path | None:
 def keep(place: Endpoint, folder: Path, name: str, contents: SourceFiles, advance: Advance) -> None:
     """Download a file of an address into its folder. Two processes take turns."""
     from filelock import FileLock
+
+    from .web import download
 
     file = contents.files[name]
     path = folder / file_name(name)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import http.client
 import os
-import shutil
 import ssl
 import time
 import urllib.error
@@ -139,7 +138,7 @@ def json_at(place: Endpoint) -> Any:
     try:
         return from_json(raw if len(raw) <= ANSWER else b"")
     except ValueError:
-        raise InputError("the server's answer is no JSON", str(place.address), "try again later") from None
+        raise InputError("the server's answer is no JSON", str(place.address), "run again later") from None
 
 
 def facts_of(place: Endpoint) -> tuple[int, str, str]:
@@ -169,7 +168,7 @@ def ranges(place: Endpoint, size: int, etag: str = "") -> ReadRange:
                 if response.status != 206:
                     if offset or count < size:
                         raise InputError("the server does not read parts of files", str(place.address),
-                                         "run without --dry-run, which downloads the file")  # fmt: skip
+                                         f"download it first: {place.address.download()}")  # fmt: skip
                 elif str(response.headers.get("Content-Range", "")).rpartition("/")[2] not in (str(size), "*"):
                     raise changed(place.address)
                 if etag and (response.headers.get("ETag") or etag) != etag:
@@ -225,7 +224,7 @@ def download(  # noqa: PLR0913  # what the source states of the file
         part.unlink()
         raise InputError(f"the downloaded file has another {longer_or_wrong} than its source states",
                          f"{place.address}: SHA-256 {hashed}",
-                         "download it again; if that does not help, tell those who publish it")  # fmt: skip
+                         "download it again; if that does not help, get it from another place")  # fmt: skip
     part.replace(target)
     return hashed
 
@@ -246,17 +245,7 @@ def _write(f: Any, data: bytes, target: Path) -> None:
         f.write(data)
     except OSError as e:
         raise ResourceError(f"the download cannot be written: {e.strerror}", str(target),
-                            "free disk space, or set LORA_MERGE_CACHE to a folder on another disk") from e  # fmt: skip
-
-
-def require_room(folder: Path, needed: int) -> None:
-    """Raise ResourceError if the disk of a folder has no room for so many bytes."""
-    existing = next(p for p in (folder, *folder.parents) if p.exists())
-    free = shutil.disk_usage(existing).free
-    if needed > free:
-        raise ResourceError("not enough disk space for the download",
-                            f"{folder}: {spoken_size(needed)} needed, {spoken_size(free)} free",
-                            "free disk space, or put the cache on another disk: HF_HOME, LORA_MERGE_CACHE")  # fmt: skip
+                            "remove files, or set LORA_MERGE_CACHE to a folder on another disk") from e  # fmt: skip
 
 
 def refused(place: Endpoint, status: int) -> MergeError:
@@ -269,11 +258,11 @@ def refused(place: Endpoint, status: int) -> MergeError:
         410: ("the server does not have this file any more", "look for another source of it"),
         416: ("the file has become shorter than it was", "run again"),
         310: ("the server redirects for ever", "check the address"),
-    }.get(status, (f"the server answers with an error ({status})", "try again later"))  # fmt: skip
+    }.get(status, (f"the server answers with an error ({status})", "run again later"))  # fmt: skip
     fix = place.advice.get(status, fix)
     if status in BUSY:
         what = "the server limits requests" if status == 429 else what
-        return ResourceError(what, str(address), "try again later")
+        return ResourceError(what, str(address), "run again later")
     return InputError(what, str(address), fix)
 
 
