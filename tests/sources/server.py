@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -47,6 +47,10 @@ class Machines:
     """Status of the next answers, in place of what was asked for."""
     breaks: list[int] = field(default_factory=list)
     """Bytes after which the connections of the next downloads break."""
+    range_breaks: list[int] = field(default_factory=list)
+    """The same for requests of a range with an end."""
+    after: Callable[[], None] | None = None
+    """Is called after the last of them."""
     etags: dict[str, str] = field(default_factory=dict)
     large: int = 1000
     """Bytes from which on a file of a repository is in the store."""
@@ -218,9 +222,13 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        if len(body) > 1 and status in (200, 206) and self.machines.breaks and body[:1] != b'"' and body[:1] != b"{":
-            body = body[: self.machines.breaks.pop(0)]
+        bounded = re.fullmatch(r"bytes=\d+-\d+", self.headers.get("Range", "")) is not None
+        breaks = self.machines.range_breaks if bounded else self.machines.breaks
+        if len(body) > 1 and status in (200, 206) and breaks and body[:1] != b"{":
+            body = body[: breaks.pop(0)]
             self.close_connection = True
+            if not breaks and self.machines.after is not None:
+                self.machines.after()
         self.machines.sent[self.number] += len(body)
         self.wfile.write(body)
 
