@@ -21,6 +21,8 @@ from ..method_parameters import NAMES, MethodParameters, numbers_of
 from ..models.part_factors import parts
 from ..options import MEANT, OPTIONS, dtype_name, pairs, shown
 from ..paths import absolute, expand, input_path, is_file, is_folder, names_folder, output_file
+from ..planning.downloads import Announce, downloads, fetch_all, job_at
+from ..progress import Progress
 from ..text import plural
 from .dialects import DIALECTS, OF_INPUT, Dialect, dialect, names
 from .rank_rules import COUNT, EXACT, NO_NOISE, NOISE, SAME, RankRules
@@ -114,6 +116,16 @@ class AdapterJob:
     def at(self, output: Path) -> AdapterJob:
         """Return the job with another output."""
         return replace(self, inputs=replace(self.inputs, output=output))
+
+
+def downloaded(job: AdapterJob, progress: Progress, announce: Announce | None = None) -> AdapterJob:
+    """Return the job on inputs of this machine: what it lacks is downloaded."""
+    needed = downloads([] if job.base is None else [job.base], [ref.path for ref in job.adapters])
+    if not needed:
+        return job
+    places = fetch_all(needed, (job.output.parent, 0), progress, announce)
+    base = job.base and places.get(job.base, job.base)
+    return replace(job, inputs=job_at(job.inputs, places), base=base)
 
 
 FILES: Final = ("combine", "resize", "average")

@@ -15,6 +15,7 @@ import typer
 from ..adapter_options import ADAPTER_OPTIONS, KEEP
 from ..adapters_out.commands import COMMANDS
 from ..adapters_out.commands import Command as Row
+from ..adapters_out.job import downloaded
 from ..errors import UsageError
 from ..options import OPTIONS, Option
 from ..progress import unwatched
@@ -23,7 +24,7 @@ from .compat import checked_output, completed
 from .help import add
 from .options import AS_JSON, DRY_RUN, HTML, PLOT, QUIET, Command, read, with_options
 from .progress_display import watching
-from .reports import PageFiles, put, show_adapter_report
+from .reports import PageFiles, announcing, put, show_adapter_report
 
 if TYPE_CHECKING:
     from ..adapters_out.job import AdapterJob
@@ -209,7 +210,11 @@ def show(command: Row, make: Callable[[CheckpointCache], AdapterJob], printed: d
         if report_file is not None:
             report_file.begin()
         # Step 3: the plan or the run.
-        done = command.plan(job, cache) if printed["dry_run"] else command.run(job, display or unwatched, cache)
+        if printed["dry_run"]:
+            done = command.plan(job, cache)
+        else:
+            job = downloaded(job, display or unwatched, announcing(display, quiet=printed["quiet"]))
+            done = command.run(job, display or unwatched, cache)
         if report_file is not None:
             report_file.replace(done.to_json())
     pictures.write(lambda: _with_pictures(done, job) if printed["html"] is not None else asdict(done))

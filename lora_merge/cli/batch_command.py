@@ -25,6 +25,7 @@ from .reports import (
     BatchDisplay,
     PageFiles,
     announced,
+    announcing,
     broken_jobs,
     echo,
     failure,
@@ -140,6 +141,10 @@ def _run(
     runs = {str(s.entry.job.output): (s.size, s.effort) for s in planned.planned if s.runs}
     with ExitStack() as stack:
         display = stack.enter_context(watching(quiet=quiet, jobs=BatchJobs(len(planned.planned), runs)))
+        announce = announcing(display, quiet=quiet)
+        for download in planned.downloads.values():
+            if announce is not None and download.size:
+                announce(download.text())
         if runs and here:
             preload(wait=True)
             keep_freed_memory(min(s.entry.job.max_memory for s in planned.planned))

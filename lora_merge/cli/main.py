@@ -28,8 +28,8 @@ from .batch_command import batch
 from .compat import PROGRAM_OPTIONS, SHORT, check_command, check_once, check_options, check_spaces, checked_output
 from .help import REFUSED, GroupedCommand, add, everywhere, examples, files, refused, take_text
 from .options import AS_JSON, DRY_RUN, HTML, OUTPUT, PLOT, QUIET, REPORT, read, with_options
-from .progress_display import Display, paused, watching
-from .reports import PageFiles, ReportOptions, echo, merge_and_report, put, with_pictures
+from .progress_display import Display, watching
+from .reports import PageFiles, ReportOptions, announcing, echo, merge_and_report, put, with_pictures
 from .terminal import debugging, show_error, styled, without_global_options
 
 if TYPE_CHECKING:
@@ -176,12 +176,7 @@ def _planned(job: Job, display: Display | None, options: ReportOptions) -> Plan:
 
     if options.dry_run:
         return plan_merge(replace(job, overwrite=True), dry=True)
-
-    def announce(text: str) -> None:
-        with paused(display):
-            echo(text, err=True)
-
-    return plan_merge(downloaded(job, display or unwatched, None if options.quiet else announce))
+    return plan_merge(downloaded(job, display or unwatched, announcing(display, quiet=options.quiet)))
 
 
 @app.command(cls=GroupedCommand)

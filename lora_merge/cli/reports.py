@@ -235,6 +235,16 @@ def merge_and_report(
     return report, plan
 
 
+def announcing(display: Display | None, *, quiet: bool) -> Callable[[str], None] | None:
+    """Return a function that prints what is downloaded, on stderr; None for a quiet run."""
+
+    def announce(text: str) -> None:
+        with paused(display):
+            echo(text, err=True)
+
+    return None if quiet else announce
+
+
 def carry_out(plan: Plan, progress: Progress | None = None) -> Report:
     """Run a plan; `progress` is called with each of its steps."""
     with kept_objects():

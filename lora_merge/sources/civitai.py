@@ -19,7 +19,7 @@ from ..errors import InputError, UsageError
 from ..text import listed
 from ..text import size as spoken_size
 from .contents import Advance, Listed, SourceFiles, is_offline, switched_off
-from .store import address_in_store, entry, keep, note_at, store, stored_file
+from .store import address_in_store, entry, folders, keep, note_at, stored_file
 from .web import Endpoint, facts_of, json_at, ranges
 
 TOKENS: Final = ("CIVITAI_API_TOKEN", "CIVITAI_TOKEN", "CIVITAI_API_KEY")
@@ -38,9 +38,9 @@ class Civitai:
 
     def local(self, address: Address) -> Path | None:
         """Return the path of a file that is pinned, or named by its hash, if it is in the store."""
-        if not store().is_dir() or not (address.pinned or is_offline()):
+        if not (address.pinned or is_offline()):
             return None
-        for folder in store().iterdir():
+        for folder in folders():
             known = address_in_store(folder)
             files = note_at(folder).get("files", {})
             same = known is not None and known.name == address.name and address.file in ("", known.file)

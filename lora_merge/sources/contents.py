@@ -32,17 +32,19 @@ class Listed:
 @dataclass(frozen=True)
 class SourceFiles:
     """What an address leads to. `name`: of the folder of its files, for people; `files`: name inside it → file;
-    `revision`: as the user names it."""
+    `revision`: as the user names it; `folder`: whether the address is that of a folder, also if it has one file."""
 
     address: Address
     name: str
     files: Mapping[str, Listed]
     revision: str = ""
+    folder: bool = False
 
     @property
     def inside(self) -> str:
         """The name of the file or folder that the address means; "" for all files."""
-        return self.address.path or (next(iter(self.files)) if len(self.files) == 1 else "")
+        alone = len(self.files) == 1 and not self.folder
+        return self.address.path or (next(iter(self.files)) if alone else "")
 
 
 class Opener(Protocol):

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from ..addresses import CIVITAI, HASH, HUB, WEB, Address, parse
+from ..addresses import CIVITAI, HASH, HUB, OBJECTS, WEB, Address, parse
 from ..disk.remote import RemoteFile, place
 from ..errors import InputError, UsageError
 from ..paths import WEIGHTS, forbidden
@@ -42,6 +42,12 @@ def _civitai() -> Opener:
     return Civitai()
 
 
+def _objects() -> Opener:
+    from .objects import Objects
+
+    return Objects()
+
+
 def _url() -> Opener:
     from .url import Url
 
@@ -49,7 +55,7 @@ def _url() -> Opener:
 
 
 OPENERS: Final[Mapping[str, Callable[[], Opener]]] = MappingProxyType(
-    {HUB: _hub, CIVITAI: _civitai, HASH: _civitai, WEB: _url}
+    {HUB: _hub, CIVITAI: _civitai, HASH: _civitai, WEB: _url, **dict.fromkeys(OBJECTS, _objects)}
 )
 """Scheme → the source that opens its addresses."""
 

@@ -1,7 +1,7 @@
 """The folder of downloaded files that no other program keeps: those of Civitai, URLs and object stores.
 
-Each file has a folder of its own, with `source.json` next to it: the pinned address, size and SHA-256. It is below
-`$LORA_MERGE_CACHE`, or `lora-merge/files` in the user's cache folder, and may be emptied at any time.
+Each address has a folder of its own with its files in a folder of the model's name, and `source.json` next to that: the
+pinned address, sizes and SHA-256. All are below `$LORA_MERGE_CACHE`, or `lora-merge/files` in the user's cache folder, and may be emptied at any time.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import hashlib
 import json
 import os
 import re
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ..addresses import Address, parse
 from ..disk.publish import put_file
-from ..errors import MergeError
+from ..errors import InputError, MergeError
 from ..paths import forbidden
 from ..safe_regex import from_json
 from .contents import Advance, SourceFiles
@@ -38,18 +39,25 @@ def store() -> Path:
 
 
 def entry(contents: SourceFiles, variant: str = "") -> Path:
-    """Return the folder of the files of an address. `variant`: what tells two states of one URL apart."""
+    """Return the folder for the files of an address. `variant`: what tells two states of one URL apart."""
     digest = hashlib.sha256(f"{contents.address} {variant}".encode()).hexdigest()
-    return store() / digest[:32]
+    return store() / digest[:32] / file_name(contents.name)
 
 
 def note_at(folder: Path) -> dict[str, Any]:
     """Return what is known about a folder of downloaded files; {} if it is none."""
     with suppress(OSError, ValueError, MergeError):
-        raw = (folder / NOTE).read_bytes()
+        raw = (folder.parent / NOTE).read_bytes()
         value = from_json(raw if len(raw) <= LARGEST else b"{}")
         return value if isinstance(value, dict) else {}
     return {}
+
+
+def folders() -> Iterator[Path]:
+    """Yield the folders of downloaded files."""
+    for path in store().glob("*/*") if store().is_dir() else ():
+        if path.is_dir() and note_at(path):
+            yield path
 
 
 def stored_file(folder: Path, name: str, size: int) -> Path | None:
@@ -69,12 +77,46 @@ def keep(place: Endpoint, folder: Path, name: str, contents: SourceFiles, advanc
     file = contents.files[name]
     path = folder / file_name(name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / ".lock"):
+    with FileLock(folder.parent / ".lock"):
         if stored_file(folder, name, file.size) is not None:
             return
         digest = download(place, path, file.size, advance, sha256=file.sha256, etag=file.etag)
-        files = {**note_at(folder).get("files", {}), name: {"size": file.size, "sha256": digest}}
-        put_file(folder / NOTE, json.dumps({"source": str(contents.address), "files": files}, indent=1).encode())
+        note(folder, name, contents, digest)
+
+
+@contextmanager
+def arrive(folder: Path, name: str, contents: SourceFiles) -> Iterator[Callable[[bytes], object]]:
+    """Give the block a function that takes the bytes of a file in their order; at its end the file is in its folder.
+
+    InputError for another number of bytes than the source states; nothing is then left.
+    """
+    size, path = contents.files[name].size, folder / file_name(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part, digest = path.with_name(f"{path.name}.{os.getpid()}.part"), hashlib.sha256()
+    try:
+        with part.open("wb") as f:
+
+            def write(data: bytes) -> None:
+                f.write(data)
+                digest.update(data)
+
+            yield write
+            f.flush()
+            os.fsync(f.fileno())
+        if part.stat().st_size != size:
+            raise InputError(
+                "the download has another length than its source states", str(contents.address), "run again"
+            )
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    note(folder, name, contents, digest.hexdigest())
+
+
+def note(folder: Path, name: str, contents: SourceFiles, digest: str) -> None:
+    """Write down that a file was downloaded whole."""
+    files = {**note_at(folder).get("files", {}), name: {"size": contents.files[name].size, "sha256": digest}}
+    put_file(folder.parent / NOTE, json.dumps({"source": str(contents.address), "files": files}, indent=1).encode())
 
 
 def file_name(name: str) -> str:
@@ -86,10 +128,9 @@ def file_name(name: str) -> str:
 
 def address_in_store(path: Path) -> Address | None:
     """Return the pinned address of a file or folder in the store; None for any other path."""
-    folder = path
-    while folder.parent != folder and folder.parent != store():
-        folder = folder.parent
-    source = note_at(folder).get("source") if folder.parent == store() else None
+    above = [path, *path.parents]
+    folder = next((inner for inner, outer in zip(above, above[2:], strict=False) if outer == store()), None)
+    source = note_at(folder).get("source") if folder is not None else None
     with suppress(MergeError):
         return parse(source) if isinstance(source, str) else None
     return None

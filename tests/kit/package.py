@@ -39,6 +39,7 @@ LIBRARIES = {
     "filelock": {"disk", "sources"},
     "platformdirs": {"disk", "sources"},
     "huggingface_hub": {"sources"},
+    "obstore": {"sources"},
     "safetensors": {"proof"},
     "threadpoolctl": {"proof"},
     "ml_dtypes": {"proof"},
