@@ -1,7 +1,8 @@
 """The folder of downloaded files that no other program keeps: those of Civitai, URLs and object stores.
 
 Each address has a folder of its own with its files in a folder of the model's name, and `source.json` next to that: the
-pinned address, sizes and SHA-256. All are below `$LORA_MERGE_CACHE`, or `lora-merge/files` in the user's cache folder, and may be emptied at any time.
+pinned address, sizes and SHA-256. All are below `$LORA_MERGE_CACHE`, or `lora-merge/files` in the user's cache folder,
+which may be emptied at any time.
 """
 
 from __future__ import annotations

@@ -243,7 +243,8 @@ def serving(machines: Machines) -> Iterator[Machines]:
         server.daemon_threads = True
         servers.append(server)
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    machines.url, machines.store = (f"http://127.0.0.1:{server.server_address[1]}" for server in servers)
+    api, store = (server.server_address[1] for server in servers)
+    machines.url, machines.store = f"http://127.0.0.1:{api}", f"http://localhost:{store}"  # two hosts
     try:
         yield machines
     finally:
