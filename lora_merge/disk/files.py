@@ -139,7 +139,7 @@ def open_regular(path: Path) -> BinaryIO:
             "give a regular file; save the output of a pipe or a device to a file first",
         )
     if (file := remote(path)) is not None:
-        return PlaceholderReader(fd, file)  # type: ignore[return-value]  # a raw file, as the other one
+        return PlaceholderReader(fd, file)
     return os.fdopen(fd, "rb", buffering=0)
 
 
