@@ -184,10 +184,11 @@ def unmerge(
     """
     from .engine.admission import admit
     from .engine.merge import run
+    from .planning.downloads import downloaded_path
     from .recipes.unmerge import plan_unmerge
 
     with interruptible(), watched(progress) as watcher:
-        path, folders = input_path(merged), [*map(expand, search)]
+        path, folders = downloaded_path(input_path(merged), watcher), [*map(expand, search)]
         return run(admit(plan_unmerge(path, adapters, output, folders, **options)), watcher)
 
 

@@ -48,7 +48,7 @@ class Batch:
         entries = [s.entry for s in self.planned if s.runs]
         named = [e.job.base if e.request is None else e.request.base for e in entries]
         bases = {Path(path) for path in named if path is not None}
-        return downloads(bases, {path for e in entries for path in e.inputs} - bases)
+        return downloads(bases, {path for e in entries for path in e.inputs} - bases, keep=True)
 
     def downloaded(self, progress: Progress) -> Batch:
         """Return the batch on inputs of this machine. Jobs whose inputs cannot be downloaded have that error.

@@ -95,10 +95,8 @@ def render_output(template: str, values: Mapping[str, str]) -> str:
 def split_adapter(written: str) -> tuple[str, float | None]:
     """Return path and strength of "style.safetensors:0.8"; NoSuchName where the path has more than a strength behind
     it, as on the command line, or has its strength as other programs write it."""
-    if (parts := split(written)) is not None and ":" in written[: len(written) - len(parts[1])]:
-        tail = parts[1].removeprefix(":")
-        if not tail or "=" not in tail:
-            return written.removesuffix(parts[1]), number(tail) if tail else None
+    if (address := split(written)) is not None and ":" in written.removesuffix(address[1]) and "=" not in address[1]:
+        return written.removesuffix(address[1]), number(address[1][1:]) if address[1] else None
     path, strength = split_strength(written)
     argument = meant(written) if strength is None else None
     if argument is None:

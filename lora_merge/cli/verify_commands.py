@@ -17,10 +17,11 @@ from .argument_values import named_adapter, named_parts, with_strengths
 from .compat import checked_output, completed
 from .help import add
 from .options import AS_JSON, DRY_RUN, HTML, OUTPUT, QUIET, REPORT, SILENT, read, with_options
-from .progress_display import PROOF, paused, watching
+from .progress_display import PROOF, Display, paused, watching
 from .reports import (
     PageFiles,
     ReportOptions,
+    announcing,
     carry_out,
     echo,
     merge_and_report,
@@ -157,6 +158,7 @@ def unmerge(
     The outcome is the base to one rounding step; the base itself is exact. Without an output: say where the base is.
     """
     from ..engine.admission import admit
+    from ..planning.downloads import downloaded_path
     from ..recipes.replay import refuse_to_unmerge
     from ..recipes.unmerge import plan_unmerge
     from .stdio import reporting
@@ -175,9 +177,11 @@ def unmerge(
     report_options = ReportOptions(dry_run=dry_run, as_json=as_json, quiet=quiet, overwrite=overwrite)
     stated |= {"overwrite": True} if dry_run else {}
 
-    def planned(_: object) -> Plan:
-        folders = [expand(p) for p in search or []]
-        plan = admit(plan_unmerge(expand(path), named, output or "", folders, **stated), dry=dry_run)
+    def planned(display: Display | None) -> Plan:
+        folders, merged = [expand(p) for p in search or []], expand(path)
+        if not dry_run:
+            merged = downloaded_path(merged, display or unwatched, announcing(display, quiet=quiet))
+        plan = admit(plan_unmerge(merged, named, output or "", folders, **stated), dry=dry_run)
         pictures.protect(plan.inputs, [plan.job.output])
         return plan
 

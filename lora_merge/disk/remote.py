@@ -113,6 +113,11 @@ def remote(path: Path) -> RemoteFile | None:
     return _files.get(path) if _files else None
 
 
+def has_remote(path: Path) -> bool:
+    """Return whether a path is a placeholder, or a folder of them."""
+    return bool(_files) and (path in _files or any(path in file.parents for file in _files))
+
+
 def place(path: Path, file: RemoteFile) -> None:
     """Write the placeholder of a file."""
     path.parent.mkdir(parents=True, exist_ok=True)

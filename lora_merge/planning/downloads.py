@@ -18,15 +18,18 @@ Announce: TypeAlias = Callable[[str], object]
 """Shows what is downloaded, before the first byte."""
 
 
-def downloads(bases: Iterable[Path], adapters: Iterable[Path]) -> dict[Path, Download]:
-    """Return what has to be downloaded for inputs of other machines: input → its files. Headers are read for that."""
+def downloads(bases: Iterable[Path], adapters: Iterable[Path], *, keep: bool = False) -> dict[Path, Download]:
+    """Return what has to be downloaded for inputs of other machines: input → its files. Headers are read for that.
+
+    `keep`: see `download_of`; other processes cannot read a preview.
+    """
     needed: dict[Path, Download] = {}
     roles = {**dict.fromkeys(adapters, True), **dict.fromkeys(bases, False)}
     for path, adapter in ((p, role) for p, role in roles.items() if preview_of(p) is not None):
         index = open_checkpoint(path, adapter=adapter)
         folder = of_index(path)
         trained = [p for p in entries(folder) if TRAINED.fullmatch(p.name)] if folder.is_dir() else []
-        download = download_of(path, (*index.files, *index.index_files, *index.unnamed, *trained))
+        download = download_of(path, (*index.files, *index.index_files, *index.unnamed, *trained), keep=keep)
         if download is not None:
             needed[path] = download
     return needed
@@ -51,9 +54,16 @@ def fetch_all(
             announce(download.text())
     places = {}
     for path, download in needed.items():
+        if download.streamed:
+            continue
         advance = counted(progress, "fetch", str(download.preview.contents.address), download.size)
         places[path] = fetch(path, download, advance)
     return places
+
+
+def downloaded_path(path: Path, progress: Progress, announce: Announce | None = None) -> Path:
+    """Return the path of a checkpoint on this machine: what it lacks is downloaded."""
+    return fetch_all(downloads([path], []), (path, 0), progress, announce).get(path, path)
 
 
 def job_at(job: Job, places: Mapping[Path, Path]) -> Job:

@@ -36,6 +36,8 @@ def site() -> str:
 class Civitai:
     """Civitai, or what this machine has of it."""
 
+    keeps = True
+
     def local(self, address: Address) -> Path | None:
         """Return the path of a file that is pinned, or named by its hash, if it is in the store."""
         if not (address.pinned or is_offline()):

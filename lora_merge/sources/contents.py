@@ -50,6 +50,10 @@ class SourceFiles:
 class Opener(Protocol):
     """A kind of source. Every function raises MergeError if the source cannot give what an address names."""
 
+    @property
+    def keeps(self) -> bool:
+        """Whether files are downloaded before a run, and kept; else the run reads them from the source."""
+
     def local(self, address: Address) -> Path | None:
         """Return the path of the file or folder, if it is on this machine; without any request."""
 

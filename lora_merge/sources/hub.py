@@ -36,6 +36,8 @@ NETWORK: Final = "check the network, or run again later: a download is continued
 class Hub:
     """The hub, or what its cache on this machine has of it."""
 
+    keeps = True
+
     def local(self, address: Address) -> Path | None:
         """Return the path in the cache: of a file of a commit, or of anything if no request can be made."""
         path = stored_at(address)
@@ -140,20 +142,16 @@ def _endpoint() -> str | None:
 
 
 def _bar(advance: Advance) -> Any:
-    """Return a bar of the library's kind that draws nothing and counts."""
-    from huggingface_hub.utils import tqdm
+    """Return a kind of bar for the library that draws nothing and passes on the bytes."""
+    from tqdm.auto import tqdm
 
-    class ByteCounter(tqdm):  # type: ignore[misc, type-arg]
-        """Passes on the bytes."""
+    def start(bar: Any, *_: Any, **options: Any) -> None:
+        tqdm.__init__(bar, total=options.get("total"), initial=options.get("initial", 0), disable=True)
 
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **{**options, "disable": True})
+    def update(_: Any, n: float | None = 1) -> None:
+        advance(int(n or 0))
 
-        def update(self, n: float | None = 1) -> None:
-            """Pass on the bytes."""
-            advance(int(n or 0))
-
-    return ByteCounter
+    return type("ByteCounter", (tqdm,), {"__init__": start, "update": update})
 
 
 FAILURES: Final[tuple[tuple[str, int, type[MergeError], str, str], ...]] = (

@@ -171,10 +171,12 @@ def preview_of(path: Path) -> Preview | None:
 
 @dataclass(frozen=True)
 class Download:
-    """Files of a preview that a run needs. `missing`: those that are not on this machine."""
+    """Files of a preview that a run needs. `missing`: those that are not on this machine; `streamed`: whether the run
+    reads them from the source, and nothing is kept."""
 
     preview: Preview
     names: tuple[str, ...]
+    streamed: bool = False
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -184,8 +186,13 @@ class Download:
 
     @property
     def size(self) -> int:
-        """The bytes that have to be downloaded."""
+        """The bytes that come from the source."""
         return sum(self.preview.contents.files[name].size for name in self.missing)
+
+    @property
+    def room(self) -> int:
+        """The bytes that are written to the disk."""
+        return 0 if self.streamed else self.size
 
     def text(self) -> str:
         """Return what is downloaded, its size, the time and the free space, for people."""
@@ -193,14 +200,18 @@ class Download:
         existing = next(p for p in (folder, *folder.parents) if p.exists())
         free, seconds = shutil.disk_usage(existing).free, self.size / TYPICAL
         time = f"{seconds / 60:.0f} min" if seconds >= 90 else f"{max(1, round(seconds))} s"
+        if self.streamed:
+            return (f"{spoken_size(self.size)} are read from {self.preview.contents.address}: {time} at "
+                    f"{spoken_size(TYPICAL)}/s; nothing is kept, as LORA_MERGE_CACHE names no folder")  # fmt: skip
         return (f"{spoken_size(self.size)} are downloaded from {self.preview.contents.address}: "
                 f"{time} at {spoken_size(TYPICAL)}/s, into {folder} ({spoken_size(free)} free)")  # fmt: skip
 
 
-def download_of(path: Path, opened: Iterable[Path]) -> Download | None:
+def download_of(path: Path, opened: Iterable[Path], *, keep: bool = False) -> Download | None:
     """Return what has to be downloaded for a run with an input; None for an input of this machine.
 
-    `opened`: the files with weights that belong to the input. Of all other files of its folder those without weights
+    `keep`: whether files are downloaded that a run could read from their source. `opened`: the files with weights that
+    belong to the input. Of all other files of its folder those without weights
     are taken too: configurations, tokenizers, cards; of a single file the configuration next to it.
     """
     preview = preview_of(path)
@@ -218,7 +229,8 @@ def download_of(path: Path, opened: Iterable[Path]) -> Download | None:
         and Path(name).suffix.lower() not in WEIGHTS
         and (whole or ("/" not in name[len(inside) :] and name.endswith(".json")))
     }
-    return Download(preview, tuple(name for name in files if _safe(name, preview.contents.address) in used | sides))
+    names = tuple(name for name in files if _safe(name, preview.contents.address) in used | sides)
+    return Download(preview, names, not (keep or preview.opener.keeps))
 
 
 def require_space(downloads: Iterable[Download], output: Path, size: int) -> None:
@@ -226,7 +238,7 @@ def require_space(downloads: Iterable[Download], output: Path, size: int) -> Non
     needed: dict[int, tuple[Path, int]] = {}
     for download in downloads:
         folder = download.preview.opener.folder(download.preview.contents)
-        for where, count in ((folder, download.size), (output, 0)):
+        for where, count in ((folder, download.room), (output, 0)):
             disk = next(p for p in (where, *where.parents) if p.exists()).stat().st_dev
             needed[disk] = folder, needed.get(disk, (folder, 0))[1] + count
     disk = next(p for p in (output, *output.parents) if p.exists()).stat().st_dev
@@ -240,6 +252,8 @@ def fetch(path: Path, download: Download | None, advance: Advance) -> Path:
     if download is None:
         return path
     preview = download.preview
+    if download.streamed:
+        return path
     preview.opener.fetch(preview.contents, download.missing, advance)
     folder = preview.opener.folder(preview.contents)
     inside = path.relative_to(preview.root).as_posix()

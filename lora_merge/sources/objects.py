@@ -6,6 +6,7 @@ Credentials and endpoints are those of the providers' usual variables, files and
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -34,6 +35,11 @@ FAILURES: Final[tuple[tuple[str, type[MergeError], str, str], ...]] = (
 
 class Objects:
     """An object, or all objects below a prefix, of one bucket."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the user has named a folder for downloads: near an object store, to read it is as fast."""
+        return bool(os.environ.get("LORA_MERGE_CACHE"))
 
     def local(self, _: Address) -> Path | None:
         """Return None: only the store knows whether an object has changed."""
@@ -85,10 +91,8 @@ class Objects:
         def read(offset: int, count: int) -> bytes:
             if not count:
                 return b""
-            stated: dict[str, Any] = {"range": (offset, offset + count)}
-            stated |= (
-                {"version": address.revision} if address.revision else {"if_match": file.etag} if file.etag else {}
-            )
+            state = ("version", address.revision) if address.revision else ("if_match", file.etag)
+            stated: Any = {"range": (offset, offset + count), **({state[0]: state[1]} if state[1] else {})}
             try:
                 raw = bytes(obstore.get(store, key, options=stated).bytes())
             except Exception as e:  # noqa: BLE001

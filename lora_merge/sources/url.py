@@ -16,6 +16,8 @@ from .web import Endpoint, facts_of, ranges
 class Url:
     """A file at a URL. Its content may change: what tells two states apart is the ETag, or else size and query."""
 
+    keeps = True
+
     def local(self, _: Address) -> Path | None:
         """Return None: only the server knows whether the file has changed."""
         return None

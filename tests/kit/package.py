@@ -30,7 +30,7 @@ LIBRARIES = {
     "torch": {"engine", "adapters_out", "memory", "files", "viewing", "cli"},
     "numpy": {"proof", "adapters", "engine", "adapters_out", "cli"},
     "typer": {"cli"},
-    "tqdm": {"cli", ""},
+    "tqdm": {"cli", "", "sources"},
     "plotly": {"viewing"},
     "matplotlib": {"viewing"},
     "rich": {"cli"},

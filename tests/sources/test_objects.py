@@ -13,9 +13,10 @@ from lora_merge.planning.recipe import KEY
 from lora_merge.sources import inputs
 from tests.kit import command_line
 from tests.kit.adapters import kohya
-from tests.kit.files import metadata, save
+from tests.kit.files import load_all, metadata, save
 from tests.kit.models import sd1
 from tests.sources.server import sha256
+from tests.sources.test_hub import llama_folder, peft_folder
 
 obstore = pytest.importorskip("obstore")
 moto = pytest.importorskip("moto.server")
@@ -75,6 +76,25 @@ def test_merge_of_objects_names_their_versions(bucket: Any, run: Command) -> Non
         Path(name).unlink()
     code, _, err = run("replay", "a.safetensors", "-o", "b.safetensors")
     assert code == 0 and Path("b.safetensors").read_bytes() == before, err
+
+
+def test_object_is_read_straight_into_the_merge_if_nothing_is_kept(
+    bucket: Any, run: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    files = llama_folder(tmp_path / "tiny") | {
+        f"peft/{name}": content for name, content in peft_folder(tmp_path / "peft").items()
+    }
+    for name, content in files.items():
+        obstore.put(bucket, name if "/" in name else f"tiny/{name}", content)
+    monkeypatch.delenv("LORA_MERGE_CACHE")
+    code, _, err = run("s3://models/tiny", "s3://models/peft:0.5", "-o", "a")
+    assert code == 0 and "nothing is kept" in err, err
+    assert run("tiny", "peft:0.5", "-o", "b")[0] == 0
+    assert {p.name for p in Path("a").iterdir()} == {p.name for p in Path("b").iterdir()}
+    one, other = load_all(Path("a")), load_all(Path("b"))
+    assert one.keys() == other.keys() and all((one[name] == other[name]).all() for name in other)
+    assert Path("a/config.json").read_bytes() == Path("b/config.json").read_bytes()
+    assert not [p for p in tmp_path.rglob("source.json")]
 
 
 def test_headers_of_an_object_and_of_a_folder_are_read_by_ranges(bucket: Any, run: Command, tmp_path: Path) -> None:
