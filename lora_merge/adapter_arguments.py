@@ -164,7 +164,7 @@ def _of_tag(tag: Mapping[str, str | None]) -> tuple[str, str, str]:
 
 
 def _named(path: str) -> str:
-    return path if "." in path else f"{path}.safetensors"
+    return path if "." in path or split(path) is not None else f"{path}.safetensors"
 
 
 class Meant(NamedTuple):

@@ -113,7 +113,7 @@ class Hub:
 
 def _files_of(address: Address, commit: str, files: Mapping[str, Listed]) -> SourceFiles:
     pinned = Address(HUB, address.name, commit, address.path)
-    return SourceFiles(pinned, address.name.partition("/")[2], files, address.revision)
+    return SourceFiles(pinned, address.name.partition("/")[2], files, address.revision, folder=True)
 
 
 def _check(path: Path, file: Listed, address: Address) -> None:
