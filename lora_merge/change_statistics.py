@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 from zlib import crc32
 
+from .paths import input_name
 from .text import Note
 
 if TYPE_CHECKING:
@@ -208,7 +209,7 @@ class Measures:
             if measure.loses and not every.cut:
                 retained = max(measure.all.retained or 0.0, 0.0)
                 yield Note(
-                    f"only {retained:.0%} of {ref.path.name} is in the output: its changes are "
+                    f"only {retained:.0%} of {input_name(ref.path)} is in the output: its changes are "
                     "smaller than the dtype can hold beside the weights; write a wider --dtype, or round with "
                     "--rounding stochastic"
                 )

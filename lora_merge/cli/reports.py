@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import BatchFailed, MergeError, UsageError, cause, error_dict
 from ..facts import Fact, line, strengths
-from ..paths import exists, typed
+from ..paths import exists, input_name, typed
 from ..process import kept_objects
 from ..progress import unwatched
 from ..report import Report, disk_rows, merge_rows
@@ -450,7 +450,7 @@ def planned_job(s: PlannedJob, total: int) -> str:
     fate = "cannot run" if s.error is not None else SKIPPED if s.done else f"would write {size(s.size)}"
     job = s.entry.job
     request = s.entry.request
-    base = [job.base.name] if request is None or request.base is not None else []
+    base = [input_name(job.base)] if request is None or request.base is not None else []
     what = "" if request is None else f"{request.command} "
     return f"[{s.entry.number}/{total}] {fate}  {nearest(str(job.output))}  {what}" + " + ".join([*base, *_adapters(s)])
 
@@ -459,9 +459,9 @@ def _adapters(s: PlannedJob) -> Iterator[str]:
     """Yield "ink.safetensors (0.5× unet (48))"; "0.5 × ink.safetensors" where it is not known what it changes."""
     for adapter, applied in zip_longest(s.entry.job.adapters, s.strengths):
         if applied:
-            yield f"{adapter.path.name} ({strengths(applied)})"
+            yield f"{input_name(adapter.path)} ({strengths(applied)})"
         else:
-            yield f"{adapter.strength:g} × {adapter.path.name}"
+            yield f"{adapter.strength:g} × {input_name(adapter.path)}"
 
 
 def job_facts(s: PlannedJob, disk: Mapping[str, Any] | None) -> dict[str, Any]:

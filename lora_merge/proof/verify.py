@@ -25,6 +25,7 @@ from ..dtypes import ITEM_BYTES, spoken
 from ..errors import InputError, VerificationFailed
 from ..files.checkpoint import read_header
 from ..models.blocks import groups
+from ..paths import input_name
 from ..planning.output_checksums import DIGITS, summed, sums_of
 from ..planning.plan import OutputFile, OutputTensor, Plan
 from ..planning.recipe import CHECKSUMS
@@ -255,7 +256,7 @@ def _conclude(plan: Plan, merged: Recomputation, part: Path, *, new: bool) -> No
         what = f"products of an adapter's tensors cancel: {plan.job.compute_dtype} cannot hold what is left of them"
         fix = "compute with --compute-dtype fp64"
         raise (InputError if new else VerificationFailed)(what, f"{part}: {name}, {where}", fix)
-    shares = [(ref.path.name, f.retained(i)) for i, ref in enumerate(plan.job.adapters)]
+    shares = [(input_name(ref.path), f.retained(i)) for i, ref in enumerate(plan.job.adapters)]
     odd = [f"{share:.2f} of {adapter}" for adapter, share in shares if share is not None and abs(share - 1) > 0.02]
     hint = f"; the file holds {', '.join(odd)}" if odd else ""
     other = "if it was made at other strengths, give those; else " if odd else ""
@@ -314,7 +315,7 @@ def _proof(plan: Plan, merged: Recomputation, compared: dict[str, int], *, full:
     f = merged.findings
     shares = [
         {
-            "adapter": ref.path.name,
+            "adapter": input_name(ref.path),
             "strength": ref.strength,
             "strengths": by_component(plan.adapters[i].strengths),
             "retained": f.retained(i),

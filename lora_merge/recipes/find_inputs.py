@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain, count, filterfalse
 from pathlib import Path, PurePosixPath
 from typing import Final
 
 from ..adapters.stated import side_file
-from ..errors import InputError, UsageError, VerificationFailed
+from ..errors import InputError, MergeError, UsageError, VerificationFailed
 from ..files.checkpoint import configuration, open_checkpoint
 from ..paths import absolute, current_folders, of_index
 from ..planning.downloads import downloads, fetch_all
@@ -81,6 +82,8 @@ def _find(sought: Input, present: Iterable[Path]) -> Path:
                 other = different(sought, root)
             except InputError as e:  # its configuration cannot be read
                 other = f"{e.where} ({e.what})"
+            if other is None and within and not named(path) and not _is_opened_as(sought, root):
+                continue
             if other is None:
                 return root if within else path
             if named(path):
@@ -95,6 +98,16 @@ def _find(sought: Input, present: Iterable[Path]) -> Path:
                                  f"merge again, or {SEARCH}")  # fmt: skip
     raise InputError(f"the input {quoted(sought.name)} is not found", f"SHA-256 {digest}, {size} bytes",
                      SEARCH)  # fmt: skip
+
+
+def _is_opened_as(sought: Input, folder: Path) -> bool:
+    """Return whether a folder of another name is opened as the input, and not as other files that are in it too."""
+    for adapter in (False, True):
+        with suppress(MergeError):
+            files = open_checkpoint(folder, adapter=adapter).files
+            if {file.relative_to(folder).as_posix() for file in files} == {name for name, _, _ in sought.files}:
+                return True
+    return False
 
 
 def _downloaded(sought: Input) -> Path:

@@ -42,3 +42,24 @@ def sd1(dtype: torch.dtype = torch.float16) -> Tensors:
     tensors = {name: rand(*shape, seed=n).to(dtype) for n, (name, shape) in enumerate(shapes.items())}
     tensors[f"{TE}text_model.embeddings.position_ids"] = torch.arange(77).unsqueeze(0)
     return tensors
+
+
+def sd3(dtype: torch.dtype = torch.float16, depth: int = 2) -> Tensors:
+    """A Stable Diffusion 3 transformer of its authors' names; ComfyUI's loader takes its sizes from the shapes."""
+    g, width, text, pooled = torch.Generator().manual_seed(3), 64 * depth, 32, 16
+    shapes: dict[str, tuple[int, ...]] = {"pos_embed": (1, 16, width), "x_embedder.proj.weight": (width, 16, 2, 2)}
+    linears = {"context_embedder": (width, text), "final_layer.linear": (64, width)}
+    linears |= {"final_layer.adaLN_modulation.1": (2 * width, width)}
+    linears |= {"t_embedder.mlp.0": (width, 256), "t_embedder.mlp.2": (width, width)}
+    linears |= {"y_embedder.mlp.0": (width, pooled), "y_embedder.mlp.2": (width, width)}
+    for n in range(depth):
+        for side in ("context", "x"):
+            block, last = f"joint_blocks.{n}.{side}_block", side == "context" and n == depth - 1
+            linears |= {f"{block}.attn.qkv": (3 * width, width)}
+            linears |= {f"{block}.adaLN_modulation.1": ((2 if last else 6) * width, width)}
+            if not last:
+                linears |= {f"{block}.attn.proj": (width, width), f"{block}.mlp.fc1": (4 * width, width)}
+                linears |= {f"{block}.mlp.fc2": (width, 4 * width)}
+    shapes |= {f"{name}.weight": shape for name, shape in linears.items()}
+    shapes |= {f"{name}.bias": shape[:1] for name, shape in linears.items()} | {"x_embedder.proj.bias": (width,)}
+    return {name: torch.randn(shape, generator=g).mul(0.05).to(dtype) for name, shape in shapes.items()}

@@ -282,3 +282,14 @@ def test_python_takes_addresses(published: Machines, tmp_path: Path) -> None:
     assert sum(step.done for step in fetched) == sum({step.output: step.total for step in fetched}.values()) > 0
     assert lora_merge.inspect("hf://me/style")["algorithms"]
     assert lora_merge.load_adapter("hf://me/style").modules
+
+
+def test_input_that_was_a_folder_is_not_taken_from_a_folder_with_more(
+    published: Machines, run: Command, tmp_path: Path
+) -> None:
+    """The file of the repository is here too, next to others: the folder is not what the recipe names."""
+    assert run("local.safetensors", "me/style", "-o", "a.safetensors")[0] == 0
+    shutil.rmtree(tmp_path / "hub")
+    inputs._located.clear()
+    code, out, err = run("verify", "a.safetensors")
+    assert code == 0 and "change that style makes" in out, err

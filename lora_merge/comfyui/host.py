@@ -1,0 +1,104 @@
+"""What the pack uses of ComfyUI: node types, model folders, progress and cancel. Only this module imports it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import folder_paths
+from comfy import model_management
+from comfy.utils import ProgressBar
+from comfy_api.latest import ComfyExtension, io, ui
+
+from .. import Step
+
+__all__ = ["ComfyExtension", "io", "ui"]
+
+CHECKPOINTS: Final = ("checkpoints", "diffusion_models", "text_encoders")
+"""ComfyUI's model folders that have bases."""
+
+LORAS: Final = ("loras",)
+"""ComfyUI's model folders that have adapters."""
+
+ENDINGS: Final = (".safetensors", ".sft", ".gguf", ".ckpt", ".pt", ".pth", ".bin")
+"""Endings of files with weights: ComfyUI's own lists lack .gguf."""
+
+
+def files(kinds: tuple[str, ...]) -> list[str]:
+    """Return the files of model folders, `extra_model_paths.yaml` included: `kind/name`, or names of a single kind."""
+    named = ((kind, name) for kind in kinds for root in folders((kind,)) for name in _names(root))
+    return sorted({name if len(kinds) == 1 else f"{kind}/{name}" for kind, name in named})
+
+
+def folders(kinds: tuple[str, ...]) -> list[str]:
+    """Return the paths of model folders that are there."""
+    return [root for kind in kinds for root in folder_paths.get_folder_paths(kind) if Path(root).is_dir()]
+
+
+def path(choice: str, kinds: tuple[str, ...]) -> Path:
+    """Return the path of one of `files(kinds)`; ValueError if it is not there any more."""
+    choice = Path(choice).as_posix()
+    kind, name = (kinds[0], choice) if len(kinds) == 1 else choice.split("/", 1)
+    for root in folders((kind,)):
+        if name in _names(root):
+            return Path(root, name)
+    raise ValueError(f"{name} is not in ComfyUI's folder {kind!r}; refresh the list (R) and choose again")
+
+
+def location(name: str, kind: str) -> Path:
+    """Return the path for an output in ComfyUI's model folder; ValueError for a name that leads out of it."""
+    roots = [Path(root) for root in folder_paths.get_folder_paths(kind)]
+    root = next((root for root in roots if root.name == kind), roots[0])  # `unet` is the former name of a folder
+    whole = Path(os.path.abspath(root / name.strip()))  # noqa: PTH100  # without following links
+    if not name.strip() or not whole.is_relative_to(root) or whole == root:
+        raise ValueError(
+            f"the name {name!r} is not inside of ComfyUI's folder {kind!r}; write a name such as styles/ink"
+        )
+    return whole
+
+
+def _names(root: str) -> Iterator[str]:
+    """Yield the files with weights below a folder, as ComfyUI spells them."""
+    for name in folder_paths.recursive_search(root, excluded_dir_names=[".git"])[0]:
+        if name.lower().endswith(ENDINGS):
+            yield Path(name).as_posix()
+
+
+def spellings(output: Path) -> tuple[Path, Path, Path]:
+    """Return the paths that an output may get: a name without an ending gets one."""
+    return output, output.with_name(f"{output.name}.safetensors"), output.with_name(f"{output.name}.gguf")
+
+
+def search_words(words: tuple[str, ...]) -> dict[str, list[str]]:
+    """Return the words by which people search for a node, as a field of its schema; none for a ComfyUI without it."""
+    return {"search_aliases": [*words]} if "search_aliases" in io.Schema.__dataclass_fields__ else {}
+
+
+class RunProgress:
+    """ComfyUI's progress bar and cancel button for one run; called with each step.
+
+    KeyboardInterrupt when the user cancels: that ends a run and leaves nothing behind.
+    """
+
+    def __init__(self) -> None:
+        self._bar = ProgressBar(1)
+        self._stage, self._done = "", 0
+
+    def __call__(self, step: Step) -> None:
+        """Take a step."""
+        if model_management.processing_interrupted():
+            raise KeyboardInterrupt
+        self._done = self._done + step.done if step.stage == self._stage else step.done
+        self._stage = step.stage
+        if step.total:
+            self._bar.update_absolute(self._done, step.total)
+
+    def __enter__(self) -> RunProgress:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        """Report a cancelled run to ComfyUI as cancelled, not as failed."""
+        if isinstance(error, KeyboardInterrupt):
+            model_management.throw_exception_if_processing_interrupted()

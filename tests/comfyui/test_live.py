@@ -1,0 +1,151 @@
+"""The node pack in ComfyUI itself, started without a screen on the CPU; its own loader reads what the pack wrote.
+
+Needs ComfyUI's sources and a Python with its requirements: `LORA_MERGE_COMFYUI="PYTHON PATH/main.py"`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.kit.comfy import KINDS, lora, node
+from tests.kit.command_line import run
+from tests.kit.files import save
+from tests.kit.models import sd3
+
+COMMAND = shlex.split(os.environ.get("LORA_MERGE_COMFYUI", ""))
+
+pytestmark = [
+    pytest.mark.release,
+    pytest.mark.skipif(not COMMAND, reason='needs ComfyUI: LORA_MERGE_COMFYUI="PYTHON PATH/main.py"'),
+]
+
+
+class Server:
+    """A running ComfyUI."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        self.folder, self._url = folder, f"http://127.0.0.1:{port}"
+
+    def get(self, path: str) -> Any:
+        with urllib.request.urlopen(self._url + path, timeout=10) as answer:
+            return json.load(answer)
+
+    def send(self, path: str, content: Any) -> Any:
+        request = urllib.request.Request(self._url + path, json.dumps(content).encode())
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return json.loads(answer.read() or "{}")
+
+    def post(self, workflow: Any) -> tuple[str, dict[str, Any]]:
+        """The status of a workflow that has ended, and the text of each node; the names of nodes that ran."""
+        number = self.send("/prompt", {"prompt": workflow})["prompt_id"]
+        return self.ended(number)
+
+    def ended(self, number: str) -> tuple[str, dict[str, Any]]:
+        for _ in range(1200):
+            if number in (history := self.get(f"/history/{number}")):
+                entry = history[number]
+                texts = {name: out["text"][0] for name, out in entry["outputs"].items() if "text" in out}
+                return entry["status"]["status_str"], {**texts, "messages": entry["status"]["messages"]}
+            time.sleep(0.1)
+        raise AssertionError("the workflow did not end")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("comfyui")
+    for name in (*(f"models/{kind}" for kind in KINDS), "custom_nodes", "input", "output", "temp", "user"):
+        (folder / name).mkdir(parents=True)
+    assert run("comfyui", "install", folder).code == 0
+    base = sd3()
+    save(base, folder / "models/diffusion_models/sd3.safetensors")
+    name = "joint_blocks.0.x_block.attn.qkv.weight"
+    out, inner = base[name].shape
+    up, down = torch.randn(out, 4).mul(0.1), torch.randn(4, inner).mul(0.1)
+    prefix = f"diffusion_model.{name.removesuffix('.weight')}"
+    save({f"{prefix}.lora_A.weight": down, f"{prefix}.lora_B.weight": up}, folder / "models/loras/a.safetensors")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = ["--cpu", "--port", str(port), "--base-directory", str(folder), "--disable-auto-launch"]
+    with (folder / "log.txt").open("wb") as log:
+        process = subprocess.Popen([*COMMAND, *arguments], stdout=log, stderr=log, cwd=Path(COMMAND[-1]).parent)
+    it = Server(folder, port)
+    try:
+        for _ in range(600):
+            try:
+                it.get("/system_stats")
+                break
+            except (urllib.error.URLError, ConnectionError):
+                assert process.poll() is None, (folder / "log.txt").read_text()
+                time.sleep(0.2)
+        yield it
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def bake(**more: Any) -> dict[str, Any]:
+    inputs = {"base": "diffusion_models/sd3.safetensors", "dtype": "keep", "name": "baked", "overwrite": False,
+              "method": "sum", "adapters__adapter0": ["1", 0]}  # fmt: skip
+    return {"1": lora("a.safetensors", 0.5), "2": node("Bake", **{**inputs, **more})}
+
+
+def test_baked_file_is_loaded_by_comfyui_and_has_the_change(server: Server) -> None:
+    status, said = server.post(bake())
+    assert status == "success", said
+    models = server.folder / "models"
+    base, adapter = load_file(models / "diffusion_models/sd3.safetensors"), load_file(models / "loras/a.safetensors")
+    down, up = (adapter[next(n for n in adapter if f"lora_{side}" in n)] for side in "AB")
+    # ComfyUI loads the file and saves what it has loaded.
+    status, said = server.post({
+        "1": {"class_type": "UNETLoader", "inputs": {"unet_name": "baked.safetensors", "weight_dtype": "default"}},
+        "2": {"class_type": "ModelSave", "inputs": {"model": ["1", 0], "filename_prefix": "loaded"}},
+    })  # fmt: skip
+    assert status == "success", said
+    (saved,) = (server.folder / "output").rglob("loaded*.safetensors")
+    loaded = {name.removeprefix("model.diffusion_model."): t for name, t in load_file(saved).items()}
+    changed = "joint_blocks.0.x_block.attn.qkv.weight"
+    expected = (base[changed].double() + 0.5 * up.double() @ down.double()).to(base[changed].dtype)
+    assert set(base) <= set(loaded)
+    for name, tensor in base.items():
+        wanted = expected if name == changed else tensor
+        # On the CPU, ComfyUI holds fp32. Ours is rounded once from fp32: at a tie one step from the double's.
+        torch.testing.assert_close(loaded[name].float(), wanted.float(), rtol=2**-10 if name == changed else 0, atol=0)
+
+
+def test_second_queue_bakes_nothing(server: Server) -> None:
+    path = server.folder / "models/diffusion_models/twice.safetensors"
+    status, said = server.post(bake(name="twice"))
+    assert status == "success", said
+    assert path.exists(), (said, [*server.folder.rglob("twice*")])
+    before = path.stat().st_ino
+    for _ in range(2):
+        assert server.post(bake(name="twice"))[0] == "success"
+    assert path.stat().st_ino == before
+
+
+def test_error_of_a_node_is_ours(server: Server) -> None:
+    status, said = server.post(bake(name="../../out"))
+    assert status == "error"
+    message = next(m[1]["exception_message"] for m in said["messages"] if m[0] == "execution_error")
+    assert "not inside of ComfyUI's folder 'diffusion_models'" in message
+
+
+def test_nodes_are_listed_with_what_they_are_searched_by(server: Server) -> None:
+    nodes = {name: about for name, about in server.get("/object_info").items() if name.startswith("LoraMerge")}
+    assert len(nodes) == 10 and all(about["category"] == "lora-merge" for about in nodes.values())
+    assert nodes["LoraMergeBake"]["output_node"] and nodes["LoraMergeBake"]["output"] == ["STRING", "STRING"]

@@ -1,0 +1,239 @@
+"""The node pack on a host of the tests: workflows as ComfyUI runs them, and the folder that is installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import lora_merge
+from lora_merge.comfyui import pack
+from lora_merge.merge_methods import COMBINATIONS, METHODS
+from tests.kit.adapters import kohya
+from tests.kit.comfy import HOST, Host, comfyui, lora, node
+from tests.kit.command_line import run
+from tests.kit.files import save
+from tests.kit.models import sd1
+
+BASE = "checkpoints/tiny.safetensors"
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    """A host with one checkpoint and two LoRAs."""
+    with comfyui(tmp_path) as it:
+        save(sd1(), tmp_path / BASE)
+        for n in range(2):
+            save(kohya(sd1(), seed=n + 1), tmp_path / f"loras/a{n}.safetensors")
+        yield it
+
+
+def bake(**more: Any) -> dict[str, Any]:
+    """A workflow that merges both LoRAs."""
+    inputs = {"base": BASE, "dtype": "keep", "name": "out/both", "overwrite": False, "method": "sum",
+              "adapters__adapter0": ["1", 0], "adapters__adapter1": ["2", 0]}  # fmt: skip
+    return {
+        "1": lora("a0.safetensors", 0.8),
+        "2": lora("a1.safetensors", 0.5, 0.5, "B01=0, unet=0.9"),
+        "3": node("Bake", **{**inputs, **more}),
+    }
+
+
+def test_bake_writes_what_merge_writes(host: Host) -> None:
+    path, report = host.post(bake())["3"].values
+    assert path == str(host.models / "checkpoints/out/both.safetensors") and "32 of 32 modules" in report
+    second = lora_merge.Adapter(host.models / "loras/a1.safetensors", 0.5, (("te", 0.5), ("B01", 0), ("unet", 0.9)))
+    expected = host.models / "expected.safetensors"
+    lora_merge.merge(host.models / BASE, [(host.models / "loras/a0.safetensors", 0.8), second], expected)
+    assert Path(path).read_bytes() == expected.read_bytes()
+
+
+def test_queue_bakes_once_and_again_when_a_file_changes(host: Host) -> None:
+    path = Path(host.post(bake())["3"].values[0])
+    before = path.stat().st_ino
+    assert "there already" in host.post(bake())["3"].values[1]
+    host.post(bake())
+    assert host.runs == [] and path.stat().st_ino == before
+    path.unlink()
+    host.post(bake())
+    assert host.runs == ["3"] and path.exists()
+    save(kohya(sd1(), seed=9), host.models / "loras/a1.safetensors")
+    with pytest.raises(lora_merge.MergeError, match="another recipe"):
+        host.post(bake())
+    host.post(bake(overwrite=True))
+    assert path.stat().st_ino != before
+
+
+def test_cancelled_run_leaves_nothing(host: Host) -> None:
+    from comfy import model_management, utils
+
+    def cancel() -> None:
+        model_management.state["interrupted"] = True
+
+    utils.watchers.append(cancel)
+    with pytest.raises(model_management.InterruptProcessingException):
+        host.post(bake())
+    assert not model_management.state["interrupted"]
+    assert [p.name for p in (host.models / "checkpoints").rglob("*") if p.is_file()] == ["tiny.safetensors"]
+
+
+def test_progress_reaches_its_end(host: Host) -> None:
+    from comfy import utils
+
+    host.post(bake())
+    assert utils.shown and all(0 <= value <= total for value, total in utils.shown)
+    assert any(value == total for value, total in utils.shown)
+
+
+def test_method_shows_its_own_parameters_only(host: Host) -> None:
+    for name, methods in (("Bake", METHODS), ("Combine", COMBINATIONS)):
+        inputs = host.nodes[f"LoraMerge{name}"].define_schema().inputs
+        method = next(i for i in inputs if i.id == "method")
+        assert {o.key: tuple(i.id for i in o.inputs) for o in method.options} == {
+            n: r.takes for n, r in methods.items()
+        }
+
+
+@pytest.mark.parametrize("method", ["ties", "slerp", "consensus", "della"])
+def test_parameters_at_their_defaults_are_accepted(host: Host, method: str) -> None:
+    option = next(i for i in host.nodes["LoraMergeBake"].define_schema().inputs if i.id == "method")
+    chosen = next(o for o in option.options if o.key == method)
+    values = {f"method__{i.id}": i.default for i in chosen.inputs}
+    assert "32 of 32" in host.post(bake(method=method, **values))["3"].values[1]
+
+
+def test_every_node_that_writes_or_looks(host: Host) -> None:
+    both = bake(dtype="fp32")
+    host.post(both)
+    shared = {"overwrite": False, "base": BASE}
+    posted = host.post({
+        "1": both["1"], "2": both["2"],
+        "combine": node("Combine", rank="exact", method="sum", name="c", adapters__adapter0=["1", 0], **shared),
+        "resize": node("Resize", adapter="a0.safetensors", rank="2", name="r", **shared),
+        "convert": node("Convert", adapter="a0.safetensors", to="diffusers", name="d", **shared),
+        "extract": node("Extract", tuned="checkpoints/out/both.safetensors", rank="4", name="x", **shared),
+        "verify": node("Verify", merged="checkpoints/out/both.safetensors", every_value=True),
+        "inspect": node("Inspect", adapter="a0.safetensors", base=BASE),
+        "alone": node("Inspect", adapter="a0.safetensors", base="none"),
+        "out": node("TakeOut", merged="checkpoints/out/both.safetensors", name="without", overwrite=False),
+    })  # fmt: skip
+    for name in ("combine", "resize", "convert", "extract", "out"):
+        path = Path(posted[name].values[0])
+        assert path.is_file() and path.suffix == ".safetensors" and posted[name].ui.value
+    assert "✓" in posted["verify"].values[1] or "32" in posted["verify"].values[1]
+    assert "32 of 32" in posted["inspect"].values[1]
+    assert "rank 4" in posted["alone"].values[1]
+
+
+def test_adapters_that_are_connected_are_taken_out(host: Host) -> None:
+    both = bake(dtype="fp32")
+    host.post(both)
+    inputs = {"merged": "checkpoints/out/both.safetensors", "name": "without", "overwrite": False}
+    path = host.post({
+        "1": both["1"], "2": both["2"],
+        "3": node("TakeOut", adapters__adapter0=["1", 0], adapters__adapter1=["2", 0], **inputs),
+    })["3"].values[0]  # fmt: skip
+    with safe_open(path, "pt") as taken, safe_open(host.models / BASE, "pt") as base:
+        for name in base.keys():  # noqa: SIM118  # it is no table
+            torch.testing.assert_close(taken.get_tensor(name).float(), base.get_tensor(name).float(), atol=1e-6, rtol=0)
+
+
+def test_stack_of_another_pack(host: Host) -> None:
+    stack = host.nodes["LoraMergeStack"]
+    given = [("a0.safetensors", 0.8, 0.4), ("a1.safetensors", 0.0, 0.5), ("a0.safetensors", 0.0, 0.0)]
+    adapters, text = stack.execute(stack=given).values
+    assert [(a["strength"], a["strength_for"]) for a in adapters] == [
+        (0.8, {"te": 0.5}),
+        (0.5, {"unet": 0.0, "transformer": 0.0}),
+    ]
+    assert text.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["../out", "/tmp/out", "", " ", "a/../../out"])
+def test_name_outside_of_the_model_folders(host: Host, name: str) -> None:
+    with pytest.raises(ValueError, match="not inside"):
+        host.post(bake(name=name))
+    assert len([*host.models.rglob("*.safetensors")]) == 3
+
+
+def test_files_of_all_folders_are_offered(host: Host, tmp_path: Path) -> None:
+    import folder_paths
+
+    more = tmp_path / "more"
+    (more / "sub").mkdir(parents=True)
+    save(kohya(sd1(), seed=3), more / "sub" / "b.safetensors")
+    (more / "notes.txt").write_text("no weights")
+    (host.models / "diffusion_models" / "flux.gguf").write_bytes(b"")
+    folder_paths.roots["loras"].append(str(more))
+    inputs = {i.id: i for name in ("LoRA", "Bake") for i in host.nodes[f"LoraMerge{name}"].define_schema().inputs}
+    assert inputs["adapter"].options == ["a0.safetensors", "a1.safetensors", "sub/b.safetensors"]
+    assert inputs["base"].options == [BASE, "diffusion_models/flux.gguf"]
+    assert host.post({"1": lora("sub/b.safetensors")})["1"].values[0][0]["path"] == str(more / "sub/b.safetensors")
+
+
+def test_error_is_that_of_the_merge_and_nothing_is_written(host: Host) -> None:
+    (host.models / "loras/a1.safetensors").write_bytes(b"<html>")
+    with pytest.raises(lora_merge.MergeError) as caught:
+        host.post(bake())
+    assert "a1.safetensors" in str(caught.value)
+    assert not (host.models / "checkpoints/out").exists()
+
+
+@pytest.mark.release
+def test_installed_pack_loads_by_itself(tmp_path: Path) -> None:
+    """ComfyUI's Python has no lora_merge: the pack has its own."""
+    (tmp_path / "ComfyUI/custom_nodes").mkdir(parents=True)
+    assert run("comfyui", "install", tmp_path / "ComfyUI").code == 0
+    folder = tmp_path / "ComfyUI/custom_nodes/lora-merge"
+    program = f"""
+import asyncio, importlib.util, sys
+sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in str(f).lower()]
+sys.path[:] = [{str(HOST)!r}, *(p for p in sys.path if "site-packages" in p or "python3" in p)]
+spec = importlib.util.spec_from_file_location("pack", {str(folder / "__init__.py")!r})
+module = importlib.util.module_from_spec(spec); sys.modules["pack"] = module; spec.loader.exec_module(module)
+pack = asyncio.run(module.comfy_entrypoint())
+print(len(asyncio.run(pack.get_node_list())))
+import lora_merge, lora_merge.algorithms
+print(lora_merge.__file__); print(lora_merge.algorithms.__file__); print("torch" in sys.modules, "typer" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path)
+    count, package, formulas, imported = done.stdout.splitlines() or [done.stderr] * 4
+    assert int(count) == 10 and package.startswith(str(folder)) and formulas.startswith(str(folder))
+    assert imported == "False False"
+
+
+def test_pack_is_ready_for_the_registry(tmp_path: Path) -> None:
+    assert run("comfyui", "export", tmp_path).code == 0
+    tomllib = pytest.importorskip("tomllib")
+    folder = tmp_path / "lora-merge"
+    project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["name"] == "lora-merge" and project["project"]["version"] == lora_merge.__version__
+    assert not any(line.startswith("torch") for line in project["project"]["dependencies"])
+    assert set(project["tool"]["comfy"]) == {"PublisherId", "DisplayName", "Icon", "requires-comfyui"}
+    assert (folder / "LICENSE").read_bytes() == Path("LICENSE").read_bytes()
+    assert not [*folder.rglob("__pycache__")]
+    source = "".join(p.read_text(encoding="utf-8") for p in (folder / "package/lora_merge/comfyui").glob("*.py"))
+    assert not {"eval(", "exec(", "subprocess", "pip"} & set(source.split())
+
+
+def test_install_refuses_other_folders_and_keeps_what_is_there(tmp_path: Path) -> None:
+    refused = run("comfyui", "install", tmp_path)
+    assert refused.code == 3 and "no ComfyUI" in refused.err
+    pack_folder = tmp_path / "custom_nodes/lora-merge"
+    pack_folder.mkdir(parents=True)
+    (pack_folder / "mine.txt").write_text("mine")
+    assert run("comfyui", "install", tmp_path).code == 2
+    assert run("comfyui", "install", tmp_path, "--overwrite").code == 2
+    assert [p.name for p in pack_folder.iterdir()] == ["mine.txt"]
+    (pack_folder / "mine.txt").unlink()
+    pack_folder.rmdir()
+    for more in ((), ("--overwrite",)):
+        assert run("comfyui", "install", tmp_path, *more).code == 0
+    assert [p.name for p in (tmp_path / "custom_nodes").iterdir()] == ["lora-merge"]
+    assert pack.custom_nodes(tmp_path / "custom_nodes") == tmp_path / "custom_nodes"
