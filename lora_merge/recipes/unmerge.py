@@ -130,15 +130,14 @@ def _otherwise(plan: Plan, recipe: Recipe | None) -> Iterator[Note]:
     for named, strength, parts in recipe.adapters if recipe is not None else ():
         merged[named.name].append((strength, sorted(parts)))
     for ref in plan.job.adapters:
-        known = merged.get(input_name(ref.path), [])
+        name = input_name(ref.path)
+        known = merged.get(name, [])
         if recipe is not None and not known:
-            yield Note(f"the result is not the base: its recipe names no {input_name(ref.path)}")
+            yield Note(f"the result is not the base: its recipe names no {name}")
         elif known and (-ref.strength, sorted(ref.parts)) not in known:
             strength, parts = known[0]
             factors = "".join(f",{part}={factor:g}" for part, factor in parts)
-            yield Note(
-                f"the result is not the base: {input_name(ref.path)} was merged as {input_name(ref.path)}:{strength:g}{factors}"
-            )
+            yield Note(f"the result is not the base: {name} was merged as {name}:{strength:g}{factors}")
 
 
 def _recipe(merged: Path) -> Recipe | None:

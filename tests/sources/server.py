@@ -233,13 +233,18 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
+class Quiet(ThreadingHTTPServer):
+    def handle_error(self, *_: Any) -> None:
+        """Say nothing of clients that have read enough."""
+
+
 @contextmanager
 def serving(machines: Machines) -> Iterator[Machines]:
     """Run the servers."""
     servers = []
     for name in ("api", "store"):
         handler = type("Of", (Handler,), {"machines": machines, "name": name})
-        server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        server = Quiet(("127.0.0.1", 0), handler)
         server.daemon_threads = True
         servers.append(server)
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
