@@ -154,7 +154,7 @@ def _store(address: Address) -> Any:
         return GCSStore(bucket) if address.scheme == "gs" else AzureStore(container_name=bucket)
     except Exception as e:
         raise UsageError("the variables of the provider are not complete", f"{address}: {type(e).__name__}",
-                         "set those of your account: AWS_…, GOOGLE_…, AZURE_…") from e  # fmt: skip
+                         "give those of your account: AWS_…, GOOGLE_…, AZURE_…") from e  # fmt: skip
 
 
 def _head(store: Any, key: str, version: str) -> Any:
