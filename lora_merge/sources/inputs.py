@@ -13,14 +13,14 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from ..addresses import CIVITAI, HASH, HUB, OBJECTS, WEB, Address, parse
+from ..addresses import CIVITAI, HASH, HUB, MODELSCOPE, OBJECTS, WEB, Address, parse
 from ..disk.remote import RemoteFile, place
-from ..errors import InputError, UsageError
+from ..errors import InputError
 from ..paths import WEIGHTS, forbidden
 from ..text import size as spoken_size
 from .contents import Advance, Opener, SourceFiles, require_room
@@ -42,6 +42,12 @@ def _civitai() -> Opener:
     return Civitai()
 
 
+def _modelscope() -> Opener:
+    from .modelscope import ModelScope
+
+    return ModelScope()
+
+
 def _objects() -> Opener:
     from .objects import Objects
 
@@ -55,7 +61,14 @@ def _url() -> Opener:
 
 
 OPENERS: Final[Mapping[str, Callable[[], Opener]]] = MappingProxyType(
-    {HUB: _hub, CIVITAI: _civitai, HASH: _civitai, WEB: _url, **dict.fromkeys(OBJECTS, _objects)}
+    {
+        HUB: _hub,
+        CIVITAI: _civitai,
+        HASH: _civitai,
+        MODELSCOPE: _modelscope,
+        WEB: _url,
+        **dict.fromkeys(OBJECTS, _objects),
+    }
 )
 """Scheme → the source that opens its addresses."""
 
@@ -96,11 +109,7 @@ def locate(text: str) -> Path | None:
 
 
 def _open(address: Address) -> Path:
-    make = OPENERS.get(address.scheme)
-    if make is None:
-        what = f"addresses of {address.scheme}:// are not read yet"
-        raise UsageError(what, str(address), f"download it first: {address.download()}")
-    opener = make()
+    opener = OPENERS[address.scheme]()
     if (path := opener.local(address)) is not None:
         return path
     contents = opener.contents(address)
@@ -270,9 +279,9 @@ def origin(path: Path) -> Address | None:
         return address_in_cache(path) or address_in_store(path)
     inside = path.relative_to(preview.root).as_posix()
     address = preview.contents.address
-    if address.scheme != HUB:
+    if address.scheme not in (HUB, MODELSCOPE):
         return address
-    return Address(HUB, address.name, address.revision, "" if inside == "." else inside)
+    return replace(address, path="" if inside == "." else inside)
 
 
 def with_addresses(text: str) -> str:
@@ -280,9 +289,9 @@ def with_addresses(text: str) -> str:
     kind = type(text)
     for root, preview in _previews.items():
         if str(root) in text:
-            address = preview.contents.address
-            whole = Address(HUB, address.name, address.revision) if address.scheme == HUB else address
-            for name in preview.contents.files if address.scheme != HUB else ():
+            address, files = preview.contents.address, preview.contents.files
+            whole = replace(address, path="") if address.scheme in (HUB, MODELSCOPE) else address
+            for name in () if preview.contents.folder else files:
                 text = text.replace(str(root / name), str(address))
             text = text.replace(str(root), str(whole))
     return kind(text)

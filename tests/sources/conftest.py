@@ -25,4 +25,5 @@ def machines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Machin
     with serving(Machines()) as servers:
         monkeypatch.setenv("HF_ENDPOINT", servers.url)
         monkeypatch.setenv("CIVITAI_ENDPOINT", servers.url)
+        monkeypatch.setenv("MODELSCOPE_ENDPOINT", servers.url)
         yield servers

@@ -110,6 +110,8 @@ class Handler(BaseHTTPRequestHandler):
             self.info(match[1], match[2] or "main", token)
         elif match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             self.resolve(match[1], match[2], match[3], token)
+        elif match := re.fullmatch(r"/api/v1/models/([^/]+/[^/]+)/repo(/files)?", path):
+            self.of_modelscope(match[1], parse_qs(urlsplit(self.path).query), listing=bool(match[2]))
         elif path.startswith(("/api/v1/", "/api/download/")):
             self.of_civitai(path, token)
         elif path.removeprefix("/files/") in machines.files:
@@ -158,6 +160,20 @@ class Handler(BaseHTTPRequestHandler):
             machines.blobs[sha256(content)] = content
             linked = {"X-Linked-Size": str(len(content)), "X-Linked-ETag": f'"{sha256(content)}"', **commit}
             self.give(302, b"", {**linked, "Location": f"{machines.store}/blob/{sha256(content)}?X-Sig={SIGNATURE}"})
+
+    def of_modelscope(self, name: str, query: dict[str, list[str]], *, listing: bool) -> None:
+        files = self.machines.repositories.get(name)
+        if files is None or query.get("Revision", [""])[0] not in ("master", COMMIT):
+            self.give(404)
+        elif listing:
+            rows = [{"Path": file, "Name": file.rpartition("/")[2], "Type": "blob", "Size": len(content),
+                     "Sha256": sha256(content), "Revision": COMMIT} for file, content in files.items()]  # fmt: skip
+            self.give(
+                200, json.dumps({"Code": 200, "Data": {"Files": [{"Path": "sub", "Type": "tree"}, *rows]}}).encode()
+            )
+        else:
+            content = files.get(query["FilePath"][0])
+            self.give(404) if content is None else self.content(content, f'"{sha256(content)}"')
 
     def of_civitai(self, path: str, token: str) -> None:
         machines = self.machines
