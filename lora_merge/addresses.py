@@ -190,7 +190,7 @@ def _split(text: str) -> tuple[Address, str]:
             address = make(match.groupdict())
             if {".", ".."} & {*address.path.split("/"), *address.revision.split("/"), *address.name.split("/")}:
                 break
-            if address.scheme == WEB and not _is_private(address.name):
+            if address.scheme == WEB and not is_private(address.name):
                 break
             return address, match["tail"]
     if text.lower().startswith("http:"):
@@ -209,7 +209,7 @@ EXAMPLES: Final = (
 )
 
 
-def _is_private(url: str) -> bool:
+def is_private(url: str) -> bool:
     """Return whether nobody on the way can change what a URL gives: by encryption, or on this machine alone."""
     parts = urlsplit(url)
     return parts.scheme.lower() == "https" or parts.hostname in ("127.0.0.1", "localhost", "::1")

@@ -233,7 +233,7 @@ def replay(  # noqa: PLR0913  # the options of the command
 
     with interruptible(), watched(progress) as watcher:
         made, folders = input_path(made), [expand(folder) for folder in search]
-        written = again(made, output, folders, device=device, overwrite=overwrite)
+        written = again(made, output, folders, device=device, overwrite=overwrite, progress=watcher)
         if isinstance(written, Plan):
             return run(admit(written), watcher)
         return COMMANDS[written.command].run(written, watcher, None)

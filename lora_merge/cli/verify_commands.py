@@ -85,7 +85,14 @@ def verify(
     weights = None if base is None and not pairs and is_adapter(expand(output)) else PROOF
     with watching(quiet=as_json or quiet, weights=weights) as display:
         proof = prove(
-            expand(output), base, pairs, search=folders, full=full, options=stated, progress=display or unwatched
+            expand(output),
+            base,
+            pairs,
+            search=folders,
+            full=full,
+            options=stated,
+            progress=display or unwatched,
+            announce=announcing(display, quiet=as_json or quiet),
         )
     if as_json:
         put(json_text(proof))
@@ -119,7 +126,8 @@ def replay(
     with watching(quiet=quiet) as display:
         if not is_adapter(expand(path)):
             preload()
-        written = again(expand(path), output, folders, **options)
+        reported = {"progress": display or unwatched, "announce": announcing(display, quiet=quiet)}
+        written = again(expand(path), output, folders, **reported, **options)
         if isinstance(written, Plan):
             plan = admit(written)
             with paused(display):

@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any, Final
 from urllib.parse import urljoin, urlsplit
 
-from ..addresses import Address
+from ..addresses import Address, is_private
 from ..disk.remote import ReadRange
 from ..errors import InputError, MergeError, ResourceError
 from ..safe_regex import from_json
@@ -40,6 +40,7 @@ BLOCK: Final = 1 << 20  # bytes that are written at once
 ANSWER: Final = 32 << 20  # bytes of a JSON answer
 
 REDIRECTS: Final = (301, 302, 303, 307, 308)
+INSECURE: Final = 311  # stands for a redirect to an address without encryption; no server answers it
 BUSY: Final = (408, 429, 500, 502, 503, 504)
 """Answers after which a request is repeated."""
 
@@ -89,8 +90,8 @@ def _answer(place: Endpoint, headers: Mapping[str, str]) -> Any:
             if e.code not in REDIRECTS or not target:
                 raise _Answered(e.code, e.headers) from None
             url = urljoin(url, target)
-            if urlsplit(url).scheme not in ("http", "https"):
-                raise _Answered(e.code, e.headers) from None
+            if not is_private(url):  # in the clear anybody on the way could change the weights
+                raise _Answered(INSECURE, e.headers) from None
     raise _Answered(310, Message())
 
 
@@ -258,6 +259,7 @@ def refused(place: Endpoint, status: int) -> MergeError:
         410: ("the server does not have this file any more", "look for another source of it"),
         416: ("the file has become shorter than it was", "run again"),
         310: ("the server redirects for ever", "check the address"),
+        INSECURE: ("the server redirects to an address without encryption", "get the file from another place"),
     }.get(status, (f"the server answers with an error ({status})", "run again later"))  # fmt: skip
     fix = place.advice.get(status, fix)
     if status in BUSY:

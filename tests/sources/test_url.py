@@ -112,6 +112,17 @@ def test_file_of_another_length_is_refused(machines: Machines, tmp_path: Path, s
     assert e.value.exit_code in (3, 5) and not (tmp_path / "x").exists()
 
 
+def test_redirect_to_an_address_without_encryption_is_refused(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machines.civitai(1, [{"id": 2, "name": "x", "content": b"x"}])
+    url = f"{machines.url}/api/download/models/1?fileId=2"
+    for host, code in (("http://example.org", "without encryption"), ("ftp://example.org", "without encryption")):
+        machines.store = host
+        with pytest.raises(InputError, match=code):
+            ranges(Endpoint(Address("https", url), url), 1)(0, 1)
+
+
 def test_disk_without_room_is_named_before_the_first_byte(machines: Machines, tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match="not enough disk space"):
         contents.require_room(tmp_path / "a" / "b", 1 << 60)
