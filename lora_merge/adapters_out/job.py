@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import sep
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ..adapter_options import ADAPTER_OPTIONS, KEEP, OF_MERGE
 from ..algorithms.lokr import LOKR
@@ -21,12 +21,14 @@ from ..method_parameters import NAMES, MethodParameters, numbers_of
 from ..models.part_factors import parts
 from ..options import MEANT, OPTIONS, dtype_name, pairs, shown
 from ..paths import absolute, expand, input_path, is_file, is_folder, names_folder, output_file
-from ..planning.downloads import Announce, downloads, fetch_all, job_at
-from ..progress import Progress
 from ..text import plural
 from .dialects import DIALECTS, OF_INPUT, Dialect, dialect, names
 from .rank_rules import COUNT, EXACT, NO_NOISE, NOISE, SAME, RankRules
 from .request import Request, Rows
+
+if TYPE_CHECKING:
+    from ..planning.downloads import Announce
+    from ..progress import Progress
 
 FACTORS, WHOLE, AUTO = LORA.name, FULL.name, "auto"
 STORED_AS: Final = (FACTORS, WHOLE, AUTO)
@@ -120,6 +122,8 @@ class AdapterJob:
 
 def downloaded(job: AdapterJob, progress: Progress, announce: Announce | None = None) -> AdapterJob:
     """Return the job on inputs of this machine: what it lacks is downloaded."""
+    from ..planning.downloads import downloads, fetch_all, job_at  # imported here: `--help` has no use for it
+
     needed = downloads([] if job.base is None else [job.base], [ref.path for ref in job.adapters])
     if not needed:
         return job

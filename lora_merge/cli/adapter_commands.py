@@ -15,7 +15,6 @@ import typer
 from ..adapter_options import ADAPTER_OPTIONS, KEEP
 from ..adapters_out.commands import COMMANDS
 from ..adapters_out.commands import Command as Row
-from ..adapters_out.job import downloaded
 from ..errors import UsageError
 from ..options import OPTIONS, Option
 from ..progress import unwatched
@@ -187,6 +186,7 @@ def _job_values(adapters: Sequence[Any], options: dict[str, Any]) -> tuple[list[
 
 def show(command: Row, make: Callable[[CheckpointCache], AdapterJob], printed: dict[str, Any]) -> None:
     """Run or plan a job and print its report. The job is made below the display, as torch may be imported for it."""
+    from ..adapters_out.job import downloaded
     from ..engine.torch_preload import keep_freed_memory, preload
     from ..planning.checkpoint_cache import CheckpointCache
     from .stdio import reporting

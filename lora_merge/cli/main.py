@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from ..addresses import with_addresses
 from ..errors import MergeError, UsageError, as_resource_error, error_dict, failure
 from ..options import OPTIONS
 from ..paths import exists, expand, leave_lost_folder
 from ..process import LimitCheck, on_stop, signals_first
 from ..progress import unwatched
-from ..sources.inputs import with_addresses
 from ..text import Lines, json_text, one_line
 from . import adapter_commands, comfyui_command, inspect_commands, tables, verify_commands
 from .argument_values import named_adapters, named_base, named_parts, with_strengths

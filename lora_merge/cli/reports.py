@@ -12,13 +12,13 @@ from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from ..addresses import with_addresses
 from ..errors import BatchFailed, MergeError, UsageError, cause, error_dict
 from ..facts import Fact, line, strengths
 from ..paths import exists, input_name, typed
 from ..process import kept_objects
 from ..progress import unwatched
 from ..report import Report, disk_rows, merge_rows
-from ..sources.inputs import with_addresses
 from ..text import Lines, by_component, json_text, one_line, plural, shown, size
 from ..viewing.json_schemas import schema
 from .progress_display import Display, paused, watching

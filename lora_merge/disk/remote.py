@@ -13,7 +13,6 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -55,6 +54,8 @@ class RemoteFile:
                 groups[-1] = groups[-1][0], max(groups[-1][1], offset + size)
             else:
                 groups.append((offset, offset + size))
+        from concurrent.futures import ThreadPoolExecutor  # imported here: files of this machine have no use for it
+
         with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="ranges") as pool:
             pieces = pool.map(lambda group: self._read(group[0], group[1] - group[0]), groups)
             self._expected |= {start: piece for (start, _), piece in zip(groups, pieces, strict=True)}
@@ -70,6 +71,8 @@ class RemoteFile:
         elif count <= PIECE:
             buffer[:count] = self._read(offset, count)
         else:
+            from concurrent.futures import ThreadPoolExecutor
+
             starts = range(0, count, PIECE)
             with ThreadPoolExecutor(min(AT_ONCE, len(starts)), thread_name_prefix="ranges") as pool:
                 pieces = pool.map(lambda at: self._read(offset + at, min(PIECE, count - at)), starts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..addresses import with_addresses
 from ..disk.destination import check_output
 from ..disk.volumes import share_blocks
 from ..disk.writer import Room, require_space
@@ -15,7 +16,6 @@ from ..planning.downloads import Announce, downloads_of, fetch_all, job_at
 from ..planning.make_plan import plan_job
 from ..planning.plan import Plan
 from ..progress import Progress
-from ..sources.inputs import with_addresses
 from ..text import Note, size
 from .row_blocks import blocks
 from .windows import unshared_bytes, window_room

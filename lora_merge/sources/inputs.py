@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from ..addresses import CIVITAI, HASH, HUB, MODELSCOPE, OBJECTS, WEB, Address, parse
+from ..addresses import CIVITAI, HASH, HUB, MODELSCOPE, OBJECTS, WEB, Address, parse, speak_with
 from ..disk.remote import RemoteFile, place
 from ..errors import InputError
 from ..paths import WEIGHTS, forbidden
@@ -130,6 +130,7 @@ def _preview(contents: SourceFiles, opener: Opener) -> Path:
         file = contents.files[name]
         place(root / _safe(name, address), RemoteFile(file.size, _reader(contents, opener, name), file.sha256))
     _previews[root] = Preview(contents, opener, root)
+    speak_with(_with_addresses)
     return root / _safe(inside, address) if inside else root
 
 
@@ -284,7 +285,7 @@ def origin(path: Path) -> Address | None:
     return replace(address, path="" if inside == "." else inside)
 
 
-def with_addresses(text: str) -> str:
+def _with_addresses(text: str) -> str:
     """Return a text for people with addresses in place of the paths of previews."""
     kind = type(text)
     for root, preview in _previews.items():
