@@ -334,7 +334,7 @@ def _proof(
         "bound": {"compute_dtype": merged.judged, "share": ROUNDING[merged.judged]},
         "untouched": compared, "retained": shares, "saturated": f.cut,
         "warnings": list(_warnings(plan, merged, measured)),
-        "survival": [judgement(ref.path.name, s) for ref, s in zip(plan.job.adapters, survives, strict=True)],
+        "survival": [judgement(input_name(ref.path), s) for ref, s in zip(plan.job.adapters, survives, strict=True)],
         "numbers": {} if merged.recorded else _numbers(plan, f),  # a merge has more of them
     }  # fmt: skip
 
@@ -357,7 +357,7 @@ def _warnings(plan: Plan, merged: Recomputation, measured: Sequence[Measure]) ->
         if measure.fails:
             survives = f.in_bf16[number].retained if number in f.in_bf16 else None
             bf16 = survives is not None and ENOUGH <= survives <= MOST
-            yield lost_in_rounding(measure.all.retained or 0.0, ref.path.name, *remedy(plan, bf16=bf16))
+            yield lost_in_rounding(measure.all.retained or 0.0, input_name(ref.path), *remedy(plan, bf16=bf16))
 
 
 def _measures(plan: Plan, merged: Recomputation, measured: Sequence[Measure]) -> Iterator[Measure]:
