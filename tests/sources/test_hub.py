@@ -292,4 +292,4 @@ def test_input_that_was_a_folder_is_not_taken_from_a_folder_with_more(
     shutil.rmtree(tmp_path / "hub")
     inputs._located.clear()
     code, out, err = run("verify", "a.safetensors")
-    assert code == 0 and "change that style makes" in out, err
+    assert code == 0 and "1 × style (" in out, err
