@@ -39,15 +39,17 @@ def merge(
 
     Parameters:
         base: The model: a checkpoint file, whose ending may be left out, or a model folder (diffusers, transformers).
+            As any input it may be an address, such as "hf://owner/name@revision" or "civitai:12345".
         adapters: One adapter or a list of them: a path (file or PEFT folder), a pair `(path, strength)`, or an
             `Adapter` with strengths for parts of the model. Or a table of path → strength. None: the adapter that is
             attached inside the base, or that its folder holds.
         output: The file or folder to write. A file's name that is a str gets `.safetensors` if it lacks an ending; a
             `Path` is taken as it is. None: `<base>+<adapter>.safetensors` in the current folder.
         progress: True for a progress bar (tqdm; a widget in notebooks), or a function that is called with each
-            `lora_merge.Step`: its `stage` (load, merge, flush, prove), and the bytes `done` since the step before. It
-            is called in a thread of its own, one step at a time. If it is slow, steps are added up; if it raises, that
-            is logged once (logger `lora_merge`), and the merge goes on without it. KeyboardInterrupt ends the merge.
+            `lora_merge.Step`: its `stage` (load, fetch, merge, flush, prove), and the bytes `done` since the step
+            before. It is called in a thread of its own, one step at a time. If it is slow, steps are added up; if it
+            raises, that is logged once (logger `lora_merge`), and the merge goes on without it. KeyboardInterrupt ends
+            the merge.
         dtype: "keep" (every tensor keeps the dtype that it has in the base), "fp32", "fp16", "bf16", "fp8_e4m3fn" or
             "fp8_e5m2"; or a torch dtype.
         compute_dtype: "fp32", "fp64", "bf16" or "fp16": the dtype that formulas compute in.

@@ -130,12 +130,17 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 @app.command(cls=GroupedCommand, epilog=EXAMPLES)
 @with_options(*OPTIONS.values(), before="dry_run")
 def merge(
-    base: Annotated[str, typer.Argument(metavar="BASE", help="Checkpoint: a .safetensors file or a model folder.")],
+    base: Annotated[
+        str,
+        typer.Argument(
+            metavar="BASE", help="Checkpoint: a file, a model folder, or an address such as hf://owner/name."
+        ),
+    ],
     adapters: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="ADAPTER[:STRENGTH]...",
-            help="Adapter files or PEFT folders; none: the adapter that is attached inside BASE.",
+            help="Adapter files, PEFT folders or addresses; none: the adapter that is attached inside BASE.",
         ),
     ] = None,
     output: Annotated[str | None, OUTPUT] = None,
