@@ -60,7 +60,10 @@ class Hub:
         except Exception as e:  # noqa: BLE001  # the library has dozens of errors, in two versions of its HTTP client
             error = failed(address, e)
             commit = commit_of(address)
-            if not isinstance(error, ResourceError) or not commit or stored_at(address) is None:
+            if isinstance(error, ResourceError) and (not commit or stored_at(address) is None):
+                error = ResourceError(f"neither a file nor a folder here, and {error.what}", error.where, error.fix)
+                raise error from None
+            if not isinstance(error, ResourceError):
                 raise error from None
             return self._contents_of_cache(address, commit)
         files = {

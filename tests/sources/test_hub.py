@@ -196,7 +196,7 @@ def test_hub_that_is_out_of_reach_is_a_lack_of_resources(
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     code, _, err = run("hf://me/sd/sd.safetensors", "style.safetensors")
-    assert code == 5 and "cannot be reached" in err
+    assert code == 5 and "neither a file nor a folder here, and the hub cannot be reached" in err
 
 
 def test_replay_and_verify_download_the_same_commit(published: Machines, run: Command, tmp_path: Path) -> None:
