@@ -145,6 +145,17 @@ def beyond_fp64(name: str, how: str = "large") -> TooLarge:
     return TooLarge(f"the change of a layer is too {how} to be computed", name, "leave this layer out")
 
 
+def beyond_dtype(where: str) -> TooLarge:
+    """Return the error for a number of a written adapter that its dtype does not hold."""
+    return TooLarge("a number is too large for the dtype of the output", where, "write --dtype fp32 or bf16")
+
+
+def not_finite(where: str) -> InputError:
+    """Return the error for a tensor of an adapter with a number that is not finite."""
+    return InputError("the adapter holds NaN or infinite values", where,
+                      "the training diverged; use an earlier checkpoint of the adapter")  # fmt: skip
+
+
 class AmbiguousName(FitError):
     """A name matches two tensors, and nothing shows which one is right."""
 

@@ -38,10 +38,6 @@ AHEAD: Final = 1 << 30  # bytes; only smaller files are read ahead into the page
 
 NUMBER: Final = 8  # bytes of the largest single number
 
-FEW: Final = 1 << 10  # bytes of a tensor that is taken from its page
-
-PAGES: Final = 16  # such pages of a file that are kept
-
 HINT: Final = 1 << 20  # bytes of one advice to read ahead; Linux ignores the rest of a longer range
 
 
@@ -56,7 +52,6 @@ class _File:
     refused: bool = False  # whether the file system accepted DIRECT_FLAG but refused the read
     hints: bool = CAN_ADVISE  # whether the system reports what its page cache holds
     drop: bool = False  # whether to drop pages from the page cache after reading them
-    pages: dict[int, bytes] = field(default_factory=dict)  # offset → a page that was read lately
     ahead: ReadAhead = field(default_factory=ReadAhead)
     remote: RemoteFile | None = None
 
@@ -129,23 +124,9 @@ class Reader:
     def read(self, info: StoredTensor, first: int = 0, count: int | None = None) -> bytearray:
         """Return the bytes of one tensor, `count` from `first` on or all of them; InputError as `read_into`."""
         size = info.nbytes - first if count is None else count
-        if size <= FEW and not isinstance(info.source, Memory):
-            return self._from_page(info.source, info.offset + first, size)
         raw = bytearray(size)
         self.read_into(memoryview(raw), info.source, info.offset + first)
         return raw
-
-    def _from_page(self, source: Path, offset: int, size: int) -> bytearray:
-        """Return a few bytes of a file; a page that was read lately is not read again for the tensors next to it."""
-        file, lead = self._files[source], offset % PAGE
-        page = file.pages.get(offset - lead, b"")
-        if len(page) < lead + size:
-            raw = bytearray(max(lead + size, min(PAGE, file.state.size - offset + lead)))
-            self.read_into(memoryview(raw), source, offset - lead)
-            if len(file.pages) >= PAGES:
-                file.pages.clear()
-            page = file.pages[offset - lead] = bytes(raw)
-        return bytearray(page[lead : lead + size])
 
     def descriptor(self, file: Path) -> int:
         """Return the descriptor of an open file, for system calls."""

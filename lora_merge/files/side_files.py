@@ -216,22 +216,7 @@ def index_files(base: Index, written: Mapping[Path, Sequence[WrittenTensor]]) ->
             # only the difference is added: tied tensors may be counted twice
             old = sum(prod(t.shape) for t in base.tensors.values() if t.file in files)
             metadata["total_parameters"] += sum(prod(t.shape) for t in members.values()) - old
-        yield name, _indented(content).encode()
-
-
-def _indented(content: Mapping[str, Any]) -> str:
-    """Return `json.dumps(content, indent=2)` with a final line break, but a weight map in a third of the time.
-
-    Without `indent` the encoder is written in C; the separator brings the line breaks of a table of plain strings.
-    """
-    lines = []
-    for key, value in content.items():
-        if isinstance(value, dict) and value and {*map(type, value.values())} == {str}:
-            text = "{\n    " + json.dumps(value, separators=(",\n    ", ": "))[1:-1] + "\n  }"
-        else:
-            text = json.dumps(value, indent=2).replace("\n", "\n  ")
-        lines.append(f"  {json.dumps(key)}: {text}")
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+        yield name, (json.dumps(content, indent=2) + "\n").encode()
 
 
 def configured(

@@ -73,8 +73,6 @@ class OutputTensor(NamedTuple):
     @property
     def recoded(self) -> bool:
         """Whether its numbers are stored in another form than in the input."""
-        if self.packed is None and self.weight.packed is None:  # the fast way: every tensor comes here several times
-            return self.weight.stored.dtype != self.dtype
         return self.weight.packing.encoding is not self.packing.encoding
 
     @property

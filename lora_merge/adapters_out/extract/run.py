@@ -28,9 +28,10 @@ from ...paths import names_folder, typed, with_ending
 from ...planning.checkpoint_cache import CheckpointCache
 from ...progress import Counting, Progress, unwatched
 from ...text import Note, listed, plural
-from ..combined_change import Delta, Storage, decomposing, expect_finite, shared_out
+from ..combined_change import Delta, Storage, expect_finite, shared_out
 from ..convert import entries_of, prefix_name
 from ..copied_tensors import ModuleTensors, rounded_value, stored_module
+from ..decomposition.factors import decomposing
 from ..decomposition.svd_memory import note
 from ..dialects import DIALECTS, Dialect
 from ..groups import Place
