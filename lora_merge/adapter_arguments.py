@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from .adapter_options import ADAPTER_OPTIONS
+from .addresses import split
 from .errors import UsageError
 from .options import BLOCK_WEIGHTS, OPTIONS
 from .paths import ENDINGS, exists, input_path, split_strength, with_found_ending
@@ -202,7 +203,7 @@ def _of_tag(tag: Mapping[str, str | None]) -> tuple[str, str, str]:
 
 
 def _named(path: str) -> str:
-    return path if "." in path else f"{path}.safetensors"
+    return path if "." in path or split(path) is not None else f"{path}.safetensors"
 
 
 class Meant(NamedTuple):
@@ -220,6 +221,10 @@ def meant(text: str) -> Meant | None:
     """
     if exists(text) or len(text) > LONGEST:
         return None
+    if address := split(text):
+        strength, _, parts = address[1].removeprefix(":").partition(",")
+        whole = Meant(text.removesuffix(address[1]), strength or "1", _pairs(parts))
+        return whole if address[1] else None
     if tags := of_tags(text):
         path, strength, parts = tags[0]
         return Meant(path, strength, _pairs(parts))

@@ -39,15 +39,17 @@ def merge(
 
     Parameters:
         base: The model: a checkpoint file, whose ending may be left out, or a model folder (diffusers, transformers).
+            As any input it may be an address, such as "hf://owner/name@revision" or "civitai:12345".
         adapters: One adapter or a list of them: a path (file or PEFT folder), a pair `(path, strength)`, or an
             `Adapter` with strengths for parts of the model. Or a table of path → strength. None: the adapter that is
             attached inside the base, or that its folder holds.
         output: The file or folder to write. A file's name that is a str gets `.safetensors` if it lacks an ending; a
             `Path` is taken as it is. None: `<base>+<adapter>.safetensors` in the current folder.
         progress: True for a progress bar (tqdm; a widget in notebooks), or a function that is called with each
-            `lora_merge.Step`: its `stage` (load, merge, flush, prove), and the bytes `done` since the step before. It
-            is called in a thread of its own, one step at a time. If it is slow, steps are added up; if it raises, that
-            is logged once (logger `lora_merge`), and the merge goes on without it. KeyboardInterrupt ends the merge.
+            `lora_merge.Step`: its `stage` (load, fetch, merge, flush, prove), and the bytes `done` since the step
+            before. It is called in a thread of its own, one step at a time. If it is slow, steps are added up; if it
+            raises, that is logged once (logger `lora_merge`), and the merge goes on without it. KeyboardInterrupt ends
+            the merge.
         dtype: "keep" (every tensor keeps the dtype that it has in the base), "fp32", "fp16", "bf16", "fp8_e4m3fn" or
             "fp8_e5m2"; or a torch dtype.
         compute_dtype: "fp32", "fp64", "bf16" or "fp16": the dtype that formulas compute in.
@@ -107,13 +109,13 @@ def merge(
         >>> report.coverage["style.safetensors"]["matched"]
         264
     """
-    from .engine.admission import admit
+    from .engine.admission import admit, downloaded
     from .engine.merge import run
     from .planning.checkpoint_cache import CheckpointCache
     from .planning.make_plan import make_plan, match, open_inputs
 
     with interruptible(), watched(progress) as watcher:
-        job = make_job(base, adapters, output, **options)
+        job = downloaded(make_job(base, adapters, output, **options), watcher)  # addresses of other machines
         inputs = open_inputs(job, CheckpointCache())
         matched = match(inputs)
         plan = make_plan(matched)
@@ -184,10 +186,11 @@ def unmerge(
     """
     from .engine.admission import admit
     from .engine.merge import run
+    from .planning.downloads import downloaded_path
     from .recipes.unmerge import plan_unmerge
 
     with interruptible(), watched(progress) as watcher:
-        path, folders = input_path(merged), [*map(expand, search)]
+        path, folders = downloaded_path(input_path(merged), watcher), [*map(expand, search)]
         return run(admit(plan_unmerge(path, adapters, output, folders, **options)), watcher)
 
 
@@ -232,7 +235,7 @@ def replay(  # noqa: PLR0913  # the options of the command
 
     with interruptible(), watched(progress) as watcher:
         made, folders = input_path(made), [expand(folder) for folder in search]
-        written = again(made, output, folders, device=device, overwrite=overwrite)
+        written = again(made, output, folders, device=device, overwrite=overwrite, progress=watcher)
         if isinstance(written, Plan):
             return run(admit(written), watcher)
         return COMMANDS[written.command].run(written, watcher, None)

@@ -34,7 +34,18 @@ from .options import (
     text,
     unlike,
 )
-from .paths import absolute, expand, input_path, is_file, is_folder, is_split, names_folder, of_index, output_file
+from .paths import (
+    absolute,
+    expand,
+    input_name,
+    input_path,
+    is_file,
+    is_folder,
+    is_split,
+    names_folder,
+    of_index,
+    output_file,
+)
 from .safe_regex import Refused, Steps
 from .text import Shown, plural
 
@@ -256,7 +267,7 @@ def _title(path: Path) -> str:
     folder = of_index(path)
     if is_split(path):
         return path.stem[: -len("-00001-of-00002")]
-    return folder.name if is_folder(folder) else path.stem
+    return input_name(folder) if is_folder(folder) else path.stem
 
 
 def _ending(base: Path) -> str:

@@ -16,6 +16,7 @@ from ..process import interruptible
 from ..progress import Progress, watched
 from ..typed_options import AdapterReading, AverageOptions, CombineOptions, ResizeOptions
 from .commands import COMMANDS, Command
+from .job import downloaded
 from .report import AdapterReport
 
 
@@ -228,4 +229,5 @@ def _written(  # noqa: PLR0913, PLR0917  # the arguments of every command
 
     with interruptible(), watched(progress) as watcher:
         cache = CheckpointCache()
-        return command.run(command.job(adapters, output, base, options, cache), watcher, cache)
+        job = downloaded(command.job(adapters, output, base, options, cache), watcher)
+        return command.run(job, watcher, cache)

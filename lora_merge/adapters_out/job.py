@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import sep
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ..adapter_options import ADAPTER_OPTIONS, KEEP, OF_MERGE
 from ..algorithms.lokr import LOKR
@@ -25,6 +25,10 @@ from ..text import plural
 from .dialects import DIALECTS, OF_INPUT, Dialect, stated_dialect
 from .rank_rules import COUNT, EXACT, NO_NOISE, NOISE, SAME, RankRules
 from .request import Request, Rows
+
+if TYPE_CHECKING:
+    from ..planning.downloads import Announce
+    from ..progress import Progress
 
 FACTORS, WHOLE, AUTO = LORA.name, FULL.name, "auto"
 STORED_AS: Final = (FACTORS, WHOLE, AUTO)
@@ -114,6 +118,18 @@ class AdapterJob:
     def at(self, output: Path) -> AdapterJob:
         """Return the job with another output."""
         return replace(self, inputs=replace(self.inputs, output=output))
+
+
+def downloaded(job: AdapterJob, progress: Progress, announce: Announce | None = None) -> AdapterJob:
+    """Return the job on inputs of this machine: what it lacks is downloaded."""
+    from ..planning.downloads import downloads, fetch_all, job_at  # imported here: `--help` has no use for it
+
+    needed = downloads([] if job.base is None else [job.base], [ref.path for ref in job.adapters])
+    if not needed:
+        return job
+    places = fetch_all(needed, (job.output.parent, 0), progress, announce)
+    base = job.base and places.get(job.base, job.base)
+    return replace(job, inputs=job_at(job.inputs, places), base=base)
 
 
 FILES: Final = ("combine", "resize", "average")

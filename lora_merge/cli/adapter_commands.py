@@ -24,7 +24,7 @@ from .help import add
 from .options import AS_JSON, DRY_RUN, HTML, PLOT, QUIET, Command, read, with_options
 from .own_line import with_words
 from .progress_display import watching
-from .reports import PageFiles, put, show_adapter_report
+from .reports import PageFiles, announcing, put, show_adapter_report
 
 if TYPE_CHECKING:
     from ..adapters_out.job import AdapterJob
@@ -197,6 +197,7 @@ def _job_values(adapters: Sequence[Any], options: dict[str, Any]) -> tuple[list[
 
 def show(command: Row, make: Callable[[CheckpointCache], AdapterJob], printed: dict[str, Any]) -> None:
     """Run or plan a job and print its report. The job is made below the display, as torch may be imported for it."""
+    from ..adapters_out.job import downloaded
     from ..engine.torch_preload import keep_freed_memory, preload
     from ..planning.checkpoint_cache import CheckpointCache
     from .stdio import reporting
@@ -220,7 +221,11 @@ def show(command: Row, make: Callable[[CheckpointCache], AdapterJob], printed: d
         if report_file is not None:
             report_file.begin()
         # Step 3: the plan or the run.
-        done = command.plan(job, cache) if printed["dry_run"] else command.run(job, display or unwatched, cache)
+        if printed["dry_run"]:
+            done = command.plan(job, cache)
+        else:
+            job = downloaded(job, display or unwatched, announcing(display, quiet=printed["quiet"]))
+            done = command.run(job, display or unwatched, cache)
         if report_file is not None:
             report_file.replace(done.to_json())
     pictures.write(lambda: _with_pictures(done, job) if printed["html"] is not None else asdict(done))

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ..adapter_arguments import of_tags, right_form, strange, with_parts
+from ..addresses import split
 from ..errors import InputError, UsageError
 from ..options import BLOCK_WEIGHTS, REGEX, factor, number
-from ..paths import ENDINGS, exists, expand, is_address, split_strength, typed, with_found_ending
+from ..paths import ENDINGS, exists, expand, split_strength, typed, with_found_ending
 from ..safe_regex import from_json
 from .compat import ADAPTERS, completed
 
@@ -30,7 +31,7 @@ _NUMBERED: Final = "([0-9]{1,4}):"
 def expanded(words: Sequence[str]) -> Iterator[str]:
     """Yield the words, and the files in place of a pattern such as loras/*.safetensors that no shell has expanded."""
     for word in words:
-        if exists(word) or not set(word) & set("*?[") or is_address(word):
+        if exists(word) or not set(word) & set("*?[") or split(word) is not None:
             yield word
             continue
         pattern, strength = split_strength(word)
@@ -66,7 +67,7 @@ def check_numbers(words: Sequence[str], strengths: Sequence[str]) -> None:
 def check_last(words: Sequence[str]) -> None:
     """Raise InputError for a last word that is no adapter, but an output as `cp` and `mv` take it."""
     last = words[-1] if words else ""
-    if len(words) < 2 or is_address(last) or not last.endswith((*ENDINGS, "/")) or exists(completed(last)):
+    if len(words) < 2 or split(last) is not None or not last.endswith((*ENDINGS, "/")) or exists(completed(last)):
         return
     from ..files.file_signatures import missing
 
@@ -111,7 +112,9 @@ def check_tag(text: str) -> None:
 
 def named_base(text: str) -> str:
     """Return the base of a merge; UsageError for an adapter with its strength in its place."""
-    path, strength = ("", None) if is_address(text) else split_strength(text)
+    if (parts := split(text)) is not None and parts[1]:
+        raise UsageError("a strength behind the base", text[:200], "name the base first: lora-merge BASE ADAPTER:0.8")
+    path, strength = ("", None) if parts is not None else split_strength(text)
     if strength is not None and not exists(text) and exists(completed(path)):
         raise UsageError("a strength behind the base", text[:200], "name the base first: lora-merge BASE ADAPTER:0.8")
     return completed(text)
@@ -128,8 +131,10 @@ def named_adapter(text: str) -> str | tuple[str, float] | Adapter:
     """Return an adapter as `make_job` takes it: "a.safetensors", "a.safetensors:0.8" or "a.safetensors:0.8,te=0"."""
     from ..job import Adapter  # it brings all formulas
 
-    if exists(text) or is_address(text):
+    if exists(text):
         return completed(text)
+    if (address := split(text)) is not None:
+        return _at_address(text.removesuffix(address[1]), address[1])
     check_tag(text)
     path, strength = split_strength(text)
     if strength is not None:
@@ -150,6 +155,20 @@ def named_adapter(text: str) -> str | tuple[str, float] | Adapter:
     check_parts(text)
     check_adapter(path)
     return path
+
+
+def _at_address(address: str, tail: str) -> str | tuple[str, float] | Adapter:
+    """Return an adapter of another machine. `tail`: its strength and parts, such as ":0.8,te=0"."""
+    from ..job import Adapter
+
+    strength, _, parts = tail.removeprefix(":").partition(",")
+    if "=" in strength:  # parts without a strength
+        strength, parts = "", tail[1:]
+    path = completed(address)
+    value = number(strength) if strength else 1.0
+    if parts:
+        return Adapter(Path(path), value, tuple(_parts(parts)))
+    return (path, value) if strength else path
 
 
 def _parts_behind(text: str, start: int) -> list[tuple[str, Any]]:

@@ -27,6 +27,7 @@ from .reports import (
     BatchDisplay,
     PageFiles,
     announced,
+    announcing,
     broken_jobs,
     echo,
     failure,
@@ -145,6 +146,7 @@ def _run(
     runs = {str(s.entry.job.output): (s.size, s.effort) for s in planned.planned if s.runs}
     with ExitStack() as stack:
         display = stack.enter_context(watching(quiet=quiet, jobs=BatchJobs(len(planned.planned), runs)))
+        _show_downloads(planned, announcing(display, quiet=quiet))
         if runs and here:
             preload(wait=True)
             keep_freed_memory(min(s.entry.job.max_memory for s in planned.planned))
@@ -175,6 +177,13 @@ def _files(planned: Batch, jobs: str) -> tuple[set[Path], set[Path]]:
     return {expand(jobs), *(p for e in entries for p in e.sources)}, {e.job.output for e in entries}
 
 
+def _show_downloads(planned: Batch, show: Callable[[str], object] | None) -> None:
+    """Show what is downloaded before the jobs run."""
+    if show is not None:
+        for download in (d for d in planned.downloads.values() if d.size):
+            show(download.text())
+
+
 def _dry_run(planned: Batch, workers: int, file: ReportFile | None, *, as_json: bool, quiet: bool) -> None:
     """Print every job with what would happen to it, and the room on each disk; fail if a job cannot run."""
     from ..batch.planning import disk_rooms
@@ -196,6 +205,7 @@ def _dry_run(planned: Batch, workers: int, file: ReportFile | None, *, as_json: 
             if s.error is not None and not again:
                 echo(indented(s.error))
     if not (as_json or quiet):
+        _show_downloads(planned, echo)
         echo(announced(planned))
     for some, room in disks if not as_json else ():
         _show_room(some[0].entry.job.output.parent, room, quiet=quiet)

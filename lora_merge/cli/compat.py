@@ -10,8 +10,9 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from ..adapter_arguments import right_form
+from ..addresses import parse
 from ..errors import UsageError
-from ..paths import ENDINGS, WINDOWS, check_input, exists, is_address, split_strength, typed, with_found_ending
+from ..paths import ENDINGS, WINDOWS, exists, split_strength, typed, with_found_ending
 from .own_line import flags, line
 
 PROGRAM_OPTIONS: Final = MappingProxyType(
@@ -99,8 +100,12 @@ def _first_letter_small(text: str) -> str:
 
 
 def completed(path: str) -> str:
-    """Return the path, with the ending of the file that is there if it lacks one; UsageError for an address."""
-    check_input(path)
+    """Return the path, with the ending of the file that is there if it lacks one; for an address the path of what it
+    leads to."""
+    if parse(path) is not None:
+        from ..sources.inputs import locate
+
+        return str(locate(path))
     _check_drive(path)
     return with_found_ending(path)
 
@@ -116,9 +121,9 @@ def checked_output(output: str | None) -> str | None:
     """Return the output; UsageError for "-", the output of other programs, and for an address."""
     if output == "-":
         raise UsageError("the output is a file, not a stream", "-o -", "name it: -o merged.safetensors")
-    if is_address(output or ""):
+    if ":" in (output or "") and parse(output or "") is not None:
         raise UsageError(
-            "this is a URL, not a local path", f"-o {output}", "write a file here with -o NAME, then upload it"
+            "this is an address, not a local path", f"-o {output}", "write a file here with -o NAME, then upload it"
         )
     _check_drive(output or "")
     return output

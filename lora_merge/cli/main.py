@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from ..addresses import with_addresses
 from ..errors import MergeError, UsageError, as_resource_error, error_dict, failure
 from ..options import OPTIONS
 from ..paths import exists, expand, leave_lost_folder
 from ..process import LimitCheck, on_stop, signals_first
+from ..progress import unwatched
 from ..text import Lines, json_text, one_line
 from . import adapter_commands, comfyui_command, inspect_commands, tables, verify_commands
 from .argument_values import named_adapters, named_base, named_parts, with_strengths
@@ -27,8 +29,8 @@ from .compat import PROGRAM_OPTIONS, SHORT, check_command, check_once, check_opt
 from .help import COMMANDS, REFUSED, GroupedCommand, add, everywhere, examples, files, refused, take_text
 from .options import AS_JSON, DRY_RUN, HTML, JSON_TENSORS, OUTPUT, PLOT, QUIET, REPORT, read, with_options
 from .own_line import correct
-from .progress_display import watching
-from .reports import PageFiles, ReportOptions, echo, merge_and_report, put, with_pictures
+from .progress_display import Display, watching
+from .reports import PageFiles, ReportOptions, announcing, echo, merge_and_report, put, with_pictures
 from .terminal import debugging, show_error, styled, without_global_options
 
 if TYPE_CHECKING:
@@ -144,12 +146,17 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 @app.command(cls=GroupedCommand, epilog=EXAMPLES)
 @with_options(*OPTIONS.values(), before="dry_run")
 def merge(
-    base: Annotated[str, typer.Argument(metavar="BASE", help="Checkpoint: a .safetensors file or a model folder.")],
+    base: Annotated[
+        str,
+        typer.Argument(
+            metavar="BASE", help="Checkpoint: a file, a model folder, or an address such as hf://owner/name."
+        ),
+    ],
     adapters: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="ADAPTER[:STRENGTH]...",
-            help="Adapter files or PEFT folders; none: the adapter that is attached inside BASE.",
+            help="Adapter files, PEFT folders or addresses; none: the adapter that is attached inside BASE.",
         ),
     ] = None,
     output: Annotated[str | None, OUTPUT] = None,
@@ -182,15 +189,17 @@ def merge(
             dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=verbose, overwrite=job.overwrite,
             tensors=json_tensors,
         )  # fmt: skip
-        merged = merge_and_report(lambda: _planned(job, dry=dry_run), file, report_options)
+        merged = merge_and_report(lambda display: _planned(job, display, report_options), file, report_options)
     if merged is not None:
         pictures.write(lambda: with_pictures(*merged) if html is not None else asdict(merged[0]))
 
 
-def _planned(job: Job, *, dry: bool) -> Plan:
-    from ..engine.admission import plan_merge
+def _planned(job: Job, display: Display | None, options: ReportOptions) -> Plan:
+    from ..engine.admission import downloaded, plan_merge
 
-    return plan_merge(replace(job, overwrite=True), dry=True) if dry else plan_merge(job)
+    if options.dry_run:
+        return plan_merge(replace(job, overwrite=True), dry=True)
+    return plan_merge(downloaded(job, display or unwatched, announcing(display, quiet=options.quiet)))
 
 
 @app.command(cls=GroupedCommand)
@@ -265,6 +274,7 @@ def _fail(error: BaseException, text: str = "") -> None:
         import traceback
 
         traceback.print_exc()
+    text = with_addresses(text)
     if styled(sys.stderr):
         show_error(text)
     else:

@@ -17,10 +17,11 @@ from .argument_values import named_adapter, named_parts, with_strengths
 from .compat import checked_output, completed
 from .help import add
 from .options import AS_JSON, DRY_RUN, HTML, JSON_TENSORS, OUTPUT, QUIET, REPORT, SILENT, read, with_options
-from .progress_display import PROOF, paused, watching
+from .progress_display import PROOF, Display, paused, watching
 from .reports import (
     PageFiles,
     ReportOptions,
+    announcing,
     carry_out,
     echo,
     merge_and_report,
@@ -84,7 +85,14 @@ def verify(
     weights = None if base is None and not pairs and is_adapter(expand(output)) else PROOF
     with watching(quiet=as_json or quiet, weights=weights) as display:
         proof = prove(
-            expand(output), base, pairs, search=folders, full=full, options=stated, progress=display or unwatched
+            expand(output),
+            base,
+            pairs,
+            search=folders,
+            full=full,
+            options=stated,
+            progress=display or unwatched,
+            announce=announcing(display, quiet=as_json or quiet),
         )
     if as_json:
         put(json_text(proof if json_tensors else without_tensors(proof)))
@@ -119,7 +127,8 @@ def replay(
     with watching(quiet=quiet) as display:
         if not is_adapter(expand(path)):
             preload()
-        written = again(expand(path), output, folders, **options)
+        reported = {"progress": display or unwatched, "announce": announcing(display, quiet=quiet)}
+        written = again(expand(path), output, folders, **reported, **options)
         if isinstance(written, Plan):
             plan = admit(written)
             with paused(display):
@@ -162,6 +171,7 @@ def unmerge(
     Restores the base up to one rounding step; only the base itself is exact. Without -o it names the base.
     """
     from ..engine.admission import admit
+    from ..planning.downloads import downloaded_path
     from ..recipes.replay import refuse_to_unmerge
     from ..recipes.unmerge import plan_unmerge
     from .stdio import reporting
@@ -182,9 +192,11 @@ def unmerge(
     )
     stated |= {"overwrite": True} if dry_run else {}
 
-    def planned() -> Plan:
-        folders = [expand(p) for p in search or []]
-        plan = admit(plan_unmerge(expand(path), named, output or "", folders, **stated), dry=dry_run)
+    def planned(display: Display | None) -> Plan:
+        folders, merged = [expand(p) for p in search or []], expand(path)
+        if not dry_run:
+            merged = downloaded_path(merged, display or unwatched, announcing(display, quiet=quiet))
+        plan = admit(plan_unmerge(merged, named, output or "", folders, **stated), dry=dry_run)
         pictures.protect(plan.inputs, [plan.job.output])
         return plan
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..disk.files import FileState, Header, Memory, StoredTensor, open_regular
 from ..disk.reader import read_bytes
+from ..disk.remote import complete
 from ..dtypes import ITEM_BITS, TABLE
 from ..errors import InputError, as_resource_error
 from ..text import Note, listed, quoted
@@ -93,6 +94,7 @@ def read_pickled(path: Path) -> Header:
 
 
 def _read(path: Path) -> Header:
+    complete(path)  # torch opens it by its path
     with open_regular(path) as f:
         state = FileState.of(f.fileno())
         zipped = f.read(2) == b"PK"

@@ -24,6 +24,7 @@ from ..merge_methods import METHODS, SUM, MergeMethod
 from ..models.fused import together
 from ..models.names import Names
 from ..models.weights import Weight, unstored
+from ..paths import input_name
 from ..report import input_rows, output_rows
 from ..text import Shown, by_component, by_pattern
 from .quantisation import NOTHING, Quantising
@@ -304,8 +305,9 @@ def coverage(plan: Plan) -> Mapping[str, Any]:
     by_name: dict[str, Any] = {}
     for m in plan.adapters:
         path = m.adapter.path
-        namesakes = {other.adapter.path for other in plan.adapters if other.adapter.path.name == path.name}
-        name = path.name if len(namesakes) == 1 else str(path)
+        named = input_name(path)
+        namesakes = {o.adapter.path for o in plan.adapters if input_name(o.adapter.path) == named}
+        name = named if len(namesakes) == 1 else str(path)
         name = name if name not in by_name else f"{name} ({len(by_name) + 1})"
         by_name[name] = {
             "matched": m.modules, "total": m.total, "components": dict(m.components),

@@ -61,7 +61,7 @@ def test_fixes_in_the_words_of_a_jobs_file_are_fields_that_a_job_takes(texts: se
         for name, value in field.findall(said) if said != text else ():
             words = {name: yaml.safe_load(CHOSEN.get(value, value.replace("…", "x")))}
             JobEntry.model_validate({"base": "b", "adapters": ["a"], "output": "o", **words})
-    assert left == {"--head", "--local-dir", "--search", "-s"}
+    assert left == {"--head", "--search", "-s"}
 
 
 def test_fixes_in_python_have_keywords(texts: set[str]) -> None:

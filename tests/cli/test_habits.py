@@ -258,7 +258,7 @@ def test_spellings_of_a_number_are_answered_with_ours(run: Run, words: list[str]
     [
         (["base.safetensors", "lora.safetensors", "-o", "a", "--output", "b"], "give it once"),
         (["base.safetensors", "lora.safetensors", "--dtype=bf16", "--dtype", "fp16"], "give it once"),
-        (["base.safetensors", "https://a.b/c?d=e"], "curl -L -O -J 'https://a.b/c?d=e'"),
+        (["base.safetensors", "https://a.b/c?d=e"], "curl -L -O -J 'https://a.b/c?…'"),
         (["base.safetensors", "hf://a/b/c.safetensors"], "hf download a/b c.safetensors"),
         (["civitai:1234", "lora.safetensors"], "curl -L -O -J https://civitai.com/api/download/models/1234"),
         (["base.safetensors", "nothing/*.safetensors"], "check the folder"),
@@ -553,7 +553,7 @@ PAIR = 'write ("lora.safetensors", 0.8) in the list of adapters, or strengths=[0
     ("lora.safetensors:0.8,te=0", 'write lora_merge.Adapter("lora.safetensors", 0.8, (("te", 0),))'),
     ("lora,te=0,lbw=1,0", 'write lora_merge.Adapter("lora.safetensors", 1, (("te", 0), ("lbw", "1,0"),))'),
     ("https://huggingface.co/me/style", "download it first: hf download me/style"),
-    ("me/style", "if it is a name on the Hub, download it first: hf download me/style --local-dir me/style; else check the path"),
+    ("me/style", "download it first: hf download me/style --local-dir me/style"),
     ("loras/*.safetensors", "name each file"),
     ("lora:0.5;te=0", 'write lora_merge.Adapter("lora.safetensors", 0.5, (("te", 0),))'),
 ])  # fmt: skip

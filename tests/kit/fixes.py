@@ -118,7 +118,6 @@ UNTYPED: Final[Mapping[str, tuple[str, ...]]] = {
     "it is a look at what else there is, or a report": (
         "read the weights too: --weights",
         "correct them; lora-merge schema jobs prints what is allowed",
-        "if it is a name on the Hub, download it first: hf download … --local-dir …; else check the path",
         "only outputs of lora-merge carry a recipe; …",
         "report this with lora-merge doctor's text",
         "use lora-merge compare A B, or name a base first",
