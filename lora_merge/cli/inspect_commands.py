@@ -55,7 +55,7 @@ def inspect(
     plot: PLOT = None,
     as_json: AS_JSON = False,
     verbose: Annotated[
-        bool, typer.Option("-v", "--verbose", help="Patterns of names too, and of several files all facts.")
+        bool, typer.Option("-v", "--verbose", help="List name patterns too, and all facts of several files.")
     ] = False,
     quiet: SILENT = False,
 ) -> None:
