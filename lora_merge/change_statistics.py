@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 from zlib import crc32
 
+from .paths import input_name
 from .survival import ENOUGH, MOST, lost_in_rounding
 from .text import Note
 
@@ -218,7 +219,7 @@ class Measures:
         for number, (ref, measure) in enumerate(zip(job.adapters, self.of_adapters(len(job.adapters)), strict=True)):
             if number not in proven and measure.loses(ENOUGH) and not measure.cut:
                 wider = "write --dtype fp32"
-                yield lost_in_rounding(measure.all.retained or 0.0, ref.path.name, "the output's dtype", wider,
+                yield lost_in_rounding(measure.all.retained or 0.0, input_name(ref.path), "the output's dtype", wider,
                                        f"{wider}, or round with --rounding stochastic")  # fmt: skip
 
     @property

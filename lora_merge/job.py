@@ -34,7 +34,18 @@ from .options import (
     text,
     unlike,
 )
-from .paths import absolute, expand, input_path, is_file, is_folder, is_split, names_folder, of_index, output_file
+from .paths import (
+    absolute,
+    expand,
+    input_name,
+    input_path,
+    is_file,
+    is_folder,
+    is_split,
+    names_folder,
+    of_index,
+    output_file,
+)
 from .safe_regex import Refused, Steps
 from .text import Shown, plural
 
@@ -256,7 +267,7 @@ def _title(path: Path) -> str:
     folder = of_index(path)
     if is_split(path):
         return path.stem[: -len("-00001-of-00002")]
-    return folder.name if is_folder(folder) else path.stem
+    return input_name(folder) if is_folder(folder) else path.stem
 
 
 def _ending(base: Path) -> str:
@@ -291,6 +302,9 @@ def summands(adapters: Sequence[Any]) -> Iterator[Any]:
 
 def _with_strengths(adapters: Sequence[Any], strengths: Sequence[float]) -> list[Any]:
     """Return pairs of adapter and strength; UsageError unless there is one strength for each adapter."""
+    if is_finite(strengths):
+        each = ", ".join(f"{strengths:g}" for _ in adapters)
+        raise unlike(strengths, "--strength", "a list of numbers, one per adapter", f"write strength=[{each}]")
     strengths = a_list(strengths, "--strength", "a list of numbers, one per adapter")
     if any(isinstance(a, tuple | Adapter) for a in adapters):
         raise UsageError("strengths are given twice", "--strength and the adapters' own", "use one of the two")

@@ -25,6 +25,7 @@ from ..dtypes import DTYPES, FLOATS, ITEM_BYTES, Shape
 from ..errors import UsageError
 from ..files.checkpoint import Index
 from ..models.blocks import adapter_groups
+from ..paths import input_name
 from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.recipe import sha256
 from ..progress import Counting, Progress, Stage, Step, counted
@@ -208,11 +209,12 @@ def planned(job: AdapterJob, facts: RunFacts, layers: Mapping[str, Mapping[str, 
 def coverage(job: AdapterJob, sources: Sources, written: Collection[str] = ()) -> dict[str, Any]:
     """Return, by each adapter's path, how many of its modules change how many layers of the output, and what else it
     holds that the output lacks. `written`: what it has of that."""
-    facts = {}
+    facts: dict[str, Any] = {}
     for number, (ref, file) in enumerate(zip(job.adapters, sources.adapters, strict=True)):
         layers = [t for t in sources.targets if any(u.patch.adapter == number for u in t.uses)
                   or any(v[0] == number for v in t.values)]  # fmt: skip
-        facts[f"{ref.path.name}" if ref.path.name not in facts else f"{ref.path.name} ({number + 1})"] = {
+        name = input_name(ref.path)
+        facts[name if name not in facts else f"{name} ({number + 1})"] = {
             "modules": len(file.modules), "layers": len(layers), "strength": ref.strength,
             "ignored": {key: why for key, why in file.ignored.items() if key not in written},
         }  # fmt: skip

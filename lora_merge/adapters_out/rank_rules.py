@@ -99,6 +99,13 @@ def _number(value: str) -> float | None:
 
 
 def _unknown(text: object, option: str) -> UsageError:
+    """Return the error for what is no rule; a share such as 0.9 or 90% may be meant as that of the energy."""
+    share = re.fullmatch(r"(?P<value>[0-9]{0,3}[.,]?[0-9]{1,6})(?P<percent>%?)", str(text))
+    value = float(share["value"].replace(",", ".")) / (100 if share["percent"] else 1) if share else 0.0
+    if 0 < value <= 1:
+        near = f"energy:{value:g}"
+        error = UsageError(f"{str(text)[:40]!r} is not a rule for ranks", option, f"did you mean {near}?")
+        return error.instead(str(text), near)
     return UsageError(f"{str(text)[:40]!r} is not a rule for ranks", option, f"use {GRAMMAR}")
 
 

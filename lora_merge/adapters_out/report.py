@@ -46,7 +46,7 @@ class AdapterReport(Shown):
         version: Of lora-merge.
         weights: Bytes of the weights whose changes are computed.
         planned: Whether this is a plan: nothing is written, and nothing is known of the loss.
-        disk: Of a plan, needed, the bytes that the run takes on the disk at most, free, those that are free there, and
+        disk: Of a plan, needed, the bytes that the run takes on the disk at most, free, the free bytes there, and
             whether that is enough; None of an output that is written.
         stages: Stage of the progress → its seconds, which add up to those of the whole run; {} of a plan.
         schema: The format of `to_json()`; `lora-merge schema adapter` describes it.
@@ -98,7 +98,7 @@ class AdapterReport(Shown):
 
     @property
     def change(self) -> str:
-        """One line: ‖ΔW‖, its share of ‖W‖ where that is known, and ‖ΔW‖ of each input."""
+        """One line: ‖ΔW‖, its share of ‖W‖ if that is known, and ‖ΔW‖ of each input."""
         return _norms(vars(self))
 
 

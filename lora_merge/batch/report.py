@@ -12,7 +12,7 @@ from ..adapters_out.report import AdapterReport
 from ..errors import MergeError, as_merge_error, error_dict
 from ..facts import Fact, line
 from ..process import here
-from ..report import Report
+from ..report import Report, without_tensors
 from ..survival import ENOUGH, grade, judged, worst
 from ..text import Shown, html_table, json_text, plural, size
 from .jobs_file import BatchJob
@@ -37,7 +37,7 @@ class JobReport(Shown):
         status: "merged", "made" (an adapter was written), "skipped" (it is there already), "failed" or "taken".
         seconds: Of its own: its share of the pass in which its base was read, and its proof.
         tries: How often it was begun.
-        report: That of the merge or other command, where there was one.
+        report: That of the merge or other command, if there is one.
         error: Why it failed.
         worker: Host and process.
         base: Name of the base; "" without one.
@@ -72,14 +72,20 @@ class JobReport(Shown):
         """Return whether the output is there."""
         return self.status in DONE
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self, *, tensors: bool = True) -> dict[str, Any]:
         """Return the report as plain data, for JSON.
+
+        Parameters:
+            tensors: Whether `numbers` of the merge has the values of every tensor.
 
         Returns:
             A table of names and values.
         """
         values = self.outcome()
-        return values if self.report is None else {**values, "report": asdict(self.report)}
+        if self.report is None:
+            return values
+        merged = asdict(self.report)
+        return {**values, "report": merged if tensors else without_tensors(merged)}
 
     @property
     def survives(self) -> float | None:
@@ -105,13 +111,16 @@ class JobReport(Shown):
             "schema": "lora-merge/job-report/1",
         }  # fmt: skip
 
-    def to_json(self) -> str:
+    def to_json(self, *, tensors: bool = True) -> str:
         """Return the report as one JSON object on one line.
+
+        Parameters:
+            tensors: As for `to_dict`.
 
         Returns:
             A line of `--report`, as `lora-merge schema job-report` describes it.
         """
-        return json_text(self.to_dict())
+        return json_text(self.to_dict(tensors=tensors))
 
 
 class Reports(list[JobReport]):

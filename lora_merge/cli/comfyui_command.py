@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ..paths import expand
-from .help import GroupedCommand
+from .help import CommandGroup, GroupedCommand
 from .reports import echo
 
 OVERWRITE = Annotated[bool, typer.Option("--overwrite", help="Replace another version of the pack.")]
@@ -15,7 +15,7 @@ OVERWRITE = Annotated[bool, typer.Option("--overwrite", help="Replace another ve
 
 def add_to(app: typer.Typer) -> None:
     """Add these commands to the application."""
-    group = typer.Typer(help="The node pack for ComfyUI: install it, or write its folder for the registry.")
+    group = typer.Typer(cls=CommandGroup, help="Install the node pack for ComfyUI, or write its folder.")
     for command in (install, export):
         group.command(cls=GroupedCommand)(command)
     app.add_typer(group, name="comfyui")
@@ -32,7 +32,7 @@ def install(
 
 
 def export(
-    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Where to write the folder lora-merge.")],
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Folder to write the folder lora-merge into.")],
     overwrite: OVERWRITE = False,
 ) -> None:
     """Write the folder of the pack, ready for ComfyUI's registry."""

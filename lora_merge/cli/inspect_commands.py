@@ -24,7 +24,7 @@ from .tables import parts
 if TYPE_CHECKING:
     from ..job import Adapter
 
-AS_JSON = Annotated[bool, typer.Option("--json", help="Everything as one JSON object.")]
+AS_JSON = Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -42,15 +42,20 @@ def inspect(
         list[str], typer.Argument(metavar="FILE...", help="Checkpoints or adapters; or a base and adapters for it.")
     ],
     weights: Annotated[
-        bool, typer.Option("--weights", help="Read the numbers too: norms, ranks; with a base what it keeps.")
+        bool,
+        typer.Option(
+            "--weights", help="Read the weights too: norms, ranks; with a base, how much of the change survives."
+        ),
     ] = False,
-    hashes: Annotated[bool, typer.Option("--hashes", help="Hashes also of large files.")] = False,
-    blocks: Annotated[bool, typer.Option("--blocks", help="Parts and blocks of a base, for --strength-for.")] = False,
+    hashes: Annotated[bool, typer.Option("--hashes", help="Hash large files, too.")] = False,
+    blocks: Annotated[
+        bool, typer.Option("--blocks", help="List the parts and blocks of a base, for --strength-for.")
+    ] = False,
     html: HTML = None,
     plot: PLOT = None,
     as_json: AS_JSON = False,
     verbose: Annotated[
-        bool, typer.Option("-v", "--verbose", help="Patterns of names too, and of several files all facts.")
+        bool, typer.Option("-v", "--verbose", help="List name patterns too, and all facts of several files.")
     ] = False,
     quiet: SILENT = False,
 ) -> None:
@@ -67,7 +72,7 @@ def inspect(
     pairs = _pairs([word for word in words if not several(expand(word))])
     pictures = PageFiles(html, plot, quiet=as_json or quiet)
     pictures.protect([*inside, *(path for base, ref in pairs for path in (base, *([ref.path] if ref else [])))])
-    with watching(quiet=as_json or quiet, doing="reading the numbers" if weights else "") as display:
+    with watching(quiet=as_json or quiet, doing="reading the weights" if weights else "") as display:
         options: dict[str, Any] = {"weights": weights, "hashes": hashes, "pictures": html is not None}
         results, unread = _facts(pairs, inside, {**options, "progress": display or unwatched})
     pictures.write(lambda: [dict(facts) for facts in results] if len(results) > 1 else dict(results[0]))
@@ -128,7 +133,8 @@ def compare(
     a: Annotated[str, typer.Argument(metavar="A", help="A model or an adapter.")],
     b: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
     base: Annotated[
-        str | None, typer.Option(metavar="PATH", help="For adapters that spell names in different words.")
+        str | None,
+        typer.Option(metavar="PATH", help="Read this base model, if the two adapters use different naming schemes."),
     ] = None,
     html: HTML = None,
     plot: PLOT = None,

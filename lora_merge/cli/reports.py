@@ -12,16 +12,17 @@ from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from ..addresses import with_addresses
 from ..errors import BatchFailed, MergeError, UsageError, cause, error_dict
 from ..facts import Fact, aligned, line, strengths
-from ..paths import exists, typed
+from ..paths import exists, input_name, typed
 from ..process import kept_objects
 from ..progress import unwatched
 from ..report import Report, disk_rows, merge_rows
 from ..survival import ENOUGH, GRADES
 from ..text import Lines, by_component, json_text, one_line, plural, shown, size
 from ..viewing.json_schemas import schema
-from .progress_display import paused, watching
+from .progress_display import Display, paused, watching
 from .stdio import ReportFile
 from .terminal import INSET, broken, colored, columns, console, grid, has, mark, panel, show, show_whole, styled, text
 from .terminal import WIDEST as PANEL
@@ -66,7 +67,7 @@ def echo(text: str, *, err: bool = False) -> None:
 def put(text: str, *, err: bool = False) -> None:
     """Print a text as it is. Typer would go around a stream that is ASCII, and write ? for other letters."""
     stream = sys.stderr if err else sys.stdout
-    stream.write(f"{shown(text)}\n")
+    stream.write(f"{shown(with_addresses(text))}\n")
     stream.flush()
 
 
@@ -263,14 +264,14 @@ class ReportOptions:
 
     def __init__(
         self, *, dry_run: bool = False, as_json: bool = False, quiet: bool = False, verbose: bool = False,
-        overwrite: bool = False, done: str = "merged",
+        overwrite: bool = False, done: str = "merged", tensors: bool = False,
     ) -> None:  # fmt: skip
         self.dry_run, self.as_json, self.quiet = dry_run, as_json, quiet
-        self.verbose, self.overwrite, self.done = verbose, overwrite, done
+        self.verbose, self.overwrite, self.done, self.tensors = verbose, overwrite, done, tensors
 
 
 def merge_and_report(
-    make_plan: Callable[[], Plan], file: ReportFile | None, options: ReportOptions
+    make_plan: Callable[[Display | None], Plan], file: ReportFile | None, options: ReportOptions
 ) -> tuple[Report, Plan] | None:
     """Merge and report it, or report the plan of a dry run; returns the report of a merge, and its plan.
 
@@ -281,7 +282,7 @@ def merge_and_report(
     with watching(quiet=options.quiet) as display:
         if not options.dry_run:
             preload()
-        plan = make_plan()
+        plan = make_plan(display)
         if file is not None:
             file.protect(plan.inputs, [plan.job.output])
             file.begin()
@@ -293,9 +294,19 @@ def merge_and_report(
         _show_dry_run(plan, file, options, replaced=replaced)
         return None
     if file is not None:
-        file.replace(report.to_json())
+        file.replace(report.to_json(tensors=options.tensors))
     show_merge(report, plan, options, replaced=replaced)
     return report, plan
+
+
+def announcing(display: Display | None, *, quiet: bool) -> Callable[[str], None] | None:
+    """Return a function that prints what is downloaded, on stderr; None for a quiet run."""
+
+    def announce(text: str) -> None:
+        with paused(display):
+            echo(text, err=True)
+
+    return None if quiet else announce
 
 
 def carry_out(plan: Plan, progress: Progress | None = None) -> Report:
@@ -366,7 +377,7 @@ def show_merge(report: Report, plan: Plan, options: ReportOptions, *, replaced: 
 
     rows = [*merge_rows(vars(report), verbose=options.verbose)]
     if options.as_json:
-        put(report.to_json())
+        put(report.to_json(tensors=options.tensors))
     elif options.quiet:
         show_remarks(rows)
     else:
@@ -504,7 +515,7 @@ def planned_job(s: PlannedJob, total: int) -> str:
     fate = "cannot run" if s.error is not None else SKIPPED if s.done else f"would write {size(s.size)}"
     job = s.entry.job
     request = s.entry.request
-    base = [job.base.name] if request is None or request.base is not None else []
+    base = [input_name(job.base)] if request is None or request.base is not None else []
     what = "" if request is None else f"{request.command} "
     return f"[{s.entry.number}/{total}] {fate}  {nearest(str(job.output))}  {what}" + " + ".join([*base, *_adapters(s)])
 
@@ -513,9 +524,9 @@ def _adapters(s: PlannedJob) -> Iterator[str]:
     """Yield "ink.safetensors (0.5× unet (48))"; "0.5 × ink.safetensors" where it is not known what it changes."""
     for adapter, applied in zip_longest(s.entry.job.adapters, s.strengths):
         if applied:
-            yield f"{adapter.path.name} ({strengths(applied)})"
+            yield f"{input_name(adapter.path)} ({strengths(applied)})"
         else:
-            yield f"{adapter.strength:g} × {adapter.path.name}"
+            yield f"{adapter.strength:g} × {input_name(adapter.path)}"
 
 
 def job_facts(s: PlannedJob, disk: Mapping[str, Any] | None) -> dict[str, Any]:

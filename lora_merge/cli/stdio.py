@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from ..disk.volumes import same
 from ..errors import MergeError, UsageError, as_resource_error, cause, failure
 from ..paths import exists, expand, is_folder, real_path
 from ..text import CONTROLS, json_text, one_line
@@ -175,7 +174,9 @@ class ReportFile:
 
         self.path, self._flag, self._spares = expand(text), flag, False
         if text == "-":
-            raise UsageError("a file is wanted", f"{flag} -", "give its name; --json prints the report")
+            raise UsageError(
+                "the report is a file, not a stream", f"{flag} -", "give its name; --json prints the report"
+            )
         if is_folder(self.path):
             raise UsageError("the report cannot be written there", f"{flag} {text}", ELSEWHERE)
         try:
@@ -216,6 +217,8 @@ class ReportFile:
 
     def _hits(self, path: Path, *, new: bool) -> bool:
         """Return whether the report is this file, or inside this folder: anywhere in a new one, else over a file."""
+        from ..disk.volumes import same
+
         here, other, present = real_path(self.path), real_path(path), self.path.exists()
         inside = other in here.parents and (new or present)
         return here == other or inside or (present and same(self.path, path))

@@ -15,6 +15,7 @@ from ..errors import InputError
 from . import volumes
 from .files import FileState, Header, Memory, Source, StoredTensor, open_regular
 from .pages import PAGE, ReadAhead, Unknown, address, aligned_buffer, holds
+from .remote import RemoteFile, remote
 from .system import (
     CAN_ADVISE,
     CAN_READ_DIRECT,
@@ -42,7 +43,8 @@ HINT: Final = 1 << 20  # bytes of one advice to read ahead; Linux ignores the re
 
 @dataclass
 class _File:
-    """An open input. `direct` is a second descriptor that reads past the page cache, -1 if there is none."""
+    """An open input. `direct` is a second descriptor that reads past the page cache, -1 if there is none. `remote`: the
+    file that it represents, if it is a placeholder."""
 
     fd: int
     direct: int
@@ -51,6 +53,7 @@ class _File:
     hints: bool = CAN_ADVISE  # whether the system reports what its page cache holds
     drop: bool = False  # whether to drop pages from the page cache after reading them
     ahead: ReadAhead = field(default_factory=ReadAhead)
+    remote: RemoteFile | None = None
 
     def close(self) -> None:
         for fd in (self.fd, self.direct):
@@ -81,9 +84,12 @@ class Reader:
         if path in self._files:
             return
         with open_regular(path) as f:
-            file = self._files[path] = _File(os.dup(f.fileno()), -1, header.state)
+            file = self._files[path] = _File(os.dup(f.fileno()), -1, header.state, remote=remote(path))
         if self._check(path) != header.state:
             raise changed(path, "its permissions, links or bytes were changed")
+        if file.remote is not None:
+            file.hints = False
+            return
         if CAN_READ_DIRECT and goes_direct(path, header.state.size, self._mode):
             with suppress(OSError):  # the page cache is used instead
                 file.direct = os.open(path, os.O_RDONLY | DIRECT_FLAG | PLAIN_FLAGS)
@@ -128,20 +134,26 @@ class Reader:
 
     def expect(self, info: StoredTensor, first: int, count: int) -> None:
         """Start to read bytes of a tensor ahead, which will be read soon in small pieces."""
-        if not isinstance(info.source, Memory):
+        if not isinstance(info.source, Memory) and self._files[info.source].remote is None:
             file = self._files[info.source]
             file.ahead.expect(file.fd, info.offset + first, count)
 
     def expect_numbers(self, tensors: Iterable[StoredTensor]) -> None:
         """Start to read those tensors ahead that hold one number: read one after another, each waits for the disk."""
+        far: dict[Path, list[tuple[int, int]]] = {}
         for info in tensors:
             if 0 < info.nbytes <= NUMBER:
                 self.expect(info, 0, info.nbytes)
+                if isinstance(info.source, Path):
+                    far.setdefault(info.source, []).append((info.offset, info.nbytes))
+        for path, ranges in far.items():
+            if (file := self._files[path].remote) is not None:
+                file.expect(ranges)
 
     def expect_all(self, file: Path) -> None:
         """Start to read a file ahead that will be read in small pieces, in any order; not if it is over `AHEAD`."""
         size = self._files[file].state.size
-        if size <= AHEAD and CAN_ADVISE:
+        if size <= AHEAD and CAN_ADVISE and self._files[file].remote is None:
             for at in range(0, size, HINT):
                 advise(self._files[file].fd, at, HINT, WILL_NEED)
 
@@ -196,7 +208,7 @@ def changed(path: Path, why: str) -> InputError:
 
 def _read_some(file: _File, buffer: memoryview, offset: int) -> int:
     """Read with one call, directly or through the page cache; return the number of bytes, 0 at the end of the file."""
-    if file.direct < 0 or file.refused:
+    if file.direct < 0 or file.refused or file.remote is not None:
         return _through_cache(file, buffer, offset)
     lead = -offset % PAGE
     if buffer.readonly or len(buffer) < lead + PAGE or (address(buffer) + lead) % PAGE:
@@ -217,6 +229,8 @@ def _read_some(file: _File, buffer: memoryview, offset: int) -> int:
 
 
 def _through_cache(file: _File, buffer: memoryview, offset: int) -> int:
+    if file.remote is not None:
+        return file.remote.read_into(buffer, offset)
     done = read_at(file.fd, buffer, offset)
     if file.drop:
         advise(file.fd, offset, done, DO_NOT_NEED)
@@ -268,5 +282,7 @@ def read_bytes(info: StoredTensor, first: int = 0, count: int | None = None) -> 
         return bytes(info.source.content()[info.offset + first : info.offset + first + count])
     out = bytearray(count)
     with open_regular(info.source) as f:
-        _fill(memoryview(out), info.source, info.offset + first, lambda part, at: read_at(f.fileno(), part, at))
+        far = remote(info.source)
+        read = (lambda part, at: read_at(f.fileno(), part, at)) if far is None else far.read_into
+        _fill(memoryview(out), info.source, info.offset + first, read)
     return bytes(out)

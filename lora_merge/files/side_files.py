@@ -70,7 +70,7 @@ def base_folder(base: Index) -> Folder:
         above = next((left[path] for path in (Path(folder), *Path(folder).parents) if path in left), "")
         for path in inside:
             if path.is_symlink() and path not in homes and not above:
-                raise InputError("the model folder holds a link to a folder", str(path),
+                raise InputError("the model folder contains a link to a folder", str(path),
                                  "put the folder itself there, or remove the link")  # fmt: skip
         if not above:
             others = [path for path in inside if path not in ours and _holds_weights(path)]
@@ -163,7 +163,9 @@ def _require_file(path: Path) -> None:
         raise InputError(what, str(path), "download the model again, all files of it, or remove this one") from e
     if not regular:
         raise InputError(
-            "the model folder holds an entry that is not a file", f"{path}: a device, a pipe or the like", "remove it"
+            "the model folder contains an entry that is not a file",
+            f"{path}: a device, a pipe or the like",
+            "remove it",
         )
 
 

@@ -58,7 +58,7 @@ def candidates(changes: Sequence[InferredParameter]) -> Sequence[Architecture]:
     """Return the architectures that an adapter's names and widths fit; NotTold if there is none."""
     bodies = of_the_denoiser({c.module: c.shape for c in changes if c.parameter == "weight"})
     if not (fitting := architectures(modules_of(bodies))):
-        raise UnknownBaseError("the names of its modules fit no model that is known")
+        raise UnknownBaseError("its module names match no known model")
     return fitting
 
 

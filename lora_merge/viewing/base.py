@@ -98,7 +98,7 @@ def how_to_undo(index: Index) -> str:
         return ""
     return (
         f"use its base {base} (SHA-256 of {first.get('name')}: {first.get('sha256')}); without one of the adapters, or "
-        "with another strength, merge again from that base; where it is lost, lora-merge unmerge takes the adapters out"
+        "with another strength, merge again from that base; if it is lost, lora-merge unmerge takes the adapters out"
     )
 
 

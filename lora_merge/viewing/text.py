@@ -180,7 +180,7 @@ def match_summary(match: Mapping[str, Any]) -> Iterator[Fact]:
                              f"{spoken(every['retained'])} of it is kept in the base's dtype")  # fmt: skip
         yield from (line("warning", warning) for warning in numbers["warnings"])
     elif numbers is None:
-        yield line("kept", "--weights tells how much of the change the base's dtype can hold")
+        yield line("kept", "run with --weights to see how much of the change survives in the base's dtype")
     yield from (line("note", note) for note in match["notes"])
 
 

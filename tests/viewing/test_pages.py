@@ -466,7 +466,7 @@ def test_page_that_cannot_be_written_is_refused_before_the_work(
         (["--html", tmp_path / "none" / "x.html"], "cannot be written there"), (["--plot", "x.bmp"], "cannot be a .bmp"),
         (["--html", tmp_path / "x.html", "--dry-run"], "nothing to show"), (["--html", other], "a file of another kind"),
         (["--report", other], "a file of another kind"), (["--plot", tmp_path / "x.png"], "a file of another kind"),
-        (["--html", "-"], "a file is wanted"), (["--report", "-"], "a file is wanted"),
+        (["--html", "-"], "the report is a file, not a stream"), (["--report", "-"], "the report is a file, not a stream"),
     ):  # fmt: skip
         code, _, said = run("merge", scene.base, scene.ink, "-o", out, *words)
         assert code == 2, words

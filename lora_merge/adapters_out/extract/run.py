@@ -330,7 +330,7 @@ def _head_apart(extraction: Extraction, sides: tuple[Side, Side]) -> tuple[Pair 
         return head, []
     what = "the head has a weight of its own in the tuned checkpoint, and that of the embeddings in the base"
     if extraction.job.inputs.unmatched == "error":
-        raise FitError(what, head.name, "write a folder of PEFT with --format peft -o FOLDER, or drop it with "
+        raise FitError(what, head.name, "write a PEFT folder with --format peft -o FOLDER, or drop it with "
                        "--unmatched skip")  # fmt: skip
     return head, [Note(f"{what}; it is not written: {head.name}")]
 

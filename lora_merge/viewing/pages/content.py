@@ -61,7 +61,7 @@ CHANGED: Final = (
 UNPICTURED: Final = (
     "One or both pictures are missing: a page has them of 2,000 weights at most. Vectors, and matrices of more than 16 "
     "million numbers that are no product of two factors, have no spectrum; changes whose formulas read the base's "
-    "weights have neither where the base is not named."
+    "weights have neither if the base is not named."
 )
 """Why a weight has no spectrum or histogram."""
 

@@ -47,7 +47,7 @@ def merge_page(facts: Values) -> dict[str, Any]:
     )
     page.data["stages"] = _stages(facts)
     _commands(page, facts, "--full")
-    page.command("Take the adapters out of it, where the base is lost:", "lora-merge", "unmerge", facts["output"],
+    page.command("Take the adapters out of it, if the base is lost:", "lora-merge", "unmerge", facts["output"],
                  "-o", _beside(facts["output"], "without"), *_searched(facts))  # fmt: skip
     page.recipe(facts.get("recipe"))
     return page.data

@@ -35,7 +35,7 @@ def plot(result: Mapping[str, Any] | Sequence[Mapping[str, Any]], path: Path) ->
     sections = content(result)
     heat_maps, bars = sections["heat_maps"], sections["bars"]
     if not heat_maps and not bars:
-        raise UsageError("there is nothing to draw", f"--plot {path.name}", "ask for numbers, such as with --weights")
+        raise UsageError("there is nothing to draw", f"--plot {path.name}", "read the weights too: --weights")
     heights = [1.6 + 0.22 * len(chart["rows"]) for chart in heat_maps]
     heights += [0.9 + 0.26 * min(len(chart["rows"]), MOST) for chart in bars]
     figure = Figure(figsize=(10, 0.6 + sum(heights)), layout="constrained")
