@@ -213,12 +213,12 @@ def as_stored(numbers: Array, dtype: str) -> Array:
         single = np.ascontiguousarray(numbers, np.float32)
         if dtype in WIDEN:
             return narrowed(single, dtype)
-    import torch  # for fp8 alone
+    import torch  # for fp8 and whole numbers alone
 
     from ..engine.tensor_moves import TORCH_DTYPES, host
 
-    small: Array = host(torch.from_numpy(single), TORCH_DTYPES[dtype]).view(torch.uint8).numpy()
-    return small
+    raw: Bytes = host(torch.from_numpy(single), TORCH_DTYPES[dtype]).view(torch.uint8).numpy()
+    return raw.view(f"u{ITEM_BYTES[dtype]}")
 
 
 def stored_bits(raw: Bytes, dtype: str) -> Array:

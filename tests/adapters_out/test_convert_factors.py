@@ -24,6 +24,8 @@ from tests.kit.flux import flux, of_flux
 from tests.kit.pairs import examples
 
 LAYER = "lora_unet_double_blocks_0_img_attn_proj"
+BLOCKS = {"double": "D00", "single": "S00", "final": "OUT", "img": "IN", "txt": "IN", "vector": "IN"}
+"""The first word of a layer → its block."""
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +55,9 @@ def test_factors_keep_their_bytes_and_norms_are_those_of_numpy(
     for name, layer in report.layers.items():
         slots = [adapter[f"{kohya_key(name)}.lora_{slot}.weight"].double().numpy() for slot in ("up", "down")]
         norm = float(np.linalg.norm(slots[0] @ slots[1])) * 1.5 / 3
-        assert layer == {"algorithm": "lora", "rank": 3, "rank_before": 3, "alpha": 1.5, "energy": 1, "residual": 0,
-                         "norm": pytest.approx(norm, rel=1e-5)}  # fmt: skip
+        block = f"transformer {BLOCKS[kohya_key(name).split('_')[2]]}"
+        assert layer == {"block": block, "algorithm": "lora", "rank": 3, "rank_before": 3, "alpha": 1.5, "energy": 1,
+                         "residual": 0, "norm": pytest.approx(norm, rel=1e-5)}  # fmt: skip
     with safe_open(out, "np") as file:
         metadata = file.metadata()
     assert metadata["ss_network_dim"] == "3"
