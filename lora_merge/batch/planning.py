@@ -18,7 +18,7 @@ from ..adapters_out.request import Request
 from ..disk.destination import check_output, files_under
 from ..disk.volumes import CLONES, file_system, ignores_case, same, share_blocks
 from ..disk.writer import Room
-from ..engine.windows import layout_key, unshared_bytes, window_bytes
+from ..engine.windows import buffer_bytes, layout_key, unshared_bytes, window_bytes
 from ..errors import MergeError, PartWithoutEffect, ResourceError, UsageError
 from ..files.checkpoint import CONFIGS, configuration
 from ..job import Adapter, Job
@@ -50,6 +50,7 @@ class PlannedJob:
     replaces: int = 0  # bytes of what is there now and will be replaced
     together: Any = None  # equal for jobs that can share one read of their base
     strengths: tuple[Mapping[str, Mapping[float, int]], ...] = ()  # of each adapter: part → strength → modules
+    memory: int | None = None  # bytes of weights in flight at most; None where it cannot run
     done: bool = False
     error: MergeError | None = None
 
@@ -247,6 +248,7 @@ class _Outline:
     contents: Contents
     layout: int
     strengths: tuple[Mapping[str, Mapping[float, int]], ...]  # of each adapter, as `_outline` has put them
+    memory: int
 
 
 class _Surveyor:
@@ -304,7 +306,7 @@ class _Surveyor:
         self.planned[entry.number] = replace(
             blank, size=outline.size, effort=outline.size, needs_disk=needed,
             replaces=min(_size(job.output), needed), together=together,
-            strengths=tuple(map(_applied, job.adapters, outline.strengths)), done=complete,
+            strengths=tuple(map(_applied, job.adapters, outline.strengths)), memory=outline.memory, done=complete,
         )  # fmt: skip
 
     def _adapter(self, entry: BatchJob, request: Request, level: int) -> PlannedJob:
@@ -325,7 +327,10 @@ class _Surveyor:
         except MergeError as e:
             return replace(blank, error=e.reword(in_jobs_file))
         replaces = min(_size(entry.job.output), size)
-        return replace(blank, size=size, effort=effort, needs_disk=size, replaces=replaces, done=complete)
+        return replace(
+            blank, size=size, effort=effort, needs_disk=size, replaces=replaces, memory=entry.job.max_memory,
+            done=complete,
+        )  # fmt: skip
 
     def _shares(self, folder: Path, base: Path) -> bool:
         """Return whether outputs in a folder can share blocks with a base; asks the disk once for thousands of jobs."""
@@ -388,6 +393,7 @@ class _Surveyor:
             contents(plan),
             hash(layout_key(plan)),
             tuple(m.strengths for m in plan.adapters),
+            buffer_bytes(plan),
         )
 
 

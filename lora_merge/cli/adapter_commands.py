@@ -6,7 +6,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -212,19 +211,15 @@ def show(command: Row, make: Callable[[CheckpointCache], AdapterJob], printed: d
         done = command.plan(job, cache) if printed["dry_run"] else command.run(job, display or unwatched, cache)
         if report_file is not None:
             report_file.replace(done.to_json())
-    pictures.write(lambda: _with_pictures(done, job) if printed["html"] is not None else asdict(done))
+    pictures.write(lambda: _pictured(done, job) if printed["html"] is not None else asdict(done))
     if printed["as_json"]:
         put(done.to_json())
         return
     show_adapter_report(done, command.done, quiet=printed["quiet"], verbose=printed["verbose"])
 
 
-def _with_pictures(done: AdapterReport, job: AdapterJob) -> dict[str, Any]:
-    """Return a report with the paths of its inputs, and the spectrum and the histogram of each layer of the output."""
-    from ..viewing.base import recipe_of
-    from ..viewing.pictures import adapter_pictures
+def _pictured(done: AdapterReport, job: AdapterJob) -> dict[str, Any]:
+    """Return a report with its pictures, for a page."""
+    from ..viewing.pictures import pictured_adapter
 
-    shown = adapter_pictures(Path(done.output))
-    layers = {name: {**layer, **shown.get(name, {})} for name, layer in done.layers.items()}
-    inputs = [*(a.path for a in job.adapters), *([job.base] if job.base else [])]
-    return {**asdict(done), "layers": layers, "recipe": recipe_of(Path(done.output)), "inputs": [*map(str, inputs)]}
+    return pictured_adapter(done, [*(a.path for a in job.adapters), *([job.base] if job.base else [])])

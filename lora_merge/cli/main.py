@@ -27,7 +27,7 @@ from .compat import PROGRAM_OPTIONS, SHORT, check_command, check_once, check_opt
 from .help import REFUSED, GroupedCommand, add, everywhere, examples, files, refused, take_text
 from .options import AS_JSON, DRY_RUN, HTML, OUTPUT, PLOT, QUIET, REPORT, read, with_options
 from .progress_display import watching
-from .reports import PageFiles, ReportOptions, echo, merge_and_report, put, with_pictures
+from .reports import PageFiles, ReportOptions, echo, merge_and_report, pictured, put
 from .terminal import debugging, show_error, styled, without_global_options
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def merge(
         )
         merged = merge_and_report(lambda: _planned(job, dry=dry_run), file, report_options)
     if merged is not None:
-        pictures.write(lambda: with_pictures(*merged) if html is not None else asdict(merged[0]))
+        pictures.write(lambda: pictured(*merged) if html is not None else asdict(merged[0]))
 
 
 def _planned(job: Job, *, dry: bool) -> Plan:
