@@ -20,7 +20,7 @@ from ..options import OPTIONS
 from ..paths import exists, expand, leave_lost_folder
 from ..process import LimitCheck, on_stop, signals_first
 from ..text import Lines, json_text, one_line
-from . import adapter_commands, comfyui_command, inspect_commands, tables, verify_commands
+from . import adapter_commands, comfyui_command, inspect_commands, tables, ui_command, verify_commands
 from .argument_values import named_adapters, named_base, named_parts, with_strengths
 from .batch_command import batch
 from .compat import PROGRAM_OPTIONS, SHORT, check_command, check_once, check_options, check_spaces, checked_output
@@ -187,7 +187,7 @@ def demo(
     run_demo(where, echo)
 
 
-for room in (adapter_commands, tables, inspect_commands, verify_commands, comfyui_command):
+for room in (adapter_commands, tables, inspect_commands, verify_commands, comfyui_command, ui_command):
     room.add_to(app)
 
 
