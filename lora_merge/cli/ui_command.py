@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ..errors import UsageError
+from .argument_values import whole_number
 from .help import add
 from .reports import echo
 
@@ -24,7 +25,7 @@ def ui(
     output_folder: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="Where outputs go. Default: the first folder.")
     ] = None,
-    port: Annotated[int, typer.Option(metavar="N", help="Port on 127.0.0.1; 0: a free one.")] = 0,
+    port: Annotated[str, typer.Option(metavar="N", help="Port on 127.0.0.1; 0: a free one.")] = "0",
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in the browser.")] = True,
 ) -> None:
     """Open a page for all commands that work with files, in the browser of this machine.
@@ -42,7 +43,7 @@ def ui(
 
     library = Library(folders or ["."], output_folder)
     with Queue(pictures=drawable()) as queue:
-        server = Server(library, queue, port)
+        server = Server(library, queue, whole_number(port, "--port"))
         echo(f"open     {server.address}")
         echo("end      Ctrl-C")
         if browser:

@@ -30,6 +30,9 @@ ANY: Final = "any"
 MANY: Final = 50
 """Adapters of a form."""
 
+NUMBERS: Final = tuple(name for name in NAMES if name != "seed")
+"""Numbers of methods; the seed is also that of rounding."""
+
 PLACES: Final = ("overwrite", "strength", "strength_for")
 """Options that have a place of their own in every form."""
 
@@ -75,14 +78,23 @@ class Form:
         """Return whether an adapter may have strengths by part."""
         return "strength_for" in TAKES.get(self.command, ())
 
+    def _ordered(self) -> list[Option]:
+        """Return its options, those that are shown at once first."""
+        first = [self.options[name] for name in self.main if name in self.options]
+        return [*first, *(row for row in self.options.values() if row not in first)]
+
     def to_dict(self) -> dict[str, Any]:
         """Return the form as plain data, for the page."""
-        methods = COMBINATIONS if self.command in COMMANDS else METHODS
+        writes_adapters = self.command in COMMANDS
+        methods = COMBINATIONS if writes_adapters else METHODS
         return {
             **{name: getattr(self, name) for name in self.__dataclass_fields__},
             "strengths": self.strengths, "parts": self.parts,
-            "options": [_option(row, main=name in self.main) for name, row in self.options.items()],
-            "methods": {name: row.takes for name, row in methods.items()},
+            "options": [_option(row, main=row.name in self.main) for row in self._ordered()],
+            "methods": {
+                name: [*row.takes, *(["scale"] if writes_adapters or row.combines else [])]
+                for name, row in methods.items()
+            },
         }  # fmt: skip
 
 
@@ -90,9 +102,9 @@ FORMS: Final[Mapping[str, Form]] = MappingProxyType({
     form.command: form
     for form in (
         Form(MERGE, "Merge", "Adapters into a base: a new checkpoint.", "Base", base_needed=True, least=0, most=MANY,
-             main=("method", *NAMES, "dtype")),
+             main=("method", "dtype", *NUMBERS)),
         Form("combine", "Combine", "Several adapters into one adapter.", "Base (if names or formulas need it)",
-             most=MANY, main=("method", *NAMES, "rank")),
+             most=MANY, main=("method", "rank", *NUMBERS)),
         Form("resize", "Resize", "An adapter at another rank.", "Base (if formulas need it)", inputs="Adapter",
              main=("rank",)),
         Form("convert", "Convert", "An adapter in the format of another program.", "Base (if names need it)",

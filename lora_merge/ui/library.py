@@ -61,8 +61,10 @@ class Entry:
     """One model or adapter of the library."""
 
     path: str
+    group: str
+    """The folder that it is listed with."""
     label: str
-    """Its path below the named folder."""
+    """Its path below that folder."""
     bytes: int
     kinds: tuple[str, ...]
 
@@ -82,11 +84,10 @@ class Library:
         """Return all models and adapters, by label."""
         entries: dict[str, Entry] = {}
         for folder in dict.fromkeys((*self.folders, self.output)):
-            for path, kinds in self._listed(folder):
+            for path, at, kinds in self._listed(folder):
                 if len(entries) < MOST and self._inside(path):
-                    label = path.relative_to(folder).as_posix()
-                    entries.setdefault(str(path), Entry(str(path), label, _bytes(path), kinds))
-        return sorted(entries.values(), key=lambda entry: entry.label.casefold())
+                    entries.setdefault(str(path), Entry(str(path), *_names(path, at, folder), _bytes(path), kinds))
+        return sorted(entries.values(), key=lambda entry: (entry.group, entry.label.casefold()))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the library as plain data, for the page."""
@@ -139,19 +140,17 @@ class Library:
         real = real_path(path)
         return named and any(real.is_relative_to(folder) for folder in self._real)
 
-    def _listed(self, folder: Path) -> Iterator[tuple[Path, tuple[str, ...]]]:
-        """Yield models and adapters below a folder with the kinds as which they are offered."""
+    def _listed(self, folder: Path) -> Iterator[tuple[Path, Path, tuple[str, ...]]]:
+        """Yield models and adapters below a folder, each with the folder that it is listed with, and the kinds as which
+        it is offered."""
         root = folder.parent if folder.name == "models" else folder
-        known = [(root / name, kind) for name, kind in LAYOUTS if (root / name).is_dir()]
-        if known:
-            for below, kind in known:
-                yield from ((path, (kind,)) for path, _ in _models(below))
-            if (dropped := self.output / DROPPED).is_dir() and folder == self.output:
-                yield from ((path, self._kind(path)) for path, _ in _models(dropped))
-            return
+        known = [(root / name, (kind,)) for name, kind in LAYOUTS if (root / name).is_dir()]
+        if known and folder == self.output:
+            known.append((folder / DROPPED, ()))
         hub = [*folder.glob(HUB)] or [*folder.glob(f"hub/{HUB}")]
-        for below in hub or [folder]:
-            yield from ((path, (kind,) if kind else self._kind(path)) for path, kind in _models(below))
+        for at, kinds in known or [(below, ()) for below in hub or [folder]]:
+            for path, kind in _models(at):
+                yield path, at, kinds or ((kind,) if kind else self._kind(path))
 
     def _kind(self, path: Path) -> tuple[str, ...]:
         """Return the kinds as which a file is offered, from its header; () if it cannot be read."""
@@ -197,6 +196,15 @@ class Upload:
             remove(self.target)
             raise
         return self.target
+
+
+def _names(path: Path, at: Path, folder: Path) -> tuple[str, str]:
+    """Return the group and the label of a model that is listed with the folder `at`."""
+    label = path.relative_to(at).as_posix()
+    if at.parent.name == "snapshots":
+        name = at.parent.parent.name.removeprefix("models--").replace("--", "/")
+        return folder.name, f"{name}@{at.name[:7]}" + f"/{label}" * (path != at)
+    return at.relative_to(folder.parent).as_posix(), label
 
 
 def _folder(path: str | Path) -> Path:

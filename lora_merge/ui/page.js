@@ -8,7 +8,7 @@ const PART = { min: 0, max: 2, step: 0.05 };
 const STRENGTH = { min: -2, max: 2, step: 0.05 };
 
 const byId = (id) => document.getElementById(id);
-const state = { forms: {}, form: null, entries: [], output: "", pictures: false, adapters: [], base: null, options: {}, parts: null, preview: null, named: false };
+const state = { forms: {}, form: null, entries: [], output: "", pictures: false, adapters: [], base: null, options: {}, parts: null, components: {}, preview: null, named: false };
 let turn = 0; // of previews, so that a late answer is dropped
 let timer = 0;
 
@@ -58,8 +58,10 @@ function field(name, control, help = "") {
 
 function chooser(kind, chosen, change, empty) {
   const list = state.entries.filter((entry) => kind === "any" || entry.kinds.includes(kind));
-  const options = list.map((entry) => h("option", { value: entry.path, selected: entry.path === chosen }, `${entry.label} · ${size(entry.bytes)}`));
-  return h("select", { onchange: (event) => change(event.target.value) }, h("option", { value: "" }, list.length ? empty : "nothing is in the folders of this page"), ...options);
+  const groups = new Map();
+  for (const entry of list) groups.set(entry.group, [...(groups.get(entry.group) || []), h("option", { value: entry.path, selected: entry.path === chosen }, `${entry.label} · ${size(entry.bytes)}`)]);
+  const boxes = [...groups].map(([label, options]) => h("optgroup", { label }, ...options));
+  return h("select", { onchange: (event) => change(event.target.value) }, h("option", { value: "" }, list.length ? empty : "nothing is in the folders of this page"), ...boxes);
 }
 
 function slider(name, value, limits, change, label) {
@@ -100,28 +102,35 @@ function optionField(option) {
 function taken(option) {
   const method = state.options.method || "sum";
   const numbers = new Set(Object.values(state.form.methods).flat());
-  const always = state.form.methods[method] || [];
-  return !numbers.has(option.name) || option.name === "seed" || always.includes(option.name);
+  return option.name === "seed" || !numbers.has(option.name) || (state.form.methods[method] || []).includes(option.name);
 }
 
 function adapterBox(adapter, place) {
   const form = state.form;
   const many = form.most > 1;
   const name = many ? `${form.inputs.split(",")[0].replace(/s$/, "")} ${place + 1}` : form.inputs;
-  const choice = chooser(form.of, adapter.path, (path) => { adapter.path = path; draw(); }, "choose…");
+  const choice = chooser(form.of, adapter.path, (path) => { adapter.path = path; drawParts(); changed(); }, "choose…");
   choice.setAttribute("aria-label", name);
   const box = h("fieldset", {}, h("legend", {}, name), choice);
   if (form.strengths) box.append(slider("strength", adapter.strength, STRENGTH, (v) => { adapter.strength = v; changed(); }, `strength of ${name}`));
-  if (form.parts && adapter.path) box.append(partsBox(adapter, name));
+  if (form.parts) { adapter.slot = h("div", {}); adapter.name = name; box.append(adapter.slot); }
   if (many && state.adapters.length > Math.max(1, form.least)) {
     box.append(h("div", { class: "row" }, h("button", { type: "button", "aria-label": `remove ${name}`, onclick: () => { state.adapters.splice(place, 1); draw(); byId("add")?.focus(); } }, "Remove")));
   }
   return box;
 }
 
+function drawParts() {
+  for (const adapter of state.adapters) {
+    if (!adapter.slot) continue;
+    if (adapter.path) adapter.slot.replaceChildren(partsBox(adapter, adapter.name));
+    else adapter.slot.replaceChildren();
+  }
+}
+
 function partsBox(adapter, name) {
   const box = h("details", { open: adapter.open, ontoggle: (event) => { adapter.open = event.target.open; } }, h("summary", {}, "Strength by part and block"));
-  for (const part of Object.keys(state.parts?.parts || {}).filter(Boolean)) {
+  for (const part of Object.keys(state.components[adapter.path] || {}).filter(Boolean)) {
     box.append(slider(part, adapter.parts[part] ?? 1, PART, (v) => { adapter.parts[part] = v; changed(); }, `${part} of ${name}`));
   }
   const order = Object.values(state.parts?.lists || {}).reduce((a, b) => (b.length > a.length ? b : a), []);
@@ -146,7 +155,6 @@ function partsBox(adapter, name) {
   const others = h("input", { type: "text", placeholder: "te=0.5, IN04-IN08=0", autocomplete: "off", spellcheck: "false", oninput: (event) => { adapter.others = event.target.value; changed(); } });
   others.value = adapter.others || "";
   box.append(field("Other parts", others, "Parts, blocks or re:REGEX with a factor each."));
-  box.order = order;
   adapter.order = order;
   return box;
 }
@@ -161,8 +169,7 @@ function draw() {
   if (state.adapters.length > form.most) state.adapters.length = form.most;
   const boxes = [];
   if (form.base) {
-    const kind = form.of === "any" && form.command === "compare" ? "base" : "base";
-    boxes.push(field(form.base, chooser(kind, state.base, (path) => { state.base = path; loadParts(); draw(); }, form.base_needed ? "choose…" : "none")));
+    boxes.push(field(form.base, chooser("base", state.base, (path) => { state.base = path; loadParts(); changed(); }, form.base_needed ? "choose…" : "none")));
   }
   boxes.push(...state.adapters.map(adapterBox));
   if (state.adapters.length < form.most) boxes.push(h("div", { class: "row field" }, h("button", { type: "button", id: "add", onclick: () => { state.adapters.push(fresh()); draw(); } }, `Add ${form.of === "base" ? "a checkpoint" : "an adapter"}`)));
@@ -179,6 +186,7 @@ function draw() {
   const rest = shown.filter((option) => !option.main);
   if (rest.length) boxes.push(h("details", { open: state.more === true, ontoggle: (event) => { state.more = event.target.open; } }, h("summary", {}, "More options"), h("div", { class: "grid" }, ...rest.map(optionField))));
   byId("fields").replaceChildren(...boxes);
+  drawParts();
   if (focused) (byId(focused) || byId("fields").querySelector(`[aria-label="${CSS.escape(focused)}"]`))?.focus();
   byId("about").textContent = form.about;
   byId("run").textContent = form.writes ? form.title : "Look";
@@ -203,7 +211,7 @@ async function loadParts() {
   state.parts = null;
   if (!base) return;
   const parts = await call("parts", { path: base });
-  if (state.base === base && !parts.error) { state.parts = parts; draw(); }
+  if (state.base === base && !parts.error) { state.parts = parts; drawParts(); }
 }
 
 function values() {
@@ -230,11 +238,13 @@ function values() {
 function changed() {
   const input = byId("fields").querySelector("[name=output]");
   if (input && !state.named) { state.name = suggestion(); input.value = state.name; }
+  byId("plan").dataset.state = "stale";
   clearTimeout(timer);
   timer = setTimeout(look, WAIT);
 }
 
 async function look() {
+  clearTimeout(timer);
   const mine = (turn += 1);
   const empty = !state.base && !state.adapters.some((adapter) => adapter.path);
   if (empty) { state.preview = null; showPreview({ files: [] }, true); return; }
@@ -243,6 +253,9 @@ async function look() {
   if (mine !== turn) return;
   state.preview = preview;
   showPreview(preview, false);
+  const before = JSON.stringify(state.components);
+  state.components = Object.fromEntries(preview.files.map((file) => [file.path, file.components || {}]));
+  if (JSON.stringify(state.components) !== before) drawParts();
 }
 
 function facts(rows) {
@@ -334,6 +347,7 @@ function showRun(one) {
   const parts = [];
   if (one.error) parts.push(errorBox(one.error));
   if (one.output) parts.push(h("p", { class: "help" }, one.output));
+  if (one.facts.length) parts.push(h("details", { open: true }, h("summary", {}, "Report"), facts(one.facts.map(([name, value], n) => [n && one.facts[n - 1][0] === name ? "" : name, value]))));
   if (one.text) parts.push(h("details", { open: true }, h("summary", {}, "Report"), h("pre", {}, one.text)));
   if (one.page) parts.push(reportFrame(one));
   row.body.replaceChildren(...parts);
@@ -382,6 +396,7 @@ function choose(path) {
 }
 
 async function copy(name, what) {
+  if (byId("plan").dataset.state === "stale") await look();
   const text = state.preview?.[name];
   if (!text) return;
   try { await navigator.clipboard.writeText(text); say(`${what} is copied`); } catch { say(`${what} is below the plan`); }
@@ -413,6 +428,7 @@ async function start() {
   document.addEventListener("dragleave", () => document.body.classList.remove("over"));
   document.addEventListener("drop", async (event) => { event.preventDefault(); document.body.classList.remove("over"); for (const file of event.dataTransfer.files) await take(file); });
   select("merge");
+  await look();
   await watch();
   document.documentElement.dataset.ready = "yes";
 }

@@ -83,7 +83,7 @@ class Previews:
                 row |= {"text": facts.text, "kind": facts["kind"], "triggers": _triggers(facts)}
                 if base and path != base and facts["kind"] == "adapter":
                     match = _fit(*self._state(base), *self._state(path))["match"]
-                    row |= {name: match.get(name) for name in ("fits", "matched", "total", "why")}
+                    row |= {name: match.get(name) for name in ("fits", "matched", "total", "why", "components")}
             except MergeError as e:
                 row["error"] = error_dict(e)
             yield row

@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
 from .. import MergeError, Step, compare, inspect, run_batch
+from ..adapters_out.report import AdapterReport, adapter_rows
 from ..batch.commands import MERGE
 from ..batch.report import JobReport
 from ..errors import as_merge_error, error_dict
+from ..facts import Fact
+from ..report import Report, merge_rows
 from ..viewing.pages.page import page
 from .forms import FORMS, runnable
 
@@ -40,11 +43,16 @@ class Run:
     done: int = 0
     total: int = 0
     seconds: float = 0.0
+    worked: float = 0.0
+    """Seconds of the work itself, without the opening of inputs and the import of torch."""
     text: str = ""
+    facts: Sequence[tuple[str, str]] = ()
+    """Names and values of its report, if that is no text."""
     output: str = ""
     error: MergeError | None = None
     result: Any = None
     cancelled: threading.Event = field(default_factory=threading.Event)
+    _began: float = 0.0
 
     @property
     def title(self) -> str:
@@ -54,7 +62,7 @@ class Run:
 
     def to_dict(self) -> dict[str, Any]:
         """Return its state as plain data, for the page."""
-        names = ("number", "title", "state", "stage", "done", "total", "seconds", "text", "output")
+        names = ("number", "title", "state", "stage", "done", "total", "seconds", "text", "facts", "output")
         return {
             **{name: getattr(self, name) for name in names},
             "error": None if self.error is None else error_dict(self.error),
@@ -65,6 +73,8 @@ class Run:
         """Take a step of the work; KeyboardInterrupt ends a cancelled run, which then leaves nothing behind."""
         if self.cancelled.is_set():
             raise KeyboardInterrupt
+        if step.stage != "load" and not self._began:
+            self._began = time.monotonic()
         self.done = step.done + (self.done if step.stage == self.stage else 0)
         self.stage, self.total = step.stage, step.total or (self.total if step.stage == self.stage else 0)
 
@@ -78,6 +88,7 @@ class Run:
         except Exception as e:  # noqa: BLE001  # whatever it is, the queue goes on
             self.error, self.state = as_merge_error(e, self.title), "failed"
         self.seconds = time.monotonic() - start
+        self.worked = time.monotonic() - (self._began or start)
 
     def cancel(self) -> None:
         """End the run at its next step, or before it begins."""
@@ -107,7 +118,17 @@ class Run:
             raise report.error
         self.output, self.result = report.output, report.report
         self.state = "skipped" if report.report is None else "done"
-        self.text = str(report.report or f"{report.output} is there already, by the same recipe")
+        if isinstance(report.report, Report):
+            self.facts = [*map(_cells, merge_rows(vars(report.report)))]
+        elif report.report is not None:
+            self.facts = [*map(_cells, adapter_rows(vars(report.report)))]
+        else:
+            self.text = f"{report.output} is there already, by the same recipe"
+
+
+def _cells(row: Fact) -> tuple[str, str]:
+    """Return name and value of a fact; a row of a table is one value."""
+    return row.name, row.value if row.name else str(row)
 
 
 class Queue:
@@ -162,8 +183,8 @@ class Queue:
     def _serve(self) -> None:
         while (run := self._next()) is not None:
             run.carry_out()
-            if run.state == "done" and run.effort and run.seconds:
-                self._rate = run.effort / run.seconds
+            if run.state == "done" and run.effort and run.worked:
+                self._rate = run.effort / run.worked
 
     def _next(self) -> Run | None:
         """Wait for the next run; None when the queue is closed."""
@@ -185,7 +206,6 @@ def report_page(run: Run) -> str:
 
 def _pictured(run: Run) -> dict[str, Any]:
     """Return the report of a job as the page of `--html` takes it."""
-    from ..adapters_out.report import AdapterReport
     from ..batch.jobs_file import load
     from ..engine.admission import plan_merge
     from ..viewing.pictures import pictured_adapter, pictured_merge  # torch
