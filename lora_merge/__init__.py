@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .adapters_out.report import AdapterReport
     from .api import compare, inspect, merge, plan, replay, unmerge, verify
     from .batch.job_plan import JobPlan
+    from .batch.planning import FormerPlans
     from .batch.report import JobReport, Reports
     from .batch.run import plan_batch, run_batch
     from .errors import MergeError
@@ -54,6 +55,7 @@ _HOMES = {
     "run_batch": "batch.run",
     "plan_batch": "batch.run",
     "JobPlan": "batch.job_plan",
+    "FormerPlans": "batch.planning",
     "JobReport": "batch.report",
     "Reports": "batch.report",
     "Step": "progress",
@@ -71,6 +73,7 @@ __all__ = [
     "AdapterReport",
     "AdapterSum",
     "Facts",
+    "FormerPlans",
     "Job",
     "JobPlan",
     "JobReport",

@@ -241,7 +241,7 @@ def _kept(node: ast.ExceptHandler) -> bool:
 OF_OTHERS = (
     "sys.stdout", "sys.stderr", "error.__cause__", "found.__cause__", "failure.filename", "timed.__name__",
     "call.argtypes", "backend.fp32_precision", "self._here.made", "command.get_params", "command.format_options",
-    "command.collect_usage_pieces", "command.__signature__", "command.__annotations__", "parameter.process_value",
+    "command.collect_usage_pieces", "self._server.should_exit", "command.__signature__", "command.__annotations__", "parameter.process_value",
 )  # fmt: skip
 """Attributes of objects of Python's library, of torch and of typer that are set as those libraries want it."""
 

@@ -34,6 +34,7 @@ from .commands import adapter_job
 from .jobs_file import BatchJob
 
 SHOWN: Final = 20  # clashes that are listed one by one
+MOST_OUTLINES: Final = 10_000  # outlines that later calls may use; as many as a file has jobs
 TOGETHER: Final = 8  # jobs at most in one read of a base; more would save little and lose more when killed
 
 
@@ -60,13 +61,16 @@ class PlannedJob:
         return not self.done and self.error is None
 
 
-def survey(entries: Sequence[BatchJob], *, workers: int = 1) -> tuple[PlannedJob, ...]:
+def survey(
+    entries: Sequence[BatchJob], *, workers: int = 1, former: FormerPlans | None = None
+) -> tuple[PlannedJob, ...]:  # fmt: skip
     """Return every job planned, in the order of the file. What is wrong with one job is its `error`.
 
-    UsageError where jobs get in each other's way.
+    `former`: the plans of calls before, for the same number of workers. UsageError where jobs get in each other's way.
     """
-    outputs = _Outputs(entries)
-    surveyor = _Surveyor(outputs, workers)
+    outputs, former = _Outputs(entries), former or FormerPlans()
+    former.check_files(entries)
+    surveyor = _Surveyor(outputs, workers, former)
     for level, some in enumerate(_levels(entries, {e.number: outputs.maker(e.job.base) for e in entries})):
         for entry in some:
             surveyor.plan(entry, level)
@@ -251,11 +255,49 @@ class _Outline:
     memory: int
 
 
-class _Surveyor:
-    def __init__(self, outputs: _Outputs, workers: int) -> None:
-        self.outputs, self.workers = outputs, workers
-        self.opened, self.hashes = CheckpointCache(), Hashes()
+class FormerPlans:
+    """What earlier calls of `plan_batch` know: opened files, and outlines of merges whose files have not changed.
+
+    It is for one thread at a time.
+
+    Examples:
+        >>> former, job = lora_merge.FormerPlans(), {"base": "base.safetensors", "output": "merged.safetensors"}
+        >>> for strength in (0.5, 0.6, 0.7):  # the second and the third take milliseconds
+        ...     adapters = [{"path": "style.safetensors", "strength": strength}]
+        ...     (plan,) = lora_merge.plan_batch([{**job, "adapters": adapters}], former=former)
+    """
+
+    def __init__(self) -> None:
+        self.opened = CheckpointCache()
         self.outlines: dict[Any, _Outline | MergeError] = {}
+        self._states: dict[Path, Any] = {}
+
+    def check_files(self, entries: Sequence[BatchJob]) -> None:
+        """Forget the outlines if a file of these jobs is another one than before, or if there are many."""
+        sources = {path for entry in entries for path in entry.sources}
+        states = {path: _states(path) for path in sources}
+        changed = any(self._states.get(path, state) != state for path, state in states.items())
+        if changed or len(self.outlines) > MOST_OUTLINES:
+            self.outlines.clear()
+            self._states.clear()
+        self._states |= states
+
+
+def _states(path: Path) -> tuple[tuple[Path, int, int], ...]:
+    """Return size and time of the files at a path."""
+    states = []
+    with suppress(MergeError, OSError):  # the failure of the jobs that read it
+        for file in _files(path):
+            status = file.stat()
+            states.append((file, status.st_size, status.st_mtime_ns))
+    return tuple(states)
+
+
+class _Surveyor:
+    def __init__(self, outputs: _Outputs, workers: int, former: FormerPlans) -> None:
+        self.outputs, self.workers = outputs, workers
+        self.opened, self.hashes = former.opened, Hashes()
+        self.outlines = former.outlines
         self.planned: dict[int, PlannedJob] = {}
         self.grounded: dict[int, Job] = {}
         self.shares: dict[tuple[Path, Path], bool] = {}

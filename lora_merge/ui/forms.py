@@ -41,7 +41,7 @@ LINES: Final = ("texts", "settings", "entries", "rules")
 
 
 @dataclass(frozen=True)
-class Form:
+class CommandForm:
     """One command: what it asks for."""
 
     command: str
@@ -98,27 +98,45 @@ class Form:
         }  # fmt: skip
 
 
-FORMS: Final[Mapping[str, Form]] = MappingProxyType({
+FORMS: Final[Mapping[str, CommandForm]] = MappingProxyType({
     form.command: form
     for form in (
-        Form(MERGE, "Merge", "Adapters into a base: a new checkpoint.", "Base", base_needed=True, least=0, most=MANY,
-             main=("method", "dtype", *NUMBERS)),
-        Form("combine", "Combine", "Several adapters into one adapter.", "Base (if names or formulas need it)",
-             most=MANY, main=("method", "rank", *NUMBERS)),
-        Form("resize", "Resize", "An adapter at another rank.", "Base (if formulas need it)", inputs="Adapter",
-             main=("rank",)),
-        Form("convert", "Convert", "An adapter in the format of another program.", "Base (if names need it)",
-             inputs="Adapter", main=("to",)),
-        Form("extract", "Extract", "The difference of two checkpoints: an adapter.", "Base, before the training",
-             base_needed=True, inputs="Tuned checkpoint", of=BASE, main=("rank",)),
-        Form("average", "Average", "Snapshots of one training: one adapter.", "Base (if formulas need it)",
-             inputs="Snapshots, the oldest first", most=MANY, main=("weights", "ema")),
-        Form(UNMERGE, "Unmerge", "Adapters taken out of a merged checkpoint again.", "Merged checkpoint",
-             base_needed=True, most=MANY),
-        Form("inspect", "Inspect", "What a file is, with its numbers.", "Base (to see how it fits)", inputs="File",
-             of=ANY, writes=False),
-        Form("compare", "Compare", "Where two models differ, or how alike two adapters are.",
-             "Base (for two adapters)", inputs="Two files", of=ANY, least=2, most=2, writes=False),
+        CommandForm(
+            MERGE, "Merge", "Adapters into a base: a new checkpoint.", "Base", base_needed=True, least=0, most=MANY,
+            main=("method", "dtype", *NUMBERS),
+        ),
+        CommandForm(
+            "combine", "Combine", "Several adapters into one adapter.", "Base (if names or formulas need it)",
+            most=MANY, main=("method", "rank", *NUMBERS),
+        ),
+        CommandForm(
+            "resize", "Resize", "An adapter at another rank.", "Base (if formulas need it)", inputs="Adapter",
+            main=("rank",),
+        ),
+        CommandForm(
+            "convert", "Convert", "An adapter in the format of another program.", "Base (if names need it)",
+            inputs="Adapter", main=("to",),
+        ),
+        CommandForm(
+            "extract", "Extract", "The difference of two checkpoints: an adapter.", "Base, before the training",
+            base_needed=True, inputs="Tuned checkpoint", of=BASE, main=("rank",),
+        ),
+        CommandForm(
+            "average", "Average", "Snapshots of one training: one adapter.", "Base (if formulas need it)",
+            inputs="Snapshots, the oldest first", most=MANY, main=("weights", "ema"),
+        ),
+        CommandForm(
+            UNMERGE, "Unmerge", "Adapters taken out of a merged checkpoint again.", "Merged checkpoint",
+            base_needed=True, most=MANY,
+        ),
+        CommandForm(
+            "inspect", "Inspect", "What a file is, with its numbers.", "Base (to see how it fits)", inputs="File",
+            of=ANY, writes=False,
+        ),
+        CommandForm(
+            "compare", "Compare", "Where two models differ, or how alike two adapters are.",
+            "Base (for two adapters)", inputs="Two files", of=ANY, least=2, most=2, writes=False,
+        ),
     )
 })  # fmt: skip
 """Command → its form."""
@@ -167,7 +185,7 @@ def entry(values: Mapping[str, Any], library: Library) -> dict[str, Any]:
     return job
 
 
-def _adapter(form: Form, place: int, values: Mapping[str, Any], library: Library) -> str | dict[str, Any]:
+def _adapter(form: CommandForm, place: int, values: Mapping[str, Any], library: Library) -> str | dict[str, Any]:
     """Return an adapter of a job: its path alone, or a table with its strengths."""
     path, table = str(library.path(str(values["path"]))), dict[str, Any]()
     strength = _number(values.get("strength", 1), f"strength of {form.inputs.lower()} {place}")

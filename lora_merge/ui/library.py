@@ -57,7 +57,7 @@ LARGEST: Final = 16 << 30  # bytes of an upload; the largest adapters have 5 GiB
 
 
 @dataclass(frozen=True)
-class Entry:
+class LibraryFile:
     """One model or adapter of the library."""
 
     path: str
@@ -80,13 +80,15 @@ class Library:
         self._kinds: dict[tuple[str, int, int], tuple[str, ...]] = {}
         self._lock = threading.Lock()
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[LibraryFile]:
         """Return all models and adapters, by label."""
-        entries: dict[str, Entry] = {}
+        entries: dict[str, LibraryFile] = {}
         for folder in dict.fromkeys((*self.folders, self.output)):
             for path, at, kinds in self._listed(folder):
                 if len(entries) < MOST and self._inside(path):
-                    entries.setdefault(str(path), Entry(str(path), *_names(path, at, folder), _bytes(path), kinds))
+                    entries.setdefault(
+                        str(path), LibraryFile(str(path), *_names(path, at, folder), _bytes(path), kinds)
+                    )
         return sorted(entries.values(), key=lambda entry: (entry.group, entry.label.casefold()))
 
     def to_dict(self) -> dict[str, Any]:
@@ -116,7 +118,7 @@ class Library:
                              f"write a name such as merged.safetensors; outputs go to {self.output}")  # fmt: skip
         return path
 
-    def find(self, name: str, size: int) -> Entry | None:
+    def find(self, name: str, size: int) -> LibraryFile | None:
         """Return the file with a name and a size in bytes; None if the library has none."""
         same = (e for e in self.entries() if Path(e.path).name == name and e.bytes == size)
         return next(same, None)

@@ -8,7 +8,7 @@ const PART = { min: 0, max: 2, step: 0.05 };
 const STRENGTH = { min: -2, max: 2, step: 0.05 };
 
 const byId = (id) => document.getElementById(id);
-const state = { forms: {}, form: null, entries: [], output: "", pictures: false, adapters: [], base: null, options: {}, parts: null, components: {}, preview: null, named: false };
+const state = { forms: {}, form: null, entries: [], output: "", pictures: false, adapters: [], base: null, options: {}, parts: null, components: {}, files: null, preview: null, named: false };
 let turn = 0; // of previews, so that a late answer is dropped
 let timer = 0;
 
@@ -246,15 +246,27 @@ function changed() {
 async function look() {
   clearTimeout(timer);
   const mine = (turn += 1);
-  const empty = !state.base && !state.adapters.some((adapter) => adapter.path);
-  if (empty) { state.preview = null; showPreview({ files: [] }, true); return; }
-  let preview;
-  try { preview = await call("preview", values()); } catch (error) { if (mine === turn) lost(error); return; }
-  if (mine !== turn) return;
-  state.preview = preview;
-  showPreview(preview, false);
+  const filled = values();
+  const paths = JSON.stringify([filled.base, filled.adapters.map((adapter) => adapter.path)]);
+  if (!filled.base && !filled.adapters.some((adapter) => adapter.path)) { state.preview = state.files = null; showFiles([]); showPlan({}, true); return; }
+  try {
+    if (paths !== state.files) { // first what they are, as soon as they are chosen
+      const { files } = await call("files", filled);
+      if (mine !== turn) return;
+      state.files = paths;
+      showFiles(files);
+    }
+    const preview = await call("preview", filled);
+    if (mine !== turn) return;
+    state.preview = preview;
+    showPlan(preview, false);
+  } catch (error) { if (mine === turn) lost(error); }
+}
+
+function showFiles(files) {
+  byId("files").replaceChildren(...files.map(fileCard));
   const before = JSON.stringify(state.components);
-  state.components = Object.fromEntries(preview.files.map((file) => [file.path, file.components || {}]));
+  state.components = Object.fromEntries(files.map((file) => [file.path, file.components || {}]));
   if (JSON.stringify(state.components) !== before) drawParts();
 }
 
@@ -262,7 +274,7 @@ function facts(rows) {
   return h("dl", { class: "facts" }, ...rows.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
 }
 
-function showPreview(preview, empty) {
+function showPlan(preview, empty) {
   const plan = byId("plan");
   const error = preview.error || preview.plan?.error;
   byId("run").disabled = empty || Boolean(error);
@@ -277,7 +289,6 @@ function showPreview(preview, empty) {
     rows.push(["time", row.seconds === null ? "known after the first run" : time(row.seconds)]);
     plan.replaceChildren(facts(rows));
   } else plan.replaceChildren(h("p", { class: "help" }, "Nothing is written."));
-  byId("files").replaceChildren(...preview.files.map(fileCard));
 }
 
 function fileCard(file) {
@@ -351,7 +362,7 @@ function showRun(one) {
   if (one.text) parts.push(h("details", { open: true }, h("summary", {}, "Report"), h("pre", {}, one.text)));
   if (one.page) parts.push(reportFrame(one));
   row.body.replaceChildren(...parts);
-  if (one.output) refresh();
+  if (one.output) { state.files = null; refresh(); }
 }
 
 function reportFrame(one) {

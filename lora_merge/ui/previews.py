@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
-from .. import Facts, MergeError, inspect, plan_batch
+from .. import Facts, FormerPlans, JobPlan, MergeError, inspect, plan_batch
 from ..errors import error_dict
 from ..options import OPTIONS
 from ..paths import exists
@@ -26,6 +27,7 @@ class Previews:
 
     def __init__(self, library: Library, queue: Queue) -> None:
         self.library, self.queue = library, queue
+        self._former, self._turn = FormerPlans(), threading.Lock()
 
     def start(self) -> dict[str, Any]:
         """Return the forms and the library, as the page begins."""
@@ -35,9 +37,13 @@ class Previews:
             "overwrite": OPTIONS["overwrite"].help, **self.library.to_dict(),
         }  # fmt: skip
 
+    def files(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the files of a form are, and whether adapters fit the base."""
+        return {"files": [*self._files(values)]}
+
     def preview(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the files of a filled form are, its plan, command and jobs file; or the `error` of the form."""
-        result: dict[str, Any] = {"files": [*self._files(values)]}
+        """Return the plan of a filled form, its command and its jobs file; or its `error`."""
+        result: dict[str, Any] = {}
         try:
             job = entry(values, self.library)
             result |= {"command": command_line(job)}
@@ -51,7 +57,7 @@ class Previews:
         """Put a filled form into the queue; MergeError if it cannot run."""
         job, overwrite, effort = entry(values, self.library), bool(values.get("overwrite")), 0
         if FORMS[job.get("command", "merge")].writes:
-            (planned,) = plan_batch([runnable(job)], overwrite=overwrite)
+            planned = self._planned(job, overwrite=overwrite)
             if planned.error is not None:
                 raise planned.error
             effort = planned.effort
@@ -68,8 +74,13 @@ class Previews:
         return {"path": "" if known is None else known.path}
 
     def _plan(self, job: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-        (planned,) = plan_batch([runnable(job)], overwrite=bool(values.get("overwrite")))
+        planned = self._planned(job, overwrite=bool(values.get("overwrite")))
         return {**planned.to_dict(), "seconds": self.queue.seconds(planned.effort)}
+
+    def _planned(self, job: Mapping[str, Any], *, overwrite: bool) -> JobPlan:
+        with self._turn:
+            (planned,) = plan_batch([runnable(job)], overwrite=overwrite, former=self._former)
+        return planned
 
     def _files(self, values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield a table for the base and for each adapter: its text, trigger words, and how it fits."""

@@ -59,7 +59,7 @@ STATIC: Final = {"": ("page.html", "text/html"), "page.css": ("page.css", "text/
 """Path below the token → file of this room and its type."""
 
 
-class Guard:
+class LoopbackGuard:
     """Refuses requests by any other page or name before anything else sees them."""
 
     def __init__(self, app: ASGIApp, hosts: frozenset[str]) -> None:
@@ -91,6 +91,7 @@ def application(library: Library, queue: Queue, token: str, port: int) -> ASGIAp
     calls: Mapping[str, Callable[[Any], Any]] = {
         "start": lambda _: previews.start(),
         "library": lambda _: library.to_dict(),
+        "files": previews.files,
         "preview": previews.preview,
         "parts": lambda values: previews.parts(str(values.get("path"))),
         "run": previews.run,
@@ -104,7 +105,7 @@ def application(library: Library, queue: Queue, token: str, port: int) -> ASGIAp
     routes.append(Route(f"{root}/api/upload", _uploading(library), methods=["POST"]))
     routes.append(Route(f"{root}/report/{{number:int}}", _reports(queue)))
     hosts = frozenset(f"{name}:{port}" for name in NAMES)
-    return Guard(Starlette(routes=routes), hosts)
+    return LoopbackGuard(Starlette(routes=routes), hosts)
 
 
 def _static(name: str, kind: str) -> Callable[[Request], Response]:

@@ -71,8 +71,9 @@ def test_form_becomes_a_verified_file(page: Page, comfy: Path) -> None:
     filled = form("merge", comfy)
     filled["options"] = {}
     preview = page.call("preview", **filled)
-    assert [file.get("fits") for file in preview["files"]] == [None, True, True]
-    assert preview["files"][1]["triggers"] == ["ohwx <b>"]
+    files = page.call("files", **filled)["files"]
+    assert [file.get("fits") for file in files] == [None, True, True]
+    assert files[1]["triggers"] == ["ohwx <b>"]
     assert preview["plan"]["status"] == "to run" and preview["plan"]["bytes"] > 0 and preview["plan"]["memory"] > 0
     done = page.ended(page.call("run", **filled)["number"])
     assert done["state"] == "done", done
@@ -87,7 +88,7 @@ def test_error_of_a_form_comes_before_the_run(page: Page, comfy: Path) -> None:
     filled = {**form("merge", comfy), "base": str(comfy / "models/checkpoints/sd3.safetensors")}
     filled["adapters"] = [{"path": filled["adapters"][0]["path"]}]
     preview = page.call("preview", **filled)
-    assert preview["files"][1]["fits"] is False
+    assert page.call("files", **filled)["files"][1]["fits"] is False
     assert preview["plan"]["error"]["kind"] == "UnmatchedModules" and preview["plan"]["error"]["fix"]
     assert page.call("run", **filled)["error"]["kind"] == "UnmatchedModules"
     assert page.call("queue")["runs"] == []
