@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -237,3 +238,10 @@ def test_install_refuses_other_folders_and_keeps_what_is_there(tmp_path: Path) -
         assert run("comfyui", "install", tmp_path, *more).code == 0
     assert [p.name for p in (tmp_path / "custom_nodes").iterdir()] == ["lora-merge"]
     assert pack.custom_nodes(tmp_path / "custom_nodes") == tmp_path / "custom_nodes"
+
+
+def test_page_of_the_documentation_has_every_node(host: Host) -> None:
+    page = (Path(__file__).parents[2] / "configs/site/pages/comfyui.md").read_text(encoding="utf-8")
+    assert {node.define_schema().display_name for node in host.nodes.values()} == {
+        *re.findall(r"^\| ([A-Z]\S* .*?) \|", page, re.MULTILINE)
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import http.server
 import json
 import threading
@@ -194,6 +195,7 @@ def test_narrow_screen_has_no_sideways_scroll(scheme: str, page: Page) -> None:
             assert wide == [] and w.js("return document.documentElement.scrollWidth <= innerWidth"), command
         choose_first = "$('[data-command=merge]').click()"
         w.js(choose_first)
+        assert w.errors() == []
         choose(w)
         w.until(READY)
         w.until("$('fieldset details .blocks')")
@@ -224,3 +226,47 @@ def test_text_has_contrast(page: Page) -> None:
             choose(w)
             w.until(READY)
             assert w.js(ratio) == []
+
+
+def test_presets_and_block_sliders_become_block_weights(page: Page) -> None:
+    def copied(text: str) -> None:
+        w.js("$('#plan .copied')?.remove(); $('#copy-command').click()")
+        w.until("$('#plan .copied pre')?.textContent.includes(arguments[0])", text)
+
+    with window(page.address) as w:
+        w.open()
+        choose(w)
+        w.until(f"{READY} && $('fieldset details .blocks')")
+        w.js("$('fieldset details').open = true")
+        w.choose("fieldset details select", "ALL")
+        copied("--strength-for=1:lbw=ALL")
+        w.js("const r = $('.blocks input'); r.value = 0.5; r.dispatchEvent(new Event('input'))")
+        copied("--strength-for=1:lbw=0.5,1,1,1")
+        w.choose("fieldset details select", "none")
+        w.js(
+            "const o = $('fieldset [placeholder^=te]'); o.value = 're:attn1=0.25, te=0'; o.dispatchEvent(new Event('input'))"
+        )
+        copied("--strength-for=1:re:attn1=0.25 --strength-for=1:te=0.0")
+        w.until(READY)
+        assert w.errors() == []
+
+
+def test_dropped_files_are_chosen(page: Page, comfy: Path, tmp_path: Path) -> None:
+    """One that the library has, and one that it has not."""
+    new = tmp_path / "new.safetensors"
+    new.write_bytes((comfy / "models/loras/b.safetensors").read_bytes())
+    with window(page.address) as w:
+        w.open()
+        drop = """const [name, bytes] = arguments; const data = new DataTransfer();
+        data.items.add(new File([Uint8Array.from(atob(bytes), (c) => c.charCodeAt(0))], name));
+        document.body.dispatchEvent(new DragEvent("drop", { dataTransfer: data, bubbles: true, cancelable: true }))"""
+        tiny = comfy / "models" / TINY
+        w.js(drop, tiny.name, base64.b64encode(tiny.read_bytes()).decode())
+        w.until("$('#fields .field select').value === arguments[0]", str(tiny))
+        w.driver.find_element("id", "file").send_keys(str(new))
+        w.until("$('fieldset select').value === arguments[0]", str(comfy / "dropped/new.safetensors"))
+        w.until(READY)
+        assert (comfy / "dropped/new.safetensors").read_bytes() == new.read_bytes()
+        w.js(drop, "note.txt", "")
+        w.until("$('#plan .fix')?.textContent.includes('.safetensors')")
+        assert [line for line in w.errors() if " 422 " not in line] == []
