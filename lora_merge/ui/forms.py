@@ -276,7 +276,7 @@ def command_line(job: Mapping[str, Any]) -> str:
 def _words(job: Mapping[str, Any]) -> Iterator[str]:
     command = job.get("command", MERGE)
     form = FORMS[command]
-    adapters = [{"path": a} if isinstance(a, str) else a for a in job.get("adapters", ())]
+    adapters: list[dict[str, Any]] = [{"path": a} if isinstance(a, str) else a for a in job.get("adapters", ())]
     # The inputs: a base that the command needs comes first, another one is an option.
     first = form.base_needed or command == "inspect"
     yield command

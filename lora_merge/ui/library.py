@@ -146,11 +146,12 @@ class Library:
         """Yield models and adapters below a folder, each with the folder that it is listed with, and the kinds as which
         it is offered."""
         root = folder.parent if folder.name == "models" else folder
-        known = [(root / name, (kind,)) for name, kind in LAYOUTS if (root / name).is_dir()]
-        if known and folder == self.output:
-            known.append((folder / DROPPED, ()))
+        known = {root / name: (kind,) for name, kind in LAYOUTS if (root / name).is_dir()}
         hub = [*folder.glob(HUB)] or [*folder.glob(f"hub/{HUB}")]
-        for at, kinds in known or [(below, ()) for below in hub or [folder]]:
+        listed: dict[Path, tuple[str, ...]] = {**known} or dict.fromkeys(hub or [folder], ())
+        if known and folder == self.output:
+            listed[folder / DROPPED] = ()
+        for at, kinds in listed.items():
             for path, kind in _models(at):
                 yield path, at, kinds or ((kind,) if kind else self._kind(path))
 

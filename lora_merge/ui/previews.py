@@ -100,10 +100,12 @@ class Previews:
             yield row
 
     def _state(self, text: str) -> tuple[str, float, int]:
-        """Return a path with what changes when the file does."""
+        """Return a path with what changes when it, or a file in it, does."""
         path = self.library.path(text)
-        status = path.stat() if exists(path) else None
-        return str(path), status.st_mtime if status else 0.0, status.st_size if status else 0
+        if not exists(path):
+            return str(path), 0.0, 0
+        states = [file.stat() for file in (path, *(path.iterdir() if path.is_dir() else ()))]
+        return str(path), max(s.st_mtime for s in states), sum(s.st_size for s in states)
 
 
 def _triggers(facts: Facts) -> list[str]:

@@ -100,18 +100,17 @@ def test_cancelled_runs_leave_nothing(page: Page, comfy: Path, monkeypatch: pyte
 
     step = Run.step
 
-    def cancel(run: Run, one: Any) -> None:
-        run.cancel()
+    def slow(run: Run, one: Any) -> None:
+        run.cancelled.wait(30)
         step(run, one)
 
+    monkeypatch.setattr(Run, "step", slow)
     before = sorted(comfy.rglob("*"))
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "step", cancel)
-        first = page.call("run", **form("merge", comfy))["number"]
-        assert page.ended(first)["state"] == "cancelled"
-    waiting = page.queue.add({}, overwrite=False)
-    page.call("cancel", number=waiting.number)
-    assert page.ended(waiting.number)["state"] in ("cancelled", "failed")
+    first, second = (page.call("run", **form("merge", comfy, name))["number"] for name in ("out/x", "out/y"))
+    states = {run["number"]: run["state"] for run in page.call("cancel", number=second)["runs"]}
+    assert states == {first: "running", second: "cancelled"}
+    page.call("cancel", number=first)
+    assert page.ended(first)["state"] == "cancelled"
     assert sorted(comfy.rglob("*")) == before
 
 
