@@ -10,13 +10,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 from zlib import crc32
 
+from .survival import ENOUGH, MOST, lost_in_rounding
 from .text import Note
 
 if TYPE_CHECKING:
     from .job import Job
 
 MOST_LISTED: Final = 10_000  # tensors whose numbers a report lists one by one
-RETAINED: Final = 0.9  # a smaller share of a change is reported as a warning
+RETAINED: Final = 0.9  # weights that keep a smaller share of their change are counted
 
 WHOLE: Final = -1  # all adapters, next to the numbers of each
 CHECKED: Final = 16  # tensors of which the proof checks the sample
@@ -102,13 +103,17 @@ class Measure:
         return replace(self, of=count, changed=scale * self.changed, weight=scale * self.weight,
                        noise=scale * self.noise, all=self.all.scaled(scale), adapters=shares)  # fmt: skip
 
-    @property
-    def loses(self) -> bool:
-        """Whether less than `RETAINED` of the change is in the output, by more than three standard errors."""
+    def loses(self, least: float = RETAINED) -> bool:
+        """Return whether less than a share of the change survives, by more than three standard errors."""
         retained, intended = self.all.retained, self.all.intended
         if retained is None or not self.elements:
             return False
-        return retained + 3 * sqrt(max(self.noise / intended, 0.0) / self.elements) < RETAINED
+        return retained + 3 * sqrt(max(self.noise / intended, 0.0) / self.elements) < least
+
+    @property
+    def fails(self) -> bool:
+        """Whether what survives of the change is not enough, or is less than the noise of rounding."""
+        return self.all.retained is not None and (self.all.retained < ENOUGH or self.all.retained > MOST)
 
     def to_dict(self, count: int) -> dict[str, Any]:
         """Return the numbers as reports have them; `count` is the number of adapters."""
@@ -195,28 +200,27 @@ class Measures:
         self.tensors = {name: self.tensors[name] for name in tensors if name in self.tensors}
         return self
 
+    def of_adapters(self, count: int) -> list[Measure]:
+        """Return the measure of the change of each adapter; the noise is that of all of them. `count`: their number."""
+        every = total(self.tensors.values())
+        shares = (every.adapters.get(number, NOTHING) for number in range(count))
+        return [Measure(elements=every.elements, noise=every.noise, cut=every.cut, all=share) for share in shares]
+
     def lost(self, job: Job, proven: Collection[int] = ()) -> Iterator[Note]:
-        """Yield a warning for each adapter of which less than `RETAINED` is in the output, if no proof reports it.
+        """Yield a warning for each adapter of whose change too little survives, if no proof reports it.
 
         `proven`: the numbers of the adapters that a proof reports.
         """
-        every = total(self.tensors.values())
-        for number, ref in enumerate(job.adapters):
-            if number in proven:
-                continue
-            measure = Measure(elements=every.elements, noise=every.noise, all=every.adapters.get(number, NOTHING))
-            if measure.loses and not every.cut:
-                retained = max(measure.all.retained or 0.0, 0.0)
-                yield Note(
-                    f"only {retained:.0%} of {ref.path.name} is in the output: its changes are "
-                    "smaller than the dtype can hold beside the weights; write a wider --dtype, or round with "
-                    "--rounding stochastic"
-                )
+        for number, (ref, measure) in enumerate(zip(job.adapters, self.of_adapters(len(job.adapters)), strict=True)):
+            if number not in proven and measure.loses(ENOUGH) and not measure.cut:
+                wider = "write --dtype fp32"
+                yield lost_in_rounding(measure.all.retained or 0.0, ref.path.name, "the output's dtype", wider,
+                                       f"{wider}, or round with --rounding stochastic")  # fmt: skip
 
     @property
     def below(self) -> dict[str, Measure]:
         """The tensors that surely lose more of their change than `RETAINED` allows."""
-        return {name: measure for name, measure in self.tensors.items() if measure.loses}
+        return {name: measure for name, measure in self.tensors.items() if measure.loses()}
 
     def to_dict(self, adapters: int, groups: Groups, cut: Mapping[str, int] = MappingProxyType({})) -> dict[str, Any]:
         """Return the numbers of the merge: in all, by group and by tensor; {} where nothing was measured.

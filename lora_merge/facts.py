@@ -31,6 +31,7 @@ class Fact(NamedTuple):
     name: str
     value: str
     right: str = ""  # the second cell of a row of a table
+    style: str = ""  # its colour on a terminal, if not that of its name
 
     def __str__(self) -> str:
         """Return the row as a line of text."""

@@ -11,17 +11,16 @@ from typing import Any, Final
 
 from .facts import Fact, line, percent, strengths
 from .merge_methods import SUM
+from .survival import grade, judged, spoken, worst
 from .text import Note, Shown, by_pattern, codes_line, counted, json_text, listed, plural, size, stored
-
-MOST: Final = 1.1
-"""A share up to which rounding adds to a change, or takes from nothing, by chance alone."""
 
 ENLARGED: Final = "A share above 100% is no mistake: the steps of the output's dtype are larger than the change there."
 
 ADAPTER_PROOF: Final = "lora-merge/adapter-proof/1"
 """The schema of the proof of a written adapter."""
 
-NOT_VERIFIED: Final = "not at all (--no-verify)"
+NOT_VERIFIED: Final = Fact("verified", "not at all (--no-verify)", style="yellow")
+"""The row of an output without a proof."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -51,6 +50,8 @@ class Report(Shown):
         device_choice: Why `device="auto"` took the device.
         numbers: What the merge did to the weights, by component, block, adapter and tensor.
         codes: Quantised weights by format, those that were encoded, and plain matrices.
+        survival: Of each adapter in order: adapter, share, the share of its change that survives, None if that is not
+            known, and grade, how it is judged.
         schema: The format of `to_json()`; `lora-merge schema report` describes it.
 
     Examples:
@@ -81,6 +82,7 @@ class Report(Shown):
     device_choice: str = ""
     numbers: Mapping[str, Any] = field(default_factory=dict)
     codes: Mapping[str, Any] = field(default_factory=dict)
+    survival: Sequence[Mapping[str, Any]] = ()
     schema: str = "lora-merge/report/1"
 
     def _heading(self) -> str:
@@ -107,23 +109,87 @@ class Report(Shown):
 
 
 def merge_rows(report: Mapping[str, Any], *, verbose: bool = False) -> Iterator[Fact]:
-    """Yield what a merge did, from the values of its report; `verbose`: with names, devices and the second reading."""
-    yield from input_rows(report, verbose=verbose)
+    """Yield what a merge did, from the values of its report: what a person wants to know when it ends; `verbose`: all
+    that is known, with names, devices and units in the last place."""
+    if verbose:
+        yield from _every_row(report)
+        return
+    dtype = "as the base" if report["dtype"] == "keep" else report["dtype"]
+    device = f" on {report['device']}" * (report["device"] != "cpu")
+    written = f"{size(report['written'])}, dtype {dtype}"
+    yield line("output", f"{report['output']} ({written}) in {report['seconds']:.1f} s{device}")
+    adapters = [(name, row["strengths"]) for name, row in report["coverage"].items()]
+    yield from survival_rows(adapters, report["survival"])
+    yield line("change", f"{report['changed']} of {plural(report['tensors'], 'tensor')}{moved(report['numbers'])}")
+    if report["codes"]:
+        yield line("format", codes_line(report["codes"]))
+    words = dict.fromkeys(word for row in report["coverage"].values() for word in row["trigger_words"])
+    if words:
+        yield line("triggers", ", ".join(words))
+    yield from (line("note", note) for note in report["notes"])
+    for name, row in report["coverage"].items():
+        yield from adapter_notes(name, {**row["skipped"], **row["ignored"]}, row["notes"])
+    if report["saturated"]:
+        yield line("cut", cut_numbers(report["saturated"]))
+    if (proof := report["verified"]) is not None:
+        yield from brief_proof(proof)
+    else:
+        yield NOT_VERIFIED
+
+
+def _every_row(report: Mapping[str, Any]) -> Iterator[Fact]:
+    """Yield all that is known of a merge."""
+    yield from input_rows(report, verbose=True)
     yield from output_rows(report, report["written"])
     rate = size(int(report["written"] / max(report["seconds"], 1e-9)))
     wrote = f"{size(report['written'])} in {report['seconds']:.1f} s ({rate}/s)"
     memory = f"{size(report['peak_memory'])} of memory at most"
     yield line("wrote", f"{wrote} on {report['device']}, computed in {report['compute_dtype']}; {memory}")
-    if verbose and report["device_choice"]:
+    if report["device_choice"]:
         yield line("device", f"{report['device']}: {report['device_choice']}")
     if report["saturated"]:
         yield line("cut", cut_numbers(report["saturated"]))
+    yield from survival_rows([(name, row["strengths"]) for name, row in report["coverage"].items()],
+                             report["survival"], each=True)  # fmt: skip
     if report["verified"] is not None:
-        yield from proof_rows({**report["verified"], "numbers": report["numbers"], "counted": True}, verbose=verbose)
+        yield from proof_rows({**report["verified"], "numbers": report["numbers"], "counted": True}, verbose=True)
     else:
-        yield line("verified", NOT_VERIFIED)
+        yield NOT_VERIFIED
         if report["numbers"]:
             yield line("change", effect(report["numbers"]))
+
+
+MOST_ADAPTERS: Final = 2
+"""Adapters that have a row each in a short report; more have one together."""
+
+
+def survival_rows(
+    adapters: Sequence[tuple[str, Mapping[str, Mapping[Any, int]]]], survival: Sequence[Mapping[str, Any]], *,
+    each: bool = False,
+) -> Iterator[Fact]:  # fmt: skip
+    """Yield how much of the change of each adapter survives. `adapters`: names and strengths by component; `survival`:
+    the judgements, in their order; `each`: with a row for each adapter, however many there are."""
+    rows = [(name, *_applied(by_part), row["share"]) for (name, by_part), row in zip(adapters, survival, strict=True)]
+    if each or len(rows) <= MOST_ADAPTERS:
+        for name, strength, parts, share in rows:
+            what = f"{strength} × {name}{f' ({parts})' * bool(parts)}"
+            judged_first = "" if share is None else f"{spoken(share)} ({grade(share).word}): "
+            yield Fact("survives" if judged_first else "adapter", judged_first + what,
+                       style="" if share is None else grade(share).style)  # fmt: skip
+        return
+    yield line("adapters", listed(f"{strength} × {name}" for name, strength, *_ in rows))
+    known = [(share, name) for name, _, _, share in rows if share is not None]
+    if (least := worst(share for share, _ in known)) is not None:
+        name = next(name for share, name in known if share == least)
+        yield survives(least, f"the change of {name}, the lowest")
+
+
+def _applied(strengths: Mapping[str, Mapping[Any, int]]) -> tuple[str, str]:
+    """Return the strength, or the least and the largest one, at which components change, and these components."""
+    used = {part: [float(s) for s in counts if float(s)] for part, counts in strengths.items()}
+    values = sorted({s for some in used.values() for s in some}) or [0.0]
+    words = f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g} to {values[-1]:g}"
+    return words, ", ".join(part for part, some in used.items() if some)
 
 
 def input_rows(
@@ -147,7 +213,7 @@ def output_rows(facts: Mapping[str, Any], nbytes: int) -> Iterator[Fact]:
     yield line("output", f"{facts['output']} ({size(nbytes)}, {stored(facts['dtype'])})")
     yield line("changes", f"{facts['changed']} of {plural(facts['tensors'], 'tensor')}")
     if facts["codes"]:
-        yield line("codes", codes_line(facts["codes"]))
+        yield line("format", codes_line(facts["codes"]))
     if facts["method"] != SUM:
         yield line("method", facts["method"])
 
@@ -170,46 +236,68 @@ def disk_rows(disk: Mapping[str, Any] | None, output: str) -> Iterator[Fact]:
 # The rows of a proof, and their words.
 
 
+def brief_proof(proof: Mapping[str, Any]) -> Iterator[Fact]:
+    """Yield in short what the proof of a merge found."""
+    same = proof["untouched"]
+    rest = ", bytes of the rest" if same["of"] else ""
+    words = recomputed(proof)
+    if proof["changed"]:
+        rows = "every row" if proof["full"] else plural(proof["rows"], "row")
+        words = f"{proof['tensors']} of {plural(proof['changed'], 'merged tensor')} ({rows} in fp64)"
+    yield line("verified", f"{words}{rest}")
+    if (matching := proof["matching"])["alone"]:
+        yield line("matching", placed(matching))
+    yield from (line("warning", warning) for warning in proof["warnings"])
+
+
 def proof_rows(proof: Mapping[str, Any], *, verbose: bool = False) -> Iterator[Fact]:
     """Yield what the proof of a merge found. With `counted` the numbers are those of the whole merge."""
     yield line("verified", recomputed(proof))
     if proof["untouched"]["of"]:
         yield line("copied", unchanged(proof["untouched"]))
-    if proof["saturated"]:
-        yield line(
-            "cut", f"{proof['saturated']} of the numbers compared, too large for their dtype, as it was asked for"
-        )
-    for row in proof["retained"]:
-        if row["retained"] is not None:
-            yield line("retained", f"{retained(row['retained'])} of the change that {row['adapter']} makes")
+    yield from _cut_rows(proof)
     if proof["numbers"]:
         whole = proof["full"] or proof.get("counted", False)
         rows = "" if whole else f", in the {plural(proof['rows'], 'row')} that were read"
         yield line("change", f"{effect(proof['numbers'])}{rows}")
     if (matching := proof["matching"])["alone"] or verbose:
         yield line("matching", second_reading(matching))
-    if (account := proof["account"])["unused"]:
+    if (account := proof["account"])["unused"] and verbose:
         yield line("unused", unused(account))
     yield from (line("warning", warning) for warning in proof["warnings"])
+
+
+def _cut_rows(proof: Mapping[str, Any]) -> Iterator[Fact]:
+    """Yield the row about numbers that were cut, as `--on-overflow saturate` asks."""
+    if cut := proof["saturated"]:
+        yield line("cut", f"{cut} of the numbers compared, too large for their dtype, as it was asked for")
 
 
 def verify_rows(proof: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield what `verify` has proven of a merge or of a written adapter."""
     yield line("output", proof["output"])
     if proof["schema"] == ADAPTER_PROOF:
-        yield line("verified", f"{layers_recomputed(proof)}; its inputs give the same bytes")
+        yield survives(proof["survival"]["share"])
+        if warning := proof["survival"].get("warning"):
+            yield line("warning", warning)
+        yield line("verified", f"its inputs give the same bytes; {layers_recomputed(proof)}")
     else:
-        yield from proof_rows(proof)
+        yield from survival_rows([(row["adapter"], row["strengths"]) for row in proof["retained"]], proof["survival"])
+        yield from _cut_rows(proof)
+        yield from brief_proof(proof)
 
 
-def layers_recomputed(proof: Mapping[str, Any] | None) -> str:
-    """Return how much of a written adapter was computed again, and what was lost at most."""
-    if proof is None:
-        return NOT_VERIFIED
+def survives(share: float, of: str = "the change") -> Fact:
+    """Return the row about the share of a change that survives, in the colour of its judgement."""
+    return Fact("survives", judged(share, of), style=grade(share).style)
+
+
+def layers_recomputed(proof: Mapping[str, Any], *, verbose: bool = False) -> str:
+    """Return how much of a written adapter was computed again; `verbose`: with the largest loss of a layer."""
     if not proof["recomputed"]:
         return "every tensor is in the file; what this method makes is not computed a second time"
     layers = f"{proof['recomputed']} of {plural(proof['layers'], 'layer')} computed again in fp64"
-    return f"{layers}: worst residual {proof['worst_residual']:.3g}"
+    return f"{layers}: worst residual {proof['worst_residual']:.3g}" if verbose else f"{layers}, each as reported"
 
 
 def cut_numbers(counts: Mapping[str, int]) -> str:
@@ -227,8 +315,8 @@ def recomputed(proof: Mapping[str, Any]) -> str:
     rows = "every row" if proof["full"] else plural(proof["rows"], "row")
     return (
         f"{proof['tensors']} of {plural(proof['changed'], 'merged tensor')} computed again in fp64, {rows}: at most "
-        f"{proof['worst_ulp']:.2f} ulp from the exact numbers (perfect rounding has 0.50), judged by the bound of "
-        f"{proof['bound']['compute_dtype']}"
+        f"{proof['worst_ulp']:.2f} ulp from the exact numbers (the nearest has 0.50 at most, a stochastic one 1.00), "
+        f"judged by the bound of {proof['bound']['compute_dtype']}"
     )
 
 
@@ -250,14 +338,17 @@ def effect(numbers: Mapping[str, Any]) -> str:
     return words
 
 
-def retained(share: float | None) -> str:
-    """Return the share of a change that is in the output. Rounding may add to it where its steps are larger than the
-    change, or leave nothing of it."""
-    if share is None:
-        return "?"
-    if share > MOST:
-        return f"{share:.0%} (rounding is larger than the change)"
-    return f"{share:.1%}" if share >= 1 - MOST else "none (rounding is larger than the change)"
+def moved(numbers: Mapping[str, Any]) -> str:
+    """Return how far a merge moves the weights that it changes."""
+    ratio = numbers["all"]["ratio"] if numbers else None
+    return "" if ratio is None else f"; their values move by {100 * ratio:.3g} %"
+
+
+def placed(matching: Mapping[str, Any]) -> str:
+    """Return in short for how many modules a second reading of the adapters found the plan's place and numbers."""
+    known = f"placement cross-checked for {matching['proven']} of {plural(matching['modules'], 'module')}"
+    unknown = " and ".join(matching.get("why", {}))
+    return known + (f" (the second reading does not know {unknown})" if unknown else "")
 
 
 def unused(account: Mapping[str, Any]) -> str:

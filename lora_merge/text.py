@@ -217,6 +217,8 @@ def shown(text: str) -> str:
 
 def codes_line(codes: Mapping[str, Any]) -> str:
     """Return what of an output is quantised, in a few words."""
-    formats = ", ".join(f"{plural(count, 'weight')} {name}" for name, count in codes["formats"].items())
-    others = plural(codes["plain"], "other matrix holds", "other matrices hold")
-    return f"{formats}; {codes['encoded']} of them encoded, {others} plain numbers"
+    formats, coded = codes["formats"], sum(codes["formats"].values())
+    counts = (f"{name} ({count})" if len(formats) > 1 else name for name, count in formats.items())
+    anew = "all" if codes["encoded"] == coded else f"{codes['encoded']} of them"
+    every = plural(coded + codes["plain"], "matrix", "matrices")
+    return f"{coded} of {every} in {', '.join(counts)}, {anew} quantised anew; {codes['plain']} unquantised"

@@ -86,7 +86,7 @@ def resize(
 
     Examples:
         >>> lora_merge.resize("style.safetensors", "small.safetensors", rank="fro:0.9").summary
-        'rank 4…32 (median 16), keeps 97.3 % of ‖ΔW‖², worst layer … 81 %'
+        'ranks 4 to 32 (median 16); survives: 97.3 % of the change (fair), worst layer … 81 %'
     """
     return _written(COMMANDS["resize"], [adapter], output, base, {"rank": rank, **options}, progress)
 

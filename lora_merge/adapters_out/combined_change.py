@@ -23,7 +23,7 @@ from .decomposition.singular_triples import Triples
 from .decomposition.storage_rounding import Grams, apart, apart_from, in_range, inner, rounded, squares_of, stored
 from .groups import Target
 from .job import AUTO, FACTORS, WHOLE, AdapterJob
-from .module_tensors import Layer, Norms
+from .module_tensors import Layer, Norms, Spectrum
 from .rank_rules import EXACT, Rule, choose, share_out
 from .rounding import Distinct, Effect, Totals, effect_of_product, totals_of_rows
 
@@ -267,7 +267,8 @@ class Storage:
             off = apart_from(delta.whole, real, wide, triples.squares)
         else:
             off = _left_out(delta, triples, (left, right), (real, wide))
-        return self.pair(target.shape, delta.before, (up, down), alpha, (triples.squares, max(0.0, off)))
+        layer = self.pair(target.shape, delta.before, (up, down), alpha, (triples.squares, max(0.0, off)))
+        return replace(layer, spectrum=Spectrum(triples.values.tolist(), triples.squares))
 
     def pair(
         self, shape: Sequence[int], before: int, pair: tuple[Tensor, Tensor], alpha: float, squares: tuple[float, float]

@@ -127,8 +127,9 @@ def _plan(job: AdapterJob, _: CheckpointCache | None) -> AdapterReport:
 
 def _run(job: AdapterJob, progress: Progress, _: CheckpointCache | None) -> AdapterReport:
     from .format_option import run
+    from .report import judging
 
-    return run(job, progress)
+    return judging(job, run(job, progress))
 
 
 def _conversion_job(request: Request, rows: Rows, _: CheckpointCache | None) -> AdapterJob:
@@ -145,8 +146,9 @@ def _plan_conversion(job: AdapterJob, cache: CheckpointCache | None) -> AdapterR
 
 def _run_conversion(job: AdapterJob, progress: Progress, _: CheckpointCache | None) -> AdapterReport:
     from .convert import run
+    from .report import judging
 
-    return run(job, progress)
+    return judging(job, run(job, progress))
 
 
 def _average_job(request: Request, rows: Rows, _: CheckpointCache | None) -> AdapterJob:
@@ -163,8 +165,9 @@ def _plan_average(job: AdapterJob, _: CheckpointCache | None) -> AdapterReport:
 
 def _run_average(job: AdapterJob, progress: Progress, _: CheckpointCache | None) -> AdapterReport:
     from .average import run
+    from .report import judging
 
-    return run(job, progress)
+    return judging(job, run(job, progress))
 
 
 def _extraction_job(request: Request, rows: Rows, cache: CheckpointCache | None) -> AdapterJob:
@@ -187,8 +190,9 @@ def _plan_extraction(job: AdapterJob, cache: CheckpointCache | None) -> AdapterR
 
 def _run_extraction(job: AdapterJob, progress: Progress, cache: CheckpointCache | None) -> AdapterReport:
     from .extract.run import run
+    from .report import judging
 
-    return run(job, progress, cache)
+    return judging(job, run(job, progress, cache))
 
 
 COMMANDS: Final[Mapping[str, Command]] = MappingProxyType({

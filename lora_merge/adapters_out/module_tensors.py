@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from ..disk.draft import Draft, Heap
+from ..survival import TARGETS
 from ..text import Note
 from .groups import Place
 from .output_file import Entry
+from .rank_rules import Rule, reached
 from .rounding import Effect
 
 if TYPE_CHECKING:
@@ -18,6 +20,32 @@ if TYPE_CHECKING:
 
 Norms: TypeAlias = Mapping[int, float]
 """Adapter → the norm of its change of a layer at its strength, if it changes it."""
+
+
+ROUNDING: Final = 1e-9
+"""A share of ‖Δ‖² that is rounding alone."""
+
+
+class Spectrum(NamedTuple):
+    """The singular values of a layer's change that a run computed to choose its rank."""
+
+    values: Sequence[float]  # the largest first; all of them, or the beginning
+    squares: float  # ‖Δ‖²
+
+    def left_out(self, rank: int) -> float:
+        """Return the share of ‖Δ‖² that a rank leaves out."""
+        return max(0.0, 1 - math.fsum(s * s for s in self.values[:rank]) / self.squares) if self.squares else 0.0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no singular value is missing that is more than rounding."""
+        return self.left_out(len(self.values)) < ROUNDING
+
+    @property
+    def rank_for_energy(self) -> dict[str, int | None]:
+        """Share of ‖Δ‖² → the least rank that holds it; None where more values are needed than were computed."""
+        rules = {f"{share:.0%}": Rule("energy", share) for share in TARGETS}
+        return {name: reached(rule, self.values, self.squares) for name, rule in rules.items()}
 
 
 @dataclass(frozen=True)
@@ -36,6 +64,7 @@ class Layer:
     effect: Effect | None = None  # the numbers of Δ, where they were looked at
     norms: Norms = field(default_factory=dict)
     weight: float | None = None  # ‖W‖² of the base's weight, where it was read
+    spectrum: Spectrum | None = None  # of a layer that was cut to its rank
 
     @property
     def residual(self) -> float:
@@ -55,12 +84,31 @@ def numbers_of(layer: Layer, adapters: int) -> dict[str, Any]:
     facts = {"algorithm": layer.algorithm, "rank": layer.rank, "rank_before": layer.before, "alpha": layer.alpha,
              "norm": math.sqrt(layer.squares), "energy": 1 - share, "residual": layer.residual}  # fmt: skip
     facts |= {} if layer.noise is None else {"noise": layer.noise}
+    if (spectrum := layer.spectrum) is not None:
+        facts |= {"left_out": spectrum.left_out(layer.rank), "rank_for_energy": spectrum.rank_for_energy}
     if layer.weight is not None:
         size = math.sqrt(layer.weight)
         facts |= {"weight": size, "ratio": facts["norm"] / size if size else None}
     if layer.norms:
         facts["adapters"] = [{"change": layer.norms[n]} if n in layer.norms else None for n in range(adapters)]
     return facts if layer.effect is None else {**facts, **layer.effect.facts}
+
+
+def curve(layers: Iterable[Layer]) -> list[list[float]]:
+    """Return pairs of a rank and the share of the change that survives if all layers that were cut have that rank, up
+    to the largest rank for which the run computed enough singular values; [] if no layer was cut."""
+    layers = [*layers]
+    spectra = [layer.spectrum for layer in layers if layer.spectrum is not None and layer.spectrum.squares]
+    if not spectra:
+        return []
+    squares = math.fsum(layer.squares for layer in layers)
+    partial = [len(spectrum.values) for spectrum in spectra if not spectrum.is_complete]
+    most = min(partial, default=max(len(spectrum.values) for spectrum in spectra))
+    steps = {int(2**n * factor) for n in range(most.bit_length()) for factor in (1, 1.5)}
+    ranks = sorted(rank for rank in {*steps, most} if 1 <= rank <= most)
+    return [
+        [rank, 1 - math.fsum(s.left_out(rank) * s.squares for s in spectra) / squares] for rank in ranks
+    ]  # fmt: skip
 
 
 class LayerTensors(NamedTuple):

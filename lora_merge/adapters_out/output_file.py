@@ -206,11 +206,11 @@ def write(
 
 OF_PEFT: Final = Note("PEFT's names in a file: PEFT loads a folder, which --format peft writes")
 WHOLE_CHANGES: Final = Note(
-    "it has whole changes (.diff, .diff_b), which diffusers leaves out in silence; --format diffusers stores those of "
+    "it has whole changes (.diff, .diff_b), which diffusers silently leaves out; --format diffusers stores those of "
     "biases as diffusers reads them"
 )
 BESIDE: Final = Note(
-    "changes of biases (.diff_b) beside factors: ComfyUI reads them, LyCORIS leaves them out in silence"
+    "changes of biases (.diff_b) next to factors: ComfyUI reads them, LyCORIS silently leaves them out"
 )
 
 

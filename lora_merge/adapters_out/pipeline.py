@@ -30,13 +30,13 @@ from ..text import Note
 from ..version import __version__
 from .job import AdapterJob
 from .metadata.entries import Known
-from .module_tensors import Layer, numbers_of
+from .module_tensors import Layer, curve, numbers_of
 from .output_file import Content, Entry, Proof, put, recipe, write
 from .report import AdapterReport, numbers_by_block
 from .sources import Sources
 
 IDLE_ALPHA: Final = (
-    "--alpha {alpha:g} has no effect: the output is in words that have no alpha, and its factors hold the whole scale"
+    "--alpha {alpha:g} has no effect: the output has a format without alpha; its factors contain the whole scale"
 )
 
 
@@ -77,6 +77,7 @@ class Outcome:
         """Complete the output, prove it, and return the report."""
         run.progress(Step("flush", str(self.job.output)))
         numbers = numbers_by_block(self.layer_facts, denoiser_of(self._shapes()))
+        numbers |= {"curve": points} if (points := curve(self.layers.values())) else {}
         residual, tensors = numbers["all"]["residual"], put(self.entries, draft)
         known = Known(self.job, self.inputs, self.layer_facts, tensors, self.model)
         entries = known.entries(

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import fsum, sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from ..adapter_options import KEEP
 from ..facts import Fact, line
 from ..models.blocks import block_name, in_order, network_of
-from ..report import adapter_notes, disk_rows, layers_recomputed
-from ..text import Note, Shown, json_text, plural, size
-from .job import WHOLE
+from ..report import NOT_VERIFIED, adapter_notes, disk_rows, layers_recomputed, survives
+from ..survival import ENOUGH, grade, judged, lost, percent, spoken, target
+from ..text import Note, Shown, json_text, listed, plural, size
+from .job import FACTORS, RANKS, STORED_AS, WHOLE, AdapterJob
+from .rank_rules import EXACT
 from .rounding import together
 
 
@@ -31,7 +34,10 @@ class AdapterReport(Shown):
             checkpoints weight, ‖W‖ of the base, and ratio, norm / weight; if these are in 16 bits also noise, the share
             of the norm that rounding errors have.
         residual: √(Σ‖Δ − Δ̂‖² / Σ‖Δ‖²) of the stored tensors, over everything that was written.
-        energy: 1 − residual².
+        energy: 1 − residual², the share of the change that survives.
+        survival: How that is judged: share, grade; below 95 % also warning, a sentence, with target, a better share,
+            fix, the option that keeps it, and ranks, the least and the largest that layers need for it, if the run
+            knows them; {} of a plan.
         numbers: The layers in all, by network and by block: the same, as sums over the layers; {} of a plan.
         written: Bytes.
         seconds: Of the whole run.
@@ -68,6 +74,7 @@ class AdapterReport(Shown):
     planned: bool = field(default=False)
     disk: Mapping[str, Any] | None = None
     stages: Mapping[str, float] = field(default_factory=dict)
+    survival: Mapping[str, Any] = field(default_factory=dict)
     schema: str = "lora-merge/adapter/1"
 
     def _heading(self) -> str:
@@ -86,8 +93,8 @@ class AdapterReport(Shown):
 
     @property
     def summary(self) -> str:
-        """One line: the ranks, the share of the change that is kept, and the layer that loses most."""
-        return _ranks_and_energy(vars(self))
+        """One line: the ranks, the share of the change that survives, and the layer that loses most."""
+        return _ranks_and_share(vars(self))
 
     @property
     def change(self) -> str:
@@ -96,24 +103,53 @@ class AdapterReport(Shown):
 
 
 def adapter_rows(report: Mapping[str, Any], *, verbose: bool = False) -> Iterator[Fact]:
-    """Yield what a command wrote or would write, from the values of its report; `verbose`: with every layer."""
-    for name, row in report["coverage"].items():
-        change, layers = plural(row["modules"], "module changes", "modules change"), plural(row["layers"], "layer")
-        yield line("adapter", f"{name}: {change} {layers}, {row['strength']:g}×")
-        yield from adapter_notes(name, row["ignored"])
-    yield line("output", f"{report['output']} ({size(report['written'])}, dtype {report['dtype']})")
-    if report["format"] != "keep":
-        yield line("format", report["format"])
-    yield line("layers", f"{len(report['layers'])}: {_ranks_and_energy(report)}")
+    """Yield what a command wrote or would write, from the values of its report; `verbose`: with every layer, norms and
+    residuals."""
+    planned = report["planned"]
+    took = "" if planned else f" in {report['seconds']:.1f} s"
+    words = "" if report["format"] == "keep" else f", format {report['format']}"
+    yield line("output", f"{report['output']} ({size(report['written'])}, dtype {report['dtype']}{words}){took}")
+    yield from _inputs(report["coverage"], each=verbose or planned)
+    yield line("layers", f"{len(report['layers'])}: {_ranks(report)}")
     yield from (Fact("", name, _layer(layer)) for name, layer in report["layers"].items() if verbose)
+    if not planned:
+        yield survives(report["energy"])
+    if verbose:
+        yield from _numbers(report)
+    if warning := report["survival"].get("warning"):
+        yield line("warning", warning)
+    if (proof := report["verified"]) is not None:
+        yield line("verified", layers_recomputed(proof, verbose=verbose))
+    elif not planned:
+        yield NOT_VERIFIED
+    yield from (line("note", note) for note in report["notes"])
+    yield from disk_rows(report["disk"], report["output"])
+
+
+MOST_INPUTS: Final = 2
+"""Adapters that have a row each; more have one together."""
+
+
+def _inputs(coverage: Mapping[str, Any], *, each: bool) -> Iterator[Fact]:
+    """Yield what was read; `each`: with a row for each adapter, however many there are."""
+    if each or len(coverage) <= MOST_INPUTS:
+        for name, row in coverage.items():
+            change, layers = plural(row["modules"], "module changes", "modules change"), plural(row["layers"], "layer")
+            yield line("input", f"{row['strength']:g} × {name}: {change} {layers}")
+    else:
+        yield line("inputs", listed(f"{row['strength']:g} × {name}" for name, row in coverage.items()))
+    for name, row in coverage.items():
+        yield from adapter_notes(name, row["ignored"])
+
+
+def _numbers(report: Mapping[str, Any]) -> Iterator[Fact]:
+    """Yield norms and residuals."""
     if change := _norms(report):
         yield line("change", change)
     if not report["planned"]:
-        yield line("residual", f"{report['residual']:.2%} of ‖ΔW‖ is lost")
-        yield line("wrote", f"{size(report['written'])} in {report['seconds']:.1f} s")
-        yield line("verified", layers_recomputed(report["verified"]))
-    yield from (line("note", note) for note in report["notes"])
-    yield from disk_rows(report["disk"], report["output"])
+        name, share = _worst(report["layers"])
+        least = f"; worst layer {name}: {spoken(share)} survives" if share < report["energy"] else ""
+        yield line("residual", f"{report['residual']:.2%} of ‖ΔW‖{least}")
 
 
 def _layer(layer: Mapping[str, Any]) -> str:
@@ -123,19 +159,75 @@ def _layer(layer: Mapping[str, Any]) -> str:
     return ", ".join([layer["algorithm"], f"rank {layer['rank']}", *known])
 
 
-def _ranks_and_energy(report: Mapping[str, Any]) -> str:
+def _ranks_and_share(report: Mapping[str, Any]) -> str:
+    """Return the ranks, the share of the change that survives, and the layer that loses most."""
+    if report["planned"]:
+        return _ranks(report)
+    name, share = _worst(report["layers"])
+    least = f", worst layer {name} {spoken(share)}" * (share < report["energy"])
+    return f"{_ranks(report)}; survives: {judged(report['energy'], 'the change')}{least}"
+
+
+def _worst(layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, float]:
+    """Return the layer that loses most, and the share of its change that survives."""
+    return min(((name, float(layer["energy"])) for name, layer in layers.items()), key=lambda row: row[1],
+               default=("", 1.0))  # fmt: skip
+
+
+def _ranks(report: Mapping[str, Any]) -> str:
     layers = report["layers"]
     ranks = sorted(int(layer["rank"]) for layer in layers.values() if layer["rank"])
     text = f"rank {ranks[-1]}" if ranks else "whole matrices"
     if ranks and ranks[0] < ranks[-1]:
-        text = f"rank {ranks[0]}…{ranks[-1]} (median {ranks[len(ranks) // 2]})"
-    if report["planned"]:
-        decided_later = any(not layer["rank"] and layer["algorithm"] != WHOLE for layer in layers.values())
-        return f"{f'{text}; ' if ranks else ''}the numbers decide the rank" if decided_later else text
-    worst = min(layers, key=lambda name: float(layers[name]["energy"]), default="")
-    least = float(layers[worst]["energy"]) if worst else 1.0
-    share, lowest = _percent(report["energy"]), _percent(least)
-    return f"{text}, keeps {share} of ‖ΔW‖²" + (f", worst layer {worst} {lowest}" if lowest != share else "")
+        text = f"ranks {ranks[0]} to {ranks[-1]} (median {ranks[len(ranks) // 2]})"
+    if not report["planned"]:
+        return text
+    decided_later = any(not layer["rank"] and layer["algorithm"] != WHOLE for layer in layers.values())
+    return f"{f'{text}; ' if ranks else ''}the numbers decide the rank" if decided_later else text
+
+
+def judging(job: AdapterJob, report: AdapterReport) -> AdapterReport:
+    """Return the report of a run with the judgement on the share of the change that survives."""
+    share = report.energy
+    survival: dict[str, Any] = {"share": share, "grade": grade(share).word}
+    if share < ENOUGH:
+        survival |= _advice(job, report, target(share))
+    return replace(report, survival=survival)
+
+
+def _advice(job: AdapterJob, report: AdapterReport, better: float) -> dict[str, Any]:
+    """Return the warning about a loss: what keeps a better share of the change.
+
+    Ranks come from the singular values that the run computed; where it computed too few of them, none are named.
+    """
+    layers, share = [*report.layers.values()], f"{better:.0%}"
+    cut = [layer for layer in layers if "rank_for_energy" in layer]
+    squares = fsum(layer["norm"] ** 2 for layer in layers)
+    left_out = fsum(layer["norm"] ** 2 * layer["left_out"] for layer in cut) / squares
+    nearest = job.algorithm not in (*STORED_AS, KEEP)  # the nearest product of another form, such as lokr
+    exactly = job.rules.all_are(EXACT) or job.keeps_forms
+    ranks = None
+    if not nearest and (left_out < (1 - report.energy) / 2 if cut else exactly):  # rounding took more than the ranks
+        fix = None if report.dtype in ("fp32", "fp64") else "--dtype fp32"
+        where, needs = f"in {report.dtype}", f"{percent(better):g} % needs more digits"
+    else:
+        others = [f"--{name.replace('_', '-')}" for name, _ in job.options if name in RANKS[1:]]
+        algorithm = f"--algorithm {FACTORS} " * nearest
+        fix = f"{algorithm}--rank energy:{better:g}" + f" without {' and '.join(others)}" * bool(others)
+        known = [layer["rank_for_energy"][share] for layer in cut]
+        complete = all("rank_for_energy" in layer for layer in layers if layer["energy"] < better)
+        ranks = [min(known), max(known)] if known and complete and None not in known and not nearest else None
+        needs = f"{percent(better):g} % needs {_rank_words(ranks)}"
+        where = f"as {job.algorithm}" if nearest else f"at {_ranks(vars(report)).partition(' (')[0]}"
+    gone = f"{lost(report.energy)} of the change"
+    warning = Note(f"{gone} is lost {where}; {needs}: {fix}") if fix else Note(f"{gone} is lost {where}")
+    return {"target": better, "ranks": ranks, "fix": fix, "warning": warning}
+
+
+def _rank_words(ranks: Sequence[int] | None) -> str:
+    if ranks is None:
+        return "higher ranks"
+    return f"rank {ranks[1]}" if ranks[0] == ranks[1] else f"ranks {ranks[0]} to {ranks[1]}"
 
 
 def _norms(report: Mapping[str, Any]) -> str:
@@ -181,7 +273,3 @@ def _together(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _added(norms: Sequence[float]) -> dict[str, float] | None:
     """Return the norm of the changes of an adapter in several layers; None where it changes none of them."""
     return {"change": sqrt(fsum(norm * norm for norm in norms))} if norms else None
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.4g}%"

@@ -168,7 +168,7 @@ def on_base(inputs: Inputs, *, stored: bool = True, every_setting: bool = True) 
     if any(m.separated for m in matches):
         notes = (*notes, APART)
     if naming.nameless:
-        notes = (*notes, Note(f"no name in the words of the first adapter, so under that of the base: "
+        notes = (*notes, Note(f"no name in the first adapter's format, so under that of the base: "
                               f"{listed(naming.nameless, 3)}"))  # fmt: skip
     indexes = (*([base] if stored else []), *(m.adapter.index for m in matches))
     architecture = inputs.names.architecture

@@ -13,6 +13,7 @@ from ..errors import MergeError, as_merge_error, error_dict
 from ..facts import Fact, line
 from ..process import here
 from ..report import Report
+from ..survival import ENOUGH, grade, judged, worst
 from ..text import Shown, html_table, json_text, plural, size
 from .jobs_file import BatchJob
 
@@ -76,8 +77,17 @@ class JobReport(Shown):
         values = self.outcome()
         return values if self.report is None else {**values, "report": asdict(self.report)}
 
+    @property
+    def survives(self) -> float | None:
+        """The share of the change that survives, the worst one of several adapters; None if it is not known."""
+        if isinstance(self.report, AdapterReport):
+            return self.report.energy
+        shares = () if self.report is None else (row["share"] for row in self.report.survival)
+        return worst(share for share in shares if share is not None)
+
     def outcome(self) -> dict[str, Any]:
-        """Return the same with nothing of the job's own report but the bytes that were written.
+        """Return the same with nothing of the job's own report but the bytes that were written and the share of the
+        change that survives.
 
         Returns:
             A table of names and values.
@@ -86,7 +96,7 @@ class JobReport(Shown):
             "number": self.number, "where": self.where, "output": self.output, "status": self.status,
             "seconds": round(self.seconds, 3), "tries": self.tries, "worker": self.worker,
             "error": None if self.error is None else error_dict(self.error),
-            "report": None if self.report is None else {"written": self.report.written},
+            "report": None if self.report is None else {"written": self.report.written, "survives": self.survives},
             "schema": "lora-merge/job-report/1",
         }  # fmt: skip
 
@@ -130,6 +140,18 @@ def batch_rows(jobs: Sequence[Mapping[str, Any]], total: int) -> Iterator[Fact]:
         yield line("not run", total - len(jobs))
     yield line("wrote", f"{size(sum(job['report']['written'] for job in jobs if job['report']))} in "
                         f"{sum(job['seconds'] for job in jobs):.1f} s")  # fmt: skip
+
+
+def loss_rows(jobs: Iterable[Mapping[str, Any]]) -> Iterator[Fact]:
+    """Yield a row about the jobs of whose change too little survives, from their outcomes."""
+    shares = {
+        job["output"]: share for job in jobs if job["report"] and (share := job["report"]["survives"]) is not None
+    }
+    bad = [output for output, share in shares.items() if grade(share).least < ENOUGH]
+    if bad and (least := worst(shares[output] for output in bad)) is not None:
+        name = next(output for output in bad if shares[output] == least)
+        words = f"in {plural(len(bad), 'output')}, the least in {name}: {judged(least, 'the change')}"
+        yield Fact("survives", words, style=grade(least).style)
 
 
 def failure_rows(jobs: Iterable[Mapping[str, Any]]) -> Iterator[Fact]:

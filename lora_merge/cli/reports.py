@@ -18,11 +18,13 @@ from ..paths import exists, typed
 from ..process import kept_objects
 from ..progress import unwatched
 from ..report import Report, disk_rows, merge_rows
+from ..survival import ENOUGH, GRADES
 from ..text import Lines, json_text, one_line, plural, shown, size
 from ..viewing.json_schemas import schema
 from .progress_display import paused, watching
 from .stdio import ReportFile
-from .terminal import broken, colored, columns, console, grid, has, mark, panel, show, show_whole, styled, text
+from .terminal import INSET, broken, colored, columns, console, grid, has, mark, panel, show, show_whole, styled, text
+from .terminal import WIDEST as PANEL
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -104,11 +106,73 @@ def show_rows(rows: Iterable[Fact]) -> None:
         show_lines(rows)
 
 
-def show_panel(title: str, rows: Sequence[Fact], *, failed: bool = False, err: bool = False) -> None:
-    """Print rows as a panel on a terminal. Its colour is that of the worst: of a failure, a warning or none."""
+LINES: Final = 8
+"""Lines of a panel at most, with its title, on a terminal of `NARROW` columns or more."""
+
+NARROW: Final = 80
+
+SPARE: Final = ("format", "change", "input", "note", "undo", "triggers", "layers", "matching", "cut")
+"""Names of the rows of a panel in the order in which they are left out of one that is too long: -v and --json have
+them."""
+
+WARNING: Final = {row.style for row in GRADES if row.least < ENOUGH}
+"""Colours of rows that are as bad as a warning."""
+
+ROW_LINES: Final = {"warning": 2, "error": 2, "verified": 2}
+"""Name of a row of a panel → lines of its value, where that is more than one."""
+
+
+def show_panel(
+    title: str, rows: Sequence[Fact], *, failed: bool = False, err: bool = False, whole: bool = False
+) -> None:
+    """Print rows as a panel on a terminal. Its colour is that of the worst: of a failure, a warning or none.
+
+    `whole`: with all rows, however many lines they take.
+    """
     stream = sys.stderr if err else sys.stdout
-    style = "red" if failed else "yellow" if any(row.name == "warning" for row in rows) else "green"
-    show(panel(f"{mark('failed' if failed else 'done', stream)} {title}", terminal_rows(rows), style), err=err)
+    warned = any(row.name == "warning" or row.style in WARNING for row in rows)
+    style = "red" if failed else "yellow" if warned else "green"
+    rows = rows if whole else fitted(rows, max(NARROW, min(PANEL, columns(stream))))
+    sign = mark("failed" if failed else "note" if warned else "done", stream)
+    show(panel(f"{sign} {title}", terminal_rows(rows), style), err=err)
+
+
+def fitted(rows: Sequence[Fact], width: int) -> Sequence[Fact]:
+    """Return as many rows as a panel of this width has lines for, the most important ones; long values are cut, except
+    those that are copied."""
+    room = width - INSET - max((len(row.name) for row in rows), default=0) - GAP
+    whole = (*COPIED, "output")
+    fit = [row if row.name in whole else row._replace(value=shortened(row, room)) for row in rows]
+    # Step 1: rows are left out by their names.
+    for name in SPARE:
+        while _lines(fit, room) >= LINES and any(row.name == name for row in fit):
+            del fit[max(n for n, row in enumerate(fit) if row.name == name)]
+    # Step 2: several rows of one name have one line each, and the last ones are counted.
+    if _lines(fit, room) >= LINES:
+        fit = [row if row.name in whole else row._replace(value=shortened(row, room, 1)) for row in fit]
+    for name in dict.fromkeys(row.name for row in fit):
+        places, more = [n for n, row in enumerate(fit) if row.name == name], 0
+        while _lines(fit, room) >= LINES and len(places) > 2:
+            del fit[places.pop()]
+            more += 1
+            fit[places[-1]] = Fact(name, f"and {more + 1} more (--json names all)")
+    return fit
+
+
+def shortened(row: Fact, room: int, most: int = 0) -> str:
+    """Return the value of a row in so many lines; without a number, in as many as it may have."""
+    most = most or ROW_LINES.get(row.name, 1)
+    lines = textwrap.wrap(row.value, max(room - 2, 1), break_on_hyphens=False)  # a mark is before some
+    if len(lines) <= most:
+        return row.value
+    *first, last = lines[:most]
+    return " ".join([*first, last if len(last) <= room - 4 else last[: room - 4]]) + " …"
+
+
+def _lines(rows: Iterable[Fact], room: int) -> int:
+    """Return how many lines rows of a panel have."""
+    target = console(sys.stdout)
+    return sum(len(cell.wrap(target, room, overflow="fold")) for _, cell in terminal_rows([*rows]))
 
 
 def terminal_rows(rows: Sequence[Fact], room: int | None = None) -> list[tuple[Text, Text]]:
@@ -117,10 +181,10 @@ def terminal_rows(rows: Sequence[Fact], room: int | None = None) -> list[tuple[T
     cells, before = list[tuple["Text", "Text"]](), ""
     for row in rows:
         value = nearest(row.value) if row.name == "output" else row.value
-        if row.name == "verified":
+        if row.name == "verified" and not row.style:
             value = f"{mark('done')} {value}"
         if row.name:
-            cell = text(value, STYLES.get(row.name, ""))
+            cell = text(value, row.style or STYLES.get(row.name, ""))
         else:
             cell = text(str(row), "dim") if room is None else table_row(row, room)
         cells.append((text("" if row.name == before else row.name), cell))
@@ -199,10 +263,10 @@ class ReportOptions:
 
     def __init__(
         self, *, dry_run: bool = False, as_json: bool = False, quiet: bool = False, verbose: bool = False,
-        overwrite: bool = False,
+        overwrite: bool = False, done: str = "merged",
     ) -> None:  # fmt: skip
         self.dry_run, self.as_json, self.quiet = dry_run, as_json, quiet
-        self.verbose, self.overwrite = verbose, overwrite
+        self.verbose, self.overwrite, self.done = verbose, overwrite, done
 
 
 def merge_and_report(
@@ -307,11 +371,12 @@ def show_merge(report: Report, plan: Plan, options: ReportOptions, *, replaced: 
         show_remarks(rows)
     else:
         rows.append(undo(report.output, f"{Path(report.base).name} is as it was", replaced=replaced))
+        known = {*plan_rows(plan, verbose=options.verbose)}  # what was shown above
+        rows = [row for row in rows if row not in known and (row.name or not styled(sys.stdout))]
         if styled(sys.stdout):
-            show_panel("merged", [row for row in rows if row.name])
+            show_panel(options.done, rows, whole=options.verbose)
         else:
-            plan_lines = {*plan_rows(plan, verbose=options.verbose)}
-            show_lines(row for row in rows if row not in plan_lines)
+            show_lines(rows)
 
 
 def show_proof(rows: Iterable[Fact]) -> None:
@@ -344,7 +409,7 @@ def show_adapter_report(report: AdapterReport, title: str, *, quiet: bool, verbo
     else:
         rows.append(undo(report.output, "the inputs are as they were"))
         if styled(sys.stdout):
-            show_panel(title, rows)
+            show_panel(title, rows, whole=verbose)
         else:
             show_lines(rows)
 
@@ -448,11 +513,11 @@ def _adapters(s: PlannedJob) -> Iterator[str]:
 
 def show_batch(planned: Batch, ended: Sequence[JobReport], *, err: bool) -> None:
     """Print what became of the jobs; BatchFailed if any job has no output."""
-    from ..batch.report import batch_rows, failure_rows
+    from ..batch.report import batch_rows, failure_rows, loss_rows
 
     total = len(planned.planned)
     jobs = [{**job.outcome(), "output": nearest(job.output)} for job in ended]
-    rows = [*batch_rows(jobs, total), *failure_rows(jobs)]
+    rows = [*batch_rows(jobs, total), *loss_rows(jobs), *failure_rows(jobs)]
     bad = sum(not job.ok for job in ended)
     failed = bool(bad or total > len(ended))
     if styled(sys.stderr if err else sys.stdout):

@@ -33,6 +33,9 @@ EVERYWHERE: Final = (
 WIDEST: Final = 100
 """Columns of a panel at most; longer lines are hard to read."""
 
+INSET: Final = 2
+"""Columns by which the rows of a panel are moved to the right."""
+
 
 REFLOWING: Final = (
     "VTE_VERSION", "WT_SESSION", "KITTY_WINDOW_ID", "KONSOLE_VERSION", "ALACRITTY_WINDOW_ID", "WEZTERM_PANE",
@@ -130,7 +133,7 @@ def console(stream: Any) -> Console:
 def prepare(stream: Any) -> None:
     """Import what `show` needs for a stream. On a busy machine that takes a second, in which nothing else is shown."""
     if styled(stream):
-        from rich import box, console, panel, table, text  # noqa: F401
+        from rich import box, console, constrain, padding, table, text  # noqa: F401
 
 
 def show(*shown: RenderableType, err: bool = False) -> None:
@@ -203,15 +206,13 @@ def grid(rows: Iterable[Sequence[object]], wide: int = 0) -> Any:
 
 
 def panel(title: str, rows: Iterable[Sequence[object]], style: str = "green") -> Any:
-    """Return a panel of such rows, of at most 100 columns."""
-    from rich import box
-    from rich.panel import Panel
+    """Return a title and such rows below it, of at most 100 columns."""
+    from rich.console import Group
+    from rich.constrain import Constrain
+    from rich.padding import Padding
 
-    width = min(WIDEST, columns(sys.stdout))
-    return Panel(
-        grid(rows), title=text(title, f"bold {style}"), title_align="left", border_style=style, box=box.ROUNDED,
-        width=width,
-    )  # fmt: skip
+    body = Constrain(Padding(grid(rows), (0, 0, 0, INSET)), min(WIDEST, columns(sys.stdout)))
+    return Group(text(title, f"bold {style}"), body)
 
 
 def show_whole(rows: Iterable[tuple[Text, Text]], width: int, indent: int) -> None:

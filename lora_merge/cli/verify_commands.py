@@ -114,7 +114,7 @@ def replay(
     from ..recipes.replay import again, is_adapter
 
     path, output, folders = completed(path), str(checked_output(output)), [expand(p) for p in search or []]
-    report_options = ReportOptions(as_json=as_json, quiet=quiet)
+    report_options = ReportOptions(as_json=as_json, quiet=quiet, done="made again")
     with watching(quiet=quiet) as display:
         if not is_adapter(expand(path)):
             preload()
@@ -172,7 +172,7 @@ def unmerge(
     named, parts = named_parts(with_strengths([named_adapter(a) for a in adapters or []], values), strength_for)
     stated = {"strength_for": parts, **values} if parts else values
     overwrite = bool(stated.get("overwrite"))
-    report_options = ReportOptions(dry_run=dry_run, as_json=as_json, quiet=quiet, overwrite=overwrite)
+    report_options = ReportOptions(dry_run=dry_run, as_json=as_json, quiet=quiet, overwrite=overwrite, done="unmerged")
     stated |= {"overwrite": True} if dry_run else {}
 
     def planned() -> Plan:

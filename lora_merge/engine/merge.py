@@ -10,11 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ..change_statistics import Measure
 from ..disk.hashes import RunningHashes
 from ..disk.publish import named, put_file, replacing
 from ..disk.reader import Reader, changed
 from ..disk.system import peak_memory
 from ..disk.writer import copy_file
+from ..dtypes import COMPUTE_DTYPES, ITEM_BYTES
 from ..errors import MergeError, TooLarge, as_resource_error, cause, resource_errors
 from ..models.blocks import groups
 from ..planning.header_entries import final_headers
@@ -26,6 +28,7 @@ from ..process import deliver_pending
 from ..progress import Progress, Step, unwatched
 from ..proof.verify import verify
 from ..report import Report
+from ..survival import judgement
 from ..text import Note
 from ..version import __version__
 from .change_effect import check_effect
@@ -183,7 +186,16 @@ def _prove(written: WrittenOutput, reader: Reader, progress: Progress) -> Mappin
     verifies = plan.job.verify or full
     headers, checked = final_headers(plan, written.digests, written.sums), written.measures.seen
     proof = (
-        verify(plan, written.part, reader, full=full, written=headers, recorded=checked, progress=progress)
+        verify(
+            plan,
+            written.part,
+            reader,
+            full=full,
+            written=headers,
+            recorded=checked,
+            measured=_measured(written),
+            progress=progress,
+        )
         if verifies
         else None
     )
@@ -193,14 +205,26 @@ def _prove(written: WrittenOutput, reader: Reader, progress: Progress) -> Mappin
     return proof and {**proof, "warnings": [Note(words(text)) for text in proof["warnings"]]}
 
 
+def _measured(written: WrittenOutput) -> Sequence[Measure]:
+    """Return what the merge measured of each adapter's change; nothing where the output holds what was computed, digit
+    by digit: what the computation itself has lost is not seen then."""
+    plan, computed = written.plan, ITEM_BYTES[COMPUTE_DTYPES[written.plan.job.compute_dtype]]
+    changed = [t.packing.encoding for f in plan.files for t in f.targets if t.uses]
+    blind = all(encoding.plain and ITEM_BYTES[encoding.title] >= computed for encoding in changed)
+    return [] if blind else written.measures.of_adapters(len(plan.job.adapters))
+
+
 def _report(written: WrittenOutput, proof: Mapping[str, Any] | None, seconds: float, notes: Sequence[Note]) -> Report:
     plan, job = written.plan, written.plan.job
     proven = {n for n, row in enumerate(proof["retained"]) if row["retained"] is not None} if proof else set()
     lost = tuple(written.measures.lost(job, proven))
+    measures = written.measures.of_adapters(len(job.adapters))
+    survival = [judgement(ref.path.name, m.all.retained) for ref, m in zip(job.adapters, measures, strict=True)]
     numbers = written.measures.to_dict(len(job.adapters), groups(plan.names), written.saturated)
     if proof:  # whose numbers are a sample of these
         numbers = numbers or proof["numbers"]
-        proof = {name: facts for name, facts in proof.items() if name != "numbers"}
+        survival = [row if n in proven else survival[n] for n, row in enumerate(proof["survival"])]
+        proof = {name: facts for name, facts in proof.items() if name not in ("numbers", "survival")}
     return Report(
         output=str(job.output), base=str(job.base), architecture=plan.architecture, coverage=coverage(plan),
         tensors=sum(len(f.targets) for f in plan.files), changed=plan.changed, written=plan.size,
@@ -208,7 +232,7 @@ def _report(written: WrittenOutput, proof: Mapping[str, Any] | None, seconds: fl
         dtype=job.dtype, compute_dtype=job.compute_dtype, method=job.method, stages=written.stages,
         peak_memory=peak_memory(), verified=proof, version=__version__,
         codes=plan.codes, files=files(plan), saturated=written.saturated, numbers=numbers,
-        notes=(*plan.base.notes, *written.notes, *notes, *lost),
+        notes=(*plan.base.notes, *written.notes, *notes, *lost), survival=survival,
     )  # fmt: skip
 
 

@@ -176,7 +176,7 @@ def _unequal(plan: Plan, grown: Collection[str]) -> Iterator[Note]:
         others = listed([t.name for t in joined[name] if t.name != name])
         yield Note(
             f"{name} needs a larger scale of the whole weight than before; vLLM and SGLang read one scale for it"
-            f" and {others}: their numbers would be wrong, write --dtype bf16 for them"
+            f" and {others}: their values would be wrong, write --dtype bf16 for them"
         )
 
 

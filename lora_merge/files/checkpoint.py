@@ -160,7 +160,7 @@ def _opened(path: Path, *, adapter: bool) -> Index:
                          f"give the folder {path.parent}, which holds all of it")  # fmt: skip
     beside = configuration(path)
     if beside and not _is_called_trained(path):
-        notes = (*notes, Note(f"read with the {beside.name} beside it"))
+        notes = (*notes, Note(f"read with the {beside.name} next to it"))
     return _nonempty(_of_files(path, [path], config=_read_config(beside) if beside else {}, notes=notes).recognised())
 
 

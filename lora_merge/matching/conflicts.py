@@ -34,7 +34,7 @@ TIED: Final = re.compile(
 Other embeddings do not count: for `x_embedder`, `pos_embed.proj` and `shared_experts` a second name is the same layer.
 """
 
-TWICE: Final = Note("the adapter holds it a second time under another name, equal byte for byte; it is applied once")
+TWICE: Final = Note("the adapter contains it a second time under another name, equal byte for byte; it is applied once")
 
 
 class _Name(NamedTuple):

@@ -61,11 +61,11 @@ OTHER_ALPHA: Final = Note(
 )
 NO_DORA: Final = Note("its configuration turns DoRA off, so its magnitude is left out, as in PEFT")
 BYPASSED: Final = Note(
-    "trained in bypass mode, where its magnitude has no effect, so it is left out; other programs use it"
+    "trained in bypass mode, in which its magnitude has no effect, so it is left out; other programs use it"
 )
 EMPTY: Final = Note("it has a tensor without elements (rank 0), which changes nothing")
 UNSCALED: Final = Note(
-    "trained in bypass mode, where DyLoRA has no scale: its alpha is left out; other programs use it"
+    "trained in bypass mode, in which DyLoRA has no scale: its alpha is left out; other programs use it"
 )
 NORM_LIMIT: Final = Note(
     "its alpha of 1 is taken for the limit of the rotation's norm, as ComfyUI's own training node stores it; LyCORIS "
@@ -73,7 +73,7 @@ NORM_LIMIT: Final = Note(
 )
 MAY_HAVE_GROUPS: Final = Note(
     "LyCORIS trains a convolution with groups in another way in bypass mode; the merge is right if that convolution "
-    "has one group, which no file tells"
+    "has one group, which no file states"
 )
 SHARED_TWICE: Final = "its {slot} is stored twice under different names, with equal values; it is used once"
 ALPHA: Final = "lora_alpha"

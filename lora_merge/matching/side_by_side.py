@@ -25,7 +25,7 @@ from .formula import AdapterContext
 from .patch import Patch
 
 LIKE_DYLORA: Final = Note(
-    "an up factor of its file has no axes of a kernel, as LyCORIS' DyLoRA saves it, and no metadata tells: scaled by "
+    "an up factor of its file has no axes of a kernel, as LyCORIS' DyLoRA saves it, and no metadata says so: scaled by "
     "alpha / rank, as LyCORIS loads DyLoRA; it trains its last block with alpha / number of blocks"
 )
 

@@ -265,7 +265,7 @@ def _unusual(match: Match, adapter: Adapter, *, again: bool) -> Iterator[Note]:
     largest = max((use.strength for uses in match.uses.values() for use in uses), key=abs, default=adapter.strength)
     if abs(largest) > USUAL:
         where = "" if largest == adapter.strength else " of some weights"
-        yield Note(f"strength {largest:g}{where} is unusual; most adapters are made for 0 to 2")
+        yield Note(f"strength {largest:g}{where} is unusual; most adapters are trained for 0 to 2")
 
 
 def check_stored(matched: Matched) -> None:

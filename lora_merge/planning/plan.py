@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from ..adapters.trigger_words import trigger_words
 from ..disk.files import StoredTensor
 from ..dtypes import Shape, flat, spoken
 from ..facts import Fact, line
@@ -313,6 +314,7 @@ def coverage(plan: Plan) -> Mapping[str, Any]:
             "strengths": by_component(m.strengths),
             "patterns": {pattern: len(names) for pattern, names in by_pattern(m.placed).items()},
             "skipped": m.unmatched, "ignored": dict(m.adapter.ignored), "notes": [*m.adapter.notes, *m.notes],
+            "trigger_words": [*trigger_words(m.adapter.index)],
         }  # fmt: skip
     return by_name
 

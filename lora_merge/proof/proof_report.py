@@ -10,6 +10,7 @@ import numpy as np
 
 from ..change_statistics import Measure, Measures, Share, total
 from ..dtypes import COMPUTE_DTYPES, ITEM_BYTES, spoken
+from ..files.encodings.base import Encoding
 from ..planning.plan import Plan
 from .grids import CONTRACT, UNDERFLOW
 from .reference.floats import Array
@@ -21,20 +22,27 @@ MOST_LOSS: Final = 64  # of any one formula; more comes of a recipe that lists m
 EIGHT_BITS: Final = frozenset({"F8_E4M3", "F8_E5M2"})
 
 
-def remedy(plan: Plan) -> tuple[str, str, str]:
+def coarse(encoding: Encoding) -> bool:
+    """Return whether bf16 holds more digits than an encoding."""
+    return not encoding.plain or encoding.title in EIGHT_BITS
+
+
+def remedy(plan: Plan, *, bf16: bool = True) -> tuple[str, str, str]:
     """Return the dtypes that changes of weights are too small for, the option that takes a wider one, and all that can
-    be done."""
+    be done. `bf16`: whether bf16 holds enough of the changes, where that is wider."""
     changed = {t.packing.encoding for x in plan.files for t in x.targets if t.uses}
     computed = COMPUTE_DTYPES[plan.job.compute_dtype]
+    dtypes = ", ".join(sorted({spoken(e.title) for e in changed}))
     if all(e.plain and ITEM_BYTES[e.title] > ITEM_BYTES[computed] for e in changed):
         fix = "compute with --compute-dtype fp64"
         return spoken(computed), fix, fix
-    small = all(not e.plain or e.title in EIGHT_BITS for e in changed)
-    wider = "write --dtype bf16 or fp32" if small else "write --dtype fp32"
-    ways = [wider]
-    if plan.job.rounding == "nearest":
-        ways.append("round with --rounding stochastic, which keeps the change on average")
-    return ", ".join(sorted({spoken(e.title) for e in changed})), wider, ", or ".join(ways)
+    if all(e.plain and ITEM_BYTES[e.title] >= ITEM_BYTES["F32"] for e in changed):  # no dtype is wider
+        fix = "give a larger strength"
+        return dtypes, fix, fix
+    wider = "write --dtype bf16 or fp32" if bf16 and all(map(coarse, changed)) else "write --dtype fp32"
+    ways = [wider, *["round with --rounding stochastic (on average)"] * (plan.job.rounding == "nearest")]
+    digits = ", with --compute-dtype fp32" * (ITEM_BYTES[computed] < ITEM_BYTES["F32"])
+    return dtypes, wider + digits, ", or ".join(ways) + digits
 
 
 @dataclass(frozen=True)
@@ -134,6 +142,8 @@ class Findings:
     cancelled: bool = True  # whether all wrong elements are the rounding of products that cancel
     measures: Measures = field(default_factory=Measures)
     bounds: dict[str, Bound] = field(default_factory=dict)  # tensor → what is allowed
+    in_bf16: dict[int, Share] = field(default_factory=dict)
+    """Adapter → the share of its change that would survive in bf16, where that is wider than the output's dtype."""
 
     def count(self, tensors: int = 0, cut: int = 0) -> None:
         """Count tensors that are looked at, and elements that are cut."""
@@ -160,6 +170,8 @@ class Findings:
         for tensor, bound in part.bounds.items():
             self.bounds[tensor] = self.bounds.get(tensor, Bound()).or_larger(bound)
         self.measures.add(part.measures)
+        for adapter, share in part.in_bf16.items():
+            self.in_bf16[adapter] = self.in_bf16[adapter].plus(share) if adapter in self.in_bf16 else share
 
     def retained(self, adapter: int) -> float | None:
         """Return the share of an adapter's change that is in the file; None where none of its rows was recomputed."""

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from ..algorithms import ALGORITHMS
-from ..change_statistics import Checked
+from ..change_statistics import Checked, Share
 from ..disk.reader import Reader
 from ..disk.system import read_at
 from ..dtypes import ITEM_BYTES, spoken
@@ -21,9 +21,10 @@ from ..matching.layer_order import basis_weights
 from ..matching.patch import Patch, PatchPart
 from ..models.weights import Weight, WeightView
 from ..planning.plan import OutputTensor, Plan
+from ..survival import ENOUGH, MOST
 from .grids import ROUNDING, UNDERFLOW, Grid, plain_grid
 from .methods_again import PatchRows, RowChanges, costs_all, of_weight, stored_rows, together, uniform
-from .proof_report import Bound, Exact, Findings, measure
+from .proof_report import Bound, Exact, Findings, coarse, measure
 from .rebuilding import rebuilt_slots
 from .reference import REFERENCE, FormulaInput
 from .reference.floats import Array, as_dtype, decode
@@ -140,6 +141,10 @@ class Recomputation:
         findings = self._compared(target, rows, stored, grid, exact)
         measured = measure(stored, exact, grid.rounded, weight)
         findings.measures.tensors[target.name] = replace(measured, cut=findings.cut) if findings.cut else measured
+        findings.in_bf16.update(measured.adapters)
+        if coarse(target.packing.encoding) and any(map(_is_lost, measured.adapters.values())):
+            rounded = plain_grid("BF16").rounded
+            findings.in_bf16.update(measure(rounded(exact.value), exact, rounded, weight).adapters)
         return findings
 
     def _exact(self, target: OutputTensor, rows: Array, cols: int) -> Exact:
@@ -432,3 +437,8 @@ def read_exactly(fd: int, count: int, offset: int) -> bytes:
     while done < count and (got := read_at(fd, raw[done:], offset + done)):
         done += got
     return bytes(raw[:done])
+
+
+def _is_lost(share: Share) -> bool:
+    """Return whether too little of a change survives."""
+    return share.retained is not None and not ENOUGH <= share.retained <= MOST

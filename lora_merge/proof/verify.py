@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..change_statistics import RETAINED, Checked
+from ..change_statistics import Checked, Measure
 from ..disk.files import FileState, open_regular
 from ..disk.pages import ReadAhead
 from ..disk.reader import Reader, read_bytes
@@ -29,6 +29,7 @@ from ..planning.output_checksums import DIGITS, summed, sums_of
 from ..planning.plan import OutputFile, OutputTensor, Plan
 from ..planning.recipe import CHECKSUMS
 from ..progress import Progress, counted, unwatched
+from ..survival import ENOUGH, MOST, judgement, lost_in_rounding
 from ..text import Note, by_component, listed, plural, quoted
 from .account import account
 from .grids import DECODED, ROUNDING, plain_grid
@@ -54,6 +55,7 @@ def verify(  # noqa: PLR0913  # what is proven, how far, and who sees the progre
     full: bool = False,
     written: Iterable[bytes] | None = None,
     recorded: Mapping[str, Checked] | None = None,
+    measured: Sequence[Measure] = (),
     judged: str = "",
     progress: Progress = unwatched,
 ) -> dict[str, Any]:
@@ -63,6 +65,8 @@ def verify(  # noqa: PLR0913  # what is proven, how far, and who sees the progre
 
     `written`: the headers of the files, where this plan has just written them: they must be equal byte by byte.
     `recorded`: what the merge recorded of some rows; a warning says where the rows do not confirm it.
+
+    `measured`: what the merge measured of the change of each adapter: warnings judge that, and not the sample.
     """
     started, compared = time.monotonic(), {"bytes": 0, "of": 0}
     matching, tensors = read_again(plan, reader).to_dict(), account(plan, reader).to_dict()
@@ -83,7 +87,7 @@ def verify(  # noqa: PLR0913  # what is proven, how far, and who sees the progre
     notes += _expect_evidence(plan, merged, part)
     if full:
         _check_sums(paths, checked)
-    proof = _proof(plan, merged, compared, full=full)
+    proof = _proof(plan, merged, compared, measured, full=full)
     proof["warnings"] += dict.fromkeys(notes)
     return proof | {"matching": matching, "account": tensors, "seconds": time.monotonic() - started}
 
@@ -310,14 +314,16 @@ def _failed(what: str, where: str, fix: str = AGAIN) -> VerificationFailed:
     return VerificationFailed(what, where, fix)
 
 
-def _proof(plan: Plan, merged: Recomputation, compared: dict[str, int], *, full: bool) -> dict[str, Any]:
-    f = merged.findings
+def _proof(
+    plan: Plan, merged: Recomputation, compared: dict[str, int], measured: Sequence[Measure], *, full: bool
+) -> dict[str, Any]:
+    f, survives = merged.findings, [measure.all.retained for measure in _measures(plan, merged, measured)]
     shares = [
         {
             "adapter": ref.path.name,
             "strength": ref.strength,
             "strengths": by_component(plan.adapters[i].strengths),
-            "retained": f.retained(i),
+            "retained": survives[i],
         }
         for i, ref in enumerate(plan.job.adapters)
     ]
@@ -326,7 +332,8 @@ def _proof(plan: Plan, merged: Recomputation, compared: dict[str, int], *, full:
         "rows": f.rows, "elements": f.elements, "worst_ulp": f.worst, "worst_tensor": f.worst_tensor,
         "bound": {"compute_dtype": merged.judged, "share": ROUNDING[merged.judged]},
         "untouched": compared, "retained": shares, "saturated": f.cut,
-        "warnings": list(_warnings(plan, merged, shares)),
+        "warnings": list(_warnings(plan, merged, measured)),
+        "survival": [judgement(ref.path.name, s) for ref, s in zip(plan.job.adapters, survives, strict=True)],
         "numbers": {} if merged.recorded else _numbers(plan, f),  # a merge has more of them
     }  # fmt: skip
 
@@ -336,23 +343,25 @@ def _numbers(plan: Plan, findings: Findings) -> dict[str, Any]:
     return findings.measures.to_dict(len(plan.job.adapters), groups(plan.names))
 
 
-def _warnings(plan: Plan, merged: Recomputation, shares: Sequence[dict[str, Any]]) -> Iterator[Note]:
+def _warnings(plan: Plan, merged: Recomputation, measured: Sequence[Measure]) -> Iterator[Note]:
     """Yield warnings: numbers that are NaN or infinite, and changes too small for the dtype."""
-    dtypes, wider, fix = remedy(plan)
     f = merged.findings
     if merged.unconfirmed:
-        yield Note(f"the report's numbers of {listed(merged.unconfirmed)} are not those of the file; {REPORT}")
+        yield Note(f"the report's values of {listed(merged.unconfirmed)} are not those of the file; {REPORT}")
     if f.broken:
-        yield Note(f"{f.broken} of {f.elements} numbers looked at are NaN or infinite: the base holds such")
+        yield Note(f"{f.broken} of {f.elements} values looked at are NaN or infinite: the base holds such")
     if f.cut:  # the user asked for it, and it explains why less of an adapter is in the output
         return
-    for share in shares:
-        if share["retained"] is not None and share["retained"] < RETAINED:
-            yield Note(
-                f"only {max(share['retained'], 0):.0%} of {share['adapter']} is in the output: its changes are smaller "
-                f"than {dtypes} can hold beside the weights; {fix}"
-            )
-        elif share["retained"] is not None and share["retained"] > 2 - RETAINED:
-            yield Note(
-                f"the change of {share['adapter']} is lost in the rounding to {dtypes}, which is larger: {wider}"
-            )
+    for number, (ref, measure) in enumerate(zip(plan.job.adapters, _measures(plan, merged, measured), strict=True)):
+        if measure.fails:
+            survives = f.in_bf16[number].retained if number in f.in_bf16 else None
+            bf16 = survives is not None and ENOUGH <= survives <= MOST
+            yield lost_in_rounding(measure.all.retained or 0.0, ref.path.name, *remedy(plan, bf16=bf16))
+
+
+def _measures(plan: Plan, merged: Recomputation, measured: Sequence[Measure]) -> Iterator[Measure]:
+    """Yield the measure of each adapter's change: of the rows that were recomputed, or of more numbers if the merge has
+    measured it."""
+    for number, sample in enumerate(merged.findings.measures.of_adapters(len(plan.job.adapters))):
+        more = number < len(measured) and measured[number].all.retained is not None
+        yield measured[number] if more and sample.all.retained is not None else sample

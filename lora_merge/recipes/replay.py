@@ -102,7 +102,9 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
                                      "them be loaded as another model, or not at all", f"{output}: {listed(wrong)}",
                                      instead(output))  # fmt: skip
         if sides := differing(contents(plan), output):
-            proof["warnings"].append(Note(f"not what the merge writes, or missing beside the weights: {listed(sides)}"))
+            proof["warnings"].append(
+                Note(f"not what the merge writes, or missing next to the weights: {listed(sides)}")
+            )
         return {"output": str(output), "proven": True, **proof, "schema": "lora-merge/proof/1"}
 
 
@@ -357,7 +359,7 @@ def _prove_adapter(
             raise VerificationFailed("its inputs and its recipe give other bytes", str(adapter),
                                      "it was changed after it was made, or made by another version")  # fmt: skip
     return {"output": str(adapter), "proven": True, "full": full, "same_bytes": True, **(report.verified or {}),
-            "schema": ADAPTER_PROOF}  # fmt: skip
+            "survival": report.survival, "schema": ADAPTER_PROOF}  # fmt: skip
 
 
 def _files(adapter: Path) -> list[Path]:

@@ -14,6 +14,7 @@ from ..adapters.modules import AdapterFile, Module, rank_of, weight_shapes
 from ..adapters.stated import rules_of
 from ..adapters.suffixes import split_row_part
 from ..adapters.tensor_values import FileValues
+from ..adapters.trigger_words import entry
 from ..algorithms import DoesNotFit
 from ..disk.reader import Reader
 from ..dtypes import Shape
@@ -25,7 +26,7 @@ from ..models.names import denoiser_of, guess
 from ..models.prefixes import PREFIXES, innermost
 from ..options import is_finite
 from ..text import by_pattern
-from .training import entry, training
+from .training import training
 
 TRAINERS: Final = (
     # metadata key             trainer

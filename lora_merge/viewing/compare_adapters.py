@@ -178,7 +178,7 @@ def adapter_similarity(a: Index, b: Index, base: Path | None, *, pictures: bool 
     notes = []
     if base is None and only["a"] and only["b"]:
         which = "not every module" if table else "no module"
-        notes.append(Note(f"{which} has the same name in both; if they spell names in other words, give --base"))
+        notes.append(Note(f"{which} has the same name in both; if they use different naming schemes, give --base"))
     whole = compare_whole(*files) if base is None else {}
     left |= whole.pop("left", {})
     for side, names in only.items():

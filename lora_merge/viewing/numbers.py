@@ -30,6 +30,7 @@ from ..models.weights import Weight
 from ..planning.plan import OutputTensor, Plan
 from ..progress import Progress, counted, unwatched
 from ..proof.proof_report import remedy
+from ..survival import ENOUGH, lost
 from ..text import listed, plural
 from .adapter import kind_of, spread
 from .module_change import ModuleChange, ModuleChanges, merged_blocks, replaced_by
@@ -125,16 +126,16 @@ def merge_numbers(plan: Plan, *, pictures: bool = False, progress: Progress = un
 
 
 def _warnings(plan: Plan, measures: Measures) -> Iterator[str]:
-    """Yield a warning if the storage of the output loses more of the change than a tenth."""
+    """Yield a warning if too little of the change survives in the storage of the output."""
     every, below = total(measures.tensors.values()).all.retained, measures.below
-    if every is None or not every < RETAINED:  # NaN: the numbers are too large to be compared
+    if every is None or not every < ENOUGH:  # NaN: the numbers are too large to be compared
         return
     shares = {name: measured.all.retained or 0.0 for name, measured in below.items()}
-    stored, _, fix = remedy(plan)
+    stored, _, fix = remedy(plan, bf16=False)
     least = listed(f"{name} ({max(shares[name], 0):.0%})" for name in sorted(shares, key=lambda name: shares[name]))
     yield (
-        f"only {max(every, 0):.0%} of the change would be in the output: it is smaller than {stored} can hold beside "
-        f"the weights; {fix}; {len(below)} of {plural(len(measures.tensors), 'weight')} keep less than {RETAINED:.0%}: "
+        f"{lost(every)} of the change would be lost in the rounding to {stored}; {fix}; {len(below)} of "
+        f"{plural(len(measures.tensors), 'weight')} keep less than {RETAINED:.0%}: "
         f"{least}"
     )
 

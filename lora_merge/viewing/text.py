@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Final
 
+from ..adapters.trigger_words import TRIGGERS
 from ..facts import (
     COUNT,
     WIDTH,
@@ -23,12 +24,12 @@ from ..facts import (
     strengths,
     table,
 )
-from ..report import retained
+from ..survival import spoken
 from ..text import by_reason, json_text, listed, plural, size
 from .formats import format_line, plain_line
 from .hashes import hash_title
 from .pages.heat_map import block_labels
-from .training import FIELDS, TRIGGERS, dataset_line
+from .training import FIELDS, dataset_line
 
 METADATA_KEYS: Final = (
     "modelspec.title", "modelspec.architecture", "modelspec.author", "modelspec.license", "modelspec.trigger_phrase",
@@ -133,7 +134,7 @@ def match_rows(match: Mapping[str, Any], *, pictured: bool = False) -> Iterator[
         yield line("no place", f"{left}: {reason}")
     blocks = {} if pictured else match.get("numbers", {}).get("blocks", {})
     yield from by_block(
-        (name, f"‖ΔW‖ {_norm(n['change'], 3)}, {_share(n)} of ‖W‖, kept {retained(n['retained'])}")
+        (name, f"‖ΔW‖ {_norm(n['change'], 3)}, {_share(n)} of ‖W‖, kept {spoken(n['retained'])}")
         for name, n in blocks.items()
     )
 
@@ -159,7 +160,7 @@ def match_summary(match: Mapping[str, Any]) -> Iterator[Fact]:
     if numbers := match.get("numbers"):
         every = numbers["all"]
         yield line("change", f"‖ΔW‖ {_norm(every['change'])}, {_share(every)} of ‖W‖ {_norm(every['weight'])}; "
-                             f"{retained(every['retained'])} of it is kept in the base's dtype")  # fmt: skip
+                             f"{spoken(every['retained'])} of it is kept in the base's dtype")  # fmt: skip
         yield from (line("warning", warning) for warning in numbers["warnings"])
     elif numbers is None:
         yield line("kept", "--weights tells how much of the change the base's dtype can hold")

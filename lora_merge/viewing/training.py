@@ -8,9 +8,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Final
 
+from ..adapters.trigger_words import NO_VALUES, entry, tag_counts, trigger_words
 from ..files.checkpoint import Index
 from ..options import is_finite
-from ..safe_regex import from_json
 from ..text import plural
 
 FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -69,11 +69,6 @@ sd-scripts (train_network.py) and musubi-tuner (training/trainer_base.py) write 
 (modules/util/config/TrainConfig.py); ai-toolkit `training_info` (jobs/process/BaseSDTrainProcess.py); and all newer
 trainers https://github.com/Stability-AI/ModelSpec."""
 
-TRIGGERS: Final = ("modelspec.trigger_phrase", "ss_trigger_words", "trigger_word", "trigger_words", "trigger_phrase")
-"""Metadata entries that may hold trigger words."""
-
-NOTHING: Final = ("", "None", "null", "{}", "[]")
-
 FOLDERS: Final = ("image_dir", "metadata_file", "image_directory", "video_directory", "image_jsonl_file",
                   "video_jsonl_file", "name", "path")  # fmt: skip
 """Entries that name a data set: of sd-scripts, of musubi-tuner (dataset/image_video_dataset.py), of OneTrainer."""
@@ -89,7 +84,7 @@ def training(index: Index) -> dict[str, Any]:
     tables = {name: entry(index, name) for name in ("ot_config", "training_info")}
     for name, entries in FIELDS.items():
         texts = (_text(index, tables, e) for e in entries)
-        text = next((t for t in texts if t not in NOTHING), None)
+        text = next((t for t in texts if t not in NO_VALUES), None)
         if text is not None:
             facts[name] = _date(text) if name == "date" else text
     if named := index.config.get("base_model_name_or_path"):
@@ -102,7 +97,7 @@ def training(index: Index) -> dict[str, Any]:
     facts |= {"batch_size": ", ".join(batches)} if batches and "batch_size" not in facts else {}
     lists = {
         "resolution": ", ".join(_resolutions(index, tables, folders)), "buckets": dict(_buckets(index)),
-        "trigger_words": [*_triggers(index)], "tags": dict(tag_counts(index).most_common()), "datasets": folders,
+        "trigger_words": [*trigger_words(index)], "tags": dict(tag_counts(index).most_common()), "datasets": folders,
         "preview": preview(index),
         "images": sum(counts) if all(isinstance(n, int) for n in counts) else 0,
     }  # fmt: skip
@@ -138,7 +133,7 @@ def _resolutions(index: Index, tables: Mapping[str, Any], folders: Sequence[Mapp
     """Return the resolutions of the training; else the one that the model is for."""
     trained = [*dict.fromkeys(f["resolution"] for f in folders if "resolution" in f)]
     texts = (_text(index, tables, name) for name in ("ss_resolution", "ot_config:resolution"))
-    text = next((t for t in texts if t not in NOTHING), "") or (
+    text = next((t for t in texts if t not in NO_VALUES), "") or (
         not trained and _text(index, {}, "modelspec.resolution")
     )
     return [_by(text.strip("() ").split(",")) if text.startswith("(") else text] if text else trained
@@ -158,37 +153,6 @@ def _buckets(index: Index) -> Iterator[tuple[str, int]]:
             if isinstance(row, Mapping) and isinstance(row.get("count"), int) and row["count"] > 0:
                 counts[_by(row.get("resolution"))] += row["count"]
     yield from counts.most_common()
-
-
-def entry(index: Index, key: str) -> Any:
-    """Return the value of an entry that holds JSON; None without such an entry, or for text that is not JSON."""
-    try:
-        return from_json(index.metadata.get(key, "null"))
-    except ValueError:
-        return None
-
-
-def tag_counts(index: Index) -> Counter[str]:
-    """Return how often the captions have each tag, over all folders of the data set."""
-    counts: Counter[str] = Counter()
-    tables = entry(index, "ss_tag_frequency")
-    for table in tables.values() if isinstance(tables, Mapping) else ():
-        for tag, count in table.items() if isinstance(table, Mapping) else ():
-            if is_finite(count) and 0 <= count < 2**53:
-                counts[str(tag).strip()] += int(count)
-    return counts
-
-
-def _triggers(index: Index) -> Iterator[str]:
-    """Yield the trigger words that the metadata states: of the specification, ai-toolkit and others."""
-    words_before = set(NOTHING)
-    texts = [index.metadata.get(key, "") for key in TRIGGERS]
-    if "training_info" in index.metadata:  # ai-toolkit notes its trigger word as the only tag
-        texts += tag_counts(index)
-    for text in texts:
-        if text not in words_before:
-            words_before.add(text)
-            yield text
 
 
 def _folders(index: Index) -> Iterator[dict[str, Any]]:

@@ -491,7 +491,7 @@ def test_configuration_counts_for_files_of_peft_by_other_names(name: str, wrappe
     (told / "adapter_model.safetensors").unlink()
     (torch.save if name.endswith(".bin") else save_file)(tensors, told / name)
     assert torch.equal(lora_merge.merge_state_dict(base, told / name)["a.weight"], whole)
-    assert "read with the adapter_config.json beside it" in open_checkpoint(told / name).notes
+    assert "read with the adapter_config.json next to it" in open_checkpoint(told / name).notes
     with pytest.raises(InputError, match=f"if {name} is the adapter, name that file"):
         lora_merge.merge_state_dict(base, told)
 

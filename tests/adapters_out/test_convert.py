@@ -24,6 +24,7 @@ from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.models.components import components
 from lora_merge.models.names import Names
 from lora_merge.planning.checkpoint_cache import CheckpointCache
+from lora_merge.survival import spoken
 from tests.kit.adapters import kohya
 from tests.kit.command_line import run
 from tests.kit.files import load, save
@@ -448,7 +449,7 @@ def test_reported_energy_is_the_share_of_the_squares_that_is_written(
     assert report.energy == pytest.approx(kept / every, abs=1e-5)
     assert report.residual == pytest.approx(max(0.0, 1 - report.energy) ** 0.5, abs=1e-9)
     assert report.numbers["all"]["energy"] == pytest.approx(report.energy, abs=1e-9)
-    assert f"keeps {100 * report.energy:.4g}%" in report.summary
+    assert f"survives: {spoken(report.energy)} of the change" in report.summary
     for kind in ("components", "blocks"):
         rows = report.numbers[kind].values()
         total = sum(row["norm"] ** 2 for row in rows)

@@ -242,12 +242,12 @@ def test_tensors_in_memory_are_measured_too(tmp_path: Path) -> None:
     layer = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(16, 16, bias=False, dtype=torch.bfloat16)})
     small = {"q_proj.lora_A.weight": rand(2, 16, seed=1), "q_proj.lora_B.weight": rand(16, 2, seed=2) * 1e-5}
     save(small, tmp_path / "a.safetensors")
-    with pytest.warns(UserWarning, match="of a.safetensors is in the output"):
+    with pytest.warns(UserWarning, match="of the change of a.safetensors is lost"):
         merged = lora_merge.merge_into(layer, tmp_path / "a.safetensors")
     delta = small["q_proj.lora_B.weight"].double() @ small["q_proj.lora_A.weight"].double()
     assert merged.numbers["all"]["change"] == pytest.approx(float(delta.norm()), rel=1e-4)
     assert merged.numbers["all"]["retained"] < 0.9
-    with pytest.warns(UserWarning, match="of a.safetensors is in the output"):
+    with pytest.warns(UserWarning, match="of the change of a.safetensors is lost"):
         numbers: dict[str, Any] = {}
         layer["q_proj"].weight.data.zero_()
         merged.undo()
@@ -269,7 +269,7 @@ def test_proof_confirms_what_was_recorded(*, wrong: bool, tmp_path: Path, monkey
     lora(tmp_path / "a.safetensors", NAMES, 0.02, 0)
     report = lora_merge.merge(*(tmp_path / f"{n}.safetensors" for n in ("base", "a", "out")), dtype="bf16")
     assert report.verified is not None
-    told = [w for w in report.verified["warnings"] if "the report's numbers of" in w]
+    told = [w for w in report.verified["warnings"] if "the report's values of" in w]
     assert bool(told) is wrong
     assert not wrong or KEYS[0] in told[0]
 
@@ -295,7 +295,7 @@ def doubted(base: Tensors, size: float, folder: Path) -> list[str]:
     lora(folder / "a.safetensors", NAMES, size, 0)
     report = lora_merge.merge(*(folder / f"{n}.safetensors" for n in ("base", "a", "out")))
     assert report.verified is not None
-    return [w for w in report.verified["warnings"] if "the report's numbers of" in w]
+    return [w for w in report.verified["warnings"] if "the report's values of" in w]
 
 
 def test_tiles_encoded_together_are_sampled_by_few_rows(tmp_path: Path) -> None:

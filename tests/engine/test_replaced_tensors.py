@@ -138,7 +138,7 @@ def test_replacement_that_the_dtype_cannot_hold_is_told(tmp_path: Path) -> None:
     adapter = ln_tuning(tmp_path / "ln", 1 + 1e-4 * rand(64))
     report = lora_merge.merge(base(tmp_path), adapter, tmp_path / "out.safetensors", dtype="bf16")
     assert report.verified is not None
-    assert any("of ln is in the output" in note for note in report.notes)
+    assert any("of the change of ln is lost" in note for note in report.notes)
     assert report.numbers["below"] == 1
 
 

@@ -46,7 +46,7 @@ def test_report_counts_quantised_weights_encoded_ones_and_plain_matrices(dtype: 
     assert merged(folder, "base", "ink", "plain").codes == {}
     new = merged(folder, "base", "ink", "new", dtype)
     assert new.codes == {"formats": {dtype: 3}, "encoded": 3, "plain": 1}
-    assert f"3 weights {dtype}; 3 of them encoded, 1 other matrix holds plain numbers" in repr(new)
+    assert f"format 3 of 4 matrices in {dtype}, all quantised anew; 1 unquantised" in repr(new)
     kept = merged(folder, "new", "oil", "kept")
     assert kept.codes == {"formats": {dtype: 3}, "encoded": 2, "plain": 1}
     assert merged(folder, "new", "oil", "back", "bf16").codes == {}

@@ -48,8 +48,10 @@ def merged(folder: Path, adapter: Tensors, strength: float = 0.7, **options: Any
     assert report.verified is not None
     account = report.verified["account"]
     assert prove(out, full=True)["account"] == account
-    names = [row.name for row in proof_rows({**report.verified, "numbers": report.numbers})]
+    facts = {**report.verified, "numbers": report.numbers}
+    names = [row.name for row in proof_rows(facts, verbose=True)]
     assert names.count("unused") == bool(account["unused"])
+    assert "unused" not in [row.name for row in proof_rows(facts)]
     assert isinstance(account, dict)
     return account
 

@@ -6,11 +6,10 @@ import json
 import re
 from pathlib import Path
 
-import pytest
 import torch
 
 import lora_merge
-from lora_merge.report import ENLARGED, retained
+from lora_merge.report import ENLARGED
 from lora_merge.viewing.compare import compare, compare_rows
 from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.pages.page import content
@@ -44,15 +43,6 @@ def test_count_of_one_is_in_the_singular(tmp_path: Path) -> None:
     assert not [line for line in told if (found := WRONG.search(line)) and "merged" not in found[0]]
     assert "1 of 1 module " in "\n".join(told)
     assert any(re.fullmatch(r"stable rank   [0-9.]+", line) for line in told)
-
-
-@pytest.mark.parametrize(
-    ("share", "words"),
-    [(None, "?"), (1.0, "100.0%"), (0.4567, "45.7%"), (1.1, "110.0%"), (-0.05, "-5.0%"),
-     (4.61, "461% (rounding is larger than the change)"), (-3.0, "none (rounding is larger than the change)")],
-)  # fmt: skip
-def test_share_is_told_in_words_that_fit_it(share: float | None, words: str) -> None:
-    assert retained(share) == words
 
 
 def test_page_explains_shares_above_all(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.models.blocks import groups
 from lora_merge.models.names import names
 from lora_merge.report import merge_rows
+from lora_merge.survival import judged
 from lora_merge.viewing.compare import compare, compare_rows, compare_summary
 from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.pages import page as pages
@@ -396,10 +397,11 @@ def test_page_says_all_that_the_text_says(scene: Scene, tmp_path: Path) -> None:
             assert row.name or json.dumps(row.value.strip().partition("–")[0], ensure_ascii=False)[1:-1] in every, row
     told = dict(content(pages.page(inspect(merged)))["summary"])
     assert told["merged"].startswith("base.safetensors + ink.safetensors:0.5")
-    facts = [*merge_rows(vars(report))]
-    assert {"output", "adapter", "verified", "copied", "retained", "change"} <= {row.name for row in facts}
+    facts = [*merge_rows(vars(report), verbose=True)]
+    assert {"output", "adapter", "verified", "copied", "change"} <= {row.name for row in facts}
+    assert [row.value for row in facts if row.name == "survives"]
     told = content(pages.page(json.loads(report.to_json())))["summary"]
-    assert all([row.name, row.value] in told for row in facts)
+    assert all([row.name, row.value] in told for row in facts if row.name)
 
 
 @pytest.mark.release
@@ -575,7 +577,7 @@ def test_row_of_a_batch_opens_to_the_numbers_of_its_job(
     assert dom.count('aria-expanded="true"') == 3
     failed, combined, merged = dom.split('class="open"')[1:]
     assert "file not found" in unescape(failed) and "none.safetensors" in unescape(failed)
-    assert f"{told[2]['report']['energy']:.2%} of ‖ΔW‖²" in unescape(combined)
+    assert judged(told[2]["report"]["energy"], "the change") in unescape(combined)
     assert "By block" in combined and "By block" in merged
     assert f"{told[1]['report']['numbers']['all']['ratio']:.2%} of the weights" in unescape(merged)
     assert "Numbers of job 3" in dom

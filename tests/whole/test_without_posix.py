@@ -61,7 +61,7 @@ def test_folder_is_merged_and_replaced(files: Path, tmp_path: Path) -> None:
     merge = [model, files / "style.safetensors", "-o", tmp_path / "out", "--overwrite"]
     done = run(*merge, "--then", *merge)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("wrote") == 2
+    assert done.stdout.count("verified") == 2
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["README.md", "config.json", "model.safetensors"]
 
 

@@ -22,7 +22,7 @@ MHA_OUTPUT: Final = ".base_layer.out_proj"
 """End of the path of MultiheadAttention's output layer, whose change PEFT adds twice (0.21.2)."""
 
 SORTED: Final = Note(
-    "several entries of alpha_pattern fit it with different numbers; the first is used, as PEFT loads it, but it sorts "
+    "several entries of alpha_pattern fit it with different values; the first is used, as PEFT loads it, but it sorts "
     "them when it saves, so it may have been trained with another"
 )
 

@@ -8,7 +8,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from ...facts import Fact
 from ...paths import typed
-from ...report import ENLARGED, MOST
+from ...report import ENLARGED
+from ...survival import MOST
 from ...text import json_text, plural
 from .heat_map import block_labels, grid_places
 

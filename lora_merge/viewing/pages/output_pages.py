@@ -108,7 +108,7 @@ def adapter_page(facts: Values) -> dict[str, Any]:
     from ...adapters_out.report import adapter_rows  # numpy
 
     page, every = PageContent("Adapter", Path(facts["output"]).name), facts["numbers"].get("all", {})
-    page.summary(adapter_rows(facts))
+    page.summary(row for row in adapter_rows(facts, verbose=True) if row.name)
     norms = every.get("adapters") or [{"change": every.get("norm")}]  # of extract and convert, which have one input
     page.table(
         "Inputs",

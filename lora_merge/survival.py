@@ -1,0 +1,94 @@
+"""The share of a change that survives in an output, how it is judged, and the words for it.
+
+One measure for all commands: ⟨Δ̂, Δ⟩ / ‖Δ‖² of the intended change Δ and the change Δ̂ that the output makes. Reports of
+merges have it as `retained`. What a rank leaves out is at right angles to what it keeps: there it is 1 − ‖Δ − Δ̂‖² /
+‖Δ‖², the `energy` in reports of written adapters, and what the rule `--rank energy:x` keeps at least.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, Final, NamedTuple
+
+from .text import Note
+
+
+class Grade(NamedTuple):
+    """A judgement on the share of a change that survives."""
+
+    word: str
+    least: float
+    style: str  # its colour on a terminal and on a page
+
+
+GRADES: Final = (
+    Grade("good", 0.99, "green"), Grade("fair", 0.95, "cyan"), Grade("weak", 0.9, "yellow"),
+    Grade("poor", -math.inf, "red"),
+)  # fmt: skip
+"""The bounds of judgements, for text, terminals, pages and JSON."""
+
+ENOUGH: Final = GRADES[1].least
+"""A share from which on nothing is advised."""
+
+TARGETS: Final = (GRADES[2].least, GRADES[1].least, GRADES[0].least)
+"""The shares for which reports have the rank of a layer."""
+
+MOST: Final = 1.1
+"""A share up to which rounding adds to a change, or takes from nothing, by chance alone."""
+
+NOISE: Final = "rounding is larger than the change"
+
+
+def grade(share: float) -> Grade:
+    """Return the judgement on a share; noise of rounding that is larger than the change is no change that survives."""
+    return next(row for row in GRADES if share >= row.least) if share <= MOST else GRADES[-1]
+
+
+def worst(shares: Iterable[float]) -> float | None:
+    """Return the share that is judged worst; None without shares."""
+    return min(shares, key=lambda share: (-GRADES.index(grade(share)), share), default=None)
+
+
+def target(share: float) -> float:
+    """Return the share to aim at instead of one that is not enough: the lowest better grade."""
+    return next(least for least in TARGETS if share < least)
+
+
+def percent(share: float) -> float:
+    """Return a share in percent with few digits, which lead to the same judgement as the share itself."""
+    rounded = round(100 * share, 0 if 0.01 <= share < GRADES[2].least else 1)
+    return rounded if grade(rounded / 100) is grade(share) else math.floor(1000 * share) / 10
+
+
+def spoken(share: float | None) -> str:
+    """Return a share in words: "99.8 %"; where rounding is larger than the change, that."""
+    if share is None:
+        return "?"
+    if share > MOST:
+        return f"{100 * share:.0f} % ({NOISE})"
+    return f"{percent(share):g} %" if share >= 1 - MOST else f"none ({NOISE})"
+
+
+def judged(share: float, of: str) -> str:
+    """Return a share of something with its judgement: "60 % of the change (poor)"."""
+    sound = 1 - MOST <= share <= MOST
+    return f"{spoken(share)} of {of} ({grade(share).word})" if sound else f"{spoken(share)} of {of}"
+
+
+def lost(share: float) -> str:
+    """Return the share of a change that does not survive: "40 %"."""
+    return f"{100 - percent(min(max(share, 0.0), 1.0)):.3g} %"
+
+
+def lost_in_rounding(share: float, adapter: str, dtypes: str, wider: str, fix: str) -> Note:
+    """Return the warning about a share of an adapter's change that is not enough. `wider`: the option that takes a
+    wider dtype; `fix`: all that can be done."""
+    if share > MOST:
+        return Note(f"the change of {adapter} is lost in the rounding to {dtypes}, which is larger: {wider}")
+    return Note(f"{lost(share)} of the change of {adapter} is lost in the rounding to {dtypes}; {fix}")
+
+
+def judgement(adapter: str, share: float | None) -> dict[str, Any]:
+    """Return the share of an adapter's change that survives a merge and its judgement, for reports."""
+    return {"adapter": adapter, "share": share, "grade": None if share is None else grade(share).word}

@@ -1,0 +1,202 @@
+"""What commands say of the share of a change that survives: one number, one table of bounds, and advice that is true.
+
+Run: pytest tests/whole/test_survival.py
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_merge.survival import ENOUGH, GRADES, MOST, grade, judged, lost, percent, spoken, target
+from tests.kit.command_line import run
+from tests.kit.files import load, save
+from tests.kit.tensors import Tensors, rand
+
+WIDTH = 48
+STORED = {"F8_E4M3": torch.float8_e4m3fn, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+KEYS = [f"model.layers.{n}.self_attn.{part}_proj" for n in range(2) for part in "qv"]
+
+
+@given(st.floats(1 - MOST, MOST))
+def test_words_and_number_of_a_share_agree(share: float) -> None:
+    """The number that is shown never has another judgement than the share, and what is lost adds up to all."""
+    assert grade(percent(share) / 100) is grade(share)
+    assert judged(share, "x") == f"{percent(share):g} % of x ({grade(share).word})"
+    assert (
+        grade(share).least <= share < min((g.least for g in GRADES if g.least > grade(share).least), default=MOST + 1)
+    )
+    if 0 <= share <= 1:
+        assert float(lost(share).removesuffix(" %")) + percent(share) == pytest.approx(100, abs=0.06)
+    if share < ENOUGH:
+        assert grade(target(share)) is GRADES[GRADES.index(grade(share)) - 1]
+
+
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [(None, "?"), (1.0, "100 %"), (0.98999, "98.9 %"), (0.9497, "94.9 %"), (0.4567, "46 %"), (0.8999, "89.9 %"),
+     (0.004, "0.4 %"), (1.1, "110 %"), (-0.05, "-5 %"), (4.61, "461 % (rounding is larger than the change)"),
+     (-3.0, "none (rounding is larger than the change)")],
+)  # fmt: skip
+def test_share_is_rounded_and_never_up_to_a_bound(share: float | None, words: str) -> None:
+    assert spoken(share) == words
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small model, the same after a training, and two adapters of rank 16 whose singular values fall slowly."""
+    base = {f"{key}.weight": rand(WIDTH, WIDTH, seed=n) for n, key in enumerate(KEYS)}
+    save(base, tmp_path / "base.safetensors")
+    save({key: t + 0.01 * rand(WIDTH, WIDTH, seed=9) for key, t in base.items()}, tmp_path / "tuned.safetensors")
+    for seed, name in enumerate(("a", "b")):
+        save(adapter(16, seed), tmp_path / f"{name}.safetensors")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def adapter(rank: int, seed: int) -> Tensors:
+    """An adapter whose layers have different spectra."""
+    tensors: Tensors = {}
+    for n, key in enumerate(KEYS):
+        falling = torch.linspace(1, 0.2 + 0.2 * n, rank)
+        tensors[f"{key}.lora_A.weight"] = rand(rank, WIDTH, seed=10 * seed + n)
+        tensors[f"{key}.lora_B.weight"] = rand(WIDTH, rank, seed=20 * seed + n) * falling
+    return tensors
+
+
+def reported(*words: str) -> dict[str, Any]:
+    """The JSON report of a command."""
+    answer = run(*words, "--json", "-o", "out.safetensors", "--overwrite")
+    assert answer.code == 0, answer
+    report: dict[str, Any] = json.loads(answer.out)
+    return report
+
+
+def with_fix(words: Sequence[str], fix: str) -> list[str]:
+    """The command with the options of a fix in place of those of these names."""
+    advised, left, words = (
+        shlex.split(fix.partition(" without ")[0]),
+        fix.partition(" without ")[2].split(" and "),
+        [*words],
+    )
+    for name in (*advised[::2], *filter(None, left)):
+        while name in words:
+            at = words.index(name)
+            del words[at : at + 2]
+    return [*words, *advised]
+
+
+CUT = [
+    ["resize", "a.safetensors", "--rank", "4"],
+    ["resize", "a.safetensors", "--rank", "11"],
+    ["resize", "a.safetensors", "--rank", "energy:0.9", "--max-rank", "3"],
+    ["resize", "a.safetensors", "--rank", "8", "--rank-for", "re:layers.1=2"],
+    ["resize", "a.safetensors", "--rank", "size:3KB"],
+    ["combine", "a.safetensors", "b.safetensors", "--rank", "8"],
+    ["combine", "a.safetensors", "b.safetensors", "--method", "ties", "--rank", "8"],
+    ["combine", "a.safetensors", "b.safetensors", "--rank", "6", "--format", "diffusers", "--base", "base.safetensors"],
+    ["average", "a.safetensors", "b.safetensors"],
+    ["convert", "a.safetensors", "--to", "kohya", "--base", "base.safetensors", "--rank", "3"],
+    ["extract", "base.safetensors", "tuned.safetensors", "--rank", "4"],
+    ["extract", "base.safetensors", "tuned.safetensors", "--algorithm", "lokr", "--rank", "4"],
+]
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("words", CUT, ids=" ".join)
+def test_advice_on_a_rank_keeps_the_share_that_it_names(files: Path, words: list[str]) -> None:
+    """The advised option is carried out: it keeps the share, at the ranks that were named; text and JSON agree."""
+    del files
+    first = reported(*words)
+    survival = first["survival"]
+    assert survival["share"] == first["energy"] < ENOUGH
+    assert survival["grade"] == grade(first["energy"]).word
+    again = reported(*with_fix(words, survival["fix"]))
+    assert again["energy"] >= survival["target"] > first["energy"]
+    ranks = [layer["rank"] for layer in again["layers"].values()]
+    if survival["ranks"]:
+        assert [min(ranks), max(ranks)] == survival["ranks"]
+        assert f"{max(ranks)}: --rank" in survival["warning"]
+    elif words[0] != "extract" and "--format" not in words:
+        pytest.fail("the ranks are known")
+    assert ("curve" in first["numbers"]) == ("lokr" not in words)
+    curve = dict(first["numbers"].get("curve", ()))
+    assert [*curve.values()] == sorted(curve.values()) and curve.keys() <= {*range(1, 97)}
+    if len({layer["rank"] for layer in first["layers"].values()} & curve.keys()) == 1:
+        assert curve[next(iter(first["layers"].values()))["rank"]] == pytest.approx(first["energy"], abs=1e-4)
+    text = run(*words, "-o", "text.safetensors", "--overwrite")
+    assert text.code == 0
+    assert f"survives {judged(first['energy'], 'the change')}" in text.out
+    assert f"warning: {survival['warning']}" in text.err
+    assert survival["warning"].startswith(f"{lost(first['energy'])} of the change is lost at rank") or "lokr" in words
+
+
+def test_advice_on_digits_is_a_dtype(files: Path) -> None:
+    """A factor that fp16 cannot hold loses its digits: no rank helps, and fp32 does."""
+    name = KEYS[0].replace(".", "_")
+    pairs = {"a": (WIDTH, 2), "b": (2, WIDTH)}
+    loha = {f"{name}.hada_w{n}_{end}": rand(*pairs[end], seed=n) * 2e-8 ** (n - 1) for n in (1, 2) for end in pairs}
+    save(loha, files / "loha.safetensors")
+    words = ["convert", "loha.safetensors", "--to", "kohya", "--base", "base.safetensors", "--dtype", "fp16"]
+    first = reported(*words)
+    assert first["energy"] < ENOUGH and first["survival"]["fix"] == "--dtype fp32"
+    assert reported(*with_fix(words, first["survival"]["fix"]))["energy"] > 0.99
+
+
+def test_change_that_survives_has_no_advice(files: Path) -> None:
+    del files
+    report = reported("resize", "a.safetensors", "--rank", "16")
+    assert report["survival"] == {"share": report["energy"], "grade": "good"}
+    assert set(load(Path("out.safetensors")))
+
+
+MERGES = [  # a base, the size of the change, and options
+    ("F8_E4M3", 1.0, []), ("F8_E4M3", 0.3, []), ("F16", 0.03, []), ("BF16", 0.1, []),
+    ("BF16", 0.1, ["--compute-dtype", "bf16"]), ("F32", 0.1, ["--dtype", "int8"]),
+    ("F32", 1.0, ["--dtype", "fp8_scaled"]), ("F32", 1e-8, []),
+]  # fmt: skip
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize(("dtype", "scale", "options"), MERGES, ids=str)
+def test_advice_on_a_dtype_keeps_the_change(tmp_path: Path, dtype: str, scale: float, options: list[str]) -> None:
+    """Each way that a warning about rounding names is carried out: 95 % of the change survives then. Of a draw, as far
+    as its noise lets so few numbers show it."""
+    key = "model.layers.0.mlp.up_proj"
+    save({f"{key}.weight": rand(256, 512).to(STORED[dtype])}, tmp_path / "base.safetensors")
+    up, down = rand(256, 4, seed=2) * scale, rand(4, 512, seed=3) * 0.05
+    save({f"{key}.lora_B.weight": up, f"{key}.lora_A.weight": down}, tmp_path / "a.safetensors")
+
+    def merged(*more: str) -> dict[str, Any]:
+        files = tmp_path / "base.safetensors", tmp_path / "a.safetensors"
+        answer = run(*files, "-o", tmp_path / "o.safetensors", "--overwrite", "--json", *more)
+        assert answer.code == 0, answer
+        report: dict[str, Any] = json.loads(answer.out)
+        assert report["survival"][0]["share"] == report["verified"]["retained"][0]["retained"]
+        return report
+
+    report = merged(*options)
+    (judgement,), (warning,) = report["survival"], report["verified"]["warnings"]
+    assert judgement["share"] < ENOUGH and judgement["grade"] == grade(judgement["share"]).word
+    assert warning.startswith(f"{lost(judgement['share'])} of the change of a.safetensors is lost in the rounding")
+    advice = warning.partition("; ")[2]
+    dtypes = [word for word in ("bf16", "fp32") if word in advice.partition(",")[0]]
+    draws = ["stochastic"] * ("stochastic" in advice)
+    assert dtypes or draws or (dtype == "F32" and advice == "give a larger strength")
+    exactly = ["--compute-dtype", "fp32"] * ("--compute-dtype" in advice)
+    for option, values in (("--dtype", dtypes), ("--rounding", draws)):
+        for value in values:
+            after = merged(*with_fix(options, shlex.join([option, value, *exactly])))
+            every, noise = after["numbers"]["all"], 0.0
+            if option == "--rounding":
+                full = json.loads(run("verify", tmp_path / "o.safetensors", "--full", "--json").out)
+                every, noise = full["numbers"]["all"], 4 * full["numbers"]["all"]["noise"] / 131072**0.5
+            assert every["retained"] + noise >= ENOUGH, (option, value)
