@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import BatchFailed, MergeError, UsageError, cause
-from ..facts import Fact, line, strengths
+from ..facts import STYLES, Fact, line, strengths
 from ..paths import exists, typed
 from ..process import kept_objects
 from ..progress import unwatched
@@ -41,9 +41,6 @@ NAMES: Final = 8
 
 REMARKS: Final = ("note", "warning")
 """Names of facts that are shown with --quiet too, on stderr."""
-
-STYLES: Final = {"output": "bold", "verified": "green", "note": "yellow", "warning": "bold yellow", "error": "red"}
-"""Name of a fact → the style of its value on a terminal."""
 
 COPIED: Final = frozenset({"file", "adapter", "hash", "undo", "A", "B"})
 """Names of facts whose words are copied: they stay whole where others are broken."""

@@ -4,6 +4,7 @@
 
 const WAIT = 80; // ms from the last change of the form to its preview
 const POLL = 400; // ms between two looks at the queue while it works
+const STYLES = { green: "good", yellow: "warn", red: "bad" };
 const PART = { min: 0, max: 2, step: 0.05 };
 const STRENGTH = { min: -2, max: 2, step: 0.05 };
 
@@ -271,7 +272,7 @@ function showFiles(files) {
 }
 
 function facts(rows) {
-  return h("dl", { class: "facts" }, ...rows.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
+  return h("dl", { class: "facts" }, ...rows.flatMap(([name, value, style]) => [h("dt", {}, name), h("dd", { class: style || "" }, value)]));
 }
 
 function showPlan(preview, empty) {
@@ -358,7 +359,7 @@ function showRun(one) {
   const parts = [];
   if (one.error) parts.push(errorBox(one.error));
   if (one.output) parts.push(h("p", { class: "help" }, one.output));
-  if (one.facts.length) parts.push(h("details", { open: true }, h("summary", {}, "Report"), facts(one.facts.map(([name, value], n) => [n && one.facts[n - 1][0] === name ? "" : name, value]))));
+  if (one.facts.length) parts.push(h("details", { open: true }, h("summary", {}, "Report"), facts(one.facts.map(([name, value, style], n) => [n && one.facts[n - 1][0] === name ? "" : name, value, STYLES[style.split(" ").pop()]]))));
   if (one.text) parts.push(h("details", { open: true }, h("summary", {}, "Report"), h("pre", {}, one.text)));
   if (one.page) parts.push(reportFrame(one));
   row.body.replaceChildren(...parts);

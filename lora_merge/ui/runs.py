@@ -15,7 +15,7 @@ from ..adapters_out.report import AdapterReport, adapter_rows
 from ..batch.commands import MERGE
 from ..batch.report import JobReport
 from ..errors import as_merge_error, error_dict
-from ..facts import Fact
+from ..facts import STYLES, Fact
 from ..report import Report, merge_rows
 from ..viewing.pages.page import page
 from .forms import FORMS, runnable
@@ -46,8 +46,8 @@ class Run:
     worked: float = 0.0
     """Seconds of the work itself, without the opening of inputs and the import of torch."""
     text: str = ""
-    facts: Sequence[tuple[str, str]] = ()
-    """Names and values of its report, if that is no text."""
+    facts: Sequence[tuple[str, str, str]] = ()
+    """Names, values and styles of its report, if that is no text."""
     output: str = ""
     error: MergeError | None = None
     result: Any = None
@@ -126,9 +126,9 @@ class Run:
             self.text = f"{report.output} is there already, by the same recipe"
 
 
-def _cells(row: Fact) -> tuple[str, str]:
-    """Return name and value of a fact; a row of a table is one value."""
-    return row.name, row.value if row.name else str(row)
+def _cells(row: Fact) -> tuple[str, str, str]:
+    """Return name, value and style of a fact; a row of a table is one value."""
+    return row.name, row.value if row.name else str(row), row.style or STYLES.get(row.name, "")
 
 
 class Queue:

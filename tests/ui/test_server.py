@@ -77,7 +77,7 @@ def test_form_becomes_a_verified_file(page: Page, comfy: Path) -> None:
     assert preview["plan"]["status"] == "to run" and preview["plan"]["bytes"] > 0 and preview["plan"]["memory"] > 0
     done = page.ended(page.call("run", **filled)["number"])
     assert done["state"] == "done", done
-    assert "verified" in dict(done["facts"])
+    assert {name: style for name, _, style in done["facts"]}["verified"] == "green"
     assert Path(done["output"]).stat().st_size == preview["plan"]["bytes"]
     assert page.call("preview", **filled)["plan"]["status"] == "done"
     assert page.ended(page.call("run", **filled)["number"])["state"] == "skipped"
