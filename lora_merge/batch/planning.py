@@ -20,6 +20,7 @@ from ..disk.volumes import CLONES, file_system, ignores_case, same, share_blocks
 from ..disk.writer import Room
 from ..engine.windows import buffer_bytes, layout_key, unshared_bytes, window_bytes
 from ..errors import MergeError, PartWithoutEffect, ResourceError, UsageError
+from ..facts import Fact, line
 from ..files.checkpoint import CONFIGS, configuration
 from ..job import Adapter, Job
 from ..options import OPTIONS
@@ -29,7 +30,7 @@ from ..planning.make_plan import plan_job
 from ..planning.output_files import Contents, contents
 from ..recipes.resume import Hashes, is_adapter_done, is_done, is_ours
 from ..recipes.unmerge import taken_back
-from ..text import Lines, plural
+from ..text import Lines, Shown, plural
 from .commands import adapter_job
 from .jobs_file import BatchJob
 
@@ -69,7 +70,7 @@ def survey(
     `former`: the plans of calls before, for the same number of workers. UsageError where jobs get in each other's way.
     """
     outputs, former = _Outputs(entries), former or FormerPlans()
-    former.check_files(entries)
+    former._check_files(entries)
     surveyor = _Surveyor(outputs, workers, former)
     for level, some in enumerate(_levels(entries, {e.number: outputs.maker(e.job.base) for e in entries})):
         for entry in some:
@@ -255,7 +256,7 @@ class _Outline:
     memory: int
 
 
-class FormerPlans:
+class FormerPlans(Shown):
     """What earlier calls of `plan_batch` know: opened files, and outlines of merges whose files have not changed.
 
     It is for one thread at a time.
@@ -272,7 +273,10 @@ class FormerPlans:
         self.outlines: dict[Any, _Outline | MergeError] = {}
         self._states: dict[Path, Any] = {}
 
-    def check_files(self, entries: Sequence[BatchJob]) -> None:
+    def _facts(self) -> Iterator[Fact]:
+        yield line("merges", len(self.outlines))
+
+    def _check_files(self, entries: Sequence[BatchJob]) -> None:
         """Forget the outlines if a file of these jobs is another one than before, or if there are many."""
         sources = {path for entry in entries for path in entry.sources}
         states = {path: _states(path) for path in sources}

@@ -1,41 +1,36 @@
-"""The commands `comfyui install` and `comfyui export`: the node pack for ComfyUI."""
+"""The command `comfyui install`, and `comfyui export`: the node pack for ComfyUI."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from ..paths import expand
-from .help import GroupedCommand
+from .help import add
 from .reports import echo
-
-OVERWRITE = Annotated[bool, typer.Option("--overwrite", help="Replace another version of the pack.")]
 
 
 def add_to(app: typer.Typer) -> None:
-    """Add these commands to the application."""
-    group = typer.Typer(help="The node pack for ComfyUI: install it, or write its folder for the registry.")
-    for command in (install, export):
-        group.command(cls=GroupedCommand)(command)
-    app.add_typer(group, name="comfyui")
+    """Add this command to the application."""
+    add(app, comfyui, "comfyui install ~/ComfyUI", "comfyui export registry")
 
 
-def install(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="ComfyUI's folder, or its custom_nodes.")],
-    overwrite: OVERWRITE = False,
+def comfyui(
+    action: Annotated[
+        Literal["install", "export"],
+        typer.Argument(metavar="install|export", help="Into ComfyUI; or the folder for its registry."),
+    ],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="ComfyUI's folder; or where to write the folder.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace another version of the pack.")] = False,
 ) -> None:
-    """Write the node pack into ComfyUI's custom_nodes; restart ComfyUI afterwards."""
+    """Write the node pack for ComfyUI.
+
+    `install` writes it into ComfyUI's custom_nodes, `export` writes the folder lora-merge for the registry.
+    """
     from ..comfyui.pack import custom_nodes, write
 
+    if action == "export":
+        echo(f"written {write(expand(path), overwrite=overwrite)}")
+        return
     echo(f"installed {write(custom_nodes(expand(path)), overwrite=overwrite)}; restart ComfyUI, search for lora-merge")
-
-
-def export(
-    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Where to write the folder lora-merge.")],
-    overwrite: OVERWRITE = False,
-) -> None:
-    """Write the folder of the pack, ready for ComfyUI's registry."""
-    from ..comfyui.pack import write
-
-    echo(f"written {write(expand(folder), overwrite=overwrite)}")

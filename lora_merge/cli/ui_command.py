@@ -28,7 +28,7 @@ def ui(
     port: Annotated[str, typer.Option(metavar="N", help="Port on 127.0.0.1; 0: a free one.")] = "0",
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in the browser.")] = True,
 ) -> None:
-    """Open a page for all commands that work with files, in the browser of this machine.
+    """Open a page for these commands in the browser.
 
     Only files below the folders are read or written. Ctrl-C ends it; what runs is then removed.
     """
