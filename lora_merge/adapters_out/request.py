@@ -30,8 +30,5 @@ class Request:
 
     @property
     def stated(self) -> dict[str, Any]:
-        """The options that have a value. Rules by part are pairs also from a table, so that a recipe has one form."""
-        stated = {name: value for name, value in self.options.items() if value is not None}
-        if isinstance(by_part := stated.get("rank_for"), Mapping):
-            stated["rank_for"] = [*by_part.items()]
-        return stated
+        """The options that have a value."""
+        return {name: value for name, value in self.options.items() if value is not None}

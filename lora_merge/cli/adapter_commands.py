@@ -173,7 +173,11 @@ def _read(options: dict[str, Any], adapters: int) -> dict[str, Any]:
     from ..adapters_out.job import strings
 
     stated = read(options, adapters, {**OPTIONS, **ADAPTER_OPTIONS})
-    return {**stated, "rank_for": strings(stated["rank_for"])} if "rank_for" in stated else stated
+    if "rank_for" in stated:
+        rules = strings(stated["rank_for"])
+        by_part = dict(rules)  # as jobs files have it, so that a recipe has one form
+        stated["rank_for"] = by_part if len(by_part) == len(rules) else rules
+    return stated
 
 
 def _job_values(adapters: Sequence[Any], options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -178,3 +182,20 @@ def test_outputs_do_not_replace_without_leave(page: Page, comfy: Path) -> None:
     assert target.read_bytes() == content
     assert page.ended(page.call("run", **filled, overwrite=True)["number"])["state"] == "done"
     assert target.read_bytes() != content
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of other processes are those of POSIX")
+def test_program_prints_its_address_and_ends_with_ctrl_c(comfy: Path) -> None:
+    command = [sys.executable, "-m", "lora_merge", "ui", str(comfy), "--no-browser"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None and program.stderr is not None
+        address = program.stdout.readline().split()[-1]
+        parts = urlsplit(address)
+        connection = HTTPConnection(parts.netloc, timeout=60)
+        connection.request("GET", parts.path)
+        assert connection.getresponse().status == 200
+        connection.close()
+        program.send_signal(signal.SIGINT)
+        assert program.wait(60) == 130
+        assert "nothing was left behind" in program.stderr.read()
