@@ -94,7 +94,8 @@ class Previews:
                 row |= {"text": facts.text, "kind": facts["kind"], "triggers": _triggers(facts)}
                 if base and path != base and facts["kind"] == "adapter":
                     match = _fit(*self._state(base), *self._state(path))["match"]
-                    row |= {name: match.get(name) for name in ("fits", "matched", "total", "why", "components")}
+                    row |= {name: match.get(name) for name in ("fits", "matched", "total", "components")}
+                    row["why"] = match["error"]["what"] if "error" in match else match["why"]
             except MergeError as e:
                 row["error"] = error_dict(e)
             yield row
