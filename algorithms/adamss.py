@@ -125,7 +125,7 @@ def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
     numbers = groups(shapes)
     labels = kmeans(left.numpy(), len(numbers))
     settled = np.array_equal(labels, kmeans(left.numpy().astype(np.float64), len(numbers)))
-    expect(holds=settled, otherwise="the clusters of the rows of this base depend on rounding")
+    expect(holds=settled, otherwise="the row clusters of this base depend on rounding")
     sizes, stored = [int((labels == i).sum()) for i in numbers], [shapes[f"up_{i}"][0] for i in numbers]
     expect(holds=sizes == stored, otherwise=f"its groups have {stored} rows, the clusters of this base {sizes}")
     return {"order": torch.from_numpy(np.argsort(np.argsort(labels, kind="stable"), kind="stable"))}

@@ -102,6 +102,7 @@ FROD = Algorithm(
     ),
     rebuild=Rebuild(
         frozenset({"basis", "places"}), rebuild,
-        f"its basis is not stored (save_projection), and made of the layers of its kind: {ON_CPU}", of_relatives=True,
+        f"its basis is not stored (save_projection), and computed from the layers of one kind:  {ON_CPU}",
+        of_relatives=True,
     ),
 )  # fmt: skip

@@ -74,7 +74,7 @@ def _letter(shapes: Shapes, name: str, size: tuple[int, int]) -> dict[str, Shape
         known = {size: size, (size[0], 1): (size[0], 1), (1,): (1, 1)}
         expect(
             holds=stored in known and not {up, down} & shapes.keys(),
-            otherwise=f"{name} is {list(stored)} beside {sorted({up, down} & shapes.keys())}, not {list(size)}",
+            otherwise=f"{name} is {list(stored)} with {sorted({up, down} & shapes.keys())}, not {list(size)}",
         )
         return {name: known[stored]}
     expect(holds={up, down} <= shapes.keys(), otherwise=f"{name} is not complete")

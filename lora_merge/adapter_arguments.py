@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from .adapter_options import ADAPTER_OPTIONS
+from .addresses import split
 from .errors import UsageError
 from .options import BLOCK_WEIGHTS, OPTIONS
 from .paths import ENDINGS, exists, input_path, split_strength, with_found_ending
@@ -40,12 +41,15 @@ _PART: Final = r"(?!x[0-9])[A-Za-z_][\w.-]*"
 _WITH_PARTS: Final = r"(?P<path>[^=]+?)(?::(?P<strength>[-+]?[0-9.]+))?[:,](?P<parts>[^,:=/]+=.*)"
 
 
+OF_PYTHON: Final = ("base", "output", "search", "workers", "ray_address")
+"""Parameters of Python's functions that are no rows of the tables of options."""
+
 OF_BATCH: Final = ("overwrite", "card")
 """Options of jobs that `lora-merge batch` has too."""
 
 _OPTION: Final = (
     r"(?<![\w-])(?:--(?P<flag>[a-z][a-z-]*)|-o)(?![\w-])"
-    r"(?: (?!(?:or|and|to|is|too|out|that|makes|gives|tells|leaves|where|names|keeps|was)\b)"
+    r"(?: (?!(?:or|and|to|is|too|out|that|makes|gives|writes|leaves|if|names|keeps|was|must|needs|has|shows|instead)\b)"
     r"(?P<value>'[^']*'|\"[^\"]*\"|[^\s,;]*[^\s,;:.]))?"
 )
 """An option in a message, and its value where one follows; -o is the output."""
@@ -56,9 +60,45 @@ def in_jobs_file(text: str) -> str:
 
     Commands (`lora-merge …`, up to a semicolon) stay as they are typed.
     """
+    return _with_options(text, _field)
+
+
+def in_python(text: str) -> str:
+    """Return a message with its options as keywords of Python: `unmatched="skip"` for `--unmatched skip`.
+
+    Commands (`lora-merge …`, up to a semicolon) stay as they are typed.
+    """
+    return _with_options(text, _keyword)
+
+
+def _with_options(text: str, form: Callable[[re.Match[str]], str]) -> str:
     pieces = re.split(r"(lora-merge [^;]*)", text)
-    pieces[::2] = [re.sub(_OPTION, _field, piece) for piece in pieces[::2]]
+    pieces[::2] = [re.sub(_OPTION, form, piece) for piece in pieces[::2]]
     return "".join(pieces)
+
+
+def _keyword(match: re.Match[str]) -> str:
+    name, value = (match["flag"] or "output").replace("-", "_"), match["value"]
+    if name.startswith("no_") and name not in OPTIONS and name[3:] in OPTIONS:
+        return f"{name[3:]}=False" + (f" {value}" if value else "")
+    option = OPTIONS.get(name) or ADAPTER_OPTIONS.get(name)
+    if option is None and name not in OF_PYTHON:
+        return match[0]
+    kind, comma = option.kind if option else "path", "," * match.string.startswith((" --", " -o "), match.end())
+    if value is None or kind == "switch":
+        return (f"{name}=True" if kind == "switch" else name) + (f" {value}" if value else "")
+    plain = value[1:-1] if value[0] in "'\"" else value
+    part, equals, number = plain.rpartition("=")
+    if kind in ("parts", "settings", "entries", "rules") and equals:
+        return f"{name}={{{_literal(part)}: {_literal(number)}}}{comma}"
+    listed = kind in ("texts", "list", "numbers")
+    return f"{name}={f'[{_literal(plain)}]' if listed else _literal(plain)}{comma}"
+
+
+def _literal(text: str) -> str:
+    """Return a value as Python has it: numbers, lists and placeholders such as FILE as they are, and else a text."""
+    plain = text.isupper() or re.fullmatch(r"-?[0-9.]+(,-?[0-9.]+)*|\[.*\]|true|false|…", text)
+    return {"true": "True", "false": "False"}.get(text, text) if plain else json.dumps(text, ensure_ascii=False)
 
 
 def _field(match: re.Match[str]) -> str:
@@ -163,7 +203,7 @@ def _of_tag(tag: Mapping[str, str | None]) -> tuple[str, str, str]:
 
 
 def _named(path: str) -> str:
-    return path if "." in path else f"{path}.safetensors"
+    return path if "." in path or split(path) is not None else f"{path}.safetensors"
 
 
 class Meant(NamedTuple):
@@ -181,6 +221,10 @@ def meant(text: str) -> Meant | None:
     """
     if exists(text) or len(text) > LONGEST:
         return None
+    if address := split(text):
+        strength, _, parts = address[1].removeprefix(":").partition(",")
+        whole = Meant(text.removesuffix(address[1]), strength or "1", _pairs(parts))
+        return whole if address[1] else None
     if tags := of_tags(text):
         path, strength, parts = tags[0]
         return Meant(path, strength, _pairs(parts))

@@ -39,21 +39,23 @@ def merge(
 
     Parameters:
         base: The model: a checkpoint file, whose ending may be left out, or a model folder (diffusers, transformers).
+            As any input it may be an address, such as "hf://owner/name@revision" or "civitai:12345".
         adapters: One adapter or a list of them: a path (file or PEFT folder), a pair `(path, strength)`, or an
             `Adapter` with strengths for parts of the model. Or a table of path → strength. None: the adapter that is
             attached inside the base, or that its folder holds.
         output: The file or folder to write. A file's name that is a str gets `.safetensors` if it lacks an ending; a
             `Path` is taken as it is. None: `<base>+<adapter>.safetensors` in the current folder.
         progress: True for a progress bar (tqdm; a widget in notebooks), or a function that is called with each
-            `lora_merge.Step`: its `stage` (load, merge, flush, prove), and the bytes `done` since the step before. It
-            is called in a thread of its own, one step at a time. If it is slow, steps are added up; if it raises, that
-            is logged once (logger `lora_merge`), and the merge goes on without it. KeyboardInterrupt ends the merge.
+            `lora_merge.Step`: its `stage` (load, fetch, merge, flush, prove), and the bytes `done` since the step
+            before. It is called in a thread of its own, one step at a time. If it is slow, steps are added up; if it
+            raises, that is logged once (logger `lora_merge`), and the merge goes on without it. KeyboardInterrupt ends
+            the merge.
         dtype: "keep" (every tensor keeps the dtype that it has in the base), "fp32", "fp16", "bf16", "fp8_e4m3fn" or
             "fp8_e5m2"; or a torch dtype.
         compute_dtype: "fp32", "fp64", "bf16" or "fp16": the dtype that formulas compute in.
         device: "auto" (the fastest one of this machine), "cpu", "cuda", "cuda:1", "mps", "xpu", or several:
             "cuda:0,cuda:1".
-        strength: One number for each adapter, in order, where `adapters` are paths. Default: 1 for each.
+        strength: One number for each adapter, in order, if `adapters` are paths. Default: 1 for each.
         strengths: Another name for it.
         strength_for: Part of the model → factor that multiplies the strengths: `{"te": 0.5, "IN04-IN08": 0,
             "re:attn2": 0.8}`; parts are components, blocks, or regular expressions over the base's keys.
@@ -68,7 +70,7 @@ def merge(
             "re:" and a regular expression, or a glob, for keys of the base, in addition to the usual ones (norms,
             embeddings, first and last layers, modulation); "none" quantises those too.
         method: "sum" (the rule above); "compose": adapters one after the other, in the order given; or a method that
-            makes one change of all changes of a weight, as for `combine`: "mean", "ties", "dare", "dare_ties", "della",
+            computes one change from all changes, as for `combine`: "mean", "ties", "dare", "dare_ties", "della",
             "della_ties", "breadcrumbs", "breadcrumbs_ties", "prune", "slerp", "karcher", "model_stock", "consensus".
         density: Of ties, dare, della, breadcrumbs and prune: the share of entries that are kept. Default: 1.
         gamma: Of breadcrumbs: the share of the largest entries that are dropped.
@@ -88,8 +90,8 @@ def merge(
         verify: Whether the written file is read again and verified. Default: True.
         title: The title in the metadata of the output, `modelspec.title`. Default: the base's.
         metadata: More entries of the metadata: `{"modelspec.author": "me"}`. They replace the base's of the same name.
-        no_metadata: Leave out the recipe, and all names and hashes of inputs, also those that the base's own metadata
-            has. `verify` and `replay` then have to be told the inputs. Default: False.
+        no_metadata: Leave out the recipe, and all names and hashes of inputs, also the ones in the base's own
+            metadata. `verify` and `replay` then need the inputs. Default: False.
         card: Whether to write a model card: README.md in a folder, NAME.md next to a file. A card that is there keeps
             its text and gets a section. Default: with folders.
 
@@ -107,13 +109,13 @@ def merge(
         >>> report.coverage["style.safetensors"]["matched"]
         264
     """
-    from .engine.admission import admit
+    from .engine.admission import admit, downloaded
     from .engine.merge import run
     from .planning.checkpoint_cache import CheckpointCache
     from .planning.make_plan import make_plan, match, open_inputs
 
     with interruptible(), watched(progress) as watcher:
-        job = make_job(base, adapters, output, **options)
+        job = downloaded(make_job(base, adapters, output, **options), watcher)  # addresses of other machines
         inputs = open_inputs(job, CheckpointCache())
         matched = match(inputs)
         plan = make_plan(matched)
@@ -162,7 +164,7 @@ def unmerge(
 
     Sums were rounded, so every number differs from the one before the merge by about one rounding step; a note of the
     report says by how much. A merge that may have cut numbers (`on_overflow="saturate"`) or was no sum is refused. The
-    base itself, where it is at hand, is exact.
+    base itself, if it is at hand, is exact.
 
     Parameters:
         merged: A file or a folder that adapters were merged into.
@@ -184,10 +186,11 @@ def unmerge(
     """
     from .engine.admission import admit
     from .engine.merge import run
+    from .planning.downloads import downloaded_path
     from .recipes.unmerge import plan_unmerge
 
     with interruptible(), watched(progress) as watcher:
-        path, folders = input_path(merged), [*map(expand, search)]
+        path, folders = downloaded_path(input_path(merged), watcher), [*map(expand, search)]
         return run(admit(plan_unmerge(path, adapters, output, folders, **options)), watcher)
 
 
@@ -232,7 +235,7 @@ def replay(  # noqa: PLR0913  # the options of the command
 
     with interruptible(), watched(progress) as watcher:
         made, folders = input_path(made), [expand(folder) for folder in search]
-        written = again(made, output, folders, device=device, overwrite=overwrite)
+        written = again(made, output, folders, device=device, overwrite=overwrite, progress=watcher)
         if isinstance(written, Plan):
             return run(admit(written), watcher)
         return COMMANDS[written.command].run(written, watcher, None)
@@ -309,7 +312,7 @@ def inspect(  # noqa: PLR0913  # what is looked at, and pages and progress
     path: str | Path, adapter: OneAdapter | None = None, *, weights: bool = False, hashes: bool | None = False,
     pictures: bool = False, progress: bool | Progress = False,
 ) -> Facts:  # fmt: skip
-    """Tell what a file or folder is, or how an adapter fits a base.
+    """Report what a file or folder is, or how an adapter fits a base.
 
     Parameters:
         path: A checkpoint or an adapter.
@@ -348,7 +351,7 @@ def compare(
     a: str | Path, b: str | Path, *, base: str | Path | None = None, pictures: bool = False,
     progress: bool | Progress = False,
 ) -> Facts:  # fmt: skip
-    """Tell where two models differ and by how much, or how alike the changes of two adapters are.
+    """Compare two models, or the changes of two adapters: where they differ and by how much, or how alike they are.
 
     Parameters:
         a: A model or an adapter.

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import inspect
+import os
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import Any, Literal, ParamSpec, TypeVar, Union
+from typing import Any, Final, Literal, ParamSpec, TypeVar, Union
 
+from .adapter_arguments import in_python
 from .errors import MergeError, UsageError, as_merge_error
-from .options import unlike
+from .options import shown
+
+A_PATH: Final = "a path"
+
+A_STATE_DICT: Final = "a state dict"
+
+KINDS: Final = {"str | Path": A_PATH, "Mapping[str, Tensor]": A_STATE_DICT, "Tensor": "a tensor", "str": "a text"}
+"""Annotation of a parameter → what its value must be, in words."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,7 +39,11 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
-        except MergeError:
+        except UsageError as e:
+            wrong = _wrong_call(function, args, kwargs) if e.is_of_type else None
+            raise (wrong or e.reword(in_python)) from e.__cause__
+        except MergeError as e:
+            e.reword(in_python)
             raise
         except CallersFailure as e:
             assert e.__cause__ is not None, "the caller's exception is its cause"
@@ -56,9 +69,24 @@ def _wrong_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         return None
     for parameter, value in bound.arguments.items():
         if parameter in hints and parameter != "options" and not _fits(value, hints[parameter]):
-            annotation = inspect.signature(function).parameters[parameter].annotation
-            return unlike(value, f"{name}: {parameter}", f"a value of the type {annotation}")
+            return _wrong_type(function, parameter, value)
     return None
+
+
+def _wrong_type(function: Callable[..., Any], parameter: str, value: object) -> UsageError:
+    """Return the error for an argument of a wrong type, in the words of its parameter."""
+    annotation = str(inspect.signature(function).parameters[parameter].annotation)
+    kind = KINDS.get(annotation, f"of the type {annotation}")
+    if kind == A_PATH and isinstance(value, Mapping):
+        fix = "for a state dict use merge_state_dict()"
+    elif hasattr(value, "state_dict"):
+        fix = "for a model in memory use merge_into(), or give its state_dict() to merge_state_dict()"
+    elif kind == A_STATE_DICT and isinstance(value, str | os.PathLike):
+        fix = "for a file use merge()"
+    else:
+        fix = f"give {kind}"
+    where = f"lora_merge.{function.__qualname__}: {type(value).__name__} {shown(value)}"
+    return UsageError(f"{parameter} must be {kind}", where, fix)
 
 
 def _fits(value: object, hint: Any) -> bool:

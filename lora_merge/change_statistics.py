@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 from zlib import crc32
 
+from .paths import input_name
 from .survival import ENOUGH, MOST, lost_in_rounding
 from .text import Note
 
@@ -35,6 +36,10 @@ class Groups(NamedTuple):
     """Tensor → (kind of a group, its name), such as ("blocks", "unet IN04")."""
     place: Callable[[str], tuple[int, int]] = lambda _: (0, 0)
     """Name of a group → its place in the model's order."""
+
+    def block(self, tensor: str) -> str:
+        """Return the block of a tensor, or its part of the model if it is in no block."""
+        return [name for _, name in self.of(tensor)][-1]
 
 
 class Share(NamedTuple):
@@ -214,7 +219,7 @@ class Measures:
         for number, (ref, measure) in enumerate(zip(job.adapters, self.of_adapters(len(job.adapters)), strict=True)):
             if number not in proven and measure.loses(ENOUGH) and not measure.cut:
                 wider = "write --dtype fp32"
-                yield lost_in_rounding(measure.all.retained or 0.0, ref.path.name, "the output's dtype", wider,
+                yield lost_in_rounding(measure.all.retained or 0.0, input_name(ref.path), "the output's dtype", wider,
                                        f"{wider}, or round with --rounding stochastic")  # fmt: skip
 
     @property
@@ -242,7 +247,9 @@ class Measures:
             "unlisted": len(tensors) - len(listed),
             **{kind: {name: total(rows[name]).to_dict(adapters) for name in sorted(rows, key=groups.place)}
                for kind, rows in kinds.items()},
-            "tensors": {name: measure.to_dict(adapters) for name, measure in listed.items()},
+            "tensors": {
+                name: {"block": groups.block(name), **measure.to_dict(adapters)} for name, measure in listed.items()
+            },
         }  # fmt: skip
 
 

@@ -6,9 +6,12 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from .text import Lines, html_table, shown
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 LONGEST: Final = 2000
 """Characters of a line of a message; names and values from untrusted files may be as long as the file."""
@@ -31,6 +34,9 @@ class MergeError(Exception):
     """
 
     exit_code = 1
+
+    suggestion: tuple[str, ...] = ()
+    """A word of the request and the words in its place; the command line then prints the user's own line with these."""
 
     def __init__(self, what: str, where: str, fix: str) -> None:
         what, where, fix = _cut(what), _cut(where), _cut(fix)
@@ -59,6 +65,19 @@ class MergeError(Exception):
         self.args = (self.what, self.where, self.fix)
         return self
 
+    def instead(self, word: str, *right: str) -> Self:
+        """Return the error itself with a suggestion.
+
+        Parameters:
+            word: A word of the request, such as a misspelt path or value.
+            right: The words in its place; `word` itself stays as the user wrote it.
+
+        Returns:
+            The error itself.
+        """
+        self.suggestion = (word, *right)
+        return self
+
     def _repr_html_(self) -> str:
         rows = [("what", self.what), ("where", self.where), ("fix", self.fix)]
         return html_table(type(self).__name__, rows)
@@ -83,6 +102,14 @@ class UsageError(MergeError):
     """The request itself is wrong: contradicting options, an output that is an input."""
 
     exit_code = 2
+
+    is_of_type = False
+    """Whether a value has a wrong type."""
+
+    def of_type(self) -> Self:
+        """Return the error itself, as one about the type of a value."""
+        self.is_of_type = True
+        return self
 
 
 class PartWithoutEffect(UsageError):
@@ -143,6 +170,17 @@ def misfit(where: str, why: Exception) -> ShapeMismatch:
 def beyond_fp64(name: str, how: str = "large") -> TooLarge:
     """Return the error for a layer whose change is too large, or too small, for the squares of its numbers in fp64."""
     return TooLarge(f"the change of a layer is too {how} to be computed", name, "leave this layer out")
+
+
+def beyond_dtype(where: str) -> TooLarge:
+    """Return the error for a number of a written adapter that its dtype does not hold."""
+    return TooLarge("a number is too large for the dtype of the output", where, "write --dtype fp32 or bf16")
+
+
+def not_finite(where: str) -> InputError:
+    """Return the error for a tensor of an adapter with a number that is not finite."""
+    return InputError("the adapter contains NaN or infinite values", where,
+                      "the training diverged; use an earlier checkpoint of the adapter")  # fmt: skip
 
 
 class AmbiguousName(FitError):

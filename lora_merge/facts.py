@@ -39,7 +39,11 @@ class Fact(NamedTuple):
 
     def __str__(self) -> str:
         """Return the row as a line of text."""
-        return f"{self.name:<13} {self.value}" if self.name else f"  {self.value}  {self.right}".rstrip()
+        return self.wide(13)
+
+    def wide(self, width: int) -> str:
+        """Return the row as a line of text, with so many columns for the names of rows."""
+        return (f"{self.name:<{width}} {self.value}" if self.name else f"  {self.value}  {self.right}").rstrip()
 
 
 def line(name: str, value: object) -> Fact:
@@ -54,6 +58,21 @@ def table(rows: Iterable[tuple[str, str]]) -> Iterator[Fact]:
     yield from (Fact("", a.ljust(wide), b) for a, b in cells[:TABLE])
     if len(cells) > TABLE:
         yield Fact("", f"… and {len(cells) - TABLE} more (--json has all)")
+
+
+def section(title: str, rows: Iterable[Fact]) -> Iterator[Fact]:
+    """Yield rows below an empty line and a heading, if there are any."""
+    if lines := list(rows):
+        yield Fact("", "")
+        yield Fact(title.upper(), "")
+        yield from lines
+
+
+def aligned(rows: Iterable[Fact]) -> Iterator[str]:
+    """Yield rows as lines of text; values begin in the column behind the longest name."""
+    every = list(rows)
+    width = max((len(row.name) for row in every), default=0)
+    return (row.wide(max(width, 13)) for row in every)
 
 
 def by_block(rows: Iterable[tuple[str, str]]) -> Iterator[Fact]:
@@ -151,7 +170,7 @@ class Facts(Mapping[str, Any]):
     @property
     def text(self) -> Lines:
         """The text that the command line prints."""
-        return Lines.of(map(str, self._rows(self._values)))
+        return Lines.of(aligned(self._rows(self._values)))
 
     def to_json(self) -> str:
         """Return everything as one JSON object.

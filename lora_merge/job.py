@@ -34,7 +34,18 @@ from .options import (
     text,
     unlike,
 )
-from .paths import absolute, expand, input_path, is_file, is_folder, is_split, names_folder, of_index, output_file
+from .paths import (
+    absolute,
+    expand,
+    input_name,
+    input_path,
+    is_file,
+    is_folder,
+    is_split,
+    names_folder,
+    of_index,
+    output_file,
+)
 from .safe_regex import Refused, Steps
 from .text import Shown, plural
 
@@ -44,9 +55,12 @@ BLOCKS: Final = re.compile(rf"{_RANGE}(?:\+{_RANGE})*")
 """Names of blocks: `IN04`, a range `IN04-IN08` or `IN04-08`, a stack `IN`, several with +. Matching compares them with
 the base."""
 
-PART: Final = re.compile(r"[A-Za-z_*?][\w.*?]*(?:-[0-9]{1,6})?", re.ASCII)
-"""A component (`te`), the path of a stack or of layers (`mid_block`, `double_blocks.0-9`), or a name with * and ?.
-Matching looks it up."""
+_NETWORK: Final = r"[A-Za-z_]\w* "
+PART: Final = re.compile(
+    rf"[A-Za-z_*?][\w.*?]*(?:-[0-9]{{1,6}})?|{_NETWORK}(?:{BLOCKS.pattern}|[A-Za-z_][\w.]*(?:-[0-9]{{1,6}})?)", re.ASCII
+)
+"""A component (`te`), the path of a stack or of layers (`mid_block`, `double_blocks.0-9`), a block or a path in a
+component (`unet IN04`), or a name with * and ?. Matching looks it up."""
 
 MOST_ADAPTERS: Final = 1000
 """Limit of one merge; each adapter is matched with the whole base."""
@@ -253,7 +267,7 @@ def _title(path: Path) -> str:
     folder = of_index(path)
     if is_split(path):
         return path.stem[: -len("-00001-of-00002")]
-    return folder.name if is_folder(folder) else path.stem
+    return input_name(folder) if is_folder(folder) else path.stem
 
 
 def _ending(base: Path) -> str:
@@ -288,6 +302,9 @@ def summands(adapters: Sequence[Any]) -> Iterator[Any]:
 
 def _with_strengths(adapters: Sequence[Any], strengths: Sequence[float]) -> list[Any]:
     """Return pairs of adapter and strength; UsageError unless there is one strength for each adapter."""
+    if is_finite(strengths):
+        each = ", ".join(f"{strengths:g}" for _ in adapters)
+        raise unlike(strengths, "--strength", "a list of numbers, one per adapter", f"write strength=[{each}]")
     strengths = a_list(strengths, "--strength", "a list of numbers, one per adapter")
     if any(isinstance(a, tuple | Adapter) for a in adapters):
         raise UsageError("strengths are given twice", "--strength and the adapters' own", "use one of the two")

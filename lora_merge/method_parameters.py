@@ -35,7 +35,7 @@ NAMES: Final = tuple(f.name for f in fields(MethodParameters))
 RANGES: Final = {
     "density": "use a number above 0, at most 1",
     "gamma": "use a number from 0 to less than 1 − density",
-    "epsilon": "density − epsilon and density + epsilon must lie between 0 and 1",
+    "epsilon": "density − epsilon and density + epsilon must be between 0 and 1",
     "t": "use a number, usually from 0 to 1",
     "agree": "use a whole number from 1 to the number of adapters",
     "elect": f"use {' or '.join(ELECTIONS)}",

@@ -50,6 +50,9 @@ MethodName: TypeAlias = Literal[
 ]  # fmt: skip
 
 
+OF_FUNCTIONS: Final = ("base", "adapters", "output", "progress", "strengths")
+"""Parameters of Python's functions that are no options of the command line."""
+
 STRENGTHS: Final = "strengths"
 """Another name for the option `strength` in Python, where it is a list."""
 
@@ -104,67 +107,80 @@ _COMPUTE: Final = tuple(COMPUTE_DTYPES)
 OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
     row.name: row
     for row in (
-        Option("dtype", "dtype", "keep", "Numbers in the output; keep: each tensor as in the base.", "always",
+        Option("dtype", "dtype", "keep", "Write tensors in this dtype or format; keep: as in the base.", "always",
                _DTYPES),
-        Option("compute_dtype", "dtype", "fp32", "Numbers that formulas compute with.", "always", _COMPUTE,
+        Option("compute_dtype", "dtype", "fp32", "Compute formulas in this dtype.", "always", _COMPUTE,
                together=True, in_verify=True, group="Computation"),
-        Option("device", "device", "auto", f"{DEVICES}; or cuda:0,cuda:1.", "never", together=True, metavar="DEVICE",
+        Option("device", "device", "auto", f"Compute on {DEVICES}; several: cuda:0,cuda:1.", "never", together=True,
+               metavar="DEVICE",
                group="Computation"),
-        Option("strength", "numbers", None, "One per adapter, in order.", "adapters", in_batch=False, short="-s",
+        Option("strength", "numbers", None, "Multiply the adapters: one value for each, in order.", "adapters",
+               in_batch=False, short="-s",
                metavar="FLOAT", group="Strength"),
-        Option("strength_for", "parts", (), "unet, te, te1 …, blocks (IN04-IN08), lbw=LIST, re:REGEX; multiplies.",
+        Option("strength_for", "parts", (), "Multiply parts: te=0.5, IN04-IN08=0, lbw=LIST, re:REGEX=0.8 …",
                "adapters", in_verify=True, metavar="PART=FLOAT", group="Strength"),
-        Option("unmatched", "word", "error", "What has no place in the base: error, or skip it.", "always",
+        Option("unmatched", "word", "error", "Stop if adapter modules match nothing in the base (error), or leave "
+               "them out (skip).", "always",
                get_args(Unmatched), in_verify=True, group="Input"),
         Option("on_overflow", "word", "error",
-               "Numbers too large for the output's dtype: error, or saturate: cut them to its largest.", "given",
+               "Stop at values too large for the output's dtype (error), or cut them to its largest (saturate).",
+               "given",
                get_args(OnOverflow), together=True, in_verify=True),
         Option("rounding", "word", "nearest",
-               "Of merged weights; stochastic keeps changes that are smaller than a step, on average.", "given",
+               "Round merged weights; stochastic keeps changes smaller than a step, on average.", "given",
                get_args(Rounding), together=True, in_verify=True),
-        Option("seed", "whole", 0, "Of stochastic rounding, dare and della: another number, other draws.", "given",
+        Option("seed", "whole", 0, "Seed the random draws of stochastic rounding, dare and della.", "given",
                together=True, in_verify=True, metavar="INT"),
         Option("keep_precision", "texts", (),
-               "Parts, re:REGEX or globs of base keys: not quantised; none: not even norms …", "given",
+               "Leave weights unquantised: parts, re:REGEX or globs of base keys; none: quantise norms … too.", "given",
                metavar="PATTERN"),
-        Option("method", "word", SUM, "How adapters meet: sum, compose (one after the other), ties, dare …", "given",
+        Option("method", "word", SUM, "Combine several adapters by this method.", "given",
                tuple(METHODS), in_verify=True, group="Method"),
-        Option("density", "number", None, "Share of entries that ties, dare, della … keep.", "given", in_verify=True,
+        Option("density", "number", None, "Keep this share of the entries (ties, dare, della …).", "given",
+               in_verify=True,
                metavar="X", group="Method"),
-        Option("gamma", "number", None, "Share of the largest entries that breadcrumbs drop.", "given", in_verify=True,
+        Option("gamma", "number", None, "Drop this share of the largest entries (breadcrumbs).", "given",
+               in_verify=True,
                metavar="X", group="Method"),
-        Option("epsilon", "number", None, "Half the range of della's densities.", "given", in_verify=True, metavar="X",
+        Option("epsilon", "number", None, "Vary the density by at most this much (della).", "given", in_verify=True,
+               metavar="X",
                group="Method"),
-        Option("t", "number", None, "Place on the arc of slerp: 0 is the first adapter.", "given", in_verify=True,
+        Option("t", "number", None, "Interpolate (slerp): 0 is the first adapter, 1 the second.", "given",
+               in_verify=True,
                metavar="X", group="Method"),
-        Option("elect", "word", ELECTIONS[0], "What decides a sign.", "given", ELECTIONS, in_verify=True,
+        Option("elect", "word", ELECTIONS[0], "Decide each sign by the sum of changes, or by their count (ties).",
+               "given", ELECTIONS, in_verify=True,
                group="Method"),
-        Option("normalise", "word", DIVISORS[0], "What elected entries are divided by.", "given", DIVISORS,
+        Option("normalise", "word", DIVISORS[0], "Divide elected entries by their count, by Σ|strength| (weight), or "
+               "not (ties).", "given", DIVISORS,
                in_verify=True, group="Method"),
-        Option("agree", "whole", None, "How many adapters consensus needs; by default all that change the weight.",
+        Option("agree", "whole", None, "Require one sign in this many adapters (consensus). [default: all]",
                "given", in_verify=True, metavar="INT", group="Method"),
-        Option("scale", "number", 1.0, "Multiplies the result; sum and compose of a merge have none.", "given",
+        Option("scale", "number", 1.0, "Scale the combined change (not for sum and compose).", "given",
                in_verify=True, metavar="X", group="Method"),
-        Option("setting", "settings", (), "What a file does not tell, e.g. lora_alpha=16 (litgpt, torchtune).", "given",
+        Option("setting", "settings", (), "Supply a value that the file lacks, e.g. lora_alpha=16.", "given",
                in_verify=True, metavar="NAME=VALUE", group="Input"),
-        Option("map", "path", None, "Name table (YAML) for a model that is not known.", "given", in_verify=True,
+        Option("map", "path", None, "Read the names of an unknown model from this table (YAML).", "given",
+               in_verify=True,
                metavar="FILE", group="Input"),
-        Option("tokenizer", "folder", None, "adapter, base or a folder: whose tokenizer and chat template to take; "
-               "by default the adapter's if the embeddings grew to its size, else the base's.", "given",
+        Option("tokenizer", "folder", None, "Take tokenizer and chat template from adapter, base or a folder. "
+               "[default: adapter if the embeddings grew to its size, else base]", "given",
                metavar="WHOSE"),
         Option("overwrite", "switch", default=False, help="Replace the output if it exists.", recorded="never"),
-        Option("max_memory", "size", "1GiB", "Bound on weights in flight, e.g. 512MiB.", "never", together=True,
+        Option("max_memory", "size", "1GiB", "Limit the memory of weights in flight, e.g. 512MiB.", "never",
+               together=True,
                metavar="SIZE", group="Computation"),
-        Option("max_vram", "size", None, "Bound on a device's memory in use, e.g. 4GiB.", "never", together=True,
+        Option("max_vram", "size", None, "Limit the device memory in use, e.g. 4GiB.", "never", together=True,
                metavar="SIZE", group="Computation"),
-        Option("verify", "switch", default=True, help="Prove the written file.", recorded="never", group="Report"),
-        Option("title", "text", None, "Title in the output's metadata: modelspec.title.", "given", in_verify=True,
+        Option("verify", "switch", default=True, help="Verify the written file.", recorded="never", group="Report"),
+        Option("title", "text", None, "Set the title in the output's metadata (modelspec.title).", "given",
+               in_verify=True,
                metavar="TEXT"),
-        Option("metadata", "entries", (), "One more entry of the output's metadata.", "given", in_verify=True,
+        Option("metadata", "entries", (), "Add an entry to the output's metadata.", "given", in_verify=True,
                metavar="KEY=VALUE"),
         Option("no_metadata", "switch", default=False, recorded="given",
-               help="Write no recipe, no names and no hashes: verify then needs --base and --adapter."),
-        Option("card", "switch", None, "Write a model card; by default with folders.", "never"),
+               help="Leave out recipe, names and hashes: verify then needs --base and --adapter."),
+        Option("card", "switch", None, "Write a model card. [default: with folders]", "never"),
     )
 })  # fmt: skip
 """Name → option, in the order of recipes."""
@@ -253,8 +269,10 @@ def text(value: Any, where: str) -> str:
 
 
 def unlike(value: Any, where: str, kind: str, fix: str = "") -> UsageError:
-    """Return the error for a value of a wrong type."""
-    return UsageError(f"{type(value).__name__} {shown(value)!r} is given for {kind}", where, fix or f"give {kind}")
+    """Return the error for a value of a wrong type. `where`: the option or the parameter."""
+    text = repr(shown(value)) if isinstance(value, str) else shown(value)
+    what = f"{where} must be {kind}, not {type(value).__name__} {text}"
+    return UsageError(what, where, fix or f"give {kind}").of_type()
 
 
 def a_list(value: Any, where: str, expected: str) -> list[Any]:
@@ -302,9 +320,9 @@ def _known(name: str) -> None:
         fix = "leave it out: the API prints nothing, `plan` writes nothing, and the report of `merge` has to_json()"
         raise UsageError(f"only the command line has the option {name!r}", flag, fix)
     if name not in OPTIONS:
-        near = [MEANT[name]] if name in MEANT else get_close_matches(name, OPTIONS, 1)
+        near = [MEANT[name]] if name in MEANT else get_close_matches(name, (*OPTIONS, *OF_FUNCTIONS), 1)
         fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(OPTIONS)}"
-        raise UsageError(f"there is no option {name!r}", flag, fix)
+        raise UsageError(f"there is no option {name!r}", name, fix)
 
 
 def _value(option: Option, value: Any) -> Any:
@@ -327,7 +345,8 @@ def _value(option: Option, value: Any) -> Any:
             return name
         near = get_close_matches(name, option.words, 1, 0.7)
         fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(option.words)}"
-        raise UsageError(f"{shown(value)!r} is not a value of {option.flag}", option.flag, fix)
+        error = UsageError(f"{shown(value)!r} is not a value of {option.flag}", option.flag, fix)
+        raise error.instead(str(value), *near)
     return value
 
 
@@ -342,6 +361,14 @@ SAME_DTYPE: Final = {
     "e4m3": "fp8_e4m3fn", "e4m3fn": "fp8_e4m3fn", "e5m2": "fp8_e5m2",
 }  # fmt: skip
 """Name of a dtype in other programs → its name here."""
+
+
+QUANTISED: Final = {
+    **dict.fromkeys(("int4", "4bit", "w4", "bnb4"), ("nf4", "q4_0", "q4_k")),
+    **dict.fromkeys(("fp4", "mxfp4"), ("nvfp4", "nf4")),
+    **dict.fromkeys(("8bit", "w8", "bnb8"), ("int8", "q8_0")), "gguf": ("q8_0", "q4_k"),
+}  # fmt: skip
+"""Name of a quantised dtype in other programs, where it may mean several formats → these formats."""
 
 
 def spelled(option: Option, value: str) -> str:
@@ -364,7 +391,9 @@ def dtype_name(value: object, option: Option) -> str:
     name = spelled(option, str(value))
     if name not in option.words:
         near = [word for word in option.words if name and word.startswith(name)]  # fp8
+        near = near or [word for word in QUANTISED.get(name, ()) if word in option.words]
         near = near or get_close_matches(name, alike(name, option.words), 1, 0.7)
         fix = f"use {near[0]}" if len(near) == 1 else f"use one of {', '.join(near or option.words)}"
-        raise UsageError(f"{value!r} is not a value of {option.flag}", option.flag, fix)
+        error = UsageError(f"{value!r} is not a value of {option.flag}", option.flag, fix)
+        raise error.instead(str(value), *(near if len(near) == 1 else ()))
     return name

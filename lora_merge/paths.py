@@ -9,6 +9,7 @@ from pathlib import Path, PureWindowsPath
 from typing import Final
 from urllib.parse import unquote
 
+from .addresses import located
 from .errors import UsageError
 from .options import number, unlike
 
@@ -30,24 +31,6 @@ WEIGHTS: Final = frozenset(
 
 _SPLIT: Final = r"(?i).+-\d{5}-of-(?P<parts>\d{5})\.gguf"
 """Source: llama.cpp, llama_split_path; any program that reads one part reads the others."""
-
-_HUB: Final = r"[\w-][\w.-]{0,95}/(?!.*\.(?:safetensors|ckpt|pt|pth|bin|gguf|json)$)[\w.-]{1,96}"
-_ADDRESS: Final = r"(?i)(?:https?|hf|s3|civitai):.*|civitai"
-
-_SITES: Final = (
-    (r"https?://civitai\.com/models/.*[?&]modelVersionId=([0-9]+).*", "curl -L -O -J {}/{}"),
-    (r"https?://civitai\.com/models/.*", "open the page in a browser"),
-    (r"civitai:/*(?:models/)?([0-9]+).*", "curl -L -O -J {}/{}"),
-    (r"(s3://.+)", "aws s3 cp {} ."),
-    (
-        r"https?://(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)/(?:resolve|blob|raw)/[^/]+/([^?#\s]+).*",
-        "hf download {} {}",
-    ),
-    (r"https?://(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+).*", "hf download {}"),
-    (r"hf:/+(?:models/)?([\w.-]+/[\w.-]+)/([^@\s]+)", "hf download {} {}"),
-    (r"hf:/+(?:models/)?([\w.-]+/[\w.-]+).*", "hf download {}"),
-)
-"""Pattern of an address → the command that downloads it."""
 
 
 def split_strength(text: str) -> tuple[str, float | None]:
@@ -114,12 +97,10 @@ def real_path(path: Path) -> Path:
 
 
 def input_path(path: str | Path) -> Path:
-    """Return the path of an input as `expand` does, with the ending of the file that is there if it lacks one.
-
-    Raises UsageError for an address: a path would hold one slash where it has two.
-    """
-    if isinstance(path, str):
-        check_input(path)
+    """Return the path of an input as `expand` does, with the ending of the file that is there if it lacks one; for an
+    address the path of what it leads to."""
+    if isinstance(path, str) and (place := located(path)) is not None:
+        return place
     expanded = expand(path)
     text = str(expanded)
     whole = with_found_ending(text)
@@ -131,39 +112,11 @@ def with_found_ending(path: str) -> str:
     return next((f"{path}{ending}" for ending in ("", *ENDINGS) if exists(f"{path}{ending}")), path)
 
 
-def is_address(text: str) -> bool:
-    """Return whether a text is an address of another machine, and not the path of a file here."""
-    return re.match(_ADDRESS, text) is not None and not exists(text)
-
-
-def no_address(path: str) -> str:
-    """Return the path; UsageError for an address of another machine."""
-    if is_address(path):
-        raise UsageError("an address, and not a file", path[:200], f"download it first: {_download(path)}")
-    return path
-
-
-def check_input(path: str) -> None:
-    """Raise UsageError for an address, and for what may be the name of a model on the Hub."""
-    no_address(path)
-    if re.fullmatch(_HUB, path) and not exists(path) and not exists(path.partition("/")[0]):
-        fix = (
-            f"if it is a name on the Hub, download it first: hf download {path} --local-dir {path}; else check the path"
-        )
-        raise UsageError("neither a file nor a folder", path[:200], fix)
-
-
-def _download(address: str) -> str:
-    """Return how to download a file from its address."""
-    for pattern, command in _SITES:
-        if match := re.fullmatch(pattern, address, re.IGNORECASE):
-            groups = [typed([group]) for group in match.groups()]
-            return command.format(
-                *(("https://civitai.com/api/download/models", *groups) if "curl" in command else groups)
-            )
-    if address.lower().startswith("http"):
-        return f"curl -L -O -J {typed([address[:200]])}"
-    return "in a browser; from the Hub: hf download OWNER/NAME"
+def input_name(path: Path) -> str:
+    """Return the name of an input for people: of a commit in the cache of the hub that of its repository."""
+    if path.parent.name == "snapshots" and path.parents[1].name.startswith("models--"):
+        return path.parents[1].name.rpartition("--")[2]
+    return path.name
 
 
 def is_index(path: Path) -> bool:

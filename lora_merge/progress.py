@@ -17,8 +17,9 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar
 from .options import unlike
 from .text import html_table, one_line
 
-Stage: TypeAlias = Literal["load", "merge", "make", "flush", "prove", "look"]
-"""`load`: inputs are opened and torch is imported. `merge`: bytes are merged and written. `make`: the layers of an
+Stage: TypeAlias = Literal["load", "fetch", "merge", "make", "flush", "prove", "look"]
+"""`load`: inputs are opened and torch is imported. `fetch`: inputs are downloaded. `merge`: bytes are merged and
+written. `make`: the layers of an
 adapter are computed. `flush`: the disk takes the last of them. `prove`: the written file is read again. `look`: files
 are measured or compared."""
 
@@ -91,10 +92,10 @@ class Step(NamedTuple):
     """Work that was just done, or, with `done` 0, a stage that begins.
 
     Attributes:
-        stage: "load", "merge", "make", "flush", "prove" or "look".
-        output: The output that it belongs to.
-        done: Since the step before: bytes merged and written (merge), or of the weights that were looked at (make,
-            prove, look).
+        stage: "load", "fetch", "merge", "make", "flush", "prove" or "look".
+        output: The output that it belongs to; of a download the address.
+        done: Since the step before: bytes downloaded (fetch), merged and written (merge), or of the weights that were
+            looked at (make, prove, look).
         total: Of the stage, in the same unit; 0: not known.
         limit: What the merge spends most time on: start (torch), read, hash, fold or write.
 
@@ -276,9 +277,9 @@ class Bar:
     def __call__(self, step: Step) -> None:
         """Take a step."""
         if step.stage != self._stage:
-            self._stage = step.stage
+            before, self._stage = self._stage, step.stage
             self._bar.set_description(step.stage)
-            if step.stage == "prove":
+            if step.stage == "prove" or before == "fetch":
                 self._bar.reset(step.total or None)
         if step.total and step.total != self._bar.total:
             self._bar.total = step.total

@@ -23,6 +23,12 @@ NOT_VERIFIED: Final = Fact("verified", "not at all (--no-verify)", style="yellow
 """The row of an output without a proof."""
 
 
+def without_tensors(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a report or a proof without those of every tensor in `numbers`: 300 bytes for each."""
+    numbers = {name: value for name, value in report.get("numbers", {}).items() if name != "tensors"}
+    return {**report, "numbers": numbers} if "numbers" in report else {**report}
+
+
 @dataclass(frozen=True, repr=False)
 class Report(Shown):
     """The outcome of one merge; `--json` prints `to_json()`.
@@ -49,7 +55,7 @@ class Report(Shown):
         notes: Remarks about the merge, such as a device that was not used; those about an adapter are in `coverage`.
         device_choice: Why `device="auto"` took the device.
         numbers: What the merge did to the weights, by component, block, adapter and tensor.
-        codes: Quantised weights by format, those that were encoded, and plain matrices.
+        codes: Quantised weights by format, how many were encoded, and plain matrices.
         survival: Of each adapter in order: adapter, share, the share of its change that survives, None if that is not
             known, and grade, how it is judged.
         schema: The format of `to_json()`; `lora-merge schema report` describes it.
@@ -91,13 +97,16 @@ class Report(Shown):
     def _facts(self) -> Iterator[Fact]:
         return merge_rows(vars(self))
 
-    def to_json(self) -> str:
+    def to_json(self, *, tensors: bool = True) -> str:
         """Return the report as one JSON object.
+
+        Parameters:
+            tensors: Whether `numbers` has the values of every tensor, as with `--json-tensors`.
 
         Returns:
             A line of JSON, as `lora-merge --json` prints it.
         """
-        return json_text(vars(self))
+        return json_text(vars(self) if tensors else without_tensors(vars(self)))
 
     @property
     def matched(self) -> int:

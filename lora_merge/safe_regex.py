@@ -208,7 +208,7 @@ class _Walk:
             elif op in STEP:
                 places = STEP[op](self, value, places, flags)
             else:
-                raise Refused(f"not run, as it has {op.lower().replace('_', ' ')} beside loops")
+                raise Refused(f"not run, as it has {op.lower().replace('_', ' ')} and loops")
         return places
 
     def _where(self, op: str, value: Any, flags: int) -> int:

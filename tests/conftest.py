@@ -81,8 +81,9 @@ def _numbers() -> Iterator[int]:
 
 @pytest.fixture(autouse=True)
 def _nothing_remembered(_caches: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test finds or leaves anything in the user's cache, or finds what another has left."""
+    """No test finds or leaves anything in the user's cache, or finds what another has left, or asks another machine."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(next(_caches)))
+    monkeypatch.setenv("LORA_MERGE_OFFLINE", "1")
 
 
 CPU_ONLY = {"CUDA_VISIBLE_DEVICES": ""}

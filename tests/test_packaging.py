@@ -27,7 +27,12 @@ def test_every_library_that_is_imported_is_declared() -> None:
     """Also those that other libraries would bring."""
     names = {"yaml": "PyYAML"}
     extras = PROJECT["project"]["optional-dependencies"]
-    declared = " ".join([*PROJECT["project"]["dependencies"], *extras["plots"], *extras["ray"], *extras["ui"]])
+    declared = " ".join(
+        [
+            *PROJECT["project"]["dependencies"],
+            *(d for name in ("plots", "ray", "hub", "cloud", "ui") for d in extras[name]),
+        ]
+    )
     for library in LIBRARIES:
         assert re.search(rf"\b{names.get(library, library)}\b", declared), library
 

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = "https://github.com/lora-merge/lora-merge/blob/main/"
+OF_SITE = "configs/site/pages/"
 FOLDERS = ("lora_merge", "algorithms", "configs", "tests/bench")
 
 API = """# Python
@@ -99,10 +100,13 @@ def page(source: str) -> str:
             return found[0]
         inner = os.path.normpath(PurePosixPath(source).parent / target).replace(os.sep, "/")
         inner = re.sub(r"^lora_merge/algorithms\b", "algorithms", inner)
+        if inner.startswith(OF_SITE):
+            places[inner] = inner.removeprefix(OF_SITE)
         inner = inner if inner in places else f"{inner}/README.md" if f"{inner}/README.md" in places else inner
         there = os.path.relpath(places[inner], here).replace(os.sep, "/") if inner in places else SOURCE + inner
         return f"]({there}{'#' + anchor if anchor else ''})"
 
+    text = re.sub(r"^\[!\[.*\n", "", text, flags=re.MULTILINE)  # badges are pictures of other servers
     return re.sub(r"\]\(([^)]+)\)", link, text)
 
 

@@ -49,6 +49,8 @@ RANK_SLOTS: Final = ("down", "w1_b", "w2_b", "a2", "q")
 """Slots whose stored axis 0 is the rank, the first that a module has."""
 
 
+MODEL: Final = "a model: "
+
 NO_ADAPTER: Final = "name a LoRA or another adapter in its place"
 
 OF_MODELS: Final = (
@@ -156,7 +158,9 @@ def group(index: Index) -> AdapterFile:
     """Return the adapter's tensors, grouped into modules; InputError if the file is not an adapter."""
     scaled = next((f"{name} is {p.encoding.title}" for name, p in index.packed.items() if p.names), "")
     if how := index.quantised.how if index.quantised.parts else scaled:
-        raise InputError("an adapter of codes and scales", f"{index.path}: {how}", "export the adapter in fp32 or bf16")
+        raise _model_in_its_place(index) or InputError(
+            "an adapter of codes and scales", f"{index.path}: {how}", "export the adapter in fp32 or bf16"
+        )
     index = _with_numbers(index)
     # Each tensor goes to the group of its module and parameter, by the ending of its key.
     groups: dict[tuple[str, str], _Group] = {}
@@ -168,8 +172,10 @@ def group(index: Index) -> AdapterFile:
             ignored[key] = next(why for prefix, why in IGNORED.items() if key.startswith(prefix))
             continue
         if info.dtype not in READABLE or (info.dtype == "BOOL" and info.shape):  # a single truth value is a switch
-            raise InputError(f"an adapter tensor of {spoken(info.dtype)} numbers", f"{info.file}: {key}",
-                             "export the adapter in fp32 or bf16")  # fmt: skip
+            raise _model_in_its_place(index) or InputError(
+                f"an adapter tensor of {spoken(info.dtype)} values", f"{info.file}: {key}",
+                "export the adapter in fp32 or bf16",
+            )  # fmt: skip
         name_and_row = split(key)
         if name_and_row is None:
             strange.append(info)
@@ -209,15 +215,31 @@ def _with_numbers(index: Index) -> Index:
 
 def _check_pairs(index: Index, strange: Iterable[StoredTensor]) -> None:
     """Raise InputError for a file without known endings, unless it may hold pairs of factors of unknown spellings."""
-    known, other = names(index).architecture, foreign(index.tensors)
-    what = other or (f"a model: {known}" if known != UNKNOWN else "")
+    what = _kind(index)
     if what or not any(True for _ in two_of_a_kind(strange)):
-        fix = instead(other) if other else OF_MODELS.format(typed([str(index.path)])) if what else NO_ADAPTER
-        raise InputError(
-            "this file holds no adapter tensors" + (f", it is {what}" if what else ""),
-            f"{index.path}: {plural(len(index.tensors), 'tensor')}, the first is {next(iter(index.tensors), 'none')!r}",
-            fix,
-        )
+        raise _no_adapter(index, what)
+
+
+def _model_in_its_place(index: Index) -> InputError | None:
+    """Return the error for a model in the place of an adapter; None for what may be an adapter."""
+    what = "" if looks_like_adapter(index) else _kind(index)
+    return _no_adapter(index, what) if what else None
+
+
+def _kind(index: Index) -> str:
+    """Return what a file without adapter tensors is; "" if its keys do not show it."""
+    known = names(index).architecture
+    return foreign(index.tensors) or (f"{MODEL}{known}" if known != UNKNOWN else "")
+
+
+def _no_adapter(index: Index, what: str) -> InputError:
+    what = what or (f"{MODEL}{index.gguf.architecture}, as GGUF" if index.gguf and index.gguf.architecture else "")
+    of_model = OF_MODELS.format(typed([str(index.path)])) if what.startswith(MODEL) else ""
+    return InputError(
+        "this file contains no adapter tensors" + (f", it is {what}" if what else ""),
+        f"{index.path}: {plural(len(index.tensors), 'tensor')}, the first is {next(iter(index.tensors), 'none')!r}",
+        of_model or (instead(what) if what else NO_ADAPTER),
+    )
 
 
 def two_of_a_kind(strange: Iterable[StoredTensor]) -> Iterator[tuple[StoredTensor, StoredTensor]]:

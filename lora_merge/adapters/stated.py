@@ -38,7 +38,7 @@ class Meaning(Enum):
     RANK = "compared with the rank of the tensors"
     DORA = "compared with the tensors, which must have a magnitude"
     INFORMATIVE = "not needed: the tensors show it, or hold its effect already"
-    UNKNOWN = "refused where it could change the merged weights"
+    UNKNOWN = "refused if it could change the merged weights"
 
 
 ENTRIES: Final[Mapping[str, Meaning]] = {
@@ -301,7 +301,7 @@ def _read(tables: Sequence[EntryTable], file_ranks: tuple[int, ...]) -> Statemen
             elif meaning is Meaning.RANK and (not scales or not is_finite(value)):
                 continue  # of another thing than the adapter
             elif meaning is Meaning.UNKNOWN and _words(key).isdisjoint(FACTORS):
-                what = "an entry next to the adapter's tensors may stand for a formula that is not known"
+                what = "an entry next to the adapter's tensors may mean a formula that is not known"
                 variant = variant or InputError(what, f"{place} = {shown(value)}", REMOVE)
             elif meaning is Meaning.UNKNOWN or not is_finite(value) or not (table.describes and table.certain):
                 harmless = meaning is Meaning.UNKNOWN and value == 1  # a scale of 1 is that of no scale

@@ -44,7 +44,7 @@ def input_dialect(file: AdapterFile) -> Dialect:
     if kind == "LORA" or (isinstance(kind, str) and kind.lower() in PRODUCTS):
         return DIALECTS["peft"]
     if kind is not None:
-        raise FitError(f"a folder of PEFT's {shown(kind)} is kept as it is, with its configuration", str(file.path),
+        raise FitError(f"a PEFT folder of {shown(kind)} is kept as it is, with its configuration", str(file.path),
                        "name another dialect with --to")  # fmt: skip
     slots: dict[str, Counter[str]] = {}
     for module in file.modules:

@@ -16,6 +16,7 @@ from ..process import interruptible
 from ..progress import Progress, watched
 from ..typed_options import AdapterReading, AverageOptions, CombineOptions, ResizeOptions
 from .commands import COMMANDS, Command
+from .job import downloaded
 from .report import AdapterReport
 
 
@@ -30,9 +31,9 @@ def combine(  # noqa: PLR0913  # each is an option of the command
 
     Parameters:
         adapters: Paths, pairs `(path, strength)`, or `Adapter` objects; any mixture of algorithms, ranks and dialects.
-        output: The file to write. None: `<stem>+<stem>.safetensors` in the current folder. Where the first adapter is a
-            folder of PEFT, a name without `.safetensors` is that of a folder.
-        base: The model that they were trained on, where a formula reads it or names in different dialects must meet.
+        output: The file to write. None: `<stem>+<stem>.safetensors` in the current folder. If the first adapter is a
+            PEFT folder, a name without `.safetensors` is that of a folder.
+        base: The model that they were trained on, if a formula reads it or names in different dialects must meet.
         method: A row of COMBINATIONS, with its `density`, `gamma`, `epsilon`, `t`, `elect`, `normalise`, `agree`,
             `scale` and `seed`.
         rank: A number or a rule: "exact", "same", "energy:0.99", "fro:0.9", "sum:0.9", "ratio:100", "above:0.1",
@@ -40,9 +41,9 @@ def combine(  # noqa: PLR0913  # each is an option of the command
         algorithm: "lora", "full" (whole matrices), or "auto".
         alpha: "rank" (α = rank), "keep", or a number.
         format: A dialect of `convert`, such as "comfy" or "peft"; "keep": that of the first adapter.
-        progress: As for `merge`; layers are computed in the stage "make", where `done` counts the weights' bytes.
-        options: Those of `merge`, and `include` and `exclude`: components such as "unet", or `re:REGEX` of keys of the
-            base, without a base of names of modules.
+        progress: As for `merge`; layers are computed in the stage "make": `done` counts the weights' bytes.
+        options: Those of `merge`, and `include` and `exclude`: components such as "unet", or `re:REGEX` for the
+            base's keys, without a base for module names.
 
     Returns:
         An `AdapterReport`: `layers`, `residual`, `energy`, `written`, `verified`, `to_json()`.
@@ -73,10 +74,10 @@ def resize(
         adapter: A path, a pair `(path, strength)`, or an `Adapter`.
         output: The file or folder to write, as for `combine`. None: `<stem>-r<rule>.safetensors` in the current folder.
         rank: A number or a rule, as for `combine`.
-        base: The model that it was trained on, where its formula reads it.
-        progress: As for `merge`; layers are computed in the stage "make", where `done` counts the weights' bytes.
-        options: Those of `merge`, and `include` and `exclude`: components such as "unet", or `re:REGEX` of keys of the
-            base, without a base of names of modules.
+        base: The model that it was trained on, if its formula reads it.
+        progress: As for `merge`; layers are computed in the stage "make": `done` counts the weights' bytes.
+        options: Those of `merge`, and `include` and `exclude`: components such as "unet", or `re:REGEX` for the
+            base's keys, without a base for module names.
 
     Returns:
         An `AdapterReport`.
@@ -107,23 +108,23 @@ def convert(  # noqa: PLR0913  # each is an option of the command
         adapter: A path, a pair `(path, strength)`, or an `Adapter`; the strength goes into the file.
         output: The file or folder to write. None: `<stem>.<format>.safetensors` in the current folder.
         to: The dialect. "keep": that of the input, with another dtype, α, rank or algorithm.
-        base: The model that it was trained on, where the adapter's names and shapes do not tell those of the output, or
+        base: The model that it was trained on, if the adapter's names and shapes do not show those of the output, or
             a formula reads its weights.
         rank: A rule that brings every module to LoRA at a rank, as for `combine`.
         conv_rank: The rule for convolutions.
-        rank_for: Pairs of a part of the model and its rule.
+        rank_for: Pairs of a part and its rule.
         max_rank: A ceiling for the rules.
-        algorithm: "keep", "lora" (exact, where a formula has factors), "full" (whole matrices) or "auto".
-        alpha: "keep", "rank" (α = rank) or a number, where the dialect stores α.
-        progress: As for `merge`; layers are computed in the stage "make", where `done` counts the weights' bytes.
-        options: Those of `merge`, and `include` and `exclude`: components such as "unet", or `re:REGEX` of keys of the
-            base, without a base of names of modules.
+        algorithm: "keep", "lora" (exact, if a formula has factors), "full" (whole matrices) or "auto".
+        alpha: "keep", "rank" (α = rank) or a number, if the dialect stores α.
+        progress: As for `merge`; layers are computed in the stage "make": `done` counts the weights' bytes.
+        options: Those of `merge`, and `include` and `exclude`: components such as "unet", or `re:REGEX` for the
+            base's keys, without a base for module names.
 
     Returns:
         An `AdapterReport`.
 
     Raises:
-        MergeError: As for `merge`; FitError where the dialect cannot hold the adapter.
+        MergeError: As for `merge`; FitError if the dialect cannot hold the adapter.
 
     Examples:
         >>> lora_merge.convert("style.safetensors", "style-comfy.safetensors", to="comfy", base="flux.safetensors")
@@ -149,26 +150,26 @@ def extract(  # noqa: PLR0913  # each is an option of the command
         base: The checkpoint before the training: anything that `merge` takes as a base.
         tuned: The checkpoint after it, in the same or in another layout.
         output: The file or folder to write. None: `<tuned>-minus-<base>.safetensors` in the current folder.
-        rank: A number or a rule, as for `combine`; "exact" keeps every direction, "noise" those that are larger than
+        rank: A number or a rule, as for `combine`; "exact" keeps every direction, "noise" the ones larger than
             the rounding errors of the tuned checkpoint.
         conv_rank: The rule for convolutions. Default: `rank`.
         max_rank: A ceiling for every rule.
         rank_for: Pairs of a part and its rule.
-        algorithm: "lora", "full" (whole differences), "auto": whole ones where factors would be larger, or "lokr": the
+        algorithm: "lora", "full" (whole differences), "auto": whole ones if factors would be larger, or "lokr": the
             nearest Kronecker product.
         factor: Of lokr: the size of the smaller factor, as LyCORIS takes it.
         others: "diff" writes biases, norms and other vectors, "skip" drops them with a note, "error" refuses them.
-        format: A dialect of `convert`; "auto" is kohya's for models of images and a folder of PEFT for others.
+        format: A dialect of `convert`; "auto" is kohya's for models of images and a PEFT folder for others.
         alpha: "rank" (α = rank), or a number.
-        progress: As for `merge`; layers are computed in the stage "make", where `done` counts the weights' bytes.
-        options: Those of `merge`, and `include` and `exclude`: components such as "unet", or `re:REGEX` of keys of the
-            base, without a base of names of modules.
+        progress: As for `merge`; layers are computed in the stage "make": `done` counts the weights' bytes.
+        options: Those of `merge`, and `include` and `exclude`: components such as "unet", or `re:REGEX` for the
+            base's keys, without a base for module names.
 
     Returns:
         An `AdapterReport`.
 
     Raises:
-        MergeError: As for `merge`; FitError where the checkpoints are not of one model, InputError where they are
+        MergeError: As for `merge`; FitError if the checkpoints are not of one model, InputError if they are
             equal.
 
     Examples:
@@ -190,9 +191,9 @@ def average(  # noqa: PLR0913  # each is an option of the command
 
     Parameters:
         adapters: Paths of the snapshots, the oldest first.
-        output: The file to write. None: `<stem>+<stem>.safetensors` in the current folder. Where the first adapter is a
-            folder of PEFT, a name without `.safetensors` is that of a folder.
-        base: The model, where a formula reads it.
+        output: The file to write. None: `<stem>+<stem>.safetensors` in the current folder. If the first adapter is a
+            PEFT folder, a name without `.safetensors` is that of a folder.
+        base: The model, if a formula reads it.
         weights: One number for each. Default: equal weights.
         ema: β of an exponential moving average.
         ema_to: β of its last step; in between it is linear.
@@ -202,9 +203,9 @@ def average(  # noqa: PLR0913  # each is an option of the command
         rank: A number or a rule, as for `combine`.
         alpha: "rank" (α = rank), "keep", or a number.
         format: A dialect of `convert`; "keep": that of the first snapshot.
-        progress: As for `merge`; layers are computed in the stage "make", where `done` counts the weights' bytes.
-        options: Those of `merge`, and `include` and `exclude`: components such as "unet", or `re:REGEX` of keys of the
-            base, without a base of names of modules.
+        progress: As for `merge`; layers are computed in the stage "make": `done` counts the weights' bytes.
+        options: Those of `merge`, and `include` and `exclude`: components such as "unet", or `re:REGEX` for the
+            base's keys, without a base for module names.
 
     Returns:
         An `AdapterReport`.
@@ -228,4 +229,5 @@ def _written(  # noqa: PLR0913, PLR0917  # the arguments of every command
 
     with interruptible(), watched(progress) as watcher:
         cache = CheckpointCache()
-        return command.run(command.job(adapters, output, base, options, cache), watcher, cache)
+        job = downloaded(command.job(adapters, output, base, options, cache), watcher)
+        return command.run(job, watcher, cache)

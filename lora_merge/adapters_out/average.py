@@ -162,7 +162,7 @@ def _weighted(adapter: Any, weight: float) -> Any:
     path, strength, *_ = vars(adapter).values() if isinstance(adapter, Adapter) else (
         adapter if is_pair(adapter) else (adapter, 1.0))  # fmt: skip
     if strength != 1:
-        raise UsageError("snapshots have no strengths", str(path), "give weights: one number for each snapshot")
+        raise UsageError("snapshots have weights, not strengths", str(path), "give --weights, one for each snapshot")
     return replace(adapter, strength=weight) if isinstance(adapter, Adapter) else (path, weight)
 
 

@@ -6,17 +6,15 @@ A product of averaged factors is not the average of the products: for close snap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ..adapters.modules import SCALES
 from ..adapters.peft.rules import METADATA
@@ -24,29 +22,30 @@ from ..disk.destination import check_output
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..dtypes import FLOATS, ITEM_BYTES, spoken
-from ..engine.row_matrix import PIECE
-from ..engine.tensor_moves import HOST, TORCH_DTYPES
-from ..engine.tensors import TensorCache
-from ..engine.torch_state import undisturbed
-from ..errors import FitError, VerificationFailed
+from ..errors import FitError, VerificationFailed, beyond_dtype
 from ..files.checkpoint import Index, open_checkpoint
 from ..progress import Counting, Progress, unwatched
 from ..proof.reference.floats import decode, step
-from .assumed_base_values import cache_of
-from .change import Evaluator, norms_of, squares_between
-from .combined_change import Delta, combine
-from .copied_tensors import entry
-from .decomposition.storage_rounding import squares_of
-from .exact_sums import weight_norms
+from .decomposition.stored_factors import FactoredDelta
+from .factored_sums import FactoredSums, StoredNumbers, finite_numbers, read_numbers
 from .groups import Target
 from .job import AdapterJob
-from .module_tensors import Layer, waiting_entry
+from .module_tensors import ChangeOfMean, Layer, Norms, waiting_entry
 from .output_file import Entry, Proof, drafted, expect_room
+from .parallel import settings_of_torch
 from .pipeline import AdapterRun, Outcome, RunFacts, coverage, model_of, output_dtype
 from .proof import REDO, Comparison, Squares, Stated, prove
 from .report import AdapterReport
+from .rounding import Array, all_finite, as_stored, data_of
 from .same_training import NOT_ONE, expect_alike
 from .sources import Sources, open_sources
+from .weight_norms import weight_norms
+
+if TYPE_CHECKING:
+    from .averaged_matrices import AveragedMatrices
+
+PIECE: Final = 2**18
+"""Numbers that are averaged at a time: they stay in the caches."""
 
 
 @dataclass(frozen=True)
@@ -56,24 +55,25 @@ class Averages:
     snapshots: tuple[Index, ...]
     weights: tuple[float, ...]
     betas: Sequence[float] | None
-    cache: TensorCache
-    dtype: torch.dtype
+    reader: Reader
+    dtype: str  # of the output, as files name it
 
-    def of(self, info: StoredTensor) -> Tensor:
-        """Return a tensor's average over the snapshots, in the dtype of the output; the base's as it is."""
-        if not any(info.file in index.files for index in self.snapshots):
-            return self.cache.fetch(info)
-        tensors = [self.cache.fetch(index.tensors[info.name]) for index in self.snapshots]
+    def of(self, info: StoredTensor) -> StoredNumbers:
+        """Return a tensor's average over the snapshots, in the dtype of the output. FitError for a number that scales a
+        change and is not the same in all."""
+        tensors = [finite_numbers(self.reader, index.tensors[info.name]) for index in self.snapshots]
         if not _is_averaged(info):
-            if any(not torch.equal(t.double(), tensors[0].double()) for t in tensors):
+            if any(not np.array_equal(t.wide(), tensors[0].wide()) for t in tensors):
                 raise FitError("a number that scales a change differs between snapshots", info.name, NOT_ONE)
             return tensors[0]
-        average = torch.empty(tensors[0].shape, dtype=self.dtype)
-        into, flat = average.view(-1), [t.reshape(-1) for t in tensors]
-        for first in range(0, len(into), PIECE):
-            part = slice(first, first + PIECE)
-            into[part] = averaged([t[part] for t in flat], self.weights, self.betas)
-        return average
+        pieces = []
+        for first in range(0, max(tensors[0].bits.size, 1), PIECE):
+            some = [t._replace(bits=t.bits[first : first + PIECE]).wide() for t in tensors]
+            pieces.append(as_stored(averaged(some, self.weights, self.betas), self.dtype))
+        average = np.concatenate(pieces)
+        if not all_finite(average, self.dtype):
+            raise beyond_dtype(info.name)
+        return StoredNumbers(average, self.dtype)
 
 
 def _is_averaged(info: StoredTensor) -> bool:
@@ -81,28 +81,23 @@ def _is_averaged(info: StoredTensor) -> bool:
     return info.dtype in FLOATS and info.name.rpartition(".")[2] not in SCALES
 
 
-def averaged(values: Sequence[Any], weights: Sequence[float], betas: Sequence[float] | None) -> Any:
-    """Return Σ wᵢθᵢ in fp64; a moving average θ̄ ← βθ̄ + (1 − β)θ step by step in fp32, as training keeps it.
-
-    `values`: tensors of torch or arrays of numpy, in both of which a float takes the dtype of what it multiplies.
-    """
-    wide, single = (torch.float64, torch.float32) if isinstance(values[0], Tensor) else (np.float64, np.float32)
-
-    def cast(value: Any, dtype: Any) -> Any:
-        return value.to(dtype) if isinstance(value, Tensor) else value.astype(dtype)
-
+def averaged(values: Sequence[Array], weights: Sequence[float], betas: Sequence[float] | None) -> Array:
+    """Return Σ wᵢθᵢ in fp64; a moving average θ̄ ← βθ̄ + (1 − β)θ step by step in fp32, as training keeps it."""
     if betas is None:
-        return sum(w * cast(v, wide) for w, v in zip(weights, values, strict=True))
-    average = cast(values[0], single)
+        total = np.zeros(len(values[0]))
+        for weight, value in zip(weights, values, strict=True):
+            total += weight * value.astype(np.float64, copy=False)
+        return total
+    average = values[0].astype(np.float32)
     for beta, value in zip(betas, values[1:], strict=True):
-        average = average * beta + cast(value, single) * (1 - beta)
+        average = average * beta + value.astype(np.float32) * (1 - beta)
     return average
 
 
-@undisturbed()
 def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
     """Write the average of the tensors: the output appears when it is complete and verified, or not at all."""
     with ExitStack() as stack:
+        stack.enter_context(settings_of_torch())
         this = stack.enter_context(AdapterRun(job, progress))
         sources = open_sources(job, this.hash_adapters())
         files = [p for i in sources.indexes for p in i.files]
@@ -111,9 +106,8 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
         expect_alike(snapshots)
         dtype = output_dtype(job, sources.adapters)
         reader = this.reading(sources.indexes)
-        cache = cache_of(job, reader, sources)
         weights = tuple(a.strength for a in job.adapters)
-        means = Averages(snapshots, weights, job.shares, cache, TORCH_DTYPES[dtype])
+        means = Averages(snapshots, weights, job.shares, reader, dtype)
         unchosen = _unchosen(sources) if job.include or job.exclude else ()
         chosen = {name: info for name, info in snapshots[0].tensors.items() if name not in unchosen}
         rows = [(name, dtype if _is_averaged(info) else info.dtype, info.shape) for name, info in chosen.items()]
@@ -121,8 +115,8 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
         layers = dict(_layers(sources, job, means, weight_norms(sources, reader), this.counted))
         draft, entries = stack.enter_context(drafted(job, reader, rows, snapshots, folder=False)), list[Entry]()
         for name, info in chosen.items():
-            entries.append(waiting_entry(entry(name, means.of(info)), draft))
-            cache.forget()
+            bits, kind = means.of(info)
+            entries.append(waiting_entry(Entry(name, kind, info.shape, data_of(bits)), draft))
         outcome = Outcome(job, snapshots, layers, entries, model=model_of(sources), unchanged=_configured(snapshots))
         facts = RunFacts(coverage(job, sources), spoken(dtype), (*dict.fromkeys(sources.notes),))
         return outcome.finish(reader, draft, facts, partial(prove_average, means, job), this)
@@ -147,31 +141,39 @@ def _layers(
 ) -> Iterator[tuple[str, Layer]]:
     """Yield each layer's facts: ‖Σ wᵢΔWᵢ‖², and how far the change of the averaged tensors is from that sum. `weight`:
     gives ‖W‖² of the rows of the base that a layer changes."""
-    stored = Evaluator(sources, means.cache, HOST)
-    evaluator = Evaluator(sources, means.cache, HOST, fetch=means.of)
-    count = begin("make", sum(means.dtype.itemsize * prod(t.shape) for t in sources.targets))
+    of_changes = FactoredSums(job, partial(read_numbers, means.reader))
+    of_tensors = FactoredSums(job, means.of)
+    matrices: AveragedMatrices | None = None
+    itemsize = ITEM_BYTES[means.dtype]
+    count = begin("make", sum(itemsize * prod(t.shape) for t in sources.targets))
     for target in sources.targets:
-        delta = combine(job, target, changes := stored.changes(target), [""] * len(changes))
         first = min((u.patch.adapter for u in target.uses), default=0)  # one of weight 0 has no uses
         uses = tuple(u._replace(strength=1.0) for u in target.uses if u.patch.adapter == first)
-        alone, norms = replace(target, uses=uses, values=target.values[:1]), norms_of(changes, target)
-        written = combine(job, alone, evaluator.changes(alone), [""])
-        for part, only in zip(target.stored, alone.stored, strict=True):
-            rows, real = delta.of(part), written.of(only)
-            kind = only.uses[0].patch.algorithm if only.uses else "replacement"
-            yield part.label, Layer({}, kind, real.before, rows.before, None, rows.squares, _apart(rows, real),
-                                    effect=rows.effect, norms=norms[part.label], weight=weight(part))  # fmt: skip
-        stored.forget()
-        evaluator.forget()
-        count(means.dtype.itemsize * prod(target.shape))
+        alone = replace(target, uses=uses, values=target.values[:1])
+        kind = uses[0].patch.algorithm if uses else "replacement"
+        delta, written = of_changes.delta(target), of_tensors.delta(alone)
+        layers: Iterable[tuple[Target, ChangeOfMean]]
+        if delta is not None and written is not None:
+            layers = ((part, _facts(delta.of(part), written.of(only), delta.norms[part.label]))
+                      for part, only in zip(target.stored, alone.stored, strict=True))  # fmt: skip
+        else:
+            matrices = matrices or _matrices(job, sources, means)
+            layers = matrices.layers(target, alone)
+        for part, mean in layers:
+            yield part.label, Layer({}, kind, mean.rank, mean.before, None, mean.squares, mean.lost,
+                                    effect=mean.effect, norms=mean.norms, weight=weight(part))  # fmt: skip
+        count(itemsize * prod(target.shape))
 
 
-def _apart(delta: Delta, written: Delta) -> float:
-    """Return ‖Δ − Δ̂‖²."""
-    if delta.whole is None and written.whole is None:
-        (left, right), (up, down) = delta.factors, written.factors
-        return squares_of(torch.cat((left, -up), 1), torch.cat((right, down), 0))
-    return squares_between(delta.rows, written.rows)
+def _facts(delta: FactoredDelta, written: FactoredDelta, norms: Norms) -> ChangeOfMean:
+    """Return the facts of a layer. `written`: the change by the averaged tensors."""
+    return ChangeOfMean(delta.before, written.before, delta.squares, delta.apart(written), delta.effect, norms)
+
+
+def _matrices(job: AdapterJob, sources: Sources, means: Averages) -> AveragedMatrices:
+    from .averaged_matrices import AveragedMatrices
+
+    return AveragedMatrices(job, sources, means.reader, means.of)
 
 
 def prove_average(means: Averages, job: AdapterJob, reader: Reader, path: Path, begin: Counting) -> Proof:

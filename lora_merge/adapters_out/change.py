@@ -25,7 +25,7 @@ from ..errors import misfit
 from ..matching.patch import Patch, PatchPart
 from ..models.weights import RowSlice
 from ..planning.plan import OutputTensor
-from .decomposition.storage_rounding import squares_of
+from .decomposition.factors import squares_of
 from .groups import Target, is_plain, rank_of_change
 from .module_tensors import Norms
 from .rounding import squares_of_rows

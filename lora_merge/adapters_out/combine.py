@@ -6,13 +6,13 @@ Layer by layer, changes are computed, combined, cut to a rank and stored. No tor
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from math import prod
 from threading import Lock
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
@@ -28,21 +28,24 @@ from ..text import Note
 from .combination_proof import CombinationClaims, prove_combination
 from .decomposition.svd_memory import note
 from .dialects import dialect
-from .exact_sums import Concatenation, weight_norms
+from .factored_layers import FactoredMaker
 from .form import Form, form_of_layer
 from .groups import Target
 from .job import GIVE_BASE, AdapterJob
 from .metadata.sizes import PlannedLayer, Tensor, factor_shapes, planned_size, tensors_of
 from .module_tensors import Layer, LayerTensors, waiting
 from .output_file import CONTENTS, Entry, drafted, expect_room, unique
-from .parallel import on_one_core, side_by_side
+from .parallel import on_one_core, settings_of_torch, side_by_side
 from .pipeline import AdapterRun, Outcome, RunFacts, coverage, idle_alpha, left_out, model_of, output_dtype, planned
-from .rank_rules import EXACT
+from .rank_rules import EXACT, LayerSpectrum, shared_out
 from .report import AdapterReport
 from .sources import Sources, open_sources, ruled
+from .weight_norms import weight_norms
 
 if TYPE_CHECKING:
     from .combine_modules import GeneralMaker
+
+T = TypeVar("T")
 
 HIGH: Final = 256
 """The rank from which on a note advises a rank rule: most directions of such a sum are small."""
@@ -122,10 +125,7 @@ def run(job: AdapterJob, sources: Sources, this: AdapterRun) -> AdapterReport:
     inputs = [a.index for a in sources.adapters]
     dtype = output_dtype(job, sources.adapters)
     with ExitStack() as stack:
-        if "torch" in sys.modules:  # else its settings are those of its import
-            from ..engine.torch_state import undisturbed
-
-            stack.enter_context(undisturbed())
+        stack.enter_context(settings_of_torch())
         reader = this.reading(sources.indexes)
         forms = forms_of(job, sources)
         rows = tensors_of(planned_layers(sources, forms, dtype))
@@ -148,20 +148,22 @@ def run(job: AdapterJob, sources: Sources, this: AdapterRun) -> AdapterReport:
 
 
 class LayerMaker:
-    """Makes the layers of one job: by numpy where factors are put side by side, else by torch, which is imported for
-    the first of the others."""
+    """Makes the layers of one job: from factors by numpy, from matrices by torch, which is imported for the first of
+    these."""
 
     def __init__(self, job: AdapterJob, sources: Sources, forms: Sequence[Form], reader: Reader, dtype: str) -> None:
         self.job, self.sources, self.reader, self.dtype = job, sources, reader, dtype
         self.forms = {layer.label: form for layer, form in zip(_layers(sources), forms, strict=True)}
         self.weight = weight_norms(sources, reader)
-        self.concatenation = Concatenation(job, self.forms, reader, dtype, self.weight)
+        self.factored = FactoredMaker(job, sources, self.forms, reader, dtype, self.weight)
         self._general: GeneralMaker | None = None
         self._lock = Lock()
+        if job.inputs.device not in ("auto", "cpu"):
+            self.general  # noqa: B018  # refuses a device that is not there
 
     @property
     def general(self) -> GeneralMaker:
-        """The way of everything that is not put side by side."""
+        """What makes layers from matrices."""
         with self._lock:
             if self._general is None:
                 load_library()
@@ -178,20 +180,18 @@ class LayerMaker:
     def layers(self, begin: Counting, draft: Draft) -> tuple[dict[str, Layer], dict[str, dict[str, Entry]], list[str]]:
         """Return the layers by label, their tensors by slot, and the labels of layers whose change is zero."""
         count = begin("make", weights_of(self.job, self.sources, self.dtype))
-        ranks = self.general.shared_out(count) if self.job.rules.together else {}
+        ranks = shared_out(self.job.rules.linear, self._spectra(count)) if self.job.rules.together else {}
         stores_alpha = self.sources.spelling.alpha
         layers, tensors, zeros = dict[str, Layer](), dict[str, dict[str, Entry]](), list[str]()
 
         def work(target: Target) -> list[LayerTensors | None]:
-            if (alone := self.concatenation.layer(target)) is not None:
-                return [alone]
+            if (layers := self.factored.layers_of(target, ranks)) is not None:
+                return layers
             general = self.general
             on_one_core()
             return general.layers_of(target, ranks)
 
-        targets, bound = self.sources.targets, self.job.inputs.max_memory // 2  # the rest: torch, and what waits
-        size = partial(_nbytes, self.job)
-        for target, results in zip(targets, side_by_side(targets, work, size, bound), strict=True):
+        for target, results in zip(self.sources.targets, self._side_by_side(work), strict=True):
             for part, stored in zip(target.stored, results, strict=True):
                 if stored is None:
                     zeros.append(part.label)
@@ -203,6 +203,26 @@ class LayerMaker:
                 tensors[part.label] = waiting(entries, draft)
             count(prod(target.shape) * ITEM_BYTES[self.dtype])
         return layers, tensors, zeros
+
+    def _spectra(self, count: Callable[[int], object]) -> Iterator[LayerSpectrum]:
+        """Yield the singular values of all layers."""
+
+        def work(target: Target) -> list[LayerSpectrum]:
+            some = None if target.vector else self.factored.spectra(target)
+            if some is not None:
+                return some
+            general = self.general
+            on_one_core()
+            return [*general.spectra(target)]
+
+        for target, spectra in zip(self.sources.targets, self._side_by_side(work), strict=True):
+            yield from spectra
+            count(prod(target.shape) * ITEM_BYTES[self.dtype])
+
+    def _side_by_side(self, work: Callable[[Target], T]) -> Iterator[T]:
+        """Yield the result for each weight."""
+        bound = self.job.inputs.max_memory // 2  # the rest: torch, and what waits
+        return side_by_side(self.sources.targets, work, partial(_nbytes, self.job), bound)
 
 
 def _entries(

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import isfinite, prod
+from math import isfinite
 
-from ..algorithms import ALGORITHMS
 from ..disk.reader import Reader
-from ..dtypes import ITEM_BYTES
 from ..engine.devices import places
 from ..engine.row_matrix import RowMatrix
 from ..engine.tensor_moves import HOST, TORCH_DTYPES
@@ -18,14 +16,15 @@ from ..planning.combination import Combining
 from ..text import Note
 from .assumed_base_values import cache_of
 from .change import SINGLE, Evaluator, norms_of
-from .combined_change import Cut, Delta, Storage, combine, expect_finite, shared_out
+from .combined_change import Delta, Storage, combine, expect_finite, spectra
 from .copied_tensors import entry
-from .decomposition.factors import STORED_IN_16
+from .factored_layers import cut_of, noise_of
 from .form import Form
 from .groups import Target
 from .job import FACTORS, AdapterJob
 from .module_tensors import Layer, LayerTensors, without_bytes
 from .parallel import PerThread
+from .rank_rules import LayerSpectrum
 from .sources import Sources
 
 
@@ -45,10 +44,8 @@ class GeneralMaker:
         self._single = self.job.compute_dtype == "fp32"
         self._evaluators = PerThread(self._evaluator)
         self.at = places(self.job.inputs.device, "F32")[0]
-        stored = [i.dtype for a in self.sources.adapters for m in a.modules for i in m.slots.values()]
-        self.noise = STORED_IN_16 if stored and all(ITEM_BYTES.get(d, 4) <= 2 for d in stored) else 0.0
+        self.noise, self.stores_alpha = noise_of(self.sources), self.sources.spelling.alpha
         self.combining = Combining(COMBINATIONS[self.job.method], self.job.numbers, self.sources.adapters)
-        self.stores_alpha = self.sources.spelling.alpha
         self.notes: dict[Note, None] = {}
 
     def layers_of(self, target: Target, ranks: Mapping[str, int]) -> list[LayerTensors | None]:
@@ -99,31 +96,17 @@ class GeneralMaker:
     def _layer(self, target: Target, delta: Delta, rank: int | None) -> Layer:
         form = self.forms[target.label]
         storage = Storage(form.algorithm, self.dtype, self.noise, self.at)
-        alpha = float(self.job.alpha) if self.stores_alpha and not isinstance(self.job.alpha, str) else None
-        cut = Cut(form.rule, rank, alpha, self._scale(target))
+        cut = cut_of(self.job, target, form, rank, stores_alpha=self.stores_alpha)
         if target.turned:
             return storage.layer(replace(target, shape=target.shape[::-1], uses=()), _turned(delta), cut)
         return storage.layer(target, delta, cut)
 
-    def _scale(self, target: Target) -> float:
-        """Return α / rank of a layer, where α is not a number that the user gave."""
-        if self.job.alpha == "rank" or len(target.uses) != 1 or not self.stores_alpha:
-            return 1.0
-        patch = target.uses[0].patch
-        scale = patch.numbers.get("scale")
-        plain = ALGORITHMS[patch.algorithm].rank is not None and {"up", "down"} <= patch.shapes.keys()
-        return scale if plain and scale and scale > 0 and patch.magnitude is None else 1.0
-
-    def shared_out(self, count: Callable[[int], object]) -> dict[str, int]:
-        """Return the rank of every layer for the rule `size`."""
-        return shared_out(self.job.rules.linear, self._matrices(count), self.dtype.itemsize, self.noise)
-
-    def _matrices(self, count: Callable[[int], object]) -> Iterator[tuple[str, Delta]]:
-        for target in self.sources.targets:
-            delta = self._change_of_weight(target) if not target.vector else None
-            if delta is not None:
-                yield from ((part.label, delta.of(part)) for part in target.stored)
-            count(prod(target.shape) * self.dtype.itemsize)
+    def spectra(self, target: Target) -> Iterator[LayerSpectrum]:
+        """Yield the singular values of the layers that a weight is stored as, for the rule `size`."""
+        delta = self._change_of_weight(target) if not target.vector else None
+        if delta is not None:
+            layers = ((part.label, delta.of(part)) for part in target.stored)
+            yield from spectra(layers, self.dtype.itemsize, self.noise)
 
 
 def _turned(delta: Delta) -> Delta:

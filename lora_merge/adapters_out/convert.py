@@ -12,8 +12,7 @@ from typing import Any
 from ..adapter_options import KEEP
 from ..algorithms import ALGORITHMS
 from ..disk.destination import check_output
-from ..disk.draft import Draft, Heap
-from ..disk.reader import Reader
+from ..disk.draft import Heap
 from ..dtypes import spoken
 from ..engine.torch_preload import load_library
 from ..errors import FitError
@@ -22,12 +21,12 @@ from ..matching.formula import ALPHA
 from ..models.blocks import network_of
 from ..models.names import Names
 from ..planning.checkpoint_cache import CheckpointCache
-from ..progress import Counting, Progress, unwatched
+from ..progress import Progress, unwatched
 from ..text import Note
 from .adapter_dialect import heads, in_memory, input_dialect, input_places
-from .conversion import Conversion, WrittenModules, bundled, named, weight_of
+from .conversion import Conversion, bundled, named, weight_of
 from .conversion_proof import ConversionClaims, prove_conversion
-from .copy_factors import all_factors, renamed
+from .copy_factors import all_copied, copied
 from .decomposition.svd_memory import note
 from .dialects import DIALECTS, Dialect
 from .form import Form, form_of_module
@@ -67,14 +66,13 @@ def run(
             expect_room(job, rows)
         # Step 2: the modules are written to the draft: copied, or else computed.
         reader = this.reading(sources.indexes)
-        begin = partial(drafted, job, reader, rows, inputs, folder=to.folder)
-        draft = stack.enter_context(begin())
-        writing = _renamed(conversion, reader, draft, this.counted)
-        if writing is None:
+        draft = stack.enter_context(drafted(job, reader, rows, inputs, folder=to.folder))
+        if all_copied(conversion) and not bundled(sources.adapters[0], to):
+            writing = copied(conversion, reader, draft, this.counted)
+        else:
             load_library()
             from .convert_modules import computed
 
-            draft = stack.enter_context(begin())
             heap = stack.enter_context(closing(Heap(job.output.parent, job.inputs.max_memory // 4)))
             into = heap if to.folder else draft  # PEFT may ask for other tensors when all are known
             writing = computed(conversion, reader, into, this.counted)
@@ -92,16 +90,6 @@ def run(
         facts = RunFacts(covered, dtype, notes, to.name, _weights(modules))
         claim = ConversionClaims(job, sources, writing.changed)
         return outcome.finish(reader, draft, facts, partial(prove_conversion, claim), this)
-
-
-def _renamed(conversion: Conversion, reader: Reader, draft: Draft, begin: Counting) -> WrittenModules | None:
-    """Return the modules of a conversion that changes no number; None for another one."""
-    to, sources = conversion.to, conversion.sources
-    factors = [] if bundled(sources.adapters[0], to) else all_factors(conversion)
-    if not factors:
-        return None
-    copies = renamed(factors, to, reader, draft, begin)
-    return WrittenModules(copies, copies, [], []) if copies else None
 
 
 def plan(job: AdapterJob, conversion: Conversion | None = None, cache: CheckpointCache | None = None) -> AdapterReport:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import inf, isfinite, prod
+from math import isfinite, prod
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -29,7 +29,7 @@ from ..progress import Counting
 from .alpha import IN_A_FACTOR, Scales, in_a_factor
 from .assumed_base_values import cache_of
 from .change import SINGLE, Evaluator, change_of, in_place, largest_rank, squares_between, sum_of, whole_change
-from .combined_change import Cut, Delta, Storage, expect_finite, shared_out, stacked
+from .combined_change import Delta, Storage, expect_finite, shared_out
 from .conversion import Conversion, WrittenModules, bundled, weight_of
 from .copied_tensors import (
     ModuleTensors,
@@ -40,8 +40,11 @@ from .copied_tensors import (
     rounded_value,
     stored_magnitude,
     stored_module,
+    tensor_of_entry,
 )
-from .decomposition.storage_rounding import squares_of
+from .copy_factors import NO_CHANGE, copy_of
+from .decomposition.factors import stacked
+from .decomposition.stored_factors import Cut
 from .dialects import Dialect
 from .form import Form, holds_columns, is_product, vector_ending, written_dtype
 from .groups import Filled, Place, PlaceChange, Target, is_plain
@@ -51,7 +54,7 @@ from .parallel import PerThread, side_by_side
 from .peft.completion import as_table, completed, with_biases
 from .peft.config import is_table, magnitude_shape
 from .peft.kronecker import TO_LORA, rank_of
-from .rounding import LARGE, SMALL, squares_of_rows
+from .rounding import squares_of_rows
 from .sources import Sources
 from .without_base import NOWHERE
 
@@ -94,6 +97,7 @@ class Converter:
     job: AdapterJob
     to: Dialect
     evaluator: Evaluator
+    reader: Reader
 
     @cached_property
     def at(self) -> Placement:
@@ -118,8 +122,11 @@ class Converter:
             return self._vector(place, shares)
         if form.kind == "copy":
             return self._copy(filled)
-        as_stored = self._renamed(place, shares[0]) if form.renamed else None
-        return as_stored or self._factored(place, shares, form, rank)
+        if form.renamed:
+            copy = copy_of(filled, self.to, self.reader)
+            tensors = {name: tensor_of_entry(entry) for name, entry in copy.entries.items()}
+            return ModuleTensors(place, tensors, replace(copy.layer, tensors=tensors))
+        return self._factored(place, shares, form, rank)
 
     def _copy(self, filled: Filled) -> ModuleTensors:
         """Return the module with its tensors as they are; FitError if the dialect has no place for its scale."""
@@ -158,23 +165,6 @@ class Converter:
         return ModuleTensors(
             place, tensors, Layer(tensors, patch.algorithm, rank, rank, number, squares, lost, notes), copied=True
         )
-
-    def _renamed(self, place: Place, share: PlaceChange) -> ModuleTensors | None:
-        """Return a plain LoRA with the factors that are stored; None if ‖ΔW‖² is beyond fp64."""
-        patch = share.patch
-        scale, rank = patch.numbers["scale"], patch.shapes["down"][0]
-        up, down = (self.evaluator.cache.fetch(patch.module.slots[slot]) for slot in ("up", "down"))
-        left, right = up.reshape(-1, rank).float() * scale, down.reshape(rank, -1).float()
-        squares = squares_of(left, right)
-        if not SMALL < squares < LARGE:  # beyond fp32
-            squares = squares_of(up.reshape(-1, rank).double() * scale, right.double())
-        if not 0 < squares < inf:
-            return None
-        ones = (1,) * (len(place.view.shape) - 2)
-        tensors = {self.to.endings["up"]: up.reshape(-1, rank, *ones),
-                   self.to.endings["down"]: down.reshape(rank, *place.view.shape[1:]),
-                   self.to.endings.get("alpha", ".alpha"): torch.tensor(rank * scale, dtype=torch.float32)}  # fmt: skip
-        return ModuleTensors(place, tensors, Layer(tensors, FACTORS, rank, rank, rank * scale, squares, 0.0))
 
     def _rounding(self, patch: Patch) -> tuple[float, float]:
         """Return ‖Δ‖² and ‖Δ − Δ̂‖² of a module whose tensors get another dtype; zeros where nothing is rounded."""
@@ -259,7 +249,8 @@ class Converter:
             if not s.is_all(place) and (used := left.any(0)).any():
                 left, right = left[:, used], right[used]  # the columns of the other parts of a fused module
             factors.append((left, right))
-        return Delta(*stacked(factors), None, before), scale
+        left, right = map(torch.from_numpy, stacked(factors))
+        return Delta(left, right, None, before), scale
 
     def _magnitudes(self, place: Place, shares: Sequence[PlaceChange]) -> Tensor:
         """Return DoRA's magnitudes of the rows of a place."""
@@ -357,10 +348,10 @@ def computed(conversion: Conversion, reader: Reader, put: Heap | Draft, begin: C
     """Return the tensors of every module, which wait or are in the draft; InputError where none changes anything."""
     job, to, sources, modules, all_modules, _ = conversion
     alone = _evaluators(job, reader, sources)
-    converter = Converter(job, to, alone.get())
+    converter = Converter(job, to, alone.get(), reader)
     changed, zeros = _converted_modules(converter, alone, conversion, put, begin)
     if not changed:
-        raise InputError("the adapter changes nothing", str(job.adapters[0].path), "check its strength")
+        raise InputError(NO_CHANGE, str(job.adapters[0].path), "check its strength")
 
     def renewed(place: Place) -> ModuleTensors:
         return converter.renewed(next(module for module in modules if module.place == place))

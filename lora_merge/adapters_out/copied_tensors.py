@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..disk.draft import Draft, Heap
 from ..engine.row_matrix import RowMatrix
-from ..engine.tensor_moves import FILE_DTYPES
+from ..engine.tensor_moves import FILE_DTYPES, TORCH_DTYPES
 from ..matching.patch import Patch
 from .decomposition.storage_rounding import rounded
 from .groups import Place
@@ -80,3 +80,9 @@ def entry(name: str, tensor: Tensor) -> Entry:
     """Return a tensor as it is written."""
     raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
     return Entry(name, FILE_DTYPES[tensor.dtype], tuple(tensor.shape), memoryview(raw))  # type: ignore[arg-type]
+
+
+def tensor_of_entry(entry: Entry) -> Tensor:
+    """Return a tensor that is written, which is in memory."""
+    assert isinstance(entry.data, memoryview), "it was just made"
+    return torch.frombuffer(entry.data, dtype=TORCH_DTYPES[entry.dtype]).reshape(entry.shape)

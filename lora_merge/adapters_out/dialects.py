@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Final
 
@@ -13,9 +14,11 @@ from ..adapters.peft.methods import METHODS
 from ..adapters.suffixes import LORA, SUFFIXES
 from ..algorithms.loha import LOHA
 from ..algorithms.lokr import LOKR
+from ..errors import UsageError
 from ..models.architectures import Architecture
 from ..models.components import ENCODER_IDS, LOOSE, UNSURE
 from ..models.network import Component
+from ..options import shown
 
 NATIVE, COMFYUI, CANONICAL = "native", "comfyui", ""
 
@@ -162,13 +165,14 @@ DIALECTS: Final[Mapping[str, Dialect]] = MappingProxyType(
         row.name: row
         for row in (
             Dialect("kohya", "lora_unet_", "lora_te{n}_", "lora_vae_", NATIVE, _KOHYA, flat=True,
-                    bundles=True, largest=True, aliases=("musubi", "onetrainer-kohya", "webui")),
+                    bundles=True, largest=True,
+                    aliases=("musubi", "onetrainer-kohya", "webui", "a1111", "forge", "sd-scripts")),
             Dialect("lycoris", "lycoris_", "lycoris_", "lycoris_", CANONICAL, _KOHYA, flat=True,
                     from_top=True),
             Dialect("onetrainer", "lora_{label_}_", "lora_te{n}_", "lora_vae_", CANONICAL, _KOHYA, flat=True,
                     bundles=True),
             Dialect("comfy", "diffusion_model.", "text_encoders.{id}.transformer.", "vae.", NATIVE, _COMFY,
-                    canonical=frozenset(), aliases=("native", "onetrainer-comfy")),
+                    canonical=frozenset(), aliases=("native", "onetrainer-comfy", "comfyui")),
             Dialect("diffusers", "{label}.", "text_encoder{_n}.", "vae.", CANONICAL, _DIFFUSERS, alpha=False,
                     copies=False),
             Dialect("ai-toolkit", "diffusion_model.", "text_encoders.{id}.transformer.", "vae.", NATIVE, _COMFY,
@@ -195,7 +199,18 @@ def names() -> Iterator[str]:
 
 
 def dialect(name: str) -> Dialect | None:
-    """Return the dialect with a name or an alias."""
-    return (
-        OF_INPUT if name == KEEP else next((row for row in DIALECTS.values() if name in (row.name, *row.aliases)), None)
-    )
+    """Return the dialect with a name or an alias, in any case: PEFT, ComfyUI, ai_toolkit."""
+    plain = name.lower().replace("_", "-")
+    if plain == KEEP:
+        return OF_INPUT
+    return next((row for row in DIALECTS.values() if plain in (row.name, *row.aliases)), None)
+
+
+def stated_dialect(name: object, option: str) -> Dialect:
+    """Return the dialect that an option names; UsageError for a name that no dialect has."""
+    row = dialect(name) if isinstance(name, str) else None
+    if row is not None:
+        return row
+    near = get_close_matches(str(name).lower(), names(), 1, 0.6)
+    fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join((KEEP, *DIALECTS))}"
+    raise UsageError(f"the format {shown(name)!r} does not exist", option, fix).instead(str(name), *near)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import sep
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ..adapter_options import ADAPTER_OPTIONS, KEEP, OF_MERGE
 from ..algorithms.lokr import LOKR
@@ -22,9 +22,13 @@ from ..models.part_factors import parts
 from ..options import MEANT, OPTIONS, dtype_name, pairs, shown
 from ..paths import absolute, expand, input_path, is_file, is_folder, names_folder, output_file
 from ..text import plural
-from .dialects import DIALECTS, OF_INPUT, Dialect, dialect, names
+from .dialects import DIALECTS, OF_INPUT, Dialect, stated_dialect
 from .rank_rules import COUNT, EXACT, NO_NOISE, NOISE, SAME, RankRules
 from .request import Request, Rows
+
+if TYPE_CHECKING:
+    from ..planning.downloads import Announce
+    from ..progress import Progress
 
 FACTORS, WHOLE, AUTO = LORA.name, FULL.name, "auto"
 STORED_AS: Final = (FACTORS, WHOLE, AUTO)
@@ -116,6 +120,18 @@ class AdapterJob:
         return replace(self, inputs=replace(self.inputs, output=output))
 
 
+def downloaded(job: AdapterJob, progress: Progress, announce: Announce | None = None) -> AdapterJob:
+    """Return the job on inputs of this machine: what it lacks is downloaded."""
+    from ..planning.downloads import downloads, fetch_all, job_at  # imported here: `--help` has no use for it
+
+    needed = downloads([] if job.base is None else [job.base], [ref.path for ref in job.adapters])
+    if not needed:
+        return job
+    places = fetch_all(needed, (job.output.parent, 0), progress, announce)
+    base = job.base and places.get(job.base, job.base)
+    return replace(job, inputs=job_at(job.inputs, places), base=base)
+
+
 FILES: Final = ("combine", "resize", "average")
 """Commands whose output is a file, unless the first adapter is a folder."""
 
@@ -131,7 +147,7 @@ def adapter_job(request: Request, rows: Rows) -> AdapterJob:
     stated, of_merge = _options(request, rows)
     # Step 2: values are parsed.
     values = {**{name: row.default for name, row in rows.items()}, **stated}
-    chosen = values.get("method", SUM)
+    chosen = _word(values.get("method", SUM))
     method = SAME_COMBINATION.get(chosen, chosen)
     if method not in COMBINATIONS:
         raise UsageError(
@@ -145,10 +161,7 @@ def adapter_job(request: Request, rows: Rows) -> AdapterJob:
     # Step 3: the inputs and the output.
     nothing = f"{sep}no base", f"{sep}no output"  # absolute, as the current folder may be gone
     job = make_job(nothing[0] if base is None else base, request.adapters, nothing[1], **of_merge)
-    name = stated.get("format", KEEP)
-    to = dialect(name) if isinstance(name, str) else None
-    if to is None:
-        raise UsageError(f"the format {shown(name)!r} does not exist", "--format", f"use one of {', '.join(names())}")
+    to = stated_dialect(stated.get("format", KEEP), "--format")
     if to is OF_INPUT and command in FILES and stays_folder(job.adapters[0].path, output):
         to = DIALECTS["peft"]
         stated |= {"format": to.name}
@@ -159,7 +172,7 @@ def adapter_job(request: Request, rows: Rows) -> AdapterJob:
         raise UsageError(f"{command} takes one adapter", plural(len(job.adapters), "adapter"),
                          "save their sum first: combine, or (a + b).save(…)")  # fmt: skip
     numbers = numbers_of(method, values, [a.strength for a in job.adapters])
-    algorithm = values.get("algorithm", FACTORS)
+    algorithm = _word(values.get("algorithm", FACTORS))
     known = (*STORED_AS, LOKR.name) if command == "extract" else (*STORED_AS, *([KEEP] if command == "convert" else []))
     if algorithm not in known:
         raise UsageError(f"layers cannot be stored as {shown(algorithm)!r}", "--algorithm",
@@ -172,6 +185,11 @@ def adapter_job(request: Request, rows: Rows) -> AdapterJob:
         algorithm, _alpha(values["alpha"]), values["include"], values["exclude"], values["compute_dtype"], to.name,
         recorded(rows, stated),
     )  # fmt: skip
+
+
+def _word(value: Any) -> Any:
+    """Return a word of an option as it is spelled here: dare_ties for DARE-TIES."""
+    return value.lower().replace("-", "_") if isinstance(value, str) else value
 
 
 def _options(request: Request, rows: Rows) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -207,10 +225,8 @@ def conversion_job(request: Request, rows: Rows) -> AdapterJob:
     """Return the job of `convert`; UsageError for an option or a value that is wrong."""
     stated, output = request.stated, request.output
     form_options = {name: stated.pop(name) for name in ("to", "algorithm", *RANKS) if name in stated}
-    name, algorithm = form_options.get("to", KEEP), form_options.get("algorithm", KEEP)
-    to = dialect(name) if isinstance(name, str) else None
-    if to is None:
-        raise UsageError(f"the format {shown(name)!r} does not exist", "--to", f"use one of {', '.join(names())}")
+    name, algorithm = form_options.get("to", KEEP), _word(form_options.get("algorithm", KEEP))
+    to = stated_dialect(name, "--to")
     if algorithm not in (KEEP, *STORED_AS):
         raise UsageError(f"layers cannot be stored as {shown(algorithm)!r}", "--algorithm",
                          f"use one of {', '.join((KEEP, *STORED_AS))}")  # fmt: skip
@@ -245,8 +261,8 @@ def extraction_job(request: Request, rows: Rows) -> AdapterJob:
     stated, output = request.stated, request.output
     of_extract = {name: stated.pop(name) for name in ("others", "format", "factor") if name in stated}
     name, others, factor = (of_extract.get(option, rows[option].default) for option in ("format", "others", "factor"))
-    to = None if name == AUTO_FORMAT else dialect(str(name))
-    if name != AUTO_FORMAT and (to is None or not to.whole_models):
+    to = None if str(name).lower() == AUTO_FORMAT else stated_dialect(name, "--format")
+    if to is not None and not to.whole_models:
         known = ", ".join(row.name for row in DIALECTS.values() if row.whole_models)
         raise UsageError(f"{shown(name)!r} is no format of a difference", "--format", f"use one of {known}")
     if others not in OTHERS:
@@ -258,7 +274,8 @@ def extraction_job(request: Request, rows: Rows) -> AdapterJob:
     if job.rules.has(SAME):
         raise UsageError("a checkpoint has no rank to keep", "--rank same", "give a number or energy:x")
     changed = tuple((n, v) for n, v in sorted(of_extract.items()) if v != rows[n].default)
-    job = replace(job, format=str(name), options=(*job.options, *changed), others=others, factor=factor)
+    name = to.name if to else AUTO_FORMAT
+    job = replace(job, format=name, options=(*job.options, *changed), others=others, factor=factor)
     if output is None:
         return job.at(job.output.parent / _difference_name(job, to))
     return job if to is None else extraction_named(job, to, output)

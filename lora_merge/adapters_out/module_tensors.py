@@ -72,6 +72,17 @@ class Layer:
         return math.sqrt(self.lost / self.squares) if self.squares else 0.0
 
 
+class ChangeOfMean(NamedTuple):
+    """The facts of a layer whose tensors are averaged."""
+
+    before: int  # the largest rank of the changes
+    rank: int  # of the change by the averaged tensors
+    squares: float  # ‖Δ‖² of the average of the changes
+    lost: float  # ‖Δ − Δ̂‖², with the change by the averaged tensors
+    effect: Effect
+    norms: Norms
+
+
 def without_bytes(layer: Layer) -> Layer:
     """Return the facts of a layer alone."""
     return replace(layer, tensors={})

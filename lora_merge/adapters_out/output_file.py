@@ -20,6 +20,7 @@ from ..errors import MergeError
 from ..files.checkpoint import Index
 from ..files.folder_layouts import PEFT
 from ..files.safetensors import layout, padded
+from ..paths import input_name
 from ..planning.recipe import configurations
 from ..text import Note
 from ..version import __version__
@@ -125,7 +126,7 @@ def facts(index: Index, digest: Callable[[Path], str]) -> dict[str, Any]:
     whole = index.path.is_dir()
     names = [(f, f.relative_to(index.path).as_posix() if whole else f.name) for f in index.files]
     files = [{"name": name, "size": f.stat().st_size, "sha256": digest(f)} for f, name in names]
-    return {"name": index.path.name, "folder": whole, "files": files}
+    return {"name": input_name(index.path), "folder": whole, "files": files}
 
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"

@@ -69,7 +69,8 @@ def _check(joined: Joined, files: Sequence[AdapterFile]) -> None:
     (first, its), *others = [(f, titles) for f, titles in known if titles] or [(files[0], frozenset())]
     if other := next(((f, titles) for f, titles in others if not titles & its), None):
         raise FitError(
-            f"two adapters are for different models: {' or '.join(sorted(its))}, and {' or '.join(sorted(other[1]))}",
+            f"two adapters are for different models: {first.path.name} is for {' or '.join(sorted(its))}, "
+            f"{other[0].path.name} for {' or '.join(sorted(other[1]))}",
             f"{first.path} and {other[0].path}", "combine adapters of one model",
         )  # fmt: skip
     if any({n for n, _ in members} != {*range(len(files))} for members in joined.values()):

@@ -6,6 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from threading import local
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
@@ -107,3 +108,13 @@ def on_one_core() -> None:
         from ..engine.devices import one_core as torch_on_one_core
 
         torch_on_one_core()
+
+
+def settings_of_torch() -> AbstractContextManager[object]:
+    """Return a context in which torch's settings do not depend on the caller's program; torch that is not imported yet
+    has no others."""
+    if "torch" not in sys.modules:
+        return nullcontext()
+    from ..engine.torch_state import undisturbed
+
+    return undisturbed()

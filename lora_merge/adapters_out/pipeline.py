@@ -15,6 +15,7 @@ from typing import Any, Final, TypeAlias
 
 from ..adapters.modules import AdapterFile, weight_shape
 from ..adapters.suffixes import split
+from ..change_statistics import Groups
 from ..disk.draft import Draft
 from ..disk.hashes import RunningHashes
 from ..disk.reader import Reader
@@ -22,7 +23,8 @@ from ..disk.writer import Room
 from ..dtypes import DTYPES, FLOATS, ITEM_BYTES, Shape
 from ..errors import UsageError
 from ..files.checkpoint import Index
-from ..models.names import denoiser_of
+from ..models.blocks import adapter_groups
+from ..paths import input_name
 from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.recipe import sha256
 from ..progress import Counting, Progress, Stage, Step, counted
@@ -71,12 +73,15 @@ class Outcome:
     @cached_property
     def layer_facts(self) -> dict[str, dict[str, Any]]:
         """Layer → its facts in the report."""
-        return {name: numbers_of(layer, len(self.job.adapters)) for name, layer in self.layers.items()}
+        count = len(self.job.adapters)
+        return {
+            name: {"block": self._groups.block(name), **numbers_of(layer, count)} for name, layer in self.layers.items()
+        }
 
     def finish(self, reader: Reader, draft: Draft, facts: RunFacts, prove: Prove, run: AdapterRun) -> AdapterReport:
         """Complete the output, prove it, and return the report."""
         run.progress(Step("flush", str(self.job.output)))
-        numbers = numbers_by_block(self.layer_facts, denoiser_of(self._shapes()))
+        numbers = numbers_by_block(self.layer_facts, self._groups)
         numbers |= {"curve": points} if (points := curve(self.layers.values())) else {}
         residual, tensors = numbers["all"]["residual"], put(self.entries, draft)
         known = Known(self.job, self.inputs, self.layer_facts, tensors, self.model)
@@ -93,13 +98,14 @@ class Outcome:
             written, sum(times.values()), facts.notes, proof, __version__, facts.weights, numbers, stages=times,
         )  # fmt: skip
 
-    def _shapes(self) -> dict[str, Shape]:
-        """Return layer → [out, in] of the weight that it changes, as far as its tensors show it."""
+    @cached_property
+    def _groups(self) -> Groups:
+        """The parts and the blocks of the layers; their weights have shapes as far as their tensors show them."""
         slots: dict[str, dict[str, Shape]] = {}
         for entry in self.entries:
             if parts := split(entry.name):
                 slots.setdefault(parts[0], {})[parts[1].slot] = entry.shape
-        return {name: weight_shape(shapes) for name, shapes in slots.items()}
+        return adapter_groups({name: weight_shape(slots.get(name, {})) for name in self.layers})
 
 
 class AdapterRun:
@@ -187,11 +193,12 @@ def planned(job: AdapterJob, facts: RunFacts, layers: Mapping[str, Mapping[str, 
 def coverage(job: AdapterJob, sources: Sources, written: Collection[str] = ()) -> dict[str, Any]:
     """Return, by each adapter's path, how many of its modules change how many layers of the output, and what else it
     holds that the output lacks. `written`: what it has of that."""
-    facts = {}
+    facts: dict[str, Any] = {}
     for number, (ref, file) in enumerate(zip(job.adapters, sources.adapters, strict=True)):
         layers = [t for t in sources.targets if any(u.patch.adapter == number for u in t.uses)
                   or any(v[0] == number for v in t.values)]  # fmt: skip
-        facts[f"{ref.path.name}" if ref.path.name not in facts else f"{ref.path.name} ({number + 1})"] = {
+        name = input_name(ref.path)
+        facts[name if name not in facts else f"{name} ({number + 1})"] = {
             "modules": len(file.modules), "layers": len(layers), "strength": ref.strength,
             "ignored": {key: why for key, why in file.ignored.items() if key not in written},
         }  # fmt: skip

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Final
+from typing import Final, NamedTuple
 
 from ..errors import UsageError
 from ..job import parse_size
@@ -99,6 +99,13 @@ def _number(value: str) -> float | None:
 
 
 def _unknown(text: object, option: str) -> UsageError:
+    """Return the error for what is no rule; a share such as 0.9 or 90% may be meant as that of the energy."""
+    share = re.fullmatch(r"(?P<value>[0-9]{0,3}[.,]?[0-9]{1,6})(?P<percent>%?)", str(text))
+    value = float(share["value"].replace(",", ".")) / (100 if share["percent"] else 1) if share else 0.0
+    if 0 < value <= 1:
+        near = f"energy:{value:g}"
+        error = UsageError(f"{str(text)[:40]!r} is not a rule for ranks", option, f"did you mean {near}?")
+        return error.instead(str(text), near)
     return UsageError(f"{str(text)[:40]!r} is not a rule for ranks", option, f"use {GRAMMAR}")
 
 
@@ -156,6 +163,23 @@ def reached(rule: Rule, values: Sequence[float], total: float) -> int | None:
 def _reached(terms: Sequence[float], least: float) -> int:
     """Return how many terms, added in order, reach the wanted sum."""
     return next((k for k, s in enumerate(accumulate(terms), 1) if s >= least * (1 - SLACK)), len(terms))
+
+
+class LayerSpectrum(NamedTuple):
+    """The singular values of one layer, the largest first, and the bytes of one direction: of a row and a column."""
+
+    layer: str
+    values: Sequence[float]
+    width: int
+
+
+def shared_out(rule: Rule, layers: Iterable[LayerSpectrum]) -> dict[str, int]:
+    """Return the rank of each layer by the rule `size`, which looks at all of them."""
+    everything = replace(rule, name="energy", value=1.0)
+    spectra, widths = dict[str, Sequence[float]](), dict[str, int]()
+    for layer, values, width in layers:
+        spectra[layer], widths[layer] = values[: choose(everything, values)], width
+    return share_out(spectra, widths, int(rule.value), rule.most)
 
 
 def share_out(

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..adapter_options import KEEP
+from ..change_statistics import Groups
 from ..facts import Fact, line
-from ..models.blocks import block_name, in_order, network_of
 from ..report import NOT_VERIFIED, adapter_notes, disk_rows, layers_recomputed, survives
 from ..survival import ENOUGH, grade, judged, lost, percent, spoken, target
 from ..text import Note, Shown, json_text, listed, plural, size
@@ -28,9 +28,9 @@ class AdapterReport(Shown):
         format: Its dialect.
         dtype: Its dtype.
         coverage: Adapter → modules, layers, strength.
-        layers: Layer → algorithm, rank, rank_before, alpha, norm, energy, residual; largest, the largest |ΔW|, and
-            changed, the share of numbers that are not zero, of the `elements` of its `of` numbers that were looked at;
-            adapters, the norm of each adapter's change at its strength (None: it changes nothing there); of two
+        layers: Layer → block, algorithm, rank, rank_before, alpha, norm, energy, residual; largest, the largest |ΔW|,
+            and changed, the share of numbers that are not zero, of the `elements` of its `of` numbers that were looked
+            at; adapters, the norm of each adapter's change at its strength (None: it changes nothing there); of two
             checkpoints weight, ‖W‖ of the base, and ratio, norm / weight; if these are in 16 bits also noise, the share
             of the norm that rounding errors have.
         residual: √(Σ‖Δ − Δ̂‖² / Σ‖Δ‖²) of the stored tensors, over everything that was written.
@@ -46,7 +46,7 @@ class AdapterReport(Shown):
         version: Of lora-merge.
         weights: Bytes of the weights whose changes are computed.
         planned: Whether this is a plan: nothing is written, and nothing is known of the loss.
-        disk: Of a plan, needed, the bytes that the run takes on the disk at most, free, those that are free there, and
+        disk: Of a plan, needed, the bytes that the run takes on the disk at most, free, the free bytes there, and
             whether that is enough; None of an output that is written.
         stages: Stage of the progress → its seconds, which add up to those of the whole run; {} of a plan.
         schema: The format of `to_json()`; `lora-merge schema adapter` describes it.
@@ -98,7 +98,7 @@ class AdapterReport(Shown):
 
     @property
     def change(self) -> str:
-        """One line: ‖ΔW‖, its share of ‖W‖ where that is known, and ‖ΔW‖ of each input."""
+        """One line: ‖ΔW‖, its share of ‖W‖ if that is known, and ‖ΔW‖ of each input."""
         return _norms(vars(self))
 
 
@@ -242,17 +242,15 @@ def _norms(report: Mapping[str, Any]) -> str:
     return f"‖ΔW‖ {every['norm']:.4g}{share}" + (f"; {', '.join(inputs)}" if len(inputs) > 1 else "")
 
 
-def numbers_by_block(layers: Mapping[str, Mapping[str, Any]], denoiser: str) -> dict[str, Any]:
-    """Return the numbers of layers in all, by network and by block, whose names are those of the layers.
-
-    `denoiser`: what the denoiser of their model is called.
-    """
+def numbers_by_block(layers: Mapping[str, Mapping[str, Any]], groups: Groups) -> dict[str, Any]:
+    """Return the numbers of layers in all, by network and by block."""
     kinds: dict[str, dict[str, list[Mapping[str, Any]]]] = {"components": {}, "blocks": {}}
     for name, layer in layers.items():
-        for kind, group in (("components", network_of(name, denoiser)), ("blocks", block_name(name))):
+        for kind, group in groups.of(name):
             kinds[kind].setdefault(group, []).append(layer)
     return {"all": _together([*layers.values()]), **{
-        kind: {name: _together(rows[name]) for name in sorted(rows, key=in_order)} for kind, rows in kinds.items()
+        kind: {name: _together(rows[name]) for name in sorted(rows, key=groups.place)}
+        for kind, rows in kinds.items()
     }}  # fmt: skip
 
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
+from ..dtypes import ITEM_BYTES, TABLE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,13 +106,6 @@ def totals_of_rows(change: RowMatrix) -> Totals:
     return sum((totals_of(block) for _, block in change.blocks(owned=False)), NOTHING)
 
 
-def effect_of_product(left: Tensor, right: Tensor) -> Effect:
-    """Return the effect of the product of two factors, by some of its rows."""
-    rows = max(LEAST, WORK // max(right.numel(), 1))
-    step = max(1, left.shape[0] // rows)
-    return effect_of_matrix(left[::step] @ right, left.shape[0] * right.shape[1])._replace(changed=None)
-
-
 def together(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the effect of several layers, as reports have it of one; {} where it is not known of all."""
     every = [*layers]
@@ -126,6 +120,7 @@ def together(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+Array = npt.NDArray[Any]
 Matrix = npt.NDArray[np.float32]
 Bits = npt.NDArray[np.uint16]
 Bytes = npt.NDArray[np.uint8]
@@ -139,9 +134,6 @@ CANCELS: Final = 1e-2
 
 ROOM: Final = 8.0
 """By how much numbers of usual size are inside the range of a dtype, so that most of a column is."""
-
-TINY: Final = MappingProxyType({"F16": 2.0**-14})
-"""dtype of less range than fp32 → the smallest number that it holds with all its digits."""
 
 PRODUCTS: Final = 32
 """Tables of products that are kept, of 128 KiB each: most layers have the same α / rank."""
@@ -213,6 +205,51 @@ def products(dtype: str, weight: float) -> Bits:
         return narrowed((every.astype(np.float64) * weight).astype(np.float32), dtype)
 
 
+def as_stored(numbers: Array, dtype: str) -> Array:
+    """Return the nearest numbers of a dtype: their bits, or in fp32 and fp64 the numbers."""
+    if dtype in ("F64", "F32"):
+        return np.ascontiguousarray(numbers, TABLE[dtype].library)
+    with np.errstate(all="ignore"):  # infinity for those too large
+        single = np.ascontiguousarray(numbers, np.float32)
+        if dtype in WIDEN:
+            return narrowed(single, dtype)
+    import torch  # for fp8 alone
+
+    from ..engine.tensor_moves import TORCH_DTYPES, host
+
+    small: Array = host(torch.from_numpy(single), TORCH_DTYPES[dtype]).view(torch.uint8).numpy()
+    return small
+
+
+def stored_bits(raw: Bytes, dtype: str) -> Array:
+    """Return stored bytes as `as_stored` has numbers."""
+    return raw.view(TABLE[dtype].library if dtype in ("F64", "F32") else np.dtype(f"u{ITEM_BYTES[dtype]}"))
+
+
+def data_of(bits: Array) -> memoryview:
+    """Return the bytes of stored numbers."""
+    return np.ascontiguousarray(bits).reshape(-1).view(np.uint8).data if bits.size else memoryview(b"")
+
+
+def widened(bits: Array, dtype: str, kind: npt.DTypeLike) -> Array:
+    """Return stored numbers in fp32 or fp64. Those of fp16 have to be finite, or to be looked at by `all_finite`."""
+    if dtype == "F64":
+        return bits.astype(kind, copy=False)
+    if dtype in WIDEN:
+        return WIDEN[dtype](bits).reshape(bits.shape).astype(kind, copy=False)
+    import torch
+
+    from ..engine.tensor_moves import TORCH_DTYPES, host
+
+    numbers: Array = host(torch.from_numpy(bits).view(TORCH_DTYPES[dtype]), torch.float32).numpy()
+    return numbers.astype(kind, copy=False)
+
+
+def all_finite(bits: Array, dtype: str) -> bool:
+    """Return whether all stored numbers of any dtype are finite."""
+    return is_finite(bits, dtype) if dtype in PATTERNS else bool(np.isfinite(widened(bits, dtype, np.float64)).all())
+
+
 def is_finite(raw: Raw, dtype: str) -> bool:
     """Return whether all stored numbers are finite: their bits without the sign are smaller than those of infinity."""
     kind = np.uint32 if dtype == "F32" else np.uint16
@@ -225,13 +262,6 @@ def stored(reader: Reader, info: StoredTensor) -> Bytes:
     raw = np.empty(info.nbytes, np.uint8)
     reader.read_into(raw.data, info.source, info.offset)
     return raw
-
-
-def product(columns: Matrix, rows: Matrix) -> float | None:
-    """Return ‖L R‖² from LᵀL and R Rᵀ in fp32; None where fp32 does not hold it."""
-    alone = float(np.vdot(columns.diagonal().astype(np.float64), rows.diagonal()))
-    result = float(np.einsum("ij,ij->", columns, rows, dtype=np.float64))
-    return result if is_held_by_fp32(result, alone) else None
 
 
 def is_below(products: Matrix, largest: float | npt.NDArray[np.float64]) -> bool:

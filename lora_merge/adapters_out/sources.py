@@ -44,7 +44,7 @@ NO_SHAPE: Final = "the shape of a weight is not in the adapter's file"
 NOW_APART: Final = "is now stored apart"  # what becomes of a head when a checkpoint is written
 APART: Final = Note(
     "the head was trained apart from the embeddings that share its weight: a merge of the output changes both, unless "
-    "it is a folder of PEFT"
+    "it is a PEFT folder"
 )
 
 
@@ -241,8 +241,10 @@ def _joined_target(
         try:
             patch, remarks, settings = choose(module, view, context, {parameter: view})
         except ShapeMismatch as e:
-            fix = e.fix if shape_of(module) == shape else "these adapters are for different models"
-            raise FitError(e.what, e.where, fix) from e
+            if shape_of(module) == shape:
+                raise FitError(e.what, e.where, e.fix) from e
+            where = f"{contexts[0].adapter.path}: {list(shape)}; {context.adapter.path}: {module.name}"
+            raise FitError("two adapters are for different models", where, "combine adapters of one model") from e
         if patch.reads_base or patch.beside or ALGORITHMS[patch.algorithm].is_rebuilt(patch.shapes):
             raise UsageError(f"ΔW of {patch.algorithm if patch.magnitude is None else 'DoRA'} depends on the base",
                              f"{context.adapter.path}: {module.where}", GIVE_BASE)  # fmt: skip

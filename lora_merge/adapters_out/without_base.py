@@ -72,7 +72,7 @@ def without_base(job: AdapterJob, file: AdapterFile, to: Dialect) -> Sources:
         if any(changed != next(iter(by_model.values()))[1] for _, changed in by_model.values()):
             raise UnknownBaseError(f"it may be for {' or '.join(by_model)}")
     except UnknownBaseError as e:
-        raise UsageError(f"without the base, the output's names are not known: {e}", str(file.path), GIVE_BASE) from e
+        raise UsageError(f"the base is needed to name the output: {e}", str(file.path), GIVE_BASE) from e
     return _on_shapes(job, next(iter(by_model.values()))[0], file)
 
 

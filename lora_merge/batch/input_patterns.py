@@ -97,7 +97,7 @@ class Search:
     def _look(self, count: int = 1) -> bool:
         self.left -= count
         if self.left < 0:
-            raise NoSuchName(f"more than {LOOKED_AT} names would be looked at; name the folder that the files lie in")
+            raise NoSuchName(f"more than {LOOKED_AT} names would be looked at; name the folder of the files")
         return True
 
 

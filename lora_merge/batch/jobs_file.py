@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from ..adapter_arguments import in_jobs_file
 from ..adapters_out.request import Request
+from ..addresses import parse
 from ..errors import MergeError, UsageError
 from ..files.yaml_source import Document, Place
 from ..job import TOKENIZERS, Adapter, Job, make_job, validated
@@ -26,9 +27,11 @@ from ..merge_methods import METHODS, SUM
 from ..method_parameters import NAMES
 from ..models.parts import as_typed
 from ..options import BLOCK_WEIGHTS, number, shown
-from ..paths import ENDINGS, exists, expand, home, is_file, no_address, of_index, with_ending
+from ..paths import ENDINGS, exists, expand, home, is_file, of_index, with_ending
+from ..planning.downloads import job_at
 from ..planning.plan import protected
 from ..recipes.unmerge import opposite
+from ..sources.inputs import locate
 from .commands import MERGE, TAKES, UNMERGE, adapter_job
 from .input_patterns import Search
 from .schema import ROWS, AdapterEntry, Axis, Glob, JobDefaults, JobEntry, JobsFile, stated_fields
@@ -68,6 +71,15 @@ class BatchJob:
     def inputs(self) -> tuple[Path, ...]:
         """The base and the adapters."""
         return (self.job.base, *(a.path for a in self.job.adapters)) if self.request is None else self.request.inputs
+
+    def at(self, places: Mapping[Path, Path]) -> BatchJob:
+        """Return the job with other paths of its inputs."""
+        request = self.request
+        if request is not None:
+            adapters = tuple(replace(ref, path=places.get(ref.path, ref.path)) for ref in request.adapters)
+            base = None if request.base is None else places.get(Path(request.base), Path(request.base))
+            request = replace(request, adapters=adapters, base=base)
+        return replace(self, job=job_at(self.job, places), request=request)
 
     def without(self, option: str, part: str) -> BatchJob:
         """Return the job without a part of its defaults that has no effect on it."""
@@ -304,7 +316,7 @@ class _Loader:
         refs = [self._adapter((*place, "adapters", n), a, values) for n, a in enumerate(adapters)]
         path, output = None, str(self.folder)
         with self._noting((*place, "base")):
-            path = None if base is None else self._path(no_address(render(base, values)))
+            path = None if base is None else self._input(render(base, values))
         with self._noting((*place, "output")):
             text = render_output(entry.output, values)
             output = f"{self._path(text)}{'/' * text.endswith('/')}"  # a path does not show that a folder is meant
@@ -348,10 +360,10 @@ class _Loader:
         path, tail = self.folder, None
         with self._noting((*place, "path")):
             written = render(entry.path, values)
-            path = self._path(no_address(written))
+            path = self._input(written)
             text, tail = (written, None) if exists(path) else split_adapter(written)
             if tail is not None:
-                path = self._path(text)
+                path = self._input(text)
                 if entry.strength is not None:
                     raise NoSuchName(f"a strength is given twice: {written!r} and {entry.strength}")
         strength = entry.strength if entry.strength is not None else 1.0 if tail is None else tail
@@ -376,6 +388,12 @@ class _Loader:
             except ValueError:
                 raise NoSuchName(f"{value!r} becomes {text!r}, which is not a number") from None
         return 1.0
+
+    def _input(self, text: str) -> Path:
+        """Return the path of an input; of an address, which has a scheme here, the path of what it leads to: a bare
+        `owner/name` may be the output of another job."""
+        path = locate(text) if ":" in text and parse(text) is not None else None
+        return self._path(text) if path is None else path
 
     def _path(self, text: str) -> Path:
         return self.folder / home(text)

@@ -69,9 +69,10 @@ def survey(
 
     `former`: the plans of calls before, for the same number of workers. UsageError where jobs get in each other's way.
     """
-    outputs, former = _Outputs(entries), former or FormerPlans()
-    former._check_files(entries)
-    surveyor = _Surveyor(outputs, workers, former)
+    outputs = _Outputs(entries)
+    if former is not None:
+        former._check_files(entries)
+    surveyor = _Surveyor(outputs, workers, former or FormerPlans())
     for level, some in enumerate(_levels(entries, {e.number: outputs.maker(e.job.base) for e in entries})):
         for entry in some:
             surveyor.plan(entry, level)

@@ -221,4 +221,5 @@ def _unseen(path: str, where: str) -> MergeError:
 def _lost(entry: BatchJob, e: Exception) -> MergeError:
     lines = [line for line in str(e).splitlines() if line.strip()]
     return MergeError(f"the Ray task was lost: {lines[-1] if lines else type(e).__name__}", entry.where,
-                      "see that every node has lora-merge and the memory it needs; `ray logs` tells more")  # fmt: skip
+                      "check that every node has lora-merge and the memory it needs; `ray logs` shows "
+                      "more")  # fmt: skip

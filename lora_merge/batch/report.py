@@ -12,7 +12,7 @@ from ..adapters_out.report import AdapterReport
 from ..errors import MergeError, as_merge_error, error_dict
 from ..facts import Fact, line
 from ..process import here
-from ..report import Report
+from ..report import Report, without_tensors
 from ..survival import ENOUGH, grade, judged, worst
 from ..text import Shown, html_table, json_text, plural, size
 from .jobs_file import BatchJob
@@ -37,9 +37,11 @@ class JobReport(Shown):
         status: "merged", "made" (an adapter was written), "skipped" (it is there already), "failed" or "taken".
         seconds: Of its own: its share of the pass in which its base was read, and its proof.
         tries: How often it was begun.
-        report: That of the merge or other command, where there was one.
+        report: That of the merge or other command, if there is one.
         error: Why it failed.
         worker: Host and process.
+        base: Name of the base; "" without one.
+        adapters: Name and strength of each adapter, as the job states them.
 
     Examples:
         >>> [job.output for job in lora_merge.run_batch("jobs.yaml") if not job.ok]
@@ -55,6 +57,8 @@ class JobReport(Shown):
     report: Report | AdapterReport | None = None
     error: MergeError | None = None
     worker: str = ""
+    base: str = ""
+    adapters: tuple[tuple[str, float], ...] = ()
 
     def _heading(self) -> str:
         return f"Job {self.number}"
@@ -68,14 +72,20 @@ class JobReport(Shown):
         """Return whether the output is there."""
         return self.status in DONE
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self, *, tensors: bool = True) -> dict[str, Any]:
         """Return the report as plain data, for JSON.
+
+        Parameters:
+            tensors: Whether `numbers` of the merge has the values of every tensor.
 
         Returns:
             A table of names and values.
         """
         values = self.outcome()
-        return values if self.report is None else {**values, "report": asdict(self.report)}
+        if self.report is None:
+            return values
+        merged = asdict(self.report)
+        return {**values, "report": merged if tensors else without_tensors(merged)}
 
     @property
     def survives(self) -> float | None:
@@ -95,18 +105,22 @@ class JobReport(Shown):
         return {
             "number": self.number, "where": self.where, "output": self.output, "status": self.status,
             "seconds": round(self.seconds, 3), "tries": self.tries, "worker": self.worker,
+            "base": self.base, "adapters": [{"name": name, "strength": strength} for name, strength in self.adapters],
             "error": None if self.error is None else error_dict(self.error),
             "report": None if self.report is None else {"written": self.report.written, "survives": self.survives},
             "schema": "lora-merge/job-report/1",
         }  # fmt: skip
 
-    def to_json(self) -> str:
+    def to_json(self, *, tensors: bool = True) -> str:
         """Return the report as one JSON object on one line.
+
+        Parameters:
+            tensors: As for `to_dict`.
 
         Returns:
             A line of `--report`, as `lora-merge schema job-report` describes it.
         """
-        return json_text(self.to_dict())
+        return json_text(self.to_dict(tensors=tensors))
 
 
 class Reports(list[JobReport]):
@@ -165,8 +179,15 @@ def failure_rows(jobs: Iterable[Mapping[str, Any]]) -> Iterator[Fact]:
         yield line("error", f"{first['where']}  {first['output']}{more}: {reason}")
 
 
+def ended(entry: BatchJob, status: Status, **more: Any) -> JobReport:
+    """Return the report of a job that ended, with what the job states."""
+    if entry.request is None:
+        more |= {"base": entry.job.base.name, "adapters": tuple((a.path.name, a.strength) for a in entry.job.adapters)}
+    return JobReport(entry.number, entry.where, str(entry.job.output), status, **more)
+
+
 def failed(entry: BatchJob, error: BaseException, *, seconds: float = 0.0, tries: int = 1) -> JobReport:
     """Return the report of a job that failed; other failures than ours are reported with their traceback."""
     error = as_merge_error(error, entry.where)
-    return JobReport(entry.number, entry.where, str(entry.job.output), "failed", seconds, tries,
-                     error=error.reword(in_jobs_file), worker=here())  # fmt: skip
+    error = error.reword(in_jobs_file)
+    return ended(entry, "failed", seconds=seconds, tries=tries, error=error, worker=here())

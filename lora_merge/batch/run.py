@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from math import ceil
 from pathlib import Path
@@ -17,15 +18,17 @@ from ..disk.publish import remove_stale
 from ..errors import MergeError, UsageError
 from ..options import shown, switch
 from ..paths import expand
+from ..planning.downloads import downloads, fetch_all
 from ..process import deliver_pending, interruptible
 from ..progress import ENDED, Progress, unwatched, watched
+from ..sources.inputs import Download, require_space
 from ..typed_options import Jobs
 from .executors import Executor, Workers
 from .executors import executor as find
 from .job_plan import JobPlan, job_plans
 from .jobs_file import BatchJob, load, with_endings
 from .planning import TOGETHER, FormerPlans, PlannedJob, check_space, survey
-from .report import JobReport, Reports, failed
+from .report import JobReport, Reports, ended, failed
 from .shared_reads import JobGroup
 
 
@@ -40,6 +43,36 @@ class Batch:
         """Return the bytes that will be written."""
         return sum(s.size for s in self.planned if s.runs)
 
+    @cached_property
+    def downloads(self) -> Mapping[Path, Download]:
+        """Return what has to be downloaded before the jobs run: input → its files."""
+        entries = [s.entry for s in self.planned if s.runs]
+        named = [e.job.base if e.request is None else e.request.base for e in entries]
+        bases = {Path(path) for path in named if path is not None}
+        return downloads(bases, {path for e in entries for path in e.inputs} - bases, keep=True)
+
+    def downloaded(self, progress: Progress) -> Batch:
+        """Return the batch on inputs of this machine. Jobs whose inputs cannot be downloaded have that error.
+
+        ResourceError if the disks have no room for the downloads and the outputs.
+        """
+        if not self.downloads:
+            return self
+        output = self.planned[0].entry.job.output.parent
+        require_space(self.downloads.values(), output, self.size)
+        places: dict[Path, Path] = {}
+        errors: dict[Path, MergeError] = {}
+        for path, download in self.downloads.items():
+            try:
+                places |= fetch_all({path: download}, (output, 0), progress)
+            except MergeError as e:
+                errors[path] = e
+        planned = []
+        for s in self.planned:
+            error = next((errors[path] for path in s.entry.inputs if path in errors and s.runs), s.error)
+            planned.append(replace(s, entry=s.entry.at(places), error=error))
+        return Batch(tuple(planned))
+
     def run(
         self, workers: Workers | None = None, *, name: str = "local", fail_fast: bool = False,
         progress: Progress = unwatched,
@@ -51,7 +84,7 @@ class Batch:
         """
         workers, by = workers or Workers(), find(name)
         check_space(self.planned, workers.count or 1)
-        reports = self._run(workers, by, progress)
+        reports = self.downloaded(progress)._run(workers, by, progress)
         return _until_failure(reports) if fail_fast else reports
 
     def _run(self, workers: Workers, by: Executor, progress: Progress) -> Generator[JobReport, None, None]:
@@ -63,7 +96,7 @@ class Batch:
         self._clean()
         for s in self.planned:
             if s.done:
-                yield JobReport(s.entry.number, s.entry.where, str(s.entry.job.output), "skipped")
+                yield ended(s.entry, "skipped")
         runs = sorted((s for s in self.planned if s.runs), key=lambda s: s.level)
         for _, some in groupby(runs, lambda s: s.level):
             ready = []
@@ -225,7 +258,7 @@ def run_batch(  # noqa: PLR0913  # the options of the command
         ray_address: A running Ray cluster. None: a cluster on this machine, for the time of the call.
         overwrite: Whether to make outputs again that another recipe made. Without it such a job fails.
         redo: Whether to make outputs again that this very recipe has made. Without it such a job is skipped.
-        card: Whether merges get a model card, where the jobs file does not say it; None: those that write folders.
+        card: Whether merges get a model card, if the jobs file does not say it; None: merges that write folders.
         fail_fast: Whether the first failure ends the batch; jobs that have not ended then have no report.
         on_report: A function that is called with each job's report as soon as the job ends.
         progress: True for a bar that counts jobs (tqdm), or a function that is called with each `lora_merge.Step` of

@@ -47,7 +47,7 @@ def _strength(value: Any) -> Any:
     try:
         strength = number(value)
     except OverflowError:
-        raise ValueError("a number of hundreds of digits") from None
+        raise ValueError("a number with hundreds of digits") from None
     except ValueError:
         right = right_form(str(value))
         raise ValueError(f"{value!r} is not a number and holds no template{right and f'; write {right}'}") from None
@@ -225,7 +225,7 @@ else:
     CommandOptions = create_model(
         "CommandOptions",
         __base__=Options,
-        __doc__="What the commands that write adapters take besides.",
+        __doc__="Further fields of the commands that write adapters.",
         **{name: _field(option) for name, option in ADAPTER_OPTIONS.items()},
     )
 

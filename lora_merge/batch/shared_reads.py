@@ -28,7 +28,7 @@ from ..report import Report
 from ..text import Note
 from .commands import adapter_job
 from .jobs_file import BatchJob
-from .report import JobReport, Status, failed
+from .report import JobReport, Status, ended, failed
 
 TRIES: Final = 3
 PAUSE: Final = 1.0  # seconds before the second try, twice that before the third
@@ -156,7 +156,7 @@ def _ended(entry: BatchJob, status: Status, *, report: Report | AdapterReport | 
     if report is not None and entry.idle:
         report = replace(report, notes=(*report.notes, *(Note(IDLE.format(part)) for part in entry.idle)))
     more["report"] = report
-    return JobReport(entry.number, entry.where, str(entry.job.output), status, worker=here(), **more)
+    return ended(entry, status, worker=here(), **more)
 
 
 def _caught(act: Callable[[], T]) -> T | Exception:

@@ -12,7 +12,8 @@ from pathlib import PurePath
 from typing import Any, Final
 
 from ..adapter_arguments import meant
-from ..options import Option, spelled
+from ..addresses import split
+from ..options import Option, number, spelled
 from ..paths import ENDINGS, forbidden, split_strength
 from .schema import LONGEST_PATH
 from .schema_errors import nearest
@@ -103,6 +104,8 @@ def render_output(template: str, values: Mapping[str, str]) -> str:
 def split_adapter(written: str) -> tuple[str, float | None]:
     """Return path and strength of "style.safetensors:0.8"; NoSuchName where the path has more than a strength behind
     it, as on the command line, or has its strength as other programs write it."""
+    if (address := split(written)) is not None and ":" in written.removesuffix(address[1]) and "=" not in address[1]:
+        return written.removesuffix(address[1]), number(address[1][1:]) if address[1] else None
     path, strength = split_strength(written)
     argument = meant(written) if strength is None else None
     if argument is None:
@@ -110,7 +113,7 @@ def split_adapter(written: str) -> tuple[str, float | None]:
     if not argument.parts:
         raise NoSuchName(f"{written!r} is no way to write a strength; write {argument.path}:{argument.strength}")
     parts = ", ".join(f"{name}: {_quoted(value)}" for name, value in argument.parts)
-    raise NoSuchName(f"parts of an adapter stand below strength_for; write {{path: {argument.path}, "
+    raise NoSuchName(f"parts of an adapter belong below strength_for; write {{path: {argument.path}, "
                      f"strength: {argument.strength}, strength_for: {{{parts}}}}}")  # fmt: skip
 
 

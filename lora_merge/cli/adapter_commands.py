@@ -21,8 +21,9 @@ from .argument_values import as_number, named_adapter, named_adapters, named_par
 from .compat import checked_output, completed
 from .help import add
 from .options import AS_JSON, DRY_RUN, HTML, PLOT, QUIET, Command, read, with_options
+from .own_line import with_words
 from .progress_display import watching
-from .reports import PageFiles, put, show_adapter_report
+from .reports import PageFiles, announcing, put, show_adapter_report
 
 if TYPE_CHECKING:
     from ..adapters_out.job import AdapterJob
@@ -33,16 +34,19 @@ if TYPE_CHECKING:
 PRINTED: Final = MappingProxyType({
     "dry_run": DRY_RUN,
     "as_json": AS_JSON,
-    "report": Annotated[str | None, typer.Option(metavar="PATH", help="Also write the JSON report to this file.")],
+    "report": Annotated[str | None, typer.Option(metavar="PATH", help="Write the JSON report to this file or pipe, "
+    "too.")],
     "html": HTML,
     "plot": PLOT,
     "quiet": QUIET,
-    "verbose": Annotated[bool, typer.Option("-v", "--verbose", help="Name every layer.")],
+    "verbose": Annotated[bool, typer.Option("-v", "--verbose", help="List every layer.")],
 })  # fmt: skip
 """The options for what is shown: name → type."""
 
-OUTPUT: Final = Annotated[str | None, typer.Option("-o", "--output", metavar="PATH", help="File to write.")]
-BASE: Final = Annotated[str | None, typer.Option(metavar="BASE", help="The model, where a formula or a name needs it.")]
+OUTPUT: Final = Annotated[str | None, typer.Option("-o", "--output", metavar="PATH", help="Write this file or folder.")]
+BASE: Final = Annotated[
+    str | None, typer.Option(metavar="BASE", help="Read the model, if a formula or a name needs it.")
+]
 
 CHANGING: Final = ("rank", "algorithm", "alpha", "dtype", "strength_for")
 """Options by which an adapter becomes another one in the same format."""
@@ -93,16 +97,16 @@ def combine(
 
 @_takes(COMMANDS["resize"])
 def resize(adapter: Adapter, **options: Any) -> None:
-    """Write an adapter again at another rank.
+    """Resize an adapter to another rank.
 
-    Of all adapters of that rank, the output is the nearest.
+    Writes the best approximation of that rank.
     """
     _carry_out(COMMANDS["resize"], [adapter], options)
 
 
 @_takes(COMMANDS["convert"])
 def convert(adapter: Adapter, **options: Any) -> None:
-    """Write an adapter in the dialect of another program."""
+    """Convert an adapter to the format of another program."""
     output, base, printed = _shared_values(options)
 
     def make(_: CheckpointCache) -> AdapterJob:
@@ -123,8 +127,15 @@ def average(
 ) -> None:
     """Average snapshots of one training.
 
-    With equal weights, with given ones, or as an exponential moving average.
+    Weights are equal, stated by --weights, or those of an exponential moving average.
     """
+    named = [named_adapter(word) for word in snapshots]
+    weights = [f"{n[1] if isinstance(n, tuple) else getattr(n, 'strength', 1.0):g}" for n in named]
+    if any(weight != "1" for weight in weights) and not options.get("weights"):
+        files = [str(n[0] if isinstance(n, tuple) else getattr(n, "path", n)) for n in named]
+        right = dict(zip(snapshots, files, strict=True))
+        raise UsageError("snapshots have weights, not strengths", " ".join(snapshots)[:200],
+                         f"write {with_words(right, '--weights', ','.join(weights))}")  # fmt: skip
     _carry_out(COMMANDS["average"], snapshots, options)
 
 
@@ -134,7 +145,7 @@ def extract(
     tuned: Annotated[str, typer.Argument(metavar="TUNED", help="The checkpoint after it.")],
     **options: Any,
 ) -> None:
-    """Write the difference of two checkpoints as an adapter.
+    """Extract the difference of two checkpoints as an adapter.
 
     `lora-merge diff` is short for `extract --algorithm full`, which is exact.
     """
@@ -189,6 +200,7 @@ def _job_values(adapters: Sequence[Any], options: dict[str, Any]) -> tuple[list[
 
 def show(command: Row, make: Callable[[CheckpointCache], AdapterJob], printed: dict[str, Any]) -> None:
     """Run or plan a job and print its report. The job is made below the display, as torch may be imported for it."""
+    from ..adapters_out.job import downloaded
     from ..engine.torch_preload import keep_freed_memory, preload
     from ..planning.checkpoint_cache import CheckpointCache
     from .stdio import reporting
@@ -212,7 +224,11 @@ def show(command: Row, make: Callable[[CheckpointCache], AdapterJob], printed: d
         if report_file is not None:
             report_file.begin()
         # Step 3: the plan or the run.
-        done = command.plan(job, cache) if printed["dry_run"] else command.run(job, display or unwatched, cache)
+        if printed["dry_run"]:
+            done = command.plan(job, cache)
+        else:
+            job = downloaded(job, display or unwatched, announcing(display, quiet=printed["quiet"]))
+            done = command.run(job, display or unwatched, cache)
         if report_file is not None:
             report_file.replace(done.to_json())
     pictures.write(lambda: _pictured(done, job) if printed["html"] is not None else asdict(done))

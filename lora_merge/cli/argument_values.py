@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ..adapter_arguments import of_tags, right_form, strange, with_parts
+from ..addresses import split
 from ..errors import InputError, UsageError
 from ..options import BLOCK_WEIGHTS, REGEX, factor, number
-from ..paths import ENDINGS, exists, expand, is_address, split_strength, typed, with_found_ending
+from ..paths import ENDINGS, exists, expand, split_strength, typed, with_found_ending
 from ..safe_regex import from_json
 from .compat import ADAPTERS, completed
 
@@ -30,7 +31,7 @@ _NUMBERED: Final = "([0-9]{1,4}):"
 def expanded(words: Sequence[str]) -> Iterator[str]:
     """Yield the words, and the files in place of a pattern such as loras/*.safetensors that no shell has expanded."""
     for word in words:
-        if exists(word) or not set(word) & set("*?[") or is_address(word):
+        if exists(word) or not set(word) & set("*?[") or split(word) is not None:
             yield word
             continue
         pattern, strength = split_strength(word)
@@ -48,25 +49,25 @@ def check_numbers(words: Sequence[str], strengths: Sequence[str]) -> None:
     """Raise UsageError for numbers among the adapters. `strengths`: those of `--strength`, as in `-s 0.8 0.5`."""
     joining = [word for word in words if word in ("+", "&", "and", "with") and not exists(word)]
     if joining:
-        raise UsageError("a word where an adapter belongs", joining[0], f"leave it out; {ADAPTERS}")
+        raise UsageError("a word in the place of an adapter", joining[0], f"leave it out; {ADAPTERS}")
     bare = {word: re.sub("^(?:strength|weight|scale|ratio|multiplier)=", "", word) for word in words}
     values = {word: right_form(bare[word]) for word in words if right_form(bare[word]) and not exists(word)}
     if not values:
         return
     paths, numbers = [word for word in words if word not in values], [values[w] for w in words if w in values]
-    fix = "write a strength behind its file: ADAPTER:0.8"
+    fix = "write the strength after the file name: ADAPTER:0.8"
     if strengths:
         many = len(strengths) + len(numbers) == len(paths)
         fix = f"write -s {','.join([*strengths, *numbers])}" if many else "give one strength for each adapter"
     elif len(paths) == len(numbers):
         fix = f"write {' '.join(f'{path}:{value}' for path, value in zip(paths, numbers, strict=True))}"
-    raise UsageError("a number where an adapter belongs", " ".join(values), fix)
+    raise UsageError("a number in the place of an adapter", " ".join(values), fix)
 
 
 def check_last(words: Sequence[str]) -> None:
     """Raise InputError for a last word that is no adapter, but an output as `cp` and `mv` take it."""
     last = words[-1] if words else ""
-    if len(words) < 2 or is_address(last) or not last.endswith((*ENDINGS, "/")) or exists(completed(last)):
+    if len(words) < 2 or split(last) is not None or not last.endswith((*ENDINGS, "/")) or exists(completed(last)):
         return
     from ..files.file_signatures import missing
 
@@ -111,7 +112,9 @@ def check_tag(text: str) -> None:
 
 def named_base(text: str) -> str:
     """Return the base of a merge; UsageError for an adapter with its strength in its place."""
-    path, strength = ("", None) if is_address(text) else split_strength(text)
+    if (parts := split(text)) is not None and parts[1]:
+        raise UsageError("a strength behind the base", text[:200], "name the base first: lora-merge BASE ADAPTER:0.8")
+    path, strength = ("", None) if parts is not None else split_strength(text)
     if strength is not None and not exists(text) and exists(completed(path)):
         raise UsageError("a strength behind the base", text[:200], "name the base first: lora-merge BASE ADAPTER:0.8")
     return completed(text)
@@ -128,8 +131,10 @@ def named_adapter(text: str) -> str | tuple[str, float] | Adapter:
     """Return an adapter as `make_job` takes it: "a.safetensors", "a.safetensors:0.8" or "a.safetensors:0.8,te=0"."""
     from ..job import Adapter  # it brings all formulas
 
-    if exists(text) or is_address(text):
+    if exists(text):
         return completed(text)
+    if (address := split(text)) is not None:
+        return _at_address(text.removesuffix(address[1]), address[1])
     check_tag(text)
     path, strength = split_strength(text)
     if strength is not None:
@@ -150,6 +155,20 @@ def named_adapter(text: str) -> str | tuple[str, float] | Adapter:
     check_parts(text)
     check_adapter(path)
     return path
+
+
+def _at_address(address: str, tail: str) -> str | tuple[str, float] | Adapter:
+    """Return an adapter of another machine. `tail`: its strength and parts, such as ":0.8,te=0"."""
+    from ..job import Adapter
+
+    strength, _, parts = tail.removeprefix(":").partition(",")
+    if "=" in strength:  # parts without a strength
+        strength, parts = "", tail[1:]
+    path = completed(address)
+    value = number(strength) if strength else 1.0
+    if parts:
+        return Adapter(Path(path), value, tuple(_parts(parts)))
+    return (path, value) if strength else path
 
 
 def _parts_behind(text: str, start: int) -> list[tuple[str, Any]]:
@@ -202,7 +221,7 @@ def _check_named(text: str, adapters: Sequence[Path]) -> None:
     name, colon, part = text.partition(":")
     for n, path in enumerate(adapters, 1):
         if colon and name in (str(path), path.name, path.stem):
-            fix = f"--strength-for {n}:{part}" if "=" in part else f"the strength behind the file: {path}:{part}"
+            fix = f"--strength-for {n}:{part}" if "=" in part else f"the strength after the file name: {path}:{part}"
             raise UsageError("an adapter has its number here", f"--strength-for {text[:80]}", f"write {fix}")
 
 
@@ -240,7 +259,7 @@ def _part(text: str) -> tuple[str, Any]:
     if name == BLOCK_WEIGHTS:
         return name, value
     with suppress(ValueError):
-        if equals and not name.endswith("=") and (name.startswith(REGEX) or not re.search(r"[\s;=]", name)):
+        if equals and not name.endswith("=") and (name.startswith(REGEX) or re.fullmatch(r"(?:\w+ )?[^\s;=]+", name)):
             return name, number(value)
     name, _, value = re.sub("[=:]+", ":", text).rpartition(":")
     plain = right_form(value) and (name.startswith(REGEX) or re.fullmatch(r"[\w.+-]+", name))

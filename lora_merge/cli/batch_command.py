@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -19,12 +21,13 @@ from ..progress import unwatched
 from ..report import disk_rows
 from ..text import Lines, size
 from .argument_values import whole_number
-from .options import HTML
+from .options import HTML, JSON_TENSORS
 from .progress_display import BatchJobs, paused, watching
 from .reports import (
     BatchDisplay,
     PageFiles,
     announced,
+    announcing,
     broken_jobs,
     echo,
     failure,
@@ -46,35 +49,36 @@ if TYPE_CHECKING:
 def batch(
     jobs: Annotated[str | None, typer.Argument(metavar="JOBS.yaml", help="The jobs file.")] = None,
     workers: Annotated[
-        str | None, typer.Option(metavar="NUMBER", help="Processes here, or tasks at a time on the cluster.")
+        str | None, typer.Option(metavar="NUMBER", help="Run so many processes here, or tasks on the cluster.")
     ] = None,
-    executor: Annotated[Literal["local", "ray"], typer.Option(help="Where jobs run.")] = "local",
+    executor: Annotated[
+        Literal["local", "ray"], typer.Option(help="Run the jobs on this machine or on a Ray cluster.")
+    ] = "local",
     ray_address: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="A running Ray cluster; default: a local one, with a token.")
+        str | None, typer.Option(metavar="ADDRESS", help="Use this running Ray cluster. [default: a local one]")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan only; write nothing.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace outputs that other recipes made.")] = False,
-    redo: Annotated[bool, typer.Option("--redo", help="Make outputs again that this recipe has made.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan only, from headers; write nothing.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace outputs of other recipes.")] = False,
+    redo: Annotated[bool, typer.Option("--redo", help="Write outputs of the same recipe again.")] = False,
     card: Annotated[
-        bool | None, typer.Option("--card/--no-card", help="Model cards, if the jobs file does not set them.")
+        bool | None, typer.Option("--card/--no-card", help="Write model cards, if the jobs file does not decide.")
     ] = None,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first failure.")] = False,
     report: Annotated[
         str | None, typer.Option(metavar="FILE", help="Append a JSON line per job to this file, as each ends.")
     ] = None,
     html: HTML = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per job on stdout.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per job on stdout.")] = False,
+    json_tensors: JSON_TENSORS = False,
     init: Annotated[
         bool, typer.Option("--init", help="Write a first jobs file to change, here or to JOBS.yaml.")
     ] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of jobs files.")] = False,
-    quiet: Annotated[
-        bool, typer.Option("-q", "--quiet", help="No progress, no lines for jobs that went well.")
-    ] = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Print no progress and only failed jobs.")] = False,
 ) -> None:
     """Run all merges of a jobs file.
 
-    They are planned first, made together where they share a base, and resumed where they were left.
+    Plans every job first, reads a shared base once, and resumes an interrupted run.
     """
     if schema:
         from ..viewing.json_schemas import JOBS, schema_of
@@ -112,7 +116,8 @@ def batch(
     check_room()  # once, as it holds for every worker
     run = partial(planned.run, Workers(number, ray_address), name=executor, fail_fast=fail_fast)
     here = executor == "local" and number in (None, 1)
-    ended = _run(planned, run, file, as_json=as_json, quiet=quiet, here=here)
+    to_json = methodcaller("to_json", tensors=json_tensors)
+    ended = _run(planned, run, file, to_json, as_json=as_json, quiet=quiet, here=here)
     pictures.write(lambda: [job.to_dict() for job in ended])
     show_batch(planned, ended, err=as_json)
 
@@ -130,8 +135,9 @@ def _write_first(name: str) -> None:
 
 
 def _run(
-    planned: Batch, run: Any, file: ReportFile | None, *, as_json: bool, quiet: bool, here: bool
-) -> list[JobReport]:
+    planned: Batch, run: Any, file: ReportFile | None, to_json: Callable[[JobReport], str], *, as_json: bool,
+    quiet: bool, here: bool,
+) -> list[JobReport]:  # fmt: skip
     """Run the jobs and print how each of them ends; returns all reports. `here`: whether this process runs them."""
     ended: list[JobReport] = []
     from ..engine.torch_preload import keep_freed_memory, preload
@@ -139,6 +145,7 @@ def _run(
     runs = {str(s.entry.job.output): (s.size, s.effort) for s in planned.planned if s.runs}
     with ExitStack() as stack:
         display = stack.enter_context(watching(quiet=quiet, jobs=BatchJobs(len(planned.planned), runs)))
+        _show_downloads(planned, announcing(display, quiet=quiet))
         if runs and here:
             preload(wait=True)
             keep_freed_memory(min(s.entry.job.max_memory for s in planned.planned))
@@ -151,10 +158,10 @@ def _run(
             if display is not None:
                 display.end(job.output)
             if file is not None:
-                file.append(job.to_json())
+                file.append(to_json(job))
             with paused(display):
                 if as_json:
-                    put(job.to_json())
+                    put(to_json(job))
                 else:
                     batch_display.end(job)
         with paused(display):
@@ -167,6 +174,13 @@ def _files(planned: Batch, jobs: str) -> tuple[set[Path], set[Path]]:
 
     entries = [s.entry for s in planned.planned]
     return {expand(jobs), *(p for e in entries for p in e.sources)}, {e.job.output for e in entries}
+
+
+def _show_downloads(planned: Batch, show: Callable[[str], object] | None) -> None:
+    """Show what is downloaded before the jobs run."""
+    if show is not None:
+        for download in (d for d in planned.downloads.values() if d.size):
+            show(download.text())
 
 
 def _dry_run(planned: Batch, workers: int, file: ReportFile | None, *, as_json: bool, quiet: bool) -> None:
@@ -190,6 +204,7 @@ def _dry_run(planned: Batch, workers: int, file: ReportFile | None, *, as_json: 
             if s.error is not None and not again:
                 echo(indented(s.error))
     if not (as_json or quiet):
+        _show_downloads(planned, echo)
         echo(announced(planned))
     for some, room in disks if not as_json else ():
         _show_room(some[0].entry.job.output.parent, room, quiet=quiet)

@@ -10,8 +10,10 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from ..adapter_arguments import right_form
+from ..addresses import parse
 from ..errors import UsageError
-from ..paths import ENDINGS, WINDOWS, check_input, exists, is_address, split_strength, typed, with_found_ending
+from ..paths import ENDINGS, WINDOWS, exists, split_strength, typed, with_found_ending
+from .own_line import flags, line
 
 PROGRAM_OPTIONS: Final = MappingProxyType(
     {"-h": "--help", "-V": "--version", "version": "--version", "/?": "--help", "/help": "--help"}
@@ -98,8 +100,12 @@ def _first_letter_small(text: str) -> str:
 
 
 def completed(path: str) -> str:
-    """Return the path, with the ending of the file that is there if it lacks one; UsageError for an address."""
-    check_input(path)
+    """Return the path, with the ending of the file that is there if it lacks one; for an address the path of what it
+    leads to."""
+    if parse(path) is not None:
+        from ..sources.inputs import locate
+
+        return str(locate(path))
     _check_drive(path)
     return with_found_ending(path)
 
@@ -115,22 +121,27 @@ def checked_output(output: str | None) -> str | None:
     """Return the output; UsageError for "-", the output of other programs, and for an address."""
     if output == "-":
         raise UsageError("the output is a file, not a stream", "-o -", "name it: -o merged.safetensors")
-    if is_address(output or ""):
-        raise UsageError("an address, and not a path", f"-o {output}", "write a file here with -o NAME, then upload it")
+    if ":" in (output or "") and parse(output or "") is not None:
+        raise UsageError(
+            "this is an address, not a local path", f"-o {output}", "write a file here with -o NAME, then upload it"
+        )
     _check_drive(output or "")
     return output
 
 
 _BASE: Final = "the base is the first word"
 ADAPTERS: Final = "adapters follow the base: lora-merge BASE ADAPTER:0.8 ADAPTER2:0.5"
-_STRENGTH: Final = "a strength goes behind its file: ADAPTER:0.8; or give -s 0.8 for each adapter"
+_STRENGTH: Final = "write the strength after the file name: ADAPTER:0.8; or give -s 0.8 for each adapter"
 _OUTPUT: Final = "use -o FILE"
 _DTYPE: Final = "use --dtype fp16, bf16 or fp32"
 _PART: Final = "use --strength-for, such as --strength-for te=0; lora-merge parts BASE lists the parts"
 _NEEDLESS: Final = "leave it out: it is not needed here"
 _IDLE: Final = "leave it out: sums are exact, shards are those of the base, --device names the device"
-_RANK: Final = "use --rank N, or a rule such as --rank fro:0.9"
-_MODELS: Final = "both models come first: lora-merge extract BASE TUNED"
+_RANK: Final = "use --rank N, or a rule such as --rank energy:0.9"
+_RULE: Final = "use a rule such as --rank fro:0.9"
+_SHARE: Final = "use --rank with the share in its rule, such as --rank fro:0.9"
+_BEFORE: Final = "the model before the training comes first: lora-merge extract BASE TUNED"
+_AFTER: Final = "the model after the training comes second: lora-merge extract BASE TUNED"
 _QUIET: Final = "use -q"
 _SAME_RANK: Final = "the rank is that of the adapter; another one: lora-merge resize ADAPTER --rank N"
 _LBW: Final = "use --strength-for lbw=1,0,0,… with a number for each block; lora-merge parts BASE lists them"
@@ -210,10 +221,15 @@ FOREIGN: Final[Mapping[str, str]] = MappingProxyType(
             ),
             _OUTPUT,
         ),
+        **dict.fromkeys(("--lora-weight", "--lora-weights", "--lora-strength"), _STRENGTH),
         **dict.fromkeys(("--precision", "--save-precision", "--type"), _DTYPE),
-        **dict.fromkeys(("--rank", "--new-rank", "--dim", "-r", "--dynamic-method", "--dynamic-param"), _RANK),
+        **dict.fromkeys(("--out-dtype", "--outtype", "--out-type", "--output-dtype", "--torch-dtype"), _DTYPE),
+        **dict.fromkeys(("--rank", "--new-rank", "--dim", "-r"), _RANK),
         **dict.fromkeys(("--lora-rank", "--lora-r", "--lora-dim", "--network-dim", "--network-rank"), _RANK),
-        **dict.fromkeys(("--model-org", "--model-tuned"), _MODELS),
+        "--dynamic-method": _RULE,
+        "--dynamic-param": _SHARE,
+        "--model-org": _BEFORE,
+        "--model-tuned": _AFTER,
         **dict.fromkeys(("--fp16", "--float16", "--half"), "use --dtype fp16"),
         "--fp8": "use --dtype fp8_scaled",
         **dict.fromkeys(("--bf16", "--bfloat16"), "use --dtype bf16"),
@@ -238,28 +254,44 @@ FOREIGN: Final[Mapping[str, str]] = MappingProxyType(
 )
 """Option of another program → what to write instead. sd-scripts, mergekit, diffusers' scripts, cp."""
 
-_OTHERWISE: Final = {_RANK: _SAME_RANK}
+_OTHERWISE: Final = dict.fromkeys((_RANK, _RULE, _SHARE), _SAME_RANK)
 """Advice → the advice for commands without the options in it."""
 
 _FLAG: Final = r"(?<![\w-])--?[a-z][a-z-]*"
 
-_ROLES: Final = {_BASE: "base", ADAPTERS: "adapters", _STRENGTH: "strengths", _OUTPUT: "output", _DTYPE: "dtype"}
+_ROLES: Final = {
+    _BASE: "base", _BEFORE: "base", _AFTER: "tuned", ADAPTERS: "adapters", _STRENGTH: "strengths", _OUTPUT: "output",
+    _DTYPE: "dtype", _RANK: "rank", _RULE: "rule", _SHARE: "share",
+}  # fmt: skip
 """Advice on an option with values → what its values are."""
+
+OF_MERGE: Final = ("-s", "--strength")
+"""Options of ours that `average` and `extract` lack."""
+
+TRANSLATED: Final = ("merge", "combine", "resize", "convert", "average", "extract")
+"""The commands that other programs have too."""
+
+_SEVERAL: Final = ("adapters", "strengths")
+"""Roles of options that have several words behind them."""
+
+RULES: Final = {"sv_ratio": "ratio", "sv_fro": "fro", "sv_cumulative": "sum"}
+"""Rule for ranks of sd-scripts' networks/resize_lora.py → the rule here."""
 
 
 def check_options(command: str, args: Sequence[str], parameters: Iterable[Any]) -> None:
     """Raise UsageError for an option that only other programs have. `parameters`: those of the command."""
     parameters = [*parameters]
-    options = [parameter for parameter in parameters if parameter.param_type_name == "option"]
-    known = {name: option.is_flag for option in options for name in (*option.opts, *option.secondary_opts)}
+    known = flags(parameters)
     check_dashes(args, known)
     typed, args = args, [_hyphened(arg) for arg in args]
     names = {arg.partition("=")[0]: word.partition("=")[0] for arg, word in zip(args, typed, strict=True)}
-    unknown = [name for name in names if name in FOREIGN and not {name, f"{name}s"} & known.keys()]
+    foreign = {*FOREIGN, *(OF_MERGE if command in TRANSLATED else ())}
+    unknown = [name for name in names if name in foreign and not {name, f"{name}s"} & known.keys()]
     if unknown:
-        right = translated(args, known) if command == "merge" else ""
+        right = translated(args, command, parameters) if command in TRANSLATED else ""
         advice = {name: text for name in unknown if (text := advice_on(name, known))}
-        advices = [_usage(command, parameters) if text in (_BASE, ADAPTERS) else text for text in advice.values()]
+        usage = _usage(command, parameters)
+        advices = [usage if text in (_BASE, ADAPTERS, _BEFORE, _AFTER) else text for text in advice.values()]
         fix = f"write {right}" if right else "; ".join(dict.fromkeys(advices)) or f"see lora-merge help {command}"
         words = " nor ".join(names[name] for name in unknown)
         raise UsageError(f"there is no option {words} here", " ".join(typed)[:200], fix)
@@ -267,7 +299,7 @@ def check_options(command: str, args: Sequence[str], parameters: Iterable[Any]) 
 
 def advice_on(name: str, known: Iterable[str]) -> str:
     """Return the advice on an option of another program to a command with these options; "" without one that fits."""
-    usual = FOREIGN[name]
+    usual = FOREIGN.get(name, _STRENGTH)
     return next((text for text in (usual, _OTHERWISE.get(usual, "")) if text and advice_fits(text, known)), "")
 
 
@@ -290,30 +322,62 @@ def _hyphened(arg: str) -> str:
     return arg.replace(name, name.replace("_", "-"), 1) if name.startswith("--") else arg
 
 
-def translated(args: Sequence[str], known: Mapping[str, bool]) -> str:
-    """Return a merge in the words of another program as it is typed here; "" where that is not certain.
+def translated(args: Sequence[str], command: str, parameters: Sequence[Any]) -> str:
+    """Return a command in the words of another program as it is typed here; "" where that is not certain."""
+    known = flags(parameters)
+    by_role, rest = _by_role(args, known)
+    files, strengths = _files(by_role), [right_form(text) for text in by_role["strengths"]]
+    required = sum(p.param_type_name == "argument" and p.required for p in parameters)
+    if len(files) < max(required, 2 * (command == "merge")) or not all(files) or not all(strengths):
+        return ""
+    options = _options(by_role)
+    if strengths and command == "average":
+        options["--weights"] = ",".join(strengths)
+    first = len(files) if command in ("average", "extract") else int(command == "merge")
+    strong = files[first:] if command != "average" else files
+    if "?" in options.get("--rank", "") or not options.keys() <= known.keys():
+        return ""
+    if strengths and len(strengths) != len(strong):
+        return ""
+    if strengths and command != "average":
+        files[first:] = [f"{path}:{value}" for path, value in zip(strong, strengths, strict=True)]
+    rest += [word for option in options.items() for word in option]
+    return line([*([command] if command != "merge" else []), *files, *rest])
 
-    `known`: option of `merge` → whether it has no value.
+
+def _by_role(args: Sequence[str], known: Mapping[str, bool]) -> tuple[dict[str, list[str]], list[str]]:
+    """Return role → the values of that role, and the options that stay; no value at all if a word has no role.
+
+    `known`: option of the command → whether it has no value.
     """
     by_role: dict[str, list[str]] = {role: [] for role in ("plain", *_ROLES.values())}
     rest, role = list[str](), "plain"
     for word in (part for arg in args for part in ((arg.split("=", 1)) if arg.startswith("--") else (arg,))):
         before, role, replacement = role, *_read(word, role, known)
         if not role:
-            return ""
+            return {role: [] for role in by_role}, []
         rest += replacement
         if not replacement and before == role and not word.startswith("-"):
+            role = "plain" if role == "strengths" and exists(with_found_ending(word)) else role
             by_role[role].append(word)
-            role = role if role in ("adapters", "strengths") else "plain"
-    base, *plain = [*by_role["base"], *by_role["plain"]] or [""]
-    adapters, strengths = [*by_role["adapters"], *plain], [right_form(text) for text in by_role["strengths"]]
-    if not base or not adapters or (strengths and len(strengths) != len(adapters)) or not all(strengths):
-        return ""
-    if strengths:
-        adapters = [f"{path}:{value}" for path, value in zip(adapters, strengths, strict=True)]
-    for flag, values in (("-o", by_role["output"]), ("--dtype", by_role["dtype"])):
-        rest += [flag, values[-1]] if values else []
-    return typed(["lora-merge", base, *adapters, *rest])
+            role = role if role in _SEVERAL else "plain"
+    return by_role, rest
+
+
+def _files(by_role: Mapping[str, list[str]]) -> list[str]:
+    """Return the files in the order of our commands: the base, or the model before the training, is the first."""
+    first, *plain = [*by_role["base"], *by_role["plain"]] or [""]
+    return [*filter(None, [first]), *by_role["tuned"], *by_role["adapters"], *plain]
+
+
+def _options(by_role: Mapping[str, list[str]]) -> dict[str, str]:
+    """Return option → value, for the values that are options here. A rule for ranks without its name has none."""
+    named = {"-o": "output", "--dtype": "dtype", "--rank": "rank"}
+    options = {flag: by_role[role][-1] for flag, role in named.items() if by_role[role]}
+    if by_role["rule"] or by_role["share"]:
+        rule, share = RULES.get("".join(by_role["rule"]), "?"), "".join(by_role["share"])
+        options |= {"--rank": f"{rule}:{share}", **({"--max-rank": options["--rank"]} if "--rank" in options else {})}
+    return options
 
 
 def _read(word: str, role: str, known: Mapping[str, bool]) -> tuple[str, list[str]]:
@@ -321,7 +385,7 @@ def _read(word: str, role: str, known: Mapping[str, bool]) -> tuple[str, list[st
 
     The role is "" if `word` is an option of no known program.
     """
-    meant = FOREIGN.get(word, "")
+    meant = _STRENGTH if word in OF_MERGE else FOREIGN.get(word, "")
     if word in known:
         return "plain" if known[word] else "value", [word]
     if meant in _ROLES or word in FACTORS:

@@ -11,21 +11,34 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from ..errors import UsageError
 from ..options import OPTIONS
 from .compat import FOREIGN, advice_on
 from .terminal import DEBUG, EVERYWHERE, FLAG, Color
 
-GROUPS: Final = ("Strength", "Method", "Input", "Output", "Computation", "Report")
+UNRECORDED: Final = "If the output has no recipe"
+"""Heading of the options of a merge that `verify` reads from a recipe, if there is one."""
+
+GROUPS: Final = ("Strength", "Method", "Input", "Output", "Computation", UNRECORDED, "Report")
 """Headings of options, in the order of the help; other options come first, below "Options"."""
 
 BY_NAME: Final = {
     "output": "Output",
-    **dict.fromkeys(("as_json", "report", "html", "plot", "quiet", "verbose", "dry_run", "schema"), "Report"),
+    **dict.fromkeys(
+        ("as_json", "json_tensors", "report", "html", "plot", "quiet", "verbose", "dry_run", "schema"), "Report"
+    ),
 }
 """Parameter that many commands have → its heading."""
+
+COMMANDS: Final = {
+    "Merge": ("merge", "batch", "ui", "comfyui", "demo"),
+    "Adapters": ("combine", "resize", "convert", "average", "extract"),
+    "Look": ("inspect", "parts", "compare", "architectures", "algorithms"),
+    "Check": ("verify", "replay", "unmerge", "doctor", "schema"),
+}
+"""Heading of commands → its commands, in the order of use."""
 
 LONGEST: Final = 40  # letters of choices behind the name of an option
 
@@ -71,6 +84,21 @@ class GroupedCommand(TyperCommand):
             if rows:
                 with formatter.section(name):
                     formatter.write_dl(rows, col_max=min(30, formatter.width // 2))
+
+
+class CommandGroup(TyperGroup):
+    """Commands below one word, such as `comfyui install`, with the options of every command."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the words behind the name of the group."""
+        return ["COMMAND", "[OPTIONS]"]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands, and the options of every command."""
+        self.format_commands(ctx, formatter)
+        rows = [row for p in self.get_params(ctx) if (row := p.get_help_record(ctx))]
+        with formatter.section("Options"):
+            formatter.write_dl([*EVERYWHERE, *rows], col_max=min(30, formatter.width // 2))
 
 
 def add(app: typer.Typer, command: Callable[..., None], *lines: str, name: str | None = None) -> None:
@@ -164,7 +192,8 @@ def refused(error: Exception, commands: Container[str] = ()) -> UsageError:
         what = "no adapter is named" if parameter == "adapters" else "no base and no adapter is named"
         return UsageError(what, typed(), f"lora-merge BASE ADAPTER:0.8; {see}")
     if name := getattr(error, "option_name", "") if text.startswith("No such") else "":
-        return UsageError(f"there is no option {name}", typed(), _advice(name, context) + see)
+        near, advice = _advice(name, context)
+        return UsageError(f"there is no option {name}", typed(), advice + see).instead(name, *near[:1])
     shown = re.search(
         r"^  (lora-merge .*)", getattr(getattr(context, "command", None), "epilog", None) or "", re.MULTILINE
     )
@@ -172,25 +201,26 @@ def refused(error: Exception, commands: Container[str] = ()) -> UsageError:
     return UsageError(f"{text[:1].lower()}{text[1:]}".rstrip("."), typed(), f"{such}{see}")
 
 
-def _advice(name: str, context: Any) -> str:
-    """Return advice on a misspelt option: those of the command that look alike, or what other programs' mean here."""
+def _advice(name: str, context: Any) -> tuple[list[str], str]:
+    """Return the options of the command that a misspelt one resembles, and advice on it: these, or what an option of
+    other programs means here."""
     parameters = getattr(getattr(context, "command", None), "params", ())
     known = [option for parameter in parameters for option in (*parameter.opts, *parameter.secondary_opts)]
     known += ["--help", FLAG, DEBUG]
     if not name.startswith("--"):
-        return "a strength goes behind its file: ADAPTER:-0.8; " if name[1:2].isdigit() else ""
+        return [], "write the strength after the file name: ADAPTER:-0.8; " if name[1:2].isdigit() else ""
     plain = name.replace("_", "-")
     if getattr(context, "info_name", "") == "batch" and plain in (option.flag for option in OPTIONS.values()):
-        return _in_file(plain)
+        return [], _in_file(plain)
     near = _alike(plain, known) or [option for option in known if option.startswith(plain)][:3]
     other = [advice for option in _alike(plain, FOREIGN) if (advice := advice_on(option, known))]
-    return f"did you mean {' or '.join(near)}? " if near else f"{other[0]}; " if other else ""
+    return near, f"did you mean {' or '.join(near)}? " if near else f"{other[0]}; " if other else ""
 
 
 def _in_file(flag: str) -> str:
     """Return where an option of merges belongs in a jobs file."""
     if flag == "--strength":
-        return "write a strength behind its path in the jobs file: adapters: [lora.safetensors:0.8]; "
+        return "write a strength after its path in the jobs file: adapters: [lora.safetensors:0.8]; "
     return f"write it in the jobs file, for a job or under defaults: {flag[2:].replace('-', '_')}: VALUE; "
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import FitError, UsageError
+from ..errors import FitError, InputError, MergeError, UsageError
 from ..paths import exists, expand
 from ..progress import unwatched
 from ..text import Lines, json_text
@@ -18,13 +18,13 @@ from .compat import completed
 from .help import add, offered
 from .options import HTML, PLOT, SILENT
 from .progress_display import watching
-from .reports import PageFiles, echo, put, show_comparison, show_file
+from .reports import PageFiles, put, show_comparison, show_facts
 from .tables import parts
 
 if TYPE_CHECKING:
     from ..job import Adapter
 
-AS_JSON = Annotated[bool, typer.Option("--json", help="Everything as one JSON object.")]
+AS_JSON = Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -42,13 +42,21 @@ def inspect(
         list[str], typer.Argument(metavar="FILE...", help="Checkpoints or adapters; or a base and adapters for it.")
     ],
     weights: Annotated[
-        bool, typer.Option("--weights", help="Read the numbers too: norms, ranks; with a base what it keeps.")
+        bool,
+        typer.Option(
+            "--weights", help="Read the weights too: norms, ranks; with a base, how much of the change survives."
+        ),
     ] = False,
-    hashes: Annotated[bool, typer.Option("--hashes", help="Hashes also of large files.")] = False,
-    blocks: Annotated[bool, typer.Option("--blocks", help="Parts and blocks of a base, for --strength-for.")] = False,
+    hashes: Annotated[bool, typer.Option("--hashes", help="Hash large files, too.")] = False,
+    blocks: Annotated[
+        bool, typer.Option("--blocks", help="List the parts and blocks of a base, for --strength-for.")
+    ] = False,
     html: HTML = None,
     plot: PLOT = None,
     as_json: AS_JSON = False,
+    verbose: Annotated[
+        bool, typer.Option("-v", "--verbose", help="Show patterns of names, and all facts of several files.")
+    ] = False,
     quiet: SILENT = False,
 ) -> None:
     """Say what a file is, or how adapters fit a base. Reads headers only, unless asked for numbers."""
@@ -57,23 +65,42 @@ def inspect(
             raise UsageError("blocks are those of one base", "--blocks", "name one file")
         parts(files[0], as_json=as_json)
         return
-    from ..viewing.inspect import inspect as look
+    from ..files.folder_layouts import several
 
-    pictures, pairs = PageFiles(html, plot, quiet=as_json or quiet), _pairs([*expanded(files)])
-    pictures.protect([path for base, ref in pairs for path in (base, *([ref.path] if ref else []))])
-    with watching(quiet=as_json or quiet, doing="reading the numbers" if weights else "") as display:
+    words = [*expanded(files)]
+    inside = [path for word in words for path in several(expand(word))]
+    pairs = _pairs([word for word in words if not several(expand(word))])
+    pictures = PageFiles(html, plot, quiet=as_json or quiet)
+    pictures.protect([*inside, *(path for base, ref in pairs for path in (base, *([ref.path] if ref else [])))])
+    with watching(quiet=as_json or quiet, doing="reading the weights" if weights else "") as display:
         options: dict[str, Any] = {"weights": weights, "hashes": hashes, "pictures": html is not None}
-        results = [look(*pair, **options, progress=display or unwatched) for pair in pairs]
+        results, unread = _facts(pairs, inside, {**options, "progress": display or unwatched})
     pictures.write(lambda: [dict(facts) for facts in results] if len(results) > 1 else dict(results[0]))
     if as_json:
-        put(json_text(results[0] if len(results) == 1 else {"files": results, "schema": version("files")}))
-    for n, facts in enumerate(() if as_json or quiet else results):
-        if n:
-            echo("")
-        show_file(facts, again=bool(n))
+        many = {"files": results, "unread": unread, "schema": version("files")}
+        put(json_text(many if len(results) + len(unread) > 1 else results[0]))
+    elif not quiet:
+        show_facts(results, unread, verbose=verbose)
     misfits = [facts["match"] for facts in results if "match" in facts and not facts["match"]["fits"]]
     if misfits:
         raise typer.Exit(FitError.exit_code)
+
+
+def _facts(
+    pairs: Sequence[tuple[Path, Adapter | None]], inside: Sequence[Path], options: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Return the facts of files, and of those inside folders; of the latter, path → why some cannot be read."""
+    from ..viewing.inspect import inspect as look
+
+    results, unread = [look(*pair, **options) for pair in pairs], dict[str, str]()
+    for path in inside:
+        try:
+            results.append(look(path, **options))
+        except MergeError as e:
+            unread[str(path)] = e.what
+    if not results:
+        raise InputError("no file of the folder can be read", str(inside[0].parent), "name one of its files")
+    return results, unread
 
 
 def _pairs(files: Sequence[str]) -> list[tuple[Path, Adapter | None]]:
@@ -106,7 +133,8 @@ def compare(
     a: Annotated[str, typer.Argument(metavar="A", help="A model or an adapter.")],
     b: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
     base: Annotated[
-        str | None, typer.Option(metavar="PATH", help="For adapters that spell names in different words.")
+        str | None,
+        typer.Option(metavar="PATH", help="Read this base model, if the two adapters use different naming schemes."),
     ] = None,
     html: HTML = None,
     plot: PLOT = None,

@@ -15,19 +15,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from ..addresses import with_addresses
 from ..errors import MergeError, UsageError, as_resource_error, error_dict, failure
 from ..options import OPTIONS
 from ..paths import exists, expand, leave_lost_folder
 from ..process import LimitCheck, on_stop, signals_first
+from ..progress import unwatched
 from ..text import Lines, json_text, one_line
 from . import adapter_commands, comfyui_command, inspect_commands, tables, ui_command, verify_commands
 from .argument_values import named_adapters, named_base, named_parts, with_strengths
 from .batch_command import batch
 from .compat import PROGRAM_OPTIONS, SHORT, check_command, check_once, check_options, check_spaces, checked_output
-from .help import REFUSED, GroupedCommand, add, everywhere, examples, files, refused, take_text
-from .options import AS_JSON, DRY_RUN, HTML, OUTPUT, PLOT, QUIET, REPORT, read, with_options
-from .progress_display import watching
-from .reports import PageFiles, ReportOptions, echo, merge_and_report, pictured, put
+from .help import COMMANDS, REFUSED, GroupedCommand, add, everywhere, examples, files, refused, take_text
+from .options import AS_JSON, DRY_RUN, HTML, JSON_TENSORS, OUTPUT, PLOT, QUIET, REPORT, read, with_options
+from .own_line import correct
+from .progress_display import Display, watching
+from .reports import PageFiles, ReportOptions, announcing, echo, merge_and_report, pictured, put
 from .terminal import debugging, show_error, styled, without_global_options
 
 if TYPE_CHECKING:
@@ -81,9 +84,24 @@ class Commands(TyperGroup):
         check_command(word, {name: self.commands[name].get_short_help_str(200) for name in self.list_commands(None)})
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of the commands, the main one first."""
-        shown = [name for name, command in self.commands.items() if not command.hidden]
-        return sorted(shown, key=lambda name: name != "merge")
+        """Return the names of the commands, in the order of use."""
+        return [name for names in self._groups().values() for name in names]
+
+    def _groups(self) -> dict[str, list[str]]:
+        """Return heading → its commands."""
+        shown = {name for name, command in self.commands.items() if not command.hidden}
+        groups = {title: [name for name in names if name in shown] for title, names in COMMANDS.items()}
+        return {**groups, "More": sorted(shown.difference(*COMMANDS.values()))}
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands by groups, and then the options of the program."""
+        for title, names in self._groups().items():
+            rows = [(name, self.commands[name].get_short_help_str(formatter.width)) for name in names]
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+        with formatter.section("Options"):
+            formatter.write_dl([row for p in self.get_params(ctx) if (row := p.get_help_record(ctx))])
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         """Return commands and options, and files: the first word may be a base, except after `help`."""
@@ -108,7 +126,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "color": False},
     help="Merge LoRA, LyCORIS and PEFT adapters into .safetensors checkpoints.\n\n"
     "lora-merge BASE ADAPTER[:STRENGTH] ... [options] is short for lora-merge merge.\n\n"
-    "lora-merge help COMMAND tells of a command and its options.",
+    "Run lora-merge help COMMAND for details.",
     epilog=EXAMPLES,
 )  # fmt: skip
 
@@ -128,22 +146,28 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 @app.command(cls=GroupedCommand, epilog=EXAMPLES)
 @with_options(*OPTIONS.values(), before="dry_run")
 def merge(
-    base: Annotated[str, typer.Argument(metavar="BASE", help="Checkpoint: a .safetensors file or a model folder.")],
+    base: Annotated[
+        str,
+        typer.Argument(
+            metavar="BASE", help="Checkpoint: a file, a model folder, or an address such as hf://owner/name."
+        ),
+    ],
     adapters: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="ADAPTER[:STRENGTH]...",
-            help="Adapter files or PEFT folders; none: the adapter that is attached inside BASE.",
+            help="Adapter files, PEFT folders or addresses; none: the adapter that is attached inside BASE.",
         ),
     ] = None,
     output: Annotated[str | None, OUTPUT] = None,
     dry_run: DRY_RUN = False,
     as_json: AS_JSON = False,
+    json_tensors: JSON_TENSORS = False,
     report: REPORT = None,
     html: HTML = None,
     plot: PLOT = None,
     quiet: QUIET = False,
-    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Name every tensor.")] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="List every tensor.")] = False,
     **options: Any,
 ) -> None:
     """Merge adapters into a base model and write the result."""
@@ -162,24 +186,27 @@ def merge(
             file.protect(sources(job), [job.output])
         pictures.protect(sources(job), [job.output])
         report_options = ReportOptions(
-            dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=verbose, overwrite=job.overwrite
-        )
-        merged = merge_and_report(lambda: _planned(job, dry=dry_run), file, report_options)
+            dry_run=dry_run, as_json=as_json, quiet=quiet, verbose=verbose, overwrite=job.overwrite,
+            tensors=json_tensors,
+        )  # fmt: skip
+        merged = merge_and_report(lambda display: _planned(job, display, report_options), file, report_options)
     if merged is not None:
         pictures.write(lambda: pictured(*merged) if html is not None else asdict(merged[0]))
 
 
-def _planned(job: Job, *, dry: bool) -> Plan:
-    from ..engine.admission import plan_merge
+def _planned(job: Job, display: Display | None, options: ReportOptions) -> Plan:
+    from ..engine.admission import downloaded, plan_merge
 
-    return plan_merge(replace(job, overwrite=True), dry=True) if dry else plan_merge(job)
+    if options.dry_run:
+        return plan_merge(replace(job, overwrite=True), dry=True)
+    return plan_merge(downloaded(job, display or unwatched, announcing(display, quiet=options.quiet)))
 
 
 @app.command(cls=GroupedCommand)
 def demo(
-    folder: Annotated[str, typer.Argument(help="Where to put the files.")] = "lora-merge-demo",
+    folder: Annotated[str, typer.Argument(help="Folder of the files.")] = "lora-merge-demo",
 ) -> None:
-    """Merge three small adapters into a small model. All of them are made here, offline, in seconds."""
+    """Merge three small adapters into a small model, offline, in seconds."""
 
     where = expand(folder)
     with watching(quiet=False, doing="loading torch"):
@@ -225,13 +252,13 @@ def main() -> None:
         if not sys.argv[1:]:  # no argument at all
             put(Lines.of(str(e).splitlines()))
             raise SystemExit(UsageError.exit_code) from None
-        _fail(wrong := refused(e, _program().commands), str(wrong))
+        _fail(refused(e, _program().commands))
     except _Stopped as stop:
         _fail(stop, f"{stop}; nothing was left behind")
     except Exception as error:
         failure = as_resource_error(error) or error
         if isinstance(failure, MergeError):
-            _fail(failure, str(failure))
+            _fail(failure)
         if not isinstance(error, OSError):
             _print_json_error(error)
             raise
@@ -239,12 +266,15 @@ def main() -> None:
         _fail(error, f"{error.strerror or error}\n  where: {where}\n  fix:   nothing was left behind; run again")
 
 
-def _fail(error: BaseException, text: str) -> None:
-    """End the program: the failure on stderr, with --json also on stdout."""
+def _fail(error: BaseException, text: str = "") -> None:
+    """End the program: the failure on stderr, in words of its own or these, with --json also on stdout."""
+    correct(error, _program().commands)
+    text = text or str(error)
     if debugging():
         import traceback
 
         traceback.print_exc()
+    text = with_addresses(text)
     if styled(sys.stderr):
         show_error(text)
     else:

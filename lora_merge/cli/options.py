@@ -13,19 +13,22 @@ from ..errors import MergeError
 from ..options import OPTIONS, Option
 from ..paths import expand
 from .argument_values import as_number, metadata_entry, parsed_setting, strengths
-from .help import offered
+from .help import UNRECORDED, offered
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
-OUTPUT: Final = typer.Option("-o", "--output", metavar="PATH", help="File or folder to write.")
+OUTPUT: Final = typer.Option("-o", "--output", metavar="PATH", help="Write this file or folder.")
 DRY_RUN = Annotated[bool, typer.Option("--dry-run", help="Plan only, from headers; write nothing.")]
-AS_JSON = Annotated[bool, typer.Option("--json", help="Report as one JSON object on stdout.")]
-REPORT = Annotated[str | None, typer.Option(metavar="FILE", help="Also write the JSON report to this file or pipe.")]
-HTML = Annotated[str | None, typer.Option(metavar="FILE", help="Also write a page to look at in a browser.")]
-PLOT = Annotated[str | None, typer.Option(metavar="FILE", help="Also draw it, as .png, .svg or .pdf.")]
+AS_JSON = Annotated[bool, typer.Option("--json", help="Print the report as one JSON object on stdout.")]
+JSON_TENSORS = Annotated[
+    bool, typer.Option("--json-tensors", help="Add the values of every tensor to the JSON report.")
+]
+REPORT = Annotated[str | None, typer.Option(metavar="FILE", help="Write the JSON report to this file or pipe, too.")]
+HTML = Annotated[str | None, typer.Option(metavar="FILE", help="Write a page for the browser, too.")]
+PLOT = Annotated[str | None, typer.Option(metavar="FILE", help="Draw the result as .png, .svg or .pdf, too.")]
 
-QUIET = Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no report; notes go to stderr.")]
-SILENT = Annotated[bool, typer.Option("-q", "--quiet", help="Say nothing: the exit code tells.")]
+QUIET = Annotated[bool, typer.Option("-q", "--quiet", help="Print no progress and no report; notes go to stderr.")]
+SILENT = Annotated[bool, typer.Option("-q", "--quiet", help="Print nothing; the exit code is the answer.")]
 
 
 def dialects(incomplete: str) -> list[str]:
@@ -79,7 +82,7 @@ def with_options(
     return decorate
 
 
-OF_VERIFY: Final = {"compute_dtype": "Whose rounding is allowed, whatever the recipe says. Default: fp32."}
+OF_VERIFY: Final = {"compute_dtype": "Allow the rounding of this dtype, whatever the recipe says. [default: fp32]"}
 """Option → its help where it is no statement on how an output was made."""
 
 KINDS: Final = {"switch": bool, "whole": int, "number": float}
@@ -93,9 +96,10 @@ def _parameter(option: Option, *, stated: bool) -> inspect.Parameter:
     words: Any = Literal.__getitem__(option.words) if option.words else str  # for help and completion; see take_text
     kind: Any = list[str] if many else KINDS.get(option.kind, words)
     flag = f"{option.flag}/--no-{option.name}" if option.kind == "switch" and default is not False else option.flag
-    text = OF_VERIFY.get(option.name, "As for merge, where there is no recipe.") if stated else option.help
+    text = OF_VERIFY.get(option.name, option.help) if stated else option.help
+    group = UNRECORDED if stated and option.name not in OF_VERIFY else option.group
     argument = typer.Option(
-        *filter(None, (option.short, flag)), metavar=option.metavar, help=text, rich_help_panel=option.group,
+        *filter(None, (option.short, flag)), metavar=option.metavar, help=text, rich_help_panel=group,
         autocompletion=OFFERED.get(option.name),
     )  # fmt: skip
     needed = option.required or default is not None

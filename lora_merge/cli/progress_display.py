@@ -68,6 +68,8 @@ class OutputProgress:
     written: int = 0
     computed: int = 0
     to_compute: int = 0  # bytes of the weights that an adapter changes
+    fetched: int = 0
+    to_fetch: int = 0
     proven: int = 0
     to_prove: int = 0
     limit: str = ""
@@ -78,6 +80,8 @@ class OutputProgress:
             self.stage, self.since, self.took = step.stage, now, now - self.since
         if step.stage == "prove":
             self.proven, self.to_prove = self.proven + step.done, step.total or self.to_prove
+        elif step.stage == "fetch":
+            self.fetched, self.to_fetch = self.fetched + step.done, step.total or self.to_fetch
         elif step.stage in ("make", "look"):
             self.computed, self.to_compute = self.computed + step.done, step.total or self.to_compute
         else:
@@ -156,7 +160,7 @@ class Display:
             now = self.clock()
             output = self.outputs.setdefault(step.output, OutputProgress(step.output, now))
             output.take(step, now)
-            if step.done and self.working is None:
+            if step.done and self.working is None and step.stage != "fetch":
                 self.working = now
             self.bytes += self._bytes(step, output)
 
@@ -222,6 +226,8 @@ class Display:
 
     def _merge(self, output: OutputProgress, now: float, width: int) -> str:
         share, facts = self._share(), [f"{interval(now - output.since)} so far"]
+        if output.stage == "fetch":
+            return self._fetch(output, now, width)
         if self.working is None:
             facts.append(self.doing if not output.name else "opening the inputs, loading torch")
             return self._line(f"{output.stage:<5}", facts, None, width)
@@ -236,6 +242,14 @@ class Display:
         elif output.to_prove:
             facts = [f"{min(1.0, output.proven / output.to_prove):.0%} of the proof"]
         return self._line(f"{output.stage:<5}", [*facts, self._left(share, now)], share, width)
+
+    def _fetch(self, output: OutputProgress, now: float, width: int) -> str:
+        """Return the line of a download."""
+        share = output.fetched / output.to_fetch if output.to_fetch else 1.0
+        spent = now - output.since
+        left = f"{interval(spent * (1 - share) / share)} left" if share >= SURE and spent >= 1 else ""
+        speed = rate(int(output.fetched / spent)) if spent > 0 else ""
+        return self._line("fetch", [done_of(output.fetched, output.to_fetch), speed, left], share, width)
 
     def _job(self, output: OutputProgress, now: float, width: int) -> str:
         if output.stage == "merge" and output.written >= output.total:

@@ -12,16 +12,17 @@ from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from ..addresses import with_addresses
 from ..errors import BatchFailed, MergeError, UsageError, cause
-from ..facts import STYLES, Fact, line, strengths
-from ..paths import exists, typed
+from ..facts import STYLES, Fact, aligned, line, strengths
+from ..paths import exists, input_name, typed
 from ..process import kept_objects
 from ..progress import unwatched
 from ..report import Report, disk_rows, merge_rows
 from ..survival import ENOUGH, GRADES
 from ..text import Lines, json_text, one_line, plural, shown, size
 from ..viewing.json_schemas import schema
-from .progress_display import paused, watching
+from .progress_display import Display, paused, watching
 from .stdio import ReportFile
 from .terminal import INSET, broken, colored, columns, console, grid, has, mark, panel, show, show_whole, styled, text
 from .terminal import WIDEST as PANEL
@@ -63,7 +64,7 @@ def echo(text: str, *, err: bool = False) -> None:
 def put(text: str, *, err: bool = False) -> None:
     """Print a text as it is. Typer would go around a stream that is ASCII, and write ? for other letters."""
     stream = sys.stderr if err else sys.stdout
-    stream.write(f"{shown(text)}\n")
+    stream.write(f"{shown(with_addresses(text))}\n")
     stream.flush()
 
 
@@ -260,14 +261,14 @@ class ReportOptions:
 
     def __init__(
         self, *, dry_run: bool = False, as_json: bool = False, quiet: bool = False, verbose: bool = False,
-        overwrite: bool = False, done: str = "merged",
+        overwrite: bool = False, done: str = "merged", tensors: bool = False,
     ) -> None:  # fmt: skip
         self.dry_run, self.as_json, self.quiet = dry_run, as_json, quiet
-        self.verbose, self.overwrite, self.done = verbose, overwrite, done
+        self.verbose, self.overwrite, self.done, self.tensors = verbose, overwrite, done, tensors
 
 
 def merge_and_report(
-    make_plan: Callable[[], Plan], file: ReportFile | None, options: ReportOptions
+    make_plan: Callable[[Display | None], Plan], file: ReportFile | None, options: ReportOptions
 ) -> tuple[Report, Plan] | None:
     """Merge and report it, or report the plan of a dry run; returns the report of a merge, and its plan.
 
@@ -278,7 +279,7 @@ def merge_and_report(
     with watching(quiet=options.quiet) as display:
         if not options.dry_run:
             preload()
-        plan = make_plan()
+        plan = make_plan(display)
         if file is not None:
             file.protect(plan.inputs, [plan.job.output])
             file.begin()
@@ -290,9 +291,19 @@ def merge_and_report(
         _show_dry_run(plan, file, options, replaced=replaced)
         return None
     if file is not None:
-        file.replace(report.to_json())
+        file.replace(report.to_json(tensors=options.tensors))
     show_merge(report, plan, options, replaced=replaced)
     return report, plan
+
+
+def announcing(display: Display | None, *, quiet: bool) -> Callable[[str], None] | None:
+    """Return a function that prints what is downloaded, on stderr; None for a quiet run."""
+
+    def announce(text: str) -> None:
+        with paused(display):
+            echo(text, err=True)
+
+    return None if quiet else announce
 
 
 def carry_out(plan: Plan, progress: Progress | None = None) -> Report:
@@ -363,7 +374,7 @@ def show_merge(report: Report, plan: Plan, options: ReportOptions, *, replaced: 
 
     rows = [*merge_rows(vars(report), verbose=options.verbose)]
     if options.as_json:
-        put(report.to_json())
+        put(report.to_json(tensors=options.tensors))
     elif options.quiet:
         show_remarks(rows)
     else:
@@ -494,7 +505,7 @@ def planned_job(s: PlannedJob, total: int) -> str:
     fate = "cannot run" if s.error is not None else SKIPPED if s.done else f"would write {size(s.size)}"
     job = s.entry.job
     request = s.entry.request
-    base = [job.base.name] if request is None or request.base is not None else []
+    base = [input_name(job.base)] if request is None or request.base is not None else []
     what = "" if request is None else f"{request.command} "
     return f"[{s.entry.number}/{total}] {fate}  {nearest(str(job.output))}  {what}" + " + ".join([*base, *_adapters(s)])
 
@@ -503,9 +514,9 @@ def _adapters(s: PlannedJob) -> Iterator[str]:
     """Yield "ink.safetensors (0.5× unet (48))"; "0.5 × ink.safetensors" where it is not known what it changes."""
     for adapter, applied in zip_longest(s.entry.job.adapters, s.strengths):
         if applied:
-            yield f"{adapter.path.name} ({strengths(applied)})"
+            yield f"{input_name(adapter.path)} ({strengths(applied)})"
         else:
-            yield f"{adapter.strength:g} × {adapter.path.name}"
+            yield f"{adapter.strength:g} × {input_name(adapter.path)}"
 
 
 def show_batch(planned: Batch, ended: Sequence[JobReport], *, err: bool) -> None:
@@ -534,13 +545,44 @@ def failure(count: int, total: int, what: str) -> BatchFailed:
 # Files and comparisons.
 
 
-def show_file(facts: Mapping[str, Any], *, again: bool = False) -> None:
-    """Print what a file is; `again`: only how its adapter fits, as the base was described before."""
+def show_file(facts: Mapping[str, Any], *, again: bool = False, verbose: bool = False) -> None:
+    """Print what a file is; `again`: only how its adapter fits, as the base was described before; `verbose`: with
+    patterns of names."""
     from ..viewing.text import match_rows
     from ..viewing.text import rows as file_rows
 
     match, pictured = facts.get("match"), styled(sys.stdout)
-    _show(match_rows(match, pictured=pictured) if again and match else file_rows(facts, pictured=pictured), facts)
+    rows = match_rows(match, pictured=pictured, verbose=verbose) if again and match else None
+    _show(rows or file_rows(facts, pictured=pictured, verbose=verbose), facts)
+
+
+def show_facts(files: Sequence[Mapping[str, Any]], unread: Mapping[str, str], *, verbose: bool) -> None:
+    """Print what files are: one, or a base and how adapters fit it, in full; of several, a table unless `verbose`."""
+    if len(files) + len(unread) > 1 and not verbose and not any("match" in facts for facts in files):
+        _show_files(files, unread)
+        return
+    for n, facts in enumerate(files):
+        if n:
+            echo("")
+        show_file(facts, again=bool(n), verbose=verbose)
+    for path, why in unread.items():
+        echo(f"{path}: {why}")
+
+
+def _show_files(files: Sequence[Mapping[str, Any]], unread: Mapping[str, str]) -> None:
+    """Print a table of several files, a row each. `unread`: path → why it cannot be read."""
+    from ..viewing.file_verdict import table_of_files
+
+    titles, *rows = table_of_files(files)
+    filled = [n for n in range(len(titles)) if any(row[n] for row in rows)]
+    cells = [[row[n] for n in filled] for row in (titles, *rows)]
+    widths = [max(len(row[n]) for row in cells) for n in range(len(filled))]
+    for row in cells:
+        echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for path, why in unread.items():
+        echo(f"{Path(path).name}: {why}")
+    echo("")
+    echo("for all that is known of a file, name it alone, or use -v")
 
 
 def show_comparison(comparison: Mapping[str, Any]) -> None:
@@ -553,7 +595,7 @@ def show_comparison(comparison: Mapping[str, Any]) -> None:
 def _show(rows: Iterable[Fact], values: Mapping[str, Any]) -> None:
     """Print rows, on a terminal with the pictures of the page below them."""
     if not styled(sys.stdout):
-        put(Lines.of(map(str, rows)))
+        put(Lines.of(aligned(rows)))
         return
     show_table([*rows])
     _show_charts(values)

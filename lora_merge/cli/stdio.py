@@ -175,7 +175,9 @@ class ReportFile:
 
         self.path, self._flag, self._spares = expand(text), flag, False
         if text == "-":
-            raise UsageError("a file is wanted", f"{flag} -", "give its name; --json prints the report")
+            raise UsageError(
+                "the report is a file, not a stream", f"{flag} -", "give its name; --json prints the report"
+            )
         if is_folder(self.path):
             raise UsageError("the report cannot be written there", f"{flag} {text}", ELSEWHERE)
         try:

@@ -17,7 +17,7 @@ from .help import add
 from .reports import put
 from .terminal import show, styled, table
 
-JSON: Final = typer.Option("--json", help="The same as one JSON object.")
+JSON: Final = typer.Option("--json", help="Print one JSON object.")
 
 
 def add_to(app: typer.Typer) -> None:

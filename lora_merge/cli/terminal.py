@@ -25,8 +25,8 @@ FLAG: Final = "--color"
 DEBUG: Final = "--debug"
 
 EVERYWHERE: Final = (
-    (f"{FLAG} <{'|'.join(COLORS)}>", "Colours and tables; auto: on a terminal. NO_COLOR is heeded."),
-    (DEBUG, "Tracebacks."),
+    (f"{FLAG} <{'|'.join(COLORS)}>", "Use colours and tables; auto: on a terminal without NO_COLOR."),
+    (DEBUG, "Print tracebacks."),
 )
 """The options of every command, as its help lists them. They may be anywhere on the command line."""
 

@@ -11,16 +11,17 @@ from ..errors import UsageError
 from ..options import OPTIONS
 from ..paths import expand
 from ..progress import unwatched
-from ..report import verify_rows
+from ..report import verify_rows, without_tensors
 from ..text import json_text
 from .argument_values import named_adapter, named_parts, with_strengths
 from .compat import checked_output, completed
 from .help import add
-from .options import AS_JSON, DRY_RUN, HTML, OUTPUT, QUIET, REPORT, SILENT, read, with_options
-from .progress_display import PROOF, paused, watching
+from .options import AS_JSON, DRY_RUN, HTML, JSON_TENSORS, OUTPUT, QUIET, REPORT, SILENT, read, with_options
+from .progress_display import PROOF, Display, paused, watching
 from .reports import (
     PageFiles,
     ReportOptions,
+    announcing,
     carry_out,
     echo,
     merge_and_report,
@@ -56,23 +57,23 @@ def add_to(app: typer.Typer) -> None:
 @with_options(*(option for option in OPTIONS.values() if option.in_verify), before="search", stated=True)
 def verify(
     output: Merged,
-    base: Annotated[
-        str | None, typer.Option(metavar="PATH", help="The base it was made from, if its recipe is not to be used.")
-    ] = None,
+    base: Annotated[str | None, typer.Option(metavar="PATH", help="Read this base instead of the recipe's.")] = None,
     adapter: Annotated[
-        list[str] | None, typer.Option("--adapter", metavar="ADAPTER[:STRENGTH]", help="One per adapter, in order.")
+        list[str] | None,
+        typer.Option("--adapter", metavar="ADAPTER[:STRENGTH]", help="Read these adapters, in order; repeatable."),
     ] = None,
     search: Annotated[
-        list[str] | None, typer.Option(metavar="FOLDER", help="Folders to search for the recipe's inputs.")
+        list[str] | None, typer.Option(metavar="FOLDER", help="Search this folder for the recipe's inputs; repeatable.")
     ] = None,
-    full: Annotated[bool, typer.Option("--full", help="Every byte and every row, not a sample.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The proof as one JSON object on stdout.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Check every byte and every row instead of a sample.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the proof as one JSON object on stdout.")] = False,
+    json_tensors: JSON_TENSORS = False,
     quiet: SILENT = False,
     **options: Any,
 ) -> None:
-    """Prove that a file is the merge that its recipe says.
+    """Verify that a file is the merge that its recipe describes.
 
-    Its inputs are found by their hashes, or named.
+    Finds the inputs by their hashes, or takes the named ones.
     """
     from ..recipes.replay import is_adapter, prove
 
@@ -84,10 +85,17 @@ def verify(
     weights = None if base is None and not pairs and is_adapter(expand(output)) else PROOF
     with watching(quiet=as_json or quiet, weights=weights) as display:
         proof = prove(
-            expand(output), base, pairs, search=folders, full=full, options=stated, progress=display or unwatched
+            expand(output),
+            base,
+            pairs,
+            search=folders,
+            full=full,
+            options=stated,
+            progress=display or unwatched,
+            announce=announcing(display, quiet=as_json or quiet),
         )
     if as_json:
-        put(json_text(proof))
+        put(json_text(proof if json_tensors else without_tensors(proof)))
     elif not quiet:
         show_proof(verify_rows(proof))
 
@@ -97,15 +105,16 @@ def replay(
     path: Merged,
     output: Annotated[str, OUTPUT],
     search: Annotated[
-        list[str] | None, typer.Option(metavar="FOLDER", help="Folders to search for the inputs.")
+        list[str] | None, typer.Option(metavar="FOLDER", help="Search this folder for the inputs; repeatable.")
     ] = None,
     as_json: AS_JSON = False,
+    json_tensors: JSON_TENSORS = False,
     quiet: QUIET = False,
     **options: Any,
 ) -> None:
-    """Make a merged checkpoint again from its recipe.
+    """Repeat a merge from its recipe.
 
-    The inputs are found by their hashes.
+    Finds the inputs by their hashes.
     """
     from ..adapters_out.commands import COMMANDS
     from ..engine.admission import admit
@@ -114,11 +123,12 @@ def replay(
     from ..recipes.replay import again, is_adapter
 
     path, output, folders = completed(path), str(checked_output(output)), [expand(p) for p in search or []]
-    report_options = ReportOptions(as_json=as_json, quiet=quiet, done="made again")
+    report_options = ReportOptions(as_json=as_json, quiet=quiet, done="made again", tensors=json_tensors)
     with watching(quiet=quiet) as display:
         if not is_adapter(expand(path)):
             preload()
-        written = again(expand(path), output, folders, **options)
+        reported = {"progress": display or unwatched, "announce": announcing(display, quiet=quiet)}
+        written = again(expand(path), output, folders, **reported, **options)
         if isinstance(written, Plan):
             plan = admit(written)
             with paused(display):
@@ -139,24 +149,29 @@ def unmerge(
     path: Merged,
     adapters: Annotated[
         list[str] | None,
-        typer.Argument(metavar="ADAPTER[:STRENGTH]...", help="As they were merged. Default: those of the recipe."),
+        typer.Argument(
+            metavar="ADAPTER[:STRENGTH]...", help="Adapters with the strengths of the merge. [default: the recipe's]"
+        ),
     ] = None,
     output: Annotated[str | None, OUTPUT] = None,
     search: Annotated[
-        list[str] | None, typer.Option(metavar="FOLDER", help="Folders to search for the recipe's adapters.")
+        list[str] | None,
+        typer.Option(metavar="FOLDER", help="Search this folder for the recipe's adapters; repeatable."),
     ] = None,
     dry_run: DRY_RUN = False,
     as_json: AS_JSON = False,
+    json_tensors: JSON_TENSORS = False,
     report: REPORT = None,
     html: HTML = None,
     quiet: QUIET = False,
     **options: Any,
 ) -> None:
-    """Take adapters out of a merged checkpoint again.
+    """Take adapters out of a merged checkpoint.
 
-    The outcome is the base to one rounding step; the base itself is exact. Without an output: say where the base is.
+    Restores the base up to one rounding step; only the base itself is exact. Without -o it names the base.
     """
     from ..engine.admission import admit
+    from ..planning.downloads import downloaded_path
     from ..recipes.replay import refuse_to_unmerge
     from ..recipes.unmerge import plan_unmerge
     from .stdio import reporting
@@ -172,12 +187,16 @@ def unmerge(
     named, parts = named_parts(with_strengths([named_adapter(a) for a in adapters or []], values), strength_for)
     stated = {"strength_for": parts, **values} if parts else values
     overwrite = bool(stated.get("overwrite"))
-    report_options = ReportOptions(dry_run=dry_run, as_json=as_json, quiet=quiet, overwrite=overwrite, done="unmerged")
+    report_options = ReportOptions(
+        dry_run=dry_run, as_json=as_json, quiet=quiet, overwrite=overwrite, done="unmerged", tensors=json_tensors
+    )
     stated |= {"overwrite": True} if dry_run else {}
 
-    def planned() -> Plan:
-        folders = [expand(p) for p in search or []]
-        plan = admit(plan_unmerge(expand(path), named, output or "", folders, **stated), dry=dry_run)
+    def planned(display: Display | None) -> Plan:
+        folders, merged = [expand(p) for p in search or []], expand(path)
+        if not dry_run:
+            merged = downloaded_path(merged, display or unwatched, announcing(display, quiet=quiet))
+        plan = admit(plan_unmerge(merged, named, output or "", folders, **stated), dry=dry_run)
         pictures.protect(plan.inputs, [plan.job.output])
         return plan
 
@@ -190,13 +209,13 @@ def unmerge(
 
 
 def doctor(
-    folder: Annotated[str, typer.Argument(help="The folder whose disk is measured.")] = ".",
-    as_json: Annotated[bool, typer.Option("--json", help="The findings as one JSON object on stdout.")] = False,
+    folder: Annotated[str, typer.Argument(help="Folder on the disk to measure.")] = ".",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as one JSON object on stdout.")] = False,
     quiet: SILENT = False,
 ) -> None:
-    """Say whether this machine can merge.
+    """Check whether this machine can merge.
 
-    It tests the versions, devices, every formula and the disk; the exit code is 0 if all is well.
+    Tests versions, devices, every formula and the disk; the exit code is 0 if all is well.
     """
 
     where = expand(folder)

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, TypeAlias
 from ..dtypes import Shape
 from ..errors import InputError
 from ..text import Note
+from .remote import PlaceholderReader, remote
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +130,7 @@ def open_regular(path: Path) -> BinaryIO:
     mode = os.fstat(fd).st_mode
     if stat.S_ISDIR(mode):
         os.close(fd)
-        raise InputError("a folder where a file is read", str(path), "name a file in it")
+        raise InputError("a folder in the place of a file", str(path), "name a file in it")
     if not stat.S_ISREG(mode):
         os.close(fd)
         raise InputError(
@@ -137,4 +138,12 @@ def open_regular(path: Path) -> BinaryIO:
             str(path),
             "give a regular file; save the output of a pipe or a device to a file first",
         )
+    if (file := remote(path)) is not None:
+        return PlaceholderReader(fd, file)
     return os.fdopen(fd, "rb", buffering=0)
+
+
+def content_of_file(path: Path) -> bytes:
+    """Return all bytes of a regular file; InputError as `open_regular`."""
+    with open_regular(path) as f:
+        return f.read()

@@ -34,6 +34,7 @@ from .files import Memory, Source, open_regular
 from .pages import PAGE
 from .publish import put_file
 from .reader import Reader
+from .remote import remote
 from .system import is_read_only, user_id
 from .volumes import KEEP_TIMES, file_system
 
@@ -65,6 +66,8 @@ def cache_file() -> Path:
 
 def state(path: Path) -> str | None:
     """Return a text that changes with the file; None if the file is small, just changed or not on `KEEP_TIMES`."""
+    if remote(path) is not None:
+        return None
     try:
         s = path.stat()
         settled = time.time() - max(s.st_mtime, s.st_ctime) > SETTLED
@@ -189,6 +192,7 @@ class RunningHashes:
         self._digests = {path: hashlib.sha256() for path in self._sizes}
         self._at = dict.fromkeys(self._sizes, 0)
         self._fed, self._closed = Event(), Event()
+        ahead = ahead and not any(map(remote, self._base))  # such bytes would come twice
         self.hashing = bool(self._base)
         """Whether the digest of some base file is not known yet."""
         self.ahead = ahead and self.hashing

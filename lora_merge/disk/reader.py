@@ -15,6 +15,7 @@ from ..errors import InputError
 from . import volumes
 from .files import FileState, Header, Memory, Source, StoredTensor, open_regular
 from .pages import PAGE, ReadAhead, Unknown, address, aligned_buffer, holds
+from .remote import RemoteFile, remote
 from .system import (
     CAN_ADVISE,
     CAN_READ_DIRECT,
@@ -37,16 +38,13 @@ AHEAD: Final = 1 << 30  # bytes; only smaller files are read ahead into the page
 
 NUMBER: Final = 8  # bytes of the largest single number
 
-FEW: Final = 1 << 10  # bytes of a tensor that is taken from its page
-
-PAGES: Final = 16  # such pages of a file that are kept
-
 HINT: Final = 1 << 20  # bytes of one advice to read ahead; Linux ignores the rest of a longer range
 
 
 @dataclass
 class _File:
-    """An open input. `direct` is a second descriptor that reads past the page cache, -1 if there is none."""
+    """An open input. `direct` is a second descriptor that reads past the page cache, -1 if there is none. `remote`: the
+    file that it represents, if it is a placeholder."""
 
     fd: int
     direct: int
@@ -54,8 +52,8 @@ class _File:
     refused: bool = False  # whether the file system accepted DIRECT_FLAG but refused the read
     hints: bool = CAN_ADVISE  # whether the system reports what its page cache holds
     drop: bool = False  # whether to drop pages from the page cache after reading them
-    pages: dict[int, bytes] = field(default_factory=dict)  # offset → a page that was read lately
     ahead: ReadAhead = field(default_factory=ReadAhead)
+    remote: RemoteFile | None = None
 
     def close(self) -> None:
         for fd in (self.fd, self.direct):
@@ -86,9 +84,12 @@ class Reader:
         if path in self._files:
             return
         with open_regular(path) as f:
-            file = self._files[path] = _File(os.dup(f.fileno()), -1, header.state)
+            file = self._files[path] = _File(os.dup(f.fileno()), -1, header.state, remote=remote(path))
         if self._check(path) != header.state:
             raise changed(path, "its permissions, links or bytes were changed")
+        if file.remote is not None:
+            file.hints = False
+            return
         if CAN_READ_DIRECT and goes_direct(path, header.state.size, self._mode):
             with suppress(OSError):  # the page cache is used instead
                 file.direct = os.open(path, os.O_RDONLY | DIRECT_FLAG | PLAIN_FLAGS)
@@ -123,23 +124,9 @@ class Reader:
     def read(self, info: StoredTensor, first: int = 0, count: int | None = None) -> bytearray:
         """Return the bytes of one tensor, `count` from `first` on or all of them; InputError as `read_into`."""
         size = info.nbytes - first if count is None else count
-        if size <= FEW and not isinstance(info.source, Memory):
-            return self._from_page(info.source, info.offset + first, size)
         raw = bytearray(size)
         self.read_into(memoryview(raw), info.source, info.offset + first)
         return raw
-
-    def _from_page(self, source: Path, offset: int, size: int) -> bytearray:
-        """Return a few bytes of a file; a page that was read lately is not read again for the tensors next to it."""
-        file, lead = self._files[source], offset % PAGE
-        page = file.pages.get(offset - lead, b"")
-        if len(page) < lead + size:
-            raw = bytearray(max(lead + size, min(PAGE, file.state.size - offset + lead)))
-            self.read_into(memoryview(raw), source, offset - lead)
-            if len(file.pages) >= PAGES:
-                file.pages.clear()
-            page = file.pages[offset - lead] = bytes(raw)
-        return bytearray(page[lead : lead + size])
 
     def descriptor(self, file: Path) -> int:
         """Return the descriptor of an open file, for system calls."""
@@ -147,20 +134,26 @@ class Reader:
 
     def expect(self, info: StoredTensor, first: int, count: int) -> None:
         """Start to read bytes of a tensor ahead, which will be read soon in small pieces."""
-        if not isinstance(info.source, Memory):
+        if not isinstance(info.source, Memory) and self._files[info.source].remote is None:
             file = self._files[info.source]
             file.ahead.expect(file.fd, info.offset + first, count)
 
     def expect_numbers(self, tensors: Iterable[StoredTensor]) -> None:
         """Start to read those tensors ahead that hold one number: read one after another, each waits for the disk."""
+        far: dict[Path, list[tuple[int, int]]] = {}
         for info in tensors:
             if 0 < info.nbytes <= NUMBER:
                 self.expect(info, 0, info.nbytes)
+                if isinstance(info.source, Path):
+                    far.setdefault(info.source, []).append((info.offset, info.nbytes))
+        for path, ranges in far.items():
+            if (file := self._files[path].remote) is not None:
+                file.expect(ranges)
 
     def expect_all(self, file: Path) -> None:
         """Start to read a file ahead that will be read in small pieces, in any order; not if it is over `AHEAD`."""
         size = self._files[file].state.size
-        if size <= AHEAD and CAN_ADVISE:
+        if size <= AHEAD and CAN_ADVISE and self._files[file].remote is None:
             for at in range(0, size, HINT):
                 advise(self._files[file].fd, at, HINT, WILL_NEED)
 
@@ -215,7 +208,7 @@ def changed(path: Path, why: str) -> InputError:
 
 def _read_some(file: _File, buffer: memoryview, offset: int) -> int:
     """Read with one call, directly or through the page cache; return the number of bytes, 0 at the end of the file."""
-    if file.direct < 0 or file.refused:
+    if file.direct < 0 or file.refused or file.remote is not None:
         return _through_cache(file, buffer, offset)
     lead = -offset % PAGE
     if buffer.readonly or len(buffer) < lead + PAGE or (address(buffer) + lead) % PAGE:
@@ -236,6 +229,8 @@ def _read_some(file: _File, buffer: memoryview, offset: int) -> int:
 
 
 def _through_cache(file: _File, buffer: memoryview, offset: int) -> int:
+    if file.remote is not None:
+        return file.remote.read_into(buffer, offset)
     done = read_at(file.fd, buffer, offset)
     if file.drop:
         advise(file.fd, offset, done, DO_NOT_NEED)
@@ -287,5 +282,7 @@ def read_bytes(info: StoredTensor, first: int = 0, count: int | None = None) -> 
         return bytes(info.source.content()[info.offset + first : info.offset + first + count])
     out = bytearray(count)
     with open_regular(info.source) as f:
-        _fill(memoryview(out), info.source, info.offset + first, lambda part, at: read_at(f.fileno(), part, at))
+        far = remote(info.source)
+        read = (lambda part, at: read_at(f.fileno(), part, at)) if far is None else far.read_into
+        _fill(memoryview(out), info.source, info.offset + first, read)
     return bytes(out)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from ..paths import real_path
+from .remote import has_remote
 
 Mode = Literal["auto", "direct", "buffered"]
 
@@ -56,6 +57,8 @@ def file_system(path: Path) -> str:
 
 def share_blocks(a: Path, b: Path) -> bool:
     """Return whether the files at two paths, which need not exist yet, are on one file system with shared blocks."""
+    if has_remote(a) or has_remote(b):
+        return False
     return _existing(a).stat().st_dev == _existing(b).stat().st_dev and file_system(a) in CLONES
 
 

@@ -23,6 +23,7 @@ from ..errors import MergeError, ResourceError, UsageError
 from ..text import size as in_units
 from .files import open_regular
 from .pages import PAGE, address, aligned_buffer
+from .remote import remote
 from .system import DIRECT_FLAG, DO_NOT_NEED, PLAIN_FLAGS, advise, allocate, sync_data, undirect, write_at
 from .volumes import CLONES, RESERVES, Mode, file_system, free_bytes, goes_direct
 
@@ -332,7 +333,7 @@ def copy_file(source: Path, target: Path) -> None:
     with open_regular(source) as old:
         try:
             with target.open("xb") as new:
-                if not clone(old.fileno(), new.fileno()):
+                if remote(source) is not None or not clone(old.fileno(), new.fileno()):
                     shutil.copyfileobj(old, new, 1 << 20)
                     new.flush()
                 os.fsync(new.fileno())

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from ..addresses import with_addresses
 from ..disk.destination import check_output
 from ..disk.volumes import share_blocks
 from ..disk.writer import Room, require_space
 from ..dtypes import COMPUTE_DTYPES
-from ..errors import ResourceError
+from ..errors import MergeError, ResourceError
 from ..job import Job
 from ..planning.checkpoint_cache import CheckpointCache
+from ..planning.downloads import Announce, downloads_of, fetch_all, job_at
 from ..planning.make_plan import plan_job
 from ..planning.plan import Plan
-from ..text import size
+from ..progress import Progress
+from ..text import Note, size
 from .row_blocks import blocks
 from .windows import unshared_bytes, window_room
 
@@ -62,7 +67,24 @@ def _require_room(plan: Plan) -> None:
 def plan_merge(job: Job, *, dry: bool = False) -> Plan:
     """Return the admitted plan of a job, made from headers alone; raises what the merge would raise by then. `dry`: as
     for `admit`."""
-    return admit(plan_job(job, CheckpointCache()), dry=dry)
+    try:
+        plan = admit(plan_job(job, CheckpointCache()), dry=dry)
+    except MergeError as e:
+        raise e.reword(with_addresses) from None
+    notes = [Note(d.text()) for d in downloads_of([job]).values() if d.size] if dry else []
+    return replace(plan, base=replace(plan.base, notes=(*plan.base.notes, *notes))) if notes else plan
+
+
+def downloaded(job: Job, progress: Progress, announce: Announce | None = None) -> Job:
+    """Return the job on inputs of this machine: what it lacks is downloaded, if the job can run by the headers.
+
+    Raises what the merge would raise by then, and ResourceError if the disks have no room.
+    """
+    needed = downloads_of([job])
+    if not needed:
+        return job
+    plan = plan_merge(job)
+    return job_at(job, fetch_all(needed, (plan.job.output.parent, disk_bytes(plan)), progress, announce))
 
 
 def require_device(job: Job) -> None:

@@ -1,83 +1,24 @@
 """Combines several changes of one weight into one change, by the rows of COMBINATIONS.
 
 Sources: TIES, Yadav et al. 2023, arXiv:2306.01708; DARE, Yu et al. 2023, arXiv:2311.03099; DELLA, Deep et al. 2024,
-arXiv:2406.11617; Model Breadcrumbs, Davari and Belilovsky 2023, arXiv:2312.06795; Model Stock, Jang et al. 2024,
-arXiv:2403.19522; Consensus TA, Wang et al. 2024, arXiv:2405.07813. All act on ΔW, never on factors.
+arXiv:2406.11617; Model Breadcrumbs, Davari and Belilovsky 2023, arXiv:2312.06795; Consensus TA, Wang et al. 2024,
+arXiv:2405.07813. All act on ΔW, never on factors.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import combinations
-from typing import Final
 
 import torch
 from torch import Tensor
 
-from ..errors import UsageError
 from ..files.encodings.rounding import draws
 from ..merge_methods import COMBINATIONS, SUM, UNDIRECTED
-from ..method_parameters import SMALLEST, MethodParameters
+from ..method_parameters import MethodParameters
+from .coefficients import PRODUCTS, coefficients
 from .row_matrix import RowMatrix, largest
 from .tensor_moves import Placement, stage
-
-STEPS: Final = 100
-"""The most steps of the Karcher mean; it usually takes fewer than ten."""
-
-PRODUCTS: Final = ("slerp", "karcher", "model_stock")
-"""Methods whose coefficients depend on the products of all pairs of changes."""
-
-OPPOSITE: Final = 1e-12
-"""Directions whose sum has a smaller square cancel each other: the search for their mean begins at the first one."""
-
-PARALLEL: Final = 0.9995
-"""The cosine above which slerp is a straight line, as sin θ would divide by almost nothing."""
-
-
-def coefficients(
-    method: str, products: Sequence[Sequence[float]], strengths: Sequence[float], n: MethodParameters
-) -> list[float]:
-    """Return cᵢ with Δ = Σ cᵢτᵢ, for a method that gives such a sum. `products[i][j]`: ⟨τᵢ, τⱼ⟩, without strengths."""
-    count = len(strengths)
-    if method == "mean":
-        if abs(total := sum(strengths)) < SMALLEST:
-            raise UsageError("the strengths on one weight add up to 0", "--method mean", "use sum, or other strengths")
-        weights = [s / total for s in strengths]
-    elif method == "slerp" and count == 2:
-        weights = _slerp(products, strengths, n.t or 0.0)
-    elif method == "karcher":
-        weights = _karcher(products, strengths)
-    elif method == "model_stock" and count > 1:
-        stock = _stock(products)
-        weights = [stock * sum(strengths) / count / count] * count
-    else:
-        weights = list(strengths)
-    return [n.scale * c for c in weights]
-
-
-def _cosine(products: Sequence[Sequence[float]], i: int, j: int) -> float:
-    size = math.sqrt(products[i][i]) * math.sqrt(products[j][j])
-    return max(-1.0, min(1.0, products[i][j] / size)) if size > 0 else 0.0
-
-
-def _slerp(products: Sequence[Sequence[float]], strengths: Sequence[float], t: float) -> list[float]:
-    sign = math.copysign(1.0, strengths[0]) * math.copysign(1.0, strengths[1])
-    cosine = _cosine(products, 0, 1) * sign
-    if abs(cosine) > PARALLEL or 0.0 in (products[0][0], products[1][1]):
-        return [(1 - t) * strengths[0], t * strengths[1]]
-    angle = math.acos(cosine)
-    sine = math.sin(angle)
-    return [math.sin((1 - t) * angle) / sine * strengths[0], math.sin(t * angle) / sine * strengths[1]]
-
-
-def _stock(products: Sequence[Sequence[float]]) -> float:
-    """Return t = Nρ / (1 + (N−1)ρ) in [0, 1], ρ the mean cosine of all pairs."""
-    count = len(products)
-    pairs = list(combinations(range(count), 2))
-    mean = sum(_cosine(products, i, j) for i, j in pairs) / len(pairs)
-    below = 1 + (count - 1) * mean
-    return max(0.0, min(1.0, count * mean / below)) if below > 0 else 0.0
 
 
 def combined(  # noqa: PLR0913  # the method, its inputs and its numbers
@@ -223,37 +164,3 @@ def _consensus(scaled: Tensor, agree: int | None) -> Tensor:
     least = len(scaled) if agree is None else agree
     most = torch.maximum((scaled > 0).sum(0), (scaled < 0).sum(0))
     return torch.where(most >= least, scaled.sum(0), torch.zeros_like(scaled[0]))
-
-
-def _karcher(products: Sequence[Sequence[float]], strengths: Sequence[float]) -> list[float]:
-    """Return cᵢ of the Karcher mean of the directions, times the mean of the norms; a change of zeros has no direction.
-
-    The mean and every tangent at it are weighted sums of the changes, so the scalar products of all pairs are enough.
-    """
-    # Directions of the changes that are not 0, by their cosines.
-    norms = [abs(s) * math.sqrt(products[i][i]) for i, s in enumerate(strengths)]
-    nonzero = [i for i, size in enumerate(norms) if size > 0]
-    if not nonzero:
-        return [0.0] * len(strengths)
-    scale = [strengths[i] / norms[i] for i in nonzero]
-    cosines = torch.tensor([[p * q * products[i][j] for j, q in zip(nonzero, scale, strict=True)]
-                            for i, p in zip(nonzero, scale, strict=True)], dtype=torch.float64)  # fmt: skip
-    # From their sum along the mean tangent, until the step is tiny.
-    at = torch.ones(len(nonzero), dtype=torch.float64)
-    if float(at @ cosines @ at) < OPPOSITE:
-        at = torch.eye(len(nonzero), dtype=torch.float64)[0]
-    for _ in range(STEPS):
-        at /= (at @ cosines @ at).clamp_min(0).sqrt()
-        cosines_at = (cosines @ at).clamp(-1, 1)
-        angles = cosines_at.acos()
-        sines = angles.sin()
-        turn = torch.where(
-            (angles > 1e-12) & (sines > 1e-12), angles / sines.clamp_min(1e-12), torch.zeros_like(angles)
-        )
-        step = (turn - at * (turn @ cosines_at)) / len(nonzero)
-        size = float((step @ cosines @ step).clamp_min(0).sqrt())
-        if size < 1e-10:
-            break
-        at = math.cos(size) * at + math.sin(size) / size * step
-    weights = dict(zip(nonzero, (at * (sum(norms) / len(norms))).tolist(), strict=True))
-    return [weights.get(i, 0.0) * s / norms[i] if i in weights else 0.0 for i, s in enumerate(strengths)]

@@ -59,11 +59,12 @@ def place(device: str, dtype: str) -> Placement:
     except RuntimeError as e:
         raise ResourceError(f"unknown device {name!r}", "--device", f"use {DEVICES}") from e
     if (where.index or 0) >= _count(where.type):
-        names, why = ", ".join(k for k in KINDS if _count(k)), _refusal(where.type)
+        names, why, install = ", ".join(k for k in KINDS if _count(k)), _refusal(where.type), ""
         if where.type == "cuda" and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
             why = f"this torch ({torch.__version__}) is a build without CUDA"
+            install = "; or install torch for CUDA, see https://pytorch.org/get-started/locally"
         raise ResourceError(f"no device {name!r} here", f"--device: {why}" if why else "--device",
-                            f"use one of: auto, {names}")  # fmt: skip
+                            f"use one of: auto, {names}{install}")  # fmt: skip
     if dtype == "F64" and not _doubles(where):
         raise ResourceError(f"{name} computes no fp64", "--compute-dtype", "use fp32, or --device cpu")
     if device != "auto" and (why := unusable(where)):

@@ -102,7 +102,7 @@ class MemoryPolicy:
         with self.device.alone():
             self.lanes.relieve()  # other lanes have left unused memory
             result = work(tasks, None)
-        note = "a block did not fit beside others' work"
+        note = "a block did not fit next to the work of others"
         if isinstance(result, OutOfMemory) and self.limits.fallback is not None:
             result = work(tasks, DeviceStream(self.limits.fallback))
             note = "a block was folded on the CPU"

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 from ..change_statistics import Measures
 from ..disk.hashes import RunningHashes
 from ..disk.pages import PAGE
+from ..disk.remote import has_remote
 from ..disk.volumes import CLONES, SPARSE, file_system
 from ..disk.writer import Writer, amend
 from ..planning.header_entries import final_headers
@@ -72,7 +73,7 @@ class Pipeline:
         self.seconds = {"read": 0.0, "hash": 0.0, "start": 0.0, "fold": 0.0, "write": 0.0}
         """Stage → seconds busy; stages work side by side. `start`: the wait for torch. `wait`: the total time minus
         that of the busiest stage."""
-        self.shares = file_system(parts[0]) in CLONES
+        self.shares = file_system(parts[0]) in CLONES and not any(map(has_remote, self.reader.paths))
         """Whether the output may share blocks with the base; False once the system has refused."""
         self.readers: list[Future[Merged]] = []  # blocks under way that read the base bytes of the current window
         self.sums = [Checksums(plan) for plan in plans]

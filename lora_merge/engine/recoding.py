@@ -87,7 +87,7 @@ def _encoded(
     on_host = values.device.type == "cpu"
     wide = (host(values, dtype) if on_host else stage([values], Placement(values.device, dtype))[0]).reshape(-1)
     if afresh and odd(wide):
-        raise InputError("the base holds NaN or infinite numbers, which no code stands for",
+        raise InputError("the base contains NaN or infinite values, which the format cannot store",
                          f"{target.source.file}: {target.name}", "write --dtype bf16")  # fmt: skip
     before = torch.zeros(packing.encoding.nbytes(count), dtype=torch.uint8) if afresh else codes.base
     old = parts_of(beside(before, wide), packing, first, count, fetch)

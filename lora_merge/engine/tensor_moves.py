@@ -337,7 +337,7 @@ def _too_large(name: str, values: Tensor, dtype: torch.dtype) -> TooLarge:
     largest = max(values.tolist(), key=abs)
     wider = next((option for option in WIDER if abs(largest) <= ROOM[TORCH_DTYPES[DTYPES[option]]]), "keep")
     return TooLarge(f"a number is too large for {_called(dtype)}: {largest:g}", name,
-                    f"write --dtype {wider}, or --on-overflow saturate to cut such numbers to the largest")  # fmt: skip
+                    f"write --dtype {wider}, or --on-overflow saturate to cut such values to the largest")  # fmt: skip
 
 
 def sum_too_large(name: str, dtype: torch.dtype) -> TooLarge:

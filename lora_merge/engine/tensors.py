@@ -18,7 +18,7 @@ from torch import Tensor
 from ..disk.files import Memory, Source, StoredTensor
 from ..disk.reader import Reader
 from ..dtypes import ITEM_BYTES, TABLE
-from ..errors import InputError
+from ..errors import InputError, not_finite
 from ..files.encodings.base import CODES, InvalidPart, Packing
 from ..models.weights import RowSlice, Weight, WeightView
 from .tensor_moves import TORCH_DTYPES, WHOLE, Placement, host, odd, rounds_to_eight_bits, stage
@@ -231,5 +231,4 @@ def check_finite(tensor: Tensor, info: StoredTensor) -> None:
     else:
         finite = not odd(tensor)
     if not finite:
-        raise InputError("the adapter holds NaN or infinite values", f"{info.file}: {info.name}",
-                         "the training diverged; use an earlier checkpoint of the adapter")  # fmt: skip
+        raise not_finite(f"{info.file}: {info.name}")

@@ -111,10 +111,7 @@ class Window:
     @property
     def untouched(self) -> bool:
         """Whether the bytes of every plan are written as they were read."""
-        for c in self.changes:  # noqa: SIM110  called for every tensor, and a generator takes twice as long
-            if c.folds or c.converts:
-                return False
-        return True
+        return not any(c.folds or c.converts for c in self.changes)
 
     def read(self, info: StoredTensor, skip: int, nbytes: int) -> None:
         """Plan to read bytes of a tensor that are written as they are, or are folded in place."""

@@ -156,8 +156,8 @@ def _opened(path: Path, *, adapter: bool) -> Index:
     if shard and shard[1] > 1:
         notes = (Note(f"this is shard {shard[0]} of {shard[1]}; give the folder to merge into the whole model"),)
     if path.name in PEFT_FILES and (whole := [p for p in entries(path.parent) if TRAINED.fullmatch(p.name)]):
-        raise InputError("more of what was trained lies beside the adapter", f"{path}: {listed(f.name for f in whole)}",
-                         f"give the folder {path.parent}, which holds all of it")  # fmt: skip
+        raise InputError("more trained weights are next to the adapter", f"{path}: {listed(f.name for f in whole)}",
+                         f"give the folder {path.parent}, which contains all of it")  # fmt: skip
     beside = configuration(path)
     if beside and not _is_called_trained(path):
         notes = (*notes, Note(f"read with the {beside.name} next to it"))
@@ -213,7 +213,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _nonempty(index: Index) -> Index:
     if not index.tensors:
-        raise InputError("the file holds no tensors", str(index.path), "export the model again")
+        raise InputError("the file contains no tensors", str(index.path), "export the model again")
     return index
 
 
@@ -252,7 +252,7 @@ def _component(path: Path) -> Index:
             if inside
             else "give the folder with the .safetensors files"
         )
-        raise InputError("the folder holds no weights", str(path), fix)
+        raise InputError("the folder contains no weights", str(path), fix)
     weights, notes = choose(path, sets)
     return _sharded(path, weights, notes)
 
@@ -283,7 +283,9 @@ def _pipeline(path: Path, config: Mapping[str, Any]) -> Index:
     """Return a diffusers pipeline: all components with weights; tensors are named `<component>.<stored name>`."""
     parts = {p.name: _folder(p) for p in components(path, config)}
     if not parts:
-        raise InputError("the pipeline holds no weights", str(path), "download the folder again, with its sub-folders")
+        raise InputError(
+            "the pipeline contains no weights", str(path), "download the folder again, with its sub-folders"
+        )
     return of_components(path, config, parts)
 
 

@@ -37,9 +37,7 @@ MAGIC: Final = (
 )  # fmt: skip
 """Formats that people pass instead of a checkpoint; used only for files without a valid header."""
 
-BESIDE: Final = (
-    "load it beside the model when that runs; it does not change the weights of the model, so nothing can be merged"
-)
+BESIDE: Final = "load it at generation time: this file contains no weight changes, so there is nothing to merge"
 
 EMBEDDING: Final = "an embedding (textual inversion)"
 
@@ -130,7 +128,7 @@ def refusal(path: Path, start: bytes, size: int, why: str) -> InputError:
     if size == 0:
         return InputError("the file is empty", str(path), "download or export it again")
     if not any(start):
-        return InputError("the file holds zeros", str(path), "download it again; it was never completed")
+        return InputError("the file contains only zeros", str(path), "download it again; it was never completed")
     for magic, what, fix in MAGIC:
         if start.startswith(magic) and start[4:9] != b"\0\0\0\0{":  # such bytes begin a damaged header
             return InputError(f"not a .safetensors file but {what}", str(path), fix)
@@ -155,10 +153,12 @@ def missing(path: Path) -> InputError:
         if entry.suffix in {*ENDINGS, path.suffix} or path.suffix.lower() == entry.suffix or entry.is_dir():
             stems.setdefault(entry.stem, []).append(entry.name)
     close = [stem for stem in stems if stem.lower() == path.stem.lower()]
-    close = close or difflib.get_close_matches(path.stem, stems, n=3, cutoff=0.7)
+    close = close or difflib.get_close_matches(path.stem, stems, n=3, cutoff=0.6)
     near = [name for stem in close for name in sorted(stems[stem], key=lambda n: Path(n).suffix != path.suffix)][:3]
     if near:
-        return InputError("file not found", str(path), f"did you mean {', '.join(near)}?")
+        error = InputError("file not found", str(path), f"did you mean {', '.join(near)}?")
+        return error.instead(str(path), str(path.with_name(near[0])))
     models = [name for names in stems.values() for name in names if Path(name).suffix in ENDINGS]
+    models.sort(key=lambda name: ENDINGS.index(Path(name).suffix))  # those that are never run as code first
     contents = f"its folder has {listed(models)}" if models else "its folder has no model"
     return InputError("file not found", str(path), f"check the path; {contents}")

@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Final
 
 from ..disk.files import unreadable
+from ..disk.remote import has_remote
 from ..errors import InputError
+from ..paths import is_folder
 from ..text import Note, listed
 
 STEMS: Final = (
@@ -145,18 +147,31 @@ def _shards_of(w: Weights) -> tuple[str, str, str] | None:
     return (w.stem, w.variant, w.suffix) if w.index is None and shard_of(w.files[0]) else None
 
 
+def several(folder: Path) -> list[Path]:
+    """Return the files of a folder of models or adapters that have nothing to do with each other, such as `loras`; []
+    for the folder of one model or adapter."""
+    sets = weights_in(folder) if is_folder(folder) else []
+    if len(sets) < 2 or sets[0].stem in STEMS:
+        return []
+    return sorted(w.index or w.files[0] for w in sets)
+
+
 def choose(folder: Path, sets: list[Weights]) -> tuple[Weights, tuple[Note, ...]]:
     """Return the set to use and notes about the other sets; InputError if the user has to choose."""
     first, others = sets[0], sets[1:]
     if first.stem not in STEMS and others:
+        where = f"{folder}: {listed(w.label for w in sets)}"
+        if has_remote(folder):  # no pattern is searched on another machine
+            fix = f"name the file itself: {first.files[0]}"
+            raise InputError("the folder contains several checkpoints", where, fix)
         raise InputError(
-            "the folder holds several checkpoints",
-            f"{folder}: {listed(w.label for w in sets)}",
+            "the folder contains several checkpoints",
+            where,
             f"name the file itself; or, if all are adapters, write {folder}/*.{first.suffix} (in a jobs file: glob)",
         )
     if twin := next((w for w in others if _shards_of(w) == _shards_of(first) is not None), None):
         raise InputError(
-            "the folder holds shards of two counts, and no index that says which are the model",
+            "the folder contains shards of two counts, and no index that says which are the model",
             f"{folder}: {first.label}, {twin.label}",
             "move the shards of the older export away",
         )

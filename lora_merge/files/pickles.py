@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..disk.files import FileState, Header, Memory, StoredTensor, open_regular
 from ..disk.reader import read_bytes
+from ..disk.remote import complete
 from ..dtypes import ITEM_BITS, TABLE
 from ..errors import InputError, as_resource_error
 from ..text import Note, listed, quoted
@@ -93,6 +94,7 @@ def read_pickled(path: Path) -> Header:
 
 
 def _read(path: Path) -> Header:
+    complete(path)  # torch opens it by its path
     with open_regular(path) as f:
         state = FileState.of(f.fileno())
         zipped = f.read(2) == b"PK"
@@ -142,7 +144,7 @@ def _load(path: Path, *, fake: bool) -> Any:
                 "get the .safetensors version of this model",
             ) from e
         if "quantized" in str(e):  # FakeTensorMode has no quantised tensors
-            what = "the file holds quantised tensors, whose numbers are not the weights"
+            what = "the file contains quantised tensors: their values are not the weights"
             raise InputError(what, str(path), "take the unquantised version of it, best as .safetensors") from e
         raise as_resource_error(e) or _damaged(path, _reason(e)) from e
 

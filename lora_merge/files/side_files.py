@@ -70,7 +70,7 @@ def base_folder(base: Index) -> Folder:
         above = next((left[path] for path in (Path(folder), *Path(folder).parents) if path in left), "")
         for path in inside:
             if path.is_symlink() and path not in homes and not above:
-                raise InputError("the model folder holds a link to a folder", str(path),
+                raise InputError("the model folder contains a link to a folder", str(path),
                                  "put the folder itself there, or remove the link")  # fmt: skip
         if not above:
             others = [path for path in inside if path not in ours and _holds_weights(path)]
@@ -163,7 +163,9 @@ def _require_file(path: Path) -> None:
         raise InputError(what, str(path), "download the model again, all files of it, or remove this one") from e
     if not regular:
         raise InputError(
-            "the model folder holds an entry that is not a file", f"{path}: a device, a pipe or the like", "remove it"
+            "the model folder contains an entry that is not a file",
+            f"{path}: a device, a pipe or the like",
+            "remove it",
         )
 
 
@@ -216,22 +218,7 @@ def index_files(base: Index, written: Mapping[Path, Sequence[WrittenTensor]]) ->
             # only the difference is added: tied tensors may be counted twice
             old = sum(prod(t.shape) for t in base.tensors.values() if t.file in files)
             metadata["total_parameters"] += sum(prod(t.shape) for t in members.values()) - old
-        yield name, _indented(content).encode()
-
-
-def _indented(content: Mapping[str, Any]) -> str:
-    """Return `json.dumps(content, indent=2)` with a final line break, but a weight map in a third of the time.
-
-    Without `indent` the encoder is written in C; the separator brings the line breaks of a table of plain strings.
-    """
-    lines = []
-    for key, value in content.items():
-        if isinstance(value, dict) and value and {*map(type, value.values())} == {str}:
-            text = "{\n    " + json.dumps(value, separators=(",\n    ", ": "))[1:-1] + "\n  }"
-        else:
-            text = json.dumps(value, indent=2).replace("\n", "\n  ")
-        lines.append(f"  {json.dumps(key)}: {text}")
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+        yield name, (json.dumps(content, indent=2) + "\n").encode()
 
 
 def configured(

@@ -71,10 +71,14 @@ def taken(
         return _tokenizer(folder, base, "--tokenizer names it"), ()
     if asked == "adapter":
         if len({*(folder.path for folder in whole)}) != 1:
-            what = "several adapter folders hold a tokenizer" if whole else "no adapter folder holds a whole tokenizer"
+            what = (
+                "several adapter folders contain a tokenizer"
+                if whole
+                else "no adapter folder contains a whole tokenizer"
+            )
             where = listed(str(folder.path) for folder in whole or adapters) or "the adapters are files"
             fix = f"name the folder: --tokenizer {(whole or adapters or [base])[0].path}"
-            raise UsageError(what, where, fix if whole else "name a folder that holds one, or leave --tokenizer out")
+            raise UsageError(what, where, fix if whole else "name a folder that contains one, or leave --tokenizer out")
         return _tokenizer(whole[0], base, "--tokenizer adapter"), ()
     other = {folder.path: names for folder in adapters if (names := _other_files(folder, base.path))}
     size_of_base = vocabulary_size(base.path) if other or any(row.after > row.before for row in rows) else None
@@ -117,7 +121,7 @@ def _named(path: Path) -> Folder:
     files = sorted(path.iterdir()) if path.is_dir() else []
     folder = Folder("adapter", path, tuple(FileUse(file.name, "read") for file in files if file.is_file()))
     if not _is_whole(folder):
-        raise UsageError("the folder holds no whole tokenizer", f"--tokenizer {path}",
+        raise UsageError("the folder contains no whole tokenizer", f"--tokenizer {path}",
                          "name a folder with tokenizer.json or the like, or write adapter or base")  # fmt: skip
     return folder
 

@@ -15,7 +15,7 @@ TURNED_BIAS: Final = Note("trained in bypass mode, so its bias is changed with i
 
 NO_BIAS: Final = "the adapter trains a bias that the model's layers do not have, so the model would ignore it"
 GIVE_BIAS: Final = (
-    "train without it (lora_bias), or give the base biases of zeros first, where its config.json can tell "
+    "train without it (lora_bias), or give the base biases of zeros first, if its config.json has an entry for them "
     "(attention_bias, mlp_bias); else it can only be applied when the model runs"
 )
 

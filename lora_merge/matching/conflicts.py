@@ -21,6 +21,7 @@ from ..job import Adapter, Job
 from ..merge_methods import SUM
 from ..models.prefixes import prefixed
 from ..models.weights import RowSlice
+from ..paths import input_name
 from ..row_ranges import Ranges
 from ..text import Note, listed
 from .patch import Match, Patch
@@ -158,7 +159,7 @@ def _overlap_notes(job: Job, match: Match, changed: Sequence[_Changed]) -> Itera
         if before:
             modules_by_earlier.setdefault(before, []).append(patch.module.where)
     for numbers, modules in modules_by_earlier.items():
-        earlier = listed([job.adapters[n].path.name for n in numbers])
+        earlier = listed([input_name(job.adapters[n].path) for n in numbers])
         yield Note(f"{listed(dict.fromkeys(modules), 2)}: {ADDED.format(earlier=earlier)}")
 
 

@@ -38,7 +38,7 @@ TASK_CLASS: Final = re.compile(r"\wFor[A-Z]\w*$")
 SHARED: Final = re.compile(r"(?:^|\.)shared$")
 
 OWN_BASE: Final = "use the base the adapter was trained on"
-WHOLE_BASE: Final = "use a checkpoint or folder that holds all of these"
+WHOLE_BASE: Final = "use a checkpoint or folder that contains all of these"
 
 GROUPED: Final = (
     "; if this is that checkpoint, the layer may be a convolution in {groups} groups: the adapter joins channels of "

@@ -95,9 +95,9 @@ LEAST_FP32: Final = 2.0**-149
 LARGEST_FP32: Final = (2 - 2.0**-23) * 2.0**127
 """The smallest and the largest number of fp32 above zero."""
 
-LACKS_FACTS: Final = "the adapter's file does not hold all that its formula needs"
+LACKS_FACTS: Final = "the adapter's file lacks values that its formula needs"
 FROM_THE_TRAINING: Final = (
-    "put the adapter_config.json of the training beside the adapter, and the base's config.json beside the base"
+    "put the adapter_config.json of the training next to the adapter, and the base's config.json next to the base"
 )
 
 OF_ROW: Final = "experts"
@@ -469,7 +469,7 @@ class Candidate:
         """Refuse settings that no file states, or that contradict the shapes."""
         partial = self.arguments.partial - self.context.user_settings.keys() if self.row.settings else ()
         if missing := self.row.missing_settings(self.settings) or sorted(partial):
-            raise DoesNotFit(f"the file does not tell {', '.join(missing)}; state it with --setting {missing[0]}=VALUE")
+            raise DoesNotFit(f"the file does not state {', '.join(missing)}; give it with --setting {missing[0]}=VALUE")
         self.row.checks.check_settings(self.settings, self.shapes, self.view.shape)
 
     def check_groups(self) -> None:
@@ -489,7 +489,7 @@ class Candidate:
         if not (bypass.groups == "mixed" and arguments.bypass) or len(shape) < 3 or self.shapes["blocks"][-1] < 2:
             return
         if shape[1] == 1 < shape[0]:
-            where = f"{self.site.where} on {list(shape)}, where each output has one input channel"
+            where = f"{self.site.where} on {list(shape)}: each output has one input channel"
             raise ShapeMismatch("outputs of different groups were mixed in bypass mode", where, UNHOLDABLE)
         self.remarks.append(MAY_HAVE_GROUPS)
 
@@ -528,7 +528,7 @@ class Candidate:
             numbers["scale"] = 1.0 if self.arguments.no_scale else numbers["scale"] * self.arguments.factor
         # The configuration's numbers, and a stored scale, count more.
         if row.scale_from_config and not configured:
-            raise DoesNotFit("only its adapter_config.json tells its scale; put it beside the adapter")
+            raise DoesNotFit("the scale is stored only in adapter_config.json; copy it into the adapter's folder")
         if "alpha" in self.module.shared and "scale" in configured and configured["scale"] != numbers["scale"]:
             self.remarks.append(OTHER_ALPHA)
         numbers |= configured
@@ -576,7 +576,7 @@ class Candidate:
                 continue
             if slot not in {*self.row.integer_slots, *SCALES, "reshape"}:
                 where = f"{info.file}: {info.name} is {spoken(info.dtype)}"
-                raise InputError("an adapter's factor holds whole numbers, and no scale for them", where, IN_FLOATS)
+                raise InputError("an adapter's factor contains whole numbers without a scale", where, IN_FLOATS)
 
     def _add_remarks(self) -> None:
         """Add the remarks on the patch, and the user's settings that it depends on."""
@@ -661,5 +661,5 @@ def _in_fp32(value: float) -> bool:
 def _unusable(slot: str, value: float | None, info: StoredTensor | None) -> InputError:
     where = f"{info.file}: {info.name}" if info else f"--setting {ALPHA}"
     odd = value is not None and isfinite(value) and not _in_fp32(value)
-    what = f"{slot} is {value}, out of the range of fp32" if odd else f"{slot} is {value}"
+    what = f"{slot} is {value}, too large for fp32" if odd else f"{slot} is {value}"
     return InputError(what, where, "use an earlier save of the adapter")

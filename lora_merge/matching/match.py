@@ -324,7 +324,7 @@ class ModulePlacer:
         if weight is None or not key:
             return None
         if self.context.by_config:
-            where = f"{self.path}: {module.where}: {weight.row_slices[0].key} stands alone"
+            where = f"{self.path}: {module.where}: {weight.row_slices[0].key} has no weight next to it"
             self.draft.failures.append(ShapeMismatch(NO_BIAS, where, GIVE_BIAS))
         self.draft.created[key] = weight.shape[:1], weight.row_slices[0].key
         return whole(key, weight.shape[:1])

@@ -26,7 +26,7 @@ BY_LAYER: Final = frozenset({"mid", "t1", "t2", "bm", "reshape", "scale_override
 """Slots that a trainer gives to some layers only, such as convolutions with a kernel."""
 
 UNGATHERED: Final = (
-    "DeepSpeed's ZeRO-3 and FSDP leave tensors without elements where a save was not gathered; gather it "
+    "DeepSpeed's ZeRO-3 and FSDP leave tensors without elements if a save was not gathered; gather it "
     "(stage3_gather_16bit_weights_on_model_save), or take the weights from the checkpoint (zero_to_fp32.py)"
 )
 """The advice for tensors of shape [0]."""

@@ -24,11 +24,11 @@ from ..row_ranges import RowNumbers
 
 PARTLY: Final = "a part of a split module has no place in the weight"
 ALL_PARTS: Final = (
-    "put the base's config.json beside it, merge into the model that the adapter was trained on in a layout that is "
+    "put the base's config.json next to it, merge into the model that the adapter was trained on in a layout that is "
     "known, or give an adapter that has all of the parts"
 )
 UNKNOWN: Final = (
-    "the base does not tell which rows the part is for, and the parts that the adapter has do not fill the weight"
+    "the base does not show which rows the part is for, and the parts that the adapter has do not fill the weight"
 )
 TURNED: Final = "the weight is stored [in, out] and cannot be cut into rows"
 

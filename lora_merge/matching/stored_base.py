@@ -61,9 +61,7 @@ class StoredBase:
         new = {key: replaced.get(key, self.base[key]).shape[:1] for key in old}
         grown = {old[key] for key in old if key in self.replacing and new[key] != old[key]}
         alone = {v.row_slices: v.row_slices[0].key for v in views if new[v.row_slices[0].key] == v.shape[:1] in grown}
-        return {
-            pieces: self.resized(f"the adapter does not hold the new rows of {key}") for pieces, key in alone.items()
-        }
+        return {pieces: self.resized(f"the adapter lacks the new rows of {key}") for pieces, key in alone.items()}
 
     def lacking(self, patch: Patch) -> MergeError | None:
         """Return the error for a start that was subtracted from tied ends whose rest the adapter does not store."""

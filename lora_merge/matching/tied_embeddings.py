@@ -32,7 +32,7 @@ from .patch import Match, PatchPart
 EMBEDDING_NAMES: Final = frozenset(name.rpartition(".")[2] for name in EMBEDDINGS)
 
 DIFFERS: Final = (
-    "where the adapter changes one end alone when it runs, as PEFT's do without ensure_weight_tying, the result differs"
+    "the result differs if the adapter changes one end alone when it runs, as PEFT's do without ensure_weight_tying"
 )
 AGAIN: Final = "{name}: saved a second time with the embeddings that it is tied to; merged once"
 APART: Final = (

@@ -79,7 +79,7 @@ def with_trained_weights(
         placed, problem = _placed(path, header, names, base)
         if problem.what and unmatched == "error":
             first = listed(map(quoted, header.tensors), 3)
-            raise FitError(f"weights that were trained besides the adapter {problem.what}", f"{path}: {first}",
+            raise FitError(f"further weights that were trained with the adapter {problem.what}", f"{path}: {first}",
                            f"{problem.fix}; or leave the file out with --unmatched skip")  # fmt: skip
         if problem.what or not placed:
             uses.append(use._replace(why=LEFT_OUT if problem.what else NO_PLACE))

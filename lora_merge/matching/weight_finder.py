@@ -117,7 +117,7 @@ class WeightFinder:
             return by_heads or stacked
         if self._order is None:
             raise ShapeMismatch(
-                "the rows of a fused projection have two orders, and its names do not tell which",
+                "the rows of a fused projection have two orders, and its names do not show which",
                 f"{self._path}: {plain} of {stacked.row_slices[0].key}",
                 f"state it: --setting {ROW_ORDER}=stacked for an adapter of a base with all of q, then k, then v, as "
                 f"single files have them; --setting {ROW_ORDER}=heads for q, k and v head by head, as in the original "

@@ -14,8 +14,9 @@ from ..adapter_options import KEEP
 from ..adapters_out.assumed_base_values import cache_of
 from ..adapters_out.change import Evaluator
 from ..adapters_out.combined_change import combine as combined
-from ..adapters_out.combined_change import decomposing, spectrum
+from ..adapters_out.combined_change import spectrum
 from ..adapters_out.commands import COMMANDS
+from ..adapters_out.decomposition.factors import decomposing
 from ..adapters_out.output_names import body_of, joined
 from ..adapters_out.rank_rules import EXACT, Rule
 from ..adapters_out.report import AdapterReport
@@ -71,7 +72,7 @@ class Changes:
 
         Parameters:
             name: As `modules` has it.
-            base: The model that the adapters were trained on, where a formula reads it, or dialects differ.
+            base: The model that the adapters were trained on, if a formula reads it, or dialects differ.
 
         Returns:
             One number for each direction, as many as `rank` says.
@@ -197,29 +198,32 @@ class AdapterSum(Shown, Changes):
         return names
 
     @public
-    def delta(self, name: str, base_weight: Tensor) -> Tensor:
+    def delta(self, name: str, base_weight: Tensor | None = None) -> Tensor:
         """Return Σ sᵢ(Fᵢ(W) − W) for one module: fp32, on the CPU, in the base weight's shape.
 
         Parameters:
             name: As `modules` has it.
-            base_weight: The weight that the module changes.
+            base_weight: The weight that the module changes. None: as no formula reads it.
 
         Returns:
             A tensor of the base weight's shape.
 
         Raises:
-            UsageError: None of the adapters has such a module, or they name the weights of a model in different words.
+            UsageError: No adapter has such a module, or they name the weights of a model in different words.
             MergeError: As for `merge`.
         """
-        check_weight(base_weight)
+        if base_weight is not None:
+            check_weight(base_weight)
         self._expect_one_layout()
         body = body_of(str(name))
         if body not in self._named:
             raise UsageError(f"the adapters have no module {name!r}", "a sum of adapters", "see .modules for the names")
-        total = torch.zeros(base_weight.shape, dtype=torch.float64)
+        total: Tensor | None = None
         for adapter, strength in self.terms:
             for module in (m for m in adapter.modules if body_of(m) == body):
-                total += strength * host(adapter.delta(module, base_weight), torch.float64)
+                change = strength * host(adapter.delta(module, base_weight), torch.float64)
+                total = change if total is None else total + change
+        assert total is not None, "an adapter has such a module"
         return host(total, torch.float32)
 
     def _expect_one_layout(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -13,10 +14,11 @@ from ..adapter_arguments import adapter_path
 from ..adapters.modules import AdapterFile, Module, group
 from ..adapters.stated import rules_of
 from ..adapters.tensor_values import FileValues
+from ..adapters_out.output_names import shape_of
 from ..algorithms import ALGORITHMS, DoesNotFit
 from ..boundary import public
 from ..disk.reader import Reader
-from ..dtypes import flat
+from ..dtypes import Shape, flat
 from ..engine.devices import place
 from ..engine.fold import change
 from ..engine.patch_tensors import PatchTensors
@@ -34,6 +36,8 @@ from ..models.weights import Weight, whole
 from ..planning.plan import OutputTensor
 from ..text import Shown
 from .state_index import check_weight, index_of
+
+GIVE_WEIGHT: Final = "give it: delta(name, base_weight)"
 
 
 class LoadedAdapter(Shown):
@@ -70,7 +74,7 @@ class LoadedAdapter(Shown):
 
     @public
     def algorithm(self, name: str) -> str:
-        """Return the name of the algorithm of a module's tensors.
+        """Return the algorithm name of a module's tensors.
 
         Parameters:
             name: As `modules` has it.
@@ -91,7 +95,9 @@ class LoadedAdapter(Shown):
 
     @public
     @undisturbed()
-    def delta(self, name: str, base_weight: Tensor, *, fan_in_fan_out: bool | None = None) -> Tensor:
+    def delta(
+        self, name: str, base_weight: Tensor | None = None, *, fan_in_fan_out: bool | None = None
+    ) -> Tensor:  # fmt: skip
         """Return F(W) − W at strength 1 for one module: fp32, on the CPU, in the base weight's shape.
 
         Whether the weight is [out, in] or [in, out] is found from its shape and the module's name, as in a merge into a
@@ -99,25 +105,32 @@ class LoadedAdapter(Shown):
 
         Parameters:
             name: As `modules` has it.
-            base_weight: The weight that the module changes.
-            fan_in_fan_out: Whether the weight is [in, out], where the shape contradicts the configuration, and for a
+            base_weight: The weight that the module changes. None: as the formula does not read it (LoRA, LoHa, LoKr …).
+            fan_in_fan_out: Whether the weight is [in, out], if the shape contradicts the configuration, and for a
                 Conv1D with methods whose tensors fit any shape (FourierFT, WaveFT).
 
         Returns:
             A tensor of the base weight's shape.
 
         Raises:
+            UsageError: The formula reads the weight, or the tensors do not show its shape, and no weight is given.
             ShapeMismatch: The tensors do not fit the weight, or contradict the configuration.
             MergeError: As for `merge`.
         """
+        module, unread = self._module(name), base_weight is None
+        if base_weight is None:
+            base_weight = torch.zeros(self._shape(module))
         check_weight(base_weight)
-        module, shape = self._module(name), tuple(base_weight.shape)
+        shape = tuple(base_weight.shape)
         rows, cols = flat(shape)
         view = whole("weight", shape)
         settings = {} if fan_in_fan_out is None else {SETTING: fan_in_fan_out}
         layers = BaseLayers((), lambda _: False, lambda: [ModulePlace(module, view, None)])
         context = AdapterContext(0, self.file, self._rules, FileValues(), user_settings=settings, base=layers)
         patch = choose(module, view, context, {"weight": view}).patch
+        if unread and (patch.reads_base or patch.beside or ALGORITHMS[patch.algorithm].is_rebuilt(patch.shapes)):
+            kind = patch.algorithm if patch.magnitude is None else "DoRA"
+            raise UsageError(f"ΔW of {kind} depends on the base's weight", f"{self.path}: {name}", GIVE_WEIGHT)
         at = place("cpu", "F64" if ALGORITHMS[patch.algorithm].decomposes else "F32")
         with Reader([self.file.index]) as reader, torch.no_grad():
             factors = TensorCache(reader, frozenset(self.file.index.files))
@@ -134,6 +147,14 @@ class LoadedAdapter(Shown):
         if not finite(result).all() and finite(base_weight).all():
             raise TooLarge("ΔW is too large for fp32", f"{self.path}: {name}", "use another checkpoint of the adapter")
         return result
+
+    def _shape(self, module: Module) -> Shape:
+        """Return the shape of the weight that a module changes; UsageError if its tensors do not show it."""
+        shape = shape_of(module)
+        if shape is None:
+            raise UsageError("the module's tensors do not show the shape of the weight", f"{self.path}: {module.name}",
+                             GIVE_WEIGHT)  # fmt: skip
+        return shape
 
     def _module(self, name: str) -> Module:
         for module in self.file.modules:

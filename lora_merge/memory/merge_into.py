@@ -82,7 +82,7 @@ class MergedModel(Shown):
         Raises:
             UsageError: If a later merge into the memory of a changed tensor is not undone, a tensor has another dtype
                 or shape now, or another merge uses its memory now: then nothing is restored. Also for numbers that were
-                changed since, where only a difference from the merged ones is kept; all other tensors are restored.
+                changed since, if only a difference from the merged ones is kept; all other tensors are restored.
             InputError: If a tensor shares memory with another changed one now: then nothing is restored.
         """
         changed, failed = self._changed(), list[str]()
@@ -100,8 +100,8 @@ class MergedModel(Shown):
                 _write(tensor, data)
                 del self._originals[name]
         if failed:
-            raise UsageError("numbers were changed after the merge, and only their difference from the old is kept",
-                             listed(failed), "load the model again; with keep='host' all numbers are kept")  # fmt: skip
+            raise UsageError("values were changed after the merge, and only their difference from the old ones is kept",
+                             listed(failed), "load the model again; with keep='host' all values are kept")  # fmt: skip
 
     def _changed(self) -> dict[str, Tensor]:
         """Return the tensors that the model has now under the names of the changed ones, the last one first."""
@@ -175,7 +175,7 @@ class MergedModel(Shown):
             name: As in the model's state dict.
 
         Returns:
-            The tensor itself where it was not changed, else a copy.
+            The tensor itself if it was not changed, else a copy.
         """
         tensor, original = self._tensors[name], self._originals.get(name)
         data = original(tensor) if original is not None else None
@@ -278,7 +278,7 @@ def _check_apart(written: Mapping[str, Tensor], others: Mapping[str, Tensor]) ->
     """Raise InputError if a number that is written shares its memory with another one of these tensors."""
     for name, tensor in written.items():
         if repeats(tensor):
-            raise InputError("numbers of this tensor share their memory, and cannot be changed one by one", name,
+            raise InputError("values of this tensor share their memory and cannot be changed one by one", name,
                              "give the layer a tensor of its own: .contiguous()")  # fmt: skip
     if pair := next((pair for pair in shared(written, others) if pair[0] != pair[1]), None):
         raise InputError("one of these tensors is changed by a merge, and shares memory with the other, which must "

@@ -11,6 +11,7 @@ from typing_extensions import Unpack
 
 from ..boundary import public
 from ..engine.torch_state import undisturbed
+from ..errors import InputError
 from ..progress import Progress, watched
 from ..text import one_line
 from ..typed_options import PythonOptions
@@ -52,7 +53,10 @@ def merge_state_dict(
         >>> model.load_state_dict(merged)
         <All keys matched successfully>
     """
-    base = index_of("state dict", state_dict).recognised()
+    index = index_of("state dict", state_dict)
+    if not index.tensors:
+        raise InputError("the state dict is empty", "state_dict", "give model.state_dict()")
+    base = index.recognised()
     merge = prepare(base, adapters, options, state_dict, "merge_state_dict")
     merged: dict[str, Tensor] = {}
     with watched(progress) as watcher:

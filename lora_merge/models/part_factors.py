@@ -62,7 +62,8 @@ class Strengths:
 
     def leaves_out(self, module: str) -> bool:
         """Return whether a module without a place is of a network that has factor 0 and that the base lacks."""
-        used = {part for part in self._absent if by_prefix(part, {innermost(module)[0]})}
+        encoders = self.names.known.text_encoders if self.names.known else {}
+        used = {part for part in self._absent if by_prefix(part, {innermost(module)[0]}, encoders)}
         self._used |= used
         return bool(used)
 

@@ -2,15 +2,19 @@
 `--exclude` and `--keep-precision`.
 
 A part is a network (`te`, `unet`), a block or several (`IN04`, `IN04-IN08`), a list of block weights, the path of a
-stack or of layers in it (`double_blocks.0-9`), `re:REGEX` that is searched in names, or a name, also with * and ?. The
-names are keys of the base; without a base they are the adapter's, and blocks are not known. No torch.
+stack or of layers in it (`double_blocks.0-9`), `re:REGEX` that is searched in names, or a name, also with * and ?. A
+network before a block or a path leaves the others out: `unet IN04`, `te_layers_0`. The names are keys of the base;
+without a base they are the adapter's, and blocks are not known. No torch.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cached_property, partial
+from itertools import islice
 from types import MappingProxyType
 from typing import Final
 
@@ -19,8 +23,9 @@ from ..job import BLOCKS
 from ..options import BLOCK_LIST, BLOCK_WEIGHTS, REGEX
 from ..safe_regex import Refused, Steps
 from ..text import listed
-from .blocks import Blocks, blocks, words
+from .blocks import ENCODER_BLOCKS, REST, Blocks, blocks, words
 from .components import ENCODER_IDS, UNSURE
+from .inferred_base import OF_KIND
 from .names import Names
 from .prefixes import DENOISERS, PREFIXES
 
@@ -44,6 +49,23 @@ _PATH: Final = re.compile(r"(?P<path>[A-Za-z_][\w.]*?)(?:[._](?P<first>[0-9]{1,6
 """Path of a stack, of a layer in it, or of a range of layers: `mid_block`, `down_blocks_1`, `double_blocks.0-9`."""
 
 _ENCODER: Final = re.compile("te[1-9]")
+
+_AUTHORS: Final = re.compile(r"(?P<stack>input|output)_blocks[._](?P<first>[0-9]+)(?:-(?P<last>[0-9]+))?|middle_block")
+"""Blocks of a U-Net as its authors name them, which a base in diffusers' layout has under other names."""
+
+_LEVEL: Final = re.compile("[ ._]")
+MOST_LEVELS: Final = 6  # of the beginning of a part that may be the name of a network: `lora_prior_unet`
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """One meaning of a part: layers by their path, or blocks, of some networks or of any."""
+
+    networks: Sequence[str] | None
+    is_in: Callable[[str], bool]
+
+    def covers(self, key: str, network: str) -> bool:
+        return self.is_in(key) and (self.networks is None or _any_covers(self.networks, network))
 
 
 class Parts:
@@ -72,7 +94,7 @@ class Parts:
         self.blocks: Blocks | None = blocks(names) if names and named else None
         weights = {text: self._weighted(text, self.blocks) for text in named if self.blocks}
         self._weights = {text: matches for text, matches in weights.items() if matches}
-        self._words: Mapping[str, str] | None = None  # key → its name in diffusers' words
+        self._readings = {text: self._meaning(text) for text in self.texts if text not in {**self._networks, **weights}}
 
     def factor(self, text: str, key: str, network: str) -> float | None:
         """Return the weight of a tensor in a part, 1 but in lists of block weights; None if it is not in the part."""
@@ -92,13 +114,7 @@ class Parts:
 
     def absent(self, networks: Mapping[str, str]) -> list[str]:
         """Return the parts that cover none of these tensors. `networks`: key → its network."""
-        absent = []
-        for text in (t for t in self.texts if not self._covers_any(t, networks)):
-            if self._words is None and self._names and _PATH.fullmatch(text):
-                self._words = words(self._names)
-            if self._words is None or not self._covers_any(text, networks):
-                absent.append(text)
-        return absent
+        return [text for text in self.texts if not self._covers_any(text, networks)]
 
     def check(self, networks: Mapping[str, str], what: str) -> None:
         """Raise UsageError if a part covers none of these tensors; `what` says what these are."""
@@ -135,16 +151,71 @@ class Parts:
         base has is no path: text encoders have keys such as `cond_stage_model.transformer.text_model`.
         """
         if text in self._networks:
-            return any(_covers_component(label, network) for label in self._networks[text])
+            return _any_covers(self._networks[text], network)
         if text == key:
             return True
         if text.startswith(REGEX) or _is_glob(text):
             return self._matches(text, key)
-        if path := _PATH.fullmatch(text):
+        return any(reading.covers(key, network) for reading in self._readings.get(text, ()))
+
+    def _meaning(self, text: str) -> Sequence[_Reading]:
+        """Return what a path, or a network with a path or a block, means: of a base, the first reading that covers one
+        of its tensors; without a base, all of them."""
+        if text.startswith((REGEX, BLOCK_LIST)) or _is_glob(text):
+            return ()
+        readings = self._possible(text)
+        if self._names is None:
+            return [*readings]
+        component, keys = self._names.component, self._names.shapes
+        covering = (r for r in readings if any(r.is_in(key) and r.covers(key, component(key)) for key in keys))
+        return [*islice(covering, 1)]
+
+    def _possible(self, text: str) -> Iterator[_Reading]:
+        """Yield the readings of a part: as a path, in the words of the base and in those of diffusers, as a block in
+        its authors' words, and the same of the rest behind the name of a network."""
+        levels = [m.start() for m in _LEVEL.finditer(text)][:MOST_LEVELS]
+        within = [(self._network(text[:at]), text[at + 1 :]) for at in reversed(levels)]
+        for networks, rest in [(None, text), *((networks, rest) for networks, rest in within if networks)]:
+            if path := _PATH.fullmatch(rest):
+                yield _Reading(networks, _layers(path, "[._]" if self._names is None else r"\."))
             if self._names is None:
-                return _lies_in(path, key, "[._]")
-            return _lies_in(path, key) or (self._words is not None and _lies_in(path, self._words.get(key, "")))
-        return False
+                continue
+            if path:
+                main = [part.label for part in self._names.parts[:1]]
+                yield _Reading(networks or main, partial(self._is_spelled, _layers(path, r"\.")))
+            if chosen := self._blocks_of(rest, typed=networks is not None):
+                yield _Reading(networks, partial(self._is_in_block, chosen))
+
+    def _blocks_of(self, text: str, *, typed: bool) -> frozenset[str]:
+        """Return the blocks that a text names in its authors' words, or with `typed` by their short names."""
+        if typed and BLOCKS.fullmatch(text):
+            return self._base_blocks.chosen(text)
+        authors = _AUTHORS.fullmatch(text)
+        if authors is None or "M00" not in self._base_blocks.order:
+            return frozenset()
+        stack = {"input": "IN", "output": "OUT"}.get(authors["stack"], "")
+        first, last = authors["first"], authors["last"]
+        return self._base_blocks.chosen(f"{stack}{first}-{last or first}" if stack else "M00")
+
+    def _is_spelled(self, inside: Callable[[str], bool], key: str) -> bool:
+        return inside(self._words.get(key, ""))
+
+    def _is_in_block(self, chosen: Collection[str], key: str) -> bool:
+        return self._base_blocks.of(key) in chosen
+
+    @cached_property
+    def _words(self) -> Mapping[str, str]:
+        """Key → its name in diffusers' words."""
+        return words(self._names) if self._names else {}
+
+    @cached_property
+    def _base_blocks(self) -> Blocks:
+        assert self._names is not None, "blocks are those of a base"
+        return self.blocks or blocks(self._names)
+
+    def _network(self, word: str) -> list[str]:
+        """Return the networks of the model that a word names, also those that the model lacks; [] for another word."""
+        return self._named(word) or ([word] if hint_of(word) else [])
 
     def _named(self, text: str) -> list[str]:
         """Return the networks of the model that a part names; [] if it names none."""
@@ -217,8 +288,9 @@ def _covers_component(part: str, component: str) -> bool:
     return part == component or same or (part == "te" and component.startswith("te"))
 
 
-def by_prefix(word: str, hints: Collection[str]) -> list[str]:
-    """Return which networks, of those that prefixes of names mean, a word names. `hints`: see PREFIXES."""
+def by_prefix(word: str, hints: Collection[str], encoders: Mapping[str, str] = MappingProxyType({})) -> list[str]:
+    """Return which networks, of those that prefixes of names mean, a word names. `hints`: see PREFIXES; `encoders`: of
+    the model, name of an encoder in adapters → its kind."""
     known = hint_of(word)
     of_denoiser = {*DENOISER, "denoiser", "prior"}
     same = of_denoiser if known in of_denoiser else {known}
@@ -226,12 +298,25 @@ def by_prefix(word: str, hints: Collection[str]) -> list[str]:
         same = {hint for hint in hints if hint.startswith(("te", "="))}
     elif known == "te1":
         same = {*same, "te"}
+    if kind := _kind(known, encoders):
+        same |= {hint for hint in hints if _kind(hint, encoders) == kind}
     return sorted(same.intersection(hints))
 
 
+def _kind(hint: str, encoders: Mapping[str, str]) -> str:
+    """Return the kind of a text encoder; "" if it is not known."""
+    return ENCODER_IDS.get(hint[1:], hint[1:]) if hint[:1] == "=" else encoders.get(hint, "")
+
+
 def hint_of(word: str) -> str:
-    """Return the network that a word means in any model, as PREFIXES has it; "" for what is no such word."""
-    word = OTHER_WORDS.get(word.lower(), word.lower())
+    """Return the network that a word means in any model, as PREFIXES has it, with "=" before the kind of a text
+    encoder; "" for what is no such word. All of a network that is one block has its name too: `te BASE`."""
+    network, _, block = word.partition(" ")
+    word = OTHER_WORDS.get(network.lower(), network.lower())
+    if block.upper() not in ("", REST, *ENCODER_BLOCKS):
+        return ""
+    if (kind := ENCODER_IDS.get(word, word)) in OF_KIND:
+        return f"={kind}"
     return word if word in ("te", "vae", *DENOISER, *DENOISERS) or _ENCODER.fullmatch(word) else ""
 
 
@@ -248,10 +333,19 @@ def _is_glob(text: str) -> bool:
     return not text.startswith((REGEX, BLOCK_LIST)) and ("*" in text or "?" in text)
 
 
-def _lies_in(path: re.Match[str], name: str, dot: str = r"\.") -> bool:
-    """Return whether a tensor of this name is in a stack, or in one of its layers. `dot`: what separates the levels."""
-    levels, end = re.escape(path["path"]).replace(r"\.", dot), r"\." if dot == r"\." else rf"(?:{dot}|$)"
+def _any_covers(parts: Iterable[str], component: str) -> bool:
+    return any(_covers_component(part, component) for part in parts)
+
+
+def _layers(path: re.Match[str], dot: str) -> Callable[[str], bool]:
+    """Return whether a tensor of a name is in a stack, or in one of its layers; in the path, `_` may be a dot.
+
+    `dot`: what separates the levels of names.
+    """
+    levels, end = re.sub(r"[._]", "[._]", path["path"]), r"\." if dot == r"\." else rf"(?:{dot}|$)"
     if path["first"] is None:
-        return re.search(rf"(?:^|{dot}){levels}{end}", name) is not None
-    match = re.search(rf"(?:^|{dot}){levels}{dot}([0-9]{{1,9}}){end}", name)
-    return match is not None and int(path["first"]) <= int(match[1]) <= int(path["last"] or path["first"])
+        stack = re.compile(rf"(?:^|{dot}){levels}{end}")
+        return lambda name: stack.search(name) is not None
+    layer = re.compile(rf"(?:^|{dot}){levels}{dot}([0-9]{{1,9}}){end}")
+    first, last = int(path["first"]), int(path["last"] or path["first"])
+    return lambda name: (match := layer.search(name)) is not None and first <= int(match[1]) <= last

@@ -50,8 +50,8 @@ class CheckpointCache:
         if entry is None:
             parts = detached(open_checkpoint(path), adapter_config(path))
             if parts is None and (not path.is_dir() or "peft_type" not in adapter_config(path)):
-                raise UsageError("no adapter is named, and the model holds none", str(path),
-                                 "name one: lora-merge BASE ADAPTER:0.8")  # fmt: skip
+                error = UsageError("no adapter is named, and the model contains none", str(path), "name an adapter")
+                raise error.instead(str(path), str(path), "ADAPTER:0.8")
             if parts is None:
                 return self.adapter(path)
             entry = self._keep(("own", path), parts[1], group(parts[1]))

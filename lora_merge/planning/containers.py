@@ -159,7 +159,7 @@ class NewGguf(OutputContainer):
         """
         if self.file.name(info.name) is None:
             if changed:
-                raise FitError("an adapter changes a network that the GGUF file does not hold: a text encoder or VAE",
+                raise FitError("an adapter changes a network that the GGUF file lacks: a text encoder or VAE",
                                f"{info.file}: {info.name}",
                                "leave it out with --strength-for te=0, or name the output .safetensors")  # fmt: skip
             return False
@@ -223,8 +223,11 @@ def check_name(container: OutputContainer) -> None:
             raise UsageError("the output is a folder with the parts of the base", f"-o {output}",
                              f"write -o {typed([str(output.with_suffix(''))])}")  # fmt: skip
     if not container.fits(output):
+        right = output.with_suffix(container.suffix)
         what = "the output is GGUF" if container.is_gguf else "the output is an ordinary checkpoint"
-        raise UsageError(what, str(output), f"name it {container.suffix}")
+        other = ", or write --dtype bf16 for .safetensors" if container.is_gguf and base.gguf is not None else ""
+        error = UsageError(what, str(output), f"name it {container.suffix}{other}")
+        raise error.instead(str(output), str(right))
 
 
 def check_names(job: Job, base: Index, adapters: Sequence[AdapterFile]) -> None:

@@ -170,7 +170,7 @@ def _folders(matched: Matched) -> tuple[tuple[Folder, ...], dict[str, Path], lis
     others = tuple(folder for folder in matched.inputs.folders if folder is not None)
     if not base.path.is_dir() or is_split(job.base):
         if job.tokenizer is not None:
-            raise UsageError("the output is a file, which holds no tokenizer", f"--tokenizer {job.tokenizer}",
+            raise UsageError("the output is a file, which has no tokenizer", f"--tokenizer {job.tokenizer}",
                              "leave it out")  # fmt: skip
         return others, {}, [note for folder in others for note in folder.warning()]
     # Files of the base's folder: read, left out, or copied.
@@ -387,7 +387,7 @@ def _target(
     name, method, (dtype, packed) = info.name, METHODS[job.method], stored_as
     uses = tuple(all_uses.get(name, ()))
     if uses and packed is None and dtype not in FLOATS:
-        kind = "whole numbers" if info.dtype[0] in "IUB" else "numbers that cannot be merged"
+        kind = "whole numbers" if info.dtype[0] in "IUB" else "values that cannot be merged"
         raise ShapeMismatch(f"an adapter changes a tensor of {kind}", f"{info.file}: {name} is {spoken(info.dtype)}",
                             "merge into the unquantised model, in fp32, fp16 or bf16")  # fmt: skip
     others = all_uses if uses and method.in_turn else NO_OTHERS
@@ -405,6 +405,6 @@ def _placed(targets: Sequence[OutputTensor], data: int, alignment: int) -> tuple
     placed, start = [], data
     for t in targets:
         start += (data - start) % alignment
-        placed.append(OutputTensor._make((*t[:4], start, *t[5:])))  # a third of the time of `_replace`
+        placed.append(t._replace(offset=start))
         start += t.nbytes
     return tuple(placed)

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeGuard
 
 from ..disk.files import FileState, open_regular
 from ..errors import MergeError
-from ..paths import WEIGHTS
+from ..paths import WEIGHTS, input_name
 from ..text import one_line, plural, stored
 from .header_entries import TITLE
 from .plan import CARD, Plan
@@ -243,13 +243,14 @@ def _section(plan: Plan) -> Iterator[str]:
     job = plan.job
     yield f"# {_plain(job.title or dict(job.metadata).get(TITLE) or job.output.stem)}"
     yield ""
-    yield f"This is {_code(job.base.name)} ({_plain(plan.architecture)}) with these adapters merged in by lora-merge:"
+    base = f"{_code(input_name(job.base))} ({_plain(plan.architecture)})"
+    yield f"This is {base} with these adapters merged in by lora-merge:"
     yield ""
     for ref, m in zip(job.adapters, plan.adapters, strict=True):
         counts = [(part, s, n) for part, by_strength in m.strengths.items() for s, n in by_strength.items()]
         parts = [f"{s:g}× {_plain(part)} ({plural(n, 'module')})" for part, s, n in counts]
         what = ", ".join(m.algorithms) or "no change"
-        yield f"* {_code(ref.path.name)}: {what}, strength {ref.strength:g}: {', '.join(parts)}"
+        yield f"* {_code(input_name(ref.path))}: {what}, strength {ref.strength:g}: {', '.join(parts)}"
     yield ""
     dtype = stored(job.dtype)
     yield f"{plural(plan.changed, 'tensor')} changed; {dtype}; method {job.method}, computed in {job.compute_dtype}."

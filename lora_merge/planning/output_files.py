@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias
 
+from ..disk.files import content_of_file
 from ..dtypes import DTYPES
 from ..files.side_files import configured, index_files
 from .model_card import card
@@ -70,7 +71,7 @@ def _card(plan: Plan) -> bytes | None:
 def _configured(plan: Plan, name: str, dtype: str | None) -> bytes:
     """Return the config.json of this name for the output."""
     folder = str(Path(name).parent)
-    content, resized = (plan.base.path / name).read_bytes(), plan.resized(folder)
+    content, resized = content_of_file(plan.base.path / name), plan.resized(folder)
     section = plan.quantising.sections.get(folder)
     return configured(content, dtype, resized, unpacked=plan.unpacked, section=section)
 
@@ -90,7 +91,7 @@ def misleading(plan: Plan, output: Path) -> list[str]:
         if isinstance(side, bytes) and not (output / name).is_file():
             names.append(name)
         elif Path(name).name == "config.json":
-            content = (plan.base.path / name).read_bytes()
+            content = content_of_file(plan.base.path / name)
             resized = _configured(plan, name, None)
             texts = (raw.decode(errors="replace") for raw in (content, resized, (output / name).read_bytes()))
             before, after, now = (parsed(text) or {} for text in texts)

@@ -24,6 +24,7 @@ from ..merge_methods import METHODS, SUM, MergeMethod
 from ..models.fused import together
 from ..models.names import Names
 from ..models.weights import Weight, unstored
+from ..paths import input_name
 from ..report import input_rows, output_rows
 from ..text import Shown, by_component, by_pattern
 from .quantisation import NOTHING, Quantising
@@ -72,8 +73,6 @@ class OutputTensor(NamedTuple):
     @property
     def recoded(self) -> bool:
         """Whether its numbers are stored in another form than in the input."""
-        if self.packed is None and self.weight.packed is None:  # the fast way: every tensor comes here several times
-            return self.weight.stored.dtype != self.dtype
         return self.weight.packing.encoding is not self.packing.encoding
 
     @property
@@ -206,7 +205,7 @@ class Plan(Shown):
     @property
     def codes(self) -> Mapping[str, Any]:
         """Counts of the quantised weights: `formats` (format → weights), how many of these weights the merge encodes,
-        the others being copied, and how many other matrices are plain numbers. Empty where nothing is quantised."""
+        the others being copied, and how many other matrices are plain values. Empty if nothing is quantised."""
         targets = [t for f in self.files for t in f.targets]
         coded = [t for t in targets if t.packed is not None and t.packed.encoding.quantised]
         if not coded:
@@ -252,13 +251,13 @@ class Plan(Shown):
 
     @property
     def contents(self) -> tuple[str, ...]:
-        """Names of all files of an output folder."""
+        """Names of all files in an output folder."""
         card = [CARD] if self.has_card and CARD not in self.sides else []
         return (*(f.name for f in self.files), *self.indexes, *self.sides, *card)
 
     @property
     def has_card(self) -> bool:
-        """Whether the output gets a model card: where it is asked for, and by default with folders that name inputs."""
+        """Whether the output gets a model card: if it is requested, and by default with folders that name inputs."""
         return self.is_folder and not self.job.no_metadata if self.job.card is None else self.job.card
 
     @property
@@ -306,8 +305,9 @@ def coverage(plan: Plan) -> Mapping[str, Any]:
     by_name: dict[str, Any] = {}
     for m in plan.adapters:
         path = m.adapter.path
-        namesakes = {other.adapter.path for other in plan.adapters if other.adapter.path.name == path.name}
-        name = path.name if len(namesakes) == 1 else str(path)
+        named = input_name(path)
+        namesakes = {o.adapter.path for o in plan.adapters if input_name(o.adapter.path) == named}
+        name = named if len(namesakes) == 1 else str(path)
         name = name if name not in by_name else f"{name} ({len(by_name) + 1})"
         by_name[name] = {
             "matched": m.modules, "total": m.total, "components": dict(m.components),

@@ -203,7 +203,7 @@ def _form(job: Job, base: Index) -> OutputFormat:
     if job.dtype not in table:
         raise UsageError(f"{reader} of {job.dtype}", where, f"write --dtype {' or '.join(table)}")
     if folder and not base.config:
-        raise UsageError("a folder without config.json cannot tell how it is quantised", f"{base.path}: {where}",
+        raise UsageError("a folder without config.json does not show how it is quantised", f"{base.path}: {where}",
                          "write --dtype keep, give the file in it, or add its config.json")  # fmt: skip
     if folder and base.config.get("model_type") in NO_CONVERSION:
         raise UsageError("the layers of this model are transposed, and loaders quantise linear layers only",

@@ -17,7 +17,9 @@ from ..files.safetensors import SEAL, ZEROS
 from ..files.side_files import output_name
 from ..job import TOKENIZERS, Job
 from ..options import OPTIONS, Kind
+from ..paths import input_name
 from ..safe_regex import from_json
+from ..sources.inputs import origin
 from ..text import by_component
 
 KEY: Final = "lora_merge.recipe"
@@ -77,7 +79,7 @@ def entries(
     if job.no_metadata:
         yield from ({} for _ in base.files)
         return
-    names = _utf8(", ".join(p.name for p in (job.base, *(a.path for a in job.adapters))))
+    names = _utf8(", ".join(input_name(p) for p in (job.base, *(a.path for a in job.adapters))))
     single = not base.path.is_dir() and base.gguf is None and job.output.suffix.lower() != ".gguf"
     others = _web_ui(job, base, adapters, digests) if single else {}
     for of_file in recipes(job, base, adapters, digests, strengths):
@@ -139,13 +141,15 @@ def recipe(
 
 def _input(path: Path, index: Index, digests: Iterator[str]) -> dict[str, Any]:
     folder = index.path.is_dir()
-    entry: dict[str, Any] = {"name": path.name, "files": [
+    entry: dict[str, Any] = {"name": input_name(path), "files": [
         {"name": f.relative_to(index.path).as_posix() if folder else f.name, "size": index.headers[f].state.size,
          "sha256": next(digests)}
         for f in index.files
     ]}  # fmt: skip
     if folder:
         entry["folder"] = True
+    if (address := origin(path)) is not None:
+        entry["source"] = str(address)
     return entry
 
 

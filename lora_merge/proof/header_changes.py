@@ -71,8 +71,7 @@ def notes(changes: Sequence[HeaderChange], index: Index) -> list[Note]:
     if KEY not in index.metadata:
         return [
             Note(
-                "the file holds no recipe: the inputs are those that were named, and edits of its metadata cannot be "
-                "found"
+                "the file contains no recipe: the inputs are the named ones, and edits of its metadata cannot be found"
             )
         ]
     again = [change.path.name for change in changes]

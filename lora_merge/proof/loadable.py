@@ -152,4 +152,4 @@ def _json(path: Path, fix: str) -> dict[str, Any]:
     try:
         return read_json(path)
     except InputError as e:
-        raise VerificationFailed(f"a file beside the weights cannot be read: {e.what}", e.where, fix) from e
+        raise VerificationFailed(f"a file next to the weights cannot be read: {e.what}", e.where, fix) from e

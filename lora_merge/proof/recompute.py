@@ -36,7 +36,7 @@ CHUNK: Final = 2**18  # elements recomputed at once with --full; more do not fit
 LEAST_DRAWN: Final = 4  # bytes of numbers that are not rounded stochastically: those of the sum itself
 DORA_FLOOR: Final = 2.0**-23  # smallest norm, as every trainer has it
 UNASKED: Final = (
-    "earlier versions wrote numbers that a dtype has no room for without being asked; merge with another --dtype, or "
+    "earlier versions cut values that are too large for a dtype without a warning; merge with another --dtype, or "
     "with --on-overflow saturate"
 )
 

@@ -25,6 +25,7 @@ from ..dtypes import ITEM_BYTES, spoken
 from ..errors import InputError, VerificationFailed
 from ..files.checkpoint import read_header
 from ..models.blocks import groups
+from ..paths import input_name
 from ..planning.output_checksums import DIGITS, summed, sums_of
 from ..planning.plan import OutputFile, OutputTensor, Plan
 from ..planning.recipe import CHECKSUMS
@@ -259,7 +260,7 @@ def _conclude(plan: Plan, merged: Recomputation, part: Path, *, new: bool) -> No
         what = f"products of an adapter's tensors cancel: {plan.job.compute_dtype} cannot hold what is left of them"
         fix = "compute with --compute-dtype fp64"
         raise (InputError if new else VerificationFailed)(what, f"{part}: {name}, {where}", fix)
-    shares = [(ref.path.name, f.retained(i)) for i, ref in enumerate(plan.job.adapters)]
+    shares = [(input_name(ref.path), f.retained(i)) for i, ref in enumerate(plan.job.adapters)]
     odd = [f"{share:.2f} of {adapter}" for adapter, share in shares if share is not None and abs(share - 1) > 0.02]
     hint = f"; the file holds {', '.join(odd)}" if odd else ""
     other = "if it was made at other strengths, give those; else " if odd else ""
@@ -320,7 +321,7 @@ def _proof(
     f, survives = merged.findings, [measure.all.retained for measure in _measures(plan, merged, measured)]
     shares = [
         {
-            "adapter": ref.path.name,
+            "adapter": input_name(ref.path),
             "strength": ref.strength,
             "strengths": by_component(plan.adapters[i].strengths),
             "retained": survives[i],
@@ -333,7 +334,7 @@ def _proof(
         "bound": {"compute_dtype": merged.judged, "share": ROUNDING[merged.judged]},
         "untouched": compared, "retained": shares, "saturated": f.cut,
         "warnings": list(_warnings(plan, merged, measured)),
-        "survival": [judgement(ref.path.name, s) for ref, s in zip(plan.job.adapters, survives, strict=True)],
+        "survival": [judgement(input_name(ref.path), s) for ref, s in zip(plan.job.adapters, survives, strict=True)],
         "numbers": {} if merged.recorded else _numbers(plan, f),  # a merge has more of them
     }  # fmt: skip
 
@@ -356,7 +357,7 @@ def _warnings(plan: Plan, merged: Recomputation, measured: Sequence[Measure]) ->
         if measure.fails:
             survives = f.in_bf16[number].retained if number in f.in_bf16 else None
             bf16 = survives is not None and ENOUGH <= survives <= MOST
-            yield lost_in_rounding(measure.all.retained or 0.0, ref.path.name, *remedy(plan, bf16=bf16))
+            yield lost_in_rounding(measure.all.retained or 0.0, input_name(ref.path), *remedy(plan, bf16=bf16))
 
 
 def _measures(plan: Plan, merged: Recomputation, measured: Sequence[Measure]) -> Iterator[Measure]:

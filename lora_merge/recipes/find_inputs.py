@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain, count, filterfalse
 from pathlib import Path, PurePosixPath
 from typing import Final
 
 from ..adapters.stated import side_file
-from ..errors import InputError, UsageError, VerificationFailed
+from ..errors import InputError, MergeError, UsageError, VerificationFailed
 from ..files.checkpoint import configuration, open_checkpoint
 from ..paths import absolute, current_folders, of_index
+from ..planning.downloads import Announce, downloads, fetch_all
 from ..planning.recipe import config_hash, sha256
+from ..progress import Progress, unwatched
+from ..sources.inputs import locate
 from ..text import quoted
 from .read_recipe import Input
 
@@ -30,13 +34,16 @@ def around(output: Path, search: Sequence[Path]) -> list[Path]:
     return [*search, absolute(output).parent, *current_folders()]
 
 
-def find(inputs: Iterable[Input], folders: Iterable[Path]) -> list[Path]:
-    """Return the paths of these inputs, by content, searched in these folders and DEPTH levels below.
+def find(
+    inputs: Iterable[Input], folders: Iterable[Path], progress: Progress = unwatched, announce: Announce | None = None
+) -> list[Path]:
+    """Return the paths of these inputs, by content, searched in these folders and DEPTH levels below; those that came
+    from another machine are downloaded if they are not there.
 
     VerificationFailed if there is a file of the right name but other content; InputError if there is none.
     """
     present = _Present(folders)
-    return [_find(named, present) for named in inputs]
+    return [_find(named, present, progress, announce) for named in inputs]
 
 
 class _Present:
@@ -60,7 +67,7 @@ class _Present:
             yield self._paths[n]
 
 
-def _find(sought: Input, present: Iterable[Path]) -> Path:
+def _find(sought: Input, present: Iterable[Path], progress: Progress, announce: Announce | None) -> Path:
     name, size, digest = sought.files[0]
     depth = len(PurePosixPath(name).parts) if sought.folder else 0
     within = sought.folder and sought.name not in {file for file, _, _ in sought.files}  # else a part is taken for all
@@ -77,10 +84,14 @@ def _find(sought: Input, present: Iterable[Path]) -> Path:
                 other = different(sought, root)
             except InputError as e:  # its configuration cannot be read
                 other = f"{e.where} ({e.what})"
+            if other is None and within and not named(path) and not _is_opened_as(sought, root):
+                continue
             if other is None:
                 return root if within else path
             if named(path):
                 others.append(other)
+    if sought.source:
+        return _downloaded(sought, progress, announce)
     namesake = next(filter(named, present), None)
     if namesake is not None:
         raise VerificationFailed("the output is older or newer than one of its inputs",
@@ -89,6 +100,28 @@ def _find(sought: Input, present: Iterable[Path]) -> Path:
                                  f"merge again, or {SEARCH}")  # fmt: skip
     raise InputError(f"the input {quoted(sought.name)} is not found", f"SHA-256 {digest}, {size} bytes",
                      SEARCH)  # fmt: skip
+
+
+def _is_opened_as(sought: Input, folder: Path) -> bool:
+    """Return whether a folder of another name is opened as the input, and not as other files that are in it too."""
+    for adapter in (False, True):
+        with suppress(MergeError):
+            files = open_checkpoint(folder, adapter=adapter).files
+            if {file.relative_to(folder).as_posix() for file in files} == {name for name, _, _ in sought.files}:
+                return True
+    return False
+
+
+def _downloaded(sought: Input, progress: Progress, announce: Announce | None) -> Path:
+    """Return the path of an input that came from another machine, downloaded if it is not here; VerificationFailed if
+    its source has other bytes now."""
+    path = locate(sought.source)
+    if path is not None:
+        path = fetch_all(downloads([path], [path]), (path, 0), progress, announce).get(path, path)
+    if path is None or (other := different(sought, path)) is not None:
+        raise VerificationFailed(f"the source of {quoted(sought.name)} has other bytes than the merge read",
+                                 f"{sought.source}: {other if path is not None else ''}", SEARCH)  # fmt: skip
+    return path
 
 
 def different(named: Input, path: Path) -> str | None:

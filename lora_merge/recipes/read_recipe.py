@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, TypeAlias
 
+from ..addresses import parse
 from ..algorithms import COUNT
 from ..disk.publish import NAME_LIMIT
 from ..errors import InputError, UsageError
@@ -32,6 +33,7 @@ class Input:
     folder: bool
     config: str  # SHA-256 of the configuration that is read with it; empty in recipes without it
     stated: str  # SHA-256 of the file next to an adapter that states its scale; empty without one
+    source: str = ""  # the pinned address that it came from; empty for a file of this machine
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,16 @@ def input_of(value: Mapping[str, Any]) -> Input:
     if not files:
         raise ValueError("an input without files")
     return Input(text_of(value["name"]), files, bool(value.get("folder")), text_of(value.get("config", "")),
-                 text_of(value.get("stated", "")))  # fmt: skip
+                 text_of(value.get("stated", "")), _source(value.get("source", "")))  # fmt: skip
+
+
+def _source(value: Any) -> str:
+    """Return the address of an input; ValueError for what is no address, or one of this machine."""
+    text = text_of(value)
+    address = parse(text) if ":" in text else None
+    if text and (address is None or address.name.lower().startswith("http:")):
+        raise ValueError(f"{quoted(text)} is not an address")
+    return text
 
 
 def text_of(value: Any) -> str:

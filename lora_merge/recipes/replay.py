@@ -29,6 +29,7 @@ from ..job import TOKENIZERS, Adapter, Job, make_job
 from ..options import checked
 from ..paths import absolute
 from ..planning.checkpoint_cache import CheckpointCache
+from ..planning.downloads import Announce
 from ..planning.header_entries import TITLE
 from ..planning.make_plan import plan_job
 from ..planning.output_files import contents, differing, misleading
@@ -59,6 +60,7 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
     full: bool = False,
     options: Mapping[str, Any] = MappingProxyType({}),
     progress: Progress = unwatched,
+    announce: Announce | None = None,
 ) -> dict[str, Any]:
     """Prove that `output` is the merge that its recipe describes, or that of `base` and `adapters`.
 
@@ -69,7 +71,7 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
     allowed. VerificationFailed if it is not that merge. An adapter that a command wrote is proven by `_prove_adapter`.
     """
     if base is None and not adapters and is_adapter(output):
-        return _prove_adapter(output, search, progress, full=full, options=options)
+        return _prove_adapter(output, search, progress, full=full, options=options, announce=announce)
     index = open_checkpoint(output)
     judged = checked(options)["compute_dtype"] if "compute_dtype" in options else ""
     options = {name: value for name, value in options.items() if name != "compute_dtype"}
@@ -79,7 +81,7 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
         if base is None and not adapters:
             recipe = read_recipe(index, "give --base and --adapter")
             folders = around(output, search)
-            job = _job(recipe, find(recipe.inputs, folders), output, stack, folders)
+            job = _job(recipe, find(recipe.inputs, folders, progress, announce), output, stack, folders)
         elif base is None or not adapters:
             raise UsageError("half of the inputs are named", "--base and --adapter", "name the base and all adapters")
         else:
@@ -98,9 +100,9 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
             raise with_header_changes(e, changes) from e
         proof["warnings"] += notes(changes, index)
         if KEY in index.metadata and (wrong := misleading(plan, output)):
-            raise VerificationFailed("the weights are right, but files beside them are not those of the merge, and let "
-                                     "them be loaded as another model, or not at all", f"{output}: {listed(wrong)}",
-                                     instead(output))  # fmt: skip
+            what = "the weights are right, but other files of the output are not those of the merge"
+            raise VerificationFailed(f"{what}, and let them be loaded as another model, or not at all",
+                                     f"{output}: {listed(wrong)}", instead(output))  # fmt: skip
         if sides := differing(contents(plan), output):
             proof["warnings"].append(
                 Note(f"not what the merge writes, or missing next to the weights: {listed(sides)}")
@@ -125,13 +127,17 @@ def again(written: Path, output: str | Path, search: Sequence[Path] = (), **opti
     return (job_again if is_adapter(written) else plan_again)(written, output, search, **options)
 
 
-def plan_again(merged: Path, output: str | Path, search: Sequence[Path] = (), **options: Any) -> Plan:
+def plan_again(
+    merged: Path, output: str | Path, search: Sequence[Path] = (), *, progress: Progress = unwatched,
+    announce: Announce | None = None, **options: Any,
+) -> Plan:  # fmt: skip
     """Return the plan that makes `merged` a second time, under another name; its inputs are searched by content."""
     index = open_checkpoint(merged)
     recipe = read_recipe(index)
     with ExitStack() as stack:
         folders = around(merged, search)
-        job = _job(recipe, find(recipe.inputs, folders), output, stack, folders, **options)
+        paths = find(recipe.inputs, folders, progress, announce)
+        job = _job(recipe, paths, output, stack, folders, **options)
         plan = _followed(job, index)
     _require_same(plan, merged, recipe)
     edited = [change for change in header_changes(plan, index) if change.differences]
@@ -283,13 +289,15 @@ OF_MERGE_RECORDED: Final = frozenset(("dtype", "unmatched", "setting"))
 the file, so it does not decide where something is written or how much memory is used."""
 
 
-def job_again(
+def job_again(  # noqa: PLR0913  # the options of `lora-merge replay`
     adapter: Path,
     output: str | Path,
     search: Sequence[Path] = (),
     *,
     links: Path | None = None,
     full: bool = False,
+    progress: Progress = unwatched,
+    announce: Announce | None = None,
     **options: Any,
 ) -> AdapterJob:
     """Return the job that wrote an adapter; InputError for a damaged recipe, or for an input that is not found.
@@ -322,7 +330,7 @@ def job_again(
     except (UsageError, FitError) as e:
         raise damaged(adapter, f"{e.what} ({e.where})") from e
     # Step 2: the inputs, by their content.
-    paths = find(inputs, around(adapter, search))
+    paths = find(inputs, around(adapter, search), progress, announce)
     if links is not None:
         paths = [_as_named(path, named.name, links) for path, named in zip(paths, inputs, strict=True)]
     # Step 3: the job, with the title of the file that is written again, and not one by its own name.
@@ -342,9 +350,10 @@ def _as_named(path: Path, name: str, links: Path) -> Path:
     return link
 
 
-def _prove_adapter(
-    adapter: Path, search: Sequence[Path], progress: Progress, *, full: bool, options: Mapping[str, Any]
-) -> dict[str, Any]:
+def _prove_adapter(  # noqa: PLR0913  # the options of `lora-merge verify`
+    adapter: Path, search: Sequence[Path], progress: Progress, *, full: bool, options: Mapping[str, Any],
+    announce: Announce | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Write an adapter again in a temporary folder, with its own proof, and compare the bytes; VerificationFailed where
     they differ.
 
@@ -352,7 +361,10 @@ def _prove_adapter(
     """
     refuse_stated(options)
     with tempfile.TemporaryDirectory() as folder:
-        job = job_again(adapter, Path(folder) / adapter.name, search, links=Path(folder), full=full, verify=True)
+        job = job_again(
+            adapter, Path(folder) / adapter.name, search, links=Path(folder), full=full, progress=progress,
+            announce=announce, verify=True,
+        )  # fmt: skip
         report = COMMANDS[job.command].run(job, progress, None)
         pairs = zip(_files(Path(report.output)), _files(adapter), strict=True)
         if any(sha256(a) != sha256(b) for a, b in pairs):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ..disk.destination import failures
 from ..disk.files import FileState
 from ..disk.hashes import RememberedHashes, remember, state
+from ..disk.remote import remote
 from ..errors import MergeError, UsageError
 from ..files.checkpoint import open_checkpoint
 from ..files.side_files import output_name
@@ -35,9 +36,9 @@ if TYPE_CHECKING:
 DATA_HASH: Final = "sshs_model_hash"
 """The entry of an adapter with the SHA-256 of all bytes behind its header."""
 
-VARIES: Final = frozenset({"name", "version", "format", STRENGTHS})
-"""The entries that may differ between equal recipes: names of files, the version of this program, and what a recipe
-says for people, which follows from the rest."""
+VARIES: Final = frozenset({"name", "source", "version", "format", STRENGTHS})
+"""The entries that may differ between equal recipes: names of files, where they came from, the version of this program,
+and what a recipe says for people, which follows from the rest."""
 
 OF_RUN: Final = frozenset({"name", "version", "format", "residual", "dropped_metadata"})
 """The entries of an adapter's recipe that may differ: the same, and what a run reports of its result."""
@@ -55,6 +56,8 @@ class Hashes:
         key, before = (path, FileState.at(path)), state(path)
         if key not in self._known and (digest := self._remembered.digest(path)):
             self._known[key] = digest
+        if key not in self._known and (far := remote(path)) is not None and far.sha256:
+            self._known[key] = far.sha256  # as its source states it
         if key not in self._known:
             self._known[key] = sha256(path)
             if before is not None and before == state(path):

@@ -18,6 +18,7 @@ from ..files.checkpoint import open_checkpoint
 from ..job import Adapter, Job, make_job
 from ..merge_methods import SUM
 from ..options import OPTIONS
+from ..paths import input_name
 from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.make_plan import plan_job
 from ..planning.plan import Plan
@@ -66,7 +67,8 @@ def _expect_sum(recipe: Recipe, merged: Path) -> None:
         raise FitError(f"the merge was no sum but {method}, which nothing takes back", str(merged), _instead(recipe))
     if recipe.options.get("on_overflow", "error") == "saturate":
         raise FitError(
-            "the merge may have cut numbers that the dtype cannot hold (--on-overflow saturate): nothing restores them",
+            "the merge may have cut values that are too large for the dtype (--on-overflow saturate): nothing "
+            "restores them",
             str(merged), _instead(recipe),
         )  # fmt: skip
 
@@ -129,15 +131,14 @@ def _otherwise(plan: Plan, recipe: Recipe | None) -> Iterator[Note]:
     for named, strength, parts in recipe.adapters if recipe is not None else ():
         merged[named.name].append((strength, sorted(parts)))
     for ref in plan.job.adapters:
-        known = merged.get(ref.path.name, [])
+        name = input_name(ref.path)
+        known = merged.get(name, [])
         if recipe is not None and not known:
-            yield Note(f"the result is not the base: its recipe names no {ref.path.name}")
+            yield Note(f"the result is not the base: its recipe names no {name}")
         elif known and (-ref.strength, sorted(ref.parts)) not in known:
             strength, parts = known[0]
             factors = "".join(f",{part}={factor:g}" for part, factor in parts)
-            yield Note(
-                f"the result is not the base: {ref.path.name} was merged as {ref.path.name}:{strength:g}{factors}"
-            )
+            yield Note(f"the result is not the base: {name} was merged as {name}:{strength:g}{factors}")
 
 
 def _recipe(merged: Path) -> Recipe | None:

@@ -16,17 +16,19 @@ from ..adapters.suffixes import split_row_part
 from ..adapters.tensor_values import FileValues
 from ..adapters.trigger_words import entry
 from ..algorithms import DoesNotFit
+from ..change_statistics import Groups
 from ..disk.reader import Reader
 from ..dtypes import Shape
 from ..errors import MergeError
 from ..files.checkpoint import Index
 from ..matching.missing_tensors import Gap, gaps
-from ..models.blocks import block_name, in_order, network_of
+from ..models.blocks import adapter_groups, network_of
 from ..models.names import denoiser_of, guess
 from ..models.prefixes import PREFIXES, innermost
 from ..options import is_finite
 from ..text import by_pattern
-from .training import training
+from .file_verdict import STATED, stated_model
+from .training import stated_texts, training
 
 TRAINERS: Final = (
     # metadata key             trainer
@@ -78,9 +80,9 @@ def adapter_facts(file: AdapterFile) -> dict[str, Any]:
         "modules": len(file.modules), "ranks": _by_count(numbers), "alphas": _by_count(alphas),
         "rank_range": spread([*ranks.values()]), "alpha_range": spread([a for some in alpha.values() for a in some]),
         "trainer": trainer(index), "names": dialect(file.modules),
-        "made_for": guess(_shapes(file.modules)),
+        **_model(file),
         "parameters": sum(prod(t.shape) for t in index.tensors.values()),
-        "patterns": _patterns(algorithms, ranks, alpha), "blocks": _blocks(file.modules, ranks, alpha),
+        "patterns": _patterns(algorithms, ranks, alpha), "blocks": _blocks(file, ranks, alpha),
         "trained": training(index),
         "configuration": {k: v for k, v in index.config.items() if v not in (None, False, [], {})},
         "parts": parts(file.modules), "incomplete": [*_incomplete(file, lacking)], "ignored": dict(file.ignored),
@@ -176,19 +178,36 @@ def _patterns(
     }  # fmt: skip
 
 
-def _blocks(
-    modules: Sequence[Module], ranks: Mapping[str, int], alphas: Mapping[str, Sequence[float]]
-) -> dict[str, Any]:
+def made_for(file: AdapterFile) -> str:
+    """Return the model that an adapter is for; "unknown" if its names and shapes do not show it."""
+    return guess(_shapes(file.modules))
+
+
+def _model(file: AdapterFile) -> dict[str, str]:
+    """Return the model that an adapter is for, and what shows it: its shapes, or an entry of its metadata."""
+    shown, (stated, entry_name) = made_for(file), stated_model(stated_texts(file.index, STATED))
+    if stated and shown != stated and (shown == "unknown" or stated in shown.split(" or ")):
+        return {"made_for": stated, "made_for_by": entry_name}
+    return {"made_for": shown}
+
+
+def module_groups(file: AdapterFile) -> Groups:
+    """Return the parts and the blocks of an adapter's modules, by their names."""
+    return adapter_groups({m.name: () for m in file.modules} | _shapes(file.modules))
+
+
+def _blocks(file: AdapterFile, ranks: Mapping[str, int], alphas: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """Return block → number of modules, their ranks and alphas, in the order of the blocks' numbers."""
     by_block: dict[str, list[str]] = {}
-    for m in modules:
-        by_block.setdefault(block_name(m.name), []).append(m.where)
+    groups = module_groups(file)
+    for m in file.modules:
+        by_block.setdefault(groups.block(m.name), []).append(m.where)
     return {
         block: {
             "modules": len(names), "ranks": spread([ranks[n] for n in names if n in ranks]),
             "alphas": spread([a for n in names for a in alphas.get(n, ())]),
         }
-        for block, names in sorted(by_block.items(), key=lambda item: in_order(item[0]))
+        for block, names in sorted(by_block.items(), key=lambda item: groups.place(item[0]))
     }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from ..models.blocks import blocks
 from ..models.names import Names, names
 from ..planning.recipe import KEY, parsed
 from ..text import plural
+from .file_verdict import model_of
 from .formats import formats
 
 FORMER: Final = 20  # merges that are listed one by one, of a chain of outputs that became bases
@@ -32,6 +33,7 @@ def base_facts(index: Index) -> dict[str, Any]:
     return {
         **({"looks_like": other} if other else {}),
         "architecture": lookup.architecture, "layout": lookup.layout, "components": _components(index, lookup),
+        **({"model": model} if (model := model_of(index.config, parameters)) else {}),
         "parameters": parameters, "bits_per_weight": round(stored / parameters, 2) if parameters else 0,
         "blocks": block_sizes(index, lookup),
         **({"quantised": why} if (why := quantised(index)) else {}), **formats(index),
@@ -96,7 +98,7 @@ def how_to_undo(index: Index) -> str:
         return ""
     return (
         f"use its base {base} (SHA-256 of {first.get('name')}: {first.get('sha256')}); without one of the adapters, or "
-        "with another strength, merge again from that base; where it is lost, lora-merge unmerge takes the adapters out"
+        "with another strength, merge again from that base; if it is lost, lora-merge unmerge takes the adapters out"
     )
 
 

@@ -14,9 +14,9 @@ from ..facts import COUNT, Fact, by_block, cut_rows, line, table
 from ..files.checkpoint import Index, open_checkpoint
 from ..progress import Progress, counted, unwatched
 from ..text import by_reason, listed, plural, size
+from .compare_verdict import adapter_verdict, model_verdict, signed
 from .inspect import is_adapter
 from .json_schemas import schema
-from .pages.heat_map import block_labels
 
 if TYPE_CHECKING:
     from .compare_models import DifferenceSums
@@ -41,10 +41,12 @@ def compare(
     if all(kinds):
         from .compare_adapters import adapter_similarity
 
-        return {**head, "kind": "adapters", **adapter_similarity(first, second, base, pictures=pictures)}
+        alike = adapter_similarity(first, second, base, pictures=pictures)
+        return {**head, "kind": "adapters", "verdict": adapter_verdict(alike), **alike}
     if base is not None:
         raise UsageError("a base is given for two models", f"--base {base}", "leave it out")
-    return {**head, "kind": "checkpoints", **_checkpoints(first, second, pictures=pictures, progress=progress)}
+    apart = _checkpoints(first, second, pictures=pictures, progress=progress)
+    return {**head, "kind": "checkpoints", "verdict": model_verdict(apart), **apart}
 
 
 def _checkpoints(a: Index, b: Index, *, pictures: bool, progress: Progress) -> dict[str, Any]:
@@ -72,19 +74,20 @@ def _checkpoints(a: Index, b: Index, *, pictures: bool, progress: Progress) -> d
             others[pair.name] = pair.why
         else:
             total.add(pair.sums)
-            group = [name for _, name in model.of(pair.keys[0])][-1]  # its block, or else its part
+            group = model.block(pair.keys[0])
             rows.setdefault(group, DifferenceSums()).add(pair.sums)
             if pair.sums.equal:
                 equal.append(pair.name)
             else:
-                tensors[pair.name] = pair.sums.to_dict()
+                tensors[pair.name] = {"block": group, **pair.sums.to_dict()}
     if pictures:
         for name, charts in difference_pictures(a, b, lookup, evenly([*tensors])):
             tensors[name] |= charts
     return {
         "compared": len(equal) + len(tensors), "equal": len(equal), "different": len(tensors), "other_shapes": others,
         "only_a": [key for key in a.parameters if key not in keys], "only_b": only_b,
-        "dtypes": {both: n for both, n in dtypes.most_common() if both},
+        "dtypes": {both: n for both, n in dtypes.most_common() if both}, "rounding": not total.beyond_rounding,
+        "architectures": [lookup.architecture, names(b).architecture],
         "total": total.to_dict(), "blocks": {name: rows[name].to_dict() for name in sorted(rows, key=model.place)},
         "tensors": tensors, "equal_tensors": equal,
         "metadata": sorted(k for k in {**a.metadata, **b.metadata} if a.metadata.get(k) != b.metadata.get(k)),
@@ -110,6 +113,8 @@ def compare_rows(result: Mapping[str, Any], *, pictured: bool = False) -> Iterat
 
 def compare_summary(result: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield the same without its tables."""
+    if judged := result.get("verdict"):
+        yield line("verdict", judged["text"])
     yield line("A", result["a"])
     yield line("B", result["b"])
     yield from (_model_rows if result["kind"] == "checkpoints" else _adapter_rows)(result)
@@ -153,12 +158,12 @@ def _adapter_rows(result: Mapping[str, Any]) -> Iterator[Fact]:
 
 def opposed_blocks(result: Mapping[str, Any]) -> str:
     """Return in how many blocks the changes of two adapters point against each other, in words."""
-    fight, labels = result["fight"], block_labels(result["blocks"])
-    most = ", ".join(labels[name] for name in sorted(fight, key=lambda name: result["blocks"][name]["cosine"])[:3])
+    fight = result["fight"]
+    most = ", ".join(sorted(fight, key=lambda name: result["blocks"][name]["cosine"])[:3])
     return f"in {len(fight)} of {plural(len(result['blocks']), 'block')}" + (f", most in {most}" if fight else "")
 
 
 def _similarity(row: Mapping[str, Any]) -> str:
-    cosine = "cosine ?" if row["cosine"] is None else f"cosine {row['cosine']:+.3f}"
+    cosine = f"cosine {'?' if row['cosine'] is None else signed(row['cosine'])}"
     overlap = "" if row.get("overlap") is None else f", common directions {row['overlap']:.1%}"
     return f"{cosine}, ‖ΔA‖ {row['a']:.3g}, ‖ΔB‖ {row['b']:.3g}{overlap}"

@@ -3,7 +3,7 @@ tensors that both store in place of the base's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 from pathlib import Path
@@ -17,6 +17,7 @@ from ..adapters.peft.rules import PeftRules
 from ..adapters.stated import rules_of
 from ..adapters.suffixes import split_parameter
 from ..algorithms.lora import LORA
+from ..change_statistics import Groups
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..engine.change_norms import Replaced, runs, values
@@ -25,12 +26,13 @@ from ..engine.torch_state import undisturbed
 from ..errors import MergeError
 from ..files.checkpoint import Index
 from ..job import make_job
-from ..models.blocks import block_name, blocks, in_order
+from ..models.blocks import groups
 from ..models.inferred_base import Name, common_names, plain
 from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.make_plan import plan_job
-from ..planning.plan import OutputTensor
+from ..planning.plan import OutputTensor, Plan
 from ..text import Note
+from .adapter import made_for, module_groups
 from .compare_models import DifferenceSums, plain_sums
 from .module_change import NOISE, ModuleChange, ModuleChanges, changes, replaced_by, shape_of
 from .pictures import evenly
@@ -163,14 +165,20 @@ def adapter_similarity(a: Index, b: Index, base: Path | None, *, pictures: bool 
     files = group(a), group(b)
     shown = evenly([m.name for m in files[0].modules], 2) if pictures else frozenset()
     left: dict[str, str] = {}
-    pairs = _by_name(*files, shown) if base is None else _on_base(a, b, base, left, pictures=pictures)
+    if base is None:
+        model = module_groups(files[0])
+        pairs = _by_name(*files, model, shown)
+    else:
+        plans = _plans(a, b, base, left)
+        model = groups(plans[0].names)
+        pairs = _on_base(plans, model, pictures=pictures)
     total, rows, table = Similarity(), dict[str, Similarity](), dict[str, Any]()
     only: dict[str, list[str]] = {"a": [], "b": []}
     for name, block, likeness in pairs:
         if isinstance(likeness, Similarity):
             total.add(likeness)
             rows.setdefault(block, Similarity()).add(likeness)
-            table[name] = likeness.to_dict() | likeness.pictures
+            table[name] = {"block": block} | likeness.to_dict() | likeness.pictures
         elif likeness in only:
             only[likeness].append(name)
         else:
@@ -183,16 +191,29 @@ def adapter_similarity(a: Index, b: Index, base: Path | None, *, pictures: bool 
     left |= whole.pop("left", {})
     for side, names in only.items():
         names += whole.pop(f"only_{side}", ())
-    by_block = {name: rows[name].to_dict() for name in sorted(rows, key=in_order)}
+    by_block = {name: rows[name].to_dict() for name in sorted(rows, key=model.place)}
     return {
         "common": len(table), "only_a": only["a"], "only_b": only["b"], "notes": notes, "total": total.to_dict(),
         "blocks": by_block, "modules": table, "not_compared": left,
         "fight": [name for name, row in by_block.items() if row["cosine"] is not None and row["cosine"] < OPPOSED],
-        **({"whole": whole} if whole.get("tensors") else {}),
+        **({"whole": whole} if whole.get("tensors") else {}), "identical": _identical(a, b),
+        "made_for": [made_for(file) for file in files],
     }  # fmt: skip
 
 
-def _by_name(a: AdapterFile, b: AdapterFile, shown: frozenset[str]) -> Iterator[tuple[str, str, Similarity | str]]:
+def _identical(a: Index, b: Index) -> bool:
+    """Return whether two adapters have the same tensors and the same configuration."""
+    if a.config != b.config or {n: (t.dtype, t.shape) for n, t in a.tensors.items()} != {
+        n: (t.dtype, t.shape) for n, t in b.tensors.items()
+    }:
+        return False
+    with Reader([a, b]) as reader:
+        return all(reader.read(info) == reader.read(b.tensors[name]) for name, info in a.tensors.items())
+
+
+def _by_name(
+    a: AdapterFile, b: AdapterFile, model: Groups, shown: frozenset[str]
+) -> Iterator[tuple[str, str, Similarity | str]]:
     """Yield (module, block, sums) of modules in both; in place of the sums "a" or "b" for those in one, or why they
     cannot be compared.
 
@@ -207,8 +228,8 @@ def _by_name(a: AdapterFile, b: AdapterFile, shown: frozenset[str]) -> Iterator[
             other = others.pop((mine.get(module.name, plain(module.name)), module.parameter), None)
             pair = None if other is None else (first.of(module), second.of(other))
             sums = "a" if pair is None else _pair(*pair, pictures=module.where in shown)
-            yield module.where, block_name(module.name), sums
-        yield from ((m.where, block_name(m.name), "b") for m in others.values())
+            yield module.where, model.block(module.name), sums
+        yield from ((m.where, "", "b") for m in others.values())
 
 
 def _pair(
@@ -268,17 +289,18 @@ def _spaces(delta: ModuleChange, target: OutputTensor | None) -> CommonSpaces:
     return spaces[0], spaces[1]
 
 
-def _on_base(
-    a: Index, b: Index, base: Path, left: dict[str, str], *, pictures: bool
-) -> Iterator[tuple[str, str, Similarity | str]]:
-    """Yield (tensor of the base, block, how alike the changes are); for a tensor that one adapter alone changes,
-    "" as its block and then the side, "a" or "b". What has no place in the base comes into `left`, with the reason."""
+def _plans(a: Index, b: Index, base: Path, left: dict[str, str]) -> list[Plan]:
+    """Return the plans to merge each adapter into the base; `left` gets what matches nothing there, with the reason."""
     opened = CheckpointCache()
     plans = [plan_job(make_job(base, [index.path], base, unmatched="skip"), opened) for index in (a, b)]
     for match in (m for plan in plans for m in plan.adapters):
         left |= {**match.unused, **match.unmatched}
-    lookup = plans[0].names
-    block_of = blocks(lookup).of
+    return plans
+
+
+def _on_base(plans: Sequence[Plan], model: Groups, *, pictures: bool) -> Iterator[tuple[str, str, Similarity | str]]:
+    """Yield (tensor of the base, block, how alike the changes are); for a tensor that one adapter alone changes,
+    "" as its block and then the side, "a" or "b"."""
     with Reader([p.base for p in plans[:1]] + [m.adapter.index for p in plans for m in p.adapters]) as reader:
         whole = [{r.target.name: r for r in replaced_by(plan)} for plan in plans]
         first, second = (
@@ -292,7 +314,7 @@ def _on_base(
             if name not in second:
                 yield name, "", "a"
                 continue
-            block = f"{lookup.component(name)} {block_of(name)}".strip()
+            block = model.block(name)
             if target.shape != second[name].shape:
                 yield name, block, shape_difference(target.shape, second[name].shape)
             elif all(name in target_names for target_names in whole):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from math import prod, sqrt
+from math import inf, isfinite, prod, sqrt
 from typing import Any, Final
 
 import torch
@@ -22,7 +22,11 @@ from ..models.names import Names
 from ..models.weights import Weight, WeightView
 from .pictures import LIMIT, ROWS, histogram, matrix_pictures
 
-CHUNK: Final = 1 << 22  # bytes of each of two tensors that are compared at once
+CHUNK: Final = 1 << 22  # bytes of each of two tensors that are read at once
+PIECE: Final = 1 << 17  # numbers that are compared at once, which a core's cache holds
+NARROW: Final = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2})
+FAST: Final = place("cpu", "F32")
+EXACT: Final = place("cpu", "F64")
 
 
 @dataclass
@@ -34,6 +38,7 @@ class DifferenceSums:
     a: float = 0.0  # sum of squares of A
     b_less_a: float = 0.0
     largest: float = 0.0
+    beyond_rounding: bool = False  # whether two numbers are known to be more than one step of the coarser dtype apart
 
     @property
     def equal(self) -> bool:
@@ -44,6 +49,7 @@ class DifferenceSums:
         """Add the sums of other numbers."""
         self.of, self.changed, self.a = self.of + other.of, self.changed + other.changed, self.a + other.a
         self.b_less_a, self.largest = self.b_less_a + other.b_less_a, max(self.largest, other.largest)
+        self.beyond_rounding |= other.beyond_rounding
 
     def to_dict(self) -> dict[str, Any]:
         """Return counts, ‖B−A‖, ‖A‖, their ratio, and the largest difference of two numbers."""
@@ -174,25 +180,77 @@ def plain_sums(a: StoredTensor, b: StoredTensor, reader: Reader) -> DifferenceSu
         raw = [reader.read(t, first * w, some * w) for t, w in zip(both, wide, strict=True)]
         pair = [view_bytes(memoryview(r), t.dtype, (some,)) for r, t in zip(raw, both, strict=True)]
         if a.dtype == b.dtype and raw[0] == raw[1]:
-            total.add(DifferenceSums(some, 0, _squared(_numbers(pair[0]))))
+            total.add(DifferenceSums(some, 0, _norm_squared(pair[0])))
         else:
-            total.add(_of_values(*pair))
+            total.add(_of_values(*pair, rounding=not total.beyond_rounding))
     return total if {a.dtype, b.dtype} & FLOATS else DifferenceSums(total.of, total.changed)
 
 
-def _of_values(a: Tensor, b: Tensor) -> DifferenceSums:
-    """Return the sums for two flat tensors; two NaN are equal."""
+def _of_values(a: Tensor, b: Tensor, *, rounding: bool = True) -> DifferenceSums:
+    """Return the sums for two flat tensors; two NaN are equal. `rounding`: also whether any two numbers are more than
+    one step of the coarser dtype apart."""
+    total = DifferenceSums()
+    for first, other in zip(torch.split(a, PIECE), torch.split(b, PIECE), strict=True):
+        fast = _in_float32(first, other, rounding=rounding and not total.beyond_rounding)
+        total.add(fast or _in_float64(first, other, rounding=rounding))
+    return total
+
+
+def _in_float32(a: Tensor, b: Tensor, *, rounding: bool) -> DifferenceSums | None:
+    """Return the sums for a few numbers of 32 bits or fewer; None if some are not finite, or for wider ones."""
+    if not {a.dtype, b.dtype} <= NARROW:
+        return None
+    first, other = stage([a], FAST)[0], stage([b], FAST)[0]
+    apart = torch.sub(other, first)
+    of_a, squares, changed = _sum_of_squares(first), _sum_of_squares(apart), int(apart.count_nonzero())
+    if not (isfinite(of_a) and isfinite(squares)):
+        return None
+    low, high = apart.aminmax()
+    beyond = rounding and changed > 0 and _beyond(apart, first, a.dtype, b.dtype)
+    return DifferenceSums(a.numel(), changed, of_a, squares, max(-float(low), float(high)), beyond)
+
+
+def _beyond(apart: Tensor, values: Tensor, *dtypes: torch.dtype) -> bool:
+    """Return whether differences from some values are more than one step of the coarser dtype; both are overwritten."""
+    if not all(dtype.is_floating_point for dtype in dtypes):
+        return True
+    facts = max(map(torch.finfo, dtypes), key=lambda f: f.eps)
+    steps = values.abs_().mul_(facts.eps).clamp_min_(facts.smallest_normal * facts.eps)
+    return bool((apart.abs_() > steps).any())
+
+
+def _in_float64(a: Tensor, b: Tensor, *, rounding: bool) -> DifferenceSums:
     first, other = _numbers(a), _numbers(b)
     apart = other - first
     different = (first != other) & ~(first.isnan() & other.isnan())
     finite = apart[different & apart.isfinite()]
     largest = float(finite.abs().max()) if finite.numel() else 0.0
-    return DifferenceSums(first.numel(), int(different.sum()), _squared(first), _squared(finite), largest)
+    sums = DifferenceSums(first.numel(), int(different.sum()), _squared(first), _squared(finite), largest)
+    sums.beyond_rounding = (
+        rounding and sums.changed > 0 and _beyond(apart[different], first[different], a.dtype, b.dtype)
+    )
+    return sums
 
 
 def _numbers(values: Tensor) -> Tensor:
     """Return the numbers in float64: float32 would not show the last bit of an integer."""
-    return stage([values], place("cpu", "F64"))[0]
+    return stage([values], EXACT)[0]
+
+
+def _norm_squared(values: Tensor) -> float:
+    """Return Σ a² of the finite numbers of a flat tensor."""
+    total = 0.0
+    for piece in torch.split(values, PIECE):
+        narrow = stage([piece], FAST)[0] if piece.dtype in NARROW else None
+        squares = inf if narrow is None else _sum_of_squares(narrow)
+        total += squares if isfinite(squares) else _squared(_numbers(piece))
+    return total
+
+
+def _sum_of_squares(values: Tensor) -> float:
+    """Return Σ x² of flat float32 numbers, added up in float64."""
+    wide = stage([values], EXACT)[0]
+    return float(wide @ wide)
 
 
 def _squared(values: Tensor) -> float:

@@ -19,6 +19,7 @@ from ..text import Note, listed
 from .adapter import adapter_facts
 from .adapter_on_base import fit
 from .base import base_facts, dtypes
+from .file_verdict import verdict
 from .hashes import hashes_of, stored_hashes
 from .json_schemas import schema
 
@@ -54,7 +55,8 @@ def inspect(  # noqa: PLR0913  # two for pages and progress
             raise UsageError("two adapters, and no base", str(path), "use lora-merge compare A B, or name a base first")
         numbers = partial(_change, pictures=pictures, progress=progress)
         ref = adapter if isinstance(adapter, Adapter) else Adapter(adapter)
-        return facts | base_facts(index) | {"match": fit(path, index, ref, numbers if weights else None)}
+        facts |= base_facts(index) | {"match": fit(path, index, ref, numbers if weights else None)}
+        return _with_verdict(facts)
     if is_adapter(index):
         file = group(index)
         facts |= adapter_facts(file)
@@ -67,7 +69,11 @@ def inspect(  # noqa: PLR0913  # two for pages and progress
     facts |= {"hashes": {**digests, **{f"stored {k}": v for k, v in stored_hashes(index).items()}}}
     left = folder.warning() if folder else ()
     notes = [*index.notes, *left, *facts.get("notes", ()), *_changed(index)]
-    return facts | {"metadata": dict(index.metadata), "notes": notes}
+    return _with_verdict(facts | {"metadata": dict(index.metadata), "notes": notes})
+
+
+def _with_verdict(facts: dict[str, Any]) -> dict[str, Any]:
+    return facts | {"verdict": verdict(facts)}
 
 
 def _folder(index: Index) -> Folder | None:

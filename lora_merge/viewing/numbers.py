@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import hypot, isfinite, sqrt
+from math import hypot, inf, isfinite, sqrt
 from typing import Any, Final
 
 import torch
@@ -24,7 +24,7 @@ from ..engine.tensor_moves import TORCH_DTYPES, convert, stage
 from ..engine.tensors import TensorCache, stored_numbers, weight_values
 from ..engine.torch_state import undisturbed
 from ..files.checkpoint import Index
-from ..models.blocks import block_name, groups, in_order
+from ..models.blocks import groups, in_order
 from ..models.names import names
 from ..models.weights import Weight
 from ..planning.plan import OutputTensor, Plan
@@ -32,12 +32,14 @@ from ..progress import Progress, counted, unwatched
 from ..proof.proof_report import remedy
 from ..survival import ENOUGH, lost
 from ..text import listed, plural
-from .adapter import kind_of, spread
+from .adapter import kind_of, module_groups, spread
 from .module_change import ModuleChange, ModuleChanges, merged_blocks, replaced_by
 from .pictures import evenly, matrix_pictures, merge_pictures
 from .pictures import pictures as pictured
 
 PART: Final = 2**20  # numbers that are added up in fp32
+
+MOST_RANKS: Final = 256  # for which the share that is kept is shown
 
 ENERGIES: Final = {"90%": 0.9, "99%": 0.99}
 """Shares of ‖ΔW‖² for which the least rank is shown: the adapter can be resized to it."""
@@ -54,6 +56,7 @@ def adapter_numbers(file: AdapterFile, *, pictures: bool = False, progress: Prog
     matrices: list[dict[str, Any]] = []
     left = 0
     by_block: dict[str, float] = defaultdict(float)
+    model, energies = module_groups(file), Energies()
     with Reader([file.index]) as reader:
         advance = counted(progress, "look", str(file.path), sum(map(_stored, file.modules)))
         for module, delta in ModuleChanges(file, reader).each():
@@ -61,11 +64,13 @@ def adapter_numbers(file: AdapterFile, *, pictures: bool = False, progress: Prog
             if delta is None:
                 left += 1
                 continue
-            row = modules[module.where] = _numbers(delta, rank_of(module))
+            block, values = model.block(module.name), delta.singular_values()
+            row = modules[module.where] = {"block": block, **_numbers(delta, values, rank_of(module))}
             row |= pictured(delta) if pictures else {}
             if delta.shape[1] > 1:  # a vector has one direction
                 matrices.append(row)
-            by_block[block_name(module.name)] += row["norm"] * row["norm"]
+                energies.add(values, known=len(values) > 1 or delta.full is None)
+            by_block[block] += row["norm"] * row["norm"]
     return {
         "norm": sqrt(sum(by_block.values())), "measured": len(modules), "unmeasured": left,
         "stable_rank": spread([r["stable_rank"] for r in matrices if r["stable_rank"]]),
@@ -73,7 +78,8 @@ def adapter_numbers(file: AdapterFile, *, pictures: bool = False, progress: Prog
             name: row for name in ENERGIES
             if (row := spread([r["rank_for_energy"][name] for r in matrices if r["rank_for_energy"]]))
         },
-        "blocks": {name: sqrt(by_block[name]) for name in sorted(by_block, key=in_order)}, "modules": modules,
+        "curve": energies.curve(),
+        "blocks": {name: sqrt(by_block[name]) for name in sorted(by_block, key=model.place)}, "modules": modules,
     }  # fmt: skip
 
 
@@ -82,9 +88,33 @@ def _stored(module: Module) -> int:
     return sum(tensor.nbytes for tensor in module.slots.values())
 
 
-def _numbers(delta: ModuleChange, rank: int) -> dict[str, Any]:
-    """Return the numbers of one module."""
-    norm, values = sqrt(max(delta.inner(delta), 0.0)), delta.singular_values()
+class Energies:
+    """The share of ‖ΔW‖² that is kept if all modules are cut to one rank."""
+
+    def __init__(self) -> None:
+        self._squares = torch.zeros(MOST_RANKS, dtype=torch.float64, device="cpu")  # Σ σ², by the place of σ
+        self._total, self._known = 0.0, True
+
+    def add(self, values: Tensor, *, known: bool) -> None:
+        """Add the singular values of a module; `known`: whether these are all of them."""
+        squares = stage([values], place("cpu", "F64"))[0].square()
+        self._known &= known
+        self._total += float(squares.sum())
+        count = min(len(squares), MOST_RANKS)
+        self._squares[:count] += squares[:count]
+
+    def curve(self) -> list[list[float]]:
+        """Return pairs of a rank and the share that is kept, until all is; [] if they are not known."""
+        if not self._known or not 0 < self._total < inf:
+            return []
+        shares = [min(float(share), 1.0) for share in (self._squares.cumsum(0) / self._total)]
+        most = next((rank for rank, share in enumerate(shares, 1) if share > 1 - 1e-9), len(shares))
+        return [[rank, share] for rank, share in enumerate(shares[:most], 1)]
+
+
+def _numbers(delta: ModuleChange, values: Tensor, rank: int) -> dict[str, Any]:
+    """Return the numbers of one module, from its change and the singular values of it."""
+    norm = sqrt(max(delta.inner(delta), 0.0))
     largest = float(values[0]) if len(values) else 0.0
     energy = (values**2).cumsum(0) / (values**2).sum().clamp_min(1e-30)
     enough = largest > 0 and len(values) > 1
@@ -227,9 +257,13 @@ def base_sizes(index: Index, *, pictures: bool = False, progress: Progress = unw
                 pictured[name] = matrix_pictures(values)
             del values  # before the next one is read
             cache.forget()
-    tables = {kind: {name: rows[name].to_dict() for name in sorted(rows, key=in_order)} for kind, rows in kinds.items()}
+    orders = {"components": model.place, "blocks": model.place}
+    tables = {
+        kind: {name: rows[name].to_dict() for name in sorted(rows, key=orders.get(kind, in_order))}
+        for kind, rows in kinds.items()
+    }
     for name, row in tables["tensors"].items():
-        row |= {"dimensions": len(index.tensors[name].shape), **pictured.get(name, {})}
+        row |= {"block": model.block(name), "dimensions": len(index.tensors[name].shape), **pictured.get(name, {})}
     return {"all": every.to_dict(), **tables}
 
 

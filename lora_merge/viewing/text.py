@@ -12,6 +12,7 @@ from ..facts import (
     COUNT,
     WIDTH,
     Fact,
+    aligned,
     between,
     by_block,
     counts_by_kind,
@@ -21,14 +22,15 @@ from ..facts import (
     percent,
     run_label,
     runs,
+    section,
     strengths,
     table,
 )
 from ..survival import spoken
 from ..text import by_reason, json_text, listed, plural, size
+from .file_verdict import top
 from .formats import format_line, plain_line
 from .hashes import hash_title
-from .pages.heat_map import block_labels
 from .training import FIELDS, dataset_line
 
 METADATA_KEYS: Final = (
@@ -54,35 +56,42 @@ PLAIN: Final = {
 
 def lines(facts: Mapping[str, Any]) -> Iterator[str]:
     """Yield the facts as text, a line each; long values are cut, and JSON has everything."""
-    return map(str, rows(facts))
+    return aligned(rows(facts))
 
 
-def rows(facts: Mapping[str, Any], *, pictured: bool = False) -> Iterator[Fact]:
-    """Yield all facts; `pictured`: without the tables whose numbers pictures show."""
-    yield from cut_rows(summary(facts))
-    for network, part in facts.get("parts", {}).items():
-        yield line("part", cut(_part(network, part)))
-    yield from cut_rows(_training(facts.get("trained", {})))
-    for name, value in facts.get("hashes", {}).items():
-        yield line("hash", f"{hash_title(name)} {value}")
-    yield from cut_rows(_layers(facts.get("patterns", {})))
-    if facts.get("kind") == "adapter":
-        yield from _blocks(facts.get("blocks", {}))
-    blocks = {} if pictured else (facts.get("weights") or {}).get("blocks", {})
-    yield from by_block((name, f"‖ΔW‖ {n:.3g}") for name, n in blocks.items())
-    yield from _sizes(facts.get("sizes") or {}, pictured=pictured)
-    for key, value in metadata(facts):
-        yield line("metadata", cut(f"{key} {value}"))
+def rows(facts: Mapping[str, Any], *, pictured: bool = False, verbose: bool = False) -> Iterator[Fact]:
+    """Yield all facts in sections, the verdict first. `pictured`: without the tables whose numbers pictures show;
+    `verbose`: with the patterns of names."""
+    weights = facts.get("weights") or {}
+    yield from cut_rows(top(facts))
+    yield from section("File", cut_rows(summary(facts)))
+    parts = (line("part", cut(_part(network, part))) for network, part in facts.get("parts", {}).items())
+    yield from section("Parts", parts)
+    yield from section("Training", cut_rows(_training(facts.get("trained", {}))))
+    blocks = {} if pictured else weights.get("blocks", {})
+    by_layer = [
+        *cut_rows(_layers(facts.get("patterns", {}), verbose=verbose)),
+        *(_blocks(facts.get("blocks", {})) if facts.get("kind") == "adapter" else ()),
+        *by_block((name, f"‖ΔW‖ {n:.3g}") for name, n in blocks.items()),
+        *_sizes(facts.get("sizes") or {}, pictured=pictured),
+    ]
+    yield from section("Layers", by_layer)
+    hashes = facts.get("hashes", {}).items()
+    yield from section("Hashes", (line("hash", f"{hash_title(name)} {value}") for name, value in hashes))
+    yield from section("Metadata", (line("metadata", cut(f"{key} {value}")) for key, value in metadata(facts)))
     yield from cut_rows(line("note", note) for note in facts.get("notes", ()))
     if "match" in facts:
-        yield from match_rows(facts["match"], pictured=pictured)
+        yield from section("Fit", match_rows(facts["match"], pictured=pictured, verbose=verbose))
 
 
 def summary(facts: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield what a file is, its sizes, and how it was made."""
+    if model := facts.get("model"):
+        yield line("model", _class(model))
     for key, name in PLAIN.items():
         if key in facts and (value := facts[key]) not in ({}, [], ""):
-            yield line(name or key, _value(key, value))
+            by = f" (by {facts['made_for_by']})" if key == "made_for" and "made_for_by" in facts else ""
+            yield line(name or key, _value(key, value) + by)
     for key in ("ranks", "alphas"):
         if facts.get(key):
             yield line(key, _numbers(facts[key], facts.get(f"{key[:-1]}_range", {})))
@@ -95,6 +104,14 @@ def summary(facts: Mapping[str, Any]) -> Iterator[Fact]:
     if (numbers := facts.get("weights")) and facts.get("modules") != 0:
         yield from _changed(numbers)
     yield from _sized(facts.get("sizes") or {})
+
+
+def _class(model: Mapping[str, Any]) -> str:
+    """Return the model that a config.json states: `Llama, 8 B (LlamaForCausalLM, 32 layers, hidden size 4096)`."""
+    words = [model["class"]]
+    words += [plural(model["layers"], "layer")] if "layers" in model else []
+    words += [f"hidden size {model['hidden_size']}"] if "hidden_size" in model else []
+    return f"{model['name']}, {model['size']} ({', '.join(words)})"
 
 
 def _stored(facts: Mapping[str, Any]) -> Iterator[Fact]:
@@ -122,14 +139,14 @@ def _sized(sizes: Mapping[str, Any]) -> Iterator[Fact]:
         yield line("warning", f"{broken:,} numbers are NaN or infinite: a merge copies them")
 
 
-def match_rows(match: Mapping[str, Any], *, pictured: bool = False) -> Iterator[Fact]:
-    """Yield how an adapter fits."""
+def match_rows(match: Mapping[str, Any], *, pictured: bool = False, verbose: bool = False) -> Iterator[Fact]:
+    """Yield how an adapter fits; `verbose`: with the patterns of names."""
     yield from cut_rows(match_summary(match))
     if match["matched"] is None:
         return
-    if match["patterns"]:
+    if match["patterns"] and verbose:
         yield line("where it fits", plural(len(match["patterns"]), "pattern") + " of names")
-    yield from table((pattern, f"× {n}") for pattern, n in match["patterns"].items())
+        yield from table((pattern, f"× {n}") for pattern, n in match["patterns"].items())
     for left, reason in by_reason(match["unmatched"]):
         yield line("no place", f"{left}: {reason}")
     blocks = {} if pictured else match.get("numbers", {}).get("blocks", {})
@@ -163,7 +180,7 @@ def match_summary(match: Mapping[str, Any]) -> Iterator[Fact]:
                              f"{spoken(every['retained'])} of it is kept in the base's dtype")  # fmt: skip
         yield from (line("warning", warning) for warning in numbers["warnings"])
     elif numbers is None:
-        yield line("kept", "--weights tells how much of the change the base's dtype can hold")
+        yield line("kept", "run with --weights to see how much of the change survives in the base's dtype")
     yield from (line("note", note) for note in match["notes"])
 
 
@@ -200,6 +217,8 @@ def _part(network: str, facts: Mapping[str, Any]) -> str:
 def _training(facts: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield what is known of the training, with few tags, and a row for each data set."""
     for name, value in facts.items():
+        if name == "trigger_words":  # at the top
+            continue
         if name == "tags":
             yield line("tags", _first(f"{tag} {count}" for tag, count in value.items()))
         elif name == "datasets":
@@ -230,7 +249,7 @@ def _first(words: Iterable[str]) -> str:
     return cut(", ".join(every[:shown])) + (f" and {len(every) - shown} more" if len(every) > shown else "")
 
 
-def _layers(patterns: Mapping[str, Any]) -> Iterator[Fact]:
+def _layers(patterns: Mapping[str, Any], *, verbose: bool) -> Iterator[Fact]:
     """Yield the modules of each algorithm, rank and alpha, if they are not all alike."""
     alike: dict[str, list[str]] = {}
     for pattern, row in patterns.items():
@@ -238,7 +257,7 @@ def _layers(patterns: Mapping[str, Any]) -> Iterator[Fact]:
         alike.setdefault(kind, []).append(pattern)
     if len(alike) > 1:
         for kind, some in alike.items():
-            yield line("layers", f"{kind}: {_modules(patterns, some)}, {_named(some)}")
+            yield line("layers", f"{kind}: {_modules(patterns, some)}" + (f", {_named(some)}" if verbose else ""))
 
 
 def _named(some: Sequence[str]) -> str:
@@ -254,9 +273,8 @@ def _blocks(by_name: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield the blocks of an adapter; blocks that are numbered in turn and alike have one row."""
     if len(by_name) < 2:
         return
-    labels = block_labels(by_name)
     entries = (
-        (labels[name], f"{plural(b['modules'], 'module')}{_range(' rank', b['ranks'])}{_range(' alpha', b['alphas'])}")
+        (name, f"{plural(b['modules'], 'module')}{_range(' rank', b['ranks'])}{_range(' alpha', b['alphas'])}")
         for name, b in by_name.items()
     )
     yield line("blocks", len(by_name))

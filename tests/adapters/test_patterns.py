@@ -143,7 +143,7 @@ def test_steps_are_bounded_whatever_is_nested(text: str, outer: list[str], size:
 
 def test_patterns_that_are_not_run_are_refused_with_their_field() -> None:
     for key, why in (
-        (r"(a+)+\1b", "groupref beside loops"),
+        (r"(a+)+\1b", "groupref and loops"),
         ("(", "not valid: "),
         ("(" * 5000 + ")" * 5000, "not valid: |too"),
         ("a" * 200_000 + "+", "longer than"),

@@ -292,7 +292,7 @@ def test_lengths_that_only_the_configuration_confirms(
 
 
 @pytest.mark.parametrize(("tensors", "named"), [
-    ({"oft_R.weight": (2, 6)}, "--setting terms"),  # not OneTrainer's, which has the same name
+    ({"oft_R.weight": (2, 6)}, 'setting={"terms"'),  # not OneTrainer's, which has the same name
     ({"lora_A": (2, 8), "lora_B": (8, 2), "lora_E": (2, 1)}, "adapter_config.json"),
     ({"lora_A.weight": (8, 8)}, "incomplete"),  # not ai-toolkit's whole difference
 ])  # fmt: skip
@@ -520,7 +520,7 @@ def test_configuration_beside_a_file_of_another_trainer_does_not_count(tmp_path:
 def test_file_alone_is_refused_where_more_was_trained(beside: str, tmp_path: Path) -> None:
     told = folder(tmp_path, LORA)
     torch.save({"base_model.model.norm.weight": torch.ones(5)}, told / beside)
-    with pytest.raises(InputError, match="more of what was trained lies beside") as e:
+    with pytest.raises(InputError, match="more trained weights are next to") as e:
         lora_merge.merge_state_dict({"a.weight": torch.zeros(6, 5)}, told / "adapter_model.safetensors")
     assert beside in e.value.where and str(told) in e.value.fix
 

@@ -132,14 +132,14 @@ def test_entry_that_is_not_used_is_refused_and_the_setting_answers(tmp_path: Pat
     path = adapter(tmp_path, entries)
     with pytest.raises(MergeError) as caught:
         scales(path)
-    assert words in str(caught.value) and "--setting lora_alpha=" in caught.value.fix
+    assert words in str(caught.value) and 'setting={"lora_alpha": ' in caught.value.fix
     assert caught.value.exit_code in (3, 4)
     assert scales(path, setting={"lora_alpha": 12}) == [3.0, 3.0]
 
 
 def test_bare_number_is_not_used_for_modules_of_different_ranks(tmp_path: Path) -> None:
     path = adapter(tmp_path, {"alpha": "8"}, ranks=(4, 2))
-    with pytest.raises(InputError, match=r"different ranks[\s\S]*ranks 2, 4[\s\S]*--setting lora_alpha=8"):
+    with pytest.raises(InputError, match=r'different ranks[\s\S]*ranks 2, 4[\s\S]*setting=\{"lora_alpha": 8\}'):
         scales(path)
     assert scales(path, setting={"lora_alpha": 8}) == [2.0, 4.0]
 
@@ -198,7 +198,7 @@ def test_configuration_that_is_not_read_is_refused_where_it_names_alpha(tmp_path
     path = adapter(tmp_path / "style")
     path.with_name(name).write_text(text)
     with pytest.raises(
-        InputError, match=rf"cannot be read: (it is longer|TOML)[\s\S]*{name}[\s\S]*--setting lora_alpha="
+        InputError, match=rf'cannot be read: (it is longer|TOML)[\s\S]*{name}[\s\S]*setting=\{{"lora_alpha": '
     ):
         scales(path)
     path.with_name(name).write_text(text.replace("lora_alpha", "steps"))
@@ -213,7 +213,7 @@ def test_configuration_of_several_files_is_refused(tmp_path: Path) -> None:
     assert scales(path) == [1.0, 1.0]
     for text in ('{"lora_alpha": 8}', '{"lora_alpha": 8, "r": 4}'):
         path.with_name("lora_config.json").write_text(text)
-        with pytest.raises(InputError, match=r"another one[\s\S]*lora_config\.json[\s\S]*--setting lora_alpha=8"):
+        with pytest.raises(InputError, match=r'another one[\s\S]*lora_config\.json[\s\S]*setting=\{"lora_alpha": 8'):
             scales(path)
     assert scales(path, setting={"lora_alpha": 8}) == [2.0, 2.0]
 

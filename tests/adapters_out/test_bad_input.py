@@ -6,12 +6,13 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
-from lora_merge.adapters_out.decomposition.storage_rounding import Grams
+from lora_merge.adapters_out.decomposition.factors import Grams
 from lora_merge.adapters_out.report import adapter_rows
 from lora_merge.errors import InputError, MergeError, UsageError
 from tests.kit.files import save
@@ -73,7 +74,7 @@ def test_squares_that_are_too_large_are_refused_whatever_a_processor_makes_of_th
 ) -> None:
     """Kernels that add in another order turn infinity into NaN."""
     what = "products too large for fp64"
-    monkeypatch.setattr(Grams, "of", lambda left, right: Grams(*[torch.full((3, 3), squares, dtype=left.dtype)] * 2))
+    monkeypatch.setattr(Grams, "of", lambda left, right: Grams(*[np.full((3, 3), squares, left.dtype)] * 2))
     test_damaged_adapters_are_refused_with_their_tensor(what, run, tmp_path)
 
 

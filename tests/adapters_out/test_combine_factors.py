@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as arrays
 from safetensors.torch import load_file, save_file
 
 import lora_merge
-from lora_merge.adapters_out.combined_change import stacked
+from lora_merge.adapters_out.decomposition.factors import stacked
 from lora_merge.adapters_out.rounding import Distinct, is_finite, narrowed, products
 from lora_merge.errors import InputError, ResourceError, TooLarge
 from tests.kit.cost import steps
@@ -77,7 +77,7 @@ def test_file_and_report_are_those_of_numpy_in_fp64(dtype: str, scale: float, me
         assert residual < 2.0 ** -(11 if dtype == "fp16" else 8)
         layer, rank = report.layers[name], min(2 + 3 + 4, *exact.shape)
         assert layer == {
-            "algorithm": "lora", "rank": rank, "rank_before": 4, "alpha": rank, "of": exact.size, "elements": exact.size,
+            "block": "denoiser BASE", "algorithm": "lora", "rank": rank, "rank_before": 4, "alpha": rank, "of": exact.size, "elements": exact.size,
             "norm": pytest.approx(size, rel=1e-5),
             "largest": pytest.approx(float(np.abs(exact).max()), rel=1e-5),
             "residual": pytest.approx(residual, rel=1e-2, abs=1e-6),
@@ -88,8 +88,15 @@ def test_file_and_report_are_those_of_numpy_in_fp64(dtype: str, scale: float, me
 
 
 def test_no_torch_is_imported(pair: list[tuple[Path, float]], tmp_path: Path) -> None:
-    code = ("import sys, lora_merge; done = lora_merge.combine(sys.argv[1:], 'c.safetensors'); "
-            "sys.exit('torch' in sys.modules or not done.verified['ok'])")  # fmt: skip
+    code = """
+import sys, lora_merge
+inputs, (first, _) = sys.argv[1:], sys.argv[1:]
+reports = [lora_merge.combine(inputs, "c.safetensors"), lora_merge.combine(inputs, "d.safetensors", rank=2),
+           lora_merge.combine(inputs, "e.safetensors", method="slerp", t=0.5, dtype="fp32"), lora_merge.resize(first, "f.safetensors", rank="energy:0.9"),
+           lora_merge.resize(first, "g.safetensors", rank="size:200"), lora_merge.average([first, first], "h.safetensors"),
+           lora_merge.average([first, first], "i.safetensors", space="factors")]
+sys.exit("torch" in sys.modules or not all(report.verified["ok"] for report in reports))
+"""
     ran = subprocess.run([sys.executable, "-c", code, *(str(path) for path, _ in pair)], cwd=tmp_path, check=False)
     assert ran.returncode == 0
 
@@ -170,7 +177,7 @@ def test_equal_factors_share_their_rows_and_the_product_is_the_sum() -> None:
     factors = [(rand(8, 2, seed=n).double(), rights[n % 40].clone()) for n in range(60)]
     left, right = stacked(factors)
     assert len(right) == 80
-    torch.testing.assert_close(left @ right, sum(a @ b for a, b in factors))
+    np.testing.assert_allclose(left @ right, sum(a @ b for a, b in factors), rtol=1e-7, atol=1e-7)
     distinct, data = Distinct(), memoryview(bytes(range(12)))
     assert [distinct.first(n, data, shape) for n, shape in enumerate(((2, 6), (6, 2), (2, 6)))] == [0, 1, 0]
 

@@ -105,7 +105,7 @@ def test_facts_that_the_adapter_lacks_are_asked_for(what: str, tmp_path: Path) -
     save_file(tensors, tmp_path / "a.safetensors")
     with pytest.raises(UsageError, match=told) as failure:
         lora_merge.convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", to=to)
-    assert "--base" in failure.value.fix
+    assert "base=MODEL" in failure.value.fix
     assert not (tmp_path / "b.safetensors").exists()
 
 

@@ -114,7 +114,7 @@ def test_new_head_is_stored_whole_and_layers_behind_the_last_are_refused(tmp_pat
     assert any("score" in note for note in report.notes)
     with pytest.raises(FitError, match="tuned checkpoint alone"):
         lora_merge.extract(paths[0], paths[2], tmp_path / "p", format="peft")
-    with pytest.raises(FitError, match="--format peft"):
+    with pytest.raises(FitError, match='format="peft"'):
         lora_merge.extract(paths[0], paths[1], tmp_path / "p.safetensors")
 
 

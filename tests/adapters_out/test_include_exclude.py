@@ -93,7 +93,7 @@ def test_every_command_takes_the_choice() -> None:
 
 
 @pytest.mark.parametrize(("options", "told"), [({"include": ["nose"]}, "without effect"), ({"exclude": ["re:("]}, "regular expression"),
-                                               ({"include": ["re:nowhere"]}, "without effect"), ({"include": [7]}, "--include"),
+                                               ({"include": ["re:nowhere"]}, "without effect"), ({"include": [7]}, "include must be"),
                                                ({"compute_dtype": "bf16"}, "not computed in bf16")])  # fmt: skip
 def test_wrong_choice_is_refused(options: Any, told: str, files: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=told.split()[0]) as failure:

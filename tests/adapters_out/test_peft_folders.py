@@ -206,7 +206,7 @@ def test_new_value_of_a_bias_needs_the_base(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "a.safetensors")
     with pytest.raises(UsageError, match="bias") as told:
         lora_merge.convert(tmp_path / "a.safetensors", tmp_path / "out", to="peft")
-    assert "--base" in str(told.value.fix)
+    assert "base=MODEL" in str(told.value.fix)
     assert not (tmp_path / "out").exists()
 
 

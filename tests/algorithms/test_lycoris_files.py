@@ -356,7 +356,7 @@ def test_setting_of_some_layers_only_has_to_be_stated(tmp_path: Path) -> None:
     save_file(
         wrapped(model, "lycoris_config", given), tmp_path / "a.safetensors", {"lycoris_config": json.dumps(given)}
     )
-    with pytest.raises(lora_merge.MergeError, match="rs_lora; state it with --setting"):
+    with pytest.raises(lora_merge.MergeError, match="rs_lora; give it with setting="):
         lora_merge.merge_state_dict(base, tmp_path / "a.safetensors")
     merged = Model().double()
     merged.load_state_dict(

@@ -82,13 +82,13 @@ def run(monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
     ("llm.safetensors lora.safetensors", 4, "no module of the adapter is in the base (0 of 32): the adapter is for an image or video model", "use the base"),
     ("base.safetensors loraa.safetensors", 3, "file not found", "did you mean lora.safetensors"),
     ("stabilityai/sdxl-1.0 lora.safetensors", 2, "neither a file nor a folder", "hf download stabilityai/sdxl-1.0"),
-    ("https://example.org/a.safetensors lora.safetensors", 2, "an address", "curl -L -O"),
+    ("https://example.org/a.safetensors lora.safetensors", 2, "downloads are switched off", "curl -L -O"),
     ("lora.safetensors ink.safetensors", 3, "the base is itself an adapter", "lora-merge combine"),
-    ("base.safetensors", 2, "no adapter is named", "lora-merge BASE ADAPTER:0.8"),
+    ("base.safetensors", 2, "no adapter is named", "write lora-merge base.safetensors ADAPTER:0.8"),
     ("merge", 2, "no base and no adapter is named", "lora-merge BASE ADAPTER:0.8"),
     ("verify", 2, "missing argument", "lora-merge help verify"),
     ("base.safetensors lora.safetensors --dtpye bf16", 2, "there is no option --dtpye", "did you mean --dtype? see lora-merge help merge"),
-    ("base.safetensors lora.safetensors --wieght 3", 2, "there is no option --wieght", "a strength goes behind its file"),
+    ("base.safetensors lora.safetensors --wieght 3", 2, "there is no option --wieght", "write the strength after the file name"),
     ("base.safetensors lora.safetensors -z", 2, "there is no option -z", "see lora-merge help merge"),
     ("extract --base base.safetensors --lora lora.safetensors", 2, "there is no option --base nor --lora", "lora-merge extract BASE TUNED"),
     ("unmerge base.safetensors --base base.safetensors", 2, "there is no option --base", "lora-merge unmerge MERGED ADAPTER[:STRENGTH]..."),
@@ -117,7 +117,7 @@ def run(monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
     ("batch jobs.csv", 2, "jobs.csv:2 (jobs[0].adapter): no field is called 'adapter'", "did you mean adapters?"),
     ("batch twice.yaml", 2, "1 output in the place of another job's", "output: out/{l.stem}.safetensors"),
     ("batch", 2, "no jobs file was given", "--init writes a first one"),
-    ("base.safetensors vae.safetensors", 3, "holds no adapter tensors, it is a model: Autoencoder (KL)", "name a LoRA"),
+    ("base.safetensors vae.safetensors", 3, "contains no adapter tensors, it is a model: Autoencoder (KL)", "name a LoRA"),
     ("evil.ckpt lora.safetensors", 3, "wants to run code", ".safetensors version"),
     ("base.safetensors evil.ckpt", 3, "it names posix.system", ".safetensors version"),
     ("base.safetensors oldest.ckpt", 3, "it names posix.system", ".safetensors version"),
@@ -143,19 +143,23 @@ def test_program_alone_shows_its_help(run: Run) -> None:
     code, text = run()
     assert code == 2
     assert text.startswith("Usage: lora-merge")
-    assert "\nCommands:\n  merge " in text
+    assert "\nMerge:\n  merge " in text
 
 
 def test_unrelated_names_are_not_suggested(run: Run) -> None:
     Path("loraa.txt").write_text("words")
     text = run("base.safetensors", "loraa.safetensors")[1]
-    assert "llm" not in text and ".txt" not in text and "base.safetensors" not in text.partition("fix:")[2]
+    assert (
+        "llm" not in text
+        and ".txt" not in text
+        and "base.safetensors" not in text.partition("did you mean")[2].partition("?")[0]
+    )
 
 
 def test_arguments_that_cannot_be_taken_are_json_too(run: Run) -> None:
     code, text = run("base.safetensors", "--json")
     assert code == 2
-    assert json.loads(text.splitlines()[-1])["error"]["what"] == "no adapter is named, and the model holds none"
+    assert json.loads(text.splitlines()[-1])["error"]["what"] == "no adapter is named, and the model contains none"
 
 
 def test_part_that_is_named_twice_is_multiplied_and_one_without_effect_is_refused(run: Run) -> None:

@@ -16,7 +16,7 @@ import yaml
 
 import lora_merge
 from lora_merge import errors
-from lora_merge.adapter_arguments import in_jobs_file
+from lora_merge.adapter_arguments import in_jobs_file, in_python
 from lora_merge.batch.schema import JobEntry
 from lora_merge.cli.compat import FOREIGN
 from lora_merge.models.part_factors import or_leave_out
@@ -61,7 +61,16 @@ def test_fixes_in_the_words_of_a_jobs_file_are_fields_that_a_job_takes(texts: se
         for name, value in field.findall(said) if said != text else ():
             words = {name: yaml.safe_load(CHOSEN.get(value, value.replace("…", "x")))}
             JobEntry.model_validate({"base": "b", "adapters": ["a"], "output": "o", **words})
-    assert left == {"--head", "--local-dir", "--search", "-s"}
+    assert left == {"--head", "--search", "-s"}
+
+
+def test_fixes_in_python_have_keywords(texts: set[str]) -> None:
+    """What is left of options belongs to the command line alone, and to other programs."""
+    left = set[str]()
+    for text in texts - {f"{text}; …" for text in FOREIGN.values()}:
+        said = in_python(re.sub(r"lora-merge [^;]*", "", text))
+        left |= {*re.findall(r"(?<![\w-])(?:--[a-z-]+|-[os](?![\w-]))", said)}
+    assert left == {"--head", "--local-dir", "--json", "-s"}
 
 
 def test_fixes_by_hand_begin_with_a_word_that_has_a_reason(texts: set[str]) -> None:
@@ -86,7 +95,7 @@ SCENES: Final[dict[str, str]] = {
     "give --ema too": "average A A --ema-to 0.9 -o x.safetensors",
     "give --rank too, such as exact": "convert A --to comfy --max-rank 4 -o x.safetensors",
     "give --to, such as --to diffusers; or another --dtype, --rank, --algorithm or --alpha": "convert A",
-    "write --dtype …, or --on-overflow saturate to cut such numbers to the largest": "BASE A:1e9 -o x.safetensors",
+    "write --dtype …, or --on-overflow saturate to cut such values to the largest": "BASE A:1e9 -o x.safetensors",
     "write --compute-dtype …, or lower the strength": "BASE A:1e300 -o x.safetensors",
     "name another: lora-merge batch --init OTHER.yaml": "batch --init JOBS.yaml",
     "correct it; lora-merge schema jobs prints what is allowed": "batch WRONG.yaml",

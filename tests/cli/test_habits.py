@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import lora_merge
+from lora_merge.adapter_arguments import in_python
 from lora_merge.cli import main as program
 from lora_merge.cli.compat import COMMANDS, FOREIGN
 from lora_merge.cli.main import app
@@ -23,6 +24,7 @@ from tests.kit.adapters import kohya
 from tests.kit.command_line import Answer
 from tests.kit.files import load, save
 from tests.kit.models import sd1
+from tests.kit.tensors import rand
 
 Run = Callable[..., Answer]
 
@@ -108,7 +110,7 @@ def test_options_of_other_programs_are_answered_with_ours(run: Run, option: str)
 def test_rank_in_words_of_another_program_is_answered_for_the_command(run: Run, option: str, command: str) -> None:
     """Merges have no rank; commands that write adapters have --rank."""
     code, _, err = run(*command.split(), option, "16")
-    assert code == 2 and "use --rank N" in err
+    assert code == 2 and err.endswith(f"fix:   write lora-merge {command} --rank 16\n")
     code, _, err = run("base.safetensors", "lora.safetensors", option, "16")
     assert code == 2 and "resize ADAPTER --rank N" in err
 
@@ -161,7 +163,7 @@ def test_no_command_is_made_up(run: Run, words: str) -> None:
     ("base lora -o=x", "write -o x"), ("base lora --scale 0.8", "write a strength behind each file: ADAPTER:0.8"),
     ("base lora -o s3://x/y.safetensors", "write a file here with -o NAME"), ("base lora -o out.safetensor", "name it out.safetensors"),
     ("base lora -o x.safetensors.", "name it x.safetensors"), ("lora.safetensors:0.8 base.safetensors", "name the base first: lora-merge BASE"),
-    ("svd_merge_lora lora", "did you mean lora-merge combine"), ("resize lora --new_rank 4", "use --rank N"), ("BASE.SAFETENSORS lora", "did you mean base.safetensors"),
+    ("svd_merge_lora lora", "did you mean lora-merge combine"), ("resize lora --new_rank 4", "write lora-merge resize lora --rank 4"), ("BASE.SAFETENSORS lora", "did you mean base.safetensors"),
 ])  # fmt: skip
 def test_mistakes_of_beginners_are_answered(run: Run, words: str, fix: str) -> None:
     code, _, err = run(*words.split())
@@ -191,7 +193,7 @@ def test_no_part_is_made_up(run: Run, text: str) -> None:
 
 
 @pytest.mark.parametrize(("text", "fix"), [
-    ("ink:unet=0.5", "write --strength-for 2:unet=0.5"), ("ink:0.5", "write the strength behind the file: loras/ink.safetensors:0.5"),
+    ("ink:unet=0.5", "write --strength-for 2:unet=0.5"), ("ink:0.5", "write the strength after the file name: loras/ink.safetensors:0.5"),
     ("te=0:5", "write it like te=0.5"), ("te=0 unet=1", "write it like te=0.5"), ("te:0.5", "write te=0.5"),
 ])  # fmt: skip
 def test_parts_of_strength_for_in_another_spelling(run: Run, text: str, fix: str) -> None:
@@ -256,7 +258,7 @@ def test_spellings_of_a_number_are_answered_with_ours(run: Run, words: list[str]
     [
         (["base.safetensors", "lora.safetensors", "-o", "a", "--output", "b"], "give it once"),
         (["base.safetensors", "lora.safetensors", "--dtype=bf16", "--dtype", "fp16"], "give it once"),
-        (["base.safetensors", "https://a.b/c?d=e"], "curl -L -O -J 'https://a.b/c?d=e'"),
+        (["base.safetensors", "https://a.b/c?d=e"], "curl -L -O -J 'https://a.b/c?…'"),
         (["base.safetensors", "hf://a/b/c.safetensors"], "hf download a/b c.safetensors"),
         (["civitai:1234", "lora.safetensors"], "curl -L -O -J https://civitai.com/api/download/models/1234"),
         (["base.safetensors", "nothing/*.safetensors"], "check the folder"),
@@ -489,7 +491,7 @@ def test_fault_of_the_program_with_json_is_json_on_stdout(
 
 
 def test_main_command_comes_first_and_its_help_ends_with_examples(run: Run) -> None:
-    listed = [line.split()[0] for line in run("--help")[1].partition("Commands:")[2].splitlines() if line.strip()]
+    listed = [line.split()[0] for line in run("--help")[1].partition("Merge:")[2].splitlines() if line.strip()]
     assert listed[0] == "merge"
     examples = run("merge", "--help")[1].partition("Examples:")[2].strip().splitlines()
     assert len(examples) >= 3
@@ -499,7 +501,7 @@ def test_main_command_comes_first_and_its_help_ends_with_examples(run: Run) -> N
 @pytest.mark.parametrize(("words", "fix"), [
     ("base lora out/", "if it is the output, write -o out/"), ("base lora new.safetensors", "if it is the output, write -o new.safetensors"),
     ("base lora loraa.safetensors", "did you mean lora.safetensors"), ("convert lora", "give --to"),
-    ("batch jobs.yaml --strength 0.8", "write a strength behind its path in the jobs file"),
+    ("batch jobs.yaml --strength 0.8", "write a strength after its path in the jobs file"),
     ("batch jobs.yaml --dtype bf16", "write it in the jobs file, for a job or under defaults: dtype: VALUE"),
     ("base lora --strength-for lbw=OUTAL", "did you mean OUTALL"),
 ])  # fmt: skip
@@ -551,7 +553,7 @@ PAIR = 'write ("lora.safetensors", 0.8) in the list of adapters, or strengths=[0
     ("lora.safetensors:0.8,te=0", 'write lora_merge.Adapter("lora.safetensors", 0.8, (("te", 0),))'),
     ("lora,te=0,lbw=1,0", 'write lora_merge.Adapter("lora.safetensors", 1, (("te", 0), ("lbw", "1,0"),))'),
     ("https://huggingface.co/me/style", "download it first: hf download me/style"),
-    ("me/style", "if it is a name on the Hub, download it first: hf download me/style --local-dir me/style; else check the path"),
+    ("me/style", "download it first: hf download me/style --local-dir me/style"),
     ("loras/*.safetensors", "name each file"),
     ("lora:0.5;te=0", 'write lora_merge.Adapter("lora.safetensors", 0.5, (("te", 0),))'),
 ])  # fmt: skip
@@ -587,7 +589,98 @@ def test_mistakes_in_python_are_answered_with_what_can_be_typed(run: Run, adapte
 def test_path_for_a_state_dict_is_answered_with_the_function_for_files(run: Run) -> None:
     with pytest.raises(lora_merge.MergeError) as e:
         lora_merge.merge_state_dict("base.safetensors", "lora")  # type: ignore[arg-type]
-    assert "for files there is lora_merge.merge" in e.value.fix
+    assert (e.value.what, e.value.fix) == ("state_dict must be a state dict", "for a file use merge()")
+
+
+def test_state_dict_for_a_path_is_answered_with_the_function_for_state_dicts(run: Run) -> None:
+    with pytest.raises(lora_merge.MergeError) as e:
+        lora_merge.merge(load(Path("base.safetensors")), "lora")  # type: ignore[arg-type]
+    assert (e.value.what, e.value.fix) == ("base must be a path", "for a state dict use merge_state_dict()")
+    with pytest.raises(lora_merge.MergeError, match="the state dict is empty"):
+        lora_merge.merge_state_dict({}, "lora")
+
+
+def test_errors_of_python_name_keywords(run: Run) -> None:
+    """The command line and jobs files have the same messages with options and fields."""
+    save(kohya(sd1()) | {"lora_unet_b.lora_down.weight": rand(2, 4), "lora_unet_b.lora_up.weight": rand(4, 2)},
+         Path("stray.safetensors"))  # fmt: skip
+    with pytest.raises(lora_merge.MergeError) as e:
+        lora_merge.plan("base", "stray")
+    assert 'unmatched="skip"' in e.value.fix and "--" not in e.value.fix
+    assert "--unmatched skip" in run("base", "stray", "--dry-run")[2]
+    with pytest.raises(lora_merge.MergeError, match="did you mean progress"):
+        lora_merge.plan("base", "lora", progres=True)  # type: ignore[call-arg]
+    with pytest.raises(lora_merge.MergeError, match="strength must be a list of numbers, one per adapter, not") as e:
+        lora_merge.plan("base", ["lora", "loras/ink"], strength=0.5)  # type: ignore[arg-type]
+    assert e.value.fix == "write strength=[0.5, 0.5]"
+
+
+@pytest.mark.parametrize(("text", "right"), [
+    ("or leave them out with --unmatched skip", 'or leave them out with unmatched="skip"'),
+    ("leave it out with --strength-for re:NAME=0", 'leave it out with strength_for={"re:NAME": 0}'),
+    ("state it with --setting lora_alpha=VALUE", 'state it with setting={"lora_alpha": VALUE}'),
+    ("give --rank, such as 32, or --algorithm full", 'give rank, such as 32, or algorithm="full"'),
+    ("choose another -o, or give --overwrite", "choose another output, or give overwrite=True"),
+    ("--keep-precision is for a --dtype that quantises", "keep_precision is for a dtype that quantises"),
+    ("give the base model of the training: --base MODEL", "give the base model of the training: base=MODEL"),
+    ("--strength must be a list", "strength must be a list"), ("use --no-verify", "use verify=False"),
+    ("lora-merge extract BASE TUNED --rank 8; or --rank 8", "lora-merge extract BASE TUNED --rank 8; or rank=8"),
+])  # fmt: skip
+def test_options_in_a_message_are_keywords_in_python(text: str, right: str) -> None:
+    """Commands stay as they are typed."""
+    assert in_python(text) == right
+
+
+@pytest.mark.parametrize(("words", "right"), [
+    ("base lroa:0.8,te=0 --dry-run", "did you mean lora.safetensors, loras? write lora-merge base lora.safetensors:0.8,te=0 --dry-run"),
+    ("base lora --dtype=bf61", "use bf16; write lora-merge base lora --dtype=bf16"),
+    ("base lora --dytpe bf16", "did you mean --dtype? see lora-merge help merge; write lora-merge base lora --dtype bf16"),
+    ("base lora --roundnig=nearest", "did you mean --rounding? see lora-merge help merge; write lora-merge base lora --rounding=nearest"),
+    ("resize lora --rank 0.9", "did you mean energy:0.9? write lora-merge resize lora --rank energy:0.9"),
+    ("resize lora --rank 90%", "did you mean energy:0.9? write lora-merge resize lora --rank energy:0.9"),
+    ("convert lora --to PEFTT", "did you mean peft? write lora-merge convert lora --to peft"),
+    ("lora base --dtype bf16", "name the base first: lora-merge base lora --dtype bf16"),
+    ("lora", "name the base first: lora-merge BASE lora"),
+    ("lora loras/ink:0.5 -o both.safetensors", "name the base first: lora-merge BASE lora loras/ink:0.5 -o both.safetensors; "
+     "or combine the adapters: lora-merge combine lora loras/ink:0.5 -o both.safetensors"),
+    ("base", "name an adapter; write lora-merge base ADAPTER:0.8"),
+    ("average lora:0.7 loras/ink:0.3", "write lora-merge average lora.safetensors loras/ink.safetensors --weights 0.7,0.3"),
+    ("average -s 0.7 -s 0.3 lora loras/ink", "write lora-merge average lora loras/ink --weights 0.7,0.3"),
+    ("resize lora --new_rank 16 --dynamic_method sv_fro --dynamic_param 0.9 --save_to y",
+     "write lora-merge resize lora -o y --rank fro:0.9 --max-rank 16"),
+    ("combine --models lora loras/ink --ratios 0.7 0.3 --new_rank 4 --save_to o",
+     "write lora-merge combine lora:0.7 loras/ink:0.3 -o o --rank 4"),
+    ("extract --model_org base --model_tuned base --dim 4 --save_to d", "write lora-merge extract base base -o d --rank 4"),
+    ("base lora --out-dtype fp16", "write lora-merge base lora --dtype fp16"),
+    ("base lora --lora-weight 0.8", "write lora-merge base lora:0.8"),
+])  # fmt: skip
+def test_fix_is_the_own_line_corrected(run: Run, words: str, right: str) -> None:
+    """It can be pasted, but for capitals; the JSON of the error has it too."""
+    code, _, err = run(*words.split())
+    assert code in (2, 3) and err.endswith(f"fix:   {right}\n")
+    assert json.loads(run(*words.split(), "--json")[1].splitlines()[-1])["error"]["fix"].startswith(right[:20])
+
+
+def test_own_line_is_left_out_if_it_names_a_file_twice(run: Run) -> None:
+    """The base is the file that is most like the missing adapter: no line says to merge it into itself."""
+    assert run("base", "bose", "--dry-run")[2].endswith("fix:   did you mean base.safetensors?\n")
+
+
+@pytest.mark.parametrize("name", ["PEFT", "Kohya", "ComfyUI", "a1111", "AI_Toolkit", "Forge"])
+def test_formats_are_understood_in_any_case_and_by_other_names(run: Run, name: str) -> None:
+    of_unet = ("--include", "unet", "--base", "base", "-o", "c", "--dry-run")
+    assert run("convert", "lora", "--to", name, *of_unet)[0] == 0
+    assert run("combine", "lora", "loras/ink", "--format", name, "--method", "Ties", "--rank", "2", *of_unet)[0] == 0
+
+
+def test_values_of_every_tensor_are_in_json_on_request(run: Run) -> None:
+    merged = json.loads(run("base", "lora", "-o", "m", "--json")[1])
+    assert merged["numbers"]["all"] and "tensors" not in merged["numbers"]
+    assert "tensors" not in json.loads(run("verify", "m", "--json")[1])["numbers"]
+    merged = json.loads(run("base", "lora", "-o", "m", "--overwrite", "--json", "--json-tensors")[1])
+    assert len(merged["numbers"]["tensors"]) == merged["changed"]
+    assert "tensors" in json.loads(run("verify", "m", "--json", "--json-tensors")[1])["numbers"]
+    assert "tensors" in lora_merge.merge("base", "lora", "n").numbers
 
 
 def test_jobs_file_in_the_place_of_a_base_is_for_batch(run: Run) -> None:

@@ -12,7 +12,8 @@ import pytest
 
 from lora_merge.algorithms import ALGORITHMS
 from lora_merge.cli import main as program
-from lora_merge.cli.help import BY_NAME, GROUPS
+from lora_merge.cli.help import BY_NAME, GROUPS, UNRECORDED
+from lora_merge.cli.help import COMMANDS as COMMAND_GROUPS
 from lora_merge.cli.terminal import FLAG
 from lora_merge.errors import UsageError
 from lora_merge.models.architectures import shipped
@@ -39,7 +40,7 @@ def test_options_stand_under_headings_and_every_option_is_there(run: Run) -> Non
     text = run("help", "merge")[1]
     parts = re.split(r"^(\w+):$", text, flags=re.MULTILINE)
     found = dict(zip(parts[1::2], parts[2::2], strict=True))
-    assert [name for name in found if name in GROUPS] == [*GROUPS]
+    assert [name for name in found if name in GROUPS] == [name for name in GROUPS if name != UNRECORDED]
     assert {option.group for option in OPTIONS.values()} <= {*GROUPS}
     for option in OPTIONS.values():
         assert re.search(rf"{option.flag}\b", found[option.group]), option.name
@@ -163,8 +164,21 @@ def test_shell_offers_choices_where_choices_belong_and_files_where_files_belong(
 
 def test_no_line_of_the_list_of_commands_is_cut(run: Run) -> None:
     text = run("--help")[1]
-    listed = text.partition("Commands:")[2].partition("Examples")[0]
+    listed = text.partition("Merge:")[2].partition("Options")[0]
     assert "..." not in listed and listed.count("\n") > len(COMMANDS)
+
+
+def test_commands_are_listed_in_four_groups_in_the_order_of_use(run: Run) -> None:
+    text = run("--help")[1]
+    assert re.findall(r"^(\w+):$", text, re.MULTILINE) == [*COMMAND_GROUPS, "Options"]
+    listed = re.findall(r"^  (\w+) +[A-Z]", text.partition("Merge:")[2].partition("Options:")[0], re.MULTILINE)
+    assert listed == [name for names in COMMAND_GROUPS.values() for name in names]
+
+
+def test_options_of_verify_are_those_of_merge_under_one_heading(run: Run) -> None:
+    text = run("help", "verify")[1]
+    assert text.count(f"{UNRECORDED}:") == 1 and "--strength-for" in text.partition(UNRECORDED)[2]
+    assert "Round merged weights" in text and "As for merge" not in text
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])

@@ -56,6 +56,20 @@ def line(display: Display, width: int = 80) -> str:
     return found
 
 
+def test_download_has_its_size_rate_and_time_left_and_counts_for_no_merge() -> None:
+    display, clock = shown()
+    display.take(Step("fetch", "hf://me/sd@main", total=8 << 30))
+    clock.now += 10
+    display.take(Step("fetch", "hf://me/sd@main", 2 << 30, 8 << 30))
+    assert (
+        "fetch" in line(display) and "25%" in line(display) and "0:30 left" in line(display) and "of 8" in line(display)
+    )
+    display.take(Step("merge", "out.safetensors", total=100))
+    clock.now += 1
+    display.take(Step("merge", "out.safetensors", 50, 100))
+    assert "merge" in line(display) and display.bytes == 50
+
+
 def test_each_stage_is_named_and_time_left_counts_what_follows() -> None:
     display, clock = shown()
     assert "reading headers" in line(display)

@@ -27,6 +27,9 @@ PLANNED = ("merge", "unmerge", "combine", "resize", "convert", "extract", "avera
 VARYING = frozenset({"seconds", "stages", "peak_memory", "version", "free", "lora_merge.header_sha256"})
 """Entries of reports and of metadata that differ from run to run, from machine to machine or with the version."""
 
+OF_TENSORS = ("merge", "replay", "unmerge", "verify")
+"""The commands whose reports have the values of every tensor on request."""
+
 DRAFT = re.compile(r"\.([^/ ]+)\.[0-9a-f]{12}\.lora-merge\.part")
 """The name of an output before it is complete, which has a random part."""
 
@@ -55,6 +58,7 @@ class Call:
             plan, report = None, self._in_memory(scene, folder)
         else:
             words = [*self._words(scene), *(["-o", folder / self.output] if self.output else []), "--json"]
+            words += ["--json-tensors"] if self.function in OF_TENSORS else []
             plan = printed(*words, "--dry-run") if self.function in PLANNED else None
             report = printed(*words)
         return {"plan": normalised(plan, scene, folder), "report": normalised(report, scene, folder)}

@@ -141,7 +141,7 @@ def test_products_that_cancel_are_refused_with_what_mends_it(dtype: str, tmp_pat
     lora, out = save(tensors, tmp_path / "lora.safetensors"), tmp_path / "out.safetensors"
     with pytest.raises(InputError, match=r"products .* cancel") as caught:
         lora_merge.merge(base, lora, out, dtype=dtype)
-    assert caught.value.fix == "compute with --compute-dtype fp64" and not out.exists()
+    assert caught.value.fix == 'compute with compute_dtype="fp64"' and not out.exists()
     lora_merge.merge(base, lora, out, dtype=dtype, compute_dtype="fp64")
     for key, tensor in load(out).items():
         assert_rounded(tensor, exact(BASE, [(tensors, 1.0)])[key])

@@ -82,7 +82,7 @@ def test_number_that_fp16_cannot_hold_is_refused(tmp_path: Path, stored: str, op
     with pytest.raises(InputError, match="too large for fp16") as caught:
         lora_merge.merge(path, save(adapter, tmp_path / "a.safetensors"), tmp_path / "out.safetensors", **options)
     assert caught.value.where == f"{tmp_path / 'out.safetensors'}: m.b.weight"
-    assert ("--compute-dtype" in caught.value.fix) == ("compute_dtype" in options)
+    assert ('compute_dtype="' in caught.value.fix) == ("compute_dtype" in options)
     assert not (tmp_path / "out.safetensors").exists()
 
 
@@ -404,7 +404,7 @@ def test_tensors_beside_a_model_are_called_what_they_are(
     other = save({key: torch.ones(4, 4), "x.proj.weight": torch.ones(4, 4)}, tmp_path / "other.safetensors")
     with pytest.raises(InputError, match=f"no adapter tensors, it is an? .*{what}") as error:
         lora_merge.plan(files[0], other, tmp_path / "out.safetensors")
-    assert "beside the model" in error.value.fix
+    assert "at generation time" in error.value.fix
     with pytest.raises(InputError, match="no adapter tensors, it is a model: Stable Diffusion 1") as error:
         lora_merge.merge_state_dict(base, base)
     assert "name a LoRA or another adapter" in error.value.fix
@@ -435,13 +435,13 @@ def test_bias_of_a_factor_is_scaled_as_the_factors_are(tmp_path: Path, down: str
 
 
 @pytest.mark.parametrize(("content", "what", "fix"), [
-    ({"<cat>": torch.ones(4)}, "textual inversion", "beside"), ({"t5_out": torch.ones(2, 4)}, "textual inversion", "beside"),
-    ({"string_to_param": {"*": torch.ones(2, 4)}, "name": "cat"}, "textual inversion", "beside"),
-    ({"image_proj": {"proj.weight": torch.ones(4, 4)}, "ip_adapter": {"1.to_k_ip.weight": torch.ones(4, 4)}}, "IP-Adapter", "beside"),
-    ({768: [{"linear.0.weight": torch.ones(4, 4)}], "name": "h"}, "hypernetwork", "beside"),
+    ({"<cat>": torch.ones(4)}, "textual inversion", "at generation time"), ({"t5_out": torch.ones(2, 4)}, "textual inversion", "at generation time"),
+    ({"string_to_param": {"*": torch.ones(2, 4)}, "name": "cat"}, "textual inversion", "at generation time"),
+    ({"image_proj": {"proj.weight": torch.ones(4, 4)}, "ip_adapter": {"1.to_k_ip.weight": torch.ones(4, 4)}}, "IP-Adapter", "at generation time"),
+    ({768: [{"linear.0.weight": torch.ones(4, 4)}], "name": "h"}, "hypernetwork", "at generation time"),
     ({"unet:0:up": torch.ones(4, 2), "unet:0:down": torch.ones(2, 4), "<s1>": torch.ones(4)}, "cloneofsimo", "lora_add"),
     ([torch.ones(4, 2), torch.ones(2, 4), torch.ones(8, 2), torch.ones(2, 4)], "cloneofsimo", "lora_add"),
-    ({"ip_adapter.0.to_q_lora.down.weight": torch.ones(2, 4), "ip_adapter.0.to_q_lora.up.weight": torch.ones(4, 2)}, "IP-Adapter", "beside"),
+    ({"ip_adapter.0.to_q_lora.down.weight": torch.ones(2, 4), "ip_adapter.0.to_q_lora.up.weight": torch.ones(4, 2)}, "IP-Adapter", "at generation time"),
 ])  # fmt: skip
 def test_torch_files_of_other_kinds_are_called_what_they_are(
     files: tuple[Path, Path], tmp_path: Path, content: Any, what: str, fix: str

@@ -463,7 +463,7 @@ def test_block_that_does_not_fit_beside_others_is_folded_alone(tmp_path: Path, m
     assert _merge(tmp_path, "together") == alone
     options = {"device": "cpu", "verify": False, "overwrite": True}
     report = lora_merge.merge(tmp_path / "b", tmp_path / "a", tmp_path / "together", **options)
-    assert "cpu was short of memory: a block did not fit beside others' work" in report.notes
+    assert "cpu was short of memory: a block did not fit next to the work of others" in report.notes
 
 
 def test_errors_of_other_kinds_are_no_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:

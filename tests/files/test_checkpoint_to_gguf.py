@@ -171,7 +171,7 @@ def test_header_says_that_weights_were_quantised_again(tmp_path: Path) -> None:
         ("another type", UsageError, "GGUF has no such type"),
         ("scaled codes kept", UsageError, "no type for the quantised weights"),
         ("bytes", InputError, "GGUF has no type for uint8"),
-        ("a text encoder", FitError, "a network that the GGUF file does not hold"),
+        ("a text encoder", FitError, "a network that the GGUF file lacks"),
         ("another suffix", UsageError, "the output is GGUF"),
     ],
 )

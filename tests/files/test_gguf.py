@@ -161,7 +161,7 @@ def test_points_of_grids_are_read_and_never_written(tmp_path: Path, adapter: Pat
     base = by_library.write(tmp_path / "flux.gguf", "flux", flux(kind))
     with pytest.raises(InputError, match="importance matrix") as caught:
         lora_merge.merge(base, adapter, tmp_path / "kept.gguf")
-    assert "--dtype bf16" in caught.value.fix
+    assert 'dtype="bf16"' in caught.value.fix
     old = by_library.read(base)
     lora_merge.merge(base, adapter, tmp_path / "out.safetensors", dtype="fp32")
     made = load(tmp_path / "out.safetensors")

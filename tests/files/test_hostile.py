@@ -40,7 +40,7 @@ def good() -> bytes:
 FILES: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "is empty"),
     "seven bytes": (bytes(range(1, 8)), "too few"),
-    "zeros": (bytes(10_000), "holds zeros"),
+    "zeros": (bytes(10_000), "contains only zeros"),
     "noise": (bytes(range(256)) * 9, "header claims"),
     "header longer than the file": (struct.pack("<Q", 1 << 20) + b"{}", "claims 1048576 bytes, the file has 10"),
     "header longer than allowed": (struct.pack("<Q", 1 << 62) + b"{}", "the format allows"),
@@ -360,7 +360,7 @@ def test_factors_of_truth_values_are_refused(tmp_path: Path) -> None:
     (tmp_path / "base").write_bytes(good())
     up, down = entry((4, 2), (0, 8), "BOOL"), entry((2, 4), (8, 16), "BOOL")
     (tmp_path / "lora").write_bytes(blob({"a.lora_up.weight": up, "a.lora_down.weight": down}, b"\x05" * 16))
-    with pytest.raises(InputError, match="bool numbers"):
+    with pytest.raises(InputError, match="bool values"):
         lora_merge.merge(tmp_path / "base", tmp_path / "lora", tmp_path / "out")
 
 

@@ -68,7 +68,7 @@ def test_formats_that_cannot_be_written_say_so(name: str, tmp_path: Path) -> Non
     lora, _ = adapter(tmp_path, FORMS[name]["want"].shape[1])
     with pytest.raises(InputError, match="rows that are far apart share its bytes") as caught:
         lora_merge.merge(base(tmp_path / "base", name, FORMS[name]), lora, tmp_path / "out")
-    assert "--dtype bf16" in caught.value.fix
+    assert 'dtype="bf16"' in caught.value.fix
     assert not (tmp_path / "out").exists()
 
 

@@ -80,7 +80,7 @@ def test_dtype_other_than_keep_is_refused(tmp_path: Path) -> None:
     adapter = peft(tmp_path / "lora.safetensors", ATTENTION)
     with pytest.raises(InputError, match="quantised: MXFP4") as caught:
         lora_merge.merge(tmp_path / "base", [adapter], tmp_path / "out", dtype="fp16")
-    assert "--dtype keep" in caught.value.fix
+    assert 'dtype="keep"' in caught.value.fix
 
 
 def test_quantised_text_encoder_beside_a_plain_unet(tmp_path: Path) -> None:

@@ -73,9 +73,9 @@ def test_ordinary_checkpoint_comes_out_of_it(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [n for n, form in FORMS.items() if form.decode_only])
 def test_formats_that_need_calibration_are_not_written_again(name: str, tmp_path: Path) -> None:
     source, _ = base(FORMS[name], tmp_path / "base")
-    with pytest.raises(InputError, match=r"calibration|fitted to the old numbers") as caught:
+    with pytest.raises(InputError, match=r"calibration|fitted to the old values") as caught:
         lora_merge.merge(source, save(adapter(), tmp_path / "lora.safetensors"), tmp_path / "out")
-    assert "--dtype bf16" in caught.value.fix
+    assert 'dtype="bf16"' in caught.value.fix
     assert not (tmp_path / "out").exists()
 
 
@@ -383,7 +383,7 @@ def test_value_takes_the_place_of_codes(name: str, tmp_path: Path) -> None:
         merged(value.to(torch.int8))
     with pytest.raises(MergeError, match="changes the size of a quantised weight") as caught:
         merged(taller)
-    assert caught.value.fix == "write --dtype bf16"
+    assert caught.value.fix == 'write dtype="bf16"'
     assert torch.equal(merged(taller, "bf16")[f"{layer}.weight"], taller.bfloat16())
 
 

@@ -258,7 +258,7 @@ def test_patterns_leave_weights_as_they_are(tmp_path: Path) -> None:
     for text in ("layers.9", "re:nothing", "re:norm", "lm_head", "nothing.*", "te"):
         with pytest.raises(UsageError, match="without effect") as caught:
             lora_merge.plan(source, lora, dtype="int8", keep_precision=["layers.0", text])
-        assert caught.value.where == f"--keep-precision {text}"
+        assert caught.value.where == f"keep_precision=[{json.dumps(text)}]"
 
 
 def test_formats_that_no_loader_reads_are_refused_with_what_to_write_instead(tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_formats_that_no_loader_reads_are_refused_with_what_to_write_instead(tmp
     assert "fp8_scaled" in refused(file, dtype="fp8_block")
     assert "fp8_block" in refused(folder, dtype="fp8_scaled")
     assert "llama.cpp" in refused(file, dtype="q4_0")
-    assert "keep-precision" in refused(file, dtype="nvfp4", keep_precision=["*"])
+    assert "keep_precision" in refused(file, dtype="nvfp4", keep_precision=["*"])
     assert "regular expression is not valid" in refused(file, dtype="int8", keep_precision=["re:("])
     assert "nothing is quantised" in refused(file, keep_precision=["re:x"])
     (folder / "config.json").write_text(json.dumps({"_class_name": "FluxTransformer2DModel"}))

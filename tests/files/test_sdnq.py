@@ -57,7 +57,7 @@ def test_layer_is_read_as_its_library_reads_it(name: str, tmp_path: Path) -> Non
         return
     with pytest.raises(InputError, match="8, 4 and 2 bits alone") as caught:
         lora_merge.merge(source, lora, tmp_path / "kept")
-    assert "--dtype bf16" in caught.value.fix
+    assert 'dtype="bf16"' in caught.value.fix
 
 
 @pytest.mark.few(2)

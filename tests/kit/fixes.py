@@ -14,7 +14,7 @@ TYPED: Final[Mapping[str, str]] = {
         "tests/adapters_out/test_averages.py::test_snapshots_that_are_not_alike_have_no_averaged_factors[shape]",
     "bring it to LoRA: --algorithm lora --rank RULE, or write another format (kohya)":
         "tests/adapters_out/test_experts.py::test_peft_gets_no_whole_values_of_an_expert_which_it_would_leave_out[qwen3_moe]",
-    "bring it to LoRA: --algorithm lora, with --rank where it is not low-rank":
+    "bring it to LoRA: --algorithm lora, with --rank if it is not low-rank":
         "tests/adapters_out/test_convert.py::test_dialect_refuses_what_it_cannot_hold",
     "choose another -o, or give --overwrite":
         "tests/proof/test_unmerge.py::test_unmerge_has_the_manners_of_a_merge",
@@ -29,7 +29,7 @@ TYPED: Final[Mapping[str, str]] = {
     "keep it as a separate adapter; --unmatched skip merges what it has for the decoder, which changes both":
         "tests/models/test_tied_weights.py::test_layers_that_encoder_and_decoder_share_are_not_changed_for_one_of_them[decoder.layers]",
     "leave it out with --strength-for te=0, or name the output .safetensors":
-        "tests/files/test_checkpoint_to_gguf.py::test_gguf_refuses_what_it_has_no_place_for[a text encoder-FitError-a network that the GGUF file does not hold]",
+        "tests/files/test_checkpoint_to_gguf.py::test_gguf_refuses_what_it_has_no_place_for[a text encoder-FitError-a network that the GGUF file lacks]",
     "leave it out, or average changes: --space delta":
         "tests/adapters_out/test_averages.py::test_snapshots_that_are_not_alike_have_no_averaged_factors[rank]",
     "leave it out, or write --dtype …":
@@ -44,7 +44,7 @@ TYPED: Final[Mapping[str, str]] = {
         "tests/cli/test_errors.py::test_errors_name_the_mistake_and_the_fix[batch-2-no jobs file was given---init writes a first one]",
     "choose another --format, or drop them with --unmatched skip":
         "tests/adapters_out/test_extract.py::test_changed_weight_without_a_name_in_the_dialect_is_refused_or_told",
-    "name a folder that holds one, or leave --tokenizer out":
+    "name a folder that contains one, or leave --tokenizer out":
         "tests/planning/test_folders.py::test_tokenizer_that_is_not_there_is_refused[adapter]",
     "name a folder: -o …":
         "tests/cli/test_main.py::test_outputs_of_odd_names",
@@ -52,8 +52,6 @@ TYPED: Final[Mapping[str, str]] = {
         "tests/cli/test_main.py::test_demo_takes_the_place_of_nothing[base]",
     "name it: -o merged.safetensors":
         "tests/cli/test_errors.py::test_errors_name_the_mistake_and_the_fix[base.safetensors lora.safetensors -o --2-the output is a file, not a stream--o merged.safetensors]",
-    "name one: lora-merge BASE ADAPTER:0.8":
-        "tests/cli/test_arguments.py::test_adapters[None]",
     "name the base first: lora-merge BASE ADAPTER:0.8":
         "tests/cli/test_habits.py::test_mistakes_of_beginners_are_answered[lora.safetensors:0.8 base.safetensors-name the base first: lora-merge BASE]",
     "name the base; lora-merge inspect … shows what the adapter changes":
@@ -92,7 +90,7 @@ TYPED: Final[Mapping[str, str]] = {
         "tests/cli/test_habits.py::test_mistakes_of_beginners_are_answered[base lora -o s3://x/y.safetensors-write a file here with -o NAME]",
     "write a folder for each: … -o OTHER":
         "tests/adapters_out/test_convert.py::test_dialect_refuses_what_it_cannot_hold",
-    "write a folder of PEFT with --format peft -o FOLDER, or drop it with --unmatched skip":
+    "write a PEFT folder with --format peft -o FOLDER, or drop it with --unmatched skip":
         "tests/adapters_out/test_extract_tokens.py::test_head_apart_is_never_lost_in_a_file",
     "…; or leave them out with --unmatched skip":
         "tests/matching/test_tied_heads.py::test_value_of_no_parameter_of_the_head_lands_nowhere[(10,)-bias-apart]",
@@ -113,20 +111,20 @@ UNTYPED: Final[Mapping[str, tuple[str, ...]]] = {
         "use fp32, or --device cpu",
     ),
     "a cluster, or a worker that dies, is needed": (
-        "see that every node has lora-merge and the memory it needs; `ray logs` tells more",
+        "check that every node has lora-merge and the memory it needs; `ray logs` shows more",
         "start one with `ray start --head`, or leave the address out",
         "unset it, or name a cluster of yours: --ray-address",
     ),
     "it is a look at what else there is, or a report": (
-        "ask for numbers, such as with --weights",
+        "read the weights too: --weights",
         "correct them; lora-merge schema jobs prints what is allowed",
-        "if it is a name on the Hub, download it first: hf download … --local-dir …; else check the path",
         "only outputs of lora-merge carry a recipe; …",
         "report this with lora-merge doctor's text",
         "use lora-merge compare A B, or name a base first",
     ),
     "it goes in the place of the option that is refused": (
         "give it as --rank",
+        "give --weights, one for each snapshot",
         "give its name; --json prints the report",
     ),
 }
@@ -136,7 +134,7 @@ UNTYPED: Final[Mapping[str, tuple[str, ...]]] = {
 BY_HAND: Final[Mapping[str, tuple[str, ...]]] = {
     "another file, download, training or export is needed": (
         "download", "export", "save", "get", "take", "train", "convert", "merge", "resize", "update", "load", "unpack",
-        "DeepSpeed's", "the", "it", "keep", "these", "combine", "run",
+        "DeepSpeed's", "the", "it", "keep", "combine", "run",
     ),
     "the user names another file, or a value, that a test of the error has as its right case": (
         "use", "write", "lora-merge", "give", "at", "0", "name", "names", "choose", "did", "this", "under", "verify", "of", "start",
@@ -144,8 +142,8 @@ BY_HAND: Final[Mapping[str, tuple[str, ...]]] = {
     "the user corrects a file or a line": (
         "correct", "remove", "rename", "move", "put", "indent", "check", "compare", "delete", "if", "let", "density",
     ),
-    "the option, value or layer is left out by hand; or it is tried and not typed": ("leave", "lower", "or", "a"),
-    "a call in Python": ("bring", "cast", "undo", "see"),
+    "the option, value or layer is left out by hand; or it is tried and not typed": ("leave", "lower", "or"),
+    "a call in Python": ("bring", "cast", "undo", "see", "for"),
     "the system's or another program's": ("raise", "change", "you", "pip", "apply", "serve"),
     "the mistake is ours": ("report",),
 }  # fmt: skip

@@ -224,7 +224,7 @@ def test_text_encoder_that_a_file_lacks_is_in_a_larger_checkpoint_of_the_same_mo
         UnmatchedModules, match="for the text encoder, the base is a single network without one"
     ) as error:
         lora_merge.merge_state_dict({k: v for k, v in flux().items() if "img_in" in k}, tensors)
-    assert error.value.fix == "use a checkpoint or folder that holds all of these"
+    assert error.value.fix == "use a checkpoint or folder that contains all of these"
 
 
 def test_unknown_base_is_not_said_to_be_the_wrong_one_where_all_shapes_are_in_it(tmp_path: Path) -> None:

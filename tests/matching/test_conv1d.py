@@ -118,7 +118,7 @@ def test_conv1d_that_was_wrapped_first_is_refused_until_the_user_says_it(method:
     with pytest.raises(lora_merge.MergeError, match="conv1d") as caught:
         lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
     assert caught.value.exit_code == 4
-    assert "--setting fan_in_fan_out=" in caught.value.fix
+    assert 'setting={"fan_in_fan_out": ' in caught.value.fix
     check(tmp_path, wanted, setting={"fan_in_fan_out": True})
 
 

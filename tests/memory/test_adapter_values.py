@@ -13,7 +13,9 @@ import lora_merge
 from lora_merge.errors import UsageError
 from tests.kit.adapters import kohya
 from tests.kit.files import load, save
+from tests.kit.flux import flux, of_flux
 from tests.kit.models import sd1
+from tests.kit.tensors import rand
 
 NAME = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn2_to_k"
 BASE = "model.diffusion_model.input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight"
@@ -44,6 +46,25 @@ def test_strengths_and_sums_obey_the_laws_of_numbers(folder: Path) -> None:
     for changes, known in ((0.5 * a + b, 0.5 * one + other), (2 * (a + b) * 0.25, 0.5 * (one + other)),
                            (sum([a, b]), one + other), (-(a - b), other - one)):  # fmt: skip
         assert torch.allclose(changes.delta(NAME, weight), known, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", [{}, {"loha": True}], ids=["lora", "loha"])
+def test_delta_needs_no_weight_that_its_formula_does_not_read(kind: dict[str, bool], tmp_path: Path) -> None:
+    save(of_flux(**kind), tmp_path / "style.safetensors")
+    adapter, base = lora_merge.load_adapter(tmp_path / "style.safetensors"), flux()
+    for name in adapter.modules:
+        alone = adapter.delta(name)
+        weight = rand(*alone.shape, seed=9)
+        assert torch.equal(alone, adapter.delta(name, weight)) and alone.shape in {t.shape for t in base.values()}
+    assert torch.allclose((2 * adapter - adapter).delta(name), alone)
+
+
+def test_delta_of_dora_needs_its_weight(tmp_path: Path) -> None:
+    save(of_flux(dora=True), tmp_path / "dora.safetensors")
+    adapter = lora_merge.load_adapter(tmp_path / "dora.safetensors")
+    with pytest.raises(UsageError, match="ΔW of DoRA depends on the base's weight") as e:
+        adapter.delta(adapter.modules[0])
+    assert e.value.fix == "give it: delta(name, base_weight)"
 
 
 @pytest.mark.few(1)

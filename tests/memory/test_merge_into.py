@@ -273,7 +273,7 @@ def test_difference_from_numbers_that_are_no_more_restores_nothing() -> None:
     before = state(model)
     merged = lora_merge.merge_into(model, pairs(0), keep="compressed")
     model[1].weight.data.mul_(2)
-    with pytest.raises(UsageError, match="numbers were changed"):
+    with pytest.raises(UsageError, match="values were changed"):
         merged.undo()
     assert merged.changed == ("1.weight",)
     assert same(model[0], {k: before[f"0.{k}"] for k in ("weight", "bias")})

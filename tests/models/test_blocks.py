@@ -9,7 +9,7 @@ import pytest
 
 from lora_merge.errors import UsageError
 from lora_merge.job import Adapter
-from lora_merge.models.blocks import CURVES, PRESETS, SHORT_LISTS, blocks
+from lora_merge.models.blocks import CURVES, PRESETS, SHORT_LISTS, adapter_groups, blocks, groups
 from lora_merge.models.components import components
 from lora_merge.models.names import Names
 from lora_merge.models.part_factors import Strengths
@@ -224,3 +224,26 @@ def test_lists_tell_of_weights_in_no_block_and_of_blocks_that_they_do_not_name(l
     assert f"{len(loose)} weights in no block" in note and "count as BASE" in note and "OUT08" in note
     first = told(short, keys)
     assert first[0].endswith(note.partition(": ")[2]) and "names no IN00, IN01, IN02, IN03" in first[1]
+
+
+LIKE_THEIR_BASE = ["native/sd15", "diffusers/sdxl", "native/flux-dev", "diffusers/flux-dev", "diffusers/sd3", "native/wan-t2v-1.3B",
+                   "diffusers/qwen-image", "native/zimage-original", "diffusers/hunyuan-video", "transformers/qwen3-8b"]  # fmt: skip
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("dialect", ["kohya", "dotted"])
+@pytest.mark.parametrize("name", LIKE_THEIR_BASE)
+def test_module_of_an_adapter_is_in_the_block_of_its_weight(name: str, dialect: str) -> None:
+    """Also if the adapter changes one stack alone, as long as its names are those of one model."""
+    lookup = names_of(name)
+    bodies = {
+        body.removesuffix(".weight"): key for body, key in lookup.parts[0].keys.items() if body.endswith(".weight")
+    }
+    matrices = {body: key for body, key in bodies.items() if len(lookup.shapes[key]) > 1}
+    of_denoiser = lookup.parts[0].label != "model"
+    start = "lora_unet_" if dialect == "kohya" else "diffusion_model." if of_denoiser else "base_model.model."
+    modules = {start + (b.replace(".", "_") if dialect == "kohya" else b): key for b, key in matrices.items()}
+    if not of_denoiser and dialect == "kohya":
+        modules = {name.replace("lora_unet_", "lycoris_"): key for name, key in modules.items()}
+    of_base, of_adapter = groups(lookup), adapter_groups({m: lookup.shapes[key] for m, key in modules.items()})
+    assert {m: of_adapter.block(m) for m in modules} == {m: of_base.block(key) for m, key in modules.items()}

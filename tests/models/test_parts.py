@@ -11,7 +11,11 @@ import torch
 
 import lora_merge
 from lora_merge.errors import AmbiguousName, UnmatchedModules, UsageError
+from lora_merge.job import Adapter
+from lora_merge.models.part_factors import Strengths
+from lora_merge.safe_regex import Steps
 from tests.kit.adapters import kohya
+from tests.kit.blocks import names_of
 from tests.kit.command_line import run
 from tests.kit.files import load, save
 from tests.kit.models import TE, UNET, sd1
@@ -133,6 +137,19 @@ def test_factor_0_leaves_out_a_network_that_the_base_lacks(
     assert "left out because its strength is 0" in json.dumps(told)
     assert lora_merge.verify(tmp_path / "out.safetensors", search=[Path(alone).parent])["proven"]
     assert len(lora) > len(load(Path(alone)))
+
+
+@pytest.mark.parametrize("part", ["te", "te1", "clip_l", "text_encoder", "CLIP", "te BASE", "te1 CLIP"])
+@pytest.mark.parametrize(
+    "prefix", ["lora_te1_text_model_encoder_layers_0_", "text_encoders.clip_l.transformer.text_model.encoder.layers.0."]
+)
+def test_factor_0_leaves_out_an_encoder_by_any_of_its_names(part: str, prefix: str) -> None:
+    """Of an adapter in the words of kohya and of ComfyUI, where the base is the denoiser alone, as ComfyUI stores it."""
+    strengths = Strengths(Adapter(Path("a"), 1.0, ((part, 0.0),)), names_of("native/flux-dev"), Steps())
+    strengths.check(dict.fromkeys(strengths.names.shapes, "transformer"))
+    assert strengths.leaves_out(f"{prefix}q")
+    every = part.partition(" ")[0] in ("te", "CLIP")
+    assert strengths.leaves_out("lora_te2_encoder_block_0_layer_0_SelfAttention_q") is every
 
 
 @pytest.mark.parametrize(("names", "part", "kind"), [

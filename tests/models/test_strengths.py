@@ -57,6 +57,22 @@ def test_stack_has_its_name_in_either_layout(word: str, blocks: str) -> None:
     assert covered(BASES["sd1"], word) == covered(BASES["sd1"], blocks) != set()
 
 
+@pytest.mark.few(5)
+@pytest.mark.parametrize(("base", "word", "same"), [
+    ("sd1", "unet_input_blocks_4", "IN04"), ("sd1", "lora_unet_input_blocks_4", "IN04"), ("sd1", "unet IN04", "IN04"),
+    ("sd1", "unet IN04-06", "IN04-IN06"), ("sd1", "unet.IN04", "IN04"), ("sd1", "unet_middle_block", "M00"),
+    ("sd1", "te BASE", "te"), ("sd1", "te_layers_0", "re:text_model.encoder.layers.0\\."),
+    ("sd1", "lora_te_text_model_encoder_layers_0", "layers.0"), ("sd1", "te_layers.0-1", "layers.0-1"),
+    ("sdxl", "te2_layers_3", "re:embedders.1.*resblocks.3\\."), ("diffusers", "input_blocks.4", "IN04"),
+    ("diffusers", "unet_output_blocks_3-5", "OUT03-OUT05"), ("diffusers", "down_blocks_1", "IN04-IN06"),
+    ("diffusers", "middle_block", "M00"), ("flux1-dev-all-in-one", "transformer D03", "D03"),
+    ("flux1-dev-all-in-one", "single_transformer_blocks_3", "S03"), ("flux1-dev-all-in-one", "double_blocks_3", "D03"),
+])  # fmt: skip
+def test_block_has_the_names_of_other_programs_too(base: str, word: str, same: str) -> None:
+    names = names_of("diffusers/sd15") if base == "diffusers" else BASES[base]
+    assert covered(names, word) == covered(names, same) != set()
+
+
 @pytest.mark.parametrize(("word", "near"), [
     ("IN44", "did you mean IN04"), ("unte", "did you mean unet"), ("down_blocks.9", "this base has te, unet, vae, and the blocks BASE, IN00"),
     ("te2", "this base has te"), ("re:double_blocks", "the blocks BASE, IN00"),

@@ -291,7 +291,7 @@ def test_change_of_one_end_is_refused_where_a_model_cannot_be_untied(tmp_path: P
     _tune(model, _lora(target_modules=["q", end])).save_pretrained(tmp_path / "adapter")
     with pytest.raises(FitError, match="one end of embeddings that the base ties") as e:
         lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
-    assert end in e.value.where and "shared.weight" in e.value.where and "--unmatched skip" in e.value.fix
+    assert end in e.value.where and "shared.weight" in e.value.where and 'unmatched="skip"' in e.value.fix
     report = lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours", unmatched="skip")
     assert "both ends change" in _notes(report)
 
@@ -530,7 +530,7 @@ def test_more_rows_of_one_end_alone_are_refused(tmp_path: Path) -> None:
     _tune(model, APART["embeddings"]("q_proj", "embed_tokens")).save_pretrained(tmp_path / "adapter")
     with pytest.raises(FitError, match="resized") as e:
         lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
-    assert "does not hold the new rows of lm_head.weight" in e.value.where
+    assert "lacks the new rows of lm_head.weight" in e.value.where
 
 
 def test_copy_is_one_in_every_dtype_and_at_no_strength(tmp_path: Path) -> None:

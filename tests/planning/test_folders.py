@@ -145,7 +145,7 @@ def test_weights_without_one_place_are_refused_and_the_fix_works(model: Path, wh
     with pytest.raises(FitError, match=why) as caught:
         merged(model)
     assert name in caught.value.where
-    assert "--unmatched skip" in caught.value.fix
+    assert 'unmatched="skip"' in caught.value.fix
     report, _ = merged(model, unmatched="skip")
     assert any(name in note for note in report.notes)
     assert uses(report, "adapter")[name]["use"] == "left out"
@@ -279,7 +279,7 @@ def test_tokenizer_of_several_adapters_is_named(grown: Path) -> None:
     shutil.copytree(grown / "ad", grown / "other")
     file = grown / "other" / "adapter_model.safetensors"
     save({name: value for name, value in load_file(file).items() if "lora_" in name}, file)
-    with pytest.raises(UsageError, match="several adapter folders hold a tokenizer"):
+    with pytest.raises(UsageError, match="several adapter folders contain a tokenizer"):
         lora_merge.merge(grown / "base", [grown / "ad", grown / "other"], grown / "out", tokenizer="adapter")
 
 

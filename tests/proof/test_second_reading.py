@@ -593,7 +593,7 @@ def test_tokens_that_a_wrong_plan_puts_elsewhere_are_noticed(
         right(self, info, view, RowNumbers(shift([*rows])))
 
     monkeypatch.setattr(ModulePlacer, "_replace_rows", wrong)
-    with pytest.raises(VerificationFailed, match="where an adapter's module goes"):
+    with pytest.raises(VerificationFailed, match="what an adapter's module changes"):
         read(base, {TOKENS: (4, 8)}, {**CHOSEN, "trainable_token_indices": [5, 7, 11, 12]})
 
 
@@ -653,7 +653,7 @@ def test_rows_with_two_orders_are_those_of_the_setting(
     error, said = (FitError, "two orders") if named else (UsageError, "no module of the adapters uses row_order")
     with pytest.raises(error, match=said) as failed:
         lora_merge.merge(source, lora, tmp_path / "no", setting={} if named else {"row_order": order}, verify=False)
-    assert "row_order=stacked" in failed.value.fix or not named
+    assert '{"row_order": "stacked"}' in failed.value.fix or not named
     with pytest.raises(UsageError, match="not heads or stacked"):
         lora_merge.merge(source, lora, tmp_path / "no", setting={"row_order": "other"})
 

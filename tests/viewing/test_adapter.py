@@ -13,7 +13,7 @@ import torch
 
 import lora_merge
 from lora_merge.facts import TABLE, WIDTH
-from lora_merge.viewing.adapter import block_name
+from lora_merge.models.blocks import adapter_groups
 from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.text import TRAINING_KEYS, lines
 from tests.kit.adapters import kohya
@@ -136,15 +136,15 @@ def test_long_tables_are_cut_in_the_text_and_whole_in_json(tmp_path: Path) -> No
     assert any("260 more" in line for line in told)
 
 
-def test_blocks_are_named_as_the_adapter_spells_them() -> None:
-    cases = {
-        "lora_unet_down_blocks_1_attentions_0_proj_in": "lora_unet_down_blocks_1",
-        "base_model.model.model.layers.3.self_attn.q_proj": "base_model.model.model.layers.3",
-        "lora_unet_double_blocks_12_img_attn_qkv": "lora_unet_double_blocks_12",
-        "lora_te_text_model_encoder_layers_0_mlp_fc1": "lora_te_text_model_encoder_layers_0",
-        "lora_unet_time_embed_0": "lora_unet_…",
-    }
-    assert {name: block_name(name) for name in cases} == cases
+@pytest.mark.parametrize(("name", "block"), [
+    ("lora_unet_down_blocks_1_attentions_0_proj_in", "denoiser IN04"), ("lora_unet_mid_block_attentions_0_proj_in", "denoiser M00"),
+    ("lora_unet_output_blocks_3_1_proj_in", "denoiser OUT03"), ("lora_unet_input_blocks_4_1_proj_in", "denoiser IN04"),
+    ("base_model.model.model.layers.3.self_attn.q_proj", "model L03"), ("lora_te_text_model_encoder_layers_0_mlp_fc1", "te BASE"),
+    ("lora_unet_double_blocks_12_img_attn_qkv", "transformer D12"), ("transformer.single_transformer_blocks.7.attn.to_q", "transformer S07"),
+    ("lora_unet_blocks_3_cross_attn_q", "transformer B03"), ("lora_vae_decoder_conv_in", "vae"),
+])  # fmt: skip
+def test_block_of_a_module_follows_from_its_name_alone(name: str, block: str) -> None:
+    assert adapter_groups({name: ()}).block(name) == block
 
 
 def test_most_frequent_tags_are_told_whole() -> None:

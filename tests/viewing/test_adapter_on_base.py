@@ -131,8 +131,8 @@ def test_tensor_that_takes_the_place_of_the_base_s_has_its_numbers(tmp_path: Pat
     assert every["weight"] == 8
     assert every["changed"] == pytest.approx((applied != 0).double().mean().item(), rel=1e-4)
     assert every["retained"] == pytest.approx(float((applied * delta).sum() / (delta * delta).sum()), rel=1e-4)
-    assert "--weights tells" not in "\n".join(lines(facts))
-    assert "--weights tells" in "\n".join(lines(inspect(tmp_path / "base.safetensors", adapter)))
+    assert "run with --weights" not in "\n".join(lines(facts))
+    assert "run with --weights" in "\n".join(lines(inspect(tmp_path / "base.safetensors", adapter)))
     told = "\n".join(lines(inspect(adapter, weights=True)))
     assert "whole         1 tensor in place of the base's own" in told
     assert "‖ΔW‖" not in told

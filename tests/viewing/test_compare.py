@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from jsonschema import Draft202012Validator
 
 import lora_merge
 from lora_merge.errors import InputError, ShapeMismatch, UsageError
 from lora_merge.viewing.compare import compare, compare_rows
+from lora_merge.viewing.compare_models import PIECE
+from lora_merge.viewing.compare_verdict import signed
 from lora_merge.viewing.inspect import inspect
+from lora_merge.viewing.json_schemas import schema_of
 from tests.kit.adapters import kohya, kohya_names
 from tests.kit.files import load, save
 from tests.kit.models import sd1
@@ -216,3 +221,67 @@ def test_adapters_in_the_words_of_two_layouts_are_paired_without_a_base(tmp_path
     found = compare(save(native, tmp_path / "a.safetensors"), save(diffusers, tmp_path / "b.safetensors"))
     assert (found["common"], found["only_a"], found["only_b"], found["notes"]) == (len(native) // 2, [], [], [])
     assert found["total"]["cosine"] == pytest.approx(1, abs=1e-5)
+
+
+def _verdict(a: Path, b: Path) -> dict[str, Any]:
+    found = compare(a, b)
+    verdict: dict[str, Any] = found["verdict"]
+    assert str(next(iter(compare_rows(found)))) == f"verdict       {verdict['text']}"
+    Draft202012Validator(schema_of("compare")).validate(found)
+    return verdict
+
+
+def test_verdict_about_two_models(scene: Scene, tmp_path: Path) -> None:
+    """By every value; bf16 is a rounding of fp16, and a merge is not."""
+    base = sd1()
+    changed = {
+        "equal": {k: v.float() if v.is_floating_point() else v for k, v in base.items()},
+        "rounding": {k: v.bfloat16() if v.is_floating_point() else v for k, v in base.items()},
+        "contains": {k: v for k, v in base.items() if "first_stage" not in k},
+        "changed": {k: v * 1.01 if "input_blocks.1" in k else v for k, v in base.items()},
+        "different weights": {k: v.flatten().flip(0).view(v.shape) for k, v in base.items()},
+        "different models": {f"layers.{n}.weight": rand(3, 4) for n in range(4)},
+    }
+    for kind, tensors in changed.items():
+        assert _verdict(scene.base, save(tensors, tmp_path / "b.safetensors"))["kind"] == kind
+
+
+def test_one_value_two_steps_away_is_no_rounding(tmp_path: Path) -> None:
+    x = rand(40, 7, seed=1).half()
+    for steps, kind in ((1, "rounding"), (2, "changed")):
+        y = x.clone()
+        y.view(torch.int16)[3, 3] += steps
+        files = [save({"x.weight": t}, tmp_path / f"{n}.safetensors") for n, t in enumerate((x, y))]
+        assert _verdict(*files)["kind"] == kind
+
+
+def test_verdict_about_two_adapters(scene: Scene, tmp_path: Path) -> None:
+    first, out = kohya(sd1(), seed=7), tmp_path / "b.safetensors"
+    a, other = save(first, tmp_path / "a.safetensors"), save(kohya(sd1(), seed=8), tmp_path / "c.safetensors")
+    assert _verdict(a, a)["kind"] == "equal"
+    assert _verdict(a, other)["kind"] == "independent"
+    assert _verdict(a, save({k: v.bfloat16() for k, v in first.items()}, out))["kind"] == "rounding"
+    half = _verdict(a, save({k: v * 0.5 if "up" in k else v for k, v in first.items()}, out))
+    assert (half["kind"], half["inner"], half["strength"]) == ("contains", "A", pytest.approx(0.5))
+    lora_merge.combine([(a, 0.7), other], out, overwrite=True)
+    both = _verdict(out, a)
+    assert (both["kind"], both["inner"], both["strength"]) == ("contains", "B", pytest.approx(0.7, rel=0.1))
+    for_llm = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": rand(2, 8),
+               "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight": rand(8, 2)}  # fmt: skip
+    assert _verdict(a, save(for_llm, out))["kind"] == "different models"
+
+
+def test_cosine_of_zero_has_no_sign() -> None:
+    assert [signed(c) for c in (-0.0001, 0.0, 0.25, -0.25)] == ["0.000", "0.000", "+0.250", "-0.250"]
+
+
+def test_values_are_compared_in_pieces_as_in_one(tmp_path: Path) -> None:
+    """With infinities and NaN in one of the pieces, which are added up in float64."""
+    a, b = rand(3, PIECE // 2, seed=1).bfloat16(), rand(3, PIECE // 2, seed=2).bfloat16()
+    a[0, 0], b[1, 5], a[2, 9], b[2, 9] = float("nan"), float("inf"), float("nan"), float("nan")
+    row = compare(*(save({"x": t}, tmp_path / f"{n}.safetensors") for n, t in enumerate((a, b))))["tensors"]["x"]
+    apart = (b.double() - a.double()).flatten()
+    finite = apart[apart.isfinite()]
+    assert row["difference"] == pytest.approx(float(finite.norm()), rel=1e-9)
+    assert row["changed"] == int((a != b).sum()) - 1
+    assert row["largest"] == float(finite.abs().max())

@@ -7,9 +7,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from jsonschema import Draft202012Validator
 
 import lora_merge
 from lora_merge.facts import COUNT
@@ -17,13 +19,16 @@ from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.files.formats.unread import METADATA, SIGNS
 from lora_merge.files.safetensors import layout
 from lora_merge.text import size
+from lora_merge.viewing.file_verdict import model_of
 from lora_merge.viewing.inspect import inspect
+from lora_merge.viewing.json_schemas import schema_of
 from lora_merge.viewing.text import lines
 from tests.kit.adapters import kohya
 from tests.kit.command_line import run
 from tests.kit.files import save
 from tests.kit.models import sd1
 from tests.kit.tensors import rand
+from tests.viewing.conftest import Scene
 
 HEADERS = Path(__file__).parents[1] / "headers"
 
@@ -192,3 +197,92 @@ def test_sizes_of_a_bases_weights_are_those_of_its_numbers(tmp_path: Path) -> No
         assert sum(row["of"] for row in sizes[kind].values()) == sizes["all"]["of"]
     assert {"cross-attention", "feed-forward"} <= sizes["kinds"].keys()
     assert "unet B02" in sizes["blocks"]
+
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "hidden_size": 8,
+}
+
+
+def test_report_begins_with_what_a_file_is_for(scene: Scene, tmp_path: Path) -> None:
+    """The verdict, the trigger words, how it was trained, and with a base whether it fits, in five lines."""
+    metadata = {"modelspec.trigger_phrase": "ohwx ink", "ss_sd_model_name": "v1-5.safetensors", "ss_steps": "900",
+                "ss_num_train_images": "40", "ss_base_model_version": "sd_v1"}  # fmt: skip
+    lora = save(kohya(sd1()), tmp_path / "ink.safetensors", metadata=metadata)
+    text = "\n".join([*lines(inspect(lora))][:5])
+    for words in (
+        "LoRA, rank 4, for Stable Diffusion 1",
+        "ohwx ink",
+        "with kohya sd-scripts, on v1-5.safetensors, 900 steps",
+    ):
+        assert words in text
+    assert "The adapter fits: all 32 modules match." in next(iter(lines(inspect(scene.base, lora))))
+    other = save(
+        {"lora_unet_nowhere.lora_up.weight": rand(4, 2), "lora_unet_nowhere.lora_down.weight": rand(2, 4)},
+        tmp_path / "x.safetensors",
+    )
+    facts = inspect(scene.base, other)
+    assert facts["verdict"]["level"] == "bad" and "does not fit" in next(iter(lines(facts)))
+
+
+@pytest.mark.parametrize(("entry", "text", "title"), [
+    ("ss_base_model_version", "sdxl_base_v1-0", "Stable Diffusion XL"), ("ss_base_model_version", "sd_v1", "Stable Diffusion 1"),
+    ("modelspec.architecture", "stable-diffusion-xl-v1-base/lora", "Stable Diffusion XL"),
+    ("modelspec.architecture", "stable-diffusion-v2-768-v/lora", "Stable Diffusion 2"), ("modelspec.architecture", "flux-1-dev/lora", "Flux.1"),
+    ("modelspec.architecture", "qwen-image/lora", "Qwen-Image"), ("ss_base_model_version", "hunyuan-video", "HunyuanVideo"),
+    ("ss_base_model_version", "sd3.5-large", "Stable Diffusion 3"), ("ss_base_model_version", "of my own", "unknown"), ("ss_base_model_version", "a swan of taiwan", "unknown"),
+])  # fmt: skip
+def test_model_of_an_adapter_is_in_its_metadata_if_shapes_show_none(
+    entry: str, text: str, title: str, tmp_path: Path
+) -> None:
+    facts = inspect(save(kohya(sd1()), tmp_path / "a.safetensors", metadata={entry: text}))
+    assert facts["made_for"] == title
+    assert facts.get("made_for_by") == (None if title == "unknown" else entry)
+
+
+def test_language_model_is_called_by_its_class_and_size(tmp_path: Path) -> None:
+    save(
+        {"model.layers.0.self_attn.q_proj.weight": rand(8, 8), "model.embed_tokens.weight": rand(9, 8)},
+        tmp_path / "model.safetensors",
+    )
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
+    facts = inspect(tmp_path)
+    assert facts["model"] == {
+        "class": "LlamaForCausalLM",
+        "name": "Llama",
+        "size": "136",
+        "layers": 1,
+        "hidden_size": 8,
+    }
+    assert any(line.startswith("verdict") and "Llama" in line for line in lines(facts))
+    sizes = [model_of(LLAMA, count)["size"] for count in (8_030_261_248, 1_235_814_400, 596_049_920, 70_553_706_496)]
+    assert sizes == ["8 B", "1.2 B", "596 M", "71 B"]
+
+
+def test_folder_of_files_is_a_table_with_a_row_for_each(tmp_path: Path) -> None:
+    """Also for one that cannot be read, with the reason."""
+    for name in ("ink", "oil"):
+        save(kohya(sd1()), tmp_path / f"{name}.safetensors", metadata={"modelspec.trigger_phrase": f"{name} style"})
+    (tmp_path / "broken.safetensors").write_bytes(b"not at all")
+    code, out, _ = run("inspect", tmp_path)
+    assert code == 0
+    rows = {line.split()[0]: line for line in out.splitlines() if line.strip()}
+    assert "ink style" in rows["ink.safetensors"] and "lora 32" in rows["oil.safetensors"]
+    assert rows["broken.safetensors:"]
+    found = json.loads(run("inspect", tmp_path, "--json")[1])
+    assert len(found["files"]) == 2 and [*found["unread"]] == [str(tmp_path / "broken.safetensors")]
+    Draft202012Validator(schema_of("files")).validate(found)
+
+
+def test_values_begin_in_one_column(scene: Scene) -> None:
+    """Behind the longest name, `bits per weight`."""
+    named = [line for line in lines(inspect(scene.base)) if line.startswith(("file ", "bits per weight"))]
+    assert len({len(line) - len(line.split(maxsplit=3 if line.startswith("bits") else 1)[-1]) for line in named}) == 1
+
+
+def test_patterns_of_names_are_shown_on_request(scene: Scene) -> None:
+    plain, verbose = run("inspect", scene.base, scene.ink)[1], run("inspect", scene.base, scene.ink, "-v")[1]
+    assert "where it fits" not in plain and "where it fits" in verbose

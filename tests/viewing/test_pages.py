@@ -27,7 +27,7 @@ from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.pages import page as pages
 from lora_merge.viewing.pages import plot
 from lora_merge.viewing.pages.content import PageContent
-from lora_merge.viewing.pages.heat_map import block_labels, grid_places
+from lora_merge.viewing.pages.heat_map import grid_places
 from lora_merge.viewing.text import match_summary, rows, summary
 from tests.kit.browser import shown
 from tests.kit.command_line import run
@@ -193,9 +193,9 @@ def test_cell_is_reached_by_keyboard_and_shows_its_spectrum_and_histogram(
     page.write_text(pages.page(found), encoding="utf-8")
     dom = shown(page, tmp_path / "profile", "--blink-settings=preferredColorScheme=0")
     assert 'data-theme="dark"' in dom
-    name = "lora_te_text_model_encoder_layers_1_self_attn_out_proj"
+    name = "lora_unet_down_blocks_0_attentions_1_transformer_blocks_0_attn1_to_k"
     (aloud,) = re.findall(r'class="unseen" aria-live="polite">(.*?)<', dom)
-    assert aloud.startswith("te…layers_1, self_attn_out_proj: ‖ΔW‖ ")
+    assert aloud.startswith("denoiser IN02, attn1_to_k: ‖ΔW‖ ")
     assert f"{found['weights']['modules'][name]['norm']:.5g}" in aloud
     assert not re.search(r'<div class="plot-container plotly"(?![^>]*aria-hidden)', dom.split("singular values")[0]), (
         "read twice"
@@ -379,7 +379,12 @@ def test_page_says_all_that_the_text_says(scene: Scene, tmp_path: Path) -> None:
         compare(scene.base, merged), compare(scene.ink, scene.oil),
     ):  # fmt: skip
         made = content(pages.page(found))
-        told = [*made["summary"], *(["warning", w] for w in made["warnings"]), *(["note", n] for n in made["notes"])]
+        told = [
+            ["verdict", made["verdict"]["text"]],
+            *made["summary"],
+            *(["warning", w] for w in made["warnings"]),
+            *(["note", n] for n in made["notes"]),
+        ]
         every = json.dumps(made, ensure_ascii=False)
         text = [*(compare_rows(found) if "a" in found else rows(found))]
         head = {
@@ -434,9 +439,9 @@ def test_every_command_has_its_page(scene: Scene, tmp_path: Path) -> None:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(("unit", "ends"), [("cosine", (-1, 1)), ("", (0.25, 0.5))])
+@pytest.mark.parametrize(("unit", "ends"), [("cosine", (-1, 1)), ("", (0.0, 0.5))])
 def test_cosine_has_the_same_colour_in_every_plot(unit: str, ends: tuple[float, float]) -> None:
-    """Two adapters that hardly agree are pale; other numbers take all colours between the least and the largest."""
+    """Two adapters that hardly agree are pale; other numbers have colours from 0, so that no noise looks like structure."""
     figure = pytest.importorskip("matplotlib.figure").Figure()
     ax = figure.subplots()
     cells = [{"row": 0, "column": n, "values": {"x": value}} for n, value in enumerate((0.25, 0.5))]
@@ -461,7 +466,7 @@ def test_page_that_cannot_be_written_is_refused_before_the_work(
         (["--html", tmp_path / "none" / "x.html"], "cannot be written there"), (["--plot", "x.bmp"], "cannot be a .bmp"),
         (["--html", tmp_path / "x.html", "--dry-run"], "nothing to show"), (["--html", other], "a file of another kind"),
         (["--report", other], "a file of another kind"), (["--plot", tmp_path / "x.png"], "a file of another kind"),
-        (["--html", "-"], "a file is wanted"), (["--report", "-"], "a file is wanted"),
+        (["--html", "-"], "the report is a file, not a stream"), (["--report", "-"], "the report is a file, not a stream"),
     ):  # fmt: skip
         code, _, said = run("merge", scene.base, scene.ink, "-o", out, *words)
         assert code == 2, words
@@ -484,44 +489,24 @@ def test_page_that_cannot_be_written_is_refused_before_the_work(
 
 
 @pytest.mark.parametrize(
-    ("name", "block", "kind"),
+    ("name", "kind"),
     [
-        ("model.diffusion_model.input_blocks.4.1.transformer_blocks.0.attn1.to_q.weight",
-         "model.diffusion_model.input_blocks.4", "attn1.to_q"),
-        ("lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q", "lora_unet_input_blocks_4", "attn1_to_q"),
-        ("model.layers.31.self_attn.q_proj.weight", "model.layers.31", "self_attn.q_proj"),
-        ("double_blocks.7.img_mlp.2.bias", "double_blocks.7", "img_mlp.#.bias"),
-        ("model.layers.3.mlp.experts.17.up_proj.weight", "model.layers.3", "mlp.experts.#.up_proj"),
+        ("model.diffusion_model.input_blocks.4.1.transformer_blocks.0.attn1.to_q.weight", "attn1.to_q"),
+        ("lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q", "attn1_to_q"),
+        ("model.layers.31.self_attn.q_proj.weight", "self_attn.q_proj"),
+        ("double_blocks.7.img_mlp.2.bias", "img_mlp.#.bias"),
+        ("model.layers.3.mlp.experts.17.up_proj.weight", "mlp.experts.#.up_proj"),
     ],
-)  # fmt: skip
-def test_weight_has_its_row_and_its_column(name: str, block: str, kind: str) -> None:
-    assert grid_places([name]) == {name: (block, kind)}
+)
+def test_weight_has_its_row_and_its_column(name: str, kind: str) -> None:
+    assert grid_places({name: "unet IN04"}) == {name: ("unet IN04", kind)}
 
 
-def test_blocks_are_in_the_order_of_their_numbers_under_short_names() -> None:
-    names = [f"model.layers.{n}.self_attn.q_proj.weight" for n in (10, 2, 1)]
-    rows = [block for block, _ in grid_places(names).values()]
-    assert rows == ["model.layers.1", "model.layers.2", "model.layers.10"]
-    assert [*block_labels(rows).values()] == ["layers.1", "layers.2", "layers.10"]
-
-
-@pytest.mark.parametrize(
-    ("names", "labels"),
-    [
-        (["a.layers.0", "b.c.resblocks.0", "model.…", "…"], ["layers.0", "resblocks.0", "model (the rest)", "(the rest)"]),
-        (["text.clip_l.a.b.c.layers.0", "text.clip_g.a.b.c.layers.11", "unet.middle_block.1"],
-         ["clip_l…layers.0", "clip_g…layers.11", "middle_block.1"]),
-        (["vae.decoder.up.0.block.1", "vae.encoder.down.0.block.1"], ["decoder.up.0.block.1", "encoder.down.0.block.1"]),
-        (["text_encoder.text_model.encoder.layers.0", "text_encoder_2.text_model.encoder.layers.0", "unet.mid_block"],
-         ["text_encoder…layers.0", "text_encoder_2…layers.0", "unet.mid_block"]),
-        (["lora_te1_text_model_encoder_layers_0", "lora_te2_text_model_encoder_layers_0", "lora_unet_input_blocks_4_1"],
-         ["te1…layers_0", "te2…layers_0", "unet_input_blocks_4_1"]),
-        (["lora_te1_layers_0", "lora_unet_input_blocks_4"], ["te1_layers_0", "unet_input_blocks_4"]),
-        (["model.layers.3"], ["model.layers.3"]), ([], []),
-    ],
-)  # fmt: skip
-def test_label_of_a_block_tells_it_from_all_others(names: list[str], labels: list[str]) -> None:
-    assert block_labels(names) == dict(zip(names, labels, strict=True))
+def test_rows_are_in_the_order_of_the_models_blocks() -> None:
+    """Those in no block come last."""
+    names = {f"model.layers.{n}.self_attn.q_proj.weight": f"model L{n:02d}" for n in (10, 2, 1)}
+    places = grid_places({"x.weight": "", **names}, ["model L01", "model L02", "model L10"])
+    assert [block for block, _ in places.values()] == ["model L01", "model L02", "model L10", "(the rest)"]
 
 
 def test_blocks_of_a_report_are_in_the_models_order(scene: Scene) -> None:
@@ -547,8 +532,8 @@ def test_page_of_jobs_links_to_the_outputs_that_are_there(scene: Scene, tmp_path
     (_, link, status, adapters, size_, *_), (_, name, failed, *_) = table["rows"]
     assert (link["href"], status, adapters) == ((tmp_path / "a.safetensors").as_uri(), "merged", "ink.safetensors 0.5×")
     assert size_ == (tmp_path / "a.safetensors").stat().st_size
-    assert (name, failed) == ("b.safetensors", "failed")
-    assert made["warnings"] == [f"{tmp_path / 'b.safetensors'}: file not found"]
+    assert (name, failed) == ("b.safetensors", "failed: file not found")
+    assert made["warnings"] == ["b.safetensors: file not found"]
 
 
 CLICKS = """
@@ -637,7 +622,7 @@ def many_jobs() -> list[dict[str, Any]]:
             "number": n,
             "status": "failed",
             "output": f"{n}.safetensors",
-            "error": {"what": "x" * 9000},
+            "error": {"what": f"{n} {'x' * 9000}"},
             "seconds": 0.0,
             "report": None,
             "schema": "lora-merge/job-report/1",
@@ -675,3 +660,72 @@ def test_page_with_room_leaves_nothing_out(scene: Scene) -> None:
     assert all(len(cell["names"]) == cell["count"] for cell in heat_map["cells"])
     assert all("spectrum" in weight for weight in heat_map["weights"].values())
     assert not any("Left out" in note for note in made["notes"])
+
+
+def _page(path: Path) -> Any:
+    return content(path.read_text(encoding="utf-8"))
+
+
+def test_page_begins_with_its_verdict(scene: Scene, tmp_path: Path) -> None:
+    page, out = tmp_path / "page.html", tmp_path / "o.safetensors"
+    for words, level, text in (
+        (["merge", scene.base, scene.ink, "-o", out], "good", "Merged and verified"),
+        (["merge", scene.base, f"{scene.ink}:0.000001", "-o", out], "warning", "Merged, but: "),
+        (["resize", scene.ink, "--rank", "2", "-o", out], "warning", "Written, but: "),
+        (["resize", scene.ink, "--rank", "4", "-o", out], "good", "100 % of the change (good) survives"),
+        (["compare", scene.ink, scene.oil], "good", "Independent"),
+        (["inspect", scene.base, scene.ink], "good", "The adapter fits"),
+    ):
+        written = ["--overwrite"] if "-o" in words else []
+        assert run(*words, "--html", page, *written).code == 0
+        assert _page(page)["verdict"]["level"] == level and text in _page(page)["verdict"]["text"], words
+
+
+def test_what_is_kept_and_what_is_lost_add_up(scene: Scene, tmp_path: Path) -> None:
+    """One measure in all tables and pictures of a page: shares of ‖ΔW‖²."""
+    page = tmp_path / "page.html"
+    assert run("resize", scene.ink, "--rank", "2", "-o", tmp_path / "o.safetensors", "--html", page).code == 0
+    made = _page(page)
+    tables, bars = ({part["title"]: part for part in made[kind]} for kind in ("tables", "bars"))
+    kept = {row[0]: row[-1] for row in tables["By block"]["rows"]}
+    assert {name: pytest.approx(1 - lost) for name, lost in bars["Lost by block"]["rows"]} == kept
+    assert not any(name == "residual" for name, _ in made["summary"])
+    assert "residual" not in {metric["key"] for metric in made["heat_maps"][0]["metrics"]}
+
+
+def test_curve_of_ranks_is_what_a_resize_keeps(scene: Scene, tmp_path: Path) -> None:
+    facts = inspect(scene.ink, weights=True)
+    (curve,) = pages.content(facts)["curves"]
+    for rank, share in curve["rows"]:
+        out = tmp_path / f"{rank}.safetensors"
+        assert lora_merge.resize(scene.ink, out, rank=rank).energy == pytest.approx(share, abs=1e-3)
+    assert curve["rows"][-1][0] == 4
+
+
+def test_batch_is_a_grid_with_its_failures_in_red(scene: Scene, tmp_path: Path) -> None:
+    """The reason is in the row, in the cell and once on top; a failed job has its adapters too."""
+    (tmp_path / "bad.safetensors").write_bytes(b"nothing")
+    for lora in (scene.ink, scene.oil):
+        (tmp_path / lora.name).write_bytes(lora.read_bytes())
+    (tmp_path / "jobs.yaml").write_text(
+        f"version: 1\njobs: [{{base: '{scene.base}', adapters: [{{path: '{{a}}.safetensors', strength: '{{s}}'}}], "
+        "matrix: {a: [ink, oil, bad], s: [0.5, 1.0]}, output: 'out/{a}-{s}.safetensors'}]\n"
+    )
+    page = tmp_path / "page.html"
+    assert run("batch", tmp_path / "jobs.yaml", "--html", page, "-q").code == 7
+    made = _page(page)
+    grid, jobs = made["tables"]
+    why = "not a valid .safetensors file"
+    assert made["verdict"] == {"level": "bad", "text": f"2 of 6 jobs failed: {why}"}
+    assert len(made["warnings"]) == 1 and why in made["warnings"][0]
+    assert [column["title"] for column in grid["columns"]] == ["adapter", "0.5×", "1×"]
+    levels = {row[0]: [cell["level"] for cell in row[1:]] for row in grid["rows"]}
+    assert levels == {"ink.safetensors": ["", ""], "oil.safetensors": ["", ""], "bad.safetensors": ["bad", "bad"]}
+    failed = [row for row, mark in zip(jobs["rows"], jobs["marks"], strict=True) if mark == "bad"]
+    assert [(row[2], row[3]) for row in failed] == [(f"failed: {why}", f"bad.safetensors {s}×") for s in ("0.5", "1")]
+
+
+def test_trigger_words_and_hashes_are_chips(scene: Scene) -> None:
+    made, facts = pages.content(inspect(scene.ink)), inspect(scene.ink)
+    chips = [chip["text"] for chip in made["chips"]]
+    assert chips == ["ohwx", *facts["hashes"].values()]

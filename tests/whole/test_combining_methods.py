@@ -235,7 +235,7 @@ def test_weight_whose_changes_take_more_than_the_limit_is_refused_from_headers(t
     options: Any = {"method": "ties", "density": 0.5, "overwrite": True}
     with pytest.raises(ResourceError, match="all changes of a weight at once") as told:
         lora_merge.plan(files[0], [files[1]] * 2, tmp_path / "o.safetensors", max_memory="8MiB", **options)
-    enough = told.value.fix.removeprefix("give --max-memory ")
+    enough = told.value.fix.removeprefix("give max_memory=").strip('"')
     assert lora_merge.merge(files[0], [files[1]] * 2, tmp_path / "o.safetensors", max_memory=enough, **options)
     assert lora_merge.merge(files[0], [files[1]] * 2, tmp_path / "p.safetensors", max_memory="8MiB")
 

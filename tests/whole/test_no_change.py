@@ -110,7 +110,7 @@ def test_alpha_of_zero_is_refused_from_the_plan_and_the_setting_answers(base: Pa
         lambda **kw: lora_merge.resize(zero, out, rank=1, overwrite=True, **kw),
     ]
     for command in commands:
-        with pytest.raises(NoChange, match=r"lora_alpha = 0[\s\S]*--setting lora_alpha=VALUE") as caught:
+        with pytest.raises(NoChange, match=r'lora_alpha = 0[\s\S]*setting=\{"lora_alpha": VALUE\}') as caught:
             command()
         assert caught.value.exit_code == 4 and not out.exists()
     for command in commands:

@@ -25,7 +25,7 @@ CONVERT: Final = "merge with PEFT's own merge_and_unload(), or save the adapter 
 NEEDS_INPUT: Final = "what it adds depends on the input, so no fixed weight does the same"
 TRAIN_AGAIN: Final = "keep it as a separate adapter at inference; it has no merged form"
 CHANGED_BASE: Final = (
-    "the weights it was trained on are not those of the base, and the file does not hold the difference"
+    "the weights it was trained on are not those of the base, and the file does not contain the difference"
 )
 RETAKE: Final = "take adapter_config.json from the training again"
 RESAVE: Final = (
@@ -35,7 +35,7 @@ RESAVE: Final = (
 UNKNOWN_ORDER: Final = (
     "its layers share vectors in the order in which the model's code lists them, which no file states"
 )
-ORDER_OF: Final = "put the base's config.json beside it, if that is missing; else "
+ORDER_OF: Final = "put the base's config.json next to it, if that is missing; else "
 
 REFUSED_LORA: Final[Mapping[str, tuple[str, str, str]]] = MappingProxyType(
     {
@@ -198,7 +198,7 @@ class PeftConfig:
         try:
             yield
         except Refused as e:
-            fix = "write out the modules that it stands for"
+            fix = "write out the modules that it matches"
             raise InputError(f"{name} holds a pattern that is {e}", f"{self.where}: {name}", fix) from e
 
     def version(self, default: str = "") -> tuple[int, ...]:

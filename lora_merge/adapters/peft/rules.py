@@ -156,7 +156,7 @@ class PeftRules:
             return None
         if candidates and not rows:
             what = f"peft_type is {self.kind}, the tensors are those of {' or '.join(candidates)}"
-            fix = "put the adapter_config.json of this adapter beside it"
+            fix = "put the adapter_config.json of this adapter next to it"
             raise InputError(what, f"{self.fields.where}: {module}", fix)
         return self.method.choose(self.fields, module, rows, weight, model)
 
@@ -313,7 +313,7 @@ TOKENS: Final = "rows of trained tokens"
 _LEAF: Final = r"(?P<leaf>weight|bias|in_proj_weight|in_proj_bias)"
 _TOKENS: Final = r"(?P<module>.*?)(?:\.token_adapter)?\.trainable_tokens"
 _FORMS: Final[tuple[tuple[str, Kind, str], ...]] = (
-    (r"(?P<module>.*)\.original_module\.(?P<leaf>.*)", "copy", "the untrained module beside a trained one"),
+    (r"(?P<module>.*)\.original_module\.(?P<leaf>.*)", "copy", "the untrained copy of a trained module"),
     (r"(?P<module>.*)\.modules_to_save\.(?:default\.)?(?P<leaf>.*)", "value", ""),
     (r"(?P<module>.*)\.ln_tuning_layers\.(?:default\.)?(?P<leaf>.*)", "value", ""),
     (rf"{_TOKENS}_delta(?:\.default)?(?P<leaf>)", "value", TOKENS),

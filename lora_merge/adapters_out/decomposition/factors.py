@@ -1,19 +1,23 @@
-"""From factors of ΔW: their triangles and a small SVD.
+"""Changes as products of two factors L R, in numpy: norms, inner products, sums, and a small SVD of their triangles.
 
 CholeskyQR2 (Yamamoto, Nakatsukasa, Yanagisawa and Fukaya 2015, doi:10.1137/140990450) takes products of matrices where
-QR takes reflections, which use a processor half as well. It is as exact where no column nearly repeats the others.
+QR takes reflections, which use a processor a tenth as well. It is as exact where no column nearly repeats the others.
+Torch's tensors on the host are arrays too.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Final, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, TypeAlias
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from ...engine.tensor_moves import host
-from ...engine.tensors import beside
+from ...errors import beyond_fp64
+from ..rounding import CANCELS as SINGLE
+from ..rounding import LEAST, WORK, Array, Distinct, Effect
 from .singular_triples import Triples, numeric_rank
 
 STORED_IN_16: Final = 1e-7
@@ -22,89 +26,158 @@ STORED_IN_16: Final = 1e-7
 CLEAN: Final = 1e3
 """The condition of a matrix in fp64 up to which one turn leaves its columns orthonormal to 1e-10: its square counts."""
 
-EVEN: Final = 2.0
-"""The condition of a matrix in fp32, for each of its columns, up to which one turn leaves these orthonormal to 1e-6."""
-
 DEFECT: Final = 0.1
 """By how much columns may be from orthonormal after the first of two turns; from then on, reflections are taken."""
+
+CANCELS: Final = MappingProxyType({np.dtype(np.float64): 1e-9, np.dtype(np.float32): SINGLE})
+"""Dtype → the share of the squares of all columns from which on the square of their sum has digits enough."""
+
+Like: TypeAlias = Any
+"""An array, or a tensor of torch on the host."""
+
+
+class Grams(NamedTuple):
+    """The products of all columns of L with each other, and of all rows of R: LᵀL and R Rᵀ [R, R]."""
+
+    columns: Array
+    rows: Array
+
+    @classmethod
+    @np.errstate(all="ignore")  # numbers that are too large are seen in their sum
+    def of(cls, left: Array, right: Array) -> Grams:
+        """Return those of two factors."""
+        return cls(left.T @ left, right @ right.T)
+
+    def squares(self) -> float:
+        """Return ‖L R‖²; NaN or infinity where it is too large for fp64."""
+        return max(float(np.einsum("ij,ij->", self.columns, self.rows, dtype=np.float64)), 0.0)  # which keeps NaN
+
+    def apart(self) -> float:
+        """Return the sum of the squares of all pairs of a column and a row: ‖L R‖² if none had anything in common."""
+        return float(np.vdot(self.columns.diagonal().astype(np.float64), self.rows.diagonal()))
+
+
+@np.errstate(all="ignore")
+def squares_of(left: Like, right: Like, grams: Grams | None = None) -> float:
+    """Return ‖L R‖². Where columns cancel, triangles from QR replace the products that lose half of the digits.
+    `grams`: those of L and R, where they are known."""
+    left, right = np.asarray(left), np.asarray(right)
+    out, cols = left.shape[0], right.shape[1]
+    if left.shape[1] * (out + cols) > out * cols:  # the product itself takes less than the products of pairs
+        return float(np.square(left @ right).sum())
+    grams = grams or Grams.of(left, right)
+    squares, whole = grams.squares(), grams.apart()
+    if squares > CANCELS[left.dtype] * whole or not whole or not math.isfinite(squares):
+        return squares
+    first, other = (np.linalg.qr(t.astype(np.float64)).R for t in (left, right.T))
+    return float(np.square(first @ other.T).sum())
+
+
+def inner(left: Array, right: Array, up: Array, down: Array) -> float:
+    """Return ⟨L R, B A⟩."""
+    return float(np.vdot(left.T @ up, right @ down.T))
+
+
+def inner_products(changes: Sequence[tuple[Array, Array]]) -> list[list[float]]:
+    """Return the inner products of all pairs of changes."""
+    return [[inner(*a, *b) for b in changes] for a in changes]
+
+
+@np.errstate(all="ignore")
+def effect_of_product(left: Like, right: Like) -> Effect:
+    """Return the effect of the product of two factors, by some of its rows."""
+    left, right = np.asarray(left), np.asarray(right)
+    step = max(1, len(left) // max(LEAST, WORK // max(right.size, 1)))
+    some = left[::step] @ right
+    return Effect(len(left) * right.shape[1], some.size, None, float(np.abs(some).max(initial=0)))
+
+
+def stacked(factors: Iterable[tuple[Like, Like]]) -> tuple[Array, Array]:
+    """Return pairs of factors side by side; those with the same right factor become one."""
+    distinct, rights, lefts = Distinct(), list[Array](), list[Array]()
+    for left, right in factors:
+        left, right = np.asarray(left), np.ascontiguousarray(right)
+        first = distinct.first(len(rights), right.reshape(-1).view(np.uint8).data, right.shape)
+        if first == len(rights):
+            rights.append(right)
+            lefts.append(left)
+        else:
+            lefts[first] = lefts[first] + left
+    return np.concatenate(lefts, 1), np.concatenate(rights, 0)
+
+
+@contextmanager
+def decomposing(name: str) -> Iterator[None]:
+    """Raise TooLarge, with the name of a layer, where the products of its numbers are too large for fp64."""
+    try:
+        yield
+    except Exception as e:
+        if type(e).__name__ == "LinAlgError":  # numpy's or torch's, which are no relatives
+            raise beyond_fp64(name) from e
+        raise
 
 
 class Triangle(NamedTuple):
     """A matrix as a product: Q = basis · turn has orthonormal columns, and R is triangular."""
 
-    basis: Tensor  # [n, m, r]
-    turn: Tensor  # [n, r, r]
-    r: Tensor  # [n, r, columns of the matrix]
+    basis: Array  # [m, r]
+    turn: Array  # [r, r]
+    r: Array  # [r, columns of the matrix]
 
 
-def of_factors(left: Tensor, right: Tensor, noise: float = 0.0) -> list[Triples]:
-    """Return the triples of n products L R, [n, out, R] and [n, R, cols], without forming them: R×R cores
-    are decomposed.
+@np.errstate(all="ignore")
+def of_factors(left: Like, right: Like, noise: float = 0.0) -> Triples:
+    """Return the triples of a product L R, [out, R] and [R, cols], without forming it: an R×R core is decomposed.
 
     `noise`: singular values up to this share of the largest one are left out, and rounding errors in any case.
     """
-    left, right = _balanced(left.double(), right.double())
-    first, other = triangle(left), triangle(right.mT)
-    u, s, v = torch.linalg.svd(first.r @ other.r.mT, full_matrices=False)
-    bound = max(left.shape[1], right.shape[2]) * 2.0**-52 * math.sqrt(max(left.shape[2], 1))
-    columns = []
-    for i, values in enumerate(s):
-        bases, turns = (first.basis[i], other.basis[i].mT), (first.turn[i] @ u[i], v[i] @ other.turn[i].mT)
-        whole = Triples(bases, turns, values, float(values.square().sum()))
-        columns.append(whole.first(numeric_rank(values.tolist(), max(bound, noise))))
-    return columns
+    left, right = _balanced(np.asarray(left, np.float64), np.asarray(right, np.float64))
+    first, other = triangle(left), triangle(right.T)
+    u, s, v = np.linalg.svd(first.r @ other.r.T, full_matrices=False)
+    bound = max(left.shape[0], right.shape[1]) * 2.0**-52 * math.sqrt(max(left.shape[1], 1))
+    turns = first.turn @ u, v @ other.turn.T
+    whole = Triples((first.basis, other.basis.T), turns, s, float(np.square(s).sum()))
+    return whole.first(numeric_rank(s.tolist(), max(bound, noise)))
 
 
-def orthonormal(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Q [n, m, r] with orthonormal columns and R, whose product is the matrix; r is its shorter side. R is in
-    fp64 on the host, as is all that is decomposed."""
-    basis, turn, r = triangle(matrix)
-    return basis @ turn, r
-
-
-def triangle(matrix: Tensor) -> Triangle:
-    """Return Q and R of a matrix: by one turn or two where its columns are independent, else by reflections."""
-    if matrix.shape[1] > matrix.shape[2] and (first := _turned(matrix)) is not None:
-        bound = CLEAN if matrix.dtype == torch.float64 else EVEN * matrix.shape[2]
-        if bool((clean := _condition(first) < bound).all()):
+def triangle(matrix: Array) -> Triangle:
+    """Return Q and R of a matrix in fp64: by one turn or two where its columns are independent, else by reflections."""
+    if matrix.shape[0] > matrix.shape[1] and (first := _turned(matrix)) is not None:
+        if np.linalg.norm(first.r) * np.linalg.norm(first.turn) < CLEAN:
             return first
         second = _turned(first.basis @ first.turn)
-        if second is not None and float((second.r - _identity(second.r)).abs().max()) < DEFECT:
-            second = second._replace(r=second.r @ first.r)
-            return Triangle(*(chosen(clean, part, other) for part, other in zip(first, second, strict=True)))
-    q, r = torch.linalg.qr(host(matrix, torch.float64))
-    identity = _identity(r[..., : r.shape[-2]]).expand(len(q), -1, -1)
-    return Triangle(beside(q.to(matrix.dtype), matrix), beside(identity.to(matrix.dtype), matrix), r)
+        if second is not None and np.abs(second.r - np.eye(len(second.r))).max() < DEFECT:
+            return second._replace(r=second.r @ first.r)
+    q, r = np.linalg.qr(matrix)
+    return Triangle(q, np.eye(q.shape[1]), r)
 
 
-def _turned(matrix: Tensor) -> Triangle | None:
+def _turned(matrix: Array) -> Triangle | None:
     """Return M, R⁻¹ and R with RᵀR = MᵀM; None where M has no such triangle."""
-    lower, info = torch.linalg.cholesky_ex(host(matrix.mT @ matrix, torch.float64))
-    if bool(info.any()):
+    root = root_of(matrix.T @ matrix)
+    return None if root is None else Triangle(matrix, root.inverse.T, root.lower.T)
+
+
+class Root(NamedTuple):
+    """C and C⁻¹ with C Cᵀ = M."""
+
+    lower: Array
+    inverse: Array
+
+
+def root_of(gram: Array) -> Root | None:
+    """Return the triangular root of a Gram matrix; None where it has none in these digits."""
+    try:
+        lower = np.linalg.cholesky(gram)
+        inverse = np.linalg.inv(lower)
+    except np.linalg.LinAlgError:
         return None
-    inverse = torch.linalg.solve_triangular(lower, _identity(lower), upper=False)
-    if not bool(torch.isfinite(inverse).all()):
-        return None
-    return Triangle(matrix, beside(inverse.mT.to(matrix.dtype), matrix), lower.mT)
+    return Root(lower, inverse) if np.isfinite(inverse).all() else None
 
 
-def chosen(which: Tensor, first: Tensor, other: Tensor) -> Tensor:
-    """Return of each pair of matrices the one that a truth value [n] on the host says."""
-    return torch.where(beside(which, first)[:, None, None], first, other) if bool(which.any()) else other
-
-
-def _condition(factor: Triangle) -> Tensor:
-    """Return a bound of the condition of each matrix."""
-    sizes: list[Tensor] = [torch.linalg.vector_norm(t, dim=(1, 2)) for t in (factor.r, host(factor.turn))]
-    return sizes[0] * sizes[1]
-
-
-def _identity(like: Tensor) -> Tensor:
-    return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
-
-
-def _balanced(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+def _balanced(left: Array, right: Array) -> tuple[Array, Array]:
     """Return the factors with columns of L and rows of R of equal length: badly scaled pairs would lose digits."""
-    a, b = left.norm(dim=1, keepdim=True), right.norm(dim=2, keepdim=True).mT
-    ratio = torch.where((a > 0) & (b > 0), (b / a).sqrt(), torch.ones_like(a))
-    return left * ratio, right / ratio.mT
+    a, b = np.linalg.norm(left, axis=0), np.linalg.norm(right, axis=1)
+    some = (a > 0) & (b > 0)
+    ratio = np.sqrt(np.divide(b, a, out=np.ones_like(a), where=some))
+    return left * ratio, right / ratio[:, None]

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ...engine.tensor_moves import Placement, host, stage
-from .factors import chosen, orthonormal
+from ...engine.tensors import beside
+from .factors import CLEAN, DEFECT
 from .singular_triples import Triples
 
 EXCESS: Final = 1e-3
@@ -39,6 +40,9 @@ GROWS: Final = 0.9
 
 FAR: Final = 5.0
 """How much larger a block may be than what a basis leaves of it, so that this is orthogonal to the basis at once."""
+
+EVEN: Final = 2.0
+"""The condition of a matrix in fp32, for each of its columns, up to which one turn leaves these orthonormal to 1e-6."""
 
 WIDTH: Final = 40
 """Columns of a block where the rank is not known before."""
@@ -192,5 +196,61 @@ def _triples(item: _Item, left: Tensor, right: Tensor) -> Triples | None:
     if item.core is None or item.rank is None:
         return None
     u, s, v = torch.linalg.svd(item.core, full_matrices=False)
-    bases = (host(left[:, : len(item.core)]), host(right[: item.core.shape[1]]))
-    return Triples(bases, (u, v), s, item.squares).first(item.rank)
+    bases = (host(left[:, : len(item.core)]).numpy(), host(right[: item.core.shape[1]]).numpy())
+    return Triples(bases, (u.numpy(), v.numpy()), s.numpy(), item.squares).first(item.rank)
+
+
+class Triangles(NamedTuple):
+    """Matrices as products: Q = basis · turn has orthonormal columns, and R is triangular."""
+
+    basis: Tensor  # [n, m, r]
+    turn: Tensor  # [n, r, r]
+    r: Tensor  # [n, r, columns of the matrix]
+
+
+def orthonormal(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Q [n, m, r] with orthonormal columns and R, whose product is the matrix; r is its shorter side. R is in
+    fp64 on the host, as is all that is decomposed."""
+    basis, turn, r = _triangle(matrix)
+    return basis @ turn, r
+
+
+def _triangle(matrix: Tensor) -> Triangles:
+    """Return Q and R of a matrix: by one turn or two where its columns are independent, else by reflections."""
+    if matrix.shape[1] > matrix.shape[2] and (first := _turned(matrix)) is not None:
+        bound = CLEAN if matrix.dtype == torch.float64 else EVEN * matrix.shape[2]
+        if bool((clean := _condition(first) < bound).all()):
+            return first
+        second = _turned(first.basis @ first.turn)
+        if second is not None and float((second.r - _identity(second.r)).abs().max()) < DEFECT:
+            second = second._replace(r=second.r @ first.r)
+            return Triangles(*(chosen(clean, part, other) for part, other in zip(first, second, strict=True)))
+    q, r = torch.linalg.qr(host(matrix, torch.float64))
+    identity = _identity(r[..., : r.shape[-2]]).expand(len(q), -1, -1)
+    return Triangles(beside(q.to(matrix.dtype), matrix), beside(identity.to(matrix.dtype), matrix), r)
+
+
+def _turned(matrix: Tensor) -> Triangles | None:
+    """Return M, R⁻¹ and R with RᵀR = MᵀM; None where M has no such triangle."""
+    lower, info = torch.linalg.cholesky_ex(host(matrix.mT @ matrix, torch.float64))
+    if bool(info.any()):
+        return None
+    inverse = torch.linalg.solve_triangular(lower, _identity(lower), upper=False)
+    if not bool(torch.isfinite(inverse).all()):
+        return None
+    return Triangles(matrix, beside(inverse.mT.to(matrix.dtype), matrix), lower.mT)
+
+
+def chosen(which: Tensor, first: Tensor, other: Tensor) -> Tensor:
+    """Return of each pair of matrices the one that a truth value [n] on the host says."""
+    return torch.where(beside(which, first)[:, None, None], first, other) if bool(which.any()) else other
+
+
+def _condition(factor: Triangles) -> Tensor:
+    """Return a bound of the condition of each matrix."""
+    sizes: list[Tensor] = [torch.linalg.vector_norm(t, dim=(1, 2)) for t in (factor.r, host(factor.turn))]
+    return sizes[0] * sizes[1]
+
+
+def _identity(like: Tensor) -> Tensor:
+    return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -100,8 +101,8 @@ def exactly(change: RowMatrix, rule: Rule | None, squares: float, at: Placement 
         return _decomposed(_stacked([change], at)[0], squares)
     leading = vectors.flip(1)[:, :rank]
     other = host(_times(leading, change, at)).div_(values[:rank, None] if wide else values[:rank])
-    leading, identity = host(leading), torch.eye(rank, dtype=torch.float64)
-    return Triples((leading, other) if wide else (other, leading.mT), (identity, identity), values[:rank], squares)
+    first, last, identity = host(leading).numpy(), other.numpy(), np.eye(rank)
+    return Triples((first, last) if wide else (last, first.T), (identity, identity), values[:rank].numpy(), squares)
 
 
 def _decomposed(matrix: Tensor, squares: float) -> Triples:
@@ -109,11 +110,11 @@ def _decomposed(matrix: Tensor, squares: float) -> Triples:
     long = matrix if matrix.shape[0] >= matrix.shape[1] else matrix.mT
     q, r = torch.linalg.qr(long)
     u, s, v = torch.linalg.svd(r)
-    q, u, s, v = map(host, (q, u, s, v))
-    identity = torch.eye(len(s), dtype=torch.float64)
+    q, u, s, v = (host(t).numpy() for t in (q, u, s, v))
+    identity = np.eye(len(s))
     if long is matrix:
         return Triples((q, v), (u, identity), s, squares)
-    return Triples((v.mT, q.mT), (identity, u.mT), s, squares)
+    return Triples((v.T, q.T), (identity, u.T), s, squares)
 
 
 def values_of(change: RowMatrix) -> Tensor:

@@ -174,7 +174,9 @@ def difference(pair: Pair, base: Side, tuned: Side, computed: str | None = None)
         sound = all(bool(finite(block).all()) for _, block in old.blocks())
         side, view = (tuned, pair.tuned) if sound else (base, view or pair.tuned)
         fix = or_leave_out("use another checkpoint of the training", pair.place.keys)
-        raise InputError("a weight holds NaN or infinite values", f"{side.index.path}: {view.row_slices[0].key}", fix)
+        raise InputError(
+            "a weight contains NaN or infinite values", f"{side.index.path}: {view.row_slices[0].key}", fix
+        )
     if bool(moved.any()) and "F64" in dtypes and not 0 < totals.squares < math.inf:
         raise beyond_fp64(pair.name, "large" if totals.squares else "small")
     return result if pair.fresh or bool(moved.any()) else None

@@ -15,10 +15,11 @@ from ...algorithms.lokr import LOKR
 from ...errors import FitError, InputError
 from ...models.experts import is_stack
 from ...models.part_factors import or_leave_out
-from ..combined_change import Cut, Delta, Storage
+from ..combined_change import Delta, Storage
 from ..copied_tensors import ModuleTensors, rounded_change, rounded_value
 from ..decomposition.matrix_svd import of_stack
 from ..decomposition.singular_triples import Triples
+from ..decomposition.stored_factors import Cut
 from ..dialects import COPIED, Dialect
 from ..form import STACKED, Form, matrix_form, vector_ending
 from ..groups import Place, Target

@@ -13,8 +13,10 @@ import torch
 
 from ...algorithms.lokr import LOKR
 from ...engine.row_matrix import RowMatrix
+from ...engine.tensor_moves import FILE_DTYPES
+from ..combined_change import tensor_of
 from ..decomposition.matrix_svd import of_dense
-from ..decomposition.storage_rounding import stored
+from ..decomposition.stored_factors import rounded
 from ..module_tensors import Layer
 from ..rank_rules import COUNT, Rule
 from ..rounding import squares_of_rows
@@ -47,14 +49,14 @@ def kronecker(change: RowMatrix, shape: tuple[int, ...], factor: int, dtype: tor
     kernel = prod(shape[2:])
     turned = _turned(change, (o1, o2), (i1, i2, kernel))
     squares = squares_of_rows(turned)
-    left, right = of_dense(turned, Rule(COUNT, 1), squares=squares).pair(1)
+    left, right = map(torch.from_numpy, of_dense(turned, Rule(COUNT, 1), squares=squares).pair(1))
     w1, w2 = left.reshape(o1, i1).to(dtype), right.reshape(o2, i2 * kernel)
     triples = of_dense(RowMatrix.of(w2))
     rank = choose(triples.values.tolist(), triples.squares)
     tensors = {"w1": w1.contiguous()}
     if rank < max(o2, i2) / 2:
-        up, down = stored(*triples.pair(rank), dtype)
-        tensors |= {"w2_a": up.contiguous(), "w2_b": down.contiguous()}
+        up, down = (tensor_of(bits, dtype) for bits in rounded(*triples.pair(rank), FILE_DTYPES[dtype]))
+        tensors |= {"w2_a": up, "w2_b": down}
         whole = up.double() @ down.double()
     else:
         rank = 0

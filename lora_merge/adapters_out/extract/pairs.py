@@ -199,7 +199,7 @@ def _expect_alike(place: Place, view: WeightView, *, lenient: bool) -> str:
 def _fix(*, in_folder: bool) -> str:
     """Return the advice on parameters that differ. `in_folder`: whether a folder of PEFT holds them: new rows of
     embeddings, and new heads."""
-    folder = "write a folder of PEFT with --format peft -o FOLDER, " if in_folder else ""
+    folder = "write a PEFT folder with --format peft -o FOLDER, " if in_folder else ""
     return f"{ITS_BASE}, {folder}or leave them out: --unmatched skip"
 
 

@@ -28,9 +28,10 @@ from ...paths import names_folder, typed, with_ending
 from ...planning.checkpoint_cache import CheckpointCache
 from ...progress import Counting, Progress, unwatched
 from ...text import Note, listed, plural
-from ..combined_change import Delta, Storage, decomposing, expect_finite, shared_out
+from ..combined_change import Delta, Storage, expect_finite, shared_out
 from ..convert import entries_of, prefix_name
 from ..copied_tensors import ModuleTensors, rounded_value, stored_module
+from ..decomposition.factors import decomposing
 from ..decomposition.svd_memory import note
 from ..dialects import DIALECTS, Dialect
 from ..groups import Place
@@ -327,7 +328,7 @@ def _head_apart(extraction: Extraction, sides: tuple[Side, Side]) -> tuple[Pair 
         return head, []
     what = "the head has a weight of its own in the tuned checkpoint, and that of the embeddings in the base"
     if extraction.job.inputs.unmatched == "error":
-        raise FitError(what, head.name, "write a folder of PEFT with --format peft -o FOLDER, or drop it with "
+        raise FitError(what, head.name, "write a PEFT folder with --format peft -o FOLDER, or drop it with "
                        "--unmatched skip")  # fmt: skip
     return head, [Note(f"{what}; it is not written: {head.name}")]
 

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from ...files.checkpoint import Index
+from ...paths import input_name
 from ...planning.header_entries import TITLE
 from ...planning.recipe import KEY
 from ..job import FACTORS, WHOLE, AdapterJob
@@ -173,7 +174,7 @@ class Known:
             yield "modelspec.sai_model_spec", entries.get("modelspec.sai_model_spec", SPEC)
             yield TITLE, self.job.inputs.title or self.job.output.stem
         if self.job.command in ("combine", "average"):
-            yield "modelspec.merged_from", ", ".join(a.path.name for a in self.job.adapters)
+            yield "modelspec.merged_from", ", ".join(input_name(a.path) for a in self.job.adapters)
 
 
 def _common_value(values: Iterator[str]) -> str:

@@ -66,7 +66,7 @@ def expect_one(components: Iterable[str], what: str) -> None:
     """Raise UsageError for several components, which one folder cannot hold; `what` says where they are from."""
     names = sorted({*components})
     if len(names) > 1:
-        raise UsageError(f"a folder of PEFT is for one component, {what} {', '.join(names)}", "--include",
+        raise UsageError(f"a PEFT folder is for one component, {what} {', '.join(names)}", "--include",
                          f"write a folder for each: {' -o FOLDER, then '.join(f'--include {c}' for c in names)}"
                          " -o OTHER")  # fmt: skip
 
@@ -79,7 +79,7 @@ def config(modules: Sequence[StoredModule], before: Mapping[str, Any], places: S
     whole = sorted(whole_modules(((m.place, m.tensors) for m in modules), places))
     kinds = {m.layer.algorithm if m.layer.algorithm in PRODUCTS else FACTORS for m in modules if m.layer.rank}
     if len(kinds) > 1:
-        raise FitError("a folder of PEFT is for one algorithm", ", ".join(sorted(kinds)), TO_LORA)
+        raise FitError("a PEFT folder is for one algorithm", ", ".join(sorted(kinds)), TO_LORA)
     if kinds & {*PRODUCTS}:
         return _of_products(modules, before, places, whole)
     ranks = {m.place.module: m.layer.rank for m in modules if m.layer.rank}

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 KOHYA: Final = "use kohya or comfy"
 NO_FORM: Final = "without the base, PEFT has no place for the change of this bias"
-NO_DORA: Final = "without the base, a layer without DoRA has no form beside others that have it"
+NO_DORA: Final = "without the base, a layer without DoRA has no form if others have it"
 
 NAMES: Final = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 """Layers of an expert. The first two are one parameter in memory, which PEFT finds only where the third has factors
@@ -79,7 +79,7 @@ def new_biases(parameters: Sequence[Parameter], places: Places, to: Dialect, *, 
         return []
     if not to.folder:
         if any(to.endings["magnitude"] in m.endings for m in parameters):
-            raise FitError(f"{to.name} has no place for biases beside DoRA", changed[0].label, KOHYA)
+            raise FitError(f"{to.name} has no place for biases together with DoRA", changed[0].label, KOHYA)
         return []
     factored = {m.place.module for m in parameters if m.rank}
     whole = whole_modules(((m.place, m.endings) for m in parameters), places.values())
@@ -140,7 +140,8 @@ def _without_factors(parameters: Sequence[Parameter], places: Places, to: Dialec
     for module in (m.place.module for m in parameters if ending in m.endings and m.place.module not in factored):
         place = places.get((module, "weight"))
         if place is None or len(place.view.shape) < 2:
-            raise FitError(f"{to.name} has a place for the bias of a layer only beside factors of its weight", module,
+            raise FitError(f"{to.name} has a place for the bias of a layer only together with factors of its weight",
+                           module,
                            KOHYA)  # fmt: skip
         missing.append(place)
     return missing

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 """Ending → shape of a layer's tensors."""
 
-TO_LORA: Final = "bring it to LoRA: --algorithm lora, with --rank where it is not low-rank"
+TO_LORA: Final = "bring it to LoRA: --algorithm lora, with --rank if it is not low-rank"
 
 
 def shapes_of(module: StoredModule) -> dict[str, tuple[int, ...]]:

@@ -166,7 +166,7 @@ def from_bytes(codes: Tensor, dtype: str, scale: float = 1.0) -> Tensor:
         return _times(codes.view(torch.int8).float(), scale)
     last = last_byte(codes)
     if last > LAST[dtype]:
-        raise InvalidPart("a code stands for no finite number")
+        raise InvalidPart("a code means no finite value")
     return from_fp8(codes, dtype, scale, last)
 
 

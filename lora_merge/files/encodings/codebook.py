@@ -24,7 +24,7 @@ ROW: Final = "row"
 """Role of the scales of rows."""
 
 NUMBERS: Final = "a scale or a number of a table"
-FITTED: Final = "its tables or scales were fitted to the old numbers"
+FITTED: Final = "its tables or scales were fitted to the old values"
 
 
 @dataclass(frozen=True, eq=False)

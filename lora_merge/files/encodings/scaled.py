@@ -52,8 +52,6 @@ SCALES: Final = {"F32": "F32", "F16": "F16", "BF16": "BF16", "F8_E8M0": E8M0}
 CODE_DTYPES: Final = ("F8_E4M3", "F8_E5M2", "I8")
 TILE: Final = 128  # rows of the tiles in which cuBLAS wants the scales of blocks
 NEARLY_HALF: Final = 0.4  # of a step by which a number may be beyond the last code
-SURE: Final = 0.999  # of a bound, up to which no rounding matters
-
 COARSE: Final = {True: 2.0**-6, False: 0.8}
 """Whether codes are fp8 → the share of the range below which a scale is fitted again. A floating-point code is as exact
 anywhere in the range; a whole number is not."""
@@ -144,12 +142,9 @@ class Scaled(Encoding):
                 return {CODES: arithmetic.cut_to_bytes(drawn, self.dtype, self.ends)}
             codes = arithmetic.to_bytes(drawn, self.dtype, self.ends)
             return None if codes is None else {CODES: codes}
-        # Scales of blocks: mostly all of them stay.
         if self.rotation:
             values = arithmetic.rotated(values, self.rotation)
         blocks = self._blocks(values)
-        if (codes := self._codes_at_old_scales(blocks, parts, count)) is not None:
-            return {CODES: codes, SCALE: parts[SCALE]}
         # Each block keeps its scale, and zero point, or gets a new one by its smallest and largest number.
         low, high = self._ends(blocks)
         old, zeros = torch.ones_like(low) if self.new_scales else self._scale(parts, count).view(low.shape), {}
@@ -164,21 +159,6 @@ class Scaled(Encoding):
             levels = self._levels(blocks, scale[:, :, None, :, None])
         codes = arithmetic.cut_to_bytes(self._drawn(self._flat(levels, count), parts), self.dtype, self.ends)
         return {CODES: codes, SCALE: self._stored(scale, parts[SCALE], count), **zeros}
-
-    def _codes_at_old_scales(self, blocks: Tensor, parts: PartNumbers, count: int) -> Tensor | None:
-        """Return the codes of fp8 at the old scales where the largest level of all shows that these cover the numbers,
-        and the first row of each block that it is not too coarse; None if each block is to be looked at."""
-        if self.new_scales or self.zeros or self.dtype == "I8" or self.block[0] < TILE or DRAW in parts:
-            return None
-        from . import arithmetic
-
-        row = TABLE[self.dtype]
-        levels = self._levels(blocks, self._spread(self._scale(parts, count), count))
-        low, high = float(levels.amin()), float(levels.amax())
-        coarsest = float(arithmetic.largest_of_each(levels[:, :, 0]).min())
-        if max(-low, high) > SURE * row.room or SURE * coarsest < COARSE[True] * row.largest:
-            return None
-        return arithmetic.cut_to_fp8(self._flat(levels, count), self.dtype)
 
     def _levels(self, blocks: Tensor, scale: Tensor) -> Tensor:
         """Return the numbers of blocks over their scales; 0 if a scale is 0."""

@@ -124,7 +124,7 @@ class Fnuz(Encoding):
 
     dtype: str = ""
     name: ClassVar[str] = "fnuz"
-    decode_only: ClassVar[str] = "only some devices of AMD have these numbers"
+    decode_only: ClassVar[str] = "only some AMD devices have these values"
 
     def decode(self, parts: PartNumbers, first: int, count: int) -> Tensor:
         """Return the numbers in fp32."""
@@ -132,5 +132,5 @@ class Fnuz(Encoding):
 
         values = arithmetic.byte_values(self.dtype).index_select(0, parts[CODES].view(arithmetic.BYTE).int())
         if bool(values.isnan().any()):
-            raise InvalidPart("a code stands for no finite number")
+            raise InvalidPart("a code means no finite value")
         return values

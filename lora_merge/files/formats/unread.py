@@ -77,12 +77,13 @@ LONG: Final = 80
 FIX: Final = "merge into the unquantised model"
 
 LOADED: Final = (
-    "load the adapter beside the model, without a merge: nunchaku appends its factors to proj_down and proj_up, by"
+    "load the adapter together with the model, without a merge: nunchaku appends its factors to proj_down and "
+    "proj_up, by"
     " update_lora_params; or merge into the unquantised model"
 )
 """What to do instead of a merge into SVDQuant. https://github.com/nunchaku-tech/nunchaku."""
 
-UNMARKED: Final = "nvfp4 without a mark, whose scales may lie in tiles (ComfyUI) or row after row (ModelOpt)"
+UNMARKED: Final = "nvfp4 without a mark: its scales may be in tiles (ComfyUI) or row after row (ModelOpt)"
 
 MARKED: Final = (
     "give the folder with its config.json, or the file with ComfyUI's comfy_quant; or merge into the unquantised model"

@@ -79,7 +79,7 @@ def adapter_tensors(
         raise InputError("a GGUF adapter of a kind that is not read", f"{path}: {what}", UNCONVERTED)
     if INVOKED in values:
         raise InputError("an aLoRA adapter cannot be merged: it acts only after certain tokens", f"{path}: {INVOKED}",
-                         "serve the adapter beside the model")  # fmt: skip
+                         "serve the adapter together with the model")  # fmt: skip
     factors = [_named(info, family, config) for info in tensors.values()]
     named = {info.name: info for info in factors}
     if alpha:  # llama.cpp leaves the factor out where it is 0, or where no entry states it

@@ -52,7 +52,7 @@ def viewed(tensors: Mapping[str, StoredTensor], values: Mapping[str, Any]) -> Vi
     claims = [_claimed(info, family, config, values) for info in tensors.values()]
     view = {info.name: info for info, _ in claims}
     if len(view) < len(claims):
-        raise InputError("two tensors stand for one weight", str(claims[0][0].file), "convert the model again")
+        raise InputError("two tensors are the same weight", str(claims[0][0].file), "convert the model again")
     packed = {info.name: packing for info, packing in claims if packing is not None}
     return View(view, packed, config, GgufModel(arch, foreign, family))
 

@@ -177,7 +177,7 @@ def _compare(claim: ModuleClaim, planned: Sequence[_Planned], path: Path, shapes
         raise _disagreement(claim, path, "how often an adapter's module is applied", "twice", "once")
     for span in sorted({*applied, *claim.spans}):
         if span not in applied or span not in claim.spans:
-            raise _disagreement(claim, path, "where an adapter's module goes", _places(applied), _places(claim.spans))
+            raise _disagreement(claim, path, "what an adapter's module changes", _places(applied), _places(claim.spans))
         if not isclose(applied[span], claim.spans[span], rel_tol=CLOSE):
             raise _disagreement(claim, path, "how strongly an adapter's module is applied",
                                 f"{applied[span]:g} on {quoted(span.key)}", f"{claim.spans[span]:g}")  # fmt: skip

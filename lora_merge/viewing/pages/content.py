@@ -11,7 +11,7 @@ from ...paths import typed
 from ...report import ENLARGED
 from ...survival import MOST
 from ...text import json_text, plural
-from .heat_map import block_labels, grid_places
+from .heat_map import grid_places
 
 Values: TypeAlias = Mapping[str, Any]
 TableRow: TypeAlias = list[Any]
@@ -44,10 +44,13 @@ class Metric(NamedTuple):
     join: Callable[[Sequence[float]], float] = mean
 
 
+SURVIVES: Final = "survives"
+"""The title of the share of a change that is in an output."""
+
 CHANGED: Final = (
     Metric("ratio", "‖ΔW‖ / ‖W‖", "%"),
     Metric("change", "‖ΔW‖", join=root),
-    Metric("retained", "retained", "%"),
+    Metric("retained", SURVIVES, "%"),
     Metric("changed", "numbers that differ", "%"),
     Metric("noise", "noise / change", "%"),
     Metric("largest", "largest |ΔW|", join=max),
@@ -58,10 +61,13 @@ CHANGED: Final = (
 UNPICTURED: Final = (
     "One or both pictures are missing: a page has them of 2,000 weights at most. Vectors, and matrices of more than 16 "
     "million numbers that are no product of two factors, have no spectrum; changes whose formulas read the base's "
-    "weights have neither where the base is not named."
+    "weights have neither if the base is not named."
 )
 """Why a weight has no spectrum or histogram."""
 
+LEAST_LOSS: Final = 0.001  # a share that is worth a picture
+RANKS: Final = "Rank and share that survives"
+AXES: Final = ("rank of all layers", "share of the change that survives")
 CLICK: Final = "The stronger the colour, the larger. Click a cell for its weights."
 
 
@@ -72,12 +78,15 @@ class PageContent:
         self.data: dict[str, Any] = {
             "kind": kind,
             "title": title,
+            "verdict": {},
+            "chips": [],
             "summary": [],
             "warnings": [],
             "notes": [],
             "tables": [],
             "heat_maps": [],
             "bars": [],
+            "curves": [],
             "stages": [],
             "commands": [],
             "footer": "Made by lora-merge. This page makes no request.",
@@ -86,23 +95,40 @@ class PageContent:
     def summary(self, rows: Iterable[tuple[str, Any] | Fact]) -> None:
         """Add rows of the summary; those without a value are left out. Warnings and notes have places of their own."""
         for name, value, *_ in (row for row in rows if row[0]):
+            if name == "verdict":  # on top of the page
+                continue
             if name in ("warning", "note"):
                 self.data[f"{name}s"].append(str(value))
             elif value not in (None, "", [], {}, ()):
                 self.data["summary"].append([name, str(value)])
 
-    def table(
+    def verdict(self, level: str, text: str) -> None:
+        """Set the sentence on top of the page. `level`: good, warning or bad, which is its colour."""
+        self.data["verdict"] = {"level": level, "text": text}
+
+    def chip(self, label: str, text: str) -> None:
+        """Add a short text with a button to copy it."""
+        if text:
+            self.data["chips"].append({"label": label, "text": text})
+
+    def curve(self, title: str, of: tuple[str, str], points: Sequence[Sequence[float]], unit: str = "") -> None:
+        """Add a curve through points, if there are at least two; `of`: what its two axes show."""
+        if len(points) > 1:
+            self.data["curves"].append({"title": title, "of": [*of], "unit": unit, "rows": [[*p] for p in points]})
+
+    def table(  # noqa: PLR0913  # what a table may have
         self, title: str, columns: Sequence[Column], rows: Iterable[TableRow], *, first: bool = False,
-        details: Sequence[Values] = (),
+        details: Sequence[Values] = (), marks: Sequence[str] = (),
     ) -> None:  # fmt: skip
         """Add a sortable table, if it has rows. A column may have a unit, and `bar` for bars below its numbers:
         `longest` is the number of the longest one, else the largest of the column.
 
-        `first`: it comes before the pictures. `details`: the summary and the tables to which each row opens.
+        `first`: it comes before the pictures. `details`: the summary and the tables to which each row opens. `marks`:
+        the level of each row, which is its colour.
         """
         named = [{"title": c} if isinstance(c, str) else dict(c) for c in columns]
         if lines := list(rows):
-            opened = {"details": [*details]} if details else {}
+            opened = {**({"details": [*details]} if details else {}), **({"marks": [*marks]} if any(marks) else {})}
             self.data["tables"].append({"title": title, "columns": named, "rows": lines, "first": first, **opened})
 
     def bars(self, title: str, of: str, rows: Iterable[tuple[str, float | None]], unit: str = "") -> None:
@@ -111,27 +137,28 @@ class PageContent:
         if len(values) > 1:
             self.data["bars"].append({"title": title, "of": of, "unit": unit, "rows": values})
 
-    def heat_map(
-        self, title: str, text: str, metrics: Sequence[Metric], weights: Mapping[str, Values], of: str = "ΔW"
-    ) -> None:
-        """Add a heat map of weights, if there are several: block × kind of layer. `of`: what its pictures show."""
+    def heat_map(  # noqa: PLR0913, PLR0917  # the texts of a picture, and its numbers
+        self, title: str, text: str, metrics: Sequence[Metric], weights: Mapping[str, Values],
+        blocks: Iterable[str], of: str = "ΔW",
+    ) -> None:  # fmt: skip
+        """Add a heat map of weights, if there are several: block × kind of layer. `blocks`: in the model's order; `of`:
+        what its pictures show."""
         known = [m for m in metrics if any(numbers.get(m.key) is not None for numbers in weights.values())]
         if len(weights) < 2 or not known:
             return
-        at = grid_places(weights)
+        at = grid_places({name: numbers.get("block", "") for name, numbers in weights.items()}, blocks)
         rows, columns = list(dict.fromkeys(b for b, _ in at.values())), list(dict.fromkeys(k for _, k in at.values()))
         cells: dict[tuple[int, int], list[str]] = {}
         row_of, column_of = ({name: n for n, name in enumerate(names)} for names in (rows, columns))
         for name, (block, kind) in at.items():
             cells.setdefault((row_of[block], column_of[kind]), []).append(name)
-        labels = block_labels(rows)
         self.data["heat_maps"].append(
             {
                 "title": title,
                 "help": text,
                 "of": of,
                 "unpictured": UNPICTURED,
-                "rows": [labels[row] for row in rows],
+                "rows": rows,
                 "columns": columns,
                 "metrics": [{"key": m.key, "title": m.title, "unit": m.unit} for m in known],
                 "cells": [
@@ -161,10 +188,13 @@ class PageContent:
             self.data["notes"].append(f"the numbers of {hidden} are shown by part and by block alone")
         if any((measured["retained"] or 0) > MOST for measured in (every, *numbers["tensors"].values())):
             self.data["notes"].append(ENLARGED)
-        self.heat_map(title, CLICK, CHANGED, numbers["tensors"])
+        self.heat_map(title, CLICK, CHANGED, numbers["tensors"], numbers["blocks"])
         for kind, of in (("components", "part"), ("blocks", "block")):
             rows = [*numbers[kind].items()]
             self.bars(f"‖ΔW‖ / ‖W‖ by {of}", of, ((name, row["ratio"]) for name, row in rows), "%")
+            lost = [(name, 1 - min(kept, 1)) for name, row in rows if (kept := row["retained"]) is not None]
+            if any(share > LEAST_LOSS for _, share in lost):
+                self.bars(f"Lost to the output's dtype by {of}", of, lost, "%")
             metrics = [m for m in CHANGED if m.key in every]
             shown = {"retained": SHARE, "ratio": {"unit": "%", "bar": True}}
             columns = [{"title": m.title, **shown.get(m.key, {"unit": m.unit})} for m in metrics]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,10 +10,10 @@ from ...facts import between, counts_by_kind
 from ...models.blocks import in_order
 from ...text import plural
 from ..compare import compare_summary
+from ..file_verdict import top
 from ..hashes import hash_title
 from ..text import few, match_summary, metadata, summary, training_value
-from .content import CLICK, COSINE, Column, Metric, PageContent, Values, root
-from .heat_map import block_labels
+from .content import AXES, CLICK, COSINE, RANKS, Column, Metric, PageContent, Values, root
 from .preview import preview
 
 MEASURED: Final = (
@@ -49,7 +49,9 @@ def file_page(facts: Values) -> dict[str, Any]:
     page = PageContent("Adapter" if facts["kind"] == "adapter" else "Model", Path(facts["path"]).name)
     if match:
         page.data["title"] += f" + {Path(match['adapter']).name}"
-    page.summary(summary(facts))
+    if judged := facts.get("verdict"):
+        page.verdict(judged["level"], judged["text"])
+    page.summary((*(row for row in top(facts) if row.name != "trigger words"), *summary(facts)))  # these are chips
     page.data["notes"] += facts.get("notes", ())
     page.summary(match_summary(match) if match else ())
     page.table(
@@ -62,13 +64,17 @@ def file_page(facts: Values) -> dict[str, Any]:
         first=True,
     )
     trained = facts.get("trained") or {}
+    for word in trained.get("trigger_words") or ():
+        page.chip("trigger words", word)
+    for name, value in (facts.get("hashes") or {}).items():
+        page.chip(hash_title(name), value)
     page.data["image"] = preview(trained.get("preview") or {}, facts.get("metadata") or {})
-    lines = ([name.replace("_", " "), training_value(name, value)] for name, value in trained.items())
-    page.table("Training", ["fact", "value"], lines, first=True)
-    hashes = (facts.get("hashes") or {}).items()
-    page.table(
-        "Hashes, by which model sites find it", ["hash", "value"], ([hash_title(n), value] for n, value in hashes)
+    lines = (
+        [name.replace("_", " "), training_value(name, value)]
+        for name, value in trained.items()
+        if name != "trigger_words"
     )
+    page.table("Training", ["fact", "value"], lines, first=True)
     page.table(
         "Layers",
         ["names", "algorithm", "modules", "ranks", "alphas"],
@@ -84,7 +90,7 @@ def file_page(facts: Values) -> dict[str, Any]:
         page.table(
             "Blocks",
             ["block", "modules", "ranks", "alphas"],
-            ([name, b["modules"], between(b["ranks"]), between(b["alphas"])] for name, b in _labelled(blocks)),
+            ([name, b["modules"], between(b["ranks"]), between(b["alphas"])] for name, b in blocks.items()),
         )
     elif not match:
         if sizes := facts.get("sizes"):
@@ -99,14 +105,16 @@ def file_page(facts: Values) -> dict[str, Any]:
 def _changed(page: PageContent, numbers: Values) -> None:
     """Add pictures of how much an adapter changes, from its weights."""
     page.heat_map("What it changes, by block and layer", "At strength 1. Click a cell for its modules.", MEASURED,
-                  numbers["modules"])  # fmt: skip
-    page.bars("‖ΔW‖ by block", "block", _labelled(numbers["blocks"]))
+                  numbers["modules"], numbers["blocks"])  # fmt: skip
+    page.curve(RANKS, AXES, numbers.get("curve", ()), "%")
+    page.bars("‖ΔW‖ by block", "block", numbers["blocks"].items())
 
 
 def _sized(page: PageContent, sizes: Values) -> None:
     """Add pictures and tables of how large the weights of a model are."""
     matrices = {name: sized for name, sized in sizes["tensors"].items() if sized["dimensions"] > 1}
-    page.heat_map("How large its weights are, by block and layer", CLICK, SIZES, matrices, "W")
+    page.heat_map("How large its weights are, by block and layer", CLICK, SIZES, matrices, sizes["blocks"],
+                  "W")  # fmt: skip
     for kind, of in (("components", "part"), ("kinds", "kind of layer"), ("blocks", "block")):
         columns: list[Column] = [of, "numbers", *({"title": m.title, "bar": m.key == "rms"} for m in SIZES), "zeros"]
         rows = [[name, row["of"], *(row[m.key] for m in SIZES), row["zeros"]] for name, row in sizes[kind].items()]
@@ -130,6 +138,8 @@ def _matched(page: PageContent, facts: Values, match: Values) -> None:
 def comparison_page(result: Values) -> dict[str, Any]:
     """Return the content of the page of a comparison."""
     page = PageContent("Comparison", f"{Path(result['a']).name} ↔ {Path(result['b']).name}")
+    if judged := result.get("verdict"):
+        page.verdict(judged["level"], judged["text"])
     page.summary(compare_summary(result))
     (_alike if result["kind"] == "adapters" else _different)(page, result)
     whole = result.get("whole", {}).get("tensors", {})
@@ -154,8 +164,9 @@ def _alike(page: PageContent, result: Values) -> None:
         "Cosine 1: the same direction; 0: independent; −1: they fight. Click a cell for its modules.",
         ALIKE,
         result["modules"],
+        result["blocks"],
     )
-    rows = list(_labelled(result["blocks"]))
+    rows = list(result["blocks"].items())
     page.bars("Cosine by block", "block", ((name, row["cosine"]) for name, row in rows), COSINE)
     columns = [{"title": m.title, "unit": m.unit} for m in ALIKE]
     page.table("By block", ["block", *columns], ([name, *(row[m.key] for m in ALIKE)] for name, row in rows))
@@ -163,7 +174,7 @@ def _alike(page: PageContent, result: Values) -> None:
 
 def _different(page: PageContent, result: Values) -> None:
     page.heat_map("Where they differ, by block and layer", "Equal tensors are left out. Click a cell for its tensors.",
-                  DIFFERENT, result["tensors"], "B − A")  # fmt: skip
+                  DIFFERENT, result["tensors"], result["blocks"], "B − A")  # fmt: skip
     _blocks_that_differ(page, result["blocks"])
     page.bars(
         "Norm of the difference by block",
@@ -182,6 +193,11 @@ def _blocks_that_differ(page: PageContent, blocks: Values) -> None:
 def files_page(files: Sequence[Values]) -> dict[str, Any]:
     """Return the content of a page about several files: a table of all, then what the page of each would have."""
     page = PageContent("Files", plural(len(files), "file"))
+    levels = [facts.get("verdict", {}).get("level", "good") for facts in files]
+    bad = sum(level == "bad" for level in levels)
+    worst = next((level for level in ("bad", "warning") if level in levels), "good")
+    sound = "all are sound" if worst == "good" else f"{bad} of them do not fit" if bad else "some have warnings"
+    page.verdict(worst, f"{plural(len(files), 'file')}: {sound}.")
     page.table(
         "Files",
         [
@@ -196,13 +212,15 @@ def files_page(files: Sequence[Values]) -> dict[str, Any]:
         ],
         (_file_row(f) for f in files),
         first=True,
+        marks=["" if level == "good" else level for level in levels],
     )
     for name, single in zip(map(_pair_title, files), map(file_page, files), strict=True):
         page.table(f"{name}: summary", ["fact", "value"], single["summary"])
-        for kind in ("tables", "heat_maps", "bars"):
+        for kind in ("tables", "heat_maps", "bars", "curves"):
             page.data[kind] += [{**part, "title": f"{name}: {part['title']}", "first": False} for part in single[kind]]
         for kind in ("warnings", "notes"):
             page.data[kind] += [f"{name}: {text}" for text in single[kind]]
+        page.data["chips"] += [{**part, "label": f"{name}: {part['label']}"} for part in single["chips"]]
         page.data["commands"] += [{**part, "label": f"{name}: {part['label']}"} for part in single["commands"]]
     return page.data
 
@@ -218,12 +236,3 @@ def _file_row(facts: Values) -> list[Any]:
     made_for = facts.get("architecture") or facts.get("made_for")
     return [facts["path"], facts["kind"], made_for, match.get("adapter"), match.get("matched"), match.get("total"),
             facts["tensors"], facts["bytes"]]  # fmt: skip
-
-
-def _short(names: Mapping[str, Any]) -> list[str]:
-    labels = block_labels(names)
-    return [labels[name] for name in names]
-
-
-def _labelled(rows: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
-    return zip(_short(rows), rows.values(), strict=True)

@@ -63,12 +63,12 @@ def _shortened(content: Mapping[str, Any], level: Level, left: list[str]) -> dic
     if content["image"] and not level.pictures:
         left.append("the preview picture")
         shorter["image"] = ""
-    for name in ("warnings", "notes", "summary"):
+    for name in ("warnings", "notes", "summary", "chips"):
         shorter[name] = _first(content[name], level.rows, name, left)
     if not level.pictures and any("details" in item for item in content["tables"]):
         left.append("what the rows of tables open to")
         content = {**content, "tables": [{k: v for k, v in t.items() if k != "details"} for t in content["tables"]]}
-    for name in ("tables", "bars"):
+    for name in ("tables", "bars", "curves"):
         shorter[name] = [{**item, "rows": _first(item["rows"], level.rows, f"rows of “{item['title']}”", left)}
                       for item in content[name]]  # fmt: skip
     shorter["heat_maps"] = [_map(item, level, left) for item in content["heat_maps"]]

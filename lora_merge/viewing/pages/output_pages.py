@@ -9,15 +9,15 @@ from typing import Any, Final
 
 from ...facts import strengths
 from ...report import merge_rows
-from ...text import plural
+from ...survival import ENOUGH, grade, judged
+from ...text import listed, plural
 from ..json_schemas import kind_of
-from .content import CLICK, SHARE, Column, Metric, PageContent, Values, root
-from .heat_map import block_labels
+from .content import AXES, CLICK, LEAST_LOSS, RANKS, SHARE, SURVIVES, Column, Metric, PageContent, Values, root
 
 LAYER_METRICS: Final = (
     Metric("ratio", "‖ΔW‖ / ‖W‖", "%"),
     Metric("norm", "‖ΔW‖", join=root),
-    Metric("residual", "what is lost", "%"),
+    Metric("energy", SURVIVES, "%"),
     Metric("changed", "numbers that are not zero", "%"),
     Metric("largest", "largest |ΔW|", join=max),
     Metric("rank", "rank", join=max),
@@ -33,6 +33,7 @@ def merge_page(facts: Values) -> dict[str, Any]:
     """Return the content of the page of a merge."""
     page = PageContent("Merge", Path(facts["output"]).name)
     page.summary(merge_rows(facts, verbose=True))
+    page.verdict(*_merged(facts, page.data["warnings"]))
     _adapters(page, facts)
     page.change(facts["numbers"], "What changed, by block and layer")
     page.table(
@@ -46,10 +47,20 @@ def merge_page(facts: Values) -> dict[str, Any]:
     )
     page.data["stages"] = _stages(facts)
     _commands(page, facts, "--full")
-    page.command("Take the adapters out of it, where the base is lost:", "lora-merge", "unmerge", facts["output"],
+    page.command("Take the adapters out of it, if the base is lost:", "lora-merge", "unmerge", facts["output"],
                  "-o", _beside(facts["output"], "without"), *_searched(facts))  # fmt: skip
     page.recipe(facts.get("recipe"))
     return page.data
+
+
+def _merged(facts: Values, warnings: Sequence[str]) -> tuple[str, str]:
+    """Return the verdict about a merge: its level, and the sentence."""
+    if warnings:
+        return "warning", f"Merged, but: {warnings[0]}"
+    changed = f"{facts['changed']} of {facts['tensors']} tensors changed"
+    if not facts["verified"]:
+        return "warning", f"Merged, and not verified: {changed}."
+    return "good", f"Merged and verified: {changed}."
 
 
 def _adapters(page: PageContent, facts: Values) -> None:
@@ -60,7 +71,7 @@ def _adapters(page: PageContent, facts: Values) -> None:
     known = [{**sampled.get(name, {}), **(measures or {})} for (name, _), measures in zip_longest(rows, measured)]
     page.table(
         "Adapters",
-        ["adapter", "strength", "modules matched", "of", "‖ΔW‖", {"title": "retained", **SHARE}],
+        ["adapter", "strength", "modules matched", "of", "‖ΔW‖", {"title": SURVIVES, **SHARE}],
         (
             [
                 name,
@@ -108,7 +119,9 @@ def adapter_page(facts: Values) -> dict[str, Any]:
     from ...adapters_out.report import adapter_rows  # numpy
 
     page, every = PageContent("Adapter", Path(facts["output"]).name), facts["numbers"].get("all", {})
-    page.summary(row for row in adapter_rows(facts, verbose=True) if row.name)
+    rows = [row for row in adapter_rows(facts, verbose=True) if row.name and row.name != "residual"]
+    page.summary(rows)  # the residual is another measure of what survives
+    page.verdict(*_written(facts, page.data["warnings"]))
     norms = every.get("adapters") or [{"change": every.get("norm")}]  # of extract and convert, which have one input
     page.table(
         "Inputs",
@@ -121,7 +134,9 @@ def adapter_page(facts: Values) -> dict[str, Any]:
     )
     before = {name: {**row, "rank_before": row.get("rank_before") or None} for name, row in facts["layers"].items()}
     known = _informative(LAYER_METRICS, before)
-    page.heat_map("What it changes, by block and layer", CLICK, known, before)
+    page.heat_map("What it changes, by block and layer", CLICK, known, before,
+                  facts["numbers"].get("blocks", ()))  # fmt: skip
+    page.curve(RANKS, AXES, facts["numbers"].get("curve", ()), "%")
     _by_block(page, facts["numbers"])
     page.data["stages"] = _stages(facts)
     page.table(
@@ -132,6 +147,15 @@ def adapter_page(facts: Values) -> dict[str, Any]:
     _commands(page, facts)
     page.recipe(facts.get("recipe"))
     return page.data
+
+
+def _written(facts: Values, warnings: Sequence[str]) -> tuple[str, str]:
+    """Return the verdict about an adapter that was written: its level, and the sentence."""
+    if warnings:
+        return "warning", f"Written, but: {warnings[0]}"
+    checked = "Written and verified" if facts["verified"] else "Written, and not verified"
+    sound = facts["verified"] and grade(facts["energy"]).least >= ENOUGH
+    return "good" if sound else "warning", f"{checked}: {judged(facts['energy'], 'the change')} survives."
 
 
 def _informative(metrics: Sequence[Metric], rows: Values) -> list[Metric]:
@@ -166,17 +190,17 @@ def _by_block(page: PageContent, numbers: Values) -> None:
     """Add how large the change of each part and block is, and how much of it is kept."""
     for kind, of in (("components", "part"), ("blocks", "block")):
         blocks = numbers.get(kind, {})
-        labels = block_labels(blocks)
         known = _informative(BLOCK_METRICS, blocks)
+        lost = [(name, 1 - row["energy"]) for name, row in blocks.items()]
+        if any(share > LEAST_LOSS for _, share in lost):
+            page.bars(f"Lost by {of}", of, lost, "%")
         for m in known[:1]:
-            page.bars(
-                f"{m.title} by {of}", of, ((labels[name], row.get(m.key)) for name, row in blocks.items()), m.unit
-            )
+            page.bars(f"{m.title} by {of}", of, ((name, row.get(m.key)) for name, row in blocks.items()), m.unit)
         if len(blocks) > 1:
             columns = [{"title": m.title, "unit": m.unit, "bar": m in known[:1]} for m in known]
-            rows = [[labels[name], row["layers"], *(row.get(m.key) for m in known), row["energy"]]
+            rows = [[name, row["layers"], *(row.get(m.key) for m in known), row["energy"]]
                     for name, row in blocks.items()]  # fmt: skip
-            page.table(f"By {of}", [of, "layers", *columns, {"title": "energy kept", **SHARE}], rows)
+            page.table(f"By {of}", [of, "layers", *columns, {"title": SURVIVES, **SHARE}], rows)
 
 
 def batch_page(ended: Sequence[Values]) -> dict[str, Any]:
@@ -185,10 +209,70 @@ def batch_page(ended: Sequence[Values]) -> dict[str, Any]:
 
     page = PageContent("Batch", plural(len(ended), "job"))
     page.summary(batch_rows(ended, len(ended)))
-    page.data["warnings"] = [f"{job['output']}: {text}" for job in ended for text in _warnings(job)]
     jobs = sorted(ended, key=lambda job: int(job["number"]))
-    page.table("Jobs", JOBS, map(_job, jobs), details=[*map(_opened, jobs)])
+    reasons = _grouped(jobs)
+    page.data["warnings"] = [f"{listed(dict.fromkeys(names), NAMED)}: {text}" for text, names in reasons.items()]
+    levels = [*map(_level, jobs)]
+    failed, sound = levels.count("bad"), plural(len(jobs), "job")
+    if failed:
+        page.verdict("bad", f"{failed} of {sound} failed: {next(iter(reasons), 'another process is at it')}")
+    elif reasons:
+        page.verdict("warning", f"All of {sound} are done, but: {next(iter(reasons))}")
+    else:
+        page.verdict("good", f"All of {sound} are done.")
+    page.table(*_grid(jobs), first=True)
+    page.table("Jobs", JOBS, map(_job, jobs), details=[*map(_opened, jobs)],
+               marks=["" if level == "good" else level for level in levels])  # fmt: skip
     return page.data
+
+
+def _level(job: Values) -> str:
+    """Return the level of a job: bad without an output, warning if its report has warnings."""
+    if job["status"] not in DONE:
+        return "bad"
+    return "warning" if [*_warnings(job)] else "good"
+
+
+DONE: Final = ("merged", "made", "skipped")
+NAMED: Final = 3  # outputs that a reason of several jobs names
+
+
+def _grouped(jobs: Sequence[Values]) -> dict[str, list[str]]:
+    """Return why jobs failed, and their warnings: text → the outputs that it is about, failures first."""
+    texts: dict[str, list[str]] = {}
+    for job in sorted(jobs, key=lambda job: job["status"] in DONE):
+        for text in _warnings(job):
+            texts.setdefault(text, []).append(Path(job["output"]).name)
+    return texts
+
+
+def _grid(jobs: Sequence[Values]) -> tuple[str, Sequence[Column], list[list[Any]]]:
+    """Return title, columns and rows of a table adapter × strength; without rows if the jobs are no such matrix."""
+    cells: dict[tuple[str, str], Values] = {}
+    for job in jobs:
+        adapters = job.get("adapters") or []
+        if len(adapters) != 1:
+            return "", (), []
+        cells[adapters[0]["name"], f"{adapters[0]['strength']:g}×"] = job
+    names, strengths_of = (list(dict.fromkeys(key[n] for key in cells)) for n in (0, 1))
+    whole = len(cells) == len(jobs) == len(names) * len(strengths_of)
+    if not whole or min(len(names), len(strengths_of)) < MATRIX:
+        return "", (), []
+    rows = [[name, *(_cell(cells[name, strength]) for strength in strengths_of)] for name in names]
+    return "Adapters and strengths", ("adapter", *strengths_of), rows
+
+
+MATRIX: Final = 2  # rows and columns from which jobs are a matrix
+
+
+def _cell(job: Values) -> dict[str, str]:
+    """Return the cell of a job: a link to its output, or why it failed."""
+    if error := job.get("error"):
+        return {"text": f"✗ {error['what']}", "level": "bad"}
+    if job["status"] not in DONE:
+        return {"text": f"✗ {job['status']}", "level": "bad"}
+    sound = "" if _level(job) == "good" else "warning"
+    return {"text": f"✓ {job['status']}", "href": Path(job["output"]).absolute().as_uri(), "level": sound}
 
 
 def _opened(job: Values) -> dict[str, Any]:
@@ -212,11 +296,13 @@ def _warnings(job: Values) -> Iterator[str]:
         yield error["what"]
     if (report := job.get("report")) and kind_of(report) == "report":
         yield from (row.value for row in merge_rows(report) if row.name in ("warning", "cut"))
+    elif report and (warning := (report.get("survival") or {}).get("warning")):
+        yield warning
 
 
 JOBS: Final[Sequence[Column]] = (
     "job", "output", "status", "adapters", {"title": "size", "unit": "B"}, {"title": "time", "unit": "s", "bar": True},
-    {"title": "‖ΔW‖ / ‖W‖", "unit": "%"}, {"title": "retained", "unit": "%"},
+    {"title": "‖ΔW‖ / ‖W‖", "unit": "%"}, {"title": SURVIVES, "unit": "%"},
 )  # fmt: skip
 
 
@@ -224,10 +310,12 @@ def _job(job: Values) -> list[Any]:
     """Return the row of a job. An output that is there is a link."""
     report = job.get("report") or {}
     every, path = (report.get("numbers") or {}).get("all") or {}, Path(job["output"])
-    written = job["status"] in ("merged", "made", "skipped")
+    written = job["status"] in DONE
     output = {"text": path.name, "href": path.absolute().as_uri()} if written else path.name
     adapters = ", ".join(f"{name} {_times(c)}".strip() for name, c in report.get("coverage", {}).items())
-    return [job["number"], output, job["status"], adapters, report.get("written"), job.get("seconds") or None,
+    adapters = adapters or ", ".join(f"{a['name']} {a['strength']:g}×" for a in job.get("adapters") or ())
+    why = f"{job['status']}: {job['error']['what']}" if job.get("error") else job["status"]
+    return [job["number"], output, why, adapters, report.get("written"), job.get("seconds") or None,
             every.get("ratio"), every.get("retained")]  # fmt: skip
 
 

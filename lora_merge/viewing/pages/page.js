@@ -60,7 +60,7 @@ function facts(rows) {
 }
 
 function cell(value, column, first) {
-  if (value && typeof value === "object" && "href" in value) return element("td", {}, element("a", { href: value.href }, value.text));
+  if (value && typeof value === "object") return element("td", { class: value.level || null }, value.href ? element("a", { href: value.href }, value.text) : value.text);
   const made = element(first ? "th" : "td", { class: column.numeric ? "number" : null, scope: first ? "row" : null }, number(value, column.unit));
   if (column.bar && value > 0) {
     made.append(element("span", { class: "bar", "aria-hidden": "true", style: `width:${Math.max(0, Math.min(100, 100 * value / column.most))}%` }));
@@ -90,7 +90,7 @@ function table(found) {
   };
   const built = new Map();
   const lines = (row) => {
-    const made = element("tr", {}, ...row.map((value, at) => cell(value, columns[at], !at)));
+    const made = element("tr", { class: found.marks?.[found.rows.indexOf(row)] || null }, ...row.map((value, at) => cell(value, columns[at], !at)));
     const detail = found.details?.[found.rows.indexOf(row)];
     if (!detail) return [made];
     const place = element("td", { colspan: columns.length }), opened = element("tr", { class: "opened", hidden: "" }, place);
@@ -155,6 +155,16 @@ function bars(found) {
   }), still));
 }
 
+function curve(found) {
+  return picture(260, found.title, (plot) => Plotly.react(plot, [{
+    type: "scatter", mode: "lines+markers", x: found.rows.map((row) => row[0]), y: found.rows.map((row) => row[1]), text: found.rows.map((row) => number(row[1], found.unit)),
+    line: { color: colour("--accent") }, marker: { color: colour("--accent"), size: 5 }, hovertemplate: `${escaped(found.of[0])} %{x}: %{text}<extra></extra>`,
+  }], layout({
+    margin: { l: 8, r: 8, t: 8, b: 8 }, xaxis: { title: { text: escaped(found.of[0]) }, gridcolor: colour("--line"), rangemode: "tozero", dtick: Math.ceil(found.rows.length / 12), automargin: true, fixedrange: true },
+    yaxis: { title: { text: escaped(found.of[1]) }, gridcolor: colour("--line"), range: found.unit === "%" ? [0, 1.03] : undefined, tickformat: found.unit === "%" ? ".0%" : "", automargin: true, fixedrange: true },
+  }), still));
+}
+
 function stages(found) {
   return picture(130, found.title, (plot) => Plotly.react(plot, found.rows.map(([name, seconds], at) => ({
     type: "bar", orientation: "h", name, y: [""], x: [seconds], marker: { color: STAGES[at % STAGES.length] }, hovertemplate: `${name}: ${number(seconds, "s")}<extra></extra>`,
@@ -176,6 +186,12 @@ function label(text, most) {
 
 function escaped(text) {
   return String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+}
+
+// Colours from zero, so that numbers which hardly differ look alike.
+function fromZero(values) {
+  const known = values.filter((value) => value !== null);
+  return known.length && Math.min(...known) >= 0 ? { zmin: 0, zmax: Math.max(...known) || 1 } : {};
 }
 
 function heatMap(found) {
@@ -269,7 +285,7 @@ function heatMap(found) {
     const dark = document.documentElement.dataset.theme === "dark";
     Plotly.react(plot, [{
       type: "heatmap", z, x: found.columns.map((_, i) => i), y: found.rows.map((_, i) => i), text, hoverinfo: "text", xgap: 1, ygap: 1,
-      ...(metric.unit === "cosine" ? { zmin: -1, zmax: 1, zmid: 0 } : {}),
+      ...(metric.unit === "cosine" ? { zmin: -1, zmax: 1, zmid: 0 } : fromZero(z.flat())),
       colorscale: metric.unit === "cosine" ? [[0, SIGNS[0]], [0.5, dark ? "#4a4d53" : "#ececec"], [1, SIGNS[1]]] : dark ? [[0, "#24406f"], [0.5, "#4a80dd"], [1, "#d7e6ff"]] : [[0, "#d9e4fa"], [0.5, "#6390e4"], [1, "#12316f"]],
       colorbar: { ...(narrow ? { orientation: "h", y: -0.02, yanchor: "top", lenmode: "pixels", len: 160, x: 0, xanchor: "left" } : {}), thickness: 10, outlinewidth: 0, tickformat: metric.unit === "%" ? ".2~p" : "" },
     }], layout({
@@ -304,22 +320,33 @@ function heatMap(found) {
   made.append(scrolling(found.title, element("div", { class: "named" }, names, plot)), said, list, detail);
 }
 
+async function copy(text, button) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    const area = element("textarea", {}, text);
+    document.body.append(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+  }
+  const before = button.textContent;
+  button.textContent = "Copied";
+  setTimeout(() => { button.textContent = before; }, 2000);
+}
+
+function chips(found) {
+  return element("div", { class: "chips" }, ...found.map(({ label, text }) => {
+    const button = element("button", { type: "button", class: "chip", title: "Copy", "aria-label": `Copy ${label}: ${text}` }, text);
+    button.addEventListener("click", () => copy(text, button));
+    return element("span", {}, element("span", { class: "of" }, label), button);
+  }));
+}
+
 function commands(found) {
   return found.map(({ label, text, lines }) => {
     const button = element("button", { type: "button", "aria-label": `Copy: ${label}` }, "Copy");
-    button.addEventListener("click", async () => {
-      try {
-        await navigator.clipboard.writeText(text);
-      } catch {
-        const area = element("textarea", {}, text);
-        document.body.append(area);
-        area.select();
-        document.execCommand("copy");
-        area.remove();
-      }
-      button.textContent = "Copied";
-      setTimeout(() => { button.textContent = "Copy"; }, 2000);
-    });
+    button.addEventListener("click", () => copy(text, button));
     if (lines) return element("details", {}, element("summary", {}, label), element("div", { class: "command" }, element("pre", { tabindex: "0" }, text), button));
     return element("div", {}, element("p", {}, label), element("div", { class: "command" }, element("code", { tabindex: "0" }, text), button));
   });
@@ -330,11 +357,14 @@ function build() {
   document.getElementById("title").textContent = content.title;
   document.getElementById("footer").textContent = content.footer;
   main.replaceChildren();
+  if (content.verdict.text) section("", element("p", {}, element("span", { "aria-hidden": "true" }, { good: "✓ ", warning: "! ", bad: "✗ " }[content.verdict.level]), content.verdict.text)).classList.add("verdict", content.verdict.level);
+  if (content.chips.length) section("To copy", chips(content.chips));
   const image = content.image ? element("img", { src: content.image, alt: `Preview picture of ${content.title}`, class: "preview" }) : null;
   if (content.summary.length) section("Summary", element("div", { class: image ? "beside" : null }, facts(content.summary), image));
   if (content.warnings.length) section("Warnings", element("ul", {}, ...content.warnings.map((text) => element("li", {}, text)))).classList.add("warn");
   for (const found of content.tables.filter((one) => one.first)) section(found.title, table(found));
   for (const found of content.heat_maps) heatMap(found);
+  for (const found of content.curves) section(found.title, curve(found), element("details", {}, element("summary", {}, "As a table"), table({ title: found.title, columns: [{ title: found.of[0] }, { title: found.of[1], unit: found.unit }], rows: found.rows })));
   for (const found of content.bars) section(found.title, bars(found), element("details", {}, element("summary", {}, "As a table"), table({ title: found.title, columns: [{ title: found.of }, { title: found.title, unit: found.unit }], rows: found.rows })));
   for (const found of content.tables.filter((one) => !one.first)) section(found.title, table(found));
   for (const found of content.stages) section(found.title, stages(found), element("details", {}, element("summary", {}, "As a table"), table({ title: found.title, columns: [{ title: "stage" }, { title: "time", unit: "s" }], rows: found.rows })));

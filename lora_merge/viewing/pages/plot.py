@@ -35,7 +35,7 @@ def plot(result: Mapping[str, Any] | Sequence[Mapping[str, Any]], path: Path) ->
     sections = content(result)
     heat_maps, bars = sections["heat_maps"], sections["bars"]
     if not heat_maps and not bars:
-        raise UsageError("there is nothing to draw", f"--plot {path.name}", "ask for numbers, such as with --weights")
+        raise UsageError("there is nothing to draw", f"--plot {path.name}", "read the weights too: --weights")
     heights = [1.6 + 0.22 * len(chart["rows"]) for chart in heat_maps]
     heights += [0.9 + 0.26 * min(len(chart["rows"]), MOST) for chart in bars]
     figure = Figure(figsize=(10, 0.6 + sum(heights)), layout="constrained")
@@ -71,7 +71,7 @@ def _heat_map(chart: Mapping[str, Any], ax: Any, figure: Any) -> None:
         value = cell["values"][metric["key"]]
         numbers[cell["row"]][cell["column"]] = float("nan") if value is None else value
     signed = metric["unit"] == COSINE  # 0 is the middle of the colours, as on a page
-    colours, limits = (SIGNED, {"vmin": -1, "vmax": 1}) if signed else (LARGE, {})
+    colours, limits = (SIGNED, {"vmin": -1, "vmax": 1}) if signed else (LARGE, _from_zero(numbers))
     image = ax.imshow(numbers, aspect="auto", cmap=LinearSegmentedColormap.from_list("ours", colours), **limits)
     ax.set_xticks(
         range(len(chart["columns"])), [_text(c) for c in chart["columns"]], rotation=40, ha="left", fontsize=7
@@ -87,6 +87,12 @@ def _heat_map(chart: Mapping[str, Any], ax: Any, figure: Any) -> None:
     scale = figure.colorbar(image, ax=ax, format="{x:.2%}" if metric["unit"] == "%" else None, pad=0.01, aspect=40)
     scale.outline.set_visible(False)
     scale.ax.tick_params(labelsize=7)
+
+
+def _from_zero(numbers: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Return the limits of colours for numbers of which none is negative, so that no noise looks like structure."""
+    known = [value for row in numbers for value in row if value == value]  # without NaN
+    return {"vmin": 0.0, "vmax": max(known) or 1.0} if known and min(known) >= 0 else {}
 
 
 def _bars(chart: Mapping[str, Any], ax: Any, _: Any) -> None:

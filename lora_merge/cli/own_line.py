@@ -1,0 +1,115 @@
+"""The user's own command line with its mistake corrected, as the fix of an error: it can be pasted."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from ..errors import AdapterAsBase, MergeError
+from ..paths import exists, expand, split_strength, typed, with_found_ending
+from .terminal import without_global_options
+
+LONGEST: Final = 400
+"""Characters of a line that is printed; a longer one shows nothing that its fix does not show."""
+
+
+def line(words: Sequence[str]) -> str:
+    """Return words behind `lora-merge` as they are typed."""
+    return typed(["lora-merge", *words])
+
+
+def with_words(right: Mapping[str, str], *more: str) -> str:
+    """Return the user's own line with words in place of others, and more at its end."""
+    words = without_global_options(sys.argv[1:], checked=False)
+    return line([*(right.get(word, word) for word in words), *more])
+
+
+def flags(parameters: Sequence[Any]) -> dict[str, bool]:
+    """Return option → whether it has no value, from the parameters of a command."""
+    options = [parameter for parameter in parameters if parameter.param_type_name == "option"]
+    return {name: option.is_flag for option in options for name in (*option.opts, *option.secondary_opts)}
+
+
+def split_words(words: Sequence[str], known: Mapping[str, bool]) -> tuple[list[str], list[str]]:
+    """Return the words that are no options, and the options with their values. `known`: see `flags`."""
+    plain, options, value = list[str](), list[str](), False
+    for word in words:
+        is_option = word.startswith("-") and len(word) > 1 and not value
+        (options if is_option or value else plain).append(word)
+        value = is_option and "=" not in word and not known.get(word, True)
+    return plain, options
+
+
+def correct(error: BaseException, commands: Mapping[str, Any]) -> None:
+    """Put the user's own line into the fix of an error, if the error shows what was meant. `commands`: by name."""
+    words = without_global_options(sys.argv[1:], checked=False)
+    if not isinstance(error, MergeError) or not words:
+        return
+    command, rest = (words[0], words[1:]) if words[0] in commands else ("merge", words)
+    if isinstance(error, AdapterAsBase) and command == "merge":
+        known = {name: flags(commands[name].params) for name in ("merge", "combine")}
+        fix = _in_order(rest, known)
+    else:
+        right = [*_corrected(words, error.suggestion)] if len(error.suggestion) > 1 else words
+        twice = len({*map(_whole, right)}) < len({*map(_whole, words)})  # such as the base in the place of an adapter
+        fix = f"{error.fix}{'' if error.fix.endswith('?') else ';'} write {line(right)}" if right != words else ""
+        fix = "" if twice else fix
+    if fix and len(fix) < LONGEST + len(error.fix):
+        error.reword(lambda text: fix if text is error.fix else text)
+
+
+def _corrected(words: Sequence[str], suggestion: tuple[str, ...]) -> Iterator[str]:
+    """Yield the words with those of a suggestion in place of its first one: a word, a value or a path."""
+    wrong, *right = suggestion
+    for word in words:
+        flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        if flag == wrong:
+            yield f"{right[0]}{equals}{value}"
+        elif new := right[0] if value == wrong else _path(value, wrong, right[0]):
+            yield f"{flag}{equals}{new}"
+            yield from right[1:]
+            right = right[:1]
+        else:
+            yield word
+
+
+def _whole(word: str) -> str:
+    return with_found_ending(split_strength(word.partition(",")[0])[0])
+
+
+def _path(word: str, wrong: str, right: str) -> str:
+    """Return a word with another path in it, its strength and parts as they are; "" if it has not the wrong path."""
+    path = split_strength(word.partition(",")[0])[0]
+    with suppress(MergeError):  # a word of another kind
+        if path and Path(wrong).is_absolute() and wrong in (str(expand(path)), str(expand(with_found_ending(path)))):
+            new = path if right == wrong else str(Path(path).with_name(Path(right).name))
+            return f"{new}{word[len(path) :]}"
+    return ""
+
+
+def _in_order(words: Sequence[str], known: Mapping[str, Mapping[str, bool]]) -> str:
+    """Return the fix for a merge whose first word is an adapter: the model first, or `combine`."""
+    plain, options = split_words(words, known["merge"])
+    models = [word for word in plain[1:] if exists(with_found_ending(word)) and not _is_adapter(word)]
+    if models:
+        rest = [word for word in plain if word != models[0]]
+        return f"name the base first: {line([models[0], *rest, *options])}"
+    if len(plain) < 2:
+        return f"name the base first: {line(['BASE', *plain, *options])}"
+    both = options if {*options} & {"-o", "--output"} else [*options, "-o", "both.safetensors"]
+    kept = all(word.partition("=")[0] in known["combine"] for word in options if word.startswith("-"))
+    joined = line(["combine", *plain, *(both if kept else ["-o", "both.safetensors"])])
+    return f"name the base first: {line(['BASE', *words])}; or combine the adapters: {joined}"
+
+
+def _is_adapter(word: str) -> bool:
+    from ..adapters.modules import looks_like_adapter
+    from ..files.checkpoint import open_checkpoint
+
+    try:
+        return looks_like_adapter(open_checkpoint(expand(with_found_ending(word)), adapter=True))
+    except MergeError:  # the merge itself reports it
+        return True

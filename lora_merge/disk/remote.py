@@ -1,0 +1,184 @@
+"""Files of other machines that have a path here: an empty placeholder of the same size, whose bytes are read by ranges.
+
+A placeholder is a sparse file, so that size, times and identity of the file are those of any input. `open_regular` and
+`Reader` read its bytes from the other machine; nothing may read them by the descriptor.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+CHUNK: Final = 256 << 10
+"""Bytes of a range for headers and other small reads, which are kept: most headers take one or two such ranges."""
+
+CHUNKS: Final = 64
+"""Ranges of a file that are kept: 16 MiB, the largest header of a GGUF file."""
+
+PIECE: Final = 8 << 20
+"""Bytes of a range of weights."""
+
+NEAR: Final = 16 << 10
+"""Bytes between two small reads that are cheaper to read than to leave out."""
+
+AT_ONCE: Final = 8
+"""Ranges of weights that are read side by side: object stores give one of them about 100 MB/s."""
+
+ReadRange: TypeAlias = Callable[[int, int], bytes]
+"""Returns so many bytes from an offset on, which are inside the file."""
+
+
+class RemoteFile:
+    """A file of another machine. Any thread may read it. `sha256`: as its source states it, or empty."""
+
+    def __init__(self, size: int, read: ReadRange, sha256: str = "") -> None:
+        self.size, self.sha256 = size, sha256
+        self._read = read
+        self._lock = threading.Lock()
+        self._chunks: OrderedDict[int, bytes] = OrderedDict()
+        self._expected: dict[int, bytes] = {}
+        self._starts: list[int] = []
+
+    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Read small ranges (offset, size) side by side, which will be read one after another."""
+        groups: list[tuple[int, int]] = []  # from, to
+        for offset, size in sorted(ranges):
+            if groups and offset - groups[-1][1] <= NEAR:
+                groups[-1] = groups[-1][0], max(groups[-1][1], offset + size)
+            else:
+                groups.append((offset, offset + size))
+        from concurrent.futures import ThreadPoolExecutor  # imported here: files of this machine have no use for it
+
+        with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="ranges") as pool:
+            pieces = pool.map(lambda group: self._read(group[0], group[1] - group[0]), groups)
+            self._expected |= {start: piece for (start, _), piece in zip(groups, pieces, strict=True)}
+        self._starts = sorted(self._expected)
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        """Fill a buffer from an offset on; return the number of bytes, which are fewer at the end of the file."""
+        count = max(0, min(len(buffer), self.size - offset))
+        if (piece := self._of_expected(offset, count)) is not None:
+            buffer[:count] = piece
+        elif count <= CHUNK:
+            self._from_chunks(buffer[:count], offset)
+        elif count <= PIECE:
+            buffer[:count] = self._read(offset, count)
+        else:
+            from concurrent.futures import ThreadPoolExecutor
+
+            starts = range(0, count, PIECE)
+            with ThreadPoolExecutor(min(AT_ONCE, len(starts)), thread_name_prefix="ranges") as pool:
+                pieces = pool.map(lambda at: self._read(offset + at, min(PIECE, count - at)), starts)
+                for at, piece in zip(starts, pieces, strict=True):
+                    buffer[at : at + len(piece)] = piece
+        return count
+
+    def _of_expected(self, offset: int, count: int) -> bytes | None:
+        number = bisect_right(self._starts, offset) - 1
+        if number < 0:
+            return None
+        start = self._starts[number]
+        piece = self._expected[start][offset - start : offset - start + count]
+        return piece if len(piece) == count else None
+
+    def _from_chunks(self, buffer: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(buffer):
+            number, lead = divmod(offset + done, CHUNK)
+            piece = self._chunk(number)[lead : lead + len(buffer) - done]
+            buffer[done : done + len(piece)] = piece
+            done += len(piece)
+
+    def _chunk(self, number: int) -> bytes:
+        with self._lock:
+            if number not in self._chunks:
+                start = number * CHUNK
+                self._chunks[number] = self._read(start, min(CHUNK, self.size - start))
+                while len(self._chunks) > CHUNKS:
+                    self._chunks.popitem(last=False)
+            self._chunks.move_to_end(number)
+            return self._chunks[number]
+
+
+_files: dict[Path, RemoteFile] = {}
+"""Placeholder → its file. Placeholders are made while arguments are read, and last as long as the process."""
+
+
+def remote(path: Path) -> RemoteFile | None:
+    """Return the file of another machine that a placeholder represents; None for any other path."""
+    return _files.get(path) if _files else None
+
+
+def has_remote(path: Path) -> bool:
+    """Return whether a path is a placeholder, or a folder of them."""
+    return bool(_files) and (path in _files or any(path in file.parents for file in _files))
+
+
+def place(path: Path, file: RemoteFile) -> None:
+    """Write the placeholder of a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("xb") as f:
+        _make_sparse(f)
+        f.truncate(file.size)
+    _files[path] = file
+
+
+def complete(path: Path) -> None:
+    """Write all bytes of the file into its placeholder, for libraries that open it by its path."""
+    file = _files.get(path)
+    if file is None:
+        return
+    state = path.stat()
+    with path.open("r+b") as f:
+        for start in range(0, file.size, AT_ONCE * PIECE):
+            buffer = bytearray(min(AT_ONCE * PIECE, file.size - start))
+            file.read_into(memoryview(buffer), start)
+            f.seek(start)
+            f.write(buffer)
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+    del _files[path]
+
+
+class PlaceholderReader(io.FileIO):
+    """An open placeholder, which returns the bytes of the file that it represents."""
+
+    def __init__(self, fd: int, file: RemoteFile) -> None:
+        super().__init__(fd, "rb")
+        self._file = file
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer from the current place on."""
+        at = self.tell()
+        count = self._file.read_into(memoryview(buffer).cast("B"), at)
+        self.seek(at + count)
+        return count
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Return so many bytes from the current place on, or all."""
+        left = max(0, self._file.size - self.tell())
+        raw = bytearray(left if size is None or size < 0 else min(size, left))
+        self.readinto(raw)
+        return bytes(raw)
+
+    def readall(self) -> bytes:
+        """Return all bytes from the current place on."""
+        return self.read()
+
+
+def _make_sparse(f: Any) -> None:
+    """Let the file system leave out zeros; only NTFS has to be asked to."""
+    if sys.platform == "win32":
+        import ctypes
+        import msvcrt
+
+        handle, done = msvcrt.get_osfhandle(f.fileno()), ctypes.c_ulong()
+        ctypes.windll.kernel32.DeviceIoControl(  # FSCTL_SET_SPARSE; where it fails, zeros take space on the disk
+            ctypes.c_void_p(handle), 0x900C4, None, 0, None, 0, ctypes.byref(done), None
+        )

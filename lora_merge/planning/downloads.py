@@ -1,0 +1,72 @@
+"""Brings the inputs of a job to this machine, after it was planned from their headers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeAlias
+
+from ..files.checkpoint import TRAINED, open_checkpoint
+from ..files.folder_layouts import entries
+from ..job import Job
+from ..paths import of_index
+from ..progress import Progress, counted
+from ..sources.inputs import Download, download_of, fetch, preview_of, require_space
+
+Announce: TypeAlias = Callable[[str], object]
+"""Shows what is downloaded, before the first byte."""
+
+
+def downloads(bases: Iterable[Path], adapters: Iterable[Path], *, keep: bool = False) -> dict[Path, Download]:
+    """Return what has to be downloaded for inputs of other machines: input → its files. Headers are read for that.
+
+    `keep`: see `download_of`; other processes cannot read a preview.
+    """
+    needed: dict[Path, Download] = {}
+    roles = {**dict.fromkeys(adapters, True), **dict.fromkeys(bases, False)}
+    for path, adapter in ((p, role) for p, role in roles.items() if preview_of(p) is not None):
+        index = open_checkpoint(path, adapter=adapter)
+        folder = of_index(path)
+        trained = [p for p in entries(folder) if TRAINED.fullmatch(p.name)] if folder.is_dir() else []
+        download = download_of(path, (*index.files, *index.index_files, *index.unnamed, *trained), keep=keep)
+        if download is not None:
+            needed[path] = download
+    return needed
+
+
+def downloads_of(jobs: Iterable[Job]) -> dict[Path, Download]:
+    """Return what has to be downloaded for jobs, each input once."""
+    every = list(jobs)
+    return downloads([job.base for job in every], [ref.path for job in every for ref in job.adapters])
+
+
+def fetch_all(
+    needed: Mapping[Path, Download], room: tuple[Path, int], progress: Progress, announce: Announce | None = None
+) -> dict[Path, Path]:
+    """Download inputs; return input → its path on this machine. ResourceError if the disks have no room for them.
+
+    `room`: the folder of the output, and the bytes that it takes there.
+    """
+    require_space(needed.values(), *room)
+    for download in needed.values():
+        if announce is not None and download.size:
+            announce(download.text())
+    places = {}
+    for path, download in needed.items():
+        if download.streamed:
+            continue
+        advance = counted(progress, "fetch", str(download.preview.contents.address), download.size)
+        places[path] = fetch(path, download, advance)
+    return places
+
+
+def downloaded_path(path: Path, progress: Progress, announce: Announce | None = None) -> Path:
+    """Return the path of a checkpoint on this machine: what it lacks is downloaded."""
+    return fetch_all(downloads([path], []), (path, 0), progress, announce).get(path, path)
+
+
+def job_at(job: Job, places: Mapping[Path, Path]) -> Job:
+    """Return a job with other paths of its inputs."""
+    adapters = tuple(replace(ref, path=places.get(ref.path, ref.path)) for ref in job.adapters)
+    return replace(job, base=places.get(job.base, job.base), adapters=adapters)

@@ -1,0 +1,104 @@
+"""Repositories of ModelScope, by the file API that its own library uses.
+
+A file is pinned by the commit that changed it last, a folder by the revision that the user names and by the hashes in
+the recipe: the API states no commit of a branch. Source: github.com/modelscope/modelscope, hub/api.py and
+hub/file_download.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Final
+from urllib.parse import quote, urlencode
+
+from ..addresses import MODELSCOPE, Address
+from ..disk.remote import ReadRange
+from ..errors import InputError
+from .contents import Advance, Listed, SourceFiles, is_offline, switched_off
+from .store import address_in_store, entry, folders, keep, note_at, stored_file
+from .web import Endpoint, json_at, ranges
+
+SITE: Final = "https://www.modelscope.cn"
+BRANCH: Final = "master"
+HEX: Final = "[0-9a-f]{40}"
+
+
+def site() -> str:
+    """Return the host of the API; another one for tests and mirrors."""
+    return os.environ.get("MODELSCOPE_ENDPOINT", SITE).rstrip("/")
+
+
+class ModelScope:
+    """ModelScope, or what this machine has of it."""
+
+    keeps = True
+
+    def local(self, address: Address) -> Path | None:
+        """Return the path of a file that is pinned, or of anything without requests, if it is in the store."""
+        if not (is_offline() or (address.pinned and address.path)):
+            return None
+        for folder in folders():
+            known = address_in_store(folder)
+            if known is None or (known.scheme, known.name) != (MODELSCOPE, address.name):
+                continue
+            if address.revision in (known.revision, "") and address.path in (known.path, ""):
+                facts = note_at(folder).get("files", {}).get(address.path)
+                return folder if facts is None else stored_file(folder, address.path, facts.get("size", -1))
+        return None
+
+    def contents(self, address: Address) -> SourceFiles:
+        """Return the files of a repository at a revision."""
+        if is_offline():
+            raise switched_off(address)
+        revision = address.revision or BRANCH
+        query = urlencode({"Revision": revision, "Recursive": "true"})
+        answer = json_at(_endpoint(address, f"repo/files?{query}"))
+        data = answer.get("Data") if isinstance(answer, dict) else None
+        listed = data.get("Files") if isinstance(data, dict) else None
+        if not isinstance(listed, list):
+            raise InputError(
+                "ModelScope's answer has another form than its API states", str(address), "run again later"
+            )
+        rows = [row for row in listed if isinstance(row, dict) and row.get("Type") != "tree"]
+        files = {str(row.get("Path")): Listed(int(row.get("Size") or 0), str(row.get("Sha256") or "")) for row in rows}
+        commit = next((str(row.get("Revision", "")) for row in rows if row.get("Path") == address.path), "")
+        pin = commit if re.fullmatch(HEX, commit) else revision
+        pinned = Address(MODELSCOPE, address.name, pin, address.path)
+        return SourceFiles(pinned, address.name.partition("/")[2], files, revision, folder=True)
+
+    def reader(self, contents: SourceFiles, name: str) -> ReadRange:
+        """Return the function that reads ranges of a file."""
+        return ranges(_file(contents, name), contents.files[name].size)
+
+    def stored(self, contents: SourceFiles, name: str) -> Path | None:
+        """Return the path of a file in the store."""
+        return stored_file(self.folder(contents), name, contents.files[name].size)
+
+    def folder(self, contents: SourceFiles) -> Path:
+        """Return the folder of this state of the repository."""
+        return entry(contents, " ".join(f"{name}:{f.sha256}{f.size}" for name, f in sorted(contents.files.items())))
+
+    def fetch(self, contents: SourceFiles, names: Iterable[str], advance: Advance) -> None:
+        """Download files, and check the SHA-256 that the API states."""
+        for name in names:
+            keep(_file(contents, name), self.folder(contents), name, contents, advance)
+
+
+def _file(contents: SourceFiles, name: str) -> Endpoint:
+    query = urlencode({"Revision": contents.address.revision, "FilePath": name})
+    return _endpoint(contents.address, f"repo?{query}")
+
+
+def _endpoint(address: Address, path: str) -> Endpoint:
+    url = f"{site()}/api/v1/models/{quote(address.name)}/{path}"
+    return Endpoint(address, url, os.environ.get("MODELSCOPE_API_TOKEN", "").strip(), ADVICE)
+
+
+ADVICE: Final[Mapping[int, str]] = {
+    401: "set MODELSCOPE_API_TOKEN to a token of your account",
+    403: "its page on modelscope.cn says who may download it; set MODELSCOPE_API_TOKEN",
+    404: "check the name; if the model is private, set MODELSCOPE_API_TOKEN",
+}

@@ -1,0 +1,177 @@
+"""Objects of S3, Google Cloud Storage and Azure, by obstore (extra `cloud`): read by ranges, or downloaded.
+
+Credentials and endpoints are those of the providers' usual variables, files and roles; no option or address has any.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+from ..addresses import Address
+from ..disk.remote import ReadRange
+from ..errors import InputError, MergeError, ResourceError, UsageError
+from .contents import Advance, Listed, SourceFiles, is_offline, switched_off
+from .store import arrive, entry, stored_file
+
+INSTALL: Final = "pip install obstore"
+PIECE: Final = 16 << 20  # bytes of one range
+AT_ONCE: Final = 8  # ranges of a download that are read side by side
+
+FAILURES: Final[tuple[tuple[str, type[MergeError], str, str], ...]] = (
+    ("NotFoundError", InputError, "the store has no such object", "check the address and the region"),
+    ("FileNotFoundError", InputError, "the store has no such object", "check the address and the region"),
+    ("PermissionDeniedError", InputError, "the store does not let you have the object", "see the rights of your role"),
+    ("UnauthenticatedError", InputError, "the store wants credentials", "set the variables of the provider, or log in"),
+    ("PreconditionError", InputError, "the object was changed while it was read", "run again"),
+)  # fmt: skip
+"""Errors of obstore; all others are those of a store that cannot be reached."""
+
+
+class Objects:
+    """An object, or all objects below a prefix, of one bucket."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the user has named a folder for downloads: near an object store, to read it is as fast."""
+        return bool(os.environ.get("LORA_MERGE_CACHE"))
+
+    def local(self, _: Address) -> Path | None:
+        """Return None: only the store knows whether an object has changed."""
+        return None
+
+    def contents(self, address: Address) -> SourceFiles:
+        """Return the object, pinned by its version where the bucket keeps versions; or the objects of a folder."""
+        if is_offline():
+            raise switched_off(address)
+        if find_spec("obstore") is None:
+            what = "models of object stores need obstore"
+            raise UsageError(what, str(address), f"download it first: {address.download()}; or {INSTALL}")
+        bucket, key = _parts(address)
+        try:
+            meta = _head(_store(address), key, address.revision)
+        except Exception as e:  # noqa: BLE001  # the library's errors have no common base
+            error = _failed(address, e)
+            if not isinstance(error, InputError) or address.revision:
+                raise error from None
+            return self._folder(address, error)
+        version = address.revision or str(meta.get("version") or "")
+        pinned = Address(address.scheme, f"{bucket}/{key}", "" if version == "null" else version)
+        name = PurePosixPath(key).name
+        return SourceFiles(pinned, PurePosixPath(key).stem, {name: _listed(meta)})
+
+    def _folder(self, address: Address, missing: MergeError) -> SourceFiles:
+        """Return the objects below a prefix; their ETags are what tells two states of the folder apart."""
+        import obstore
+
+        prefix = f"{_parts(address)[1].rstrip('/')}/"
+        try:
+            rows = [row for rows in obstore.list(_store(address), prefix) for row in rows]
+        except Exception:  # noqa: BLE001  # a role that may not list: the answer for the object itself counts
+            raise missing from None
+        files = {str(row["path"]).removeprefix(prefix): _listed(row) for row in rows}
+        if not files:
+            raise missing from None
+        return SourceFiles(
+            Address(address.scheme, address.name.rstrip("/")), PurePosixPath(prefix).name, files, folder=True
+        )
+
+    def reader(self, contents: SourceFiles, name: str) -> ReadRange:
+        """Return the function that reads ranges of an object, of the version or the ETag that it had at first."""
+        import obstore
+
+        address, file = contents.address, contents.files[name]
+        store, key = _store(address), _key(contents, name)
+
+        def read(offset: int, count: int) -> bytes:
+            if not count:
+                return b""
+            state = ("version", address.revision) if address.revision else ("if_match", file.etag)
+            stated: Any = {"range": (offset, offset + count), **({state[0]: state[1]} if state[1] else {})}
+            try:
+                raw = bytes(obstore.get(store, key, options=stated).bytes())
+            except Exception as e:  # noqa: BLE001
+                raise _failed(address, e) from None
+            if len(raw) != count:
+                raise InputError("the object was changed while it was read", str(address), "run again")
+            return raw
+
+        return read
+
+    def stored(self, contents: SourceFiles, name: str) -> Path | None:
+        """Return the path of an object in the store of this machine."""
+        return stored_file(self.folder(contents), name, contents.files[name].size)
+
+    def folder(self, contents: SourceFiles) -> Path:
+        """Return the folder of this state of the object, or of the objects."""
+        states = "" if contents.address.revision else " ".join(f"{f.size}{f.etag}" for f in contents.files.values())
+        return entry(contents, states)
+
+    def fetch(self, contents: SourceFiles, names: Iterable[str], advance: Advance) -> None:
+        """Download objects, by several ranges at a time."""
+        for name in names:
+            size, read = contents.files[name].size, self.reader(contents, name)
+            with arrive(self.folder(contents), name, contents) as write:
+                for data in _pieces(read, size):
+                    write(data)
+                    advance(len(data))
+
+
+def _pieces(read: ReadRange, size: int) -> Iterator[bytes]:
+    """Yield the bytes of an object in their order, read by several ranges at a time."""
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="ranges") as pool:
+        for start in range(0, size, PIECE * AT_ONCE):
+            places = range(start, min(size, start + PIECE * AT_ONCE), PIECE)
+            yield from pool.map(lambda at: read(at, min(PIECE, size - at)), places)
+
+
+def _parts(address: Address) -> tuple[str, str]:
+    bucket, _, key = address.name.partition("/")
+    return bucket, key
+
+
+def _key(contents: SourceFiles, name: str) -> str:
+    key = _parts(contents.address)[1]
+    return f"{key}/{name}" if contents.folder else key
+
+
+def _listed(meta: Any) -> Listed:
+    return Listed(int(meta["size"]), "", str(meta.get("e_tag") or ""))
+
+
+def _store(address: Address) -> Any:
+    from obstore.store import AzureStore, GCSStore, S3Store
+
+    bucket = _parts(address)[0]
+    try:
+        if address.scheme == "s3":
+            return S3Store(bucket)
+        return GCSStore(bucket) if address.scheme == "gs" else AzureStore(container_name=bucket)
+    except Exception as e:
+        raise UsageError("the variables of the provider are not complete", f"{address}: {type(e).__name__}",
+                         "give those of your account: AWS_…, GOOGLE_…, AZURE_…") from e  # fmt: skip
+
+
+def _head(store: Any, key: str, version: str) -> Any:
+    import obstore
+
+    return obstore.get(store, key, options={"head": True, **({"version": version} if version else {})}).meta
+
+
+def _failed(address: Address, e: Exception) -> MergeError:
+    """Return the error for a failure of obstore, whose texts hold URLs."""
+    if isinstance(e, MergeError):
+        return e
+    kinds = {kind.__name__ for kind in type(e).__mro__}
+    for kind, error, what, fix in FAILURES:
+        if kind in kinds:
+            return error(what, str(address), fix)
+    if isinstance(e, OSError) and e.errno == errno.ENOSPC:
+        return ResourceError("the download cannot be written", str(address), "remove files, and run again")
+    return ResourceError("the store cannot be reached, or refuses the request", f"{address}: {type(e).__name__}",
+                         "check the network, the endpoint, the region and the credentials")  # fmt: skip

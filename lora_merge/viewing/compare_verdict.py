@@ -1,0 +1,140 @@
+"""What a comparison means, in one sentence: equal, equal but for rounding, one in the other, independent, different.
+
+A verdict has a `kind` for programs, a `level` (good, warning, bad) and a `text`. Whether two models are equal but for
+rounding is known of every number; what two adapters have in common follows from the inner products of their changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import sqrt
+from typing import Any, Final
+
+from ..text import listed, plural
+
+SAME: Final = 0.005
+"""‖ΔB − ΔA‖ / ‖ΔA‖ of one change that is stored twice: a bf16 number is rounded by at most 1/256 of itself."""
+
+STEADY: Final = 0.05
+"""How much the strength at which one adapter is in the other may vary over the modules. Of two trainings on the same
+pictures it varies by more than a half."""
+
+INDEPENDENT: Final = 0.1
+"""The cosine below which two changes are independent: those of unrelated trainings are within a few hundredths of 0."""
+
+APART: Final = 0.8
+"""‖B − A‖ / ‖A‖ of models that were trained apart, which is about √2; that of fine-tunes is below a half."""
+
+LEAST: Final = 3  # modules from which a strength is concluded
+
+
+def signed(cosine: float) -> str:
+    """Return a cosine with its sign; 0.000 has none."""
+    text = f"{cosine:+.3f}"
+    return text if float(text) else "0.000"
+
+
+def model_verdict(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the verdict about two models, from their comparison."""
+    compared, different, total = result["compared"], result["different"], result["total"]
+    only_a, only_b = len(result["only_a"]), len(result["only_b"])
+    first, other = result["architectures"]
+    alone = [f"{plural(count, 'tensor')} only in {side}" for side, count in (("A", only_a), ("B", only_b)) if count]
+    if result["other_shapes"]:
+        alone.append(f"{plural(len(result['other_shapes']), 'tensor')} of other shapes")
+    besides = f"; {listed(alone)}" if alone else ""
+    if not compared or len(result["other_shapes"]) > compared:
+        models = f": {first} and {other}" if first != other else ""
+        return _verdict("different models", "bad", f"Different models{models}; {compared} tensors can be compared.")
+    if not different:
+        return _equal(result, alone)
+    if result["rounding"]:
+        text = f"The same but for rounding: no value differs by more than one step of its dtype{besides}."
+        return _verdict("rounding", "good", text)
+    share = total["relative"]
+    if share is None or share >= APART:
+        text = "Different weights: the models have the same layers, and nothing in common in them"
+        return _verdict("different weights", "bad", f"{text}{besides}.")
+    parts = dict.fromkeys(name.partition(" ")[0] for name, d in result["blocks"].items() if d["difference"])
+    text = f"B is A with {different} of {compared} tensors changed, by {share:.2%} of ‖A‖ in all, in {listed(parts)}"
+    return _verdict("changed", "warning", f"{text}{besides}.")
+
+
+def _equal(result: Mapping[str, Any], alone: Sequence[str]) -> dict[str, Any]:
+    """Return the verdict about two models whose common tensors are equal. `alone`: what only one of them has."""
+    compared, more = result["compared"], len(result["only_a"]) + len(result["only_b"])
+    if not alone:
+        stored = f" ({next(iter(result['dtypes']))})" if result["dtypes"] else ""
+        return _verdict("equal", "good", f"Equal: all {compared} tensors have the same values{stored}.")
+    if len(alone) == 1 and more:
+        inner, outer = ("A", "B") if result["only_b"] else ("B", "A")
+        text = f"{outer} contains {inner} unchanged ({plural(compared, 'tensor')}), and {more} more."
+        return _verdict("contains", "good", text)
+    return _verdict("equal in common", "good", f"Equal in all tensors that both have ({compared}); {listed(alone)}.")
+
+
+def adapter_verdict(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the verdict about two adapters, from their comparison."""
+    total, rows = result["total"], result["modules"].values()
+    whole = result.get("whole", {})
+    if not rows and not whole:
+        a, b = result["made_for"]
+        models = f"A is for {a}, and B for {b}" if a != b else "their modules have different names"
+        return _verdict("different models", "bad", f"Different models: {models}; no module is in both.")
+    if result.get("identical"):
+        return _verdict("equal", "good", "Equal: both have the same tensors.")
+    if total["cosine"] is None:
+        return _verdict("unknown", "warning", "Too little can be compared for a verdict.")
+    return _contained(result) or _common(result)
+
+
+def _contained(result: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the verdict about two adapters if one is in the other, or equal to it; else None."""
+    total, rows = result["total"], result["modules"].values()
+    a, b, cosine = total["a"], total["b"], total["cosine"]
+    lone = {side: len(result[f"only_{side}"]) for side in ("a", "b")}
+    apart = sqrt(max(a * a + b * b - 2 * cosine * a * b, 0.0))
+    if not any(lone.values()) and apart <= SAME * a:
+        return _verdict("rounding", "good", "The same change but for rounding: merge only one of them.")
+    for inner, outer, (mine, theirs) in (("A", "B", ("a", "b")), ("B", "A", ("b", "a"))):
+        strength = _steady([(row[mine], row[theirs], row["cosine"]) for row in rows if row["cosine"] is not None])
+        if strength and not lone[mine] and len(rows) >= LEAST:
+            if strength < 0:
+                text = f"Opposite: {outer} contains {strength:.3g} × {inner}. Merged together, they cancel."
+            elif cosine > 1 - SAME and not lone[theirs]:
+                text = f"The same change at another strength: {outer} is {strength:.3g} × {inner}. Merge only one."
+            else:
+                text = f"{outer} contains {inner} at strength {strength:.3g}: do not merge both."
+            return {**_verdict("contains", "warning", text), "strength": strength, "inner": inner}
+    return None
+
+
+def _common(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the verdict about two adapters by the cosine of their changes."""
+    a, b, cosine = (result["total"][name] for name in ("a", "b", "cosine"))
+    if result["fight"]:
+        blocks = sorted(result["fight"], key=lambda name: result["blocks"][name]["cosine"])
+        text = f"They work against each other in {plural(len(blocks), 'block')} ({listed(blocks, 3)}): lower one there."
+        return _verdict("opposed", "warning", text)
+    if abs(cosine) < INDEPENDENT:
+        return _verdict("independent", "good", "Independent: both can be merged at full strength.")
+    half = sqrt(a * a + b * b) / sqrt(a * a + b * b + 2 * cosine * a * b)
+    text = f"Alike (cosine {signed(cosine)}): together they are too strong; try {half:.2g} of each."
+    return _verdict("alike", "warning", text)
+
+
+def _steady(rows: Sequence[tuple[float, float, float]]) -> float:
+    """Return the strength at which the first change is in the second, if it is the same in all modules; else 0.
+
+    `rows`: ‖ΔA‖, ‖ΔB‖ and cosine of each module. s = ⟨ΔA, ΔB⟩ / ‖ΔA‖².
+    """
+    weights = sum(a * a for a, _, _ in rows)
+    if not weights:
+        return 0.0
+    strength = sum(cosine * a * b for a, b, cosine in rows) / weights
+    spread = sum(a * a * (cosine * b / a - strength) ** 2 for a, b, cosine in rows if a) / weights
+    return strength if abs(strength) >= INDEPENDENT and sqrt(spread) <= STEADY * abs(strength) else 0.0
+
+
+def _verdict(kind: str, level: str, text: str) -> dict[str, Any]:
+    return {"kind": kind, "level": level, "text": text}

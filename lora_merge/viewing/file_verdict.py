@@ -1,0 +1,183 @@
+"""What a file is, in a few rows on top of a report: what, for which model, trained how, does it fit, trigger words.
+
+The model of an adapter is that of its names and shapes, or where these show none, or several, that of its metadata.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, Final
+
+from ..algorithms import ALGORITHMS
+from ..facts import COUNT, Fact, counts_by_kind, line
+from ..models.architectures import shipped
+from ..text import listed, plural, size
+
+STATED: Final = ("modelspec.architecture", "ss_base_model_version", "ot_config:model_type")
+"""Metadata entries in which trainers name the model, the most exact first."""
+
+OTHER_TITLES: Final = {
+    "sdxl": "Stable Diffusion XL", "ponydiffusion": "Stable Diffusion XL", "illustrious": "Stable Diffusion XL",
+    **dict.fromkeys(("sdv1", "sd1", "stablediffusionv1"), "Stable Diffusion 1"),
+    **dict.fromkeys(("sdv2", "sd2", "stablediffusionv2"), "Stable Diffusion 2"),
+    **dict.fromkeys(("sdv3", "sd3", "stablediffusionv3"), "Stable Diffusion 3"),
+    "flux": "Flux.1", "hunyuanvideo": "HunyuanVideo", "ltxv": "LTX-Video", "lumina": "Lumina-Image 2",
+}  # fmt: skip
+"""What trainers call a model, in small letters and digits alone → its title, where that is another name."""
+
+CLASS_ENDS: Final = re.compile(r"(?:For[A-Z]\w+|LMHeadModel|Model|2DModel|Transformer\w*)$")
+"""End of the name of a model's class: `LlamaForCausalLM` is Llama."""
+
+LONGEST: Final = 200  # characters of an entry in which a name is looked for
+
+PARTS: Final = {"te": "text encoder", "te1": "text encoder 1", "te2": "text encoder 2", "te3": "text encoder 3",
+                "unet": "U-Net", "vae": "VAE"}  # fmt: skip
+BILLION: Final = 10**9
+
+
+def stated_model(texts: Mapping[str, str]) -> tuple[str, str]:
+    """Return the title of the model that metadata name, and the entry; ("", "") where they name none that is known.
+
+    `texts`: entry → text, of the entries in STATED.
+    """
+    for name in STATED:
+        if title := _titled(texts.get(name, "")):
+            return title, name
+    return "", ""
+
+
+def _titled(text: str) -> str:
+    """Return the title of the known model whose name is in a text as words of its own; the longest name counts."""
+    if not text:
+        return ""
+    names = {**{_letters(a.title): a.title for a in shipped()}, **OTHER_TITLES}
+    hits = [name for name in names if _word(name).search(text[:LONGEST].lower())]
+    return names[max(hits, key=len)] if hits else ""
+
+
+@cache
+def _word(name: str) -> re.Pattern[str]:
+    """Return the pattern of a name between other words, with anything but letters and digits inside it."""
+    return re.compile(f"(?<![a-z]){'[^a-z0-9]*'.join(name)}(?![a-z])")
+
+
+def _letters(text: str) -> str:
+    return re.sub("[^a-z0-9]", "", text.lower())
+
+
+def model_of(config: Mapping[str, Any], parameters: int) -> dict[str, Any]:
+    """Return the model that a config.json states: class, name, size, layers, hidden size; {} if it states no class."""
+    stated = config.get("architectures")
+    name = stated[0] if isinstance(stated, list) and stated else config.get("_class_name")
+    if not isinstance(name, str) or not name:
+        return {}
+    inner = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else {}
+    numbers = {
+        key: value
+        for key, entry in (("layers", "num_hidden_layers"), ("hidden_size", "hidden_size"))
+        if isinstance(value := config.get(entry, (inner or {}).get(entry)), int)
+    }
+    return {"class": name, "name": CLASS_ENDS.sub("", name) or name, "size": _billions(parameters), **numbers}
+
+
+def _billions(count: int) -> str:
+    """Return a number of parameters as people name the size of a model: `8 B`, `0.6 B`, `135 M`."""
+    if count >= BILLION:
+        return f"{count / BILLION:.0f} B" if count >= 7.5 * BILLION else f"{count / BILLION:.2g} B"
+    return f"{count / 10**6:.0f} M" if count >= 10**6 else size(count, *COUNT)
+
+
+def verdict(facts: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a file is, in one sentence, and whether something is wrong with it, or with how it fits."""
+    what = _adapter(facts) if facts["kind"] == "adapter" else _model(facts)
+    level, match = "good", facts.get("match")
+    if match:
+        fits = match["fits"]
+        level = "good" if fits and not (match.get("numbers") or {}).get("warnings") else "warning" if fits else "bad"
+        return {"level": level, "text": f"{what} {_fit(match)}"}
+    if facts.get("incomplete") or facts.get("looks_like"):
+        level = "warning"
+    return {"level": level, "text": what}
+
+
+def _fit(match: Mapping[str, Any]) -> str:
+    modules = plural(match["total"], "module")
+    if match["fits"]:
+        return f"The adapter fits: all {modules} match."
+    if match["matched"]:
+        return f"The adapter fits in part: {match['matched']} of {modules} match."
+    return f"The adapter does not fit: {match['why'] or f'0 of {modules} match'}."
+
+
+def _adapter(facts: Mapping[str, Any]) -> str:
+    kinds = listed(map(_title, facts["algorithms"])) or "Adapter without modules"
+    ranks = facts["ranks"]
+    rank = f", rank {ranks[0]}" if len(ranks) == 1 else f", ranks {min(ranks)} to {max(ranks)}" if ranks else ""
+    parts = listed(PARTS.get(name, name) for name in facts["parts"])
+    model = facts["made_for"] if facts["made_for"] != "unknown" else facts["trained"].get("base_model", "")
+    made_for = f", for {model}" if model else ", for a model that is not known"
+    return f"{kinds}{rank}{made_for}{f' ({parts})' if parts else ''}, {size(facts['bytes'])}."
+
+
+def _title(name: str) -> str:
+    """Return what people call an algorithm, the first words of its module: `LoRA`; its name if these are many."""
+    row = ALGORITHMS.get(name)
+    first = re.match("[^,:.]+", (row and sys.modules[row.module].__doc__) or "")
+    return first[0] if first and first[0].count(" ") < MOST_WORDS else name
+
+
+MOST_WORDS: Final = 2  # of a title
+
+
+def _model(facts: Mapping[str, Any]) -> str:
+    model = facts.get("model")
+    name = f"{model['name']}, {model['size']}" if model else facts["architecture"]
+    if name == "unknown":
+        name = facts.get("looks_like") or "Model of an architecture that is not known"
+    networks = [PARTS.get(part, part) for part in facts["components"] if part not in ("model", "transformer")]
+    dtype = next(iter(facts["dtypes"]), "")
+    stored = facts.get("quantised") or dtype
+    return f"{name}{f' ({listed(networks)})' if networks else ''}, {stored}, {size(facts['bytes'])}."
+
+
+def top(facts: Mapping[str, Any]) -> Iterator[Fact]:
+    """Yield the rows that a report begins with."""
+    if judged := facts.get("verdict"):
+        yield line("verdict", judged["text"])
+    trained = facts.get("trained") or {}
+    if words := trained.get("trigger_words"):
+        yield line("trigger words", ", ".join(words))
+    if facts.get("kind") == "adapter" and (how := [*_training(facts, trained)]):
+        yield line("trained", ", ".join(how))
+    if warning := facts.get("looks_like"):
+        yield line("looks like", warning)
+
+
+def _training(facts: Mapping[str, Any], trained: Mapping[str, Any]) -> Iterator[str]:
+    if facts.get("trainer", "unknown") != "unknown":
+        yield f"with {facts['trainer']}"
+    if base := trained.get("base_model"):
+        yield f"on {base}"
+    if steps := trained.get("steps"):
+        yield f"{steps} steps"
+    if images := trained.get("images"):
+        yield plural(images, "image")
+    if date := trained.get("date"):
+        yield str(date)[:10]
+
+
+def table_of_files(files: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each file: name, what it is, rank, size, trigger words."""
+    yield "file", "what", "for", "rank", "size", "trigger words"
+    for facts in files:
+        adapter = facts["kind"] == "adapter"
+        kinds = counts_by_kind(facts["algorithms"]) if adapter else facts["kind"]
+        model = facts.get("model")
+        named = f"{model['name']}, {model['size']}" if model else facts.get("architecture", "")
+        ranks = ", ".join(f"{rank:g}" for rank in facts.get("ranks", ())[:3])
+        words = (facts.get("trained") or {}).get("trigger_words") or ()
+        yield (facts["path"].replace("\\", "/").rpartition("/")[2], kinds, facts["made_for"] if adapter else named,
+               ranks, size(facts["bytes"]), ", ".join(words))  # fmt: skip

@@ -1,0 +1,295 @@
+"""Models of the hub: the cache on disk, headers by ranges, whole files by huggingface_hub."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import lora_merge
+from lora_merge.planning.recipe import KEY
+from lora_merge.sources import hub, inputs
+from tests.kit import command_line
+from tests.kit.adapters import kohya
+from tests.kit.files import load, load_all, metadata, save
+from tests.kit.models import sd1
+from tests.kit.tensors import rand
+from tests.sources.server import COMMIT, SIGNATURE, TOKEN, Machines
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: str) -> tuple[int, str, str]:
+        answer = command_line.run(*words)
+        return answer.code, answer.out, answer.err
+
+    return call
+
+
+@pytest.fixture
+def published(machines: Machines, tmp_path: Path) -> Machines:
+    """A repository with a base, and one with an adapter."""
+    base, lora = save(sd1(), tmp_path / "local.safetensors"), save(kohya(sd1()), tmp_path / "style.safetensors")
+    machines.repositories["me/sd"] = {
+        "README.md": b"# sd", "other.safetensors": b"x" * 4000, "sd.safetensors": base.read_bytes(),
+    }  # fmt: skip
+    machines.repositories["me/style"] = {"README.md": b"# style", "style.safetensors": lora.read_bytes()}
+    return machines
+
+
+def llama_folder(folder: Path) -> dict[str, bytes]:
+    """A model of transformers in two shards, next to the same weights as a pickle."""
+    folder.mkdir()
+    tensors = {
+        "model.embed_tokens.weight": rand(32, 16),
+        "lm_head.weight": rand(32, 16),
+        "model.norm.weight": torch.ones(16),
+    }
+    for n in range(2):
+        tensors |= {f"model.layers.{n}.self_attn.{name}_proj.weight": rand(16, 16, seed=n) for name in "qkvo"}
+    names = sorted(tensors)
+    parts = {f"model-0000{n + 1}-of-00002.safetensors": names[n::2] for n in range(2)}
+    for file, part in parts.items():
+        save({name: tensors[name] for name in part}, folder / file)
+    weight_map = {name: file for file, part in parts.items() for name in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+    (folder / "tokenizer.json").write_text("{}")
+    torch.save(tensors, folder / "pytorch_model.bin")
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+def peft_folder(folder: Path) -> dict[str, bytes]:
+    """An adapter of PEFT for it."""
+    folder.mkdir()
+    tensors = {}
+    for n in range(2):
+        at = f"base_model.model.model.layers.{n}.self_attn.q_proj"
+        tensors |= {f"{at}.lora_A.weight": rand(4, 16, seed=n), f"{at}.lora_B.weight": rand(16, 4, seed=n + 5)}
+    save(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+def test_merge_of_repositories_is_the_merge_of_their_files(published: Machines, run: Command) -> None:
+    code, _, err = run("hf://me/sd/sd.safetensors", "hf://me/style:0.8", "-o", "a.safetensors")
+    assert code == 0, err
+    assert "are downloaded from hf://me/sd" in err and "free" in err
+    code, _, err = run("local.safetensors", "style.safetensors:0.8", "-o", "b.safetensors")
+    assert code == 0, err
+    one, other = load(Path("a.safetensors")), load(Path("b.safetensors"))
+    assert one.keys() == other.keys() and all((one[name] == other[name]).all() for name in other)
+    recipe = json.loads(metadata(Path("a.safetensors"))[KEY])
+    assert recipe["base"]["source"] == f"hf://me/sd@{COMMIT}/sd.safetensors"
+    assert recipe["adapters"][0]["source"] == f"hf://me/style@{COMMIT}"
+    assert recipe["adapters"][0]["name"] == "style"
+    assert not [r for r in published.requests if r.path.endswith("other.safetensors")]
+
+
+def test_headers_are_read_by_ranges_alone(published: Machines, run: Command, tmp_path: Path) -> None:
+    large = save({f"model.layers.{n}.weight": torch.zeros(512, 1024) for n in range(8)}, tmp_path / "large.safetensors")
+    published.repositories["me/large"] = {"large.safetensors": large.read_bytes()}
+    code, out, err = run("inspect", "hf://me/large", "--json")
+    assert code == 0, err
+    assert json.loads(out)["tensors"] == 8 and str(tmp_path) not in out and "lora-merge-headers" not in out
+    assert published.bytes_sent("store") <= 256 << 10 < large.stat().st_size
+    assert not (tmp_path / "hub").exists()
+
+
+def test_dry_run_plans_without_a_download(published: Machines, run: Command, tmp_path: Path) -> None:
+    code, out, err = run("hf://me/sd/sd.safetensors", "hf://me/style", "--dry-run", "-o", "a.safetensors")
+    assert code == 0, err
+    assert "are downloaded" in out and f"hf://me/sd@{COMMIT}" in out
+    assert not Path("a.safetensors").exists() and not (tmp_path / "hub").exists()
+
+
+def test_misfit_is_refused_before_the_download(published: Machines, run: Command, tmp_path: Path) -> None:
+    odd = save({"lora_unet_nothing.lora_up.weight": torch.ones(4, 2), "lora_unet_nothing.lora_down.weight": torch.ones(2, 4)},
+               tmp_path / "odd.safetensors")  # fmt: skip
+    code, _, err = run("hf://me/sd/sd.safetensors", odd.name)
+    assert code == 4, err
+    assert not (tmp_path / "hub").exists() and published.bytes_sent("store") < 1 << 20
+
+
+def test_cache_on_disk_is_read_without_the_library_and_without_requests(
+    published: Machines, run: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("hf://me/sd/sd.safetensors", "hf://me/style", "-o", "a.safetensors")[0] == 0
+    asked = len(published.requests)
+    monkeypatch.setattr(hub, "_installed", lambda: False)
+    inputs._located.clear()
+    code, _, err = run(f"hf://me/sd@{COMMIT}/sd.safetensors", "hf://me/style", "-o", "b.safetensors")
+    assert code == 0, err
+    assert Path("a.safetensors").read_bytes() == Path("b.safetensors").read_bytes()
+    assert len(published.requests) == asked
+
+
+def test_model_that_is_not_here_is_refused_with_the_command_that_downloads_it(
+    published: Machines, run: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "_installed", lambda: False)
+    code, _, err = run("hf://me/sd@main/sd.safetensors", "style.safetensors")
+    assert (
+        code == 2
+        and "hf download me/sd sd.safetensors --revision main" in err
+        and "pip install 'lora-merge[hub]'" in err
+    )
+    code, _, err = run("me/sd", "style.safetensors")
+    assert code == 2 and "neither a file nor a folder" in err and "hf download me/sd --local-dir me/sd" in err
+    assert not published.requests
+
+
+@pytest.mark.parametrize(("words", "code", "what", "fix"), [
+    ("hf://me/nothing style.safetensors", 3, "neither a file nor a folder", "hf auth login"),
+    ("me/nothing style.safetensors", 3, "neither a file nor a folder", "check the path"),
+    ("hf://me/sd@v9 style.safetensors", 3, "no such revision", "name a branch"),
+    ("hf://me/sd/sd.bin style.safetensors", 3, "no such file", "name one of other.safetensors, sd.safetensors"),
+    ("hf://me/gated/sd.safetensors style.safetensors", 3, "wants a token", "hf auth login"),
+])  # fmt: skip
+def test_refusal_of_the_hub_is_answered_with_what_helps(  # noqa: PLR0917
+    published: Machines, run: Command, words: str, code: int, what: str, fix: str
+) -> None:
+    published.repositories["me/gated"] = published.repositories["me/sd"]
+    published.gated.add("me/gated")
+    number, _, err = run(*words.split())
+    assert number == code and what in err and fix in err, err
+
+
+def test_token_goes_to_the_hub_alone_and_into_no_text(
+    published: Machines, run: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    published.repositories["me/gated"] = published.repositories["me/sd"]
+    published.gated.add("me/gated")
+    code, out, err = run(
+        "hf://me/gated/sd.safetensors", "hf://me/style", "-o", "a.safetensors", "--report", "r.json", "--html", "r.html"
+    )
+    assert code == 0, err
+    assert {r.token for r in published.requests if r.server == "api"} == {TOKEN}
+    assert {r.token for r in published.requests if r.server == "store"} == {""}
+    texts = [
+        out,
+        err,
+        Path("r.json").read_text(),
+        Path("r.html").read_text(),
+        json.dumps(metadata(Path("a.safetensors"))),
+    ]
+    published.gated.add("me/style")
+    published.answers[:] = [500] * 9
+    monkeypatch.setenv("HF_TOKEN", TOKEN + "x")
+    inputs._located.clear()
+    texts += [*run("inspect", "hf://me/gated/sd.safetensors", "--debug", "--json")[1:]]
+    assert not [text for text in texts if TOKEN in text or SIGNATURE in text]
+
+
+def test_hub_that_is_out_of_reach_is_a_lack_of_resources(
+    published: Machines, run: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    code, _, err = run("hf://me/sd/sd.safetensors", "style.safetensors")
+    assert code == 5 and "neither a file nor a folder here, and the hub cannot be reached" in err
+
+
+def test_replay_and_verify_download_the_same_commit(published: Machines, run: Command, tmp_path: Path) -> None:
+    assert run("hf://me/sd/sd.safetensors", "hf://me/style:0.5", "-o", "a.safetensors")[0] == 0
+    first = Path("a.safetensors").read_bytes()
+    for name in ("local.safetensors", "style.safetensors"):
+        Path(name).unlink()
+    shutil.rmtree(tmp_path / "hub")
+    inputs._located.clear()
+    code, _, err = run("verify", "a.safetensors")
+    assert code == 0, err
+    shutil.rmtree(tmp_path / "hub")
+    inputs._located.clear()
+    code, _, err = run("replay", "a.safetensors", "-o", "b.safetensors")
+    assert code == 0, err
+    assert Path("b.safetensors").read_bytes() == first
+
+
+def test_source_with_other_bytes_than_the_recipe_fails_the_verification(
+    published: Machines, run: Command, tmp_path: Path
+) -> None:
+    assert run("hf://me/sd/sd.safetensors", "hf://me/style:0.5", "-o", "a.safetensors")[0] == 0
+    for name in ("local.safetensors", "style.safetensors"):
+        Path(name).unlink()
+    shutil.rmtree(tmp_path / "hub")
+    inputs._located.clear()
+    (tmp_path / "other").mkdir()
+    other = save(kohya(sd1(), seed=5), tmp_path / "other" / "x")
+    published.repositories["me/style"]["style.safetensors"] = other.read_bytes()
+    other.unlink()
+    code, _, err = run("verify", "a.safetensors")
+    assert code == 6 and "has other bytes" in err, err
+
+
+def test_folder_of_a_repository_is_merged_as_a_local_folder(published: Machines, run: Command, tmp_path: Path) -> None:
+    files = llama_folder(tmp_path / "tiny")
+    published.repositories["me/tiny"] = files
+    published.repositories["me/peft"] = peft_folder(tmp_path / "peft")
+    code, _, err = run("me/tiny", "me/peft@main:0.5", "-o", "a")
+    assert code == 0, err
+    code, _, err = run("tiny", "peft:0.5", "-o", "b")
+    assert code == 0, err
+    assert {p.name for p in Path("a").iterdir()} == {p.name for p in Path("b").iterdir()}
+    assert load_all(Path("a")).keys() == load_all(Path("b")).keys()
+    assert Path("a/config.json").read_bytes() == Path("b/config.json").read_bytes()
+    assert not [r for r in published.requests if r.path.endswith("pytorch_model.bin")]
+
+
+def test_default_name_of_an_output_is_that_of_the_repository(published: Machines, run: Command, tmp_path: Path) -> None:
+    published.repositories["me/tiny"] = llama_folder(tmp_path / "one")
+    published.repositories["me/peft"] = peft_folder(tmp_path / "two")
+    for _ in range(2):  # from the hub, and from its cache
+        code, _, err = run("hf://me/tiny", "hf://me/peft")
+        assert code == 0, err
+        shutil.rmtree("tiny+peft")
+        inputs._located.clear()
+
+
+def test_batch_downloads_each_base_once(published: Machines, run: Command) -> None:
+    jobs = [
+        {"base": "hf://me/sd/sd.safetensors", "adapters": [f"hf://me/style:{s}"], "output": f"{s}.safetensors"}
+        for s in (0.5, 1)
+    ]
+    Path("jobs.json").write_text(json.dumps({"version": 1, "jobs": jobs}))
+    code, _, err = run("batch", "jobs.json")
+    assert code == 0, err
+    whole = [r.path for r in published.requests if r.server == "store" and r.method == "GET" and "hf_hub" in r.agent]
+    assert len({*whole}) == 2 == len(whole), whole
+    assert Path("0.5.safetensors").exists() and Path("1.safetensors").exists()
+    asked = published.bytes_sent("store")
+    inputs._located.clear()
+    code, out, err = run("batch", "jobs.json")
+    assert code == 0 and "skipped" in out and published.bytes_sent("store") == asked, err
+
+
+def test_python_takes_addresses(published: Machines, tmp_path: Path) -> None:
+    steps: list[lora_merge.Step] = []
+    report = lora_merge.merge(
+        "hf://me/sd/sd.safetensors", [("hf://me/style", 0.5)], tmp_path / "o.safetensors", progress=steps.append
+    )
+    assert report.verified
+    fetched = [step for step in steps if step.stage == "fetch"]
+    assert sum(step.done for step in fetched) == sum({step.output: step.total for step in fetched}.values()) > 0
+    assert lora_merge.inspect("hf://me/style")["algorithms"]
+    assert lora_merge.load_adapter("hf://me/style").modules
+
+
+def test_input_that_was_a_folder_is_not_taken_from_a_folder_with_more(
+    published: Machines, run: Command, tmp_path: Path
+) -> None:
+    """The file of the repository is here too, next to others: the folder is not what the recipe names."""
+    assert run("local.safetensors", "me/style", "-o", "a.safetensors")[0] == 0
+    shutil.rmtree(tmp_path / "hub")
+    inputs._located.clear()
+    code, out, err = run("verify", "a.safetensors")
+    assert code == 0 and "1 × style (" in out, err

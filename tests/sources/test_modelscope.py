@@ -1,0 +1,65 @@
+"""Repositories of ModelScope."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lora_merge.planning.recipe import KEY
+from lora_merge.sources import inputs
+from tests.kit import command_line
+from tests.kit.adapters import kohya
+from tests.kit.files import load_all, metadata, save
+from tests.kit.models import sd1
+from tests.sources.server import COMMIT, Machines
+from tests.sources.test_hub import llama_folder, peft_folder
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: str) -> tuple[int, str, str]:
+        inputs._located.clear()
+        return tuple(command_line.run(*words))
+
+    return call
+
+
+def test_file_is_pinned_by_its_commit_and_replayed(machines: Machines, run: Command, tmp_path: Path) -> None:
+    save(sd1(), tmp_path / "base.safetensors")
+    lora = save(kohya(sd1()), tmp_path / "style.safetensors")
+    machines.repositories["me/style"] = {"README.md": b"# style", "sub/style.safetensors": lora.read_bytes()}
+    lora.unlink()
+    code, out, err = run("inspect", "ms://me/style/sub/style.safetensors", "--json")
+    assert code == 0 and json.loads(out)["path"] == f"ms://me/style@{COMMIT}/sub/style.safetensors", err
+    code, _, err = run("base.safetensors", "ms://me/style@master/sub/style.safetensors:0.5", "-o", "a.safetensors")
+    assert code == 0, err
+    used = json.loads(metadata(Path("a.safetensors"))[KEY])["adapters"][0]
+    assert used["source"] == f"ms://me/style@{COMMIT}/sub/style.safetensors"
+    for clear in (False, True):
+        if clear:
+            shutil.rmtree(tmp_path / "store")
+        code, _, err = run("replay", "a.safetensors", "-o", f"{clear}.safetensors")
+        assert code == 0 and Path(f"{clear}.safetensors").read_bytes() == Path("a.safetensors").read_bytes(), err
+
+
+def test_folder_is_merged_as_a_local_folder(machines: Machines, run: Command, tmp_path: Path) -> None:
+    machines.repositories["me/tiny"] = llama_folder(tmp_path / "tiny")
+    machines.repositories["me/peft"] = peft_folder(tmp_path / "peft")
+    assert run("ms://me/tiny", "ms://me/peft:0.5", "-o", "a")[0] == 0
+    assert run("tiny", "peft:0.5", "-o", "b")[0] == 0
+    assert {p.name for p in Path("a").iterdir()} == {p.name for p in Path("b").iterdir()}
+    one, other = load_all(Path("a")), load_all(Path("b"))
+    assert one.keys() == other.keys() and all((one[name] == other[name]).all() for name in other)
+
+
+def test_repository_that_is_not_there_is_an_input_error(machines: Machines, run: Command) -> None:
+    code, _, err = run("inspect", "ms://me/nothing")
+    assert code == 3 and "MODELSCOPE_API_TOKEN" in err

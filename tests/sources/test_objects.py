@@ -1,0 +1,127 @@
+"""Objects of S3, served by moto."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_merge.planning.recipe import KEY
+from lora_merge.sources import inputs
+from tests.kit import command_line
+from tests.kit.adapters import kohya
+from tests.kit.files import load_all, metadata, save
+from tests.kit.models import sd1
+from tests.sources.server import sha256
+from tests.sources.test_hub import llama_folder, peft_folder
+
+obstore = pytest.importorskip("obstore")
+moto = pytest.importorskip("moto.server")
+boto3 = pytest.importorskip("boto3")
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    yield "http://{}:{}".format(*server.get_host_and_port())
+    server.stop()
+
+
+@pytest.fixture
+def bucket(server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """A bucket that keeps versions, with a base and an adapter."""
+    monkeypatch.delenv("LORA_MERGE_OFFLINE", raising=False)
+    monkeypatch.setenv("LORA_MERGE_CACHE", str(tmp_path / "store"))
+    monkeypatch.setattr(inputs, "_located", {})
+    for name, value in {"AWS_ENDPOINT_URL": server, "AWS_ALLOW_HTTP": "true", "AWS_ACCESS_KEY_ID": "AKIASECRETKEYID",
+                        "AWS_SECRET_ACCESS_KEY": "secretsecret", "AWS_REGION": "us-east-1"}.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    client = boto3.client("s3", endpoint_url=server)
+    client.create_bucket(Bucket="models")
+    client.put_bucket_versioning(Bucket="models", VersioningConfiguration={"Status": "Enabled"})
+    store = obstore.store.S3Store("models")
+    obstore.put(store, "sd/base.safetensors", save(sd1(), tmp_path / "base.safetensors").read_bytes())
+    obstore.put(store, "sd/style.safetensors", save(kohya(sd1()), tmp_path / "style.safetensors").read_bytes())
+    return store
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: str) -> tuple[int, str, str]:
+        inputs._located.clear()
+        return tuple(command_line.run(*words))
+
+    return call
+
+
+def test_merge_of_objects_names_their_versions(bucket: Any, run: Command) -> None:
+    code, out, err = run(
+        "s3://models/sd/base.safetensors", "s3://models/sd/style.safetensors:0.5", "-o", "a.safetensors", "--json"
+    )
+    assert code == 0, err
+    source = json.loads(metadata(Path("a.safetensors"))[KEY])["base"]["source"]
+    assert source.startswith("s3://models/sd/base.safetensors?versionId=")
+    assert "secret" not in out + err + source
+    obstore.put(bucket, "sd/base.safetensors", b"another file")
+    before = Path("a.safetensors").read_bytes()
+    for name in ("base.safetensors", "style.safetensors"):
+        Path(name).unlink()
+    code, _, err = run("replay", "a.safetensors", "-o", "b.safetensors")
+    assert code == 0 and Path("b.safetensors").read_bytes() == before, err
+
+
+def test_object_is_read_straight_into_the_merge_if_nothing_is_kept(
+    bucket: Any, run: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    files = llama_folder(tmp_path / "tiny") | {
+        f"peft/{name}": content for name, content in peft_folder(tmp_path / "peft").items()
+    }
+    for name, content in files.items():
+        obstore.put(bucket, name if "/" in name else f"tiny/{name}", content)
+    monkeypatch.delenv("LORA_MERGE_CACHE")
+    code, _, err = run("s3://models/tiny", "s3://models/peft:0.5", "-o", "a")
+    assert code == 0 and "nothing is kept" in err, err
+    assert run("tiny", "peft:0.5", "-o", "b")[0] == 0
+    assert {p.name for p in Path("a").iterdir()} == {p.name for p in Path("b").iterdir()}
+    one, other = load_all(Path("a")), load_all(Path("b"))
+    assert one.keys() == other.keys() and all((one[name] == other[name]).all() for name in other)
+    assert Path("a/config.json").read_bytes() == Path("b/config.json").read_bytes()
+    assert not [p for p in tmp_path.rglob("source.json")]
+
+
+def test_headers_of_an_object_and_of_a_folder_are_read_by_ranges(bucket: Any, run: Command, tmp_path: Path) -> None:
+    content = Path(tmp_path / "style.safetensors").read_bytes()
+    code, out, err = run("inspect", "s3://models/sd/style.safetensors", "--json")
+    assert code == 0 and json.loads(out)["algorithms"] == {"lora": 32}, err
+    obstore.put(bucket, "peft/model.safetensors", content)
+    obstore.put(bucket, "peft/README.md", b"# style")
+    code, out, err = run("inspect", "s3://models/peft", "--json")
+    assert code == 0 and json.loads(out)["path"] == "s3://models/peft", err
+    assert not (tmp_path / "store").exists() and len(sha256(content)) == 64
+
+
+@pytest.mark.parametrize(("address", "code", "what"), [
+    ("s3://models/nothing.safetensors", 3, "no such object"), ("s3://nothing/x.safetensors", 3, "no such object"),
+])  # fmt: skip
+def test_object_that_is_not_there_is_an_input_error(
+    bucket: Any, run: Command, address: str, code: int, what: str
+) -> None:
+    number, _, err = run("inspect", address)
+    assert number == code and what in err, err
+
+
+def test_store_that_is_out_of_reach_is_a_lack_of_resources(
+    bucket: Any, run: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_MAX_RETRIES", "0")
+    code, _, err = run("inspect", "s3://models/sd/base.safetensors")
+    assert code == 5, err
