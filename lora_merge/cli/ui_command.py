@@ -23,9 +23,9 @@ def ui(
         typer.Argument(metavar="FOLDER...", help="Folders with models: ComfyUI's, A1111's, Forge's, or any."),
     ] = None,
     output_folder: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="Where outputs go. Default: the first folder.")
+        str | None, typer.Option(metavar="FOLDER", help="Write outputs into this folder. Default: the first.")
     ] = None,
-    port: Annotated[str, typer.Option(metavar="N", help="Port on 127.0.0.1; 0: a free one.")] = "0",
+    port: Annotated[str, typer.Option(metavar="N", help="Listen on this port of 127.0.0.1; 0: a free one.")] = "0",
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in the browser.")] = True,
 ) -> None:
     """Open a page for these commands in the browser.

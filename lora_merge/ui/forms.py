@@ -134,7 +134,7 @@ FORMS: Final[Mapping[str, CommandForm]] = MappingProxyType({
             of=ANY, writes=False,
         ),
         CommandForm(
-            "compare", "Compare", "Where two models differ, or how alike two adapters are.",
+            "compare", "Compare", "How two models differ, or how alike two adapters are.",
             "Base (for two adapters)", inputs="Two files", of=ANY, least=2, most=2, writes=False,
         ),
     )

@@ -99,12 +99,12 @@ class Library:
         """Return the path of an input; UsageError if it, or a link in it, leads out of the named folders."""
         path = expand(text)
         if not self._inside(path):
-            raise UsageError("the path is outside of the folders of this page", text[:300],
+            raise UsageError("the path is outside the page's folders", text[:300],
                              f"start lora-merge ui with the folder that it is in: lora-merge ui {path.parent}"
                              )  # fmt: skip
         for file in _below(path) if path.is_dir() else ():
             if not self._inside(file):
-                raise UsageError("a link leads out of the folders of this page", str(file),
+                raise UsageError("a link leads out of the page's folders", str(file),
                                  "replace the link by the file, or name its folder too")  # fmt: skip
         return path
 
@@ -114,7 +114,7 @@ class Library:
         path = Path(os.path.normpath(self.output / name)) if "\0" not in name else self.output
         real = real_path(path)
         if path == self.output or not (path.is_relative_to(self.output) and real.is_relative_to(self._real[-1])):
-            raise UsageError("the output is outside of the folder of outputs", name[:300] or "no name is given",
+            raise UsageError("the output is outside the output folder", name[:300] or "no name is given",
                              f"write a name such as merged.safetensors; outputs go to {self.output}")  # fmt: skip
         return path
 

@@ -99,10 +99,10 @@ def test_every_kind_of_value_that_is_no_text_is_read_and_written() -> None:
         ({"options": {"seed": "x"}}, "is not a number"),
         ({"options": {"seed": "1.5"}}, "is not a whole number"),
         ({"options": {"metadata": "x"}}, "not NAME=VALUE"),
-        ({"options": {"map": "/etc/hostname"}}, "outside of the folders"),
-        ({"options": {"tokenizer": "/etc"}}, "outside of the folders"),
-        ({"output": "../x"}, "outside of the folder of outputs"),
-        ({"output": ""}, "outside of the folder of outputs"),
+        ({"options": {"map": "/etc/hostname"}}, "outside the page's folders"),
+        ({"options": {"tokenizer": "/etc"}}, "outside the page's folders"),
+        ({"output": "../x"}, "outside the output folder"),
+        ({"output": ""}, "outside the output folder"),
     ],
 )
 def test_wrong_value_is_an_error_with_a_fix(change: dict[str, Any], what: str, comfy: Path) -> None:

@@ -72,7 +72,7 @@ def test_links_that_lead_out_are_refused(comfy: Path, tmp_path: Path) -> None:
     library = Library([comfy])
     assert "link.safetensors" not in kinds(library)
     for path in (outside, loras / "link.safetensors", loras / "../../../outside.safetensors", loras / "peft", tmp_path):
-        with pytest.raises(MergeError, match=r"outside of the folders|leads out"):
+        with pytest.raises(MergeError, match=r"outside the page|leads out"):
             library.path(str(path))
 
 
@@ -82,7 +82,7 @@ def test_outputs_stay_below_their_folder(comfy: Path, tmp_path: Path) -> None:
     library = Library([comfy])
     assert library.target("models/x") == comfy / "models/x"
     for name in ("", ".", "..", "../x", "/etc/x", "a/../../x", "out/x", "file.safetensors", "x\0y"):
-        with pytest.raises(MergeError, match="outside of the folder of outputs"):
+        with pytest.raises(MergeError, match="outside the output folder"):
             library.target(name)
     apart = Library([comfy], tmp_path)
     assert apart.target("x") == tmp_path / "x"
