@@ -25,7 +25,7 @@ def ui(
     output_folder: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="Write outputs into this folder. Default: the first.")
     ] = None,
-    port: Annotated[str, typer.Option(metavar="N", help="Listen on this port of 127.0.0.1; 0: a free one.")] = "0",
+    port: Annotated[str, typer.Option(metavar="N", help="Use this port of 127.0.0.1; 0: a free one.")] = "0",
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in the browser.")] = True,
 ) -> None:
     """Open a page for these commands in the browser.
