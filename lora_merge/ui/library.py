@@ -100,12 +100,12 @@ class Library:
         path = expand(text)
         if not self._inside(path):
             raise UsageError("the path is outside the page's folders", text[:300],
-                             f"start lora-merge ui with the folder that it is in: lora-merge ui {path.parent}"
+                             f"start the page with the folder that it is in, {path.parent}"
                              )  # fmt: skip
         for file in _below(path) if path.is_dir() else ():
             if not self._inside(file):
                 raise UsageError("a link leads out of the page's folders", str(file),
-                                 "replace the link by the file, or name its folder too")  # fmt: skip
+                                 "put the file in place of the link, or name its folder too")  # fmt: skip
         return path
 
     def target(self, name: str) -> Path:
@@ -126,14 +126,16 @@ class Library:
     def upload(self, name: str, length: int) -> Upload:
         """Begin to write a dropped adapter; UsageError for its name or size, ResourceError if the disk is full."""
         if Path(name).suffix.lower() not in (*ENDINGS, ".sft") or name != Path(name.replace("\\", "/")).name:
-            raise UsageError("only files with weights can be dropped", name[:300], f"drop one of {', '.join(ENDINGS)}")
+            raise UsageError(
+                "only files with weights can be dropped", name[:300], f"choose a file with one of {', '.join(ENDINGS)}"
+            )
         if not 0 < length <= LARGEST:
             raise UsageError(f"the file has {size(length)}", name[:300],
-                             "copy it into a folder of this page, and drop it again or choose it there")  # fmt: skip
+                             "move it into a folder of this page, and choose it there")  # fmt: skip
         free = shutil.disk_usage(self.output).free
         if free < length:
             raise ResourceError("the disk is too full for the file", f"{size(length)} of {size(free)} free",
-                                f"make room on the disk of {self.output}")  # fmt: skip
+                                f"delete files on the disk of {self.output}")  # fmt: skip
         return Upload(self.target(f"{DROPPED}/{name}"), length)
 
     def _inside(self, path: Path) -> bool:
@@ -189,12 +191,12 @@ class Upload:
                 while left >= 0 and (some := read()):
                     left -= file.write(some)
             if left:
-                raise InputError("the file did not arrive as a whole", self.target.name, "drop it again")
+                raise InputError("the file did not arrive as a whole", self.target.name, "choose the file again")
         try:
             adapter = is_adapter(open_checkpoint(self.target))
             if not adapter:
                 raise InputError("only adapters can be dropped, and this is a model", self.target.name,
-                                 "copy it into a folder of this page, and drop it again")  # fmt: skip
+                                 "move it into a folder of this page, and choose it there")  # fmt: skip
         except MergeError:
             remove(self.target)
             raise

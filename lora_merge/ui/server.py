@@ -198,9 +198,7 @@ class Server:
         try:
             self._socket = socket.create_server((HOST, port))
         except (OSError, OverflowError) as e:
-            raise UsageError(
-                f"the port cannot be used: {e}", f"--port {port}", "name another, or leave --port out"
-            ) from e
+            raise UsageError(f"the port cannot be used: {e}", f"--port {port}", "name another port") from e
         number, token = self._socket.getsockname()[1], secrets.token_urlsafe(32)
         self.address = f"http://{HOST}:{number}/{token}/"
         config = uvicorn.Config(
