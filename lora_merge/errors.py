@@ -196,12 +196,12 @@ class ResourceError(MergeError):
 class DeviceFailed(ResourceError):
     """A device stopped working; this process cannot use it again."""
 
-    def __init__(self, device: str, text: str) -> None:
-        super().__init__("the device failed", f"{device}: {text}", FAILED)
+    def __init__(self, device: str, text: str, fix: str = FAILED) -> None:
+        super().__init__("the device failed", f"{device}: {text}", fix)
 
     def __reduce__(self) -> tuple[Any, ...]:
         device, _, text = self.where.partition(": ")
-        return DeviceFailed, (device, text)
+        return DeviceFailed, (device, text, self.fix)
 
 
 class VerificationFailed(MergeError):
