@@ -72,7 +72,8 @@ class FactoredModules:
         form = self.forms[filled.place.label]
         if form.kind != "matrix" or form.whole or not all(self.sums.has(part.whole) for part in filled.parts):
             return False
-        columns = sum(rank or 0 for part in filled.parts for rank in part.layer.ranks)
+        patches = [use.patch for part in filled.parts for use in part.layer.uses if use.strength]
+        columns = sum(min(patch.shapes["down"][0], *patch.view.matrix) for patch in patches)
         return form.rule.name == EXACT or columns <= min(filled.place.view.matrix)
 
     def nbytes(self, group: Sequence[Filled]) -> int:

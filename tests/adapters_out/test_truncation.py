@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lora_merge.adapters_out.decomposition import krylov, matrix_svd
-from lora_merge.adapters_out.decomposition.factors import of_factors, squares_of, triangle
+from lora_merge.adapters_out.decomposition.factors import inverse_of_triangle, of_factors, squares_of, triangle
 from lora_merge.adapters_out.decomposition.krylov import orthonormal
 from lora_merge.adapters_out.decomposition.matrix_svd import of_dense, of_stack
 from lora_merge.adapters_out.decomposition.singular_triples import Triples
@@ -44,6 +44,15 @@ def test_factors_are_cut_to_the_best_of_their_rank(rank: int) -> None:
         best = optimum(left @ right, rank)
         assert error(left @ right, triples, rank) == pytest.approx(best, rel=1e-9)
         assert triples.squares == pytest.approx(float((left @ right).square().sum()), rel=1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 32, 33, 150])
+def test_inverse_of_a_triangle_has_the_digits_of_numpy(size: int) -> None:
+    matrix = torch.randn(2 * size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(size)).numpy()
+    lower = np.linalg.cholesky(matrix.T @ matrix)
+    inverse = inverse_of_triangle(lower)
+    np.testing.assert_allclose(inverse @ lower, np.eye(size), atol=1e-14)
+    np.testing.assert_allclose(inverse, np.linalg.inv(lower), rtol=1e-10, atol=1e-14)
 
 
 def test_file_does_not_depend_on_the_factoring() -> None:
