@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from .adapters_out.api import average, combine, convert, extract, resize
     from .adapters_out.report import AdapterReport
     from .api import compare, inspect, merge, plan, replay, unmerge, verify
+    from .batch.job_plan import JobPlan
+    from .batch.planning import FormerPlans
     from .batch.report import JobReport, Reports
-    from .batch.run import run_batch
+    from .batch.run import plan_batch, run_batch
     from .errors import MergeError
     from .facts import Facts
     from .job import Adapter, Job
@@ -51,6 +53,9 @@ _HOMES = {
     "Report": "report",
     "MergeError": "errors",
     "run_batch": "batch.run",
+    "plan_batch": "batch.run",
+    "JobPlan": "batch.job_plan",
+    "FormerPlans": "batch.planning",
     "JobReport": "batch.report",
     "Reports": "batch.report",
     "Step": "progress",
@@ -68,7 +73,9 @@ __all__ = [
     "AdapterReport",
     "AdapterSum",
     "Facts",
+    "FormerPlans",
     "Job",
+    "JobPlan",
     "JobReport",
     "LoadedAdapter",
     "MergeError",
@@ -90,6 +97,7 @@ __all__ = [
     "merge_into",
     "merge_state_dict",
     "plan",
+    "plan_batch",
     "replay",
     "resize",
     "run_batch",

@@ -308,9 +308,10 @@ def verify(  # noqa: PLR0913  # the options of the command
 
 
 @public
-def inspect(
-    path: str | Path, adapter: OneAdapter | None = None, *, weights: bool = False, hashes: bool = False
-) -> Facts:
+def inspect(  # noqa: PLR0913  # what is looked at, and pages and progress
+    path: str | Path, adapter: OneAdapter | None = None, *, weights: bool = False, hashes: bool | None = False,
+    pictures: bool = False, progress: bool | Progress = False,
+) -> Facts:  # fmt: skip
     """Report what a file or folder is, or how an adapter fits a base.
 
     Parameters:
@@ -318,7 +319,10 @@ def inspect(
         adapter: An adapter for the base at `path`, as for `merge`.
         weights: Whether numbers are read too: for norms, stable ranks and energies of an adapter, or with a base for
             the size of the change and how much of it the base's dtype keeps.
-        hashes: Whether large files are hashed too; adapters up to 256 MiB are always.
+        hashes: Whether large files are hashed too; adapters up to 256 MiB are also for False. None: nothing is hashed,
+            so that headers alone are read.
+        pictures: Whether the numbers have singular values and histograms, which pages show.
+        progress: As for `merge`.
 
     Returns:
         A table of facts, which shows itself as the text of `lora-merge inspect`; its `to_json()` has the format that
@@ -337,17 +341,24 @@ def inspect(
     from .viewing.text import rows
 
     ref: Adapter | None = None if adapter is None else make_job(path, [adapter], path).adapters[0]
-    return Facts(look(input_path(path), ref, weights=weights, hashes=hashes), rows)
+    with interruptible(), watched(progress) as watcher:
+        facts = look(input_path(path), ref, weights=weights, hashes=hashes, pictures=pictures, progress=watcher)
+    return Facts(facts, rows)
 
 
 @public
-def compare(a: str | Path, b: str | Path, *, base: str | Path | None = None) -> Facts:
+def compare(
+    a: str | Path, b: str | Path, *, base: str | Path | None = None, pictures: bool = False,
+    progress: bool | Progress = False,
+) -> Facts:  # fmt: skip
     """Compare two models, or the changes of two adapters: where they differ and by how much, or how alike they are.
 
     Parameters:
         a: A model or an adapter.
         b: Another one of the same kind.
         base: For two adapters that spell names in different words, or whose formulas read the weights: a base of both.
+        pictures: As for `inspect`.
+        progress: As for `merge`.
 
     Returns:
         A table of facts, which shows itself as text. For models: counts of equal and different tensors, ‖B−A‖ in all,
@@ -366,4 +377,7 @@ def compare(a: str | Path, b: str | Path, *, base: str | Path | None = None) -> 
     from .viewing.compare import compare as look
     from .viewing.compare import compare_rows
 
-    return Facts(look(input_path(a), input_path(b), None if base is None else input_path(base)), compare_rows)
+    with interruptible(), watched(progress) as watcher:
+        of_both = None if base is None else input_path(base)
+        facts = look(input_path(a), input_path(b), of_both, pictures=pictures, progress=watcher)
+    return Facts(facts, compare_rows)

@@ -25,6 +25,10 @@ TABLE: Final = 40  # rows of a table
 DIGITS: Final = "0123456789"
 
 
+STYLES: Final = {"output": "bold", "verified": "green", "note": "yellow", "warning": "bold yellow", "error": "red"}
+"""Name of a fact → the style of its value on a terminal, and on the page of `lora-merge ui`."""
+
+
 class Fact(NamedTuple):
     """A fact in words. Without a name it is a row of the table that the fact above begins."""
 

@@ -28,7 +28,10 @@ def test_every_library_that_is_imported_is_declared() -> None:
     names = {"yaml": "PyYAML"}
     extras = PROJECT["project"]["optional-dependencies"]
     declared = " ".join(
-        [*PROJECT["project"]["dependencies"], *(d for name in ("plots", "ray", "hub", "cloud") for d in extras[name])]
+        [
+            *PROJECT["project"]["dependencies"],
+            *(d for name in ("plots", "ray", "hub", "cloud", "ui") for d in extras[name]),
+        ]
     )
     for library in LIBRARIES:
         assert re.search(rf"\b{names.get(library, library)}\b", declared), library

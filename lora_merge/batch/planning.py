@@ -18,8 +18,9 @@ from ..adapters_out.request import Request
 from ..disk.destination import check_output, files_under
 from ..disk.volumes import CLONES, file_system, ignores_case, same, share_blocks
 from ..disk.writer import Room
-from ..engine.windows import layout_key, unshared_bytes, window_bytes
+from ..engine.windows import buffer_bytes, layout_key, unshared_bytes, window_bytes
 from ..errors import MergeError, PartWithoutEffect, ResourceError, UsageError
+from ..facts import Fact, line
 from ..files.checkpoint import CONFIGS, configuration
 from ..job import Adapter, Job
 from ..options import OPTIONS
@@ -29,11 +30,12 @@ from ..planning.make_plan import plan_job
 from ..planning.output_files import Contents, contents
 from ..recipes.resume import Hashes, is_adapter_done, is_done, is_ours
 from ..recipes.unmerge import taken_back
-from ..text import Lines, plural
+from ..text import Lines, Shown, plural
 from .commands import adapter_job
 from .jobs_file import BatchJob
 
 SHOWN: Final = 20  # clashes that are listed one by one
+MOST_OUTLINES: Final = 10_000  # outlines that later calls may use; as many as a file has jobs
 TOGETHER: Final = 8  # jobs at most in one read of a base; more would save little and lose more when killed
 
 
@@ -50,6 +52,7 @@ class PlannedJob:
     replaces: int = 0  # bytes of what is there now and will be replaced
     together: Any = None  # equal for jobs that can share one read of their base
     strengths: tuple[Mapping[str, Mapping[float, int]], ...] = ()  # of each adapter: part → strength → modules
+    memory: int | None = None  # bytes of weights in flight at most; None where it cannot run
     done: bool = False
     error: MergeError | None = None
 
@@ -59,13 +62,17 @@ class PlannedJob:
         return not self.done and self.error is None
 
 
-def survey(entries: Sequence[BatchJob], *, workers: int = 1) -> tuple[PlannedJob, ...]:
+def survey(
+    entries: Sequence[BatchJob], *, workers: int = 1, former: FormerPlans | None = None
+) -> tuple[PlannedJob, ...]:  # fmt: skip
     """Return every job planned, in the order of the file. What is wrong with one job is its `error`.
 
-    UsageError where jobs get in each other's way.
+    `former`: the plans of calls before, for the same number of workers. UsageError where jobs get in each other's way.
     """
     outputs = _Outputs(entries)
-    surveyor = _Surveyor(outputs, workers)
+    if former is not None:
+        former._check_files(entries)
+    surveyor = _Surveyor(outputs, workers, former or FormerPlans())
     for level, some in enumerate(_levels(entries, {e.number: outputs.maker(e.job.base) for e in entries})):
         for entry in some:
             surveyor.plan(entry, level)
@@ -247,13 +254,55 @@ class _Outline:
     contents: Contents
     layout: int
     strengths: tuple[Mapping[str, Mapping[float, int]], ...]  # of each adapter, as `_outline` has put them
+    memory: int
+
+
+class FormerPlans(Shown):
+    """What earlier calls of `plan_batch` know: opened files, and outlines of merges whose files have not changed.
+
+    It is for one thread at a time.
+
+    Examples:
+        >>> former, job = lora_merge.FormerPlans(), {"base": "base.safetensors", "output": "merged.safetensors"}
+        >>> for strength in (0.5, 0.6, 0.7):  # the second and the third take milliseconds
+        ...     adapters = [{"path": "style.safetensors", "strength": strength}]
+        ...     (plan,) = lora_merge.plan_batch([{**job, "adapters": adapters}], former=former)
+    """
+
+    def __init__(self) -> None:
+        self.opened = CheckpointCache()
+        self.outlines: dict[Any, _Outline | MergeError] = {}
+        self._states: dict[Path, Any] = {}
+
+    def _facts(self) -> Iterator[Fact]:
+        yield line("merges", len(self.outlines))
+
+    def _check_files(self, entries: Sequence[BatchJob]) -> None:
+        """Forget the outlines if a file of these jobs is another one than before, or if there are many."""
+        sources = {path for entry in entries for path in entry.sources}
+        states = {path: _states(path) for path in sources}
+        changed = any(self._states.get(path, state) != state for path, state in states.items())
+        if changed or len(self.outlines) > MOST_OUTLINES:
+            self.outlines.clear()
+            self._states.clear()
+        self._states |= states
+
+
+def _states(path: Path) -> tuple[tuple[Path, int, int], ...]:
+    """Return size and time of the files at a path."""
+    states = []
+    with suppress(MergeError, OSError):  # the failure of the jobs that read it
+        for file in _files(path):
+            status = file.stat()
+            states.append((file, status.st_size, status.st_mtime_ns))
+    return tuple(states)
 
 
 class _Surveyor:
-    def __init__(self, outputs: _Outputs, workers: int) -> None:
+    def __init__(self, outputs: _Outputs, workers: int, former: FormerPlans) -> None:
         self.outputs, self.workers = outputs, workers
-        self.opened, self.hashes = CheckpointCache(), Hashes()
-        self.outlines: dict[Any, _Outline | MergeError] = {}
+        self.opened, self.hashes = former.opened, Hashes()
+        self.outlines = former.outlines
         self.planned: dict[int, PlannedJob] = {}
         self.grounded: dict[int, Job] = {}
         self.shares: dict[tuple[Path, Path], bool] = {}
@@ -304,7 +353,7 @@ class _Surveyor:
         self.planned[entry.number] = replace(
             blank, size=outline.size, effort=outline.size, needs_disk=needed,
             replaces=min(_size(job.output), needed), together=together,
-            strengths=tuple(map(_applied, job.adapters, outline.strengths)), done=complete,
+            strengths=tuple(map(_applied, job.adapters, outline.strengths)), memory=outline.memory, done=complete,
         )  # fmt: skip
 
     def _adapter(self, entry: BatchJob, request: Request, level: int) -> PlannedJob:
@@ -325,7 +374,10 @@ class _Surveyor:
         except MergeError as e:
             return replace(blank, error=e.reword(in_jobs_file))
         replaces = min(_size(entry.job.output), size)
-        return replace(blank, size=size, effort=effort, needs_disk=size, replaces=replaces, done=complete)
+        return replace(
+            blank, size=size, effort=effort, needs_disk=size, replaces=replaces, memory=entry.job.max_memory,
+            done=complete,
+        )  # fmt: skip
 
     def _shares(self, folder: Path, base: Path) -> bool:
         """Return whether outputs in a folder can share blocks with a base; asks the disk once for thousands of jobs."""
@@ -388,6 +440,7 @@ class _Surveyor:
             contents(plan),
             hash(layout_key(plan)),
             tuple(m.strengths for m in plan.adapters),
+            buffer_bytes(plan),
         )
 
 

@@ -25,8 +25,9 @@ from ..sources.inputs import Download, require_space
 from ..typed_options import Jobs
 from .executors import Executor, Workers
 from .executors import executor as find
+from .job_plan import JobPlan, job_plans
 from .jobs_file import BatchJob, load, with_endings
-from .planning import TOGETHER, PlannedJob, check_space, survey
+from .planning import TOGETHER, FormerPlans, PlannedJob, check_space, survey
 from .report import JobReport, Reports, ended, failed
 from .shared_reads import JobGroup
 
@@ -169,8 +170,12 @@ def make_batch(  # noqa: PLR0913  # the options of the command
     overwrite: bool = False,
     redo: bool = False,
     card: bool | None = None,
+    former: FormerPlans | None = None,
 ) -> Batch:
-    """Return the jobs of a file, or of such data, planned from headers; UsageError names all mistakes at once."""
+    """Return the jobs of a file, or of such data, planned from headers; UsageError names all mistakes at once.
+
+    `former`: the plans of calls before.
+    """
     switch(overwrite, "--overwrite")
     card = None if card is None else switch(card, "--card")
     by = find(executor)
@@ -183,7 +188,42 @@ def make_batch(  # noqa: PLR0913  # the options of the command
     for path in [source] if isinstance(source, Path) else []:
         for e in entries:
             protect(e.job.output, [path])
-    return Batch(survey(entries, workers=_share(len(entries), workers, by)))
+    return Batch(survey(entries, workers=_share(len(entries), workers, by), former=former))
+
+
+@public
+def plan_batch(
+    path: Jobs, *, overwrite: bool = False, redo: bool = False, card: bool | None = None,
+    former: FormerPlans | None = None,
+) -> list[JobPlan]:  # fmt: skip
+    """Plan what `run_batch` would do with every job, from headers alone: no weight is read and nothing is written.
+
+    It serves merges and all commands of a jobs file. A job that cannot run does not raise: its plan has the status
+    "failed" and an `error`. With `former`, merges that differ from earlier ones in strength and output alone are
+    planned in a few milliseconds, as a page with sliders needs it.
+
+    Parameters:
+        path: As for `run_batch`, like all other parameters.
+        overwrite: Whether outputs may be made again that another recipe made.
+        redo: Whether outputs are made again that this very recipe has made.
+        card: Whether merges get a model card.
+        former: The `FormerPlans` that calls before this one have filled, for one thread at a time.
+
+    Returns:
+        One `JobPlan` for each job, in the order of the file: `status`, `bytes`, `memory`, `disk`, `error`,
+        `to_json()`.
+
+    Raises:
+        UsageError: The jobs file has mistakes (all are named at once), or outputs get in each other's way.
+        InputError: The jobs file cannot be read.
+
+    Examples:
+        >>> (job,) = lora_merge.plan_batch([{"base": "base.safetensors", "adapters": ["style.safetensors"],
+        ...                                  "output": "merged.safetensors"}])
+        >>> job.status, job.bytes
+        ('to run', 2132696762)
+    """
+    return job_plans(make_batch(path, overwrite=overwrite, redo=redo, card=card, former=former).planned)
 
 
 @public

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,6 +35,11 @@ jobs:
     output: "out/{{lora.stem}}-{{strength}}.safetensors"
 """
 """The file that `lora-merge batch --init` writes."""
+
+
+def jobs_text(jobs: Sequence[Mapping[str, Any]]) -> str:
+    """Return a jobs file with these jobs, as people read it."""
+    return yaml.safe_dump({"version": 1, "jobs": [*jobs]}, sort_keys=False, allow_unicode=True, width=1000)
 
 
 def read_jobs(path: Path, limit: int) -> Document:

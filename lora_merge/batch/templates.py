@@ -40,6 +40,15 @@ class NoSuchName(ValueError):
     """Why a template cannot be filled in."""
 
 
+def literal(value: Any) -> Any:
+    """Return a value for a jobs file in which braces are braces, not names of a matrix."""
+    if isinstance(value, Mapping):
+        return {name: literal(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [literal(item) for item in value]
+    return value.replace("{", "{{").replace("}", "}}") if isinstance(value, str) else value
+
+
 def render(template: str, values: Mapping[str, str]) -> str:
     """Return the text with every `{name}` replaced; `{{` and `}}` are braces. NoSuchName if it cannot be."""
     room = LONGEST_PATH

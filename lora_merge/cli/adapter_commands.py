@@ -6,7 +6,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -185,7 +184,11 @@ def _read(options: dict[str, Any], adapters: int) -> dict[str, Any]:
     from ..adapters_out.job import strings
 
     stated = read(options, adapters, {**OPTIONS, **ADAPTER_OPTIONS})
-    return {**stated, "rank_for": strings(stated["rank_for"])} if "rank_for" in stated else stated
+    if "rank_for" in stated:
+        rules = strings(stated["rank_for"])
+        by_part = dict(rules)  # as jobs files have it, so that a recipe has one form
+        stated["rank_for"] = by_part if len(by_part) == len(rules) else rules
+    return stated
 
 
 def _job_values(adapters: Sequence[Any], options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -228,19 +231,15 @@ def show(command: Row, make: Callable[[CheckpointCache], AdapterJob], printed: d
             done = command.run(job, display or unwatched, cache)
         if report_file is not None:
             report_file.replace(done.to_json())
-    pictures.write(lambda: _with_pictures(done, job) if printed["html"] is not None else asdict(done))
+    pictures.write(lambda: _pictured(done, job) if printed["html"] is not None else asdict(done))
     if printed["as_json"]:
         put(done.to_json())
         return
     show_adapter_report(done, command.done, quiet=printed["quiet"], verbose=printed["verbose"])
 
 
-def _with_pictures(done: AdapterReport, job: AdapterJob) -> dict[str, Any]:
-    """Return a report with the paths of its inputs, and the spectrum and the histogram of each layer of the output."""
-    from ..viewing.base import recipe_of
-    from ..viewing.pictures import adapter_pictures
+def _pictured(done: AdapterReport, job: AdapterJob) -> dict[str, Any]:
+    """Return a report with its pictures, for a page."""
+    from ..viewing.pictures import pictured_adapter
 
-    shown = adapter_pictures(Path(done.output))
-    layers = {name: {**layer, **shown.get(name, {})} for name, layer in done.layers.items()}
-    inputs = [*(a.path for a in job.adapters), *([job.base] if job.base else [])]
-    return {**asdict(done), "layers": layers, "recipe": recipe_of(Path(done.output)), "inputs": [*map(str, inputs)]}
+    return pictured_adapter(done, [*(a.path for a in job.adapters), *([job.base] if job.base else [])])

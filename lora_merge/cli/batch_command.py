@@ -19,7 +19,7 @@ from ..paths import ENDINGS, expand
 from ..process import check_room
 from ..progress import unwatched
 from ..report import disk_rows
-from ..text import Lines, json_text, size
+from ..text import Lines, size
 from .argument_values import whole_number
 from .options import HTML, JSON_TENSORS
 from .progress_display import BatchJobs, paused, watching
@@ -32,7 +32,6 @@ from .reports import (
     echo,
     failure,
     indented,
-    job_facts,
     planned_job,
     put,
     show_batch,
@@ -186,12 +185,12 @@ def _show_downloads(planned: Batch, show: Callable[[str], object] | None) -> Non
 
 def _dry_run(planned: Batch, workers: int, file: ReportFile | None, *, as_json: bool, quiet: bool) -> None:
     """Print every job with what would happen to it, and the room on each disk; fail if a job cannot run."""
+    from ..batch.job_plan import job_plans
     from ..batch.planning import disk_rooms
 
     named: dict[str, int] = {}  # error → number of the first job that has it
     disks = [*disk_rooms(planned.planned, workers)]
-    rooms = {s.entry.number: room.facts for some, room in disks for s in some}
-    lines = [json_text(job_facts(s, rooms.get(s.entry.number))) for s in planned.planned]
+    lines = [plan.to_json() for plan in job_plans(planned.planned, workers)]
     if file is not None:
         file.append("\n".join(lines))
         file.close()

@@ -33,7 +33,7 @@ BY_NAME: Final = {
 """Parameter that many commands have → its heading."""
 
 COMMANDS: Final = {
-    "Merge": ("merge", "batch", "comfyui", "demo"),
+    "Merge": ("merge", "batch", "ui", "comfyui", "demo"),
     "Adapters": ("combine", "resize", "convert", "average", "extract"),
     "Look": ("inspect", "parts", "compare", "architectures", "algorithms"),
     "Check": ("verify", "replay", "unmerge", "doctor", "schema"),

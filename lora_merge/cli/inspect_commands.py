@@ -55,7 +55,7 @@ def inspect(
     plot: PLOT = None,
     as_json: AS_JSON = False,
     verbose: Annotated[
-        bool, typer.Option("-v", "--verbose", help="Show patterns of names, and all facts of several files.")
+        bool, typer.Option("-v", "--verbose", help="List name patterns too, and all facts of several files.")
     ] = False,
     quiet: SILENT = False,
 ) -> None:

@@ -22,7 +22,7 @@ from ..paths import exists, expand, leave_lost_folder
 from ..process import LimitCheck, on_stop, signals_first
 from ..progress import unwatched
 from ..text import Lines, json_text, one_line
-from . import adapter_commands, comfyui_command, inspect_commands, tables, verify_commands
+from . import adapter_commands, comfyui_command, inspect_commands, tables, ui_command, verify_commands
 from .argument_values import named_adapters, named_base, named_parts, with_strengths
 from .batch_command import batch
 from .compat import PROGRAM_OPTIONS, SHORT, check_command, check_once, check_options, check_spaces, checked_output
@@ -30,7 +30,7 @@ from .help import COMMANDS, REFUSED, GroupedCommand, add, everywhere, examples, 
 from .options import AS_JSON, DRY_RUN, HTML, JSON_TENSORS, OUTPUT, PLOT, QUIET, REPORT, read, with_options
 from .own_line import correct
 from .progress_display import Display, watching
-from .reports import PageFiles, ReportOptions, announcing, echo, merge_and_report, put, with_pictures
+from .reports import PageFiles, ReportOptions, announcing, echo, merge_and_report, pictured, put
 from .terminal import debugging, show_error, styled, without_global_options
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def merge(
         )  # fmt: skip
         merged = merge_and_report(lambda display: _planned(job, display, report_options), file, report_options)
     if merged is not None:
-        pictures.write(lambda: with_pictures(*merged) if html is not None else asdict(merged[0]))
+        pictures.write(lambda: pictured(*merged) if html is not None else asdict(merged[0]))
 
 
 def _planned(job: Job, display: Display | None, options: ReportOptions) -> Plan:
@@ -214,7 +214,7 @@ def demo(
     run_demo(where, echo)
 
 
-for room in (adapter_commands, tables, inspect_commands, verify_commands, comfyui_command):
+for room in (adapter_commands, tables, inspect_commands, verify_commands, comfyui_command, ui_command):
     room.add_to(app)
 
 

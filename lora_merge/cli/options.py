@@ -40,8 +40,8 @@ def dialects(incomplete: str) -> list[str]:
 
 def parts_on_line(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the parts and blocks of the base that the line names, with factor 0, for the shell's completion."""
+    from ..viewing.parts import parts_of
     from .compat import completed
-    from .tables import parts_of
 
     before, comma, word = incomplete.rpartition(",")
     base = ctx.params.get("base") or "".join(ctx.args[:1])  # an option without a value has ended the reading

@@ -7,20 +7,20 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ..addresses import with_addresses
-from ..errors import BatchFailed, MergeError, UsageError, cause, error_dict
-from ..facts import Fact, aligned, line, strengths
+from ..errors import BatchFailed, MergeError, UsageError, cause
+from ..facts import STYLES, Fact, aligned, line, strengths
 from ..paths import exists, input_name, typed
 from ..process import kept_objects
 from ..progress import unwatched
 from ..report import Report, disk_rows, merge_rows
 from ..survival import ENOUGH, GRADES
-from ..text import Lines, by_component, json_text, one_line, plural, shown, size
+from ..text import Lines, json_text, one_line, plural, shown, size
 from ..viewing.json_schemas import schema
 from .progress_display import Display, paused, watching
 from .stdio import ReportFile
@@ -42,9 +42,6 @@ NAMES: Final = 8
 
 REMARKS: Final = ("note", "warning")
 """Names of facts that are shown with --quiet too, on stderr."""
-
-STYLES: Final = {"output": "bold", "verified": "green", "note": "yellow", "warning": "bold yellow", "error": "red"}
-"""Name of a fact → the style of its value on a terminal."""
 
 COPIED: Final = frozenset({"file", "adapter", "hash", "undo", "A", "B"})
 """Names of facts whose words are copied: they stay whole where others are broken."""
@@ -398,18 +395,11 @@ def show_proof(rows: Iterable[Fact]) -> None:
         show_lines(rows)
 
 
-def with_pictures(report: Report, plan: Plan) -> dict[str, Any]:
-    """Return a report with the recipe that the output holds and the paths of its inputs, and with the spectrum and the
-    histogram of each weight's change, if the inputs are still there."""
-    from ..viewing.base import recipe_of
-    from ..viewing.pictures import merge_pictures
+def pictured(report: Report, plan: Plan) -> dict[str, Any]:
+    """Return a report with its pictures, for a page."""
+    from ..viewing.pictures import pictured_merge  # torch
 
-    values = asdict(report)
-    pictures = merge_pictures(plan) if plan.job.output not in plan.inputs and values["numbers"] else {}
-    for name, tensor in values["numbers"].get("tensors", {}).items():
-        tensor |= pictures.get(name, {})
-    inputs = [str(path) for path in (plan.job.base, *(ref.path for ref in plan.job.adapters))]
-    return {**values, "recipe": recipe_of(plan.job.output), "inputs": inputs}
+    return pictured_merge(report, plan)
 
 
 # Written adapters.
@@ -527,24 +517,6 @@ def _adapters(s: PlannedJob) -> Iterator[str]:
             yield f"{input_name(adapter.path)} ({strengths(applied)})"
         else:
             yield f"{adapter.strength:g} × {input_name(adapter.path)}"
-
-
-def job_facts(s: PlannedJob, disk: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the values of a job in a dry run with --json. `disk`: the room for all jobs that write to its disk."""
-    from ..batch.commands import MERGE
-
-    job = s.entry.job
-    adapters = [
-        {"path": str(a.path), "strength": a.strength, "strengths": by_component(applied or {})}
-        for a, applied in zip_longest(job.adapters, s.strengths)
-    ]
-    return {
-        "dry_run": True, "number": s.entry.number, "where": s.entry.where, "output": str(job.output),
-        "command": MERGE if (request := s.entry.request) is None else request.command,
-        "base": None if request is not None and request.base is None else str(job.base), "adapters": adapters,
-        "status": "failed" if s.error else "done" if s.done else "to run", "bytes": s.size, "disk": disk,
-        "error": None if s.error is None else error_dict(s.error), "schema": schema("job-plan"),
-    }  # fmt: skip
 
 
 def show_batch(planned: Batch, ended: Sequence[JobReport], *, err: bool) -> None:

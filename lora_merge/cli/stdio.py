@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from ..disk.volumes import same
 from ..errors import MergeError, UsageError, as_resource_error, cause, failure
 from ..paths import exists, expand, is_folder, real_path
 from ..text import CONTROLS, json_text, one_line
@@ -218,6 +217,8 @@ class ReportFile:
 
     def _hits(self, path: Path, *, new: bool) -> bool:
         """Return whether the report is this file, or inside this folder: anywhere in a new one, else over a file."""
+        from ..disk.volumes import same
+
         here, other, present = real_path(self.path), real_path(path), self.path.exists()
         inside = other in here.parents and (new or present)
         return here == other or inside or (present and same(self.path, path))

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 
-from ..errors import UsageError
 from ..paths import expand
 from ..text import Lines, json_text, plural
 from ..viewing.json_schemas import schema
@@ -35,6 +32,8 @@ def parts(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """List parts and blocks, for --strength-for."""
+
+    from ..viewing.parts import parts_of
 
     model = parts_of(expand(completed(base)))
     if as_json:
@@ -99,36 +98,6 @@ def known_architectures() -> Iterator[dict[str, Any]]:
     for row in sorted(shipped(), key=lambda a: (a.title.lower(), a.component)):
         encoders = [f"{part} ({kind})" for part, kind in row.text_encoders.items()]
         yield {"title": row.title, "part": row.component, "text_encoders": encoders, "layouts": [*row.layouts]}
-
-
-def parts_of(path: Path) -> dict[str, Any]:
-    """Return the parts of a base and their tensors, the blocks in order, and how each list of block weights is read.
-
-    Raises UsageError for an adapter.
-    """
-    from ..files.checkpoint import open_checkpoint
-    from ..models.blocks import blocks
-    from ..models.names import names
-    from ..viewing.inspect import is_adapter
-
-    index = open_checkpoint(path)
-    if is_adapter(index):
-        fix = f"name the base; lora-merge inspect {path.name} shows what the adapter changes"
-        raise UsageError("an adapter, and parts are those of a base", str(path), fix)
-    lookup = names(index)
-    model_blocks = blocks(lookup)
-    tensors: dict[str, list[str]] = {name: [] for name in model_blocks.order}
-    for key in index.tensors:
-        if block := model_blocks.of(key):
-            tensors[block].append(key)
-    return {
-        "base": path.name,
-        "architecture": lookup.architecture,
-        "parts": dict(Counter(map(lookup.component, index.tensors))),
-        "blocks": {name: {"tensors": len(keys), "first": next(iter(keys), None)} for name, keys in tensors.items()},
-        "lists": {len(order): list(order) for order in (model_blocks.order, model_blocks.few) if order},
-        "schema": schema("parts"),
-    }
 
 
 def text_of_parts(model: dict[str, Any]) -> Iterator[str]:

@@ -25,12 +25,12 @@ from .reports import (
     carry_out,
     echo,
     merge_and_report,
+    pictured,
     put,
     show_adapter_report,
     show_merge,
     show_plan,
     show_proof,
-    with_pictures,
 )
 from .terminal import styled
 
@@ -205,7 +205,7 @@ def unmerge(
             file.protect([expand(path)], [expand(output or path)])
         merged = merge_and_report(planned, file, report_options)
     if merged is not None:
-        pictures.write(lambda: with_pictures(*merged))
+        pictures.write(lambda: pictured(*merged))
 
 
 def doctor(

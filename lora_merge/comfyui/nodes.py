@@ -14,6 +14,7 @@ from typing import Any, Final, TypeAlias
 
 from .. import inspect, run_batch, unmerge, verify
 from ..adapters_out.dialects import DIALECTS
+from ..batch.templates import literal
 from ..merge_methods import COMBINATIONS, DIVISORS, ELECTIONS, METHODS, MergeMethod
 from ..method_parameters import MethodParameters
 from ..options import OPTIONS
@@ -148,7 +149,7 @@ def _job(output: Callable[[Values], Path], fields: Callable[[Values], Values]) -
     """Return the function that runs a node as one job of a jobs file. `fields`: all of the job but its output."""
 
     def run(values: Values) -> Result:
-        job = _literal({**fields(values), "output": str(output(values))})
+        job = literal({**fields(values), "output": str(output(values))})
         with host.RunProgress() as progress:
             (report,) = run_batch([job], overwrite=values["overwrite"], progress=progress)
         if report.error is not None:
@@ -156,15 +157,6 @@ def _job(output: Callable[[Values], Path], fields: Callable[[Values], Values]) -
         return report.output, str(report.report or f"{report.output} is there already, by the same recipe")
 
     return run
-
-
-def _literal(value: Any) -> Any:
-    """Return a value for a jobs file, in which braces stand for names of a matrix."""
-    if isinstance(value, Mapping):
-        return {name: _literal(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_literal(item) for item in value]
-    return value.replace("{", "{{").replace("}", "}}") if isinstance(value, str) else value
 
 
 def _with_base(values: Values) -> dict[str, str]:

@@ -70,7 +70,7 @@ def _equal(result: Mapping[str, Any], alone: Sequence[str]) -> dict[str, Any]:
         inner, outer = ("A", "B") if result["only_b"] else ("B", "A")
         text = f"{outer} contains {inner} unchanged ({plural(compared, 'tensor')}), and {more} more."
         return _verdict("contains", "good", text)
-    return _verdict("equal in common", "good", f"Equal in all tensors that both have ({compared}); {listed(alone)}.")
+    return _verdict("equal in common", "good", f"Equal in the common tensors ({compared}); {listed(alone)}.")
 
 
 def adapter_verdict(result: Mapping[str, Any]) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def _fit(match: Mapping[str, Any]) -> str:
         return f"The adapter fits: all {modules} match."
     if match["matched"]:
         return f"The adapter fits in part: {match['matched']} of {modules} match."
-    return f"The adapter does not fit: {match['why'] or f'0 of {modules} match'}."
+    return f"The adapter does not fit: {match['why'] or f'no match among {modules}'}."
 
 
 def _adapter(facts: Mapping[str, Any]) -> str:

@@ -31,14 +31,15 @@ def inspect(  # noqa: PLR0913  # two for pages and progress
     adapter: Path | Adapter | None = None,
     *,
     weights: bool = False,
-    hashes: bool = False,
+    hashes: bool | None = False,
     pictures: bool = False,
     progress: Progress = unwatched,
 ) -> dict[str, Any]:
     """Return a table of facts about a checkpoint or an adapter; with an adapter, how it fits the base `path`.
 
     Only headers are read, and for the hashes of an adapter up to 256 MiB, or with `hashes` of any single file, its
-    bytes. `weights`: also read the numbers, for norms, stable ranks and energies, or for the size of the change or
+    bytes; None hashes nothing.
+    `weights`: also read the numbers, for norms, stable ranks and energies, or for the size of the change or
     of a base's weights.
     `pictures`: the numbers with singular values and histograms, which pages show.
     """
@@ -63,7 +64,8 @@ def inspect(  # noqa: PLR0913  # two for pages and progress
     else:
         facts |= base_facts(index)
         facts |= {"sizes": _sizes(index, pictures=pictures, progress=progress)} if weights else {}
-    digests = hashes_of(index, always=True) if hashes else hashes_of(index, always=False) if is_adapter(index) else {}
+    hashed = hashes if hashes is None else hashes or is_adapter(index)
+    digests = hashes_of(index, always=bool(hashes)) if hashed else {}
     facts |= {"hashes": {**digests, **{f"stored {k}": v for k, v in stored_hashes(index).items()}}}
     left = folder.warning() if folder else ()
     notes = [*index.notes, *left, *facts.get("notes", ()), *_changed(index)]

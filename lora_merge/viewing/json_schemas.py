@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from ..files.json_files import read_json
-
 SCHEMA: Final = "lora-merge/{}/{}"
 """The entry `schema` of every JSON object: what it describes, and the version of its format."""
 
@@ -39,4 +37,6 @@ def schema_of(kind: str) -> dict[str, Any]:
         from ..batch.json_schema import jobs_schema
 
         return jobs_schema()
+    from ..files.json_files import read_json  # the name of a schema alone needs no reader
+
     return read_json(Path(__file__).parent / "schemas" / f"{kind}.json")

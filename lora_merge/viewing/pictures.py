@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any, Final
@@ -11,10 +12,13 @@ import torch
 from torch import Tensor
 
 from ..adapters.modules import group
+from ..adapters_out.report import AdapterReport
 from ..disk.reader import Reader
 from ..engine.torch_state import undisturbed
 from ..files.checkpoint import open_checkpoint
 from ..planning.plan import Plan
+from ..report import Report
+from .base import recipe_of
 from .module_change import NOISE, SMALL, ModuleChange, ModuleChanges, changes, replaced_by
 
 SINGULAR_VALUES: Final = 64  # singular values in a picture
@@ -111,3 +115,22 @@ def adapter_pictures(path: Path) -> dict[str, dict[str, Any]]:
             if delta is not None:
                 drawn[module.where] = pictures(delta)
     return drawn
+
+
+def pictured_merge(report: Report, plan: Plan) -> dict[str, Any]:
+    """Return a report with the recipe that the output holds and the paths of its inputs, and with the spectrum and the
+    histogram of each weight's change, if the inputs are still there."""
+    values = asdict(report)
+    changes_of = merge_pictures(plan) if plan.job.output not in plan.inputs and values["numbers"] else {}
+    for name, tensor in values["numbers"].get("tensors", {}).items():
+        tensor |= changes_of.get(name, {})
+    inputs = [str(path) for path in (plan.job.base, *(ref.path for ref in plan.job.adapters))]
+    return {**values, "recipe": recipe_of(plan.job.output), "inputs": inputs}
+
+
+def pictured_adapter(report: AdapterReport, inputs: Iterable[Path]) -> dict[str, Any]:
+    """Return a report with the paths of its inputs, and the spectrum and the histogram of each layer of the output."""
+    of_output = adapter_pictures(Path(report.output))
+    layers = {name: {**layer, **of_output.get(name, {})} for name, layer in report.layers.items()}
+    recipe = recipe_of(Path(report.output))
+    return {**asdict(report), "layers": layers, "recipe": recipe, "inputs": [*map(str, inputs)]}

@@ -89,7 +89,7 @@ ASKS = {
     "the last block": (sd3(48), "diffusers", "which block is the last one"),
     "the last block in diffusers' words": (sd3(48, up=DIFFUSERS_SD3), "kohya", "which block is the last one"),
     "the only block": (sd3(16, 1), "diffusers", "which block is the last one"),
-    "the model": ({"a.lora_A.weight": rand(2, 8), "a.lora_B.weight": rand(8, 2)}, "kohya", "fit no model"),
+    "the model": ({"a.lora_A.weight": rand(2, 8), "a.lora_B.weight": rand(8, 2)}, "kohya", "match no known model"),
     "a name": (
         of_flux() | {"lora_unet_other.lora_up.weight": rand(8, 2), "lora_unet_other.lora_down.weight": rand(2, 8),
                      "lora_unet_other.alpha": torch.tensor(1.0)},

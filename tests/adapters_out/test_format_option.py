@@ -78,7 +78,7 @@ def test_changes_that_the_loader_ignores_are_noted(tmp_path: Path) -> None:
     save_file(factors | {"layer.lora_B.bias": torch.randn(8)}, tmp_path / "a.safetensors")
     save_file({f"base_model.model.{key}": value for key, value in factors.items()}, tmp_path / "p.safetensors")
     out, given = tmp_path / "out.safetensors", {"base": tmp_path / "base.safetensors", "overwrite": True}
-    for adapter, note in (("a", "diffusers leaves out"), ("p", "PEFT loads a folder")):
+    for adapter, note in (("a", "diffusers silently leaves out"), ("p", "PEFT loads a folder")):
         report = lora_merge.combine(tmp_path / f"{adapter}.safetensors", out, alpha=7, **given)  # type: ignore[arg-type]
         assert any(note in str(one) for one in report.notes)
         assert not any(key.endswith(".alpha") for key in load_file(out))

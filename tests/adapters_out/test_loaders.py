@@ -233,6 +233,6 @@ def test_biases_that_lycoris_leaves_out_are_told(tmp_path: Path) -> None:
         save_file(tensors, tmp_path / f"{name}.safetensors")
     paths = [tmp_path / f"{name}.safetensors" for name in ("base", "tuned", "out", "without")]
     told = lora_merge.extract(*paths[:3], rank=1)
-    assert any("LyCORIS leaves them out" in str(note) for note in told.notes)
+    assert any("LyCORIS silently leaves them out" in str(note) for note in told.notes)
     silent = lora_merge.extract(*paths[:2], paths[3], rank=1, others="skip")
     assert not any("LyCORIS" in str(note) for note in silent.notes)

@@ -75,7 +75,7 @@ def test_rows_are_proven_a_second_way_or_told(row: str, tmp_path: Path) -> None:
 def test_wrong_places_are_found(row: str, tmp_path: Path) -> None:
     plan = planned(write(row, tmp_path))
     if any(t.uses for f in plan.files for t in f.targets):
-        with pytest.raises(VerificationFailed, match="disagree on where"):
+        with pytest.raises(VerificationFailed, match="disagree on what"):
             read(exchanged(plan))
 
 

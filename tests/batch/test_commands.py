@@ -14,6 +14,7 @@ import lora_merge
 from lora_merge.adapter_options import ADAPTER_OPTIONS
 from lora_merge.adapters_out.commands import COMMANDS
 from lora_merge.adapters_out.report import AdapterReport
+from lora_merge.batch import planning
 from lora_merge.batch.commands import MERGE, TAKES, UNMERGE
 from lora_merge.batch.jobs_file import load as load_jobs
 from lora_merge.batch.run import make_batch
@@ -188,3 +189,47 @@ def test_difference_has_a_name_with_the_ending_that_its_kind_of_model_wants(file
     (files / "base.safetensors").write_bytes(b"")
     (told,) = lora_merge.run_batch(batch(files, {**more, "output": "other"}))
     assert told.status == "failed" and told.error is not None and told.error.what == "the file is empty"
+
+
+def test_plan_of_a_batch_is_what_a_dry_run_prints(files: Path) -> None:
+    base, a = str(files / "base.safetensors"), str(files / "a.safetensors")
+    jobs = [{"base": base, "adapters": [f"{a}:0.5"], "output": "m.safetensors"},
+            {"command": "resize", "adapters": [a], "rank": 2, "output": "r.safetensors"},
+            {"base": f"{base}.none", "adapters": [a], "output": "n.safetensors"}]  # fmt: skip
+    plans = lora_merge.plan_batch(batch(files, *jobs))
+    assert [plan.status for plan in plans] == ["to run", "to run", "failed"]
+    assert [plan.memory is None for plan in plans] == [False, False, True]
+    answer = run("batch", files / "jobs.json", "--dry-run", "--json")
+    printed = [json.loads(line) for line in answer.out.splitlines()[:3]]
+    now = ({**json.loads(plan.to_json()), "disk": None} for plan in plans)
+    assert [{**line, "disk": None} for line in printed] == [*now]
+    assert not [*files.glob("[mrn].safetensors")]
+
+
+def test_former_plans_serve_other_strengths_until_a_file_changes(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[object] = []
+    plan_job = planning.plan_job
+
+    def counted(*arguments: Any) -> Any:
+        planned.append(arguments)
+        return plan_job(*arguments)
+
+    monkeypatch.setattr(planning, "plan_job", counted)
+    former = lora_merge.FormerPlans()
+
+    def plan(strength: float, part: float = 1) -> lora_merge.JobPlan:
+        parts = {"strength_for": {"te": part}} if part != 1 else {}
+        adapter = {"path": str(files / "a.safetensors"), "strength": strength, **parts}
+        job = {"base": str(files / "base.safetensors"), "adapters": [adapter], "output": str(files / "m.safetensors")}
+        (again,), (anew,) = lora_merge.plan_batch([job], former=former), lora_merge.plan_batch([job])
+        assert {**again.to_dict(), "disk": None} == {**anew.to_dict(), "disk": None}
+        return again
+
+    for strength, part, calls in ((0.5, 1, 2), (0.6, 1, 1), (-2, 1, 1), (0.5, 0.5, 2), (0.7, 1, 1)):  # one of them anew
+        planned.clear()
+        assert plan(strength, part).status == "to run"
+        assert len(planned) == calls
+    (files / "a.safetensors").write_bytes(b"another file")
+    assert plan(0.6).error is not None
+    (files / "a.safetensors").unlink()
+    assert "not found" in str(plan(0.6).error)

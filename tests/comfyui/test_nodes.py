@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -47,7 +48,7 @@ def bake(**more: Any) -> dict[str, Any]:
 
 def test_bake_writes_what_merge_writes(host: Host) -> None:
     path, report = host.post(bake())["3"].values
-    assert path == str(host.models / "checkpoints/out/both.safetensors") and "32 of 32 modules" in report
+    assert path == str(host.models / "checkpoints/out/both.safetensors") and "32 of 50 tensors" in report
     second = lora_merge.Adapter(host.models / "loras/a1.safetensors", 0.5, (("te", 0.5), ("B01", 0), ("unet", 0.9)))
     expected = host.models / "expected.safetensors"
     lora_merge.merge(host.models / BASE, [(host.models / "loras/a0.safetensors", 0.8), second], expected)
@@ -105,7 +106,7 @@ def test_parameters_at_their_defaults_are_accepted(host: Host, method: str) -> N
     option = next(i for i in host.nodes["LoraMergeBake"].define_schema().inputs if i.id == "method")
     chosen = next(o for o in option.options if o.key == method)
     values = {f"method__{i.id}": i.default for i in chosen.inputs}
-    assert "32 of 32" in host.post(bake(method=method, **values))["3"].values[1]
+    assert "32 of 50 tensors" in host.post(bake(method=method, **values))["3"].values[1]
 
 
 def test_every_node_that_writes_or_looks(host: Host) -> None:
@@ -237,3 +238,10 @@ def test_install_refuses_other_folders_and_keeps_what_is_there(tmp_path: Path) -
         assert run("comfyui", "install", tmp_path, *more).code == 0
     assert [p.name for p in (tmp_path / "custom_nodes").iterdir()] == ["lora-merge"]
     assert pack.custom_nodes(tmp_path / "custom_nodes") == tmp_path / "custom_nodes"
+
+
+def test_page_of_the_documentation_has_every_node(host: Host) -> None:
+    page = (Path(__file__).parents[2] / "configs/site/pages/comfyui.md").read_text(encoding="utf-8")
+    assert {node.define_schema().display_name for node in host.nodes.values()} == {
+        *re.findall(r"^\| ([A-Z]\S* .*?) \|", page, re.MULTILINE)
+    }

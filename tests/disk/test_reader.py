@@ -14,27 +14,6 @@ from lora_merge.errors import InputError
 from lora_merge.files.checkpoint import open_checkpoint
 
 
-def test_small_tensors_beside_each_other_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = {f"{i:04}": torch.randn(1 + i % 37, dtype=torch.float64).to(torch.bfloat16) for i in range(3000)}
-    save_file({**tensors, "large": torch.randn(700)}, tmp_path / "x")
-    reads: list[int] = []
-    read = reader.read_at
-
-    def counted(fd: int, buffer: memoryview, offset: int) -> int:
-        reads.append(offset)
-        return read(fd, buffer, offset)
-
-    monkeypatch.setattr(reader, "read_at", counted)
-    index = open_checkpoint(tmp_path / "x")
-    with reader.Reader([index]) as files:
-        for name, info in index.tensors.items():
-            whole = bytes(files.read(info))
-            if name != "large":
-                assert torch.equal(torch.frombuffer(bytearray(whole), dtype=torch.bfloat16), tensors[name])
-            assert bytes(files.read(info, 2, info.nbytes - 2)) == whole[2:]
-    assert len(reads) < 4 * (tmp_path / "x").stat().st_size / PAGE + 10
-
-
 def test_small_tensor_that_is_cut_off_is_refused(tmp_path: Path) -> None:
     save_file({"a": torch.ones(9), "b": torch.ones(9)}, tmp_path / "x")
     index = open_checkpoint(tmp_path / "x")

@@ -43,6 +43,8 @@ LIBRARIES = {
     "safetensors": {"proof"},
     "threadpoolctl": {"proof"},
     "ml_dtypes": {"proof"},
+    "starlette": {"ui"},
+    "uvicorn": {"ui"},
 }
 """Library → the rooms that may import it, at the top of a file or inside a function."""
 

@@ -61,6 +61,7 @@ def memory(model: nn.Module, weight: torch.Tensor) -> None:
 def batches() -> None:
     jobs = [{"base": "b", "adapters": ["a"], "output": f"{n}.safetensors"} for n in range(3)]
     lora_merge.run_batch(jobs, workers=2)
+    print([plan.bytes for plan in lora_merge.plan_batch(jobs, former=lora_merge.FormerPlans())])
     reports = lora_merge.run_batch({"version": 1, "jobs": [{"base": "b", "adapters": ["a"], "output": "o"}]})
     print([r.error.what for r in reports if r.error is not None])
     lora_merge.run_batch("jobs.yaml", on_report=lambda r: print(r.output), progress=True)

@@ -54,6 +54,7 @@ def opened() -> set[tuple[int, int]]:
 def take_away() -> None:
     """Make `os`, `mmap` and the imports of this process those of a system without POSIX."""
     import filelock  # noqa: F401  # with its locks, as it has others on Windows
+    import platformdirs.unix  # noqa: F401  # it asks for the system by its name, which stays
 
     usage, statvfs = shutil._ntuple_diskusage, os.statvfs  # type: ignore[attr-defined]
 

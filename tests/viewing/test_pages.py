@@ -45,7 +45,9 @@ def content(html: str) -> Any:
 
 def test_browser_shows_the_numbers_of_the_report(scene: Scene, tmp_path: Path) -> None:
     page, out = tmp_path / "page.html", tmp_path / "<b>out</b>.safetensors"
-    code, text, _ = run("merge", scene.base, f"{scene.ink}:0.5", scene.oil, "-o", out, "--json", "--html", page)
+    code, text, _ = run(
+        "merge", scene.base, f"{scene.ink}:0.5", scene.oil, "-o", out, "--json", "--json-tensors", "--html", page
+    )
     assert code == 0
     report = json.loads(text)
     assert page.stat().st_size < 5_000_000

@@ -349,7 +349,7 @@ def test_part_of_a_split_stands_for_all(tmp_path: Path) -> None:
     assert prove(tmp_path / "out3")["proven"]
     assert prove(tmp_path / "out1", folder / "m-00002-of-00003.gguf", [lora])["proven"]
     assert make_job(folder / "m-00001-of-00003.gguf", [lora]).output.name == "m+lora"
-    with pytest.raises(UsageError, match=r"write -o .*/x$"):
+    with pytest.raises(UsageError, match=r'write output=".*/x"$'):
         lora_merge.merge(folder / "m-00001-of-00003.gguf", lora, tmp_path / "x.gguf")
     (folder / "m-00002-of-00003.gguf").unlink()
     with pytest.raises(InputError, match=r"2 of 3 are here\n.*m without -00002-of-00003"):

@@ -178,7 +178,7 @@ def test_help_tells_what_goes_in_and_what_comes_out(call: Any) -> None:
     own = [p for p in signatures.signature(call).parameters.values() if p.kind is not p.VAR_KEYWORD]
     assert not {p.name for p in own} - {*told}
     assert "lora_merge." in text.partition("Examples:")[2]
-    looks = call in (lora_merge.inspect, lora_merge.compare, lora_merge.plan, lora_merge.load_adapter)
+    looks = call in (lora_merge.plan, lora_merge.plan_batch, lora_merge.load_adapter)
     assert looks or "progress" in [p.name for p in own]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from html import escape
 from importlib.resources import files
+from importlib.util import find_spec
 from typing import Any, Final
 
 from ...errors import UsageError
@@ -62,6 +63,11 @@ def _hash(script: str) -> str:
 def library() -> str:
     """Return plotly.js, compressed, in base64."""
     return base64.b64encode(gzip.compress(plotly().encode(), 9, mtime=0)).decode()
+
+
+def drawable() -> bool:
+    """Return whether pages can be drawn here: whether Plotly is installed."""
+    return find_spec("plotly") is not None
 
 
 def plotly() -> str:

@@ -1,0 +1,1 @@
+"""A page on the loopback interface for everything that the command line does with files."""

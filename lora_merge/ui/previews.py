@@ -1,0 +1,123 @@
+"""What the page shows before anything runs: what files are, whether they fit, the plan. Headers alone are read."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+from .. import Facts, FormerPlans, JobPlan, MergeError, inspect, plan_batch
+from ..errors import error_dict
+from ..options import OPTIONS
+from ..paths import exists
+from ..version import __version__
+from ..viewing.parts import parts_of, presets_of
+from .forms import FORMS, command_line, entry, jobs_file, runnable
+from .library import Library
+from .runs import Queue
+
+KEPT: Final = 200
+"""Files and pairs whose facts are kept."""
+
+
+class Previews:
+    """Answers the calls of the page."""
+
+    def __init__(self, library: Library, queue: Queue) -> None:
+        self.library, self.queue = library, queue
+        self._former, self._turn = FormerPlans(), threading.Lock()
+
+    def start(self) -> dict[str, Any]:
+        """Return the forms and the library, as the page begins."""
+        return {
+            "forms": [form.to_dict() for form in FORMS.values()], "version": __version__,
+            "folders": [*map(str, self.library.folders)], "pictures": self.queue.pictures,
+            "overwrite": OPTIONS["overwrite"].help, **self.library.to_dict(),
+        }  # fmt: skip
+
+    def files(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the files of a form are, and whether adapters fit the base."""
+        return {"files": [*self._files(values)]}
+
+    def preview(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the plan of a filled form, its command and its jobs file; or its `error`."""
+        result: dict[str, Any] = {}
+        try:
+            job = entry(values, self.library)
+            result |= {"command": command_line(job)}
+            if FORMS[job.get("command", "merge")].writes:
+                result |= {"jobs": jobs_file(job), "plan": self._plan(job, values)}
+        except MergeError as e:
+            result["error"] = error_dict(e)
+        return result
+
+    def run(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Put a filled form into the queue; MergeError if it cannot run."""
+        job, overwrite, effort = entry(values, self.library), bool(values.get("overwrite")), 0
+        if FORMS[job.get("command", "merge")].writes:
+            planned = self._planned(job, overwrite=overwrite)
+            if planned.error is not None:
+                raise planned.error
+            effort = planned.effort
+        return {"number": self.queue.add(job, overwrite=overwrite, effort=effort).number}
+
+    def parts(self, path: str) -> dict[str, Any]:
+        """Return parts, blocks and presets of a base."""
+        base = self.library.path(path)
+        return {**parts_of(base), "presets": presets_of(base)}
+
+    def find(self, name: str, size: int) -> dict[str, Any]:
+        """Return the path of a dropped file that the library has; "" if it must be uploaded."""
+        known = self.library.find(name, size)
+        return {"path": "" if known is None else known.path}
+
+    def _plan(self, job: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+        planned = self._planned(job, overwrite=bool(values.get("overwrite")))
+        return {**planned.to_dict(), "seconds": self.queue.seconds(planned.effort)}
+
+    def _planned(self, job: Mapping[str, Any], *, overwrite: bool) -> JobPlan:
+        with self._turn:
+            (planned,) = plan_batch([runnable(job)], overwrite=overwrite, former=self._former)
+        return planned
+
+    def _files(self, values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield a table for the base and for each adapter: its text, trigger words, and how it fits."""
+        base = str(values.get("base") or "")
+        for path in (base, *(str(a.get("path") or "") for a in values.get("adapters") or ())):
+            if not path:
+                continue
+            row: dict[str, Any] = {"path": path}
+            try:
+                facts = _facts(*self._state(path))
+                row |= {"text": facts.text, "kind": facts["kind"], "triggers": _triggers(facts)}
+                if base and path != base and facts["kind"] == "adapter":
+                    match = _fit(*self._state(base), *self._state(path))["match"]
+                    row |= {name: match.get(name) for name in ("fits", "matched", "total", "components")}
+                    row["why"] = match["error"]["what"] if "error" in match else match["why"]
+            except MergeError as e:
+                row["error"] = error_dict(e)
+            yield row
+
+    def _state(self, text: str) -> tuple[str, float, int]:
+        """Return a path with what changes when it, or a file in it, does."""
+        path = self.library.path(text)
+        if not exists(path):
+            return str(path), 0.0, 0
+        states = [file.stat() for file in (path, *(path.iterdir() if path.is_dir() else ()))]
+        return str(path), max(s.st_mtime for s in states), sum(s.st_size for s in states)
+
+
+def _triggers(facts: Facts) -> list[str]:
+    return [*facts.get("trained", {}).get("trigger_words", ())]
+
+
+@lru_cache(KEPT)
+def _facts(path: str, *_: float) -> Facts:
+    return inspect(Path(path), hashes=None)
+
+
+@lru_cache(KEPT)
+def _fit(base: str, _: float, __: int, path: str, *___: float) -> Facts:
+    return inspect(Path(base), Path(path), hashes=None)

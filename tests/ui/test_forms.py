@@ -1,0 +1,111 @@
+"""A filled form, the copied command and the copied jobs file write the same bytes."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_merge import merge, run_batch
+from lora_merge.adapters_out.commands import COMMANDS
+from lora_merge.batch.commands import TAKES
+from lora_merge.errors import UsageError
+from lora_merge.options import OPTIONS
+from lora_merge.ui.forms import FORMS, PLACES, READERS, WRITERS, command_line, entry, jobs_file, runnable
+from lora_merge.ui.library import Library
+from tests.kit.command_line import run
+
+A, B = "loras/a {x} it's.safetensors", "loras/b.safetensors"
+TINY, TUNED = "checkpoints/tiny.safetensors", "checkpoints/tuned.safetensors"
+
+FILLED: dict[str, dict[str, Any]] = {
+    "merge": {"base": TINY, "adapters": [(A, 0.8, {"te": 0.5}), (B, -0.5, {"lbw": "1,1,0.5,0"})],
+              "options": {"dtype": "bf16", "metadata": "a.b=c d\ne=f=g", "verify": "false", "seed": "7",
+                          "rounding": "stochastic", "max_memory": "512MiB"}},
+    "ties": {"command": "merge", "base": TINY, "adapters": [(A, 1, {}), (B, 1, {})],
+             "options": {"method": "ties", "density": "0.5", "elect": "count"}},
+    "attached": {"command": "merge", "base": TUNED, "adapters": [(B, 1, {"re:attn1": 0.25})], "options": {}},
+    "combine": {"base": TINY, "adapters": [(A, 0.8, {}), (B, 0.5, {"unet": 0.5})], "options": {"rank": "4", "exclude": "te"}},
+    "resize": {"adapters": [(A, 1, {})], "options": {"rank": "energy:0.9", "rank_for": "te=2"}},
+    "convert": {"base": TINY, "adapters": [(A, 1, {})], "options": {"to": "diffusers"}},
+    "extract": {"base": TINY, "adapters": [(TUNED, 1, {})], "options": {"rank": "4", "include": "unet"}},
+    "average": {"adapters": [(A, 1, {}), (B, 1, {})], "options": {"weights": "1, 3", "rank": "4"}},
+    "unmerge": {"base": "checkpoints/merged.safetensors", "adapters": [(B, 0.5, {})], "options": {}},
+}  # fmt: skip
+
+
+def form(name: str, comfy: Path, output: str = "out/x") -> dict[str, Any]:
+    """A filled form as the page sends it."""
+    row, models = FILLED[name], comfy / "models"
+    adapters = [{"path": str(models / p), "strength": s, "strength_for": parts} for p, s, parts in row["adapters"]]
+    base = str(models / row["base"]) if "base" in row else ""
+    return {
+        "command": row.get("command", name),
+        "base": base,
+        "adapters": adapters,
+        "options": row["options"],
+        "output": output,
+    }
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", FILLED)
+def test_form_command_and_jobs_file_write_the_same_bytes(name: str, comfy: Path, tmp_path: Path) -> None:
+    if name == "unmerge":
+        models = comfy / "models"
+        merge(models / TINY, (models / B, 0.5), models / "checkpoints/merged.safetensors")
+    job = entry(form(name, comfy), Library([comfy]))
+    written: list[bytes] = []
+
+    def take(output: str | Path) -> None:
+        written.append(Path(output).read_bytes())
+        Path(output).unlink()
+
+    (report,) = run_batch([runnable(job)])
+    assert report.error is None, report.error
+    take(report.output)
+    answer = run(*shlex.split(command_line(job))[1:])
+    assert answer.code == 0, answer.err
+    take(report.output)
+    (tmp_path / "jobs.yaml").write_text(jobs_file(job), encoding="utf-8")
+    assert run("batch", tmp_path / "jobs.yaml").code == 0
+    take(report.output)
+    assert written[0] == written[1] == written[2]
+
+
+def test_every_command_of_a_jobs_file_has_a_form_with_its_options() -> None:
+    assert {name for name, row in FORMS.items() if row.writes} == {*TAKES}
+    for name, row in FORMS.items():
+        assert set(row.options) | {*PLACES} >= set(TAKES.get(name, ()))
+        assert set(row.main) <= set(row.options) | {"scale"}, name
+        assert all(
+            option is (COMMANDS[name].options if name in COMMANDS else OPTIONS)[n] for n, option in row.options.items()
+        )
+
+
+def test_every_kind_of_value_that_is_no_text_is_read_and_written() -> None:
+    kinds = {option.kind for row in FORMS.values() for option in row.options.values()}
+    assert kinds <= {*READERS, "dtype", "device", "word", "text", "size", "rule", "name", "path", "folder"}
+    assert {*WRITERS} <= {*READERS}
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"base": ""}, "no base is chosen"),
+        ({"command": "delete"}, "no such form"),
+        ({"options": {"seed": "x"}}, "is not a number"),
+        ({"options": {"seed": "1.5"}}, "is not a whole number"),
+        ({"options": {"metadata": "x"}}, "not NAME=VALUE"),
+        ({"options": {"map": "/etc/hostname"}}, "outside the page's folders"),
+        ({"options": {"tokenizer": "/etc"}}, "outside the page's folders"),
+        ({"output": "../x"}, "outside the output folder"),
+        ({"output": ""}, "outside the output folder"),
+    ],
+)
+def test_wrong_value_is_an_error_with_a_fix(change: dict[str, Any], what: str, comfy: Path) -> None:
+    with pytest.raises(UsageError, match=what) as e:
+        entry({**form("merge", comfy), **change}, Library([comfy]))
+    assert e.value.fix
