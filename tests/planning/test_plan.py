@@ -57,9 +57,7 @@ def test_hundreds_of_modules_without_a_place_are_told_by_pattern(tmp_path: Path)
     assert f"{pattern} × {len(modules)}, e.g. {example}" in failure.value.where
 
 
-def test_alphas_are_read_ahead_before_they_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_alphas_are_read_ahead_before_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that turns would take 10 ms for each alpha, and an adapter has thousands."""
     name = "lora_unet_time_embed_0"
     factors = {f"{name}.lora_down.weight": rand(2, 16), f"{name}.lora_up.weight": rand(64, 2)}

@@ -139,9 +139,7 @@ def test_model_that_is_not_here_is_refused_with_the_command_that_downloads_it(
     monkeypatch.setattr(hub, "_installed", lambda: False)
     code, _, err = run("hf://me/sd@main/sd.safetensors", "style.safetensors")
     assert (
-        code == 2
-        and "hf download me/sd sd.safetensors --revision main" in err
-        and "pip install huggingface_hub" in err
+        code == 2 and "hf download me/sd sd.safetensors --revision main" in err and "pip install huggingface_hub" in err
     )
     code, _, err = run("me/sd", "style.safetensors")
     assert code == 2 and "neither a file nor a folder" in err and "hf download me/sd --local-dir me/sd" in err
