@@ -22,7 +22,7 @@ from lora_merge.models.inferred_base import (
 from lora_merge.models.names import Names
 from lora_merge.models.weights import RowSlice, WeightView
 from tests.kit.architectures import ALL
-from tests.kit.dialects import EVERY, base, matrices, named
+from tests.kit.dialects import EVERY, base, drawn, matrices, named
 
 MODELS = [n for n in ALL if n.split("/")[0] in ("native", "diffusers") and "vae" not in n and "openclip" not in n]
 
@@ -33,8 +33,7 @@ def written(model: str, to: str) -> tuple[Place, ...]:
     return tuple(places(found, DIALECTS[to].of(found.known)))
 
 
-WRITTEN = [(model, to) for n, model in enumerate(MODELS) for m, to in enumerate(DIALECTS)
-           if model in EVERY or (n - m) % len(DIALECTS) == 0]  # fmt: skip
+WRITTEN = [(model, to) for model in MODELS for to in DIALECTS if model in EVERY or to == drawn(model, DIALECTS)]
 
 
 @pytest.mark.few(14)
@@ -120,9 +119,7 @@ UNKNOWN = ("ace-step", "bria", "cog-video-x", "cog-view4", "consis-id", "ernie-i
 
 
 @pytest.mark.few(10)
-@pytest.mark.parametrize(
-    ("model", "pair"), [(m, PAIRS[n % len(PAIRS)]) for n, m in enumerate(MODELS) if not m.endswith(ALIKE)]
-)
+@pytest.mark.parametrize(("model", "pair"), [(m, drawn(m, PAIRS)) for m in MODELS if not m.endswith(ALIKE)])
 def test_rows_stay_without_a_base_or_it_is_asked_for(model: str, pair: tuple[str, str]) -> None:
     """An adapter for every matrix, from one dialect to another: the pairs change from model to model."""
     of, to = pair
