@@ -193,15 +193,19 @@ class ResourceError(MergeError):
     exit_code = 5
 
 
+FAILED: Final = "use --device cpu; or start again, after a look at the driver's messages (nvidia-smi, dmesg)"
+"""The advice after a device failed."""
+
+
 class DeviceFailed(ResourceError):
     """A device stopped working; this process cannot use it again."""
 
-    def __init__(self, device: str, text: str) -> None:
-        super().__init__("the device failed", f"{device}: {text}", FAILED)
+    def __init__(self, device: str, text: str, fix: str = FAILED) -> None:
+        super().__init__("the device failed", f"{device}: {text}", fix)
 
     def __reduce__(self) -> tuple[Any, ...]:
         device, _, text = self.where.partition(": ")
-        return DeviceFailed, (device, text)
+        return DeviceFailed, (device, text, self.fix)
 
 
 class VerificationFailed(MergeError):
@@ -243,8 +247,6 @@ SCARCE: Final = (
 FULL: Final = "end other programs that use the device, or use --device cpu"
 """The advice for a device that is out of memory."""
 
-FAILED: Final = "use --device cpu; or start again, after a look at the driver's messages (nvidia-smi, dmesg)"
-"""The advice after a device failed."""
 
 FAILURE_SIGNS: Final = (
     "CUDA error", "CUDA driver error", "HIP error", "device-side assert", "DEVICE_LOST", "device is lost",

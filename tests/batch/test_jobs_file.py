@@ -261,8 +261,8 @@ jobs:
             "lora_alpha is not a number",
         ),
         ("version: 1\njobs: [{base: b, adapters: [a], output: o, matrix: {x: [[1]]}}]", "one value"),
-        ("version: 1\njobs: [{base: b, adapters: [a], output: o, strength_for: {te e: 1}}]", "te e"),
-        ("version: 1\njobs: [{base: b, adapters: [{path: a, strength_for: {te e: 1}}], output: o}]", "te e"),
+        ("version: 1\njobs: [{base: b, adapters: [a], output: o, strength_for: {te;e: 1}}]", "te;e"),
+        ("version: 1\njobs: [{base: b, adapters: [{path: a, strength_for: {te;e: 1}}], output: o}]", "te;e"),
         (
             "version: 1\njobs: [{base: b, adapters: [a], output: o, strength_for: {'re:(a+': 1}}]",
             "is not valid: ",

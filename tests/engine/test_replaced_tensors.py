@@ -73,7 +73,8 @@ def test_norms_that_an_adapter_replaces_are_measured(dtype: str, tmp_path: Path)
     numbers = lora_merge.merge(source, adapter, out, dtype=dtype).numbers
     want = exact(load(source)[NORM], new, load(out)[NORM].dtype)
     own = {"change": want["change"], "retained": want["retained"]}
-    found = numbers["tensors"][NORM]
+    found = {**numbers["tensors"][NORM]}
+    assert [*numbers["blocks"]] == [found.pop("block")]
     assert found["adapters"] == [pytest.approx(own, rel=1e-5)]
     assert {k: v for k, v in found.items() if k != "adapters"} == pytest.approx(want, rel=1e-5, abs=1e-9)
     assert numbers["all"] == found
@@ -89,6 +90,7 @@ def test_embeddings_with_other_numbers_of_rows_are_measured_beside_a_lora(rows: 
     numbers = lora_merge.merge(source, adapter, tmp_path / "out.safetensors").numbers
     found = numbers["tensors"][EMBEDDINGS]
     assert found.pop("adapters")[0]["change"] == found["change"]
+    assert found.pop("block") in numbers["blocks"]
     assert found == pytest.approx(exact(load(source)[EMBEDDINGS], new, torch.float32), rel=1e-5, abs=1e-6)
     assert len(numbers["tensors"]) == 2
     squares = [one["change"] ** 2 for one in numbers["tensors"].values()]

@@ -254,7 +254,7 @@ OUTSIDE = ("../b", "/etc/passwd", "a\\b", "a/../../b", "", "..", "a\0b", 7)
      told(base=of(size=float("inf"))), told(more="x" * LIMIT), *(told(base=of(name=n)) for n in OUTSIDE),
      *(told(map={"name": n, "text": "a"}) for n in (*OUTSIDE, "a/b", "." * 3000, "\ud800")),
      told(map={"name": "a", "text": "\ud800"}), told(base=of(name="\ud800")), told(setting={"x": 1}), told(dtype="int4"),
-     told(setting={"lora_alpha": 10**400}), told(adapters=[{**GOOD, "strength": 1, "parts": [["t e", 1]]}])],
+     told(setting={"lora_alpha": 10**400}), told(adapters=[{**GOOD, "strength": 1, "parts": [["t;e", 1]]}])],
 )  # fmt: skip
 def test_damaged_recipe_is_refused(tmp_path: Path, text: str) -> None:
     path = save(sd1(), tmp_path / "x.safetensors", {KEY: text})
