@@ -53,7 +53,7 @@ def without_base(job: AdapterJob, file: AdapterFile, to: Dialect) -> Sources:
         fitting = candidates(changes)
     except UnknownBaseError:
         fitting = ()
-    if wrapped and to.whole_models and not any(map(has_words, fitting)):
+    if wrapped and to.any_model and not any(map(has_words, fitting)):
         return as_named(job, file)
     try:
         for architecture in candidates(changes):
