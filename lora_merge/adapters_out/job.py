@@ -186,9 +186,10 @@ def adapter_job(request: Request, rows: Rows) -> AdapterJob:
         raise FitError(f"the result of {method} is not low-rank, so it has no exact factors", f"--method {method}",
                        GIVE_RANK)  # fmt: skip
     return AdapterJob(
-        command, job, None if base is None else input_path(base), rules, values["rank"] is not None, method, numbers,
-        algorithm, _alpha(values["alpha"]), values["include"], values["exclude"], values["compute_dtype"], to.name,
-        recorded(rows, stated),
+        command, job, base=None if base is None else input_path(base), rules=rules, ranked=values["rank"] is not None,
+        method=method, numbers=numbers, algorithm=algorithm, alpha=_alpha(values["alpha"]), include=values["include"],
+        exclude=values["exclude"], compute_dtype=values["compute_dtype"], format=to.name,
+        options=recorded(rows, stated),
     )  # fmt: skip
 
 
