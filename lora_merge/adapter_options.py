@@ -11,8 +11,10 @@ from typing import Final
 
 from .options import Kind, Option
 
-DIALECTS: Final = "kohya, lycoris, onetrainer, comfy, ai-toolkit, diffusers, xlabs or peft."
-"""The names of the dialects, for help."""
+DIALECT_NAMES: Final = ("kohya", "lycoris", "onetrainer", "comfy", "ai-toolkit", "diffusers", "xlabs", "peft")
+"""The dialects that adapters are written in, for help; a test compares them with the table of `adapters_out`."""
+
+_FORMATS: Final = f"Write the format of {', '.join(DIALECT_NAMES[:-1])} or {DIALECT_NAMES[-1]}."
 
 KEEP: Final = "keep"
 """The dialect, way to store layers or alpha that the input has."""
@@ -32,12 +34,12 @@ ADAPTER_OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
         _row("rank_for", "rules", "PART=RULE", "Set the rank of a part, as in --strength-for; repeatable."),
         _row("algorithm", "name", "WAY", "Store layers as lora, full (whole matrices) or auto; extract: lokr too."),
         _row("alpha", "rule", "ALPHA", "Store this alpha: rank (alpha = rank), keep, or a number."),
-        _row("to", "name", "FORMAT", f"Write the format of {DIALECTS} [default: {KEEP}]"),
+        _row("to", "name", "FORMAT", f"{_FORMATS} [default: {KEEP}]"),
         _row("include", "texts", "PART", "Keep only these: unet, te1, IN04 … or re:REGEX of keys; repeatable."),
         _row("exclude", "texts", "PART", "Leave out these: unet, te1, IN04 … or re:REGEX of keys; repeatable."),
         _row("others", "text", "WHAT", "Store changes of biases and norms (diff), leave them out (skip), or stop. "
              "[default: diff]", ("diff", "skip", "error")),
-        _row("format", "name", "FORMAT", f"Write the format of {DIALECTS}"),
+        _row("format", "name", "FORMAT", _FORMATS),
         _row("factor", "whole", "N", "Set the smaller factor of lokr, as in LyCORIS. [default: -1, near the root]"),
         _row("weights", "list", "W,W…", "Weight the snapshots, one value for each. [default: equal]"),
         _row("ema", "number", "BETA", "Average exponentially with this decay."),

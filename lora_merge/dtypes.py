@@ -93,7 +93,7 @@ GGUF_TYPES: Final = (
 )  # fmt: skip
 """Values of `--dtype` that are types of GGUF files."""
 
-FORMATS: Final = ("fp8_scaled", "fp8_block", "mxfp8", "nvfp4", "int8", "nf4", *GGUF_TYPES)
+QUANTISED_DTYPES: Final = ("fp8_scaled", "fp8_block", "mxfp8", "nvfp4", "int8", "nf4", *GGUF_TYPES)
 """Values of `--dtype` that quantise: codes with scales next to them."""
 
 COMPUTE_DTYPES: Final = {option: _NAMES[option] for option in ("fp32", "fp64", "bf16", "fp16")}

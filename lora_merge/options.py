@@ -16,7 +16,7 @@ from numbers import Real
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias, get_args
 
-from .dtypes import COMPUTE_DTYPES, DTYPES, FORMATS, TABLE
+from .dtypes import COMPUTE_DTYPES, DTYPES, QUANTISED_DTYPES, TABLE
 from .errors import ResourceError, UsageError
 from .merge_methods import DIVISORS, ELECTIONS, METHODS, SUM
 
@@ -101,7 +101,7 @@ class Option:
         return self.recorded != "never" or self.kind == "size"
 
 
-_DTYPES: Final = ("keep", *DTYPES, *FORMATS)
+_DTYPES: Final = ("keep", *DTYPES, *QUANTISED_DTYPES)
 _COMPUTE: Final = tuple(COMPUTE_DTYPES)
 
 OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({

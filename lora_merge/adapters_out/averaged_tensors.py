@@ -18,6 +18,7 @@ import numpy as np
 
 from ..adapters.modules import SCALES
 from ..adapters.peft.rules import METADATA
+from ..adapters.suffixes import split
 from ..disk.destination import check_output
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
@@ -78,7 +79,8 @@ class Averages:
 
 def _is_averaged(info: StoredTensor) -> bool:
     """Return whether a tensor is averaged: numbers of a model, and none that scales a change, such as α."""
-    return info.dtype in FLOATS and info.name.rpartition(".")[2] not in SCALES
+    known = split(info.name)
+    return info.dtype in FLOATS and (known is None or known[1].slot not in SCALES)
 
 
 def averaged(values: Sequence[Array], weights: Sequence[float], betas: Sequence[float] | None) -> Array:

@@ -93,7 +93,7 @@ class Dialect:
     """The level above the layers for `from_top`, such as `transformer.` of GPT-2 with a head; None: the base's."""
 
     @property
-    def whole_models(self) -> bool:
+    def any_model(self) -> bool:
         """Whether it has names for the layers of any model, and not of some layers or one file alone."""
         return bool(self.endings) and not self.table and not self.others
 

@@ -12,7 +12,7 @@ from ..adapter_options import ADAPTER_OPTIONS, KEEP, OF_MERGE
 from ..algorithms.lokr import LOKR
 from ..algorithms.lora import LORA
 from ..algorithms.whole import FULL
-from ..dtypes import FORMATS
+from ..dtypes import QUANTISED_DTYPES
 from ..errors import FitError, UsageError
 from ..files.checkpoint import CONFIGS, MLX_FILE
 from ..job import Adapter, Job, make_job
@@ -186,9 +186,10 @@ def adapter_job(request: Request, rows: Rows) -> AdapterJob:
         raise FitError(f"the result of {method} is not low-rank, so it has no exact factors", f"--method {method}",
                        GIVE_RANK)  # fmt: skip
     return AdapterJob(
-        command, job, None if base is None else input_path(base), rules, values["rank"] is not None, method, numbers,
-        algorithm, _alpha(values["alpha"]), values["include"], values["exclude"], values["compute_dtype"], to.name,
-        recorded(rows, stated),
+        command, job, base=None if base is None else input_path(base), rules=rules, ranked=values["rank"] is not None,
+        method=method, numbers=numbers, algorithm=algorithm, alpha=_alpha(values["alpha"]), include=values["include"],
+        exclude=values["exclude"], compute_dtype=values["compute_dtype"], format=to.name,
+        options=recorded(rows, stated),
     )  # fmt: skip
 
 
@@ -210,7 +211,7 @@ def _options(request: Request, rows: Rows) -> tuple[dict[str, Any], dict[str, An
         raise UsageError(f"{request.command} needs a rule for the {missing}", missing,
                          f"write {missing}: 16 or energy:0.99")  # fmt: skip
     dtype = of_merge.get("dtype")
-    if str(dtype) in FORMATS or of_merge.get("keep_precision"):
+    if str(dtype) in QUANTISED_DTYPES or of_merge.get("keep_precision"):
         raise UsageError("adapters are not quantised", f"--dtype {shown(dtype)}", "write --dtype bf16")
     stated |= {name: parts(stated[name], f"--{name}") for name in ("include", "exclude") if name in stated}
     if "compute_dtype" in stated:
@@ -267,8 +268,8 @@ def extraction_job(request: Request, rows: Rows) -> AdapterJob:
     of_extract = {name: stated.pop(name) for name in ("others", "format", "factor") if name in stated}
     name, others, factor = (of_extract.get(option, rows[option].default) for option in ("format", "others", "factor"))
     to = None if str(name).lower() == AUTO_FORMAT else stated_dialect(name, "--format")
-    if to is not None and not to.whole_models:
-        known = ", ".join(row.name for row in DIALECTS.values() if row.whole_models)
+    if to is not None and not to.any_model:
+        known = ", ".join(row.name for row in DIALECTS.values() if row.any_model)
         raise UsageError(f"{shown(name)!r} is no format of a difference", "--format", f"use one of {known}")
     if others not in OTHERS:
         raise UsageError(f"biases and norms cannot be treated as {shown(others)!r}", "--others",

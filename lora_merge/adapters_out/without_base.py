@@ -48,7 +48,7 @@ def without_base(job: AdapterJob, files: Sequence[AdapterFile], to: Dialect) -> 
         fitting = candidates(changes)
     except UnknownBaseError:
         fitting = ()
-    if wrapped and to.whole_models and not any(map(has_words, fitting)):
+    if wrapped and to.any_model and not any(map(has_words, fitting)):
         return as_named(job, files)
     try:
         for architecture in candidates(changes):

@@ -22,8 +22,11 @@ from ..errors import InputError
 Kinds: TypeAlias = Mapping[tuple[frozenset[str], tuple[str, ...]], int]
 """(slots, algorithms) → number of modules that have them."""
 
-BY_LAYER: Final = frozenset({"mid", "t1", "t2", "bm", "reshape", "scale_override"})
+BY_LAYER: Final = frozenset({"mid", "t1", "t2", "bm", "reshape"})
 """Slots that a trainer gives to some layers only, such as convolutions with a kernel."""
+
+NEXT_TO_ALPHA: Final = "scale_override"
+"""The slot that some layers have in addition to α; without α it is the scale of every layer."""
 
 UNGATHERED: Final = (
     "DeepSpeed's ZeRO-3 and FSDP leave tensors without elements if a save was not gathered; gather it "
@@ -76,7 +79,8 @@ def _end_of_key(slot: str, modules: Iterable[Module]) -> str:
 
 def _compared_slots(m: Module) -> frozenset[str]:
     """Return the slots of a module, without the slots that only some layers get."""
-    return frozenset({*m.slots, *m.shared}) - BY_LAYER
+    optional = {*BY_LAYER, NEXT_TO_ALPHA} if "alpha" in m.shared else BY_LAYER
+    return frozenset({*m.slots, *m.shared}) - optional
 
 
 def _lacking(kinds: Kinds) -> Mapping[frozenset[str], Sequence[tuple[str, tuple[str, ...]]]]:

@@ -22,7 +22,7 @@ from ..adapters.modules import AdapterFile, group
 from ..change_statistics import Measures
 from ..disk.reader import Reader
 from ..disk.scale_spool import PartBytes
-from ..dtypes import COMPUTE_DTYPES, FORMATS
+from ..dtypes import COMPUTE_DTYPES, QUANTISED_DTYPES
 from ..engine.block_folder import BlockFolder, FoldOptions
 from ..engine.change_effect import check_effect
 from ..engine.change_norms import replaced, replaced_measures
@@ -171,7 +171,7 @@ def prepare(
     if not files:
         raise UsageError("no adapter is named", called, "give at least one path, state dict or opened adapter")
     job = make_job(str(base.path)[1:-1], paths, str(base.path)[1:-1], **options)
-    if job.dtype in FORMATS or job.keep_precision:
+    if job.dtype in QUANTISED_DTYPES or job.keep_precision:
         raise UsageError("tensors in memory are not quantised", f"{called}: dtype {job.dtype}",
                          "use `merge`, which writes the file that loaders read")  # fmt: skip
     lookup = names(base, job.map)

@@ -183,13 +183,13 @@ class Parts:
             if path:
                 main = [part.label for part in self._names.parts[:1]]
                 yield _Reading(networks or main, partial(self._is_spelled, _layers(path, r"\.")))
-            if chosen := self._blocks_of(rest, typed=networks is not None):
-                yield _Reading(networks, partial(self._is_in_block, chosen))
+            if networks is not None and BLOCKS.fullmatch(rest):
+                yield _Reading(networks, partial(self._is_in_block, self._base_blocks.chosen(rest)))
+            elif blocks_of_path := self._in_authors_words(rest):
+                yield _Reading(networks, partial(self._is_in_path, blocks_of_path))
 
-    def _blocks_of(self, text: str, *, typed: bool) -> frozenset[str]:
-        """Return the blocks that a text names in its authors' words, or with `typed` by their short names."""
-        if typed and BLOCKS.fullmatch(text):
-            return self._base_blocks.chosen(text)
+    def _in_authors_words(self, text: str) -> frozenset[str]:
+        """Return the blocks of a U-Net that a text names in its authors' words."""
         authors = _AUTHORS.fullmatch(text)
         if authors is None or "M00" not in self._base_blocks.order:
             return frozenset()
@@ -202,6 +202,10 @@ class Parts:
 
     def _is_in_block(self, chosen: Collection[str], key: str) -> bool:
         return self._base_blocks.of(key) in chosen
+
+    def _is_in_path(self, chosen: Collection[str], key: str) -> bool:
+        """Return the same without the output of the model, which counts as a block only where a list has no other."""
+        return self._is_in_block(chosen, key) and not self._base_blocks.loose(key)
 
     @cached_property
     def _words(self) -> Mapping[str, str]:

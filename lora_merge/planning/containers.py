@@ -10,7 +10,7 @@ from typing import ClassVar, Final
 
 from ..adapters.modules import AdapterFile, group
 from ..disk.files import StoredTensor
-from ..dtypes import DTYPES, FLOATS, FORMATS, GGUF_TYPES, spoken
+from ..dtypes import DTYPES, FLOATS, GGUF_TYPES, QUANTISED_DTYPES, spoken
 from ..errors import FitError, InputError, UsageError
 from ..files.checkpoint import Index
 from ..files.encodings.base import Packing
@@ -77,9 +77,9 @@ class OutputContainer(ABC):
             packed = None  # a head that was tied to embeddings of codes: it has no scales, loaders read plain numbers
         if form is not None and form.packing.codes is not None:
             return form.packing.codes.dtype, form.packing
-        if dtype in FORMATS and (packed is None or self.is_gguf):
+        if dtype in QUANTISED_DTYPES and (packed is None or self.is_gguf):
             return info.dtype, packed
-        if dtype in FORMATS:
+        if dtype in QUANTISED_DTYPES:
             return "BF16", None  # a quantised weight of the base that keeps its precision
         if dtype == "keep" or (self.is_gguf and len(weight.shape) < 2):
             return info.dtype, packed

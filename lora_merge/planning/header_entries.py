@@ -31,11 +31,11 @@ def kept_entries(container: OutputContainer, path: Path) -> dict[str, str]:
     # Entries of the user.
     job, base = container.job, container.base
     of_user = {**({TITLE: job.title} if job.title is not None else {}), **dict(job.metadata)}
-    if wrong := next((key for key in of_user if key in (*OURS, *STALE)), None):
+    on_weights = {*METADATA, TORCHAO_NAMES, *base.tensors} if base.packed else METADATA.keys()
+    if wrong := next((key for key in of_user if key in {*OURS, *STALE, *on_weights}), None):
         raise UsageError("a merge writes this entry itself, or its value would be wrong", f"--metadata {wrong}",
                          "leave it out")  # fmt: skip
     # Entries of the base, without the ones that would be wrong in the output.
-    on_weights = {*METADATA, TORCHAO_NAMES, *base.tensors} if base.packed else METADATA.keys()
     stale = STALE if job.dtype == "keep" or not base.packed else {*STALE, *on_weights}
     entries_left = {key: text for key, text in container.entries(path).items() if key not in stale}
     if not container.is_gguf and (path.suffix != ".safetensors" or job.no_metadata):

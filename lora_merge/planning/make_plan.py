@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import chain
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -16,12 +17,12 @@ from ..adapters.stated import rules_of
 from ..adapters.tensor_values import FileValues, Values
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import FLOATS, WHOLE, Shape, spoken
+from ..dtypes import FLOATS, ITEM_BYTES, WHOLE, Shape, spoken
 from ..errors import FitError, InputError, ShapeMismatch, UsageError
 from ..files.checkpoint import CONFIGS, Index
 from ..files.encodings.base import Packing, plain
 from ..files.file_uses import ONLY_FOR_CODES, FileUse, Folder, adapter_folder
-from ..files.formats.base import NewWeight
+from ..files.formats.base import ALIGNED, NewWeight, fills_words
 from ..files.formats.quantization_config import activation_notes
 from ..files.gguf.types import BLOCKS
 from ..files.side_files import (
@@ -341,12 +342,27 @@ def outputs(
     `forms`: weight → its quantised form in the output.
     """
     combining = Combining.of(matched.inputs.job, [match.adapter for match in matched.adapters])
-    for path, target in _outputs(matched, forms):
+    groups = _outputs(matched, forms)
+    rows = _in_words(groups) if any(form.beside for form in forms.values()) else chain.from_iterable(groups)
+    for path, target in rows:
         yield path, target._replace(combining=combining) if combining is not None and target.uses else target
 
 
-def _outputs(matched: Matched, forms: Mapping[str, NewWeight]) -> Iterator[tuple[Path, OutputTensor]]:
-    """Yield as `outputs` does, without the way in which changes are combined."""
+def _in_words(groups: Iterable[Sequence[tuple[Path, OutputTensor]]]) -> Iterator[tuple[Path, OutputTensor]]:
+    """Yield the tensors of weights, those that would move the others from the multiples of their numbers' size last."""
+    last: list[tuple[Path, OutputTensor]] = []
+    for group in groups:
+        in_place = fills_words([target for _, target in group])
+        for path, target in group:
+            if in_place or target.nbytes % ALIGNED == 0:
+                yield path, target
+            else:
+                last.append((path, target))
+    yield from sorted(last, key=lambda row: -ITEM_BYTES.get(row[1].dtype, 1))
+
+
+def _outputs(matched: Matched, forms: Mapping[str, NewWeight]) -> Iterator[Sequence[tuple[Path, OutputTensor]]]:
+    """Yield as `outputs` does the tensors of each weight, without the way in which changes are combined."""
     job, base, container = matched.inputs.job, matched.inputs.base, matched.inputs.container
     adapters, before = matched.adapters, matched.weights
     # What the adapters do to each weight.
@@ -365,19 +381,20 @@ def _outputs(matched: Matched, forms: Mapping[str, NewWeight]) -> Iterator[tuple
             continue
         form, weight = forms.get(key), replaced.get(key, before[key])
         like = container.named(info) if form is None else info
-        yield info.file, _target(job, like, weight, uses, container.stored_as(info, weight, form))
-        for new in form.beside if form else ():
-            yield info.file, OutputTensor(new.name, stored_name(new), new.dtype, Weight(new.shape, new), 0, new.nbytes)
+        target = _target(job, like, weight, uses, container.stored_as(info, weight, form))
+        scales = [OutputTensor(t.name, stored_name(t), t.dtype, Weight(t.shape, t), 0, t.nbytes)
+                  for t in (form.beside if form else ())]  # fmt: skip
+        yield [(info.file, t) for t in (target, *scales)]
     # Tensors that the base lacks, in the file of the tensor next to which they are.
-    for key, (shape, beside) in created.items():
+    for key, (shape, near) in created.items():
         if key in uses or key in replaced or key in separated:
-            sibling = neighbour(base, beside)
-            stored = stored_name(sibling).removesuffix(beside.rpartition(".")[2]) + key.rpartition(".")[2]
+            sibling = neighbour(base, near)
+            stored = stored_name(sibling).removesuffix(near.rpartition(".")[2]) + key.rpartition(".")[2]
             like = StoredTensor(key, sibling.dtype, shape, sibling.file, 0, 0, key if key in separated else stored)
             weight = replaced.get(key, before[key])
             if container.holds(like, changed=True):
                 stored_as = container.stored_as(like, weight, None)
-                yield sibling.file, _target(job, container.named(like), weight, uses, stored_as)
+                yield [(sibling.file, _target(job, container.named(like), weight, uses, stored_as))]
 
 
 def _target(

@@ -14,7 +14,7 @@ from math import prod
 from typing import Any, Final
 
 from ..disk.files import StoredTensor
-from ..dtypes import FLOATS, FORMATS, GGUF_TYPES
+from ..dtypes import FLOATS, GGUF_TYPES, QUANTISED_DTYPES
 from ..errors import UsageError
 from ..files.checkpoint import Index
 from ..files.formats.base import NewWeight
@@ -85,10 +85,10 @@ NOT_QUANTISED: Final = "a part without effect: no weight that would be quantised
 
 def quantising(job: Job, base: Index, names: Names) -> Quantising:
     """Return which weights the output stores as codes, and how; UsageError where no loader would read the output."""
-    if job.dtype not in FORMATS:
+    if job.dtype not in QUANTISED_DTYPES:
         if job.keep_precision:
             raise UsageError("nothing is quantised", f"--keep-precision {job.keep_precision[0]}",
-                             f"leave it out, or write --dtype {', '.join(FORMATS)}")  # fmt: skip
+                             f"leave it out, or write --dtype {', '.join(QUANTISED_DTYPES)}")  # fmt: skip
         return NOTHING
     form = None if job.dtype in GGUF_TYPES else _form(job, base)
     excepted = Parts(KEEP, (text for text in job.keep_precision if text != NO_DEFAULTS), names)

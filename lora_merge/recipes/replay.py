@@ -21,7 +21,7 @@ from ..adapters_out.job import AdapterJob
 from ..adapters_out.output_file import CONTENTS
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import DTYPES, FLOATS, FORMATS, Shape
+from ..dtypes import DTYPES, FLOATS, QUANTISED_DTYPES, Shape
 from ..errors import FitError, UsageError, VerificationFailed
 from ..files.checkpoint import Index, open_checkpoint
 from ..files.formats.output import FILES, FOLDERS
@@ -260,7 +260,7 @@ def _dtype(output: Index, base: Index) -> str:
 
 def _format(output: Index, base: Index, name: str) -> str:
     """Return the --dtype that stores a weight as the output does."""
-    for option in FORMATS:
+    for option in QUANTISED_DTYPES:
         form = (FOLDERS if output.path.is_dir() else FILES).get(option)
         if form is None:
             same = output.packed[name].encoding.title.lower() == option

@@ -187,6 +187,22 @@ def test_snapshot_of_weight_0_leaves_the_others(options: dict[str, Any], tmp_pat
     assert report.numbers["all"]["norm"] == pytest.approx(size, rel=1e-4)
 
 
+@pytest.mark.parametrize("end", ["scale", "alpha_scale", "lora_alpha", "lora.alpha"])
+def test_numbers_that_scale_a_change_are_not_averaged(end: str, tmp_path: Path) -> None:
+    """Under any of their names: they stay to the bit, and those that differ are refused."""
+    paths, output = snapshots(tmp_path), tmp_path / "mean.safetensors"
+    for path in paths:
+        tensors = {n.replace(".alpha", f".{end}"): v for n, v in load_file(path).items()}
+        save_file(tensors | {n: torch.tensor(0.3) for n in tensors if n.endswith(end)}, path)
+    lora_merge.average(paths, output, space="factors", dtype="bf16")
+    kept = {n: v for n, v in load_file(output).items() if n.endswith(end)}
+    assert kept and all(v.dtype == torch.float32 and v.equal(torch.tensor(0.3)) for v in kept.values())
+    changed = load_file(paths[1])
+    save_file(changed | {next(iter(kept)): torch.tensor(0.6)}, paths[1])
+    with pytest.raises(MergeError, match="a number that scales a change differs"):
+        lora_merge.average(paths, tmp_path / "other.safetensors", space="factors")
+
+
 @pytest.mark.parametrize("wrong", ["shape", "alpha", "name", "rank", "space", "strength"])
 def test_snapshots_that_are_not_alike_have_no_averaged_factors(wrong: str, tmp_path: Path) -> None:
     first, second = snapshots(tmp_path, count=2)

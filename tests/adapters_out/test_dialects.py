@@ -3,12 +3,17 @@ to any other the rows stay. Generated from the table of dialects and the headers
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 
 import pytest
 
+import lora_merge
+from lora_merge.adapter_options import ADAPTER_OPTIONS, DIALECT_NAMES
 from lora_merge.adapters_out.dialects import DIALECTS
 from lora_merge.adapters_out.groups import Place, places
 from lora_merge.models.inferred_base import (
@@ -22,7 +27,7 @@ from lora_merge.models.inferred_base import (
 from lora_merge.models.names import Names
 from lora_merge.models.weights import RowSlice, WeightView
 from tests.kit.architectures import ALL
-from tests.kit.dialects import EVERY, base, matrices, named
+from tests.kit.dialects import EVERY, base, drawn, matrices, named
 
 MODELS = [n for n in ALL if n.split("/")[0] in ("native", "diffusers") and "vae" not in n and "openclip" not in n]
 
@@ -33,8 +38,7 @@ def written(model: str, to: str) -> tuple[Place, ...]:
     return tuple(places(found, DIALECTS[to].of(found.known)))
 
 
-WRITTEN = [(model, to) for n, model in enumerate(MODELS) for m, to in enumerate(DIALECTS)
-           if model in EVERY or (n - m) % len(DIALECTS) == 0]  # fmt: skip
+WRITTEN = [(model, to) for model in MODELS for to in DIALECTS if model in EVERY or to == drawn(model, DIALECTS)]
 
 
 @pytest.mark.few(14)
@@ -59,6 +63,27 @@ def test_name_leads_back_to_the_rows_that_it_is_written_for(model: str, to: str)
         ends = [0, *(p.stop for p in sorted(pieces))]
         assert dialect.table or [p.start for p in sorted(pieces)] == ends[:-1], key
     assert dialect.table or rows.keys() == {key for part in found.parts for key in part.keys.values()}
+
+
+def test_every_list_of_dialects_is_that_of_the_table() -> None:
+    """The help of the options, the docstring of `convert`, the page of recipes, README and changelog."""
+    assert sorted(DIALECTS) == sorted(DIALECT_NAMES)
+    root = Path(lora_merge.__file__).parents[1]
+    readme, changelog, page = (
+        (root / name).read_text(encoding="utf-8")
+        for name in ("README.md", "CHANGELOG.md", "configs/site/pages/recipes.md")
+    )
+    (trainers,) = (line for line in readme.splitlines() if line.startswith("| trainers |"))
+    (after,) = re.findall(r"## An adapter for another program\n(.*?)\n## ", page, re.DOTALL)
+    for text in (
+        ADAPTER_OPTIONS["to"].help,
+        ADAPTER_OPTIONS["format"].help,
+        inspect.getdoc(lora_merge.convert),
+        trainers,
+        changelog,
+        after,
+    ):
+        assert not [name for name in DIALECTS if name not in str(text).lower()], text
 
 
 Rows = list[tuple[str, int, int]]
@@ -120,9 +145,7 @@ UNKNOWN = ("ace-step", "bria", "cog-video-x", "cog-view4", "consis-id", "ernie-i
 
 
 @pytest.mark.few(10)
-@pytest.mark.parametrize(
-    ("model", "pair"), [(m, PAIRS[n % len(PAIRS)]) for n, m in enumerate(MODELS) if not m.endswith(ALIKE)]
-)
+@pytest.mark.parametrize(("model", "pair"), [(m, drawn(m, PAIRS)) for m in MODELS if not m.endswith(ALIKE)])
 def test_rows_stay_without_a_base_or_it_is_asked_for(model: str, pair: tuple[str, str]) -> None:
     """An adapter for every matrix, from one dialect to another: the pairs change from model to model."""
     of, to = pair

@@ -12,18 +12,23 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
+from lora_merge.adapters.modules import group
 from lora_merge.adapters_out import change, convert
+from lora_merge.adapters_out.combination_proof import _change_of as change_of
 from lora_merge.adapters_out.convert import entries_of
 from lora_merge.adapters_out.dialects import Dialect
 from lora_merge.adapters_out.extract import run as extract_run
 from lora_merge.adapters_out.extract.difference import Side
+from lora_merge.adapters_out.groups import Target
 from lora_merge.adapters_out.module_tensors import StoredModule
 from lora_merge.adapters_out.output_file import Entry
 from lora_merge.algorithms import loha
 from lora_merge.algorithms.base import AlphaOverRank
+from lora_merge.disk.reader import Reader
+from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.models.weights import RowSlice
 from tests.kit.command_line import run
-from tests.kit.files import strays
+from tests.kit.files import save, strays
 from tests.kit.flux import flux, of_flux
 from tests.kit.tensors import rand
 
@@ -126,3 +131,22 @@ def test_change_of_a_weight_that_is_not_expected_is_refused(
     more = ["--base", tmp_path / "base.safetensors"] if command == "convert" else []
     code, _, text = run(command, *files, *more, "-o", tmp_path / "o.safetensors")
     assert code == 6 and "blocks.1.a.weight" in text, text
+
+
+@pytest.mark.parametrize(
+    ("numbers", "factor"),
+    [({}, 1.0), ({"alpha": 3.0}, 1.5), ({"scale": 0.375}, 0.375), ({"alpha": 3.0, "scale": 0.375}, 0.375)],
+)
+def test_proof_of_a_combination_reads_the_scale_of_the_file(
+    numbers: Mapping[str, float], factor: float, tmp_path: Path
+) -> None:
+    """α / r, or webui's `scale` in its place."""
+    up, down = rand(*SIDES["up"], seed=1), rand(*SIDES["down"], seed=2)
+    tensors = {"lora_unet_q.lora_up.weight": up, "lora_unet_q.lora_down.weight": down}
+    tensors |= {f"lora_unet_q.{name}": torch.tensor(value) for name, value in numbers.items()}
+    index = open_checkpoint(save(tensors, tmp_path / "a.safetensors"))
+    (module,) = group(index).modules
+    with Reader([index]) as reader:
+        changes = change_of(module, reader, Target("lora_unet_q", "weight", (8, 8), ()))
+        assert changes is not None
+        assert changes(slice(0, 8)) == pytest.approx((factor * up.double() @ down.double()).numpy(), rel=1e-6)

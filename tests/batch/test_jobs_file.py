@@ -17,7 +17,7 @@ from lora_merge.adapter_arguments import in_jobs_file
 from lora_merge.batch.jobs_file import BatchJob, load
 from lora_merge.batch.schema import JobsFile, Options
 from lora_merge.batch.templates import NoSuchName, render, render_output
-from lora_merge.dtypes import COMPUTE_DTYPES, DTYPES, FORMATS
+from lora_merge.dtypes import COMPUTE_DTYPES, DTYPES, QUANTISED_DTYPES
 from lora_merge.errors import InputError, MergeError, UsageError
 from lora_merge.files.yaml_source import parse
 from tests.kit.adapters import kohya
@@ -432,6 +432,6 @@ def test_schema_and_the_options_say_the_same() -> None:
     schema = json.dumps(JobsFile.model_json_schema())
     assert '"matrix"' in schema
     fields = {name: str(f.annotation) for name, f in Options.model_fields.items()}
-    for table, field in ((("keep", *DTYPES, *FORMATS), "dtype"), (tuple(COMPUTE_DTYPES), "compute_dtype")):
+    for table, field in ((("keep", *DTYPES, *QUANTISED_DTYPES), "dtype"), (tuple(COMPUTE_DTYPES), "compute_dtype")):
         literal = next(a for a in get_args(Options.model_fields[field].annotation) if get_args(a))
         assert get_args(get_args(literal)[0]) == table, fields

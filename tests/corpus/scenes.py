@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lora_merge.adapters_out.dialects import DIALECTS
 from lora_merge.algorithms import ALGORITHMS
 from tests.algorithms import row_files
 from tests.corpus.calls import Call, printed
@@ -23,7 +24,7 @@ from tests.files.torchao_forms import STORED as TORCHAO
 from tests.kit import gguf_files, gguf_models, quantised
 from tests.kit.adapters import kohya
 from tests.kit.architectures import header
-from tests.kit.dialects import matrices
+from tests.kit.dialects import in_drawn_order, matrices
 from tests.kit.files import index, load, metadata, save
 from tests.kit.layouts import few_blocks
 from tests.kit.models import sd1
@@ -35,9 +36,6 @@ Options = Mapping[str, Any]
 BASE = "base.safetensors"
 WITH_BASE: Options = {"base": f"{{in}}/{BASE}"}
 MERGED = "merged.safetensors"
-
-DIALECTS = ("kohya", "lycoris", "onetrainer", "comfy", "ai-toolkit", "diffusers", "xlabs", "peft")
-
 
 # The parts of a scene: tables of options for each command.
 
@@ -362,8 +360,8 @@ def model(name: str, folder: Path) -> list[Call]:
         save(lora, folder / adapter / "adapter_model.safetensors")
     else:
         save(lora, folder / adapter)
-    images = [to for to in DIALECTS if to not in (dialect, "xlabs")]
-    others = ["kohya"] if dialect == "peft" else [images[(len(name) + n) % len(images)] for n in (0, 2, 4)]
+    images = [to for to, row in DIALECTS.items() if to != dialect and not row.table]
+    others = ["kohya"] if dialect == "peft" else in_drawn_order(name, images)[:3]
     return [
         *table("merge", [BASE, f"{adapter}:0.8"], {"plain": {}}, output="out.safetensors"),
         *table("convert", [adapter], {to: {"to": to} for to in others}, options=WITH_BASE),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import lora_merge
-from lora_merge.dtypes import GGUF_TYPES
+from lora_merge.dtypes import GGUF_TYPES, QUANTISED_DTYPES
 from lora_merge.errors import InputError
 from lora_merge.files import formats
 from lora_merge.files.encodings.base import CODES, InvalidPart, OutOfRange
@@ -66,6 +66,10 @@ def test_every_format_has_an_example_and_every_encoding_a_second_decoder() -> No
     assert {claiming(name) for name in EXAMPLES} == set(FORMATS)
     assert {w.encoding.name for name in ROWS for w in weights(name)} == set(DECODERS)
     assert KINDS.keys() == READ
+
+
+def test_values_of_dtype_that_quantise_are_the_formats_of_outputs() -> None:
+    assert {*QUANTISED_DTYPES} == {*FILES, *FOLDERS, *GGUF_TYPES}
 
 
 @pytest.mark.parametrize("form", [*FILES.values(), *FOLDERS.values()])
@@ -187,10 +191,10 @@ def test_mean_of_draws_is_the_number_up_to_the_ends_of_the_range(name: str) -> N
 STORED = [name for name in ROWS if not name.startswith("new ")]
 
 
-@pytest.mark.few(37)
 @pytest.mark.parametrize("name", STORED)
 def test_decoders_read_the_same_numbers(name: str) -> None:
-    """In fp32 and in float64; where a number is the difference of two larger ones, the proof allows for theirs."""
+    """In fp32 and in float64; where a number is the difference of two larger ones, the proof allows for theirs. It is
+    the fast test of each row: the list is not thinned out."""
     for found in weights(name):
         (exact, grid), got = found.proven(), found.decoded().double().numpy()
         want = exact if grid.turn is None else grid.turn(exact)

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 import lora_merge
+from lora_merge.dtypes import ITEM_BYTES
 from lora_merge.engine.merge import run
 from lora_merge.errors import InputError, UsageError, VerificationFailed
 from lora_merge.files.checkpoint import open_checkpoint
+from lora_merge.files.formats.output import FILES, FOLDERS
 from lora_merge.recipes.replay import plan_again, prove
 from tests.files.libraries import LIBRARIES
 from tests.files.quantised_forms import FORMS, SHAPE, Form
@@ -64,6 +66,15 @@ def adapter(path: Path) -> tuple[Path, Tensors]:
     return save(found, path), changes
 
 
+def adapter_of(weights: Tensors, folder: Path) -> tuple[Path, Tensors]:
+    """An adapter of some layers, and its tensors."""
+    found = {}
+    for n, (name, weight) in enumerate(weights.items()):
+        found[f"{name.removesuffix('.weight')}.lora_A.weight"] = rand(2, weight.shape[1], seed=n)
+        found[f"{name.removesuffix('.weight')}.lora_B.weight"] = rand(weight.shape[0], 2, seed=n + 50, scale=0.01)
+    return save(found, folder / "lora.safetensors"), found
+
+
 def parts(tensors: Tensors, layer: str) -> Tensors:
     return {key.removeprefix(f"{layer}."): value for key, value in tensors.items() if key.startswith(f"{layer}.")}
 
@@ -79,6 +90,27 @@ def as_kitchen(found: Tensors) -> Tensors:
 def half_steps(form: Form, found: Tensors, want: Tensor) -> float:
     half = form.half_step(found, want) + form.slack * want.abs()
     return float(((form.read(found).double() - want).abs() / half.clamp(min=1e-15)).max())
+
+
+@pytest.mark.parametrize(("dtype", "config"), [*((name, False) for name in FILES), *((name, True) for name in FOLDERS)])
+def test_every_tensor_begins_at_a_multiple_of_its_numbers_size(dtype: str, *, config: bool, tmp_path: Path) -> None:
+    """As the library writes files, also where a layer has an odd number of rows, scales or blocks."""
+    shapes = ((33, 64), (35, 96), (128, 128), (384, 128), (160, 192), (64, 64))
+    found = {f"model.layers.{n}.self_attn.q_proj.weight": rand(*shape).bfloat16() for n, shape in enumerate(shapes)}
+    found |= {"model.layers.1.norm.weight": rand(3).bfloat16(), "model.layers.4.gate": rand(1).bfloat16(),
+              "model.ids": torch.arange(3), "model.mask": torch.ones(5, dtype=torch.uint8), "model.norm.weight": rand(8)}  # fmt: skip
+    source = tmp_path / "base"
+    source.mkdir()
+    file = save(found, source / "model.safetensors")
+    if config:
+        (source / "config.json").write_text('{"model_type": "x", "architectures": ["X"]}')
+    lora, _ = adapter_of({name: found[name] for name in found if name.endswith("q_proj.weight")}, tmp_path)
+    out = tmp_path / "out"
+    lora_merge.merge(source if config else file, lora, out if config else out.with_suffix(".safetensors"), dtype=dtype)
+    written = open_checkpoint(out if config else out.with_suffix(".safetensors"))
+    (header,) = written.headers.values()
+    assert written.packed and header.tensors.keys() > {"model.ids", "model.mask"}
+    assert not [t.name for t in header.tensors.values() if t.offset % ITEM_BYTES[t.dtype]]
 
 
 @pytest.mark.parametrize(("name", "form"), FILE.items())

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import lora_merge
-from lora_merge.errors import InputError
+from lora_merge.errors import InputError, UsageError
 from tests.files.torchao_forms import STORED
 from tests.files.torchao_layers import LAYERS, flat, read
 from tests.kit.files import load, save
@@ -174,3 +174,13 @@ def test_torchao_reads_what_is_merged_into_its_own_weights(name: str, tmp_path: 
         assert (off <= 1.01 * kind * scales(name, made, layer)).all()
         others = [key for key in tensors if not key.startswith(layer)]
         assert all(same(made[k], tensors[k]) for k in others)
+
+
+def test_no_user_writes_an_entry_on_the_codes_of_the_base(tmp_path: Path) -> None:
+    """Those of torchao are the names of its tensors, and the list of these."""
+    folder, _ = base(tmp_path / "base", "Int8Tensor", (1, COLS), 0)
+    adapter, _ = lora(tmp_path / "lora.safetensors")
+    for key in ("tensor_names", f"{NAME}.weight", "model.norm.weight"):
+        with pytest.raises(UsageError, match="writes this entry itself"):
+            lora_merge.plan(folder, adapter, tmp_path / "out", metadata={key: "x"})
+    lora_merge.plan(folder, adapter, tmp_path / "out", metadata={"note": "x"})

@@ -14,6 +14,7 @@ import torch
 from hypothesis import strategies as st
 from safetensors.torch import save
 
+from lora_merge.adapters_out.dialects import DIALECTS
 from lora_merge.planning.recipe import KEY
 from tests.fuzz import strategies as s
 from tests.fuzz.targets import (
@@ -35,7 +36,7 @@ from tests.fuzz.targets import (
 )
 from tests.kit import command_line
 from tests.kit.hostile_commands import ADAPTER as GGUF_ADAPTER
-from tests.kit.hostile_commands import DIALECTS, LLAMA, gguf
+from tests.kit.hostile_commands import LLAMA, gguf
 from tests.kit.pairs import examples
 
 A = {"a.lora_down.weight": torch.ones(2, 4), "a.lora_up.weight": torch.ones(4, 2), "a.alpha": torch.tensor(2.0)}

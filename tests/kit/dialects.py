@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
+from typing import TypeVar
+from zlib import crc32
 
 from lora_merge.adapters_out.dialects import DIALECTS, Dialect
 from lora_merge.adapters_out.groups import Place, places
@@ -12,10 +15,22 @@ from tests.kit.architectures import header
 from tests.kit.files import index
 from tests.kit.layouts import few_blocks
 
+Row = TypeVar("Row")
+
 
 @cache
 def base(model: str) -> Names:
     return names(index(few_blocks(header(model))))
+
+
+def in_drawn_order(name: str, rows: Iterable[Row]) -> list[Row]:
+    """The rows of a table in an order that is another for each name: a new row moves no other from where it is."""
+    return sorted(rows, key=lambda row: crc32(f"{name} {row}".encode()))
+
+
+def drawn(name: str, rows: Iterable[Row]) -> Row:
+    """The row that a name is tested with: a new one takes a share of the names, all others keep theirs."""
+    return in_drawn_order(name, rows)[0]
 
 
 def named(to: Dialect, place: Place) -> str:
@@ -24,7 +39,7 @@ def named(to: Dialect, place: Place) -> str:
 
 
 EVERY = ("native/flux-dev", "native/hunyuanvideo", "native/zimage-fused", "diffusers/sd3", "diffusers/wan-i2v-14B")
-"""Models that are written in every dialect; the others in one, which changes from model to model."""
+"""Models that are written in every dialect; the others in one, which is drawn by the model's name."""
 
 
 def matrices(found: Names, to: str) -> dict[str, WeightView]:

@@ -10,11 +10,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from lora_merge.adapters_out.dialects import DIALECTS
 from tests.kit.hostile_inputs import Files, command, pair, tensors
 from tests.kit.hostile_names import SHAPES, configured, counted, endings, flat, looked_at, lora, metadata, some
 
 Act = Callable[[Path], int]
-DIALECTS = ("kohya", "lycoris", "onetrainer", "comfy", "diffusers", "peft")
 
 # ------------------------------------------------------------------ GGUF
 

@@ -10,6 +10,7 @@ import pytest
 import lora_merge
 from lora_merge.adapters.modules import Module
 from lora_merge.disk.files import StoredTensor
+from lora_merge.errors import InputError
 from lora_merge.matching.missing_tensors import _end_of_key
 from tests.kit.files import save
 from tests.kit.tensors import rand
@@ -38,6 +39,24 @@ def test_missing_tensor_is_named_as_the_file_spells_it(dialect: str, gone: str, 
     with pytest.raises(lora_merge.MergeError, match=f"{re.escape(names[0])} has .*no {re.escape(gone)}") as caught:
         lora_merge.merge(base, [adapter], tmp_path / "merged.safetensors")
     assert caught.value.exit_code == 3
+
+
+@pytest.mark.parametrize("end", ["scale", "alpha_scale"])
+@pytest.mark.parametrize("alpha", [False, True])
+def test_scale_that_one_module_lacks_is_missing_unless_it_has_alpha(end: str, *, alpha: bool, tmp_path: Path) -> None:
+    """The names of webui and LongCat-Video: without either number the change would count with the scale 1."""
+    names = [f"model.layers.{i}.self_attn.q_proj" for i in range(4)]
+    base = save({f"{name}.weight": rand(8, 6) for name in names}, tmp_path / "base.safetensors")
+    rows = {"lora_up.weight": rand(8, 2), "lora_down.weight": rand(2, 6), end: rand()}
+    tensors = {f"{name}.{last}": value.clone() for name in names for last, value in rows.items()}
+    tensors |= {f"{name}.alpha": rand() for name in names if alpha}
+    del tensors[f"{names[0]}.{end}"]
+    adapter, out = save(tensors, tmp_path / "adapter.safetensors"), tmp_path / "merged.safetensors"
+    if alpha:
+        lora_merge.merge(base, [adapter], out)
+    else:
+        with pytest.raises(InputError, match=f"{re.escape(names[0])} has .*no {end}"):
+            lora_merge.merge(base, [adapter], out)
 
 
 def test_end_of_a_key_begins_after_a_whole_level() -> None:

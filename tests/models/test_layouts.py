@@ -107,7 +107,7 @@ DENOISER = (
     *map(flat, ("lora_unet_", "lora_transformer_", "lycoris_")),
     *map(dotted, ("", "diffusion_model.", "transformer.", "base_model.model.", "unet.base_model.model.")),
 )
-DIALECTS = {
+OTHER_DIALECTS = {
     "open_clip_checkpoint": (flat("lora_te_"), dotted("text_encoder."), dotted("base_model.model.")),
     "ldm_vae_checkpoint": (flat("lora_vae_"), dotted("vae."), flat("lycoris_")),
 }
@@ -145,7 +145,7 @@ def test_merge_and_conversion_commute(number: int) -> None:
     shapes = header(native) if native else native_of(header(other))
     if converter == "sana_transformer_to_diffusers":  # it insists on these two, which have no counterpart
         shapes |= {"pos_embed": (1, 1024, 2240), "y_embedder.y_embedding": (300, 2304)}
-    dialects = DIALECTS.get(converter, DENOISER)
+    dialects = OTHER_DIALECTS.get(converter, DENOISER)
     two = [dialects[n % len(dialects)] for n in (2 * number, 2 * number + 1)]
     assert_square(filled(small(shapes)), partial(converted, converter, arguments), two)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import lora_merge
-from lora_merge.dtypes import FORMATS
+from lora_merge.dtypes import QUANTISED_DTYPES
 from lora_merge.errors import VerificationFailed
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.files.formats.output import FILES, FOLDERS
@@ -169,7 +169,7 @@ def test_sums_that_were_edited_are_found(tmp_path: Path, edit: Callable[[str], s
 PLACES = [
     *(("out.safetensors", option) for option in FILES),
     *(("out", option) for option in FOLDERS),
-    *(("out.gguf", option) for option in FORMATS if option not in FILES and option not in FOLDERS),
+    *(("out.gguf", option) for option in QUANTISED_DTYPES if option not in FILES and option not in FOLDERS),
 ]  # fmt: skip
 
 

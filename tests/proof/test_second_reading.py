@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from itertools import combinations_with_replacement
 from math import prod
 from pathlib import Path
@@ -36,6 +37,7 @@ from lora_merge.recipes.replay import prove
 from lora_merge.report import proof_rows
 from lora_merge.row_ranges import RowNumbers
 from tests.kit.adapters import kohya, unread
+from tests.kit.blocks import SPELLINGS
 from tests.kit.files import index, load, load_all, save
 from tests.kit.models import sd1
 from tests.kit.pipeline_names import header, modules, pipeline
@@ -515,7 +517,7 @@ def test_neighbouring_rows_of_one_tensor_are_one_span() -> None:
 
 def test_second_reading_shares_no_code_with_the_planner() -> None:
     """Headers and its own files alone: no table, name or number of the planner."""
-    own = {"modules", "blocks", "layouts", "rows", "scales", "claims", "formulas", "methods"}
+    own = {"modules", "blocks", "parts", "layouts", "rows", "scales", "claims", "formulas", "methods"}
     for name in own:
         tree = ast.parse(
             (Path(lora_merge.__file__).parent / "proof" / "second_reading" / f"{name}.py").read_text(encoding="utf-8")
@@ -685,13 +687,44 @@ def test_strengths_of_blocks_lists_and_paths_are_read(row: Any) -> None:
         assert found.proven >= 0.98 * found.modules > 0, (part, found)
 
 
+ENCODERS = {
+    "cond_stage_model.transformer.": "lora_te_", "conditioner.embedders.0.transformer.": "lora_te1_",
+    "conditioner.embedders.1.model.": "lora_te2_", "text_encoders.clip_l.transformer.": "lora_te1_",
+}  # fmt: skip
+"""Prefix of an encoder's keys → that of its modules in kohya's adapters."""
+
+
+@cache
+def of_whole_model(stored: str) -> Mapping[str, Shape]:
+    """A LoRA of some layers of the denoiser, the ends among them, and of the encoders that it has kohya's names for."""
+    tensors: dict[str, Shape] = {}
+    for n, (module, shape) in enumerate(layers(stored).items()):
+        prefix = next((p for p in ENCODERS if module.startswith(p)), "")
+        name = ENCODERS[prefix] + flat(module.removeprefix(prefix)) if prefix else module
+        of_denoiser = stored.startswith("diffusers/") or module.startswith("model.diffusion_model.")
+        if (prefix and module.endswith(("fc1", "out_proj", "c_fc"))) or (
+            of_denoiser and (n % 3 == 0 or "out" in module)
+        ):
+            tensors |= lora(shape, name, PEFT, alpha=True)
+    return tensors
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("row", [*SPELLINGS, *((b, p, "") for b in ("single-file/sd1", "diffusers/sd15") for p in ("output_blocks.11", "up_blocks.3"))],
+                         ids=lambda row: " ".join(row[:2]))  # fmt: skip
+def test_every_spelling_of_a_block_is_confirmed_for_all_modules(row: tuple[str, str, str]) -> None:
+    stored, part, _ = row
+    found = read(index(header(stored)), dict(of_whole_model(stored)), parts=((part, 0.5),))
+    assert found.proven == found.modules > 100, found
+
+
 def test_part_that_is_not_read_is_the_reason(tmp_path: Path) -> None:
-    """A path of the other layout, and a list of a model whose blocks have no table."""
+    """A pattern of file names, and a list of a model whose blocks have no table."""
     base = index(header("native/sd15"))
     tensors = lora(
         (320, 320), "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q", KOHYA, alpha=True
     )
-    found = read(base, tensors, parts=(("down_blocks.0", 0.5),))
+    found = read(base, tensors, parts=(("*input_blocks.1*", 0.5),))
     assert (found.proven, found.modules, found.why) == (0, 1, {PART: 1})
 
 

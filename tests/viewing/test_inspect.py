@@ -6,6 +6,7 @@ import gzip
 import json
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,7 @@ def test_quantised_weights_alone_are_called_so(tmp_path: Path) -> None:
     weights = {"blocks.0.lin.weight": rand(8, 8), "norm.weight": rand(8)}
     cases: dict[str, tuple[dict[str, torch.Tensor], dict[str, str]]] = {
         **{name: (weights | {f"blocks.0.lin.{name}": torch.ones(2)}, {}) for name in SIGNS},
-        **{entry: (weights, {entry: "{}"}) for entry in METADATA},
+        **{entry: (weights, {entry: '{"layers": {"blocks.0.lin": {}}}'}) for entry in METADATA},
         "codes": (weights | {"a.weight": torch.ones(4, 4, dtype=torch.uint8), "a.scale": torch.ones(4, 1)}, {}),
     }
     for name, (tensors, entries) in cases.items():
@@ -165,6 +166,10 @@ def test_quantised_weights_alone_are_called_so(tmp_path: Path) -> None:
         assert name == "codes" or name in said
         (line,) = [line for line in lines(facts) if line.startswith("quantised ")]
         assert line.endswith(said)
+    for entry, value in product(METADATA, ("", "none", "null", "{}", '{"layers": {}}')):
+        if not (entry == "quantization_config" and "layers" in value):
+            facts = inspect(save(weights, tmp_path / "plain.safetensors", {entry: value}))
+            assert "quantised" not in facts, (entry, value)
     for plain in (weights, {k: v.to(torch.float8_e4m3fn) for k, v in weights.items()}, kohya(sd1()), sd1()):
         facts = inspect(save(plain, tmp_path / "plain.safetensors"))
         assert "quantised" not in facts

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from math import prod
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeGuard
+from typing import Any, Final, NamedTuple, Protocol, TypeGuard
 
 from ...disk.files import Memory, StoredTensor
 from ...disk.reader import read_bytes
@@ -87,7 +87,27 @@ def positive(number: Any) -> TypeGuard[int]:
 
 ALIGNED: Final = 8
 """The codes of a weight, and the tensors beside them, take a multiple of so many bytes, so that what follows them in
-the file begins at a multiple of its own numbers' size."""
+the file begins at a multiple of its own numbers' size; a plan puts what does not at the end of the file."""
+
+
+class Sized(Protocol):
+    """A tensor with a place in a file."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+def fills_words(tensors: Iterable[Sized]) -> bool:
+    """Return whether tensors behind each other each begin at a multiple of their numbers' size, and so does what
+    follows."""
+    at = 0
+    for tensor in tensors:
+        if at % ITEM_BYTES.get(tensor.dtype, 1):
+            return False
+        at += tensor.nbytes
+    return at % ALIGNED == 0
 
 
 class NewWeight(NamedTuple):

@@ -7,15 +7,17 @@ an adapter of the other parts can be merged. Plain fp8 does not count as quantis
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from ...disk.files import StoredTensor
 from ...dtypes import ITEM_BYTES, spoken
 from ...errors import FitError, InputError
+from ...safe_regex import from_json
 from ...text import Note
 from ..encodings.base import Packing, Tensors
 from ..gguf.types import BLOCKS, UNREAD
@@ -63,10 +65,37 @@ FP8: Final = frozenset(("F8_E4M3", "F8_E5M2"))
 OF_OTHERS: Final = re.compile(r"input|output|act|logit|query|key|[kqv]_")
 """Parts of last names that show the scale of something else than the weight."""
 
-METADATA: Final = {
-    "_quantization_metadata": "ComfyUI's quantisation",
-    "quantization_config": SVDQUANT,
-}
+
+def _states_something(text: str) -> bool:
+    """Return whether an entry of the metadata has a value: neither none nor JSON without content."""
+    if text.strip().lower() in NO_VALUE:
+        return False
+    try:
+        return bool(from_json(text.encode()))
+    except ValueError:
+        return True
+
+
+def _lists_layers(text: str) -> bool:
+    """Return whether ComfyUI's entry names layers; what is no JSON counts as such."""
+    try:
+        entry = from_json(text.encode())
+    except ValueError:
+        return _states_something(text)
+    return bool(entry.get("layers") if isinstance(entry, dict) else entry)
+
+
+NO_VALUE: Final = ("", "none", "null", "false")
+
+METADATA: Final[Mapping[str, tuple[str, Callable[[str], bool]]]] = MappingProxyType({
+    LAYERS_ENTRY:            ("ComfyUI's quantisation", _lists_layers),
+    "quantization_config":   (SVDQUANT, _states_something),
+})  # fmt: skip
+"""Entry of the metadata on quantised weights → (the format, whether a value of it shows that format).
+
+These entries describe codes: an output without the codes of its base does not get them, an output with them keeps them,
+and no user writes them (planning/header_entries.py).
+"""
 
 VARIANTS: Final = ("version", "checkpoint_format", "packing_format")
 """Entries of a section on quantisation on the order of the numbers."""
@@ -164,8 +193,8 @@ def quantised(
         how = next(iter(signs.values()))
         return Quantised(_with_method(how, entries), frozenset(signs))
     # Otherwise the metadata, or the configuration, if no format reads anything.
-    for key, what in METADATA.items():
-        if key in metadata and not packed:
+    for key, (what, shows) in METADATA.items():
+        if key in metadata and not packed and shows(metadata[key]):
             return Quantised(f"{what}, its metadata has {key}", frozenset({""}))
     if entries and not packed:
         return Quantised(f"{entries.get('quant_method', 'unknown')}, says its config.json", frozenset({""}))

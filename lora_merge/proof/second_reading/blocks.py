@@ -1,4 +1,4 @@
-"""Blocks and paths that strengths are stated for, for the second reading: IN04, D00-D05, lbw=LIST, `layers.0-9`.
+"""Blocks that strengths are stated for, for the second reading: IN04, D00-D05, lbw=LIST.
 
 The plan's own tables are not used here. Sources: the lists of blocks and the presets in the README of
 hako-mikan/sd-webui-lora-block-weight (BLOCKID26, BLOCKID17, BLOCKIDXLL, BLOCKIDFLUX), the order of input and output
@@ -37,13 +37,16 @@ WHOLE: Final = {"INALL": "IN", "OUTALL": "OUT"}
 """Preset → the stack that it has whole, in addition to BASE."""
 
 ITEM: Final = re.compile(r"([A-Z]+)([0-9]*)(?:-([A-Z]*)([0-9]+))?")
-PATH: Final = re.compile(r"([A-Za-z_][\w.]*?)(?:[._]([0-9]+)(?:-([0-9]+))?)?")
 DIFFUSERS: Final = re.compile(r"(down|up)_blocks\.([0-9])\.(resnets|attentions|downsamplers|upsamplers)\.([0-9])\.")
 NATIVE: Final = re.compile(r"(input|output)_blocks\.([0-9]+)\.")
 LAYER: Final = re.compile(r"(?:^|(?<=\.))([0-9]{1,4})(?=\.[^.]+\.)")  # two more levels follow
 
+_NAME: Final = "(?:[A-Z]+|[A-Za-z]+[0-9]+)"
+_ITEM: Final = f"{_NAME}(?:-[A-Za-z]*[0-9]+)?"
+BLOCKS: Final = re.compile(rf"{_ITEM}(?:\+{_ITEM})*")
+"""Blocks as a strength names them: a stack in capitals, a block, a range, several with +."""
+
 OWN: Final = re.compile(r"([A-Z]+|#)([0-9]*)")
-CAPITALS: Final = re.compile(r"[^a-z]+|[A-Za-z]+[0-9].*")  # blocks, and no path
 
 LAYERS: Final = 2
 """Layers of a level of the down path in the U-Nets of Stable Diffusion; one more in the up path."""
@@ -63,44 +66,42 @@ FLUX: Final = (
 )  # fmt: skip
 """Names of tensors that show Flux.1: both text encoders and both ends are blocks of their own there."""
 
+OF_FLUX: Final = {"te1": "CLIP", "te2": "T5"}
+"""Network.label of a text encoder of Flux.1 → its block."""
+
 FLUX_ENDS: Final = ("final_layer.", "norm_out.", "proj_out.")
 ENDS: Final = ("out.", "conv_norm_out.", "conv_out.")  # of a U-Net: they count as the last block
 
 
 class BlockNames:
-    """The blocks of a base.
+    """The blocks of a base. `names`: those of the network whose blocks are meant, without their prefix."""
 
-    `denoiser`: the prefix and the names of the network whose blocks are meant. `keys`: all names of the base.
-    """
-
-    def __init__(self, denoiser: tuple[str, Iterable[str]], keys: Iterable[str]) -> None:
-        self._prefix, names = denoiser
-        self._names, self._keys = frozenset(names), frozenset(keys)
-        self._covered: dict[str, bool] = {}  # path → whether a name of the base is there
+    def __init__(self, prefix: str, names: Iterable[str]) -> None:
+        self._prefix, self._names = prefix, frozenset(names)
 
     def factor(self, part: str, value: float, key: str, network: str) -> float | None:
-        """Return the factor of a part for a tensor; None where the part or its blocks are not read. `network`:
-        Network.label."""
+        """Return the factor of a list or of BLOCKS for a tensor; None where it or the tensor's block is not read.
+        `network`: Network.label."""
         block = self._block(key, network)
         if part.startswith(LIST):
             weights = self._weights(part.removeprefix(LIST))
             return None if weights is None or block is None else value * weights.get(block, 1.0)
-        items = part.upper().split("+")
-        if CAPITALS.fullmatch(part) and all(map(ITEM.fullmatch, items)):
-            covers = [None if block is None else self._holds(item, block) for item in items]
-            return None if None in covers else value if any(covers) else 1.0
-        lies = self.lies_in(part, key)
-        return None if lies is None else value if lies else 1.0
+        covers = [None if block is None else self._holds(item, block) for item in part.upper().split("+")]
+        return None if None in covers else value if any(covers) else 1.0
 
-    def lies_in(self, part: str, key: str) -> bool | None:
-        """Return whether a tensor of the base is in the stack or the layers of a path; None for a path that no name
-        of the base has: the path may be that of another layout."""
-        path = PATH.fullmatch(part)
-        if path is None:
-            return None
-        if part not in self._covered:
-            self._covered[part] = any(_lies_in(path, other) for other in self._keys)
-        return _lies_in(path, key) if self._covered[part] else None
+    def is_of_denoiser(self, key: str) -> bool:
+        """Return whether a tensor of the base is of the network whose blocks are meant."""
+        return key.startswith(self._prefix) and key[len(self._prefix) :] in self._names
+
+    def is_outside_stacks(self, key: str) -> bool:
+        """Return whether a tensor of a denoiser of stacked layers is in none of them, such as one of its ends."""
+        stacked = self.is_denoiser and not self.is_unet
+        return stacked and self.is_of_denoiser(key) and LAYER.search(key[len(self._prefix) :]) is None
+
+    @cached_property
+    def is_denoiser(self) -> bool:
+        """Whether the names of the network show that it is a denoiser, and no language model."""
+        return self.is_unet or not STACKS.keys().isdisjoint(self._stacks)
 
     @cached_property
     def is_unet(self) -> bool:
@@ -142,7 +143,9 @@ class BlockNames:
         """Return the block of a tensor, `#NN` for a layer of the only stack, "" for none; None where it is unknown."""
         name = key.removeprefix(self._prefix)
         if network.startswith("te") or network == "vae":
-            return "" if network == "vae" else None if self._is_flux else BASE
+            if self._is_flux:
+                return {"vae": "", **OF_FLUX}.get(network)
+            return "" if network == "vae" else BASE
         if not key.startswith(self._prefix) or name not in self._names:
             return None
         if self.is_unet:
@@ -219,18 +222,3 @@ class BlockNames:
         few = SHORT.get(26 if preset else len(order), "").split() if self.is_unet else []
         named = few if preset else next((names for names in (order, few) if len(names) == len(numbers)), ())
         return {**dict.fromkeys(order, 0.0), **dict(zip(named, numbers, strict=True))} if named else None
-
-
-def _lies_in(path: re.Match[str], key: str) -> bool:
-    """Return whether a name has the levels of a path, with a level behind them; of layers, with a number in the range
-    and a level behind it."""
-    levels, segments = key.split("."), path[1].split(".")
-    for at in range(len(levels) - len(segments)):
-        if levels[at : at + len(segments)] != segments:
-            continue
-        after = levels[at + len(segments) :]
-        if path[2] is None:
-            return True
-        if len(after) > 1 and after[0].isdecimal():
-            return int(path[2]) <= int(after[0]) <= int(path[3] or path[2])
-    return False

@@ -30,8 +30,9 @@ from ..proof_report import NAMED, REPORT
 from ..reference.floats import decode
 from .claims import BaseHeader, ModuleClaim, Strength, TargetRows, claims
 from .modules import groups
+from .parts import StrengthParts
 from .rows import PEFT, Networks
-from .scales import AdapterTexts, ModuleScales, Number, strength
+from .scales import AdapterTexts, ModuleScales, Number
 
 CLOSE: Final = 1e-9  # relative difference of scales that are the same sum in another order
 
@@ -88,6 +89,7 @@ def compare(
     planned = _planned(targets)
     shapes = {name: info.shape for name, info in base.tensors.items()}
     read_base = BaseHeader(_as_floats(base), base.config, Networks(shapes, base.components))
+    parts = StrengthParts(read_base.places)
     known: set[int] = set()
     why: dict[int, str] = {}
     for n, (ref, matched) in enumerate(zip(job.adapters, adapters, strict=True)):
@@ -96,7 +98,7 @@ def compare(
         numbers = ModuleScales(texts, dict(job.setting), number)
         of_adapter = [p for (at, _), p in planned.items() if at == n]
         copies = {name for name, why in matched.unused.items() if why == COPY}
-        factor = partial(strength, ref.strength, ref.parts, read_base.places.blocks)
+        factor = partial(parts.strength, ref.strength, ref.parts)
         for claim in claims(index.tensors, numbers, read_base, factor, copies):
             if copies.issuperset(claim.tensors.values()):
                 claim = _of_original(claim, of_adapter, shapes)

@@ -163,6 +163,16 @@ class Network:
                 meanings.setdefault(filled(line.left, numbers), []).append(parts)
         return meanings
 
+    @cached_property
+    def other_names(self) -> Mapping[str, tuple[str, ...]]:
+        """Module of the base → its names in the other layout."""
+        names: dict[str, tuple[str, ...]] = {}
+        for name, meanings in self.others.items():
+            for meaning in meanings:
+                for module in (meaning.module,) if isinstance(meaning, ModulePart) else meaning:
+                    names[module] = (*names.get(module, ()), name)
+        return names
+
     def parts(self, key: str) -> tuple[int, ...]:
         """Return the number of rows of each part of a stored weight; () where no layout gives it parts."""
         module = key[len(self.prefix) :].removesuffix(".weight")
@@ -270,7 +280,7 @@ class Networks:
         self.networks = tuple(Network(prefix, *named[prefix], shapes_of) for prefix, shapes_of in by_prefix.items())
         self._found: dict[tuple[str, str], WeightPlace | None] = {}
         main = next((n for n in self.networks if "denoiser" in n.called), None)
-        self.blocks = BlockNames((main.prefix, main.shapes) if main is not None else ("", ()), shapes)
+        self.blocks = BlockNames(*((main.prefix, main.shapes) if main is not None else ("", ())))
 
     def find(self, stem: str, parameter: str) -> WeightPlace | None:
         """Return the one place that a module's name means; None if there is none or more than one."""

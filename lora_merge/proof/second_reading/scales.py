@@ -1,4 +1,4 @@
-"""The scale and the strength of a module, for the second reading: α / r of the tensors and the configuration.
+"""The scale of a module, for the second reading: α / r of the tensors and the configuration.
 
 A number is None where something that is not read here could change it: then only the plan knows.
 """
@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property
 from math import isfinite
 from typing import Any, Final, NamedTuple
 
 from ...disk.files import StoredTensor
-from .blocks import BlockNames
 from .methods import METHODS
 from .modules import NUMBERS, Group, shapes
 from .rows import PEFT
@@ -52,8 +51,6 @@ SIMPLE: Final = re.compile(r"\^?(?:[\w-]|\.\*?|\\\.|\\d\+?|\[[\w-]+\])+\$?")
 MOST_REPEATS: Final = 2
 """SIMPLE with so many `+`, or one `.*`, describes patterns whose time grows with the length of the text, or its square:
 names, dots, few runs of digits, sets of characters."""
-COMPONENTS: Final = ("unet", "transformer", "te", "te1", "te2", "te3", "vae")
-"""Parts that name a network."""
 
 LONGEST: Final = 150  # characters of a text that a pattern with `.*` is tried on
 MOST_LOOSE: Final = 10  # patterns of a table that have `.*`
@@ -335,46 +332,13 @@ def _are_simple(patterns: Collection[Any]) -> bool:
     if len(patterns) > MOST_PATTERNS:
         return False
     loose = sum("*" in str(pattern) for pattern in patterns)
-    return loose <= MOST_LOOSE and all(_is_simple(str(p)) for p in patterns)
+    return loose <= MOST_LOOSE and all(is_simple(str(p)) for p in patterns)
 
 
-def _is_simple(pattern: str) -> bool:
+def is_simple(pattern: str) -> bool:
+    """Return whether a pattern matches in a time that grows little with the text, whatever that is."""
     return SIMPLE.fullmatch(pattern) is not None and pattern.count("+") + 2 * pattern.count("*") <= MOST_REPEATS
 
 
 def _float(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value) else None
-
-
-def strength(
-    base: float, parts: Sequence[tuple[str, float]], blocks: BlockNames, key: str, network: str
-) -> float | None:  # fmt: skip
-    """Return an adapter's strength on one tensor of the base, by `--strength-for`; None where a part is unknown."""
-    if len(parts) > MOST_PATTERNS:
-        return None
-    for part, factor in parts:
-        factor_of = _factor(part, factor, blocks, key, network)
-        if factor_of is None:
-            return None
-        base *= factor_of
-    return base
-
-
-def _factor(part: str, value: float, blocks: BlockNames, key: str, network: str) -> float | None:
-    if part not in COMPONENTS and not part.startswith("re:"):
-        return blocks.factor(part, value, key, network)
-    covers = _covers(part, key, network)
-    return None if covers is None else value if covers else 1.0
-
-
-def _covers(part: str, key: str, network: str) -> bool | None:
-    """Return whether an expression or a network covers a tensor; None where it is unknown."""
-    if part.startswith("re:"):
-        return re.search(part[3:], key) is not None if _is_simple(part[3:]) and len(key) <= LONGEST else None
-    if not network:
-        return None
-    if part in ("unet", "transformer"):
-        return network == "denoiser"
-    if part == "te":
-        return network.startswith("te")
-    return network == part

@@ -13,7 +13,7 @@ from ...text import one_line
 from .content import COSINE
 from .page import content
 
-FORMATS: Final = (".png", ".svg", ".pdf")
+PLOT_ENDINGS: Final = (".png", ".svg", ".pdf")
 LARGE: Final = ("#d9e4fa", "#6390e4", "#12316f")
 """Colours from the least to the largest number, those of the page in the light."""
 
@@ -52,11 +52,11 @@ def plot(result: Mapping[str, Any] | Sequence[Mapping[str, Any]], path: Path) ->
 
 def drawable(path: Path) -> None:
     """Raise UsageError for a path with another ending, or where matplotlib is not installed."""
-    if (ending := path.suffix.lower()) not in FORMATS:
+    if (ending := path.suffix.lower()) not in PLOT_ENDINGS:
         raise UsageError(
             f"a plot cannot be a {ending or 'file without an ending'}",
             f"--plot {path.name}",
-            f"use one of {', '.join(FORMATS)}",
+            f"use one of {', '.join(PLOT_ENDINGS)}",
         )
     if find_spec("matplotlib") is None:
         raise UsageError("plots need matplotlib", "--plot", "pip install -U matplotlib")
