@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from threading import local
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
@@ -42,11 +42,11 @@ class PerThread(Generic[T]):
 
 def side_by_side(
     tasks: Sequence[T], work: Callable[[T], R], nbytes: Callable[[T], int], bound: int, at: Placement | None = None
-) -> Iterator[R]:  # fmt: skip
-    """Yield the result of each task, in the order of the tasks; the first error ends the work.
+) -> closing[Generator[R, None, None]]:  # fmt: skip
+    """Give a `with` block an iterator of the results, in the order of the tasks; the first error ends the work.
 
-    A loop over it that ends early ends the work too, unless a name keeps this iterator: then the garbage collector
-    would end it, in any thread and at any time.
+    The end of the block ends the work. An iterator that is left to the garbage collector would wait for its threads
+    in any thread and at any time, also in one that they wait for.
 
     Parameters:
         tasks: What is worked at.
@@ -55,7 +55,13 @@ def side_by_side(
         bound: How many bytes all tasks under way may take; one alone may take more.
         at: Where most of the work is done, if not on the processor: each device has as many threads as it can use.
     """
-    count = threads(at)
+    return closing(_results(tasks, work, nbytes, bound, threads(at)))
+
+
+def _results(
+    tasks: Sequence[T], work: Callable[[T], R], nbytes: Callable[[T], int], bound: int, count: int
+) -> Generator[R, None, None]:  # fmt: skip
+    """Yield the result of each task, which `count` threads work at."""
     waiting: deque[tuple[Future[list[R]], int]] = deque()
     left = deque(_errands(tasks, nbytes, min(ERRAND, bound // (2 * count * AHEAD))))
 

@@ -109,8 +109,8 @@ def prove(comparisons: Sequence[Comparison], job: AdapterJob, path: Path, begin:
         with np.errstate(over="ignore", invalid="ignore"):  # a change beyond float64 is refused by name
             return comparison.squares()
 
-    with one_core():
-        results = side_by_side(chosen, work, lambda comparison: comparison.nbytes, job.inputs.max_memory // 2)
+    bound = job.inputs.max_memory // 2
+    with one_core(), side_by_side(chosen, work, lambda comparison: comparison.nbytes, bound) as results:
         for comparison, squares in zip(chosen, results, strict=True):
             count(comparison.nbytes)
             if squares is None:

@@ -4,7 +4,8 @@ unless what makes them takes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from typing import Protocol
 
 from ..disk.draft import Draft, Heap
@@ -51,22 +52,23 @@ def stored_modules(
     bound = job.inputs.max_memory // 2  # the rest: torch, and what waits
     count = begin("make", sum(map(weight_of, modules)) * (1 + together))
 
-    def spectra() -> Iterator[LayerSpectrum]:
-        every = side_by_side(groups, lambda group: makers.get().spectra(group), here.nbytes, bound)
-        for group, some in zip(groups, every, strict=True):
-            yield from some
-            count(sum(map(weight_of, group)))
+    def spectra() -> Generator[LayerSpectrum, None, None]:
+        with side_by_side(groups, lambda group: makers.get().spectra(group), here.nbytes, bound) as every:
+            for group, some in zip(groups, every, strict=True):
+                yield from some
+                count(sum(map(weight_of, group)))
 
-    ranks = shared_out(job.rules.linear, spectra()) if together else {}
-    results = side_by_side(groups, lambda group: makers.get().modules(group, ranks), here.nbytes, bound)
+    with closing(spectra()) as every:
+        ranks = shared_out(job.rules.linear, every) if together else {}
     changed, zeros = list[StoredModule](), list[str]()
-    for group, stored in zip(groups, results, strict=True):
-        for filled, module in zip(group, stored, strict=True):
-            if _is_zero(job, module):
-                zeros.append(module.place.name)
-            else:
-                changed.append(waiting(module, put))
-            count(weight_of(filled))
+    with side_by_side(groups, lambda group: makers.get().modules(group, ranks), here.nbytes, bound) as results:
+        for group, stored in zip(groups, results, strict=True):
+            for filled, module in zip(group, stored, strict=True):
+                if _is_zero(job, module):
+                    zeros.append(module.place.name)
+                else:
+                    changed.append(waiting(module, put))
+                count(weight_of(filled))
     if not changed:
         raise _changes_nothing(job)
     return WrittenModules(changed, changed, zeros, [], here.notes)

@@ -270,18 +270,19 @@ def _extracted_modules(
 
     room = 0 if at.device.type == "cpu" else device_bytes(job.inputs.max_vram) // threads([at])
     tasks = [*batches(pairs, room, bound)]
-    for batch, results in zip(tasks, side_by_side(tasks, work, nbytes, bound, at), strict=True):
-        for pair, module in zip(batch, results, strict=True):
-            if module is None:
-                equal += 1
-            elif isinstance(module, Pair):
-                skipped.append(pair.name)
-            else:
-                expect_finite(module.tensors.values(), pair.name)
-                stored = as_table(in_memory(module), extraction.to, table=is_table(module.place))
-                modules.append(waiting(stored, heap))
-                heads += [stored_module(head, heap) for head in _head(extraction, pair, module)]
-            count(pair.nbytes)
+    with side_by_side(tasks, work, nbytes, bound, at) as every:
+        for batch, results in zip(tasks, every, strict=True):
+            for pair, module in zip(batch, results, strict=True):
+                if module is None:
+                    equal += 1
+                elif isinstance(module, Pair):
+                    skipped.append(pair.name)
+                else:
+                    expect_finite(module.tensors.values(), pair.name)
+                    stored = as_table(in_memory(module), extraction.to, table=is_table(module.place))
+                    modules.append(waiting(stored, heap))
+                    heads += [stored_module(head, heap) for head in _head(extraction, pair, module)]
+                count(pair.nbytes)
     order = {id(pair.place): number for number, pair in enumerate(pairs)}
     modules.sort(key=lambda module: order[id(module.place)])
     if not modules:
