@@ -200,8 +200,8 @@ FAILED: Final = "use --device cpu; or start again, after a look at the driver's 
 class DeviceFailed(ResourceError):
     """A device stopped working; this process cannot use it again."""
 
-    def __init__(self, device: str, text: str, fix: str = FAILED) -> None:
-        super().__init__("the device failed", f"{device}: {text}", fix)
+    def __init__(self, device: str, text: str, fix: str = "") -> None:
+        super().__init__("the device failed", f"{device}: {text}", fix or FAILED)
 
     def __reduce__(self) -> tuple[Any, ...]:
         device, _, text = self.where.partition(": ")

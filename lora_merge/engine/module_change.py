@@ -72,7 +72,7 @@ class ModuleChange:
     def size(self) -> float:
         """An upper bound of the norm; NaN or infinite where a number is."""
         parts = self.factors if self.whole is None else (self.whole.dense(),)
-        return prod(float(part.double().norm()) for part in parts)
+        return prod(float(torch.linalg.vector_norm(part, dtype=torch.float64)) for part in parts)
 
     def inner(self, other: ModuleChange) -> float:
         """Return ⟨ΔW₁, ΔW₂⟩ = tr(ΔW₁ᵀ ΔW₂); of two products tr((L₁ᵀ L₂)ᵀ (R₁ R₂ᵀ)), without a matrix of ΔW's size."""

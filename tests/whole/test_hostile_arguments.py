@@ -75,7 +75,7 @@ CALLS: Mapping[str, Mapping[str, Any]] = {
     "unmerge": {"merged": "m", "adapters": "a"}, "replay": {"made": "m"}, "verify": {"output": "m"},
     "inspect": {"path": "base", "adapter": "a"}, "compare": {"a": "base", "b": "m"},
     "combine": {"adapters": ["a"]}, "resize": {"adapter": "a", "rank": 1}, "convert": {"adapter": "a", "to": "kohya"},
-    "extract": {"base": "base", "tuned": "m"}, "average": {"adapters": ["a", "a"]}, "run_batch": {"jobs": []},
+    "extract": {"base": "base", "tuned": "m"}, "average": {"adapters": ["a", "a"]}, "run_batch": {"jobs": []}, "plan_batch": {"jobs": []},
     "load_adapter": {"path": "a"}, "LoadedAdapter": {"path": "a"}, "merge_state_dict": {"state_dict": STATE, "adapters": FACTORS},
     "merge_into": {"model": None, "adapters": FACTORS},
     "OpenAdapter.delta": {"name": "a", "base_weight": STATE["a.weight"]}, "OpenAdapter.algorithm": {"name": "a"},
