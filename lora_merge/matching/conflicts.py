@@ -125,8 +125,8 @@ class DuplicateCheck:
 
 
 ADDED: Final = (
-    "{earlier} changes the same weights first, but this formula reads the base's own values, and the differences are "
-    "added; --method compose applies the adapters one after the other, in the given order"
+    "depends on weights that {earlier} also changes. Both changes are computed from the base and added; "
+    "use --method compose to apply them in sequence"
 )
 """The note on modules whose formula reads weights that earlier adapters change, where the changes are added."""
 
