@@ -13,6 +13,7 @@ from comfy.utils import ProgressBar
 from comfy_api.latest import ComfyExtension, io, ui
 
 from .. import Step
+from ..paths import ENDINGS
 
 __all__ = ["ComfyExtension", "io", "ui"]
 
@@ -22,7 +23,7 @@ CHECKPOINTS: Final = ("checkpoints", "diffusion_models", "text_encoders")
 LORAS: Final = ("loras",)
 """ComfyUI's model folders that have adapters."""
 
-ENDINGS: Final = (".safetensors", ".sft", ".gguf", ".ckpt", ".pt", ".pth", ".bin")
+WEIGHTS: Final = (*ENDINGS, ".sft")
 """Endings of files with weights: ComfyUI's own lists lack .gguf."""
 
 
@@ -62,13 +63,8 @@ def location(name: str, kind: str) -> Path:
 def _names(root: str) -> Iterator[str]:
     """Yield the files with weights below a folder, as ComfyUI spells them."""
     for name in folder_paths.recursive_search(root, excluded_dir_names=[".git"])[0]:
-        if name.lower().endswith(ENDINGS):
+        if name.lower().endswith(WEIGHTS):
             yield Path(name).as_posix()
-
-
-def spellings(output: Path) -> tuple[Path, Path, Path]:
-    """Return the paths that an output may get: a name without an ending gets one."""
-    return output, output.with_name(f"{output.name}.safetensors"), output.with_name(f"{output.name}.gguf")
 
 
 def search_words(words: tuple[str, ...]) -> dict[str, list[str]]:

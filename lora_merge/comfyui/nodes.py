@@ -18,6 +18,7 @@ from ..batch.templates import literal
 from ..merge_methods import COMBINATIONS, DIVISORS, ELECTIONS, METHODS, MergeMethod
 from ..method_parameters import MethodParameters
 from ..options import OPTIONS
+from ..paths import exists, with_found_ending
 from . import host
 from .host import CHECKPOINTS, LORAS, io
 
@@ -296,7 +297,7 @@ def _schema(node: Node) -> Any:
 def _fingerprint(node: Node, values: Values) -> Any:
     """Return a value that changes if the node has to run again: with the files that it reads; always if its output is
     missing."""
-    if node.output is not None and not any(map(Path.exists, host.spellings(node.output(values)))):
+    if node.output is not None and not exists(with_found_ending(str(node.output(values)))):
         return float("nan")
     states = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in node.files(values)]
     return str(states)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Final
 
+from .. import algorithms
 from ..disk.publish import replacing
 from ..errors import InputError
 
@@ -20,8 +20,11 @@ PACKAGE: Final = Path(__file__).parents[1]
 REQUIRES: Final = ">=0.8.0"
 """The versions of ComfyUI: the first with all inputs that the nodes use."""
 
-BRING: Final = ("torch", "typer", "rich")
-"""Requirements of the package that the pack has none of: torch is ComfyUI's, the others are for the command line."""
+UNUSED: Final = shutil.ignore_patterns("__pycache__", "*.md")
+"""What the pack does not need of the package."""
+
+LEFT_OUT: Final = ("torch", "typer", "rich")
+"""Requirements of the package that the pack does not state: torch is ComfyUI's, the others are for the command line."""
 
 LOAD: Final = '''"""lora-merge: bakes LoRAs into checkpoint files, and combines, resizes, converts and extracts them."""
 
@@ -74,24 +77,18 @@ def write(folder: Path, *, overwrite: bool = False) -> Path:
     with replacing(target, overwrite=overwrite, folder=True, contents={*small, *former}) as part:
         for name, content in small.items():
             (part / name).write_bytes(content)
-        for path in _modules():
-            copy = part / "package" / "lora_merge" / path.relative_to(PACKAGE)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, copy)
+        package = part / "package" / "lora_merge"
+        shutil.copytree(PACKAGE, package, ignore=UNUSED)
+        shutil.rmtree(package / "algorithms", ignore_errors=True)  # a link to the formulas, or a text in its place
+        (package / "algorithms").unlink(missing_ok=True)
+        shutil.copytree(Path(str(algorithms.__file__)).parent, package / "algorithms", ignore=UNUSED)
     return target
 
 
 def requirements() -> list[str]:
     """Return the requirements of the pack."""
     lines = [line for line in metadata.requires(NAME) or () if ";" not in line]
-    return [line for line in lines if not line.startswith(BRING)]
-
-
-def _modules() -> Iterator[Path]:
-    """Yield the files of the package, the formulas included, that `lora_merge` finds below its own folder."""
-    for path in sorted(PACKAGE.rglob("*")) + sorted((PACKAGE / "algorithms").rglob("*")):
-        if path.is_file() and "__pycache__" not in path.parts and path.suffix not in (".md", ".pyc"):
-            yield path
+    return [line for line in lines if not line.startswith(LEFT_OUT)]
 
 
 def _licence() -> bytes:

@@ -66,7 +66,7 @@ class Objects:
         return SourceFiles(pinned, PurePosixPath(key).stem, {name: _listed(meta)})
 
     def _folder(self, address: Address, missing: MergeError) -> SourceFiles:
-        """Return the objects below a prefix; their ETags are what tells two states of the folder apart."""
+        """Return the objects below a prefix; their ETags distinguish two states of the folder."""
         import obstore
 
         prefix = f"{_parts(address)[1].rstrip('/')}/"

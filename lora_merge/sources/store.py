@@ -40,7 +40,7 @@ def store() -> Path:
 
 
 def entry(contents: SourceFiles, variant: str = "") -> Path:
-    """Return the folder for the files of an address. `variant`: what tells two states of one URL apart."""
+    """Return the folder for the files of an address. `variant`: what distinguishes two states of one URL."""
     digest = hashlib.sha256(f"{contents.address} {variant}".encode()).hexdigest()
     return store() / digest[:32] / file_name(contents.name)
 

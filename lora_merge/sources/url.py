@@ -14,7 +14,7 @@ from .web import Endpoint, facts_of, ranges
 
 
 class Url:
-    """A file at a URL. Its content may change: what tells two states apart is the ETag, or else size and query."""
+    """A file at a URL. Its content may change: two states differ in the ETag, or else in size and query."""
 
     keeps = True
 

@@ -40,7 +40,7 @@ BLOCK: Final = 1 << 20  # bytes that are written at once
 ANSWER: Final = 32 << 20  # bytes of a JSON answer
 
 REDIRECTS: Final = (301, 302, 303, 307, 308)
-INSECURE: Final = 311  # stands for a redirect to an address without encryption; no server answers it
+INSECURE: Final = 311  # means a redirect to an address without encryption; no server answers it
 BUSY: Final = (408, 429, 500, 502, 503, 504)
 """Answers after which a request is repeated."""
 
@@ -121,7 +121,7 @@ def get(place: Endpoint, headers: Mapping[str, str] = MappingProxyType({})) -> I
 
 
 def _pause(asked: str | None, attempt: int) -> float:
-    """Return seconds to wait: those that the server asks for, else twice as many after each attempt."""
+    """Return seconds to wait: what the server asks for, else twice as many after each attempt."""
     with suppress(TypeError, ValueError):
         return min(LONGEST_WAIT, max(0.0, float(asked or "")))
     return float(min(LONGEST_WAIT, 0.5 * 2**attempt))
