@@ -1,4 +1,4 @@
-"""Makes the modules of an output, several at a time, and stores them: those that share a weight are one task. No torch,
+"""Makes the modules of an output, several at a time, and stores them: modules that share a weight are one task. No torch,
 unless what makes them takes it.
 """
 

@@ -1,5 +1,5 @@
 """The commands that write adapters: combine, resize, convert, average and extract, with the options of their rows
-(adapters_out/commands.py) and those that only the command line has."""
+(adapters_out/commands.py) and the options that only the command line has."""
 
 from __future__ import annotations
 

@@ -159,6 +159,6 @@ def missing(path: Path) -> InputError:
         error = InputError("file not found", str(path), f"did you mean {', '.join(near)}?")
         return error.instead(str(path), str(path.with_name(near[0])))
     models = [name for names in stems.values() for name in names if Path(name).suffix in ENDINGS]
-    models.sort(key=lambda name: ENDINGS.index(Path(name).suffix))  # those that are never run as code first
+    models.sort(key=lambda name: ENDINGS.index(Path(name).suffix))  # files that are never run as code come first
     contents = f"its folder has {listed(models)}" if models else "its folder has no model"
     return InputError("file not found", str(path), f"check the path; {contents}")

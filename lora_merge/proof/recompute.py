@@ -68,7 +68,7 @@ class Recomputation:
         self.unconfirmed: list[str] = []  # tensors of which the merge recorded other numbers
         self._sampled: dict[str, Array] = {}
         self._by_patch: dict[int, Sequence[PatchRows]] = {}
-        self._slots: dict[Any, Mapping[str, Array]] = {}  # those that were rebuilt, by patch
+        self._slots: dict[Any, Mapping[str, Array]] = {}  # rebuilt slots, by patch
         targets = [t for f in plan.files for t in f.targets if t.uses]
         costly = sorted((t.name for t in targets if self._costly(t)), key=shuffled)
         self.left_out = set() if full else set(costly[max(1, len(costly) // EVERY) :])

@@ -181,7 +181,7 @@ def preview_of(path: Path) -> Preview | None:
 
 @dataclass(frozen=True)
 class Download:
-    """Files of a preview that a run needs. `missing`: those that are not on this machine; `streamed`: whether the run
+    """Files of a preview that a run needs. `missing`: files that are not on this machine; `streamed`: whether the run
     reads them from the source, and nothing is kept."""
 
     preview: Preview

@@ -79,7 +79,7 @@ class CommandForm:
         return "strength_for" in TAKES.get(self.command, ())
 
     def _ordered(self) -> list[Option]:
-        """Return its options, those that are shown at once first."""
+        """Return its options, first the ones that are shown at once."""
         first = [self.options[name] for name in self.main if name in self.options]
         return [*first, *(row for row in self.options.values() if row not in first)]
 

@@ -168,7 +168,7 @@ class Queue:
         return run
 
     def run(self, number: int) -> Run | None:
-        """Return a run; None if there is none of this number any more."""
+        """Return a run; None if it is not in the list any more."""
         return self._runs.get(number)
 
     def to_dict(self) -> dict[str, Any]:

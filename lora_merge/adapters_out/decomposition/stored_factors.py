@@ -164,7 +164,7 @@ def exact(delta: FactoredDelta, cut: Cut, dtype: str) -> StoredFactors:
 
 
 class RoundedPair(NamedTuple):
-    """The leading triples as factors in fp64, and as they are stored: their bits and what these stand for."""
+    """The leading triples as factors in fp64, and as they are stored: their bits and the values of these."""
 
     leading: tuple[Array, Array]
     bits: tuple[Array, Array]

@@ -94,7 +94,7 @@ class BlockNames:
         return key.startswith(self._prefix) and key[len(self._prefix) :] in self._names
 
     def is_outside_stacks(self, key: str) -> bool:
-        """Return whether a tensor of a denoiser of stacked layers is in none of them, such as one of its ends."""
+        """Return whether a tensor of a denoiser of stacked layers is outside of them, such as one of its ends."""
         stacked = self.is_denoiser and not self.is_unet
         return stacked and self.is_of_denoiser(key) and LAYER.search(key[len(self._prefix) :]) is None
 
