@@ -1,5 +1,5 @@
-"""Makes the modules of an output, several at a time, and stores them: modules that share a weight are one task. No torch,
-unless what makes them takes it.
+"""Makes the modules of an output, several at a time, and stores them: modules that share a weight are one task. No
+torch, unless what makes them takes it.
 """
 
 from __future__ import annotations

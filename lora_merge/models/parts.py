@@ -218,7 +218,7 @@ class Parts:
         return self.blocks or blocks(self._names)
 
     def _network(self, word: str) -> list[str]:
-        """Return the networks of the model that a word names, also networks that the model lacks; [] for another word."""
+        """Return the networks of the model that a word names, also networks that it lacks; [] for another word."""
         return self._named(word) or ([word] if hint_of(word) else [])
 
     def _named(self, text: str) -> list[str]:

@@ -29,8 +29,8 @@ SEARCH: Final = "name its folder with --search"
 
 
 def around(output: Path, search: Sequence[Path]) -> list[Path]:
-    """Return the folders in which the inputs of an output are searched: the folders that the user names, that of the output,
-    and the current one."""
+    """Return the folders in which the inputs of an output are searched: the folders that the user names, that of
+    the output, and the current one."""
     return [*search, absolute(output).parent, *current_folders()]
 
 
