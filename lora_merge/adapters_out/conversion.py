@@ -41,7 +41,7 @@ class WrittenModules(NamedTuple):
 
     changed: Sequence[StoredModule]
     whole: Sequence[StoredModule]  # with what the dialect asks for in addition
-    zeros: Sequence[str]  # the names of modules that change nothing
+    zeros: Sequence[Place]  # of modules that change nothing
     embeddings: list[Entry]  # next to the adapter, in its file
     notes: Sequence[Note] = ()
 

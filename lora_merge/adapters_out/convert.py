@@ -58,7 +58,7 @@ from .planned_tensors import facts_of, planned_modules, without_data
 from .rank_rules import EXACT
 from .report import AdapterReport
 from .sources import NOWHERE, Sources, chosen_of, open_sources
-from .stored_modules import Maker, stored_modules
+from .stored_modules import Maker, module_groups, stored_modules
 
 
 def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
@@ -83,7 +83,7 @@ def write(conversion: Conversion, this: AdapterRun) -> AdapterReport:
         draft = stack.enter_context(drafted(job, reader, rows, inputs, folder=to.folder))
         factored = factored_modules(conversion, reader) if job.combines else None
         if (make := _without_torch(conversion, reader, factored)) is not None:
-            writing = stored_modules(conversion, make, draft, this.counted)
+            writing = stored_modules(module_groups(conversion), make, draft, this.counted)
         else:
             load_library()
             from .combine_modules import combiner

@@ -50,14 +50,14 @@ from .dialects import Dialect
 from .form import Form, holds_columns, is_product, vector_ending, written_dtype
 from .groups import Filled, Place, PlaceChange, Target, is_plain
 from .job import WHOLE, AdapterJob
-from .module_tensors import Layer, StoredModule
+from .module_tensors import Layer, StoredModule, with_change
 from .peft.completion import as_table, completed, with_biases
 from .peft.config import is_table, magnitude_shape
 from .peft.kronecker import TO_LORA, rank_of
 from .rank_rules import LayerSpectrum, Rule
 from .rounding import squares_of_rows
 from .sources import NOWHERE
-from .stored_modules import stored_modules
+from .stored_modules import module_groups, stored_modules
 
 
 def placed_rows(change: RowMatrix, share: PlaceChange, place: Place) -> RowMatrix:
@@ -129,12 +129,16 @@ class Converter:
         """Return the place of a module for errors."""
         return module.place.name
 
-    def modules(self, group: Sequence[Filled], ranks: Mapping[str, int]) -> list[StoredModule]:
+    def modules(self, group: Sequence[Filled], ranks: Mapping[str, int]) -> list[Sequence[StoredModule]]:
         """Return modules whose bytes are in memory. `ranks`: label → the rank that the rule `size` gave."""
         modules = [self.module(filled, ranks.get(filled.place.label)) for filled in group]
         self.forget()
-        return [as_table(stored, self.to, table=is_table(filled.place, filled.shares))
-                for filled, stored in zip(group, modules, strict=True)]  # fmt: skip
+        return [
+            with_change(
+                as_table(stored, self.to, table=is_table(filled.place, filled.shares)), measured=self.job.combines
+            )
+            for filled, stored in zip(group, modules, strict=True)
+        ]
 
     def spectra(self, group: Sequence[Filled]) -> list[LayerSpectrum]:
         """Return the singular values of the modules that are matrices, for the rule `size`."""
@@ -404,7 +408,7 @@ def computed(
     job, to, sources, modules, all_modules, _ = conversion
     here = make()
     here.at  # noqa: B018  # refuses a device that is not there
-    changed, _, zeros, _, notes = stored_modules(conversion, make, put, begin)
+    changed, _, zeros, _, notes = stored_modules(module_groups(conversion), make, put, begin)
 
     def renewed(place: Place) -> ModuleTensors:
         return here.renewed(next(module for module in modules if module.place == place))

@@ -17,7 +17,7 @@ from .dialects import Dialect
 from .factored_sums import expect_finite
 from .groups import Filled
 from .job import FACTORS
-from .module_tensors import Layer, StoredModule
+from .module_tensors import Layer, StoredModule, with_change
 from .output_file import Entry
 from .rank_rules import LayerSpectrum
 from .rounding import Array, data_of, is_below, is_held_by_fp32, stored, stored_bits, widened
@@ -60,9 +60,9 @@ class Copies:
         """No rule looks at copies."""
         return []
 
-    def modules(self, group: Sequence[Filled], _: Mapping[str, int]) -> list[StoredModule]:
+    def modules(self, group: Sequence[Filled], _: Mapping[str, int]) -> list[Sequence[StoredModule]]:
         """Return copies, whose bytes are in memory."""
-        return [copy_of(module, self._to, self._reader) for module in group]
+        return [with_change(copy_of(module, self._to, self._reader), measured=False) for module in group]
 
 
 def _squares(raw: Sequence[Array], infos: Sequence[StoredTensor], rank: int, scale: float) -> float:

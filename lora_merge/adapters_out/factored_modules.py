@@ -28,7 +28,7 @@ from .factored_sums import FactoredSums, read_numbers
 from .form import Form
 from .groups import Filled, PlacePart, Target
 from .job import AUTO, FACTORS, WHOLE, AdapterJob
-from .module_tensors import Layer, Norms, StoredModule
+from .module_tensors import Layer, Norms, StoredModule, with_change
 from .output_file import Entry
 from .rank_rules import EXACT, LayerSpectrum, Rule
 from .rounding import all_finite, data_of
@@ -84,11 +84,11 @@ class FactoredModules:
         """Drop what was computed for the last modules."""
         self.weights.clear()
 
-    def modules(self, group: Sequence[Filled], ranks: Mapping[str, int]) -> list[StoredModule]:
+    def modules(self, group: Sequence[Filled], ranks: Mapping[str, int]) -> list[Sequence[StoredModule]]:
         """Return modules that `has` knows, whose bytes are in memory. `ranks`: see `shared_out`."""
         modules = [self.module(filled, ranks.get(filled.place.label)) for filled in group]
         self.forget()
-        return [module for module in modules if module is not None]
+        return [with_change(module, measured=True) for module in modules if module is not None]
 
     def spectra(self, group: Sequence[Filled]) -> list[LayerSpectrum]:
         """Return the singular values of modules that `has` knows, for the rule `size`."""

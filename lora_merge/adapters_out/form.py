@@ -17,7 +17,7 @@ from ..errors import FitError
 from ..merge_methods import COMBINATIONS
 from .dialects import Dialect
 from .groups import Filled, Place, PlaceChange, Target, is_plain, rank_of_change
-from .job import AUTO, FACTORS, GIVE_RANK, IN_FULL, WHOLE, AdapterJob
+from .job import AUTO, FACTORS, GIVE_RANK, IN_FULL, WHOLE, AdapterJob, algorithm_in
 from .peft.config import is_table
 from .peft.kronecker import TO_LORA
 from .rank_rules import COUNT, EXACT, SAME, Rule
@@ -145,6 +145,18 @@ def form_of_module(job: AdapterJob, to: Dialect, module: Filled) -> Form:
         return _form_of_combined(job, rule, [part.whole for part in module.parts], matrix, ranks=ranks, name=name)
     form = matrix_form(algorithm, rule, matrix, [rank_of_change(p) for p in patches], name=name, fix=FOR_KOHYA)
     return replace(form, renamed=_is_renamed(job, to, module))
+
+
+def form_of_difference(job: AdapterJob, to: Dialect, place: Place, *, fresh: bool) -> Form:
+    """Return the form of a parameter's difference between two checkpoints, if there is one. `fresh`: whether its new
+    value is stored."""
+    rule = job.rules.of_layer(place.label, kernel=place.kernel)
+    if fresh or place.vector:
+        return Form("value" if fresh else "vector", WHOLE, rule)
+    if rule.name == EXACT:  # every direction that numbers have
+        rule = replace(rule, name="energy", value=1.0)
+    algorithm = algorithm_in(job.algorithm, to)
+    return matrix_form(algorithm, rule, place.view.matrix, [None], name=place.label, fix=GIVE_RANK)
 
 
 def _form_of_vector(to: Dialect, module: Filled, rule: Rule) -> Form:

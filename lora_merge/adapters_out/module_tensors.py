@@ -11,6 +11,7 @@ from ..disk.draft import Draft, Heap
 from ..survival import TARGETS
 from ..text import Note
 from .groups import Place
+from .job import FACTORS
 from .output_file import Entry
 from .rank_rules import Rule, reached
 from .rounding import Effect
@@ -136,6 +137,13 @@ class StoredModule:
     tensors: Mapping[str, Entry]
     layer: Layer
     copied: bool = False  # whether the tensors are those of the input: nothing is known of the size of its change
+
+
+def with_change(module: StoredModule, *, measured: bool) -> tuple[StoredModule, ...]:
+    """Return a module, () if it changes nothing. `measured`: whether that is known of copies and whole matrices too."""
+    factored = module.layer.algorithm == FACTORS and not module.copied
+    zero = not module.layer.squares and (measured or factored)
+    return () if zero or (factored and not module.layer.rank) else (module,)
 
 
 def waiting(module: StoredModule, put: Heap | Draft) -> StoredModule:

@@ -36,11 +36,11 @@ def _planned_module(module: Filled, form: Form, conversion: Conversion) -> Plann
     to, job, place, patches = conversion.to, conversion.job, module.place, [s.patch for s in module.shares]
     shape, dtype = place.view.shape, written_dtype(job, module.shares) or "F32"
     if form.kind in ("value", "vector"):
-        return _named(module, to, {_ending(module, to): (_of_value(module, conversion, dtype), shape)})
+        return _named(module.place, to, {_ending(module, to): (_of_value(module, conversion, dtype), shape)})
     if form.whole:
         ending = to.endings.get("diff", f".{place.parameter}")
         kind = dtype if "diff" in to.endings else _new_dtype(module, conversion, dtype)
-        return _named(module, to, {ending: (kind, shape)})
+        return _named(module.place, to, {ending: (kind, shape)})
     copied, rank = form.kind == "copy", form.highest
     slots: dict[str, tuple[str, Shape]]
     if copied:
@@ -58,7 +58,16 @@ def _planned_module(module: Filled, form: Form, conversion: Conversion) -> Plann
     names = {slot: to.endings.get(slot) or endings.get(slot) or f".{slot}" for slot in slots}
     if copied and patches[0].algorithm in to.products:
         rank = rank_of({names[slot]: stored for slot, (_, stored) in slots.items()})
-    return _named(module, to, {names[slot]: tensor for slot, tensor in slots.items()}, rank)
+    return _named(module.place, to, {names[slot]: tensor for slot, tensor in slots.items()}, rank)
+
+
+def planned_difference(place: Place, form: Form, to: Dialect, dtype: str) -> PlannedLayer:
+    """Return the tensors of the difference of a parameter between two checkpoints, at its highest rank."""
+    shape, rank = place.view.shape, 0 if form.whole else form.highest
+    slots = {"diff": shape} if form.whole else factor_shapes(shape, rank)
+    tensors = {to.endings.get(slot, slot): (dtype, stored) for slot, stored in slots.items()}
+    tensors |= {".alpha": ("F32", ())} if to.alpha and not form.whole else {}
+    return _named(place, to, tensors, rank)
 
 
 def facts_of(form: Form, layer: PlannedLayer, to: Dialect) -> dict[str, Any]:
@@ -68,11 +77,9 @@ def facts_of(form: Form, layer: PlannedLayer, to: Dialect) -> dict[str, Any]:
     return {**facts, "rank": layer.rank or facts["rank"]} if shown else facts
 
 
-def _named(module: Filled, to: Dialect, tensors: Mapping[str, tuple[str, Shape]], rank: int = 0) -> PlannedLayer:
+def _named(place: Place, to: Dialect, tensors: Mapping[str, tuple[str, Shape]], rank: int = 0) -> PlannedLayer:
     """Return a layer of tensors by their endings."""
-    return PlannedLayer(
-        [(to.key(module.place.prefix, module.place.module, e), *tensor) for e, tensor in tensors.items()], rank
-    )
+    return PlannedLayer([(to.key(place.prefix, place.module, e), *tensor) for e, tensor in tensors.items()], rank)
 
 
 def _ending(module: Filled, to: Dialect) -> str:
@@ -171,7 +178,7 @@ def _with_biases(
             ending = WRAPPED if module.place.module in factored else BIAS
             ((_, dtype, shape),) = layer.tensors
             dtype = _new_dtype(module, conversion, dtype) if id(module.place) in new else dtype
-            layer = _named(module, to, {ending: (dtype, shape)})
+            layer = _named(module.place, to, {ending: (dtype, shape)})
         whole.append(layer)
     return whole
 

@@ -6,18 +6,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
-from typing import Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..disk.draft import Draft, Heap
 from ..errors import InputError
 from ..progress import Counting
 from ..text import Note
 from .conversion import Conversion, WrittenModules, weight_of
-from .groups import Filled, components
-from .job import FACTORS, AdapterJob
+from .groups import Filled, Place, components
+from .job import AdapterJob
 from .module_tensors import StoredModule, waiting
 from .parallel import PerThread, side_by_side
 from .rank_rules import LayerSpectrum, shared_out
+
+if TYPE_CHECKING:
+    from ..engine.tensor_moves import Placement
 
 
 class Maker(Protocol):
@@ -36,51 +39,58 @@ class Maker(Protocol):
         """Return the singular values of the modules that are matrices, for the rule `size`."""
         ...
 
-    def modules(self, group: Sequence[Filled], ranks: Mapping[str, int]) -> list[StoredModule]:
-        """Return modules whose bytes are in memory. `ranks`: label → the rank that the rule `size` gave."""
+    def modules(self, group: Sequence[Filled], ranks: Mapping[str, int]) -> list[Sequence[StoredModule]]:
+        """Return what each module becomes, with its bytes in memory; () if nothing changes. `ranks`: label → the rank
+        that the rule `size` gave."""
         ...
 
 
-def stored_modules(
-    conversion: Conversion, make: Callable[[], Maker], put: Heap | Draft, begin: Counting
-) -> WrittenModules:  # fmt: skip
-    """Return the modules of a conversion, whose bytes wait or are in the draft; InputError where none changes anything.
-    `make`: returns what makes them, for one thread."""
-    job, modules, makers = conversion.job, conversion.modules, PerThread(make)
-    here, together = makers.get(), job.rules.together
-    groups = components(modules) if job.combines else [[module] for module in modules]
-    bound = job.inputs.max_memory // 2  # the rest: torch, and what waits
-    count = begin("make", sum(map(weight_of, modules)) * (1 + together))
+class ModuleGroups(NamedTuple):
+    """The modules of an output, in groups that are made together."""
 
+    job: AdapterJob
+    groups: Sequence[Sequence[Filled]]
+    nothing: InputError  # the error if no module changes
+    at: Placement | None = None  # where most of the work is done; None: on the host
+
+
+def module_groups(conversion: Conversion) -> ModuleGroups:
+    """Return the modules of a conversion; those that share a weight are made together."""
+    job, modules = conversion.job, conversion.modules
+    groups = components(modules) if job.combines else [[module] for module in modules]
+    return ModuleGroups(job, groups, _changes_nothing(job))
+
+
+def stored_modules(
+    modules: ModuleGroups, make: Callable[[], Maker], put: Heap | Draft, begin: Counting
+) -> WrittenModules:  # fmt: skip
+    """Return the modules of an output, whose bytes wait or are in the draft; InputError where none changes anything.
+    `make`: returns what makes them, for one thread."""
+    (job, groups, nothing, at), makers = modules, PerThread(make)
+    here, together = makers.get(), job.rules.together
+    bound = job.inputs.max_memory // 2  # the rest: torch, and what waits
+    count = begin("make", sum(weight_of(filled) for group in groups for filled in group) * (1 + together))
+
+    # Step 1: the ranks, for a rule that looks at the singular values of all modules before one is stored.
     def spectra() -> Generator[LayerSpectrum, None, None]:
-        with side_by_side(groups, lambda group: makers.get().spectra(group), here.nbytes, bound) as every:
+        with side_by_side(groups, lambda group: makers.get().spectra(group), here.nbytes, bound, at) as every:
             for group, some in zip(groups, every, strict=True):
                 yield from some
                 count(sum(map(weight_of, group)))
 
     with closing(spectra()) as every:
         ranks = shared_out(job.rules.linear, every) if together else {}
-    changed, zeros = list[StoredModule](), list[str]()
-    with side_by_side(groups, lambda group: makers.get().modules(group, ranks), here.nbytes, bound) as results:
+    # Step 2: the tensors of each module.
+    changed, zeros = list[StoredModule](), list[Place]()
+    with side_by_side(groups, lambda group: makers.get().modules(group, ranks), here.nbytes, bound, at) as results:
         for group, stored in zip(groups, results, strict=True):
-            for filled, module in zip(group, stored, strict=True):
-                if _is_zero(job, module):
-                    zeros.append(module.place.name)
-                else:
-                    changed.append(waiting(module, put))
+            for filled, some in zip(group, stored, strict=True):
+                changed += [waiting(module, put) for module in some]
+                zeros += [] if some else [filled.place]
                 count(weight_of(filled))
     if not changed:
-        raise _changes_nothing(job)
+        raise nothing
     return WrittenModules(changed, changed, zeros, [], here.notes)
-
-
-def _is_zero(job: AdapterJob, module: StoredModule) -> bool:
-    """Return whether a module changes nothing. The changes of copies and of whole matrices of one adapter are not
-    measured."""
-    if job.combines and not module.layer.squares:
-        return True
-    factored = module.layer.algorithm == FACTORS and not module.copied
-    return factored and not (module.layer.rank and module.layer.squares)
 
 
 def _changes_nothing(job: AdapterJob) -> InputError:
