@@ -88,7 +88,7 @@ its own in proof/methods_again.py."""
 UNDIRECTED: Final = ("slerp", "karcher")
 """Methods on directions, which say nothing of biases and norms."""
 
-ADDED: Final = "biases and norms have no direction: they are added"
+ADDED_VECTORS: Final = "biases and norms have no direction: they are added"
 """The note on the changes of biases and norms."""
 
 METHODS: Final[Mapping[str, MergeMethod]] = MappingProxyType(

@@ -19,6 +19,9 @@ ENLARGED: Final = "A share above 100% is no mistake: the steps of the output's d
 ADAPTER_PROOF: Final = "lora-merge/adapter-proof/1"
 """The schema of the proof of a written adapter."""
 
+DONE: Final = frozenset({"merged", "made", "skipped"})
+"""Status of jobs of a batch whose output exists."""
+
 NOT_VERIFIED: Final = Fact("verified", "not at all (--no-verify)", style="yellow")
 """The row of an output without a proof."""
 
@@ -168,7 +171,7 @@ def _every_row(report: Mapping[str, Any]) -> Iterator[Fact]:
             yield line("change", effect(report["numbers"]))
 
 
-MOST_ADAPTERS: Final = 2
+ADAPTER_ROWS: Final = 2
 """Adapters that have a row each in a short report; more have one together."""
 
 
@@ -179,7 +182,7 @@ def survival_rows(
     """Yield how much of the change of each adapter survives. `adapters`: names and strengths by component; `survival`:
     the judgements, in their order; `each`: with a row for each adapter, however many there are."""
     rows = [(name, *_applied(by_part), row["share"]) for (name, by_part), row in zip(adapters, survival, strict=True)]
-    if each or len(rows) <= MOST_ADAPTERS:
+    if each or len(rows) <= ADAPTER_ROWS:
         for name, strength, parts, share in rows:
             what = f"{strength} × {name}{f' ({parts})' * bool(parts)}"
             judged_first = "" if share is None else f"{spoken(share)} ({grade(share).word}): "

@@ -29,7 +29,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from lora_merge.process import NUMBERS, collect_rarely
+from lora_merge.process import SIGNALS, collect_rarely
 from tests.kit.fixes import TYPED
 from tests.kit.pairs import WHOLE, examples, mark_cases
 
@@ -204,7 +204,7 @@ def _fixes_typed(request: pytest.FixtureRequest, _caches: Iterator[Path]) -> Ite
 @pytest.fixture(autouse=True)
 def _signals_restored() -> Iterator[None]:
     """After the command line ran in this process, Ctrl-C ends the tests again."""
-    kept = {number: signal.getsignal(number) for number in NUMBERS}
+    kept = {number: signal.getsignal(number) for number in SIGNALS}
     yield
     for number, handler in kept.items():
         signal.signal(number, handler)

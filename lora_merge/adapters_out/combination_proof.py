@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..adapters.modules import SCALES, group
+from ..adapters.modules import SCALE_SLOTS, group
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..dtypes import ITEM_BYTES, flat
@@ -191,7 +191,7 @@ def _change_of(module: Any, reader: Reader, part: Target) -> Changes | None:
     else:
         up, down = read(module.slots["up"]), read(module.slots["down"])
         rank = down.shape[0]
-        numbers = {slot: float(read(info)[0]) for slot, info in module.shared.items() if slot in SCALES}
+        numbers = {slot: float(read(info)[0]) for slot, info in module.shared.items() if slot in SCALE_SLOTS}
         scale = numbers.get("scale_override", numbers.get("alpha", float(rank)) / rank)
         left, right = scale * up.reshape(shape[0], rank), down.reshape(rank, shape[1])
 

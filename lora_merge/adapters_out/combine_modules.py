@@ -13,7 +13,7 @@ from torch import Tensor
 from ..disk.reader import Reader
 from ..engine.row_matrix import RowMatrix
 from ..engine.tensor_moves import HOST
-from ..merge_methods import ADDED, COMBINATIONS, UNDIRECTED
+from ..merge_methods import ADDED_VECTORS, COMBINATIONS, UNDIRECTED
 from ..planning.combination import Combining
 from ..text import Note
 from .assumed_base_values import cache_of
@@ -64,7 +64,7 @@ class WeightChanges:
         uses = [[u for u in target.uses if u.patch.adapter == c.adapter] for c in changes]
         seeds = [self.combining.seed(c.adapter, its) for c, its in zip(changes, uses, strict=True)]
         if target.vector and self.job.method in UNDIRECTED:
-            self.notes[Note(f"{self.job.method}: {ADDED}")] = None
+            self.notes[Note(f"{self.job.method}: {ADDED_VECTORS}")] = None
         if not changes:
             return None
         return replace(combine(self.job, target, changes, seeds), norms=norms_of(changes, target))

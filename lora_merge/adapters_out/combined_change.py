@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..engine.coefficients import PRODUCTS, coefficients
+from ..engine.coefficients import PRODUCT_METHODS, coefficients
 from ..engine.combination import combined_rows
 from ..engine.module_change import ModuleChange
 from ..engine.row_matrix import RowMatrix
@@ -84,7 +84,7 @@ def combine(job: AdapterJob, target: Target, changes: Sequence[Change], seeds: S
         whole = combined_rows(job.method, [c.rows for c in changes], [c.strength for c in changes], job.numbers,
                               seeds, vector=target.vector)  # fmt: skip
         return Delta(None, None, whole.cached(), before)
-    weights = coefficients(job.method, _products(changes) if job.method in PRODUCTS else (),
+    weights = coefficients(job.method, _products(changes) if job.method in PRODUCT_METHODS else (),
                            [c.strength for c in changes], job.numbers)  # fmt: skip
     factors = []
     for c, weight in zip(changes, weights, strict=True):

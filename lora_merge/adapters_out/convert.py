@@ -19,8 +19,8 @@ from ..disk.reader import Reader
 from ..dtypes import spoken
 from ..engine.torch_preload import load_library
 from ..errors import FitError
-from ..files.folder_layouts import PEFT
-from ..matching.formula import ALPHA
+from ..files.folder_layouts import PEFT_PREFIX
+from ..matching.formula import ALPHA_SETTING
 from ..models.blocks import network_of
 from ..models.names import Names
 from ..planning.checkpoint_cache import CheckpointCache
@@ -40,7 +40,7 @@ from .job import FACTORS, GIVE_BASE, AdapterJob, algorithm_in, one_rank
 from .metadata.sizes import planned_size, tensors_of
 from .module_tensors import StoredModule
 from .output_file import CONTENTS, Entry, drafted, expect_room, text_of, unique, unread
-from .peft.config import FLAG, config, differing_ranks, expect_one, task_type
+from .peft.config import FAN_IN_FAN_OUT, config, differing_ranks, expect_one, task_type
 from .pipeline import (
     AdapterRun,
     Outcome,
@@ -225,8 +225,8 @@ def _level(modules: Sequence[Filled], names: Names) -> str | None:
         (piece, *others) = place.view.row_slices
         body = bodies.get(piece.key, "").rpartition(".")[0]
         for name in (s.patch.module.name for s in shares if s.is_all(place) and body and not others):
-            if name.startswith(PEFT) and name.endswith(f".{body}"):
-                levels.add(name[len(PEFT) : len(name) - len(body)])
+            if name.startswith(PEFT_PREFIX) and name.endswith(f".{body}"):
+                levels.add(name[len(PEFT_PREFIX) : len(name) - len(body)])
     return levels.pop() if len(levels) == 1 else None
 
 
@@ -234,7 +234,7 @@ def _before(sources: Sources) -> Mapping[str, Any]:
     """Return the configuration of the first adapter, with the task of the base's model if it lacks one."""
     before = sources.adapters[0].index.config
     base = sources.inputs.base if sources.inputs and sources.inputs.base.path != NOWHERE else None
-    stated = {**before, FLAG: base is None and before.get(FLAG) is True}  # else the base states it
+    stated = {**before, FAN_IN_FAN_OUT: base is None and before.get(FAN_IN_FAN_OUT) is True}  # else the base states it
     return stated if before.get("task_type") else {**stated, "task_type": task_type(base.config if base else {})}
 
 
@@ -244,7 +244,7 @@ def _stated_again(job: AdapterJob, modules: Sequence[StoredModule]) -> list[Note
     for module in modules:
         if module.copied:
             needed |= stated.keys() & ALGORITHMS[module.layer.algorithm].settings.keys()
-            needed |= {ALPHA} & stated.keys() if ".alpha" not in module.tensors else set()
+            needed |= {ALPHA_SETTING} & stated.keys() if ".alpha" not in module.tensors else set()
     again = " ".join(f"--setting {name}={stated[name]}" for name in sorted(needed))
     return [Note(f"whoever reads the output has to state {again} again")] if again else []
 

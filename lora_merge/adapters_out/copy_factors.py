@@ -10,7 +10,7 @@ import numpy as np
 
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import TABLE
+from ..dtypes import DTYPE_ROWS
 from ..errors import beyond_fp64
 from .decomposition.factors import Grams, squares_of
 from .dialects import Dialect
@@ -71,7 +71,7 @@ def _squares(raw: Sequence[Array], infos: Sequence[StoredTensor], rank: int, sca
     bits = [stored_bits(r, kind).reshape(shape) for r, kind, shape in zip(raw, kinds, shapes, strict=True)]
     with np.errstate(all="ignore"):
         grams = Grams.of(*(widened(b, kind, np.float32) for b, kind in zip(bits, kinds, strict=True)))
-        below = all(is_below(g, TABLE[kind].largest) for g, kind in zip(grams, kinds, strict=True))
+        below = all(is_below(g, DTYPE_ROWS[kind].largest) for g, kind in zip(grams, kinds, strict=True))
         if below and is_held_by_fp32(squares := grams.squares(), grams.apart()):
             return squares * scale**2
         for b, info in zip(bits, infos, strict=True):

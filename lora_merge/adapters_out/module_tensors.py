@@ -23,7 +23,7 @@ Norms: TypeAlias = Mapping[int, float]
 """Adapter → the norm of its change of a layer at its strength, if it changes it."""
 
 
-ROUNDING: Final = 1e-9
+ROUNDING_SHARE: Final = 1e-9
 """A share of ‖Δ‖² that is rounding alone."""
 
 
@@ -40,7 +40,7 @@ class Spectrum(NamedTuple):
     @property
     def is_complete(self) -> bool:
         """Whether no singular value is missing that is more than rounding."""
-        return self.left_out(len(self.values)) < ROUNDING
+        return self.left_out(len(self.values)) < ROUNDING_SHARE
 
     @property
     def rank_for_energy(self) -> dict[str, int | None]:

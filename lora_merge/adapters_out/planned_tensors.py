@@ -19,7 +19,7 @@ from .job import AdapterJob
 from .metadata.sizes import PlannedLayer, factor_shapes
 from .module_tensors import Layer, StoredModule
 from .output_file import Entry
-from .peft.config import BIAS, WRAPPED, expect_table, is_table, magnitude_shape
+from .peft.config import BIAS_ENDING, WRAPPED_BIAS, expect_table, is_table, magnitude_shape
 from .peft.demands import Parameter, Places, by_module, demands, is_pair, new_biases
 from .peft.kronecker import rank_of
 from .sources import NOWHERE
@@ -174,8 +174,8 @@ def _with_biases(
     new = {id(place) for place in new_biases(parameters, known_by_module, to, known=known)}
     factored, whole = {m.place.module for m in parameters if m.rank}, list[PlannedLayer]()
     for layer, module, stored in zip(layers, modules, parameters, strict=True):
-        if id(module.place) in new or (BIAS in stored.endings and to.folder):
-            ending = WRAPPED if module.place.module in factored else BIAS
+        if id(module.place) in new or (BIAS_ENDING in stored.endings and to.folder):
+            ending = WRAPPED_BIAS if module.place.module in factored else BIAS_ENDING
             ((_, dtype, shape),) = layer.tensors
             dtype = _new_dtype(module, conversion, dtype) if id(module.place) in new else dtype
             layer = _named(module.place, to, {ending: (dtype, shape)})

@@ -21,7 +21,7 @@ from ..disk.writer import Room
 from ..engine.windows import buffer_bytes, layout_key, unshared_bytes, window_bytes
 from ..errors import MergeError, PartWithoutEffect, ResourceError, UsageError
 from ..facts import Fact, line
-from ..files.checkpoint import CONFIGS, configuration
+from ..files.checkpoint import FOLDER_CONFIGS, configuration
 from ..job import Adapter, Job
 from ..options import OPTIONS
 from ..paths import ENDINGS, is_folder, of_index
@@ -34,9 +34,9 @@ from ..text import Lines, Shown, plural
 from .commands import adapter_job
 from .jobs_file import BatchJob
 
-SHOWN: Final = 20  # clashes that are listed one by one
+LISTED_CLASHES: Final = 20  # clashes that are listed one by one
 MOST_OUTLINES: Final = 10_000  # outlines that later calls may use; as many as a file has jobs
-TOGETHER: Final = 8  # jobs at most in one read of a base; more would save little and lose more when killed
+JOBS_TOGETHER: Final = 8  # jobs at most in one read of a base; more would save little and lose more when killed
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def _files(path: Path) -> list[Path]:
 
 def _is_model(folder: Path) -> bool:
     """Return whether a folder is read as a whole; of an adapter a few files are."""
-    return not (folder / CONFIGS[0]).exists()
+    return not (folder / FOLDER_CONFIGS[0]).exists()
 
 
 def _id(path: Path) -> tuple[int, int] | None:
@@ -467,7 +467,7 @@ def disk_rooms(planned: Sequence[PlannedJob], workers: int) -> Iterator[tuple[Se
             disks[folder] = next(p for p in (folder, *folder.parents) if p.exists()).stat().st_dev
         by_disk.setdefault(disks[folder], []).append(s)
     for some in by_disk.values():
-        replaced = sorted((s.replaces for s in some), reverse=True)[: TOGETHER * workers]
+        replaced = sorted((s.replaces for s in some), reverse=True)[: JOBS_TOGETHER * workers]
         size = sum(s.needs_disk - s.replaces for s in some) + sum(replaced)
         yield some, Room.at(some[0].entry.job.output, size)
 
@@ -485,5 +485,5 @@ def _size(path: Path) -> int:
 
 
 def _listed(lines: Sequence[str]) -> Lines:
-    more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
-    return Lines.of([*lines[:SHOWN], *more])
+    more = [f"and {len(lines) - LISTED_CLASHES} more"] if len(lines) > LISTED_CLASHES else []
+    return Lines.of([*lines[:LISTED_CLASHES], *more])

@@ -81,9 +81,9 @@ def batch(
     Plans every job first, reads a shared base once, and resumes an interrupted run.
     """
     if schema:
-        from ..viewing.json_schemas import JOBS, schema_of
+        from ..viewing.json_schemas import JOBS_SCHEMA, schema_of
 
-        put(Lines.of(json.dumps(schema_of(JOBS), indent=2).splitlines()))
+        put(Lines.of(json.dumps(schema_of(JOBS_SCHEMA), indent=2).splitlines()))
         return
     if init:
         _write_first(jobs or "jobs.yaml")
@@ -124,13 +124,13 @@ def batch(
 
 def _write_first(name: str) -> None:
     """Write a first jobs file; UsageError if there is a file of this name."""
-    from ..batch.short_form import FIRST
+    from ..batch.short_form import FIRST_FILE
     from ..disk.publish import put_file
 
     path = expand(name)
     if os.path.lexists(path):
         raise UsageError("the file exists", str(path), "name another: lora-merge batch --init OTHER.yaml")
-    put_file(path, FIRST.format(name=name).encode(), overwrite=False)
+    put_file(path, FIRST_FILE.format(name=name).encode(), overwrite=False)
     echo(f"wrote    {path}: change its paths, then lora-merge batch {name} --dry-run")
 
 

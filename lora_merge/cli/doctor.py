@@ -41,7 +41,7 @@ TOLERANCE: Final = {"F64": 1e-9, "F32": 2e-4}
 """Largest deviation from float64, as a share of the largest number; SVDs and small test weights cost digits."""
 
 DISK_BYTES: Final = 256 << 20  # written and read for each rate
-BLOCK: Final = 32 << 20
+PROBE_BYTES: Final = 32 << 20
 
 
 def examine(folder: Path, disk_bytes: int = DISK_BYTES) -> dict[str, Any]:
@@ -207,8 +207,8 @@ def _disk(folder: Path, size: int) -> dict[str, Any]:
 
 def _rates(path: Path, size: int, mode: Mode) -> dict[str, Any]:
     """Write a file, flush it, and read it back from the disk."""
-    block = aligned_buffer(BLOCK)
-    block[:] = secrets.token_bytes(1 << 16) * (BLOCK >> 16)
+    block = aligned_buffer(PROBE_BYTES)
+    block[:] = secrets.token_bytes(1 << 16) * (PROBE_BYTES >> 16)
     try:
         path.write_bytes(b"")
     except OSError as e:
@@ -216,8 +216,8 @@ def _rates(path: Path, size: int, mode: Mode) -> dict[str, Any]:
     started = time.perf_counter()
     with Writer(path, size, mode) as writer:
         direct = writer.direct
-        for low in range(0, size, BLOCK):
-            writer.write(block[: min(BLOCK, size - low)], low)
+        for low in range(0, size, PROBE_BYTES):
+            writer.write(block[: min(PROBE_BYTES, size - low)], low)
         writer.finish()
     written = time.perf_counter()
     flags = DIRECT_FLAG if direct else 0

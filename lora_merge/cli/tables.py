@@ -17,7 +17,7 @@ from .help import add
 from .reports import put
 from .terminal import show, styled, table
 
-JSON: Final = typer.Option("--json", help="Print one JSON object.")
+JSON_OPTION: Final = typer.Option("--json", help="Print one JSON object.")
 
 
 def add_to(app: typer.Typer) -> None:
@@ -29,7 +29,7 @@ def add_to(app: typer.Typer) -> None:
 
 def parts(
     base: Annotated[str, typer.Argument(metavar="BASE", help="Checkpoint: a .safetensors file or a model folder.")],
-    as_json: Annotated[bool, JSON] = False,
+    as_json: Annotated[bool, JSON_OPTION] = False,
 ) -> None:
     """List parts and blocks, for --strength-for."""
 
@@ -56,12 +56,12 @@ def parts(
         put(Lines.of(text_of_parts(model)))
 
 
-def algorithms(as_json: Annotated[bool, JSON] = False) -> None:
+def algorithms(as_json: Annotated[bool, JSON_OPTION] = False) -> None:
     """List the algorithms of adapters that can be merged."""
     _print("algorithms", ("names", "what", "paper"), list(known_algorithms()), as_json=as_json)
 
 
-def architectures(as_json: Annotated[bool, JSON] = False) -> None:
+def architectures(as_json: Annotated[bool, JSON_OPTION] = False) -> None:
     """List the models that are recognised by their tensors."""
     _print("architectures", ("title", "part", "text encoders", "layouts"), list(known_architectures()), as_json=as_json)
 

@@ -37,8 +37,8 @@ from .terminal import styled
 if TYPE_CHECKING:
     from ..planning.plan import Plan
 
-UNMERGE = ("strength", "strength_for", "unmatched", "map", "setting", "dtype", "compute_dtype", "device", "overwrite",
-           "max_memory", "verify")  # fmt: skip
+UNMERGE_OPTIONS = ("strength", "strength_for", "unmatched", "map", "setting", "dtype", "compute_dtype", "device",
+                   "overwrite", "max_memory", "verify")  # fmt: skip
 
 Merged = Annotated[str, typer.Argument(metavar="MERGED", help="A merged checkpoint, file or folder.")]
 
@@ -144,7 +144,7 @@ def replay(
         show_adapter_report(report, "made again", quiet=quiet, verbose=False)
 
 
-@with_options(*(OPTIONS[name] for name in UNMERGE), before="dry_run")
+@with_options(*(OPTIONS[name] for name in UNMERGE_OPTIONS), before="dry_run")
 def unmerge(
     path: Merged,
     adapters: Annotated[

@@ -16,19 +16,19 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-CHUNK: Final = 256 << 10
+SMALL_RANGE: Final = 256 << 10
 """Bytes of a range for headers and other small reads, which are kept: most headers take one or two such ranges."""
 
 CHUNKS: Final = 64
 """Ranges of a file that are kept: 16 MiB, the largest header of a GGUF file."""
 
-PIECE: Final = 8 << 20
+WEIGHT_RANGE: Final = 8 << 20
 """Bytes of a range of weights."""
 
-NEAR: Final = 16 << 10
+NEAR_BYTES: Final = 16 << 10
 """Bytes between two small reads that are cheaper to read than to leave out."""
 
-AT_ONCE: Final = 8
+RANGES_AT_ONCE: Final = 8
 """Ranges of weights that are read side by side: object stores give one of them about 100 MB/s."""
 
 ReadRange: TypeAlias = Callable[[int, int], bytes]
@@ -50,13 +50,13 @@ class RemoteFile:
         """Read small ranges (offset, size) side by side, which will be read one after another."""
         groups: list[tuple[int, int]] = []  # from, to
         for offset, size in sorted(ranges):
-            if groups and offset - groups[-1][1] <= NEAR:
+            if groups and offset - groups[-1][1] <= NEAR_BYTES:
                 groups[-1] = groups[-1][0], max(groups[-1][1], offset + size)
             else:
                 groups.append((offset, offset + size))
         from concurrent.futures import ThreadPoolExecutor  # imported here: files of this machine have no use for it
 
-        with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="ranges") as pool:
+        with ThreadPoolExecutor(RANGES_AT_ONCE, thread_name_prefix="ranges") as pool:
             pieces = pool.map(lambda group: self._read(group[0], group[1] - group[0]), groups)
             self._expected |= {start: piece for (start, _), piece in zip(groups, pieces, strict=True)}
         self._starts = sorted(self._expected)
@@ -66,16 +66,16 @@ class RemoteFile:
         count = max(0, min(len(buffer), self.size - offset))
         if (piece := self._of_expected(offset, count)) is not None:
             buffer[:count] = piece
-        elif count <= CHUNK:
+        elif count <= SMALL_RANGE:
             self._from_chunks(buffer[:count], offset)
-        elif count <= PIECE:
+        elif count <= WEIGHT_RANGE:
             buffer[:count] = self._read(offset, count)
         else:
             from concurrent.futures import ThreadPoolExecutor
 
-            starts = range(0, count, PIECE)
-            with ThreadPoolExecutor(min(AT_ONCE, len(starts)), thread_name_prefix="ranges") as pool:
-                pieces = pool.map(lambda at: self._read(offset + at, min(PIECE, count - at)), starts)
+            starts = range(0, count, WEIGHT_RANGE)
+            with ThreadPoolExecutor(min(RANGES_AT_ONCE, len(starts)), thread_name_prefix="ranges") as pool:
+                pieces = pool.map(lambda at: self._read(offset + at, min(WEIGHT_RANGE, count - at)), starts)
                 for at, piece in zip(starts, pieces, strict=True):
                     buffer[at : at + len(piece)] = piece
         return count
@@ -91,7 +91,7 @@ class RemoteFile:
     def _from_chunks(self, buffer: memoryview, offset: int) -> None:
         done = 0
         while done < len(buffer):
-            number, lead = divmod(offset + done, CHUNK)
+            number, lead = divmod(offset + done, SMALL_RANGE)
             piece = self._chunk(number)[lead : lead + len(buffer) - done]
             buffer[done : done + len(piece)] = piece
             done += len(piece)
@@ -99,8 +99,8 @@ class RemoteFile:
     def _chunk(self, number: int) -> bytes:
         with self._lock:
             if number not in self._chunks:
-                start = number * CHUNK
-                self._chunks[number] = self._read(start, min(CHUNK, self.size - start))
+                start = number * SMALL_RANGE
+                self._chunks[number] = self._read(start, min(SMALL_RANGE, self.size - start))
                 while len(self._chunks) > CHUNKS:
                     self._chunks.popitem(last=False)
             self._chunks.move_to_end(number)
@@ -137,8 +137,8 @@ def complete(path: Path) -> None:
         return
     state = path.stat()
     with path.open("r+b") as f:
-        for start in range(0, file.size, AT_ONCE * PIECE):
-            buffer = bytearray(min(AT_ONCE * PIECE, file.size - start))
+        for start in range(0, file.size, RANGES_AT_ONCE * WEIGHT_RANGE):
+            buffer = bytearray(min(RANGES_AT_ONCE * WEIGHT_RANGE, file.size - start))
             file.read_into(memoryview(buffer), start)
             f.seek(start)
             f.write(buffer)

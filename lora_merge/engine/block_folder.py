@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..algorithms import DoesNotFit
-from ..errors import FULL, ResourceError, misfit
+from ..errors import DEVICE_FULL, ResourceError, misfit
 from ..files.encodings.arithmetic import largest
 from ..files.encodings.rounding import Draw, draws, rounded
 from ..job import Job
@@ -314,7 +314,7 @@ class BlockFolder:
         merged = self._recoded([task], values.unsqueeze(0), sample, None)
         if isinstance(merged, OutOfMemory):
             where = f"{task.block.target.name}: {merged.message}"
-            raise ResourceError("the device is out of memory", where, FULL)
+            raise ResourceError("the device is out of memory", where, DEVICE_FULL)
         return _summed(merged, sums)
 
     def _encoded(self, task: FoldTask, values: Tensor, width: int) -> NewParts | Uncovered:

@@ -23,7 +23,7 @@ from ..disk.files import StoredTensor
 from ..dtypes import Shape
 from ..errors import InputError, MergeError, ShapeMismatch
 from ..models.module_order import type_of
-from ..models.names import EXPERTS, Names
+from ..models.names import WAN_EXPERTS, Names
 from ..models.part_factors import Strengths
 from ..models.tied_weights import TiedPair
 from ..models.weights import RowSlice, WeightView, whole
@@ -32,8 +32,8 @@ from ..row_ranges import RowNumbers
 from ..text import Note, listed
 from .biases import GIVE_BIAS, NEW_BIAS, NO_BIAS, TUNED_BIAS, TURNED_BIAS, bias_beside
 from .conflicts import TWICE, DuplicateCheck
-from .fit_errors import IDLE, STRANGE, check_scales, check_variant, raise_problems
-from .formula import ALPHA, AdapterContext, choose
+from .fit_errors import STRANGE, ZERO_OF_INTEGERS, check_scales, check_variant, raise_problems
+from .formula import ALPHA_SETTING, AdapterContext, choose
 from .layer_order import related, unstored
 from .missing_tensors import Gap, gaps, incomplete
 from .orientation import BaseLayers, base_types
@@ -43,13 +43,17 @@ from .resizing import grown, sizes
 from .row_parts import chosen_rows
 from .side_by_side import as_trained
 from .stored_base import stored_base
-from .tied_embeddings import AGAIN, AdapterPair, separate, shared_layers
+from .tied_embeddings import SAVED_TWICE, AdapterPair, separate, shared_layers
 from .values import as_rows, is_copy, is_fixed, is_zero, with_values
 from .weight_finder import WeightFinder
 
-LEFT_OUT: Final = Note("it does not fit the base, and is left out because its strength is 0")
-UNUSED: Final = "modules_to_save names a module and one inside it, of which the model used another copy than was saved"
-INSIDE: Final = "train it again with modules_to_save naming one of the two; PEFT cannot load this adapter either"
+DOES_NOT_FIT: Final = Note("it does not fit the base, and is left out because its strength is 0")
+TRAINED_TWICE: Final = (
+    "modules_to_save names a module and one inside it, of which the model used another copy than was saved"
+)
+TRAIN_ONE_COPY: Final = (
+    "train it again with modules_to_save naming one of the two; PEFT cannot load this adapter either"
+)
 
 
 class KnownBase(NamedTuple):
@@ -90,7 +94,7 @@ def match_adapter(unplaced: AdapterContext, base: KnownBase, strengths: Strength
     for info in strange:
         if not rules.holds_for_all(info.name):
             placer.place_value(info)
-    notes = [EXPERTS[lone]] if lone else [finder.change.note] if finder.change else []
+    notes = [WAN_EXPERTS[lone]] if lone else [finder.change.note] if finder.change else []
     return placer.match(notes, unmatched)
 
 
@@ -187,12 +191,12 @@ class ModulePlacer:
             return
         # A copy for the other end of tied embeddings.
         if self.pair.changes_both(module.name) and self.finder.lacks_end(module.name) and self.finder.embeddings_change:
-            self.draft.notes.append(Note(AGAIN.format(name=module.name)))
+            self.draft.notes.append(Note(SAVED_TWICE.format(name=module.name)))
             self.draft.leave_unused(module, COPY, {self.names.component(view.row_slices[0].key)})
             return
         # A tensor that the other modules of the file have.
         gap = self.lacks.get(module.where)
-        if gap and not (gap.slot == "alpha" and ALPHA in self.context.user_settings):
+        if gap and not (gap.slot == "alpha" and ALPHA_SETTING in self.context.user_settings):
             self.draft.failures.append(incomplete(f"{module.where} has no {gap.key}", self.path))
             return
         # The formula, on the weight at the adapter's size.
@@ -218,7 +222,7 @@ class ModulePlacer:
                 return None
             view = self._new_bias(module)
         if view is None or is_zero(module, self.base.get(view.row_slices[0].key), self.values):
-            self._lose(module.where, module.tensors, "no such module in the base" if view is None else IDLE)
+            self._lose(module.where, module.tensors, "no such module in the base" if view is None else ZERO_OF_INTEGERS)
             return None
         return view
 
@@ -226,7 +230,7 @@ class ModulePlacer:
         """Record a module without a place, or a tensor; it is left out if its network has factor 0."""
         if self.strengths.leaves_out(name):
             self.draft.unused |= dict.fromkeys((info.name for info in tensors), OFF)
-            self.draft.remarks.setdefault(LEFT_OUT, {})[name] = None
+            self.draft.remarks.setdefault(DOES_NOT_FIT, {})[name] = None
         elif self.has_elements and not any(info.nbytes for info in tensors):
             self.draft.unused |= dict.fromkeys((info.name for info in tensors), NO_LAYER)
         else:
@@ -266,7 +270,7 @@ class ModulePlacer:
         places = {piece.key: self.names.component(piece.key) for piece in view.row_slices}
         left_out = self.strengths.strength and not any(self.strengths.factor(*place) for place in places.items())
         if left_out and isinstance(error, ShapeMismatch):
-            self.draft.remark(LEFT_OUT, module)
+            self.draft.remark(DOES_NOT_FIT, module)
             self.draft.leave_unused(module, OFF, set(places.values()))
         else:
             self.draft.failures.append(error)
@@ -365,7 +369,7 @@ class ModulePlacer:
     def _leave_out_twin(self, info: StoredTensor, name: str, twin: StoredTensor) -> None:
         """Leave out trained tokens that the adapter stores for the embeddings too; they must be equal."""
         if self.values.same(twin, info):
-            self.draft.notes.append(Note(AGAIN.format(name=name)))
+            self.draft.notes.append(Note(SAVED_TWICE.format(name=name)))
             self.draft.unused[info.name] = COPY
             self.draft.count(info.name, {"model"})
         else:
@@ -397,7 +401,7 @@ class ModulePlacer:
             self._untie(name, view)
         inside = saved_inside(self.context.rules.of(name).fields, info.name)
         if inside and not is_copy(info, self.base[view.row_slices[0].key], self.values):
-            self.draft.failures.append(InputError(UNUSED, f"{self.path}: {info.name}", INSIDE))
+            self.draft.failures.append(InputError(TRAINED_TWICE, f"{self.path}: {info.name}", TRAIN_ONE_COPY))
         view = self.names.value(view)
         piece, component = view.row_slices[0], self.names.component(view.row_slices[0].key)
         strength, weight = self.strengths.factor(piece.key, component), self.base[piece.key]

@@ -18,7 +18,7 @@ from .weights import RowSlice, WeightView, rows_of, whole
 
 NO_TABLE: Final = RowTable(())
 
-IN_MEMORY: Final = {"dinov2.": "spellings", "dinov2_with_registers.": "spellings"}
+MEMORY_SPELLINGS: Final = {"dinov2.": "spellings", "dinov2_with_registers.": "spellings"}
 """Prefix of a model → the table of the names that transformers 5 gives its layers in memory, where it is not that of
 the architecture's own layout."""
 
@@ -165,7 +165,7 @@ class Component:
         architecture = self.architecture
         if architecture is None or architecture.component != "model" or self.role != "denoiser":
             return None
-        table = architecture.spellings.get(IN_MEMORY.get(self.prefix, architecture.canonical), NO_TABLE)
+        table = architecture.spellings.get(MEMORY_SPELLINGS.get(self.prefix, architecture.canonical), NO_TABLE)
         return table if table.renames else None
 
     def named_in(self, table: str, name: str) -> bool:

@@ -17,8 +17,8 @@ from .recipe import CHECKSUMS
 if TYPE_CHECKING:
     from .plan import OutputTensor
 
-DIGITS: Final = 8
-PIECE: Final = 1 << 24  # bytes that are read at once
+CHECKSUM_DIGITS: Final = 8
+SUMMED_BYTES: Final = 1 << 24  # bytes that are read at once
 
 
 def summed(files: Sequence[Iterable[OutputTensor]]) -> list[tuple[OutputTensor, ...]]:
@@ -30,7 +30,7 @@ def summed(files: Sequence[Iterable[OutputTensor]]) -> list[tuple[OutputTensor, 
 
 def entry(sums: Sequence[int]) -> dict[str, str]:
     """Return the entry of a file whose changed tensors have these sums; none for a file without such tensors."""
-    return {CHECKSUMS: "".join(f"{crc:0{DIGITS}x}" for crc in sums)} if sums else {}
+    return {CHECKSUMS: "".join(f"{crc:0{CHECKSUM_DIGITS}x}" for crc in sums)} if sums else {}
 
 
 def sums_of(path: Path, tensors: Iterable[OutputTensor]) -> Iterator[int]:
@@ -39,6 +39,6 @@ def sums_of(path: Path, tensors: Iterable[OutputTensor]) -> Iterator[int]:
         for t in tensors:
             f.seek(t.offset)
             crc, left = 0, t.nbytes
-            while left and (piece := f.read(min(left, PIECE))):
+            while left and (piece := f.read(min(left, SUMMED_BYTES))):
                 crc, left = crc32(piece, crc), left - len(piece)
             yield crc

@@ -27,7 +27,7 @@ from ..models.weights import Weight, unstored
 from ..paths import input_name
 from ..report import input_rows, output_rows
 from ..text import Shown, by_component, by_pattern
-from .quantisation import NOTHING, Quantising
+from .quantisation import NO_QUANTISING, Quantising
 
 if TYPE_CHECKING:
     from .combination import Combining
@@ -170,7 +170,7 @@ class Plan(Shown):
     weights: Mapping[str, Weight]
     sides: Mapping[str, Path] = field(default_factory=dict)
     indexes: tuple[str, ...] = ()
-    quantising: Quantising = NOTHING
+    quantising: Quantising = NO_QUANTISING
     folders: tuple[Folder, ...] = ()
 
     def _heading(self) -> str:

@@ -25,13 +25,13 @@ from .reference import REFERENCE
 from .reference.column_rows import ReferenceRows
 from .reference.floats import Array
 
-NEAR: Final = 1e-12
+MAGNITUDE_TOLERANCE: Final = 1e-12
 """Magnitudes that differ by less, as a share of the largest one, may be in the other order after other rounding."""
 
-BLOCK: Final = 2**22
+ENTRIES_AT_ONCE: Final = 2**22
 """Numbers of a change that are computed at once."""
 
-STEPS: Final = 100
+KARCHER_STEPS: Final = 100
 """The most steps of the Karcher mean."""
 
 
@@ -162,7 +162,7 @@ def of_weight(
         by.setdefault(part.patch.adapter, []).append(part)
 
     (out, cols), whole = target.matrix, any(costs_all(u) for u in target.uses)
-    step = max(1, out if whole else BLOCK // max(cols, 1))
+    step = max(1, out if whole else ENTRIES_AT_ONCE // max(cols, 1))
 
     def read(parts: Sequence[PatchRows], some: Array) -> Array:
         return np.asarray(np.sum([change(p, some) for p in parts], axis=0) / parts[0].strength)
@@ -244,7 +244,7 @@ def _factors(
         order = np.argsort(size, axis=1, kind="stable")
         steps = n.density - n.epsilon + 2 * n.epsilon * np.arange(width) / max(width - 1, 1)
         np.put_along_axis(chance, order, steps[None, :], axis=1)
-        close = np.diff(np.take_along_axis(size, order, axis=1), axis=1) <= NEAR * change.largest
+        close = np.diff(np.take_along_axis(size, order, axis=1), axis=1) <= MAGNITUDE_TOLERANCE * change.largest
         tied = np.pad(close, ((0, 0), (1, 0))) | np.pad(close, ((0, 0), (0, 1)))
         np.put_along_axis(unsure, order, tied, axis=1)
     drawn = uniform(seed, n.seed, rows[:, None] * width + np.arange(width))
@@ -267,7 +267,7 @@ def _first(change: ReferenceRows, rows: Array, size: Array, count: int, unsure: 
     for some, block in change.blocks():
         before[some.start + 1 : some.stop + 1] = np.count_nonzero(np.abs(block) == edges[1], axis=1)
     place = np.cumsum(before)[rows][:, None] + np.cumsum(equal, axis=1)
-    unsure |= np.abs(size - edges.mean()) <= NEAR * change.largest
+    unsure |= np.abs(size - edges.mean()) <= MAGNITUDE_TOLERANCE * change.largest
     return np.asarray((size > edges[1]) | (equal & (place <= left)))
 
 
@@ -298,10 +298,10 @@ def _elect(scaled: Sequence[Array], strengths: Sequence[float], n: MethodParamet
 def _doubtful(scaled: Sequence[Array], unsure: Array) -> Array:
     """Return Σ|sᵢtᵢ| where the elected sign, or whether an entry is zero, hangs on rounding or on an unsure entry."""
     size = sum(map(np.abs, scaled), np.zeros(()))
-    near = np.abs(sum(scaled, np.zeros(()))) <= NEAR * size
+    near = np.abs(sum(scaled, np.zeros(()))) <= MAGNITUDE_TOLERANCE * size
     tiny = np.zeros(size.shape, dtype=bool)
     for s in scaled:
-        tiny |= (s != 0) & (np.abs(s) <= NEAR * np.abs(s).max(initial=0.0))
+        tiny |= (s != 0) & (np.abs(s) <= MAGNITUDE_TOLERANCE * np.abs(s).max(initial=0.0))
     return np.where(near | tiny | unsure, size, 0.0)
 
 
@@ -346,7 +346,7 @@ def _karcher(cosines: Array, norms: Sequence[float]) -> list[float]:
     at = nonzero.copy()
     length = math.sqrt(max(float(at @ cosines @ at), 0.0))
     at = at / length if length >= 1e-6 else np.eye(len(norms))[int(np.argmax(nonzero))]
-    for _ in range(STEPS):
+    for _ in range(KARCHER_STEPS):
         cosine = (cosines @ at).clip(-1, 1)
         angles = np.arccos(cosine)
         sines = np.sin(angles)

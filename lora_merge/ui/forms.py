@@ -14,13 +14,13 @@ from typing import Any, Final
 from ..adapters_out.commands import COMMANDS
 from ..adapters_out.dialects import names as dialects
 from ..batch.commands import MERGE, TAKES, UNMERGE
-from ..batch.schema import ROWS
+from ..batch.schema import JOB_OPTIONS
 from ..batch.short_form import jobs_text
 from ..batch.templates import literal
 from ..errors import UsageError
 from ..job import TOKENIZERS
 from ..merge_methods import COMBINATIONS, METHODS
-from ..method_parameters import NAMES
+from ..method_parameters import PARAMETER_NAMES
 from ..options import BLOCK_WEIGHTS, OPTIONS, Kind, Option, finite, number
 from ..paths import typed
 from ..safe_regex import from_json
@@ -30,7 +30,7 @@ ANY: Final = "any"
 MANY: Final = 50
 """Adapters of a form."""
 
-NUMBERS: Final = tuple(name for name in NAMES if name != "seed")
+NUMBERS: Final = tuple(name for name in PARAMETER_NAMES if name != "seed")
 """Numbers of methods; the seed is also that of rounding."""
 
 PLACES: Final = ("overwrite", "strength", "strength_for")
@@ -297,8 +297,8 @@ def _words(job: Mapping[str, Any]) -> Iterator[str]:
             yield f"--strength-for={place}:{part}={factor}"
     # The options.
     for name, value in job.items():
-        if name in ROWS:
-            yield from _flags(ROWS[name], value)
+        if name in JOB_OPTIONS:
+            yield from _flags(JOB_OPTIONS[name], value)
 
 
 WRITERS: Final[Mapping[Kind, Callable[[Any], Sequence[str]]]] = MappingProxyType({

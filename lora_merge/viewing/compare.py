@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ..disk.files import StoredTensor
 from ..dtypes import spoken
 from ..errors import UsageError
-from ..facts import COUNT, Fact, by_block, cut_rows, line, table
+from ..facts import THOUSANDS, Fact, by_block, cut_rows, line, table
 from ..files.checkpoint import Index, open_checkpoint
 from ..progress import Progress, counted, unwatched
 from ..text import by_reason, listed, plural, size
@@ -138,7 +138,7 @@ def _model_rows(result: Mapping[str, Any]) -> Iterator[Fact]:
 
 def _difference(d: Mapping[str, Any]) -> str:
     share = f"{d['relative']:.3%} of ‖A‖" if d["relative"] is not None else "A is 0"
-    changed = f"{size(d['changed'], *COUNT)} of {size(d['of'], *COUNT)} numbers differ"
+    changed = f"{size(d['changed'], *THOUSANDS)} of {size(d['of'], *THOUSANDS)} numbers differ"
     return f"‖B−A‖ {d['difference']:.4g}, {share}; largest {d['largest']:.3g}; {changed}"
 
 

@@ -38,7 +38,7 @@ from .module_changes import ModuleChanges, merged_blocks, replaced_by
 from .pictures import evenly, matrix_pictures, merge_pictures
 from .pictures import pictures as pictured
 
-PART: Final = 2**20  # numbers that are added up in fp32
+SUMMED_NUMBERS: Final = 2**20  # numbers that are added up in fp32
 
 MOST_RANKS: Final = 256  # for which the share that is kept is shown
 
@@ -271,7 +271,7 @@ def base_sizes(index: Index, *, pictures: bool = False, progress: Progress = unw
 def _size(values: Tensor) -> WeightSums:
     """Return the sums of the numbers of a tensor, some at a time: in fp32 where the parts are small, then in fp64."""
     total = WeightSums()
-    for part in torch.split(values, PART) if values.numel() else ():
+    for part in torch.split(values, SUMMED_NUMBERS) if values.numel() else ():
         numbers = stage([part], place("cpu", "F64" if part.dtype in (torch.float64, torch.int64) else "F32"))[0]
         norm = float(numbers.norm())
         if not isfinite(norm):

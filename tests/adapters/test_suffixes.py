@@ -17,8 +17,16 @@ from hypothesis import strategies as st
 import lora_merge
 from lora_merge.adapters import suffixes
 from lora_merge.adapters.modules import group
-from lora_merge.adapters.peft.methods import SHARED as SHARED_NAMES
-from lora_merge.adapters.suffixes import ANY, REWRITES, SHARED, SUFFIXES, Suffix, split, split_row_part
+from lora_merge.adapters.peft.methods import SHARED_SLOTS_OF_ROW as SHARED_NAMES
+from lora_merge.adapters.suffixes import (
+    ANY_ALGORITHM,
+    KEY_REWRITES,
+    SHARED_SLOTS,
+    SUFFIXES,
+    Suffix,
+    split,
+    split_row_part,
+)
 from lora_merge.algorithms import ALGORITHMS
 from lora_merge.disk.files import StoredTensor
 from lora_merge.errors import InputError, MergeError
@@ -30,8 +38,8 @@ from tests.kit.pairs import examples
 
 def test_every_row_names_slots_that_exist() -> None:
     for row in SUFFIXES:
-        if row.algorithms == ANY:
-            assert row.slot in SHARED, row
+        if row.algorithms == ANY_ALGORITHM:
+            assert row.slot in SHARED_SLOTS, row
             continue
         assert row.algorithms, row
         for name in row.algorithms:
@@ -145,7 +153,7 @@ def test_adapter_called_like_a_part_is_not_confused_with_one() -> None:
     assert (split("q.lora_down.0.weight") or ("",))[0] == "q/0"
 
 
-@pytest.mark.parametrize(("sign", "pattern", "template"), REWRITES, ids=lambda v: str(v)[:40])
+@pytest.mark.parametrize(("sign", "pattern", "template"), KEY_REWRITES, ids=lambda v: str(v)[:40])
 def test_every_rewrite_can_be_reached(sign: str, pattern: re.Pattern[str], template: str) -> None:
     hits = [key for key in SPELLED if re.search(sign, key) and pattern.fullmatch(key)]
     assert hits or sign == "_alpha"

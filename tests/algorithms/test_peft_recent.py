@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
-from lora_merge.algorithms.kmeans import ROUNDS, SEED, kmeans
+from lora_merge.algorithms.kmeans import PEFT_SEED, ROUNDS, kmeans
 from lora_merge.algorithms.low_rank import low_rank_svd
 from lora_merge.algorithms.wavelets import low_pass
 from lora_merge.errors import MergeError, VerificationFailed
@@ -110,7 +110,7 @@ def test_clusters_are_those_of_scikit_learn(count: int) -> None:
     from sklearn.cluster import KMeans
 
     points = np.linalg.qr(np.random.default_rng(count).standard_normal((400, 20)))[0].astype(np.float32)
-    theirs = KMeans(count, init="random", n_init=1, max_iter=ROUNDS, random_state=SEED).fit_predict(points)
+    theirs = KMeans(count, init="random", n_init=1, max_iter=ROUNDS, random_state=PEFT_SEED).fit_predict(points)
     assert np.array_equal(kmeans(points, count), theirs)
 
 

@@ -828,7 +828,7 @@ def test_claim_is_never_written_through_a_link(models: Path, monkeypatch: pytest
 def _run_in_child(jobs: list[dict[str, Any]], lines: str, together: int, last: int = 0) -> None:
     """Reports go to a file, the number of Python's calls to another; killed at the `last` of those, if given."""
     steps = _killed_at(last)
-    planning.TOGETHER = together
+    planning.JOBS_TOGETHER = together
     for name in ("lora_merge.batch.run", "lora_merge.batch.planning"):
         sys.modules[name].TOGETHER = together  # type: ignore[attr-defined]
     with Path(lines).open("a", encoding="utf-8") as f:

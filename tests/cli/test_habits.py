@@ -15,7 +15,7 @@ import pytest
 import lora_merge
 from lora_merge.adapter_arguments import in_python
 from lora_merge.cli import main as program
-from lora_merge.cli.compat import COMMANDS, FOREIGN
+from lora_merge.cli.compat import FOREIGN_COMMANDS, FOREIGN_OPTIONS
 from lora_merge.cli.main import app
 from lora_merge.disk.files import unreadable
 from lora_merge.job import make_job
@@ -84,7 +84,7 @@ def test_unknown_word_is_answered_with_the_commands(run: Run, word: str, right: 
     assert code == 2
     assert "neither such a command nor such a file" in err
     assert right in err
-    assert {*COMMANDS.values()} <= {*program.typer.main.get_command(app).commands}  # type: ignore[attr-defined]
+    assert {*FOREIGN_COMMANDS.values()} <= {*program.typer.main.get_command(app).commands}  # type: ignore[attr-defined]
 
 
 OWN = {
@@ -96,12 +96,12 @@ OWN = {
 
 
 @pytest.mark.few(30)
-@pytest.mark.parametrize("option", FOREIGN)
+@pytest.mark.parametrize("option", FOREIGN_OPTIONS)
 def test_options_of_other_programs_are_answered_with_ours(run: Run, option: str) -> None:
     code, _, err = run("base.safetensors", "lora.safetensors", option, "x")
     assert code == 2
     assert f"no option {option} here" in err
-    named = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", FOREIGN[option]))
+    named = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", FOREIGN_OPTIONS[option]))
     assert named <= OWN
 
 

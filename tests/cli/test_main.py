@@ -747,7 +747,7 @@ def test_pipe_with_a_reader_gets_the_report_or_the_failure(
 def test_reader_that_stops_costs_the_report_alone(
     run: Run, tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stdio, "PATIENCE", 0.01)
+    monkeypatch.setattr(stdio, "READER_SECONDS", 0.01)
     pipe = tmp_path / "p"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)

@@ -100,7 +100,7 @@ def test_output_is_the_same_and_most_of_it_shared(tmp_path: Path, clones: Clones
 def test_shared_bytes_of_a_known_base_are_not_read(
     tmp_path: Path, clones: Clones, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hashes, "SMALLEST", 1)
+    monkeypatch.setattr(hashes, "REMEMBERED_ABOVE", 1)
     monkeypatch.setattr(hashes, "SETTLED", -1.0)
     monkeypatch.setattr(hashes, "file_system", lambda _: "ext4")
     base, lora = inputs(tmp_path)

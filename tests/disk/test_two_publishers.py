@@ -175,7 +175,7 @@ def held(path: Path, *, folder: bool) -> str | None:
 @pytest.mark.skipif(not temporary.CAN_LOCK, reason="runs take turns by a lock")
 def test_turn_that_never_ends_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped process must not hang all others."""
-    monkeypatch.setattr(publish, "PATIENCE", 0.0)
+    monkeypatch.setattr(publish, "TURN_SECONDS", 0.0)
     with publish._turn(tmp_path), pytest.raises(UsageError, match="does not finish"):
         put(tmp_path / "out", "", overwrite=False, folder=False)
     assert list(tmp_path.iterdir()) == []

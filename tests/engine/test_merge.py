@@ -783,7 +783,7 @@ def test_progress_moves_within_a_window(tmp_path: Path, monkeypatch: pytest.Monk
 
     def parts(piece: int) -> list[int]:
         steps: list[lora_merge.Step] = []
-        monkeypatch.setattr(pipeline, "PIECE", piece)
+        monkeypatch.setattr(pipeline, "WRITTEN_BYTES", piece)
         report = lora_merge.merge(base, lora, tmp_path / "o.safetensors", overwrite=True, progress=steps.append)
         found = [s.done for s in steps if s.stage == "merge"]
         assert sum(found) == report.written and max(found) < report.written

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import lora_merge
 from lora_merge.batch.schema import Options
 from lora_merge.engine import row_blocks
-from lora_merge.engine.fold import RULES
+from lora_merge.engine.fold import FOLD_RULES
 from lora_merge.engine.merge import run
 from lora_merge.errors import FitError, MergeError, VerificationFailed
 from lora_merge.merge_methods import METHODS
@@ -365,7 +365,7 @@ def test_note_speaks_of_what_is_merged_alone(tmp_path: Path) -> None:
 
 
 def test_every_method_has_a_rule_and_is_an_option_everywhere() -> None:
-    assert {*RULES} == {name for name, row in METHODS.items() if not row.combines} == {*BOTH}
+    assert {*FOLD_RULES} == {name for name, row in METHODS.items() if not row.combines} == {*BOTH}
     assert get_args(MethodName) == tuple(METHODS)
     (field,) = [a for a in get_args(Options.model_fields["method"].annotation) if get_args(a)]
     assert get_args(get_args(field)[0]) == tuple(METHODS)

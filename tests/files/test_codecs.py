@@ -17,7 +17,7 @@ from lora_merge.files.encodings import arithmetic, nearest
 from lora_merge.files.encodings.base import CODES, Encoding, Packing, plain
 from lora_merge.files.encodings.fp4 import Fp4Tensors, fp4
 from lora_merge.files.gguf import blocks, encoding
-from lora_merge.files.gguf.blocks import KINDS
+from lora_merge.files.gguf.blocks import BLOCK_KINDS
 from lora_merge.models.weights import Weight
 from lora_merge.planning.plan import OutputTensor
 
@@ -57,12 +57,12 @@ def test_rows_that_are_encoded_together_are_not_cut(rows: int, largest: int, mon
     assert len(cut) == (1 if largest == 2**20 else -(-rows // 128))
 
 
-@pytest.mark.parametrize("dtype", arithmetic.FP8)
+@pytest.mark.parametrize("dtype", arithmetic.FP8_DTYPES)
 def test_bytes_of_fp8_mean_the_numbers_that_torch_gives_them_with_and_without_nan(dtype: str) -> None:
     every = torch.arange(256, dtype=torch.uint8)
-    numbers = every.view(arithmetic.FP8[dtype]).float()
+    numbers = every.view(arithmetic.FP8_DTYPES[dtype]).float()
     for codes in (every, every[~numbers.isnan()], every[:0]):
-        found, expected = arithmetic.from_fp8(codes, dtype), codes.view(arithmetic.FP8[dtype]).float()
+        found, expected = arithmetic.from_fp8(codes, dtype), codes.view(arithmetic.FP8_DTYPES[dtype]).float()
         assert torch.equal(found.isnan(), expected.isnan())
         assert torch.equal(found.nan_to_num().view(torch.int32), expected.nan_to_num().view(torch.int32))
 
@@ -115,10 +115,10 @@ def test_ends_below_numbers_are_counted_as_a_search_counts_them(count: int, dtyp
 
 @pytest.mark.few(16)
 @pytest.mark.parametrize("change", [0.0, 0.02, 0.3, 3.0])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", BLOCK_KINDS)
 def test_blocks_of_gguf_are_the_same_whether_or_not_each_sub_block_is_looked_at(name: str, change: float) -> None:
     """Also beside blocks of zeros, and of a scale that covers nothing."""
-    kind, made = KINDS[name], torch.Generator().manual_seed(0)
+    kind, made = BLOCK_KINDS[name], torch.Generator().manual_seed(0)
     values = torch.randn(64 * 256, generator=made)
     values[:512] = 0
     raw = blocks.encode(name, values, torch.zeros(encoding.ggml(name).nbytes(len(values)), dtype=torch.uint8))

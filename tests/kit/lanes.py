@@ -191,7 +191,7 @@ def expect_no_races(kind: str, most: int, device: Device, tmp_path: Path, monkey
     monkeypatch.setattr("lora_merge.engine.window_merger.places", lambda *_: (META,))
     monkeypatch.setattr("lora_merge.engine.window_merger.threads", lambda *_: 3)
     monkeypatch.setattr("lora_merge.engine.window_merger.DeviceCache", DeviceCache)
-    monkeypatch.setattr("lora_merge.engine.fold.RULES", {"sum": late})
+    monkeypatch.setattr("lora_merge.engine.fold.FOLD_RULES", {"sum": late})
     shapes = (
         {"oft_blocks": (384, 8, 8)} if kind == "oft" else {"lora_up.weight": (3072, 4), "lora_down.weight": (4, 1024)}
     )

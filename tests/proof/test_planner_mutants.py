@@ -325,7 +325,7 @@ MUTANTS = (
         default if name == "rank_pattern" else read(self, name, module, default)))),
     Mutant("peft", "lora_alpha has its default", field("number", "lora_alpha", value=8.0)),
     Mutant("phi3", "the configured rank is taken for the tensors'", scaled(lambda m: 0.5 if "up" in m.slots else 1.0)),
-    Mutant("flux", "the header's configuration is not read", lambda patch: patch.setattr(peft, "METADATA", "nothing")),
+    Mutant("flux", "the header's configuration is not read", lambda patch: patch.setattr(peft, "ADAPTER_METADATA", "nothing")),
     Mutant("flux", "the header's configuration holds for the other file", scaled(lambda m: 2.0 if "/" in m.name else 1.0)),
     Mutant("kohya", "DyLoRA's blocks are counted in", around(network_args, "_factor", lambda *_: 4.0)),
     # DoRA

@@ -102,7 +102,7 @@ def test_parts_side_by_side_give_what_one_after_the_other_gives(made: Path, monk
     flip(wrong, QUERY, byte=last.nbytes - 1, bit=4)
     proofs, errors = [], []
     for chunk in (2**18, 64):
-        monkeypatch.setattr(recompute, "CHUNK", chunk)
+        monkeypatch.setattr(recompute, "ELEMENTS_AT_ONCE", chunk)
         proofs.append(prove(out, full=True) | {"seconds": 0, "retained": 0, "survival": 0})
         with pytest.raises(VerificationFailed, match=f"row {last.shape[0] - 1}, column") as failed:
             prove(wrong, full=True)
@@ -319,7 +319,7 @@ def test_failed_proof_leaves_no_file(made: Path, monkeypatch: pytest.MonkeyPatch
 
     original = kernels.fold
     wrong = lambda base, stacks, *_: original(base, [*stacks, *stacks])  # noqa: E731
-    monkeypatch.setattr("lora_merge.engine.fold.RULES", {"sum": wrong})
+    monkeypatch.setattr("lora_merge.engine.fold.FOLD_RULES", {"sum": wrong})
     before = (made / "out.safetensors").read_bytes()
     with pytest.raises(VerificationFailed) as failure:
         merge(made, "out", overwrite=True)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.facts import TABLE, WIDTH
+from lora_merge.facts import TABLE_ROWS, VALUE_WIDTH
 from lora_merge.models.blocks import adapter_groups
 from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.text import TRAINING_KEYS, lines
@@ -131,7 +131,7 @@ def test_long_tables_are_cut_in_the_text_and_whole_in_json(tmp_path: Path) -> No
     assert facts["configuration"]["rank_pattern"] == pattern
     assert len(facts["blocks"]) == 300
     told = [*lines(facts)]
-    assert len(told) < TABLE + 40
+    assert len(told) < TABLE_ROWS + 40
     assert max(map(len, told)) < 500
     assert any("260 more" in line for line in told)
 
@@ -153,7 +153,7 @@ def test_most_frequent_tags_are_told_whole() -> None:
     shown, more = re.fullmatch(r"tags +(.*) and ([0-9]+) more", told).groups()  # type: ignore[union-attr]
     assert [*counts][: len(shown.split(", "))] == [word.rpartition(" ")[0] for word in shown.split(", ")]
     assert len(shown.split(", ")) + int(more) == 40
-    assert len(shown) <= WIDTH
+    assert len(shown) <= VALUE_WIDTH
 
 
 def test_blocks_that_count_on_are_told_as_one() -> None:

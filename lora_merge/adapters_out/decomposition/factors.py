@@ -16,8 +16,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 
 from ...errors import beyond_fp64
-from ..rounding import CANCELS as SINGLE
-from ..rounding import LEAST, WORK, Array, Distinct, Effect
+from ..rounding import CANCELLED_SHARE_OF_FP32 as SINGLE
+from ..rounding import LEAST_ROWS, PRODUCT_WORK, Array, Distinct, Effect
 from .singular_triples import Triples, numeric_rank
 
 STORED_IN_16: Final = 1e-7
@@ -29,10 +29,10 @@ CLEAN: Final = 1e3
 DEFECT: Final = 0.1
 """By how much columns may be from orthonormal after the first of two turns; from then on, reflections are taken."""
 
-BLOCK: Final = 32
+TRIANGLE_ROWS: Final = 32
 """Rows of a triangle that is inverted at once."""
 
-CANCELS: Final = MappingProxyType({np.dtype(np.float64): 1e-9, np.dtype(np.float32): SINGLE})
+CANCELLED_SHARES: Final = MappingProxyType({np.dtype(np.float64): 1e-9, np.dtype(np.float32): SINGLE})
 """Dtype → the share of the squares of all columns from which on the square of their sum has digits enough."""
 
 Like: TypeAlias = Any
@@ -70,7 +70,7 @@ def squares_of(left: Like, right: Like, grams: Grams | None = None) -> float:
         return float(np.square(left @ right).sum())
     grams = grams or Grams.of(left, right)
     squares, whole = grams.squares(), grams.apart()
-    if squares > CANCELS[left.dtype] * whole or not whole or not math.isfinite(squares):
+    if squares > CANCELLED_SHARES[left.dtype] * whole or not whole or not math.isfinite(squares):
         return squares
     first, other = (np.linalg.qr(t.astype(np.float64)).R for t in (left, right.T))
     return float(np.square(first @ other.T).sum())
@@ -90,7 +90,7 @@ def inner_products(changes: Sequence[tuple[Array, Array]]) -> list[list[float]]:
 def effect_of_product(left: Like, right: Like) -> Effect:
     """Return the effect of the product of two factors, by some of its rows."""
     left, right = np.asarray(left), np.asarray(right)
-    step = max(1, len(left) // max(LEAST, WORK // max(right.size, 1)))
+    step = max(1, len(left) // max(LEAST_ROWS, PRODUCT_WORK // max(right.size, 1)))
     some = left[::step] @ right
     return Effect(len(left) * right.shape[1], some.size, None, float(np.abs(some).max(initial=0)))
 
@@ -194,7 +194,7 @@ def root_of(gram: Array) -> Root | None:
 def inverse_of_triangle(lower: Array) -> Array:
     """Return the inverse of a lower triangle, by products of its blocks: numpy's inverse of any matrix takes three
     times as long for 128 columns, and seven times for 400."""
-    if len(lower) <= BLOCK:
+    if len(lower) <= TRIANGLE_ROWS:
         return np.linalg.inv(lower)
     half = len(lower) // 2
     first, last = inverse_of_triangle(lower[:half, :half]), inverse_of_triangle(lower[half:, half:])

@@ -23,22 +23,22 @@ from ..decomposition.factors import decomposing
 from ..decomposition.matrix_svd import of_stack
 from ..decomposition.singular_triples import Triples
 from ..decomposition.stored_factors import Cut
-from ..dialects import COPIED, Dialect
-from ..form import STACKED, Form, form_of_difference, vector_ending
+from ..dialects import COPIED_ENDINGS, Dialect
+from ..form import NO_FACTORS_OF_STACKS, Form, form_of_difference, vector_ending
 from ..groups import Filled, Place, Target
 from ..job import AUTO, ERROR, FACTORS, IN_FULL, SKIP, WHOLE, AdapterJob
 from ..module_tensors import Layer, StoredModule
 from ..peft.completion import as_table
-from ..peft.config import TABLE, is_table
+from ..peft.config import TABLE_NAMES, is_table
 from ..rank_rules import EXACT, NOISE, LayerSpectrum, Rule, choose
 from .difference import Difference, Side, difference, differences
 from .kronecker import kronecker
 from .pairs import Pair
 
-NUMBER: Final = 10
+BYTES_ON_HOST: Final = 10
 """Bytes on the host for each number of a weight under way: Δ in fp32, both weights in 16 bits, bases of a search."""
 
-ON_DEVICE: Final = 16
+BYTES_ON_DEVICE: Final = 16
 """Bytes on a device for each number of a Δ: fp32, its bases, and fp64 where one is searched again."""
 
 Batch: TypeAlias = tuple[Pair, ...]
@@ -56,7 +56,7 @@ def batches(pairs: Sequence[Pair], room: int, bound: int) -> Iterator[Batch]:
     for pair in pairs:
         shape = pair.place.view.shape
         numbers = prod(shape)
-        count = min(room // ON_DEVICE, bound // NUMBER) // max(numbers, 1)
+        count = min(room // BYTES_ON_DEVICE, bound // BYTES_ON_HOST) // max(numbers, 1)
         if pair.place.vector or count < 2 or pair.fresh:
             yield (pair,)
             continue
@@ -74,7 +74,7 @@ def _expect_one_matrix(difference: Difference) -> None:
     """
     place, view = difference.pair.place, difference.pair.place.view
     if view.matrix[0] != view.shape[0] or (len(view.shape) == 3 and any(map(is_stack, place.keys))):
-        raise FitError(STACKED, difference.pair.name, or_leave_out(IN_FULL, place.keys, alike=True))
+        raise FitError(NO_FACTORS_OF_STACKS, difference.pair.name, or_leave_out(IN_FULL, place.keys, alike=True))
 
 
 def measured(module: ModuleTensors, difference: Difference) -> ModuleTensors:
@@ -102,7 +102,7 @@ class Extractor:
 
     def nbytes(self, group: Sequence[Filled]) -> int:
         """Return about how many bytes the differences of modules take, with both weights as they are stored."""
-        return sum(prod(filled.place.view.shape) for filled in group) * NUMBER
+        return sum(prod(filled.place.view.shape) for filled in group) * BYTES_ON_HOST
 
     def spectra(self, group: Sequence[Filled]) -> list[LayerSpectrum]:
         """Return the singular values of the matrices that changed, for the rule `size`."""
@@ -206,7 +206,7 @@ class Extractor:
         _expect_one_matrix(difference)
         layer = kronecker(difference.change, where.view.shape, self.job.factor, self.storage.dtype,
                           lambda values, squares: choose(rule, values, total=squares))  # fmt: skip
-        tensors = {COPIED[LOKR.name, where.parameter, slot]: value for slot, value in layer.tensors.items()}
+        tensors = {COPIED_ENDINGS[LOKR.name, where.parameter, slot]: value for slot, value in layer.tensors.items()}
         if layer.rank:
             tensors[".alpha"] = torch.tensor(layer.alpha, dtype=torch.float32)
         return ModuleTensors(where, tensors, layer)
@@ -234,7 +234,7 @@ class Extractor:
         gives ranks: then its factors are these rows and their places."""
         place = difference.pair.place
         factored = len(place.view.shape) == 2 and self.storage.algorithm in (FACTORS, AUTO)
-        rule = self.rule(difference) if factored and TABLE.search(place.module) else None
+        rule = self.rule(difference) if factored and TABLE_NAMES.search(place.module) else None
         if rule is None or rule.ceiling is None:
             return None
         rows = difference.scanned[1].nonzero().flatten()
