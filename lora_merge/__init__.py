@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from .adapters_out.api import average, combine, convert, extract, resize
     from .adapters_out.report import AdapterReport
     from .api import compare, inspect, merge, plan, replay, unmerge, verify
+    from .batch.batch_plan import FormerPlans
     from .batch.job_plan import JobPlan
-    from .batch.planning import FormerPlans
     from .batch.report import JobReport, Reports
     from .batch.run import plan_batch, run_batch
     from .errors import MergeError
@@ -55,7 +55,7 @@ _HOMES = {
     "run_batch": "batch.run",
     "plan_batch": "batch.run",
     "JobPlan": "batch.job_plan",
-    "FormerPlans": "batch.planning",
+    "FormerPlans": "batch.batch_plan",
     "JobReport": "batch.report",
     "Reports": "batch.report",
     "Step": "progress",

@@ -9,7 +9,7 @@ from typing import Final
 
 from ..adapter_options import KEEP
 from ..adapters.modules import AdapterFile, Module
-from ..adapters.stated import rules_of
+from ..adapters.network_settings import rules_of
 from ..adapters.suffixes import split_parameter
 from ..errors import FitError
 from ..files.folder_layouts import PEFT_PREFIX

@@ -20,8 +20,8 @@ from ..files.checkpoint import open_checkpoint
 from ..merge_methods import MEAN, METHODS, SUM
 from ..planning.combination import Combining
 from ..progress import Counting
-from ..proof.methods_again import RowChanges, of_weight, together
-from ..proof.recompute import Recomputation
+from ..proof.combination_methods import RowChanges, of_weight, together
+from ..proof.recomputation import Recomputation
 from ..proof.reference.floats import Array, decode
 from .groups import Target
 from .job import AdapterJob

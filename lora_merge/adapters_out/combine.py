@@ -51,7 +51,7 @@ def _conversion(job: AdapterJob, sources: Sources) -> Conversion:
     if name != KEEP:
         to = _dialect(name, job, sources)
         if job.base is None:
-            from .without_base import without_base
+            from .assumed_base import without_base
 
             sources = chosen_of(job, without_base(job, sources.adapters, to))
         return grouped(replace(job, format=to.name), sources, to)

@@ -21,8 +21,8 @@ from ..disk.reader import Reader
 from ..dtypes import Shape, flat
 from ..job import Adapter
 from ..progress import Counting
-from ..proof.methods_again import PatchRows, RowChanges, together
-from ..proof.recompute import Recomputation
+from ..proof.combination_methods import PatchRows, RowChanges, together
+from ..proof.recomputation import Recomputation
 from ..proof.reference import REFERENCE
 from ..proof.reference.floats import Array
 from ..proof.weights import WeightReader

@@ -165,7 +165,7 @@ def opened(job: AdapterJob, cache: CheckpointCache) -> Conversion:
     file = cache.adapter(job.adapters[0].path)
     to = input_dialect(file) if job.format == KEEP else DIALECTS[job.format]
     if job.base is None:
-        from .without_base import as_named, without_base
+        from .assumed_base import as_named, without_base
 
         sources = chosen_of(job, as_named(job, [file]) if job.format == KEEP else without_base(job, [file], to))
     else:

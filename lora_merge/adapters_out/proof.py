@@ -26,12 +26,12 @@ from ..merge_methods import METHODS, SUM
 from ..models.weights import Weight
 from ..planning.plan import OutputTensor
 from ..progress import Counting
-from ..proof.methods_again import RowChanges, costs_all, together
-from ..proof.recompute import Recomputation
+from ..proof.combination_methods import RowChanges, costs_all, together
+from ..proof.recomputation import Recomputation
 from ..proof.reference import REFERENCE
 from ..proof.reference.floats import Array
 from ..proof.reference.one_core import one_core
-from ..proof.second_reading.read_again import compare, stored_number
+from ..proof.second_reading.comparison import compare, stored_number
 from ..proof.weights import WeightReader
 from .groups import Target
 from .job import AdapterJob

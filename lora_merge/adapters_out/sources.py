@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from ..adapter_options import KEEP
 from ..adapters.modules import AdapterFile, Module
-from ..adapters.stated import rules_of
+from ..adapters.network_settings import rules_of
 from ..adapters.tensor_values import FileValues
 from ..algorithms import ALGORITHMS
 from ..disk.files import StoredTensor

@@ -19,9 +19,9 @@ from ..options import OPTIONS, Option
 from ..progress import unwatched
 from .argument_values import as_number, named_adapter, named_adapters, named_parts, with_strengths
 from .compat import checked_output, completed
+from .corrected_line import with_words
 from .help import add
 from .options import AS_JSON, DRY_RUN, HTML, PLOT, QUIET, Command, read, with_options
-from .own_line import with_words
 from .progress_display import watching
 from .reports import PageFiles, announcing, put, show_adapter_report
 

@@ -185,8 +185,8 @@ def _show_downloads(planned: Batch, show: Callable[[str], object] | None) -> Non
 
 def _dry_run(planned: Batch, workers: int, file: ReportFile | None, *, as_json: bool, quiet: bool) -> None:
     """Print every job with what would happen to it, and the room on each disk; fail if a job cannot run."""
+    from ..batch.batch_plan import disk_rooms
     from ..batch.job_plan import job_plans
-    from ..batch.planning import disk_rooms
 
     named: dict[str, int] = {}  # error → number of the first job that has it
     disks = [*disk_rooms(planned.planned, workers)]

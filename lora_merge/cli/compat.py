@@ -13,7 +13,7 @@ from ..adapter_arguments import right_form
 from ..addresses import parse
 from ..errors import UsageError
 from ..paths import ENDINGS, WINDOWS, exists, split_strength, typed, with_found_ending
-from .own_line import flags, line
+from .corrected_line import flags, line
 
 PROGRAM_OPTIONS: Final = MappingProxyType(
     {"-h": "--help", "-V": "--version", "version": "--version", "/?": "--help", "/help": "--help"}

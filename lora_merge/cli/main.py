@@ -34,9 +34,9 @@ from .compat import (
     check_spaces,
     checked_output,
 )
+from .corrected_line import correct
 from .help import COMMAND_GROUPS, REFUSED, GroupedCommand, add, everywhere, examples, files, refused, take_text
 from .options import AS_JSON, DRY_RUN, HTML, JSON_TENSORS, OUTPUT, PLOT, QUIET, REPORT, read, with_options
-from .own_line import correct
 from .progress_display import Display, watching
 from .reports import PageFiles, ReportOptions, announcing, echo, merge_and_report, pictured, put
 from .terminal import debugging, show_error, styled, without_global_options

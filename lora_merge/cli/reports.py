@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from ..adapters_out.report import AdapterReport
-    from ..batch.planning import PlannedJob
+    from ..batch.batch_plan import PlannedJob
     from ..batch.report import JobReport
     from ..batch.run import Batch
     from ..planning.plan import Plan

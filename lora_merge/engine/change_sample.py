@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..change_statistics import Checked, Measure, Measurement, Share
 from ..planning.plan import OutputTensor
-from .recoding import Codes, NewParts, read_back
+from .requantisation import Codes, NewParts, read_back
 from .row_blocks import Block
 from .tensor_moves import HOST, TORCH_DTYPES, DeviceStream, as_stored, brought, host, strided, take, workspace
 from .tensors import Fetch

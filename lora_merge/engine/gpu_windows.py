@@ -24,7 +24,7 @@ from ..change_statistics import Measurement
 from ..disk.pages import address
 from . import change_sample
 from .block_folder import BlockFolder
-from .cancelling import LargestSums
+from .cancellation import LargestSums
 from .change_sample import PendingRowSums, RowSample, RunSample, RunSums, bring_sums, sample_of, suits
 from .device_memory import base_share
 from .devices import device_bytes, precise_at

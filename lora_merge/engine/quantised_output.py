@@ -21,7 +21,7 @@ from ..files.encodings.arithmetic import largest
 from ..planning.plan import OutputTensor, Plan, partners
 from .block_folder import BlockFolder
 from .block_values import base_view, stored_base
-from .recoding import Codes, Uncovered, new_parts, recode, refitted
+from .requantisation import Codes, Uncovered, new_parts, recode, refitted
 from .row_blocks import BLOCK_ELEMENTS, Block, blocks
 from .tasks import EncodeTask, FoldTask, LargestNumber, LargestTask, Merged, MergedBlock, results
 from .tensors import Fetch, decoded, packed, stored_numbers

@@ -23,7 +23,7 @@ from .gpu_adapters import AdaptersOnDevice
 from .gpu_windows import DeviceWindows
 from .patch_tensors import PatchTensors
 from .quantised_output import NewCodes, refolded
-from .recoding import new_parts, refitted
+from .requantisation import new_parts, refitted
 from .stages import WindowTask
 from .tasks import FoldTask, largest_of_each, settled
 from .tensor_moves import convert, settle

@@ -32,10 +32,10 @@ from typing import Any, Final, NamedTuple
 
 from ..adapters.kohya_args import DYLORA, NetworkArguments, is_norm_limit, network_arguments
 from ..adapters.modules import SCALE_SLOTS, AdapterFile, Module
+from ..adapters.network_settings import Statement, aside_remark, statement
 from ..adapters.peft.methods import SHARED_SLOTS_OF_ROW
 from ..adapters.peft.rules import PeftRules
 from ..adapters.peft.target_parameters import MLX_EMBEDDINGS
-from ..adapters.stated import Statement, aside_remark, statement
 from ..adapters.tensor_values import Values
 from ..algorithms import ALGORITHMS, DoesNotFit, dora
 from ..algorithms.base import LAYER_SLOT, expect

@@ -32,16 +32,16 @@ from ..row_ranges import RowNumbers
 from ..text import Note, listed
 from .biases import GIVE_BIAS, NEW_BIAS, NO_BIAS, TUNED_BIAS, TURNED_BIAS, bias_beside
 from .conflicts import TWICE, DuplicateCheck
+from .factor_pairs import pairs
 from .fit_errors import STRANGE, ZERO_OF_INTEGERS, check_scales, check_variant, raise_problems
 from .formula import ALPHA_SETTING, AdapterContext, choose
 from .layer_order import related, unstored
 from .missing_tensors import Gap, gaps, incomplete
 from .orientation import BaseLayers, base_types
-from .pairs import pairs
 from .patch import COPY, NO_LAYER, OFF, ZEROS, Match, Patch, PatchPart
 from .resizing import grown, sizes
 from .row_parts import chosen_rows
-from .side_by_side import as_trained
+from .split_qkv import as_trained
 from .stored_base import stored_base
 from .tied_embeddings import SAVED_TWICE, AdapterPair, separate, shared_layers
 from .values import as_rows, is_copy, is_fixed, is_zero, with_values

@@ -18,7 +18,7 @@ from ..adapters.modules import Module
 from ..adapters.suffixes import split_row_part
 from ..disk.files import StoredTensor
 from ..errors import InputError, ShapeMismatch
-from ..models.fused import Split, agreed
+from ..models.fused_weights import Split, agreed
 from ..models.weights import RowSlice, WeightView, rows_of
 from ..row_ranges import RowNumbers
 

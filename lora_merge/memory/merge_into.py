@@ -28,7 +28,7 @@ from ..progress import Progress, watched
 from ..text import Shown, listed, plural
 from ..typed_options import PythonOptions
 from .live_model import LivePipeline, live_model, live_tensors
-from .merging import KEEP_DEVICE, MemoryAdapters, prepare, warn_of
+from .merge import KEEP_DEVICE, MemoryAdapters, prepare, warn_of
 from .spans import repeats, shared
 
 Keep: TypeAlias = Literal["host", "device", "compressed"]

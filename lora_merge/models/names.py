@@ -25,7 +25,7 @@ from .adapter_architecture import architectures, described, modules_of
 from .architectures import load
 from .components import ENCODER_IDS, UNSURE, components
 from .experts import as_matrices
-from .fused import Split, parts_of, splits
+from .fused_weights import Split, parts_of, splits
 from .network import Component
 from .prefixes import DENOISERS, PREFIXES, TRAINING_WRAPPERS, innermost, numbers, prefixed, unwrapped, wrapper_notes
 from .weights import WeightView, stacked, transposed, whole

@@ -12,7 +12,7 @@ from ..dtypes import Shape
 from .architectures import IN_SHARDS, Architecture
 from .architectures.notation import RowTable, fill
 from .experts import Stack, as_matrices, is_stack, layer_of, sources, stack_of, weight_of
-from .fused import agreed, splits, whole_of
+from .fused_weights import agreed, splits, whole_of
 from .name_table import NameTable, Place, canonical, flattened, spelled
 from .weights import RowSlice, WeightView, rows_of, whole
 

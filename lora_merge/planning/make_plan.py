@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Final
 
 from ..adapters.modules import AdapterFile
-from ..adapters.stated import rules_of
+from ..adapters.network_settings import rules_of
 from ..adapters.tensor_values import FileValues, Values
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader

@@ -21,7 +21,7 @@ from ..files.file_uses import Folder
 from ..job import TOKENIZERS, Job, ResolvedJob
 from ..matching.patch import Match, PatchPart
 from ..merge_methods import METHODS, SUM, MergeMethod
-from ..models.fused import together
+from ..models.fused_weights import together
 from ..models.names import Names
 from ..models.weights import Weight, unstored
 from ..paths import input_name

@@ -23,7 +23,7 @@ from ..files.gguf.diffusion import diffusion_file, new_blocks
 from ..files.gguf.view import as_blocks
 from ..files.side_files import stored_name
 from ..job import Job
-from ..models.fused import together
+from ..models.fused_weights import together
 from ..models.names import Names
 from ..models.parts import Parts
 from ..options import NO_DEFAULTS

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
-from ..adapters.stated import side_file
+from ..adapters.network_settings import side_file
 from ..disk.files import open_regular
 from ..files.checkpoint import Index, configuration
 from ..files.safetensors import LEGACY_HASH, SEAL, ZERO_HASH

@@ -1,6 +1,6 @@
 """Proves a written merge: the header is the planned one, untouched bytes are the base's, merged rows are right.
 
-Merged rows are recomputed in float64 by formulas that share no code with the ones that wrote them (recompute.py,
+Merged rows are recomputed in float64 by formulas that share no code with the ones that wrote them (recomputation.py,
 reference/). By default a fixed sample of a few rows of every tensor is proven; with `full`, every byte.
 """
 
@@ -36,11 +36,11 @@ from .account import account
 from .grids import DECODED, ROUNDING, plain_grid
 from .loadable import check_folder, check_opened
 from .proof_report import REPORT_HEADERS, Findings, remedy
-from .recompute import UNASKED, Recomputation, read_exactly
+from .recomputation import UNASKED, Recomputation, read_exactly
 from .reference.floats import decode
 from .reference.one_core import one_core
 from .sampling import ALL_BELOW, Range, neighbours, ranges, stretch
-from .second_reading.read_again import read_again
+from .second_reading.comparison import read_again
 from .weights import Coded, coded_output
 
 SUSPECT_DISK: Final = "merge again; if it fails again with the same inputs, suspect disk and memory, or report it"

@@ -12,7 +12,7 @@ from itertools import chain, count, filterfalse
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from ..adapters.stated import side_file
+from ..adapters.network_settings import side_file
 from ..errors import InputError, MergeError, UsageError, VerificationFailed
 from ..files.checkpoint import configuration, open_checkpoint
 from ..paths import absolute, current_folders, of_index

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..adapters.modules import AdapterFile, group, rank_of
+from ..adapters.network_settings import rules_of
 from ..adapters.peft.rules import PeftRules
-from ..adapters.stated import rules_of
 from ..adapters.suffixes import split_parameter
 from ..algorithms.lora import LORA
 from ..change_statistics import Groups

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..adapters.modules import AdapterFile, Module
-from ..adapters.stated import rules_of
+from ..adapters.network_settings import rules_of
 from ..adapters.tensor_values import FileValues
 from ..algorithms import ALGORITHMS, DoesNotFit
 from ..disk.files import StoredTensor

@@ -19,7 +19,7 @@ from ..engine.change_norms import measure
 from ..engine.devices import place
 from ..engine.module_change import ModuleChange
 from ..engine.patch_tensors import PatchTensors
-from ..engine.recoding import Codes, read_back, refitted
+from ..engine.requantisation import Codes, read_back, refitted
 from ..engine.row_blocks import Block
 from ..engine.tensor_moves import TORCH_DTYPES, convert, stage
 from ..engine.tensors import TensorCache, stored_numbers, weight_values

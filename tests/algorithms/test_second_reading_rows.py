@@ -21,7 +21,7 @@ from lora_merge.matching.patch import PatchPart
 from lora_merge.planning.checkpoint_cache import CheckpointCache
 from lora_merge.planning.make_plan import plan_job
 from lora_merge.planning.plan import OutputTensor, Plan
-from lora_merge.proof.second_reading.read_again import Confirmation, read_again
+from lora_merge.proof.second_reading.comparison import Confirmation, read_again
 from tests.algorithms.row_files import write
 
 NO_OTHERS = ()

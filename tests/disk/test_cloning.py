@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.batch import planning
+from lora_merge.batch import batch_plan
 from lora_merge.disk import hashes, volumes
 from lora_merge.disk import writer as disk
 from lora_merge.disk.pages import PAGE
@@ -150,7 +150,7 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
 
 
 def test_space_is_asked_for_what_is_not_shared(tmp_path: Path, clones: Clones, monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in (volumes, planning):
+    for place in (volumes, batch_plan):
         monkeypatch.setattr(place, "CLONES", {file_system(tmp_path)})
     base, lora = inputs(tmp_path)
     changed = 2 * ROWS * COLS
@@ -164,7 +164,7 @@ def test_space_is_asked_for_what_is_not_shared(tmp_path: Path, clones: Clones, m
         lora_merge.run_batch(jobs)
     with pytest.raises(ResourceError, match="no space"):  # where another dtype leaves nothing as it is
         plan_merge(make_job(base, lora, tmp_path / "b.safetensors", dtype="bf16"))
-    for place in (admission, planning):
+    for place in (admission, batch_plan):
         monkeypatch.setattr(place, "share_blocks", lambda *_: False)  # on two disks
     with pytest.raises(ResourceError, match="no space"):
         plan_merge(make_job(base, lora, tmp_path / "c.safetensors"))

@@ -160,7 +160,7 @@ def _fold(weights: Tensors, factors: Tensors, at: Placement, output: torch.dtype
     """Plan from shapes, then fold the given tensors wherever they are."""
     from lora_merge.engine.row_blocks import blocks
     from lora_merge.job import make_job
-    from lora_merge.memory.merging import _adapters  # the plan of merge_state_dict, without its fetching of values
+    from lora_merge.memory.merge import _adapters  # the plan of merge_state_dict, without its fetching of values
     from lora_merge.memory.state_index import index_of
     from lora_merge.models.names import names
     from lora_merge.planning.make_plan import Inputs, match, outputs

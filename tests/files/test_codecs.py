@@ -13,7 +13,7 @@ import torch
 from lora_merge.disk.files import StoredTensor
 from lora_merge.dtypes import ITEM_BITS, bytes_of
 from lora_merge.engine import row_blocks
-from lora_merge.files.encodings import arithmetic, nearest
+from lora_merge.files.encodings import arithmetic, nearest_codes
 from lora_merge.files.encodings.base import CODES, Encoding, Packing, plain
 from lora_merge.files.encodings.fp4 import Fp4Tensors, fp4
 from lora_merge.files.gguf import blocks, encoding
@@ -93,7 +93,7 @@ def test_codes_of_e2m1_are_the_nearest_with_ties_to_even() -> None:
     points = torch.arange(-64, 65) / 8
     levels = torch.cat([beside(points), torch.tensor([-0.0, 1e-30, -1e-30, 1e30, -1e30])])
     expected = levels.clamp(-6, 6).numpy().astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
-    assert nearest.e2m1_codes(levels).tolist() == expected.tolist()
+    assert nearest_codes.e2m1_codes(levels).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -110,7 +110,7 @@ def test_neighbours_of_every_number_are_those_of_torch(dtype: torch.dtype) -> No
 def test_ends_below_numbers_are_counted_as_a_search_counts_them(count: int, dtype: torch.dtype) -> None:
     ends = torch.linspace(-1.5, 1.25, count)
     values = torch.cat([beside(ends), torch.tensor([0.0, -0.0, 3e38, -3e38]), torch.linspace(-2, 2, 999)])
-    assert torch.equal(nearest.ranks(values.clone(), ends, dtype), torch.bucketize(values, ends).to(dtype))
+    assert torch.equal(nearest_codes.ranks(values.clone(), ends, dtype), torch.bucketize(values, ends).to(dtype))
 
 
 @pytest.mark.few(16)
@@ -155,7 +155,7 @@ def test_blocks_of_fp4_are_the_same_whether_or_not_each_is_looked_at(
     assert first is not None
     merged = packing.encoding.decode(first, 0, len(values)).view(-1) + change * torch.randn(len(values), generator=made)
     found = encode(merged.clone(), first, 0)
-    monkeypatch.setattr(nearest, "doubtful", lambda marked, size: torch.arange(len(marked) // size))
+    monkeypatch.setattr(nearest_codes, "doubtful", lambda marked, size: torch.arange(len(marked) // size))
     every = encode(merged.clone(), first, 0)
     assert found is not None
     assert every is not None

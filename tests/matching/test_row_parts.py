@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import lora_merge
 from lora_merge.adapters.suffixes import split_row_part
 from lora_merge.errors import ShapeMismatch, UnmatchedModules
-from lora_merge.models.fused import agreed, splits
+from lora_merge.models.fused_weights import agreed, splits
 from lora_merge.models.weights import whole
 from tests.kit.files import load, save
 from tests.kit.fused_rows import FLUX, FLUX_DIFFUSERS, KV, PHI3, H

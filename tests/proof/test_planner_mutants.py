@@ -33,7 +33,7 @@ from lora_merge.models.weights import RowSlice, WeightView, rows_of, transposed
 from lora_merge.planning import checkpoint_cache as opened
 from lora_merge.planning import make_plan as planning
 from lora_merge.proof import verify
-from lora_merge.proof.second_reading.read_again import Confirmation
+from lora_merge.proof.second_reading.comparison import Confirmation
 from lora_merge.recipes.replay import prove
 from tests.kit.planner_scenes import SCENES, WIDTH, Scene
 

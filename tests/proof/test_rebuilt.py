@@ -15,7 +15,7 @@ from lora_merge.algorithms import ALGORITHMS, Loaded
 from lora_merge.algorithms.kmeans import kmeans
 from lora_merge.algorithms.low_rank import low_rank_svd
 from lora_merge.errors import VerificationFailed
-from lora_merge.proof.rebuilding import CHECKS, RebuiltSlots
+from lora_merge.proof.peft_initialisation import CHECKS, RebuiltSlots
 from lora_merge.proof.reference.floats import Array, as_dtype
 from lora_merge.recipes.replay import prove
 from tests.kit.files import save

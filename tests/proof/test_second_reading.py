@@ -29,8 +29,8 @@ from lora_merge.matching.match import ModulePlacer
 from lora_merge.models.names import names
 from lora_merge.planning.make_plan import Inputs, Matched, matches, outputs
 from lora_merge.proof.second_reading.claims import _spans as spans
+from lora_merge.proof.second_reading.comparison import UNKNOWN_PARTS, Confirmation, compare
 from lora_merge.proof.second_reading.modules import groups
-from lora_merge.proof.second_reading.read_again import UNKNOWN_PARTS, Confirmation, compare
 from lora_merge.proof.second_reading.rows import BaseRows as StoredRows
 from lora_merge.proof.second_reading.rows import Networks, WeightPlace
 from lora_merge.recipes.replay import prove

@@ -21,7 +21,7 @@ from lora_merge.cli.reports import plain_lines
 from lora_merge.engine.tensor_moves import convert
 from lora_merge.errors import FitError, InputError, UsageError, VerificationFailed
 from lora_merge.files.safetensors import parse_file
-from lora_merge.proof import recompute
+from lora_merge.proof import recomputation
 from lora_merge.proof.reference import floats
 from lora_merge.recipes.replay import prove
 from lora_merge.report import proof_rows
@@ -102,7 +102,7 @@ def test_parts_side_by_side_give_what_one_after_the_other_gives(made: Path, monk
     flip(wrong, QUERY, byte=last.nbytes - 1, bit=4)
     proofs, errors = [], []
     for chunk in (2**18, 64):
-        monkeypatch.setattr(recompute, "ELEMENTS_AT_ONCE", chunk)
+        monkeypatch.setattr(recomputation, "ELEMENTS_AT_ONCE", chunk)
         proofs.append(prove(out, full=True) | {"seconds": 0, "retained": 0, "survival": 0})
         with pytest.raises(VerificationFailed, match=f"row {last.shape[0] - 1}, column") as failed:
             prove(wrong, full=True)
@@ -189,11 +189,11 @@ def test_neighbour_on_the_other_side_of_the_exact_value_is_found(
 
 def test_short_reads_go_on_where_they_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x").write_bytes(bytes(range(40)))
-    whole = recompute.read_at
-    monkeypatch.setattr(recompute, "read_at", lambda fd, into, at: whole(fd, into[:3], at))
+    whole = recomputation.read_at
+    monkeypatch.setattr(recomputation, "read_at", lambda fd, into, at: whole(fd, into[:3], at))
     with (tmp_path / "x").open("rb") as f:
-        assert recompute.read_exactly(f.fileno(), 10, 5) == bytes(range(5, 15))
-        assert recompute.read_exactly(f.fileno(), 10, 35) == bytes(range(35, 40))
+        assert recomputation.read_exactly(f.fileno(), 10, 5) == bytes(range(5, 15))
+        assert recomputation.read_exactly(f.fileno(), 10, 35) == bytes(range(35, 40))
 
 
 def test_missing_module_is_found(made: Path) -> None:
@@ -457,9 +457,9 @@ def test_lost_entry_of_the_metadata_is_found(made: Path) -> None:
 def test_disk_is_asked_for_what_is_looked_at(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: set[tuple[int, int]] = set()
     looked: set[tuple[int, int]] = set()
-    hint, read = os.posix_fadvise, recompute.read_exactly
+    hint, read = os.posix_fadvise, recomputation.read_exactly
     monkeypatch.setattr(os, "posix_fadvise", lambda fd, at, n, why: (asked.add((at, n)), hint(fd, at, n, why)))
-    monkeypatch.setattr(recompute, "read_exactly", lambda fd, n, at: (looked.add((at, n)), read(fd, n, at))[1])
+    monkeypatch.setattr(recomputation, "read_exactly", lambda fd, n, at: (looked.add((at, n)), read(fd, n, at))[1])
     prove(made / "out.safetensors", **inputs(made))
     assert len(looked) > 20
     pages = [

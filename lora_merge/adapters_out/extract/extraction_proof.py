@@ -20,7 +20,7 @@ from ...job import Adapter
 from ...models.weights import Weight, WeightView, whole
 from ...planning.checkpoint_cache import CheckpointCache
 from ...progress import Counting
-from ...proof.recompute import Recomputation, gathered
+from ...proof.recomputation import Recomputation, gathered
 from ...proof.reference.floats import Array, step
 from ..groups import Target
 from ..job import AdapterJob

@@ -121,7 +121,7 @@ class Fp4(Encoding):
     def _codes(self, blocks: Tensor, scale: Tensor, parts: PartNumbers) -> Tensor:
         """Return the nearest codes of blocks, or those of stochastic rounding, flat."""
         from . import arithmetic, rounding
-        from .nearest import e2m1_codes
+        from .nearest_codes import e2m1_codes
 
         levels = _levels(blocks, scale)
         return e2m1_codes(rounding.to_table(levels, arithmetic.e2m1(), parts[DRAW]) if DRAW in parts else levels)
@@ -222,7 +222,7 @@ def _levels(blocks: Tensor, scale: Tensor) -> Tensor:
 def _codes_at_old_scales(blocks: Tensor, old: Tensor, *, every: bool) -> tuple[Tensor, Tensor | None]:
     """Return the codes of blocks at their old scales, flat, and the blocks whose scales may not be kept: few, as the
     codes show. None for all of them, without codes, where `every` one is to be looked at."""
-    from .nearest import doubtful, marked_e2m1_codes
+    from .nearest_codes import doubtful, marked_e2m1_codes
 
     if every:
         return old[:0], None

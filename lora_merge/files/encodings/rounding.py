@@ -80,7 +80,7 @@ def to_integers(values: Tensor, uniform: Tensor) -> Tensor:
 
 def to_table(values: Tensor, table: Tensor, uniform: Tensor) -> Tensor:
     """Return numbers of a table above or below each value; the outermost ones beyond its ends."""
-    from .nearest import ranks
+    from .nearest_codes import ranks
 
     pairs, values = _neighbours(tuple(table.tolist())), values.float()
     place = ranks(values.reshape(-1).neg(), pairs[0, :-1])

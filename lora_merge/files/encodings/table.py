@@ -55,7 +55,7 @@ class TableCodes(Encoding):
         import torch
 
         from . import arithmetic, rounding
-        from .nearest import nearest
+        from .nearest_codes import nearest
 
         # The blocks whose scales do not cover their numbers, or are too coarse.
         count = values.numel()
@@ -95,7 +95,7 @@ class TableCodes(Encoding):
         import torch
         from torch.nn.functional import pad
 
-        from .nearest import nearest
+        from .nearest_codes import nearest
 
         ideal = torch.where(refit, largest, old)
         if not self.nested:

@@ -1,7 +1,7 @@
 """The changes of an adapter to a base, by the second reading: module → rows of the base, formula, scale, strength.
 
 `claims` reads the headers of both files, the adapter's configuration and its α, nothing else. Modules whose answer is
-not certain are left out. Every claim must be what the plan says (read_again.py).
+not certain are left out. Every claim must be what the plan says (comparison.py).
 """
 
 from __future__ import annotations

@@ -22,10 +22,10 @@ from ..matching.patch import Patch, PatchPart
 from ..models.weights import Weight, WeightView
 from ..planning.plan import OutputTensor, Plan
 from ..survival import CHANCE_SHARE, ENOUGH
+from .combination_methods import PatchRows, RowChanges, costs_all, of_weight, stored_rows, together, uniform
 from .grids import ROUNDING, UNDERFLOW, Grid, plain_grid
-from .methods_again import PatchRows, RowChanges, costs_all, of_weight, stored_rows, together, uniform
+from .peft_initialisation import rebuilt_slots
 from .proof_report import Bound, Exact, Findings, coarse, measure
-from .rebuilding import rebuilt_slots
 from .reference import REFERENCE, FormulaInput
 from .reference.floats import Array, as_dtype, decode
 from .sampling import runs, sample, shuffled

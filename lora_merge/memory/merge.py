@@ -29,7 +29,7 @@ from ..engine.change_norms import replaced, replaced_measures
 from ..engine.devices import fastest, one_core, places, threads
 from ..engine.patch_tensors import PatchTensors
 from ..engine.quantised_output import refolded
-from ..engine.recoding import new_parts, refitted
+from ..engine.requantisation import new_parts, refitted
 from ..engine.row_blocks import Block, blocks, portions
 from ..engine.tasks import FoldTask, Merged
 from ..engine.tensor_moves import TORCH_DTYPES, Placement, convert, settle

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
-from lora_merge.adapters.stated import ENTRY_MEANINGS, Meaning
+from lora_merge.adapters.network_settings import ENTRY_MEANINGS, Meaning
 from lora_merge.errors import InputError, MergeError
 
 RANK = 4

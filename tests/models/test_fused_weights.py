@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lora_merge.models.fused import OUTPUTS, agreed, splits
+from lora_merge.models.fused_weights import OUTPUTS, agreed, splits
 
 H, Q, KV = 20, 16, 4
 ROWS = Q + 2 * KV
