@@ -13,13 +13,13 @@ from ..errors import FitError
 from ..models.part_factors import or_leave_out
 from ..progress import Progress, unwatched
 from .adapter_dialect import spelling_of
-from .conversion import Conversion
 from .convert import grouped, write
 from .convert import plan as plan_of_modules
 from .dialects import Dialect, dialect
 from .form import form_of_module
 from .groups import layers_of_weights
 from .job import AdapterJob
+from .output_modules import Conversion
 from .pipeline import AdapterRun, output_dtype
 from .report import AdapterReport
 from .sources import Sources, chosen_of, open_sources, ruled

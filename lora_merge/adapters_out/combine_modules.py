@@ -19,7 +19,6 @@ from ..text import Note
 from .assumed_base_values import cache_of
 from .change import SINGLE, Evaluator, norms_of, sum_of
 from .combined_change import Delta, combine
-from .conversion import Conversion
 from .convert_modules import Converter, rows_in_order
 from .copied_tensors import ModuleTensors
 from .decomposition.stored_factors import Cut
@@ -28,6 +27,7 @@ from .form import Form
 from .groups import Filled, PlacePart, Target
 from .job import AdapterJob
 from .module_tensors import StoredModule
+from .output_modules import Conversion
 from .parallel import PerThread
 from .rank_rules import LayerSpectrum, Rule
 from .sources import Sources

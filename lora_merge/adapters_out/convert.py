@@ -28,7 +28,6 @@ from ..progress import Progress, unwatched
 from ..text import Note
 from .adapter_dialect import heads, in_memory, input_dialect, input_places
 from .combination_proof import CombinationClaims, prove_combination
-from .conversion import Conversion, bundled, named, weight_of
 from .conversion_proof import ConversionClaims, prove_conversion
 from .copy_factors import Copies
 from .decomposition.svd_memory import note
@@ -40,6 +39,7 @@ from .job import FACTORS, GIVE_BASE, AdapterJob, algorithm_in, one_rank
 from .metadata.sizes import planned_size, tensors_of
 from .module_tensors import StoredModule
 from .output_file import CONTENTS, Entry, drafted, expect_room, text_of, unique, unread
+from .output_modules import Conversion, Maker, bundled, module_groups, named, stored_modules, weight_of
 from .peft.config import FAN_IN_FAN_OUT, config, differing_ranks, expect_one, task_type
 from .pipeline import (
     AdapterRun,
@@ -58,7 +58,6 @@ from .planned_tensors import facts_of, planned_modules, without_data
 from .rank_rules import EXACT
 from .report import AdapterReport
 from .sources import NOWHERE, Sources, chosen_of, open_sources
-from .stored_modules import Maker, module_groups, stored_modules
 
 
 def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:

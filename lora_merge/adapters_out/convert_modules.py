@@ -31,7 +31,6 @@ from .alpha import IN_A_FACTOR, Scales, in_a_factor
 from .assumed_base_values import cache_of
 from .change import SINGLE, Evaluator, change_of, in_place, largest_rank, squares_between, sum_of, whole_change
 from .combined_change import Delta, Storage, expect_finite, spectra
-from .conversion import Conversion, WrittenModules, bundled
 from .copied_tensors import (
     ModuleTensors,
     entry,
@@ -51,13 +50,13 @@ from .form import Form, holds_columns, is_product, vector_ending, written_dtype
 from .groups import Filled, Place, PlaceChange, Target, is_plain
 from .job import WHOLE, AdapterJob
 from .module_tensors import Layer, StoredModule, with_change
+from .output_modules import Conversion, WrittenModules, bundled, module_groups, stored_modules
 from .peft.completion import as_table, completed, with_biases
 from .peft.config import is_table, magnitude_shape
 from .peft.kronecker import TO_LORA, rank_of
 from .rank_rules import LayerSpectrum, Rule
 from .rounding import squares_of_rows
 from .sources import NOWHERE
-from .stored_modules import module_groups, stored_modules
 
 
 def placed_rows(change: RowMatrix, share: PlaceChange, place: Place) -> RowMatrix:

@@ -21,7 +21,6 @@ from ..dtypes import ITEM_BYTES
 from ..errors import beyond_dtype, beyond_fp64
 from ..merge_methods import COMBINATIONS
 from ..text import Note
-from .conversion import Conversion
 from .decomposition.factors import STORED_IN_16, decomposing, without_repeats
 from .decomposition.stored_factors import Cut, FactoredDelta, StoredFactors, exact, truncated
 from .factored_sums import FactoredSums, read_numbers
@@ -30,6 +29,7 @@ from .groups import Filled, PlacePart, Target
 from .job import AUTO, FACTORS, WHOLE, AdapterJob
 from .module_tensors import Layer, Norms, StoredModule, with_change
 from .output_file import Entry
+from .output_modules import Conversion
 from .rank_rules import EXACT, LayerSpectrum, Rule
 from .rounding import all_finite, data_of
 from .sources import Sources

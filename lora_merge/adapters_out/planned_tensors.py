@@ -11,7 +11,6 @@ from typing import Any
 from ..adapter_options import KEEP
 from ..disk.files import StoredTensor
 from ..dtypes import FLOATS, ITEM_BYTES, Shape
-from .conversion import Conversion
 from .dialects import Dialect
 from .form import Form, vector_ending, written_dtype
 from .groups import Filled, Place
@@ -19,6 +18,7 @@ from .job import AdapterJob
 from .metadata.sizes import PlannedLayer, factor_shapes
 from .module_tensors import Layer, StoredModule
 from .output_file import Entry
+from .output_modules import Conversion
 from .peft.config import BIAS_ENDING, WRAPPED_BIAS, expect_table, is_table, magnitude_shape
 from .peft.demands import Parameter, Places, by_module, demands, is_pair, new_biases
 from .peft.kronecker import rank_of

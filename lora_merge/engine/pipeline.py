@@ -26,11 +26,11 @@ from ..disk.remote import has_remote
 from ..disk.volumes import CLONES, SPARSE_SYSTEMS, file_system
 from ..disk.writer import Writer, amend
 from ..planning.header_entries import final_headers
+from ..planning.output_checksums import Checksums
 from ..planning.plan import Plan
 from ..process import deliver_pending
 from ..progress import STEP_SECONDS, Progress, Step
 from ..text import Note
-from .file_checksums import Checksums
 from .stages import Pool, WindowBuffers, WindowTask, drive
 from .tasks import Merged
 from .windows import Window, sharable, slots, window_bytes, windows

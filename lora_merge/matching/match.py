@@ -30,7 +30,6 @@ from ..models.weights import RowSlice, WeightView, whole
 from ..options import Unmatched
 from ..row_ranges import RowNumbers
 from ..text import Note, listed
-from .biases import GIVE_BIAS, NEW_BIAS, NO_BIAS, TUNED_BIAS, TURNED_BIAS, bias_beside
 from .conflicts import TWICE, DuplicateCheck
 from .factor_pairs import pairs
 from .fit_errors import STRANGE, ZERO_OF_INTEGERS, check_scales, check_variant, raise_problems
@@ -46,6 +45,17 @@ from .stored_base import stored_base
 from .tied_embeddings import SAVED_TWICE, AdapterPair, separate, shared_layers
 from .values import as_rows, is_copy, is_fixed, is_zero, with_values
 from .weight_finder import WeightFinder
+
+TUNED_BIAS: Final = Note("torchtune's forward pass of DoRA scales the bias too, its merge does not; nor does this one")
+TURNED_BIAS: Final = Note("trained in bypass mode, so its bias is changed with it; other programs leave the bias")
+
+NO_BIAS: Final = "the adapter trains a bias that the model's layers do not have, so the model would ignore it"
+GIVE_BIAS: Final = (
+    "train without it (lora_bias), or give the base biases of zeros first, if its config.json has an entry for them "
+    "(attention_bias, mlp_bias); else it can only be applied when the model runs"
+)
+
+NEW_BIAS: Final = "{names}: the base has no such bias; a model whose layers have none ignores it"
 
 DOES_NOT_FIT: Final = Note("it does not fit the base, and is left out because its strength is 0")
 TRAINED_TWICE: Final = (
@@ -413,3 +423,11 @@ class ModulePlacer:
             self.draft.unused |= {} if strength else {info.name: OFF}
         elif (patch := self._patch(Module.of_value(name, parameter, info), self.pair.start_of(view))) is not None:
             self._add(patch, self.pair.key(view))
+
+
+def bias_beside(weight: WeightView, base: Mapping[str, StoredTensor]) -> str:
+    """Return the name of the bias that a layer lacks, if the layer is one whole tensor, else ""."""
+    piece = weight.row_slices[0]
+    whole_tensor = weight.shape[:1] == (piece.rows,) and piece.size == prod(base[piece.key].shape)
+    named = len(weight.row_slices) == 1 and piece.key.endswith(".weight")
+    return piece.key.removesuffix("weight") + "bias" if named and whole_tensor else ""

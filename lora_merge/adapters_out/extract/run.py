@@ -39,12 +39,12 @@ from ..job import AUTO_FORMAT, SKIP, WHOLE, AdapterJob, algorithm_in, extraction
 from ..metadata.sizes import PlannedLayer, planned_size
 from ..module_tensors import Layer, StoredModule
 from ..output_file import CONTENTS, drafted, expect_room, unread
+from ..output_modules import ModuleGroups, stored_modules
 from ..peft.completion import completed, with_biases
 from ..peft.config import config, differing_ranks, expect_one, task_type
 from ..pipeline import AdapterRun, Outcome, RunFacts, idle_alpha, planned
 from ..planned_tensors import planned_difference
 from ..report import AdapterReport
-from ..stored_modules import ModuleGroups, stored_modules
 from .difference import Side, difference
 from .extract_modules import Extractor, batches
 from .extraction_proof import ExtractionClaims, prove_extraction
