@@ -61,7 +61,7 @@ class NewCodes:
         names = (t.name for t in chain((f.block.target for f in change.folds), (c.target for c in change.converts)))
         unknown = self._unknown(plan, names) if self._weights[plan] else []
         magnitudes: dict[str, float] = {}
-        work = chain.from_iterable(self._begin_largest(plan, target, change, base) for target in unknown)
+        work = chain.from_iterable(self._begin_largest(target, change, base) for target in unknown)
         while under_way := list(islice(work, BLOCKS_AT_ONCE)):
             for name, magnitude, first, merged in results(under_way):
                 magnitudes[name] = max(magnitude, magnitudes.get(name, 0.0))
@@ -111,7 +111,7 @@ class NewCodes:
             yield self.pool.submit(_store, target, (c.first + low, count), stored, into, fetch)
 
     def _begin_largest(
-        self, plan: int, target: OutputTensor, change: WindowChange, base: memoryview
+        self, target: OutputTensor, change: WindowChange, base: memoryview
     ) -> Iterator[Future[LargestNumber]]:
         """Start to find the largest number of a weight, part by part. Its parts in the window, whose input is `base`,
         are not read again."""

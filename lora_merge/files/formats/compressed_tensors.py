@@ -62,13 +62,13 @@ def _codes_in_bytes(checkpoint: Checkpoint, stem: str, args: Mapping[str, Any]) 
         return None
     scale = checkpoint.tensors[f"{stem}.weight_scale"]
     form = "int8" if weight.dtype == "I8" else "mxfp8" if scale.dtype in ("U8", "F8_E8M0") else "fp8"
-    beside, block = checkpoint.present(stem, *BESIDE), _block(args, weight, scale)
+    beside, block = checkpoint.present(stem, *BESIDE), _block(args, scale)
     of = ScaledTensors(weight, scale, f"compressed-tensors {form}", beside, zero, block, byte_powers=True)
     packing = scaled(of)
     return claimed(weight, weight.name, weight.shape, packing) if packing else None
 
 
-def _block(args: Mapping[str, Any], weight: StoredTensor, scale: StoredTensor) -> tuple[int, int] | None:
+def _block(args: Mapping[str, Any], scale: StoredTensor) -> tuple[int, int] | None:
     """Return rows and columns with one scale; None if there is one for the weight or each row."""
     size, block = args.get("group_size"), args.get("block_structure")
     if isinstance(block, str):  # "128x128", of older releases
