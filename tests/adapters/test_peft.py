@@ -368,7 +368,7 @@ def test_bare_names_are_of_modules_that_are_no_layers() -> None:
 @pytest.mark.parametrize(("pattern", "why"), [
     ({}, "both mean"), ({"rank_pattern": {"w1": 3}}, "both mean"), ({"alpha_pattern": {"w1": 32}}, "alpha_pattern"),
 ])  # fmt: skip
-def test_parameters_whose_order_nothing_tells_are_refused(pattern: dict[str, Any], why: str, tmp_path: Path) -> None:
+def test_parameters_of_unknown_order_are_refused(pattern: dict[str, Any], why: str, tmp_path: Path) -> None:
     names = ["base_model.model.m.mlp", "base_model.model.m.mlp.base_layer"]
     pairs = {f"{n}.lora_{x}.weight": torch.randn(s) for n in names for x, s in (("A", (4, 5)), ("B", (6, 4)))}
     adapter = folder(tmp_path, {**LORA, "target_parameters": ["mlp.w1", "mlp.w2"], **pattern}, pairs)
@@ -457,7 +457,7 @@ def test_metadata_is_used_by_a_merge(tmp_path: Path) -> None:
         ("transformer.a", None, ["r", "lora_alpha"], 1.0),
     ],
 )
-def test_finetrainers_header_tells_alpha(
+def test_finetrainers_header_states_alpha(
     tmp_path: Path, name: str, alpha: float | None, told: object, scale: float
 ) -> None:
     """What its trainers write, trainer/{sft,control}_trainer/trainer.py, and its loader reads back."""

@@ -76,7 +76,7 @@ def test_adapter_name_may_stand_inside(name: str) -> None:
         assert split(f"model.layers.0.q_proj{key}") == ("model.layers.0.q_proj", row)
 
 
-def test_adapter_name_stands_where_torch_puts_it_in_modules_of_modules() -> None:
+def test_adapter_name_is_where_torch_puts_it_in_modules_of_modules() -> None:
     assert split("m.q.glora_A.default.Xd") == split("m.q.glora_A.Xd") != split("m.q.glora_B.Xd")
 
 
@@ -205,7 +205,7 @@ def test_importing_the_tables_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_tensor_that_stands_alone_is_merged_or_refused_in_one_way(tmp_path: Path) -> None:
+def test_tensor_that_is_alone_is_merged_or_refused_in_one_way(tmp_path: Path) -> None:
     """As in a file that lacks the tensors that all layers share, and the configuration that names its method."""
     base = save({"layers.0.q.weight": torch.ones(1, 1)}, tmp_path / "base.safetensors")
     shares = [name for name, row in ALGORITHMS.items() if row.shared or row.beside]

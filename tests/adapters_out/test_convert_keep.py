@@ -157,7 +157,9 @@ def test_ai_toolkit_writes_what_it_writes_for_the_model(tmp_path: Path) -> None:
     assert "diffusion_model.layers.0.attention.to_q.lora_A.weight" in load_file(tmp_path / "zimage")
 
 
-def test_fault_of_the_output_is_seen_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_the_output_is_detected_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def faulty(made: ModuleTensors) -> StoredModule:
         tensors = {ending: value.clone() for ending, value in made.tensors.items()}
         if made.place.module.endswith("linear2"):

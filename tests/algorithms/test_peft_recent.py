@@ -79,7 +79,7 @@ def test_rebuilt_values_are_noted(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("draws", [True, False])
-def test_forward_pass_that_draws_noise_is_told(draws: bool, tmp_path: Path) -> None:  # noqa: FBT001
+def test_forward_pass_that_draws_noise_is_reported(draws: bool, tmp_path: Path) -> None:  # noqa: FBT001
     config = peft.PveraConfig(target_modules=["wide"], r=4, sample_at_inference=draws)
     base, tuned = train(config)
     save(tuned, tmp_path / "adapter")
@@ -134,7 +134,7 @@ def test_glora_of_a_bias_that_the_base_does_not_have_is_refused(tmp_path: Path) 
         lora_merge.merge_state_dict({"a.weight": torch.ones(4, 8)}, tmp_path)
 
 
-def test_zeros_of_glora_for_a_bias_that_the_layer_lacks_are_told_and_counted(tmp_path: Path) -> None:
+def test_zeros_of_glora_for_a_bias_that_the_layer_lacks_are_reported_and_counted(tmp_path: Path) -> None:
     """PEFT stores C, D and E as buffers of zeros there; nothing is to be changed, and nothing is left unsaid."""
     state = {f"{name}.weight": torch.ones(4, 8) for name in "ab"} | {"b.bias": torch.ones(4)}
     save_file(state, tmp_path / "base.safetensors")

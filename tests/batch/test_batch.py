@@ -352,7 +352,7 @@ def test_disk_may_stumble_twice(models: Path, monkeypatch: pytest.MonkeyPatch) -
     assert sorted(p.name for p in (models / "out").iterdir()) == ["1.safetensors", "3.safetensors"]
 
 
-def test_bug_in_one_job_is_told_and_stays_there(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bug_in_one_job_is_reported_and_stays_there(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make = making.WindowMerger.begin
 
     def buggy(self: making.WindowMerger, task: WindowTask) -> None:
@@ -610,7 +610,7 @@ def test_claim_timeout_leaves_no_folder(models: Path, monkeypatch: pytest.Monkey
     assert not (models / "out").exists()
 
 
-def test_folder_that_is_removed_again_and_again_is_told(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_that_is_removed_again_and_again_is_reported(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claims.time, "sleep", lambda _: None)
     monkeypatch.setattr(claims, "_acquire", lambda path: path.with_name("none").read_bytes())
     with pytest.raises(MergeError, match="No such file"), claimed(models / "out" / "1.safetensors"):

@@ -107,7 +107,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_mistakes_are_told_with_their_place(what: str, files: Path) -> None:
+def test_mistakes_are_reported_with_their_place(what: str, files: Path) -> None:
     job, told = WRONG[what]
     with pytest.raises(UsageError, match=told) as failure:
         load_jobs(batch(files, {**job, "output": "o.safetensors"}))

@@ -300,7 +300,7 @@ def test_packages_of_fixes_are_those_that_the_project_names(texts: set[str]) -> 
     assert all(re.search(rf'"{name}>=', known) for name in named)
 
 
-def test_fix_that_does_not_help_is_seen(tmp_path: Path) -> None:
+def test_fix_that_does_not_help_is_detected(tmp_path: Path) -> None:
     argv = ("base.safetensors", "lora.safetensors")
     again = typed(Failure(argv, str(tmp_path), "file not found", "use --dtype bf16"))
     assert again is not None and again["--dtype bf16"].startswith("3: file not found")

@@ -196,7 +196,7 @@ def in_terminal(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
         ({"TERM": "screen", "STY": "1.pts", "KITTY_WINDOW_ID": "1"}, False),
     ],
 )
-def test_narrower_terminal_keeps_what_stands_above_the_lines(
+def test_narrower_terminal_keeps_what_is_above_the_lines(
     variables: dict[str, str], breaks: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Terminals that break long lines get them all taken back; with others the line above stays."""

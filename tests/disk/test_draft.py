@@ -72,7 +72,7 @@ def test_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path: Path) -> None
     assert not [*tmp_path.iterdir()]
 
 
-def test_full_disk_tells_how_much_the_file_needs_at_most(tmp_path: Path) -> None:
+def test_full_disk_shows_how_much_the_file_needs_at_most(tmp_path: Path) -> None:
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 

@@ -59,7 +59,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     shift=st.sampled_from(["congruent", "odd", "readonly"]),
     data=st.data(),
 )
-def test_bytes_written_in_any_order_are_those_given(
+def test_bytes_in_any_order_are_written_in_place(
     folders: list[Path], sizes: list[int], mode: Mode, shift: str, data: st.DataObject
 ) -> None:
     content, pieces, at = pattern(sum(sizes)), [], 0

@@ -194,7 +194,7 @@ def test_number_that_is_not_finite_in_the_base_is_merged_as_on_the_cpu(tmp_path:
 
 
 @pytest.mark.parametrize("large", [torch.float16, torch.float8_e5m2])
-def test_number_too_large_for_one_dtype_of_a_window_is_seen_beside_others(
+def test_number_too_large_for_one_dtype_of_a_window_is_detected_beside_others(
     large: torch.dtype, tmp_path: Path, cuda: Pretended
 ) -> None:
     """Each dtype has extremes of its own, whichever comes last."""

@@ -160,7 +160,7 @@ def test_numbers_that_are_not_finite_or_were_cut_are_left_out(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("method", ["ties", "dare"])
-def test_changes_that_become_one_are_told_before_that(method: str, tmp_path: Path) -> None:
+def test_changes_that_become_one_are_reported_before_that(method: str, tmp_path: Path) -> None:
     base, name = sd1(), NAMES[0]
     save(base, tmp_path / "base.safetensors")
     files = [tmp_path / f"{n}.safetensors" for n in range(2)]

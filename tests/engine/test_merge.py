@@ -289,7 +289,7 @@ def test_base_that_is_hashed_is_read_in_its_order(
 
 
 @pytest.mark.slow
-def test_report_tells_where_the_time_went(
+def test_report_shows_where_the_time_went(
     mixed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settle = Pipeline.settle
@@ -656,7 +656,7 @@ def test_alpha_of_hundreds_of_digits_is_damage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["digests", "read", "write", "fold", "expect"])
-def test_system_without_threads_is_told(
+def test_system_without_threads_is_reported(
     files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     start = threading.Thread.start
@@ -678,7 +678,7 @@ def test_system_without_threads_is_told(
      RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory"),
      ImportError("libtorch_cpu.so: failed to map segment from shared object")],
 )  # fmt: skip
-def test_system_without_memory_is_told(
+def test_system_without_memory_is_reported(
     files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def refused(*_: object, **__: object) -> None:
@@ -744,7 +744,7 @@ def test_equal_layers_in_memory_are_folded_in_one_call(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_input_that_had_other_bytes_for_a_while_is_found(
+def test_input_that_had_other_bytes_for_a_while_is_detected(
     mixed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, known: bool
 ) -> None:
     """Its bytes and its time are put back before the end; the digest may be one of an earlier run."""

@@ -370,7 +370,7 @@ def test_auto_passes_over_a_device_that_does_not_compute(tmp_path: Path, monkeyp
     assert report.notes == (f"cuda is not used: {broken['cuda']}", "mps is not used: mps computes no fp64")
 
 
-def test_device_that_is_seen_and_not_usable_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_that_is_listed_and_not_usable_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def ones(*_: object, device: torch.device) -> Tensor:
         raise RuntimeError(f"{device} error: out of memory\nmore")
 

@@ -135,7 +135,7 @@ def test_replaced_weight_of_codes_is_measured(tmp_path: Path) -> None:
     assert found["retained"] is None
 
 
-def test_replacement_that_the_dtype_cannot_hold_is_told(tmp_path: Path) -> None:
+def test_replacement_that_the_dtype_cannot_hold_is_reported(tmp_path: Path) -> None:
     """No row of it is computed again by the proof, which copies it: the merge itself warns."""
     adapter = ln_tuning(tmp_path / "ln", 1 + 1e-4 * rand(64))
     report = lora_merge.merge(base(tmp_path), adapter, tmp_path / "out.safetensors", dtype="bf16")

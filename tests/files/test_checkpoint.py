@@ -272,7 +272,7 @@ def test_index_that_lies_is_refused(tmp_path: Path, weight_map: Any, why: str) -
         open_checkpoint(folder)
 
 
-def test_name_in_two_shards_is_refused_and_one_that_no_index_lists_is_told(tmp_path: Path) -> None:
+def test_name_in_two_shards_is_refused_and_one_that_no_index_lists_is_reported(tmp_path: Path) -> None:
     one, two = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
     shard(tmp_path / one, a=1)
     shard(tmp_path / two, b=2, extra=3)

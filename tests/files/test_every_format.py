@@ -316,7 +316,7 @@ def test_nan_is_copied_where_no_adapter_changes_the_weight(name: str, tmp_path: 
 PAGE = (Path(formats.__file__).parent / "README.md").read_text(encoding="utf-8")
 
 
-def test_page_tells_of_every_format_what_the_code_does() -> None:
+def test_page_describes_every_format_as_the_code_does() -> None:
     """Which file reads it, whether it is kept, which types of GGUF there are, and what an output can be."""
     cells = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("|")

@@ -208,7 +208,7 @@ def test_scales_that_are_no_numbers_are_refused(tmp_path: Path, adapter: Path) -
         lora_merge.merge(base, adapter, tmp_path / "out.gguf")
 
 
-def test_inspect_tells_the_types(tmp_path: Path) -> None:
+def test_inspect_shows_the_types(tmp_path: Path) -> None:
     facts = inspect(by_library.write(tmp_path / "flux.gguf", "flux", flux("Q4_K")))
     assert facts["dtypes"]["q4_k"] == 4 * 96 * 256
     assert facts["quantised"] == "4 weights as Q4_K"

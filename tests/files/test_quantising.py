@@ -323,7 +323,7 @@ def test_formats_that_no_loader_reads_are_refused_with_what_to_write_instead(tmp
         lora_merge.combine([lora], tmp_path / "x.safetensors", dtype="int8")
 
 
-def test_numbers_that_no_code_stands_for_are_refused(tmp_path: Path) -> None:
+def test_numbers_without_a_code_are_refused(tmp_path: Path) -> None:
     source, tensors = base(tmp_path / "base")
     lora, _ = adapter(tmp_path / "lora.safetensors")
     for layer in (NAMES[0], NAMES[2]):

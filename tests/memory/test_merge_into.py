@@ -303,7 +303,7 @@ def test_rows_that_share_their_memory_are_refused() -> None:
         lora_merge.merge_into(model, pairs(0, layers=1))
 
 
-def test_first_error_of_a_device_is_told_though_nothing_can_be_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_error_of_a_device_is_reported_though_nothing_can_be_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = iter(["CUDA error: device-side assert triggered", *["CUDA error: unspecified launch failure"] * 9])
 
     def broken(*_: Any) -> None:

@@ -178,7 +178,7 @@ def test_editing_a_card_is_no_change_of_the_model(inputs: tuple[Path, Path], tmp
 
 
 @pytest.mark.parametrize("options", [{"card": False}, {"no_metadata": True}])
-def test_no_card_where_none_is_wanted(options: Any, inputs: tuple[Path, Path], tmp_path: Path) -> None:
+def test_no_card_if_it_is_switched_off(options: Any, inputs: tuple[Path, Path], tmp_path: Path) -> None:
     lora_merge.merge(*inputs, tmp_path / "out", **options)
     assert not (tmp_path / "out" / "README.md").exists()
 

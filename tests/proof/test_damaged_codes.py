@@ -158,7 +158,7 @@ def test_output_without_codes_has_no_sums(tmp_path: Path, lora: Path) -> None:
 
 
 @pytest.mark.parametrize("edit", [lambda text: text[8:], lambda text: f"{int(text[0], 16) ^ 1:x}{text[1:]}"])
-def test_sums_that_were_edited_are_found(tmp_path: Path, edit: Callable[[str], str]) -> None:
+def test_sums_that_were_edited_are_detected(tmp_path: Path, edit: Callable[[str], str]) -> None:
     out = quantised(tmp_path, "fp8_scaled")
     raw, said = out.read_bytes(), metadata(out)[CHECKSUMS]
     out.write_bytes(raw.replace(said.encode(), edit(said).ljust(len(said)).encode()))

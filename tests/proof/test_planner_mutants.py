@@ -390,7 +390,7 @@ def test_mutants_are_fifty_and_no_two_are_one() -> None:
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.scene}: {m.does}")
-def test_wrong_planner_is_found(
+def test_wrong_planner_is_detected(
     scenes: Callable[[str], Scene], mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene, out = scenes(mutant.scene), tmp_path / "out.safetensors"

@@ -117,7 +117,7 @@ WRONG: tuple[tuple[str, str, Callable[[Array], Array]], ...] = (
 
 
 @pytest.mark.parametrize(("name", "slot", "change"), WRONG)
-def test_rebuilt_values_that_are_wrong_are_found(name: str, slot: str, change: Callable[[Array], Array]) -> None:
+def test_rebuilt_values_that_are_wrong_are_detected(name: str, slot: str, change: Callable[[Array], Array]) -> None:
     remade = made(name)
     wrong = spoiled(remade, slot, change)
     assert not np.array_equal(wrong.slots[slot], remade.slots[slot])

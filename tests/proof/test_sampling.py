@@ -74,7 +74,7 @@ def test_sampled_bytes_are_spread_over_all_tensors_and_all_bytes_are_all(sizes: 
 
 
 @pytest.mark.parametrize("part", range(3))
-def test_part_that_lacks_its_change_is_found_by_the_sample(part: int, tmp_path: Path) -> None:
+def test_part_that_lacks_its_change_is_detected_by_the_sample(part: int, tmp_path: Path) -> None:
     """A weight of a fused layer that adapters change in three parts, one of which was left as it was."""
     width, key = 256, "double_blocks.0.img_attn.qkv.weight"
     base = {key: rand(3 * width, width), "double_blocks.0.img_mod.lin.weight": rand(6 * width, width),

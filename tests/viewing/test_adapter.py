@@ -147,7 +147,7 @@ def test_block_of_a_module_follows_from_its_name_alone(name: str, block: str) ->
     assert adapter_groups({name: ()}).block(name) == block
 
 
-def test_most_frequent_tags_are_told_whole() -> None:
+def test_most_frequent_tags_are_shown_whole() -> None:
     counts = {f"a tag of some length {n}": 40 - n for n in range(40)}
     (told,) = (line for line in lines({"kind": "adapter", "trained": {"tags": counts}}) if line.startswith("tags"))
     shown, more = re.fullmatch(r"tags +(.*) and ([0-9]+) more", told).groups()  # type: ignore[union-attr]
@@ -156,13 +156,13 @@ def test_most_frequent_tags_are_told_whole() -> None:
     assert len(shown) <= VALUE_WIDTH
 
 
-def test_blocks_that_count_on_are_told_as_one() -> None:
+def test_blocks_that_count_on_are_shown_as_one() -> None:
     blocks = dict.fromkeys(["BASE", *(f"IN{n:02d}" for n in range(3)), "M00", "IN05", "OUT00", "OUT01"], 1)
     (told,) = (line for line in lines({"kind": "checkpoint", "blocks": blocks}) if line.startswith("blocks"))
     assert told.split()[1:7] == ["8:", "BASE", "IN00–IN02", "M00", "IN05", "OUT00–OUT01"]
 
 
-def test_alphas_of_a_peft_folder_are_told_by_module(tmp_path: Path) -> None:
+def test_alphas_of_a_peft_folder_are_reported_by_module(tmp_path: Path) -> None:
     """Its configuration has them, not its tensors."""
     modules = [f"base_model.model.model.layers.{n}.self_attn.{p}_proj" for n in range(2) for p in "qk"]
     pairs = {f"{m}.lora_{x}.weight": rand(*shape) for m in modules for x, shape in (("A", (2, 8)), ("B", (8, 2)))}

@@ -316,7 +316,7 @@ def test_plots_show_no_hidden_character_and_no_formula(tmp_path: Path) -> None:
     assert (tmp_path / "plot.svg").stat().st_size > 1000
 
 
-def test_page_of_an_adapter_tells_what_each_block_keeps(scene: Scene, tmp_path: Path) -> None:
+def test_page_of_an_adapter_shows_what_each_block_keeps(scene: Scene, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     code, text, _ = run("resize", scene.ink, "--rank", "2", "-o", tmp_path / "o.safetensors", "--html", page, "--json")
     assert code == 0

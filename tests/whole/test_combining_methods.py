@@ -264,7 +264,7 @@ def test_draws_are_those_of_the_adapter_and_its_module(
     assert any(not torch.allclose(twice[key], 2 * once[key]) for key in once), "the second one draws for itself"
 
 
-def test_biases_that_have_no_direction_are_told(tmp_path: Path) -> None:
+def test_biases_that_have_no_direction_are_reported(tmp_path: Path) -> None:
     base = {"a.weight": rand(6, 8, seed=1), "a.bias": rand(6, seed=2)}
     module = {"a.diff": rand(6, 8, seed=3), "a.diff_b": rand(6, seed=4)}
     files = [save(t, tmp_path / f"{n}.safetensors") for n, t in enumerate((base, module))]
