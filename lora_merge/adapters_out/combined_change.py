@@ -18,9 +18,8 @@ from ..engine.tensor_moves import FILE_DTYPES, HOST, Placement, finite, odd
 from ..errors import beyond_dtype
 from ..merge_methods import COMBINATIONS
 from .change import Change, largest_rank
-from .decomposition.factors import decomposing, inner_products, stacked
+from .decomposition.factors import Triples, decomposing, inner_products, stacked
 from .decomposition.matrix_svd import of_dense, values_of
-from .decomposition.singular_triples import Triples
 from .decomposition.storage_rounding import apart_from, rounded
 from .decomposition.stored_factors import Cut, FactoredDelta, StoredFactors, exact, leading_pair, spectrum_of, truncated
 from .groups import Target

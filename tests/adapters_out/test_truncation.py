@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from lora_merge.adapters_out.decomposition import krylov, matrix_svd
-from lora_merge.adapters_out.decomposition.factors import inverse_of_triangle, of_factors, squares_of, triangle
+from lora_merge.adapters_out.decomposition.factors import Triples, inverse_of_triangle, of_factors, squares_of, triangle
 from lora_merge.adapters_out.decomposition.krylov import orthonormal
 from lora_merge.adapters_out.decomposition.matrix_svd import of_dense, of_stack
-from lora_merge.adapters_out.decomposition.singular_triples import Triples
 from lora_merge.adapters_out.decomposition.storage_rounding import apart_from
 from lora_merge.adapters_out.decomposition.stored_factors import rounded
 from lora_merge.adapters_out.rank_rules import COUNT, Rule, choose, parse

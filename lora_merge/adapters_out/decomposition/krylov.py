@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ...engine.tensor_moves import Placement, host, stage
 from ...engine.tensors import beside
-from .factors import CLEAN, DEFECT
-from .singular_triples import Triples
+from .factors import CLEAN, DEFECT, Triples
 
 EXCESS: Final = 1e-3
 """By how much the error of a dense truncation may exceed the optimum, as a share of the optimum."""

@@ -15,8 +15,8 @@ from ...engine.row_matrix import CACHED, RowMatrix
 from ...engine.tensor_moves import HOST, Placement, host, stage
 from ..rank_rules import Rule, choose, reached
 from ..rounding import squares_of_rows
+from .factors import Triples, numeric_rank
 from .krylov import BLOCK_COLUMNS, SearchEnd, searched
-from .singular_triples import Triples, numeric_rank
 
 LEAST_BLOCKS: Final = 8
 """The least number of blocks of a search in the shorter side, where it is searched: otherwise the exact way is as

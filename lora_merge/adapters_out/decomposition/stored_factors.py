@@ -14,8 +14,7 @@ from ..groups import Target
 from ..module_tensors import Norms, Spectrum
 from ..rank_rules import Rule, choose
 from ..rounding import HEADROOM, Array, Effect, as_stored, widened
-from .factors import Grams, effect_of_product, inner, of_factors, root_of, squares_of
-from .singular_triples import Triples
+from .factors import Grams, Triples, effect_of_product, inner, of_factors, root_of, squares_of
 
 LEAST_SCALE: Final = 2.0**-126
 """The smallest number that fp32 holds with all its digits."""

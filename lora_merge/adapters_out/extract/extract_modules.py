@@ -19,9 +19,8 @@ from ...models.tied_weights import TiedPair
 from ...text import Note
 from ..combined_change import Delta, Storage, expect_finite, spectra
 from ..copied_tensors import ModuleTensors, in_memory, rounded_change, rounded_value
-from ..decomposition.factors import decomposing
+from ..decomposition.factors import Triples, decomposing
 from ..decomposition.matrix_svd import of_stack
-from ..decomposition.singular_triples import Triples
 from ..decomposition.stored_factors import Cut
 from ..dialects import COPIED_ENDINGS, Dialect
 from ..form import NO_FACTORS_OF_STACKS, Form, form_of_difference, vector_ending
