@@ -29,10 +29,9 @@ from ..text import Note
 from .adapter_dialect import heads, in_memory, input_dialect, input_places
 from .combination_proof import CombinationClaims, prove_combination
 from .conversion_proof import ConversionClaims, prove_conversion
-from .copy_factors import Copies
 from .decomposition.svd_memory import note
 from .dialects import DIALECTS, Dialect
-from .factored_modules import FactoredModules, factored_modules
+from .factored_modules import Copies, FactoredModules, factored_modules
 from .form import Form, form_of_module
 from .groups import Filled, Place, components, filled, places, regrouped
 from .job import FACTORS, GIVE_BASE, AdapterJob, algorithm_in, one_rank
@@ -85,8 +84,7 @@ def write(conversion: Conversion, this: AdapterRun) -> AdapterReport:
             writing = stored_modules(module_groups(conversion), make, draft, this.counted)
         else:
             load_library()
-            from .combine_modules import combiner
-            from .convert_modules import computed, converter
+            from .matrix_modules import combiner, computed, converter
 
             with_torch = combiner(conversion, reader, factored) if factored else partial(converter, conversion, reader)
             heap = stack.enter_context(closing(Heap(job.output.parent, job.inputs.max_memory // 4)))

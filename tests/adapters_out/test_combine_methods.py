@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 import lora_merge
-from lora_merge.adapters_out import combine_modules
+from lora_merge.adapters_out import matrix_modules
 from lora_merge.engine import combination
 from lora_merge.engine.combination import combined, gram
 from lora_merge.engine.row_matrix import RowMatrix, largest
@@ -206,7 +206,7 @@ def test_slerp_is_the_formula_on_the_sphere_for_lengths_of_their_own(t: float) -
 @pytest.mark.parametrize("method", ["ties", "karcher"])
 def test_wrong_result_of_a_method_is_not_proven(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Δ of the file is computed again from the inputs; the error names the output, which has a temporary name then."""
-    right, given = combine_modules.combine, {"density": 0.5} if method == "ties" else {}
+    right, given = matrix_modules.combine, {"density": 0.5} if method == "ties" else {}
     for n in range(2):
         save_file(kohya(sd1(), te=False, seed=100 * n + 1), tmp_path / f"{n}.safetensors")
     files: Any = [tmp_path / "0.safetensors", (tmp_path / "1.safetensors", -0.5)]
@@ -218,7 +218,7 @@ def test_wrong_result_of_a_method_is_not_proven(method: str, tmp_path: Path, mon
         wanted = right(*some)
         return replace(wanted, whole=RowMatrix.of(wanted.dense() * 1.01))
 
-    monkeypatch.setattr(combine_modules, "combine", wrong)
+    monkeypatch.setattr(matrix_modules, "combine", wrong)
     with pytest.raises(VerificationFailed, match="not what the report says") as raised:
         lora_merge.combine(files, tmp_path / "d.safetensors", **options)
     assert raised.value.where.startswith(f"{tmp_path / 'd.safetensors'}: ")
