@@ -498,7 +498,7 @@ def test_proof_reads_whole_matrices_as_the_file_stores_them(
         return read(self, info, shape, entries)
 
     monkeypatch.setattr(written_proof, "CHANGE_NUMBERS", 1)
-    monkeypatch.setattr(extraction_proof, "BLOCK", 1)
+    monkeypatch.setattr(extraction_proof, "CHANGE_NUMBERS", 1)
     monkeypatch.setattr(WeightReader, "__call__", counted)
     report = lora_merge.extract(*given, algorithm="full")
     assert report.verified is not None and report.verified["ok"] and {*rows} == {1}

@@ -87,7 +87,7 @@ def test_rules_choose_of_the_values_that_were_found_what_they_choose_of_all(
     spectrum: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the largest singular values tell the rank, the others are not computed."""
-    monkeypatch.setattr(matrix_svd, "WIDTH", 12)
+    monkeypatch.setattr(matrix_svd, "BLOCK_COLUMNS", 12)
     delta, rule = example(spectrum), parse(text)
     every = np.linalg.svd(delta.numpy(), compute_uv=False)
     every = every[every > 1e-9]

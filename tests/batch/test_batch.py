@@ -713,7 +713,7 @@ def test_exception_at_a_report_ends_the_call_and_leaves_nothing_unfinished(
     models: Path, monkeypatch: pytest.MonkeyPatch, exception: type[BaseException]
 ) -> None:
     """Whether Ctrl-C arrives there, or the caller's function fails: also the claims of jobs under way are gone."""
-    monkeypatch.setattr("lora_merge.batch.run.TOGETHER", 2)
+    monkeypatch.setattr("lora_merge.batch.run.JOBS_TOGETHER", 2)
 
     def refuse(report: JobReport) -> None:
         assert report.status == "merged"

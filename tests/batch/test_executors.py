@@ -139,7 +139,7 @@ def test_workers_give_the_same_bytes_and_one_that_dies_costs_nothing(
     models: Path, monkeypatch: pytest.MonkeyPatch, nursery: Nursery
 ) -> None:
     """The first is one that dies, the second a real one, and the third has the first one's place."""
-    monkeypatch.setattr(batch, "TOGETHER", 2)
+    monkeypatch.setattr(batch, "JOBS_TOGETHER", 2)
     started: list[subprocess.Popen[bytes] | Forked] = []
     start = executors._start
 
@@ -212,7 +212,7 @@ def test_failed_device_is_replaced_by_another_process(
     models: Path, monkeypatch: pytest.MonkeyPatch, together: int, nursery: Nursery
 ) -> None:
     """This process fails in its second group; jobs of that group are run again, and later ones in the new process."""
-    monkeypatch.setattr(batch, "TOGETHER", together)
+    monkeypatch.setattr(batch, "JOBS_TOGETHER", together)
     begun: list[JobGroup] = []
 
     def half(group: JobGroup, *given: Any) -> Iterator[JobReport]:

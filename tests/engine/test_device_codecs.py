@@ -38,7 +38,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Pretended, set[st
         used.add(str(device))
         return computing(device)
 
-    for module in ("tensors", "recoding"):
+    for module in ("tensors", "requantisation"):
         monkeypatch.setattr(f"lora_merge.engine.{module}.computing", seen)
     if torch.cuda.is_available():
         yield Pretended(), used

@@ -86,7 +86,7 @@ def test_blocks_in_a_row_are_sampled_by_every_fourth(
     monkeypatch.setattr("lora_merge.engine.row_blocks.BLOCK_ELEMENTS", 64 * 16)  # 16 rows
     monkeypatch.setattr(Sampling.__init__, "__defaults__", (8, 1, runs, frozenset()))
     monkeypatch.setattr("lora_merge.engine.window_merger.checked", lambda _: frozenset())
-    for name, size in (("RUN", 8), ("PERIOD", 2048), ("LEAST", 64)):
+    for name, size in (("RUN", 8), ("PERIOD", 2048), ("LEAST_BLOCK", 64)):
         monkeypatch.setattr(change_sample, name, size)
     name, rows = "model.layers.0.self_attn.q_proj", 16 * 9 + 5
     save({f"{name}.weight": torch.ones(rows, 64)}, tmp_path / "base.safetensors")

@@ -777,7 +777,7 @@ def test_input_that_had_other_bytes_for_a_while_is_detected(
 
 def test_progress_moves_within_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One window of many blocks, written in many pieces: a slow formula or disk would not let the bar stand."""
-    monkeypatch.setattr(pipeline, "APART", 0.0)
+    monkeypatch.setattr(pipeline, "STEP_SECONDS", 0.0)
     base = save({"w": rand(2048, 1024).half()}, tmp_path / "base.safetensors")
     lora = save({"w.lora_up.weight": rand(2048, 2), "w.lora_down.weight": rand(2, 1024)}, tmp_path / "l.safetensors")
 
@@ -791,5 +791,5 @@ def test_progress_moves_within_a_window(tmp_path: Path, monkeypatch: pytest.Monk
 
     whole = parts(1 << 30)
     assert len(parts(1 << 20)) >= len(whole) + 3, "pieces that are written"
-    monkeypatch.setattr(pipeline, "APART", 1e9)
+    monkeypatch.setattr(pipeline, "STEP_SECONDS", 1e9)
     assert len(parts(1 << 20)) < len(whole), "blocks that are merged"

@@ -313,7 +313,7 @@ def test_metal_is_given_only_what_it_holds(
     stored: torch.dtype, output: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("tensor_moves", "devices"):
-        monkeypatch.setattr(f"lora_merge.engine.{module}.WHOLE", {"cpu"})
+        monkeypatch.setattr(f"lora_merge.engine.{module}.FULL_DEVICES", {"cpu"})
     with Metal() as metal:
         for more in (linear(torch.float32), {"m.full.oft_blocks": torch.empty(3, 4, 4)}):
             factors = {k: torch.empty(t.shape, dtype=stored) for k, t in more.items()}

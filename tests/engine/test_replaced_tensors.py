@@ -99,7 +99,7 @@ def test_embeddings_with_other_numbers_of_rows_are_measured_beside_a_lora(rows: 
 
 def test_large_tensor_is_sampled_by_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They stand for all numbers, also where the rest of the tensor is short."""
-    for name, value in (("LEAST", 512), ("RUN", 64), ("EVERY", 8)):
+    for name, value in (("WHOLE_BELOW", 512), ("READ_RUN", 64), ("SAMPLE_STRIDE", 8)):
         monkeypatch.setattr(change_norms, name, value)
     monkeypatch.setattr(change_norms.measure, "__defaults__", (8,))
     source = base(tmp_path, rows=1001)

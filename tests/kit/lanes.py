@@ -158,7 +158,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
             yield
 
     for module in ("tensor_moves", "devices"):
-        monkeypatch.setattr(f"lora_merge.engine.{module}.WHOLE", {"cpu", "meta"})
+        monkeypatch.setattr(f"lora_merge.engine.{module}.FULL_DEVICES", {"cpu", "meta"})
     monkeypatch.setattr("lora_merge.engine.tensor_moves.queues", lambda device: device.type == "meta")
     monkeypatch.setattr("lora_merge.engine.tensor_moves.odd", lambda _: False)  # there are no values
     for module in ("gpu_windows", "gpu_adapters"):

@@ -647,8 +647,8 @@ def test_page_keeps_its_size_and_says_what_it_leaves_out(
         len(pages.page({"kind": "adapter", "path": "a", "bytes": 1, "tensors": 1, "schema": "lora-merge/inspect/2"}))
         + 300_000
     )
-    assert most < pages.MOST == 5_000_000
-    monkeypatch.setattr(pages, "MOST", most)
+    assert most < pages.MOST_PAGE_BYTES == 5_000_000
+    monkeypatch.setattr(pages, "MOST_PAGE_BYTES", most)
     html = pages.page(found)
     assert most - 300_000 < len(html.encode()) <= most
     told = content(html)["notes"][0]
