@@ -52,14 +52,14 @@ def test_plan_shows_the_strengths_that_are_applied(run: Run) -> None:
     code, out, _ = run("jobs.yaml", "--dry-run")
     assert code == 0
     first, second, third, count, *_ = out.splitlines()
-    assert first.endswith("base.safetensors + lora.safetensors (1× te (8), 1× unet (24))")
-    assert second.endswith("base.safetensors + lora.safetensors (0.5× unet (24), te 0: 8 left out)")
-    lora, ink = (f"{name}.safetensors ({s}× te (8), {s}× unet (24))" for name, s in (("lora", 0.25), ("ink", 1)))
+    assert first.endswith("base.safetensors + lora.safetensors (1× te (5), 1× unet (15))")
+    assert second.endswith("base.safetensors + lora.safetensors (0.5× unet (15), te 0: 5 left out)")
+    lora, ink = (f"{name}.safetensors ({s}× te (5), {s}× unet (15))" for name, s in (("lora", 0.25), ("ink", 1)))
     assert third.endswith(f"base.safetensors + {lora} + {ink}")
     assert count.startswith("3 jobs: ")
     told = [json.loads(line) for line in run("jobs.yaml", "--dry-run", "--json")[1].splitlines()]
-    assert told[1]["adapters"][0]["strengths"] == {"unet": {"0.5": 24}, "te": {"0": 8}}
-    assert told[2]["adapters"][0]["strengths"] == {"unet": {"0.25": 24}, "te": {"0.25": 8}}
+    assert told[1]["adapters"][0]["strengths"] == {"unet": {"0.5": 15}, "te": {"0": 5}}
+    assert told[2]["adapters"][0]["strengths"] == {"unet": {"0.25": 15}, "te": {"0.25": 5}}
 
 
 def test_equal_outputs_are_reported_once_and_redone(run: Run, made: Path) -> None:

@@ -202,7 +202,7 @@ def test_parts_of_strength_for_in_another_spelling(run: Run, text: str, fix: str
 
 def test_expression_stands_behind_one_adapter(run: Run) -> None:
     out = run("base", "lora:0.8,te=0,re:attn2=0.5", "--dry-run")[1]
-    assert "0.8× unet (16), 0.4× unet (8), te 0: 8 left out" in out
+    assert "0.8× unet (12), 0.4× unet (3), te 0: 5 left out" in out
 
 
 @pytest.mark.parametrize("command", [["base"], ["inspect"], ["inspect", "--json"]])
@@ -525,8 +525,8 @@ def test_effective_strengths_and_names_of_one_adapter_twice(run: Run) -> None:
     code, out, _ = run("base", "lora", "lora:0.5", "--strength-for", "te=0", "--json", "-o", "out")
     told = json.loads(out)
     assert code == 0 and [*told["coverage"]] == ["lora.safetensors", "lora.safetensors (2)"]
-    assert [r["strengths"]["unet"] for r in told["verified"]["retained"]] == [{"1": 24}, {"0.5": 24}]
-    assert [r["strengths"]["te"] for r in told["verified"]["retained"]] == [{"0": 8}] * 2
+    assert [r["strengths"]["unet"] for r in told["verified"]["retained"]] == [{"1": 15}, {"0.5": 15}]
+    assert [r["strengths"]["te"] for r in told["verified"]["retained"]] == [{"0": 5}] * 2
 
 
 @pytest.mark.parametrize(("written", "right"), [

@@ -48,7 +48,7 @@ def bake(**more: Any) -> dict[str, Any]:
 
 def test_bake_writes_what_merge_writes(host: Host) -> None:
     path, report = host.post(bake())["3"].values
-    assert path == str(host.models / "checkpoints/out/both.safetensors") and "32 of 50 tensors" in report
+    assert path == str(host.models / "checkpoints/out/both.safetensors") and "20 of 35 tensors" in report
     second = lora_merge.Adapter(host.models / "loras/a1.safetensors", 0.5, (("te", 0.5), ("B01", 0), ("unet", 0.9)))
     expected = host.models / "expected.safetensors"
     lora_merge.merge(host.models / BASE, [(host.models / "loras/a0.safetensors", 0.8), second], expected)
@@ -106,7 +106,7 @@ def test_parameters_at_their_defaults_are_accepted(host: Host, method: str) -> N
     option = next(i for i in host.nodes["LoraMergeBake"].define_schema().inputs if i.id == "method")
     chosen = next(o for o in option.options if o.key == method)
     values = {f"method__{i.id}": i.default for i in chosen.inputs}
-    assert "32 of 50 tensors" in host.post(bake(method=method, **values))["3"].values[1]
+    assert "20 of 35 tensors" in host.post(bake(method=method, **values))["3"].values[1]
 
 
 def test_every_node_that_writes_or_looks(host: Host) -> None:
@@ -127,8 +127,8 @@ def test_every_node_that_writes_or_looks(host: Host) -> None:
     for name in ("combine", "resize", "convert", "extract", "out"):
         path = Path(posted[name].values[0])
         assert path.is_file() and path.suffix == ".safetensors" and posted[name].ui.value
-    assert "✓" in posted["verify"].values[1] or "32" in posted["verify"].values[1]
-    assert "32 of 32" in posted["inspect"].values[1]
+    assert "✓" in posted["verify"].values[1] or "20" in posted["verify"].values[1]
+    assert "20 of 20" in posted["inspect"].values[1]
     assert "rank 4" in posted["alone"].values[1]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,11 @@ Tensors = dict[str, Tensor]
 
 def rand(*shape: int, seed: int = 0, scale: float = 0.1) -> Tensor:
     """Normal numbers that depend on shape and seed alone."""
+    return _normal(shape, seed, scale).clone()
+
+
+@functools.lru_cache(4096)
+def _normal(shape: tuple[int, ...], seed: int, scale: float) -> Tensor:
     generator = torch.Generator().manual_seed(seed * 7919 + sum((i + 1) * d for i, d in enumerate(shape)))
     return torch.randn(shape, generator=generator) * scale
 

@@ -55,7 +55,7 @@ def test_output_says_how_it_was_made(files: Path) -> None:
     (adapter,) = recipe["adapters"]
     assert adapter["files"][0]["sha256"] == sha(files / "style.safetensors")
     assert (adapter["strength"], adapter["parts"]) == (0.7, [["te", 0.5]])
-    assert adapter["strengths"] == {"unet": {"0.7": 24}, "te": {"0.35": 8}}
+    assert adapter["strengths"] == {"unet": {"0.7": 15}, "te": {"0.35": 5}}
     assert (recipe["dtype"], recipe["compute_dtype"], recipe["unmatched"]) == ("bf16", "fp32", "error")
     assert found["author"] == "somebody"
     assert found["modelspec.merged_from"] == "base.safetensors, style.safetensors"

@@ -53,7 +53,7 @@ def test_every_name_of_a_file_leads_to_it(machines: Machines, lora: bytes, run: 
     code, out, err = run("inspect", f"{name}:0.5", "--json")
     assert code == 0, err
     facts = json.loads(out)
-    assert facts["algorithms"] == {"lora": 32} and facts["hashes"]["sha256"] == sha256(lora)
+    assert facts["algorithms"] == {"lora": 20} and facts["hashes"]["sha256"] == sha256(lora)
     assert "urn:air:sd1:lora:civitai:7@12#90" in facts["path"]
 
 
