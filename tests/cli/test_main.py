@@ -11,7 +11,7 @@ import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -149,16 +149,26 @@ def test_names_that_begin_as_home_folders_do(
     _refused(run(model, "~style.safetensors"), 2, tmp_path, "no such user")
 
 
+@pytest.fixture(scope="module")
+def merged_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with models, a merge of them and a jobs file."""
+    folder = tmp_path_factory.mktemp("merged")
+    base, style = save(sd1(), folder / "base.safetensors"), save(kohya(sd1()), folder / "style.safetensors")
+    lora_merge.merge(base, style, folder / "merged.safetensors")
+    (folder / "j.yaml").write_text(f"[{{base: {base.name}, adapters: [{style.name}], output: o.safetensors}}]")
+    return folder
+
+
 @pytest.fixture
-def lost(tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with models, a merge of them and a jobs file, and a current folder that is gone."""
-    monkeypatch.chdir(tmp_path)
-    lora_merge.merge(model, style, "merged")
-    Path("j.yaml").write_text(f"[{{base: {model.name}, adapters: [{style.name}], output: o.safetensors}}]")
-    Path("lost").mkdir()
-    monkeypatch.chdir("lost")
+def lost(merged_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """These models, and a current folder that is gone; what a test writes beside them goes with it."""
+    before = {*merged_models.iterdir()}
+    (tmp_path / "lost").mkdir()
+    monkeypatch.chdir(tmp_path / "lost")
     (tmp_path / "lost").rmdir()
-    return tmp_path
+    yield merged_models
+    for written in {*merged_models.iterdir()} - before:
+        written.unlink()
 
 
 @pytest.mark.parametrize("words", [
