@@ -27,6 +27,7 @@ import pytest
 
 from lora_merge.process import NUMBERS, collect_rarely
 from tests.kit.fixes import TYPED
+from tests.kit.package import syntax
 from tests.kit.pairs import WHOLE, examples, leave_out
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -170,6 +171,7 @@ def hooks() -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    module._tree = syntax  # type: ignore[attr-defined]  # the trees that other tests have too
     return module
 
 
