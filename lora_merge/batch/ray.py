@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, Final
 
+from ..disk.uploads import sink_of
 from ..errors import DeviceFailed, MergeError, ResourceError, UsageError
 from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Gathered, Guard, Progress, Step, observed
@@ -160,7 +161,7 @@ class _Ray:
     def _reachable(self, report: JobReport) -> Iterator[JobReport]:
         """Return the first report of each job; an output that cannot be seen from here is a failure."""
         entry = self.left.pop(report.number, None)
-        if entry is not None and report.ok and not os.path.lexists(report.output):
+        if entry is not None and report.ok and _is_missing(entry):
             yield failed(entry, _unseen(report.output, f"made on {report.worker}"))
         elif entry is not None:
             yield report
@@ -174,6 +175,12 @@ class _Ray:
             _, tasks = self.ray.wait(tasks, num_returns=len(tasks), timeout=GRACE)
             if not tasks:
                 break
+
+
+def _is_missing(entry: BatchJob) -> bool:
+    """Return whether an output cannot be seen from here; one of another machine was read there by its job."""
+    output = entry.job.output
+    return sink_of(output) is None and not os.path.lexists(output)
 
 
 def named_gpus(device: str) -> list[str]:

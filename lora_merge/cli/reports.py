@@ -360,7 +360,7 @@ def dry(plan: Plan) -> dict[str, Any]:
     from ..version import __version__
 
     return {
-        "dry_run": True, "base": str(plan.job.base), "architecture": plan.architecture, "output": str(plan.job.output),
+        "dry_run": True, "base": str(plan.job.base), "architecture": plan.architecture, "output": plan.job.output_name,
         "bytes": plan.size, "memory": buffer_bytes(plan), "max_memory": plan.job.max_memory,
         "disk": disk_room(plan).facts, "tensors": sum(len(f.targets) for f in plan.files), "changed": plan.changed,
         "coverage": coverage(plan), "files": files(plan), "notes": list(plan.base.notes), "version": __version__,
@@ -507,7 +507,7 @@ def planned_job(s: PlannedJob, total: int) -> str:
     request = s.entry.request
     base = [input_name(job.base)] if request is None or request.base is not None else []
     what = "" if request is None else f"{request.command} "
-    return f"[{s.entry.number}/{total}] {fate}  {nearest(str(job.output))}  {what}" + " + ".join([*base, *_adapters(s)])
+    return f"[{s.entry.number}/{total}] {fate}  {nearest(job.output_name)}  {what}" + " + ".join([*base, *_adapters(s)])
 
 
 def _adapters(s: PlannedJob) -> Iterator[str]:

@@ -30,8 +30,10 @@ from typing import Final
 
 from ..errors import MergeError, UsageError
 from ..process import begin_commit, kept_back, uninterrupted
+from ..progress import Progress, unwatched
 from .destination import check_kind, check_output, failures
 from .system import CAN_LOCK, CAN_OPEN_FOLDERS, PLAIN_FLAGS, lock_now, path_of, swap_names
+from .uploads import sink_of, take_card, upload
 
 OLD: Final = ".old"
 """Ending of a replaced folder, after the name of the temporary folder that replaces it."""
@@ -222,10 +224,11 @@ def replacing(
     overwrite: bool = False,
     folder: bool = False,
     contents: Iterable[str] = (),
+    progress: Progress = unwatched,
 ) -> Iterator[Path]:
     """Yield a temporary file or folder, empty, that becomes `target` only if the block succeeds.
 
-    Missing parents are made, and removed again on failure. `contents` are the names that an output folder will hold;
+    The draft of an output of another machine is uploaded in place of that, and removed. Missing parents are made, and removed again on failure. `contents` are the names that an output folder will hold;
     a folder with other files is not replaced. Raises the errors of `check_output` and of `writer.failure`.
     """
     with failures(target), suppress(FileNotFoundError, NotADirectoryError):
@@ -247,6 +250,9 @@ def replacing(
                     if not left:
                         raise
         yield part
+        if (sink := sink_of(target)) is not None:
+            upload(sink, part, target, overwrite=overwrite, progress=progress)
+            return
         with failures(target):
             _sync(part)
             with _turn(target.parent):
@@ -274,9 +280,13 @@ def replacing(
 def put_file(path: Path, content: bytes, *, overwrite: bool = True, mode: int | None = None) -> None:
     """Write a small file: a card, a page, a report, remembered digests. It is complete and on the disk, or not there.
 
+    The card of an output that is uploaded waits for that.
+
     A link at the path is replaced, and never followed. Signals wait until it is written. `mode`: the permissions, also
     of a file that replaces one with others; without it, those of the old file, or the usual ones. Raises MergeError.
     """
+    if take_card(path, content):
+        return
     with failures(path), kept_back():
         check_kind(path, overwrite=overwrite)
         with suppress(OSError):

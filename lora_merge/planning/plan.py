@@ -324,7 +324,7 @@ def plan_rows(plan: Plan, *, verbose: bool = False) -> Iterator[Fact]:
     matches = coverage(plan)
     values = {
         "base": plan.job.base, "architecture": plan.architecture, "notes": plan.base.notes, "coverage": matches,
-        "output": plan.job.output, "dtype": plan.job.dtype, "changed": plan.changed, "codes": plan.codes,
+        "output": plan.job.output_name, "dtype": plan.job.dtype, "changed": plan.changed, "codes": plan.codes,
         "tensors": sum(len(file.targets) for file in plan.files), "method": plan.job.method,
     }  # fmt: skip
     formulas = {name: ", ".join(match.algorithms) for name, match in zip(matches, plan.adapters, strict=True)}

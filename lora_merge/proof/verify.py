@@ -108,7 +108,7 @@ def _byte_counter(plan: Plan, progress: Progress, *, full: bool) -> Callable[[in
     A sample of the unchanged ones takes next to no time compared with the merged ones, and is not counted.
     """
     total = sum(t.nbytes for f in plan.files for t in f.targets if t.uses or full)
-    return counted(progress, "prove", str(plan.job.output), total)
+    return counted(progress, "prove", plan.job.output_name, total)
 
 
 def _check(

@@ -1,0 +1,74 @@
+"""Outputs of other machines: a draft here is written and proven like any output, and is then uploaded.
+
+The path of a draft is below a folder `addresses.UPLOADS` and stands for an address. `replacing` hands the finished draft
+to the sink of that address in place of a rename, and removes it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from ..addresses import UPLOADS
+from ..progress import Progress
+from ..text import Note
+
+
+class Sink(Protocol):
+    """A kind of place that outputs are uploaded to. `card`: whether a file gets a model card unless the job has none."""
+
+    @property
+    def card(self) -> bool:
+        """Whether a model card belongs to every output."""
+
+    def check(self, target: Path, inputs: Sequence[Path], *, overwrite: bool, contents: Sequence[str] | None) -> None:
+        """Raise MergeError unless an output may be uploaded. `contents`: the files of a folder; None: it is a file."""
+
+    def send(
+        self, draft: Path, target: Path, card: bytes | None, *, overwrite: bool, progress: Progress
+    ) -> Sequence[Note]:  # fmt: skip
+        """Upload a draft and prove the upload; return notes on it. After a failure nothing of it is left there, but for
+        what the error names."""
+
+
+_finders: list[Callable[[Path], Sink | None]] = []
+_cards: dict[Path, bytes] = {}
+_notes: dict[Path, Sequence[Note]] = {}
+_lock = threading.Lock()
+
+
+def find_sinks_with(find: Callable[[Path], Sink | None]) -> None:
+    """Let a function give the sink of the draft at a path."""
+    _finders[:] = [find]
+
+
+def sink_of(path: Path) -> Sink | None:
+    """Return the sink of the output whose draft has a path; None for an output of this machine."""
+    return _finders[0](path) if _finders and UPLOADS in path.parts else None
+
+
+def take_card(path: Path, content: bytes) -> bool:
+    """Keep the card next to a draft for its upload; return whether the path is one of a draft's card."""
+    if sink_of(path) is None:
+        return False
+    with _lock:
+        _cards[path] = content
+    return True
+
+
+def upload(sink: Sink, draft: Path, target: Path, *, overwrite: bool, progress: Progress) -> None:
+    """Upload a draft, with its card."""
+    with _lock:
+        card = _cards.pop(target.with_suffix(".md"), None)
+    notes = sink.send(draft, target, card, overwrite=overwrite, progress=progress)
+    with _lock:
+        _notes[target] = notes
+
+
+def upload_notes(target: Path) -> Sequence[Note]:
+    """Return what a report says of the upload of an output; nothing for one of this machine."""
+    with _lock:
+        return _notes.pop(target, ())
+

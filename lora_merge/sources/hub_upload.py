@@ -1,0 +1,245 @@
+"""Uploads to the Hugging Face hub, by huggingface_hub: one commit, made when all its files are on the hub.
+
+Files of weights are sent one by one before the commit. What the hub has already, by its SHA-256, is not sent again: so
+a run that is repeated after a failure continues the upload, as the same inputs give the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+
+from ..addresses import HUB, Address, upload_address
+from ..errors import MergeError, ResourceError, UsageError
+from ..paths import WEIGHTS
+from ..process import begin_commit
+from ..progress import Progress, Step, counted
+from ..text import Note, listed, plural
+from ..version import __version__
+from .hub import INSTALL, NAME, NETWORK, SITE, endpoint, failed, is_installed
+from .outputs import Source, compare, differs, files_of, pieces, size_of
+from .web import Endpoint, ranges
+
+MAIN: Final = "main"
+CARD: Final = "README.md"
+TRIES: Final = 3  # of one file, if the connection breaks
+MESSAGE: Final = f"Upload with lora-merge {__version__}"
+
+CONTINUED: Final = "run again: what the hub has by then is not sent again"
+
+
+class HubSink:
+    """A repository of a model."""
+
+    card = True
+
+    def check(self, target: Path, inputs: Sequence[Path], *, overwrite: bool, contents: Sequence[str] | None) -> None:
+        """Raise MergeError if there are files that may not be replaced, or if the token may not write."""
+        address = _address(target)
+        if not is_installed():
+            raise UsageError("outputs to the hub need huggingface_hub", str(address), INSTALL)
+        api = _api()
+        try:
+            files, _ = _state(api, address)
+            if files is None:
+                _require_owner(api, address)
+                return
+            _require_right(api, address)
+        except Exception as e:  # noqa: BLE001  # the library has dozens of errors, in two versions of its HTTP client
+            raise _failed(address, e) from None
+        names = [_inside(address, name) for name in contents or [""]]
+        there = sorted({*files} & {*names})
+        if there and not overwrite:
+            raise UsageError("the output exists", f"{address}: {listed(there)}",
+                             "choose another repository, branch or name, or give --overwrite")  # fmt: skip
+        folder = f"{address.path}/" if address.path else ""
+        others = [n for n in files if n.startswith(folder) and "/" not in n[len(folder) :] and n not in names]
+        if contents is not None and (lost := sorted(n for n in others if Path(n).suffix.lower() in WEIGHTS)):
+            raise UsageError("the repository holds weights that the merged model does not have",
+                             f"{address}: {listed(lost)}",
+                             "choose another repository, or a folder in it")  # fmt: skip
+
+    def send(
+        self, draft: Path, target: Path, card: bytes | None, *, overwrite: bool, progress: Progress
+    ) -> Sequence[Note]:  # fmt: skip
+        """Upload a file or a folder in one commit, and compare what is there with the draft."""
+        address, api, notes = _address(target), _api(), list[Note]()
+        try:
+            with _silent():
+                # Step 1: the repository and the branch.
+                before, head = _state(api, address)
+                if before is None:
+                    api.create_repo(address.name, private=True, exist_ok=True)
+                    notes.append(Note(f"a private repository was created: {address.name}"))
+                    before, head = _state(api, address)
+                if address.revision and address.revision not in _branches(api, address):
+                    api.create_branch(address.name, branch=address.revision)
+                    before, head = _state(api, address)
+                # Step 2: the weights.
+                files: dict[str, Source] = {_inside(address, name): path for name, path in files_of(draft)}
+                if card is not None and CARD in (before or {}):
+                    notes.append(Note(f"{CARD} of the repository stays as it is"))
+                elif card is not None:
+                    files[CARD] = card
+                operations = _sent(api, address, files, progress)
+                # Step 3: the commit.
+                begin_commit()
+                commit = api.create_commit(
+                    address.name, operations, commit_message=MESSAGE, revision=address.revision or MAIN,
+                    parent_commit=head,
+                )  # fmt: skip
+                # Step 4: what is there now.
+                progress(Step("prove", str(address)))
+                pinned = Address(HUB, address.name, str(commit.oid))
+                _prove(api, pinned, files)
+        except Exception as e:  # noqa: BLE001  # as above
+            raise _failed(address, e) from None
+        text = f"uploaded to {address} ({pinned.revision}): {plural(len(files), 'file')}"
+        return [*notes, Note(f"{text}, compared with those written by SHA-256, header and samples")]
+
+
+def _address(target: Path) -> Address:
+    address = upload_address(target)
+    assert address is not None, "the path is that of a draft"
+    return address
+
+
+def _inside(address: Address, name: str) -> str:
+    """Return the name in the repository of a file of the output."""
+    return "/".join(part for part in (address.path, name) if part)
+
+
+def _api() -> Any:
+    from huggingface_hub import HfApi
+
+    return HfApi(endpoint=endpoint(), library_name=NAME, library_version=__version__)
+
+
+def _state(api: Any, address: Address) -> tuple[list[str] | None, str | None]:
+    """Return the files of a repository and its last commit: of the branch, or of what a new branch begins with. None
+    for a repository that is not there."""
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        try:
+            info = api.model_info(address.name, revision=address.revision or None)
+        except RevisionNotFoundError:
+            info = api.model_info(address.name)
+    except RepositoryNotFoundError:
+        return None, None
+    return [f.rfilename for f in info.siblings or ()], str(info.sha)
+
+
+def _branches(api: Any, address: Address) -> list[str]:
+    return [branch.name for branch in api.list_repo_refs(address.name).branches]
+
+
+def _require_owner(api: Any, address: Address) -> None:
+    """Raise UsageError if the token cannot create a repository: without any, for a name of somebody else."""
+    from huggingface_hub import get_token
+
+    if not get_token():
+        raise UsageError("the hub has no such repository that you may see, and without a token none is created",
+                         str(address), LOGIN)  # fmt: skip
+    me = api.whoami()
+    owner, role = address.name.partition("/")[0], me.get("auth", {}).get("accessToken", {}).get("role")
+    names = [str(me.get("name", "")), *(str(org.get("name", "")) for org in me.get("orgs", ()))]
+    if owner.lower() not in map(str.lower, names):
+        raise UsageError("the token may not create a repository there", str(address),
+                         f"write hf://{names[0]}/{address.name.partition('/')[2]}")  # fmt: skip
+    if role == "read":
+        raise UsageError("the token may read only", str(address), LOGIN)
+
+
+LOGIN: Final = "log in with a token that may write: hf auth login (or HF_TOKEN), with its role set to write"
+
+
+def _require_right(api: Any, address: Address) -> None:
+    """Raise an error of the library if the token may not write to a repository that is there."""
+    from inspect import signature
+
+    if "write" in signature(api.auth_check).parameters:  # since huggingface_hub 2
+        api.auth_check(address.name, write=True)
+
+
+def _sent(api: Any, address: Address, files: dict[str, Source], progress: Progress) -> list[Any]:
+    """Send the content of large files; return what the commit is made of."""
+    from huggingface_hub import CommitOperationAdd
+
+    advance = counted(progress, "upload", str(address), sum(map(size_of, files.values())))
+    operations = []
+    for name, source in files.items():
+        operation = CommitOperationAdd(name, source if isinstance(source, bytes) else str(source))
+        for left in reversed(range(TRIES)):
+            try:
+                api.preupload_lfs_files(address.name, [operation], revision=address.revision or MAIN, free_memory=False)
+                break
+            except Exception as e:
+                if not left or not isinstance(_failed(address, e), ResourceError):
+                    raise
+        operations.append(operation)
+        advance(size_of(source))
+    return operations
+
+
+def _prove(api: Any, pinned: Address, files: dict[str, Source]) -> None:
+    """Compare the files of a commit with the draft; VerificationFailed if any differ."""
+    from huggingface_hub import get_token
+
+    there = {f.path: f for f in api.get_paths_info(pinned.name, [*files], revision=pinned.revision)}
+    for name, source in files.items():
+        where, size, info = Address(HUB, pinned.name, pinned.revision, name), size_of(source), there.get(name)
+        if info is None or info.size != size:
+            raise differs(where, "size")
+        if (info.lfs.sha256 != _sha256(source)) if info.lfs else (info.blob_id != _git_hash(source)):
+            raise differs(where, "hash")
+        url = f"{endpoint() or SITE}/{pinned.name}/resolve/{pinned.revision}/{quote(name)}"
+        compare(ranges(Endpoint(where, url, get_token() or ""), size), source, where)
+
+
+def _sha256(source: Source) -> str:
+    digest = hashlib.sha256()
+    for data in pieces(source):
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def _git_hash(source: Source) -> str:
+    digest = hashlib.sha1(f"blob {size_of(source)}\0".encode(), usedforsecurity=False)
+    for data in pieces(source):
+        digest.update(data)
+    return digest.hexdigest()
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Let the library draw no bars of its own."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if constants.HF_HUB_DISABLE_PROGRESS_BARS is not None or are_progress_bars_disabled():
+        yield  # as the user says
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
+
+
+def _failed(address: Address, e: Exception) -> MergeError:
+    """Return the error for a failure of the library on writing."""
+    cause = e.__cause__ if type(e) is RuntimeError and isinstance(e.__cause__, Exception) else e
+    status = getattr(getattr(cause, "response", None), "status_code", 0)
+    if isinstance(cause, MergeError):
+        return cause
+    if status in (401, 403):
+        return UsageError("the hub does not let you write there", str(address), LOGIN)
+    if status in (409, 412):
+        return UsageError("the repository was changed by somebody else meanwhile", str(address), "run again")
+    error = failed(address, cause)
+    return ResourceError(error.what, error.where, CONTINUED) if isinstance(error, ResourceError) else error
