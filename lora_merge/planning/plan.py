@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ..adapters.trigger_words import trigger_words
 from ..disk.files import StoredTensor
+from ..disk.uploads import sink_of
 from ..dtypes import Shape, flat, spoken
 from ..facts import Fact, line
 from ..files.checkpoint import Index, configuration
@@ -257,8 +258,11 @@ class Plan(Shown):
 
     @property
     def has_card(self) -> bool:
-        """Whether the output gets a model card: if it is requested, and by default with folders that name inputs."""
-        return self.is_folder and not self.job.no_metadata if self.job.card is None else self.job.card
+        """Whether the output gets a model card: if it is requested, and by default with folders and repositories that
+        name inputs."""
+        sink = sink_of(self.job.output)
+        whole = self.is_folder or (sink is not None and sink.card)
+        return whole and not self.job.no_metadata if self.job.card is None else self.job.card
 
     @property
     def inputs(self) -> tuple[Path, ...]:
