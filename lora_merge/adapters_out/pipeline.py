@@ -96,10 +96,11 @@ class Outcome:
         entries |= self.unchanged
         written, proof = write(self.job, reader, draft, Content(tensors, entries, self.config),
                                lambda part: prove(reader, part, run.counted))  # fmt: skip
-        times = run.times()
+        times, notes = run.times(), (*facts.notes, *upload_notes(self.job.output))
         return AdapterReport(
             self.job.inputs.output_name, facts.to, facts.dtype, facts.coverage, self.layer_facts, residual,
-            1 - residual**2, written, sum(times.values()), (*facts.notes, *upload_notes(self.job.output)), proof, __version__, facts.weights, numbers, stages=times,
+            1 - residual**2, written, sum(times.values()), notes, proof, __version__, facts.weights, numbers,
+            stages=times,
         )  # fmt: skip
 
     @cached_property

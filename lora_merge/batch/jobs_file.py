@@ -319,10 +319,9 @@ class _Loader:
             path = None if base is None else self._input(render(base, values))
         with self._noting((*place, "output")):
             text = render_output(entry.output, values)
-            if output_address(text) is None:
-                output = f"{self._path(text)}{'/' * text.endswith('/')}"  # a path does not show that a folder is meant
-            else:
-                output = text
+            # a path does not show that a folder is meant
+            path_of_output = f"{self._path(text)}{'/' * text.endswith('/')}"
+            output = path_of_output if output_address(text) is None else text
         with self._noting(place):
             if command in (MERGE, UNMERGE):
                 job = make_job(path or self.folder, refs, output, strength_for=parts, **options)

@@ -12,7 +12,7 @@ from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ..addresses import with_addresses
+from ..addresses import output_address, with_addresses
 from ..errors import BatchFailed, MergeError, UsageError, cause
 from ..facts import STYLES, Fact, aligned, line, strengths
 from ..paths import exists, input_name, typed
@@ -227,10 +227,13 @@ def _longest(value: str) -> int:
 # Paths and commands, as a person types them here.
 
 
-def undo(output: str, inputs: str, *, replaced: bool = False) -> Fact:
-    """Return how to undo a command: the command that removes its output. `inputs`: that they are as they were."""
+def undo(output: str, inputs: str, *, replaced: bool = False) -> Iterator[Fact]:
+    """Yield how to undo a command: the command that removes its output, if it is on this machine. `inputs`: that they
+    are as they were."""
+    if ":" in output and output_address(output) is not None:
+        return
     command = removal(output, folder=Path(output).is_dir())
-    return line("undo", f"{command}   ({inputs})" + "; the output that was replaced is gone" * replaced)
+    yield line("undo", f"{command}   ({inputs})" + "; the output that was replaced is gone" * replaced)
 
 
 def removal(path: str, *, folder: bool) -> str:
@@ -378,7 +381,7 @@ def show_merge(report: Report, plan: Plan, options: ReportOptions, *, replaced: 
     elif options.quiet:
         show_remarks(rows)
     else:
-        rows.append(undo(report.output, f"{Path(report.base).name} is as it was", replaced=replaced))
+        rows += undo(report.output, f"{Path(report.base).name} is as it was", replaced=replaced)
         known = {*plan_rows(plan, verbose=options.verbose)}  # what was shown above
         rows = [row for row in rows if row not in known and (row.name or not styled(sys.stdout))]
         if styled(sys.stdout):
@@ -415,7 +418,7 @@ def show_adapter_report(report: AdapterReport, title: str, *, quiet: bool, verbo
     elif report.planned:
         show_rows(rows)
     else:
-        rows.append(undo(report.output, "the inputs are as they were"))
+        rows += undo(report.output, "the inputs are as they were")
         if styled(sys.stdout):
             show_panel(title, rows, whole=verbose)
         else:

@@ -217,7 +217,7 @@ _unsynced: set[Path] = set()
 
 
 @contextmanager
-def replacing(
+def replacing(  # noqa: PLR0913  # what an output is, and what may be replaced
     target: Path,
     inputs: Iterable[Path] = (),
     *,
@@ -228,8 +228,9 @@ def replacing(
 ) -> Iterator[Path]:
     """Yield a temporary file or folder, empty, that becomes `target` only if the block succeeds.
 
-    The draft of an output of another machine is uploaded in place of that, and removed. Missing parents are made, and removed again on failure. `contents` are the names that an output folder will hold;
-    a folder with other files is not replaced. Raises the errors of `check_output` and of `writer.failure`.
+    The draft of an output of another machine is uploaded in place of that, and removed. Missing parents are made, and
+    removed again on failure. `contents` are the names that an output folder will hold; a folder with other files is not
+    replaced. Raises the errors of `check_output` and of `writer.failure`.
     """
     with failures(target), suppress(FileNotFoundError, NotADirectoryError):
         sweep(target.parent)  # first, as it may give an earlier output its name back
@@ -252,21 +253,9 @@ def replacing(
         yield part
         if (sink := sink_of(target)) is not None:
             upload(sink, part, target, overwrite=overwrite, progress=progress)
-            return
-        with failures(target):
-            _sync(part)
-            with _turn(target.parent):
-                if overwrite:  # other programs may have written there meanwhile
-                    check_output(target, overwrite=True, folder=folder, contents=contents)
-                _sync_parents(target.parent)
-                sync_folder(target.parent)  # a failing disk shows here, before the rename
-                if not LOCK and not _same(_look(part), os.fstat(lock)):
-                    raise OSError(errno.EIO, REPLACED, str(part))
-                if overwrite:
-                    _keep_modes(target, part)
-                begin_commit()
-                old = _publish(part, target, overwrite=overwrite, replaces=os.path.lexists(target))
-                done = True
+        else:
+            old = _rename(part, lock, target, overwrite=overwrite, contents=contents if folder else None)
+            done = True
         if old is not None:
             remove(old)
     finally:
@@ -275,6 +264,23 @@ def replacing(
             release(part, lock)
         if not done:
             _unmake(folders)
+
+
+def _rename(part: Path, lock: int, target: Path, *, overwrite: bool, contents: Iterable[str] | None) -> Path | None:
+    """Sync the finished file or folder and give it its name; return the new name of the old output, or None."""
+    with failures(target):
+        _sync(part)
+        with _turn(target.parent):
+            if overwrite:  # other programs may have written there meanwhile
+                check_output(target, overwrite=True, folder=contents is not None, contents=contents or ())
+            _sync_parents(target.parent)
+            sync_folder(target.parent)  # a failing disk shows here, before the rename
+            if not LOCK and not _same(_look(part), os.fstat(lock)):
+                raise OSError(errno.EIO, REPLACED, str(part))
+            if overwrite:
+                _keep_modes(target, part)
+            begin_commit()
+            return _publish(part, target, overwrite=overwrite, replaces=os.path.lexists(target))
 
 
 def put_file(path: Path, content: bytes, *, overwrite: bool = True, mode: int | None = None) -> None:

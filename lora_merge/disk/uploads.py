@@ -1,7 +1,7 @@
 """Outputs of other machines: a draft here is written and proven like any output, and is then uploaded.
 
-The path of a draft is below a folder `addresses.UPLOADS` and stands for an address. `replacing` hands the finished draft
-to the sink of that address in place of a rename, and removes it.
+The path of a draft is below a folder `addresses.UPLOADS`, and is that of an address. `replacing` hands the finished
+draft to the sink of that address in place of a rename, and removes it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ..text import Note
 
 
 class Sink(Protocol):
-    """A kind of place that outputs are uploaded to. `card`: whether a file gets a model card unless the job has none."""
+    """A kind of place that outputs are uploaded to."""
 
     @property
     def card(self) -> bool:
-        """Whether a model card belongs to every output."""
+        """Whether an output gets a model card unless the job has none."""
 
     def check(self, target: Path, inputs: Sequence[Path], *, overwrite: bool, contents: Sequence[str] | None) -> None:
         """Raise MergeError unless an output may be uploaded. `contents`: the files of a folder; None: it is a file."""
@@ -71,4 +71,3 @@ def upload_notes(target: Path) -> Sequence[Note]:
     """Return what a report says of the upload of an output; nothing for one of this machine."""
     with _lock:
         return _notes.pop(target, ())
-

@@ -130,8 +130,14 @@ def _open(plan: Plan, stack: ExitStack, progress: Progress) -> _Output | Excepti
     started, job = time.monotonic(), plan.job
     try:
         part = stack.enter_context(
-            replacing(job.output, plan.inputs, overwrite=job.overwrite, folder=plan.is_folder, contents=plan.contents,
-                      progress=progress)  # fmt: skip
+            replacing(
+                job.output,
+                plan.inputs,
+                overwrite=job.overwrite,
+                folder=plan.is_folder,
+                contents=plan.contents,
+                progress=progress,
+            )
         )
     except Exception as e:  # noqa: BLE001
         return as_resource_error(e) or e

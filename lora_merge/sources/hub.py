@@ -136,6 +136,7 @@ def _check(path: Path, file: Listed, address: Address) -> None:
 
 
 def is_installed() -> bool:
+    """Return whether huggingface_hub is installed."""
     return find_spec("huggingface_hub") is not None
 
 

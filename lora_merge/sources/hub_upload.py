@@ -18,9 +18,9 @@ from ..errors import MergeError, ResourceError, UsageError
 from ..paths import WEIGHTS
 from ..process import begin_commit
 from ..progress import Progress, Step, counted
-from ..text import Note, listed, plural
+from ..text import Note, listed
 from ..version import __version__
-from .hub import INSTALL, NAME, NETWORK, SITE, endpoint, failed, is_installed
+from .hub import INSTALL, NAME, SITE, endpoint, failed, is_installed
 from .outputs import Source, compare, differs, files_of, pieces, size_of
 from .web import Endpoint, ranges
 
@@ -29,6 +29,7 @@ CARD: Final = "README.md"
 TRIES: Final = 3  # of one file, if the connection breaks
 MESSAGE: Final = f"Upload with lora-merge {__version__}"
 
+NETWORK: Final = "check the network, or run again later"
 CONTINUED: Final = "run again: what the hub has by then is not sent again"
 
 
@@ -50,7 +51,7 @@ class HubSink:
                 return
             _require_right(api, address)
         except Exception as e:  # noqa: BLE001  # the library has dozens of errors, in two versions of its HTTP client
-            raise _failed(address, e) from None
+            raise _failed(address, e, NETWORK) from None
         names = [_inside(address, name) for name in contents or [""]]
         there = sorted({*files} & {*names})
         if there and not overwrite:
@@ -98,8 +99,8 @@ class HubSink:
                 _prove(api, pinned, files)
         except Exception as e:  # noqa: BLE001  # as above
             raise _failed(address, e) from None
-        text = f"uploaded to {address} ({pinned.revision}): {plural(len(files), 'file')}"
-        return [*notes, Note(f"{text}, compared with those written by SHA-256, header and samples")]
+        text = f"uploaded to {address} as commit {pinned.revision}"
+        return [*notes, Note(f"{text}: hashes, headers and samples there are those of the draft")]
 
 
 def _address(target: Path) -> Address:
@@ -231,8 +232,8 @@ def _silent() -> Iterator[None]:
         enable_progress_bars()
 
 
-def _failed(address: Address, e: Exception) -> MergeError:
-    """Return the error for a failure of the library on writing."""
+def _failed(address: Address, e: Exception, network: str = CONTINUED) -> MergeError:
+    """Return the error for a failure of the library on writing. `network`: what to do where it is the network's."""
     cause = e.__cause__ if type(e) is RuntimeError and isinstance(e.__cause__, Exception) else e
     status = getattr(getattr(cause, "response", None), "status_code", 0)
     if isinstance(cause, MergeError):
@@ -242,4 +243,4 @@ def _failed(address: Address, e: Exception) -> MergeError:
     if status in (409, 412):
         return UsageError("the repository was changed by somebody else meanwhile", str(address), "run again")
     error = failed(address, cause)
-    return ResourceError(error.what, error.where, CONTINUED) if isinstance(error, ResourceError) else error
+    return ResourceError(error.what, error.where, network) if isinstance(error, ResourceError) else error

@@ -155,8 +155,8 @@ class ObjectSink:
             if isinstance(e, Exception):
                 raise failed(address, e) from None
             raise
-        how = "the MD5 of all bytes" if all(hashed) else "sizes, headers and samples"
-        return [Note(f"uploaded to {address}: {how} of {plural(len(uploads), 'object')} read there are those written")]
+        how = "the MD5 of all bytes there is that" if all(hashed) else "sizes, headers and samples there are those"
+        return [Note(f"uploaded to {address}: {how} of the draft")]
 
 
 def _address(target: Path) -> Address:
@@ -174,9 +174,11 @@ def _names_at(address: Address, *, folder: bool) -> list[str]:
     try:
         if folder:
             return [str(row["path"]).removeprefix(prefix) for rows in obstore.list(store, prefix) for row in rows]
-        obstore.head(store, key)
-    except FileNotFoundError:
-        return []
+        try:
+            obstore.head(store, key)
+        except FileNotFoundError:
+            next(iter(obstore.list(store, key, chunk_size=1)), None)  # fails without such a bucket
+            return []
     except Exception as e:  # noqa: BLE001  # the library's errors have no common base
         raise failed(address, e) from None
     return [""]
@@ -187,7 +189,8 @@ def _prove(store: Any, upload: Upload, address: Address) -> bool:
     import obstore
 
     meta = obstore.head(store, upload.key)
-    etag, where = str(meta.get("e_tag") or "").strip('"'), replace(address, name=f"{address.name.partition('/')[0]}/{upload.key}")
+    bucket = address.name.partition("/")[0]
+    etag, where = str(meta.get("e_tag") or "").strip('"'), replace(address, name=f"{bucket}/{upload.key}")
     if int(meta["size"]) != upload.size:
         raise differs(where, "its size")
     proven = etag in upload.etags

@@ -145,6 +145,7 @@ def _listed(meta: Any) -> Listed:
 
 
 def store_of(address: Address) -> Any:
+    """Return the bucket of an address; UsageError without what its provider needs."""
     from obstore.store import AzureStore, GCSStore, S3Store
 
     bucket = _parts(address)[0]

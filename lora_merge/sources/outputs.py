@@ -58,7 +58,7 @@ SEED: Final = 45
 def stage(address: Address) -> Path:
     """Return the path of the draft of an output. UsageError if no request can be made.
 
-    The draft is in `$LORA_MERGE_CACHE`, or else in the cache folder or the temporary one of the user, whichever has more
+    The draft is in `$LORA_MERGE_CACHE`, or else in the user's cache folder or the temporary one, whichever has more
     space.
     """
     if is_offline():
@@ -90,14 +90,15 @@ def _free(folder: Path) -> int:
     return shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
 
 
-def announcement(output: Path, size: int) -> str:
-    """Return where the draft of an output is written, for people; "" for an output of this machine."""
+def announcement(output: Path, size: int | None = None) -> str:
+    """Return where the draft of an output is, for people; "" for an output of this machine."""
     address = upload_address(output)
     if address is None:
         return ""
     folder = next(p for p in output.parents if p.name == UPLOADS)
-    return (f"{spoken_size(size)} are written into {folder.parent} ({spoken_size(_free(folder))} free), proven, and "
-            f"uploaded to {address}")  # fmt: skip
+    what = "the output is" if size is None else f"{spoken_size(size)} are"
+    return (f"{what} written into {folder.parent} first, where {spoken_size(_free(folder))} are free, and uploaded to "
+            f"{address} from there")  # fmt: skip
 
 
 def present(output: Path) -> Path | None:
