@@ -28,6 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from ..addresses import UPLOADS
 from ..errors import MergeError, UsageError
 from ..process import begin_commit, kept_back, uninterrupted
 from ..progress import Progress, unwatched
@@ -334,8 +335,9 @@ def _turn(folder: Path) -> Iterator[None]:
 
 
 def make_parents(folder: Path, folders: list[Path]) -> None:
-    """Make the missing folders, the outermost first; each is added to `folders` before it exists."""
-    for path in [p for p in (folder, *folder.parents) if not p.exists()][::-1]:
+    """Make the missing folders, the outermost first; each is added to `folders` before it exists. So are those of
+    drafts that are there, which several runs may use."""
+    for path in [p for p in (folder, *folder.parents) if UPLOADS in p.parts or not p.exists()][::-1]:
         folders.append(path)
         path.mkdir(exist_ok=True)
         _unsynced.add(path)

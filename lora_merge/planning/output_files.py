@@ -93,7 +93,7 @@ def misleading(plan: Plan, output: Path) -> list[str]:
         elif Path(name).name == "config.json":
             content = content_of_file(plan.base.path / name)
             resized = _configured(plan, name, None)
-            texts = (raw.decode(errors="replace") for raw in (content, resized, (output / name).read_bytes()))
+            texts = (raw.decode(errors="replace") for raw in (content, resized, content_of_file(output / name)))
             before, after, now = (parsed(text) or {} for text in texts)
             undone = (k for k in after if after[k] != before.get(k) == now.get(k))
             left = (k in now for k in before.keys() - after.keys())
