@@ -346,6 +346,7 @@ def stage_outputs_with(stage: Callable[[Address], Path]) -> None:
 def staged(text: str) -> Path | None:
     """Return the path of the draft of an output whose name is an address; None for a path."""
     address = output_address(text) if ":" in text else None
+    assert address is None or _stages, "the room files is loaded"
     return None if address is None else _stages[0](address)
 
 

@@ -371,8 +371,8 @@ def _prove_adapter(  # noqa: PLR0913  # the options of `lora-merge verify`
         if any(sha256(a) != sha256(b) for a, b in pairs):
             raise VerificationFailed("its inputs and its recipe give other bytes", str(adapter),
                                      "it was changed after it was made, or made by another version")  # fmt: skip
-    return {"output": with_addresses(str(adapter)), "proven": True, "full": full, "same_bytes": True, **(report.verified or {}),
-            "survival": report.survival, "schema": ADAPTER_PROOF}  # fmt: skip
+    return {"output": with_addresses(str(adapter)), "proven": True, "full": full, "same_bytes": True,
+            **(report.verified or {}), "survival": report.survival, "schema": ADAPTER_PROOF}  # fmt: skip
 
 
 def _files(adapter: Path) -> list[Path]:

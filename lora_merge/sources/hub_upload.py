@@ -20,8 +20,9 @@ from ..process import begin_commit
 from ..progress import Progress, Step, counted
 from ..text import Note, listed
 from ..version import __version__
+from .drafts import Source, compare, differs, files_of, pieces, size_of
 from .hub import INSTALL, NAME, SITE, endpoint, failed, is_installed
-from .outputs import Source, compare, differs, files_of, pieces, size_of
+from .inputs import forget
 from .web import Endpoint, ranges
 
 MAIN: Final = "main"
@@ -99,6 +100,7 @@ class HubSink:
                 _prove(api, pinned, files)
         except Exception as e:  # noqa: BLE001  # as above
             raise _failed(address, e) from None
+        forget(address)
         text = f"uploaded to {address} as commit {pinned.revision}"
         return [*notes, Note(f"{text}: hashes, headers and samples there are those of the draft")]
 

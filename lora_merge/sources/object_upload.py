@@ -21,9 +21,10 @@ from ..errors import MergeError, UsageError
 from ..process import begin_commit
 from ..progress import Progress, Step, counted
 from ..text import Note, listed, plural
+from .drafts import Source, compare, differs, files_of, pieces, refuse_input, size_of
+from .inputs import forget
 from .objects import INSTALL, store_of
 from .objects import failed as failed_read
-from .outputs import Source, compare, differs, files_of, pieces, refuse_input, size_of
 
 PART: Final = 8 << 20  # bytes of a part, of which stores take 10 000
 MOST_PARTS: Final = 9_000
@@ -48,7 +49,7 @@ def failed(address: Address, e: Exception) -> MergeError:
     return failed_read(address, e)
 
 
-class Upload:
+class ObjectWriter:
     """One object that is written in parts, and gets its name when it is complete."""
 
     def __init__(self, store: Any, key: str, source: Source) -> None:
@@ -127,13 +128,13 @@ class ObjectSink:
         if card is not None:
             files.append((str(PurePosixPath(key).with_suffix(".md")), card))
         advance = counted(progress, "upload", str(address), sum(size_of(source) for _, source in files))
-        done: list[Upload] = []
+        done: list[ObjectWriter] = []
         try:
             with ExitStack() as unfinished:
                 # Step 1: all bytes, in parts.
                 uploads = []
                 for name, source in files:
-                    uploads.append(upload := Upload(store, name, source))
+                    uploads.append(upload := ObjectWriter(store, name, source))
                     unfinished.push(upload.abort)
                     for count in upload.write():
                         advance(count)
@@ -155,6 +156,7 @@ class ObjectSink:
             if isinstance(e, Exception):
                 raise failed(address, e) from None
             raise
+        forget(address)
         how = "the MD5 of all bytes there is that" if all(hashed) else "sizes, headers and samples there are those"
         return [Note(f"uploaded to {address}: {how} of the draft")]
 
@@ -184,7 +186,7 @@ def _names_at(address: Address, *, folder: bool) -> list[str]:
     return [""]
 
 
-def _prove(store: Any, upload: Upload, address: Address) -> bool:
+def _prove(store: Any, upload: ObjectWriter, address: Address) -> bool:
     """Compare an object with its draft; return whether the MD5 of all bytes is compared, and not only some of them."""
     import obstore
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import select
+import socket
+import socketserver
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,25 +62,26 @@ def test_merge_to_an_object_is_the_file_of_the_merge(out: Any, run: Command) -> 
     assert code == 0, err
 
 
-@pytest.mark.parametrize("stop", [KeyboardInterrupt(), OSError("the connection breaks")])
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), pytest.param(OSError("broken"), marks=pytest.mark.slow)])
 def test_upload_that_ends_early_leaves_neither_objects_nor_parts(
     out: Any, run: Command, server: str, monkeypatch: pytest.MonkeyPatch, stop: BaseException
 ) -> None:
-    write = object_upload.Upload.write
+    write = object_upload.ObjectWriter.write
 
     def stopped(upload: Any) -> Iterator[int]:
         yield from write(upload)
         assert unfinished(server) == [upload.key]
         raise stop
 
-    monkeypatch.setattr(object_upload.Upload, "write", stopped)
+    monkeypatch.setattr(object_upload.ObjectWriter, "write", stopped)
     code, _, err = run(*MERGE, "-o", "s3://models/out/a")
     assert code == (130 if isinstance(stop, KeyboardInterrupt) else 5), err
     assert not names() and not unfinished(server)
 
 
+@pytest.mark.slow
 def test_damaged_upload_is_removed_and_reported(out: Any, run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    complete = object_upload.Upload.complete
+    complete = object_upload.ObjectWriter.complete
 
     def damage(upload: Any) -> None:
         complete(upload)
@@ -84,17 +89,19 @@ def test_damaged_upload_is_removed_and_reported(out: Any, run: Command, monkeypa
         content[len(content) // 2] ^= 1
         obstore.put(out, upload.key, bytes(content))
 
-    monkeypatch.setattr(object_upload.Upload, "complete", damage)
+    monkeypatch.setattr(object_upload.ObjectWriter, "complete", damage)
     code, _, err = run(*MERGE, "-o", "s3://models/out/a")
     assert code == 6 and "is not the one that was sent" in err and not names(), err
 
 
 @pytest.mark.slow
-def test_folder_is_complete_with_its_index_last(out: Any, run: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_folder_is_complete_with_its_index_last(
+    out: Any, run: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     llama_folder(tmp_path / "tiny"), peft_folder(tmp_path / "peft")
     order: list[str] = []
-    complete = object_upload.Upload.complete
-    monkeypatch.setattr(object_upload.Upload, "complete", lambda u: (order.append(u.key), complete(u)))
+    complete = object_upload.ObjectWriter.complete
+    monkeypatch.setattr(object_upload.ObjectWriter, "complete", lambda u: (order.append(u.key), complete(u)))
     assert run("tiny", "peft:0.5", "-o", "there")[0] == 0
     code, text, err = run("tiny", "peft:0.5", "-o", "s3://models/out/tiny", "--json")
     assert code == 0 and json.loads(text)["output"] == "s3://models/out/tiny", err
@@ -134,6 +141,51 @@ def test_every_command_that_writes_takes_an_address(out: Any, run: Command, tmp_
     assert code == 0 and "out/style.comfy.safetensors" in names(), err
 
 
+class Proxy(socketserver.ThreadingTCPServer):
+    """Passes bytes on to a server; the next connections are cut after so many bytes that the client has sent."""
+
+    daemon_threads = True
+
+    def __init__(self, server: str, cuts: list[int]) -> None:
+        host, _, port = server.removeprefix("http://").partition(":")
+        self.place, self.cuts, self.cut = (host, int(port)), cuts, 0
+        super().__init__(("127.0.0.1", 0), Passing)
+
+
+class Passing(socketserver.BaseRequestHandler):
+    server: Proxy
+
+    def handle(self) -> None:
+        """Pass on what comes from either side."""
+        there, sent = socket.create_connection(self.server.place), 0
+        with there:
+            while True:
+                for side in select.select([self.request, there], [], [])[0]:
+                    data = side.recv(1 << 16)
+                    sent += len(data) if side is self.request else 0
+                    if self.server.cuts and sent > self.server.cuts[0]:
+                        self.server.cuts.pop(0)
+                        self.server.cut += 1
+                        return
+                    if not data:
+                        return
+                    (there if side is self.request else self.request).sendall(data)
+
+
+@pytest.mark.slow
+def test_connections_that_are_cut_are_made_again(
+    out: Any, run: Command, server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Proxy(server, [6000, 9000]) as proxy:
+        threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.server_address[1]}")
+        assert run(*MERGE, "-o", "a.safetensors")[0] == 0
+        code, _, err = run(*MERGE, "-o", "s3://models/out/a")
+        proxy.shutdown()
+    assert code == 0 and proxy.cut == 2 and not unfinished(server), err
+    assert bytes(obstore.get(out, "out/a.safetensors").bytes()) == Path("a.safetensors").read_bytes()
+
+
 @pytest.mark.slow
 def test_batch_writes_to_a_bucket_and_skips_what_is_there(out: Any, run: Command, tmp_path: Path) -> None:
     jobs = {"version": 1, "jobs": [
@@ -144,7 +196,11 @@ def test_batch_writes_to_a_bucket_and_skips_what_is_there(out: Any, run: Command
     Path("jobs.yaml").write_text(json.dumps(jobs))
     code, text, err = run("batch", "jobs.yaml", "--json")
     rows = [json.loads(line) for line in text.splitlines()]
-    assert code == 0 and names() == ["out/small.safetensors", "out/style-0.25.safetensors", "out/style-0.5.safetensors"], err
+    assert code == 0 and names() == [
+        "out/small.safetensors",
+        "out/style-0.25.safetensors",
+        "out/style-0.5.safetensors",
+    ], err
     assert {row["output"] for row in rows} == {f"s3://models/{name}" for name in names()}
     code, text, err = run("batch", "jobs.yaml", "--json", "--workers", "2")
     assert code == 0 and [json.loads(line)["status"] for line in text.splitlines()] == ["skipped"] * 3, err
@@ -153,12 +209,14 @@ def test_batch_writes_to_a_bucket_and_skips_what_is_there(out: Any, run: Command
     assert code == 0 and len(names()) == 3, err
 
 
+@pytest.mark.slow
 def test_output_in_place_of_an_object_that_is_read_is_refused(out: Any, run: Command) -> None:
     where = "s3://models/sd/base.safetensors"
     code, _, err = run(where, "style.safetensors", "-o", where, "--overwrite")
     assert code == 2 and "would replace" in err and where in err
 
 
+@pytest.mark.slow
 def test_role_that_may_not_write_is_named(out: Any, run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: Any, **__: Any) -> None:
         raise obstore.exceptions.PermissionDeniedError("https://secret?X-Amz-Signature=secret")
