@@ -255,8 +255,8 @@ def speak_with(words: Callable[[str], str]) -> None:
 def with_addresses(text: str) -> str:
     """Return a text for people with addresses in place of the local paths of what they lead to."""
     text = _speakers[0](text) if _speakers else text
-    for drafts in _drafts if UPLOADS in text else ():
-        pattern = rf"{re.escape(drafts)}[/\\]({'|'.join(WRITABLE)})[/\\](\S*)"
+    for outbox in _outboxes if UPLOADS in text else ():
+        pattern = rf"{re.escape(outbox)}[/\\]({'|'.join(WRITABLE)})[/\\](\S*)"
         text = type(text)(re.sub(pattern, lambda m: f"{m[1]}://{unquote(m[2].replace(os.sep, '/'))}", text))
     return text
 
@@ -265,10 +265,10 @@ WRITABLE: Final = (HUB, *OBJECTS)
 """Schemes of the addresses that an output can have."""
 
 UPLOADS: Final = "lora-merge-uploads"
-"""The folder of outputs that are uploaded. The path of a draft below it is that of its address, so that every process
-finds the address again: `lora-merge-uploads/s3/bucket/key`."""
+"""The folder of outputs that are uploaded. The path of a local copy below it is that of its address, so that every
+process finds the address again: `lora-merge-uploads/s3/bucket/key`."""
 
-_drafts: set[str] = set()
+_outboxes: set[str] = set()
 """Paths of such folders that this process has used."""
 
 _BUCKET: Final = r"(?i)(?P<scheme>s3|gs|az)://(?P<key>[^\s/?#]+(?:/[^?#]*)?)"
@@ -305,25 +305,25 @@ def is_whole(address: Address) -> bool:
 
 
 def upload_path(address: Address, folder: Path) -> Path:
-    """Return the path of the draft of an output with an address, below `UPLOADS` in a folder."""
+    """Return the path of the local copy of an output with an address, below `UPLOADS` in a folder."""
     owner, *inside = address.name.split("/")
     if address.scheme == HUB:
         inside = [f"{inside[0]}@{address.revision}" if address.revision else inside[0],
                   *(address.path.split("/") if address.path else ())]  # fmt: skip
-    drafts = folder / UPLOADS
-    _drafts.add(str(drafts))
-    return drafts.joinpath(address.scheme, *(_quoted(name) for name in (owner, *inside)))
+    outbox = folder / UPLOADS
+    _outboxes.add(str(outbox))
+    return outbox.joinpath(address.scheme, *(_quoted(name) for name in (owner, *inside)))
 
 
 def upload_address(path: Path) -> Address | None:
-    """Return the address of the output whose draft has a path; None for other paths."""
+    """Return the address of the output whose local copy has a path; None for other paths."""
     if UPLOADS not in path.parts:
         return None
     at = path.parts.index(UPLOADS)
     scheme, *names = (*map(unquote, path.parts[at + 1 :]), "")[:-1] or [""]
     if scheme not in WRITABLE or len(names) < 1 + (scheme == HUB):
         return None
-    _drafts.add(str(Path(*path.parts[: at + 1])))
+    _outboxes.add(str(Path(*path.parts[: at + 1])))
     if scheme != HUB:
         return Address(scheme, "/".join(names))
     name, _, branch = names[1].partition("@")
@@ -339,12 +339,12 @@ _stages: list[Callable[[Address], Path]] = []
 
 
 def stage_outputs_with(stage: Callable[[Address], Path]) -> None:
-    """Let a function give the path of the draft of an output with an address."""
+    """Let a function give the path of the local copy of an output with an address."""
     _stages[:] = [stage]
 
 
 def staged(text: str) -> Path | None:
-    """Return the path of the draft of an output whose name is an address; None for a path."""
+    """Return the path of the local copy of an output whose name is an address; None for a path."""
     address = output_address(text) if ":" in text else None
     assert address is None or _stages, "the room files is loaded"
     return None if address is None else _stages[0](address)

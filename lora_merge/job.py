@@ -151,7 +151,7 @@ class Job(Shown):
 
     @property
     def output_name(self) -> str:
-        """The output as users name it: a path, or the address that its draft is uploaded to."""
+        """The output as users name it: a path, or the address that its local copy is uploaded to."""
         return with_addresses(str(self.output))
 
 

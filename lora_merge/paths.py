@@ -87,7 +87,7 @@ def names_folder(path: str | Path) -> bool:
 
 
 def output_path(path: str | Path) -> Path:
-    """Return the path of an output as `expand` does; for an address that of its draft."""
+    """Return the path of an output as `expand` does; for an address that of its local copy."""
     place = staged(str(path))
     return expand(path) if place is None else place
 

@@ -229,9 +229,9 @@ def replacing(  # noqa: PLR0913  # what an output is, and what may be replaced
 ) -> Iterator[Path]:
     """Yield a temporary file or folder, empty, that becomes `target` only if the block succeeds.
 
-    The draft of an output of another machine is uploaded in place of that, and removed. Missing parents are made, and
-    removed again on failure. `contents` are the names that an output folder will hold; a folder with other files is not
-    replaced. Raises the errors of `check_output` and of `writer.failure`.
+    The local copy of an output of another machine is uploaded in place of that, and removed. Missing parents are made,
+    and removed again on failure. `contents` are the names that an output folder will hold; a folder with other files is
+    not replaced. Raises the errors of `check_output` and of `writer.failure`.
     """
     with failures(target), suppress(FileNotFoundError, NotADirectoryError):
         sweep(target.parent)  # first, as it may give an earlier output its name back
@@ -336,7 +336,7 @@ def _turn(folder: Path) -> Iterator[None]:
 
 def make_parents(folder: Path, folders: list[Path]) -> None:
     """Make the missing folders, the outermost first; each is added to `folders` before it exists. So are those of
-    drafts that are there, which several runs may use."""
+    the outbox that are there, which several runs may use."""
     for path in [p for p in (folder, *folder.parents) if UPLOADS in p.parts or not p.exists()][::-1]:
         folders.append(path)
         path.mkdir(exist_ok=True)

@@ -1,7 +1,7 @@
-"""Outputs of other machines: a draft here is written and proven like any output, and is then uploaded.
+"""Outputs of other machines: a local copy is written and proven like any output, and is then uploaded.
 
-The path of a draft is below a folder `addresses.UPLOADS`, and is that of an address. `replacing` hands the finished
-draft to the sink of that address in place of a rename, and removes it.
+The path of a local copy is below a folder `addresses.UPLOADS`, and is that of an address. `replacing` hands the
+finished copy to the sink of that address in place of a rename, and removes it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Sink(Protocol):
         """Raise MergeError unless an output may be uploaded. `contents`: the files of a folder; None: it is a file."""
 
     def send(
-        self, draft: Path, target: Path, card: bytes | None, *, overwrite: bool, progress: Progress
+        self, copy: Path, target: Path, card: bytes | None, *, overwrite: bool, progress: Progress
     ) -> Sequence[Note]:  # fmt: skip
-        """Upload a draft and prove the upload; return notes on it. After a failure nothing of it is left there, but for
-        what the error names."""
+        """Upload a local copy and prove the upload; return notes on it. After a failure nothing of it is left there,
+        but for what the error names."""
 
 
 _finders: list[Callable[[Path], Sink | None]] = []
@@ -40,17 +40,17 @@ _lock = threading.Lock()
 
 
 def find_sinks_with(find: Callable[[Path], Sink | None]) -> None:
-    """Let a function give the sink of the draft at a path."""
+    """Let a function give the sink of the local copy at a path."""
     _finders[:] = [find]
 
 
 def sink_of(path: Path) -> Sink | None:
-    """Return the sink of the output whose draft has a path; None for an output of this machine."""
+    """Return the sink of the output whose local copy has a path; None for an output of this machine."""
     return _finders[0](path) if _finders and UPLOADS in path.parts else None
 
 
 def take_card(path: Path, content: bytes) -> bool:
-    """Keep the card next to a draft for its upload; return whether the path is one of a draft's card."""
+    """Keep the card next to a local copy for its upload; return whether the path is one of a local copy's card."""
     if sink_of(path) is None:
         return False
     with _lock:
@@ -58,11 +58,11 @@ def take_card(path: Path, content: bytes) -> bool:
     return True
 
 
-def upload(sink: Sink, draft: Path, target: Path, *, overwrite: bool, progress: Progress) -> None:
-    """Upload a draft, with its card."""
+def upload(sink: Sink, copy: Path, target: Path, *, overwrite: bool, progress: Progress) -> None:
+    """Upload a local copy, with its card."""
     with _lock:
         card = _cards.pop(target.with_suffix(".md"), None)
-    notes = sink.send(draft, target, card, overwrite=overwrite, progress=progress)
+    notes = sink.send(copy, target, card, overwrite=overwrite, progress=progress)
     with _lock:
         _notes[target] = notes
 

@@ -127,17 +127,17 @@ def require_space(path: Path, size: int) -> None:
 def _no_space(path: Path, needed: int, free: int, *, most: bool = False) -> ResourceError:
     short = f"no space left on the disk: {'up to ' * most}{in_units(needed)} needed, {in_units(free)} free"
     if upload_address(path) is not None:
-        return ResourceError(short, f"the draft of {path}", DRAFTS)
+        return ResourceError(short, f"the local copy of {path}", OUTBOX)
     return ResourceError(short, str(path), "make room, or write to another disk with -o")
 
 
-DRAFTS: Final = "an output is written here before it is uploaded: set LORA_MERGE_CACHE to a folder with room for it"
+OUTBOX: Final = "an output is written here before it is uploaded: set LORA_MERGE_CACHE to a folder with room for it"
 
 
 def elsewhere(output: Path) -> str:
     """Return what to do where a folder takes no output."""
     if upload_address(output) is not None:
-        return DRAFTS
+        return OUTBOX
     return f"name an output in another folder, such as ~/{output.name}"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
@@ -20,9 +21,9 @@ from ..process import begin_commit
 from ..progress import Progress, Step, counted
 from ..text import Note, listed
 from ..version import __version__
-from .drafts import Source, compare, differs, files_of, pieces, size_of
 from .hub import INSTALL, NAME, SITE, endpoint, failed, is_installed
 from .inputs import forget
+from .sent_files import Source, compare, differs, files_of, pieces, size_of
 from .web import Endpoint, ranges
 
 MAIN: Final = "main"
@@ -66,9 +67,9 @@ class HubSink:
                              "choose another repository, or a folder in it")  # fmt: skip
 
     def send(
-        self, draft: Path, target: Path, card: bytes | None, *, overwrite: bool, progress: Progress
+        self, copy: Path, target: Path, card: bytes | None, *, overwrite: bool, progress: Progress
     ) -> Sequence[Note]:  # fmt: skip
-        """Upload a file or a folder in one commit, and compare what is there with the draft."""
+        """Upload a file or a folder in one commit, and compare what is there with the local copy."""
         address, api, notes = _address(target), _api(), list[Note]()
         try:
             with _silent():
@@ -82,7 +83,7 @@ class HubSink:
                     api.create_branch(address.name, branch=address.revision)
                     before, head = _state(api, address)
                 # Step 2: the weights.
-                files: dict[str, Source] = {_inside(address, name): path for name, path in files_of(draft)}
+                files: dict[str, Source] = {_inside(address, name): path for name, path in files_of(copy)}
                 if card is not None and CARD in (before or {}):
                     notes.append(Note(f"{CARD} of the repository stays as it is"))
                 elif card is not None:
@@ -102,12 +103,12 @@ class HubSink:
             raise _failed(address, e) from None
         forget(address)
         text = f"uploaded to {address} as commit {pinned.revision}"
-        return [*notes, Note(f"{text}: hashes, headers and samples there are those of the draft")]
+        return [*notes, Note(f"{text}: hashes, headers and samples there are those of the local copy")]
 
 
 def _address(target: Path) -> Address:
     address = upload_address(target)
-    assert address is not None, "the path is that of a draft"
+    assert address is not None, "the path is that of a local copy"
     return address
 
 
@@ -190,7 +191,7 @@ def _sent(api: Any, address: Address, files: dict[str, Source], progress: Progre
 
 
 def _prove(api: Any, pinned: Address, files: dict[str, Source]) -> None:
-    """Compare the files of a commit with the draft; VerificationFailed if any differ."""
+    """Compare the files of a commit with the local copy; VerificationFailed if any differ."""
     from huggingface_hub import get_token
 
     there = {f.path: f for f in api.get_paths_info(pinned.name, [*files], revision=pinned.revision)}
@@ -222,16 +223,16 @@ def _git_hash(source: Source) -> str:
 def _silent() -> Iterator[None]:
     """Let the library draw no bars of its own."""
     from huggingface_hub import constants
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    if constants.HF_HUB_DISABLE_PROGRESS_BARS is not None or are_progress_bars_disabled():
+    bars: Any = import_module("huggingface_hub.utils")
+    if constants.HF_HUB_DISABLE_PROGRESS_BARS is not None or bars.are_progress_bars_disabled():
         yield  # as the user says
         return
-    disable_progress_bars()
+    bars.disable_progress_bars()
     try:
         yield
     finally:
-        enable_progress_bars()
+        bars.enable_progress_bars()
 
 
 def _failed(address: Address, e: Exception, network: str = CONTINUED) -> MergeError:

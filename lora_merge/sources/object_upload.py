@@ -21,10 +21,10 @@ from ..errors import MergeError, UsageError
 from ..process import begin_commit
 from ..progress import Progress, Step, counted
 from ..text import Note, listed, plural
-from .drafts import Source, compare, differs, files_of, pieces, refuse_input, size_of
 from .inputs import forget
 from .objects import INSTALL, store_of
 from .objects import failed as failed_read
+from .sent_files import Source, compare, differs, files_of, pieces, refuse_input, size_of
 
 PART: Final = 8 << 20  # bytes of a part, of which stores take 10 000
 MOST_PARTS: Final = 9_000
@@ -117,14 +117,14 @@ class ObjectSink:
                              f"{address}: {listed(lost)}", "choose another -o, or move them away")  # fmt: skip
 
     def send(
-        self, draft: Path, target: Path, card: bytes | None, *, overwrite: bool, progress: Progress
+        self, copy: Path, target: Path, card: bytes | None, *, overwrite: bool, progress: Progress
     ) -> Sequence[Note]:  # fmt: skip
-        """Upload a file or a folder, and compare what is there with the draft. After a failure no object is left."""
+        """Upload a file or a folder, and compare it with the local copy. After a failure no object is left."""
         import obstore
 
         address, store = _address(target), store_of(_address(target))
         key = address.name.partition("/")[2]
-        files: list[tuple[str, Source]] = [(f"{key}/{n}".strip("/") if n else key, p) for n, p in files_of(draft)]
+        files: list[tuple[str, Source]] = [(f"{key}/{n}".strip("/") if n else key, p) for n, p in files_of(copy)]
         if card is not None:
             files.append((str(PurePosixPath(key).with_suffix(".md")), card))
         advance = counted(progress, "upload", str(address), sum(size_of(source) for _, source in files))
@@ -139,7 +139,7 @@ class ObjectSink:
                     for count in upload.write():
                         advance(count)
                 # Step 2: the names, together.
-                if not overwrite and _names_at(address, folder=draft.is_dir()):
+                if not overwrite and _names_at(address, folder=copy.is_dir()):
                     raise UsageError("the output appeared while it was made", str(address),
                                      "choose another -o; is another run at it?")  # fmt: skip
                 begin_commit()
@@ -158,12 +158,12 @@ class ObjectSink:
             raise
         forget(address)
         how = "the MD5 of all bytes there is that" if all(hashed) else "sizes, headers and samples there are those"
-        return [Note(f"uploaded to {address}: {how} of the draft")]
+        return [Note(f"uploaded to {address}: {how} of the local copy")]
 
 
 def _address(target: Path) -> Address:
     address = upload_address(target)
-    assert address is not None, "the path is that of a draft"
+    assert address is not None, "the path is that of a local copy"
     return address
 
 
@@ -187,7 +187,7 @@ def _names_at(address: Address, *, folder: bool) -> list[str]:
 
 
 def _prove(store: Any, upload: ObjectWriter, address: Address) -> bool:
-    """Compare an object with its draft; return whether the MD5 of all bytes is compared, and not only some of them."""
+    """Compare an object with its local copy; return whether the MD5 of all bytes is compared, and not only samples."""
     import obstore
 
     meta = obstore.head(store, upload.key)

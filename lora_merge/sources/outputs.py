@@ -1,7 +1,7 @@
 """The seam between addresses and outputs: every other room writes to local paths alone.
 
-`stage` returns the path of a draft for an address. The draft is written and proven there; `disk/publish.py` then hands
-it to the sink of its address, which uploads it and reads what it has uploaded, and the draft is removed.
+`stage` returns the path of a local copy for an address. The output is written and proven there; `disk/publish.py` then
+hands it to the sink of its address, which uploads it and reads what it has uploaded, and the local copy is removed.
 """
 
 from __future__ import annotations
@@ -45,26 +45,25 @@ SINKS: Final[Mapping[str, Callable[[], Sink]]] = MappingProxyType(
 
 
 def stage(address: Address) -> Path:
-    """Return the path of the draft of an output. UsageError if no request can be made.
+    """Return the path of the local copy of an output. UsageError if no request can be made.
 
-    The draft is in `$LORA_MERGE_CACHE`, or else in the user's cache folder or the temporary one, whichever has more
-    space.
+    It is in `$LORA_MERGE_CACHE`, or else in the user's cache folder or the temporary one, whichever has more space.
     """
     if is_offline():
         raise UsageError("requests are switched off, and the output is on another machine", str(address),
                          f"unset {switches()}, or write a file here with -o NAME")  # fmt: skip
-    return upload_path(address, drafts(store()))
+    return upload_path(address, outbox(store()))
 
 
 def sink_at(path: Path) -> Sink | None:
-    """Return the sink of the draft at a path; None for an output of this machine."""
+    """Return the sink of the local copy at a path; None for an output of this machine."""
     address = upload_address(path)
     return None if address is None else SINKS[address.scheme]()
 
 
 @lru_cache
-def drafts(cache: Path) -> Path:
-    """Return the folder of drafts; those that killed runs have left there are removed."""
+def outbox(cache: Path) -> Path:
+    """Return the folder of local copies; those that killed runs have left there are removed."""
     folders = [cache] if os.environ.get("LORA_MERGE_CACHE") else [cache, Path(tempfile.gettempdir())]
     folder = max(folders, key=_free)
     for path in sorted((folder / UPLOADS).rglob("*"), reverse=True):  # the innermost first
@@ -80,7 +79,7 @@ def _free(folder: Path) -> int:
 
 
 def announcement(output: Path, size: int | None = None) -> str:
-    """Return where the draft of an output is, for people; "" for an output of this machine."""
+    """Return where the local copy of an output is, for people; "" for an output of this machine."""
     address = upload_address(output)
     if address is None:
         return ""

@@ -1,4 +1,4 @@
-"""What is uploaded: the files of a draft, and how what is at an address then is compared with them."""
+"""What is uploaded: the files of a local copy, and how what is at an address then is compared with them."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ def refuse_input(address: Address, inputs: Sequence[Path]) -> None:
 
 
 Source: TypeAlias = Path | bytes
-"""A file of a draft, or the content of a card."""
+"""A file of a local copy, or the content of a card."""
 
 
-def files_of(draft: Path) -> list[tuple[str, Path]]:
-    """Return the files of a draft in the order of their upload: name inside the output, "" for a single file, and path.
+def files_of(copy: Path) -> list[tuple[str, Path]]:
+    """Return the files of a local copy in the order of their upload: name in the output ("" for a single file), path.
 
     Weights are first, then other files, then indexes, by which programs find the weights.
     """
-    if not draft.is_dir():
-        return [("", draft)]
-    names = sorted(p.relative_to(draft).as_posix() for p in draft.rglob("*") if not p.is_dir())
+    if not copy.is_dir():
+        return [("", copy)]
+    names = sorted(p.relative_to(copy).as_posix() for p in copy.rglob("*") if not p.is_dir())
 
     def rank(name: str) -> int:
         return 2 if name.endswith(".index.json") else 0 if Path(name).suffix.lower() in WEIGHTS else 1
 
-    return [(name, draft / name) for name in sorted(names, key=rank)]
+    return [(name, copy / name) for name in sorted(names, key=rank)]
 
 
 def size_of(source: Source) -> int:
@@ -67,7 +67,7 @@ def pieces(source: Source) -> Iterator[bytes]:
 
 
 def compare(read: ReadRange, source: Source, where: Address, *, whole: bool = False) -> None:
-    """Compare an uploaded file with its draft: the header and ranges with a fixed seed, or the `whole` of it.
+    """Compare an uploaded file with its local copy: the header and ranges with a fixed seed, or the `whole` of it.
 
     VerificationFailed if any byte differs.
     """
