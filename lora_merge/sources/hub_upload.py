@@ -7,11 +7,11 @@ a run that is repeated after a failure continues the upload, as the same inputs 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from urllib.parse import quote
 
 from ..addresses import HUB, Address, upload_address
@@ -47,20 +47,18 @@ class HubSink:
             raise UsageError("outputs to the hub need huggingface_hub", str(address), INSTALL)
         api = _api()
         try:
-            files, _ = _state(api, address)
-            if files is None:
+            state = _state(api, address)
+            if state is None:
                 _require_owner(api, address)
                 return
             _require_right(api, address)
         except Exception as e:  # noqa: BLE001  # the library has dozens of errors, in two versions of its HTTP client
             raise _failed(address, e, NETWORK) from None
         names = [_inside(address, name) for name in contents or [""]]
-        there = sorted({*files} & {*names})
-        if there and not overwrite:
-            raise UsageError("the output exists", f"{address}: {listed(there)}",
-                             "choose another repository, branch or name, or give --overwrite")  # fmt: skip
+        if not overwrite:
+            _require_free(address, state, names)
         folder = f"{address.path}/" if address.path else ""
-        others = [n for n in files if n.startswith(folder) and "/" not in n[len(folder) :] and n not in names]
+        others = [n for n in state.files if n.startswith(folder) and "/" not in n[len(folder) :] and n not in names]
         if contents is not None and (lost := sorted(n for n in others if Path(n).suffix.lower() in WEIGHTS)):
             raise UsageError("the repository holds weights that the merged model does not have",
                              f"{address}: {listed(lost)}",
@@ -74,17 +72,18 @@ class HubSink:
         try:
             with _silent():
                 # Step 1: the repository and the branch.
-                before, head = _state(api, address)
-                if before is None:
+                files: dict[str, Source] = {_inside(address, name): path for name, path in files_of(copy)}
+                state = _state(api, address)
+                if state is None:
                     api.create_repo(address.name, private=True, exist_ok=True)
                     notes.append(Note(f"a private repository was created: {address.name}"))
-                    before, head = _state(api, address)
-                if address.revision and address.revision not in _branches(api, address):
+                    state = _state(api, address) or State([], None)
+                if not overwrite:
+                    _require_free(address, state, files)
+                if not state.branch:
                     api.create_branch(address.name, branch=address.revision)
-                    before, head = _state(api, address)
                 # Step 2: the weights.
-                files: dict[str, Source] = {_inside(address, name): path for name, path in files_of(copy)}
-                if card is not None and CARD in (before or {}):
+                if card is not None and CARD in state.files:
                     notes.append(Note(f"{CARD} of the repository stays as it is"))
                 elif card is not None:
                     files[CARD] = card
@@ -93,7 +92,7 @@ class HubSink:
                 begin_commit()
                 commit = api.create_commit(
                     address.name, operations, commit_message=MESSAGE, revision=address.revision or MAIN,
-                    parent_commit=head,
+                    parent_commit=state.head,
                 )  # fmt: skip
                 # Step 4: what is there now.
                 progress(Step("prove", str(address)))
@@ -123,23 +122,34 @@ def _api() -> Any:
     return HfApi(endpoint=endpoint(), library_name=NAME, library_version=__version__)
 
 
-def _state(api: Any, address: Address) -> tuple[list[str] | None, str | None]:
-    """Return the files of a repository and its last commit: of the branch, or of what a new branch begins with. None
-    for a repository that is not there."""
+class State(NamedTuple):
+    """The files of a repository and its last commit. `branch`: whether they are those of the branch of the output, and
+    not those of `main`, with which a new branch begins."""
+
+    files: Sequence[str]
+    head: str | None
+    branch: bool = True
+
+
+def _state(api: Any, address: Address) -> State | None:
+    """Return the state of a repository; None for one that is not there."""
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     try:
         try:
-            info = api.model_info(address.name, revision=address.revision or None)
+            info, branch = api.model_info(address.name, revision=address.revision or None), True
         except RevisionNotFoundError:
-            info = api.model_info(address.name)
+            info, branch = api.model_info(address.name), not address.revision
     except RepositoryNotFoundError:
-        return None, None
-    return [f.rfilename for f in info.siblings or ()], str(info.sha)
+        return None
+    return State([f.rfilename for f in info.siblings or ()], str(info.sha), branch)
 
 
-def _branches(api: Any, address: Address) -> list[str]:
-    return [branch.name for branch in api.list_repo_refs(address.name).branches]
+def _require_free(address: Address, state: State, names: Iterable[str]) -> None:
+    """Raise UsageError if a branch has files of these names."""
+    if state.branch and (there := sorted({*state.files} & {*names})):
+        raise UsageError("the output exists", f"{address}: {listed(there)}",
+                         "choose another repository, branch or name, or give --overwrite")  # fmt: skip
 
 
 def _require_owner(api: Any, address: Address) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from ..addresses import Address, upload_address
 from ..errors import MergeError, UsageError
-from ..process import begin_commit
+from ..process import begin_commit, deliver_pending
 from ..progress import Progress, Step, counted
 from ..text import Note, listed, plural
 from .inputs import forget
@@ -147,8 +147,10 @@ class ObjectSink:
                     upload.complete()
                     done.append(upload)
             # Step 3: what is there now.
+            deliver_pending()
             progress(Step("prove", str(address)))
             hashed = [_prove(store, upload, address) for upload in uploads]
+            begin_commit()
         except BaseException as e:
             for upload in done:
                 with suppress(Exception):  # the store is out of reach: the error that led here counts

@@ -99,9 +99,9 @@ def test_folder_on_a_branch_leaves_the_others_as_they_are(hub: Machines, run: Co
     llama_folder(tmp_path / "tiny"), peft_folder(tmp_path / "peft")
     hub.repositories["me/tiny"] = {"README.md": b"# mine", "picture.png": b"png"}
     assert run("tiny", "peft:0.5", "-o", "there")[0] == 0
-    code, out, err = run("tiny", "peft:0.5", "-o", "hf://me/tiny@half", "--json")
+    code, out, err = run("tiny", "peft:0.5", "-o", "hf://me/tiny", "--json")
     assert code == 2 and "README.md" in err
-    code, out, err = run("tiny", "peft:0.5", "-o", "hf://me/tiny@half", "--json", "--overwrite")
+    code, out, err = run("tiny", "peft:0.5", "-o", "hf://me/tiny@half", "--json")
     assert code == 0 and json.loads(out)["output"] == "hf://me/tiny@half", err
     assert hub.repositories["me/tiny"] == {"README.md": b"# mine", "picture.png": b"png"} and not hub.created
     files = hub.repositories["me/tiny@half"]
@@ -111,6 +111,8 @@ def test_folder_on_a_branch_leaves_the_others_as_they_are(hub: Machines, run: Co
     inputs._located.clear()
     code, _, err = run("verify", "hf://me/tiny@half", "--full")
     assert code == 0, err
+    code, out, err = run("tiny", "peft:0.5", "-o", "hf://me/tiny@half")
+    assert code == 2 and "the output exists" in err
     hub.repositories["me/tiny@half"]["model-00009.safetensors"] = b"x"
     code, _, err = run("tiny", "peft:0.5", "-o", "hf://me/tiny@half", "--overwrite")
     assert code == 2 and "model-00009.safetensors" in err
