@@ -72,7 +72,8 @@ def is_done(job: Job, contents: Contents, opened: CheckpointCache, hashes: Hashe
 
     UsageError if something else is there and may not be replaced.
     """
-    return _is_complete(job, lambda output: _other(replace(job, output=output), contents, opened, hashes))
+    names = None if "" in contents.weights else contents.names
+    return _is_complete(job, lambda output: _other(replace(job, output=output), contents, opened, hashes), names)
 
 
 def is_adapter_done(job: AdapterJob, hashes: Hashes) -> bool:
@@ -80,17 +81,29 @@ def is_adapter_done(job: AdapterJob, hashes: Hashes) -> bool:
     return _is_complete(job.inputs, lambda output: _other_adapter(job.at(output), hashes))
 
 
-def _is_complete(job: Job, other: Callable[[Path], str]) -> bool:
-    """Return whether an output is there and right. `other`: returns what is wrong with it, "" if nothing is."""
+def _is_complete(job: Job, other: Callable[[Path], str], names: Sequence[str] | None = None) -> bool:
+    """Return whether an output is there and right. `other`: returns what is wrong with it, "" if nothing is. `names`:
+    the files of an output folder."""
     output = job.output if sink_of(job.output) is None else present(job.output)
     if output is None or not os.path.lexists(output):
         return False
     with failures(job.output):
         wrong = other(output)
-    if wrong and not job.overwrite:
+    if wrong and not job.overwrite and _is_taken(job.output, names):
         raise UsageError(f"the output exists and {wrong}", str(job.output),
                          "choose another -o, or give --overwrite")  # fmt: skip
     return not wrong
+
+
+def _is_taken(output: Path, names: Sequence[str] | None) -> bool:
+    """Return whether an output would replace something: a repository may have other files alone."""
+    if (sink := sink_of(output)) is None:
+        return True
+    try:
+        sink.check(output, (), overwrite=False, contents=names)
+    except UsageError:
+        return True
+    return False
 
 
 def is_ours(output: Path) -> bool:

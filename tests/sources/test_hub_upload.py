@@ -165,3 +165,17 @@ def test_switched_off_requests_refuse_the_output(run: Command, monkeypatch: pyte
     monkeypatch.setenv("LORA_MERGE_OFFLINE", "1")
     code, _, err = run("base.safetensors", "style.safetensors", "-o", TO)
     assert code == 2 and "LORA_MERGE_OFFLINE" in err
+
+
+@pytest.mark.slow
+def test_batch_writes_into_a_repository_that_is_there_and_skips_what_is_done(hub: Machines, run: Command) -> None:
+    hub.repositories["me/all"] = {".gitattributes": b"", "README.md": b"# mine"}
+    job = {"base": "local.safetensors", "adapters": ["style.safetensors"], "output": "hf://me/all/one.safetensors"}
+    Path("jobs.yaml").write_text(json.dumps({"version": 1, "jobs": [job]}))
+    for status in ("merged", "skipped"):
+        code, out, err = run("batch", "jobs.yaml", "--json")
+        assert code == 0 and json.loads(out)["status"] == status, err
+    assert len(commits(hub)) == 1 and hub.repositories["me/all"]["README.md"] == b"# mine"
+    Path("jobs.yaml").write_text(json.dumps({"version": 1, "jobs": [{**job, "dtype": "bf16"}]}))
+    code, out, err = run("batch", "jobs.yaml", "--json")
+    assert code == 7 and "made by another recipe" in out, err
