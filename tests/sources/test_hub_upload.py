@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lora_merge.sources import hub_upload, inputs
-from tests.sources.server import TOKEN, Machines
+from tests.sources.server import SIGNATURE, TOKEN, Machines
 from tests.sources.test_hub import Command, llama_folder, peft_folder, published, run
 
 __all__ = ["published", "run"]
@@ -45,6 +45,7 @@ def test_merge_to_a_repository_is_one_private_commit_with_a_card(hub: Machines, 
     assert files["a.safetensors"] == Path("a.safetensors").read_bytes() and b"lora-merge" in files["README.md"]
     assert commits(hub) == ["/api/models/me/merged/commit/main"] and hub.commit("me/merged") in report["notes"][-1]
     assert TOKEN not in out + err and nothing_is_left(tmp_path)
+    assert not [name for name, c in files.items() if TOKEN.encode() in c or SIGNATURE.encode() in c]
     code, _, err = run(*MERGE, "-o", TO)
     assert code == 2 and "the output exists" in err and "a.safetensors" in err
     inputs._located.clear()

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-import lora_merge
 from lora_merge.sources import object_upload
 from tests.sources.test_hub import llama_folder, peft_folder
 from tests.sources.test_objects import Command, bucket, run, server
@@ -222,12 +221,3 @@ def test_role_that_may_not_write_is_named(out: Any, run: Command, monkeypatch: p
     monkeypatch.setattr("obstore.open_writer", refused)
     code, _, err = run(*MERGE, "-o", "s3://models/out/a")
     assert code == 2 and "PutObject" in err and "secret" not in err
-
-
-@pytest.mark.parametrize(("name", "what"), [
-    ("civitai:12345", "cannot be uploaded"), ("https://example.com/a.safetensors", "cannot be uploaded"),
-    ("s3://models/out/../a", "cannot be uploaded"), ("s3://models/a?versionId=1", "a version of an object"),
-])  # fmt: skip
-def test_address_that_takes_no_output_is_refused(name: str, what: str) -> None:
-    with pytest.raises(lora_merge.errors.UsageError, match=what):
-        lora_merge.merge("base.safetensors", "style.safetensors", name)
