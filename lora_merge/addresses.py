@@ -291,7 +291,7 @@ def output_address(text: str) -> Address | None:
     names = [*address.name.split("/"), *(address.path.split("/") if address.path else ())]
     if address.scheme not in WRITABLE or {"", ".", ".."} & {*names}:
         raise UsageError("outputs cannot be uploaded to this address", _shown(text),
-                         "name hf://owner/name, s3://bucket/key, gs://… or az://…, or a file here")  # fmt: skip
+                         "write a file here with -o NAME, or name hf://owner/name, s3://bucket/key, gs://… or az://…")  # fmt: skip
     if address.scheme in OBJECTS and address.revision:
         raise UsageError("a version of an object cannot be written", str(address), "leave out ?versionId=…")
     if address.pinned or "/" in address.revision:

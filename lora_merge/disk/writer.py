@@ -131,7 +131,7 @@ def _no_space(path: Path, needed: int, free: int, *, most: bool = False) -> Reso
     return ResourceError(short, str(path), "make room, or write to another disk with -o")
 
 
-OUTBOX: Final = "an output is written here before it is uploaded: set LORA_MERGE_CACHE to a folder with room for it"
+OUTBOX: Final = "name a folder with room in LORA_MERGE_CACHE: outputs are written here before they are uploaded"
 
 
 def elsewhere(output: Path) -> str:

@@ -169,7 +169,7 @@ def _require_owner(api: Any, address: Address) -> None:
         raise UsageError("the token may read only", str(address), LOGIN)
 
 
-LOGIN: Final = "log in with a token that may write: hf auth login (or HF_TOKEN), with its role set to write"
+LOGIN: Final = "use a token with the role write: hf auth login, or HF_TOKEN"
 
 
 def _require_right(api: Any, address: Address) -> None:

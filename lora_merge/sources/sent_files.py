@@ -28,7 +28,7 @@ def refuse_input(address: Address, inputs: Sequence[Path]) -> None:
         source = origin(path)
         if source is not None and source.scheme == address.scheme and f"{source.name}/".startswith(f"{address.name}/"):
             raise UsageError("the output would replace the base, an adapter or another file that is read",
-                             str(address), "choose another name with -o")  # fmt: skip
+                             str(address), "choose another name")  # fmt: skip
 
 
 Source: TypeAlias = Path | bytes
