@@ -15,6 +15,7 @@ from ..disk.uploads import sink_of
 from ..errors import DeviceFailed, MergeError, ResourceError, UsageError
 from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Gathered, Guard, Progress, Step, observed
+from ..sources.outputs import on_this_machine
 from .jobs_file import BatchJob
 from .report import JobReport, failed
 from .shared_reads import JobGroup, carry_out
@@ -216,7 +217,7 @@ def _here(group: JobGroup, progress: Progress) -> Iterator[JobReport]:
         if missing:
             yield failed(entry, _unseen(str(missing[0]), f"missing on the node {socket.gethostname()}"))
         else:
-            present.append(entry)
+            present.append(replace(entry, job=replace(entry.job, output=on_this_machine(entry.job.output))))
     yield from carry_out(replace(group, entries=tuple(present)), CheckpointCache(), progress)
 
 

@@ -55,6 +55,12 @@ def stage(address: Address) -> Path:
     return upload_path(address, outbox(store()))
 
 
+def on_this_machine(output: Path) -> Path:
+    """Return the path of an output as this machine has it, for one that another machine has planned."""
+    address = upload_address(output)
+    return output if address is None else stage(address)
+
+
 def sink_at(path: Path) -> Sink | None:
     """Return the sink of the local copy at a path; None for an output of this machine."""
     address = upload_address(path)

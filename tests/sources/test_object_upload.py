@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import lora_merge
 from lora_merge.sources import object_upload
 from tests.sources.test_hub import llama_folder, peft_folder
 from tests.sources.test_objects import Command, bucket, run, server
@@ -136,6 +137,8 @@ def test_every_command_that_writes_takes_an_address(out: Any, run: Command, tmp_
         for path in files:
             key = f"out/{name}" if path == Path(name) else f"out/{name}/{path.name}"
             assert bytes(obstore.get(out, key).bytes()) == path.read_bytes(), key
+    report = lora_merge.merge("base.safetensors", style, "s3://models/out/python")
+    assert report.output == "s3://models/out/python.safetensors" and "out/python.safetensors" in names()
     code, _, err = run("convert", style, "--to", "comfy", "--base", "base.safetensors", "-o", "s3://models/out/")
     assert code == 0 and "out/style.comfy.safetensors" in names(), err
 
