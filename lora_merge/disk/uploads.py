@@ -19,9 +19,8 @@ from ..text import Note
 class Sink(Protocol):
     """A kind of place that outputs are uploaded to."""
 
-    @property
-    def card(self) -> bool:
-        """Whether an output gets a model card unless the job has none."""
+    def card_of(self, target: Path) -> Path | None:
+        """Return the path of the model card that an output file has unless its job has none; None: as on a disk."""
 
     def check(self, target: Path, inputs: Sequence[Path], *, overwrite: bool, contents: Sequence[str] | None) -> None:
         """Raise MergeError unless an output may be uploaded. `contents`: the files of a folder; None: it is a file."""
@@ -61,7 +60,7 @@ def take_card(path: Path, content: bytes) -> bool:
 def upload(sink: Sink, copy: Path, target: Path, *, overwrite: bool, progress: Progress) -> None:
     """Upload a local copy, with its card."""
     with _lock:
-        card = _cards.pop(target.with_suffix(".md"), None)
+        card = _cards.pop(sink.card_of(target) or target.with_suffix(".md"), None)
     notes = sink.send(copy, target, card, overwrite=overwrite, progress=progress)
     with _lock:
         _notes[target] = notes

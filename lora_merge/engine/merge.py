@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ..addresses import with_addresses
 from ..change_statistics import Measure
 from ..disk.hashes import RunningHashes
 from ..disk.publish import named, put_file, replacing
@@ -21,7 +22,7 @@ from ..dtypes import COMPUTE_DTYPES, ITEM_BYTES
 from ..errors import MergeError, TooLarge, as_resource_error, cause, resource_errors
 from ..models.blocks import groups
 from ..planning.header_entries import final_headers
-from ..planning.model_card import card, card_path
+from ..planning.model_card import card, card_path, has_section
 from ..planning.output_files import Card, contents
 from ..planning.plan import Plan, coverage, files
 from ..planning.recipe import sha256
@@ -29,6 +30,7 @@ from ..process import deliver_pending
 from ..progress import Progress, Step, unwatched
 from ..proof.verify import verify
 from ..report import Report
+from ..sources.outputs import present
 from ..survival import judgement
 from ..text import Note
 from ..version import __version__
@@ -170,7 +172,10 @@ def _write_card(plan: Plan) -> tuple[Note, ...]:
     if plan.is_folder or not plan.has_card:
         return ()
     path = card_path(plan)
-    content = None if path in plan.read or path.is_symlink() else card(plan, path)
+    there = present(path)
+    if there is not None and not has_section(there):
+        return (Note(f"the card that is there stays as it is: {with_addresses(str(path))}"),)
+    content = None if path in plan.read or path.is_symlink() else card(plan, there or path)
     if content is None:
         return (Note(f"no model card was written: another kind of file is at {path}"),)
     try:

@@ -261,7 +261,7 @@ class Plan(Shown):
         """Whether the output gets a model card: if it is requested, and by default with folders and repositories that
         name inputs."""
         sink = sink_of(self.job.output)
-        whole = self.is_folder or (sink is not None and sink.card)
+        whole = self.is_folder or (sink is not None and sink.card_of(self.job.output) is not None)
         return whole and not self.job.no_metadata if self.job.card is None else self.job.card
 
     @property

@@ -31,6 +31,7 @@ CARD: Final = "README.md"
 TRIES: Final = 3  # of one file, if the connection breaks
 MESSAGE: Final = f"Upload with lora-merge {__version__}"
 
+LOGIN: Final = "use a token with the role write: hf auth login, or HF_TOKEN"
 NETWORK: Final = "check the network, or run again later"
 CONTINUED: Final = "run again: what the hub has by then is not sent again"
 
@@ -38,7 +39,10 @@ CONTINUED: Final = "run again: what the hub has by then is not sent again"
 class HubSink:
     """A repository of a model."""
 
-    card = True
+    def card_of(self, target: Path) -> Path:
+        """Return the path of the card of the repository."""
+        depth = _address(target).path.count("/") + 1
+        return target.parents[depth - 1] / CARD
 
     def check(self, target: Path, inputs: Sequence[Path], *, overwrite: bool, contents: Sequence[str] | None) -> None:
         """Raise MergeError if there are files that may not be replaced, or if the token may not write."""
@@ -83,20 +87,14 @@ class HubSink:
                 if not state.branch:
                     api.create_branch(address.name, branch=address.revision)
                 # Step 2: the weights.
-                if card is not None and CARD in state.files:
-                    notes.append(Note(f"{CARD} of the repository stays as it is"))
-                elif card is not None:
+                if card is not None:
                     files[CARD] = card
                 operations = _sent(api, address, files, progress)
                 # Step 3: the commit.
                 begin_commit()
-                commit = api.create_commit(
-                    address.name, operations, commit_message=MESSAGE, revision=address.revision or MAIN,
-                    parent_commit=state.head,
-                )  # fmt: skip
+                pinned = Address(HUB, address.name, _commit(api, address, operations, state.head))
                 # Step 4: what is there now.
                 progress(Step("prove", str(address)))
-                pinned = Address(HUB, address.name, str(commit.oid))
                 _prove(api, pinned, files)
         except Exception as e:  # noqa: BLE001  # as above
             raise _failed(address, e) from None
@@ -169,9 +167,6 @@ def _require_owner(api: Any, address: Address) -> None:
         raise UsageError("the token may read only", str(address), LOGIN)
 
 
-LOGIN: Final = "use a token with the role write: hf auth login, or HF_TOKEN"
-
-
 def _require_right(api: Any, address: Address) -> None:
     """Raise an error of the library if the token may not write to a repository that is there."""
     from inspect import signature
@@ -198,6 +193,22 @@ def _sent(api: Any, address: Address, files: dict[str, Source], progress: Progre
         operations.append(operation)
         advance(size_of(source))
     return operations
+
+
+def _commit(api: Any, address: Address, operations: list[Any], head: str | None) -> str:
+    """Commit files behind a commit; return the new one."""
+    try:
+        commit = api.create_commit(
+            address.name, operations, commit_message=MESSAGE, revision=address.revision or MAIN, parent_commit=head
+        )
+    except Exception as e:
+        if not isinstance(_failed(address, e), ResourceError):
+            raise
+        state = _state(api, address)  # the reply may be lost, and not the commit: the comparison shows whose it is
+        if state is None or state.head in (None, head):
+            raise
+        return str(state.head)
+    return str(commit.oid)
 
 
 def _prove(api: Any, pinned: Address, files: dict[str, Source]) -> None:

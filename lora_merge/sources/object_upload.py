@@ -101,7 +101,8 @@ def _md5() -> Any:
 class ObjectSink:
     """A bucket that takes an object, or a folder of them."""
 
-    card = False
+    def card_of(self, _: Path) -> None:
+        """Return None: an object has no card unless a job asks for one."""
 
     def check(self, target: Path, inputs: Sequence[Path], *, overwrite: bool, contents: Sequence[str] | None) -> None:
         """Raise MergeError if there is something that may not be replaced, or if that cannot be found out."""

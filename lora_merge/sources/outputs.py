@@ -96,7 +96,8 @@ def announcement(output: Path, size: int | None = None) -> str:
 
 
 def present(output: Path) -> Path | None:
-    """Return the path of placeholders for what is at an output's address now; None if nothing is there."""
+    """Return the path of placeholders for what is at an output's address now; None if nothing is there, and for an
+    output of this machine."""
     address = upload_address(output)
     if address is None:
         return None

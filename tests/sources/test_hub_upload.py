@@ -154,6 +154,37 @@ def test_own_card_of_a_repository_stays(hub: Machines, run: Command) -> None:
 
 
 @pytest.mark.slow
+def test_card_of_an_earlier_merge_is_brought_up_to_date(hub: Machines, run: Command) -> None:
+    assert run(*MERGE, "-o", TO)[0] == 0
+    card = hub.repositories["me/merged"]["README.md"]
+    assert b"0.5" in card and b"0.25" not in card
+    hub.repositories["me/merged"]["README.md"] = card + b"My own words.\n"
+    code, _, err = run("local.safetensors", "style.safetensors:0.25", "-o", TO, "--overwrite")
+    card = hub.repositories["me/merged"]["README.md"]
+    assert code == 0 and b"0.25" in card and b"0.5" not in card and b"My own words." in card, err
+
+
+@pytest.mark.slow
+def test_commit_whose_reply_is_lost_is_found(hub: Machines, run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    api = hub_upload._api
+
+    def losing() -> object:
+        library = api()
+        commit = library.create_commit
+
+        def lose(*words: object, **named: object) -> None:
+            commit(*words, **named)
+            raise OSError("the connection breaks")
+
+        library.create_commit = lose
+        return library
+
+    monkeypatch.setattr(hub_upload, "_api", losing)
+    code, out, err = run(*MERGE, "-o", TO, "--json")
+    assert code == 0 and hub.commit("me/merged") in json.loads(out)["notes"][-1], err
+
+
+@pytest.mark.slow
 def test_missing_library_is_named_before_the_merge(
     hub: Machines, run: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,6 +114,8 @@ def test_folder_is_complete_with_its_index_last(
     obstore.put(out, "out/tiny/other.txt", b"")
     code, _, err = run("tiny", "peft", "-o", "s3://models/out/tiny", "--overwrite")
     assert code == 2 and "other.txt" in err
+    assert run(*MERGE, "-o", "s3://models/out/carded", "--card")[0] == 0
+    assert b"lora-merge" in bytes(obstore.get(out, "out/carded.md").bytes())
     obstore.delete(out, "out/tiny/other.txt")
     assert run("tiny", "peft", "-o", "s3://models/out/tiny", "--overwrite")[0] == 0
 
