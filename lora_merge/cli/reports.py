@@ -277,6 +277,7 @@ def merge_and_report(
 
     `make_plan`: for a dry run of an output that may exist. `file`: the file for the report.
     """
+    from ..disk.uploads import is_taken
     from ..engine.torch_preload import preload
 
     with watching(quiet=options.quiet) as display:
@@ -286,7 +287,8 @@ def merge_and_report(
         if file is not None:
             file.protect(plan.inputs, [plan.job.output])
             file.begin()
-        replaced = exists(plan.job.output)
+        contents = plan.contents if plan.is_folder else None
+        replaced = exists(plan.job.output) or (options.dry_run and is_taken(plan.job.output, contents))
         with paused(display):
             show_plan(plan, options)
         report = None if options.dry_run else carry_out(plan, display)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ..addresses import UPLOADS
+from ..errors import UsageError
 from ..progress import Progress
 from ..text import Note
 
@@ -46,6 +47,18 @@ def find_sinks_with(find: Callable[[Path], Sink | None]) -> None:
 def sink_of(path: Path) -> Sink | None:
     """Return the sink of the output whose local copy has a path; None for an output of this machine."""
     return _finders[0](path) if _finders and UPLOADS in path.parts else None
+
+
+def is_taken(target: Path, contents: Sequence[str] | None) -> bool:
+    """Return whether an upload would replace something: a repository may have other files alone. False for an output of
+    this machine. `contents`: as for `Sink.check`."""
+    if (sink := sink_of(target)) is None:
+        return False
+    try:
+        sink.check(target, (), overwrite=False, contents=contents)
+    except UsageError:
+        return True
+    return False
 
 
 def take_card(path: Path, content: bytes) -> bool:

@@ -18,7 +18,7 @@ from ..disk.destination import failures
 from ..disk.files import FileState
 from ..disk.hashes import RememberedHashes, remember, state
 from ..disk.remote import remote
-from ..disk.uploads import sink_of
+from ..disk.uploads import is_taken, sink_of
 from ..errors import MergeError, UsageError
 from ..files.checkpoint import open_checkpoint
 from ..files.side_files import output_name
@@ -89,21 +89,10 @@ def _is_complete(job: Job, other: Callable[[Path], str], names: Sequence[str] | 
         return False
     with failures(job.output):
         wrong = other(output)
-    if wrong and not job.overwrite and _is_taken(job.output, names):
+    if wrong and not job.overwrite and (sink_of(job.output) is None or is_taken(job.output, names)):
         raise UsageError(f"the output exists and {wrong}", str(job.output),
                          "choose another -o, or give --overwrite")  # fmt: skip
     return not wrong
-
-
-def _is_taken(output: Path, names: Sequence[str] | None) -> bool:
-    """Return whether an output would replace something: a repository may have other files alone."""
-    if (sink := sink_of(output)) is None:
-        return True
-    try:
-        sink.check(output, (), overwrite=False, contents=names)
-    except UsageError:
-        return True
-    return False
 
 
 def is_ours(output: Path) -> bool:

@@ -57,6 +57,8 @@ def test_merge_to_an_object_is_the_file_of_the_merge(out: Any, run: Command) -> 
     assert "secret" not in text + err
     code, _, err = run(*MERGE, "-o", "s3://models/out/a")
     assert code == 2 and "the output exists" in err
+    code, text, _ = run(*MERGE, "-o", "s3://models/out/a", "--dry-run")
+    assert code == 0 and "the output exists" in text and "first, with" in text
     assert run("base.safetensors", "style.safetensors", "-o", "s3://models/out/a", "--overwrite")[0] == 0
     code, _, err = run("verify", "s3://models/out/a.safetensors")
     assert code == 0, err
