@@ -251,7 +251,8 @@ class Display:
         share = output.transferred / output.to_transfer if output.to_transfer else 1.0
         spent = now - output.since
         left = f"{interval(spent * (1 - share) / share)} left" if share >= SURE and spent >= 1 else ""
-        speed = rate(int(output.transferred / spent)) if spent > 0 else ""
+        moved = spent > 0 and output.transferred > 0
+        speed = rate(int(output.transferred / spent)) if moved else f"{interval(spent)} so far"
         done = done_of(output.transferred, output.to_transfer)
         return self._line(output.stage, [done, speed, left], share, width)
 
