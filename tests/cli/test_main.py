@@ -153,7 +153,10 @@ def test_names_that_begin_as_home_folders_do(
 def merged_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with models, a merge of them and a jobs file."""
     folder = tmp_path_factory.mktemp("merged")
-    base, style = save(sd1_sample(), folder / "base.safetensors"), save(kohya(sd1_sample()), folder / "style.safetensors")
+    base, style = (
+        save(sd1_sample(), folder / "base.safetensors"),
+        save(kohya(sd1_sample()), folder / "style.safetensors"),
+    )
     lora_merge.merge(base, style, folder / "merged.safetensors")
     (folder / "j.yaml").write_text(f"[{{base: {base.name}, adapters: [{style.name}], output: o.safetensors}}]")
     return folder
