@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from .. import Facts, FormerPlans, JobPlan, MergeError, inspect, plan_batch
 from ..errors import error_dict
@@ -15,11 +16,14 @@ from ..paths import exists
 from ..version import __version__
 from ..viewing.parts import parts_of, presets_of
 from .forms import FORMS, command_line, entry, jobs_file, runnable
-from .library import Library
+from .library import ADAPTER, BASE, Library
 from .runs import Queue
 
 KEPT: Final = 200
 """Files and pairs whose facts are kept."""
+
+FileStates: TypeAlias = tuple[str, float, int]
+"""A path, and the latest time and the bytes of the files there."""
 
 
 class Previews:
@@ -28,6 +32,7 @@ class Previews:
     def __init__(self, library: Library, queue: Queue) -> None:
         self.library, self.queue = library, queue
         self._former, self._turn = FormerPlans(), threading.Lock()
+        self._facts = lru_cache(KEPT)(self._inspected)
 
     def start(self) -> dict[str, Any]:
         """Return the forms and the library, as the page begins."""
@@ -36,6 +41,13 @@ class Previews:
             "folders": [*map(str, self.library.folders)], "pictures": self.queue.pictures,
             "overwrite": OPTIONS["overwrite"].help, **self.library.to_dict(),
         }  # fmt: skip
+
+    def warm_up(self) -> None:
+        """Look at the smallest base and adapter: that loads tables and modules before somebody waits for them."""
+        entries = sorted(self.library.entries(), key=lambda entry: entry.bytes)
+        base, adapter = (next((e.path for e in entries if e.kinds == (kind,)), "") for kind in (BASE, ADAPTER))
+        with suppress(OSError):  # the failure of who chooses them
+            self.files({"base": base, "adapters": [{"path": adapter}]})
 
     def files(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the files of a form are, and whether adapters fit the base."""
@@ -66,7 +78,9 @@ class Previews:
     def parts(self, path: str) -> dict[str, Any]:
         """Return parts, blocks and presets of a base."""
         base = self.library.path(path)
-        return {**parts_of(base), "presets": presets_of(base)}
+        with self._turn:
+            opened = self._former.checkpoints([base])
+            return {**parts_of(base, opened), "presets": presets_of(base, opened)}
 
     def find(self, name: str, size: int) -> dict[str, Any]:
         """Return the path of a dropped file that the library has; "" if it must be uploaded."""
@@ -90,17 +104,17 @@ class Previews:
                 continue
             row: dict[str, Any] = {"path": path}
             try:
-                facts = _facts(*self._state(path))
+                facts = self._facts(self._state(path))
                 row |= {"text": facts.text, "kind": facts["kind"], "triggers": _triggers(facts)}
                 if base and path != base and facts["kind"] == "adapter":
-                    match = _fit(*self._state(base), *self._state(path))["match"]
+                    match = self._facts(self._state(base), self._state(path))["match"]
                     row |= {name: match.get(name) for name in ("fits", "matched", "total", "components")}
                     row["why"] = match["error"]["what"] if "error" in match else match["why"]
             except MergeError as e:
                 row["error"] = error_dict(e)
             yield row
 
-    def _state(self, text: str) -> tuple[str, float, int]:
+    def _state(self, text: str) -> FileStates:
         """Return a path with what changes when it, or a file in it, does."""
         path = self.library.path(text)
         if not exists(path):
@@ -108,16 +122,10 @@ class Previews:
         states = [file.stat() for file in (path, *(path.iterdir() if path.is_dir() else ()))]
         return str(path), max(s.st_mtime for s in states), sum(s.st_size for s in states)
 
+    def _inspected(self, *states: FileStates) -> Facts:
+        with self._turn:
+            return inspect(*(Path(path) for path, *_ in states), hashes=None, former=self._former)
+
 
 def _triggers(facts: Facts) -> list[str]:
     return [*facts.get("trained", {}).get("trigger_words", ())]
-
-
-@lru_cache(KEPT)
-def _facts(path: str, *_: float) -> Facts:
-    return inspect(Path(path), hashes=None)
-
-
-@lru_cache(KEPT)
-def _fit(base: str, _: float, __: int, path: str, *___: float) -> Facts:
-    return inspect(Path(base), Path(path), hashes=None)
