@@ -95,6 +95,10 @@ class Library:
         """Return the library as plain data, for the page."""
         return {"entries": [asdict(entry) for entry in self.entries()], "output": str(self.output)}
 
+    def places(self) -> list[Path]:
+        """Return the folders that have the models and adapters: those of a program in place of the program's folder."""
+        return [place for folder in self.folders for place in _known(folder) or [folder]]
+
     def path(self, text: str) -> Path:
         """Return the path of an input; UsageError if it, or a link in it, leads out of the named folders."""
         path = expand(text)
@@ -147,8 +151,7 @@ class Library:
     def _listed(self, folder: Path) -> Iterator[tuple[Path, Path, tuple[str, ...]]]:
         """Yield models and adapters below a folder, each with the folder that it is listed with, and the kinds as which
         it is offered."""
-        root = folder.parent if folder.name == "models" else folder
-        known = {root / name: (kind,) for name, kind in LAYOUTS if (root / name).is_dir()}
+        known = _known(folder)
         hub = [*folder.glob(HUB)] or [*folder.glob(f"hub/{HUB}")]
         listed: dict[Path, tuple[str, ...]] = {**known} or dict.fromkeys(hub or [folder], ())
         if known and folder == self.output:
@@ -210,6 +213,12 @@ def _names(path: Path, at: Path, folder: Path) -> tuple[str, str]:
         name = at.parent.parent.name.removeprefix("models--").replace("--", "/")
         return folder.name, f"{name}@{at.name[:7]}" + f"/{label}" * (path != at)
     return at.relative_to(folder.parent).as_posix(), label
+
+
+def _known(folder: Path) -> dict[Path, tuple[str, ...]]:
+    """Return the folders of a program that a named folder has, with their kinds."""
+    root = folder.parent if folder.name == "models" else folder
+    return {root / name: (kind,) for name, kind in LAYOUTS if (root / name).is_dir()}
 
 
 def _folder(path: str | Path) -> Path:

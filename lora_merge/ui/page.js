@@ -9,7 +9,7 @@ const PART = { min: 0, max: 2, step: 0.05 };
 const STRENGTH = { min: -2, max: 2, step: 0.05 };
 
 const byId = (id) => document.getElementById(id);
-const state = { forms: {}, form: null, entries: [], output: "", pictures: false, adapters: [], base: null, options: {}, parts: null, components: {}, files: null, preview: null, named: false };
+const state = { forms: {}, form: null, entries: [], output: "", pictures: false, adapters: [], base: null, made: null, options: {}, parts: null, components: {}, files: null, preview: null, named: false };
 let turn = 0; // of previews, so that a late answer is dropped
 let timer = 0;
 
@@ -115,7 +115,7 @@ function adapterBox(adapter, place) {
   const box = h("fieldset", {}, h("legend", {}, name), choice);
   if (form.strengths) box.append(slider("strength", adapter.strength, STRENGTH, (v) => { adapter.strength = v; changed(); }, `strength of ${name}`));
   if (form.parts) { adapter.slot = h("div", {}); adapter.name = name; box.append(adapter.slot); }
-  if (many && state.adapters.length > Math.max(1, form.least)) {
+  if (many && state.adapters.length > form.places) {
     box.append(h("div", { class: "row" }, h("button", { type: "button", "aria-label": `remove ${name}`, onclick: () => { state.adapters.splice(place, 1); draw(); byId("add")?.focus(); } }, "Remove")));
   }
   return box;
@@ -166,14 +166,16 @@ function draw() {
   const form = state.form;
   fields = 0;
   const focused = document.activeElement?.closest("#fields") ? document.activeElement.id || document.activeElement.getAttribute("aria-label") : "";
-  while (state.adapters.length < Math.max(1, form.least)) state.adapters.push(fresh());
+  while (state.adapters.length < form.places) state.adapters.push(fresh());
   if (state.adapters.length > form.most) state.adapters.length = form.most;
   const boxes = [];
+  if (form.made) boxes.push(field(form.made, chooser("any", state.made, (path) => { state.made = path; changed(); }, "choose…")));
   if (form.base) {
     boxes.push(field(form.base, chooser("base", state.base, (path) => { state.base = path; loadParts(); changed(); }, form.base_needed ? "choose…" : "none")));
   }
   boxes.push(...state.adapters.map(adapterBox));
-  if (state.adapters.length < form.most) boxes.push(h("div", { class: "row field" }, h("button", { type: "button", id: "add", onclick: () => { state.adapters.push(fresh()); draw(); } }, `Add ${form.of === "base" ? "a checkpoint" : "an adapter"}`)));
+  if (form.help) boxes.push(h("p", { class: "field help" }, form.help));
+  if (state.adapters.length < form.most) boxes.push(h("div", { class: "row field" }, h("button", { type: "button", id: "add", onclick: () => { state.adapters.push(fresh()); draw(); } }, `Add ${{ base: "a checkpoint", adapter: "an adapter", any: "a file" }[form.of]}`)));
   const shown = form.options.filter(taken);
   boxes.push(h("div", { class: "grid" }, ...shown.filter((option) => option.main).map(optionField)));
   if (form.writes) {
@@ -190,7 +192,7 @@ function draw() {
   drawParts();
   if (focused) (byId(focused) || byId("fields").querySelector(`[aria-label="${CSS.escape(focused)}"]`))?.focus();
   byId("about").textContent = form.about;
-  byId("run").textContent = form.writes ? form.title : "Look";
+  byId("run").textContent = form.title;
   byId("copy-jobs").hidden = !form.writes;
   changed();
 }
@@ -198,12 +200,12 @@ function draw() {
 function suggestion() {
   const form = state.form;
   const adapters = state.adapters.map((adapter) => adapter.path).filter(Boolean);
-  const first = form.command === "merge" || form.command === "unmerge" ? state.base : adapters[0];
+  const first = { merge: state.base, unmerge: state.base, replay: state.made }[form.command] ?? (form.made || form.least === 0 ? "" : adapters[0]);
   if (!first) return "";
   const root = state.output.replace(/[\\/]$/, "");
   const inside = first.startsWith(`${root}/`) || first.startsWith(`${root}\\`);
   const folder = inside ? first.slice(root.length + 1, first.length - nameOf(first).length) : "";
-  const names = { merge: [state.base, ...adapters].map((path) => stem(path)).join("+"), combine: adapters.map(stem).join("+"), unmerge: `${stem(first)}-without`, extract: `${stem(first)}-lora` };
+  const names = { merge: [state.base, ...adapters].map((path) => stem(path)).join("+"), combine: adapters.map(stem).join("+"), unmerge: `${stem(first)}-without`, extract: `${stem(adapters[0] || "")}-lora`, replay: `${stem(first)}-again` };
   return folder + (names[form.command] || `${stem(first)}-${form.command}${form.command.endsWith("e") ? "d" : "ed"}`).slice(0, 150);
 }
 
@@ -231,7 +233,7 @@ function values() {
   });
   const names = new Set(state.form.options.filter(taken).map((option) => option.name));
   const options = Object.fromEntries(Object.entries(state.options).filter(([name]) => names.has(name)));
-  return { command: state.form.command, base: state.form.base ? state.base || "" : "", adapters, options, output: state.name || "", overwrite: state.overwrite === true };
+  return { command: state.form.command, base: state.form.base ? state.base || "" : "", made: state.form.made ? state.made || "" : "", adapters, options, output: state.name || "", overwrite: state.overwrite === true };
 }
 
 // The preview.
@@ -248,8 +250,8 @@ async function look() {
   clearTimeout(timer);
   const mine = (turn += 1);
   const filled = values();
-  const paths = JSON.stringify([filled.base, filled.adapters.map((adapter) => adapter.path)]);
-  if (!filled.base && !filled.adapters.some((adapter) => adapter.path)) { state.preview = state.files = null; showFiles([]); showPlan({}, true); return; }
+  const paths = JSON.stringify([filled.made, filled.base, filled.adapters.map((adapter) => adapter.path)]);
+  if (!filled.base && !filled.made && !filled.adapters.some((adapter) => adapter.path)) { state.preview = state.files = null; showFiles([]); showPlan({}, true); return; }
   try {
     if (paths !== state.files) { // first what they are, as soon as they are chosen
       const { files } = await call("files", filled);
@@ -287,7 +289,7 @@ function showPlan(preview, empty) {
     const row = preview.plan;
     const rows = [["writes", row.status === "done" ? "nothing: it is there already, by the same recipe" : size(row.bytes)], ["to", row.output], ["memory", `at most ${size(row.memory)} of weights in flight`]];
     if (row.disk) rows.push(["disk", `${size(row.disk.needed)} of ${size(row.disk.free)} free${row.disk.enough ? "" : ": too little"}`]);
-    rows.push(["time", row.seconds === null ? "known after the first run" : time(row.seconds)]);
+    rows.push(["time", row.seconds === null ? "known after the first run" : time(row.seconds) + (row.measured ? "" : ", by the speed of the disk")]);
     plan.replaceChildren(facts(rows));
   } else plan.replaceChildren(h("p", { class: "help" }, "Nothing is written."));
 }
@@ -396,6 +398,7 @@ async function take(file) {
 
 function choose(path) {
   const entry = state.entries.find((one) => one.path === path);
+  if (state.form.made && !state.made) { state.made = path; draw(); return; }
   const asBase = state.form.of !== "base" && entry?.kinds.length === 1 && entry.kinds[0] === "base";
   if (asBase && state.form.base) { state.base = path; loadParts(); } else {
     const free = state.adapters.find((adapter) => !adapter.path);

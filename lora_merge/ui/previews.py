@@ -7,15 +7,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+from shutil import disk_usage
 from typing import Any, Final, TypeAlias
 
-from .. import Facts, FormerPlans, JobPlan, MergeError, inspect, plan_batch
-from ..errors import error_dict
+from .. import Facts, FormerPlans, MergeError, inspect, plan_batch
+from ..disk.destination import check_output, files_under
+from ..errors import UsageError, error_dict
+from ..job import parse_size
 from ..options import OPTIONS
-from ..paths import exists
+from ..paths import exists, with_ending
+from ..planning.recipe import KEY
 from ..version import __version__
 from ..viewing.parts import parts_of, presets_of
-from .forms import FORMS, command_line, entry, jobs_file, runnable
+from .forms import FORMS, by_recipe, command_line, entry, in_jobs_file, jobs_file, runnable
 from .library import ADAPTER, BASE, Library
 from .runs import Queue
 
@@ -43,11 +47,13 @@ class Previews:
         }  # fmt: skip
 
     def warm_up(self) -> None:
-        """Look at the smallest base and adapter: that loads tables and modules before somebody waits for them."""
+        """Look at the smallest base and adapter, which loads tables and modules, and measure the disk, before somebody
+        waits for it."""
         entries = sorted(self.library.entries(), key=lambda entry: entry.bytes)
         base, adapter = (next((e.path for e in entries if e.kinds == (kind,)), "") for kind in (BASE, ADAPTER))
         with suppress(OSError):  # the failure of who chooses them
             self.files({"base": base, "adapters": [{"path": adapter}]})
+        self.queue.estimate(self.library.output)
 
     def files(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the files of a form are, and whether adapters fit the base."""
@@ -59,21 +65,21 @@ class Previews:
         try:
             job = entry(values, self.library)
             result |= {"command": command_line(job)}
-            if FORMS[job.get("command", "merge")].writes:
-                result |= {"jobs": jobs_file(job), "plan": self._plan(job, values)}
+            if in_jobs_file(job):
+                result |= {"jobs": jobs_file(job)}
+            if plan := self._plan(job, overwrite=bool(values.get("overwrite"))):
+                result |= {"plan": {**plan, **self.queue.times(plan["effort"])}}
         except MergeError as e:
             result["error"] = error_dict(e)
         return result
 
     def run(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Put a filled form into the queue; MergeError if it cannot run."""
-        job, overwrite, effort = entry(values, self.library), bool(values.get("overwrite")), 0
-        if FORMS[job.get("command", "merge")].writes:
-            planned = self._planned(job, overwrite=overwrite)
-            if planned.error is not None:
-                raise planned.error
-            effort = planned.effort
-        return {"number": self.queue.add(job, overwrite=overwrite, effort=effort).number}
+        job, overwrite = entry(values, self.library), bool(values.get("overwrite"))
+        plan = self._plan(job, overwrite=overwrite) or {"error": None, "effort": 0}
+        if plan["error"] is not None:
+            return {"error": plan["error"]}
+        return {"number": self.queue.add(job, overwrite=overwrite, effort=plan["effort"]).number}
 
     def parts(self, path: str) -> dict[str, Any]:
         """Return parts, blocks and presets of a base."""
@@ -87,26 +93,46 @@ class Previews:
         known = self.library.find(name, size)
         return {"path": "" if known is None else known.path}
 
-    def _plan(self, job: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-        planned = self._planned(job, overwrite=bool(values.get("overwrite")))
-        return {**planned.to_dict(), "seconds": self.queue.seconds(planned.effort)}
-
-    def _planned(self, job: Mapping[str, Any], *, overwrite: bool) -> JobPlan:
+    def _plan(self, job: Mapping[str, Any], *, overwrite: bool) -> dict[str, Any]:
+        """Return what a job writes, its `effort`, and its `error` if it cannot run; nothing for one that only reads."""
+        if by_recipe(job):
+            return self._plan_by_recipe(job, overwrite=overwrite)
+        if not in_jobs_file(job):
+            return {}
         with self._turn:
             (planned,) = plan_batch([runnable(job)], overwrite=overwrite, former=self._former)
-        return planned
+        return {**planned.to_dict(), "effort": planned.effort}
+
+    def _plan_by_recipe(self, job: Mapping[str, Any], *, overwrite: bool) -> dict[str, Any]:
+        """Return the same for a job whose inputs are found by their content, which only the run does."""
+        made = Path(job.get("made") or job["base"])
+        facts = self._facts(self._state(str(made)))
+        if KEY not in facts["metadata"]:
+            fix = "choose a file that lora-merge wrote" if job["command"] == "replay" else "choose the adapters, too"
+            fix = "choose its base and its adapters, too" if job["command"] == "verify" else fix
+            raise UsageError("the file has no recipe", str(made), fix)
+        if "output" not in job:
+            return {}
+        output = with_ending(Path(job["output"]), made.suffix or ".safetensors") if made.is_file() else job["output"]
+        check_output(Path(output), [made], overwrite=overwrite, folder=made.is_dir(), contents=files_under(made))
+        needed, free = facts["bytes"], disk_usage(self.library.output).free
+        return {
+            "status": "to run", "output": str(output), "bytes": needed, "effort": needed, "error": None,
+            "memory": parse_size(job.get("max_memory", OPTIONS["max_memory"].default)),
+            "disk": {"needed": needed, "free": free, "enough": needed <= free},
+        }  # fmt: skip
 
     def _files(self, values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield a table for the base and for each adapter: its text, trigger words, and how it fits."""
-        base = str(values.get("base") or "")
-        for path in (base, *(str(a.get("path") or "") for a in values.get("adapters") or ())):
+        made, base = (str(values.get(name) or "") for name in ("made", "base"))
+        for path in (made, base, *(str(a.get("path") or "") for a in values.get("adapters") or ())):
             if not path:
                 continue
             row: dict[str, Any] = {"path": path}
             try:
                 facts = self._facts(self._state(path))
                 row |= {"text": facts.text, "kind": facts["kind"], "triggers": _triggers(facts)}
-                if base and path != base and facts["kind"] == "adapter":
+                if base and path not in (made, base) and facts["kind"] == "adapter":
                     match = self._facts(self._state(base), self._state(path))["match"]
                     row |= {name: match.get(name) for name in ("fits", "matched", "total", "components")}
                     row["why"] = match["error"]["what"] if "error" in match else match["why"]

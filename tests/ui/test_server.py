@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,9 +14,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from safetensors.torch import load_file
 
 from lora_merge import merge
 from tests.kit.command_line import run
+from tests.kit.files import save
 from tests.kit.page_server import Page, serving
 from tests.ui.test_forms import TINY, A, form
 
@@ -126,6 +129,60 @@ def test_looks_show_texts_and_write_nothing(page: Page, comfy: Path) -> None:
     seen = page.ended(page.call("run", command="inspect", base=base, adapters=adapters[:1])["number"])
     assert seen["state"] == "done" and "32 of 32" in seen["text"]
     assert sorted(comfy.rglob("*")) == before
+
+
+def test_recipe_of_a_finished_file_is_enough(page: Page, comfy: Path) -> None:
+    """To verify it, to write it again, and to take its adapters out; the copied commands do the same."""
+    models = comfy / "models"
+    made = models / "checkpoints/made.safetensors"
+    merge(models / TINY, (models / A, 0.8), made, dtype="fp32")
+    for command, more in (("verify", {"made": str(made), "options": {"full": "true"}}),
+                          ("replay", {"made": str(made), "output": "again"}),
+                          ("unmerge", {"base": str(made), "output": "without"})):  # fmt: skip
+        filled = {"command": command, "adapters": [], **more}
+        preview = page.call("preview", **filled)
+        assert "error" not in preview and "jobs" not in preview
+        assert preview.get("plan", {}).get("bytes") == (made.stat().st_size if "output" in more else None)
+        done = page.ended(page.call("run", **filled)["number"])
+        assert done["state"] == "done", done
+        assert done["output"] == (str(comfy / f"{more['output']}.safetensors") if "output" in more else "")
+        if "output" in more:
+            written = Path(done["output"]).read_bytes()
+            Path(done["output"]).unlink()
+        else:
+            assert "verified" in done["text"]
+        assert (answer := run(*shlex.split(preview["command"])[1:])).code == 0, answer.err
+        assert "output" not in more or Path(done["output"]).read_bytes() == written
+    again = {"command": "replay", "made": str(made), "output": "again"}
+    assert "exists" in page.call("preview", **again)["error"]["what"]
+    for command in ("verify", "replay", "unmerge"):
+        error = page.call("preview", **{"command": command, "made": str(models / TINY), "base": str(models / TINY),
+                                        "output": "x"})["error"]  # fmt: skip
+        assert "no recipe" in error["what"] if command != "verify" else error["fix"]
+
+
+def test_file_without_a_recipe_is_verified_by_its_inputs(page: Page, comfy: Path) -> None:
+    models = comfy / "models"
+    made = models / "checkpoints/made.safetensors"
+    merge(models / TINY, (models / A, 0.8), made, metadata={})
+    bare = save(load_file(made), models / "checkpoints/bare.safetensors")
+    filled = {"command": "verify", "made": str(bare), "base": str(models / TINY)}
+    for strength, state in ((0.8, "done"), (0.7, "failed")):
+        adapters = [{"path": str(models / A), "strength": strength}]
+        assert page.ended(page.call("run", **filled, adapters=adapters)["number"])["state"] == state
+    command = page.call("preview", **filled, adapters=adapters)["command"]
+    assert run(*shlex.split(command)[1:]).code == 6
+    assert "no recipe" in page.call("run", command="verify", made=str(bare))["error"]["what"]
+
+
+def test_several_files_are_inspected(page: Page, comfy: Path) -> None:
+    adapters = [{"path": str(comfy / "models" / name)} for name in (A, "loras/b.safetensors")]
+    for base in ("", str(comfy / "models" / TINY)):
+        filled = {"command": "inspect", "base": base, "adapters": adapters}
+        done = page.ended(page.call("run", **filled)["number"])
+        assert done["state"] == "done" and all(Path(a["path"]).name in done["text"] for a in adapters)
+        assert done["text"].count("32 of 32") == (2 if base else 0)
+        assert run(*shlex.split(page.call("preview", **filled)["command"])[1:]).code == 0
 
 
 def test_parts_have_the_presets_that_fit(page: Page, comfy: Path) -> None:
