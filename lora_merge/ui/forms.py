@@ -154,13 +154,13 @@ FORMS: Final[Mapping[str, CommandForm]] = MappingProxyType({
         CommandForm(
             "verify", "Verify", "Whether a finished file is the merge that it should be.",
             "Base (for a file without a recipe)", made="Finished file", least=0, most=MANY, places=0,
-            help="Only for a file without a recipe. The others name their inputs; this page's folders are searched.",
+            help="Only a file without a recipe needs them. Those that a recipe names are found in this page's folders.",
             main=("full",), reading=("full",), writes=False,
         ),
         CommandForm(
             UNMERGE, "Unmerge", "Adapters taken out of a merged checkpoint again.", "Merged checkpoint",
             base_needed=True, least=0, most=MANY, places=0,
-            help="At the strengths of the merge. None: those of its recipe; this page's folders are searched.",
+            help="Without adapters here: the ones that its recipe names. With some: at the strengths of the merge.",
         ),
         CommandForm(
             "replay", "Replay", "A finished file written again by its recipe.", made="Finished file", least=0, most=0,

@@ -155,9 +155,10 @@ class Library:
         hub = [*folder.glob(HUB)] or [*folder.glob(f"hub/{HUB}")]
         listed: dict[Path, tuple[str, ...]] = {**known} or dict.fromkeys(hub or [folder], ())
         if known and folder == self.output:
-            listed[folder / DROPPED] = ()
+            listed |= {folder / DROPPED: (), folder: ()}
         for at, kinds in listed.items():
-            for path, kind in _models(at):
+            deepest = 0 if known and at == folder else DEEPEST  # outputs that got names outside of those folders
+            for path, kind in _models(at, deepest):
                 yield path, at, kinds or ((kind,) if kind else self._kind(path))
 
     def _kind(self, path: Path) -> tuple[str, ...]:
@@ -228,7 +229,7 @@ def _folder(path: str | Path) -> Path:
     return folder
 
 
-def _models(folder: Path) -> Iterator[tuple[Path, str]]:
+def _models(folder: Path, deepest: int) -> Iterator[tuple[Path, str]]:
     """Yield files with weights and folders of models below a folder, with the kind of a folder, else ""."""
     for at, folders, files in os.walk(folder):
         here = Path(at)
@@ -237,7 +238,7 @@ def _models(folder: Path) -> Iterator[tuple[Path, str]]:
             folders.clear()
             yield here, kind
             continue
-        deep = len(here.relative_to(folder).parts) >= DEEPEST
+        deep = len(here.relative_to(folder).parts) >= deepest
         folders[:] = [] if deep else sorted(name for name in folders if not name.startswith("."))
         for name in sorted(files):
             if name.lower().endswith((*ENDINGS, ".sft")) and not name.startswith("."):

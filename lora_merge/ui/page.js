@@ -9,7 +9,7 @@ const PART = { min: 0, max: 2, step: 0.05 };
 const STRENGTH = { min: -2, max: 2, step: 0.05 };
 
 const byId = (id) => document.getElementById(id);
-const state = { forms: {}, form: null, entries: [], output: "", pictures: false, adapters: [], base: null, made: null, options: {}, parts: null, components: {}, files: null, preview: null, named: false };
+const state = { forms: {}, form: null, entries: [], output: "", pictures: false, adapters: [], base: null, made: null, other: null, options: {}, parts: null, components: {}, files: null, preview: null, named: false };
 let turn = 0; // of previews, so that a late answer is dropped
 let timer = 0;
 
@@ -242,6 +242,7 @@ function changed() {
   const input = byId("fields").querySelector("[name=output]");
   if (input && !state.named) { state.name = suggestion(); input.value = state.name; }
   byId("plan").dataset.state = "stale";
+  if (missing()) byId("run").disabled = true;
   clearTimeout(timer);
   timer = setTimeout(look, WAIT);
 }
@@ -251,7 +252,7 @@ async function look() {
   const mine = (turn += 1);
   const filled = values();
   const paths = JSON.stringify([filled.made, filled.base, filled.adapters.map((adapter) => adapter.path)]);
-  if (!filled.base && !filled.made && !filled.adapters.some((adapter) => adapter.path)) { state.preview = state.files = null; showFiles([]); showPlan({}, true); return; }
+  if (!filled.base && !filled.made && !filled.adapters.some((adapter) => adapter.path)) { state.preview = state.files = null; showFiles([]); showPlan({}, filled); return; }
   try {
     if (paths !== state.files) { // first what they are, as soon as they are chosen
       const { files } = await call("files", filled);
@@ -259,10 +260,10 @@ async function look() {
       state.files = paths;
       showFiles(files);
     }
-    const preview = await call("preview", filled);
+    const preview = missing() ? {} : await call("preview", filled);
     if (mine !== turn) return;
     state.preview = preview;
-    showPlan(preview, false);
+    showPlan(preview, filled);
   } catch (error) { if (mine === turn) lost(error); }
 }
 
@@ -277,30 +278,50 @@ function facts(rows) {
   return h("dl", { class: "facts" }, ...rows.flatMap(([name, value, style]) => [h("dt", {}, name), h("dd", { class: style || "" }, value)]));
 }
 
-function showPlan(preview, empty) {
+function missing() {
+  const { made, base, base_needed: needed, inputs, least } = state.form;
+  if (made && !state.made) return made;
+  if (needed && !state.base) return base;
+  return state.adapters.filter((adapter) => adapter.path).length < least ? inputs : "";
+}
+
+function showPlan(preview, filled) {
   const plan = byId("plan");
   const error = preview.error || preview.plan?.error;
-  byId("run").disabled = empty || Boolean(error);
+  const bare = error && state.form.places > 0 && !filled.adapters.some((adapter) => adapter.path);
+  const empty = missing() || (bare ? state.form.inputs : "");
+  byId("run").disabled = Boolean(empty || error);
   for (const [id, name] of [["copy-command", "command"], ["copy-jobs", "jobs"]]) byId(id).disabled = !preview[name];
   plan.dataset.state = empty ? "empty" : error ? "error" : "ready";
-  if (empty) plan.replaceChildren(h("p", { class: "help" }, "Choose files: what they are, whether they fit and what will be written is shown here."));
-  else if (error) plan.replaceChildren(errorBox(error));
-  else if (preview.plan) {
+  let summary = "Nothing is written.";
+  if (empty) {
+    summary = `Next: choose ${empty[0].toLowerCase()}${empty.slice(1)}.`;
+    plan.replaceChildren(h("p", { class: "help" }, "Choose files: what they are, whether they fit and what will be written is shown here."));
+  } else if (error) {
+    summary = `It cannot run: ${error.what}.`;
+    plan.replaceChildren(errorBox(error));
+  } else if (preview.plan) {
     const row = preview.plan;
-    const rows = [["writes", row.status === "done" ? "nothing: it is there already, by the same recipe" : size(row.bytes)], ["to", row.output], ["memory", `at most ${size(row.memory)} of weights in flight`]];
-    if (row.disk) rows.push(["disk", `${size(row.disk.needed)} of ${size(row.disk.free)} free${row.disk.enough ? "" : ": too little"}`]);
-    rows.push(["time", row.seconds === null ? "known after the first run" : time(row.seconds) + (row.measured ? "" : ", by the speed of the disk")]);
+    const took = row.seconds === null ? "known after the first run" : time(row.seconds);
+    summary = row.status === "done" ? "It is there already, by the same recipe." : `Writes ${size(row.bytes)}; memory for weights: at most ${size(row.memory)}; time: ${took}.`;
+    const rows = [["writes", row.status === "done" ? "nothing: it is there already, by the same recipe" : size(row.bytes)], ["to", row.output], ["memory", `at most ${size(row.memory)} for weights`]];
+    if (row.status === "done") rows.length = 2;
+    else if (row.disk) rows.push(["disk", `${size(row.disk.needed)} of ${size(row.disk.free)} free${row.disk.enough ? "" : ": too little"}`]);
+    if (row.status !== "done") rows.push(["time", took + (row.measured || row.seconds === null ? "" : ", from the speed of the disk")]);
     plan.replaceChildren(facts(rows));
   } else plan.replaceChildren(h("p", { class: "help" }, "Nothing is written."));
+  byId("summary").textContent = summary;
+  byId("summary").className = error && !empty ? "warn" : "help";
 }
 
 function fileCard(file) {
   const card = h("div", { class: "card" }, h("h3", {}, nameOf(file.path)));
   if (file.error) card.append(errorBox(file.error));
+  if (file.verdict) card.append(h("p", {}, file.verdict));
   if (file.fits === true) card.append(h("p", { class: "good" }, `fits: ${file.matched} of ${file.total} modules match`));
   if (file.fits === false) card.append(h("p", { class: "bad" }, file.matched ? `${file.matched} of ${file.total} modules match: ${file.why}` : `does not fit: ${file.why}`));
   if (file.triggers?.length) card.append(h("p", {}, `trigger words: ${file.triggers.join(", ")}`));
-  if (file.text) card.append(h("details", {}, h("summary", {}, file.kind === "adapter" ? "what this adapter is" : "what this file is"), h("pre", {}, file.text)));
+  if (file.text) card.append(h("details", {}, h("summary", {}, `all about this ${file.kind === "adapter" ? "adapter" : "file"}`), h("pre", {}, file.text)));
   return card;
 }
 
@@ -364,13 +385,17 @@ function showRun(one) {
   if (one.facts.length) parts.push(h("details", { open: true }, h("summary", {}, "Report"), facts(one.facts.map(([name, value, style], n) => [n && one.facts[n - 1][0] === name ? "" : name, value, STYLES[style.split(" ").pop()]]))));
   if (one.text) parts.push(h("details", { open: true }, h("summary", {}, "Report"), h("pre", {}, one.text)));
   if (one.page) parts.push(reportFrame(one));
+  else if (one.pictured) parts.push(h("p", { class: "help" }, "Its page with pictures needs Plotly: pip install plotly, then start lora-merge ui again."));
   row.body.replaceChildren(...parts);
   if (one.output) { state.files = null; refresh(); }
 }
 
 function reportFrame(one) {
   return h("details", { ontoggle: (event) => {
-    if (event.target.open && !event.target.querySelector("iframe")) event.target.append(h("iframe", { src: `report/${one.number}`, sandbox: "allow-scripts", title: `Report with pictures: ${one.title}` }));
+    if (event.target.open && !event.target.querySelector("iframe")) {
+      const wait = h("p", { class: "help" }, "The pictures are drawn…");
+      event.target.append(wait, h("iframe", { src: `report/${one.number}`, sandbox: "allow-scripts", title: `Report with pictures: ${one.title}`, onload: () => wait.remove() }));
+    }
   } }, h("summary", {}, "Report with pictures"));
 }
 
@@ -420,6 +445,12 @@ async function copy(name, what) {
 }
 
 function select(command) {
+  // What was chosen goes from form to form, but between those for new files and those about a finished file.
+  if (state.form && (state.form.places === 0) !== (state.forms[command].places === 0)) {
+    const chosen = { base: state.base, made: state.made, adapters: state.adapters };
+    Object.assign(state, state.other || { base: null, made: null, adapters: [] }, { other: chosen });
+    loadParts();
+  }
   state.form = state.forms[command];
   state.named = false;
   for (const button of byId("commands").children) button.setAttribute("aria-current", String(button.dataset.command === command));

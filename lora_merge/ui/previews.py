@@ -131,7 +131,12 @@ class Previews:
             row: dict[str, Any] = {"path": path}
             try:
                 facts = self._facts(self._state(path))
-                row |= {"text": facts.text, "kind": facts["kind"], "triggers": _triggers(facts)}
+                row |= {
+                    "text": facts.text,
+                    "verdict": facts["verdict"]["text"],
+                    "kind": facts["kind"],
+                    "triggers": _triggers(facts),
+                }
                 if base and path not in (made, base) and facts["kind"] == "adapter":
                     match = self._facts(self._state(base), self._state(path))["match"]
                     row |= {name: match.get(name) for name in ("fits", "matched", "total", "components")}

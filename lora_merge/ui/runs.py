@@ -20,7 +20,7 @@ from ..disk.writer import timed_write
 from ..errors import as_merge_error, error_dict
 from ..facts import STYLES, Fact
 from ..options import READING
-from ..report import Report, merge_rows
+from ..report import Report, merge_rows, verify_rows
 from ..viewing.pages.page import page
 from .forms import FORMS, in_jobs_file, runnable
 
@@ -73,13 +73,14 @@ class Run:
         return {
             **{name: getattr(self, name) for name in names},
             "error": None if self.error is None else error_dict(self.error),
-            "page": self.pictures and self.pictured,
+            "pictured": self.pictured, "page": self.pictures and self.pictured,
         }  # fmt: skip
 
     @property
     def pictured(self) -> bool:
         """Return whether its result has a page with pictures, as that of `--html`."""
-        return self.job.get("command") in ("inspect", "compare") or (in_jobs_file(self.job) and self.result is not None)
+        drawn = in_jobs_file(self.job) or self.job["command"] in ("inspect", "compare")
+        return drawn and self.result is not None
 
     def step(self, step: Step) -> None:
         """Take a step of the work; KeyboardInterrupt ends a cancelled run, which then leaves nothing behind."""
@@ -122,6 +123,8 @@ class Run:
             self.facts = [*map(_cells, merge_rows(vars(self.result)))]
         elif isinstance(self.result, AdapterReport):
             self.facts = [*map(_cells, adapter_rows(vars(self.result)))]
+        elif self.job.get("command") == "verify":
+            self.facts = [*map(_cells, verify_rows(self.result[0]))]
         elif self.result is None:
             self.text = f"{self.output} is there already, by the same recipe"
         else:

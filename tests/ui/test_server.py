@@ -150,7 +150,7 @@ def test_recipe_of_a_finished_file_is_enough(page: Page, comfy: Path) -> None:
             written = Path(done["output"]).read_bytes()
             Path(done["output"]).unlink()
         else:
-            assert "verified" in done["text"]
+            assert {name: style for name, _, style in done["facts"]}["verified"] == "green"
         assert (answer := run(*shlex.split(preview["command"])[1:])).code == 0, answer.err
         assert "output" not in more or Path(done["output"]).read_bytes() == written
     again = {"command": "replay", "made": str(made), "output": "again"}
