@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import folder_paths
 from comfy import model_management
@@ -48,6 +48,11 @@ def path(choice: str, kinds: tuple[str, ...]) -> Path:
     raise ValueError(f"{name} is not in ComfyUI's folder {kind!r}; refresh the list (R) and choose again")
 
 
+def paths(kinds: tuple[str, ...]) -> list[Path]:
+    """Return the paths of all files of model folders."""
+    return [Path(root, name) for root in folders(kinds) for name in _names(root)]
+
+
 def location(name: str, kind: str) -> Path:
     """Return the path for an output in ComfyUI's model folder; ValueError for a name that leads out of it."""
     roots = [Path(root) for root in folder_paths.get_folder_paths(kind)]
@@ -65,6 +70,16 @@ def _names(root: str) -> Iterator[str]:
     for name in folder_paths.recursive_search(root, excluded_dir_names=[".git"])[0]:
         if name.lower().endswith(WEIGHTS):
             yield Path(name).as_posix()
+
+
+def preview(text: str, picture: Any | None) -> dict[str, Any]:
+    """Return what a node shows: its report as text, and a picture [height, width, 3] of bytes, if there is one."""
+    shown: dict[str, Any] = ui.PreviewText(text).as_dict()
+    if picture is not None:
+        import torch
+
+        shown |= ui.PreviewImage(torch.from_numpy(picture / 255.0)[None]).as_dict()
+    return shown
 
 
 def search_words(words: tuple[str, ...]) -> dict[str, list[str]]:
