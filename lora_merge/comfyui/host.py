@@ -14,6 +14,7 @@ from comfy_api.latest import ComfyExtension, io, ui
 
 from .. import Step
 from ..paths import ENDINGS
+from ..progress import StageSum
 
 __all__ = ["ComfyExtension", "io", "ui"]
 
@@ -94,17 +95,15 @@ class RunProgress:
     """
 
     def __init__(self) -> None:
-        self._bar = ProgressBar(1)
-        self._stage, self._done = "", 0
+        self._bar, self._sum = ProgressBar(1), StageSum()
 
     def __call__(self, step: Step) -> None:
         """Take a step."""
         if model_management.processing_interrupted():
             raise KeyboardInterrupt
-        self._done = self._done + step.done if step.stage == self._stage else step.done
-        self._stage = step.stage
-        if step.total:
-            self._bar.update_absolute(self._done, step.total)
+        self._sum.add(step)
+        if self._sum.total:
+            self._bar.update_absolute(self._sum.done, self._sum.total)
 
     def __enter__(self) -> RunProgress:
         return self

@@ -15,15 +15,18 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from .. import FormerPlans, inspect, run_batch, unmerge, verify
 from ..adapters_out.dialects import DIALECTS
+from ..adapters_out.report import AdapterReport, adapter_rows
 from ..batch.templates import literal
+from ..facts import aligned
 from ..merge_methods import COMBINATIONS, DIVISORS, ELECTIONS, METHODS, MergeMethod
 from ..method_parameters import MethodParameters
 from ..options import OPTIONS
 from ..paths import exists, with_found_ending
+from ..report import Report, merge_rows
 from . import host
 from .host import CHECKPOINTS, LORAS, io
 from .loaders import MODEL, loaded
-from .picture import by_block
+from .picture import picture
 
 Values: TypeAlias = Mapping[str, Any]
 """Input → value, as ComfyUI passes them to a node."""
@@ -185,9 +188,15 @@ def _job(output: Callable[[Values], Path], fields: Callable[[Values], Values]) -
             raise report.error
         if report.report is None:
             return Result(report.output, f"{report.output} is there already, by the same recipe")
-        return Result(report.output, str(report.report), report.report.numbers.get("blocks", {}))
+        return _reported(report.report)
 
     return run
+
+
+def _reported(report: Report | AdapterReport) -> Result:
+    """Return the path of an output, with its report."""
+    rows = merge_rows(vars(report)) if isinstance(report, Report) else adapter_rows(vars(report))
+    return Result(report.output, "\n".join(aligned(rows)), report.numbers.get("blocks", {}))
 
 
 def _with_base(values: Values) -> dict[str, str]:
@@ -228,19 +237,19 @@ def _take_out(values: Values) -> Result:
             _merged(values), (), str(_next_to("merged")(values)), search=_searched(), overwrite=values["overwrite"],
             progress=progress,
         )  # fmt: skip
-    return Result(report.output, str(report), report.numbers.get("blocks", {}))
+    return _reported(report)
 
 
 def _inspect(values: Values) -> Result:
     base, lora = _known_base(values), _lora(values)
-    return Result(str(lora), str(inspect(*base, lora)))
+    return Result(str(lora), inspect(*base, lora).text)
 
 
 def _verify(values: Values) -> Result:
     merged = _merged(values)
     with host.RunProgress() as progress:
         facts = verify(merged, search=_searched(), full=values["every_value"], progress=progress)
-    return Result(str(merged), str(facts))
+    return Result(str(merged), facts.text)
 
 
 def _adapter(values: Values) -> Result:
@@ -352,7 +361,8 @@ def _class(node: Node) -> Any:
     def execute(cls: Any, /, **values: Any) -> Any:
         of_workflow = {"workflow": cls.hidden.prompt, "self": str(cls.hidden.unique_id)} if node.reads_workflow else {}
         result = node.run({**values, **of_workflow})
-        shown = host.preview(result.text, by_block(result.blocks))
+        drawn = node.reads_workflow or not node.gives_adapters
+        shown = host.preview(result.text, picture(result.text, result.blocks) if drawn else None)
         return io.NodeOutput(result.value, result.text, ui=shown)
 
     return type(f"LoraMerge{node.name}", (io.ComfyNode,), {

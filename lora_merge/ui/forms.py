@@ -85,9 +85,7 @@ class CommandForm:
     @property
     def strengths(self) -> bool:
         """Return whether each adapter has a strength."""
-        return "strength" in getattr(COMMANDS.get(self.command), "options", ()) or (
-            self.command not in COMMANDS and self.parts
-        )
+        return "strength" in COMMANDS[self.command].options if self.command in COMMANDS else self.parts
 
     @property
     def parts(self) -> bool:
@@ -224,7 +222,7 @@ def _inputs(form: CommandForm, values: Mapping[str, Any], library: Library) -> d
 
 def by_recipe(job: Mapping[str, Any]) -> bool:
     """Return whether the inputs of a job are those of the recipe of a finished file."""
-    return job.get("command") in (UNMERGE, *READS) and not job.get("adapters")
+    return job.get("command") in (UNMERGE, *READS) and not (job.get("adapters") or {"made", "base"} <= {*job})
 
 
 def in_jobs_file(job: Mapping[str, Any]) -> bool:

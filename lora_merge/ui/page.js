@@ -287,7 +287,9 @@ function missing() {
 
 function showPlan(preview, filled) {
   const plan = byId("plan");
-  const error = preview.error || preview.plan?.error;
+  const disk = preview.plan?.disk;
+  const full = disk && !disk.enough ? { what: "the disk is too full", where: `${size(disk.needed)} are written, ${size(disk.free)} are free`, fix: "delete files there, or start the page with another --output-folder" } : null;
+  const error = preview.error || preview.plan?.error || full;
   const bare = error && state.form.places > 0 && !filled.adapters.some((adapter) => adapter.path);
   const empty = missing() || (bare ? state.form.inputs : "");
   byId("run").disabled = Boolean(empty || error);
@@ -306,7 +308,7 @@ function showPlan(preview, filled) {
     summary = row.status === "done" ? "It is there already, by the same recipe." : `Writes ${size(row.bytes)}; memory for weights: at most ${size(row.memory)}; time: ${took}.`;
     const rows = [["writes", row.status === "done" ? "nothing: it is there already, by the same recipe" : size(row.bytes)], ["to", row.output], ["memory", `at most ${size(row.memory)} for weights`]];
     if (row.status === "done") rows.length = 2;
-    else if (row.disk) rows.push(["disk", `${size(row.disk.needed)} of ${size(row.disk.free)} free${row.disk.enough ? "" : ": too little"}`]);
+    else if (row.disk) rows.push(["disk", `${size(row.disk.needed)} of ${size(row.disk.free)} free`]);
     if (row.status !== "done") rows.push(["time", took + (row.measured || row.seconds === null ? "" : ", from the speed of the disk")]);
     plan.replaceChildren(facts(rows));
   } else plan.replaceChildren(h("p", { class: "help" }, "Nothing is written."));
@@ -368,7 +370,7 @@ function showRun(one) {
     byId("runs").prepend(row.item);
     rows.set(one.number, row);
   }
-  const stages = { load: "opening", merge: "merging", make: "computing", flush: "writing", prove: "verifying", look: "measuring" };
+  const stages = { load: "opening", fetch: "downloading", merge: "merging", make: "computing", flush: "writing", prove: "verifying", look: "measuring" };
   row.state.textContent = one.state === "running" ? `${stages[one.stage] || "planning"}${one.total ? ` ${Math.floor((100 * one.done) / one.total)} %` : ""}` : one.state + (one.state === "done" ? ` in ${one.seconds.toFixed(1)} s` : "");
   row.state.className = { done: "good", failed: "bad" }[one.state] || "";
   row.item.dataset.state = one.state;

@@ -11,6 +11,7 @@ from shutil import disk_usage
 from typing import Any, Final, TypeAlias
 
 from .. import Facts, FormerPlans, MergeError, inspect, plan_batch
+from ..batch.commands import UNMERGE
 from ..disk.destination import check_output, files_under
 from ..errors import UsageError, error_dict
 from ..job import parse_size
@@ -25,6 +26,12 @@ from .runs import Queue
 
 KEPT: Final = 200
 """Files and pairs whose facts are kept."""
+
+WITHOUT_RECIPE: Final = {
+    "verify": "choose its base and its adapters, too", "replay": "choose a file that lora-merge wrote",
+    UNMERGE: "choose the adapters, too",
+}  # fmt: skip
+"""Command → what to do with a file that has no recipe."""
 
 FileStates: TypeAlias = tuple[str, float, int]
 """A path, and the latest time and the bytes of the files there."""
@@ -108,9 +115,7 @@ class Previews:
         made = Path(job.get("made") or job["base"])
         facts = self._facts(self._state(str(made)))
         if KEY not in facts["metadata"]:
-            fix = "choose a file that lora-merge wrote" if job["command"] == "replay" else "choose the adapters, too"
-            fix = "choose its base and its adapters, too" if job["command"] == "verify" else fix
-            raise UsageError("the file has no recipe", str(made), fix)
+            raise UsageError("the file has no recipe", str(made), WITHOUT_RECIPE[job["command"]])
         if "output" not in job:
             return {}
         output = with_ending(Path(job["output"]), made.suffix or ".safetensors") if made.is_file() else job["output"]
@@ -131,12 +136,8 @@ class Previews:
             row: dict[str, Any] = {"path": path}
             try:
                 facts = self._facts(self._state(path))
-                row |= {
-                    "text": facts.text,
-                    "verdict": facts["verdict"]["text"],
-                    "kind": facts["kind"],
-                    "triggers": _triggers(facts),
-                }
+                row |= {"text": facts.text, "verdict": facts["verdict"]["text"], "kind": facts["kind"]}
+                row["triggers"] = [*facts.get("trained", {}).get("trigger_words", ())]
                 if base and path not in (made, base) and facts["kind"] == "adapter":
                     match = self._facts(self._state(base), self._state(path))["match"]
                     row |= {name: match.get(name) for name in ("fits", "matched", "total", "components")}
@@ -156,7 +157,3 @@ class Previews:
     def _inspected(self, *states: FileStates) -> Facts:
         with self._turn:
             return inspect(*(Path(path) for path, *_ in states), hashes=None, former=self._former)
-
-
-def _triggers(facts: Facts) -> list[str]:
-    return [*facts.get("trained", {}).get("trigger_words", ())]

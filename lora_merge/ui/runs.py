@@ -20,6 +20,7 @@ from ..disk.writer import timed_write
 from ..errors import as_merge_error, error_dict
 from ..facts import STYLES, Fact
 from ..options import READING
+from ..progress import StageSum
 from ..report import Report, merge_rows, verify_rows
 from ..viewing.pages.page import page
 from .forms import FORMS, in_jobs_file, runnable
@@ -30,6 +31,8 @@ State: TypeAlias = Literal["waiting", "running", "done", "skipped", "failed", "c
 ENDED: Final = ("done", "skipped", "failed", "cancelled")
 PROBE: Final = 32 << 20
 """Bytes that are written once to see how fast the disk is: the speed of most merges."""
+LEAST: Final = 256 << 20
+"""Effort of a run that shows how fast runs are; a smaller one is over before it is at full speed."""
 FINISHED: Final = 100
 """Runs that have ended and stay in the list."""
 
@@ -45,9 +48,7 @@ class Run:
     """Whether a page can be drawn."""
     effort: int = 0
     state: State = "waiting"
-    stage: str = ""
-    done: int = 0
-    total: int = 0
+    progress: StageSum = field(default_factory=StageSum)
     seconds: float = 0.0
     worked: float = 0.0
     """Seconds of the work itself, without the opening of inputs and the import of torch."""
@@ -69,9 +70,9 @@ class Run:
 
     def to_dict(self) -> dict[str, Any]:
         """Return its state as plain data, for the page."""
-        names = ("number", "title", "state", "stage", "done", "total", "seconds", "text", "facts", "output")
+        names = ("number", "title", "state", "seconds", "text", "facts", "output")
         return {
-            **{name: getattr(self, name) for name in names},
+            **{name: getattr(self, name) for name in names}, **vars(self.progress),
             "error": None if self.error is None else error_dict(self.error),
             "pictured": self.pictured, "page": self.pictures and self.pictured,
         }  # fmt: skip
@@ -88,8 +89,7 @@ class Run:
             raise KeyboardInterrupt
         if step.stage != "load" and not self._began:
             self._began = time.monotonic()
-        self.done = step.done + (self.done if step.stage == self.stage else 0)
-        self.stage, self.total = step.stage, step.total or (self.total if step.stage == self.stage else 0)
+        self.progress.add(step)
 
     def carry_out(self) -> None:
         """Do the work; the state then is how it ended."""
@@ -244,7 +244,7 @@ class Queue:
     def _serve(self) -> None:
         while (run := self._next()) is not None:
             run.carry_out()
-            if run.state == "done" and run.effort and run.worked:
+            if run.state == "done" and run.effort >= LEAST and run.worked:
                 self._rate, self._measured = run.effort / run.worked, True
 
     def _next(self) -> Run | None:

@@ -5,28 +5,17 @@ Needs ComfyUI's sources and a Python with its requirements: `LORA_MERGE_COMFYUI=
 
 from __future__ import annotations
 
-import json
-import os
-import shlex
-import socket
-import subprocess
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.kit.comfy import KINDS, lora, node
-from tests.kit.command_line import run
+from tests.kit.comfy import lora, node
 from tests.kit.files import save
+from tests.kit.live_comfy import COMMAND, Server, installed, running
 from tests.kit.models import sd3
-
-COMMAND = shlex.split(os.environ.get("LORA_MERGE_COMFYUI", ""))
 
 pytestmark = [
     pytest.mark.release,
@@ -34,43 +23,10 @@ pytestmark = [
 ]
 
 
-class Server:
-    """A running ComfyUI."""
-
-    def __init__(self, folder: Path, port: int) -> None:
-        self.folder, self._url = folder, f"http://127.0.0.1:{port}"
-
-    def get(self, path: str) -> Any:
-        with urllib.request.urlopen(self._url + path, timeout=10) as answer:
-            return json.load(answer)
-
-    def send(self, path: str, content: Any) -> Any:
-        request = urllib.request.Request(self._url + path, json.dumps(content).encode())
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            return json.loads(answer.read() or "{}")
-
-    def post(self, workflow: Any) -> tuple[str, dict[str, Any]]:
-        """The status of a workflow that has ended, and the text of each node; the names of nodes that ran."""
-        number = self.send("/prompt", {"prompt": workflow})["prompt_id"]
-        return self.ended(number)
-
-    def ended(self, number: str) -> tuple[str, dict[str, Any]]:
-        for _ in range(1200):
-            if number in (history := self.get(f"/history/{number}")):
-                entry = history[number]
-                texts = {name: out["text"][0] for name, out in entry["outputs"].items() if "text" in out}
-                pictures = {f"picture {name}": out.get("images", []) for name, out in entry["outputs"].items()}
-                return entry["status"]["status_str"], {**texts, **pictures, "messages": entry["status"]["messages"]}
-            time.sleep(0.1)
-        raise AssertionError("the workflow did not end")
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("comfyui")
-    for name in (*(f"models/{kind}" for kind in KINDS), "custom_nodes", "input", "output", "temp", "user"):
-        (folder / name).mkdir(parents=True)
-    assert run("comfyui", "install", folder).code == 0
+    installed(folder)
     base = sd3()
     save(base, folder / "models/diffusion_models/sd3.safetensors")
     name = "joint_blocks.0.x_block.attn.qkv.weight"
@@ -82,26 +38,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     save({f"{prefix}.lora_A.weight": -down, f"{prefix}.lora_B.weight": up}, folder / "more/b.safetensors")
     (folder / "more/flux.gguf").write_bytes(b"GGUF")
     (folder / "paths.yaml").write_text(f"more:\n  base_path: {folder}\n  loras: more\n  diffusion_models: more\n")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    arguments = ["--cpu", "--port", str(port), "--base-directory", str(folder), "--disable-auto-launch",
-                 "--extra-model-paths-config", str(folder / "paths.yaml")]  # fmt: skip
-    with (folder / "log.txt").open("wb") as log:
-        process = subprocess.Popen([*COMMAND, *arguments], stdout=log, stderr=log, cwd=Path(COMMAND[-1]).parent)
-    it = Server(folder, port)
-    try:
-        for _ in range(600):
-            try:
-                it.get("/system_stats")
-                break
-            except (urllib.error.URLError, ConnectionError):
-                assert process.poll() is None, (folder / "log.txt").read_text()
-                time.sleep(0.2)
+    with running(folder, "--extra-model-paths-config", str(folder / "paths.yaml")) as it:
         yield it
-    finally:
-        process.terminate()
-        process.wait(30)
 
 
 def bake(**more: Any) -> dict[str, Any]:

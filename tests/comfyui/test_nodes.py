@@ -225,22 +225,27 @@ def test_workflow_without_loras_is_an_error(host: Host, model: str, what: str) -
         host.post({**LOADERS, "x": linked, "1": node("Stack", **inputs)})
 
 
-def test_report_has_a_picture_of_the_blocks(host: Host) -> None:
+def test_report_has_a_picture_of_its_lines_and_blocks(host: Host) -> None:
+    """ComfyUI's page shows texts in no node of other packs."""
     shown = host.post(bake())["3"].ui
-    (picture,) = shown["images"]
-    assert "32 of 50 tensors" in shown["text"][0] and picture.shape[0] > 80
-    assert float(picture[:, 300].max()) > 0.5, "a bar"
-    host.post(bake(name="out/again"))
+    (drawn,) = shown["images"]
+    assert "32 of 50 tensors" in shown["text"][0] and "\nverified" in shown["text"][0]
+    assert float(drawn[:, 200:600, 2].max()) > 0.8 and drawn.shape[0] > 160, "bars below the lines"
+    looked = host.post({"1": node("Inspect", adapter="a0.safetensors", base=BASE)})["1"].ui
+    assert looked["images"][0].shape[0] > 200
     assert "images" not in host.post({"1": lora("a0.safetensors")})["1"].ui
 
 
-def test_picture_of_many_blocks() -> None:
-    from lora_merge.comfyui.picture import MOST, by_block
+def test_picture_of_many_lines_and_blocks() -> None:
+    from lora_merge.comfyui.picture import MOST, picture
 
-    assert by_block({}) is None and by_block({"BASE": {"elements": 3}}) is None
-    few, many = (by_block({f"model L{n}": {"ratio": n / 7} for n in range(count)}) for count in (3, 3 * MOST))
-    assert few is not None and many is not None and few.shape[1:] == many.shape[1:] and len(many) < 2000
-    assert by_block({"x": {"norm": 0.0}}) is not None
+    alone = picture("output  a\nnote    " + "long " * 60, {})
+    assert 3 < len(alone) // 20 < 8, "a long value goes on in lines of its own"
+    few, many = (picture("x", {f"model L{n}": {"ratio": n / 7} for n in range(count)}) for count in (3, 3 * MOST))
+    assert few.shape[1:] == many.shape[1:] and len(few) < len(many) < 2000
+    assert len(picture("\n".join("x" * 500), {})) < 2000
+    for numbers in ({"norm": 0.0}, {"ratio": None}, {"ratio": float("nan")}, {"elements": 3}):
+        assert len(picture("x", {"BASE": numbers}))
 
 
 def test_text_encoders_of_a_lora_are_left_out_if_asked_for(host: Host) -> None:

@@ -88,7 +88,22 @@ def test_form_becomes_a_verified_file(page: Page, comfy: Path) -> None:
     assert Path(done["output"]).stat().st_size == preview["plan"]["bytes"]
     assert page.call("preview", **filled)["plan"]["status"] == "done"
     assert page.ended(page.call("run", **filled)["number"])["state"] == "skipped"
-    assert page.call("preview", **filled)["plan"]["seconds"] is not None
+
+
+def test_time_is_that_of_the_disk_until_a_run_has_shown_it(
+    page: Page, comfy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled, before = form("merge", comfy), sorted(comfy.rglob("*"))
+    assert page.call("preview", **filled)["plan"]["seconds"] is None
+    page.measured()
+    assert sorted(comfy.rglob("*")) == before
+    plan = page.call("preview", **filled)["plan"]
+    assert 0 < plan["seconds"] < 60 and not plan["measured"]
+    for least, measured in ((1 << 30, False), (1, True)):  # a small run is over before it is at full speed
+        monkeypatch.setattr("lora_merge.ui.runs.LEAST", least)
+        assert page.ended(page.call("run", **filled)["number"])["state"] == "done"
+        Path(plan["output"]).unlink()
+        assert page.call("preview", **filled)["plan"]["measured"] is measured
 
 
 def test_error_of_a_form_comes_before_the_run(page: Page, comfy: Path) -> None:
@@ -156,9 +171,9 @@ def test_recipe_of_a_finished_file_is_enough(page: Page, comfy: Path) -> None:
     again = {"command": "replay", "made": str(made), "output": "again"}
     assert "exists" in page.call("preview", **again)["error"]["what"]
     for command in ("verify", "replay", "unmerge"):
-        error = page.call("preview", **{"command": command, "made": str(models / TINY), "base": str(models / TINY),
-                                        "output": "x"})["error"]  # fmt: skip
-        assert "no recipe" in error["what"] if command != "verify" else error["fix"]
+        place = "base" if command == "unmerge" else "made"
+        error = page.call("preview", **{"command": command, place: str(models / TINY), "output": "x"})["error"]
+        assert error["what"] == "the file has no recipe" and error["fix"]
 
 
 def test_file_without_a_recipe_is_verified_by_its_inputs(page: Page, comfy: Path) -> None:
