@@ -9,7 +9,7 @@ import typer
 
 from ..batch.commands import TAKES, UNMERGE
 from ..errors import UsageError
-from ..options import OPTIONS, READING
+from ..options import EVERY_VALUE, OPTIONS, READING
 from ..paths import expand
 from ..progress import unwatched
 from ..report import verify_rows, without_tensors
@@ -63,7 +63,7 @@ def verify(
     search: Annotated[
         list[str] | None, typer.Option(metavar="FOLDER", help="Search this folder for the recipe's inputs; repeatable.")
     ] = None,
-    full: Annotated[bool, typer.Option("--full", help=READING["full"].help)] = False,
+    full: Annotated[bool, typer.Option("--full", help=READING[EVERY_VALUE].help)] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the proof as one JSON object on stdout.")] = False,
     json_tensors: JSON_TENSORS = False,
     quiet: SILENT = False,

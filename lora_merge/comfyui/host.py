@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, Final
 
 import folder_paths
 from comfy import model_management
 from comfy.utils import ProgressBar
 from comfy_api.latest import ComfyExtension, io, ui
+from PIL.Image import Image
 
 from .. import Step
 from ..paths import ENDINGS
@@ -73,13 +75,15 @@ def _names(root: str) -> Iterator[str]:
             yield Path(name).as_posix()
 
 
-def preview(text: str, picture: Any | None) -> dict[str, Any]:
-    """Return what a node shows: its report as text, and a picture [height, width, 3] of bytes, if there is one."""
+def preview(text: str, picture: Image | None) -> dict[str, Any]:
+    """Return what a node shows: its report as text, and a picture of it, written into ComfyUI's folder for such files,
+    if there is one."""
     shown: dict[str, Any] = ui.PreviewText(text).as_dict()
     if picture is not None:
-        import torch
-
-        shown |= ui.PreviewImage(torch.from_numpy(picture / 255.0)[None]).as_dict()
+        folder, name = Path(folder_paths.get_temp_directory()), f"lora-merge-{token_hex(8)}.png"
+        folder.mkdir(parents=True, exist_ok=True)
+        picture.save(folder / name)
+        shown["images"] = [{"filename": name, "subfolder": "", "type": "temp"}]
     return shown
 
 

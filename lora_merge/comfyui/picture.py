@@ -9,15 +9,11 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
-import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from ..facts import percent
-
-Picture: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
-"""[height, width, 3]"""
 
 KINDS: Final = {"ratio": "change by block, as a share of its weights", "norm": "change by block, as a norm"}
 """Number of a block in a report → what it is."""
@@ -31,7 +27,7 @@ MOST: Final = 80  # lines, and blocks
 BACK, INK, SOFT, BAR = "#1a212b", "#e6eaf0", "#a3aebd", "#5b8def"
 
 
-def picture(text: str, blocks: Mapping[str, Mapping[str, Any]]) -> Picture:
+def picture(text: str, blocks: Mapping[str, Mapping[str, Any]]) -> Image.Image:
     """Return a picture of a report: its text, and the numbers of its blocks, if there are any."""
     lines = [*_lines(text)]
     if len(lines) > MOST:
@@ -51,7 +47,7 @@ def picture(text: str, blocks: Mapping[str, Mapping[str, Any]]) -> Picture:
         draw.rectangle((VALUES, top + 3, VALUES + round(BARS * length), top + ROW - 5), BAR)
         draw.text((VALUES + BARS + SIDE, top), number, INK, font)
         top += ROW
-    return np.asarray(canvas)
+    return canvas
 
 
 def _lines(text: str) -> Iterator[tuple[str, str]]:

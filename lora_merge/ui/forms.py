@@ -20,7 +20,7 @@ from ..job import TOKENIZERS
 from ..merge_methods import COMBINATIONS, METHODS
 from ..method_parameters import NAMES
 from ..option_texts import on_command_line, value_of
-from ..options import BLOCK_WEIGHTS, OPTIONS, READING, Option, finite, number
+from ..options import BLOCK_WEIGHTS, EVERY_VALUE, OPTIONS, READING, Option, finite, number
 from ..paths import typed
 from .library import ADAPTER, BASE, Library
 
@@ -54,7 +54,7 @@ class CommandForm:
     base: str = ""
     """The name of its base; "" if it takes none."""
     base_needed: bool = False
-    made: str = ""
+    product: str = ""
     """The name of the finished file that it is about; "" if it takes none."""
     inputs: str = "Adapters"
     """The name of its other inputs."""
@@ -151,9 +151,9 @@ FORMS: Final[Mapping[str, CommandForm]] = MappingProxyType({
         ),
         CommandForm(
             "verify", "Verify", "Whether a finished file is the merge that it should be.",
-            "Base (for a file without a recipe)", made="Finished file", least=0, most=MANY, places=0,
-            help="Only a file without a recipe needs them. Those that a recipe names are found in this page's folders.",
-            main=("full",), reading=("full",), writes=False,
+            "Base (for a file without a recipe)", product="Finished file", least=0, most=MANY, places=0,
+            help="Only for a file without a recipe. With one, the inputs are found in the folders of this page.",
+            main=(EVERY_VALUE,), reading=(EVERY_VALUE,), writes=False,
         ),
         CommandForm(
             UNMERGE, "Unmerge", "Adapters taken out of a merged checkpoint again.", "Merged checkpoint",
@@ -161,8 +161,8 @@ FORMS: Final[Mapping[str, CommandForm]] = MappingProxyType({
             help="Without adapters here: the ones that its recipe names. With some: at the strengths of the merge.",
         ),
         CommandForm(
-            "replay", "Replay", "A finished file written again by its recipe.", made="Finished file", least=0, most=0,
-            places=0,
+            "replay", "Replay", "A finished file written again by its recipe.", product="Finished file",
+            least=0, most=0, places=0,
         ),
     )
 })  # fmt: skip
@@ -207,7 +207,7 @@ def entry(values: Mapping[str, Any], library: Library) -> dict[str, Any]:
 def _inputs(form: CommandForm, values: Mapping[str, Any], library: Library) -> dict[str, Any]:
     """Return the files of a filled form; UsageError for one that is missing."""
     inputs: dict[str, Any] = {}
-    for name, title, needed in (("made", form.made, bool(form.made)), ("base", form.base, form.base_needed)):
+    for name, title, needed in (("product", form.product, bool(form.product)), ("base", form.base, form.base_needed)):
         path = str(values.get(name) or "") if title else ""
         if needed and not path:
             raise UsageError(f"no {title.lower()} is chosen", form.title, "choose one from the list")
@@ -222,7 +222,7 @@ def _inputs(form: CommandForm, values: Mapping[str, Any], library: Library) -> d
 
 def by_recipe(job: Mapping[str, Any]) -> bool:
     """Return whether the inputs of a job are those of the recipe of a finished file."""
-    return job.get("command") in (UNMERGE, *READS) and not (job.get("adapters") or {"made", "base"} <= {*job})
+    return job.get("command") in (UNMERGE, *READS) and not (job.get("adapters") or {"product", "base"} <= {*job})
 
 
 def in_jobs_file(job: Mapping[str, Any]) -> bool:
@@ -287,7 +287,7 @@ def _words(job: Mapping[str, Any]) -> Iterator[str]:
     first = form.base_needed or command == "inspect"
     verified = command == "verify"
     yield command
-    yield from (job[name] for name in ("made", *(["base"] if first else [])) if name in job)
+    yield from (job[name] for name in ("product", *(["base"] if first else [])) if name in job)
     yield from (a["path"] for a in adapters if not verified)
     if not first and "base" in job:
         yield from ("--base", job["base"])

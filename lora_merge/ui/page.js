@@ -9,7 +9,7 @@ const PART = { min: 0, max: 2, step: 0.05 };
 const STRENGTH = { min: -2, max: 2, step: 0.05 };
 
 const byId = (id) => document.getElementById(id);
-const state = { forms: {}, form: null, entries: [], output: "", pictures: false, adapters: [], base: null, made: null, other: null, options: {}, parts: null, components: {}, files: null, preview: null, named: false };
+const state = { forms: {}, form: null, entries: [], output: "", pictures: false, adapters: [], base: null, product: null, other: null, options: {}, parts: null, components: {}, files: null, preview: null, named: false };
 let turn = 0; // of previews, so that a late answer is dropped
 let timer = 0;
 
@@ -169,7 +169,7 @@ function draw() {
   while (state.adapters.length < form.places) state.adapters.push(fresh());
   if (state.adapters.length > form.most) state.adapters.length = form.most;
   const boxes = [];
-  if (form.made) boxes.push(field(form.made, chooser("any", state.made, (path) => { state.made = path; changed(); }, "choose…")));
+  if (form.product) boxes.push(field(form.product, chooser("any", state.product, (path) => { state.product = path; changed(); }, "choose…")));
   if (form.base) {
     boxes.push(field(form.base, chooser("base", state.base, (path) => { state.base = path; loadParts(); changed(); }, form.base_needed ? "choose…" : "none")));
   }
@@ -200,7 +200,7 @@ function draw() {
 function suggestion() {
   const form = state.form;
   const adapters = state.adapters.map((adapter) => adapter.path).filter(Boolean);
-  const first = { merge: state.base, unmerge: state.base, replay: state.made }[form.command] ?? (form.made || form.least === 0 ? "" : adapters[0]);
+  const first = { merge: state.base, unmerge: state.base, replay: state.product }[form.command] ?? (form.product || form.least === 0 ? "" : adapters[0]);
   if (!first) return "";
   const root = state.output.replace(/[\\/]$/, "");
   const inside = first.startsWith(`${root}/`) || first.startsWith(`${root}\\`);
@@ -233,7 +233,7 @@ function values() {
   });
   const names = new Set(state.form.options.filter(taken).map((option) => option.name));
   const options = Object.fromEntries(Object.entries(state.options).filter(([name]) => names.has(name)));
-  return { command: state.form.command, base: state.form.base ? state.base || "" : "", made: state.form.made ? state.made || "" : "", adapters, options, output: state.name || "", overwrite: state.overwrite === true };
+  return { command: state.form.command, base: state.form.base ? state.base || "" : "", product: state.form.product ? state.product || "" : "", adapters, options, output: state.name || "", overwrite: state.overwrite === true };
 }
 
 // The preview.
@@ -251,8 +251,8 @@ async function look() {
   clearTimeout(timer);
   const mine = (turn += 1);
   const filled = values();
-  const paths = JSON.stringify([filled.made, filled.base, filled.adapters.map((adapter) => adapter.path)]);
-  if (!filled.base && !filled.made && !filled.adapters.some((adapter) => adapter.path)) { state.preview = state.files = null; showFiles([]); showPlan({}, filled); return; }
+  const paths = JSON.stringify([filled.product, filled.base, filled.adapters.map((adapter) => adapter.path)]);
+  if (!filled.base && !filled.product && !filled.adapters.some((adapter) => adapter.path)) { state.preview = state.files = null; showFiles([]); showPlan({}, filled); return; }
   try {
     if (paths !== state.files) { // first what they are, as soon as they are chosen
       const { files } = await call("files", filled);
@@ -279,8 +279,8 @@ function facts(rows) {
 }
 
 function missing() {
-  const { made, base, base_needed: needed, inputs, least } = state.form;
-  if (made && !state.made) return made;
+  const { product, base, base_needed: needed, inputs, least } = state.form;
+  if (product && !state.product) return product;
   if (needed && !state.base) return base;
   return state.adapters.filter((adapter) => adapter.path).length < least ? inputs : "";
 }
@@ -425,7 +425,7 @@ async function take(file) {
 
 function choose(path) {
   const entry = state.entries.find((one) => one.path === path);
-  if (state.form.made && !state.made) { state.made = path; draw(); return; }
+  if (state.form.product && !state.product) { state.product = path; draw(); return; }
   const asBase = state.form.of !== "base" && entry?.kinds.length === 1 && entry.kinds[0] === "base";
   if (asBase && state.form.base) { state.base = path; loadParts(); } else {
     const free = state.adapters.find((adapter) => !adapter.path);
@@ -449,8 +449,8 @@ async function copy(name, what) {
 function select(command) {
   // What was chosen goes from form to form, but between those for new files and those about a finished file.
   if (state.form && (state.form.places === 0) !== (state.forms[command].places === 0)) {
-    const chosen = { base: state.base, made: state.made, adapters: state.adapters };
-    Object.assign(state, state.other || { base: null, made: null, adapters: [] }, { other: chosen });
+    const chosen = { base: state.base, product: state.product, adapters: state.adapters };
+    Object.assign(state, state.other || { base: null, product: null, adapters: [] }, { other: chosen });
     loadParts();
   }
   state.form = state.forms[command];

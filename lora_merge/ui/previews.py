@@ -112,14 +112,18 @@ class Previews:
 
     def _plan_by_recipe(self, job: Mapping[str, Any], *, overwrite: bool) -> dict[str, Any]:
         """Return the same for a job whose inputs are found by their content, which only the run does."""
-        made = Path(job.get("made") or job["base"])
-        facts = self._facts(self._state(str(made)))
+        product = Path(job.get("product") or job["base"])
+        facts = self._facts(self._state(str(product)))
         if KEY not in facts["metadata"]:
-            raise UsageError("the file has no recipe", str(made), WITHOUT_RECIPE[job["command"]])
+            raise UsageError("the file has no recipe", str(product), WITHOUT_RECIPE[job["command"]])
         if "output" not in job:
             return {}
-        output = with_ending(Path(job["output"]), made.suffix or ".safetensors") if made.is_file() else job["output"]
-        check_output(Path(output), [made], overwrite=overwrite, folder=made.is_dir(), contents=files_under(made))
+        output = (
+            with_ending(Path(job["output"]), product.suffix or ".safetensors") if product.is_file() else job["output"]
+        )
+        check_output(
+            Path(output), [product], overwrite=overwrite, folder=product.is_dir(), contents=files_under(product)
+        )
         needed, free = facts["bytes"], disk_usage(self.library.output).free
         return {
             "status": "to run", "output": str(output), "bytes": needed, "effort": needed, "error": None,
@@ -129,8 +133,8 @@ class Previews:
 
     def _files(self, values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield a table for the base and for each adapter: its text, trigger words, and how it fits."""
-        made, base = (str(values.get(name) or "") for name in ("made", "base"))
-        for path in (made, base, *(str(a.get("path") or "") for a in values.get("adapters") or ())):
+        product, base = (str(values.get(name) or "") for name in ("product", "base"))
+        for path in (product, base, *(str(a.get("path") or "") for a in values.get("adapters") or ())):
             if not path:
                 continue
             row: dict[str, Any] = {"path": path}
@@ -138,7 +142,7 @@ class Previews:
                 facts = self._facts(self._state(path))
                 row |= {"text": facts.text, "verdict": facts["verdict"]["text"], "kind": facts["kind"]}
                 row["triggers"] = [*facts.get("trained", {}).get("trigger_words", ())]
-                if base and path not in (made, base) and facts["kind"] == "adapter":
+                if base and path not in (product, base) and facts["kind"] == "adapter":
                     match = self._facts(self._state(base), self._state(path))["match"]
                     row |= {name: match.get(name) for name in ("fits", "matched", "total", "components")}
                     row["why"] = match["error"]["what"] if "error" in match else match["why"]

@@ -65,7 +65,7 @@ class Run:
     def title(self) -> str:
         """Return what it does, for the list."""
         adapters = [a if isinstance(a, str) else a["path"] for a in self.job.get("adapters", ())]
-        name = self.job.get("output") or self.job.get("made") or " · ".join(Path(path).name for path in adapters)
+        name = self.job.get("output") or self.job.get("product") or " · ".join(Path(path).name for path in adapters)
         return f"{FORMS[self.job.get('command', MERGE)].title}: {Path(str(name)).name}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -145,12 +145,12 @@ def _compare(run: Run) -> list[Facts]:
 
 def _verify(run: Run) -> list[Facts]:
     job = run.job
-    return [verify(job["made"], job.get("base"), _adapters(job), progress=run.step, **_options(job))]
+    return [verify(job["product"], job.get("base"), _adapters(job), progress=run.step, **_options(job))]
 
 
 def _replay(run: Run) -> Report | AdapterReport:
     job = run.job
-    return replay(job["made"], job["output"], overwrite=run.overwrite, progress=run.step, **_options(job))
+    return replay(job["product"], job["output"], overwrite=run.overwrite, progress=run.step, **_options(job))
 
 
 def _unmerge(run: Run) -> Report:

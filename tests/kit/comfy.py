@@ -85,6 +85,7 @@ def comfyui(folder: Path) -> Iterator[Host]:
         for kind in KINDS:
             (folder / kind).mkdir(parents=True, exist_ok=True)
             folder_paths.roots[kind] = [str(folder / kind)]
+        folder_paths.temp[:] = [str(folder / "temp")]
         from lora_merge.comfyui.nodes import Pack
 
         yield Host(folder, Pack())

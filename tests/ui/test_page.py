@@ -72,14 +72,14 @@ def test_from_an_empty_page_to_a_verified_file(page: Page, comfy: Path, tmp_path
 
 
 def test_finished_file_is_verified_and_its_adapter_taken_out(page: Page, comfy: Path) -> None:
-    made = comfy / "models/checkpoints/made.safetensors"
-    merge(comfy / "models" / TINY, (comfy / "models" / A, 0.8), made)
+    product = comfy / "models/checkpoints/product.safetensors"
+    merge(comfy / "models" / TINY, (comfy / "models" / A, 0.8), product)
     with window(page.address) as w:
         w.open()
         for command in ("verify", "unmerge"):
             w.js("$(`[data-command=${arguments[0]}]`).click()", command)
             assert w.js("return $('#run').disabled && !$('#plan .error')")
-            w.choose("#fields .field select", "made")
+            w.choose("#fields .field select", "product")
             w.until(READY)
             w.js("$('#run').click()")
             w.until(f"$('#runs h3')?.textContent.startsWith(arguments[0]) && {FIRST} === 'done'", command.title())

@@ -149,15 +149,15 @@ def test_looks_show_texts_and_write_nothing(page: Page, comfy: Path) -> None:
 def test_recipe_of_a_finished_file_is_enough(page: Page, comfy: Path) -> None:
     """To verify it, to write it again, and to take its adapters out; the copied commands do the same."""
     models = comfy / "models"
-    made = models / "checkpoints/made.safetensors"
-    merge(models / TINY, (models / A, 0.8), made, dtype="fp32")
-    for command, more in (("verify", {"made": str(made), "options": {"full": "true"}}),
-                          ("replay", {"made": str(made), "output": "again"}),
-                          ("unmerge", {"base": str(made), "output": "without"})):  # fmt: skip
+    product = models / "checkpoints/product.safetensors"
+    merge(models / TINY, (models / A, 0.8), product, dtype="fp32")
+    for command, more in (("verify", {"product": str(product), "options": {"full": "true"}}),
+                          ("replay", {"product": str(product), "output": "again"}),
+                          ("unmerge", {"base": str(product), "output": "without"})):  # fmt: skip
         filled = {"command": command, "adapters": [], **more}
         preview = page.call("preview", **filled)
         assert "error" not in preview and "jobs" not in preview
-        assert preview.get("plan", {}).get("bytes") == (made.stat().st_size if "output" in more else None)
+        assert preview.get("plan", {}).get("bytes") == (product.stat().st_size if "output" in more else None)
         done = page.ended(page.call("run", **filled)["number"])
         assert done["state"] == "done", done
         assert done["output"] == (str(comfy / f"{more['output']}.safetensors") if "output" in more else "")
@@ -168,26 +168,26 @@ def test_recipe_of_a_finished_file_is_enough(page: Page, comfy: Path) -> None:
             assert {name: style for name, _, style in done["facts"]}["verified"] == "green"
         assert (answer := run(*shlex.split(preview["command"])[1:])).code == 0, answer.err
         assert "output" not in more or Path(done["output"]).read_bytes() == written
-    again = {"command": "replay", "made": str(made), "output": "again"}
+    again = {"command": "replay", "product": str(product), "output": "again"}
     assert "exists" in page.call("preview", **again)["error"]["what"]
     for command in ("verify", "replay", "unmerge"):
-        place = "base" if command == "unmerge" else "made"
+        place = "base" if command == "unmerge" else "product"
         error = page.call("preview", **{"command": command, place: str(models / TINY), "output": "x"})["error"]
         assert error["what"] == "the file has no recipe" and error["fix"]
 
 
 def test_file_without_a_recipe_is_verified_by_its_inputs(page: Page, comfy: Path) -> None:
     models = comfy / "models"
-    made = models / "checkpoints/made.safetensors"
-    merge(models / TINY, (models / A, 0.8), made, metadata={})
-    bare = save(load_file(made), models / "checkpoints/bare.safetensors")
-    filled = {"command": "verify", "made": str(bare), "base": str(models / TINY)}
+    product = models / "checkpoints/product.safetensors"
+    merge(models / TINY, (models / A, 0.8), product, metadata={})
+    bare = save(load_file(product), models / "checkpoints/bare.safetensors")
+    filled = {"command": "verify", "product": str(bare), "base": str(models / TINY)}
     for strength, state in ((0.8, "done"), (0.7, "failed")):
         adapters = [{"path": str(models / A), "strength": strength}]
         assert page.ended(page.call("run", **filled, adapters=adapters)["number"])["state"] == state
     command = page.call("preview", **filled, adapters=adapters)["command"]
     assert run(*shlex.split(command)[1:]).code == 6
-    assert "no recipe" in page.call("run", command="verify", made=str(bare))["error"]["what"]
+    assert "no recipe" in page.call("run", command="verify", product=str(bare))["error"]["what"]
 
 
 def test_several_files_are_inspected(page: Page, comfy: Path) -> None:

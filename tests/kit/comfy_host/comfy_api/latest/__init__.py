@@ -122,15 +122,4 @@ class PreviewText:
         return {"text": (self.value,)}
 
 
-class PreviewImage:
-    """A batch of images [n, height, width, 3], from 0 to 1; ComfyUI writes them into its folder for such files."""
-
-    def __init__(self, image: Any) -> None:
-        assert image.ndim == 4 and image.shape[-1] == 3 and 0 <= image.min() <= image.max() <= 1
-        self.image = image
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"images": [*self.image], "animated": (False,)}
-
-
-ui = SimpleNamespace(PreviewText=PreviewText, PreviewImage=PreviewImage)
+ui = SimpleNamespace(PreviewText=PreviewText)
