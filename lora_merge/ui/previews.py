@@ -118,12 +118,9 @@ class Previews:
             raise UsageError("the file has no recipe", str(product), WITHOUT_RECIPE[job["command"]])
         if "output" not in job:
             return {}
-        output = (
-            with_ending(Path(job["output"]), product.suffix or ".safetensors") if product.is_file() else job["output"]
-        )
-        check_output(
-            Path(output), [product], overwrite=overwrite, folder=product.is_dir(), contents=files_under(product)
-        )
+        output, folder = Path(job["output"]), product.is_dir()
+        output = output if folder else with_ending(output, product.suffix or ".safetensors")
+        check_output(output, [product], overwrite=overwrite, folder=folder, contents=files_under(product))
         needed, free = facts["bytes"], disk_usage(self.library.output).free
         return {
             "status": "to run", "output": str(output), "bytes": needed, "effort": needed, "error": None,
