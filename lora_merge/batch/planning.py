@@ -362,7 +362,7 @@ class _Surveyor:
         ))  # fmt: skip
         if kind not in self.outlines:
             self.outlines[kind] = self._planned(job)
-        outline = self.outlines[kind]
+        outline: _Outline | MergeError = self.outlines[kind]
         if isinstance(outline, MergeError):
             raise outline
         return outline

@@ -242,7 +242,7 @@ def _take_out(values: Values) -> Result:
 
 def _inspect(values: Values) -> Result:
     base, lora = _known_base(values), _lora(values)
-    return Result(str(lora), inspect(*base, lora).text)
+    return Result(str(lora), (inspect(base[0], lora) if base else inspect(lora)).text)
 
 
 def _verify(values: Values) -> Result:

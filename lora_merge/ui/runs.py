@@ -19,7 +19,6 @@ from ..disk.pages import aligned_buffer
 from ..disk.writer import timed_write
 from ..errors import as_merge_error, error_dict
 from ..facts import STYLES, Fact
-from ..options import READING
 from ..progress import StageSum
 from ..report import Report, merge_rows, verify_rows
 from ..viewing.pages.page import page
@@ -133,9 +132,10 @@ class Run:
 
 def _inspect(run: Run) -> list[Facts]:
     job = run.job
-    options = {name: job[name] for name in READING if name in job}
-    base = [job["base"]] if "base" in job else []
-    return [inspect(*base, path, **options, pictures=run.pictures, progress=run.step) for path in job["adapters"]]
+    options = {**_options(job), "pictures": run.pictures, "progress": run.step}
+    if "base" in job:
+        return [inspect(job["base"], path, **options) for path in job["adapters"]]
+    return [inspect(path, **options) for path in job["adapters"]]
 
 
 def _compare(run: Run) -> list[Facts]:
@@ -160,8 +160,8 @@ def _unmerge(run: Run) -> Report:
 
 def _adapters(job: Mapping[str, Any]) -> list[Adapter]:
     """Return the adapters of a job as functions take them."""
-    tables = [{"path": a} if isinstance(a, str) else a for a in job.get("adapters", ())]
-    return [Adapter(a["path"], a.get("strength", 1.0), tuple(a.get("strength_for", {}).items())) for a in tables]
+    tables: list[dict[str, Any]] = [{"path": a} if isinstance(a, str) else a for a in job.get("adapters", ())]
+    return [Adapter(Path(a["path"]), a.get("strength", 1.0), tuple(a.get("strength_for", {}).items())) for a in tables]
 
 
 def _options(job: Mapping[str, Any]) -> dict[str, Any]:
