@@ -27,6 +27,13 @@ class Server:
     def __init__(self, folder: Path, port: int) -> None:
         self.folder, self.address = folder, f"http://127.0.0.1:{port}"
 
+    def answers(self) -> bool:
+        """Whether it has started."""
+        try:
+            return bool(self.get("/system_stats"))
+        except (urllib.error.URLError, ConnectionError):
+            return False
+
     def get(self, path: str) -> Any:
         with urllib.request.urlopen(self.address + path, timeout=60) as answer:
             return json.load(answer)
@@ -70,13 +77,9 @@ def running(folder: Path, *arguments: str) -> Iterator[Server]:
         process = subprocess.Popen([*command, *arguments], stdout=log, stderr=log, cwd=Path(COMMAND[-1]).parent)
     it = Server(folder, port)
     try:
-        for _ in range(600):
-            try:
-                it.get("/system_stats")
-                break
-            except (urllib.error.URLError, ConnectionError):
-                assert process.poll() is None, (folder / "log.txt").read_text()
-                time.sleep(0.2)
+        while not it.answers():
+            assert process.poll() is None, (folder / "log.txt").read_text()
+            time.sleep(0.2)
         yield it
     finally:
         process.terminate()

@@ -66,6 +66,7 @@ def reported(w: Window) -> None:
     w.js("$('#runs details:last-of-type').open = true")
     w.driver.switch_to.frame(w.until("$('#runs iframe')"))
     w.until("document.documentElement.dataset.ready")
+    w.js("[...document.querySelectorAll('h2')].find((h) => h.textContent.startsWith('What changed')).scrollIntoView()")
     w.driver.switch_to.default_content()
     time.sleep(2)
     w.js("$('#queue').scrollIntoView()")

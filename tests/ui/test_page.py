@@ -84,7 +84,7 @@ def test_finished_file_is_verified_and_its_adapter_taken_out(page: Page, comfy: 
             w.js("$('#run').click()")
             w.until(f"$('#runs h3')?.textContent.startsWith(arguments[0]) && {FIRST} === 'done'", command.title())
         assert w.errors() == []
-    assert (comfy / "models/checkpoints/made-without.safetensors").exists()
+    assert (comfy / "models/checkpoints/product-without.safetensors").exists()
 
 
 def test_cancel_leaves_nothing(page: Page, comfy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
