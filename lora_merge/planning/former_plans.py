@@ -19,9 +19,7 @@ MOST_OUTLINES: Final = 10_000  # outlines that later calls may use; as many as a
 class FormerPlans(Shown):
     """What earlier calls of `plan_batch` and `inspect` know: opened files, and outlines of merges.
 
-    What they know of files that have changed is forgotten.
-
-    It is for one thread at a time.
+    What they know of files that have changed is forgotten. It is for one thread at a time.
 
     Examples:
         >>> former, job = lora_merge.FormerPlans(), {"base": "base.safetensors", "output": "merged.safetensors"}
@@ -40,7 +38,14 @@ class FormerPlans(Shown):
         yield line("merges", len(self.outlines))
 
     def checkpoints(self, paths: Iterable[Path]) -> CheckpointCache:
-        """Return the opened files; without all that is known, if one of these is another one than before."""
+        """Return the checkpoints that are open. If a file has changed, all that is known is forgotten first.
+
+        Parameters:
+            paths: The files and folders that will be read.
+
+        Returns:
+            The cache that opens them, or has them open.
+        """
         states = {path: _states(path) for path in {*paths}}
         changed = any(self._states.get(path, state) != state for path, state in states.items())
         if changed or len(self.outlines) > MOST_OUTLINES:
