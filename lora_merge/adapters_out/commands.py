@@ -119,10 +119,10 @@ def _adapter_job(request: Request, rows: Rows, _: CheckpointCache | None) -> Ada
     return adapter_job(request, rows)
 
 
-def _plan(job: AdapterJob, _: CheckpointCache | None) -> AdapterReport:
+def _plan(job: AdapterJob, cache: CheckpointCache | None) -> AdapterReport:
     from .combine import plan
 
-    return plan(job)
+    return plan(job, cache)
 
 
 def _run(job: AdapterJob, progress: Progress, _: CheckpointCache | None) -> AdapterReport:
@@ -157,10 +157,10 @@ def _average_job(request: Request, rows: Rows, _: CheckpointCache | None) -> Ada
     return average_job(request, rows)
 
 
-def _plan_average(job: AdapterJob, _: CheckpointCache | None) -> AdapterReport:
+def _plan_average(job: AdapterJob, cache: CheckpointCache | None) -> AdapterReport:
     from .average import plan
 
-    return plan(job)
+    return plan(job, cache)
 
 
 def _run_average(job: AdapterJob, progress: Progress, _: CheckpointCache | None) -> AdapterReport:

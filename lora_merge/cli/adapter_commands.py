@@ -15,9 +15,10 @@ from ..adapter_options import ADAPTER_OPTIONS, KEEP
 from ..adapters_out.commands import COMMANDS
 from ..adapters_out.commands import Command as Row
 from ..errors import UsageError
+from ..option_texts import as_number
 from ..options import OPTIONS, Option
 from ..progress import unwatched
-from .argument_values import as_number, named_adapter, named_adapters, named_parts, with_strengths
+from .argument_values import named_adapter, named_adapters, named_parts, with_strengths
 from .compat import checked_output, completed
 from .help import add
 from .options import AS_JSON, DRY_RUN, HTML, PLOT, QUIET, Command, read, with_options

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import FitError, InputError, MergeError, UsageError
+from ..options import READING
 from ..paths import exists, expand
 from ..progress import unwatched
 from ..text import Lines, json_text
@@ -41,13 +42,8 @@ def inspect(
     files: Annotated[
         list[str], typer.Argument(metavar="FILE...", help="Checkpoints or adapters; or a base and adapters for it.")
     ],
-    weights: Annotated[
-        bool,
-        typer.Option(
-            "--weights", help="Read the weights too: norms, ranks; with a base, how much of the change survives."
-        ),
-    ] = False,
-    hashes: Annotated[bool, typer.Option("--hashes", help="Hash large files, too.")] = False,
+    weights: Annotated[bool, typer.Option("--weights", help=READING["weights"].help)] = False,
+    hashes: Annotated[bool, typer.Option("--hashes", help=READING["hashes"].help)] = False,
     blocks: Annotated[
         bool, typer.Option("--blocks", help="List the parts and blocks of a base, for --strength-for.")
     ] = False,

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..batch.commands import TAKES, UNMERGE
 from ..errors import UsageError
-from ..options import OPTIONS
+from ..options import EVERY_VALUE, OPTIONS, READING
 from ..paths import expand, output_path
 from ..progress import unwatched
 from ..report import verify_rows, without_tensors
@@ -37,9 +38,6 @@ from .terminal import styled
 if TYPE_CHECKING:
     from ..planning.plan import Plan
 
-UNMERGE = ("strength", "strength_for", "unmatched", "map", "setting", "dtype", "compute_dtype", "device", "overwrite",
-           "max_memory", "verify")  # fmt: skip
-
 Merged = Annotated[str, typer.Argument(metavar="MERGED", help="A merged checkpoint, file or folder.")]
 
 
@@ -65,7 +63,7 @@ def verify(
     search: Annotated[
         list[str] | None, typer.Option(metavar="FOLDER", help="Search this folder for the recipe's inputs; repeatable.")
     ] = None,
-    full: Annotated[bool, typer.Option("--full", help="Check every byte and every row instead of a sample.")] = False,
+    full: Annotated[bool, typer.Option("--full", help=READING[EVERY_VALUE].help)] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the proof as one JSON object on stdout.")] = False,
     json_tensors: JSON_TENSORS = False,
     quiet: SILENT = False,
@@ -144,7 +142,7 @@ def replay(
         show_adapter_report(report, "made again", quiet=quiet, verbose=False)
 
 
-@with_options(*(OPTIONS[name] for name in UNMERGE), before="dry_run")
+@with_options(*(row for name, row in OPTIONS.items() if name in ("strength", *TAKES[UNMERGE])), before="dry_run")
 def unmerge(
     path: Merged,
     adapters: Annotated[
