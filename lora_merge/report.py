@@ -19,6 +19,9 @@ ENLARGED: Final = "A share above 100% is no mistake: the steps of the output's d
 ADAPTER_PROOF: Final = "lora-merge/adapter-proof/1"
 """The schema of the proof of a written adapter."""
 
+LEFT_OUT: Final = Note("it does not fit the base, and is left out because its strength is 0")
+"""The end of a note that is shown with -v only: the user asked for it, and the strengths say it."""
+
 NOT_VERIFIED: Final = Fact("verified", "not at all (--no-verify)", style="yellow")
 """The row of an output without a proof."""
 
@@ -137,7 +140,7 @@ def merge_rows(report: Mapping[str, Any], *, verbose: bool = False) -> Iterator[
         yield line("triggers", ", ".join(words))
     yield from (line("note", note) for note in report["notes"])
     for name, row in report["coverage"].items():
-        yield from adapter_notes(name, {**row["skipped"], **row["ignored"]}, row["notes"])
+        yield from adapter_notes(name, {**row["skipped"], **row["ignored"]}, unasked(row["notes"]))
     if report["saturated"]:
         yield line("cut", cut_numbers(report["saturated"]))
     if (proof := report["verified"]) is not None:
@@ -214,7 +217,13 @@ def input_rows(
         if name in formulas:
             yield line("formula", formulas[name] or "none: it changes nothing")
         yield from (Fact("", pattern, f"× {n}") for pattern, n in row["patterns"].items() if verbose)
-        yield from adapter_notes(name, {**row["skipped"], **row["ignored"]}, row["notes"])
+        notes = row["notes"] if verbose else unasked(row["notes"])
+        yield from adapter_notes(name, {**row["skipped"], **row["ignored"]}, notes)
+
+
+def unasked(notes: Iterable[str]) -> Iterator[str]:
+    """Yield the notes on what the user did not ask for."""
+    return (note for note in notes if not note.endswith(LEFT_OUT))
 
 
 def output_rows(facts: Mapping[str, Any], nbytes: int) -> Iterator[Fact]:
@@ -248,11 +257,13 @@ def disk_rows(disk: Mapping[str, Any] | None, output: str) -> Iterator[Fact]:
 def brief_proof(proof: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield in short what the proof of a merge found."""
     same = proof["untouched"]
-    rest = ", bytes of the rest" if same["of"] else ""
+    rest = f"; {'all' if same['bytes'] == same['of'] else 'sampled'} other bytes equal the base" if same["of"] else ""
     words = recomputed(proof)
     if proof["changed"]:
-        rows = "every row" if proof["full"] else plural(proof["rows"], "row")
-        words = f"{proof['tensors']} of {plural(proof['changed'], 'merged tensor')} ({rows} in fp64)"
+        rows = "all rows" if proof["full"] else plural(proof["rows"], "row")
+        words = f"{rows} of {plural(proof['changed'], 'merged tensor')} recomputed in fp64"
+        if proof["tensors"] < proof["changed"]:
+            words = f"{rows} of {proof['tensors']} of {plural(proof['changed'], 'merged tensor')} recomputed in fp64"
     yield line("verified", f"{words}{rest}")
     if (matching := proof["matching"])["alone"]:
         yield line("matching", placed(matching))
