@@ -26,10 +26,23 @@ NOT_VERIFIED: Final = Fact("verified", "not at all (--no-verify)", style="yellow
 """The row of an output without a proof."""
 
 
-def without_tensors(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a report or a proof without those of every tensor in `numbers`: 300 bytes for each."""
-    numbers = {name: value for name, value in report.get("numbers", {}).items() if name != "tensors"}
-    return {**report, "numbers": numbers} if "numbers" in report else {**report}
+OF_EVERY_TENSOR: Final[Mapping[str, Any]] = {
+    "numbers": {"tensors": {}},  # of a merge or its proof
+    "layers": {},  # of a written adapter
+    "match": {"numbers": {"tensors": {}}}, "weights": {"modules": {}}, "sizes": {"tensors": {}},  # of inspect
+    "tensors": {}, "equal_tensors": {}, "modules": {}, "whole": {"tensors": {}},  # of compare
+}  # fmt: skip
+"""Entries of JSON objects that have a row for every tensor: {} is such an entry, others have one inside."""
+
+
+def without_tensors(values: Mapping[str, Any], tables: Mapping[str, Any] = OF_EVERY_TENSOR) -> dict[str, Any]:
+    """Return the values of a report, a proof or facts without those of every tensor: 300 bytes for each. Numbers with
+    the names of such entries stay."""
+    return {
+        name: without_tensors(value, tables[name]) if tables.get(name) and isinstance(value, Mapping) else value
+        for name, value in values.items()
+        if name not in tables or tables[name] or not isinstance(value, Mapping | list)
+    }
 
 
 @dataclass(frozen=True, repr=False)
@@ -293,16 +306,20 @@ def _cut_rows(proof: Mapping[str, Any]) -> Iterator[Fact]:
         yield line("cut", f"{cut} of the numbers compared, too large for their dtype, as it was asked for")
 
 
-def verify_rows(proof: Mapping[str, Any]) -> Iterator[Fact]:
-    """Yield what `verify` has proven of a merge or of a written adapter."""
+def verify_rows(proof: Mapping[str, Any], *, verbose: bool = False) -> Iterator[Fact]:
+    """Yield what `verify` has proven of a merge or of a written adapter; `verbose`: with units and unused tensors."""
     yield line("output", proof["output"])
     if proof["schema"] == ADAPTER_PROOF:
         yield survives(proof["survival"]["share"])
         if warning := proof["survival"].get("warning"):
             yield line("warning", warning)
-        yield line("verified", f"its inputs give the same bytes; {layers_recomputed(proof)}")
+        yield line("verified", f"its inputs give the same bytes; {layers_recomputed(proof, verbose=verbose)}")
     else:
-        yield from survival_rows([(row["adapter"], row["strengths"]) for row in proof["retained"]], proof["survival"])
+        adapters = [(row["adapter"], row["strengths"]) for row in proof["retained"]]
+        yield from survival_rows(adapters, proof["survival"], each=verbose)
+        if verbose:
+            yield from proof_rows(proof, verbose=True)
+            return
         yield from _cut_rows(proof)
         yield from brief_proof(proof)
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 from ..adapter_options import KEEP
 from ..change_statistics import Groups
 from ..facts import Fact, line
-from ..report import NOT_VERIFIED, adapter_notes, disk_rows, layers_recomputed, survives
+from ..report import NOT_VERIFIED, adapter_notes, disk_rows, layers_recomputed, survives, without_tensors
 from ..survival import ENOUGH, grade, judged, lost, percent, spoken, target
 from ..text import Note, Shown, json_text, listed, plural, size
 from .job import FACTORS, RANKS, STORED_AS, WHOLE, AdapterJob
@@ -83,13 +83,16 @@ class AdapterReport(Shown):
     def _facts(self) -> Iterator[Fact]:
         return adapter_rows(vars(self))
 
-    def to_json(self) -> str:
+    def to_json(self, *, tensors: bool = True) -> str:
         """Return the report as one JSON object.
 
+        Parameters:
+            tensors: Whether it has `layers`, as with `--json-tensors`.
+
         Returns:
-            A line of JSON, as `--json` prints it.
+            A line of JSON, as `lora-merge --json` prints it.
         """
-        return json_text(asdict(self))
+        return json_text(asdict(self) if tensors else without_tensors(asdict(self)))
 
     @property
     def summary(self) -> str:

@@ -392,10 +392,10 @@ def show_merge(report: Report, plan: Plan, options: ReportOptions, *, replaced: 
             show_lines(rows)
 
 
-def show_proof(rows: Iterable[Fact]) -> None:
-    """Print what `verify` has proven; as a panel on a terminal."""
+def show_proof(rows: Iterable[Fact], *, whole: bool = False) -> None:
+    """Print what `verify` has proven; as a panel on a terminal, `whole` however many lines it takes."""
     if styled(sys.stdout):
-        show_panel("verified", [*rows])
+        show_panel("verified", [*rows], whole=whole)
     else:
         show_lines(rows)
 
