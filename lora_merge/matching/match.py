@@ -28,8 +28,8 @@ from ..models.part_factors import Strengths
 from ..models.tied_weights import TiedPair
 from ..models.weights import RowSlice, WeightView, whole
 from ..options import Unmatched
-from ..row_ranges import RowNumbers
 from ..report import LEFT_OUT
+from ..row_ranges import RowNumbers
 from ..text import Note, listed
 from .biases import GIVE_BIAS, NEW_BIAS, NO_BIAS, TUNED_BIAS, TURNED_BIAS, bias_beside
 from .conflicts import TWICE, DuplicateCheck

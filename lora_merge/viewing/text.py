@@ -26,7 +26,7 @@ from ..facts import (
     strengths,
     table,
 )
-from ..survival import spoken
+from ..survival import judged, spoken
 from ..text import by_reason, json_text, listed, plural, size
 from .file_verdict import top
 from .formats import format_line, plain_line
@@ -151,7 +151,7 @@ def match_rows(match: Mapping[str, Any], *, pictured: bool = False, verbose: boo
         yield line("no place", f"{left}: {reason}")
     blocks = {} if pictured else match.get("numbers", {}).get("blocks", {})
     yield from by_block(
-        (name, f"‖ΔW‖ {_norm(n['change'], 3)}, {_share(n)} of ‖W‖, kept {spoken(n['retained'])}")
+        (name, f"{_share(n)} of the weights, {spoken(n['retained'])} survives")
         for name, n in blocks.items()
     )
 
@@ -176,16 +176,12 @@ def match_summary(match: Mapping[str, Any]) -> Iterator[Fact]:
     yield line("changes", f"{tensors}; the output would have {would}")
     if numbers := match.get("numbers"):
         every = numbers["all"]
-        yield line("change", f"‖ΔW‖ {_norm(every['change'])}, {_share(every)} of ‖W‖ {_norm(every['weight'])}; "
-                             f"{spoken(every['retained'])} of it is kept in the base's dtype")  # fmt: skip
+        survives = f"{judged(every['retained'], 'it')} survives in the base's dtype" if every["retained"] is not None else ""
+        yield line("change", "; ".join(filter(None, [f"{_share(every)} of the weights", survives])))
         yield from (line("warning", warning) for warning in numbers["warnings"])
     elif numbers is None:
-        yield line("kept", "run with --weights to see how much of the change survives in the base's dtype")
+        yield line("survives", "run with --weights to see how much of the change survives in the base's dtype")
     yield from (line("note", note) for note in match["notes"])
-
-
-def _norm(value: float | None, digits: int = 4) -> str:
-    return "too large for fp32" if value is None else f"{value:.{digits}g}"
 
 
 def _share(n: Mapping[str, Any]) -> str:
@@ -343,7 +339,7 @@ def metadata(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     shown = {key: entries[key] for key in METADATA_KEYS if key in entries and key not in hidden}
     yield from shown.items()
     if left := len(entries.keys() - shown.keys() - hidden):
-        yield f"{left} of {plural(len(entries), 'entry', 'entries')}", "are neither here nor above (--json has all)"
+        yield f"{len(entries) - left} of {plural(len(entries), 'entry', 'entries')} shown;", "--json lists all"
 
 
 def _value(key: str, value: Any) -> str:
