@@ -274,9 +274,7 @@ def brief_proof(proof: Mapping[str, Any]) -> Iterator[Fact]:
     words = recomputed(proof)
     if proof["changed"]:
         rows = "all rows" if proof["full"] else plural(proof["rows"], "row")
-        words = f"{rows} of {plural(proof['changed'], 'merged tensor')} recomputed in fp64"
-        if proof["tensors"] < proof["changed"]:
-            words = f"{rows} of {proof['tensors']} of {plural(proof['changed'], 'merged tensor')} recomputed in fp64"
+        words = f"{proof['tensors']} of {plural(proof['changed'], 'merged tensor')} ({rows} recomputed in fp64)"
     yield line("verified", f"{words}{rest}")
     if (matching := proof["matching"])["alone"]:
         yield line("matching", placed(matching))

@@ -85,11 +85,9 @@ def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape],
     networks = Counter(names.network_of(m) for m in unmatched)
     labels = {part.label for part in names.parts}
     known, modules = names.known, of_the_denoiser({m: () for m in unmatched} | dict(shapes))
-    if known and names.parts[0].label in networks and (why := other_model(modules, known, names.weights())):
+    by_shapes = known and names.parts[0].label in networks and other_model(modules, known, names.weights())
+    if why := by_shapes or _stated_other(adapter, known):
         return why
-    stated, _ = stated_model(adapter)
-    if known and stated and stated not in known.title and known.title not in stated:
-        return f"the adapter is for {stated} (by its metadata), the base is {_kind_of_model(known.title)}; {OWN_BASE}"
     if other := _for_pictures(names, unmatched, shapes):
         return f"the adapter is for {other}, the base is {_kind_of_model(names.architecture)}; {OWN_BASE}"
     if absent := sorted(set(networks) - labels):
@@ -101,6 +99,14 @@ def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape],
     return _likely_reason(
         names, part, {m: shapes.get(m, ()) for m in unmatched if names.network_of(m) == part.label}, {}
     )
+
+
+def _stated_other(adapter: Index, base: Architecture | None) -> str:
+    """Return the sentence on both models if the metadata of an adapter name another one; else ""."""
+    stated, _ = stated_model(adapter)
+    if base is None or not stated or stated in base.title or base.title in stated:
+        return ""
+    return f"the adapter is for {stated} (by its metadata), the base is {_kind_of_model(base.title)}; {OWN_BASE}"
 
 
 def _for_pictures(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape]) -> str:

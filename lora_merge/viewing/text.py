@@ -150,10 +150,7 @@ def match_rows(match: Mapping[str, Any], *, pictured: bool = False, verbose: boo
     for left, reason in by_reason(match["unmatched"]):
         yield line("no place", f"{left}: {reason}")
     blocks = {} if pictured else match.get("numbers", {}).get("blocks", {})
-    yield from by_block(
-        (name, f"{_share(n)} of the weights, {spoken(n['retained'])} survives")
-        for name, n in blocks.items()
-    )
+    yield from by_block((name, f"{_share(n)}, {spoken(n['retained'])} survives") for name, n in blocks.items())
 
 
 def match_summary(match: Mapping[str, Any]) -> Iterator[Fact]:
@@ -176,8 +173,10 @@ def match_summary(match: Mapping[str, Any]) -> Iterator[Fact]:
     yield line("changes", f"{tensors}; the output would have {would}")
     if numbers := match.get("numbers"):
         every = numbers["all"]
-        survives = f"{judged(every['retained'], 'it')} survives in the base's dtype" if every["retained"] is not None else ""
-        yield line("change", "; ".join(filter(None, [f"{_share(every)} of the weights", survives])))
+        survives = (
+            f"{judged(every['retained'], 'it')} survives in the base's dtype" if every["retained"] is not None else ""
+        )
+        yield line("change", "; ".join(filter(None, [_share(every), survives])))
         yield from (line("warning", warning) for warning in numbers["warnings"])
     elif numbers is None:
         yield line("survives", "run with --weights to see how much of the change survives in the base's dtype")
@@ -186,8 +185,8 @@ def match_summary(match: Mapping[str, Any]) -> Iterator[Fact]:
 
 def _share(n: Mapping[str, Any]) -> str:
     if n["change"] is None:
-        return "?"
-    return "all" if n["ratio"] is None else percent(n["ratio"])
+        return "too large for fp32"
+    return f"{'all' if n['ratio'] is None else percent(n['ratio'])} of the weights"
 
 
 def merge_origin(row: Mapping[str, Any]) -> str:

@@ -318,7 +318,9 @@ def test_plots_show_no_hidden_character_and_no_formula(tmp_path: Path) -> None:
 
 def test_page_of_an_adapter_tells_what_each_block_keeps(scene: Scene, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    code, text, _ = run("resize", scene.ink, "--rank", "2", "-o", tmp_path / "o.safetensors", "--html", page, "--json")
+    code, text, _ = run(
+        "resize", scene.ink, "--rank", "2", "-o", tmp_path / "o.safetensors", "--html", page, "--json", "--json-tensors"
+    )
     assert code == 0
     layers = json.loads(text)["layers"]
     (table,) = [t for t in content(page.read_text(encoding="utf-8"))["tables"] if t["title"] == "By block"]
