@@ -148,7 +148,8 @@ def merge_rows(report: Mapping[str, Any], *, verbose: bool = False) -> Iterator[
     yield line("change", f"{report['changed']} of {plural(report['tensors'], 'tensor')}{moved(report['numbers'])}")
     if report["codes"]:
         yield line("format", codes_line(report["codes"]))
-    words = dict.fromkeys(word for row in report["coverage"].values() for word in row["trigger_words"])
+    added = (row for row in report["coverage"].values() if _strengths(row["strengths"])[-1] > 0)
+    words = dict.fromkeys(word for row in added for word in row["trigger_words"])
     if words:
         yield line("triggers", ", ".join(words))
     yield from (line("note", note) for note in report["notes"])
@@ -211,10 +212,14 @@ def survival_rows(
 
 def _applied(strengths: Mapping[str, Mapping[Any, int]]) -> tuple[str, str]:
     """Return the strength, or the least and the largest one, at which components change, and these components."""
-    used = {part: [float(s) for s in counts if float(s)] for part, counts in strengths.items()}
-    values = sorted({s for some in used.values() for s in some}) or [0.0]
+    values = _strengths(strengths)
     words = f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g} to {values[-1]:g}"
-    return words, ", ".join(part for part, some in used.items() if some)
+    return words, ", ".join(part for part, counts in strengths.items() if any(map(float, counts)))
+
+
+def _strengths(strengths: Mapping[str, Mapping[Any, int]]) -> list[float]:
+    """Return the strengths other than 0 in ascending order; 0 alone if there are no others."""
+    return sorted({s for counts in strengths.values() for s in map(float, counts) if s}) or [0.0]
 
 
 def input_rows(
@@ -270,7 +275,8 @@ def disk_rows(disk: Mapping[str, Any] | None, output: str) -> Iterator[Fact]:
 def brief_proof(proof: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield in short what the proof of a merge found."""
     same = proof["untouched"]
-    rest = f"; {'all' if same['bytes'] == same['of'] else 'sampled'} other bytes equal the base" if same["of"] else ""
+    other = "other bytes equal" if same["bytes"] == same["of"] else "a sample of the other bytes equals"
+    rest = f"; {other} the base" if same["of"] else ""
     words = recomputed(proof)
     if proof["changed"]:
         rows = "all rows" if proof["full"] else plural(proof["rows"], "row")

@@ -113,7 +113,7 @@ def adapter_rows(report: Mapping[str, Any], *, verbose: bool = False) -> Iterato
     words = "" if report["format"] == "keep" else f", format {report['format']}"
     yield line("output", f"{report['output']} ({size(report['written'])}, dtype {report['dtype']}{words}){took}")
     yield from _inputs(report["coverage"], each=verbose or planned)
-    yield line("layers", f"{len(report['layers'])}: {_ranks(report)}")
+    yield line("layers", f"{len(report['layers'])}: {_ranks(report)}{_split(report)}")
     yield from (Fact("", name, _layer(layer)) for name, layer in report["layers"].items() if verbose)
     if not planned:
         yield survives(report["energy"])
@@ -129,6 +129,14 @@ def adapter_rows(report: Mapping[str, Any], *, verbose: bool = False) -> Iterato
     yield from disk_rows(report["disk"], report["output"])
 
 
+def _split(report: Mapping[str, Any]) -> str:
+    """Return why an output has more layers than its only input has modules: fused layers, such as q, k, v, are split
+    where its format has them apart."""
+    modules = [row["modules"] for row in report["coverage"].values()]
+    more = len(modules) == 1 and 0 < modules[0] < len(report["layers"])
+    return f"; {modules[0]} modules, of which fused ones (q, k, v …) are split" if more else ""
+
+
 MOST_INPUTS: Final = 2
 """Adapters that have a row each; more have one together."""
 
@@ -137,10 +145,9 @@ def _inputs(coverage: Mapping[str, Any], *, each: bool) -> Iterator[Fact]:
     """Yield what was read; `each`: with a row for each adapter, however many there are."""
     if each or len(coverage) <= MOST_INPUTS:
         for name, row in coverage.items():
-            change, layers = plural(row["modules"], "module changes", "modules change"), plural(row["layers"], "layer")
-            yield line("input", f"{row['strength']:g} × {name}: {change} {layers}")
+            yield line("input", f"{row['strength']:.4g} × {name}: {plural(row['modules'], 'module')}")
     else:
-        yield line("inputs", listed(f"{row['strength']:g} × {name}" for name, row in coverage.items()))
+        yield line("inputs", listed(f"{row['strength']:.3g} × {name}" for name, row in coverage.items()))
     for name, row in coverage.items():
         yield from adapter_notes(name, row["ignored"])
 

@@ -424,7 +424,7 @@ def test_every_command_has_its_page(scene: Scene, tmp_path: Path) -> None:
         (["compare", scene.base, scene.base], "Comparison"), (["batch", jobs], "Batch"),
         (["compare", scene.base, tmp_path / "job.safetensors"], "Comparison"),
         (["compare", scene.ink, scene.oil, "--base", scene.base], "Comparison"),
-        (["combine", scene.ink, scene.oil, "-o", tmp_path / "both.safetensors"], "Adapter"),
+        (["combine", scene.ink, scene.oil, "-o", tmp_path / "both.safetensors"], "Combined adapter"),
         (["unmerge", tmp_path / "job.safetensors", scene.ink, "-o", tmp_path / "before.safetensors"], "Merge"),
     ):  # fmt: skip
         page.unlink(missing_ok=True)
