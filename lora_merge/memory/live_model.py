@@ -47,12 +47,11 @@ def live_model(model: object, tensors: dict[str, Tensor], original: Original) ->
         tensors.update(_tensors(model, label))
         return replace(index_of(label, tensors, original), config=_config(model))
     modules = _modules(model)
-    if not modules and isinstance(model, Mapping | str | Path):
-        fix = "for a file use merge()" if not isinstance(model, Mapping) else "for a state dict use merge_state_dict()"
-        raise UsageError("model must be a module or a pipeline", f"lora_merge.merge_into: {label}", fix)
     if not modules:
-        raise UsageError(f"{label} has no weights that can be changed", "merge_into",
-                         "give a torch.nn.Module, a diffusers pipeline, or a model of transformers")  # fmt: skip
+        fix = "give a torch.nn.Module, a diffusers pipeline, or a model of transformers"
+        fix = "for a state dict use merge_state_dict()" if isinstance(model, Mapping) else fix
+        fix = "for a file use merge()" if isinstance(model, str | Path) else fix
+        raise UsageError(f"{label} has no weights that can be changed", "merge_into", fix)
     components = {}
     for part, module in modules.items():
         part_tensors = _tensors(module, f"{label}: {part}")

@@ -72,9 +72,16 @@ def _adapter(facts: Mapping[str, Any]) -> str:
     ranks = facts["ranks"]
     rank = f", rank {ranks[0]}" if len(ranks) == 1 else f", ranks {min(ranks)} to {max(ranks)}" if ranks else ""
     parts = listed(PARTS.get(name, name) for name in facts["parts"])
-    model = facts["made_for"] if facts["made_for"] != "unknown" else facts["trained"].get("base_model", "")
-    made_for = f", for {model}" if model else ", for a model that is not known"
+    model = _base_of(facts)
+    made_for = f", for {model}" if model != "unknown" else ", for a model that is not known"
     return f"{kinds}{rank}{made_for}{f' ({parts})' if parts else ''}, {size(facts['bytes'])}."
+
+
+def _base_of(facts: Mapping[str, Any]) -> str:
+    """Return the model that an adapter is for; of a kind of model, such as transformers language model, the base that
+    its training names; "unknown" if nothing shows it."""
+    model, trained = facts["made_for"], facts.get("trained") or {}
+    return str(trained.get("base_model") or model) if model[:1].islower() else str(model)
 
 
 def _title(name: str) -> str:
@@ -132,7 +139,9 @@ def table_of_files(files: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ..
         kinds = counts_by_kind(facts["algorithms"]) if adapter else facts["kind"]
         model = facts.get("model")
         named = f"{model['name']}, {model['size']}" if model else facts.get("architecture", "")
-        ranks = ", ".join(f"{rank:g}" for rank in facts.get("ranks", ())[:3])
+        named = facts.get("looks_like") or named if named == "unknown" else named
+        every = facts.get("ranks") or ()
+        ranks = f"{every[0]:g}" if len(every) == 1 else f"{min(every):g} to {max(every):g}" if every else ""
         words = (facts.get("trained") or {}).get("trigger_words") or ()
-        yield (facts["path"].replace("\\", "/").rpartition("/")[2], kinds, facts["made_for"] if adapter else named,
+        yield (facts["path"].replace("\\", "/").rpartition("/")[2], kinds, _base_of(facts) if adapter else named,
                ranks, size(facts["bytes"]), ", ".join(words))  # fmt: skip

@@ -72,7 +72,7 @@ def rows(facts: Mapping[str, Any], *, pictured: bool = False, verbose: bool = Fa
     by_layer = [
         *cut_rows(_layers(facts.get("patterns", {}), verbose=verbose)),
         *(_blocks(facts.get("blocks", {})) if facts.get("kind") == "adapter" else ()),
-        *by_block((name, f"‖ΔW‖ {n:.3g}") for name, n in blocks.items()),
+        *by_block((name, f"norm {n:.3g}") for name, n in blocks.items()),
         *_sizes(facts.get("sizes") or {}, pictured=pictured),
     ]
     yield from section("Layers", by_layer)
@@ -311,7 +311,7 @@ def _changed(numbers: Mapping[str, Any]) -> Iterator[Fact]:
         if numbers.get("unmeasured")
         else ""
     )
-    yield line("‖ΔW‖", f"{norm}{more}")
+    yield line("change", f"norm {norm}{more}")
     if numbers["stable_rank"]:
         yield line("stable rank", between(numbers["stable_rank"]))
     for share, rank in numbers.get("rank_for_energy", {}).items():
@@ -328,7 +328,7 @@ def _sizes(numbers: Mapping[str, Any], *, pictured: bool) -> Iterator[Fact]:
 
 def size_line(row: Mapping[str, Any]) -> str:
     """Return how large some weights are, in words."""
-    return f"‖W‖ {row['norm']:.4g}, typical {row['rms']:.3g}, largest {row['largest']:.3g}"
+    return f"norm {row['norm']:.4g}, typical {row['rms']:.3g}, largest {row['largest']:.3g}"
 
 
 def metadata(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -285,3 +285,11 @@ def test_values_are_compared_in_pieces_as_in_one(tmp_path: Path) -> None:
     assert row["difference"] == pytest.approx(float(finite.norm()), rel=1e-9)
     assert row["changed"] == int((a != b).sum()) - 1
     assert row["largest"] == float(finite.abs().max())
+
+
+def test_larger_adapter_contains_the_smaller_one(scene: Scene, tmp_path: Path) -> None:
+    """ΔA = ΔB + more at right angles: both strengths are steady, and only that of B in A has nothing of the rest."""
+    lora_merge.combine([(scene.ink, 1.0), (scene.oil, 0.3)], tmp_path / "both.safetensors", dtype="fp32")
+    for files, names in (((tmp_path / "both.safetensors", scene.ink), "A contains B"), ((scene.ink, tmp_path / "both.safetensors"), "B contains A")):  # fmt: skip
+        found = compare(*files)["verdict"]
+        assert found["text"].startswith(names) and found["strength"] == pytest.approx(1, abs=0.05)

@@ -28,6 +28,7 @@ from lora_merge.viewing.pages import page as pages
 from lora_merge.viewing.pages import plot
 from lora_merge.viewing.pages.content import PageContent
 from lora_merge.viewing.pages.heat_map import grid_places
+from lora_merge.viewing.pages.output_pages import batch_page
 from lora_merge.viewing.text import match_summary, rows, summary
 from tests.kit.browser import shown
 from tests.kit.command_line import run
@@ -733,3 +734,12 @@ def test_trigger_words_and_hashes_are_chips(scene: Scene) -> None:
     made, facts = pages.content(inspect(scene.ink)), inspect(scene.ink)
     chips = [chip["text"] for chip in made["chips"]]
     assert chips == ["ohwx", *facts["hashes"].values()]
+
+
+def test_matrix_of_jobs_is_a_grid_among_other_jobs() -> None:
+    jobs = [{"number": n, "output": f"/{n}", "status": "merged", "report": None, "seconds": 1.0,
+             "adapters": [{"name": name, "strength": strength}]}
+            for n, (name, strength) in enumerate([("a", 0.5), ("a", 1.0), ("b", 0.5), ("b", 1.0), ("c", 0.7)], 1)]  # fmt: skip
+    grid, rest = batch_page(jobs)["tables"]
+    assert [row[0] for row in grid["rows"]] == ["a", "b"] and len(rest["rows"]) == 5
+    assert [table["title"] for table in batch_page([*jobs, {**jobs[0], "number": 6}])["tables"]] == ["Jobs"]
