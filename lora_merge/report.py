@@ -275,8 +275,8 @@ def disk_rows(disk: Mapping[str, Any] | None, output: str) -> Iterator[Fact]:
 def brief_proof(proof: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield in short what the proof of a merge found."""
     same = proof["untouched"]
-    other = "other bytes equal" if same["bytes"] == same["of"] else "a sample of the other bytes equals"
-    rest = f"; {other} the base" if same["of"] else ""
+    sampled = " (sampled)" * (same["bytes"] < same["of"])
+    rest = f"; rest equals the base{sampled}" if same["of"] else ""
     words = recomputed(proof)
     if proof["changed"]:
         rows = "all rows" if proof["full"] else plural(proof["rows"], "row")

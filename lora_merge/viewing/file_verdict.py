@@ -140,7 +140,7 @@ def table_of_files(files: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ..
         model = facts.get("model")
         named = f"{model['name']}, {model['size']}" if model else facts.get("architecture", "")
         named = facts.get("looks_like") or named if named == "unknown" else named
-        every = facts.get("ranks") or ()
+        every = list(facts.get("ranks", ()))
         ranks = f"{every[0]:g}" if len(every) == 1 else f"{min(every):g} to {max(every):g}" if every else ""
         words = (facts.get("trained") or {}).get("trigger_words") or ()
         yield (facts["path"].replace("\\", "/").rpartition("/")[2], kinds, _base_of(facts) if adapter else named,
