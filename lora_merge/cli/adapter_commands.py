@@ -204,6 +204,7 @@ def show(command: Row, make: Callable[[CheckpointCache], AdapterJob], printed: d
     from ..adapters_out.job import downloaded
     from ..engine.torch_preload import keep_freed_memory, preload
     from ..planning.checkpoint_cache import CheckpointCache
+    from ..sources.outputs import announcement
     from .stdio import reporting
 
     pictures = PageFiles(printed["html"], printed["plot"], quiet=printed["quiet"], dry_run=printed["dry_run"])
@@ -228,7 +229,10 @@ def show(command: Row, make: Callable[[CheckpointCache], AdapterJob], printed: d
         if printed["dry_run"]:
             done = command.plan(job, cache)
         else:
-            job = downloaded(job, display or unwatched, announcing(display, quiet=printed["quiet"]))
+            announce = announcing(display, quiet=printed["quiet"])
+            job = downloaded(job, display or unwatched, announce)
+            if announce is not None and (text := announcement(job.output)):
+                announce(text)
             done = command.run(job, display or unwatched, cache)
         if report_file is not None:
             report_file.replace(done.to_json(tensors=printed["json_tensors"]))

@@ -19,6 +19,7 @@ from ..adapters_out.average import MOVING
 from ..adapters_out.commands import COMMANDS
 from ..adapters_out.job import AdapterJob
 from ..adapters_out.output_file import CONTENTS
+from ..addresses import with_addresses
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..dtypes import DTYPES, FLOATS, QUANTISED_DTYPES, Shape
@@ -107,7 +108,7 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
             proof["warnings"].append(
                 Note(f"not what the merge writes, or missing next to the weights: {listed(sides)}")
             )
-        return {"output": str(output), "proven": True, **proof, "schema": "lora-merge/proof/1"}
+        return {"output": with_addresses(str(output)), "proven": True, **proof, "schema": "lora-merge/proof/1"}
 
 
 def refuse_stated(options: Iterable[str]) -> None:
@@ -370,8 +371,8 @@ def _prove_adapter(  # noqa: PLR0913  # the options of `lora-merge verify`
         if any(sha256(a) != sha256(b) for a, b in pairs):
             raise VerificationFailed("its inputs and its recipe give other bytes", str(adapter),
                                      "it was changed after it was made, or made by another version")  # fmt: skip
-    return {"output": str(adapter), "proven": True, "full": full, "same_bytes": True, **(report.verified or {}),
-            "survival": report.survival, "schema": ADAPTER_PROOF}  # fmt: skip
+    return {"output": with_addresses(str(adapter)), "proven": True, "full": full, "same_bytes": True,
+            **(report.verified or {}), "survival": report.survival, "schema": ADAPTER_PROOF}  # fmt: skip
 
 
 def _files(adapter: Path) -> list[Path]:

@@ -16,7 +16,7 @@ from lora_merge.sources import hub, inputs
 from tests.kit import command_line
 from tests.kit.adapters import kohya
 from tests.kit.files import load, load_all, metadata, save
-from tests.kit.models import sd1
+from tests.kit.models import sd1_sample
 from tests.kit.tensors import rand
 from tests.sources.server import COMMIT, SIGNATURE, TOKEN, Machines
 
@@ -37,7 +37,10 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
 @pytest.fixture
 def published(machines: Machines, tmp_path: Path) -> Machines:
     """A repository with a base, and one with an adapter."""
-    base, lora = save(sd1(), tmp_path / "local.safetensors"), save(kohya(sd1()), tmp_path / "style.safetensors")
+    base, lora = (
+        save(sd1_sample(), tmp_path / "local.safetensors"),
+        save(kohya(sd1_sample()), tmp_path / "style.safetensors"),
+    )
     machines.repositories["me/sd"] = {
         "README.md": b"# sd", "other.safetensors": b"x" * 4000, "sd.safetensors": base.read_bytes(),
     }  # fmt: skip
@@ -125,7 +128,7 @@ def test_cache_on_disk_is_read_without_the_library_and_without_requests(
 ) -> None:
     assert run("hf://me/sd/sd.safetensors", "hf://me/style", "-o", "a.safetensors")[0] == 0
     asked = len(published.requests)
-    monkeypatch.setattr(hub, "_installed", lambda: False)
+    monkeypatch.setattr(hub, "is_installed", lambda: False)
     inputs._located.clear()
     code, _, err = run(f"hf://me/sd@{COMMIT}/sd.safetensors", "hf://me/style", "-o", "b.safetensors")
     assert code == 0, err
@@ -136,7 +139,7 @@ def test_cache_on_disk_is_read_without_the_library_and_without_requests(
 def test_model_that_is_not_here_is_refused_with_the_command_that_downloads_it(
     published: Machines, run: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub, "_installed", lambda: False)
+    monkeypatch.setattr(hub, "is_installed", lambda: False)
     code, _, err = run("hf://me/sd@main/sd.safetensors", "style.safetensors")
     assert (
         code == 2 and "hf download me/sd sd.safetensors --revision main" in err and "pip install huggingface_hub" in err
@@ -222,7 +225,7 @@ def test_source_with_other_bytes_than_the_recipe_fails_the_verification(
     shutil.rmtree(tmp_path / "hub")
     inputs._located.clear()
     (tmp_path / "other").mkdir()
-    other = save(kohya(sd1(), seed=5), tmp_path / "other" / "x")
+    other = save(kohya(sd1_sample(), seed=5), tmp_path / "other" / "x")
     published.repositories["me/style"]["style.safetensors"] = other.read_bytes()
     other.unlink()
     code, _, err = run("verify", "a.safetensors")

@@ -16,7 +16,7 @@ from lora_merge.sources.web import Endpoint, download, ranges
 from tests.kit import command_line
 from tests.kit.adapters import kohya
 from tests.kit.files import metadata, save
-from tests.kit.models import sd1
+from tests.kit.models import sd1_sample
 from tests.sources.server import Machines, sha256
 
 Command = Callable[..., tuple[int, str, str]]
@@ -39,8 +39,8 @@ def at(machines: Machines, name: str) -> Endpoint:
 
 
 def test_merge_of_urls_names_no_query(machines: Machines, run: Command, tmp_path: Path) -> None:
-    machines.files["base.safetensors"] = save(sd1(), tmp_path / "b").read_bytes()
-    machines.files["style.safetensors"] = save(kohya(sd1()), tmp_path / "s").read_bytes()
+    machines.files["base.safetensors"] = save(sd1_sample(), tmp_path / "b").read_bytes()
+    machines.files["style.safetensors"] = save(kohya(sd1_sample()), tmp_path / "s").read_bytes()
     urls = [f"{machines.url}/files/{name}.safetensors?sig=secret" for name in ("base", "style")]
     code, out, err = run(*urls, "-o", "a.safetensors", "--report", "r.json")
     assert code == 0, err
@@ -50,7 +50,7 @@ def test_merge_of_urls_names_no_query(machines: Machines, run: Command, tmp_path
     asked = machines.bytes_sent()
     code, _, err = run(*urls, "-o", "b.safetensors")
     assert code == 0 and machines.bytes_sent() - asked < 100_000 and "are downloaded" not in err
-    machines.files["style.safetensors"] = save(kohya(sd1(), seed=9), tmp_path / "s").read_bytes()
+    machines.files["style.safetensors"] = save(kohya(sd1_sample(), seed=9), tmp_path / "s").read_bytes()
     code, _, err = run(*urls, "-o", "c.safetensors")
     assert code == 0 and "are downloaded" in err
 
@@ -58,10 +58,10 @@ def test_merge_of_urls_names_no_query(machines: Machines, run: Command, tmp_path
 def test_small_pickle_is_read_whole(machines: Machines, run: Command, tmp_path: Path) -> None:
     import torch
 
-    torch.save(kohya(sd1()), tmp_path / "style.pt")
+    torch.save(kohya(sd1_sample()), tmp_path / "style.pt")
     machines.files["style.pt"] = (tmp_path / "style.pt").read_bytes()
     code, out, err = run("inspect", f"{machines.url}/files/style.pt", "--json")
-    assert code == 0 and json.loads(out)["algorithms"] == {"lora": 32}, err
+    assert code == 0 and json.loads(out)["algorithms"] == {"lora": 5}, err
 
 
 CONTENT = bytes(range(256)) * 4096
