@@ -717,7 +717,7 @@ def test_adapter_that_its_metadata_name_is_refused_by_both_names(run: Run) -> No
     other = {f"{name}.{slot}.weight": rand(*shape) for name in ("lora_unet_input_blocks_4_1_proj_in", "lora_te2_layers_0_fc1")
              for slot, shape in (("lora_up", (24, 4)), ("lora_down", (4, 24)))}  # fmt: skip
     save(other, Path("xl.safetensors"), sdxl)
-    save(kohya(sd1()), Path("one.safetensors"), {"ss_base_model_version": "sd_v1"})
+    save(kohya(sd1_sample()), Path("one.safetensors"), {"ss_base_model_version": "sd_v1"})
     refused = run("base", "xl")
     assert (
         refused[0] == 4
@@ -731,7 +731,7 @@ def test_adapter_that_its_metadata_name_is_refused_by_both_names(run: Run) -> No
 
 def test_modules_without_a_place_are_left_out_by_the_own_line(run: Run) -> None:
     odd = {f"lora_unet_nowhere_0.{end}.weight": rand(4, 4) for end in ("lora_up", "lora_down")}
-    save(kohya(sd1()) | odd, Path("odd.safetensors"))
+    save(kohya(sd1_sample()) | odd, Path("odd.safetensors"))
     assert run("base", "odd:0.5", "-o", "x")[2].endswith("write lora-merge base odd:0.5 --unmatched skip -o x\n")
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import fsum, prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -296,18 +296,13 @@ def _extracted_modules(
     return modules, heads, notes
 
 
-LEAST_NOISE: Final = 0.01
-"""The share of a difference from which on noise of rounding is worth a note."""
-
-
 def _above_noise(layers: Sequence[Layer]) -> list[Note]:
-    """Return the note about the share of the difference that rounding errors explain, if it is known and counts."""
+    """Return the note about the energy that rounding errors do not explain, where these are known."""
     known = [(layer.squares, layer.noise) for layer in layers if layer.noise is not None]
     whole = fsum(squares for squares, _ in known)
-    noise = min(fsum(squares * share**2 for squares, share in known) / (whole or 1.0), 1.0)
-    if noise < LEAST_NOISE:
-        return []
-    return [Note(f"{100 * noise:.2g}% of the difference is noise: both checkpoints are rounded to 16 bits")]
+    above = 1 - fsum(squares * share**2 for squares, share in known) / (whole or 1.0)
+    return [Note(f"both checkpoints are in 16 bits: {100 * max(0.0, above):.4g}% of the energy is above the noise of "
+                 f"rounding")] if known else []  # fmt: skip
 
 
 def _changed_nameless(extraction: Extraction, sides: tuple[Side, Side]) -> list[Note]:
