@@ -106,9 +106,11 @@ def _options(
 
     def row(name: str) -> Option:
         option = _ROWS[name]
+        changes: dict[str, Any] = {"default": defaults[name]} if name in defaults else {}
+        changes |= {"help": help[name]} if name in help else {}
         if name not in OF_MERGE:
-            option = replace(option, recorded="always" if name in recorded else "given", required=name in required)
-        return replace(option, default=defaults.get(name, option.default), help=help.get(name, option.help))
+            changes |= {"recorded": "always" if name in recorded else "given", "required": name in required}
+        return replace(option, **changes) if changes else option
 
     return MappingProxyType({name: row(name) for name in (*names, *_SHARED)})
 

@@ -12,12 +12,13 @@ from ..errors import FitError, InputError, MergeError, UsageError
 from ..options import READING
 from ..paths import exists, expand
 from ..progress import unwatched
+from ..report import without_tensors
 from ..text import Lines, json_text
 from ..viewing.json_schemas import schema as version
 from .argument_values import expanded, named_adapter
 from .compat import completed
 from .help import add, offered
-from .options import HTML, PLOT, SILENT
+from .options import HTML, JSON_TENSORS, PLOT, SILENT
 from .progress_display import watching
 from .reports import PageFiles, put, show_comparison, show_facts
 from .tables import parts
@@ -50,6 +51,7 @@ def inspect(
     html: HTML = None,
     plot: PLOT = None,
     as_json: AS_JSON = False,
+    json_tensors: JSON_TENSORS = False,
     verbose: Annotated[
         bool, typer.Option("-v", "--verbose", help="List name patterns too, and all facts of several files.")
     ] = False,
@@ -73,8 +75,9 @@ def inspect(
         results, unread = _facts(pairs, inside, {**options, "progress": display or unwatched})
     pictures.write(lambda: [dict(facts) for facts in results] if len(results) > 1 else dict(results[0]))
     if as_json:
-        many = {"files": results, "unread": unread, "schema": version("files")}
-        put(json_text(many if len(results) + len(unread) > 1 else results[0]))
+        values = results if json_tensors else [without_tensors(facts) for facts in results]
+        many = {"files": values, "unread": unread, "schema": version("files")}
+        put(json_text(many if len(results) + len(unread) > 1 else values[0]))
     elif not quiet:
         show_facts(results, unread, verbose=verbose)
     misfits = [facts["match"] for facts in results if "match" in facts and not facts["match"]["fits"]]
@@ -135,11 +138,12 @@ def compare(
     html: HTML = None,
     plot: PLOT = None,
     as_json: AS_JSON = False,
+    json_tensors: JSON_TENSORS = False,
     quiet: SILENT = False,
 ) -> None:
     """Say where two models differ, or how alike adapters are.
 
-    Of models it tells by how much each tensor differs, of adapters how alike their changes are.
+    Compares models tensor by tensor, and the changes of adapters module by module.
     """
     from ..viewing.compare import compare as look
 
@@ -156,7 +160,7 @@ def compare(
         )
     pictures.write(lambda: dict(comparison))
     if as_json:
-        put(json_text(comparison))
+        put(json_text(comparison if json_tensors else without_tensors(comparison)))
     elif not quiet:
         show_comparison(comparison)
 

@@ -67,6 +67,9 @@ def verify(
     as_json: Annotated[bool, typer.Option("--json", help="Print the proof as one JSON object on stdout.")] = False,
     json_tensors: JSON_TENSORS = False,
     quiet: SILENT = False,
+    verbose: Annotated[
+        bool, typer.Option("-v", "--verbose", help="Print all that the proof found, with its units.")
+    ] = False,
     **options: Any,
 ) -> None:
     """Verify that a file is the merge that its recipe describes.
@@ -95,7 +98,7 @@ def verify(
     if as_json:
         put(json_text(proof if json_tensors else without_tensors(proof)))
     elif not quiet:
-        show_proof(verify_rows(proof))
+        show_proof(verify_rows(proof, verbose=verbose), whole=verbose)
 
 
 @with_options(OPTIONS["device"], OPTIONS["overwrite"], before="as_json")
@@ -137,7 +140,7 @@ def replay(
     if isinstance(written, Plan):
         show_merge(merged, plan, report_options)
     elif as_json:
-        put(report.to_json())
+        put(report.to_json(tensors=json_tensors))
     else:
         show_adapter_report(report, "made again", quiet=quiet, verbose=False)
 

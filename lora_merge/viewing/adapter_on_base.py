@@ -35,7 +35,9 @@ def fit(
         error = {"what": e.what, "where": e.where, "fix": e.fix}
         return {**facts, "fits": False, "matched": None, "why": f"{e.what}: {e.where}; {e.fix}", "error": error}
     (matching,) = matched.adapters
-    why = explain(lookup, list(matching.unmatched), weight_shapes(file.modules)) if matching.unmatched else ""
+    why = ""
+    if matching.unmatched:
+        why = explain(lookup, list(matching.unmatched), weight_shapes(file.modules), file.index)
     plan = make_plan(Matched(matched.inputs, matched.adapters))
     return {
         **facts, "fits": not matching.unmatched and bool(matching.modules), "algorithms": list(matching.algorithms),
