@@ -19,7 +19,7 @@ from ..paths import absolute, current_folders, of_index
 from ..planning.downloads import Announce, downloads, fetch_all
 from ..planning.recipe import config_hash, sha256
 from ..progress import Progress, unwatched
-from ..sources.inputs import locate
+from ..sources.inputs import folder_of_links, locate, record_origin
 from ..text import quoted
 from .read_recipe import Input
 
@@ -43,7 +43,17 @@ def find(
     VerificationFailed if there is a file of the right name but other content; InputError if there is none.
     """
     present = _Present(folders)
-    return [_find(named, present, progress, announce) for named in inputs]
+    paths = []
+    for named in inputs:
+        paths.append(_find(named, present, progress, announce))
+        record(named, paths[-1])
+    return paths
+
+
+def record(named: Input, path: Path) -> None:
+    """Record what the recipe says of the origin of an input that is at `path` now."""
+    whole = of_index(path)
+    record_origin(path, [whole / name if whole.is_dir() else path for name, _, _ in named.files], named.source)
 
 
 class _Present:
@@ -77,6 +87,7 @@ def _find(sought: Input, present: Iterable[Path], progress: Progress, announce: 
         return f"/{path.as_posix()}".endswith(ending)
 
     others: list[str] = []
+    alone: Path | None = None  # the first file of a folder, next to files that do not belong to it
     for path in chain(filter(named, present), filterfalse(named, present)):
         if _size(path) == size and depth <= len(path.parents):
             root = path.parents[depth - 1] if sought.folder else path
@@ -85,11 +96,14 @@ def _find(sought: Input, present: Iterable[Path], progress: Progress, announce: 
             except InputError as e:  # its configuration cannot be read
                 other = f"{e.where} ({e.what})"
             if other is None and within and not named(path) and not _is_opened_as(sought, root):
+                alone = root / name
                 continue
             if other is None:
                 return root if within else path
             if named(path):
                 others.append(other)
+    if alone is not None and sought.source and len(sought.files) == 1 and not (sought.config or sought.stated):
+        return folder_of_links(sought.name, {name: alone})
     if sought.source:
         return _downloaded(sought, progress, announce)
     namesake = next(filter(named, present), None)

@@ -42,7 +42,7 @@ from ..proof.loadable import instead
 from ..proof.verify import check_header, verify
 from ..report import ADAPTER_PROOF
 from ..text import Note, listed, plural, quoted
-from .find_inputs import SEARCH, around, different, find
+from .find_inputs import SEARCH, around, different, find, record
 from .read_recipe import Recipe, command_of, damaged, input_of, read_recipe, uses_of
 
 Stated: TypeAlias = str | Path | tuple[str | Path, float | None] | Adapter
@@ -333,6 +333,8 @@ def job_again(  # noqa: PLR0913  # the options of `lora-merge replay`
     paths = find(inputs, around(adapter, search), progress, announce)
     if links is not None:
         paths = [_as_named(path, named.name, links) for path, named in zip(paths, inputs, strict=True)]
+        for path, named in zip(paths, inputs, strict=True):
+            record(named, path)
     # Step 3: the job, with the title of the file that is written again, and not one by its own name.
     written = job(paths, **options)
     return replace(written, inputs=replace(written.inputs, title=metadata.get(TITLE)), full=full)

@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Final
 
 from ..addresses import CIVITAI, HASH, HUB, MODELSCOPE, OBJECTS, WEB, Address, parse, speak_with
+from ..disk.files import FileState
 from ..disk.remote import RemoteFile, place
 from ..errors import InputError
 from ..paths import WEIGHTS, forbidden
@@ -174,6 +175,18 @@ def _folder() -> Path:
     return _folders[0]
 
 
+def folder_of_links(name: str, files: Mapping[str, Path]) -> Path:
+    """Return a folder of this name, for the time of the process, with links to files by their names inside it."""
+    folder = Path(tempfile.mkdtemp(dir=_folder())) / file_name(name)
+    for inside, path in files.items():
+        (link := folder / inside).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            link.symlink_to(path)
+        except OSError:  # a system without links for users
+            shutil.copyfile(path, link)
+    return folder
+
+
 def preview_of(path: Path) -> Preview | None:
     """Return the preview that a path belongs to; None for a file of this machine."""
     return next((_previews[root] for root in (path, *path.parents) if root in _previews), None) if _previews else None
@@ -273,8 +286,21 @@ def fetch(path: Path, download: Download | None, advance: Advance) -> Path:
     return folder / inside if stored is None else stored
 
 
+_recorded: dict[Path, tuple[Mapping[Path, FileState | None], Address | None]] = {}
+"""Input of an earlier output → the states of its files, and where the recipe says that they came from."""
+
+
+def record_origin(path: Path, files: Iterable[Path], source: str) -> None:
+    """Let `origin` return what a recipe says of an input whose files have the bytes of that recipe, so that it is
+    written again as it was, wherever its inputs are now. `source`: "" for files of this machine."""
+    _recorded[path] = {file: FileState.at(file) for file in files}, parse(source) if source else None
+
+
 def origin(path: Path) -> Address | None:
     """Return the pinned address of an input: of a preview, of a file in the cache of the hub or in the store."""
+    states, recorded = _recorded.get(path, ({}, None))
+    if states and all(FileState.at(file) == state for file, state in states.items()):
+        return recorded
     preview = preview_of(path)
     if preview is None:
         return address_in_cache(path) or address_in_store(path)

@@ -18,7 +18,7 @@ from tests.kit.adapters import kohya
 from tests.kit.files import load, load_all, metadata, save
 from tests.kit.models import sd1
 from tests.kit.tensors import rand
-from tests.sources.server import COMMIT, SIGNATURE, TOKEN, Machines
+from tests.sources.server import COMMIT, SIGNATURE, TOKEN, Machines, serving
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -291,3 +291,45 @@ def test_input_that_was_a_folder_is_not_taken_from_a_folder_with_more(
     inputs._located.clear()
     code, out, err = run("verify", "a.safetensors")
     assert code == 0 and "1 × style (" in out, err
+
+
+WRITTEN = [
+    ("combine", ["hf://me/style:0.5", "twin.safetensors"]),
+    ("resize", ["hf://me/style", "--rank", "2"]),
+    ("convert", ["hf://me/style", "--to", "diffusers", "--base", "hf://me/sd/sd.safetensors"]),
+    ("average", ["hf://me/style", "twin.safetensors"]),
+    ("extract", ["hf://me/sd/sd.safetensors", "hf://me/tuned", "--rank", "2"]),
+]
+"""Command → its inputs and options."""
+
+
+@pytest.mark.parametrize(("command", "words"), WRITTEN, ids=[command for command, _ in WRITTEN])
+def test_written_adapter_names_commits_and_is_written_again_from_a_mirror_or_a_file(
+    published: Machines, run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, words: list[str]
+) -> None:
+    shutil.copy("style.safetensors", "twin.safetensors")
+    tuned = {name: t * 1.5 if t.is_floating_point() and t.ndim == 2 else t for name, t in sd1().items()}
+    published.repositories["me/tuned"] = {"t.safetensors": save(tuned, tmp_path / "t.safetensors").read_bytes()}
+    code, _, err = run(command, *words, "-o", "a.safetensors")
+    assert code == 0, err
+    first = Path("a.safetensors").read_bytes()
+    recipe = json.loads(metadata(Path("a.safetensors"))[KEY])
+    inputs_of = [*recipe.get("adapters", recipe.get("tuned")), *([recipe["base"]] if "base" in recipe else [])]
+    sources = {value.get("source", "") for value in inputs_of}
+    expected = {f"hf://{word.partition('/')[2].lstrip('/').partition(':')[0]}" for word in words if "hf:" in word}
+    assert {source.replace(f"@{COMMIT}", "") for source in sources - {""}} == expected
+    # a file of that hash, without the cache and without the hub
+    shutil.rmtree(tmp_path / "hub")
+    asked = len(published.requests)
+    inputs._located.clear()
+    code, _, err = run("verify", "a.safetensors")
+    assert code == 0 and len(published.requests) == asked, err
+    # a mirror
+    for name in ("local.safetensors", "style.safetensors", "t.safetensors"):
+        Path(name).unlink()
+    with serving(Machines(published.repositories)) as mirror:
+        monkeypatch.setenv("HF_ENDPOINT", mirror.url)
+        inputs._located.clear()
+        code, _, err = run("replay", "a.safetensors", "-o", "b.safetensors")
+        assert code == 0 and mirror.requests and len(published.requests) == asked, err
+    assert Path("b.safetensors").read_bytes() == first
