@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -242,6 +244,33 @@ def open_addresses_with(locate: Callable[[str], Path | None]) -> None:
 def located(text: str) -> Path | None:
     """Return the local path of what an address leads to; None for a text that is a path itself."""
     return _openers[0](text) if _openers and parse(text) is not None else None
+
+
+CACHE: Final = "LORA_MERGE_CACHE"
+"""The variable that names the folder of downloads, as `--cache` does."""
+
+_downloads: ContextVar[Path | None] = ContextVar("the folder of downloads", default=None)
+
+
+@contextmanager
+def downloads_in(folder: str | Path | None) -> Iterator[None]:
+    """Keep what is read from object stores, URLs, Civitai and ModelScope in a folder, if one is named."""
+    if folder is None:
+        yield
+        return
+    token = _downloads.set(Path(os.path.expanduser(folder)).absolute())  # noqa: PTH111  # ~name of no user stays a name
+    try:
+        yield
+    finally:
+        _downloads.reset(token)
+
+
+def downloads_folder() -> Path | None:
+    """Return the folder that the user names for downloads, by `--cache` or by the variable; None without one."""
+    if (folder := _downloads.get()) is not None:
+        return folder
+    named = os.environ.get(CACHE)
+    return Path(named).expanduser().absolute() if named else None
 
 
 _speakers: list[Callable[[str], str]] = []

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from ..adapter_arguments import in_jobs_file
 from ..adapters_out.request import Request
-from ..addresses import parse
+from ..addresses import downloads_in, parse
 from ..errors import MergeError, UsageError
 from ..files.yaml_source import Document, Place
 from ..job import TOKENIZERS, Adapter, Job, make_job, validated
@@ -310,13 +310,17 @@ class _Loader:
         if whose is not None:
             with self._noting((*place, "tokenizer")):
                 options["tokenizer"] = whose if whose in TOKENIZERS else self._path(whose)
+        cache = options.get("cache")
+        with self._noting((*place, "cache")):
+            options["cache"] = None if cache is None else self._path(cache)
         options["overwrite"] = options.get("overwrite", False) or self.asked.overwrite
         if command in (MERGE, UNMERGE) and self.asked.card is not None:
             options.setdefault("card", self.asked.card)
-        refs = [self._adapter((*place, "adapters", n), a, values) for n, a in enumerate(adapters)]
         path, output = None, str(self.folder)
-        with self._noting((*place, "base")):
-            path = None if base is None else self._input(render(base, values))
+        with downloads_in(options["cache"]):
+            refs = [self._adapter((*place, "adapters", n), a, values) for n, a in enumerate(adapters)]
+            with self._noting((*place, "base")):
+                path = None if base is None else self._input(render(base, values))
         with self._noting((*place, "output")):
             text = render_output(entry.output, values)
             output = f"{self._path(text)}{'/' * text.endswith('/')}"  # a path does not show that a folder is meant

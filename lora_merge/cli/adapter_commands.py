@@ -17,6 +17,7 @@ from ..adapters_out.commands import Command as Row
 from ..errors import UsageError
 from ..options import OPTIONS, Option
 from ..progress import unwatched
+from ..text import Note
 from .argument_values import as_number, named_adapter, named_adapters, named_parts, with_strengths
 from .compat import checked_output, completed
 from .help import add
@@ -200,7 +201,7 @@ def _job_values(adapters: Sequence[Any], options: dict[str, Any]) -> tuple[list[
 
 def show(command: Row, make: Callable[[CheckpointCache], AdapterJob], printed: dict[str, Any]) -> None:
     """Run or plan a job and print its report. The job is made below the display, as torch may be imported for it."""
-    from ..adapters_out.job import downloaded
+    from ..adapters_out.job import downloaded, needed_downloads
     from ..engine.torch_preload import keep_freed_memory, preload
     from ..planning.checkpoint_cache import CheckpointCache
     from .stdio import reporting
@@ -226,8 +227,11 @@ def show(command: Row, make: Callable[[CheckpointCache], AdapterJob], printed: d
         # Step 3: the plan or the run.
         if printed["dry_run"]:
             done = command.plan(job, cache)
+            notes = [Note(download.text()) for download in needed_downloads(job).values() if download.size]
+            done = replace(done, notes=(*done.notes, *notes))
         else:
-            job = downloaded(job, display or unwatched, announcing(display, quiet=printed["quiet"]))
+            job = downloaded(job, lambda: command.plan(job, cache).written, display or unwatched,
+                             announcing(display, quiet=printed["quiet"]))  # fmt: skip
             done = command.run(job, display or unwatched, cache)
         if report_file is not None:
             report_file.replace(done.to_json())

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 
 import typer
 
+from ..addresses import downloads_in
 from ..errors import MergeError
 from ..options import OPTIONS, Option
 from ..paths import expand
@@ -50,6 +51,17 @@ def parts_on_line(ctx: typer.Context, incomplete: str) -> list[str]:
     except (MergeError, OSError):  # the merge itself reports it
         return []
     return [f"{before}{comma}{name}" for name in offered(f"{n}=0" for n in (*model["parts"], *model["blocks"]))(word)]
+
+
+def keep_in(ctx: typer.Context, value: str | None) -> str | None:
+    """Keep downloads of the command in a folder: inputs are looked up while its arguments are read."""
+    if value and not ctx.resilient_parsing:
+        ctx.with_resource(downloads_in(expand(value)))
+    return value
+
+
+CALLED: Final[Mapping[str, Callable[..., Any]]] = {"cache": keep_in}
+"""Option that has an effect before its command runs → the function that brings it about."""
 
 
 OFFERED: Final[Mapping[str, Callable[..., list[str]]]] = {
@@ -100,7 +112,7 @@ def _parameter(option: Option, *, stated: bool) -> inspect.Parameter:
     group = UNRECORDED if stated and option.name not in OF_VERIFY else option.group
     argument = typer.Option(
         *filter(None, (option.short, flag)), metavar=option.metavar, help=text, rich_help_panel=group,
-        autocompletion=OFFERED.get(option.name),
+        autocompletion=OFFERED.get(option.name), callback=CALLED.get(option.name),
     )  # fmt: skip
     needed = option.required or default is not None
     annotation = Annotated[kind if needed else kind | None, argument]  # type: ignore[valid-type]

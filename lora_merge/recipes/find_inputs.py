@@ -16,7 +16,7 @@ from ..adapters.stated import side_file
 from ..errors import InputError, MergeError, UsageError, VerificationFailed
 from ..files.checkpoint import configuration, open_checkpoint
 from ..paths import absolute, current_folders, of_index
-from ..planning.downloads import Announce, downloads, fetch_all
+from ..planning.downloads import Announce, downloaded_paths
 from ..planning.recipe import config_hash, sha256
 from ..progress import Progress, unwatched
 from ..sources.inputs import folder_of_links, locate, record_origin
@@ -102,10 +102,8 @@ def _find(sought: Input, present: Iterable[Path], progress: Progress, announce: 
                 return root if within else path
             if named(path):
                 others.append(other)
-    if alone is not None and sought.source and len(sought.files) == 1 and not (sought.config or sought.stated):
-        return folder_of_links(sought.name, {name: alone})
     if sought.source:
-        return _downloaded(sought, progress, announce)
+        return _linked(sought, alone) or _downloaded(sought, progress, announce)
     namesake = next(filter(named, present), None)
     if namesake is not None:
         raise VerificationFailed("the output is older or newer than one of its inputs",
@@ -126,12 +124,20 @@ def _is_opened_as(sought: Input, folder: Path) -> bool:
     return False
 
 
+def _linked(sought: Input, file: Path | None) -> Path | None:
+    """Return a folder like that of a repository with one file, for a copy of that file next to others; None if the
+    folder had more."""
+    if file is None or len(sought.files) > 1 or sought.config or sought.stated:
+        return None
+    return folder_of_links(sought.name, {sought.files[0][0]: file})
+
+
 def _downloaded(sought: Input, progress: Progress, announce: Announce | None) -> Path:
     """Return the path of an input that came from another machine, downloaded if it is not here; VerificationFailed if
     its source has other bytes now."""
     path = locate(sought.source)
     if path is not None:
-        path = fetch_all(downloads([path], [path]), (path, 0), progress, announce).get(path, path)
+        path = downloaded_paths([path], [path], progress=progress, announce=announce)[path]
     if path is None or (other := different(sought, path)) is not None:
         raise VerificationFailed(f"the source of {quoted(sought.name)} has other bytes than the merge read",
                                  f"{sought.source}: {other if path is not None else ''}", SEARCH)  # fmt: skip

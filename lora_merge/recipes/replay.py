@@ -29,7 +29,7 @@ from ..job import TOKENIZERS, Adapter, Job, make_job
 from ..options import checked
 from ..paths import absolute
 from ..planning.checkpoint_cache import CheckpointCache
-from ..planning.downloads import Announce
+from ..planning.downloads import Announce, downloaded_job, downloaded_path
 from ..planning.header_entries import TITLE
 from ..planning.make_plan import plan_job
 from ..planning.output_files import contents, differing, misleading
@@ -70,6 +70,7 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
     `compute_dtype` is for all outputs: the user, not the file, decides whether the rounding of sums in 16 bits is
     allowed. VerificationFailed if it is not that merge. An adapter that a command wrote is proven by `_prove_adapter`.
     """
+    output = downloaded_path(output, progress, announce)
     if base is None and not adapters and is_adapter(output):
         return _prove_adapter(output, search, progress, full=full, options=options, announce=announce)
     index = open_checkpoint(output)
@@ -85,7 +86,7 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
         elif base is None or not adapters:
             raise UsageError("half of the inputs are named", "--base and --adapter", "name the base and all adapters")
         else:
-            job = _job_of(index, base, adapters, options, stack)
+            job = downloaded_job(_job_of(index, base, adapters, options, stack), progress, announce)
         plan = _followed(job, index)
         judged = judged or min(("fp32", plan.job.compute_dtype), key=ROUNDING.__getitem__)
         if plan.is_folder != index.path.is_dir():

@@ -23,6 +23,7 @@ from ..paths import real_path
 from ..version import __version__
 from .contents import Advance, Listed, SourceFiles, is_offline, switched_off
 from .hub_cache import commit_of, hub_folder, remember_commit, repository_folder, stored_at
+from .store import Store
 from .web import Endpoint, ranges
 
 NAME: Final = "lora-merge"
@@ -37,6 +38,9 @@ class Hub:
     """The hub, or what its cache on this machine has of it."""
 
     keeps = True
+
+    def __init__(self, _: Store) -> None:
+        """Take no folder for downloads: the hub has its own."""
 
     def local(self, address: Address) -> Path | None:
         """Return the path in the cache: of a file of a commit, or of anything if no request can be made."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from ..addresses import CIVITAI, HASH, HUB, MODELSCOPE, OBJECTS, WEB, Address, parse, speak_with
+from ..addresses import CIVITAI, HASH, HUB, MODELSCOPE, OBJECTS, WEB, Address, downloads_folder, parse, speak_with
 from ..disk.files import FileState
 from ..disk.remote import RemoteFile, place
 from ..errors import InputError
@@ -26,42 +26,42 @@ from ..paths import WEIGHTS, forbidden
 from ..text import size as spoken_size
 from .contents import Advance, Opener, SourceFiles, require_room
 from .hub_cache import address_in_cache
-from .store import address_in_store, file_name
+from .store import Store, address_in_store, file_name
 
 # The sources are imported when one is used: local files have no use for an HTTP client, which takes 60 ms.
 
 
-def _hub() -> Opener:
+def _hub(store: Store) -> Opener:
     from .hub import Hub
 
-    return Hub()
+    return Hub(store)
 
 
-def _civitai() -> Opener:
+def _civitai(store: Store) -> Opener:
     from .civitai import Civitai
 
-    return Civitai()
+    return Civitai(store)
 
 
-def _modelscope() -> Opener:
+def _modelscope(store: Store) -> Opener:
     from .modelscope import ModelScope
 
-    return ModelScope()
+    return ModelScope(store)
 
 
-def _objects() -> Opener:
+def _objects(store: Store) -> Opener:
     from .objects import Objects
 
-    return Objects()
+    return Objects(store)
 
 
-def _url() -> Opener:
+def _url(store: Store) -> Opener:
     from .url import Url
 
-    return Url()
+    return Url(store)
 
 
-OPENERS: Final[Mapping[str, Callable[[], Opener]]] = MappingProxyType(
+OPENERS: Final[Mapping[str, Callable[[Store], Opener]]] = MappingProxyType(
     {
         HUB: _hub,
         CIVITAI: _civitai,
@@ -89,7 +89,7 @@ class Preview:
 
 
 _lock = threading.RLock()
-_located: dict[str, Path] = {}
+_located: dict[tuple[str, Path | None], Path] = {}
 _previews: dict[Path, Preview] = {}
 _folders: list[Path] = []
 
@@ -103,14 +103,15 @@ def locate(text: str) -> Path | None:
     if address is None:
         return None
     with _lock:
-        path = _located.get(text)
+        key = text, downloads_folder()
+        path = _located.get(key)
         if path is None or not path.exists():
-            path = _located[text] = _open(address)
+            path = _located[key] = _open(address)
         return path
 
 
 def _open(address: Address) -> Path:
-    opener = OPENERS[address.scheme]()
+    opener = OPENERS[address.scheme](Store.of_user())
     if (path := opener.local(address)) is not None:
         return path
     contents = opener.contents(address)
@@ -225,7 +226,7 @@ class Download:
         time = f"{seconds / 60:.0f} min" if seconds >= 90 else f"{max(1, round(seconds))} s"
         if self.streamed:
             return (f"{spoken_size(self.size)} are read from {self.preview.contents.address}: {time} at "
-                    f"{spoken_size(TYPICAL)}/s; nothing is kept, as LORA_MERGE_CACHE names no folder")  # fmt: skip
+                    f"{spoken_size(TYPICAL)}/s; nothing is kept without --cache DIR")  # fmt: skip
         return (f"{spoken_size(self.size)} are downloaded from {self.preview.contents.address}: "
                 f"{time} at {spoken_size(TYPICAL)}/s, into {folder} ({spoken_size(free)} free)")  # fmt: skip
 
@@ -256,18 +257,19 @@ def download_of(path: Path, opened: Iterable[Path], *, keep: bool = False) -> Do
     return Download(preview, names, not (keep or preview.opener.keeps))
 
 
-def require_space(downloads: Iterable[Download], output: Path, size: int) -> None:
-    """Raise ResourceError if the disks have no room for what is downloaded, and for an output of so many bytes."""
+def require_space(downloads: Iterable[Download], output: tuple[Path, int] | None = None) -> None:
+    """Raise ResourceError if the disks have no room for what is downloaded, and for an output: its folder and size."""
     needed: dict[int, tuple[Path, int]] = {}
-    for download in downloads:
+    for download in (d for d in downloads if d.room):
         folder = download.preview.opener.folder(download.preview.contents)
-        for where, count in ((folder, download.room), (output, 0)):
-            disk = next(p for p in (where, *where.parents) if p.exists()).stat().st_dev
-            needed[disk] = folder, needed.get(disk, (folder, 0))[1] + count
-    disk = next(p for p in (output, *output.parents) if p.exists()).stat().st_dev
-    for number, (folder, count) in needed.items():
-        if count:
-            require_room(folder, count + (size if number == disk else 0))
+        disk = _disk(folder)
+        needed[disk] = folder, needed.get(disk, (folder, 0))[1] + download.room
+    for disk, (folder, count) in needed.items():
+        require_room(folder, count + (output[1] if output is not None and disk == _disk(output[0]) else 0))
+
+
+def _disk(path: Path) -> int:
+    return next(p for p in (path, *path.parents) if p.exists()).stat().st_dev
 
 
 def fetch(path: Path, download: Download | None, advance: Advance) -> Path:

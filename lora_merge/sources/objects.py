@@ -6,7 +6,6 @@ Credentials and endpoints are those of the providers' usual variables, files and
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -17,7 +16,7 @@ from ..addresses import Address
 from ..disk.remote import ReadRange
 from ..errors import InputError, MergeError, ResourceError, UsageError
 from .contents import Advance, Listed, SourceFiles, is_offline, switched_off
-from .store import arrive, entry, stored_file
+from .store import Store, arrive, stored_file
 
 INSTALL: Final = "pip install obstore"
 PIECE: Final = 16 << 20  # bytes of one range
@@ -36,14 +35,12 @@ FAILURES: Final[tuple[tuple[str, type[MergeError], str, str], ...]] = (
 class Objects:
     """An object, or all objects below a prefix, of one bucket."""
 
-    @property
-    def keeps(self) -> bool:
-        """Whether the user has named a folder for downloads: near an object store, to read it is as fast."""
-        return bool(os.environ.get("LORA_MERGE_CACHE"))
+    def __init__(self, store: Store) -> None:
+        self.store, self.keeps = store, store.named  # near an object store, to read it is as fast as a disk
 
-    def local(self, _: Address) -> Path | None:
-        """Return None: only the store knows whether an object has changed."""
-        return None
+    def local(self, address: Address) -> Path | None:
+        """Return the path of an object of a version, or of anything if no request can be made, if it was kept."""
+        return self.store.stored(address) if address.pinned or is_offline() else None
 
     def contents(self, address: Address) -> SourceFiles:
         """Return the object, pinned by its version where the bucket keeps versions; or the objects of a folder."""
@@ -110,7 +107,7 @@ class Objects:
     def folder(self, contents: SourceFiles) -> Path:
         """Return the folder of this state of the object, or of the objects."""
         states = "" if contents.address.revision else " ".join(f"{f.size}{f.etag}" for f in contents.files.values())
-        return entry(contents, states)
+        return self.store.entry(contents, states)
 
     def fetch(self, contents: SourceFiles, names: Iterable[str], advance: Advance) -> None:
         """Download objects, by several ranges at a time."""
