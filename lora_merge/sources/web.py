@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from email.message import Message
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -71,6 +72,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         """Follow no redirect: `_answer` does, without the token on another host."""
 
 
+@cache  # to read the certificates of the system takes 0.3 s
 def _opener() -> urllib.request.OpenerDirector:
     return urllib.request.build_opener(_NoRedirects, urllib.request.HTTPSHandler(context=ssl.create_default_context()))
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -76,6 +77,7 @@ class Machines:
         self.versions[str(version)] = {"id": version, "modelId": model, "files": listed, **facts}
 
 
+@lru_cache(32)
 def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
