@@ -12,7 +12,7 @@ from ..dtypes import spoken
 from ..errors import UsageError
 from ..facts import COUNT, Fact, by_block, cut_rows, line, table
 from ..files.checkpoint import Index, open_checkpoint
-from ..planning.downloads import Announce, downloaded_paths
+from ..planning.downloads import Announce, downloaded_paths, downloads
 from ..progress import Progress, counted, unwatched
 from ..text import by_reason, listed, plural, size
 from .compare_verdict import adapter_verdict, model_verdict, signed
@@ -43,15 +43,23 @@ def compare(  # noqa: PLR0913  # two for pages and progress
     if not all(kinds) and base is not None:
         raise UsageError("a base is given for two models", f"--base {base}", "leave it out")
     bases = [] if base is None else [base]
-    places = downloaded_paths([a, b, *bases], progress=progress, announce=announce)
-    first, second = open_checkpoint(places[a]), open_checkpoint(places[b])
+    if downloads([a, b, *bases], []) and (all(kinds) or _share_tensors(first, second)):
+        places = downloaded_paths([a, b, *bases], progress=progress, announce=announce)
+        first, second, base = open_checkpoint(places[a]), open_checkpoint(places[b]), base and places[base]
     if all(kinds):
         from .compare_adapters import adapter_similarity
 
-        alike = adapter_similarity(first, second, base and places[base], pictures=pictures)
+        alike = adapter_similarity(first, second, base, pictures=pictures)
         return {**head, "kind": "adapters", "verdict": adapter_verdict(alike), **alike}
     apart = _checkpoints(first, second, pictures=pictures, progress=progress)
     return {**head, "kind": "checkpoints", "verdict": model_verdict(apart), **apart}
+
+
+def _share_tensors(a: Index, b: Index) -> bool:
+    from ..models.names import names
+    from .compare_models import comparable
+
+    return comparable(a, b, names(a))
 
 
 def _checkpoints(a: Index, b: Index, *, pictures: bool, progress: Progress) -> dict[str, Any]:

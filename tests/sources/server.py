@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -77,8 +79,19 @@ class Machines:
         self.versions[str(version)] = {"id": version, "modelId": model, "files": listed, **facts}
 
 
+class Hollow(mmap.mmap):
+    """The content of a file that may have full size and no data: no test reads all of it."""
+
+    @classmethod
+    def of(cls, path: Path) -> Hollow:
+        with path.open("rb") as f:
+            return cls(f.fileno(), 0, access=mmap.ACCESS_READ)
+
+
 @lru_cache(32)
 def sha256(content: bytes) -> str:
+    if isinstance(content, Hollow):
+        return hashlib.sha256(b"hollow").hexdigest()
     return hashlib.sha256(content).hexdigest()
 
 
@@ -136,7 +149,7 @@ class Handler(BaseHTTPRequestHandler):
             entry: dict[str, Any] = {
                 "rfilename": file,
                 "size": len(content),
-                "blobId": hashlib.sha1(content).hexdigest(),
+                "blobId": sha256(content)[:40],
             }
             if len(content) >= machines.large:
                 entry["lfs"] = {"sha256": sha256(content), "size": len(content), "pointerSize": 130}

@@ -15,9 +15,11 @@ from lora_merge.sources import contents, inputs
 from lora_merge.sources.web import Endpoint, download, ranges
 from tests.kit import command_line
 from tests.kit.adapters import kohya
+from tests.kit.architectures import header
 from tests.kit.files import metadata, save
+from tests.kit.hollow import hollow
 from tests.kit.models import sd1
-from tests.sources.server import Machines, sha256
+from tests.sources.server import Hollow, Machines, sha256
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -126,3 +128,33 @@ def test_redirect_to_an_address_without_encryption_is_refused(
 def test_disk_without_room_is_named_before_the_first_byte(machines: Machines, tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match="not enough disk space"):
         contents.require_room(tmp_path / "a" / "b", 1 << 60)
+
+
+HEADERS = 2 << 20  # bytes that headers of the largest models may take
+
+
+@pytest.mark.parametrize("place", ["hub", "url"])
+def test_headers_of_a_base_of_24_gb_take_less_than_2_mb(
+    machines: Machines, run: Command, tmp_path: Path, place: str
+) -> None:
+    """inspect, parts, a dry run with an adapter of all blocks, compare of two layouts."""
+    shapes = {**header("native/flux-dev"), "filler": (500, 1000, 100)}
+    base = Hollow.of(hollow(shapes, tmp_path / "flux.safetensors"))
+    blocks = {name: shape for name, shape in shapes.items() if "_blocks" in name and len(shape) == 2}
+    factors = {}
+    for name, (rows, columns) in blocks.items():
+        stem = f"lora_unet_{name.removesuffix('.weight').replace('.', '_')}"
+        factors |= {f"{stem}.lora_down.weight": (16, columns), f"{stem}.lora_up.weight": (rows, 16)}
+    style = Hollow.of(hollow(factors, tmp_path / "style.safetensors"))
+    for name, content in (("flux.safetensors", base), ("style.safetensors", style)):
+        machines.files[name] = machines.repositories.setdefault(f"me/{name.partition('.')[0]}", {})[name] = content
+    small = save(sd1(), tmp_path / "sd.safetensors")
+    at = {"hub": "hf://me/", "url": f"{machines.url}/files/"}[place]
+    flux, lora = (f"{at}{name}" for name in {"hub": ("flux", "style"), "url": machines.files}[place])
+    assert len(base) > 23.8e9
+    calls = [["inspect", flux], ["parts", flux], [flux, lora, "--dry-run"], ["compare", flux, str(small)]]
+    for words in calls:
+        before = machines.bytes_sent()
+        code, _, err = run(*words)
+        assert code == 0, err
+        assert 0 < machines.bytes_sent() - before < HEADERS, words
