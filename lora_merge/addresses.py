@@ -162,6 +162,11 @@ _BARE: Final = rf"(?P<name>{_NAME}?){_REVISION}{_INSIDE}"
 _SCHEMES: Final = r"(?i)(?:hf|civitai|urn:air|sha256|ms|https?|s3|gs|az):"
 
 
+def is_spelled_out(text: str) -> bool:
+    """Return whether a text has the scheme of an address, as a bare `owner/name` has not."""
+    return re.match(_SCHEMES, text) is not None
+
+
 def split(text: str) -> tuple[Address, str] | None:
     """Return the address at the beginning of a text and what follows it, such as ":0.8,te=0"; None for a path.
 
@@ -169,7 +174,7 @@ def split(text: str) -> tuple[Address, str] | None:
     """
     if len(text) > LONGEST or ("/" not in text and ":" not in text) or _exists(text):
         return None
-    return _split(text) if re.match(_SCHEMES, text) else _bare(text)
+    return _split(text) if is_spelled_out(text) else _bare(text)
 
 
 def parse(text: str) -> Address | None:

@@ -333,3 +333,35 @@ def test_written_adapter_names_commits_and_is_written_again_from_a_mirror_or_a_f
         code, _, err = run("replay", "a.safetensors", "-o", "b.safetensors")
         assert code == 0 and mirror.requests and len(published.requests) == asked, err
     assert Path("b.safetensors").read_bytes() == first
+
+
+def test_jobs_file_takes_bare_names_and_looks_each_up_once(published: Machines, run: Command, tmp_path: Path) -> None:
+    """A folder next to the jobs file and the output of a job come before a repository of the same name."""
+    published.repositories["me/out"] = published.repositories["me/sd"]
+    (tmp_path / "sub" / "loras").mkdir(parents=True)
+    shutil.copy("style.safetensors", tmp_path / "sub" / "loras" / "ink.safetensors")
+    published.repositories["me/one"] = {"sd.safetensors": published.repositories["me/sd"]["sd.safetensors"]}
+    jobs = [
+        {"base": "me/one@main", "adapters": ["me/style:{s}"], "output": "s{s}", "matrix": {"s": [0.5, 1]}},
+        {"base": "me/one", "adapters": ["loras/ink.safetensors"], "output": "me/out"},
+        {"base": "me/out", "adapters": [{"path": "me/style", "strength": -1}], "output": "last"},
+    ]  # fmt: skip
+    jobs_file = tmp_path / "sub" / "jobs.json"
+    jobs_file.write_text(json.dumps({"version": 1, "jobs": jobs}))
+    code, out, err = run("batch", str(jobs_file))
+    assert code == 0, out + err
+    assert {p.name for p in jobs_file.parent.iterdir()} == {"jobs.json", "loras", "me", "s0.5", "s1", "last"}
+    recipe = json.loads(metadata(jobs_file.parent / "s0.5" / "sd.safetensors")[KEY])
+    assert recipe["base"]["source"] == f"hf://me/one@{COMMIT}" and not [
+        r for r in published.requests if "me/out" in r.path
+    ]
+    asked = [r.path for r in published.requests if r.path.startswith("/api/models/me/one")]
+    assert len(asked) == 2  # with and without a revision
+
+
+def test_bare_name_of_a_jobs_file_that_is_nowhere_is_one_mistake(published: Machines, run: Command) -> None:
+    jobs = [{"base": "me/nothing", "adapters": ["me/style:{s}"], "output": "{s}", "matrix": {"s": [1, 2, 3]}}]
+    Path("jobs.json").write_text(json.dumps({"version": 1, "jobs": jobs}))
+    code, _, err = run("batch", "jobs.json")
+    assert code == 2 and err.count("nor a model on the hub") == 1, err
+    assert len([r for r in published.requests if "me/nothing" in r.path]) == 1
