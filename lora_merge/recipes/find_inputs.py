@@ -102,7 +102,7 @@ def _find(sought: Input, present: Iterable[Path], progress: Progress, announce: 
                 return root if within else path
             if named(path):
                 others.append(other)
-    if sought.source:
+    if sought.is_elsewhere:
         return _linked(sought, alone) or _downloaded(sought, progress, announce)
     namesake = next(filter(named, present), None)
     if namesake is not None:

@@ -8,6 +8,7 @@ import json
 import mmap
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -52,6 +53,10 @@ class Machines:
     """Bytes after which the connections of the next downloads break."""
     range_breaks: list[int] = field(default_factory=list)
     """The same for requests of a range with an end."""
+    failure: tuple[int, int] | None = None
+    """Bytes after which all requests fail, and the status of their answers; 0: the connection is closed without one."""
+    delay: float = 0.0
+    """Seconds before each answer."""
     after: Callable[[], None] | None = None
     """Is called after the last of them."""
     etags: dict[str, str] = field(default_factory=dict)
@@ -116,6 +121,12 @@ class Handler(BaseHTTPRequestHandler):
         )
         machines.sent.append(0)
         self.number = len(machines.sent) - 1
+        time.sleep(machines.delay)
+        if machines.failure is not None and sum(machines.sent) >= machines.failure[0]:
+            if machines.failure[1]:
+                self.give(machines.failure[1], b"", {"Retry-After": "0"})
+            self.close_connection = True
+            return
         if machines.answers and (status := machines.answers.pop(0)):
             self.give(status, b"", {"Retry-After": "0"})
             return
