@@ -183,6 +183,8 @@ def failed(address: Address, e: Exception) -> MergeError:
     status = getattr(getattr(e, "response", None), "status_code", 0)
     if isinstance(e, MergeError):
         return e
+    if "LocalEntryNotFoundError" in kinds and isinstance(e.__cause__, Exception) and hasattr(e.__cause__, "response"):
+        return failed(address, e.__cause__)  # the hub has answered, and the file is not in the cache
     if "OfflineModeIsEnabled" in kinds:
         return switched_off(address)
     for kind, number, error, what, fix in FAILURES:

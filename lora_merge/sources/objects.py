@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from ..addresses import Address
 from ..disk.remote import ReadRange
-from ..errors import InputError, MergeError, ResourceError, UsageError
+from ..errors import InputError, MergeError, RemoteError, ResourceError, UsageError
 from .contents import Advance, Listed, SourceFiles, is_offline, switched_off
 from .store import Store, arrive, stored_file
 
@@ -23,11 +23,11 @@ PIECE: Final = 16 << 20  # bytes of one range
 AT_ONCE: Final = 8  # ranges of a download that are read side by side
 
 FAILURES: Final[tuple[tuple[str, type[MergeError], str, str], ...]] = (
-    ("NotFoundError", InputError, "the store has no such object", "check the address and the region"),
-    ("FileNotFoundError", InputError, "the store has no such object", "check the address and the region"),
-    ("PermissionDeniedError", InputError, "the store does not let you have the object", "see the rights of your role"),
-    ("UnauthenticatedError", InputError, "the store wants credentials", "set the variables of the provider, or log in"),
-    ("PreconditionError", InputError, "the object was changed while it was read", "run again"),
+    ("NotFoundError", RemoteError, "the store has no such object", "check the address and the region"),
+    ("FileNotFoundError", RemoteError, "the store has no such object", "check the address and the region"),
+    ("PermissionDeniedError", RemoteError, "the store does not let you have the object", "see the rights of your role"),
+    ("UnauthenticatedError", RemoteError, "the store wants credentials", "set the provider's variables, or log in"),
+    ("PreconditionError", RemoteError, "the object was changed while it was read", "run again"),
 )  # fmt: skip
 """Errors of obstore; all others are those of a store that cannot be reached."""
 
@@ -95,7 +95,7 @@ class Objects:
             except Exception as e:  # noqa: BLE001
                 raise _failed(address, e) from None
             if len(raw) != count:
-                raise InputError("the object was changed while it was read", str(address), "run again")
+                raise RemoteError("the object was changed while it was read", str(address), "run again")
             return raw
 
         return read

@@ -24,7 +24,7 @@ from urllib.parse import urljoin, urlsplit
 
 from ..addresses import Address, is_private
 from ..disk.remote import ReadRange
-from ..errors import InputError, MergeError, ResourceError
+from ..errors import InputError, MergeError, RemoteError, ResourceError
 from ..safe_regex import from_json
 from ..text import size as spoken_size
 from ..version import __version__
@@ -170,8 +170,8 @@ def ranges(place: Endpoint, size: int, etag: str = "") -> ReadRange:
             with get(place, {"Range": f"bytes={offset}-{offset + count - 1}"}) as response:
                 if response.status != 206:
                     if offset or count < size:
-                        raise InputError("the server does not read parts of files", str(place.address),
-                                         f"download it first: {place.address.download()}")  # fmt: skip
+                        raise RemoteError("the server does not read parts of files", str(place.address),
+                                          f"download it first: {place.address.download()}")  # fmt: skip
                 elif str(response.headers.get("Content-Range", "")).rpartition("/")[2] not in (str(size), "*"):
                     raise changed(place.address)
                 if etag and (response.headers.get("ETag") or etag) != etag:
@@ -267,7 +267,7 @@ def refused(place: Endpoint, status: int) -> MergeError:
     if status in BUSY:
         what = "the server limits requests" if status == 429 else what
         return ResourceError(what, str(address), "run again later")
-    return InputError(what, str(address), fix)
+    return RemoteError(what, str(address), fix)
 
 
 def unreachable(address: Address, e: Exception) -> MergeError:
@@ -280,4 +280,4 @@ def unreachable(address: Address, e: Exception) -> MergeError:
 
 def changed(address: Address) -> MergeError:
     """Return the error for a file that was changed while it was read."""
-    return InputError("the file on the server was changed while it was read", str(address), "run again")
+    return RemoteError("the file on the server was changed while it was read", str(address), "run again")

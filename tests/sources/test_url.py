@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import lora_merge
 from lora_merge.addresses import Address
@@ -61,8 +62,6 @@ def test_merge_of_urls_names_no_query(machines: Machines, run: Command, tmp_path
 
 
 def test_small_pickle_is_read_whole(machines: Machines, run: Command, tmp_path: Path) -> None:
-    import torch
-
     torch.save(kohya(sd1()), tmp_path / "style.pt")
     machines.files["style.pt"] = (tmp_path / "style.pt").read_bytes()
     code, out, err = run("inspect", f"{machines.url}/files/style.pt", "--json")
@@ -286,8 +285,9 @@ def test_failure_in_mid_run_writes_nothing(  # noqa: PLR0917
     status: int,
     expected: int,
 ) -> None:
-    base = save(sd1(), tmp_path / "base.safetensors")
-    content = save(kohya(sd1()), tmp_path / "style.safetensors").read_bytes()
+    """It begins after the plan, with the first request of the transfer."""
+    style = save(kohya(sd1()), tmp_path / "style.safetensors")
+    content = save({**sd1(), "more": torch.zeros(1 << 18)}, tmp_path / "base.safetensors").read_bytes()
     machines.files["s.safetensors"] = content
     machines.repositories["me/s"] = {"s.safetensors": content}
     machines.civitai(12, [{"id": 90, "name": "s.safetensors", "content": content}])
@@ -295,14 +295,14 @@ def test_failure_in_mid_run_writes_nothing(  # noqa: PLR0917
     monkeypatch.setenv("CIVITAI_API_TOKEN", TOKEN)
     if place == "stream":
         monkeypatch.delenv("LORA_MERGE_CACHE")
-    names = {"hub": "hf://me/s", "civitai": "civitai:12", "ms": "ms://me/s"}
+    names = {"hub": "hf://me/s/s.safetensors", "civitai": "civitai:12", "ms": "ms://me/s/s.safetensors"}
     machines.large = 10**9  # in the repository itself
     machines.failure = None
     name = names.get(place, f"{machines.url}/files/s.safetensors?sig={SIGNATURE}")
-    assert run("inspect", name)[0] == 0  # in one range
+    assert run(name, str(style), "-o", "a.safetensors", "--dry-run")[0] == 0
     machines.failure = (sum(machines.sent) * 2, status)
-    code, out, err = run(str(base), name, "-o", "a.safetensors", "--json")
-    assert code == expected and "fix:" in err, err
+    code, out, err = run(name, str(style), "-o", "a.safetensors", "--json")
+    assert code == expected and "fix:" in err and "MiB are" in err and "modules" not in err, err
     assert not Path("a.safetensors").exists() and not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
     assert not [text for text in (out, err) for secret in (TOKEN, SIGNATURE) if secret in text]
 
