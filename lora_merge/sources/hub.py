@@ -113,6 +113,9 @@ class Hub:
                                        library_name=NAME, library_version=__version__, endpoint=_endpoint(),
                                        tqdm_class=_bar(advance))  # fmt: skip
             except Exception as e:  # noqa: BLE001  # as in `contents`
+                if _has_other_length(e):
+                    _remove_incomplete(address, contents.files[name])
+                    raise _wrong("length", Address(HUB, address.name, address.revision, name)) from None
                 raise failed(Address(HUB, address.name, address.revision, name), e) from None
             _check(Path(path), contents.files[name], Address(HUB, address.name, address.revision, name))
         remember_commit(Address(HUB, address.name, contents.revision), address.revision)
@@ -136,7 +139,22 @@ def _check(path: Path, file: Listed, address: Address) -> None:
         blob = real_path(path)
         path.unlink()
         blob.unlink(missing_ok=True)
-        raise InputError(f"the downloaded file has another {wrong} than the hub states", str(address), "run again")
+        raise _wrong(wrong, address)
+
+
+def _wrong(what: str, address: Address) -> InputError:
+    return InputError(f"the downloaded file has another {what} than the hub states", str(address), "run again")
+
+
+def _has_other_length(e: Exception) -> bool:
+    """Return whether the library refuses a download as it is too long or too short: an OSError without a number."""
+    return isinstance(e, OSError) and e.errno is None and "Consistency check failed" in str(e)
+
+
+def _remove_incomplete(address: Address, file: Listed) -> None:
+    """Remove what the library has left of such a download, which it would continue."""
+    for path in (repository_folder(address.name) / "blobs").glob(f"{file.sha256 or 'nothing'}*.incomplete"):
+        path.unlink(missing_ok=True)
 
 
 def _installed() -> bool:

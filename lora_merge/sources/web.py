@@ -194,7 +194,7 @@ def download(  # noqa: PLR0913  # what the source states of the file
     InputError for bytes of another length or hash; nothing is then left.
     """
     part = target.with_name(f"{target.name}.part")
-    digest, done, longer = hashlib.sha256(), 0, False
+    digest, done, other_length = hashlib.sha256(), 0, False
     with part.open("ab") as f:
         f.truncate(done := _hash(part, digest, advance) if etag and part.stat().st_size <= size else 0)
         stuck = 0
@@ -212,8 +212,9 @@ def download(  # noqa: PLR0913  # what the source states of the file
                         digest.update(data)
                         done += len(data)
                         advance(len(data))
-                longer = done == size and bool(response.length)
-            if longer:
+                # all that the server promised has arrived, or more than that is to come
+                other_length = response.length == 0 if done < size else bool(response.length)
+            if other_length:
                 break
             stuck = stuck + 1 if done == before else 0
             if stuck == TRIES:
@@ -223,9 +224,9 @@ def download(  # noqa: PLR0913  # what the source states of the file
         f.flush()
         os.fsync(f.fileno())
     hashed = digest.hexdigest()
-    if longer_or_wrong := ("length" if longer else "SHA-256" if sha256 and hashed != sha256.lower() else ""):
+    if wrong := ("length" if other_length else "SHA-256" if sha256 and hashed != sha256.lower() else ""):
         part.unlink()
-        raise InputError(f"the downloaded file has another {longer_or_wrong} than its source states",
+        raise InputError(f"the downloaded file has another {wrong} than its source states",
                          f"{place.address}: SHA-256 {hashed}",
                          "download it again; if that does not help, get it from another place")  # fmt: skip
     part.replace(target)

@@ -55,6 +55,8 @@ class Machines:
     """The same for requests of a range with an end."""
     failure: tuple[int, int] | None = None
     """Bytes after which all requests fail, and the status of their answers; 0: the connection is closed without one."""
+    damage: Callable[[bytes], bytes] | None = None
+    """What becomes of the content of a file on its way; its ETag stays."""
     delay: float = 0.0
     """Seconds before each answer."""
     after: Callable[[], None] | None = None
@@ -244,6 +246,7 @@ class Handler(BaseHTTPRequestHandler):
             )
 
     def content(self, content: bytes, etag: str, headers: dict[str, str] | None = None) -> None:
+        content = content if self.machines.damage is None else self.machines.damage(content)
         headers = {"ETag": etag, "Accept-Ranges": "bytes", **(headers or {})}
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if wanted and self.headers.get("If-Range", etag) == etag:

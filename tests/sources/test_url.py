@@ -268,12 +268,28 @@ def test_python_has_the_option(machines: Machines, tmp_path: Path) -> None:
     assert kept(tmp_path / "there") == kept(tmp_path / "third") == ["style.safetensors"]
 
 
+def big_base(machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> str:
+    """The address of a base whose header is read in one range, next to an adapter here."""
+    save(kohya(sd1()), tmp_path / "style.safetensors")
+    content = save({**sd1(), "more": torch.zeros(1 << 18)}, tmp_path / "base.safetensors").read_bytes()
+    machines.files["s.safetensors"] = content
+    machines.repositories["me/s"] = {"s.safetensors": content}
+    machines.civitai(12, [{"id": 90, "name": "s.safetensors", "content": content}])
+    machines.large = 10**9  # in the repository itself
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
+    monkeypatch.setenv("CIVITAI_API_TOKEN", TOKEN)
+    if place == "stream":
+        monkeypatch.delenv("LORA_MERGE_CACHE")
+    names = {"hub": "hf://me/s/s.safetensors", "civitai": "civitai:12", "ms": "ms://me/s/s.safetensors"}
+    return names.get(place, f"{machines.url}/files/s.safetensors?sig={SIGNATURE}")
+
+
 PLACES = ["url", "stream", "hub", "civitai", "ms"]
 FAILURES = [(0, 5), (401, 3), (403, 3), (404, 3), (429, 5), (500, 5)]
 """Status of all answers from some byte on, 0 for a network that is gone → exit code."""
 
 
-@pytest.mark.pairs
+@pytest.mark.few(6)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("status", "expected"), FAILURES, ids=[str(status) for status, _ in FAILURES])
 def test_failure_in_mid_run_writes_nothing(  # noqa: PLR0917
@@ -286,22 +302,10 @@ def test_failure_in_mid_run_writes_nothing(  # noqa: PLR0917
     expected: int,
 ) -> None:
     """It begins after the plan, with the first request of the transfer."""
-    style = save(kohya(sd1()), tmp_path / "style.safetensors")
-    content = save({**sd1(), "more": torch.zeros(1 << 18)}, tmp_path / "base.safetensors").read_bytes()
-    machines.files["s.safetensors"] = content
-    machines.repositories["me/s"] = {"s.safetensors": content}
-    machines.civitai(12, [{"id": 90, "name": "s.safetensors", "content": content}])
-    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
-    monkeypatch.setenv("CIVITAI_API_TOKEN", TOKEN)
-    if place == "stream":
-        monkeypatch.delenv("LORA_MERGE_CACHE")
-    names = {"hub": "hf://me/s/s.safetensors", "civitai": "civitai:12", "ms": "ms://me/s/s.safetensors"}
-    machines.large = 10**9  # in the repository itself
-    machines.failure = None
-    name = names.get(place, f"{machines.url}/files/s.safetensors?sig={SIGNATURE}")
-    assert run(name, str(style), "-o", "a.safetensors", "--dry-run")[0] == 0
+    name = big_base(machines, tmp_path, monkeypatch, place)
+    assert run(name, "style.safetensors", "-o", "a.safetensors", "--dry-run")[0] == 0
     machines.failure = (sum(machines.sent) * 2, status)
-    code, out, err = run(name, str(style), "-o", "a.safetensors", "--json")
+    code, out, err = run(name, "style.safetensors", "-o", "a.safetensors", "--json")
     assert code == expected and "fix:" in err and "MiB are" in err and "modules" not in err, err
     assert not Path("a.safetensors").exists() and not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
     assert not [text for text in (out, err) for secret in (TOKEN, SIGNATURE) if secret in text]
@@ -316,3 +320,30 @@ def test_server_that_says_nothing_is_given_up(
     machines.delay = 0.3
     code, _, err = run(base, style, "-o", "a.safetensors")
     assert code == 5 and "cannot be reached: timed out" in err, err
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "shorter": lambda content: content[:-1], "longer": lambda content: content + b".",
+    "other": lambda content: content[:-1] + b".",
+}  # fmt: skip
+
+
+@pytest.mark.few(5)
+@pytest.mark.parametrize("place", ["hub", "civitai", "ms", "url", "stream"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_bytes_that_are_not_those_of_the_plan_are_refused_and_removed(  # noqa: PLR0917
+    machines: Machines, run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, damage: str
+) -> None:
+    """The servers of a hub state a hash; at a URL other bytes of the same ETag and length cannot be known."""
+    name = big_base(machines, tmp_path, monkeypatch, place)
+    machines.large = 1000
+    assert run(name, "style.safetensors", "-o", "a.safetensors", "--dry-run")[0] == 0
+    sent = sum(machines.sent)
+    machines.damage = lambda content: DAMAGES[damage](content) if sum(machines.sent) >= 2 * sent else content
+    code, _, err = run(name, "style.safetensors", "-o", "a.safetensors")
+    if damage == "other" and place in ("url", "stream"):
+        assert code == 0, err
+        return
+    assert code == 3, err
+    stored = [p for p in (*(tmp_path / "hub").rglob("*"), *(tmp_path / "store").rglob("*")) if p.is_file()]
+    assert not [p for p in stored if p.stat().st_size > 10_000] and not Path("a.safetensors").exists()
