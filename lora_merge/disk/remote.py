@@ -46,16 +46,31 @@ ReadRange: TypeAlias = Callable[[int, int], bytes]
 """Returns so many bytes from an offset on, which are inside the file."""
 
 
+_received, _counting = 0, threading.Lock()
+
+
+def received() -> int:
+    """Return how many bytes of placeholders have arrived in this process."""
+    return _received
+
+
 class RemoteFile:
     """A file of another machine. Any thread may read it. `sha256`: as its source states it, or empty."""
 
     def __init__(self, size: int, read: ReadRange, sha256: str = "") -> None:
         self.size, self.sha256 = size, sha256
-        self._read = read
+        self._source = read
         self._lock = threading.Lock()
         self._chunks: OrderedDict[int, bytes] = OrderedDict()
         self._expected: dict[int, tuple[int, Future[bytes]]] = {}  # from → to, the bytes
         self._starts: list[int] = []
+
+    def _read(self, offset: int, count: int) -> bytes:
+        global _received
+        data = self._source(offset, count)
+        with _counting:
+            _received += len(data)
+        return data
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Begin to read small ranges (offset, size), which will be read one after another."""
