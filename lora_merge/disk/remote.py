@@ -29,7 +29,7 @@ CHUNKS: Final = 64
 PIECE: Final = 8 << 20
 """Bytes of a range of weights."""
 
-NEAR: Final = 64 << 10
+NEAR: Final = 256 << 10
 """Bytes between two small reads that are cheaper to read than to leave out: a connection brings them in less time than
 a request takes."""
 
@@ -42,7 +42,7 @@ AT_ONCE: Final = 8
 CONNECTIONS: Final = 16
 """Ranges of all files that are read side by side."""
 
-ReadRange: TypeAlias = Callable[[int, int], bytes]
+ReadRange: TypeAlias = Callable[[int, int], "bytes | memoryview"]
 """Returns so many bytes from an offset on, which are inside the file."""
 
 
@@ -61,11 +61,11 @@ class RemoteFile:
         self.size, self.sha256 = size, sha256
         self._source = read
         self._lock = threading.Lock()
-        self._chunks: OrderedDict[int, bytes] = OrderedDict()
-        self._expected: dict[int, tuple[int, Future[bytes]]] = {}  # from → to, the bytes
+        self._chunks: OrderedDict[int, bytes | memoryview] = OrderedDict()
+        self._expected: dict[int, tuple[int, Future[bytes | memoryview]]] = {}  # from → to, the bytes
         self._starts: list[int] = []
 
-    def _read(self, offset: int, count: int) -> bytes:
+    def _read(self, offset: int, count: int) -> bytes | memoryview:
         global _received
         data = self._source(offset, count)
         with _counting:
@@ -103,7 +103,7 @@ class RemoteFile:
 
     def _side_by_side(self, buffer: memoryview, offset: int) -> None:
         starts = deque(range(0, len(buffer), PIECE))
-        under_way: deque[tuple[int, Future[bytes]]] = deque()
+        under_way: deque[tuple[int, Future[bytes | memoryview]]] = deque()
         while starts or under_way:
             while starts and len(under_way) < AT_ONCE:
                 at = starts.popleft()
@@ -112,7 +112,7 @@ class RemoteFile:
             piece = future.result()
             buffer[at : at + len(piece)] = piece
 
-    def _of_expected(self, offset: int, count: int) -> bytes | None:
+    def _of_expected(self, offset: int, count: int) -> bytes | memoryview | None:
         with self._lock:
             number = bisect_right(self._starts, offset) - 1
             if number < 0:
@@ -131,7 +131,7 @@ class RemoteFile:
             buffer[done : done + len(piece)] = piece
             done += len(piece)
 
-    def _chunk(self, number: int) -> bytes:
+    def _chunk(self, number: int) -> bytes | memoryview:
         with self._lock:
             if number not in self._chunks:
                 start = number * CHUNK

@@ -20,7 +20,7 @@ from typing import Final
 
 from ..addresses import CIVITAI, HASH, HUB, MODELSCOPE, OBJECTS, WEB, Address, downloads_folder, parse, speak_with
 from ..disk.files import FileState
-from ..disk.remote import RemoteFile, place
+from ..disk.remote import ReadRange, RemoteFile, place
 from ..errors import InputError
 from ..paths import WEIGHTS, forbidden
 from ..text import size as spoken_size
@@ -152,11 +152,11 @@ def _safe(name: str, address: Address) -> str:
     return name if os.name != "nt" or not forbidden(name) else file_name(name)
 
 
-def _reader(contents: SourceFiles, opener: Opener, name: str) -> Callable[[int, int], bytes]:
+def _reader(contents: SourceFiles, opener: Opener, name: str) -> ReadRange:
     """Return the function that reads ranges of a file: of the one here, or of the other machine."""
-    readers: list[Callable[[int, int], bytes]] = []
+    readers: list[ReadRange] = []
 
-    def read(offset: int, count: int) -> bytes:
+    def read(offset: int, count: int) -> bytes | memoryview:
         if (path := opener.stored(contents, name)) is not None:
             with path.open("rb") as f:
                 f.seek(offset)

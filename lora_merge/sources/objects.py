@@ -85,13 +85,13 @@ class Objects:
         address, file = contents.address, contents.files[name]
         store, key = _store(address), _key(contents, name)
 
-        def read(offset: int, count: int) -> bytes:
+        def read(offset: int, count: int) -> bytes | memoryview:
             if not count:
                 return b""
             state = ("version", address.revision) if address.revision else ("if_match", file.etag)
             stated: Any = {"range": (offset, offset + count), **({state[0]: state[1]} if state[1] else {})}
             try:
-                raw = bytes(obstore.get(store, key, options=stated).bytes())
+                raw = memoryview(obstore.get(store, key, options=stated).bytes())
             except Exception as e:  # noqa: BLE001
                 raise _failed(address, e) from None
             if len(raw) != count:
@@ -119,7 +119,7 @@ class Objects:
                     advance(len(data))
 
 
-def _pieces(read: ReadRange, size: int) -> Iterator[bytes]:
+def _pieces(read: ReadRange, size: int) -> Iterator[bytes | memoryview]:
     """Yield the bytes of an object in their order, read by several ranges at a time."""
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="ranges") as pool:
         for start in range(0, size, PIECE * AT_ONCE):

@@ -109,7 +109,7 @@ def keep(place: Endpoint, folder: Path, name: str, contents: SourceFiles, advanc
 
 
 @contextmanager
-def arrive(folder: Path, name: str, contents: SourceFiles) -> Iterator[Callable[[bytes], object]]:
+def arrive(folder: Path, name: str, contents: SourceFiles) -> Iterator[Callable[[bytes | memoryview], object]]:
     """Give the block a function that takes the bytes of a file in their order; at its end the file is in its folder.
 
     InputError for another number of bytes than the source states; nothing is then left.
@@ -120,7 +120,7 @@ def arrive(folder: Path, name: str, contents: SourceFiles) -> Iterator[Callable[
     try:
         with part.open("wb") as f:
 
-            def write(data: bytes) -> None:
+            def write(data: bytes | memoryview) -> None:
                 f.write(data)
                 digest.update(data)
 
