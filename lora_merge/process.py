@@ -48,13 +48,17 @@ SOON: Final = 0.01
 """Seconds until a signal is delivered again that arrived at a moment when no exception may be raised."""
 
 
-def _takes_import_lock(frame: FrameType) -> bool:
-    """Return whether Python's import system is about to enter the block that gives its lock back.
+def _takes_import_lock(frame: FrameType | None) -> bool:
+    """Return whether a frame or a caller of it is about to enter the block in which Python gives the import lock back.
 
     An exception that is raised there leaves the lock held, and every import of another thread waits without end.
     """
-    code = frame.f_code
-    return code.co_filename == "<frozen importlib._bootstrap>" and code.co_name in ("_get_module_lock", "cb")
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == "<frozen importlib._bootstrap>" and code.co_name in ("_get_module_lock", "cb"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 class _Stops:
@@ -67,7 +71,7 @@ class _Stops:
         self.delivered: int | None = None
 
     def __call__(self, number: int, frame: FrameType | None = None) -> None:
-        if frame is not None and _takes_import_lock(frame):
+        if _takes_import_lock(frame):
             Timer(SOON, interrupt_main, [number]).start()
         elif self.committing:
             self.waiting = number

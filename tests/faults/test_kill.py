@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -198,8 +199,13 @@ def test_interruption_that_python_has_dropped_ends_the_program() -> None:
     assert (done.returncode, done.stdout) == (130, "")
 
 
-def test_no_exception_is_raised_where_it_would_keep_the_lock_of_imports() -> None:
-    """A function stands in for Python's own, which takes that lock."""
+def _stop_inside(number: int) -> None:
+    signal.raise_signal(number)
+
+
+@pytest.mark.parametrize("call", [signal.raise_signal, _stop_inside])
+def test_no_exception_is_raised_where_it_would_keep_the_lock_of_imports(call: Callable[[int], None]) -> None:
+    """A function is used in place of Python's own. What it calls, as a handler of signals, can be interrupted too."""
     scope: dict[str, Any] = {}
     source = "def _get_module_lock(call, number):\n    call(number)\n    return 'the lock is given back'\n"
     exec(compile(source, "<frozen importlib._bootstrap>", "exec"), scope)
@@ -213,7 +219,7 @@ def test_no_exception_is_raised_where_it_would_keep_the_lock_of_imports() -> Non
     before = process._stops, {number: signal.getsignal(number) for number in process.NUMBERS}
     on_stop(stop)
     try:
-        assert scope["_get_module_lock"](signal.raise_signal, signal.SIGINT) == "the lock is given back"
+        assert scope["_get_module_lock"](call, signal.SIGINT) == "the lock is given back"
         with pytest.raises(StoppedError):
             for _ in range(500):
                 time.sleep(0.01)
