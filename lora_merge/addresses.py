@@ -25,6 +25,8 @@ HASH: Final = "sha256"
 MODELSCOPE: Final = "ms"
 WEB: Final = "https"
 OBJECTS: Final = ("s3", "gs", "az")
+OTHERS: Final = ("sftp", "ssh", "webdavs", "abfs", "abfss")
+"""Schemes that fsspec opens."""
 
 _NAME: Final = r"[\w-][\w.-]{0,95}/[\w.-]{1,96}"
 _REVISION: Final = r"(?:@(?P<revision>[\w.-]+(?:(?<=refs)/(?:pr|convert)/[\w.-]+)?))?"
@@ -63,6 +65,9 @@ class Address:
             return air + (self.file and f"#{self.file}")
         if self.scheme == WEB:
             return without_secrets(self.name)
+        if self.scheme in OTHERS:  # the user of sftp and the container of abfs belong to the name
+            user = urlsplit(self.name).netloc.rpartition("@")[0].partition(":")[0]
+            return without_secrets(self.name).replace("://", f"://{user}@", 1) if user else without_secrets(self.name)
         if self.scheme == HASH:
             return f"sha256:{self.name}"
         version = self.revision and f"?versionId={quote(self.revision, safe='')}"
@@ -88,6 +93,8 @@ class Address:
         if self.scheme == WEB:
             query = "?…" if urlsplit(self.name).query else ""  # it may be a secret
             return f"curl -L -O -J {_typed(str(self)[:200] + query)}"
+        if self.scheme in OTHERS:
+            return "copy it to this machine"
         commands = {"s3": "aws s3 cp {} .", "gs": "gcloud storage cp {} .", "az": "azcopy copy {} ."}
         text = commands.get(self.scheme, "open its page on civitai.com in a browser")
         return text.format(_typed(f"{self.scheme}://{self.name}"))
@@ -126,6 +133,10 @@ def _object(groups: Mapping[str, str | None]) -> Address:
     return Address(str(groups["scheme"]).lower(), str(groups["key"]), groups.get("revision") or "")
 
 
+def _other(groups: Mapping[str, str | None]) -> Address:
+    return Address(str(groups["scheme"]).lower(), str(groups["url"]))
+
+
 _HUB_HOST: Final = r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)"
 _CIVITAI_HOST: Final = r"https?://(?:www\.)?civitai\.(?:com|red)"
 _QUERY: Final = r"(?:\?[^\s:,]*)?"
@@ -152,6 +163,7 @@ FORMS: Final[tuple[tuple[str, Callable[[Mapping[str, str | None]], Address]], ..
     (rf"https?://(?:www\.)?modelscope\.(?:cn|ai)/models/(?P<name>{_NAME})"
      rf"(?:/resolve/(?P<revision>[^/?#:,\s]+){_INSIDE}|[/?#][^\s:,]*)?", _of_modelscope),
     (r"(?P<url>https?://[^\s/]+/\S*?)", _url),
+    (rf"(?P<url>(?P<scheme>{'|'.join(OTHERS)})://[^\s/]+/\S*?)", _other),
     (r"(?P<scheme>s3|gs|az)://(?P<key>[^\s/?#]+/[^?#]+?)(?:\?versionId=(?P<revision>[\w.~%+/=-]+))?", _object),
 )  # fmt: skip
 """Pattern of an address → the address. The first pattern that matches counts."""
@@ -159,7 +171,7 @@ FORMS: Final[tuple[tuple[str, Callable[[Mapping[str, str | None]], Address]], ..
 _BARE: Final = rf"(?P<name>{_NAME}?){_REVISION}{_INSIDE}"
 """`owner/name[@revision][/path]`, without a scheme."""
 
-_SCHEMES: Final = r"(?i)(?:hf|civitai|urn:air|sha256|ms|https?|s3|gs|az):"
+_SCHEMES: Final = r"(?i)(?:hf|civitai|urn:air|sha256|ms|https?|s3|gs|az|sftp|ssh|webdavs|abfss?):"
 
 
 def is_spelled_out(text: str) -> bool:

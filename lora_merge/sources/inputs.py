@@ -18,7 +18,19 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from ..addresses import CIVITAI, HASH, HUB, MODELSCOPE, OBJECTS, WEB, Address, downloads_folder, parse, speak_with
+from ..addresses import (
+    CIVITAI,
+    HASH,
+    HUB,
+    MODELSCOPE,
+    OBJECTS,
+    OTHERS,
+    WEB,
+    Address,
+    downloads_folder,
+    parse,
+    speak_with,
+)
 from ..disk.files import FileState
 from ..disk.remote import ReadRange, RemoteFile, place
 from ..errors import InputError
@@ -61,6 +73,12 @@ def _url(store: Store) -> Opener:
     return Url(store)
 
 
+def _other_system(store: Store) -> Opener:
+    from .other_systems import OtherSystem
+
+    return OtherSystem(store)
+
+
 OPENERS: Final[Mapping[str, Callable[[Store], Opener]]] = MappingProxyType(
     {
         HUB: _hub,
@@ -69,6 +87,7 @@ OPENERS: Final[Mapping[str, Callable[[Store], Opener]]] = MappingProxyType(
         MODELSCOPE: _modelscope,
         WEB: _url,
         **dict.fromkeys(OBJECTS, _objects),
+        **dict.fromkeys(OTHERS, _other_system),
     }
 )
 """Scheme → the source that opens its addresses."""
