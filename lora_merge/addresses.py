@@ -300,7 +300,100 @@ def speak_with(words: Callable[[str], str]) -> None:
 
 def with_addresses(text: str) -> str:
     """Return a text for people with addresses in place of the local paths of what they lead to."""
-    return _speakers[0](text) if _speakers else text
+    text = _speakers[0](text) if _speakers else text
+    for outbox in _outboxes if UPLOADS in text else ():
+        pattern = rf"{re.escape(outbox)}[/\\]({'|'.join(WRITABLE)})[/\\](\S*)"
+        text = type(text)(re.sub(pattern, lambda m: f"{m[1]}://{unquote(m[2].replace(os.sep, '/'))}", text))
+    return text
+
+
+WRITABLE: Final = (HUB, *OBJECTS)
+"""Schemes of the addresses that an output can have."""
+
+UPLOADS: Final = "lora-merge-uploads"
+"""The folder of outputs that are uploaded. The path of a local copy below it is that of its address, so that every
+process finds the address again: `lora-merge-uploads/s3/bucket/key`."""
+
+_outboxes: set[str] = set()
+"""Paths of such folders that this process has used."""
+
+_BUCKET: Final = r"(?i)(?P<scheme>s3|gs|az)://(?P<key>[^\s/?#]+(?:/[^?#]*)?)"
+
+
+def output_address(text: str) -> Address | None:
+    """Return the address that the name of an output is; None for a path, as a bare `owner/name` is.
+
+    UsageError for an address that no output can have.
+    """
+    if not re.match(_SCHEMES, text):
+        return None
+    text = re.sub("(?i)^(hf|s3|gs|az):/+", r"\1://", text.rstrip("/"))
+    if match := re.fullmatch(_BUCKET, text):
+        address = Address(match["scheme"].lower(), match["key"])
+    else:
+        address, tail = _split(text)
+        if tail:
+            raise UsageError("an output has no strength", text[:200], f"write {address}")
+    names = [*address.name.split("/"), *(address.path.split("/") if address.path else ())]
+    if address.scheme not in WRITABLE or {"", ".", ".."} & {*names}:
+        fix = "write a file here with -o NAME, or name hf://owner/name, s3://bucket/key, gs://… or az://…"
+        raise UsageError("outputs cannot be uploaded to this address", _shown(text), fix)
+    if address.scheme in OBJECTS and address.revision:
+        raise UsageError("a version of an object cannot be written", str(address), "leave out ?versionId=…")
+    if address.pinned or "/" in address.revision:
+        raise UsageError("a commit or a reference of the hub cannot be written", str(address), "name a branch")
+    return address
+
+
+def is_whole(address: Address) -> bool:
+    """Return whether an output's address is that of a whole repository or bucket."""
+    return not address.path if address.scheme == HUB else "/" not in address.name
+
+
+def upload_path(address: Address, folder: Path) -> Path:
+    """Return the path of the local copy of an output with an address, below `UPLOADS` in a folder."""
+    owner, *inside = address.name.split("/")
+    if address.scheme == HUB:
+        inside = [f"{inside[0]}@{address.revision}" if address.revision else inside[0],
+                  *(address.path.split("/") if address.path else ())]  # fmt: skip
+    outbox = folder / UPLOADS
+    _outboxes.add(str(outbox))
+    return outbox.joinpath(address.scheme, *(_quoted(name) for name in (owner, *inside)))
+
+
+def upload_address(path: Path) -> Address | None:
+    """Return the address of the output whose local copy has a path; None for other paths."""
+    if UPLOADS not in path.parts:
+        return None
+    at = path.parts.index(UPLOADS)
+    scheme, *names = (*map(unquote, path.parts[at + 1 :]), "")[:-1] or [""]
+    if scheme not in WRITABLE or len(names) < 1 + (scheme == HUB):
+        return None
+    _outboxes.add(str(Path(*path.parts[: at + 1])))
+    if scheme != HUB:
+        return Address(scheme, "/".join(names))
+    name, _, branch = names[1].partition("@")
+    return Address(HUB, f"{names[0]}/{name}", branch, "/".join(names[2:]))
+
+
+def _quoted(name: str) -> str:
+    """Return a part of an address as the name of a file that every file system takes."""
+    return re.sub(r'[%<>:"|?*\\\x00-\x1f]|^\.|[. ]$', lambda m: f"%{ord(m[0]):02X}", name)
+
+
+_stages: list[Callable[[Address], Path]] = []
+
+
+def stage_outputs_with(stage: Callable[[Address], Path]) -> None:
+    """Let a function give the path of the local copy of an output with an address."""
+    _stages[:] = [stage]
+
+
+def staged(text: str) -> Path | None:
+    """Return the path of the local copy of an output whose name is an address; None for a path."""
+    address = output_address(text) if ":" in text else None
+    assert address is None or _stages, "the room files is loaded"
+    return None if address is None else _stages[0](address)
 
 
 def _exists(path: str) -> bool:

@@ -45,7 +45,8 @@ def merge(
         adapters: One adapter or a list of them: a path (file or PEFT folder), a pair `(path, strength)`, or an
             `Adapter` with strengths for parts of the model. Or a table of path → strength. None: the adapter that is
             attached inside the base, or that its folder holds.
-        output: The file or folder to write. A file's name that is a str gets `.safetensors` if it lacks an ending; a
+        output: The file or folder to write; or an address that it is uploaded to, such as "hf://owner/name" or
+            "s3://bucket/key". A file's name that is a str gets `.safetensors` if it lacks an ending; a
             `Path` is taken as it is. None: `<base>+<adapter>.safetensors` in the current folder.
         progress: True for a progress bar (tqdm; a widget in notebooks), or a function that is called with each
             `lora_merge.Step`: its `stage` (load, fetch, merge, flush, prove), and the bytes `done` since the step

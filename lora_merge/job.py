@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 
 from .adapter_arguments import adapter_path
-from .addresses import downloads_in
+from .addresses import downloads_in, with_addresses
 from .algorithms import ALGORITHMS, COUNT
 from .errors import UsageError
 from .merge_methods import SUM
@@ -46,6 +46,7 @@ from .paths import (
     names_folder,
     of_index,
     output_file,
+    output_path,
 )
 from .safe_regex import Refused, Steps
 from .text import Shown, plural
@@ -149,6 +150,11 @@ class Job(Shown):
     """Whether the header of the output holds no recipe, and no entries of the base but those that loading needs."""
     card: bool | None = None
     """Whether a model card is written; None: with folders that name their inputs."""
+
+    @property
+    def output_name(self) -> str:
+        """The output as users name it: a path, or the address that its local copy is uploaded to."""
+        return with_addresses(str(self.output))
 
 
 @dataclass(frozen=True, repr=False)
@@ -254,7 +260,7 @@ def validated(job: Job) -> Job:
 
 def _output(path: str | Path, base: Path, adapters: tuple[Adapter, ...]) -> Path:
     """Return the path of the output; if the user names a folder for a file, the file in it has the default name."""
-    path_of_output, base = expand(path), of_index(base)
+    path_of_output, base = output_path(path), of_index(base)
     inside = names_folder(path) if is_file(base) else str(path).endswith(("/", sep)) and _holds_others(path_of_output)
     if inside:
         return path_of_output / _default_name(base, adapters)

@@ -9,7 +9,7 @@ from pathlib import Path, PureWindowsPath
 from typing import Final
 from urllib.parse import unquote
 
-from .addresses import located
+from .addresses import is_whole, located, output_address, staged
 from .errors import UsageError
 from .options import number, unlike
 
@@ -78,8 +78,18 @@ def is_file(path: str | Path) -> bool:
 
 
 def names_folder(path: str | Path) -> bool:
-    """Return whether a user who names an output so means a folder: with a slash at the end, or because it is one."""
-    return str(path).endswith(("/", os.sep)) or is_folder(expand(path))
+    """Return whether a user who names an output so means a folder: with a slash at the end, or because it is one, as a
+    repository and a bucket are."""
+    if str(path).endswith(("/", os.sep)):
+        return True
+    address = output_address(str(path)) if ":" in str(path) else None
+    return is_folder(expand(path)) if address is None else is_whole(address)
+
+
+def output_path(path: str | Path) -> Path:
+    """Return the path of an output as `expand` does; for an address that of its local copy."""
+    place = staged(str(path))
+    return expand(path) if place is None else place
 
 
 def expand(path: str | Path) -> Path:
@@ -138,7 +148,7 @@ def of_index(path: Path) -> Path:
 def output_file(path: str | Path, ending: str = ".safetensors") -> Path:
     """Return the path of a new file of weights as `expand` does: words get an ending, see `with_ending`, and a Path is
     taken as it is."""
-    return expand(path) if isinstance(path, Path) else with_ending(expand(path), ending)
+    return output_path(path) if isinstance(path, Path) else with_ending(output_path(path), ending)
 
 
 def with_ending(path: Path, ending: str = ".safetensors") -> Path:

@@ -17,11 +17,11 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar
 from .options import unlike
 from .text import html_table, one_line
 
-Stage: TypeAlias = Literal["load", "fetch", "merge", "make", "flush", "prove", "look"]
+Stage: TypeAlias = Literal["load", "fetch", "merge", "make", "flush", "prove", "upload", "look"]
 """`load`: inputs are opened and torch is imported. `fetch`: inputs are downloaded. `merge`: bytes are merged and
 written. `make`: the layers of an
-adapter are computed. `flush`: the disk takes the last of them. `prove`: the written file is read again. `look`: files
-are measured or compared."""
+adapter are computed. `flush`: the disk takes the last of them. `prove`: the written file is read again. `upload`: an
+output of another machine is sent there. `look`: files are measured or compared."""
 
 APART: Final = 0.1
 """Seconds between two steps of work that has many more: those of `Gathered`, and those within a window of a merge."""
@@ -92,10 +92,10 @@ class Step(NamedTuple):
     """Work that was just done, or, with `done` 0, a stage that begins.
 
     Attributes:
-        stage: "load", "fetch", "merge", "make", "flush", "prove" or "look".
+        stage: "load", "fetch", "merge", "make", "flush", "prove", "upload" or "look".
         output: The output that it belongs to; of a download the address.
-        done: Since the step before: bytes downloaded (fetch), merged and written (merge), or of the weights that were
-            looked at (make, prove, look).
+        done: Since the step before: bytes downloaded (fetch), merged and written (merge), sent (upload), or of the
+            weights that were looked at (make, prove, look).
         total: Of the stage, in the same unit; 0: not known.
         limit: What the merge spends most time on: start (torch), read, hash, fold or write.
 
@@ -279,7 +279,7 @@ class Bar:
         if step.stage != self._stage:
             before, self._stage = self._stage, step.stage
             self._bar.set_description(step.stage)
-            if step.stage == "prove" or before == "fetch":
+            if step.stage in ("prove", "upload") or before == "fetch":
                 self._bar.reset(step.total or None)
         if step.total and step.total != self._bar.total:
             self._bar.total = step.total

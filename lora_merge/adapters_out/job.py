@@ -20,7 +20,7 @@ from ..merge_methods import COMBINATIONS, SAME_COMBINATION, SUM
 from ..method_parameters import NAMES, MethodParameters, numbers_of
 from ..models.part_factors import parts
 from ..options import MEANT, OPTIONS, dtype_name, pairs, shown
-from ..paths import absolute, expand, is_file, is_folder, names_folder, output_file
+from ..paths import absolute, is_file, is_folder, names_folder, output_file, output_path
 from ..text import plural
 from .dialects import DIALECTS, OF_INPUT, Dialect, stated_dialect
 from .rank_rules import COUNT, EXACT, NO_NOISE, NOISE, SAME, RankRules
@@ -329,8 +329,8 @@ def _output(job: Job, command: str, rule: str, named: str | Path | None, *, file
     """Return the path of the output, which may be a `file`; `named`: None, or what the user names."""
     if named is None or (file and names_folder(named)):
         ending = "" if command in FILES and not file else FILE
-        return _named(job, command, rule, absolute(Path()) if named is None else expand(named), ending)
-    return output_file(named) if file else expand(named)
+        return _named(job, command, rule, absolute(Path()) if named is None else output_path(named), ending)
+    return output_file(named) if file else output_path(named)
 
 
 def _named(job: Job, command: str, rule: str, folder: Path, ending: str) -> Path:

@@ -20,6 +20,7 @@ from ..change_statistics import Groups
 from ..disk.draft import Draft
 from ..disk.hashes import RunningHashes
 from ..disk.reader import Reader
+from ..disk.uploads import upload_notes
 from ..disk.writer import Room
 from ..dtypes import DTYPES, FLOATS, ITEM_BYTES, Shape
 from ..errors import UsageError
@@ -84,7 +85,7 @@ class Outcome:
 
     def finish(self, reader: Reader, draft: Draft, facts: RunFacts, prove: Prove, run: AdapterRun) -> AdapterReport:
         """Complete the output, prove it, and return the report."""
-        run.progress(Step("flush", str(self.job.output)))
+        run.progress(Step("flush", self.job.inputs.output_name))
         numbers = numbers_by_block(self.layer_facts, self._groups)
         numbers |= {"curve": points} if (points := curve(self.layers.values())) else {}
         residual, tensors = numbers["all"]["residual"], put(self.entries, draft)
@@ -95,10 +96,11 @@ class Outcome:
         entries |= self.unchanged
         written, proof = write(self.job, reader, draft, Content(tensors, entries, self.config),
                                lambda part: prove(reader, part, run.counted))  # fmt: skip
-        times = run.times()
+        times, notes = run.times(), (*facts.notes, *upload_notes(self.job.output))
         return AdapterReport(
-            str(self.job.output), facts.to, facts.dtype, facts.coverage, self.layer_facts, residual, 1 - residual**2,
-            written, sum(times.values()), facts.notes, proof, __version__, facts.weights, numbers, stages=times,
+            self.job.inputs.output_name, facts.to, facts.dtype, facts.coverage, self.layer_facts, residual,
+            1 - residual**2, written, sum(times.values()), notes, proof, __version__, facts.weights, numbers,
+            stages=times,
         )  # fmt: skip
 
     @cached_property
@@ -115,7 +117,7 @@ class AdapterRun:
     """A run that has begun. While it lasts, its inputs are open and are hashed during all other work."""
 
     def __init__(self, job: AdapterJob, progress: Progress) -> None:
-        self._job, self._watcher, self._output = job, progress, str(job.output)
+        self._job, self._watcher, self._output = job, progress, job.inputs.output_name
         self._began: list[tuple[Stage, float]] = []
         self._open, self._hashes = ExitStack(), dict[Path, RunningHashes]()
         self.progress(Step("load", self._output))
@@ -201,7 +203,7 @@ def weights_of(job: AdapterJob, sources: Sources, dtype: str) -> int:
 
 def planned(job: AdapterJob, facts: RunFacts, layers: Mapping[str, Mapping[str, Any]], size: int) -> AdapterReport:
     """Return the report of a plan; `size`: the bytes that it would write."""
-    return AdapterReport(str(job.output), facts.to, facts.dtype, facts.coverage, layers, 0.0, 1.0, size, 0.0,
+    return AdapterReport(job.inputs.output_name, facts.to, facts.dtype, facts.coverage, layers, 0.0, 1.0, size, 0.0,
                          facts.notes, None, __version__, facts.weights, planned=True,
                          disk=Room.at(job.output, size).facts)  # fmt: skip
 

@@ -96,7 +96,7 @@ def _plan(s: PlannedJob, disk: Mapping[str, Any] | None) -> JobPlan:
         for a, applied in zip_longest(job.adapters, s.strengths)
     ]
     return JobPlan(
-        s.entry.number, s.entry.where, str(job.output), MERGE if request is None else request.command,
+        s.entry.number, s.entry.where, job.output_name, MERGE if request is None else request.command,
         None if request is not None and request.base is None else str(job.base), adapters,
         "failed" if s.error else "done" if s.done else "to run", s.size, s.memory, s.effort, disk, s.error,
     )  # fmt: skip

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from ..adapter_arguments import in_jobs_file
 from ..adapters_out.request import Request
-from ..addresses import downloads_folder, downloads_in, is_spelled_out, parse
+from ..addresses import downloads_folder, downloads_in, is_spelled_out, output_address, parse
 from ..errors import MergeError, UsageError
 from ..files.yaml_source import Document, Place
 from ..job import TOKENIZERS, Adapter, Job, make_job, validated
@@ -327,7 +327,9 @@ class _Loader:
                 path = None if base is None else self._input(render(base, values))
         with self._noting((*place, "output")):
             text = render_output(entry.output, values)
-            output = f"{self._path(text)}{'/' * text.endswith('/')}"  # a path does not show that a folder is meant
+            # a path does not show that a folder is meant
+            path_of_output = f"{self._path(text)}{'/' * text.endswith('/')}"
+            output = path_of_output if output_address(text) is None else text
         with self._noting(place):
             if command in (MERGE, UNMERGE):
                 job = make_job(path or self.folder, refs, output, strength_for=parts, **options)

@@ -11,9 +11,11 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, Final
 
+from ..disk.uploads import sink_of
 from ..errors import DeviceFailed, MergeError, ResourceError, UsageError
 from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Gathered, Guard, Progress, Step, observed
+from ..sources.outputs import on_this_machine
 from .jobs_file import BatchJob
 from .report import JobReport, failed
 from .shared_reads import JobGroup, carry_out
@@ -160,7 +162,7 @@ class _Ray:
     def _reachable(self, report: JobReport) -> Iterator[JobReport]:
         """Return the first report of each job; an output that cannot be seen from here is a failure."""
         entry = self.left.pop(report.number, None)
-        if entry is not None and report.ok and not os.path.lexists(report.output):
+        if entry is not None and report.ok and _is_missing(entry):
             yield failed(entry, _unseen(report.output, f"made on {report.worker}"))
         elif entry is not None:
             yield report
@@ -174,6 +176,12 @@ class _Ray:
             _, tasks = self.ray.wait(tasks, num_returns=len(tasks), timeout=GRACE)
             if not tasks:
                 break
+
+
+def _is_missing(entry: BatchJob) -> bool:
+    """Return whether an output cannot be seen from here; one of another machine was read there by its job."""
+    output = entry.job.output
+    return sink_of(output) is None and not os.path.lexists(output)
 
 
 def named_gpus(device: str) -> list[str]:
@@ -209,7 +217,7 @@ def _here(group: JobGroup, progress: Progress) -> Iterator[JobReport]:
         if missing:
             yield failed(entry, _unseen(str(missing[0]), f"missing on the node {socket.gethostname()}"))
         else:
-            present.append(entry)
+            present.append(replace(entry, job=replace(entry.job, output=on_this_machine(entry.job.output))))
     yield from carry_out(replace(group, entries=tuple(present)), CheckpointCache(), progress)
 
 

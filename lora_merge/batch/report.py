@@ -183,7 +183,7 @@ def ended(entry: BatchJob, status: Status, **more: Any) -> JobReport:
     """Return the report of a job that ended, with what the job states."""
     if entry.request is None:
         more |= {"base": entry.job.base.name, "adapters": tuple((a.path.name, a.strength) for a in entry.job.adapters)}
-    return JobReport(entry.number, entry.where, str(entry.job.output), status, **more)
+    return JobReport(entry.number, entry.where, entry.job.output_name, status, **more)
 
 
 def failed(entry: BatchJob, error: BaseException, *, seconds: float = 0.0, tries: int = 1) -> JobReport:

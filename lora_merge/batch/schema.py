@@ -279,7 +279,9 @@ class JobEntry(JobDefaults):
     """One merge or other command, or with a matrix as many as there are combinations."""
 
     output: str = Field(
-        min_length=1, max_length=LONGEST_PATH, description="File or folder to write, relative to this file."
+        min_length=1,
+        max_length=LONGEST_PATH,
+        description="File or folder to write, relative to this file, or an address.",
     )
     matrix: Matrix | None = None
 

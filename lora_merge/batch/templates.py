@@ -12,7 +12,7 @@ from pathlib import PurePath
 from typing import Any, Final
 
 from ..adapter_arguments import meant
-from ..addresses import is_spelled_out, split
+from ..addresses import is_spelled_out, output_address, split
 from ..options import Option, number, spelled
 from ..paths import ENDINGS, forbidden, split_strength
 from .schema import LONGEST_PATH
@@ -93,7 +93,8 @@ def render_output(template: str, values: Mapping[str, str]) -> str:
     escapes = whole.parts.count("..") != own_path.parts.count("..")
     absolute = whole.is_absolute() != own_path.is_absolute()
     home = path.startswith("~") != literal.startswith("~")
-    if escapes or absolute or home or "\0" in path:
+    elsewhere = (output_address(path) is None) != (output_address(literal) is None)
+    if escapes or absolute or home or elsewhere or "\0" in path:
         raise NoSuchName(f"a value of the matrix leads the output to {path!r}; only the template itself may do that")
     for part, written in zip(whole.parts, own_path.parts, strict=False):
         if part != written and (name := forbidden(part)):

@@ -204,6 +204,7 @@ def show(command: Row, make: Callable[[CheckpointCache], AdapterJob], printed: d
     from ..adapters_out.job import downloaded, needed_downloads
     from ..engine.torch_preload import keep_freed_memory, preload
     from ..planning.checkpoint_cache import CheckpointCache
+    from ..sources.outputs import announcement
     from .stdio import reporting
 
     pictures = PageFiles(printed["html"], printed["plot"], quiet=printed["quiet"], dry_run=printed["dry_run"])
@@ -230,8 +231,10 @@ def show(command: Row, make: Callable[[CheckpointCache], AdapterJob], printed: d
             notes = [Note(download.text()) for download in needed_downloads(job).values() if download.size]
             done = replace(done, notes=(*done.notes, *notes))
         else:
-            job = downloaded(job, lambda: command.plan(job, cache).written, display or unwatched,
-                             announcing(display, quiet=printed["quiet"]))  # fmt: skip
+            announce = announcing(display, quiet=printed["quiet"])
+            job = downloaded(job, lambda: command.plan(job, cache).written, display or unwatched, announce)
+            if announce is not None and (text := announcement(job.output)):
+                announce(text)
             done = command.run(job, display or unwatched, cache)
         if report_file is not None:
             report_file.replace(done.to_json())

@@ -145,7 +145,7 @@ def _run(
     ended: list[JobReport] = []
     from ..engine.torch_preload import keep_freed_memory, preload
 
-    runs = {str(s.entry.job.output): (s.size, s.effort) for s in planned.planned if s.runs}
+    runs = {s.entry.job.output_name: (s.size, s.effort) for s in planned.planned if s.runs}
     with ExitStack() as stack:
         display = stack.enter_context(watching(quiet=quiet, jobs=BatchJobs(len(planned.planned), runs)))
         _show_downloads(planned, announcing(display, quiet=quiet))

@@ -118,13 +118,9 @@ def _check_drive(path: str) -> None:
 
 
 def checked_output(output: str | None) -> str | None:
-    """Return the output; UsageError for "-", the output of other programs, and for an address."""
+    """Return the output; UsageError for "-", the output of other programs."""
     if output == "-":
         raise UsageError("the output is a file, not a stream", "-o -", "name it: -o merged.safetensors")
-    if ":" in (output or "") and parse(output or "") is not None:
-        raise UsageError(
-            "this is an address, not a local path", f"-o {output}", "write a file here with -o NAME, then upload it"
-        )
     _check_drive(output or "")
     return output
 

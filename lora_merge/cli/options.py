@@ -18,7 +18,7 @@ from .help import UNRECORDED, offered
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
-OUTPUT: Final = typer.Option("-o", "--output", metavar="PATH", help="Write this file or folder.")
+OUTPUT: Final = typer.Option("-o", "--output", metavar="PATH", help="Write this file or folder; also hf://… or s3://….")
 DRY_RUN = Annotated[bool, typer.Option("--dry-run", help="Plan only, from headers; write nothing.")]
 AS_JSON = Annotated[bool, typer.Option("--json", help="Print the report as one JSON object on stdout.")]
 JSON_TENSORS = Annotated[

@@ -29,6 +29,9 @@ WINDOW: Final = 5.0
 WEIGHTS: Final = {"merge": 1.0, "flush": 0.03, "prove": 0.05}
 """Stage → the time that it takes for a byte of the output, relative to merging; measured with outputs of 1 to 7 GB."""
 
+TRANSFERS: Final = ("fetch", "upload")
+"""The stages of downloads and uploads."""
+
 MAKING: Final = {"make": 1.0, "flush": 0.02, "prove": 0.5}
 """The same for the layers of an adapter, relative to computing them. Measured: the proof takes 0.3 (convert) to 3 times
 (resize) as long."""
@@ -69,8 +72,8 @@ class OutputProgress:
     written: int = 0
     computed: int = 0
     to_compute: int = 0  # bytes of the weights that an adapter changes
-    fetched: int = 0
-    to_fetch: int = 0
+    transferred: int = 0
+    to_transfer: int = 0
     proven: int = 0
     to_prove: int = 0
     limit: str = ""
@@ -81,8 +84,8 @@ class OutputProgress:
             self.stage, self.since, self.took = step.stage, now, now - self.since
         if step.stage == "prove":
             self.proven, self.to_prove = self.proven + step.done, step.total or self.to_prove
-        elif step.stage == "fetch":
-            self.fetched, self.to_fetch = self.fetched + step.done, step.total or self.to_fetch
+        elif step.stage in TRANSFERS:
+            self.transferred, self.to_transfer = self.transferred + step.done, step.total or self.to_transfer
         elif step.stage in ("make", "look"):
             self.computed, self.to_compute = self.computed + step.done, step.total or self.to_compute
         else:
@@ -163,7 +166,7 @@ class Display:
             now = self.clock()
             output = self.outputs.setdefault(step.output, OutputProgress(step.output, now))
             output.take(step, now)
-            if step.done and self.working is None and step.stage != "fetch":
+            if step.done and self.working is None and step.stage not in TRANSFERS:
                 self.working = now
             self.bytes += self._bytes(step, output)
 
@@ -229,13 +232,13 @@ class Display:
 
     def _merge(self, output: OutputProgress, now: float, width: int) -> str:
         share, facts = self._share(), [f"{interval(now - output.since)} so far"]
-        if output.stage == "fetch":
-            return self._fetch(output, now, width)
+        if output.stage in TRANSFERS:
+            return self._transfer(output, now, width)
         if self.working is None:
             facts.append(self.doing if not output.name else "opening the inputs, loading torch")
             return self._line(f"{output.stage:<5}", facts, None, width)
         if output.stage == "merge":
-            facts = [done_of(output.written, output.total), self._rate(), self._transfer()]
+            facts = [done_of(output.written, output.total), self._rate(), self._received()]
             limit = f"mostly {LIMITS[output.limit]}" if output.limit else ""
             return self._line("merge", [*facts, self._left(share, now), limit], share, width)
         if output.stage in ("make", "look"):
@@ -246,18 +249,20 @@ class Display:
             facts = [f"{min(1.0, output.proven / output.to_prove):.0%} of the proof"]
         return self._line(f"{output.stage:<5}", [*facts, self._left(share, now)], share, width)
 
-    def _transfer(self) -> str:
+    def _received(self) -> str:
         """Return how much has come from other machines; "" for a run on files of this one."""
         count = self.received() - self.received_before
         return f"{size(count)} received" if count else ""
 
-    def _fetch(self, output: OutputProgress, now: float, width: int) -> str:
-        """Return the line of a download."""
-        share = output.fetched / output.to_fetch if output.to_fetch else 1.0
+    def _transfer(self, output: OutputProgress, now: float, width: int) -> str:
+        """Return the line of a download or an upload."""
+        share = output.transferred / output.to_transfer if output.to_transfer else 1.0
         spent = now - output.since
         left = f"{interval(spent * (1 - share) / share)} left" if share >= SURE and spent >= 1 else ""
-        speed = rate(int(output.fetched / spent)) if spent > 0 else ""
-        return self._line("fetch", [done_of(output.fetched, output.to_fetch), speed, left], share, width)
+        moved = spent > 0 and output.transferred > 0
+        speed = rate(int(output.transferred / spent)) if moved else f"{interval(spent)} so far"
+        done = done_of(output.transferred, output.to_transfer)
+        return self._line(output.stage, [done, speed, left], share, width)
 
     def _job(self, output: OutputProgress, now: float, width: int) -> str:
         if output.stage == "merge" and output.written >= output.total:
@@ -266,6 +271,8 @@ class Display:
             facts = [done_of(output.written, output.total)]
         elif output.stage == "make":
             facts = [f"{done_of(output.computed, output.to_compute)} of weights"]
+        elif output.stage in TRANSFERS:
+            facts = [done_of(output.transferred, output.to_transfer)]
         else:
             facts = [f"{interval(now - output.since)} so far"]
         name = one_line(Path(output.name).name)

@@ -12,7 +12,7 @@ from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ..addresses import with_addresses
+from ..addresses import output_address, with_addresses
 from ..errors import BatchFailed, MergeError, UsageError, cause
 from ..facts import STYLES, Fact, aligned, line, strengths
 from ..paths import exists, input_name, typed
@@ -227,10 +227,13 @@ def _longest(value: str) -> int:
 # Paths and commands, as a person types them here.
 
 
-def undo(output: str, inputs: str, *, replaced: bool = False) -> Fact:
-    """Return how to undo a command: the command that removes its output. `inputs`: that they are as they were."""
+def undo(output: str, inputs: str, *, replaced: bool = False) -> Iterator[Fact]:
+    """Yield how to undo a command: the command that removes its output, if it is on this machine. `inputs`: that they
+    are as they were."""
+    if ":" in output and output_address(output) is not None:
+        return
     command = removal(output, folder=Path(output).is_dir())
-    return line("undo", f"{command}   ({inputs})" + "; the output that was replaced is gone" * replaced)
+    yield line("undo", f"{command}   ({inputs})" + "; the output that was replaced is gone" * replaced)
 
 
 def removal(path: str, *, folder: bool) -> str:
@@ -274,6 +277,7 @@ def merge_and_report(
 
     `make_plan`: for a dry run of an output that may exist. `file`: the file for the report.
     """
+    from ..disk.uploads import is_taken
     from ..engine.torch_preload import preload
 
     with watching(quiet=options.quiet) as display:
@@ -283,7 +287,8 @@ def merge_and_report(
         if file is not None:
             file.protect(plan.inputs, [plan.job.output])
             file.begin()
-        replaced = exists(plan.job.output)
+        contents = plan.contents if plan.is_folder else None
+        replaced = exists(plan.job.output) or (options.dry_run and is_taken(plan.job.output, contents))
         with paused(display):
             show_plan(plan, options)
         report = None if options.dry_run else carry_out(plan, display)
@@ -360,7 +365,7 @@ def dry(plan: Plan) -> dict[str, Any]:
     from ..version import __version__
 
     return {
-        "dry_run": True, "base": str(plan.job.base), "architecture": plan.architecture, "output": str(plan.job.output),
+        "dry_run": True, "base": str(plan.job.base), "architecture": plan.architecture, "output": plan.job.output_name,
         "bytes": plan.size, "memory": buffer_bytes(plan), "max_memory": plan.job.max_memory,
         "disk": disk_room(plan).facts, "tensors": sum(len(f.targets) for f in plan.files), "changed": plan.changed,
         "coverage": coverage(plan), "files": files(plan), "notes": list(plan.base.notes), "version": __version__,
@@ -378,7 +383,7 @@ def show_merge(report: Report, plan: Plan, options: ReportOptions, *, replaced: 
     elif options.quiet:
         show_remarks(rows)
     else:
-        rows.append(undo(report.output, f"{Path(report.base).name} is as it was", replaced=replaced))
+        rows += undo(report.output, f"{Path(report.base).name} is as it was", replaced=replaced)
         known = {*plan_rows(plan, verbose=options.verbose)}  # what was shown above
         rows = [row for row in rows if row not in known and (row.name or not styled(sys.stdout))]
         if styled(sys.stdout):
@@ -415,7 +420,7 @@ def show_adapter_report(report: AdapterReport, title: str, *, quiet: bool, verbo
     elif report.planned:
         show_rows(rows)
     else:
-        rows.append(undo(report.output, "the inputs are as they were"))
+        rows += undo(report.output, "the inputs are as they were")
         if styled(sys.stdout):
             show_panel(title, rows, whole=verbose)
         else:
@@ -507,7 +512,7 @@ def planned_job(s: PlannedJob, total: int) -> str:
     request = s.entry.request
     base = [input_name(job.base)] if request is None or request.base is not None else []
     what = "" if request is None else f"{request.command} "
-    return f"[{s.entry.number}/{total}] {fate}  {nearest(str(job.output))}  {what}" + " + ".join([*base, *_adapters(s)])
+    return f"[{s.entry.number}/{total}] {fate}  {nearest(job.output_name)}  {what}" + " + ".join([*base, *_adapters(s)])
 
 
 def _adapters(s: PlannedJob) -> Iterator[str]:

@@ -10,7 +10,7 @@ import typer
 
 from ..errors import UsageError
 from ..options import OPTIONS
-from ..paths import expand
+from ..paths import expand, output_path
 from ..progress import unwatched
 from ..report import verify_rows, without_tensors
 from ..text import json_text
@@ -204,7 +204,7 @@ def unmerge(
 
     with reporting(report) as file:
         if file is not None:
-            file.protect([expand(path)], [expand(output or path)])
+            file.protect([expand(path)], [output_path(output or path)])
         merged = merge_and_report(planned, file, report_options)
     if merged is not None:
         pictures.write(lambda: pictured(*merged))

@@ -12,6 +12,7 @@ from pathlib import Path
 from ..errors import UsageError
 from ..paths import WEIGHTS, WINDOWS, exists, forbidden, real_path
 from ..text import listed, plural
+from .uploads import sink_of
 from .volumes import same
 from .writer import elsewhere, failure
 
@@ -29,6 +30,10 @@ def check_output(
     It must not be an input, must be a file or a folder as `folder` says, and must be free unless `overwrite` is given.
     An output folder may replace only `contents`.
     """
+    if (sink := sink_of(target)) is not None:
+        _check_suffix(target, folder=folder)
+        sink.check(target, [*inputs], overwrite=overwrite, contents=[*contents] if folder else None)
+        return
     with failures(target):
         if ".." in target.parent.parts:  # new/../name exists as soon as new is made
             target = real_path(target.parent) / target.name
@@ -61,12 +66,7 @@ def _check_name(target: Path, *, folder: bool) -> None:
         raise UsageError("Windows allows no such name", f"{target}: {part}",
                          'choose another -o: without < > : " | ? *, a point at the end, and names such as CON and NUL'
                          )  # fmt: skip
-    if folder and target.suffix.lower() in WEIGHTS and not target.is_dir():
-        raise UsageError("the output is a folder, but its name is that of a file", str(target),
-                         f"name a folder: -o {target.stem}")  # fmt: skip
-    if not folder and target.suffix.lower() in WEIGHTS - {".safetensors", ".gguf"}:
-        raise UsageError("outputs are .safetensors files, never pickles or other formats", str(target),
-                         f"name it {target.stem}.safetensors")  # fmt: skip
+    _check_suffix(target, folder=folder)
     try:
         target.lstat()  # a name that is too long must fail before the work
     except (FileNotFoundError, NotADirectoryError):
@@ -75,6 +75,16 @@ def _check_name(target: Path, *, folder: bool) -> None:
         if e.errno != errno.ELOOP:
             raise
         raise UsageError("the output's folder is a link to itself", str(target), "choose another -o") from e
+
+
+def _check_suffix(target: Path, *, folder: bool) -> None:
+    """Raise UsageError for a name whose suffix is wrong for the output."""
+    if folder and target.suffix.lower() in WEIGHTS and not target.is_dir():
+        raise UsageError("the output is a folder, but its name is that of a file", str(target),
+                         f"name a folder: -o {target.stem}")  # fmt: skip
+    if not folder and target.suffix.lower() in WEIGHTS - {".safetensors", ".gguf"}:
+        raise UsageError("outputs are .safetensors files, never pickles or other formats", str(target),
+                         f"name it {target.stem}.safetensors")  # fmt: skip
 
 
 def check_kind(target: Path, *, overwrite: bool, folder: bool = False) -> None:

@@ -28,10 +28,13 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from ..addresses import UPLOADS
 from ..errors import MergeError, UsageError
 from ..process import begin_commit, kept_back, uninterrupted
+from ..progress import Progress, unwatched
 from .destination import check_kind, check_output, failures
 from .system import CAN_LOCK, CAN_OPEN_FOLDERS, PLAIN_FLAGS, lock_now, path_of, swap_names
+from .uploads import sink_of, take_card, upload
 
 OLD: Final = ".old"
 """Ending of a replaced folder, after the name of the temporary folder that replaces it."""
@@ -215,18 +218,20 @@ _unsynced: set[Path] = set()
 
 
 @contextmanager
-def replacing(
+def replacing(  # noqa: PLR0913  # what an output is, and what may be replaced
     target: Path,
     inputs: Iterable[Path] = (),
     *,
     overwrite: bool = False,
     folder: bool = False,
     contents: Iterable[str] = (),
+    progress: Progress = unwatched,
 ) -> Iterator[Path]:
     """Yield a temporary file or folder, empty, that becomes `target` only if the block succeeds.
 
-    Missing parents are made, and removed again on failure. `contents` are the names that an output folder will hold;
-    a folder with other files is not replaced. Raises the errors of `check_output` and of `writer.failure`.
+    The local copy of an output of another machine is uploaded in place of that, and removed. Missing parents are made,
+    and removed again on failure. `contents` are the names that an output folder will hold; a folder with other files is
+    not replaced. Raises the errors of `check_output` and of `writer.failure`.
     """
     with failures(target), suppress(FileNotFoundError, NotADirectoryError):
         sweep(target.parent)  # first, as it may give an earlier output its name back
@@ -247,20 +252,11 @@ def replacing(
                     if not left:
                         raise
         yield part
-        with failures(target):
-            _sync(part)
-            with _turn(target.parent):
-                if overwrite:  # other programs may have written there meanwhile
-                    check_output(target, overwrite=True, folder=folder, contents=contents)
-                _sync_parents(target.parent)
-                sync_folder(target.parent)  # a failing disk shows here, before the rename
-                if not LOCK and not _same(_look(part), os.fstat(lock)):
-                    raise OSError(errno.EIO, REPLACED, str(part))
-                if overwrite:
-                    _keep_modes(target, part)
-                begin_commit()
-                old = _publish(part, target, overwrite=overwrite, replaces=os.path.lexists(target))
-                done = True
+        if (sink := sink_of(target)) is not None:
+            upload(sink, part, target, overwrite=overwrite, progress=progress)
+        else:
+            old = _rename(part, lock, target, overwrite=overwrite, contents=contents if folder else None)
+            done = True
         if old is not None:
             remove(old)
     finally:
@@ -271,12 +267,33 @@ def replacing(
             _unmake(folders)
 
 
+def _rename(part: Path, lock: int, target: Path, *, overwrite: bool, contents: Iterable[str] | None) -> Path | None:
+    """Sync the finished file or folder and give it its name; return the new name of the old output, or None."""
+    with failures(target):
+        _sync(part)
+        with _turn(target.parent):
+            if overwrite:  # other programs may have written there meanwhile
+                check_output(target, overwrite=True, folder=contents is not None, contents=contents or ())
+            _sync_parents(target.parent)
+            sync_folder(target.parent)  # a failing disk shows here, before the rename
+            if not LOCK and not _same(_look(part), os.fstat(lock)):
+                raise OSError(errno.EIO, REPLACED, str(part))
+            if overwrite:
+                _keep_modes(target, part)
+            begin_commit()
+            return _publish(part, target, overwrite=overwrite, replaces=os.path.lexists(target))
+
+
 def put_file(path: Path, content: bytes, *, overwrite: bool = True, mode: int | None = None) -> None:
     """Write a small file: a card, a page, a report, remembered digests. It is complete and on the disk, or not there.
+
+    The card of an output that is uploaded waits for that.
 
     A link at the path is replaced, and never followed. Signals wait until it is written. `mode`: the permissions, also
     of a file that replaces one with others; without it, those of the old file, or the usual ones. Raises MergeError.
     """
+    if take_card(path, content):
+        return
     with failures(path), kept_back():
         check_kind(path, overwrite=overwrite)
         with suppress(OSError):
@@ -318,8 +335,9 @@ def _turn(folder: Path) -> Iterator[None]:
 
 
 def make_parents(folder: Path, folders: list[Path]) -> None:
-    """Make the missing folders, the outermost first; each is added to `folders` before it exists."""
-    for path in [p for p in (folder, *folder.parents) if not p.exists()][::-1]:
+    """Make the missing folders, the outermost first; each is added to `folders` before it exists. So are those of
+    the outbox that are there, which several runs may use."""
+    for path in [p for p in (folder, *folder.parents) if UPLOADS in p.parts or not p.exists()][::-1]:
         folders.append(path)
         path.mkdir(exist_ok=True)
         _unsynced.add(path)

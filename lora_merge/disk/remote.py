@@ -178,15 +178,23 @@ def complete(path: Path) -> None:
     file = _files.get(path)
     if file is None:
         return
-    state = path.stat()
+    begin(path, file.size)
+    del _files[path]
+
+
+def begin(path: Path, count: int) -> None:
+    """Write the first bytes of the file into its placeholder, for libraries that read its header by its path."""
+    file = _files.get(path)
+    if file is None:
+        return
+    state, count = path.stat(), min(count, file.size)
     with path.open("r+b") as f:
-        for start in range(0, file.size, AT_ONCE * PIECE):
-            buffer = bytearray(min(AT_ONCE * PIECE, file.size - start))
+        for start in range(0, count, AT_ONCE * PIECE):
+            buffer = bytearray(min(AT_ONCE * PIECE, count - start))
             file.read_into(memoryview(buffer), start)
             f.seek(start)
             f.write(buffer)
     os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
-    del _files[path]
 
 
 class PlaceholderReader(io.FileIO):

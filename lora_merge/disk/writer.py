@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
+from ..addresses import upload_address
 from ..errors import MergeError, ResourceError, UsageError
 from ..text import size as in_units
 from .files import open_regular
@@ -125,11 +126,18 @@ def require_space(path: Path, size: int) -> None:
 
 def _no_space(path: Path, needed: int, free: int, *, most: bool = False) -> ResourceError:
     short = f"no space left on the disk: {'up to ' * most}{in_units(needed)} needed, {in_units(free)} free"
+    if upload_address(path) is not None:
+        return ResourceError(short, f"the local copy of {path}", OUTBOX)
     return ResourceError(short, str(path), "make room, or write to another disk with -o")
+
+
+OUTBOX: Final = "name a folder with room in LORA_MERGE_CACHE: outputs are written here before they are uploaded"
 
 
 def elsewhere(output: Path) -> str:
     """Return what to do where a folder takes no output."""
+    if upload_address(output) is not None:
+        return OUTBOX
     return f"name an output in another folder, such as ~/{output.name}"
 
 

@@ -16,6 +16,7 @@ from ..planning.downloads import Announce, downloads_of, fetch_all, job_at
 from ..planning.make_plan import plan_job
 from ..planning.plan import Plan
 from ..progress import Progress
+from ..sources.outputs import announcement
 from ..text import Note, size
 from .row_blocks import blocks
 from .windows import unshared_bytes, window_room
@@ -38,6 +39,8 @@ def admit(plan: Plan, *, dry: bool = False) -> Plan:
     """
     job = plan.job
     window_room(job)
+    if text := announcement(job.output, plan.size):
+        plan = replace(plan, base=replace(plan.base, notes=(*plan.base.notes, Note(text))))
     check_output(job.output, plan.read, overwrite=job.overwrite, folder=plan.is_folder, contents=plan.contents)
     _require_room(plan)
     if dry:

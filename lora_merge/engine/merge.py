@@ -10,17 +10,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ..addresses import with_addresses
 from ..change_statistics import Measure
 from ..disk.hashes import RunningHashes
 from ..disk.publish import named, put_file, replacing
 from ..disk.reader import Reader, changed
 from ..disk.system import peak_memory
+from ..disk.uploads import sink_of, upload_notes
 from ..disk.writer import copy_file
 from ..dtypes import COMPUTE_DTYPES, ITEM_BYTES
 from ..errors import MergeError, TooLarge, as_resource_error, cause, resource_errors
 from ..models.blocks import groups
 from ..planning.header_entries import final_headers
-from ..planning.model_card import card, card_path
+from ..planning.model_card import card, card_path, has_section
 from ..planning.output_files import Card, contents
 from ..planning.plan import Plan, coverage, files
 from ..planning.recipe import sha256
@@ -28,6 +30,7 @@ from ..process import deliver_pending
 from ..progress import Progress, Step, unwatched
 from ..proof.verify import verify
 from ..report import Report
+from ..sources.outputs import present
 from ..survival import judgement
 from ..text import Note
 from ..version import __version__
@@ -57,9 +60,9 @@ def run_together(
     with resource_errors(), ExitStack() as stack:
         stacks = [stack.enter_context(ExitStack()) for _ in plans]  # remove outputs without a name at the end
         for plan in plans:
-            progress(Step("load", str(plan.job.output), total=plan.size))
+            progress(Step("load", plan.job.output_name, total=plan.size))
         # Outputs under temporary names; an output that cannot be opened drops out.
-        outputs = [_open(plan, cleanup) for plan, cleanup in zip(plans, stacks, strict=True)]
+        outputs = [_open(plan, cleanup, progress) for plan, cleanup in zip(plans, stacks, strict=True)]
         ready = [o for o in outputs if isinstance(o, _Output)]
         indexes = [i for o in ready for i in (o.plan.base, *(m.adapter.index for m in o.plan.adapters))]
         reader = stack.enter_context(Reader(indexes))
@@ -119,17 +122,24 @@ class _Output:
         if isinstance(failure, OSError) and isinstance(failure.filename, str):
             failure.filename = words(failure.filename)
         if isinstance(failure, TooLarge):
-            failure.locate(str(self.plan.job.output))
+            failure.locate(self.plan.job.output_name)
         self.stack.__exit__(type(e), e, e.__traceback__)
         return failure
 
 
-def _open(plan: Plan, stack: ExitStack) -> _Output | Exception:
+def _open(plan: Plan, stack: ExitStack, progress: Progress) -> _Output | Exception:
     """Return the output under its temporary name, or the error that prevents it."""
     started, job = time.monotonic(), plan.job
     try:
         part = stack.enter_context(
-            replacing(job.output, plan.inputs, overwrite=job.overwrite, folder=plan.is_folder, contents=plan.contents)
+            replacing(
+                job.output,
+                plan.inputs,
+                overwrite=job.overwrite,
+                folder=plan.is_folder,
+                contents=plan.contents,
+                progress=progress,
+            )
         )
     except Exception as e:  # noqa: BLE001
         return as_resource_error(e) or e
@@ -148,10 +158,12 @@ def _end(output: _Output, written: WrittenOutput, reader: Reader, share: float, 
     `share`: its share, in seconds, of the time in which it and others were written.
     """
     ending = time.monotonic()
-    progress(Step("prove", str(output.plan.job.output)))
+    progress(Step("prove", output.plan.job.output_name))
     proof = _prove(written, reader, progress)
+    far = sink_of(written.plan.job.output) is not None
+    notes = _write_card(written.plan) if far else ()  # it is uploaded with the output
     output.stack.close()
-    notes = _write_card(written.plan)
+    notes = (*notes, *upload_notes(written.plan.job.output)) if far else _write_card(written.plan)
     return _report(written, proof, output.opening + share + time.monotonic() - ending, notes)
 
 
@@ -160,7 +172,10 @@ def _write_card(plan: Plan) -> tuple[Note, ...]:
     if plan.is_folder or not plan.has_card:
         return ()
     path = card_path(plan)
-    content = None if path in plan.read or path.is_symlink() else card(plan, path)
+    there = present(path)
+    if there is not None and not has_section(there):
+        return (Note(f"the card that is there stays as it is: {with_addresses(str(path))}"),)
+    content = None if path in plan.read or path.is_symlink() else card(plan, there or path)
     if content is None:
         return (Note(f"no model card was written: another kind of file is at {path}"),)
     try:
@@ -226,7 +241,7 @@ def _report(written: WrittenOutput, proof: Mapping[str, Any] | None, seconds: fl
         survival = [row if n in proven else survival[n] for n, row in enumerate(proof["survival"])]
         proof = {name: facts for name, facts in proof.items() if name not in ("numbers", "survival")}
     return Report(
-        output=str(job.output), base=str(job.base), architecture=plan.architecture, coverage=coverage(plan),
+        output=job.output_name, base=str(job.base), architecture=plan.architecture, coverage=coverage(plan),
         tensors=sum(len(f.targets) for f in plan.files), changed=plan.changed, written=plan.size,
         seconds=seconds, device=written.device, device_choice=written.choice,
         dtype=job.dtype, compute_dtype=job.compute_dtype, method=job.method, stages=written.stages,

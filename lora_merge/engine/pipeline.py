@@ -248,11 +248,11 @@ class Pipeline:
         """Report bytes that were just merged or written, and the stage that has been busy for longest."""
         with self.clock:
             limit = max(self.seconds, key=self.seconds.__getitem__)
-        self.progress(Step("merge", str(self.plans[number].job.output), size, self.plans[number].size, limit))
+        self.progress(Step("merge", self.plans[number].job.output_name, size, self.plans[number].size, limit))
 
     def _finish(self, number: int) -> None:
         plan = self.plans[number]
-        self.progress(Step("flush", str(plan.job.output)))
+        self.progress(Step("flush", plan.job.output_name))
         self._leave(number, len(plan.files) - 1)
         again = self.merger.complete(number, self.parts[number])
         self.entries[number] = self.sums[number].entries(self.parts[number], again)

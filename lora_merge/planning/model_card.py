@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final, TypeGuard
 
 from ..disk.files import FileState, open_regular
+from ..disk.uploads import sink_of
 from ..errors import MergeError
 from ..paths import WEIGHTS, input_name
 from ..text import one_line, plural, stored
@@ -90,8 +91,16 @@ _LIBRARIES: Final = (("model_index.json", "diffusers"), ("config.json", "transfo
 
 
 def card_path(plan: Plan) -> Path:
-    """Return the path of the card: README.md in a folder, NAME.md beside a file."""
-    return plan.job.output / CARD if plan.is_folder else plan.job.output.with_suffix(".md")
+    """Return the path of the card: README.md in a folder and in a repository of the hub, NAME.md beside a file."""
+    if plan.is_folder:
+        return plan.job.output / CARD
+    sink = sink_of(plan.job.output)
+    return (sink and sink.card_of(plan.job.output)) or plan.job.output.with_suffix(".md")
+
+
+def has_section(path: Path) -> bool:
+    """Return whether a card has our section."""
+    return _SECTION.search(read_card(path) or "") is not None
 
 
 def card(plan: Plan, earlier: Path | None) -> bytes | None:

@@ -11,6 +11,7 @@ from typing import Final, TypeAlias
 from ..disk.files import content_of_file
 from ..dtypes import DTYPES
 from ..files.side_files import configured, index_files
+from ..sources.outputs import present
 from .model_card import card
 from .plan import CARD, Plan
 from .recipe import parsed, sha256
@@ -62,10 +63,10 @@ def _card(plan: Plan) -> bytes | None:
     If the output replaces a folder, the user may have edited the card there: its text is kept. It stays as it is if it
     cannot be read, or if the job asks for no card.
     """
-    path = plan.job.output / CARD
+    path = present(plan.job.output / CARD) or plan.job.output / CARD
     edited = path.is_file() and not plan.job.no_metadata
     text = card(plan, path if edited else plan.base.path / CARD) if plan.has_card else None
-    return path.read_bytes() if text is None and edited else text
+    return content_of_file(path) if text is None and edited else text
 
 
 def _configured(plan: Plan, name: str, dtype: str | None) -> bytes:
@@ -93,7 +94,7 @@ def misleading(plan: Plan, output: Path) -> list[str]:
         elif Path(name).name == "config.json":
             content = content_of_file(plan.base.path / name)
             resized = _configured(plan, name, None)
-            texts = (raw.decode(errors="replace") for raw in (content, resized, (output / name).read_bytes()))
+            texts = (raw.decode(errors="replace") for raw in (content, resized, content_of_file(output / name)))
             before, after, now = (parsed(text) or {} for text in texts)
             undone = (k for k in after if after[k] != before.get(k) == now.get(k))
             left = (k in now for k in before.keys() - after.keys())

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ..adapters.trigger_words import trigger_words
 from ..disk.files import StoredTensor
+from ..disk.uploads import sink_of
 from ..dtypes import Shape, flat, spoken
 from ..facts import Fact, line
 from ..files.checkpoint import Index, configuration
@@ -257,8 +258,11 @@ class Plan(Shown):
 
     @property
     def has_card(self) -> bool:
-        """Whether the output gets a model card: if it is requested, and by default with folders that name inputs."""
-        return self.is_folder and not self.job.no_metadata if self.job.card is None else self.job.card
+        """Whether the output gets a model card: if it is requested, and by default with folders and repositories that
+        name inputs."""
+        sink = sink_of(self.job.output)
+        whole = self.is_folder or (sink is not None and sink.card_of(self.job.output) is not None)
+        return whole and not self.job.no_metadata if self.job.card is None else self.job.card
 
     @property
     def inputs(self) -> tuple[Path, ...]:
@@ -324,7 +328,7 @@ def plan_rows(plan: Plan, *, verbose: bool = False) -> Iterator[Fact]:
     matches = coverage(plan)
     values = {
         "base": plan.job.base, "architecture": plan.architecture, "notes": plan.base.notes, "coverage": matches,
-        "output": plan.job.output, "dtype": plan.job.dtype, "changed": plan.changed, "codes": plan.codes,
+        "output": plan.job.output_name, "dtype": plan.job.dtype, "changed": plan.changed, "codes": plan.codes,
         "tensors": sum(len(file.targets) for file in plan.files), "method": plan.job.method,
     }  # fmt: skip
     formulas = {name: ", ".join(match.algorithms) for name, match in zip(matches, plan.adapters, strict=True)}

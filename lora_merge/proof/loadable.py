@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
+from ..disk.remote import begin, remote
 from ..dtypes import DTYPES, FLOATS, WHOLE
 from ..errors import InputError, VerificationFailed
 from ..files.json_files import read_json
@@ -54,6 +55,10 @@ def check_opened(file: OutputFile, path: Path, header: bytes | None = None) -> t
 
     planned = (t.in_file for t in file.targets)
     expected = {name: (dtype, list(shape)) for name, dtype, shape in planned}
+    if (far := remote(path)) is not None:
+        size = bytearray(8)
+        far.read_into(memoryview(size), 0)
+        begin(path, 8 + int.from_bytes(size, "little"))
     try:
         with safetensors.safe_open(str(path), framework="np") as f:
             slices = ((key, f.get_slice(key)) for key in f.keys())  # noqa: SIM118  # it is no dict

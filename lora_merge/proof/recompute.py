@@ -8,13 +8,14 @@ from dataclasses import replace
 from functools import partial
 from math import prod, sqrt
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from ..algorithms import ALGORITHMS
 from ..change_statistics import Checked, Share
 from ..disk.reader import Reader
+from ..disk.remote import RemoteFile
 from ..disk.system import read_at
 from ..dtypes import ITEM_BYTES, spoken
 from ..matching.layer_order import basis_weights
@@ -32,6 +33,9 @@ from .sampling import runs, sample, shuffled
 from .weights import Coded, WeightReader
 
 EVERY: Final = 20  # where a row costs as much as all rows, one tensor in 20 is recomputed
+Written: TypeAlias = int | RemoteFile
+"""The written file: an open descriptor, or a file of another machine."""
+
 CHUNK: Final = 2**18  # elements recomputed at once with --full; more do not fit the caches and take twice the time
 LEAST_DRAWN: Final = 4  # bytes of numbers that are not rounded stochastically: those of the sum itself
 DORA_FLOOR: Final = 2.0**-23  # smallest norm, as every trainer has it
@@ -90,7 +94,7 @@ class Recomputation:
     def _costly(self, target: OutputTensor) -> bool:
         return target.combining is not None or any(costs_all(u) for u in target.uses)
 
-    def check(self, target: OutputTensor, fd: int, report: Callable[[int], object]) -> None:
+    def check(self, target: OutputTensor, fd: Written, report: Callable[[int], object]) -> None:
         """Recompute rows of one merged tensor and compare them with the file behind `fd`.
 
         `report` is called with parts of the tensor's bytes, as their rows, or the samples for them, have been compared.
@@ -109,7 +113,7 @@ class Recomputation:
             report(after - before)
 
     @np.errstate(over="ignore", invalid="ignore")
-    def confirm(self, target: OutputTensor, fd: int) -> None:
+    def confirm(self, target: OutputTensor, fd: Written) -> None:
         """Compute again what the merge recorded of some rows of a tensor, and note the tensor if it differs."""
         recorded = self.recorded.get(target.name)
         if recorded is None or target.name in self.left_out or target.combining is not None:
@@ -132,7 +136,7 @@ class Recomputation:
             self.unconfirmed.append(target.name)
 
     @np.errstate(over="ignore", invalid="ignore")  # absurd values overflow here as they did in the merge
-    def _findings_of(self, target: OutputTensor, fd: int, weight: float, rows: Array) -> Findings:
+    def _findings_of(self, target: OutputTensor, fd: Written, weight: float, rows: Array) -> Findings:
         """Return the findings of some rows; each counts for `weight` rows of its tensor."""
         cols = target.matrix[1]
         (stored, grid), exact = self._output(target, fd, rows, cols), self._exact(target, rows, cols)
@@ -233,7 +237,7 @@ class Recomputation:
         drawn = _as_drawn(stored, grid, value, lost, uniform(target.stored, self.plan.job.seed, places))
         return np.where(drawn, beyond, error)
 
-    def _output(self, target: OutputTensor, fd: int, rows: Array, cols: int) -> tuple[Array, Grid]:
+    def _output(self, target: OutputTensor, fd: Written, rows: Array, cols: int) -> tuple[Array, Grid]:
         """Return the rows of the written tensor, and the numbers that it could hold instead."""
         if target.name in self.outputs:
             return self.outputs[target.name].rows(rows, cols)
@@ -431,9 +435,11 @@ def _divisor(norm: Array) -> Array:
     return np.where(np.isinf(norm), np.nan, np.maximum(norm, DORA_FLOOR))
 
 
-def read_exactly(fd: int, count: int, offset: int) -> bytes:
+def read_exactly(fd: Written, count: int, offset: int) -> bytes:
     """Return the bytes of an open file; fewer only at its end."""
     raw, done = memoryview(bytearray(count)), 0
+    if isinstance(fd, RemoteFile):
+        return bytes(raw[: fd.read_into(raw, offset)])
     while done < count and (got := read_at(fd, raw[done:], offset + done)):
         done += got
     return bytes(raw[:done])

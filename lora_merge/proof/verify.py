@@ -20,6 +20,7 @@ from ..change_statistics import Checked, Measure
 from ..disk.files import FileState, StoredTensor, open_regular
 from ..disk.pages import ReadAhead
 from ..disk.reader import Reader, read_bytes
+from ..disk.remote import remote
 from ..disk.system import RANDOM, advise
 from ..dtypes import ITEM_BYTES, spoken
 from ..errors import InputError, VerificationFailed
@@ -36,7 +37,7 @@ from .account import account
 from .grids import DECODED, ROUNDING, plain_grid
 from .loadable import check_folder, check_opened
 from .proof_report import REPORT, Findings, remedy
-from .recompute import UNASKED, Recomputation, read_exactly
+from .recompute import UNASKED, Recomputation, Written, read_exactly
 from .reference.floats import decode
 from .reference.one_core import one_core
 from .sampling import ALL_BELOW, Range, neighbours, ranges, stretch
@@ -108,7 +109,7 @@ def _byte_counter(plan: Plan, progress: Progress, *, full: bool) -> Callable[[in
     A sample of the unchanged ones takes next to no time compared with the merged ones, and is not counted.
     """
     total = sum(t.nbytes for f in plan.files for t in f.targets if t.uses or full)
-    return counted(progress, "prove", str(plan.job.output), total)
+    return counted(progress, "prove", plan.job.output_name, total)
 
 
 def _check(
@@ -117,7 +118,7 @@ def _check(
 ) -> None:  # fmt: skip
     """Compare the untouched bytes and merged rows of one file."""
     reader = merged.reader
-    fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+    fd = remote(path) or os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
     try:
         groups_of_ranges = list(neighbours(_unmerged(targets, compared, merged.scales, full=merged.full)))
         with ThreadPoolExecutor(1, thread_name_prefix="expect") as ahead:
@@ -137,7 +138,8 @@ def _check(
     except OSError as e:
         raise _failed("the written file cannot be read back", f"{path}: {e.strerror}") from e
     finally:
-        os.close(fd)
+        if isinstance(fd, int):
+            os.close(fd)
 
 
 def check_header(file: OutputFile, path: Path, written: bytes | None = None) -> tuple[OutputTensor, ...]:
@@ -188,28 +190,32 @@ def _unmerged(
     return pieces
 
 
-def _expect(fd: int, reader: Reader, pieces: Sequence[Range]) -> None:
+def _expect(fd: Written, reader: Reader, pieces: Sequence[Range]) -> None:
     """Ask the system to fetch all sampled pieces at once, while they are compared one after the other."""
-    advise(fd, 0, 0, RANDOM)  # no read-ahead around each sampled row
+    if isinstance(fd, int):
+        advise(fd, 0, 0, RANDOM)  # no read-ahead around each sampled row
+    else:
+        fd.expect((target.offset + first, count) for target, first, count in pieces)
     reader.expect(_read_of_inputs(fd, pieces))
 
 
-def _read_of_inputs(fd: int, pieces: Sequence[Range]) -> Iterator[tuple[StoredTensor, int, int]]:
+def _read_of_inputs(fd: Written, pieces: Sequence[Range]) -> Iterator[tuple[StoredTensor, int, int]]:
     """Yield the pieces of the inputs that pieces of the output are compared with, which the system is asked for."""
     ahead = ReadAhead()
     for target, first, count in pieces:
-        ahead.expect(fd, target.offset + first, count)
+        if isinstance(fd, int):
+            ahead.expect(fd, target.offset + first, count)
         source, read, written = target.source, target.weight.packing.encoding, target.packing.encoding
         if not target.weight.padded:
             yield source, read.nbytes(written.count(first)), read.nbytes(written.count(count))
 
 
-def _same(target: OutputTensor, first: int, count: int, fd: int, reader: Reader) -> bool:
+def _same(target: OutputTensor, first: int, count: int, fd: Written, reader: Reader) -> bool:
     """Return whether the bytes from a place in a copied tensor on, across its neighbours, are the base's."""
     return read_exactly(fd, count, target.offset + first) == reader.read(target.source, first, count)
 
 
-def _compare(target: OutputTensor, first: int, count: int, fd: int, merged: Recomputation) -> int:
+def _compare(target: OutputTensor, first: int, count: int, fd: Written, merged: Recomputation) -> int:
     """Compare an unchanged tensor: bytes equal to its source's, or the nearest numbers of another dtype.
 
     Returns how many numbers were too large for the dtype and were cut; VerificationFailed unless `saturate`.

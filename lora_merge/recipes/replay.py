@@ -19,6 +19,7 @@ from ..adapters_out.average import MOVING
 from ..adapters_out.commands import COMMANDS
 from ..adapters_out.job import AdapterJob
 from ..adapters_out.output_file import CONTENTS
+from ..addresses import with_addresses
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..dtypes import DTYPES, FLOATS, QUANTISED_DTYPES, Shape
@@ -29,7 +30,7 @@ from ..job import TOKENIZERS, Adapter, Job, make_job
 from ..options import checked
 from ..paths import absolute
 from ..planning.checkpoint_cache import CheckpointCache
-from ..planning.downloads import Announce, downloaded_job, downloaded_path
+from ..planning.downloads import Announce, downloaded_job
 from ..planning.header_entries import TITLE
 from ..planning.make_plan import plan_job
 from ..planning.output_files import contents, differing, misleading
@@ -70,7 +71,6 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
     `compute_dtype` is for all outputs: the user, not the file, decides whether the rounding of sums in 16 bits is
     allowed. VerificationFailed if it is not that merge. An adapter that a command wrote is proven by `_prove_adapter`.
     """
-    output = downloaded_path(output, progress, announce)
     if base is None and not adapters and is_adapter(output):
         return _prove_adapter(output, search, progress, full=full, options=options, announce=announce)
     index = open_checkpoint(output)
@@ -108,7 +108,7 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
             proof["warnings"].append(
                 Note(f"not what the merge writes, or missing next to the weights: {listed(sides)}")
             )
-        return {"output": str(output), "proven": True, **proof, "schema": "lora-merge/proof/1"}
+        return {"output": with_addresses(str(output)), "proven": True, **proof, "schema": "lora-merge/proof/1"}
 
 
 def refuse_stated(options: Iterable[str]) -> None:
@@ -373,8 +373,8 @@ def _prove_adapter(  # noqa: PLR0913  # the options of `lora-merge verify`
         if any(sha256(a) != sha256(b) for a, b in pairs):
             raise VerificationFailed("its inputs and its recipe give other bytes", str(adapter),
                                      "it was changed after it was made, or made by another version")  # fmt: skip
-    return {"output": str(adapter), "proven": True, "full": full, "same_bytes": True, **(report.verified or {}),
-            "survival": report.survival, "schema": ADAPTER_PROOF}  # fmt: skip
+    return {"output": with_addresses(str(adapter)), "proven": True, "full": full, "same_bytes": True,
+            **(report.verified or {}), "survival": report.survival, "schema": ADAPTER_PROOF}  # fmt: skip
 
 
 def _files(adapter: Path) -> list[Path]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,6 +18,7 @@ from ..disk.destination import failures
 from ..disk.files import FileState
 from ..disk.hashes import RememberedHashes, remember, state
 from ..disk.remote import remote
+from ..disk.uploads import is_taken, sink_of
 from ..errors import MergeError, UsageError
 from ..files.checkpoint import open_checkpoint
 from ..files.side_files import output_name
@@ -28,6 +29,7 @@ from ..planning.output_files import Contents, differing
 from ..planning.recipe import KEY, STRENGTHS, blanks, parsed, recipes, sha256
 from ..proof.header_changes import changed_files
 from ..safe_regex import from_json
+from ..sources.outputs import present
 from ..text import listed
 
 if TYPE_CHECKING:
@@ -70,21 +72,24 @@ def is_done(job: Job, contents: Contents, opened: CheckpointCache, hashes: Hashe
 
     UsageError if something else is there and may not be replaced.
     """
-    return _is_complete(job, partial(_other, job, contents, opened, hashes))
+    names = None if "" in contents.weights else contents.names
+    return _is_complete(job, lambda output: _other(replace(job, output=output), contents, opened, hashes), names)
 
 
 def is_adapter_done(job: AdapterJob, hashes: Hashes) -> bool:
     """Return whether the output holds the adapter that this job would write; see `is_done`."""
-    return _is_complete(job.inputs, partial(_other_adapter, job, hashes))
+    return _is_complete(job.inputs, lambda output: _other_adapter(job.at(output), hashes))
 
 
-def _is_complete(job: Job, other: Callable[[], str]) -> bool:
-    """Return whether an output is there and right. `other`: returns what is wrong with it, "" if nothing is."""
-    if not os.path.lexists(job.output):
+def _is_complete(job: Job, other: Callable[[Path], str], names: Sequence[str] | None = None) -> bool:
+    """Return whether an output is there and right. `other`: returns what is wrong with it, "" if nothing is. `names`:
+    the files of an output folder."""
+    output = job.output if sink_of(job.output) is None else present(job.output)
+    if output is None or not os.path.lexists(output):
         return False
     with failures(job.output):
-        wrong = other()
-    if wrong and not job.overwrite:
+        wrong = other(output)
+    if wrong and not job.overwrite and (sink_of(job.output) is None or is_taken(job.output, names)):
         raise UsageError(f"the output exists and {wrong}", str(job.output),
                          "choose another -o, or give --overwrite")  # fmt: skip
     return not wrong

@@ -79,9 +79,14 @@ def is_offline() -> bool:
     return any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in SWITCHES)
 
 
+def switches() -> str:
+    """Return the variables by which the user has switched requests off, for people."""
+    return " and ".join(name for name in SWITCHES if os.environ.get(name))
+
+
 def switched_off(address: Address) -> MergeError:
     """Return the error for a model that is not on this machine, if requests are switched off."""
-    names = " and ".join(name for name in SWITCHES if os.environ.get(name))
+    names = switches()
     what = "the model is not on this machine, and downloads are switched off"
     if address.scheme == HUB:
         what = "neither a file nor a folder here, nor in the cache of the hub, and downloads are switched off"

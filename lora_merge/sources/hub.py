@@ -45,7 +45,7 @@ class Hub:
     def local(self, address: Address) -> Path | None:
         """Return the path in the cache: of a file of a commit, or of anything if no request can be made."""
         path = stored_at(address)
-        if path is not None and (is_offline() or not _installed() or (address.pinned and path.is_file())):
+        if path is not None and (is_offline() or not is_installed() or (address.pinned and path.is_file())):
             return path
         return None
 
@@ -53,12 +53,12 @@ class Hub:
         """Return the files of a repository at the commit that a revision is now."""
         if is_offline():
             raise switched_off(address)
-        if not _installed():
+        if not is_installed():
             what = "neither a file nor a folder here, nor in the cache of the hub; downloads need huggingface_hub"
             raise UsageError(what, str(address), f"download it first: {address.download()}; or {INSTALL}")
         from huggingface_hub import HfApi
 
-        api = HfApi(endpoint=_endpoint(), library_name=NAME, library_version=__version__)
+        api = HfApi(endpoint=endpoint(), library_name=NAME, library_version=__version__)
         try:
             info = api.model_info(address.name, revision=address.revision or None, files_metadata=True)
         except Exception as e:  # noqa: BLE001  # the library has dozens of errors, in two versions of its HTTP client
@@ -89,7 +89,7 @@ class Hub:
 
         address = contents.address
         file = Address(HUB, address.name, address.revision, name)
-        url = f"{_endpoint() or SITE}/{address.name}/resolve/{address.revision}/{quote(name)}"
+        url = f"{endpoint() or SITE}/{address.name}/resolve/{address.revision}/{quote(name)}"
         return ranges(Endpoint(file, url, get_token() or "", _advice(file)), contents.files[name].size)
 
     def stored(self, contents: SourceFiles, name: str) -> Path | None:
@@ -110,7 +110,7 @@ class Hub:
         for name in names:
             try:
                 path = hf_hub_download(address.name, name, revision=address.revision, cache_dir=hub_folder(),
-                                       library_name=NAME, library_version=__version__, endpoint=_endpoint(),
+                                       library_name=NAME, library_version=__version__, endpoint=endpoint(),
                                        tqdm_class=_bar(advance))  # fmt: skip
             except Exception as e:  # noqa: BLE001  # as in `contents`
                 if _has_other_length(e):
@@ -157,11 +157,12 @@ def _remove_incomplete(address: Address, file: Listed) -> None:
         path.unlink(missing_ok=True)
 
 
-def _installed() -> bool:
+def is_installed() -> bool:
+    """Return whether huggingface_hub is installed."""
     return find_spec("huggingface_hub") is not None
 
 
-def _endpoint() -> str | None:
+def endpoint() -> str | None:
     """Return the hub that the user names, which the library reads when it is imported only."""
     return os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
 
@@ -216,7 +217,7 @@ def failed(address: Address, e: Exception) -> MergeError:
 
 
 def _advice(address: Address) -> dict[int, str]:
-    page = f"{_endpoint() or SITE}/{address.name}"
+    page = f"{endpoint() or SITE}/{address.name}"
     return {
         401: f"log in with a token that may read it: hf auth login (or HF_TOKEN); the page is {page}",
         403: f"accept its terms on {page}, then log in: hf auth login",

@@ -129,6 +129,21 @@ def locate(text: str) -> Path | None:
         return path
 
 
+def forget(address: Address) -> None:
+    """Look an address up anew when it is used next, and what is inside it: an output has been uploaded there."""
+
+    def touches(text: str) -> bool:
+        other = parse(text)
+        if other is None or other.scheme != address.scheme:
+            return False
+        inside = f"{other.name}/".startswith(f"{address.name}/")
+        return inside or (address.scheme != HUB and address.name.startswith(f"{other.name}/"))
+
+    with _lock:
+        for text in [text for text in _located if touches(text)]:
+            del _located[text]
+
+
 def _open(address: Address) -> Path:
     opener = OPENERS[address.scheme](Store.of_user())
     if (path := opener.local(address)) is not None:

@@ -51,9 +51,9 @@ class Objects:
             raise UsageError(what, str(address), f"download it first: {address.download()}; or {INSTALL}")
         bucket, key = _parts(address)
         try:
-            meta = _head(_store(address), key, address.revision)
+            meta = _head(store_of(address), key, address.revision)
         except Exception as e:  # noqa: BLE001  # the library's errors have no common base
-            error = _failed(address, e)
+            error = failed(address, e)
             if not isinstance(error, InputError) or address.revision:
                 raise error from None
             return self._folder(address, error)
@@ -68,7 +68,7 @@ class Objects:
 
         prefix = f"{_parts(address)[1].rstrip('/')}/"
         try:
-            rows = [row for rows in obstore.list(_store(address), prefix) for row in rows]
+            rows = [row for rows in obstore.list(store_of(address), prefix) for row in rows]
         except Exception:  # noqa: BLE001  # a role that may not list: the answer for the object itself counts
             raise missing from None
         files = {str(row["path"]).removeprefix(prefix): _listed(row) for row in rows}
@@ -83,7 +83,7 @@ class Objects:
         import obstore
 
         address, file = contents.address, contents.files[name]
-        store, key = _store(address), _key(contents, name)
+        store, key = store_of(address), _key(contents, name)
 
         def read(offset: int, count: int) -> bytes | memoryview:
             if not count:
@@ -93,7 +93,7 @@ class Objects:
             try:
                 raw = memoryview(obstore.get(store, key, options=stated).bytes())
             except Exception as e:  # noqa: BLE001
-                raise _failed(address, e) from None
+                raise failed(address, e) from None
             if len(raw) != count:
                 raise RemoteError("the object was changed while it was read", str(address), "run again")
             return raw
@@ -141,7 +141,8 @@ def _listed(meta: Any) -> Listed:
     return Listed(int(meta["size"]), "", str(meta.get("e_tag") or ""))
 
 
-def _store(address: Address) -> Any:
+def store_of(address: Address) -> Any:
+    """Return the bucket of an address; UsageError without what its provider needs."""
     from obstore.store import AzureStore, GCSStore, S3Store
 
     bucket = _parts(address)[0]
@@ -160,7 +161,7 @@ def _head(store: Any, key: str, version: str) -> Any:
     return obstore.get(store, key, options={"head": True, **({"version": version} if version else {})}).meta
 
 
-def _failed(address: Address, e: Exception) -> MergeError:
+def failed(address: Address, e: Exception) -> MergeError:
     """Return the error for a failure of obstore, whose texts hold URLs."""
     if isinstance(e, MergeError):
         return e

@@ -86,8 +86,8 @@ TYPED: Final[Mapping[str, str]] = {
         "tests/files/test_checkpoint_to_gguf.py::test_gguf_refuses_what_it_has_no_place_for[scaled codes kept-UsageError-no type for the quantised weights]",
     "write --dtype …":
         "tests/files/test_checkpoint_to_gguf.py::test_gguf_refuses_what_it_has_no_place_for[scaled codes kept-UsageError-no type for the quantised weights]",
-    "write a file here with -o NAME, then upload it":
-        "tests/cli/test_habits.py::test_mistakes_of_beginners_are_answered[base lora -o s3://x/y.safetensors-write a file here with -o NAME]",
+    "write a file here with -o NAME, or name hf://owner/name, s3://bucket/key, gs://… or az://…":
+        "tests/cli/test_habits.py::test_mistakes_of_beginners_are_answered[base lora -o civitai:12345-write a file here with -o NAME]",
     "write a folder for each: … -o OTHER":
         "tests/adapters_out/test_convert.py::test_dialect_refuses_what_it_cannot_hold",
     "write a PEFT folder with --format peft -o FOLDER, or drop it with --unmatched skip":
@@ -109,6 +109,10 @@ UNTYPED: Final[Mapping[str, tuple[str, ...]]] = {
         "use --device cpu, or another device",
         "use --device cpu; or start again, after a look at the driver's messages (nvidia-smi, dmesg)",
         "use fp32, or --device cpu",
+    ),
+    "a server is needed": (
+        "choose another repository, branch or name, or give --overwrite",
+        "unset …, or write a file here with -o NAME",
     ),
     "a cluster, or a worker that dies, is needed": (
         "check that every node has lora-merge and the memory it needs; `ray logs` shows more",

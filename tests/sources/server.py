@@ -62,6 +62,17 @@ class Machines:
     after: Callable[[], None] | None = None
     """Is called after the last of them."""
     etags: dict[str, str] = field(default_factory=dict)
+    created: dict[str, str] = field(default_factory=dict)
+    """Repositories that were created → their visibility."""
+    writers: set[str] = field(default_factory=lambda: {TOKEN})
+    """Tokens that may write; `users` may create repositories of these names."""
+    users: tuple[str, ...] = ("me",)
+    uploads: list[str] = field(default_factory=list)
+    """SHA-256 of what was sent to the store of large files."""
+    upload_breaks: list[int] = field(default_factory=list)
+    """Bytes after which the connections of the next uploads break."""
+    corrupt: bool = False
+    """Whether what is uploaded is damaged in the store."""
     large: int = 1000
     """Bytes from which on a file of a repository is in the store."""
     url: str = ""
@@ -69,6 +80,13 @@ class Machines:
 
     def commit(self, name: str) -> str:
         return self.commits.get(name, COMMIT)
+
+    def tree(self, name: str, revision: str) -> tuple[str, dict[str, bytes]] | None:
+        """Return the commit and the files of a branch, or of its last commit; other branches are `name@branch`."""
+        for key in (name, *(k for k in self.repositories if k.startswith(f"{name}@"))):
+            if revision in (key.partition("@")[2] or "main", self.commit(key)) and key in self.repositories:
+                return self.commit(key), self.repositories[key]
+        return None
 
     def bytes_sent(self, server: str = "") -> int:
         return sum(self.sent[n] for n, r in enumerate(self.requests) if server in ("", r.server))
@@ -100,6 +118,10 @@ def sha256(content: bytes) -> str:
     if isinstance(content, Hollow):
         return hashlib.sha256(b"hollow").hexdigest()
     return hashlib.sha256(content).hexdigest()
+
+
+def git_hash(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -134,6 +156,16 @@ class Handler(BaseHTTPRequestHandler):
             return
         if self.name == "store":
             self.of_store(path, token)
+        elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/auth-check/write", path):
+            self.give(200 if token in machines.writers else 403)
+        elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/refs", path):
+            branches = [k.partition("@")[2] or "main" for k in machines.repositories if k.partition("@")[0] == match[1]]
+            rows = [{"name": b, "ref": f"refs/heads/{b}", "targetCommit": COMMIT} for b in branches]
+            self.give(200, json.dumps({"branches": rows, "converts": [], "tags": []}).encode())
+        elif path == "/api/whoami-v2":
+            role = {"auth": {"accessToken": {"role": "write" if token in machines.writers else "read"}}}
+            me = {"name": machines.users[0], "orgs": [{"name": n} for n in machines.users[1:]], **role}
+            self.give(200 if token else 401, json.dumps(me).encode())
         elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
             self.info(match[1], match[2] or "main", token)
         elif match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
@@ -154,38 +186,76 @@ class Handler(BaseHTTPRequestHandler):
         if name not in machines.repositories:
             self.give(401, b"", {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"})
             return
-        if revision not in ("main", machines.commit(name)):
+        tree = machines.tree(name, revision)
+        if tree is None:
             self.give(404, b"", {"X-Error-Code": "RevisionNotFound", "X-Error-Message": "Invalid rev id"})
             return
-        siblings = []
-        for file, content in machines.repositories[name].items():
-            entry: dict[str, Any] = {
-                "rfilename": file,
-                "size": len(content),
-                "blobId": sha256(content)[:40],
-            }
-            if len(content) >= machines.large:
-                entry["lfs"] = {"sha256": sha256(content), "size": len(content), "pointerSize": 130}
-            siblings.append(entry)
-        body = {"id": name, "modelId": name, "sha": machines.commit(name), "siblings": siblings, "tags": [],
+        siblings = [{"rfilename": file, **self.facts(content)} for file, content in tree[1].items()]
+        body = {"id": name, "modelId": name, "sha": tree[0], "siblings": siblings, "tags": [],
                 "private": False, "downloads": 0, "likes": 0}  # fmt: skip
         self.give(200, json.dumps(body).encode(), {"Content-Type": "application/json"})
 
+    def facts(self, content: bytes) -> dict[str, Any]:
+        large = len(content) >= self.machines.large
+        entry: dict[str, Any] = {"size": len(content), "blobId": (sha256(content)[:40] if large else git_hash(content))}
+        if large:
+            entry["lfs"] = {"sha256": sha256(content), "size": len(content), "pointerSize": 130}
+        return entry
+
+    def do_PUT(self) -> None:
+        """Take the content of a large file."""
+        machines, length = self.machines, int(self.headers["Content-Length"])
+        if machines.upload_breaks:
+            self.rfile.read(min(length, machines.upload_breaks.pop(0)))
+            self.close_connection = True
+            self.connection.close()
+            return
+        content = self.rfile.read(length)
+        if self.headers.get("Authorization") or SIGNATURE not in self.path:
+            self.give(403)
+            return
+        machines.blobs[sha256(content)] = content[:-1] + b"?" if machines.corrupt else content
+        machines.uploads.append(sha256(content))
+        self.give(200)
+
+    def do_POST(self) -> None:
+        """Answer what changes a repository, or asks about many files of one."""
+        from tests.sources.hub_writes import answer
+
+        path, token = unquote(urlsplit(self.path).path), self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if "chunked" in self.headers.get("Transfer-Encoding", ""):
+            body = b""
+            while size := int(self.rfile.readline(), 16):
+                body += self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+        else:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.machines.requests.append(Request(self.name, "POST", path, "", token, self.headers.get("User-Agent", "")))
+        self.machines.sent.append(0)
+        self.number = len(self.machines.sent) - 1
+        if self.machines.answers and (status := self.machines.answers.pop(0)):
+            self.give(status, b"", {"Retry-After": "0"})
+            return
+        status, value, headers = answer(self.machines, path, body, token)
+        self.give(status, json.dumps(value).encode(), {"Content-Type": "application/json", **headers})
+
     def resolve(self, name: str, revision: str, file: str, token: str) -> None:
         machines = self.machines
-        commit = {"X-Repo-Commit": machines.commit(name)}
-        if name not in machines.repositories or revision not in ("main", machines.commit(name)):
+        tree = machines.tree(name, revision)
+        commit = {"X-Repo-Commit": tree[0] if tree else ""}
+        if tree is None:
             self.give(404, b"", {"X-Error-Code": "RepoNotFound"})
         elif name in machines.gated and token != TOKEN:
             self.give(403 if token else 401, b"", {**commit, "X-Error-Code": "GatedRepo", "X-Error-Message": "gated"})
-        elif file not in machines.repositories[name]:
+        elif file not in tree[1]:
             self.give(404, b"", {**commit, "X-Error-Code": "EntryNotFound"})
         else:
-            content = machines.repositories[name][file]
+            content = tree[1][file]
             if len(content) < machines.large:
-                self.content(content, f'"{hashlib.sha1(content).hexdigest()}"', commit)
+                self.content(content, f'"{git_hash(content)}"', commit)
                 return
-            machines.blobs[sha256(content)] = content
+            machines.blobs.setdefault(sha256(content), content)
             linked = {"X-Linked-Size": str(len(content)), "X-Linked-ETag": f'"{sha256(content)}"', **commit}
             self.give(302, b"", {**linked, "Location": f"{machines.store}/blob/{sha256(content)}?X-Sig={SIGNATURE}"})
 

@@ -9,7 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_merge.addresses import CIVITAI, HUB, OBJECTS, Address, parse, split
+from lora_merge.addresses import (
+    CIVITAI,
+    HUB,
+    OBJECTS,
+    Address,
+    output_address,
+    parse,
+    split,
+    upload_address,
+    upload_path,
+    with_addresses,
+)  # fmt: skip
 from lora_merge.errors import UsageError
 
 DIGEST = "0123456789abcdef" * 4
@@ -117,3 +128,39 @@ def test_address_shows_no_secret(text: str) -> None:
     assert address is not None
     for words in (str(address), address.download(), repr(address) if address.scheme in OBJECTS else ""):
         assert "secret" not in words
+
+
+PARTS = st.text("ab.-_ %:é", min_size=1, max_size=8).filter(lambda s: s not in (".", ".."))
+
+
+@given(st.sampled_from(OBJECTS), WORD, st.lists(PARTS, max_size=3))
+def test_path_of_a_local_copy_is_that_of_its_object(scheme: str, bucket: str, key: list[str]) -> None:
+    address = Address(scheme, "/".join([bucket, *key]))
+    path = upload_path(address, Path("/cache"))
+    assert upload_address(path) == address and len(path.relative_to("/cache").parts) == 3 + len(key)
+    assert with_addresses(f"at {path}") == f"at {address}" or re.search(r"\s", str(address))
+
+
+@given(WORD, WORD, st.sampled_from(["", "main", "v1.0"]), st.lists(PARTS, max_size=3))
+def test_path_of_a_local_copy_is_that_of_its_repository(owner: str, name: str, branch: str, inside: list[str]) -> None:
+    address = Address(HUB, f"{owner}/{name}", branch, "/".join(inside))
+    assert upload_address(upload_path(address, Path("/cache"))) == address
+
+
+@pytest.mark.parametrize(("text", "address"), [
+    ("hf://me/sd", Address(HUB, "me/sd")), ("hf://me/sd@half/x/", Address(HUB, "me/sd", "half", "x")),
+    ("https://huggingface.co/me/sd", Address(HUB, "me/sd")), ("s3://b", Address("s3", "b")),
+    ("s3:/b/out/", Address("s3", "b/out")), ("gs://b/a.safetensors", Address("gs", "b/a.safetensors")),
+    ("me/sd", None), ("out.safetensors", None), (r"C:\out.safetensors", None),
+])  # fmt: skip
+def test_output_is_an_address_with_a_scheme_or_a_path(text: str, address: Address | None) -> None:
+    assert output_address(text) == address
+
+
+@pytest.mark.parametrize("text", [
+    "civitai:1", "https://example.org/a.safetensors", "ms://me/sd", f"sha256:{'0' * 64}", "hf://me", "hf://me/sd:0.5",
+    f"hf://me/sd@{'0' * 40}", "hf://me/sd@refs/pr/1", "s3://b/a?versionId=1", "s3://b/../a", "s3://b//a", "hf://datasets/me/x",
+])  # fmt: skip
+def test_address_that_takes_no_output_is_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        output_address(text)

@@ -125,7 +125,7 @@ def test_cache_on_disk_is_read_without_the_library_and_without_requests(
 ) -> None:
     assert run("hf://me/sd/sd.safetensors", "hf://me/style", "-o", "a.safetensors")[0] == 0
     asked = len(published.requests)
-    monkeypatch.setattr(hub, "_installed", lambda: False)
+    monkeypatch.setattr(hub, "is_installed", lambda: False)
     inputs._located.clear()
     code, _, err = run(f"hf://me/sd@{COMMIT}/sd.safetensors", "hf://me/style", "-o", "b.safetensors")
     assert code == 0, err
@@ -136,7 +136,7 @@ def test_cache_on_disk_is_read_without_the_library_and_without_requests(
 def test_model_that_is_not_here_is_refused_with_the_command_that_downloads_it(
     published: Machines, run: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub, "_installed", lambda: False)
+    monkeypatch.setattr(hub, "is_installed", lambda: False)
     code, _, err = run("hf://me/sd@main/sd.safetensors", "style.safetensors")
     assert (
         code == 2 and "hf download me/sd sd.safetensors --revision main" in err and "pip install huggingface_hub" in err

@@ -1,0 +1,108 @@
+"""The seam between addresses and outputs: every other room writes to local paths alone.
+
+`stage` returns the path of a local copy for an address. The output is written and proven there; `disk/publish.py` then
+hands it to the sink of its address, which uploads it and reads what it has uploaded, and the local copy is removed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from ..addresses import HUB, OBJECTS, UPLOADS, Address, upload_address, upload_path
+from ..disk.publish import remove_stale
+from ..disk.uploads import Sink
+from ..errors import InputError, UsageError
+from ..text import size as spoken_size
+from .contents import is_offline, switches
+from .inputs import forget, locate
+from .store import store
+
+
+def _hub() -> Sink:
+    from .hub_upload import HubSink
+
+    return HubSink()
+
+
+def _objects() -> Sink:
+    from .object_upload import ObjectSink
+
+    return ObjectSink()
+
+
+SINKS: Final[Mapping[str, Callable[[], Sink]]] = MappingProxyType(
+    {HUB: _hub, **dict.fromkeys(OBJECTS, _objects)}
+)  # fmt: skip
+"""Scheme → the sink that takes outputs with its addresses."""
+
+
+def stage(address: Address) -> Path:
+    """Return the path of the local copy of an output. UsageError if no request can be made.
+
+    It is in `$LORA_MERGE_CACHE`, or else in the user's cache folder or the temporary one, whichever has more space.
+    """
+    if is_offline():
+        raise UsageError("requests are switched off, and the output is on another machine", str(address),
+                         f"unset {switches()}, or write a file here with -o NAME")  # fmt: skip
+    return upload_path(address, outbox(store()))
+
+
+def on_this_machine(output: Path) -> Path:
+    """Return the path of an output as this machine has it, for one that another machine has planned."""
+    address = upload_address(output)
+    return output if address is None else stage(address)
+
+
+def sink_at(path: Path) -> Sink | None:
+    """Return the sink of the local copy at a path; None for an output of this machine."""
+    address = upload_address(path)
+    return None if address is None else SINKS[address.scheme]()
+
+
+@lru_cache
+def outbox(cache: Path) -> Path:
+    """Return the folder of local copies; those that killed runs have left there are removed."""
+    folders = [cache] if os.environ.get("LORA_MERGE_CACHE") else [cache, Path(tempfile.gettempdir())]
+    folder = max(folders, key=_free)
+    for path in sorted((folder / UPLOADS).rglob("*"), reverse=True):  # the innermost first
+        if path.is_dir() and not any(part.endswith(".part") for part in path.parts):
+            with suppress(OSError):  # another run writes there
+                remove_stale(path)
+                path.rmdir()
+    return folder
+
+
+def _free(folder: Path) -> int:
+    return shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
+
+
+def announcement(output: Path, size: int | None = None) -> str:
+    """Return where the local copy of an output is, for people; "" for an output of this machine."""
+    address = upload_address(output)
+    if address is None:
+        return ""
+    folder = next(p for p in output.parents if p.name == UPLOADS)
+    what = "the output is" if size is None else f"{spoken_size(size)} are"
+    return (f"{what} written into {folder.parent} first, with {spoken_size(_free(folder))} free, and uploaded from "
+            f"there to {address}")  # fmt: skip
+
+
+def present(output: Path) -> Path | None:
+    """Return the path of placeholders for what is at an output's address now; None if nothing is there, and for an
+    output of this machine."""
+    address = upload_address(output)
+    if address is None:
+        return None
+    forget(address)
+    try:
+        return locate(str(address))
+    except InputError:
+        return None

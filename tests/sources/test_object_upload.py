@@ -1,0 +1,230 @@
+"""Outputs that are uploaded to S3, served by moto."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import socketserver
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lora_merge
+from lora_merge.sources import object_upload
+from tests.sources.test_hub import llama_folder, peft_folder
+from tests.sources.test_objects import Command, bucket, run, server
+
+obstore = pytest.importorskip("obstore")
+boto3 = pytest.importorskip("boto3")
+
+__all__ = ["bucket", "run", "server"]
+
+MERGE = ("base.safetensors", "style.safetensors:0.5")
+
+
+def names(prefix: str = "out/") -> list[str]:
+    rows = obstore.list(obstore.store.S3Store("models"), prefix)
+    return sorted(str(row["path"]) for some in rows for row in some)
+
+
+def unfinished(server: str) -> list[str]:
+    uploads = boto3.client("s3", endpoint_url=server).list_multipart_uploads(Bucket="models").get("Uploads", [])
+    return [upload["Key"] for upload in uploads]
+
+
+@pytest.fixture
+def out(bucket: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """The bucket, with small parts; at its end nothing that tests have uploaded is left."""
+    monkeypatch.setattr(object_upload, "PART", 8 << 10)
+    monkeypatch.setattr("moto.s3.models.S3_UPLOAD_PART_MIN_SIZE", 1 << 10)
+    yield bucket
+    for name in names():
+        obstore.delete(bucket, name)
+    assert not [*tmp_path.rglob("lora-merge-uploads/*")]
+
+
+def test_merge_to_an_object_is_the_file_of_the_merge(out: Any, run: Command) -> None:
+    assert run(*MERGE, "-o", "a.safetensors")[0] == 0
+    code, text, err = run(*MERGE, "-o", "s3://models/out/a", "--json")
+    report = json.loads(text)
+    assert code == 0 and report["output"] == "s3://models/out/a.safetensors", err
+    assert report["notes"][-1].endswith("the MD5 of all bytes there is that of the local copy")
+    assert bytes(obstore.get(out, "out/a.safetensors").bytes()) == Path("a.safetensors").read_bytes()
+    assert "secret" not in text + err
+    code, _, err = run(*MERGE, "-o", "s3://models/out/a")
+    assert code == 2 and "the output exists" in err
+    code, text, _ = run(*MERGE, "-o", "s3://models/out/a", "--dry-run")
+    assert code == 0 and "the output exists" in text and "first, with" in text
+    assert run("base.safetensors", "style.safetensors", "-o", "s3://models/out/a", "--overwrite")[0] == 0
+    code, _, err = run("verify", "s3://models/out/a.safetensors")
+    assert code == 0, err
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), pytest.param(OSError("broken"), marks=pytest.mark.slow)])
+def test_upload_that_ends_early_leaves_neither_objects_nor_parts(
+    out: Any, run: Command, server: str, monkeypatch: pytest.MonkeyPatch, stop: BaseException
+) -> None:
+    write = object_upload.ObjectWriter.write
+
+    def stopped(upload: Any) -> Iterator[int]:
+        yield from write(upload)
+        assert unfinished(server) == [upload.key]
+        raise stop
+
+    monkeypatch.setattr(object_upload.ObjectWriter, "write", stopped)
+    code, _, err = run(*MERGE, "-o", "s3://models/out/a")
+    assert code == (130 if isinstance(stop, KeyboardInterrupt) else 5), err
+    assert not names() and not unfinished(server)
+
+
+@pytest.mark.slow
+def test_damaged_upload_is_removed_and_reported(out: Any, run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    complete = object_upload.ObjectWriter.complete
+
+    def damage(upload: Any) -> None:
+        complete(upload)
+        content = bytearray(bytes(obstore.get(out, upload.key).bytes()))
+        content[len(content) // 2] ^= 1
+        obstore.put(out, upload.key, bytes(content))
+
+    monkeypatch.setattr(object_upload.ObjectWriter, "complete", damage)
+    code, _, err = run(*MERGE, "-o", "s3://models/out/a")
+    assert code == 6 and "is not the one that was sent" in err and not names(), err
+
+
+@pytest.mark.slow
+def test_folder_is_complete_with_its_index_last(
+    out: Any, run: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    llama_folder(tmp_path / "tiny"), peft_folder(tmp_path / "peft")
+    order: list[str] = []
+    complete = object_upload.ObjectWriter.complete
+    monkeypatch.setattr(object_upload.ObjectWriter, "complete", lambda u: (order.append(u.key), complete(u)))
+    assert run("tiny", "peft:0.5", "-o", "there")[0] == 0
+    code, text, err = run("tiny", "peft:0.5", "-o", "s3://models/out/tiny", "--json")
+    assert code == 0 and json.loads(text)["output"] == "s3://models/out/tiny", err
+    assert names() == sorted(f"out/tiny/{p.name}" for p in Path("there").iterdir())
+    for path in (p for p in Path("there").iterdir() if p.name != "README.md"):  # whose title is the folder's name
+        assert bytes(obstore.get(out, f"out/tiny/{path.name}").bytes()) == path.read_bytes()
+    assert order[0].endswith(".safetensors") and order[-1] == "out/tiny/model.safetensors.index.json"
+    code, _, err = run("verify", "s3://models/out/tiny", "--full")
+    assert code == 0, err
+    obstore.put(out, "out/tiny/other.txt", b"")
+    code, _, err = run("tiny", "peft", "-o", "s3://models/out/tiny", "--overwrite")
+    assert code == 2 and "other.txt" in err
+    assert run(*MERGE, "-o", "s3://models/out/carded", "--card")[0] == 0
+    assert b"lora-merge" in bytes(obstore.get(out, "out/carded.md").bytes())
+    obstore.delete(out, "out/tiny/other.txt")
+    assert run("tiny", "peft", "-o", "s3://models/out/tiny", "--overwrite")[0] == 0
+
+
+@pytest.mark.slow
+def test_every_command_that_writes_takes_an_address(out: Any, run: Command, tmp_path: Path) -> None:
+    llama_folder(tmp_path / "tiny"), peft_folder(tmp_path / "peft")
+    style, to = "style.safetensors", "s3://models/out/"
+    calls = [
+        ("resize", style, "--rank", "2"), ("convert", style, "--to", "comfy", "--base", "base.safetensors"), ("combine", style, style),
+        ("average", style, style), ("extract", "base.safetensors", "merged.safetensors", "--rank", "4"),
+        ("unmerge", "merged.safetensors"), ("replay", "merged.safetensors"), ("resize", "peft", "--rank", "2"),
+    ]  # fmt: skip
+    assert run(*MERGE, "-o", "merged.safetensors")[0] == 0
+    for n, call in enumerate(calls):
+        name = f"{n}" if call[1] == "peft" else f"{n}.safetensors"
+        code, text, err = run(*call, "-o", f"{to}{name}", "--json")
+        assert code == 0 and json.loads(text)["output"] == f"{to}{name}", (call, err)
+        assert run(*call, "-o", name)[0] == 0
+        files = [Path(name)] if Path(name).is_file() else [*Path(name).iterdir()]
+        for path in files:
+            key = f"out/{name}" if path == Path(name) else f"out/{name}/{path.name}"
+            assert bytes(obstore.get(out, key).bytes()) == path.read_bytes(), key
+    report = lora_merge.merge("base.safetensors", style, "s3://models/out/python")
+    assert report.output == "s3://models/out/python.safetensors" and "out/python.safetensors" in names()
+    code, _, err = run("convert", style, "--to", "comfy", "--base", "base.safetensors", "-o", "s3://models/out/")
+    assert code == 0 and "out/style.comfy.safetensors" in names(), err
+
+
+class Proxy(socketserver.ThreadingTCPServer):
+    """Passes bytes on to a server; the next connections are cut after so many bytes that the client has sent."""
+
+    daemon_threads = True
+
+    def __init__(self, server: str, cuts: list[int]) -> None:
+        host, _, port = server.removeprefix("http://").partition(":")
+        self.place, self.cuts, self.cut = (host, int(port)), cuts, 0
+        super().__init__(("127.0.0.1", 0), Passing)
+
+
+class Passing(socketserver.BaseRequestHandler):
+    server: Proxy
+
+    def handle(self) -> None:
+        """Pass on what comes from either side."""
+        there, sent = socket.create_connection(self.server.place), 0
+        with there:
+            while True:
+                for side in select.select([self.request, there], [], [])[0]:
+                    data = side.recv(1 << 16)
+                    sent += len(data) if side is self.request else 0
+                    if self.server.cuts and sent > self.server.cuts[0]:
+                        self.server.cuts.pop(0)
+                        self.server.cut += 1
+                        return
+                    if not data:
+                        return
+                    (there if side is self.request else self.request).sendall(data)
+
+
+@pytest.mark.slow
+def test_connections_that_are_cut_are_made_again(out: Any, run: Command, server: str) -> None:
+    with Proxy(server, [6000]) as proxy, pytest.MonkeyPatch.context() as patch:
+        threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.server_address[1]}")
+        assert run(*MERGE, "-o", "a.safetensors")[0] == 0
+        code, _, err = run(*MERGE, "-o", "s3://models/out/a")
+        proxy.shutdown()
+    assert code == 0 and proxy.cut == 1 and not unfinished(server), err
+    assert bytes(obstore.get(out, "out/a.safetensors").bytes()) == Path("a.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_batch_writes_to_a_bucket_and_skips_what_is_there(out: Any, run: Command, tmp_path: Path) -> None:
+    jobs = {"version": 1, "jobs": [
+        {"base": "s3://models/sd/base.safetensors", "adapters": [{"path": "style.safetensors", "strength": "{s}"}],
+         "matrix": {"s": [0.25, 0.5]}, "output": "s3://models/out/style-{s}.safetensors"},
+        {"command": "resize", "adapters": ["style.safetensors"], "rank": 2, "output": "s3://models/out/small"},
+    ]}  # fmt: skip
+    Path("jobs.yaml").write_text(json.dumps(jobs))
+    code, text, err = run("batch", "jobs.yaml", "--json")
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert code == 0 and names() == [
+        "out/small.safetensors",
+        "out/style-0.25.safetensors",
+        "out/style-0.5.safetensors",
+    ], err
+    assert {row["output"] for row in rows} == {f"s3://models/{name}" for name in names()}
+    code, text, err = run("batch", "jobs.yaml", "--json", "--workers", "2")
+    assert code == 0 and [json.loads(line)["status"] for line in text.splitlines()] == ["skipped"] * 3, err
+    obstore.delete(out, "out/style-0.5.safetensors")
+    code, text, err = run("batch", "jobs.yaml", "--json", "--workers", "2")
+    assert code == 0 and len(names()) == 3, err
+
+
+@pytest.mark.slow
+def test_output_in_place_of_an_object_that_is_read_is_refused(out: Any, run: Command) -> None:
+    where = "s3://models/sd/base.safetensors"
+    code, _, err = run(where, "style.safetensors", "-o", where, "--overwrite")
+    assert code == 2 and "would replace" in err and where in err
+
+
+@pytest.mark.slow
+def test_role_that_may_not_write_is_named(out: Any, run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise obstore.exceptions.PermissionDeniedError("https://secret?X-Amz-Signature=secret")
+
+    monkeypatch.setattr("obstore.open_writer", refused)
+    code, _, err = run(*MERGE, "-o", "s3://models/out/a")
+    assert code == 2 and "PutObject" in err and "secret" not in err
