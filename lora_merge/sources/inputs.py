@@ -140,8 +140,8 @@ def forget(address: Address) -> None:
         return inside or (address.scheme != HUB and address.name.startswith(f"{other.name}/"))
 
     with _lock:
-        for text in [text for text in _located if touches(text)]:
-            del _located[text]
+        for key in [key for key in _located if touches(key[0])]:
+            del _located[key]
 
 
 def _open(address: Address) -> Path:

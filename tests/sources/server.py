@@ -116,7 +116,7 @@ class Hollow(mmap.mmap):
 @lru_cache(32)
 def sha256(content: bytes) -> str:
     if isinstance(content, Hollow):
-        return hashlib.sha256(b"hollow").hexdigest()
+        return hashlib.sha256(b"hollow %d" % len(content)).hexdigest()
     return hashlib.sha256(content).hexdigest()
 
 
