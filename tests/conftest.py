@@ -23,27 +23,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
-import jinja2
-import numpy as np
 import pytest
-import torch
-from hypothesis import HealthCheck, settings
 
 from lora_merge.process import NUMBERS, collect_rarely
 from tests.kit.fixes import TYPED
-from tests.kit.pairs import WHOLE, examples, mark_cases
+from tests.kit.package import syntax
+from tests.kit.pairs import WHOLE, examples, leave_out
 
 ROOT = Path(__file__).resolve().parents[1]
-
-settings.register_profile(
-    "lane", max_examples=examples(100), derandomize=not WHOLE, database=None, deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)  # fmt: skip
-settings.load_profile("lane")
-
-jinja2.Environment.compile = functools.cache(jinja2.Environment.compile)  # type: ignore[method-assign]
-"""PEFT saves a model card with every adapter, from one template that it compiles anew: half of the time of saving."""
-
 
 to_disk = os.fsync
 
@@ -184,6 +171,7 @@ def hooks() -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    module._tree = syntax  # type: ignore[attr-defined]  # the trees that other tests have too
     return module
 
 
@@ -210,15 +198,57 @@ def _signals_restored() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Before cases are chosen by their marks, those that repeat pairs of others are marked."""
-    mark_cases(items)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Prepare libraries in processes that run tests; the one that hands tests out to others starts them at once."""
+    if session.config.pluginmanager.has_plugin("dsession"):
+        return
+    import jinja2
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "lane", max_examples=examples(100), derandomize=not WHOLE, database=None, deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )  # fmt: skip
+    settings.load_profile("lane")
+    # PEFT saves a model card with every adapter, from one template that it compiles anew: half of the time of saving.
+    jinja2.Environment.compile = functools.cache(jinja2.Environment.compile)  # type: ignore[method-assign]
+    _save_quickly()
+
+
+def _save_quickly() -> None:
+    """The library makes an array of numpy of every tensor to learn its address: four fifths of the time of saving."""
+    from safetensors import torch as library
+
+    usual = getattr(library, "_flatten_as_ptr", None)
+    if usual is None:
+        return
+    from safetensors import TensorSpec
+
+    def quick(tensors: dict[str, Any], alive: list[Any]) -> dict[str, Any]:
+        if not all(t.is_contiguous() and t.device.type == "cpu" and t.nbytes for t in tensors.values()):
+            return usual(tensors, alive)
+        library._evaluate_tensors_for_save(tensors)
+        alive += tensors.values()
+        return {
+            name: TensorSpec(dtype=str(t.dtype)[6:], shape=t.shape, data_ptr=t.data_ptr(), data_len=t.nbytes)
+            for name, t in tensors.items()
+        }
+
+    library._flatten_as_ptr = quick
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """In the fast lane, cases that repeat pairs of others are not made."""
+    leave_out(metafunc)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Random numbers depend on the test alone, not on which of them ran before it in this process."""
+    import numpy as np
+    import torch
+
     torch.default_generator.manual_seed(0)  # torch.manual_seed formats the stack for devices that are not there: 0.4 ms
     np.random.seed(0)
     random.seed(0)

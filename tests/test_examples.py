@@ -152,6 +152,7 @@ def test_lines_of_the_dockerfile_run(tmp_path: Path) -> None:
     assert done.stdout == f"lora-merge {lora_merge.__version__}\n"
 
 
+@pytest.mark.release
 def test_picture_is_of_this_program(tmp_path: Path) -> None:
     """It shows what is printed now, but for numbers; `python -m tests.kit.picture` makes it anew."""
     picture.files(tmp_path, full=False)

@@ -12,7 +12,7 @@ import pytest
 from lora_merge.cli import main as program
 from tests.kit.adapters import kohya
 from tests.kit.files import load, save
-from tests.kit.models import sd1
+from tests.kit.models import sd1_sample
 from tests.kit.readme import PAGES, README, ROOT, current
 
 TEXT = README.read_text(encoding="utf-8")
@@ -50,9 +50,9 @@ def test_readme_commands_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    save(sd1(), tmp_path / "sdxl.safetensors")
+    save(sd1_sample(), tmp_path / "sdxl.safetensors")
     for n, name in enumerate(("style", "detail")):
-        save(kohya(sd1(), seed=n), tmp_path / f"{name}.safetensors")
+        save(kohya(sd1_sample(), seed=n), tmp_path / f"{name}.safetensors")
     commands = [
         c for c in re.findall(r"^(lora-merge .*?)(?:\s+#.*)?$", TEXT, re.MULTILINE) if "sdxl" in c or "inspect" in c
     ]

@@ -43,12 +43,14 @@ def index(hooks: ModuleType) -> str:
     return str(hooks.errors())
 
 
+@pytest.mark.release
 def test_error_index_names_messages_with_their_fix(index: str) -> None:
     assert "| file not found | did you mean …? |" in index
     assert "UnmatchedModules: exit code 4" in index
     assert len(re.findall(r"^\| ", index, re.MULTILINE)) > 200
 
 
+@pytest.mark.release
 def test_error_index_has_the_text_of_nearly_every_error(hooks: ModuleType) -> None:
     """Some pass on the text of another error."""
     from lora_merge import errors
@@ -58,6 +60,7 @@ def test_error_index_has_the_text_of_nearly_every_error(hooks: ModuleType) -> No
     assert share_with_text(hooks, kinds) > 0.97
 
 
+@pytest.mark.release
 def test_page_of_notes_has_the_text_of_nearly_every_note(hooks: ModuleType) -> None:
     assert share_with_text(hooks, frozenset({"Note"})) > 0.9
 

@@ -187,10 +187,12 @@ def test_facts_of_a_formula_are_fields_of_its_row() -> None:
     for module, path in modules():
         if room(module) == "algorithms":
             continue
-        tree = syntax(path)
-        rows = {a.asname or a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and "algorithms" in (n.module or "")
+        tree, inner = syntax(path), nodes(path)
+        rows = {a.asname or a.name for n in inner if isinstance(n, ast.ImportFrom) and "algorithms" in (n.module or "")
                 for a in n.names}  # fmt: skip
-        asked = [n for n in ast.walk(tree) if isinstance(n, ast.Compare)]
+        if not rows:
+            continue
+        asked = [n for n in inner if isinstance(n, ast.Compare)]
         asked += [n for n in tree.body if isinstance(n, ast.Assign | ast.AnnAssign)]
         names = {n.value.id for a in asked for n in ast.walk(a)
                  if isinstance(n, ast.Attribute) and n.attr == "name" and isinstance(n.value, ast.Name)}  # fmt: skip

@@ -224,19 +224,17 @@ def _tree(path: Path) -> ast.Module:
 
 @cache
 def _calls_of(path: Path) -> Sequence[tuple[ast.Call, ast.FunctionDef | None, str]]:
-    return [*_calls(_tree(path), None, "")]
-
-
-def _calls(
-    node: ast.AST, function: ast.FunctionDef | None, kind: str
-) -> Iterator[tuple[ast.Call, ast.FunctionDef | None, str]]:
-    """Yield every call below a node, with the function and the class that it stands in."""
-    if isinstance(node, ast.Call):
-        yield node, function, kind
-    function = node if isinstance(node, ast.FunctionDef) else function
-    kind = node.name if isinstance(node, ast.ClassDef) else kind
-    for inner in ast.iter_child_nodes(node):
-        yield from _calls(inner, function, kind)
+    """Return every call in a module, with the function and the class that it stands in."""
+    found = []
+    waiting: list[tuple[ast.AST, ast.FunctionDef | None, str]] = [(_tree(path), None, "")]
+    while waiting:
+        node, function, kind = waiting.pop()
+        if isinstance(node, ast.Call):
+            found.append((node, function, kind))
+        function = node if isinstance(node, ast.FunctionDef) else function
+        kind = node.name if isinstance(node, ast.ClassDef) else kind
+        waiting += [(inner, function, kind) for inner in reversed([*ast.iter_child_nodes(node)])]
+    return found
 
 
 Texts: TypeAlias = dict[str, list[str]]

@@ -73,6 +73,7 @@ def kohya_key(key: str) -> str:
     return f"lora_unet_{module.replace('.', '_')}{slot}"
 
 
+@pytest.mark.slow
 def test_no_torch_is_imported(base: Path, tmp_path: Path) -> None:
     save_file(of_flux(), tmp_path / "a.safetensors")
     code = ("import sys, lora_merge; "

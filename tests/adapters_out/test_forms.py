@@ -12,7 +12,7 @@ from lora_merge.adapters_out.commands import COMMANDS
 from lora_merge.progress import unwatched
 from tests.kit.adapters import kohya
 from tests.kit.files import save
-from tests.kit.models import sd1
+from tests.kit.models import sd1_sample
 
 CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "a rule for kernels is none for 1x1": ("resize", ("a",), {"rank": 3, "conv_rank": 1}),
@@ -34,9 +34,9 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("forms")
-    save(sd1(), folder / "base.safetensors")
+    save(sd1_sample(), folder / "base.safetensors")
     for name, seed in (("a", 100), ("b", 300)):
-        save(kohya(sd1(), seed=seed, rank=4), folder / f"{name}.safetensors")
+        save(kohya(sd1_sample(), seed=seed, rank=4), folder / f"{name}.safetensors")
     lora_merge.merge(folder / "base.safetensors", folder / "a.safetensors", folder / "tuned.safetensors", dtype="fp32")
     return folder
 

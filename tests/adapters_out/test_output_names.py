@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 PAIRS = [(model, first, second) for model in ("sd1", "flux") for first in WORDS for second in WORDS]
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("options", [{}, {"algorithm": "full"}, {"rank": 2}], ids=["exact", "full", "rank"])
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_all_layers_are_in_the_dialect_of_the_first_adapter(

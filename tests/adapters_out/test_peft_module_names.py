@@ -53,6 +53,7 @@ def expect_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
     assert all(torch.allclose(one[name], other[name], atol=1e-5) for name in one)
 
 
+@pytest.mark.few(2)
 def test_peft_finds_every_layer_of_a_folder(files: tuple[Any, Path, Path], tmp_path: Path) -> None:
     model, base, lora = files
     wanted = loaded(model, base, lora)

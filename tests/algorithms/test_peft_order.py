@@ -58,7 +58,7 @@ def test_layers_that_are_not_named_are_those_that_peft_selects(chosen: str) -> N
     assert wanted
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("method", METHODS)
@@ -89,7 +89,7 @@ def test_order_is_that_of_named_modules(model: str) -> None:
     assert in_order([], model) == []
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["llama", "opt", "FluxTransformer2DModel", "WanTransformer3DModel"])
 def test_table_of_orders_is_what_its_generator_makes(name: str) -> None:

@@ -87,6 +87,7 @@ def factored(adapters: list[Path]) -> list[Path]:
     return [a for a in adapters if "experts" not in a.parent.name]
 
 
+@pytest.mark.slow
 def test_method_sees_the_change_and_not_how_a_row_factors_it(files: Folder, tmp_path: Path) -> None:
     """Every row, and the same changes as whole matrices, which no method tells from each other."""
     base, adapters = files[0], factored(files[1])

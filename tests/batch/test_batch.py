@@ -46,7 +46,7 @@ from tests.kit import command_line
 from tests.kit.adapters import kohya
 from tests.kit.cost import steps
 from tests.kit.files import load, save, strays
-from tests.kit.models import sd1
+from tests.kit.models import sd1_sample
 from tests.kit.oracles import assert_rounded, expected
 from tests.kit.tensors import rand
 
@@ -58,7 +58,7 @@ PATIENCE = 300  # seconds after which something hangs, on any machine
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
     """A folder with a base and two adapters."""
-    base = sd1()
+    base = sd1_sample()
     save(base, tmp_path / "base.safetensors")
     save(kohya(base), tmp_path / "ink.safetensors")
     save(kohya(base, te=False, rank=2, seed=7), tmp_path / "oil.safetensors")
@@ -234,7 +234,7 @@ def test_output_of_another_recipe_is_refused_or_with_overwrite_redone(models: Pa
 @pytest.fixture
 def sharded(models: Path) -> Path:
     """The same, the base a folder of two shards with files beside them."""
-    tensors = list(sd1().items())
+    tensors = list(sd1_sample().items())
     (models / "base").mkdir()
     for n, some in enumerate((tensors[:9], tensors[9:]), 1):
         save(dict(some), models / "base" / f"model-0000{n}-of-00002.safetensors")
@@ -282,7 +282,7 @@ def test_folder_with_a_shard_of_another_merge_is_not_done(sharded: Path, number:
 
 
 def test_failures_stay_in_their_job(models: Path) -> None:
-    broken = kohya(sd1(), seed=3)
+    broken = kohya(sd1_sample(), seed=3)
     next(iter(broken.values()))[0] = float("nan")
     save(broken, models / "nan.safetensors")
     save({"lora_unet_no_such_place.lora_up.weight": rand(4, 2), "lora_unet_no_such_place.lora_down.weight": rand(2, 4)},
@@ -419,7 +419,7 @@ def test_chain_of_a_thousand_jobs_is_planned(models: Path) -> None:
 
 def test_job_whose_base_was_not_made_fails_too(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     last = {**job(models, "last", "oil.safetensors"), "base": str(models / "out" / "first")}
-    broken = kohya(sd1(), seed=3)
+    broken = kohya(sd1_sample(), seed=3)
     next(iter(broken.values()))[0] = float("inf")
     save(broken, models / "inf.safetensors")
     assert fates(run([last, job(models, "first", "inf.safetensors")])) == ["failed", "failed"]
@@ -690,7 +690,8 @@ def test_call_returns_when_all_jobs_have_ended(models: Path) -> None:
     assert len(told) == 3
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
 def test_ctrl_c_ends_the_program_and_leaves_nothing_unfinished(small: Path, workers: int) -> None:
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # also where the shell ignores it

@@ -23,14 +23,14 @@ from lora_merge.options import OPTIONS
 from tests.kit.adapters import kohya
 from tests.kit.command_line import run
 from tests.kit.files import load, save
-from tests.kit.models import sd1
+from tests.kit.models import sd1_sample
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
-    save(sd1(), tmp_path / "base.safetensors")
+    save(sd1_sample(), tmp_path / "base.safetensors")
     for name, seed in (("a", 100), ("b", 300)):
-        save(kohya(sd1(), seed=seed), tmp_path / f"{name}.safetensors")
+        save(kohya(sd1_sample(), seed=seed), tmp_path / f"{name}.safetensors")
     return tmp_path
 
 

@@ -38,7 +38,7 @@ from lora_merge.progress import Step
 from tests.conftest import Nursery
 from tests.kit.adapters import kohya
 from tests.kit.files import save, strays
-from tests.kit.models import sd1
+from tests.kit.models import sd1_sample
 from tests.kit.tensors import rand
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +46,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
-    base = sd1()
+    base = sd1_sample()
     save(base, tmp_path / "base.safetensors")
     save(kohya(base), tmp_path / "ink.safetensors")
     return tmp_path
@@ -62,7 +62,7 @@ def jobs(models: Path, count: int, out: str = "out") -> list[dict[str, Any]]:
 
 def heavy(models: Path, count: int = 12) -> None:
     """More bytes, so that a job takes long enough to be killed in."""
-    base = sd1() | {f"model.diffusion_model.extra.{n}": rand(2048, 4096, seed=n).half() for n in range(count)}
+    base = sd1_sample() | {f"model.diffusion_model.extra.{n}": rand(2048, 4096, seed=n).half() for n in range(count)}
     save(base, models / "base.safetensors")
 
 

@@ -23,7 +23,7 @@ from lora_merge.files.yaml_source import parse
 from tests.kit.adapters import kohya
 from tests.kit.files import save
 from tests.kit.json_schema import fits
-from tests.kit.models import sd1
+from tests.kit.models import sd1_sample
 from tests.kit.pairs import examples
 from tests.kit.tensors import rand
 
@@ -66,9 +66,9 @@ def test_options_in_a_message_are_those_of_a_jobs_file(told: str, right: str) ->
 
 
 def test_job_that_does_not_fit_is_told_in_the_words_of_the_file(tmp_path: Path) -> None:
-    save(sd1(), tmp_path / "base.safetensors")
+    save(sd1_sample(), tmp_path / "base.safetensors")
     stray = {"lora_unet_b.lora_down.weight": rand(2, 4), "lora_unet_b.lora_up.weight": rand(4, 2)}
-    save(kohya(sd1()) | stray, tmp_path / "lora.safetensors")
+    save(kohya(sd1_sample()) | stray, tmp_path / "lora.safetensors")
     job = {"base": str(tmp_path / "base.safetensors"), "adapters": [str(tmp_path / "lora.safetensors")], "output": "o"}
     (report,) = lora_merge.run_batch([job])
     assert report.error is not None and "unmatched: skip" in report.error.fix and "--" not in report.error.fix

@@ -16,7 +16,7 @@ from tests.cli.terminal import played_here
 from tests.kit.adapters import kohya
 from tests.kit.command_line import run
 from tests.kit.files import save
-from tests.kit.models import sd1
+from tests.kit.models import sd1_sample
 
 COMMANDS = {
     "combine": ["style.safetensors", "other.safetensors"],
@@ -30,7 +30,7 @@ COMMANDS = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("making")
-    base = sd1()
+    base = sd1_sample()
     save(base, made / "base.safetensors")
     save({k: v + 1 if "attn1" in k else v for k, v in base.items()}, made / "tuned.safetensors")
     save(kohya(base), made / "style.safetensors")

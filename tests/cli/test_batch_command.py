@@ -16,7 +16,7 @@ from tests.kit import command_line
 from tests.kit.adapters import kohya
 from tests.kit.command_line import Answer
 from tests.kit.files import save
-from tests.kit.models import sd1
+from tests.kit.models import sd1_sample
 
 Run = Callable[..., Answer]
 
@@ -33,9 +33,9 @@ jobs:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("batch")
-    save(sd1(), folder / "base.safetensors")
-    save(kohya(sd1()), folder / "lora.safetensors")
-    save(kohya(sd1(), seed=3), folder / "ink.safetensors")
+    save(sd1_sample(), folder / "base.safetensors")
+    save(kohya(sd1_sample()), folder / "lora.safetensors")
+    save(kohya(sd1_sample(), seed=3), folder / "ink.safetensors")
     (folder / "jobs.yaml").write_text(JOBS)
     (folder / "bad.safetensors").write_bytes(b"<!DOCTYPE html><html>")
     return folder
@@ -52,14 +52,14 @@ def test_plan_shows_the_strengths_that_are_applied(run: Run) -> None:
     code, out, _ = run("jobs.yaml", "--dry-run")
     assert code == 0
     first, second, third, count, *_ = out.splitlines()
-    assert first.endswith("base.safetensors + lora.safetensors (1× te (8), 1× unet (24))")
-    assert second.endswith("base.safetensors + lora.safetensors (0.5× unet (24), te 0: 8 left out)")
-    lora, ink = (f"{name}.safetensors ({s}× te (8), {s}× unet (24))" for name, s in (("lora", 0.25), ("ink", 1)))
+    assert first.endswith("base.safetensors + lora.safetensors (1× te (1), 1× unet (4))")
+    assert second.endswith("base.safetensors + lora.safetensors (0.5× unet (4), te 0: 1 left out)")
+    lora, ink = (f"{name}.safetensors ({s}× te (1), {s}× unet (4))" for name, s in (("lora", 0.25), ("ink", 1)))
     assert third.endswith(f"base.safetensors + {lora} + {ink}")
     assert count.startswith("3 jobs: ")
     told = [json.loads(line) for line in run("jobs.yaml", "--dry-run", "--json")[1].splitlines()]
-    assert told[1]["adapters"][0]["strengths"] == {"unet": {"0.5": 24}, "te": {"0": 8}}
-    assert told[2]["adapters"][0]["strengths"] == {"unet": {"0.25": 24}, "te": {"0.25": 8}}
+    assert told[1]["adapters"][0]["strengths"] == {"unet": {"0.5": 4}, "te": {"0": 1}}
+    assert told[2]["adapters"][0]["strengths"] == {"unet": {"0.25": 4}, "te": {"0.25": 1}}
 
 
 def test_equal_outputs_are_reported_once_and_redone(run: Run, made: Path) -> None:
@@ -109,7 +109,7 @@ def test_job_in_the_singular(run: Run, made: Path) -> None:
 @pytest.mark.parametrize("quiet", [[], ["-q"]])
 def test_change_below_the_precision_of_the_output_is_warned_of(run: Run, quiet: list[str]) -> None:
     """As in a single merge, also where only warnings and errors are said."""
-    save({key: t * 1e-6 if "lora_up" in key else t for key, t in kohya(sd1()).items()}, Path("tiny.safetensors"))
+    save({key: t * 1e-6 if "lora_up" in key else t for key, t in kohya(sd1_sample()).items()}, Path("tiny.safetensors"))
     Path("tiny.yaml").write_text(
         "version: 1\njobs: [{base: base.safetensors, adapters: [tiny.safetensors], output: tiny-out.safetensors}]"
     )

@@ -216,7 +216,7 @@ def test_each_fact_has_its_name_and_blocks_that_are_alike_one_row(
     (kept,) = [line for line in told if "run with --weights" in line]
     assert kept.startswith("kept ")
     told = [Text.from_ansi(line).plain.split() for line in printed(monkeypatch, found[0], width).splitlines()]
-    assert ["te", "BASE", "8", "modules,", "rank", "4,", "alpha", "2"] in told
+    assert ["te", "BASE", "5", "modules,", "rank", "4,", "alpha", "2"] in told
 
 
 @pytest.mark.parametrize("width", [50, 60, 80, 160])

@@ -18,7 +18,7 @@ from tests.cli.terminal import played_here
 from tests.kit.adapters import kohya, unread
 from tests.kit.command_line import run
 from tests.kit.files import save
-from tests.kit.models import sd1
+from tests.kit.models import sd1_sample
 from tests.kit.tensors import rand
 
 LONG = "an_adapter_with_a_rather_long_name_of_its_own_as_they_are_on_model_sites_v2.safetensors"
@@ -28,7 +28,7 @@ FORBIDDEN = re.compile(r"residual|\bulp|‖|ΔW|unused|\{i\}|retained|\b(tells?|
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A model, adapters with trigger words and odd modules, and outputs of earlier commands."""
-    here, base = tmp_path_factory.mktemp("closing"), sd1()
+    here, base = tmp_path_factory.mktemp("closing"), sd1_sample()
     save(base, here / "base.safetensors")
     save(kohya(base), here / "style.safetensors", {"modelspec.trigger_phrase": "ink style"})
     save(kohya(base, seed=7), here / "other.safetensors", {"ss_trigger_words": "oil, thick paint"})

@@ -278,7 +278,7 @@ def test_refused_command_runs_as_its_fix_says(
     expect_typed(failures, [text])
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("text", sorted({text for text in FOREIGN.values() if OURS.search(text)}))
 def test_option_of_another_program_is_answered_with_what_works(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -23,7 +23,7 @@ from tests.kit import command_line
 from tests.kit.adapters import kohya
 from tests.kit.command_line import Answer
 from tests.kit.files import load, save
-from tests.kit.models import sd1
+from tests.kit.models import sd1_sample
 from tests.kit.tensors import rand
 
 Run = Callable[..., Answer]
@@ -32,10 +32,10 @@ Run = Callable[..., Answer]
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """The program in this process, in a folder with base.safetensors and two adapters: exit code, stdout, stderr."""
-    save(sd1(), tmp_path / "base.safetensors")
-    save(kohya(sd1()), tmp_path / "lora.safetensors")
+    save(sd1_sample(), tmp_path / "base.safetensors")
+    save(kohya(sd1_sample()), tmp_path / "lora.safetensors")
     (tmp_path / "loras").mkdir()
-    save(kohya(sd1(), seed=3), tmp_path / "loras" / "ink.safetensors")
+    save(kohya(sd1_sample(), seed=3), tmp_path / "loras" / "ink.safetensors")
     monkeypatch.chdir(tmp_path)
 
     return command_line.run
@@ -202,7 +202,7 @@ def test_parts_of_strength_for_in_another_spelling(run: Run, text: str, fix: str
 
 def test_expression_stands_behind_one_adapter(run: Run) -> None:
     out = run("base", "lora:0.8,te=0,re:attn2=0.5", "--dry-run")[1]
-    assert "0.8× unet (16), 0.4× unet (8), te 0: 8 left out" in out
+    assert "0.8× unet (3), 0.4× unet (1), te 0: 1 left out" in out
 
 
 @pytest.mark.parametrize("command", [["base"], ["inspect"], ["inspect", "--json"]])
@@ -525,8 +525,8 @@ def test_effective_strengths_and_names_of_one_adapter_twice(run: Run) -> None:
     code, out, _ = run("base", "lora", "lora:0.5", "--strength-for", "te=0", "--json", "-o", "out")
     told = json.loads(out)
     assert code == 0 and [*told["coverage"]] == ["lora.safetensors", "lora.safetensors (2)"]
-    assert [r["strengths"]["unet"] for r in told["verified"]["retained"]] == [{"1": 24}, {"0.5": 24}]
-    assert [r["strengths"]["te"] for r in told["verified"]["retained"]] == [{"0": 8}] * 2
+    assert [r["strengths"]["unet"] for r in told["verified"]["retained"]] == [{"1": 4}, {"0.5": 4}]
+    assert [r["strengths"]["te"] for r in told["verified"]["retained"]] == [{"0": 1}] * 2
 
 
 @pytest.mark.parametrize(("written", "right"), [
@@ -602,7 +602,7 @@ def test_state_dict_for_a_path_is_answered_with_the_function_for_state_dicts(run
 
 def test_errors_of_python_name_keywords(run: Run) -> None:
     """The command line and jobs files have the same messages with options and fields."""
-    save(kohya(sd1()) | {"lora_unet_b.lora_down.weight": rand(2, 4), "lora_unet_b.lora_up.weight": rand(4, 2)},
+    save(kohya(sd1_sample()) | {"lora_unet_b.lora_down.weight": rand(2, 4), "lora_unet_b.lora_up.weight": rand(4, 2)},
          Path("stray.safetensors"))  # fmt: skip
     with pytest.raises(lora_merge.MergeError) as e:
         lora_merge.plan("base", "stray")

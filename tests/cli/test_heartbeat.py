@@ -20,7 +20,7 @@ from lora_merge.cli import progress_display
 from lora_merge.disk import reader
 from tests.kit.adapters import kohya
 from tests.kit.files import save
-from tests.kit.models import sd1
+from tests.kit.models import sd1_sample
 
 COMMANDS = (
     "base ink -o o", "base ink oil --method ties -o o", "base ink -o o --html o.html", "combine ink oil -o o",
@@ -40,9 +40,9 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    save(sd1(), Path("base.safetensors"))
+    save(sd1_sample(), Path("base.safetensors"))
     for seed, name in enumerate(("ink", "oil")):
-        save(kohya(sd1(), seed=seed), Path(f"{name}.safetensors"))
+        save(kohya(sd1_sample(), seed=seed), Path(f"{name}.safetensors"))
     lora_merge.merge("base", "ink", "out")
     Path("jobs.json").write_text(json.dumps([{"base": "base", "adapters": ["ink"], "output": "o.safetensors"}]))
     return tmp_path

@@ -116,7 +116,7 @@ def test_tables_on_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, c
         found = played_here(words, monkeypatch, columns=columns)
         assert found.code == 0
         assert all(len(row) <= columns for row in found.screen)
-    assert any(re.match(r"\s*unet +38", row) for row in found.screen)
+    assert any(re.match(r"\s*unet +26", row) for row in found.screen)
 
 
 @pytest.mark.slow

@@ -104,7 +104,7 @@ def commands(base: Path, lora: Path, out: Path) -> Iterator[list[str]]:
     yield ["batch", str(out.with_name("bad.json"))]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_no_name_begins_a_line(
     hostile: tuple[str, Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

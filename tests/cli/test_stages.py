@@ -30,7 +30,7 @@ from lora_merge.viewing.inspect import inspect
 from tests.cli.terminal import fcntl, played_here, screen, terminal, termios
 from tests.kit.adapters import kohya
 from tests.kit.files import save
-from tests.kit.models import sd1
+from tests.kit.models import sd1_sample
 
 GIB = 1 << 30
 
@@ -418,8 +418,8 @@ def test_interrupt_that_an_observer_raises_ends_the_run() -> None:
 def test_lines_that_cannot_be_drawn_fail_no_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
-    save(sd1(), tmp_path / "base.safetensors")
-    save(kohya(sd1()), tmp_path / "style.safetensors")
+    save(sd1_sample(), tmp_path / "base.safetensors")
+    save(kohya(sd1_sample()), tmp_path / "style.safetensors")
     monkeypatch.chdir(tmp_path)
     for number, name in enumerate(("take", "lines", "_up")):
         with monkeypatch.context() as broken:
@@ -440,8 +440,8 @@ def test_merge_on_a_terminal_shows_its_stages_and_leaves_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
     monkeypatch.setattr(progress_display, "BEAT", 0.001)
-    save(sd1(), tmp_path / "base.safetensors")
-    save(kohya(sd1()), tmp_path / "style.safetensors")
+    save(sd1_sample(), tmp_path / "base.safetensors")
+    save(kohya(sd1_sample()), tmp_path / "style.safetensors")
     monkeypatch.chdir(tmp_path)
     found = played_here(["base.safetensors", "style.safetensors", "-o", "o.safetensors"], monkeypatch, columns=columns)
     assert found.code == 0
@@ -491,7 +491,10 @@ def test_test_of_a_machine_is_shown_while_it_runs(tmp_path: Path, monkeypatch: p
 
 def test_looking_at_files_has_a_share_bytes_and_a_rate(tmp_path: Path) -> None:
     """Whoever reads the numbers of files says how many bytes there are, and gets to the end of them."""
-    base, ink = save(sd1(), tmp_path / "base.safetensors"), save(kohya(sd1()), tmp_path / "ink.safetensors")
+    base, ink = (
+        save(sd1_sample(), tmp_path / "base.safetensors"),
+        save(kohya(sd1_sample()), tmp_path / "ink.safetensors"),
+    )
     for look in (
         partial(compare, base, base), partial(inspect, base, weights=True), partial(inspect, ink, weights=True),
         partial(inspect, base, ink, weights=True),

@@ -21,7 +21,7 @@ from lora_merge.planning.recipe import KEY
 from lora_merge.recipes.replay import prove
 from tests.kit.adapters import kohya
 from tests.kit.files import save, sha
-from tests.kit.models import sd1
+from tests.kit.models import sd1_sample
 
 LATER = hashes.SETTLED + 1
 DIGEST = "0123456789abcdef" * 4
@@ -30,7 +30,7 @@ DIGEST = "0123456789abcdef" * 4
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A merge of files that count as large, and as settled."""
-    base = sd1()
+    base = sd1_sample()
     save(base, tmp_path / "base.safetensors")
     save(kohya(base), tmp_path / "style.safetensors")
     monkeypatch.setattr(hashes, "SMALLEST", 1)
@@ -65,7 +65,7 @@ class Counted:
 
 
 def others() -> dict[str, torch.Tensor]:
-    return {name: tensor * 2 for name, tensor in sd1().items()}
+    return {name: tensor * 2 for name, tensor in sd1_sample().items()}
 
 
 def rewritten(base: Path) -> None:

@@ -323,6 +323,14 @@ def test_private_files_stay_private(tmp_path: Path, *, folder: bool) -> None:
     assert [stat.S_IMODE(p.stat().st_mode) for p in paths] == ([0o600, 0o700] if folder else [0o600])
 
 
+@pytest.mark.skipif(os.name == "nt", reason="no such permissions")
+def test_private_card_or_report_stays_private(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    publish.put_file(path, b"old", mode=0o600)
+    publish.put_file(path, b"new")
+    assert (path.read_bytes(), stat.S_IMODE(path.stat().st_mode)) == (b"new", 0o600)
+
+
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="nothing tells which files are open")
 @pytest.mark.parametrize("folder", [True, False])
 def test_no_file_stays_open(tmp_path: Path, *, folder: bool) -> None:

@@ -58,7 +58,7 @@ def differing(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((ours != theirs).double().mean())
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "options"), CASES, ids=lambda v: v if isinstance(v, str) else "".join(v))
 def test_codes_are_decoded_and_encoded_on_the_device(
     name: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

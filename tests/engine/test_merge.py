@@ -38,7 +38,7 @@ from tests.kit.adapters import kohya, kohya_names
 from tests.kit.files import load, metadata, save
 from tests.kit.models import TE, UNET, sd1
 from tests.kit.oracles import assert_rounded, expected
-from tests.kit.pairs import examples
+from tests.kit.pairs import WHOLE, examples
 from tests.kit.tensors import rand
 
 DTYPES = {"keep": torch.float16, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -211,7 +211,7 @@ def test_layer_without_a_bias_gets_one(tmp_path: Path) -> None:
 
 
 @given(limit=st.sampled_from(["8MiB", "16MiB", "1GiB"]), dtype=st.sampled_from(["keep", "fp32", "bf16"]))
-@settings(max_examples=examples(6))
+@settings(max_examples=24 if WHOLE else 2)
 def test_bytes_do_not_depend_on_the_memory_bound(
     tmp_path_factory: pytest.TempPathFactory, limit: str, dtype: str
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 LATE = """
 import sys
 from importlib import import_module
@@ -21,6 +23,7 @@ print(*sorted(compiled() - before))
 """
 
 
+@pytest.mark.release
 def test_merge_imports_no_compiled_module_after_those_that_are_loaded_first() -> None:
     done = subprocess.run([sys.executable, "-c", LATE], check=True, capture_output=True, text=True)
     assert done.stdout.split() == []

@@ -26,7 +26,7 @@ from lora_merge.disk.destination import check_output
 from lora_merge.disk.publish import replacing
 from lora_merge.dtypes import ITEM_BITS, bytes_of
 from lora_merge.errors import MergeError, UsageError
-from lora_merge.files.safetensors import layout, parse
+from lora_merge.files.safetensors import layout, metadata_of, parse, with_metadata
 from tests.kit.pairs import examples
 
 ROOT = Path(__file__).parents[2]
@@ -59,6 +59,19 @@ def test_headers_are_accepted_and_aligned(
     assert kept == metadata
     assert {n: (t.dtype, t.shape) for n, t in found.items()} == {n: (d, s) for n, d, s in rows}
     assert [n for n in json.loads(header[8:]) if n != "__metadata__"] == [n for n, _, _ in rows]
+
+
+def test_other_metadata_fit_to_the_last_byte_or_are_refused() -> None:
+    header = layout([("w", "F32", (2,))], {"a": "x" * 40}, 8)
+    room = len(header) - len(header.rstrip(b" "))
+    for more in range(-8, room + 9):
+        entries = {"a": "y" * (40 + more)}
+        if more > room:
+            with pytest.raises(ValueError, match="longer"):
+                with_metadata(header, entries)
+            continue
+        changed = with_metadata(header, entries)
+        assert (len(changed), metadata_of(changed)) == (len(header), entries)
 
 
 def test_library_opens_a_file_laid_out_by_us(tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def test_nvfp4_without_a_mark_says_what_would_tell_its_order(tmp_path: Path) -> 
     assert "comfy_quant" in caught.value.fix
 
 
-@pytest.mark.pairs
+@pytest.mark.few(3)
 @pytest.mark.parametrize("size", [0.005, 5.0])
 @pytest.mark.parametrize("rows", [128, 160])
 @pytest.mark.parametrize("name", ["ComfyUI mxfp8", "ComfyUI nvfp4", "ComfyUI nvfp4 with one scale"])

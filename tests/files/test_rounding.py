@@ -119,6 +119,7 @@ def test_plain_numbers_are_rounded_so_too_and_windows_do_not_matter(dtype: str, 
     assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "2.safetensors").read_bytes()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8_e4m3fn", "fp8_scaled"])
 def test_every_row_of_a_weight_that_is_changed_in_part_is_rounded_so(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

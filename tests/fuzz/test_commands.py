@@ -37,7 +37,7 @@ from tests.fuzz.targets import (
 from tests.kit import command_line
 from tests.kit.hostile_commands import ADAPTER as GGUF_ADAPTER
 from tests.kit.hostile_commands import LLAMA, gguf
-from tests.kit.pairs import examples
+from tests.kit.pairs import WHOLE
 
 A = {"a.lora_down.weight": torch.ones(2, 4), "a.lora_up.weight": torch.ones(4, 2), "a.alpha": torch.tensor(2.0)}
 B = {"b.hada_w1_a": torch.ones(4, 2), "b.hada_w1_b": torch.ones(2, 4), "b.hada_w2_a": torch.ones(4, 2), "b.hada_w2_b": torch.ones(2, 4)}  # fmt: skip
@@ -223,7 +223,7 @@ TARGETS |= COMMANDS
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_few_cases(name: str) -> None:
-    run(name, examples(32), 1)
+    run(name, 128 if WHOLE else 3, 1)
 
 
 @pytest.mark.fuzz

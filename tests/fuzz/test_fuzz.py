@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.fuzz.targets import TARGETS, run, run_long
-from tests.kit.pairs import examples
+from tests.kit.pairs import WHOLE
 
 GROWTH = 300  # MB that all cases together may add to the process
 
@@ -40,7 +40,7 @@ def _little_memory() -> Any:
 @pytest.mark.parametrize("name", OWN)
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol:UserWarning")
 def test_few_cases(name: str) -> None:
-    run(name, examples(40), 1)
+    run(name, 160 if WHOLE else 4, 1)
 
 
 @pytest.mark.fuzz

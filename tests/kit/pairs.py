@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Final
 
 import pytest
@@ -46,19 +46,17 @@ def spread(count: int, most: int) -> set[int]:
     return {round(n * (count - 1) / (most - 1)) for n in range(most)} if most > 1 else {0}
 
 
-def mark_cases(items: Iterable[pytest.Item]) -> None:
-    """Mark as slow the cases of tests with a mark `pairs` or `few` that the fast lane leaves out."""
-    groups: dict[str, list[pytest.Function]] = {}
-    for item in items:
-        marked = item.get_closest_marker("pairs") or item.get_closest_marker("few")
-        if marked and isinstance(item, pytest.Function) and not item.get_closest_marker("slow"):
-            groups.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for cases in groups.values():
-        few = cases[0].get_closest_marker("few")
-        if few is not None:
-            chosen = spread(len(cases), *few.args)
-        else:
-            chosen = covering([tuple(map(id, case.callspec.params.values())) for case in cases])
-        for number, case in enumerate(cases):
-            if number not in chosen:
-                case.add_marker(pytest.mark.slow)
+def leave_out(metafunc: pytest.Metafunc) -> None:
+    """Drop the cases of a test with a mark `pairs` or `few` that are not in the fast lane, before items are made."""
+    marks = {mark.name: mark for mark in metafunc.definition.iter_markers()}
+    mark = marks.get("few") or marks.get("pairs")
+    if WHOLE or mark is None or "slow" in marks:
+        return
+    cases = metafunc._calls
+    shared = [n for n, case in enumerate(cases) if all(other.name != "slow" for other in case.marks)]
+    if mark.name == "few":
+        chosen = spread(len(shared), *mark.args)
+    else:
+        chosen = covering([tuple(map(id, cases[n].params.values())) for n in shared])
+    dropped = {n for place, n in enumerate(shared) if place not in chosen}
+    metafunc._calls = [case for n, case in enumerate(cases) if n not in dropped]

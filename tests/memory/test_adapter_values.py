@@ -14,7 +14,7 @@ from lora_merge.errors import UsageError
 from tests.kit.adapters import kohya
 from tests.kit.files import load, save
 from tests.kit.flux import flux, of_flux
-from tests.kit.models import sd1
+from tests.kit.models import sd1_sample
 from tests.kit.tensors import rand
 
 NAME = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn2_to_k"
@@ -24,9 +24,9 @@ BASE = "model.diffusion_model.input_blocks.1.1.transformer_blocks.0.attn2.to_k.w
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("loaded")
-    save(sd1(torch.float32), made / "base.safetensors")
-    save(kohya(sd1()), made / "a.safetensors")
-    save(kohya(sd1(), rank=3, seed=5), made / "b.safetensors")
+    save(sd1_sample(torch.float32), made / "base.safetensors")
+    save(kohya(sd1_sample()), made / "a.safetensors")
+    save(kohya(sd1_sample(), rank=3, seed=5), made / "b.safetensors")
     return made
 
 

@@ -139,7 +139,10 @@ def assert_square(base: Tensors, convert: Callable[[Tensors], Tensors], dialects
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("number", range(len(CONVERTERS)), ids=[c[1].split("/")[1] for c in CONVERTERS])
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=[pytest.mark.slow] * (name == "diffusers/sd15"), id=name.split("/")[1])
+               for n, (_, name, *_) in enumerate(CONVERTERS)],
+)  # fmt: skip
 def test_merge_and_conversion_commute(number: int) -> None:
     native, other, converter, arguments = CONVERTERS[number]
     shapes = header(native) if native else native_of(header(other))

@@ -15,7 +15,7 @@ from lora_merge.planning.model_card import BEGIN, END
 from tests.kit.adapters import kohya
 from tests.kit.command_line import run
 from tests.kit.files import metadata, save
-from tests.kit.models import sd1
+from tests.kit.models import sd1_sample
 from tests.kit.tensors import rand
 
 BASE_CARD = (
@@ -144,12 +144,14 @@ def test_cards_beside_files_name_the_base_and_the_licence(
 ) -> None:
     """README.md of the folder of a file, if no other file of weights is there: it may be about that one. Where two
     adapters name two models, it is the one that is called as the base is."""
-    base, out = save(sd1(), tmp_path / "b.safetensors"), tmp_path / "o" / "o.safetensors"
+    base, out = save(sd1_sample(), tmp_path / "b.safetensors"), tmp_path / "o" / "o.safetensors"
     adapters = []
     for n, models in enumerate(named):
         (folder := tmp_path / f"{n}").mkdir()
         adapters.append(
-            save(kohya(sd1(), seed=n), folder / f"lora{n}.safetensors", {"modelspec.license": "mit"} if n else {})
+            save(
+                kohya(sd1_sample(), seed=n), folder / f"lora{n}.safetensors", {"modelspec.license": "mit"} if n else {}
+            )
         )
         told = (
             {"base_model": models if n else "".join(models), "license": "apache-2.0"}
@@ -183,7 +185,7 @@ def test_no_card_where_none_is_wanted(options: Any, inputs: tuple[Path, Path], t
     assert not (tmp_path / "out" / "README.md").exists()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("text", ["---\n[1, 2]\n---\nx", "---\na: [\n---\nx", "---\n" + "[" * 3000 + "\n---\n"])
 def test_card_that_cannot_be_read_stays_as_it_is(text: str, inputs: tuple[Path, Path], tmp_path: Path) -> None:
     (inputs[0] / "README.md").write_text(text)
@@ -192,8 +194,8 @@ def test_card_that_cannot_be_read_stays_as_it_is(text: str, inputs: tuple[Path, 
 
 
 def test_file_gets_a_card_beside_it_on_request(tmp_path: Path) -> None:
-    base = save(sd1(), tmp_path / "b.safetensors", {"modelspec.license": "mit"})
-    odd = save(kohya(sd1()), tmp_path / "a <script>*.safetensors", {"modelspec.license": "MIT"})
+    base = save(sd1_sample(), tmp_path / "b.safetensors", {"modelspec.license": "mit"})
+    odd = save(kohya(sd1_sample()), tmp_path / "a <script>*.safetensors", {"modelspec.license": "MIT"})
     out, card = tmp_path / "o.safetensors", tmp_path / "o.md"
     lora_merge.merge(base, odd, out)
     assert not card.exists()
@@ -220,8 +222,8 @@ ODD = "\u202e\u2066\u200b\x1b[2J\x85\u2028\U000e0041\ufe0f"
 def test_words_of_strangers_are_text_in_a_card(tmp_path: Path) -> None:
     """Licences, titles and names of files: no link, no entity, no table, nothing hidden."""
     licence = f"{ODD}[x](javascript:alert(1)) &#x202e; &lt;b&gt; | <img src=x> ![i](u) \\[x\\](y)"
-    base = save(sd1(), tmp_path / "b.safetensors", {"modelspec.license": "mit"})
-    odd = save(kohya(sd1()), tmp_path / f"a{ODD}`](u).safetensors", {"modelspec.license": licence})
+    base = save(sd1_sample(), tmp_path / "b.safetensors", {"modelspec.license": "mit"})
+    odd = save(kohya(sd1_sample()), tmp_path / f"a{ODD}`](u).safetensors", {"modelspec.license": licence})
     out = tmp_path / "o.safetensors"
     lora_merge.merge(base, odd, out, card=True, metadata={"modelspec.title": licence}, verify=False)
     text = out.with_suffix(".md").read_text()
@@ -241,7 +243,10 @@ def test_batch_gives_cards_to_the_merges_that_ask_for_them(
     words: tuple[str, ...], cards: list[bool], tmp_path: Path
 ) -> None:
     """In the jobs file, and on the command line where the jobs file says nothing."""
-    base, adapter = save(sd1(), tmp_path / "b.safetensors"), save(kohya(sd1()), tmp_path / "a.safetensors")
+    base, adapter = (
+        save(sd1_sample(), tmp_path / "b.safetensors"),
+        save(kohya(sd1_sample()), tmp_path / "a.safetensors"),
+    )
     outputs = [tmp_path / f"{n}.safetensors" for n in range(3)]
     jobs = [
         {"base": str(base), "adapters": [str(adapter)], "output": str(out), "verify": False, **said}

@@ -121,7 +121,7 @@ WAYS: dict[str, Callable[[int], Files]] = {
 }  # fmt: skip
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_cost_of_a_module_does_not_grow_with_their_number(tmp_path: Path, way: str) -> None:
     _, one, two, four = (calls(tmp_path / str(n), WAYS[way](n)) for n in (5, 40, 80, 160))

@@ -17,14 +17,14 @@ from lora_merge.planning.recipe import KEY, OURS, STALE
 from lora_merge.recipes.replay import plan_again, prove
 from tests.kit.adapters import kohya
 from tests.kit.files import metadata, save
-from tests.kit.models import sd1
+from tests.kit.models import sd1_sample
 
 OLD = {"format": "pt", "modelspec.title": "Old", "modelspec.architecture": "stable-diffusion-v1", "ss_tag": "secret"}
 
 
 @pytest.fixture
 def inputs(tmp_path: Path) -> tuple[Path, Path]:
-    return save(sd1(), tmp_path / "b.safetensors", OLD), save(kohya(sd1()), tmp_path / "a.safetensors")
+    return save(sd1_sample(), tmp_path / "b.safetensors", OLD), save(kohya(sd1_sample()), tmp_path / "a.safetensors")
 
 
 def test_title_and_entries_are_in_the_header_and_come_back_by_replay(inputs: tuple[Path, Path], tmp_path: Path) -> None:

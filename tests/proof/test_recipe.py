@@ -28,12 +28,12 @@ from lora_merge.recipes.replay import plan_again, prove, refuse_to_unmerge
 from tests.conftest import Nursery
 from tests.kit.adapters import kohya
 from tests.kit.files import load, metadata, save, sha
-from tests.kit.models import sd1
+from tests.kit.models import sd1_sample
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
-    base = sd1()
+    base = sd1_sample()
     kept = {"format": "pt", "author": "somebody", "sshs_model_hash": "stale", "modelspec.hash_sha256": "stale"}
     save(base, tmp_path / "base.safetensors", kept)
     save(kohya(base), tmp_path / "style.safetensors")
@@ -55,7 +55,7 @@ def test_output_says_how_it_was_made(files: Path) -> None:
     (adapter,) = recipe["adapters"]
     assert adapter["files"][0]["sha256"] == sha(files / "style.safetensors")
     assert (adapter["strength"], adapter["parts"]) == (0.7, [["te", 0.5]])
-    assert adapter["strengths"] == {"unet": {"0.7": 24}, "te": {"0.35": 8}}
+    assert adapter["strengths"] == {"unet": {"0.7": 4}, "te": {"0.35": 1}}
     assert (recipe["dtype"], recipe["compute_dtype"], recipe["unmatched"]) == ("bf16", "fp32", "error")
     assert found["author"] == "somebody"
     assert found["modelspec.merged_from"] == "base.safetensors, style.safetensors"
@@ -257,7 +257,7 @@ OUTSIDE = ("../b", "/etc/passwd", "a\\b", "a/../../b", "", "..", "a\0b", 7)
      told(setting={"lora_alpha": 10**400}), told(adapters=[{**GOOD, "strength": 1, "parts": [["t;e", 1]]}])],
 )  # fmt: skip
 def test_damaged_recipe_is_refused(tmp_path: Path, text: str) -> None:
-    path = save(sd1(), tmp_path / "x.safetensors", {KEY: text})
+    path = save(sd1_sample(), tmp_path / "x.safetensors", {KEY: text})
     with pytest.raises(InputError, match="the recipe is damaged"):
         read_recipe(open_checkpoint(path))
 

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from lora_merge.algorithms import ALGORITHMS
 from lora_merge.cli.doctor import computed
 from lora_merge.engine.tensor_moves import Placement
-from lora_merge.proof.examples import EXAMPLES, formula_input, weight
+from lora_merge.proof.examples import EXAMPLES, Example, formula_input, weight
 from lora_merge.proof.reference import REFERENCE
 from lora_merge.proof.second_reading.layouts import ALL_BUT_LAST_SQUARE, EQUAL, FIRST_SQUARE, heights
+from tests.kit.further_examples import FURTHER
 from tests.kit.pairs import examples
 
 
@@ -26,7 +27,15 @@ def test_every_algorithm_has_a_reference_and_an_example() -> None:
 @pytest.mark.few(17)
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 def test_reference_is_the_algorithm_in_float64(name: str) -> None:
-    example = EXAMPLES[name]
+    _assert_same_change(name, EXAMPLES[name])
+
+
+@pytest.mark.parametrize("case", FURTHER)
+def test_reference_of_other_shapes_and_settings_is_the_algorithm_in_float64(case: str) -> None:
+    _assert_same_change(*FURTHER[case])
+
+
+def _assert_same_change(name: str, example: Example) -> None:
     base = weight(example)
     want = REFERENCE[name].formula(formula_input(name, example, base))
     got = computed(name, example, base, Placement(torch.device("cpu"), torch.float64))

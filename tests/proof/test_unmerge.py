@@ -14,21 +14,21 @@ from lora_merge.errors import FitError, InputError, UsageError
 from tests.kit.adapters import kohya
 from tests.kit.command_line import run
 from tests.kit.files import load, metadata, save
-from tests.kit.models import sd1
+from tests.kit.models import sd1_sample
 from tests.kit.tensors import Tensors, rand, ulp
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("unmerge")
-    save(sd1(), folder / "base.safetensors")
-    save(kohya(sd1()), folder / "a.safetensors")
-    dora = kohya(sd1(), seed=7)
+    save(sd1_sample(), folder / "base.safetensors")
+    save(kohya(sd1_sample()), folder / "a.safetensors")
+    dora = kohya(sd1_sample(), seed=7)
     dora |= {n.replace("lora_up.weight", "dora_scale"): rand(1, *load_in(dora, n), seed=3).abs() + 0.5
-             for n in kohya(sd1(), seed=7) if n.endswith("to_q.lora_up.weight")}  # fmt: skip
+             for n in kohya(sd1_sample(), seed=7) if n.endswith("to_q.lora_up.weight")}  # fmt: skip
     save(dora, folder / "dora.safetensors")
     pair = [folder / "a.safetensors", (folder / "b.safetensors", 0.7)]
-    save(kohya(sd1(), seed=9), folder / "b.safetensors")
+    save(kohya(sd1_sample(), seed=9), folder / "b.safetensors")
     lora_merge.merge(folder / "base.safetensors", pair, folder / "merged.safetensors")
     return folder
 

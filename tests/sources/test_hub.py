@@ -16,7 +16,7 @@ from lora_merge.sources import hub, inputs
 from tests.kit import command_line
 from tests.kit.adapters import kohya
 from tests.kit.files import load, load_all, metadata, save
-from tests.kit.models import sd1
+from tests.kit.models import sd1_sample
 from tests.kit.tensors import rand
 from tests.sources.server import COMMIT, SIGNATURE, TOKEN, Machines, serving
 
@@ -37,7 +37,10 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
 @pytest.fixture
 def published(machines: Machines, tmp_path: Path) -> Machines:
     """A repository with a base, and one with an adapter."""
-    base, lora = save(sd1(), tmp_path / "local.safetensors"), save(kohya(sd1()), tmp_path / "style.safetensors")
+    base, lora = (
+        save(sd1_sample(), tmp_path / "local.safetensors"),
+        save(kohya(sd1_sample()), tmp_path / "style.safetensors"),
+    )
     machines.repositories["me/sd"] = {
         "README.md": b"# sd", "other.safetensors": b"x" * 4000, "sd.safetensors": base.read_bytes(),
     }  # fmt: skip
@@ -222,7 +225,7 @@ def test_source_with_other_bytes_than_the_recipe_fails_the_verification(
     shutil.rmtree(tmp_path / "hub")
     inputs._located.clear()
     (tmp_path / "other").mkdir()
-    other = save(kohya(sd1(), seed=5), tmp_path / "other" / "x")
+    other = save(kohya(sd1_sample(), seed=5), tmp_path / "other" / "x")
     published.repositories["me/style"]["style.safetensors"] = other.read_bytes()
     other.unlink()
     code, _, err = run("verify", "a.safetensors")
@@ -308,7 +311,7 @@ def test_written_adapter_names_commits_and_is_written_again_from_a_mirror_or_a_f
     published: Machines, run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, words: list[str]
 ) -> None:
     shutil.copy("style.safetensors", "twin.safetensors")
-    tuned = {name: t * 1.5 if t.is_floating_point() and t.ndim == 2 else t for name, t in sd1().items()}
+    tuned = {name: t * 1.5 if t.is_floating_point() and t.ndim == 2 else t for name, t in sd1_sample().items()}
     published.repositories["me/tuned"] = {"t.safetensors": save(tuned, tmp_path / "t.safetensors").read_bytes()}
     code, _, err = run(command, *words, "-o", "a.safetensors")
     assert code == 0, err

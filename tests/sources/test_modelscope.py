@@ -14,7 +14,7 @@ from lora_merge.sources import inputs
 from tests.kit import command_line
 from tests.kit.adapters import kohya
 from tests.kit.files import load_all, metadata, save
-from tests.kit.models import sd1
+from tests.kit.models import sd1_sample
 from tests.sources.server import COMMIT, Machines
 from tests.sources.test_hub import llama_folder, peft_folder
 
@@ -33,8 +33,8 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
 
 
 def test_file_is_pinned_by_its_commit_and_replayed(machines: Machines, run: Command, tmp_path: Path) -> None:
-    save(sd1(), tmp_path / "base.safetensors")
-    lora = save(kohya(sd1()), tmp_path / "style.safetensors")
+    save(sd1_sample(), tmp_path / "base.safetensors")
+    lora = save(kohya(sd1_sample()), tmp_path / "style.safetensors")
     machines.repositories["me/style"] = {"README.md": b"# style", "sub/style.safetensors": lora.read_bytes()}
     lora.unlink()
     code, out, err = run("inspect", "ms://me/style/sub/style.safetensors", "--json")

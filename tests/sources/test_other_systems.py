@@ -14,7 +14,7 @@ from lora_merge.sources import inputs, other_systems
 from tests.kit import command_line
 from tests.kit.adapters import kohya
 from tests.kit.files import load_all, metadata, save
-from tests.kit.models import sd1
+from tests.kit.models import sd1_sample
 from tests.sources.test_hub import llama_folder, peft_folder
 
 fsspec = pytest.importorskip("fsspec")
@@ -49,8 +49,8 @@ def system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 def test_file_is_read_without_a_copy_or_kept(system: Any, run: Command, tmp_path: Path) -> None:
-    save(sd1(), tmp_path / "base.safetensors")
-    system.pipe("/models/s.safetensors", save(kohya(sd1()), tmp_path / "style.safetensors").read_bytes())
+    save(sd1_sample(), tmp_path / "base.safetensors")
+    system.pipe("/models/s.safetensors", save(kohya(sd1_sample()), tmp_path / "style.safetensors").read_bytes())
     code, out, err = run("base.safetensors", f"{AT}/s.safetensors:0.5", "-o", "a.safetensors", "--report", "r.json")
     assert code == 0 and "nothing is kept" in err, err
     recipe = metadata(Path("a.safetensors"))[KEY]

@@ -21,7 +21,7 @@ from tests.kit.adapters import kohya
 from tests.kit.architectures import header
 from tests.kit.files import metadata, save
 from tests.kit.hollow import hollow
-from tests.kit.models import sd1
+from tests.kit.models import sd1_sample
 from tests.sources.server import SIGNATURE, TOKEN, Hollow, Machines, sha256
 
 Command = Callable[..., tuple[int, str, str]]
@@ -44,8 +44,8 @@ def at(machines: Machines, name: str) -> Endpoint:
 
 
 def test_merge_of_urls_names_no_query(machines: Machines, run: Command, tmp_path: Path) -> None:
-    machines.files["base.safetensors"] = save(sd1(), tmp_path / "b").read_bytes()
-    machines.files["style.safetensors"] = save(kohya(sd1()), tmp_path / "s").read_bytes()
+    machines.files["base.safetensors"] = save(sd1_sample(), tmp_path / "b").read_bytes()
+    machines.files["style.safetensors"] = save(kohya(sd1_sample()), tmp_path / "s").read_bytes()
     urls = [f"{machines.url}/files/{name}.safetensors?sig=secret" for name in ("base", "style")]
     code, out, err = run(*urls, "-o", "a.safetensors", "--report", "r.json")
     assert code == 0, err
@@ -56,16 +56,16 @@ def test_merge_of_urls_names_no_query(machines: Machines, run: Command, tmp_path
     asked = machines.bytes_sent()
     code, _, err = run(*urls, "-o", "b.safetensors")
     assert code == 0 and machines.bytes_sent() - asked < 100_000 and "are downloaded" not in err
-    machines.files["style.safetensors"] = save(kohya(sd1(), seed=9), tmp_path / "s").read_bytes()
+    machines.files["style.safetensors"] = save(kohya(sd1_sample(), seed=9), tmp_path / "s").read_bytes()
     code, _, err = run(*urls, "-o", "c.safetensors")
     assert code == 0 and "are downloaded" in err
 
 
 def test_small_pickle_is_read_whole(machines: Machines, run: Command, tmp_path: Path) -> None:
-    torch.save(kohya(sd1()), tmp_path / "style.pt")
+    torch.save(kohya(sd1_sample()), tmp_path / "style.pt")
     machines.files["style.pt"] = (tmp_path / "style.pt").read_bytes()
     code, out, err = run("inspect", f"{machines.url}/files/style.pt", "--json")
-    assert code == 0 and json.loads(out)["algorithms"] == {"lora": 32}, err
+    assert code == 0 and json.loads(out)["algorithms"] == {"lora": 5}, err
 
 
 CONTENT = bytes(range(256)) * 4096
@@ -150,7 +150,7 @@ def test_headers_of_a_base_of_24_gb_take_less_than_2_mb(
     style = Hollow.of(hollow(factors, tmp_path / "style.safetensors"))
     for name, content in (("flux.safetensors", base), ("style.safetensors", style)):
         machines.files[name] = machines.repositories.setdefault(f"me/{name.partition('.')[0]}", {})[name] = content
-    small = save(sd1(), tmp_path / "sd.safetensors")
+    small = save(sd1_sample(), tmp_path / "sd.safetensors")
     at = {"hub": "hf://me/", "url": f"{machines.url}/files/"}[place]
     flux, lora = (f"{at}{name}" for name in {"hub": ("flux", "style"), "url": machines.files}[place])
     assert len(base) > 23.8e9
@@ -171,8 +171,8 @@ def streamed(machines: Machines, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 def publish(machines: Machines, tmp_path: Path) -> list[str]:
     """The addresses of a base and an adapter."""
-    machines.files["base.safetensors"] = save(sd1(), tmp_path / "base.safetensors").read_bytes()
-    machines.files["style.safetensors"] = save(kohya(sd1()), tmp_path / "style.safetensors").read_bytes()
+    machines.files["base.safetensors"] = save(sd1_sample(), tmp_path / "base.safetensors").read_bytes()
+    machines.files["style.safetensors"] = save(kohya(sd1_sample()), tmp_path / "style.safetensors").read_bytes()
     return [f"{machines.url}/files/{name}.safetensors" for name in ("base", "style")]
 
 
@@ -217,7 +217,7 @@ def test_every_command_reads_urls_without_a_copy_and_keeps_them_with_cache(
 ) -> None:
     _, style = publish(machines, tmp_path)
     if words[0] == "extract":
-        tuned = {name: t * 1.5 if t.is_floating_point() and t.ndim == 2 else t for name, t in sd1().items()}
+        tuned = {name: t * 1.5 if t.is_floating_point() and t.ndim == 2 else t for name, t in sd1_sample().items()}
         machines.files["style.safetensors"] = save(tuned, tmp_path / "tuned.safetensors").read_bytes()
     assert run("base.safetensors", style, "-o", "merged.safetensors")[0] == 0 or words[0] == "extract"
     (tmp_path / "style.safetensors").unlink()
@@ -264,14 +264,14 @@ def test_python_has_the_option(machines: Machines, tmp_path: Path) -> None:
     lora_merge.merge(base, style, tmp_path / "a.safetensors", cache=tmp_path / "here")
     assert kept(tmp_path / "here") == ["base.safetensors", "style.safetensors"]
     lora_merge.load_adapter(style, cache=str(tmp_path / "there"))
-    lora_merge.merge_state_dict(sd1(), style, cache=tmp_path / "third")
+    lora_merge.merge_state_dict(sd1_sample(), style, cache=tmp_path / "third")
     assert kept(tmp_path / "there") == kept(tmp_path / "third") == ["style.safetensors"]
 
 
 def big_base(machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> str:
     """The address of a base whose header is read in one range, next to an adapter here."""
-    save(kohya(sd1()), tmp_path / "style.safetensors")
-    content = save({**sd1(), "more": torch.zeros(1 << 18)}, tmp_path / "base.safetensors").read_bytes()
+    save(kohya(sd1_sample()), tmp_path / "style.safetensors")
+    content = save({**sd1_sample(), "more": torch.zeros(1 << 18)}, tmp_path / "base.safetensors").read_bytes()
     machines.files["s.safetensors"] = content
     machines.repositories["me/s"] = {"s.safetensors": content}
     machines.civitai(12, [{"id": 90, "name": "s.safetensors", "content": content}])

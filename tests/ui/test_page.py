@@ -44,7 +44,7 @@ def test_from_an_empty_page_to_a_verified_file(page: Page, comfy: Path, tmp_path
         assert w.js("return $('#run').disabled && $('#plan').dataset.state") == "empty"
         choose(w)
         w.until(READY)
-        assert "32 of 32 modules match" in w.js("return $('#files').innerText")
+        assert "20 of 20 modules match" in w.js("return $('#files').innerText")
         assert "trigger words: ohwx <b>" in w.js("return $('#files').innerText"), "names are text, never HTML"
         slide = (
             "const r = [...document.querySelectorAll('fieldset .slider')].find((s) => s.textContent === arguments[0])"

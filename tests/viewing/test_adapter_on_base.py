@@ -25,7 +25,7 @@ def test_strength_behind_the_file_is_understood(scene: Scene) -> None:
     match = json.loads(out)["match"]
     assert code == 0
     assert match["fits"]
-    assert match["strengths"] == {"unet": {"0.5": 24}, "te": {"0": 8}}
+    assert match["strengths"] == {"unet": {"0.5": 15}, "te": {"0": 5}}
     assert run("inspect", f"{scene.ink}:0.5").code == 0
     assert run("inspect", scene.folder / "ink").code == 0
 
@@ -37,10 +37,10 @@ def test_misfit_ends_with_4(scene: Scene, tmp_path: Path) -> None:
         k: rand(v.shape[0], 3 * v.shape[1]) if k.endswith("to_q.lora_down.weight") else v
         for k, v in kohya(sd1()).items()
     }
-    for base, adapter, matched in ((unet, scene.ink, 24), (scene.base, save(wide, tmp_path / "w.safetensors"), None)):
+    for base, adapter, matched in ((unet, scene.ink, 15), (scene.base, save(wide, tmp_path / "w.safetensors"), None)):
         code, out, _ = run("inspect", base, adapter, "--json")
         match = json.loads(out)["match"]
-        assert (code, match["fits"], match["matched"], match["total"]) == (4, False, matched, 32)
+        assert (code, match["fits"], match["matched"], match["total"]) == (4, False, matched, 20)
         assert match["why"]
 
 
@@ -98,7 +98,7 @@ def test_base_tells_its_blocks_its_storage_and_how_to_undo_a_merge(scene: Scene,
     facts = inspect(second)
     assert [m["base"] for m in facts["merged"]] == ["one.safetensors", "base.safetensors"]
     (ink,) = facts["merged"][1]["adapters"]
-    assert ink.pop("strengths") == {"te": {"0.5": 8}, "unet": {"0.5": 24}}
+    assert ink.pop("strengths") == {"te": {"0.5": 5}, "unet": {"0.5": 15}}
     assert ink == {"name": "ink.safetensors", "strength": 0.5, "parts": []}
     assert "one.safetensors" in facts["undo"]
     assert facts["bits_per_weight"] == pytest.approx(16, abs=1)

@@ -76,13 +76,13 @@ def test_adapter_shows_algorithm_rank_alpha_and_names(tmp_path: Path) -> None:
     facts = inspect(path)
     assert (facts["kind"], facts["algorithms"], facts["ranks"], facts["alphas"]) == (
         "adapter",
-        {"lora": 32},
+        {"lora": 20},
         [4],
         [2.0],
     )
     assert set(facts["names"]) == {"lora_unet_", "lora_te_"}
     assert "kohya" in facts["trainer"]
-    assert any(line.startswith("algorithms") and "lora 32" in line for line in lines(facts))
+    assert any(line.startswith("algorithms") and "lora 20" in line for line in lines(facts))
 
 
 def test_ia3_is_an_adapter_and_an_embedding_is_called_one(tmp_path: Path) -> None:
@@ -96,8 +96,8 @@ def test_ia3_is_an_adapter_and_an_embedding_is_called_one(tmp_path: Path) -> Non
 def test_pair_shows_what_fits_and_what_does_not(tmp_path: Path) -> None:
     base = save({k: v for k, v in sd1().items() if k.startswith("model.")}, tmp_path / "unet.safetensors")
     match = inspect(base, save(kohya(sd1()), tmp_path / "a.safetensors"))["match"]
-    assert (match["matched"], match["total"], match["components"]) == (24, 32, {"unet": 24})
-    assert len(match["unmatched"]) == 8
+    assert (match["matched"], match["total"], match["components"]) == (15, 20, {"unet": 15})
+    assert len(match["unmatched"]) == 5
     assert "text encoder" in match["why"]
 
 
@@ -224,7 +224,7 @@ def test_report_begins_with_what_a_file_is_for(scene: Scene, tmp_path: Path) -> 
         "with kohya sd-scripts, on v1-5.safetensors, 900 steps",
     ):
         assert words in text
-    assert "The adapter fits: all 32 modules match." in next(iter(lines(inspect(scene.base, lora))))
+    assert "The adapter fits: all 20 modules match." in next(iter(lines(inspect(scene.base, lora))))
     other = save(
         {"lora_unet_nowhere.lora_up.weight": rand(4, 2), "lora_unet_nowhere.lora_down.weight": rand(2, 4)},
         tmp_path / "x.safetensors",
@@ -275,7 +275,7 @@ def test_folder_of_files_is_a_table_with_a_row_for_each(tmp_path: Path) -> None:
     code, out, _ = run("inspect", tmp_path)
     assert code == 0
     rows = {line.split()[0]: line for line in out.splitlines() if line.strip()}
-    assert "ink style" in rows["ink.safetensors"] and "lora 32" in rows["oil.safetensors"]
+    assert "ink style" in rows["ink.safetensors"] and "lora 20" in rows["oil.safetensors"]
     assert rows["broken.safetensors:"]
     found = json.loads(run("inspect", tmp_path, "--json")[1])
     assert len(found["files"]) == 2 and [*found["unread"]] == [str(tmp_path / "broken.safetensors")]

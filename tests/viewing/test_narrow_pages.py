@@ -52,6 +52,7 @@ def told(scene: Scene, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return json.loads(unescape(found))
 
 
+@pytest.mark.release
 def test_names_of_rows_stay_in_view_while_a_heat_map_is_scrolled(told: Any) -> None:
     assert told["wide"]
     assert [seen for _, seen in told["views"]] == [True] * 3
@@ -60,6 +61,7 @@ def test_names_of_rows_stay_in_view_while_a_heat_map_is_scrolled(told: Any) -> N
     assert told["names"] == ["denoiser IN01", "denoiser IN02", "te BASE"]
 
 
+@pytest.mark.release
 def test_arrow_keys_lead_from_one_network_to_the_other(told: Any) -> None:
     """Their cells share no row and no column."""
     rows = {cell.split(", ")[0] for cell in told["said"]}

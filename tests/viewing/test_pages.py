@@ -43,6 +43,7 @@ def content(html: str) -> Any:
     return json.loads(found[1])
 
 
+@pytest.mark.release
 def test_browser_shows_the_numbers_of_the_report(scene: Scene, tmp_path: Path) -> None:
     page, out = tmp_path / "page.html", tmp_path / "<b>out</b>.safetensors"
     code, text, _ = run(
@@ -121,6 +122,7 @@ def test_share_of_an_adapter_is_that_of_all_its_numbers(scene: Scene, tmp_path: 
     assert table["rows"][0][-2:] == [one["change"], one["retained"]]
 
 
+@pytest.mark.release
 def test_page_of_several_files_has_what_the_page_of_each_has(scene: Scene, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     assert run("inspect", scene.base, scene.ink, scene.oil, "--weights", "--html", page).code == 0
@@ -145,6 +147,7 @@ def test_merge_that_cannot_be_is_not_offered(scene: Scene, tmp_path: Path) -> No
     assert content(page.read_text(encoding="utf-8"))["commands"] == []
 
 
+@pytest.mark.release
 def test_bar_below_a_share_is_as_long_as_the_share(scene: Scene, tmp_path: Path) -> None:
     """Half of the energy is half a bar, also where no row of the table has more."""
     page = tmp_path / "page.html"
@@ -185,6 +188,7 @@ start().then(() => {
 """What a person types on a page."""
 
 
+@pytest.mark.release
 def test_cell_is_reached_by_keyboard_and_shows_its_spectrum_and_histogram(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -548,6 +552,7 @@ start().then(() => {
 """Opens all rows and sorts them from the last output to the first."""
 
 
+@pytest.mark.release
 def test_row_of_a_batch_opens_to_the_numbers_of_its_job(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

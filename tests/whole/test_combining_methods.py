@@ -52,7 +52,7 @@ def numbers(method: str) -> dict[str, Any]:
     return found | ({"epsilon": 0.2, "seed": 3} if "della" in method else {"seed": 3} if "dare" in method else {})
 
 
-CHANGED = 20
+CHANGED = 15
 """Weights of the tiny checkpoint that the LoRAs change."""
 
 

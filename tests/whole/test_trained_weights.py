@@ -39,6 +39,7 @@ def _embed(model: Any, batch: Any) -> torch.Tensor:
     return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_trained_peft_adapter_merges_into_a_model_with_the_same_embeddings(tmp_path: Path) -> None:
     folder = _encoder()

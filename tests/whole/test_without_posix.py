@@ -16,7 +16,7 @@ import lora_merge
 from tests.kit import gguf_files
 from tests.kit.adapters import kohya
 from tests.kit.files import save
-from tests.kit.models import sd1
+from tests.kit.models import sd1_sample
 from tests.kit.tensors import rand
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +34,7 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("files")
-    base = sd1()
+    base = sd1_sample()
     save(base, folder / "base.safetensors")
     save(kohya(base), folder / "style.safetensors")
     return folder

@@ -55,8 +55,8 @@ def stacked(g: FormulaInput) -> Array:
 def bdlora(g: FormulaInput) -> Array:
     """Return B A where one factor is block-diagonal: its block j is multiplied by share j of the other factor."""
     up, down = g["up"], g["down"]
-    k, rank, width = down.shape
-    if up.shape == (k, g.out // k, rank) and width == g.cols:  # the blocks of B
+    k, rank, _ = down.shape
+    if up.shape == (k, g.out // k, rank):  # the blocks of B
         result = np.concatenate([up[j] @ down[j] for j in range(k)])
     else:
         result = np.concatenate([up[:, j] @ down[j] for j in range(k)], axis=1)
