@@ -109,7 +109,7 @@ def _parameter(option: Option, *, stated: bool) -> inspect.Parameter:
     kind: Any = list[str] if many else KINDS.get(option.kind, words)
     flag = f"{option.flag}/--no-{option.name}" if option.kind == "switch" and default is not False else option.flag
     text = OF_VERIFY.get(option.name, option.help) if stated else option.help
-    group = UNRECORDED if stated and option.name not in OF_VERIFY else option.group
+    group = UNRECORDED if stated and option.in_verify and option.name not in OF_VERIFY else option.group
     argument = typer.Option(
         *filter(None, (option.short, flag)), metavar=option.metavar, help=text, rich_help_panel=group,
         autocompletion=OFFERED.get(option.name), callback=CALLED.get(option.name),

@@ -55,8 +55,9 @@ def add_to(app: typer.Typer) -> None:
         add(app, command, *lines)
 
 
-@with_options(*(option for option in OPTIONS.values() if option.in_verify), before="search", stated=True)
-@with_options(OPTIONS["cache"], before="search")
+@with_options(
+    *(option for option in OPTIONS.values() if option.in_verify or option.name == "cache"), before="search", stated=True
+)
 def verify(
     output: Merged,
     base: Annotated[str | None, typer.Option(metavar="PATH", help="Read this base instead of the recipe's.")] = None,

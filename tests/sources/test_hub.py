@@ -306,6 +306,7 @@ WRITTEN = [
 """Command → its inputs and options."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("command", "words"), WRITTEN, ids=[command for command, _ in WRITTEN])
 def test_written_adapter_names_commits_and_is_written_again_from_a_mirror_or_a_file(  # noqa: PLR0917
     published: Machines, run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, words: list[str]

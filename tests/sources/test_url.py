@@ -135,6 +135,7 @@ def test_disk_without_room_is_named_before_the_first_byte(machines: Machines, tm
 HEADERS = 2 << 20  # bytes that headers of the largest models may take
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", ["hub", "url"])
 def test_headers_of_a_base_of_24_gb_take_less_than_2_mb(
     machines: Machines, run: Command, tmp_path: Path, place: str
