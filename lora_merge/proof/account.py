@@ -39,9 +39,9 @@ OF_LAYERS: Final = "base_model.model."
 class Account:
     """The use of every tensor of all adapters."""
 
-    tensors: int = 0
-    used: int = 0  # by a formula, or as they are
-    unused: dict[str, str] = field(default_factory=dict)  # tensor → why it changes nothing
+    tensors: int
+    used: int  # by a formula, or as they are
+    unused: dict[str, str]  # tensor → why it changes nothing
 
     def to_dict(self) -> dict[str, Any]:
         """Return the account as the report has it."""

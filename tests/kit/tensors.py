@@ -7,13 +7,16 @@ import math
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 Tensors = dict[str, Tensor]
 
 
 def rand(*shape: int, seed: int = 0, scale: float = 0.1) -> Tensor:
-    """Normal numbers that depend on shape and seed alone."""
-    return _small(shape, seed, scale).clone() if math.prod(shape) <= SMALL else _normal(shape, seed, scale)
+    """Normal numbers that depend on shape and seed alone; fake ones in a mode of fake tensors."""
+    if math.prod(shape) > SMALL or is_in_torch_dispatch_mode():
+        return _normal(shape, seed, scale)
+    return _small(shape, seed, scale).clone()
 
 
 SMALL = 4096
