@@ -179,6 +179,7 @@ def _schemas(incomplete: str) -> list[str]:
     return offered(KINDS)(incomplete)
 
 
+@with_options()
 def schema(
     what: Annotated[
         str,

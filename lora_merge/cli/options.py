@@ -78,7 +78,8 @@ def with_options(
     """Return a decorator that gives a command these options in place of its `**options`: rows of tables or parameters.
 
     `before`: the parameter that `--help` lists after them; "" if they are the last. `stated`: they describe
-    an output without a recipe, and have no defaults.
+    an output without a recipe, and have no defaults. Without rows the annotations of the command are evaluated alone,
+    once: typer evaluates texts several times, which `--help` waits for.
     """
 
     def decorate(command: Command) -> Command:

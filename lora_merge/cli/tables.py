@@ -62,11 +62,13 @@ def parts(
         put(Lines.of(text_of_parts(model)))
 
 
+@with_options()
 def algorithms(as_json: Annotated[bool, JSON] = False) -> None:
     """List the algorithms of adapters that can be merged."""
     _print("algorithms", ("names", "what", "paper"), list(known_algorithms()), as_json=as_json)
 
 
+@with_options()
 def architectures(as_json: Annotated[bool, JSON] = False) -> None:
     """List the models that are recognised by their tensors."""
     _print("architectures", ("title", "part", "text encoders", "layouts"), list(known_architectures()), as_json=as_json)

@@ -211,6 +211,7 @@ def unmerge(
         pictures.write(lambda: pictured(*merged))
 
 
+@with_options()
 def doctor(
     folder: Annotated[str, typer.Argument(help="Folder on the disk to measure.")] = ".",
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as one JSON object on stdout.")] = False,
