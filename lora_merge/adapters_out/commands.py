@@ -86,8 +86,8 @@ _ROWS: Final = {
 _METHOD: Final = ("method", *NAMES)
 _FORM: Final = ("rank", "conv_rank", "max_rank", "rank_for", "algorithm", "alpha")
 _SHARED: Final = (
-    "include", "exclude", "dtype", "compute_dtype", "unmatched", "map", "overwrite", "device", "max_memory", "max_vram",
-    "verify",
+    "include", "exclude", "dtype", "compute_dtype", "unmatched", "map", "cache", "overwrite", "device",
+    "max_memory", "max_vram", "verify",
 )  # fmt: skip
 _ADAPTERS: Final = ("strength", "strength_for", "setting")
 

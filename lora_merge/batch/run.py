@@ -11,6 +11,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from ..addresses import downloads_in
 from ..boundary import CallersFailure, public
 from ..disk.destination import protect
 from ..disk.locks import sweep
@@ -60,7 +61,7 @@ class Batch:
         if not self.downloads:
             return self
         output = self.planned[0].entry.job.output.parent
-        require_space(self.downloads.values(), output, self.size)
+        require_space(self.downloads.values(), (output, self.size))
         places: dict[Path, Path] = {}
         errors: dict[Path, MergeError] = {}
         for path, download in self.downloads.items():
@@ -193,9 +194,9 @@ def make_batch(  # noqa: PLR0913  # the options of the command
 
 
 @public
-def plan_batch(
-    path: Jobs, *, overwrite: bool = False, redo: bool = False, card: bool | None = None,
-    former: FormerPlans | None = None,
+def plan_batch(  # noqa: PLR0913  # the options of the command
+    path: Jobs, *, cache: str | Path | None = None, overwrite: bool = False, redo: bool = False,
+    card: bool | None = None, former: FormerPlans | None = None,
 ) -> list[JobPlan]:  # fmt: skip
     """Plan what `run_batch` would do with every job, from headers alone: no weight is read and nothing is written.
 
@@ -205,6 +206,7 @@ def plan_batch(
 
     Parameters:
         path: As for `run_batch`, like all other parameters.
+        cache: The folder in which files of addresses are kept, for jobs that name none.
         overwrite: Whether outputs may be made again that another recipe made.
         redo: Whether outputs are made again that this very recipe has made.
         card: Whether merges get a model card.
@@ -224,7 +226,8 @@ def plan_batch(
         >>> job.status, job.bytes
         ('to run', 2132696762)
     """
-    return job_plans(make_batch(path, overwrite=overwrite, redo=redo, card=card, former=former).planned)
+    with downloads_in(cache):
+        return job_plans(make_batch(path, overwrite=overwrite, redo=redo, card=card, former=former).planned)
 
 
 @public
@@ -234,6 +237,7 @@ def run_batch(  # noqa: PLR0913  # the options of the command
     workers: int | None = None,
     executor: str = "local",
     ray_address: str | None = None,
+    cache: str | Path | None = None,
     overwrite: bool = False,
     redo: bool = False,
     card: bool | None = None,
@@ -257,6 +261,7 @@ def run_batch(  # noqa: PLR0913  # the options of the command
             as the cluster has room for.
         executor: "local", or "ray" (needs Ray: `pip install "ray>=2.60"`).
         ray_address: A running Ray cluster. None: a cluster on this machine, for the time of the call.
+        cache: The folder in which files of addresses are kept, for jobs that name none.
         overwrite: Whether to make outputs again that another recipe made. Without it such a job fails.
         redo: Whether to make outputs again that this very recipe has made. Without it such a job is skipped.
         card: Whether merges get a model card, if the jobs file does not say it; None: merges that write folders.
@@ -283,7 +288,7 @@ def run_batch(  # noqa: PLR0913  # the options of the command
     find(executor)
     switch(fail_fast, "--fail-fast")
     ended = Reports()
-    with interruptible():
+    with interruptible(), downloads_in(cache):
         batch = make_batch(path, workers=workers, executor=executor, overwrite=overwrite, redo=redo, card=card)
         with watched(progress, jobs=len(batch.planned)) as watcher:
             run = batch.run(Workers(workers, ray_address), name=executor, fail_fast=fail_fast, progress=watcher)

@@ -18,6 +18,7 @@ from ..errors import UsageError
 from ..option_texts import as_number
 from ..options import OPTIONS, Option
 from ..progress import unwatched
+from ..text import Note
 from .argument_values import named_adapter, named_adapters, named_parts, with_strengths
 from .compat import checked_output, completed
 from .help import add
@@ -202,7 +203,7 @@ def _job_values(adapters: Sequence[Any], options: dict[str, Any]) -> tuple[list[
 
 def show(command: Row, make: Callable[[CheckpointCache], AdapterJob], printed: dict[str, Any]) -> None:
     """Run or plan a job and print its report. The job is made below the display, as torch may be imported for it."""
-    from ..adapters_out.job import downloaded
+    from ..adapters_out.job import downloaded, needed_downloads
     from ..engine.torch_preload import keep_freed_memory, preload
     from ..planning.checkpoint_cache import CheckpointCache
     from ..sources.outputs import announcement
@@ -229,9 +230,11 @@ def show(command: Row, make: Callable[[CheckpointCache], AdapterJob], printed: d
         # Step 3: the plan or the run.
         if printed["dry_run"]:
             done = command.plan(job, cache)
+            notes = [Note(download.text()) for download in needed_downloads(job).values() if download.size]
+            done = replace(done, notes=(*done.notes, *notes))
         else:
             announce = announcing(display, quiet=printed["quiet"])
-            job = downloaded(job, display or unwatched, announce)
+            job = downloaded(job, lambda: command.plan(job, cache).written, display or unwatched, announce)
             if announce is not None and (text := announcement(job.output)):
                 announce(text)
             done = command.run(job, display or unwatched, cache)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import FitError, InputError, MergeError, UsageError
-from ..options import READING
+from ..options import OPTIONS, READING
 from ..paths import exists, expand
 from ..progress import unwatched
 from ..report import without_tensors
@@ -18,9 +18,9 @@ from ..viewing.json_schemas import schema as version
 from .argument_values import expanded, named_adapter
 from .compat import completed
 from .help import add, offered
-from .options import HTML, JSON_TENSORS, PLOT, SILENT
+from .options import HTML, JSON_TENSORS, PLOT, SILENT, with_options
 from .progress_display import watching
-from .reports import PageFiles, put, show_comparison, show_facts
+from .reports import PageFiles, announcing, put, show_comparison, show_facts
 from .tables import parts
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def add_to(app: typer.Typer) -> None:
         add(app, command, *lines)
 
 
+@with_options(OPTIONS["cache"], before="html")
 def inspect(
     files: Annotated[
         list[str], typer.Argument(metavar="FILE...", help="Checkpoints or adapters; or a base and adapters for it.")
@@ -56,6 +57,7 @@ def inspect(
         bool, typer.Option("-v", "--verbose", help="List name patterns too, and all facts of several files.")
     ] = False,
     quiet: SILENT = False,
+    **_: Any,
 ) -> None:
     """Say what a file is, or how adapters fit a base. Reads headers only, unless asked for numbers."""
     if blocks:
@@ -72,7 +74,8 @@ def inspect(
     pictures.protect([*inside, *(path for base, ref in pairs for path in (base, *([ref.path] if ref else [])))])
     with watching(quiet=as_json or quiet, doing="reading the weights" if weights else "") as display:
         options: dict[str, Any] = {"weights": weights, "hashes": hashes, "pictures": html is not None}
-        results, unread = _facts(pairs, inside, {**options, "progress": display or unwatched})
+        results, unread = _facts(pairs, inside, {**options, "progress": display or unwatched,
+                                                "announce": announcing(display, quiet=as_json or quiet)})  # fmt: skip
     pictures.write(lambda: [dict(facts) for facts in results] if len(results) > 1 else dict(results[0]))
     if as_json:
         values = results if json_tensors else [without_tensors(facts) for facts in results]
@@ -128,6 +131,7 @@ def _ref(text: str) -> Adapter:
     return Adapter(expand(path), strength)
 
 
+@with_options(OPTIONS["cache"], before="html")
 def compare(
     a: Annotated[str, typer.Argument(metavar="A", help="A model or an adapter.")],
     b: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
@@ -140,6 +144,7 @@ def compare(
     as_json: AS_JSON = False,
     json_tensors: JSON_TENSORS = False,
     quiet: SILENT = False,
+    **_: Any,
 ) -> None:
     """Say where two models differ, or how alike adapters are.
 
@@ -157,6 +162,7 @@ def compare(
             expand(completed(base)) if base else None,
             pictures=html is not None,
             progress=display or unwatched,
+            announce=announcing(display, quiet=as_json or quiet),
         )
     pictures.write(lambda: dict(comparison))
     if as_json:
@@ -172,6 +178,7 @@ def _schemas(incomplete: str) -> list[str]:
     return offered(KINDS)(incomplete)
 
 
+@with_options()
 def schema(
     what: Annotated[
         str,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -52,7 +53,9 @@ def add_to(app: typer.Typer) -> None:
         add(app, command, *lines)
 
 
-@with_options(*(option for option in OPTIONS.values() if option.in_verify), before="search", stated=True)
+@with_options(
+    *(option for option in OPTIONS.values() if option.in_verify or option.name == "cache"), before="search", stated=True
+)
 def verify(
     output: Merged,
     base: Annotated[str | None, typer.Option(metavar="PATH", help="Read this base instead of the recipe's.")] = None,
@@ -79,6 +82,7 @@ def verify(
     from ..recipes.replay import is_adapter, prove
 
     output, base = completed(output), base and completed(base)
+    options.pop("cache")  # inputs have been looked up with it
     strength_for, values = options.pop("strength_for") or (), read(options, len(adapter or []))
     pairs, parts = named_parts(with_strengths([named_adapter(a) for a in adapter or []], values), strength_for)
     stated = {name: value for name, value in ({"strength_for": parts} | values).items() if value}
@@ -101,7 +105,7 @@ def verify(
         show_proof(verify_rows(proof, verbose=verbose), whole=verbose)
 
 
-@with_options(OPTIONS["device"], OPTIONS["overwrite"], before="as_json")
+@with_options(OPTIONS["device"], OPTIONS["cache"], OPTIONS["overwrite"], before="as_json")
 def replay(
     path: Merged,
     output: Annotated[str, OUTPUT],
@@ -172,7 +176,7 @@ def unmerge(
     Restores the base up to one rounding step; only the base itself is exact. Without -o it names the base.
     """
     from ..engine.admission import admit
-    from ..planning.downloads import downloaded_path
+    from ..planning.downloads import downloaded_job
     from ..recipes.replay import refuse_to_unmerge
     from ..recipes.unmerge import plan_unmerge
     from .stdio import reporting
@@ -194,10 +198,9 @@ def unmerge(
     stated |= {"overwrite": True} if dry_run else {}
 
     def planned(display: Display | None) -> Plan:
-        folders, merged = [expand(p) for p in search or []], expand(path)
-        if not dry_run:
-            merged = downloaded_path(merged, display or unwatched, announcing(display, quiet=quiet))
-        plan = admit(plan_unmerge(merged, named, output or "", folders, **stated), dry=dry_run)
+        folders, announce = [expand(p) for p in search or []], announcing(display, quiet=quiet)
+        local = None if dry_run else partial(downloaded_job, progress=display or unwatched, announce=announce)
+        plan = admit(plan_unmerge(expand(path), named, output or "", folders, local=local, **stated), dry=dry_run)
         pictures.protect(plan.inputs, [plan.job.output])
         return plan
 
@@ -209,6 +212,7 @@ def unmerge(
         pictures.write(lambda: pictured(*merged))
 
 
+@with_options()
 def doctor(
     folder: Annotated[str, typer.Argument(help="Folder on the disk to measure.")] = ".",
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as one JSON object on stdout.")] = False,

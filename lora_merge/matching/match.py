@@ -21,7 +21,7 @@ from ..adapters.suffixes import split_parameter
 from ..algorithms import ALGORITHMS
 from ..disk.files import StoredTensor
 from ..dtypes import Shape
-from ..errors import InputError, MergeError, ShapeMismatch
+from ..errors import InputError, MergeError, RemoteError, ShapeMismatch
 from ..models.module_order import type_of
 from ..models.names import EXPERTS, Names
 from ..models.part_factors import Strengths
@@ -254,6 +254,8 @@ class ModulePlacer:
             near = self.finder.near(module, self.context.rules.relatives.get(module.name, ()))
             choice = choose(*as_rows(module, view), self.context, near)
             patch, remarks = as_trained(choice.patch, self.names.fused, self.context)
+        except RemoteError:
+            raise
         except (InputError, ShapeMismatch) as e:
             self._record_misfit(module, view, e)
             return None

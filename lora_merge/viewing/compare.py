@@ -12,6 +12,7 @@ from ..dtypes import spoken
 from ..errors import UsageError
 from ..facts import COUNT, Fact, by_block, cut_rows, line, table
 from ..files.checkpoint import Index, open_checkpoint
+from ..planning.downloads import Announce, downloaded_paths, downloads
 from ..progress import Progress, counted, unwatched
 from ..text import by_reason, listed, plural, size
 from .compare_verdict import adapter_verdict, model_verdict, signed
@@ -27,9 +28,10 @@ MOST_SHAPES: Final = 12
 """Tensors of other shapes that have a row each; of more, the first have their names in one row."""
 
 
-def compare(
-    a: Path, b: Path, base: Path | None = None, *, pictures: bool = False, progress: Progress = unwatched
-) -> dict[str, Any]:
+def compare(  # noqa: PLR0913  # two for pages and progress
+    a: Path, b: Path, base: Path | None = None, *, pictures: bool = False, progress: Progress = unwatched,
+    announce: Announce | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Return where two checkpoints differ and by how much, or how alike the changes of two adapters are.
 
     `base`: for two adapters that spell the names of modules in other words, or whose formulas read the weights.
@@ -41,15 +43,26 @@ def compare(
         raise UsageError("an adapter and a model cannot be compared", f"{a} and {b}",
                          "use lora-merge inspect BASE ADAPTER; or give two adapters, or two models")  # fmt: skip
     head = {"schema": SCHEMA, "a": str(a), "b": str(b)}
+    if not all(kinds) and base is not None:
+        raise UsageError("a base is given for two models", f"--base {base}", "leave it out")
+    bases = [] if base is None else [base]
+    if downloads([a, b, *bases], []) and (all(kinds) or _share_tensors(first, second)):
+        places = downloaded_paths([a, b, *bases], progress=progress, announce=announce)
+        first, second, base = open_checkpoint(places[a]), open_checkpoint(places[b]), base and places[base]
     if all(kinds):
         from .compare_adapters import adapter_similarity
 
         alike = adapter_similarity(first, second, base, pictures=pictures)
         return {**head, "kind": "adapters", "verdict": adapter_verdict(alike), **alike}
-    if base is not None:
-        raise UsageError("a base is given for two models", f"--base {base}", "leave it out")
     apart = _checkpoints(first, second, pictures=pictures, progress=progress)
     return {**head, "kind": "checkpoints", "verdict": model_verdict(apart), **apart}
+
+
+def _share_tensors(a: Index, b: Index) -> bool:
+    from ..models.names import names
+    from .compare_models import comparable
+
+    return comparable(a, b, names(a))
 
 
 def _checkpoints(a: Index, b: Index, *, pictures: bool, progress: Progress) -> dict[str, Any]:

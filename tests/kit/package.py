@@ -40,6 +40,7 @@ LIBRARIES = {
     "platformdirs": {"disk", "sources"},
     "huggingface_hub": {"sources"},
     "obstore": {"sources"},
+    "fsspec": {"sources"},
     "safetensors": {"proof"},
     "threadpoolctl": {"proof"},
     "ml_dtypes": {"proof"},
