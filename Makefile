@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP = $(VENV)/.installed-$(1)
 
-.PHONY: demo test test-all lint types check bench gpu docs clean
+.PHONY: demo test test-all lint types check bench gpu hub1 docs clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -38,6 +38,11 @@ test-all: $(call STAMP,test)
 	$(MAKE) -j 2 lint types
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= LORA_MERGE_TESTS=all \
 	  $(BIN)/python -m pytest -q -n 2 --dist worksteal -m 'not bench and not gpu'
+
+# The older of the two series of huggingface_hub that the extra `hub` allows; the other tests use the newer one.
+hub1: $(call STAMP,test)
+	$(BIN)/python -m pip install --quiet --target $(VENV)/hub1 'huggingface_hub>=1.1,<2'
+	PYTHONPATH=$(VENV)/hub1 $(BIN)/python -m pytest -q -m 'slow or not slow' tests/sources/test_hub.py tests/sources/test_url.py
 
 docs: $(call STAMP,test)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --config-file configs/site/mkdocs.yml

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .memory.loaded_adapter import LoadedAdapter
     from .memory.merge_into import MergedModel, merge_into
     from .memory.state_dict import merge_state_dict
+    from .planning.former_plans import FormerPlans
     from .planning.plan import Plan
     from .progress import Step
     from .report import Report
@@ -55,7 +56,7 @@ _HOMES = {
     "run_batch": "batch.run",
     "plan_batch": "batch.run",
     "JobPlan": "batch.job_plan",
-    "FormerPlans": "batch.batch_plan",
+    "FormerPlans": "planning.former_plans",
     "JobReport": "batch.report",
     "Reports": "batch.report",
     "Step": "progress",

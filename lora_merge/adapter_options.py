@@ -52,7 +52,7 @@ ADAPTER_OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
 """Name → option."""
 
 OF_MERGE: Final = (
-    "dtype", "strength", "strength_for", "unmatched", "map", "setting", "overwrite", "device", "max_memory", "max_vram",
-    "verify",
+    "dtype", "strength", "strength_for", "unmatched", "map", "setting", "cache", "overwrite", "device", "max_memory",
+    "max_vram", "verify",
 )  # fmt: skip
 """The options that mean what they mean for `merge`. All others of a command are fields of its `AdapterJob`."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -23,6 +25,8 @@ HASH: Final = "sha256"
 MODELSCOPE: Final = "ms"
 WEB: Final = "https"
 OBJECTS: Final = ("s3", "gs", "az")
+OTHERS: Final = ("sftp", "ssh", "webdavs", "abfs", "abfss")
+"""Schemes that fsspec opens."""
 
 _NAME: Final = r"[\w-][\w.-]{0,95}/[\w.-]{1,96}"
 _REVISION: Final = r"(?:@(?P<revision>[\w.-]+(?:(?<=refs)/(?:pr|convert)/[\w.-]+)?))?"
@@ -61,6 +65,9 @@ class Address:
             return air + (self.file and f"#{self.file}")
         if self.scheme == WEB:
             return without_secrets(self.name)
+        if self.scheme in OTHERS:  # the user of sftp and the container of abfs belong to the name
+            user = urlsplit(self.name).netloc.rpartition("@")[0].partition(":")[0]
+            return without_secrets(self.name).replace("://", f"://{user}@", 1) if user else without_secrets(self.name)
         if self.scheme == HASH:
             return f"sha256:{self.name}"
         version = self.revision and f"?versionId={quote(self.revision, safe='')}"
@@ -86,6 +93,8 @@ class Address:
         if self.scheme == WEB:
             query = "?…" if urlsplit(self.name).query else ""  # it may be a secret
             return f"curl -L -O -J {_typed(str(self)[:200] + query)}"
+        if self.scheme in OTHERS:
+            return "copy it to this machine"
         commands = {"s3": "aws s3 cp {} .", "gs": "gcloud storage cp {} .", "az": "azcopy copy {} ."}
         text = commands.get(self.scheme, "open its page on civitai.com in a browser")
         return text.format(_typed(f"{self.scheme}://{self.name}"))
@@ -124,6 +133,10 @@ def _object(groups: Mapping[str, str | None]) -> Address:
     return Address(str(groups["scheme"]).lower(), str(groups["key"]), groups.get("revision") or "")
 
 
+def _other(groups: Mapping[str, str | None]) -> Address:
+    return Address(str(groups["scheme"]).lower(), str(groups["url"]))
+
+
 _HUB_HOST: Final = r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)"
 _CIVITAI_HOST: Final = r"https?://(?:www\.)?civitai\.(?:com|red)"
 _QUERY: Final = r"(?:\?[^\s:,]*)?"
@@ -150,6 +163,7 @@ ADDRESS_FORMS: Final[tuple[tuple[str, Callable[[Mapping[str, str | None]], Addre
     (rf"https?://(?:www\.)?modelscope\.(?:cn|ai)/models/(?P<name>{_NAME})"
      rf"(?:/resolve/(?P<revision>[^/?#:,\s]+){_INSIDE}|[/?#][^\s:,]*)?", _of_modelscope),
     (r"(?P<url>https?://[^\s/]+/\S*?)", _url),
+    (rf"(?P<url>(?P<scheme>{'|'.join(OTHERS)})://[^\s/]+/\S*?)", _other),
     (r"(?P<scheme>s3|gs|az)://(?P<key>[^\s/?#]+/[^?#]+?)(?:\?versionId=(?P<revision>[\w.~%+/=-]+))?", _object),
 )  # fmt: skip
 """Pattern of an address → the address. The first pattern that matches counts."""
@@ -157,7 +171,12 @@ ADDRESS_FORMS: Final[tuple[tuple[str, Callable[[Mapping[str, str | None]], Addre
 _BARE: Final = rf"(?P<name>{_NAME}?){_REVISION}{_INSIDE}"
 """`owner/name[@revision][/path]`, without a scheme."""
 
-_SCHEMES: Final = r"(?i)(?:hf|civitai|urn:air|sha256|ms|https?|s3|gs|az):"
+_SCHEMES: Final = r"(?i)(?:hf|civitai|urn:air|sha256|ms|https?|s3|gs|az|sftp|ssh|webdavs|abfss?):"
+
+
+def is_spelled_out(text: str) -> bool:
+    """Return whether a text has the scheme of an address, as a bare `owner/name` has not."""
+    return re.match(_SCHEMES, text) is not None
 
 
 def split(text: str) -> tuple[Address, str] | None:
@@ -167,7 +186,7 @@ def split(text: str) -> tuple[Address, str] | None:
     """
     if len(text) > LONGEST_ADDRESS or ("/" not in text and ":" not in text) or _exists(text):
         return None
-    return _split(text) if re.match(_SCHEMES, text) else _bare(text)
+    return _split(text) if is_spelled_out(text) else _bare(text)
 
 
 def parse(text: str) -> Address | None:
@@ -242,6 +261,33 @@ def open_addresses_with(locate: Callable[[str], Path | None]) -> None:
 def located(text: str) -> Path | None:
     """Return the local path of what an address leads to; None for a text that is a path itself."""
     return _openers[0](text) if _openers and parse(text) is not None else None
+
+
+CACHE: Final = "LORA_MERGE_CACHE"
+"""The variable that names the folder of downloads, as `--cache` does."""
+
+_downloads: ContextVar[Path | None] = ContextVar("the folder of downloads", default=None)
+
+
+@contextmanager
+def downloads_in(folder: str | Path | None) -> Iterator[None]:
+    """Keep what is read from object stores, URLs, Civitai and ModelScope in a folder, if one is named."""
+    if folder is None:
+        yield
+        return
+    token = _downloads.set(Path(os.path.expanduser(folder)).absolute())  # noqa: PTH111  # ~name of no user stays a name
+    try:
+        yield
+    finally:
+        _downloads.reset(token)
+
+
+def downloads_folder() -> Path | None:
+    """Return the folder that the user names for downloads, by `--cache` or by the variable; None without one."""
+    if (folder := _downloads.get()) is not None:
+        return folder
+    named = os.environ.get(CACHE)
+    return Path(named).expanduser().absolute() if named else None
 
 
 _speakers: list[Callable[[str], str]] = []

@@ -6,15 +6,18 @@ The API for tensors in memory is in the room `memory`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from typing_extensions import Unpack
 
 from .adapters_out.report import AdapterReport
+from .addresses import downloads_in
 from .boundary import public
 from .facts import Facts
 from .job import Adapter, Adapters, OneAdapter, adapter_list, make_job
 from .paths import expand, input_path
+from .planning.former_plans import FormerPlans
 from .planning.plan import Plan
 from .process import interruptible
 from .progress import Progress, watched
@@ -83,6 +86,8 @@ def merge(
         scale: Multiplies what these methods give.
         setting: Values that the adapter's file lacks, such as `{"lora_alpha": 16}`.
         map: A table of names (YAML) for a model that is not known.
+        cache: The folder in which files of addresses are kept. Default: object stores and URLs are read without a copy,
+            files of Civitai and ModelScope are kept in the user's cache folder, those of the hub in the hub's own.
         tokenizer: Whose tokenizer, chat template and processor files an output folder gets: "adapter", "base", or the
             path of a folder. Default: the adapter's if the embeddings grew to its size, else the base's.
         overwrite: Whether an existing output is replaced. Default: False.
@@ -187,12 +192,12 @@ def unmerge(
     """
     from .engine.admission import admit
     from .engine.merge import run
-    from .planning.downloads import downloaded_path
+    from .planning.downloads import downloaded_job
     from .recipes.unmerge import plan_unmerge
 
-    with interruptible(), watched(progress) as watcher:
-        path, folders = downloaded_path(input_path(merged), watcher), [*map(expand, search)]
-        return run(admit(plan_unmerge(path, adapters, output, folders, **options)), watcher)
+    with interruptible(), watched(progress) as watcher, downloads_in(options.get("cache")):
+        path, folders, local = input_path(merged), [*map(expand, search)], partial(downloaded_job, progress=watcher)
+        return run(admit(plan_unmerge(path, adapters, output, folders, local=local, **options)), watcher)
 
 
 @public
@@ -202,6 +207,7 @@ def replay(  # noqa: PLR0913  # the options of the command
     *,
     search: Sequence[str | Path] = (),
     device: str = "auto",
+    cache: str | Path | None = None,
     overwrite: bool = False,
     progress: bool | Progress = False,
 ) -> Report | AdapterReport:
@@ -214,6 +220,7 @@ def replay(  # noqa: PLR0913  # the options of the command
         output: The file or folder to write.
         search: More folders, which are searched three levels deep.
         device: As for `merge`.
+        cache: As for `merge`.
         overwrite: Whether an existing output is replaced.
         progress: As for `merge`.
 
@@ -234,7 +241,7 @@ def replay(  # noqa: PLR0913  # the options of the command
     from .engine.merge import run
     from .recipes.replay import again
 
-    with interruptible(), watched(progress) as watcher:
+    with interruptible(), watched(progress) as watcher, downloads_in(cache):
         made, folders = input_path(made), [expand(folder) for folder in search]
         written = again(made, output, folders, device=device, overwrite=overwrite, progress=watcher)
         if isinstance(written, Plan):
@@ -250,6 +257,7 @@ def verify(  # noqa: PLR0913  # the options of the command
     *,
     search: Sequence[str | Path] = (),
     full: bool = False,
+    cache: str | Path | None = None,
     progress: bool | Progress = False,
     **options: Unpack[VerifyOptions],
 ) -> Facts:
@@ -262,6 +270,7 @@ def verify(  # noqa: PLR0913  # the options of the command
             recipe, or 1.
         search: More folders to search for the inputs, three levels deep.
         full: Whether every byte and every row is compared, not a sample.
+        cache: As for `merge`.
         progress: As for `merge`.
         compute_dtype: The dtype of sums whose rounding is allowed: "fp32" by default, whatever the recipe says.
         strength_for: As for `merge`, like all options below; only for outputs without a recipe.
@@ -301,9 +310,9 @@ def verify(  # noqa: PLR0913  # the options of the command
     from .recipes.replay import prove
     from .report import verify_rows
 
-    output, stated = input_path(output), adapter_list(adapters)
-    folders = [expand(folder) for folder in search]
-    with interruptible(), watched(progress) as watcher:
+    stated, folders = adapter_list(adapters), [expand(folder) for folder in search]
+    with interruptible(), watched(progress) as watcher, downloads_in(cache):
+        output = input_path(output)
         proof = prove(output, base, stated, search=folders, full=full, options=options, progress=watcher)
     return Facts(proof, verify_rows)
 
@@ -311,7 +320,8 @@ def verify(  # noqa: PLR0913  # the options of the command
 @public
 def inspect(  # noqa: PLR0913  # what is looked at, and pages and progress
     path: str | Path, adapter: OneAdapter | None = None, *, weights: bool = False, hashes: bool | None = False,
-    pictures: bool = False, progress: bool | Progress = False,
+    pictures: bool = False, cache: str | Path | None = None, progress: bool | Progress = False,
+    former: FormerPlans | None = None,
 ) -> Facts:  # fmt: skip
     """Report what a file or folder is, or how an adapter fits a base.
 
@@ -323,7 +333,10 @@ def inspect(  # noqa: PLR0913  # what is looked at, and pages and progress
         hashes: Whether large files are hashed too; adapters up to 256 MiB are also for False. None: nothing is hashed,
             so that headers alone are read.
         pictures: Whether the numbers have singular values and histograms, which pages show.
+        cache: As for `merge`.
         progress: As for `merge`.
+        former: The `FormerPlans` of calls before this one, of `inspect` or of `plan_batch`: a file that they have
+            opened is not opened again while it is the same.
 
     Returns:
         A table of facts, which shows itself as the text of `lora-merge inspect`; its `to_json()` has the format that
@@ -341,16 +354,18 @@ def inspect(  # noqa: PLR0913  # what is looked at, and pages and progress
     from .viewing.inspect import inspect as look
     from .viewing.text import rows
 
-    ref: Adapter | None = None if adapter is None else make_job(path, [adapter], path).adapters[0]
-    with interruptible(), watched(progress) as watcher:
-        facts = look(input_path(path), ref, weights=weights, hashes=hashes, pictures=pictures, progress=watcher)
+    with interruptible(), watched(progress) as watcher, downloads_in(cache):
+        ref: Adapter | None = None if adapter is None else make_job(path, [adapter], path).adapters[0]
+        path = input_path(path)
+        opened = None if former is None else former.checkpoints([path, *([ref.path] if ref else [])])
+        facts = look(path, ref, weights=weights, hashes=hashes, pictures=pictures, progress=watcher, opened=opened)
     return Facts(facts, rows)
 
 
 @public
-def compare(
+def compare(  # noqa: PLR0913  # two for pages and progress
     a: str | Path, b: str | Path, *, base: str | Path | None = None, pictures: bool = False,
-    progress: bool | Progress = False,
+    cache: str | Path | None = None, progress: bool | Progress = False,
 ) -> Facts:  # fmt: skip
     """Compare two models, or the changes of two adapters: where they differ and by how much, or how alike they are.
 
@@ -359,6 +374,7 @@ def compare(
         b: Another one of the same kind.
         base: For two adapters that spell names in different words, or whose formulas read the weights: a base of both.
         pictures: As for `inspect`.
+        cache: As for `merge`.
         progress: As for `merge`.
 
     Returns:
@@ -378,7 +394,7 @@ def compare(
     from .viewing.compare import compare as look
     from .viewing.compare import compare_rows
 
-    with interruptible(), watched(progress) as watcher:
+    with interruptible(), watched(progress) as watcher, downloads_in(cache):
         of_both = None if base is None else input_path(base)
         facts = look(input_path(a), input_path(b), of_both, pictures=pictures, progress=watcher)
     return Facts(facts, compare_rows)

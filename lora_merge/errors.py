@@ -136,6 +136,10 @@ class AdapterAsBase(InputError):
     """An adapter is given where a model belongs."""
 
 
+class RemoteError(InputError):
+    """Another machine refuses an input, or has changed it. It concerns the run, and no single module."""
+
+
 class TooLarge(InputError):
     """A finite number is too large for the dtype of the output or of the computation."""
 

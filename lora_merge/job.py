@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 
 from .adapter_arguments import adapter_path
-from .addresses import with_addresses
+from .addresses import downloads_in, with_addresses
 from .algorithms import ALGORITHMS, COUNT
 from .errors import UsageError
 from .merge_methods import SUM
@@ -135,6 +135,8 @@ class Job(Shown):
     """Weights that `dtype` does not quantise: `re:` and an expression, or a glob; `none` for no usual exceptions."""
     tokenizer: str | None = None
     """Whose tokenizer an output folder gets: `adapter`, `base`, or that of a folder; None: by the embeddings' rows."""
+    cache: Path | None = None
+    """Where files of addresses are kept; the hub has a cache of its own."""
     overwrite: bool = False
     max_memory: int = 2**30
     max_vram: int | None = None
@@ -195,8 +197,17 @@ def make_job(base: str | Path, adapters: Any, output: str | Path | None = None, 
     `adapters`: paths, `(path, strength)` pairs, Adapter objects, or a single one of these. `options`: names of the
     table `OPTIONS`. `dtype` and `compute_dtype` also take torch dtypes, `max_memory` also text such as "2GiB".
     """
+    values = checked(options)
+    if values["cache"] is not None:
+        values["cache"] = expand(values["cache"])
+    with downloads_in(values["cache"]):
+        return _job(base, adapters, output, values)
+
+
+def _job(base: str | Path, adapters: Any, output: str | Path | None, values: dict[str, Any]) -> Job:
+    """Return the job of checked `values`."""
     # The adapters, with their strengths.
-    values, base = checked(options), input_path(base)
+    base = input_path(base)
     adapters = adapter_list(adapters) or [base]  # the adapter that is attached inside the base
     if len(adapters) > MOST_ADAPTERS:
         raise UsageError(f"{len(adapters)} adapters for one merge", "the list of adapters",

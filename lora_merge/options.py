@@ -166,6 +166,8 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
         Option("tokenizer", "folder", None, "Take tokenizer and chat template from adapter, base or a folder. "
                "[default: adapter if the embeddings grew to its size, else base]", "given",
                metavar="WHOSE"),
+        Option("cache", "path", None, "Keep files of addresses here; object stores and URLs are else read without a "
+               "copy.", "never", metavar="DIR", group="Input"),
         Option("overwrite", "switch", default=False, help="Replace the output if it exists.", recorded="never"),
         Option("max_memory", "size", "1GiB", "Limit the memory of weights in flight, e.g. 512MiB.", "never",
                together=True,
@@ -184,6 +186,21 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
     )
 })  # fmt: skip
 """Name → option, in the order of recipes."""
+
+EVERY_VALUE: Final = "full"
+"""The option by which `verify` compares all values."""
+
+READING: Final[Mapping[str, Option]] = MappingProxyType(
+    {
+        name: Option(name, "switch", default=False, help=text, recorded="never", in_batch=False)
+        for name, text in (
+            ("weights", "Read the weights too: norms, ranks; with a base, how much of the change survives."),
+            ("hashes", "Hash large files, too."),
+            (EVERY_VALUE, "Check every byte and every row instead of a sample."),
+        )
+    }
+)
+"""Options of `inspect` and `verify`: how much they read."""
 
 COMMAND_ONLY: Final = ("quiet", "verbose", "report", "html", "plot", "json", "dry_run", "debug")
 """Options that only the command line has: they choose what is printed, or that nothing is written."""

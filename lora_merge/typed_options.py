@@ -54,6 +54,7 @@ class Writing(Reading, total=False):
     dtype: str | torch.dtype
     device: str | torch.device
     strength: Sequence[float] | None
+    cache: str | Path | None
     overwrite: bool
     max_memory: int | str
     max_vram: int | str | None
@@ -157,6 +158,7 @@ class Defaults(TypedDict, total=False):
     scale: float | str | None
     setting: Mapping[str, Setting] | None
     map: str | PathLike[str] | None
+    cache: str | PathLike[str] | None
     tokenizer: str | PathLike[str] | None
     overwrite: bool | None
     max_memory: int | str | None

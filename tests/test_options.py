@@ -31,7 +31,7 @@ OTHERS: dict[str, Any] = {
     "unmatched": "skip", "on_overflow": "saturate", "rounding": "stochastic", "seed": 7, "keep_precision": ["re:x"], "method": "compose", "setting": {"lora_alpha": 16}, "map": "names.yaml",
     "overwrite": True, "max_memory": "2GiB", "max_vram": "1GiB", "verify": False,
     "density": 0.5, "gamma": 0.25, "epsilon": 0.125, "t": 0.5, "elect": "count", "normalise": "weight", "agree": 1,
-    "scale": 2.0, "title": "Ink", "tokenizer": "adapter", "metadata": {"a": "b"}, "no_metadata": True, "card": True,
+    "scale": 2.0, "title": "Ink", "tokenizer": "adapter", "metadata": {"a": "b"}, "no_metadata": True, "card": True, "cache": "downloads",
 }  # fmt: skip
 """A value that is not the default, of every option."""
 
@@ -107,7 +107,7 @@ def test_commands_take_the_options_of_the_table() -> None:
         assert text.help == option.help
         assert option.flag in "".join(text.param_decls or ()) + text.default
     taken = inspect.signature(verify_commands.verify).parameters
-    assert {name for name in OPTIONS if name in taken} == {n for n, o in OPTIONS.items() if o.in_verify}
+    assert {name for name in OPTIONS if name in taken} == {n for n, o in OPTIONS.items() if o.in_verify} | {"cache"}
     assert {n for n, o in OPTIONS.items() if o.in_verify} <= {n for n, o in OPTIONS.items() if o.recorded != "never"}
 
 
@@ -155,7 +155,7 @@ def test_page_of_the_command_line_shows_every_option_with_its_default() -> None:
 
 def test_plan_depends_on_what_changes_a_byte_and_on_memory() -> None:
     """Jobs of a batch that differ in other options have one outline between them."""
-    assert {n for n, o in OPTIONS.items() if not o.planned} == {"device", "overwrite", "verify", "card"}
+    assert {n for n, o in OPTIONS.items() if not o.planned} == {"device", "overwrite", "verify", "card", "cache"}
     assert {n for n, o in OPTIONS.items() if o.together} <= JOB.keys()
 
 

@@ -138,7 +138,8 @@ def test_commands_of_the_pages_are_understood(
         program.main()
     said = capsys.readouterr().err
     no_block = e.value.code == 2 and "BASE, B00" in said  # the small base is no U-Net
-    assert no_block or e.value.code in ((3, 4) if missing else (0, None)), said
+    elsewhere = e.value.code == 2 and "downloads are switched off" in said  # the tests make no request
+    assert no_block or elsewhere or e.value.code in ((3, 4) if missing else (0, None)), said
 
 
 COMING = re.findall(r"`(lora-merge [^`]+)`", (SITE / "pages" / "coming-from.md").read_text(encoding="utf-8"))

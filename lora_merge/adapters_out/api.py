@@ -229,5 +229,6 @@ def _written(  # noqa: PLR0913, PLR0917  # the arguments of every command
 
     with interruptible(), watched(progress) as watcher:
         cache = CheckpointCache()
-        job = downloaded(command.job(adapters, output, base, options, cache), watcher)
+        job = command.job(adapters, output, base, options, cache)
+        job = downloaded(job, lambda: command.plan(job, cache).written, watcher)
         return command.run(job, watcher, cache)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import sep
 from pathlib import Path
@@ -20,7 +20,7 @@ from ..merge_methods import COMBINATIONS, SAME_COMBINATION, SUM
 from ..method_parameters import PARAMETER_NAMES, MethodParameters, numbers_of
 from ..models.part_factors import parts
 from ..options import MEANT, OPTIONS, dtype_name, pairs, shown
-from ..paths import absolute, input_path, is_file, is_folder, names_folder, output_file, output_path
+from ..paths import absolute, is_file, is_folder, names_folder, output_file, output_path
 from ..text import plural
 from .dialects import DIALECTS, OF_INPUT, Dialect, stated_dialect
 from .rank_rules import COUNT, EXACT, NO_NOISE, NOISE, SAME, RankRules
@@ -29,6 +29,7 @@ from .request import Request, Rows
 if TYPE_CHECKING:
     from ..planning.downloads import Announce
     from ..progress import Progress
+    from ..sources.inputs import Download
 
 FACTORS, WHOLE, AUTO = LORA.name, FULL.name, "auto"
 STORED_AS: Final = (FACTORS, WHOLE, AUTO)
@@ -125,14 +126,29 @@ class AdapterJob:
         return replace(self, inputs=replace(self.inputs, output=output))
 
 
-def downloaded(job: AdapterJob, progress: Progress, announce: Announce | None = None) -> AdapterJob:
-    """Return the job on inputs of this machine: what it lacks is downloaded."""
-    from ..planning.downloads import downloads, fetch_all, job_at  # imported here: `--help` has no use for it
+def needed_downloads(job: AdapterJob) -> dict[Path, Download]:
+    """Return what has to be downloaded for a job: input → its files."""
+    from ..planning.downloads import downloads  # imported here: `--help` has no use for it
 
-    needed = downloads([] if job.base is None else [job.base], [ref.path for ref in job.adapters])
+    paths = [ref.path for ref in job.adapters]
+    if job.command == "extract":
+        return downloads([*paths, *([] if job.base is None else [job.base])], [])
+    return downloads([] if job.base is None else [job.base], paths)
+
+
+def downloaded(
+    job: AdapterJob, size: Callable[[], int], progress: Progress, announce: Announce | None = None
+) -> AdapterJob:
+    """Return the job on inputs of this machine: what it lacks is downloaded, if the job can run by the headers.
+
+    `size`: plans the job, and returns the bytes of its output.
+    """
+    needed = needed_downloads(job)
     if not needed:
         return job
-    places = fetch_all(needed, (job.output.parent, 0), progress, announce)
+    from ..planning.downloads import fetch_all, job_at
+
+    places = fetch_all(needed, (job.output.parent, size()), progress, announce)
     base = job.base and places.get(job.base, job.base)
     return replace(job, inputs=job_at(job.inputs, places), base=base)
 
@@ -186,7 +202,7 @@ def adapter_job(request: Request, rows: Rows) -> AdapterJob:
         raise FitError(f"the result of {method} is not low-rank, so it has no exact factors", f"--method {method}",
                        GIVE_RANK)  # fmt: skip
     return AdapterJob(
-        command, job, base=None if base is None else input_path(base), rules=rules, ranked=values["rank"] is not None,
+        command, job, base=None if base is None else job.base, rules=rules, ranked=values["rank"] is not None,
         method=method, numbers=numbers, algorithm=algorithm, alpha=_alpha(values["alpha"]), include=values["include"],
         exclude=values["exclude"], compute_dtype=values["compute_dtype"], format=to.name,
         options=recorded(rows, stated),

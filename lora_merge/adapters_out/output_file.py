@@ -21,6 +21,7 @@ from ..files.folder_layouts import PEFT_PREFIX
 from ..files.safetensors import layout, padded
 from ..paths import input_name
 from ..planning.recipe import configurations
+from ..sources.inputs import origin
 from ..text import Note
 from ..version import __version__
 from .job import AdapterJob
@@ -73,7 +74,7 @@ def recipe(
     value: dict[str, Any] = {
         "version": __version__, "format": 2, "command": job.command,
         "tuned" if job.command == "extract" else "adapters": [
-            {**facts(index, digest), **({} if job.command == "extract" else configurations(ref.path, index)),
+            {**facts(ref.path, index, digest), **({} if job.command == "extract" else configurations(ref.path, index)),
              "strength": ref.strength, "parts": [list(p) for p in ref.parts]}
             for ref, index in zip(job.adapters, inputs, strict=True)
         ],
@@ -82,18 +83,19 @@ def recipe(
     if job.base is not None:
         from ..files.checkpoint import open_checkpoint
 
-        value["base"] = facts(open_checkpoint(job.base), digest)
+        value["base"] = facts(job.base, open_checkpoint(job.base), digest)
     if dropped:
         value["dropped_metadata"] = list(dropped)
     return value
 
 
-def facts(index: Index, digest: Callable[[Path], str]) -> dict[str, Any]:
-    """Return an input by name, with size and SHA-256 of each of its files."""
+def facts(path: Path, index: Index, digest: Callable[[Path], str]) -> dict[str, Any]:
+    """Return an input by name, with size and SHA-256 of each of its files, and the address that it came from."""
     whole = index.path.is_dir()
     names = [(f, f.relative_to(index.path).as_posix() if whole else f.name) for f in index.files]
     files = [{"name": name, "size": f.stat().st_size, "sha256": digest(f)} for f, name in names]
-    return {"name": input_name(index.path), "folder": whole, "files": files}
+    entry: dict[str, Any] = {"name": input_name(index.path), "folder": whole, "files": files}
+    return entry if (address := origin(path)) is None else {**entry, "source": str(address)}
 
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"

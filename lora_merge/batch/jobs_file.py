@@ -8,8 +8,9 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from os import PathLike
 from pathlib import Path
@@ -19,7 +20,7 @@ from pydantic import ValidationError
 
 from ..adapter_arguments import in_jobs_file
 from ..adapters_out.request import Request
-from ..addresses import output_address, parse
+from ..addresses import downloads_folder, downloads_in, is_spelled_out, output_address, parse
 from ..errors import MergeError, UsageError
 from ..files.yaml_source import Document, Place
 from ..job import TOKENIZERS, Adapter, Job, make_job, validated
@@ -162,6 +163,8 @@ class _Loader:
         self.name, self.folder, self.asked = name, folder, asked
         self.mistakes: dict[tuple[Place, str], None] = {}  # in order, each once
         self.search = Search(folder)
+        self._jobs: list[tuple[Place, JobEntry, Mapping[str, list[str]], bool]] = []  # and whether too many
+        self._located: dict[tuple[str, Path | None], Path | MergeError] = {}
         self._wrong: dict[Place, set[Any]] = defaultdict(set)  # table → its fields with mistakes
 
     def entries(self) -> tuple[BatchJob, ...]:
@@ -179,6 +182,7 @@ class _Loader:
         if not many and sum(counts[n] * lists[n] for n in lists) > ADAPTER_LIMIT:
             self._note(("jobs",), f"more than {ADAPTER_LIMIT} adapters in all jobs; write several files")
             jobs = []
+        self._jobs = [(("jobs", n), entry, axes[n], many) for n, entry in jobs]
         for n, entry in jobs:
             place: Place = ("jobs", n)
             for values in self._combinations(place, entry, axes[n], first=many):
@@ -310,13 +314,17 @@ class _Loader:
         if whose is not None:
             with self._noting((*place, "tokenizer")):
                 options["tokenizer"] = whose if whose in TOKENIZERS else self._path(whose)
+        cache = options.get("cache")
+        with self._noting((*place, "cache")):
+            options["cache"] = None if cache is None else self._path(cache)
         options["overwrite"] = options.get("overwrite", False) or self.asked.overwrite
         if command in (MERGE, UNMERGE) and self.asked.card is not None:
             options.setdefault("card", self.asked.card)
-        refs = [self._adapter((*place, "adapters", n), a, values) for n, a in enumerate(adapters)]
         path, output = None, str(self.folder)
-        with self._noting((*place, "base")):
-            path = None if base is None else self._input(render(base, values))
+        with downloads_in(options["cache"]):
+            refs = [self._adapter((*place, "adapters", n), a, values) for n, a in enumerate(adapters)]
+            with self._noting((*place, "base")):
+                path = None if base is None else self._input(render(base, values))
         with self._noting((*place, "output")):
             text = render_output(entry.output, values)
             # a path does not show that a folder is meant
@@ -392,10 +400,36 @@ class _Loader:
         return 1.0
 
     def _input(self, text: str) -> Path:
-        """Return the path of an input; of an address, which has a scheme here, the path of what it leads to: a bare
-        `owner/name` may be the output of another job."""
-        path = locate(text) if ":" in text and parse(text) is not None else None
-        return self._path(text) if path is None else path
+        """Return the path of an input; of an address the path of what it leads to. A file or folder here comes before a
+        bare `owner/name`, and so does the output of a job."""
+        address, path = parse(text), self._path(text)
+        if address is None or (not is_spelled_out(text) and self._is_path(path, text)):
+            return path
+        key = text, downloads_folder()
+        if key not in self._located:
+            try:
+                self._located[key] = locate(text) or path
+            except MergeError as e:  # once, for all combinations of a matrix
+                self._located[key] = e
+        place = self._located[key]
+        if isinstance(place, MergeError):
+            raise place
+        return place
+
+    def _is_path(self, path: Path, text: str) -> bool:
+        """Return whether a bare `owner/name` is a path: it is there, or its folder is, or a job writes it."""
+        return exists(path) or exists(self._path(text.partition("/")[0])) or path in self._outputs
+
+    @cached_property
+    def _outputs(self) -> set[Path]:
+        """The paths that jobs write, also without the endings that they may get."""
+        paths: set[Path] = set()
+        for place, entry, axes, first in self._jobs:
+            for values in self._combinations(place, entry, axes, first=first):
+                with suppress(NoSuchName, MergeError):  # of the job itself
+                    path = self._path(render_output(entry.output, values))
+                    paths |= {path, path.with_suffix("") if path.suffix in ENDINGS else path}
+        return paths
 
     def _path(self, text: str) -> Path:
         return self.folder / home(text)

@@ -11,6 +11,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from ..addresses import downloads_in
 from ..boundary import CallersFailure, public
 from ..disk.destination import protect
 from ..disk.locks import sweep
@@ -19,6 +20,7 @@ from ..errors import MergeError, UsageError
 from ..options import shown, switch
 from ..paths import expand
 from ..planning.downloads import downloads, fetch_all
+from ..planning.former_plans import FormerPlans
 from ..process import deliver_pending, interruptible
 from ..progress import ENDED, Progress, unwatched, watched
 from ..sources.inputs import Download, require_space
@@ -28,6 +30,7 @@ from .executors import Executor, Workers
 from .executors import executor as find
 from .job_plan import JobPlan, job_plans
 from .jobs_file import BatchJob, load, with_endings
+from .planning import TOGETHER, PlannedJob, check_space, survey
 from .report import JobReport, Reports, ended, failed
 from .shared_reads import JobGroup
 
@@ -59,7 +62,7 @@ class Batch:
         if not self.downloads:
             return self
         output = self.planned[0].entry.job.output.parent
-        require_space(self.downloads.values(), output, self.size)
+        require_space(self.downloads.values(), (output, self.size))
         places: dict[Path, Path] = {}
         errors: dict[Path, MergeError] = {}
         for path, download in self.downloads.items():
@@ -192,9 +195,9 @@ def make_batch(  # noqa: PLR0913  # the options of the command
 
 
 @public
-def plan_batch(
-    path: Jobs, *, overwrite: bool = False, redo: bool = False, card: bool | None = None,
-    former: FormerPlans | None = None,
+def plan_batch(  # noqa: PLR0913  # the options of the command
+    path: Jobs, *, cache: str | Path | None = None, overwrite: bool = False, redo: bool = False,
+    card: bool | None = None, former: FormerPlans | None = None,
 ) -> list[JobPlan]:  # fmt: skip
     """Plan what `run_batch` would do with every job, from headers alone: no weight is read and nothing is written.
 
@@ -204,6 +207,7 @@ def plan_batch(
 
     Parameters:
         path: As for `run_batch`, like all other parameters.
+        cache: The folder in which files of addresses are kept, for jobs that name none.
         overwrite: Whether outputs may be made again that another recipe made.
         redo: Whether outputs are made again that this very recipe has made.
         card: Whether merges get a model card.
@@ -223,7 +227,8 @@ def plan_batch(
         >>> job.status, job.bytes
         ('to run', 2132696762)
     """
-    return job_plans(make_batch(path, overwrite=overwrite, redo=redo, card=card, former=former).planned)
+    with downloads_in(cache):
+        return job_plans(make_batch(path, overwrite=overwrite, redo=redo, card=card, former=former).planned)
 
 
 @public
@@ -233,6 +238,7 @@ def run_batch(  # noqa: PLR0913  # the options of the command
     workers: int | None = None,
     executor: str = "local",
     ray_address: str | None = None,
+    cache: str | Path | None = None,
     overwrite: bool = False,
     redo: bool = False,
     card: bool | None = None,
@@ -256,6 +262,7 @@ def run_batch(  # noqa: PLR0913  # the options of the command
             as the cluster has room for.
         executor: "local", or "ray" (needs Ray: `pip install "ray>=2.60"`).
         ray_address: A running Ray cluster. None: a cluster on this machine, for the time of the call.
+        cache: The folder in which files of addresses are kept, for jobs that name none.
         overwrite: Whether to make outputs again that another recipe made. Without it such a job fails.
         redo: Whether to make outputs again that this very recipe has made. Without it such a job is skipped.
         card: Whether merges get a model card, if the jobs file does not say it; None: merges that write folders.
@@ -282,7 +289,7 @@ def run_batch(  # noqa: PLR0913  # the options of the command
     find(executor)
     switch(fail_fast, "--fail-fast")
     ended = Reports()
-    with interruptible():
+    with interruptible(), downloads_in(cache):
         batch = make_batch(path, workers=workers, executor=executor, overwrite=overwrite, redo=redo, card=card)
         with watched(progress, jobs=len(batch.planned)) as watcher:
             run = batch.run(Workers(workers, ray_address), name=executor, fail_fast=fail_fast, progress=watcher)

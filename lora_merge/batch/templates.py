@@ -12,7 +12,7 @@ from pathlib import PurePath
 from typing import Any, Final
 
 from ..adapter_arguments import meant
-from ..addresses import output_address, split
+from ..addresses import is_spelled_out, output_address, split
 from ..options import Option, number, spelled
 from ..paths import ENDINGS, forbidden, split_strength
 from .schema import LONGEST_PATH
@@ -105,7 +105,8 @@ def render_output(template: str, values: Mapping[str, str]) -> str:
 def split_adapter(written: str) -> tuple[str, float | None]:
     """Return path and strength of "style.safetensors:0.8"; NoSuchName where the path has more than a strength behind
     it, as on the command line, or has its strength as other programs write it."""
-    if (address := split(written)) is not None and ":" in written.removesuffix(address[1]) and "=" not in address[1]:
+    address = split(written)
+    if address is not None and "=" not in address[1] and (address[1] or is_spelled_out(written)):
         return written.removesuffix(address[1]), number(address[1][1:]) if address[1] else None
     path, strength = split_strength(written)
     argument = meant(written) if strength is None else None

@@ -15,13 +15,16 @@ from ..adapter_options import ADAPTER_OPTIONS, KEEP
 from ..adapters_out.commands import COMMANDS
 from ..adapters_out.commands import Command as Row
 from ..errors import UsageError
+from ..option_texts import as_number
 from ..options import OPTIONS, Option
 from ..progress import unwatched
-from .argument_values import as_number, named_adapter, named_adapters, named_parts, with_strengths
+from ..text import Note
+from .argument_values import named_adapter, named_adapters, named_parts, with_strengths
 from .compat import checked_output, completed
 from .corrected_line import with_words
 from .help import add
-from .options import AS_JSON, DRY_RUN, HTML, PLOT, QUIET, Command, read, with_options
+from .options import AS_JSON, DRY_RUN, HTML, JSON_TENSORS, PLOT, QUIET, Command, read, with_options
+from .own_line import with_words
 from .progress_display import watching
 from .reports import PageFiles, announcing, put, show_adapter_report
 
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 PRINTED: Final = MappingProxyType({
     "dry_run": DRY_RUN,
     "as_json": AS_JSON,
+    "json_tensors": JSON_TENSORS,
     "report": Annotated[str | None, typer.Option(metavar="PATH", help="Write the JSON report to this file or pipe, "
     "too.")],
     "html": HTML,
@@ -202,7 +206,7 @@ def _job_values(adapters: Sequence[Any], options: dict[str, Any]) -> tuple[list[
 
 def show(command: Row, make: Callable[[CheckpointCache], AdapterJob], printed: dict[str, Any]) -> None:
     """Run or plan a job and print its report. The job is made below the display, as torch may be imported for it."""
-    from ..adapters_out.job import downloaded
+    from ..adapters_out.job import downloaded, needed_downloads
     from ..engine.torch_preload import keep_freed_memory, preload
     from ..planning.checkpoint_cache import CheckpointCache
     from ..sources.outputs import announcement
@@ -229,17 +233,19 @@ def show(command: Row, make: Callable[[CheckpointCache], AdapterJob], printed: d
         # Step 3: the plan or the run.
         if printed["dry_run"]:
             done = command.plan(job, cache)
+            notes = [Note(download.text()) for download in needed_downloads(job).values() if download.size]
+            done = replace(done, notes=(*done.notes, *notes))
         else:
             announce = announcing(display, quiet=printed["quiet"])
-            job = downloaded(job, display or unwatched, announce)
+            job = downloaded(job, lambda: command.plan(job, cache).written, display or unwatched, announce)
             if announce is not None and (text := announcement(job.output)):
                 announce(text)
             done = command.run(job, display or unwatched, cache)
         if report_file is not None:
-            report_file.replace(done.to_json())
+            report_file.replace(done.to_json(tensors=printed["json_tensors"]))
     pictures.write(lambda: _pictured(done, job) if printed["html"] is not None else asdict(done))
     if printed["as_json"]:
-        put(done.to_json())
+        put(done.to_json(tensors=printed["json_tensors"]))
         return
     show_adapter_report(done, command.done, quiet=printed["quiet"], verbose=printed["verbose"])
 

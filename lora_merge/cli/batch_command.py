@@ -15,13 +15,14 @@ import typer
 
 from ..errors import UsageError
 from ..facts import line
+from ..options import OPTIONS
 from ..paths import ENDINGS, expand
 from ..process import check_room
 from ..progress import unwatched
 from ..report import disk_rows
 from ..text import Lines, size
 from .argument_values import whole_number
-from .options import HTML, JSON_TENSORS
+from .options import HTML, JSON_TENSORS, with_options
 from .progress_display import BatchJobs, paused, watching
 from .reports import (
     BatchDisplay,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from .stdio import ReportFile
 
 
+@with_options(OPTIONS["cache"], before="dry_run")
 def batch(
     jobs: Annotated[str | None, typer.Argument(metavar="JOBS.yaml", help="The jobs file.")] = None,
     workers: Annotated[
@@ -75,6 +77,7 @@ def batch(
     ] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of jobs files.")] = False,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Print no progress and only failed jobs.")] = False,
+    **_: Any,
 ) -> None:
     """Run all merges of a jobs file.
 

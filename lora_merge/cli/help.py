@@ -122,10 +122,12 @@ def take_text(parameters: Iterable[Any]) -> None:
 
 
 def _process(parameter: Any, process: Callable[[Any, Any], Any], ctx: Any, value: Any) -> Any:
-    """Return the text as it is; typer itself handles required arguments and switches."""
+    """Return the text as it is, with its callback called; typer itself handles required arguments and switches."""
     if value is None or value == ():
         return process(ctx, value) if parameter.required else value
-    return process(ctx, value) if isinstance(value, bool) else value
+    if isinstance(value, bool):
+        return process(ctx, value)
+    return value if parameter.callback is None else parameter.callback(ctx, parameter, value)
 
 
 @cache

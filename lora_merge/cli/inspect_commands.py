@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import FitError, InputError, MergeError, UsageError
+from ..options import OPTIONS, READING
 from ..paths import exists, expand
 from ..progress import unwatched
+from ..report import without_tensors
 from ..text import Lines, json_text
 from ..viewing.json_schemas import schema as version
 from .argument_values import expanded, named_adapter
 from .compat import completed
 from .help import add, offered
-from .options import HTML, PLOT, SILENT
+from .options import HTML, JSON_TENSORS, PLOT, SILENT, with_options
 from .progress_display import watching
-from .reports import PageFiles, put, show_comparison, show_facts
+from .reports import PageFiles, announcing, put, show_comparison, show_facts
 from .tables import parts
 
 if TYPE_CHECKING:
@@ -37,27 +39,25 @@ def add_to(app: typer.Typer) -> None:
         add(app, command, *lines)
 
 
+@with_options(OPTIONS["cache"], before="html")
 def inspect(
     files: Annotated[
         list[str], typer.Argument(metavar="FILE...", help="Checkpoints or adapters; or a base and adapters for it.")
     ],
-    weights: Annotated[
-        bool,
-        typer.Option(
-            "--weights", help="Read the weights too: norms, ranks; with a base, how much of the change survives."
-        ),
-    ] = False,
-    hashes: Annotated[bool, typer.Option("--hashes", help="Hash large files, too.")] = False,
+    weights: Annotated[bool, typer.Option("--weights", help=READING["weights"].help)] = False,
+    hashes: Annotated[bool, typer.Option("--hashes", help=READING["hashes"].help)] = False,
     blocks: Annotated[
         bool, typer.Option("--blocks", help="List the parts and blocks of a base, for --strength-for.")
     ] = False,
     html: HTML = None,
     plot: PLOT = None,
-    as_json: FACTS_AS_JSON = False,
+    as_json: AS_JSON = False,
+    json_tensors: JSON_TENSORS = False,
     verbose: Annotated[
         bool, typer.Option("-v", "--verbose", help="List name patterns too, and all facts of several files.")
     ] = False,
     quiet: SILENT = False,
+    **_: Any,
 ) -> None:
     """Say what a file is, or how adapters fit a base. Reads headers only, unless asked for numbers."""
     if blocks:
@@ -74,11 +74,13 @@ def inspect(
     pictures.protect([*inside, *(path for base, ref in pairs for path in (base, *([ref.path] if ref else [])))])
     with watching(quiet=as_json or quiet, doing="reading the weights" if weights else "") as display:
         options: dict[str, Any] = {"weights": weights, "hashes": hashes, "pictures": html is not None}
-        results, unread = _facts(pairs, inside, {**options, "progress": display or unwatched})
+        results, unread = _facts(pairs, inside, {**options, "progress": display or unwatched,
+                                                "announce": announcing(display, quiet=as_json or quiet)})  # fmt: skip
     pictures.write(lambda: [dict(facts) for facts in results] if len(results) > 1 else dict(results[0]))
     if as_json:
-        many = {"files": results, "unread": unread, "schema": version("files")}
-        put(json_text(many if len(results) + len(unread) > 1 else results[0]))
+        values = results if json_tensors else [without_tensors(facts) for facts in results]
+        many = {"files": values, "unread": unread, "schema": version("files")}
+        put(json_text(many if len(results) + len(unread) > 1 else values[0]))
     elif not quiet:
         show_facts(results, unread, verbose=verbose)
     misfits = [facts["match"] for facts in results if "match" in facts and not facts["match"]["fits"]]
@@ -129,6 +131,7 @@ def _ref(text: str) -> Adapter:
     return Adapter(expand(path), strength)
 
 
+@with_options(OPTIONS["cache"], before="html")
 def compare(
     a: Annotated[str, typer.Argument(metavar="A", help="A model or an adapter.")],
     b: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
@@ -138,12 +141,14 @@ def compare(
     ] = None,
     html: HTML = None,
     plot: PLOT = None,
-    as_json: FACTS_AS_JSON = False,
+    as_json: AS_JSON = False,
+    json_tensors: JSON_TENSORS = False,
     quiet: SILENT = False,
+    **_: Any,
 ) -> None:
     """Say where two models differ, or how alike adapters are.
 
-    Of models it tells by how much each tensor differs, of adapters how alike their changes are.
+    Compares models tensor by tensor, and the changes of adapters module by module.
     """
     from ..viewing.compare import compare as look
 
@@ -157,10 +162,11 @@ def compare(
             expand(completed(base)) if base else None,
             pictures=html is not None,
             progress=display or unwatched,
+            announce=announcing(display, quiet=as_json or quiet),
         )
     pictures.write(lambda: dict(comparison))
     if as_json:
-        put(json_text(comparison))
+        put(json_text(comparison if json_tensors else without_tensors(comparison)))
     elif not quiet:
         show_comparison(comparison)
 
@@ -172,6 +178,7 @@ def _schemas(incomplete: str) -> list[str]:
     return offered(SCHEMA_KINDS)(incomplete)
 
 
+@with_options()
 def schema(
     what: Annotated[
         str,

@@ -9,10 +9,12 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 
 import typer
 
+from ..addresses import downloads_in
 from ..errors import MergeError
+from ..option_texts import as_number, metadata_entry, parsed_setting
 from ..options import OPTIONS, Option
 from ..paths import expand
-from .argument_values import as_number, metadata_entry, parsed_setting, strengths
+from .argument_values import strengths
 from .help import UNRECORDED, offered
 
 Command = TypeVar("Command", bound=Callable[..., None])
@@ -52,6 +54,17 @@ def parts_on_line(ctx: typer.Context, incomplete: str) -> list[str]:
     return [f"{before}{comma}{name}" for name in offered(f"{n}=0" for n in (*model["parts"], *model["blocks"]))(word)]
 
 
+def keep_in(ctx: typer.Context, value: str | None) -> str | None:
+    """Keep downloads of the command in a folder: inputs are looked up while its arguments are read."""
+    if value and not ctx.resilient_parsing:
+        ctx.with_resource(downloads_in(expand(value)))
+    return value
+
+
+CALLED: Final[Mapping[str, Callable[..., Any]]] = {"cache": keep_in}
+"""Option that has an effect before its command runs → the function that brings it about."""
+
+
 OFFERED: Final[Mapping[str, Callable[..., list[str]]]] = {
     "strength_for": parts_on_line,
     "device": offered(("auto", "cpu", "cuda", "cuda:0", "mps", "xpu")), "format": dialects, "to": dialects,
@@ -66,7 +79,8 @@ def with_options(
     """Return a decorator that gives a command these options in place of its `**options`: rows of tables or parameters.
 
     `before`: the parameter that `--help` lists after them; "" if they are the last. `stated`: they describe
-    an output without a recipe, and have no defaults.
+    an output without a recipe, and have no defaults. Without rows the annotations of the command are evaluated alone,
+    once: typer evaluates texts several times, which `--help` waits for.
     """
 
     def decorate(command: Command) -> Command:
@@ -97,10 +111,10 @@ def _parameter(option: Option, *, stated: bool) -> inspect.Parameter:
     kind: Any = list[str] if many else OPTION_TYPES.get(option.kind, words)
     flag = f"{option.flag}/--no-{option.name}" if option.kind == "switch" and default is not False else option.flag
     text = OF_VERIFY.get(option.name, option.help) if stated else option.help
-    group = UNRECORDED if stated and option.name not in OF_VERIFY else option.group
+    group = UNRECORDED if stated and option.in_verify and option.name not in OF_VERIFY else option.group
     argument = typer.Option(
         *filter(None, (option.short, flag)), metavar=option.metavar, help=text, rich_help_panel=group,
-        autocompletion=OFFERED.get(option.name),
+        autocompletion=OFFERED.get(option.name), callback=CALLED.get(option.name),
     )  # fmt: skip
     needed = option.required or default is not None
     annotation = Annotated[kind if needed else kind | None, argument]  # type: ignore[valid-type]

@@ -14,8 +14,9 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
 
+from ..disk.remote import received
 from ..progress import Guard, Progress, Stage, Step, beating, observed
-from ..text import done_of, one_line, plural, rate
+from ..text import done_of, one_line, plural, rate, size
 from .stdio import commanding
 from .terminal import columns, has, prepare, reflows
 
@@ -134,6 +135,7 @@ class Display:
     weights: dict[str, float] = field(default_factory=lambda: dict(STAGE_SHARES))
     clock: Callable[[], float] = time.monotonic
     doing: str = "reading headers"  # until the first step
+    received: Callable[[], int] = received  # bytes that are read from other machines
     columns: Callable[[], int] | None = None  # how wide the terminal is; None: that of the stream, at each redraw
 
     def __post_init__(self) -> None:
@@ -149,6 +151,7 @@ class Display:
         self.last = -BEAT  # when it was drawn
         self.beats = 0
         self.began = self.clock()
+        self.received_before = self.received()
         self.working: float | None = None  # when the first byte was written
         self.samples: deque[tuple[float, int]] = deque()  # when, bytes written until then
         self.bytes = 0
@@ -235,7 +238,7 @@ class Display:
             facts.append(self.doing if not output.name else "opening the inputs, loading torch")
             return self._line(f"{output.stage:<5}", facts, None, width)
         if output.stage == "merge":
-            facts = [done_of(output.written, output.total), self._rate()]
+            facts = [done_of(output.written, output.total), self._rate(), self._received()]
             limit = f"mostly {LIMITS[output.limit]}" if output.limit else ""
             return self._line("merge", [*facts, self._left(share, now), limit], share, width)
         if output.stage in ("make", "look"):
@@ -245,6 +248,11 @@ class Display:
         elif output.to_prove:
             facts = [f"{min(1.0, output.proven / output.to_prove):.0%} of the proof"]
         return self._line(f"{output.stage:<5}", [*facts, self._left(share, now)], share, width)
+
+    def _received(self) -> str:
+        """Return how much has come from other machines; "" for a run on files of this one."""
+        count = self.received() - self.received_before
+        return f"{size(count)} received" if count else ""
 
     def _transfer(self, output: OutputProgress, now: float, width: int) -> str:
         """Return the line of a download or an upload."""

@@ -9,11 +9,13 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from ..options import OPTIONS
 from ..paths import expand
 from ..text import Lines, json_text, plural
 from ..viewing.json_schemas import schema
 from .compat import completed
 from .help import add
+from .options import with_options
 from .reports import put
 from .terminal import show, styled, table
 
@@ -27,9 +29,13 @@ def add_to(app: typer.Typer) -> None:
     add(app, architectures, "architectures")
 
 
+@with_options(OPTIONS["cache"], before="as_json")
 def parts(
-    base: Annotated[str, typer.Argument(metavar="BASE", help="Checkpoint: a .safetensors file or a model folder.")],
-    as_json: Annotated[bool, JSON_OPTION] = False,
+    base: Annotated[
+        str, typer.Argument(metavar="BASE", help="Checkpoint: a .safetensors file, a model folder or an address.")
+    ],
+    as_json: Annotated[bool, JSON] = False,
+    **_: Any,
 ) -> None:
     """List parts and blocks, for --strength-for."""
 
@@ -56,12 +62,14 @@ def parts(
         put(Lines.of(text_of_parts(model)))
 
 
-def algorithms(as_json: Annotated[bool, JSON_OPTION] = False) -> None:
+@with_options()
+def algorithms(as_json: Annotated[bool, JSON] = False) -> None:
     """List the algorithms of adapters that can be merged."""
     _print("algorithms", ("names", "what", "paper"), list(known_algorithms()), as_json=as_json)
 
 
-def architectures(as_json: Annotated[bool, JSON_OPTION] = False) -> None:
+@with_options()
+def architectures(as_json: Annotated[bool, JSON] = False) -> None:
     """List the models that are recognised by their tensors."""
     _print("architectures", ("title", "part", "text encoders", "layouts"), list(known_architectures()), as_json=as_json)
 

@@ -9,6 +9,7 @@ import typer
 from ..errors import UsageError
 from .argument_values import whole_number
 from .help import add
+from .options import with_options
 from .reports import echo
 
 
@@ -17,6 +18,7 @@ def add_to(app: typer.Typer) -> None:
     add(app, ui, "ui ~/ComfyUI", "ui models loras --output-folder merged")
 
 
+@with_options()
 def ui(
     folders: Annotated[
         list[str] | None,

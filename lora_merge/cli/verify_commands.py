@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..batch.commands import TAKES, UNMERGE
 from ..errors import UsageError
-from ..options import OPTIONS
+from ..options import EVERY_VALUE, OPTIONS, READING
 from ..paths import expand, output_path
 from ..progress import unwatched
 from ..report import verify_rows, without_tensors
@@ -37,9 +39,6 @@ from .terminal import styled
 if TYPE_CHECKING:
     from ..planning.plan import Plan
 
-UNMERGE_OPTIONS = ("strength", "strength_for", "unmatched", "map", "setting", "dtype", "compute_dtype", "device",
-                   "overwrite", "max_memory", "verify")  # fmt: skip
-
 Merged = Annotated[str, typer.Argument(metavar="MERGED", help="A merged checkpoint, file or folder.")]
 
 
@@ -54,7 +53,9 @@ def add_to(app: typer.Typer) -> None:
         add(app, command, *lines)
 
 
-@with_options(*(option for option in OPTIONS.values() if option.in_verify), before="search", stated=True)
+@with_options(
+    *(option for option in OPTIONS.values() if option.in_verify or option.name == "cache"), before="search", stated=True
+)
 def verify(
     output: Merged,
     base: Annotated[str | None, typer.Option(metavar="PATH", help="Read this base instead of the recipe's.")] = None,
@@ -65,10 +66,13 @@ def verify(
     search: Annotated[
         list[str] | None, typer.Option(metavar="FOLDER", help="Search this folder for the recipe's inputs; repeatable.")
     ] = None,
-    full: Annotated[bool, typer.Option("--full", help="Check every byte and every row instead of a sample.")] = False,
+    full: Annotated[bool, typer.Option("--full", help=READING[EVERY_VALUE].help)] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the proof as one JSON object on stdout.")] = False,
     json_tensors: JSON_TENSORS = False,
     quiet: SILENT = False,
+    verbose: Annotated[
+        bool, typer.Option("-v", "--verbose", help="Print all that the proof found, with its units.")
+    ] = False,
     **options: Any,
 ) -> None:
     """Verify that a file is the merge that its recipe describes.
@@ -78,6 +82,7 @@ def verify(
     from ..recipes.replay import is_adapter, prove
 
     output, base = completed(output), base and completed(base)
+    options.pop("cache")  # inputs have been looked up with it
     strength_for, values = options.pop("strength_for") or (), read(options, len(adapter or []))
     pairs, parts = named_parts(with_strengths([named_adapter(a) for a in adapter or []], values), strength_for)
     stated = {name: value for name, value in ({"strength_for": parts} | values).items() if value}
@@ -97,10 +102,10 @@ def verify(
     if as_json:
         put(json_text(proof if json_tensors else without_tensors(proof)))
     elif not quiet:
-        show_proof(verify_rows(proof))
+        show_proof(verify_rows(proof, verbose=verbose), whole=verbose)
 
 
-@with_options(OPTIONS["device"], OPTIONS["overwrite"], before="as_json")
+@with_options(OPTIONS["device"], OPTIONS["cache"], OPTIONS["overwrite"], before="as_json")
 def replay(
     path: Merged,
     output: Annotated[str, OUTPUT],
@@ -139,12 +144,12 @@ def replay(
     if isinstance(written, Plan):
         show_merge(merged, plan, report_options)
     elif as_json:
-        put(report.to_json())
+        put(report.to_json(tensors=json_tensors))
     else:
         show_adapter_report(report, "made again", quiet=quiet, verbose=False)
 
 
-@with_options(*(OPTIONS[name] for name in UNMERGE_OPTIONS), before="dry_run")
+@with_options(*(row for name, row in OPTIONS.items() if name in ("strength", *TAKES[UNMERGE])), before="dry_run")
 def unmerge(
     path: Merged,
     adapters: Annotated[
@@ -171,7 +176,7 @@ def unmerge(
     Restores the base up to one rounding step; only the base itself is exact. Without -o it names the base.
     """
     from ..engine.admission import admit
-    from ..planning.downloads import downloaded_path
+    from ..planning.downloads import downloaded_job
     from ..recipes.replay import refuse_to_unmerge
     from ..recipes.unmerge import plan_unmerge
     from .stdio import reporting
@@ -193,10 +198,9 @@ def unmerge(
     stated |= {"overwrite": True} if dry_run else {}
 
     def planned(display: Display | None) -> Plan:
-        folders, merged = [expand(p) for p in search or []], expand(path)
-        if not dry_run:
-            merged = downloaded_path(merged, display or unwatched, announcing(display, quiet=quiet))
-        plan = admit(plan_unmerge(merged, named, output or "", folders, **stated), dry=dry_run)
+        folders, announce = [expand(p) for p in search or []], announcing(display, quiet=quiet)
+        local = None if dry_run else partial(downloaded_job, progress=display or unwatched, announce=announce)
+        plan = admit(plan_unmerge(expand(path), named, output or "", folders, local=local, **stated), dry=dry_run)
         pictures.protect(plan.inputs, [plan.job.output])
         return plan
 
@@ -208,6 +212,7 @@ def unmerge(
         pictures.write(lambda: pictured(*merged))
 
 
+@with_options()
 def doctor(
     folder: Annotated[str, typer.Argument(help="Folder on the disk to measure.")] = ".",
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as one JSON object on stdout.")] = False,

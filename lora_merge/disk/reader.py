@@ -132,23 +132,24 @@ class Reader:
         """Return the descriptor of an open file, for system calls."""
         return self._files[file].fd
 
-    def expect(self, info: StoredTensor, first: int, count: int) -> None:
-        """Start to read bytes of a tensor ahead, which will be read soon in small pieces."""
-        if not isinstance(info.source, Memory) and self._files[info.source].remote is None:
+    def expect(self, pieces: Iterable[tuple[StoredTensor, int, int]]) -> None:
+        """Start to read bytes of tensors ahead, which will soon be read in small pieces: (tensor, first, count)."""
+        far: dict[Path, list[tuple[int, int]]] = {}
+        for info, first, count in pieces:
+            if isinstance(info.source, Memory):
+                continue
             file = self._files[info.source]
-            file.ahead.expect(file.fd, info.offset + first, count)
+            if file.remote is None:
+                file.ahead.expect(file.fd, info.offset + first, count)
+            else:
+                far.setdefault(info.source, []).append((info.offset + first, count))
+        for path, ranges in far.items():
+            if (remote_file := self._files[path].remote) is not None:
+                remote_file.expect(ranges)
 
     def expect_numbers(self, tensors: Iterable[StoredTensor]) -> None:
         """Start to read those tensors ahead that hold one number: read one after another, each waits for the disk."""
-        far: dict[Path, list[tuple[int, int]]] = {}
-        for info in tensors:
-            if 0 < info.nbytes <= WIDEST_NUMBER:
-                self.expect(info, 0, info.nbytes)
-                if isinstance(info.source, Path):
-                    far.setdefault(info.source, []).append((info.offset, info.nbytes))
-        for path, ranges in far.items():
-            if (file := self._files[path].remote) is not None:
-                file.expect(ranges)
+        self.expect((info, 0, info.nbytes) for info in tensors if 0 < info.nbytes <= NUMBER)
 
     def expect_all(self, file: Path) -> None:
         """Start to read a file ahead that will be read in small pieces, in any order; not if it is over

@@ -11,10 +11,14 @@ import os
 import sys
 import threading
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
 
 SMALL_RANGE: Final = 256 << 10
 """Bytes of a range for headers and other small reads, which are kept: most headers take one or two such ranges."""
@@ -25,14 +29,29 @@ CHUNKS: Final = 64
 WEIGHT_RANGE: Final = 8 << 20
 """Bytes of a range of weights."""
 
-NEAR_BYTES: Final = 16 << 10
-"""Bytes between two small reads that are cheaper to read than to leave out."""
+NEAR: Final = 256 << 10
+"""Bytes between two small reads that are cheaper to read than to leave out: a connection brings them in less time than
+a request takes."""
 
-RANGES_AT_ONCE: Final = 8
-"""Ranges of weights that are read side by side: object stores give one of them about 100 MB/s."""
+EXPECTED: Final = 64 << 20
+"""Bytes of small reads that are begun before they are needed; later ones are read when they are."""
 
-ReadRange: TypeAlias = Callable[[int, int], bytes]
+AT_ONCE: Final = 8
+"""Ranges of one read that are read side by side: object stores give one of them about 100 MB/s."""
+
+CONNECTIONS: Final = 16
+"""Ranges of all files that are read side by side."""
+
+ReadRange: TypeAlias = Callable[[int, int], "bytes | memoryview"]
 """Returns so many bytes from an offset on, which are inside the file."""
+
+
+_received, _counting = 0, threading.Lock()
+
+
+def received() -> int:
+    """Return how many bytes of placeholders have arrived in this process."""
+    return _received
 
 
 class RemoteFile:
@@ -40,26 +59,34 @@ class RemoteFile:
 
     def __init__(self, size: int, read: ReadRange, sha256: str = "") -> None:
         self.size, self.sha256 = size, sha256
-        self._read = read
+        self._source = read
         self._lock = threading.Lock()
-        self._chunks: OrderedDict[int, bytes] = OrderedDict()
-        self._expected: dict[int, bytes] = {}
+        self._chunks: OrderedDict[int, bytes | memoryview] = OrderedDict()
+        self._expected: dict[int, tuple[int, Future[bytes | memoryview]]] = {}  # from → to, the bytes
         self._starts: list[int] = []
 
+    def _read(self, offset: int, count: int) -> bytes | memoryview:
+        global _received
+        data = self._source(offset, count)
+        with _counting:
+            _received += len(data)
+        return data
+
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Read small ranges (offset, size) side by side, which will be read one after another."""
+        """Begin to read small ranges (offset, size), which will be read one after another."""
         groups: list[tuple[int, int]] = []  # from, to
         for offset, size in sorted(ranges):
-            if groups and offset - groups[-1][1] <= NEAR_BYTES:
+            if groups and offset - groups[-1][1] <= NEAR and offset + size - groups[-1][0] <= PIECE:
                 groups[-1] = groups[-1][0], max(groups[-1][1], offset + size)
-            else:
+            elif size <= PIECE:
                 groups.append((offset, offset + size))
-        from concurrent.futures import ThreadPoolExecutor  # imported here: files of this machine have no use for it
-
-        with ThreadPoolExecutor(RANGES_AT_ONCE, thread_name_prefix="ranges") as pool:
-            pieces = pool.map(lambda group: self._read(group[0], group[1] - group[0]), groups)
-            self._expected |= {start: piece for (start, _), piece in zip(groups, pieces, strict=True)}
-        self._starts = sorted(self._expected)
+        with self._lock:
+            room = EXPECTED - sum(end - start for start, (end, _) in self._expected.items())
+            for start, end in groups:
+                room -= end - start
+                if room >= 0 and start not in self._expected:
+                    self._expected[start] = end, _connections().submit(self._read, start, end - start)
+            self._starts = sorted(self._expected)
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
         """Fill a buffer from an offset on; return the number of bytes, which are fewer at the end of the file."""
@@ -71,22 +98,30 @@ class RemoteFile:
         elif count <= WEIGHT_RANGE:
             buffer[:count] = self._read(offset, count)
         else:
-            from concurrent.futures import ThreadPoolExecutor
-
-            starts = range(0, count, WEIGHT_RANGE)
-            with ThreadPoolExecutor(min(RANGES_AT_ONCE, len(starts)), thread_name_prefix="ranges") as pool:
-                pieces = pool.map(lambda at: self._read(offset + at, min(WEIGHT_RANGE, count - at)), starts)
-                for at, piece in zip(starts, pieces, strict=True):
-                    buffer[at : at + len(piece)] = piece
+            self._side_by_side(buffer[:count], offset)
         return count
 
-    def _of_expected(self, offset: int, count: int) -> bytes | None:
-        number = bisect_right(self._starts, offset) - 1
-        if number < 0:
+    def _side_by_side(self, buffer: memoryview, offset: int) -> None:
+        starts = deque(range(0, len(buffer), PIECE))
+        under_way: deque[tuple[int, Future[bytes | memoryview]]] = deque()
+        while starts or under_way:
+            while starts and len(under_way) < AT_ONCE:
+                at = starts.popleft()
+                under_way.append((at, _connections().submit(self._read, offset + at, min(PIECE, len(buffer) - at))))
+            at, future = under_way.popleft()
+            piece = future.result()
+            buffer[at : at + len(piece)] = piece
+
+    def _of_expected(self, offset: int, count: int) -> bytes | memoryview | None:
+        with self._lock:
+            number = bisect_right(self._starts, offset) - 1
+            if number < 0:
+                return None
+            start = self._starts[number]
+            end, future = self._expected[start]
+        if not count or offset + count > end:
             return None
-        start = self._starts[number]
-        piece = self._expected[start][offset - start : offset - start + count]
-        return piece if len(piece) == count else None
+        return future.result()[offset - start : offset - start + count]
 
     def _from_chunks(self, buffer: memoryview, offset: int) -> None:
         done = 0
@@ -96,7 +131,7 @@ class RemoteFile:
             buffer[done : done + len(piece)] = piece
             done += len(piece)
 
-    def _chunk(self, number: int) -> bytes:
+    def _chunk(self, number: int) -> bytes | memoryview:
         with self._lock:
             if number not in self._chunks:
                 start = number * SMALL_RANGE
@@ -105,6 +140,14 @@ class RemoteFile:
                     self._chunks.popitem(last=False)
             self._chunks.move_to_end(number)
             return self._chunks[number]
+
+
+@cache
+def _connections() -> ThreadPoolExecutor:
+    """Return the threads that read ranges."""
+    from concurrent.futures import ThreadPoolExecutor  # imported here: files of this machine have no use for it
+
+    return ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="ranges")
 
 
 _files: dict[Path, RemoteFile] = {}

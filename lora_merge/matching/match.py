@@ -21,13 +21,14 @@ from ..adapters.suffixes import split_parameter
 from ..algorithms import ALGORITHMS
 from ..disk.files import StoredTensor
 from ..dtypes import Shape
-from ..errors import InputError, MergeError, ShapeMismatch
+from ..errors import InputError, MergeError, RemoteError, ShapeMismatch
 from ..models.module_order import type_of
 from ..models.names import WAN_EXPERTS, Names
 from ..models.part_factors import Strengths
 from ..models.tied_weights import TiedPair
 from ..models.weights import RowSlice, WeightView, whole
 from ..options import Unmatched
+from ..report import LEFT_OUT
 from ..row_ranges import RowNumbers
 from ..text import Note, listed
 from .conflicts import TWICE, DuplicateCheck
@@ -46,24 +47,8 @@ from .tied_embeddings import SAVED_TWICE, AdapterPair, separate, shared_layers
 from .values import as_rows, is_copy, is_fixed, is_zero, with_values
 from .weight_finder import WeightFinder
 
-TUNED_BIAS: Final = Note("torchtune's forward pass of DoRA scales the bias too, its merge does not; nor does this one")
-TURNED_BIAS: Final = Note("trained in bypass mode, so its bias is changed with it; other programs leave the bias")
-
-NO_BIAS: Final = "the adapter trains a bias that the model's layers do not have, so the model would ignore it"
-GIVE_BIAS: Final = (
-    "train without it (lora_bias), or give the base biases of zeros first, if its config.json has an entry for them "
-    "(attention_bias, mlp_bias); else it can only be applied when the model runs"
-)
-
-NEW_BIAS: Final = "{names}: the base has no such bias; a model whose layers have none ignores it"
-
-DOES_NOT_FIT: Final = Note("it does not fit the base, and is left out because its strength is 0")
-TRAINED_TWICE: Final = (
-    "modules_to_save names a module and one inside it, of which the model used another copy than was saved"
-)
-TRAIN_ONE_COPY: Final = (
-    "train it again with modules_to_save naming one of the two; PEFT cannot load this adapter either"
-)
+UNUSED: Final = "modules_to_save names a module and one inside it, of which the model used another copy than was saved"
+INSIDE: Final = "train it again with modules_to_save naming one of the two; PEFT cannot load this adapter either"
 
 
 class KnownBase(NamedTuple):
@@ -240,7 +225,8 @@ class ModulePlacer:
         """Record a module without a place, or a tensor; it is left out if its network has factor 0."""
         if self.strengths.leaves_out(name):
             self.draft.unused |= dict.fromkeys((info.name for info in tensors), OFF)
-            self.draft.remarks.setdefault(DOES_NOT_FIT, {})[name] = None
+            self.draft.remarks.setdefault(LEFT_OUT, {})[name] = None
+            self.draft.applied[self.names.network_of(name), 0.0] += 1
         elif self.has_elements and not any(info.nbytes for info in tensors):
             self.draft.unused |= dict.fromkeys((info.name for info in tensors), NO_LAYER)
         else:
@@ -267,6 +253,8 @@ class ModulePlacer:
             near = self.finder.near(module, self.context.rules.relatives.get(module.name, ()))
             choice = choose(*as_rows(module, view), self.context, near)
             patch, remarks = as_trained(choice.patch, self.names.fused, self.context)
+        except RemoteError:
+            raise
         except (InputError, ShapeMismatch) as e:
             self._record_misfit(module, view, e)
             return None

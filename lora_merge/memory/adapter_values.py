@@ -21,6 +21,7 @@ from ..adapters_out.output_names import body_of, joined
 from ..adapters_out.rank_rules import EXACT, Rule
 from ..adapters_out.report import AdapterReport
 from ..adapters_out.sources import Sources, open_sources
+from ..addresses import downloads_in
 from ..boundary import public
 from ..disk.reader import Reader
 from ..engine.devices import place
@@ -235,11 +236,12 @@ class AdapterSum(Shown, Changes):
 
 
 @public
-def load_adapter(path: str | Path) -> OpenAdapter:
+def load_adapter(path: str | Path, *, cache: str | Path | None = None) -> OpenAdapter:
     """Open an adapter: the names of its modules, the ΔW, rank and spectrum of each; add, scale and save it.
 
     Parameters:
-        path: An adapter file, or a PEFT folder.
+        path: An adapter file, or a PEFT folder; or an address.
+        cache: As for `merge`.
 
     Returns:
         An `OpenAdapter`; `merge_state_dict` takes it as an adapter too, and `0.5 * a + b` is a sum with the same
@@ -254,4 +256,5 @@ def load_adapter(path: str | Path) -> OpenAdapter:
         'lora_unet_down_blocks_0_attentions_0_proj_in'
         >>> (0.5 * adapter + lora_merge.load_adapter("detail.safetensors")).save("both.safetensors").written
     """
-    return OpenAdapter(path)
+    with downloads_in(cache):
+        return OpenAdapter(path)

@@ -32,6 +32,7 @@ from ..job import SETTING
 from ..matching.formula import AdapterContext, choose
 from ..matching.orientation import BaseLayers, ModulePlace
 from ..models.weights import Weight, whole
+from ..planning.downloads import downloaded_paths
 from ..text import Shown
 from .state_index import check_weight, index_of
 
@@ -50,7 +51,8 @@ class LoadedAdapter(Shown):
 
     @public
     def __init__(self, path: str | Path) -> None:
-        self.path = adapter_path(path, alone=True)
+        path = adapter_path(path, alone=True)
+        self.path = downloaded_paths([], [path])[path]
         self.file: AdapterFile = group(open_checkpoint(self.path, adapter=True))
         self._rules = rules_of(self.file)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..adapter_arguments import adapter_path
 from ..adapters.modules import AdapterFile, group
+from ..addresses import downloads_in
 from ..change_statistics import Measures
 from ..disk.reader import Reader
 from ..disk.scale_spool import PartBytes
@@ -41,6 +42,7 @@ from ..job import Adapter, Job, OneAdapter, Opened, is_pair, make_job, summands
 from ..models.blocks import groups
 from ..models.names import names
 from ..options import a_list
+from ..planning.downloads import downloaded_paths
 from ..planning.make_plan import Inputs, Matched, check_stored, match, outputs
 from ..planning.plan import OutputTensor
 from ..progress import Progress, counted
@@ -167,7 +169,8 @@ def prepare(
     keep = isinstance(asked := options.get("device"), str) and asked == KEEP_DEVICE
     if keep:
         options = {**options, "device": _device(live.values())}
-    paths, files, lent = _adapters(adapters)
+    with downloads_in(options.get("cache")):
+        paths, files, lent = _adapters(adapters)
     if not files:
         raise UsageError("no adapter is named", called, "give at least one path, state dict or opened adapter")
     job = make_job(str(base.path)[1:-1], paths, str(base.path)[1:-1], **options)
@@ -294,9 +297,9 @@ def _adapters(adapters: MemoryAdapters) -> tuple[list[Any], list[AdapterFile], d
             files.append(source.file)
             ref = source.path
         else:
-            ref = source
-            files.append(
-                group(open_checkpoint(adapter_path(ref.path if isinstance(ref, Adapter) else ref), adapter=True))
-            )
+            path = adapter_path(source.path if isinstance(source, Adapter) else source)
+            path = downloaded_paths([], [path])[path]
+            ref = replace(source, path=path) if isinstance(source, Adapter) else path
+            files.append(group(open_checkpoint(path, adapter=True)))
         refs.append((ref, strength) if paired else ref)
     return refs, files, lent

@@ -11,7 +11,7 @@ from ..files.checkpoint import TRAINED_FILES, open_checkpoint
 from ..files.folder_layouts import entries
 from ..job import Job
 from ..paths import of_index
-from ..progress import Progress, counted
+from ..progress import Progress, counted, unwatched
 from ..sources.inputs import Download, download_of, fetch, preview_of, require_space
 
 Announce: TypeAlias = Callable[[str], object]
@@ -42,13 +42,13 @@ def downloads_of(jobs: Iterable[Job]) -> dict[Path, Download]:
 
 
 def fetch_all(
-    needed: Mapping[Path, Download], room: tuple[Path, int], progress: Progress, announce: Announce | None = None
+    needed: Mapping[Path, Download], room: tuple[Path, int] | None, progress: Progress, announce: Announce | None = None
 ) -> dict[Path, Path]:
     """Download inputs; return input → its path on this machine. ResourceError if the disks have no room for them.
 
-    `room`: the folder of the output, and the bytes that it takes there.
+    `room`: the folder of the output, and the bytes that it takes there; None if nothing is written.
     """
-    require_space(needed.values(), *room)
+    require_space(needed.values(), room)
     for download in needed.values():
         if announce is not None and download.size:
             announce(download.text())
@@ -61,9 +61,24 @@ def fetch_all(
     return places
 
 
+def downloaded_paths(
+    bases: Iterable[Path], adapters: Iterable[Path] = (), *, progress: Progress = unwatched,
+    announce: Announce | None = None,
+) -> dict[Path, Path]:  # fmt: skip
+    """Return input → its path on this machine, for commands that write nothing: what it lacks is downloaded."""
+    paths = {path: path for path in (*bases, *adapters)}
+    return paths | fetch_all(downloads(bases, adapters), None, progress, announce)
+
+
 def downloaded_path(path: Path, progress: Progress, announce: Announce | None = None) -> Path:
-    """Return the path of a checkpoint on this machine: what it lacks is downloaded."""
-    return fetch_all(downloads([path], []), (path, 0), progress, announce).get(path, path)
+    """Return the path of a checkpoint on this machine, see `downloaded_paths`."""
+    return downloaded_paths([path], progress=progress, announce=announce)[path]
+
+
+def downloaded_job(job: Job, progress: Progress, announce: Announce | None = None) -> Job:
+    """Return a job whose inputs are on this machine, see `downloaded_paths`."""
+    adapters = [ref.path for ref in job.adapters]
+    return job_at(job, downloaded_paths([job.base], adapters, progress=progress, announce=announce))
 
 
 def job_at(job: Job, places: Mapping[Path, Path]) -> Job:

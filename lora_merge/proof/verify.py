@@ -17,11 +17,11 @@ from typing import Any, Final
 import numpy as np
 
 from ..change_statistics import Checked, Measure
-from ..disk.files import FileState, open_regular
+from ..disk.files import FileState, StoredTensor, open_regular
 from ..disk.pages import ReadAhead
 from ..disk.reader import Reader, read_bytes
 from ..disk.remote import remote
-from ..disk.system import CAN_ADVISE, RANDOM, advise
+from ..disk.system import RANDOM, advise
 from ..dtypes import ITEM_BYTES, spoken
 from ..errors import InputError, VerificationFailed
 from ..files.checkpoint import read_header
@@ -122,7 +122,7 @@ def _check(
     try:
         groups_of_ranges = list(neighbours(_unmerged(targets, compared, merged.scales, full=merged.full)))
         with ThreadPoolExecutor(1, thread_name_prefix="expect") as ahead:
-            if not merged.full and CAN_ADVISE:
+            if not merged.full:
                 rows = [(t, *r) for t in targets if t.uses for r in merged.expected(t)]
                 ahead.submit(_expect, fd, reader, [*map(stretch, groups_of_ranges), *rows])
             for some in groups_of_ranges:
@@ -192,17 +192,22 @@ def _unmerged(
 
 def _expect(fd: Written, reader: Reader, pieces: Sequence[Range]) -> None:
     """Ask the system to fetch all sampled pieces at once, while they are compared one after the other."""
-    ahead = ReadAhead()
     if isinstance(fd, int):
         advise(fd, 0, 0, RANDOM)  # no read-ahead around each sampled row
     else:
         fd.expect((target.offset + first, count) for target, first, count in pieces)
+    reader.expect(_read_of_inputs(fd, pieces))
+
+
+def _read_of_inputs(fd: Written, pieces: Sequence[Range]) -> Iterator[tuple[StoredTensor, int, int]]:
+    """Yield the pieces of the inputs that pieces of the output are compared with, which the system is asked for."""
+    ahead = ReadAhead()
     for target, first, count in pieces:
         if isinstance(fd, int):
             ahead.expect(fd, target.offset + first, count)
         source, read, written = target.source, target.weight.packing.encoding, target.packing.encoding
         if not target.weight.padded:
-            reader.expect(source, read.nbytes(written.count(first)), read.nbytes(written.count(count)))
+            yield source, read.nbytes(written.count(first)), read.nbytes(written.count(count))
 
 
 def _same(target: OutputTensor, first: int, count: int, fd: Written, reader: Reader) -> bool:

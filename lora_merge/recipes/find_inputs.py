@@ -16,10 +16,10 @@ from ..adapters.network_settings import side_file
 from ..errors import InputError, MergeError, UsageError, VerificationFailed
 from ..files.checkpoint import configuration, open_checkpoint
 from ..paths import absolute, current_folders, of_index
-from ..planning.downloads import Announce, downloads, fetch_all
+from ..planning.downloads import Announce, downloaded_paths
 from ..planning.recipe import config_hash, sha256
 from ..progress import Progress, unwatched
-from ..sources.inputs import locate
+from ..sources.inputs import folder_of_links, locate, record_origin
 from ..text import quoted
 from .read_recipe import Input
 
@@ -43,7 +43,17 @@ def find(
     VerificationFailed if there is a file of the right name but other content; InputError if there is none.
     """
     present = _Present(folders)
-    return [_find(named, present, progress, announce) for named in inputs]
+    paths = []
+    for named in inputs:
+        paths.append(_find(named, present, progress, announce))
+        record(named, paths[-1])
+    return paths
+
+
+def record(named: Input, path: Path) -> None:
+    """Record what the recipe says of the origin of an input that is at `path` now."""
+    whole = of_index(path)
+    record_origin(path, [whole / name if whole.is_dir() else path for name, _, _ in named.files], named.source)
 
 
 class _Present:
@@ -77,6 +87,7 @@ def _find(sought: Input, present: Iterable[Path], progress: Progress, announce: 
         return f"/{path.as_posix()}".endswith(ending)
 
     others: list[str] = []
+    alone: Path | None = None  # the first file of a folder, next to files that do not belong to it
     for path in chain(filter(named, present), filterfalse(named, present)):
         if _size(path) == size and depth <= len(path.parents):
             root = path.parents[depth - 1] if sought.folder else path
@@ -85,13 +96,14 @@ def _find(sought: Input, present: Iterable[Path], progress: Progress, announce: 
             except InputError as e:  # its configuration cannot be read
                 other = f"{e.where} ({e.what})"
             if other is None and within and not named(path) and not _is_opened_as(sought, root):
+                alone = root / name
                 continue
             if other is None:
                 return root if within else path
             if named(path):
                 others.append(other)
-    if sought.source:
-        return _downloaded(sought, progress, announce)
+    if sought.is_elsewhere:
+        return _linked(sought, alone) or _downloaded(sought, progress, announce)
     namesake = next(filter(named, present), None)
     if namesake is not None:
         raise VerificationFailed("the output is older or newer than one of its inputs",
@@ -112,12 +124,20 @@ def _is_opened_as(sought: Input, folder: Path) -> bool:
     return False
 
 
+def _linked(sought: Input, file: Path | None) -> Path | None:
+    """Return a folder like that of a repository with one file, for a copy of that file next to others; None if the
+    folder had more."""
+    if file is None or len(sought.files) > 1 or sought.config or sought.stated:
+        return None
+    return folder_of_links(sought.name, {sought.files[0][0]: file})
+
+
 def _downloaded(sought: Input, progress: Progress, announce: Announce | None) -> Path:
     """Return the path of an input that came from another machine, downloaded if it is not here; VerificationFailed if
     its source has other bytes now."""
     path = locate(sought.source)
     if path is not None:
-        path = fetch_all(downloads([path], [path]), (path, 0), progress, announce).get(path, path)
+        path = downloaded_paths([path], [path], progress=progress, announce=announce)[path]
     if path is None or (other := different(sought, path)) is not None:
         raise VerificationFailed(f"the source of {quoted(sought.name)} has other bytes than the merge read",
                                  f"{sought.source}: {other if path is not None else ''}", SEARCH)  # fmt: skip

@@ -35,6 +35,13 @@ class Input:
     stated: str  # SHA-256 of the file next to an adapter that states its scale; empty without one
     source: str = ""  # the pinned address that it came from; empty for a file of this machine
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it came from another machine: a recipe, which anybody may have written, makes no request to this
+        one."""
+        address = parse(self.source) if self.source else None
+        return address is not None and not address.name.lower().startswith("http:")
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -138,10 +145,9 @@ def input_of(value: Mapping[str, Any]) -> Input:
 
 
 def _source(value: Any) -> str:
-    """Return the address of an input; ValueError for what is no address, or one of this machine."""
+    """Return the address of an input; ValueError for what is no address."""
     text = text_of(value)
-    address = parse(text) if ":" in text else None
-    if text and (address is None or address.name.lower().startswith("http:")):
+    if text and (":" not in text or parse(text) is None):
         raise ValueError(f"{quoted(text)} is not an address")
     return text
 

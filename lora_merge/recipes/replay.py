@@ -30,7 +30,7 @@ from ..job import TOKENIZERS, Adapter, Job, make_job
 from ..options import checked
 from ..paths import absolute
 from ..planning.checkpoint_cache import CheckpointCache
-from ..planning.downloads import Announce
+from ..planning.downloads import Announce, downloaded_job
 from ..planning.header_entries import TITLE
 from ..planning.make_plan import plan_job
 from ..planning.output_files import contents, differing, misleading
@@ -43,7 +43,7 @@ from ..proof.loadable import instead
 from ..proof.verify import check_header, verify
 from ..report import ADAPTER_PROOF
 from ..text import Note, listed, plural, quoted
-from .find_inputs import SEARCH, around, different, find
+from .find_inputs import SEARCH, around, different, find, record
 from .read_recipe import Recipe, command_of, damaged, input_of, read_recipe, uses_of
 
 Stated: TypeAlias = str | Path | tuple[str | Path, float | None] | Adapter
@@ -86,7 +86,7 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
         elif base is None or not adapters:
             raise UsageError("half of the inputs are named", "--base and --adapter", "name the base and all adapters")
         else:
-            job = _job_of(index, base, adapters, options, stack)
+            job = downloaded_job(_job_of(index, base, adapters, options, stack), progress, announce)
         plan = _followed(job, index)
         judged = judged or min(("fp32", plan.job.compute_dtype), key=ROUNDING.__getitem__)
         if plan.is_folder != index.path.is_dir():
@@ -334,6 +334,8 @@ def job_again(  # noqa: PLR0913  # the options of `lora-merge replay`
     paths = find(inputs, around(adapter, search), progress, announce)
     if links is not None:
         paths = [_as_named(path, named.name, links) for path, named in zip(paths, inputs, strict=True)]
+        for path, named in zip(paths, inputs, strict=True):
+            record(named, path)
     # Step 3: the job, with the title of the file that is written again, and not one by its own name.
     written = job(paths, **options)
     return replace(written, inputs=replace(written.inputs, title=metadata.get(TITLE)), full=full)

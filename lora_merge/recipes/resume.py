@@ -42,7 +42,7 @@ VARIES: Final = frozenset({"name", "source", "version", "format", STRENGTH_ENTRY
 """The entries that may differ between equal recipes: names of files, where they came from, the version of this program,
 and what a recipe says for people, which follows from the rest."""
 
-OF_RUN: Final = frozenset({"name", "version", "format", "residual", "dropped_metadata"})
+OF_RUN: Final = frozenset({"name", "source", "version", "format", "residual", "dropped_metadata"})
 """The entries of an adapter's recipe that may differ: the same, and what a run reports of its result."""
 
 

@@ -7,7 +7,7 @@ rounded and cut is read from its recipe. Where the base itself is at hand it is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -36,12 +36,14 @@ EXACT_DTYPES: Final = ("F32", "F64")
 
 
 def plan_unmerge(
-    merged: Path, adapters: Any, output: str | Path | None, search: Sequence[Path] = (), **options: Any
-) -> Plan:
+    merged: Path, adapters: Any, output: str | Path | None, search: Sequence[Path] = (), *,
+    local: Callable[[Job], Job] | None = None, **options: Any,
+) -> Plan:  # fmt: skip
     """Return the plan that takes adapters out of a merged checkpoint.
 
     `adapters`: as for `merge`, at the strengths of the merge; none: those of its recipe, searched by content. FitError
-    for changes that depend on the base, as those of DoRA: there only the original base helps.
+    for changes that depend on the base, as those of DoRA: there only the original base helps. `local`: brings the
+    inputs of a job to this machine; None: a plan needs their headers alone.
     """
     recipe = read_recipe(open_checkpoint(merged), "name its adapters") if not adapters else _recipe(merged)
     recorded: dict[str, Any] = {}
@@ -53,7 +55,7 @@ def plan_unmerge(
         adapters = [Adapter(p, s, parts) for p, (_, s, parts) in zip(paths, recipe.adapters, strict=True)]
     try:
         job = make_job(merged, adapters, output, **options, **recorded)
-        plan = plan_job(opposite(job), CheckpointCache())
+        plan = plan_job(opposite(job if local is None else local(job)), CheckpointCache())
     except UsageError as e:
         if any(e.where.startswith(OPTIONS[name].flag) for name in recorded):  # the user did not type it
             raise damaged(merged, f"{e.what} ({e.where})") from e
@@ -117,7 +119,8 @@ def _inexact(plan: Plan, recipe: Recipe | None) -> Note:
             also = f", and of {spoken(coarsest)}" if finer else ""
             steps = f"some rounding steps of {spoken(sums)}, in which the sums were made{also}"
     unknown = "" if recipe is not None else "; this holds for a merge that rounded to the nearest and cut nothing"
-    return Note(f"the values differ from those before the merge by {steps}, of the largest number added up{unknown}")
+    at = "measured at the largest value of each sum"
+    return Note(f"the values differ from those before the merge by {steps}, {at}{unknown}")
 
 
 def _digits(dtype: str) -> int:

@@ -19,7 +19,7 @@ from ..errors import InputError, UsageError
 from ..text import listed
 from ..text import size as spoken_size
 from .contents import Advance, Listed, SourceFiles, is_offline, switched_off
-from .store import address_in_store, entry, folders, keep, note_at, stored_file
+from .store import Store, keep, stored_file
 from .web import Endpoint, facts_of, json_at, ranges
 
 TOKENS: Final = ("CIVITAI_API_TOKEN", "CIVITAI_TOKEN", "CIVITAI_API_KEY")
@@ -38,15 +38,16 @@ class Civitai:
 
     keeps = True
 
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
     def local(self, address: Address) -> Path | None:
         """Return the path of a file that is pinned, or named by its hash, if it is in the store."""
         if not (address.pinned or is_offline()):
             return None
-        for folder in folders():
-            known = address_in_store(folder)
-            files = note_at(folder).get("files", {})
-            same = known is not None and known.name == address.name and address.file in ("", known.file)
-            same = same and known is not None and known.scheme == CIVITAI == address.scheme
+        for folder, known, files in self.store.folders():
+            same = known.scheme == CIVITAI == address.scheme
+            same = same and known.name == address.name and address.file in ("", known.file)
             for name, facts in files.items():
                 if same or (address.scheme == HASH and facts.get("sha256") == address.name):
                     return stored_file(folder, name, facts.get("size", -1))
@@ -102,7 +103,7 @@ class Civitai:
 
     def folder(self, contents: SourceFiles) -> Path:
         """Return the folder of the file."""
-        return entry(contents)
+        return self.store.entry(contents)
 
     def fetch(self, contents: SourceFiles, names: Iterable[str], advance: Advance) -> None:
         """Download the file, and check its SHA-256."""

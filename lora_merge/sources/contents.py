@@ -13,6 +13,7 @@ from ..addresses import HUB, Address
 from ..disk.remote import ReadRange
 from ..errors import MergeError, ResourceError, UsageError
 from ..text import size as spoken_size
+from .hub_cache import hub_folder
 
 Advance: TypeAlias = Callable[[int], object]
 """Is called with the number of bytes that have just arrived."""
@@ -97,6 +98,7 @@ def require_room(folder: Path, needed: int) -> None:
     existing = next(p for p in (folder, *folder.parents) if p.exists())
     free = shutil.disk_usage(existing).free
     if needed > free:
+        other = "set HF_HOME to" if hub_folder() in folder.parents else "give --cache"
         raise ResourceError("not enough disk space for the download",
                             f"{folder}: {spoken_size(needed)} needed, {spoken_size(free)} free",
-                            "remove files, or put the cache on another disk: HF_HOME, LORA_MERGE_CACHE")  # fmt: skip
+                            f"remove files, or {other} a folder on another disk")  # fmt: skip

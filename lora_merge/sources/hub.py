@@ -23,6 +23,7 @@ from ..paths import real_path
 from ..version import __version__
 from .contents import Advance, Listed, SourceFiles, is_offline, switched_off
 from .hub_cache import commit_of, hub_folder, remember_commit, repository_folder, stored_at
+from .store import Store
 from .web import Endpoint, ranges
 
 NAME: Final = "lora-merge"
@@ -37,6 +38,9 @@ class Hub:
     """The hub, or what its cache on this machine has of it."""
 
     keeps = True
+
+    def __init__(self, _: Store) -> None:
+        """Take no folder for downloads: the hub has its own."""
 
     def local(self, address: Address) -> Path | None:
         """Return the path in the cache: of a file of a commit, or of anything if no request can be made."""
@@ -109,6 +113,9 @@ class Hub:
                                        library_name=NAME, library_version=__version__, endpoint=endpoint(),
                                        tqdm_class=_bar(advance))  # fmt: skip
             except Exception as e:  # noqa: BLE001  # as in `contents`
+                if _has_other_length(e):
+                    _remove_incomplete(address, contents.files[name])
+                    raise _wrong("length", Address(HUB, address.name, address.revision, name)) from None
                 raise failed(Address(HUB, address.name, address.revision, name), e) from None
             _check(Path(path), contents.files[name], Address(HUB, address.name, address.revision, name))
         remember_commit(Address(HUB, address.name, contents.revision), address.revision)
@@ -132,7 +139,22 @@ def _check(path: Path, file: Listed, address: Address) -> None:
         blob = real_path(path)
         path.unlink()
         blob.unlink(missing_ok=True)
-        raise InputError(f"the downloaded file has another {wrong} than the hub states", str(address), "run again")
+        raise _wrong(wrong, address)
+
+
+def _wrong(what: str, address: Address) -> InputError:
+    return InputError(f"the downloaded file has another {what} than the hub states", str(address), "run again")
+
+
+def _has_other_length(e: Exception) -> bool:
+    """Return whether the library refuses a download as it is too long or too short: an OSError without a number."""
+    return isinstance(e, OSError) and e.errno is None and "Consistency check failed" in str(e)
+
+
+def _remove_incomplete(address: Address, file: Listed) -> None:
+    """Remove what the library has left of such a download, which it would continue."""
+    for path in (repository_folder(address.name) / "blobs").glob(f"{file.sha256 or 'nothing'}*.incomplete"):
+        path.unlink(missing_ok=True)
 
 
 def is_installed() -> bool:
@@ -180,6 +202,8 @@ def failed(address: Address, e: Exception) -> MergeError:
     status = getattr(getattr(e, "response", None), "status_code", 0)
     if isinstance(e, MergeError):
         return e
+    if "LocalEntryNotFoundError" in kinds and isinstance(e.__cause__, Exception) and hasattr(e.__cause__, "response"):
+        return failed(address, e.__cause__)  # the hub has answered, and the file is not in the cache
     if "OfflineModeIsEnabled" in kinds:
         return switched_off(address)
     for kind, number, error, what, fix in FAILURES:

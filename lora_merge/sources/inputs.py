@@ -18,49 +18,68 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from ..addresses import CIVITAI, HASH, HUB, MODELSCOPE, OBJECTS, WEB, Address, parse, speak_with
-from ..disk.remote import RemoteFile, place
+from ..addresses import (
+    CIVITAI,
+    HASH,
+    HUB,
+    MODELSCOPE,
+    OBJECTS,
+    OTHERS,
+    WEB,
+    Address,
+    downloads_folder,
+    parse,
+    speak_with,
+)
+from ..disk.files import FileState
+from ..disk.remote import ReadRange, RemoteFile, place
 from ..errors import InputError
 from ..paths import WEIGHT_SUFFIXES, forbidden
 from ..text import size as spoken_size
 from .contents import Advance, Opener, SourceFiles, require_room
 from .hub_cache import address_in_cache
-from .store import address_in_store, file_name
+from .store import Store, address_in_store, file_name
 
 # The sources are imported when one is used: local files have no use for an HTTP client, which takes 60 ms.
 
 
-def _hub() -> Opener:
+def _hub(store: Store) -> Opener:
     from .hub import Hub
 
-    return Hub()
+    return Hub(store)
 
 
-def _civitai() -> Opener:
+def _civitai(store: Store) -> Opener:
     from .civitai import Civitai
 
-    return Civitai()
+    return Civitai(store)
 
 
-def _modelscope() -> Opener:
+def _modelscope(store: Store) -> Opener:
     from .modelscope import ModelScope
 
-    return ModelScope()
+    return ModelScope(store)
 
 
-def _objects() -> Opener:
+def _objects(store: Store) -> Opener:
     from .objects import Objects
 
-    return Objects()
+    return Objects(store)
 
 
-def _url() -> Opener:
+def _url(store: Store) -> Opener:
     from .url import Url
 
-    return Url()
+    return Url(store)
 
 
-OPENERS: Final[Mapping[str, Callable[[], Opener]]] = MappingProxyType(
+def _other_system(store: Store) -> Opener:
+    from .other_systems import OtherSystem
+
+    return OtherSystem(store)
+
+
+OPENERS: Final[Mapping[str, Callable[[Store], Opener]]] = MappingProxyType(
     {
         HUB: _hub,
         CIVITAI: _civitai,
@@ -68,6 +87,7 @@ OPENERS: Final[Mapping[str, Callable[[], Opener]]] = MappingProxyType(
         MODELSCOPE: _modelscope,
         WEB: _url,
         **dict.fromkeys(OBJECTS, _objects),
+        **dict.fromkeys(OTHERS, _other_system),
     }
 )
 """Scheme → the source that opens its addresses."""
@@ -88,7 +108,7 @@ class Preview:
 
 
 _lock = threading.RLock()
-_located: dict[str, Path] = {}
+_located: dict[tuple[str, Path | None], Path] = {}
 _previews: dict[Path, Preview] = {}
 _folders: list[Path] = []
 
@@ -102,9 +122,10 @@ def locate(text: str) -> Path | None:
     if address is None:
         return None
     with _lock:
-        path = _located.get(text)
+        key = text, downloads_folder()
+        path = _located.get(key)
         if path is None or not path.exists():
-            path = _located[text] = _open(address)
+            path = _located[key] = _open(address)
         return path
 
 
@@ -119,12 +140,12 @@ def forget(address: Address) -> None:
         return inside or (address.scheme != HUB and address.name.startswith(f"{other.name}/"))
 
     with _lock:
-        for text in [text for text in _located if touches(text)]:
-            del _located[text]
+        for key in [key for key in _located if touches(key[0])]:
+            del _located[key]
 
 
 def _open(address: Address) -> Path:
-    opener = OPENERS[address.scheme]()
+    opener = OPENERS[address.scheme](Store.of_user())
     if (path := opener.local(address)) is not None:
         return path
     contents = opener.contents(address)
@@ -165,11 +186,11 @@ def _safe(name: str, address: Address) -> str:
     return name if os.name != "nt" or not forbidden(name) else file_name(name)
 
 
-def _reader(contents: SourceFiles, opener: Opener, name: str) -> Callable[[int, int], bytes]:
+def _reader(contents: SourceFiles, opener: Opener, name: str) -> ReadRange:
     """Return the function that reads ranges of a file: of the one here, or of the other machine."""
-    readers: list[Callable[[int, int], bytes]] = []
+    readers: list[ReadRange] = []
 
-    def read(offset: int, count: int) -> bytes:
+    def read(offset: int, count: int) -> bytes | memoryview:
         if (path := opener.stored(contents, name)) is not None:
             with path.open("rb") as f:
                 f.seek(offset)
@@ -187,6 +208,18 @@ def _folder() -> Path:
         _folders[:] = [Path(os.path.realpath(tempfile.mkdtemp(prefix="lora-merge-headers-")))]
         atexit.register(shutil.rmtree, _folders[0], ignore_errors=True)
     return _folders[0]
+
+
+def folder_of_links(name: str, files: Mapping[str, Path]) -> Path:
+    """Return a folder of this name, for the time of the process, with links to files by their names inside it."""
+    folder = Path(tempfile.mkdtemp(dir=_folder())) / file_name(name)
+    for inside, path in files.items():
+        (link := folder / inside).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            link.symlink_to(path)
+        except OSError:  # a system without links for users
+            shutil.copyfile(path, link)
+    return folder
 
 
 def preview_of(path: Path) -> Preview | None:
@@ -227,7 +260,7 @@ class Download:
         time = f"{seconds / 60:.0f} min" if seconds >= 90 else f"{max(1, round(seconds))} s"
         if self.streamed:
             return (f"{spoken_size(self.size)} are read from {self.preview.contents.address}: {time} at "
-                    f"{spoken_size(TYPICAL)}/s; nothing is kept, as LORA_MERGE_CACHE names no folder")  # fmt: skip
+                    f"{spoken_size(TYPICAL)}/s; nothing is kept without --cache DIR")  # fmt: skip
         return (f"{spoken_size(self.size)} are downloaded from {self.preview.contents.address}: "
                 f"{time} at {spoken_size(TYPICAL)}/s, into {folder} ({spoken_size(free)} free)")  # fmt: skip
 
@@ -258,18 +291,19 @@ def download_of(path: Path, opened: Iterable[Path], *, keep: bool = False) -> Do
     return Download(preview, names, not (keep or preview.opener.keeps))
 
 
-def require_space(downloads: Iterable[Download], output: Path, size: int) -> None:
-    """Raise ResourceError if the disks have no room for what is downloaded, and for an output of so many bytes."""
+def require_space(downloads: Iterable[Download], output: tuple[Path, int] | None = None) -> None:
+    """Raise ResourceError if the disks have no room for what is downloaded, and for an output: its folder and size."""
     needed: dict[int, tuple[Path, int]] = {}
-    for download in downloads:
+    for download in (d for d in downloads if d.room):
         folder = download.preview.opener.folder(download.preview.contents)
-        for where, count in ((folder, download.room), (output, 0)):
-            disk = next(p for p in (where, *where.parents) if p.exists()).stat().st_dev
-            needed[disk] = folder, needed.get(disk, (folder, 0))[1] + count
-    disk = next(p for p in (output, *output.parents) if p.exists()).stat().st_dev
-    for number, (folder, count) in needed.items():
-        if count:
-            require_room(folder, count + (size if number == disk else 0))
+        disk = _disk(folder)
+        needed[disk] = folder, needed.get(disk, (folder, 0))[1] + download.room
+    for disk, (folder, count) in needed.items():
+        require_room(folder, count + (output[1] if output is not None and disk == _disk(output[0]) else 0))
+
+
+def _disk(path: Path) -> int:
+    return next(p for p in (path, *path.parents) if p.exists()).stat().st_dev
 
 
 def fetch(path: Path, download: Download | None, advance: Advance) -> Path:
@@ -288,8 +322,21 @@ def fetch(path: Path, download: Download | None, advance: Advance) -> Path:
     return folder / inside if stored is None else stored
 
 
+_recorded: dict[Path, tuple[Mapping[Path, FileState | None], Address | None]] = {}
+"""Input of an earlier output → the states of its files, and where the recipe says that they came from."""
+
+
+def record_origin(path: Path, files: Iterable[Path], source: str) -> None:
+    """Let `origin` return what a recipe says of an input whose files have the bytes of that recipe, so that it is
+    written again as it was, wherever its inputs are now. `source`: "" for files of this machine."""
+    _recorded[path] = {file: FileState.at(file) for file in files}, parse(source) if source else None
+
+
 def origin(path: Path) -> Address | None:
     """Return the pinned address of an input: of a preview, of a file in the cache of the hub or in the store."""
+    states, recorded = _recorded.get(path, ({}, None))
+    if states and all(FileState.at(file) == state for file, state in states.items()):
+        return recorded
     preview = preview_of(path)
     if preview is None:
         return address_in_cache(path) or address_in_store(path)

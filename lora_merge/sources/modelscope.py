@@ -18,7 +18,7 @@ from ..addresses import MODELSCOPE, Address
 from ..disk.remote import ReadRange
 from ..errors import InputError
 from .contents import Advance, Listed, SourceFiles, is_offline, switched_off
-from .store import address_in_store, entry, folders, keep, note_at, stored_file
+from .store import Store, keep, stored_file
 from .web import Endpoint, json_at, ranges
 
 SITE: Final = "https://www.modelscope.cn"
@@ -36,16 +36,18 @@ class ModelScope:
 
     keeps = True
 
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
     def local(self, address: Address) -> Path | None:
         """Return the path of a file that is pinned, or of anything without requests, if it is in the store."""
         if not (is_offline() or (address.pinned and address.path)):
             return None
-        for folder in folders():
-            known = address_in_store(folder)
-            if known is None or (known.scheme, known.name) != (MODELSCOPE, address.name):
+        for folder, known, files in self.store.folders():
+            if (known.scheme, known.name) != (MODELSCOPE, address.name):
                 continue
             if address.revision in (known.revision, "") and address.path in (known.path, ""):
-                facts = note_at(folder).get("files", {}).get(address.path)
+                facts = files.get(address.path)
                 return folder if facts is None else stored_file(folder, address.path, facts.get("size", -1))
         return None
 
@@ -79,7 +81,9 @@ class ModelScope:
 
     def folder(self, contents: SourceFiles) -> Path:
         """Return the folder of this state of the repository."""
-        return entry(contents, " ".join(f"{name}:{f.sha256}{f.size}" for name, f in sorted(contents.files.items())))
+        return self.store.entry(
+            contents, " ".join(f"{name}:{f.sha256}{f.size}" for name, f in sorted(contents.files.items()))
+        )
 
     def fetch(self, contents: SourceFiles, names: Iterable[str], advance: Advance) -> None:
         """Download files, and check the SHA-256 that the API states."""

@@ -6,7 +6,6 @@ Credentials and endpoints are those of the providers' usual variables, files and
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -14,20 +13,20 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from ..addresses import Address
-from ..disk.remote import RANGES_AT_ONCE, ReadRange
-from ..errors import InputError, MergeError, ResourceError, UsageError
+from ..disk.remote import ReadRange
+from ..errors import InputError, MergeError, RemoteError, ResourceError, UsageError
 from .contents import Advance, Listed, SourceFiles, is_offline, switched_off
-from .store import arrive, entry, stored_file
+from .store import Store, arrive, stored_file
 
 INSTALL: Final = "pip install obstore"
 PIECE: Final = 16 << 20  # bytes of one range
 
 FAILURES: Final[tuple[tuple[str, type[MergeError], str, str], ...]] = (
-    ("NotFoundError", InputError, "the store has no such object", "check the address and the region"),
-    ("FileNotFoundError", InputError, "the store has no such object", "check the address and the region"),
-    ("PermissionDeniedError", InputError, "the store does not let you have the object", "see the rights of your role"),
-    ("UnauthenticatedError", InputError, "the store wants credentials", "set the variables of the provider, or log in"),
-    ("PreconditionError", InputError, "the object was changed while it was read", "run again"),
+    ("NotFoundError", RemoteError, "the store has no such object", "check the address and the region"),
+    ("FileNotFoundError", RemoteError, "the store has no such object", "check the address and the region"),
+    ("PermissionDeniedError", RemoteError, "the store does not let you have the object", "see the rights of your role"),
+    ("UnauthenticatedError", RemoteError, "the store wants credentials", "set the provider's variables, or log in"),
+    ("PreconditionError", RemoteError, "the object was changed while it was read", "run again"),
 )  # fmt: skip
 """Errors of obstore; all others are those of a store that cannot be reached."""
 
@@ -35,14 +34,12 @@ FAILURES: Final[tuple[tuple[str, type[MergeError], str, str], ...]] = (
 class Objects:
     """An object, or all objects below a prefix, of one bucket."""
 
-    @property
-    def keeps(self) -> bool:
-        """Whether the user has named a folder for downloads: near an object store, to read it is as fast."""
-        return bool(os.environ.get("LORA_MERGE_CACHE"))
+    def __init__(self, store: Store) -> None:
+        self.store, self.keeps = store, store.named  # near an object store, to read it is as fast as a disk
 
-    def local(self, _: Address) -> Path | None:
-        """Return None: only the store knows whether an object has changed."""
-        return None
+    def local(self, address: Address) -> Path | None:
+        """Return the path of an object of a version, or of anything if no request can be made, if it was kept."""
+        return self.store.stored(address) if address.pinned or is_offline() else None
 
     def contents(self, address: Address) -> SourceFiles:
         """Return the object, pinned by its version where the bucket keeps versions; or the objects of a folder."""
@@ -87,17 +84,17 @@ class Objects:
         address, file = contents.address, contents.files[name]
         store, key = store_of(address), _key(contents, name)
 
-        def read(offset: int, count: int) -> bytes:
+        def read(offset: int, count: int) -> bytes | memoryview:
             if not count:
                 return b""
             state = ("version", address.revision) if address.revision else ("if_match", file.etag)
             stated: Any = {"range": (offset, offset + count), **({state[0]: state[1]} if state[1] else {})}
             try:
-                raw = bytes(obstore.get(store, key, options=stated).bytes())
+                raw = memoryview(obstore.get(store, key, options=stated).bytes())
             except Exception as e:  # noqa: BLE001
                 raise failed(address, e) from None
             if len(raw) != count:
-                raise InputError("the object was changed while it was read", str(address), "run again")
+                raise RemoteError("the object was changed while it was read", str(address), "run again")
             return raw
 
         return read
@@ -109,7 +106,7 @@ class Objects:
     def folder(self, contents: SourceFiles) -> Path:
         """Return the folder of this state of the object, or of the objects."""
         states = "" if contents.address.revision else " ".join(f"{f.size}{f.etag}" for f in contents.files.values())
-        return entry(contents, states)
+        return self.store.entry(contents, states)
 
     def fetch(self, contents: SourceFiles, names: Iterable[str], advance: Advance) -> None:
         """Download objects, by several ranges at a time."""
@@ -121,7 +118,7 @@ class Objects:
                     advance(len(data))
 
 
-def _pieces(read: ReadRange, size: int) -> Iterator[bytes]:
+def _pieces(read: ReadRange, size: int) -> Iterator[bytes | memoryview]:
     """Yield the bytes of an object in their order, read by several ranges at a time."""
     with ThreadPoolExecutor(RANGES_AT_ONCE, thread_name_prefix="ranges") as pool:
         for start in range(0, size, PIECE * RANGES_AT_ONCE):

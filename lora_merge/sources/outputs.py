@@ -6,7 +6,6 @@ hands it to the sink of its address, which uploads it and reads what it has uplo
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -23,7 +22,7 @@ from ..errors import InputError, UsageError
 from ..text import size as spoken_size
 from .contents import is_offline, switches
 from .inputs import forget, locate
-from .store import store
+from .store import Store
 
 
 def _hub() -> Sink:
@@ -47,12 +46,13 @@ SINKS: Final[Mapping[str, Callable[[], Sink]]] = MappingProxyType(
 def stage(address: Address) -> Path:
     """Return the path of the local copy of an output. UsageError if no request can be made.
 
-    It is in `$LORA_MERGE_CACHE`, or else in the user's cache folder or the temporary one, whichever has more space.
+    It is in the folder of `--cache` or `$LORA_MERGE_CACHE`, or else in the user's cache folder or the temporary one,
+    whichever has more space.
     """
     if is_offline():
         raise UsageError("requests are switched off, and the output is on another machine", str(address),
                          f"unset {switches()}, or write a file here with -o NAME")  # fmt: skip
-    return upload_path(address, outbox(store()))
+    return upload_path(address, outbox(Store.of_user()))
 
 
 def on_this_machine(output: Path) -> Path:
@@ -68,9 +68,9 @@ def sink_at(path: Path) -> Sink | None:
 
 
 @lru_cache
-def outbox(cache: Path) -> Path:
+def outbox(cache: Store) -> Path:
     """Return the folder of local copies; those that killed runs have left there are removed."""
-    folders = [cache] if os.environ.get("LORA_MERGE_CACHE") else [cache, Path(tempfile.gettempdir())]
+    folders = [cache.root] if cache.named else [cache.root, Path(tempfile.gettempdir())]
     folder = max(folders, key=_free)
     for path in sorted((folder / UPLOADS).rglob("*"), reverse=True):  # the innermost first
         if path.is_dir() and not any(part.endswith(".part") for part in path.parts):

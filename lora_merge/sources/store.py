@@ -1,8 +1,8 @@
 """The folder of downloaded files that no other program keeps: those of Civitai, URLs and object stores.
 
 Each address has a folder of its own with its files in a folder of the model's name, and `source.json` next to that: the
-pinned address, sizes and SHA-256. All are below `$LORA_MERGE_CACHE`, or `lora-merge/files` in the user's cache folder,
-which may be emptied at any time.
+pinned address, sizes and SHA-256. All are below the folder of `--cache` or `$LORA_MERGE_CACHE`, or else below
+`lora-merge/files` in the user's cache folder. They may be emptied at any time.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ..addresses import Address, parse
+from ..addresses import WEB, Address, downloads_folder, parse
 from ..disk.publish import put_file
 from ..errors import InputError, MergeError
 from ..paths import forbidden
@@ -30,19 +31,48 @@ NOTE: Final = "source.json"
 LARGEST: Final = 1 << 20  # bytes of such a note
 
 
-def store() -> Path:
-    """Return the folder of all downloaded files."""
-    if folder := os.environ.get("LORA_MERGE_CACHE"):
-        return Path(folder).expanduser().absolute()
-    from platformdirs import user_cache_path  # imported here: local files do not need it
+@dataclass(frozen=True)
+class Store:
+    """The folder of all downloaded files. `named`: whether the user names it, and so asks for all to be kept."""
 
-    return user_cache_path("lora-merge", appauthor=False) / "files"
+    root: Path
+    named: bool
+
+    @staticmethod
+    def of_user() -> Store:
+        """Return the folder that the user names, or the usual one."""
+        if (folder := downloads_folder()) is not None:
+            return Store(folder, named=True)
+        from platformdirs import user_cache_path  # imported here: local files do not need it
+
+        return Store(user_cache_path("lora-merge", appauthor=False) / "files", named=False)
+
+    def entry(self, contents: SourceFiles, variant: str = "") -> Path:
+        """Return the folder for the files of an address. `variant`: what distinguishes two states of one URL."""
+        digest = hashlib.sha256(f"{contents.address} {variant}".encode()).hexdigest()
+        return self.root / digest[:32] / file_name(contents.name)
+
+    def folders(self) -> Iterator[tuple[Path, Address, Mapping[str, Any]]]:
+        """Yield each folder of downloaded files with its pinned address, and with size and SHA-256 of its files."""
+        for path in self.root.glob("*/*") if self.root.is_dir() else ():
+            if path.is_dir() and (address := address_in_store(path)) is not None:
+                yield path, address, note_at(path).get("files", {})
+
+    def stored(self, address: Address) -> Path | None:
+        """Return the path of the file or folder of an object store or a URL that was downloaded before."""
+        for folder, known, files in self.folders():
+            if (known.scheme, known.name) == (address.scheme, address.name.rstrip("/")) and (
+                address.revision in ("", known.revision)
+            ):
+                alone = folder_of_one(known, files)
+                return stored_file(folder, alone, files[alone].get("size", -1)) if alone else folder
+        return None
 
 
-def entry(contents: SourceFiles, variant: str = "") -> Path:
-    """Return the folder for the files of an address. `variant`: what distinguishes two states of one URL."""
-    digest = hashlib.sha256(f"{contents.address} {variant}".encode()).hexdigest()
-    return store() / digest[:32] / file_name(contents.name)
+def folder_of_one(address: Address, files: Mapping[str, Any]) -> str:
+    """Return the name of the only file of an address that is that of a file; "" for a folder."""
+    names = [*files]
+    return names[0] if len(names) == 1 and (address.scheme == WEB or address.name.endswith(f"/{names[0]}")) else ""
 
 
 def note_at(folder: Path) -> dict[str, Any]:
@@ -52,13 +82,6 @@ def note_at(folder: Path) -> dict[str, Any]:
         value = from_json(raw if len(raw) <= LARGEST else b"{}")
         return value if isinstance(value, dict) else {}
     return {}
-
-
-def folders() -> Iterator[Path]:
-    """Yield the folders of downloaded files."""
-    for path in store().glob("*/*") if store().is_dir() else ():
-        if path.is_dir() and note_at(path):
-            yield path
 
 
 def stored_file(folder: Path, name: str, size: int) -> Path | None:
@@ -86,7 +109,7 @@ def keep(place: Endpoint, folder: Path, name: str, contents: SourceFiles, advanc
 
 
 @contextmanager
-def arrive(folder: Path, name: str, contents: SourceFiles) -> Iterator[Callable[[bytes], object]]:
+def arrive(folder: Path, name: str, contents: SourceFiles) -> Iterator[Callable[[bytes | memoryview], object]]:
     """Give the block a function that takes the bytes of a file in their order; at its end the file is in its folder.
 
     InputError for another number of bytes than the source states; nothing is then left.
@@ -97,7 +120,7 @@ def arrive(folder: Path, name: str, contents: SourceFiles) -> Iterator[Callable[
     try:
         with part.open("wb") as f:
 
-            def write(data: bytes) -> None:
+            def write(data: bytes | memoryview) -> None:
                 f.write(data)
                 digest.update(data)
 
@@ -129,8 +152,8 @@ def file_name(name: str) -> str:
 
 def address_in_store(path: Path) -> Address | None:
     """Return the pinned address of a file or folder in the store; None for any other path."""
-    above = [path, *path.parents]
-    folder = next((inner for inner, outer in zip(above, above[2:], strict=False) if outer == store()), None)
+    above = (path, *path.parents)
+    folder = next((p for p in above if re.fullmatch("[0-9a-f]{32}", p.parent.name)), None)
     source = note_at(folder).get("source") if folder is not None else None
     with suppress(MergeError):
         return parse(source) if isinstance(source, str) else None

@@ -9,18 +9,20 @@ from urllib.parse import unquote, urlsplit
 from ..addresses import WEB, Address
 from ..disk.remote import ReadRange
 from .contents import Advance, Listed, SourceFiles, is_offline, switched_off
-from .store import entry, keep, stored_file
+from .store import Store, keep, stored_file
 from .web import Endpoint, facts_of, ranges
 
 
 class Url:
     """A file at a URL. Its content may change: two states differ in the ETag, or else in size and query."""
 
-    keeps = True
+    def __init__(self, store: Store) -> None:
+        self.store, self.keeps = store, store.named
 
-    def local(self, _: Address) -> Path | None:
-        """Return None: only the server knows whether the file has changed."""
-        return None
+    def local(self, address: Address) -> Path | None:
+        """Return the path of a file that was kept, if no request can be made: only the server knows whether it has
+        changed."""
+        return self.store.stored(Address(WEB, str(address))) if is_offline() else None
 
     def contents(self, address: Address) -> SourceFiles:
         """Return the file, by a request of one byte."""
@@ -43,7 +45,7 @@ class Url:
         """Return the folder of this state of the file."""
         file = next(iter(contents.files.values()))
         query = "" if file.etag else urlsplit(contents.address.name).query
-        return entry(contents, f"{file.size} {file.etag or query}")
+        return self.store.entry(contents, f"{file.size} {file.etag or query}")
 
     def fetch(self, contents: SourceFiles, names: Iterable[str], advance: Advance) -> None:
         """Download the file."""

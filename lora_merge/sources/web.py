@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from email.message import Message
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -23,7 +24,7 @@ from urllib.parse import urljoin, urlsplit
 
 from ..addresses import Address, is_private
 from ..disk.remote import ReadRange
-from ..errors import InputError, MergeError, ResourceError
+from ..errors import InputError, MergeError, RemoteError, ResourceError
 from ..safe_regex import from_json
 from ..text import size as spoken_size
 from ..version import __version__
@@ -71,6 +72,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         """Follow no redirect: `_answer` does, without the token on another host."""
 
 
+@cache  # to read the certificates of the system takes 0.3 s
 def _opener() -> urllib.request.OpenerDirector:
     return urllib.request.build_opener(_NoRedirects, urllib.request.HTTPSHandler(context=ssl.create_default_context()))
 
@@ -168,8 +170,8 @@ def ranges(place: Endpoint, size: int, etag: str = "") -> ReadRange:
             with get(place, {"Range": f"bytes={offset}-{offset + count - 1}"}) as response:
                 if response.status != 206:
                     if offset or count < size:
-                        raise InputError("the server does not read parts of files", str(place.address),
-                                         f"download it first: {place.address.download()}")  # fmt: skip
+                        raise RemoteError("the server does not read parts of files", str(place.address),
+                                          f"download it first: {place.address.download()}")  # fmt: skip
                 elif str(response.headers.get("Content-Range", "")).rpartition("/")[2] not in (str(size), "*"):
                     raise changed(place.address)
                 if etag and (response.headers.get("ETag") or etag) != etag:
@@ -192,7 +194,7 @@ def download(  # noqa: PLR0913  # what the source states of the file
     InputError for bytes of another length or hash; nothing is then left.
     """
     part = target.with_name(f"{target.name}.part")
-    digest, done, longer = hashlib.sha256(), 0, False
+    digest, done, other_length = hashlib.sha256(), 0, False
     with part.open("ab") as f:
         f.truncate(done := _hash(part, digest, advance) if etag and part.stat().st_size <= size else 0)
         stuck = 0
@@ -210,8 +212,9 @@ def download(  # noqa: PLR0913  # what the source states of the file
                         digest.update(data)
                         done += len(data)
                         advance(len(data))
-                longer = done == size and bool(response.length)
-            if longer:
+                # all that the server promised has arrived, or more than that is to come
+                other_length = response.length == 0 if done < size else bool(response.length)
+            if other_length:
                 break
             stuck = stuck + 1 if done == before else 0
             if stuck == TRIES:
@@ -221,9 +224,9 @@ def download(  # noqa: PLR0913  # what the source states of the file
         f.flush()
         os.fsync(f.fileno())
     hashed = digest.hexdigest()
-    if longer_or_wrong := ("length" if longer else "SHA-256" if sha256 and hashed != sha256.lower() else ""):
+    if wrong := ("length" if other_length else "SHA-256" if sha256 and hashed != sha256.lower() else ""):
         part.unlink()
-        raise InputError(f"the downloaded file has another {longer_or_wrong} than its source states",
+        raise InputError(f"the downloaded file has another {wrong} than its source states",
                          f"{place.address}: SHA-256 {hashed}",
                          "download it again; if that does not help, get it from another place")  # fmt: skip
     part.replace(target)
@@ -246,7 +249,7 @@ def _write(f: Any, data: bytes, target: Path) -> None:
         f.write(data)
     except OSError as e:
         raise ResourceError(f"the download cannot be written: {e.strerror}", str(target),
-                            "remove files, or set LORA_MERGE_CACHE to a folder on another disk") from e  # fmt: skip
+                            "remove files, or give --cache a folder on another disk") from e  # fmt: skip
 
 
 def refused(place: Endpoint, status: int) -> MergeError:
@@ -265,7 +268,7 @@ def refused(place: Endpoint, status: int) -> MergeError:
     if status in BUSY:
         what = "the server limits requests" if status == 429 else what
         return ResourceError(what, str(address), "run again later")
-    return InputError(what, str(address), fix)
+    return RemoteError(what, str(address), fix)
 
 
 def unreachable(address: Address, e: Exception) -> MergeError:
@@ -278,4 +281,4 @@ def unreachable(address: Address, e: Exception) -> MergeError:
 
 def changed(address: Address) -> MergeError:
     """Return the error for a file that was changed while it was read."""
-    return InputError("the file on the server was changed while it was read", str(address), "run again")
+    return RemoteError("the file on the server was changed while it was read", str(address), "run again")

@@ -12,6 +12,7 @@ from ..dtypes import spoken
 from ..errors import UsageError
 from ..facts import THOUSANDS, Fact, by_block, cut_rows, line, table
 from ..files.checkpoint import Index, open_checkpoint
+from ..planning.downloads import Announce, downloaded_paths, downloads
 from ..progress import Progress, counted, unwatched
 from ..text import by_reason, listed, plural, size
 from .compare_verdict import adapter_verdict, model_verdict, signed
@@ -23,10 +24,14 @@ if TYPE_CHECKING:
 
 SCHEMA: Final = schema("compare")
 
+MOST_SHAPES: Final = 12
+"""Tensors of other shapes that have a row each; of more, the first have their names in one row."""
 
-def compare(
-    a: Path, b: Path, base: Path | None = None, *, pictures: bool = False, progress: Progress = unwatched
-) -> dict[str, Any]:
+
+def compare(  # noqa: PLR0913  # two for pages and progress
+    a: Path, b: Path, base: Path | None = None, *, pictures: bool = False, progress: Progress = unwatched,
+    announce: Announce | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Return where two checkpoints differ and by how much, or how alike the changes of two adapters are.
 
     `base`: for two adapters that spell the names of modules in other words, or whose formulas read the weights.
@@ -38,15 +43,26 @@ def compare(
         raise UsageError("an adapter and a model cannot be compared", f"{a} and {b}",
                          "use lora-merge inspect BASE ADAPTER; or give two adapters, or two models")  # fmt: skip
     head = {"schema": SCHEMA, "a": str(a), "b": str(b)}
+    if not all(kinds) and base is not None:
+        raise UsageError("a base is given for two models", f"--base {base}", "leave it out")
+    bases = [] if base is None else [base]
+    if downloads([a, b, *bases], []) and (all(kinds) or _share_tensors(first, second)):
+        places = downloaded_paths([a, b, *bases], progress=progress, announce=announce)
+        first, second, base = open_checkpoint(places[a]), open_checkpoint(places[b]), base and places[base]
     if all(kinds):
         from .compare_adapters import adapter_similarity
 
         alike = adapter_similarity(first, second, base, pictures=pictures)
         return {**head, "kind": "adapters", "verdict": adapter_verdict(alike), **alike}
-    if base is not None:
-        raise UsageError("a base is given for two models", f"--base {base}", "leave it out")
     apart = _checkpoints(first, second, pictures=pictures, progress=progress)
     return {**head, "kind": "checkpoints", "verdict": model_verdict(apart), **apart}
+
+
+def _share_tensors(a: Index, b: Index) -> bool:
+    from ..models.names import names
+    from .compare_models import comparable
+
+    return comparable(a, b, names(a))
 
 
 def _checkpoints(a: Index, b: Index, *, pictures: bool, progress: Progress) -> dict[str, Any]:
@@ -102,7 +118,8 @@ def _dtypes(a: StoredTensor, b: StoredTensor) -> str:
 def compare_rows(result: Mapping[str, Any], *, pictured: bool = False) -> Iterator[Fact]:
     """Yield the comparison in words; `pictured`: without the tables whose numbers pictures show."""
     yield from cut_rows(compare_summary(result))
-    yield from table((name, why) for name, why in result.get("other_shapes", {}).items())
+    others = result.get("other_shapes", {})
+    yield from table(others.items() if len(others) <= MOST_SHAPES else ())
     if pictured:
         return
     if result["kind"] == "checkpoints":
@@ -119,7 +136,7 @@ def compare_summary(result: Mapping[str, Any]) -> Iterator[Fact]:
     yield line("B", result["b"])
     yield from (_model_rows if result["kind"] == "checkpoints" else _adapter_rows)(result)
     if others := result.get("other_shapes"):
-        yield line("other shapes", len(others))
+        yield line("other shapes", f"{len(others)}: {listed(others, 3)}" if len(others) > MOST_SHAPES else len(others))
     for name in ("A", "B"):
         if names := result[f"only_{name.lower()}"]:
             yield line(f"only in {name}", f"{len(names)}: {listed(names, 3)}")
@@ -137,9 +154,9 @@ def _model_rows(result: Mapping[str, Any]) -> Iterator[Fact]:
 
 
 def _difference(d: Mapping[str, Any]) -> str:
-    share = f"{d['relative']:.3%} of ‖A‖" if d["relative"] is not None else "A is 0"
-    changed = f"{size(d['changed'], *THOUSANDS)} of {size(d['of'], *THOUSANDS)} numbers differ"
-    return f"‖B−A‖ {d['difference']:.4g}, {share}; largest {d['largest']:.3g}; {changed}"
+    share = f"{100 * d['relative']:.3g} % of A" if d["relative"] is not None else "A is 0"
+    changed = f"{size(d['changed'], *COUNT)} of {size(d['of'], *COUNT)} values differ"
+    return f"{share}; at most {d['largest']:.3g}; {changed}"
 
 
 def _adapter_rows(result: Mapping[str, Any]) -> Iterator[Fact]:
@@ -166,4 +183,4 @@ def opposed_blocks(result: Mapping[str, Any]) -> str:
 def _similarity(row: Mapping[str, Any]) -> str:
     cosine = f"cosine {'?' if row['cosine'] is None else signed(row['cosine'])}"
     overlap = "" if row.get("overlap") is None else f", common directions {row['overlap']:.1%}"
-    return f"{cosine}, ‖ΔA‖ {row['a']:.3g}, ‖ΔB‖ {row['b']:.3g}{overlap}"
+    return f"{cosine}, size {row['a']:.3g} and {row['b']:.3g}{overlap}"

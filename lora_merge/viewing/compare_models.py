@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf, isfinite, prod, sqrt
 from typing import Any, Final
 
@@ -79,6 +79,28 @@ def differences(a: Index, b: Index, lookup: Names) -> Iterator[TensorPair]:
             cache.forget()
 
 
+def counterpart(a: Index, info: StoredTensor, names: Names) -> tuple[TensorPair, WeightView | None]:
+    """Return a tensor of B without its difference from A, and the rows of A if they have its name in other words."""
+    if (same := a.tensors.get(info.name)) is not None:
+        why = "" if same.shape == info.shape else f"{list(same.shape)} and {list(info.shape)}"
+        return TensorPair(info.name, (same.name,), why), None
+    module, _, parameter = info.name.rpartition(".")
+    try:
+        view = names.find(module, parameter)
+    except AmbiguousName:
+        view = None
+    if view is None or any(piece.key not in a.tensors for piece in view.row_slices):
+        return TensorPair(info.name), None
+    why = "" if prod(info.shape) == prod(view.shape) else f"{list(view.shape)} and {list(info.shape)}"
+    return TensorPair(info.name, tuple(piece.key for piece in view.row_slices), why), view
+
+
+def comparable(a: Index, b: Index, lookup: Names) -> bool:
+    """Return whether values of any tensor can be compared; else two layouts differ, which their headers show."""
+    pairs = (counterpart(a, info, lookup)[0] for info in b.parameters.values())
+    return any(pair.keys and not pair.why for pair in pairs)
+
+
 def difference_pictures(
     a: Index, b: Index, lookup: Names, chosen: frozenset[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -104,29 +126,29 @@ class _Pair:
 
     def of(self, info: StoredTensor) -> TensorPair:
         """Return a tensor of B with its difference from A."""
-        counterpart = self.a.tensors.get(info.name)
-        if counterpart is None:
-            return self._elsewhere(info)
-        if counterpart.shape != info.shape:
-            return TensorPair(info.name, (counterpart.name,), f"{list(counterpart.shape)} and {list(info.shape)}")
-        return TensorPair(info.name, (counterpart.name,), sums=self._sums(counterpart, info))
+        pair, view = counterpart(self.a, info, self.names)
+        if pair.why or not pair.keys:
+            return pair
+        if view is None:
+            return replace(pair, sums=self._sums(self.a.tensors[info.name], info))
+        return replace(pair, sums=_of_values(self._rows(view), self._whole(self.b, info).reshape(-1)))
 
     def pictures(self, info: StoredTensor) -> dict[str, Any]:
         """Return the pictures of the difference of a tensor of B from its counterpart in A."""
-        counterpart = self.a.tensors.get(info.name)
-        if prod(info.shape) <= SPECTRUM_NUMBERS:
+        same = self.a.tensors.get(info.name)
+        if prod(info.shape) <= LIMIT:
             whole = self._whole(self.b, info).float()
-            if counterpart is not None:
-                return matrix_pictures(whole - self._whole(self.a, counterpart).float())
+            if same is not None:
+                return matrix_pictures(whole - self._whole(self.a, same).float())
             view = self.names.find(*info.name.rpartition(".")[::2])
             return {} if view is None else matrix_pictures(whole - self._rows(view).float().reshape(whole.shape))
-        plain = counterpart is not None and counterpart.name not in self.a.packed and info.name not in self.b.packed
-        if counterpart is None or not plain or not {counterpart.dtype, info.dtype} <= FLOATS:
+        plain = same is not None and same.name not in self.a.packed and info.name not in self.b.packed
+        if same is None or not plain or not {same.dtype, info.dtype} <= FLOATS:
             return {}
         length = prod(info.shape[1:])
         rows = [
-            self._row(info, n, length) - self._row(counterpart, n, length)
-            for n in range(0, info.shape[0], -(-info.shape[0] // HISTOGRAM_ROWS))
+            self._row(info, n, length) - self._row(same, n, length)
+            for n in range(0, info.shape[0], -(-info.shape[0] // ROWS))
         ]
         return histogram(torch.stack(rows)) if bool(torch.isfinite(torch.stack(rows)).all()) else {}
 
@@ -134,20 +156,6 @@ class _Pair:
         wide = ITEM_BYTES[info.dtype]
         raw = self.reader.read(info, number * length * wide, length * wide)
         return view_bytes(memoryview(raw), info.dtype, (length,)).float()
-
-    def _elsewhere(self, info: StoredTensor) -> TensorPair:
-        """Return a tensor of B next to the rows of A that have its name in other words."""
-        module, _, parameter = info.name.rpartition(".")
-        try:
-            view = self.names.find(module, parameter)
-        except AmbiguousName:
-            view = None
-        if view is None or any(piece.key not in self.a.tensors for piece in view.row_slices):
-            return TensorPair(info.name)
-        keys = tuple(piece.key for piece in view.row_slices)
-        if prod(info.shape) != prod(view.shape):
-            return TensorPair(info.name, keys, f"{list(view.shape)} and {list(info.shape)}")
-        return TensorPair(info.name, keys, sums=_of_values(self._rows(view), self._whole(self.b, info).reshape(-1)))
 
     def _rows(self, view: WeightView) -> Tensor:
         """Return the numbers of a view of A, flat."""
@@ -160,14 +168,14 @@ class _Pair:
     def _whole(self, index: Index, info: StoredTensor) -> Tensor:
         return weight_values(Weight(info.shape, info, index.packed.get(info.name)), self.cache.fetch)
 
-    def _sums(self, counterpart: StoredTensor, info: StoredTensor) -> DifferenceSums:
+    def _sums(self, same: StoredTensor, info: StoredTensor) -> DifferenceSums:
         """Return the sums of two tensors of one shape; plain ones are read in pieces."""
-        packed = counterpart.name in self.a.packed or info.name in self.b.packed
-        if packed or not {counterpart.dtype, info.dtype} <= FLOATS:
-            sums = _of_values(self._whole(self.a, counterpart).reshape(-1), self._whole(self.b, info).reshape(-1))
-            sized = packed or {counterpart.dtype, info.dtype} & FLOATS  # the sizes of positions and counts mean nothing
+        packed = same.name in self.a.packed or info.name in self.b.packed
+        if packed or not {same.dtype, info.dtype} <= FLOATS:
+            sums = _of_values(self._whole(self.a, same).reshape(-1), self._whole(self.b, info).reshape(-1))
+            sized = packed or {same.dtype, info.dtype} & FLOATS  # the sizes of positions and counts mean nothing
             return sums if sized else DifferenceSums(sums.of, sums.changed)
-        return plain_sums(counterpart, info, self.reader)
+        return plain_sums(same, info, self.reader)
 
 
 def plain_sums(a: StoredTensor, b: StoredTensor, reader: Reader) -> DifferenceSums:

@@ -4,7 +4,8 @@ Suites: `main` (SDXL against rivals), `scale` (2, 7 and 24 GB), `algorithms`, `a
 `dtypes` (fp32 ↔ bf16), `batch` (eight strengths at once), `start` (what a tiny merge and a large plan cost), `many`
 (25 000 to 200 000 tensors, 100 to 1000 shards), `adapters_out` (combine, resize, extract, convert), `quantised`
 (quantised bases and outputs beside plain bf16, and the codecs beside other libraries' quantisers), `host` (what a
-device costs the processors), `gpu` (what the folds reach of a CUDA device, and whole merges there).
+device costs the processors), `remote` (a base from an object store beside one from disk), `gpu` (what the folds reach
+of a CUDA device, and whole merges there).
 About 60 GB of disk for all of them with `--keep`, else at most 55 GB at a time.
 """
 
@@ -24,7 +25,7 @@ from statistics import median
 from typing import Any, Final
 
 from lora_merge.disk.volumes import file_system
-from tests.bench import adapters_out, batch, gpu, host, inputs, many, quantised
+from tests.bench import adapters_out, batch, gpu, host, inputs, many, quantised, remote
 from tests.bench.measure import Cache, Run, prepare, run
 
 GB: Final = 1e9
@@ -213,7 +214,7 @@ def start(b: Bench) -> None:
 SUITES: Final[dict[str, Callable[[Bench], None]]] = {
     "main": main_suite, "algorithms": algorithms, "adapters": adapters, "dtypes": dtypes, "scale": scale,
     "start": start, "many": many.suite, "batch": batch.suite,
-    "adapters_out": adapters_out.suite, "quantised": quantised.suite, "host": host.suite, "gpu": gpu.suite,
+    "adapters_out": adapters_out.suite, "quantised": quantised.suite, "host": host.suite, "remote": remote.suite, "gpu": gpu.suite,
 }  # fmt: skip
 
 

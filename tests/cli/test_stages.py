@@ -70,6 +70,18 @@ def test_download_has_its_size_rate_and_time_left_and_counts_for_no_merge() -> N
     assert "merge" in line(display) and display.bytes == 50
 
 
+def test_merge_of_a_base_elsewhere_shows_what_has_come() -> None:
+    arrived = [1 << 20]
+    display, clock = shown(received=lambda: arrived[0])
+    display.take(Step("merge", "out.safetensors", total=GIB))
+    arrived[0] += 3 << 20
+    clock.now += 1
+    display.take(Step("merge", "out.safetensors", 1 << 20, GIB))
+    assert "3.00 MiB received" in line(display, 120)
+    arrived[0] = 1 << 20
+    assert "received" not in line(display, 120)
+
+
 def test_each_stage_is_named_and_time_left_counts_what_follows() -> None:
     display, clock = shown()
     assert "reading headers" in line(display)

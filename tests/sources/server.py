@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -49,6 +53,12 @@ class Machines:
     """Bytes after which the connections of the next downloads break."""
     range_breaks: list[int] = field(default_factory=list)
     """The same for requests of a range with an end."""
+    failure: tuple[int, int] | None = None
+    """Bytes after which all requests fail, and the status of their answers; 0: the connection is closed without one."""
+    damage: Callable[[bytes], bytes] | None = None
+    """What becomes of the content of a file on its way; its ETag stays."""
+    delay: float = 0.0
+    """Seconds before each answer."""
     after: Callable[[], None] | None = None
     """Is called after the last of them."""
     etags: dict[str, str] = field(default_factory=dict)
@@ -94,7 +104,19 @@ class Machines:
         self.versions[str(version)] = {"id": version, "modelId": model, "files": listed, **facts}
 
 
+class Hollow(mmap.mmap):
+    """The content of a file that may have full size and no data: no test reads all of it."""
+
+    @classmethod
+    def of(cls, path: Path) -> Hollow:
+        with path.open("rb") as f:
+            return cls(f.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+@lru_cache(32)
 def sha256(content: bytes) -> str:
+    if isinstance(content, Hollow):
+        return hashlib.sha256(b"hollow %d" % len(content)).hexdigest()
     return hashlib.sha256(content).hexdigest()
 
 
@@ -123,6 +145,12 @@ class Handler(BaseHTTPRequestHandler):
         )
         machines.sent.append(0)
         self.number = len(machines.sent) - 1
+        time.sleep(machines.delay)
+        if machines.failure is not None and sum(machines.sent) >= machines.failure[0]:
+            if machines.failure[1]:
+                self.give(machines.failure[1], b"", {"Retry-After": "0"})
+            self.close_connection = True
+            return
         if machines.answers and (status := machines.answers.pop(0)):
             self.give(status, b"", {"Retry-After": "0"})
             return
@@ -168,8 +196,9 @@ class Handler(BaseHTTPRequestHandler):
         self.give(200, json.dumps(body).encode(), {"Content-Type": "application/json"})
 
     def facts(self, content: bytes) -> dict[str, Any]:
-        entry: dict[str, Any] = {"size": len(content), "blobId": git_hash(content)}
-        if len(content) >= self.machines.large:
+        large = len(content) >= self.machines.large
+        entry: dict[str, Any] = {"size": len(content), "blobId": (sha256(content)[:40] if large else git_hash(content))}
+        if large:
             entry["lfs"] = {"sha256": sha256(content), "size": len(content), "pointerSize": 130}
         return entry
 
@@ -287,6 +316,7 @@ class Handler(BaseHTTPRequestHandler):
             )
 
     def content(self, content: bytes, etag: str, headers: dict[str, str] | None = None) -> None:
+        content = content if self.machines.damage is None else self.machines.damage(content)
         headers = {"ETag": etag, "Accept-Ranges": "bytes", **(headers or {})}
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if wanted and self.headers.get("If-Range", etag) == etag:

@@ -52,6 +52,8 @@ FORMS = [
     ("https://example.org/a.safetensors", Address("https", "https://example.org/a.safetensors")),
     ("http://127.0.0.1:8000/a.safetensors", Address("https", "http://127.0.0.1:8000/a.safetensors")),
     ("s3://bucket/a/b.safetensors", Address("s3", "bucket/a/b.safetensors")),
+    ("sftp://host:22/models/a.safetensors", Address("sftp", "sftp://host:22/models/a.safetensors")),
+    ("abfs://box@account.dfs.core.windows.net/a", Address("abfs", "abfs://box@account.dfs.core.windows.net/a")),
     ("s3://bucket/b.safetensors?versionId=x.y_z", Address("s3", "bucket/b.safetensors", "x.y_z")),
 ]
 TAILS = ["", ":0.8", ":-1", ":.5", ":0.8,te=0", ",te=0,unet=0.5", ":1,lbw=1,0,0.5"]

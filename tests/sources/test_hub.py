@@ -18,7 +18,7 @@ from tests.kit.adapters import kohya
 from tests.kit.files import load, load_all, metadata, save
 from tests.kit.models import sd1_sample
 from tests.kit.tensors import rand
-from tests.sources.server import COMMIT, SIGNATURE, TOKEN, Machines
+from tests.sources.server import COMMIT, SIGNATURE, TOKEN, Machines, serving
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -294,3 +294,78 @@ def test_input_that_was_a_folder_is_not_taken_from_a_folder_with_more(
     inputs._located.clear()
     code, out, err = run("verify", "a.safetensors")
     assert code == 0 and "1 × style (" in out, err
+
+
+WRITTEN = [
+    ("combine", ["hf://me/style:0.5", "twin.safetensors"]),
+    ("resize", ["hf://me/style", "--rank", "2"]),
+    ("convert", ["hf://me/style", "--to", "diffusers", "--base", "hf://me/sd/sd.safetensors"]),
+    ("average", ["hf://me/style", "twin.safetensors"]),
+    ("extract", ["hf://me/sd/sd.safetensors", "hf://me/tuned", "--rank", "2"]),
+]
+"""Command → its inputs and options."""
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(("command", "words"), WRITTEN, ids=[command for command, _ in WRITTEN])
+def test_written_adapter_names_commits_and_is_written_again_from_a_mirror_or_a_file(  # noqa: PLR0917
+    published: Machines, run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, words: list[str]
+) -> None:
+    shutil.copy("style.safetensors", "twin.safetensors")
+    tuned = {name: t * 1.5 if t.is_floating_point() and t.ndim == 2 else t for name, t in sd1_sample().items()}
+    published.repositories["me/tuned"] = {"t.safetensors": save(tuned, tmp_path / "t.safetensors").read_bytes()}
+    code, _, err = run(command, *words, "-o", "a.safetensors")
+    assert code == 0, err
+    first = Path("a.safetensors").read_bytes()
+    recipe = json.loads(metadata(Path("a.safetensors"))[KEY])
+    inputs_of = [*recipe.get("adapters", recipe.get("tuned")), *([recipe["base"]] if "base" in recipe else [])]
+    sources = {value.get("source", "") for value in inputs_of}
+    expected = {f"hf://{word.partition('/')[2].lstrip('/').partition(':')[0]}" for word in words if "hf:" in word}
+    assert {source.replace(f"@{COMMIT}", "") for source in sources - {""}} == expected
+    # a file of that hash, without the cache and without the hub
+    shutil.rmtree(tmp_path / "hub")
+    asked = len(published.requests)
+    inputs._located.clear()
+    code, _, err = run("verify", "a.safetensors")
+    assert code == 0 and len(published.requests) == asked, err
+    # a mirror
+    for name in ("local.safetensors", "style.safetensors", "t.safetensors"):
+        Path(name).unlink()
+    with serving(Machines(published.repositories)) as mirror:
+        monkeypatch.setenv("HF_ENDPOINT", mirror.url)
+        inputs._located.clear()
+        code, _, err = run("replay", "a.safetensors", "-o", "b.safetensors")
+        assert code == 0 and mirror.requests and len(published.requests) == asked, err
+    assert Path("b.safetensors").read_bytes() == first
+
+
+def test_jobs_file_takes_bare_names_and_looks_each_up_once(published: Machines, run: Command, tmp_path: Path) -> None:
+    """A folder next to the jobs file and the output of a job come before a repository of the same name."""
+    published.repositories["me/out"] = published.repositories["me/sd"]
+    (tmp_path / "sub" / "loras").mkdir(parents=True)
+    shutil.copy("style.safetensors", tmp_path / "sub" / "loras" / "ink.safetensors")
+    published.repositories["me/one"] = {"sd.safetensors": published.repositories["me/sd"]["sd.safetensors"]}
+    jobs = [
+        {"base": "me/one@main", "adapters": ["me/style:{s}"], "output": "s{s}", "matrix": {"s": [0.5, 1]}},
+        {"base": "me/one", "adapters": ["loras/ink.safetensors"], "output": "me/out"},
+        {"base": "me/out", "adapters": [{"path": "me/style", "strength": -1}], "output": "last"},
+    ]  # fmt: skip
+    jobs_file = tmp_path / "sub" / "jobs.json"
+    jobs_file.write_text(json.dumps({"version": 1, "jobs": jobs}))
+    code, out, err = run("batch", str(jobs_file))
+    assert code == 0, out + err
+    assert {p.name for p in jobs_file.parent.iterdir()} == {"jobs.json", "loras", "me", "s0.5", "s1", "last"}
+    recipe = json.loads(metadata(jobs_file.parent / "s0.5" / "sd.safetensors")[KEY])
+    assert recipe["base"]["source"] == f"hf://me/one@{COMMIT}" and not [
+        r for r in published.requests if "me/out" in r.path
+    ]
+    asked = [r.path for r in published.requests if r.path.startswith("/api/models/me/one")]
+    assert len(asked) == 2  # with and without a revision
+
+
+def test_bare_name_of_a_jobs_file_that_is_nowhere_is_one_mistake(published: Machines, run: Command) -> None:
+    jobs = [{"base": "me/nothing", "adapters": ["me/style:{s}"], "output": "{s}", "matrix": {"s": [1, 2, 3]}}]
+    Path("jobs.json").write_text(json.dumps({"version": 1, "jobs": jobs}))
+    code, _, err = run("batch", "jobs.json")
+    assert code == 2 and err.count("nor a model on the hub") == 1, err
+    assert len([r for r in published.requests if "me/nothing" in r.path]) == 1

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lora_merge.planning.recipe import KEY
 from lora_merge.sources import inputs
@@ -125,3 +127,55 @@ def test_store_that_is_out_of_reach_is_a_lack_of_resources(
     monkeypatch.setenv("AWS_MAX_RETRIES", "0")
     code, _, err = run("inspect", "s3://models/sd/base.safetensors")
     assert code == 5, err
+
+
+def test_object_is_kept_with_cache_and_found_without_requests(
+    bucket: Any, run: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The version of the recipe is the key; with a store that is gone the copy is enough."""
+    monkeypatch.delenv("LORA_MERGE_CACHE")
+    words = ["base.safetensors", "s3://models/sd/style.safetensors:0.5"]
+    code, _, err = run(*words, "-o", "a.safetensors", "--cache", "here")
+    assert code == 0 and "are downloaded from s3://models/sd/style.safetensors?versionId=" in err, err
+    Path("style.safetensors").unlink()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    code, _, err = run("replay", "a.safetensors", "-o", "b.safetensors", "--cache", "here")
+    assert code == 0 and Path("b.safetensors").read_bytes() == Path("a.safetensors").read_bytes(), err
+    monkeypatch.setenv("LORA_MERGE_OFFLINE", "1")
+    code, _, err = run(*words, "-o", "c.safetensors", "--cache", "here")
+    assert code == 0 and Path("c.safetensors").read_bytes() == Path("a.safetensors").read_bytes(), err
+
+
+def test_adapters_of_objects_are_written_with_their_versions(bucket: Any, run: Command) -> None:
+    code, _, err = run("resize", "s3://models/sd/style.safetensors", "--rank", "2", "-o", "a.safetensors")
+    assert code == 0, err
+    source = json.loads(metadata(Path("a.safetensors"))[KEY])["adapters"][0]["source"]
+    assert source.startswith("s3://models/sd/style.safetensors?versionId=")
+    obstore.put(bucket, "sd/style.safetensors", b"another file")
+    Path("style.safetensors").unlink()
+    code, _, err = run("verify", "a.safetensors")
+    assert code == 0, err
+
+
+def test_object_that_changes_while_it_is_read_is_refused(
+    bucket: Any, run: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In a bucket without versions the ETag is what the plan knows."""
+    monkeypatch.delenv("LORA_MERGE_CACHE")
+    boto3.client("s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"]).create_bucket(Bucket="plain")
+    store = obstore.store.S3Store("plain")
+    content = save({**sd1_sample(), "more": torch.zeros(1 << 18)}, tmp_path / "big.safetensors").read_bytes()
+    obstore.put(store, "big.safetensors", content)
+    put = obstore.put
+    reads: list[int] = []
+    get = obstore.get
+
+    def changing(*words: Any, **options: Any) -> Any:
+        reads.append(1)
+        if len(reads) == 4:
+            put(store, "big.safetensors", content[:-1] + b".")
+        return get(*words, **options)
+
+    monkeypatch.setattr(obstore, "get", changing)
+    code, _, err = run("s3://plain/big.safetensors", "style.safetensors", "-o", "a.safetensors")
+    assert code == 3 and "changed while it was read" in err and not Path("a.safetensors").exists(), err

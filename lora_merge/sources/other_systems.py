@@ -1,0 +1,115 @@
+"""Files of other file systems (sftp, ssh, webdav, abfs), by fsspec if it is installed: read by ranges, or downloaded.
+
+Logins are those that fsspec's implementation of a scheme reads itself, such as keys of ssh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+from ..addresses import Address
+from ..disk.remote import PIECE, ReadRange
+from ..errors import MergeError, RemoteError, ResourceError, UsageError
+from .contents import Advance, Listed, SourceFiles, is_offline, switched_off
+from .store import Store, arrive, stored_file
+
+INSTALL: Final = "pip install fsspec"
+CHANGES: Final = ("ETag", "etag", "mtime", "last_modified", "LastModified")
+"""Facts of a file that change with its bytes, by their names in implementations of fsspec."""
+
+
+class OtherSystem:
+    """A file, or all files below a folder."""
+
+    def __init__(self, store: Store) -> None:
+        self.store, self.keeps = store, store.named
+
+    def local(self, address: Address) -> Path | None:
+        """Return the path of what was kept, if no request can be made: only the other machine knows whether it has
+        changed."""
+        return self.store.stored(address) if is_offline() else None
+
+    def contents(self, address: Address) -> SourceFiles:
+        """Return the file or the files of a folder, with what shows a change of them."""
+        if is_offline():
+            raise switched_off(address)
+        system, path = _system(address)
+        try:
+            facts = system.info(path)
+            if facts.get("type") != "directory":
+                name = PurePosixPath(path).name
+                return SourceFiles(address, PurePosixPath(path).stem, {name: _listed(facts)})
+            found = system.find(path, detail=True)
+        except Exception as e:  # noqa: BLE001  # each implementation has errors of its own
+            raise _failed(address, e) from None
+        files = {str(PurePosixPath(file).relative_to(path)): _listed(facts) for file, facts in found.items()}
+        return SourceFiles(address, PurePosixPath(path).name, files, folder=True)
+
+    def reader(self, contents: SourceFiles, name: str) -> ReadRange:
+        """Return the function that reads ranges of a file."""
+        address = contents.address
+        system, path = _system(address)
+        path = f"{path.rstrip('/')}/{name}" if contents.folder else path
+
+        def read(offset: int, count: int) -> bytes:
+            try:
+                raw = bytes(system.cat_file(path, start=offset, end=offset + count)) if count else b""
+            except Exception as e:  # noqa: BLE001
+                raise _failed(address, e) from None
+            if len(raw) != count:
+                raise RemoteError("the file was changed while it was read", str(address), "run again")
+            return raw
+
+        return read
+
+    def stored(self, contents: SourceFiles, name: str) -> Path | None:
+        """Return the path of a file in the store."""
+        return stored_file(self.folder(contents), name, contents.files[name].size)
+
+    def folder(self, contents: SourceFiles) -> Path:
+        """Return the folder of this state of the files."""
+        return self.store.entry(contents, " ".join(f"{file.size}{file.etag}" for file in contents.files.values()))
+
+    def fetch(self, contents: SourceFiles, names: Iterable[str], advance: Advance) -> None:
+        """Download files."""
+        for name in names:
+            read, size = self.reader(contents, name), contents.files[name].size
+            with arrive(self.folder(contents), name, contents) as write:
+                for start in range(0, size, PIECE):
+                    write(data := read(start, min(PIECE, size - start)))
+                    advance(len(data))
+
+
+def _system(address: Address) -> tuple[Any, str]:
+    """Return the file system of an address, and the path there."""
+    if find_spec("fsspec") is None:
+        what = f"models at {address.scheme}:// need fsspec"
+        raise UsageError(what, str(address), f"{INSTALL}; or copy it to this machine first")
+    from fsspec.core import url_to_fs
+
+    try:
+        system, path = url_to_fs(address.name)
+    except ImportError as e:  # of the library that the scheme needs, which the text names
+        raise UsageError(f"fsspec cannot open {address.scheme}://: {e}", str(address), "install it") from None
+    except Exception as e:  # noqa: BLE001
+        raise _failed(address, e) from None
+    return system, str(path)
+
+
+def _listed(facts: Any) -> Listed:
+    return Listed(int(facts["size"]), "", next((str(facts[name]) for name in CHANGES if facts.get(name)), ""))
+
+
+def _failed(address: Address, e: Exception) -> MergeError:
+    """Return the error for a failure, whose text may hold secrets."""
+    if isinstance(e, MergeError):
+        return e
+    if isinstance(e, FileNotFoundError):
+        return RemoteError("the other machine has no such file", str(address), "check the address")
+    if isinstance(e, PermissionError):
+        return RemoteError("the other machine does not let you have the file", str(address), "check the rights there")
+    return ResourceError("the other machine cannot be reached", f"{address}: {type(e).__name__}",
+                         "check the network, the address and the login")  # fmt: skip
