@@ -33,8 +33,8 @@ from ..text import Lines, plural
 from .commands import adapter_job
 from .jobs_file import BatchJob
 
-SHOWN: Final = 20  # clashes that are listed one by one
-TOGETHER: Final = 8  # jobs at most in one read of a base; more would save little and lose more when killed
+LISTED_CLASHES: Final = 20  # clashes that are listed one by one
+JOBS_TOGETHER: Final = 8  # jobs at most in one read of a base; more would save little and lose more when killed
 
 
 @dataclass(frozen=True)

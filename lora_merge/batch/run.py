@@ -30,7 +30,6 @@ from .executors import Executor, Workers
 from .executors import executor as find
 from .job_plan import JobPlan, job_plans
 from .jobs_file import BatchJob, load, with_endings
-from .planning import TOGETHER, PlannedJob, check_space, survey
 from .report import JobReport, Reports, ended, failed
 from .shared_reads import JobGroup
 

@@ -24,7 +24,6 @@ from .compat import checked_output, completed
 from .corrected_line import with_words
 from .help import add
 from .options import AS_JSON, DRY_RUN, HTML, JSON_TENSORS, PLOT, QUIET, Command, read, with_options
-from .own_line import with_words
 from .progress_display import watching
 from .reports import PageFiles, announcing, put, show_adapter_report
 

@@ -14,7 +14,7 @@ from ..addresses import split
 from ..errors import InputError, UsageError
 from ..options import BLOCK_WEIGHTS, REGEX, factor, number
 from ..paths import ENDINGS, exists, expand, split_strength, typed, with_found_ending
-from .compat import ADAPTERS, completed
+from .compat import ADAPTER_ORDER, completed
 
 if TYPE_CHECKING:
     from ..job import Adapter

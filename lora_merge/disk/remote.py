@@ -29,14 +29,14 @@ CHUNKS: Final = 64
 WEIGHT_RANGE: Final = 8 << 20
 """Bytes of a range of weights."""
 
-NEAR: Final = 256 << 10
+NEAR_BYTES: Final = 256 << 10
 """Bytes between two small reads that are cheaper to read than to leave out: a connection brings them in less time than
 a request takes."""
 
 EXPECTED: Final = 64 << 20
 """Bytes of small reads that are begun before they are needed; later ones are read when they are."""
 
-AT_ONCE: Final = 8
+RANGES_AT_ONCE: Final = 8
 """Ranges of one read that are read side by side: object stores give one of them about 100 MB/s."""
 
 CONNECTIONS: Final = 16
@@ -76,7 +76,7 @@ class RemoteFile:
         """Begin to read small ranges (offset, size), which will be read one after another."""
         groups: list[tuple[int, int]] = []  # from, to
         for offset, size in sorted(ranges):
-            if groups and offset - groups[-1][1] <= NEAR and offset + size - groups[-1][0] <= PIECE:
+            if groups and offset - groups[-1][1] <= NEAR_BYTES and offset + size - groups[-1][0] <= PIECE:
                 groups[-1] = groups[-1][0], max(groups[-1][1], offset + size)
             elif size <= PIECE:
                 groups.append((offset, offset + size))
@@ -105,7 +105,7 @@ class RemoteFile:
         starts = deque(range(0, len(buffer), PIECE))
         under_way: deque[tuple[int, Future[bytes | memoryview]]] = deque()
         while starts or under_way:
-            while starts and len(under_way) < AT_ONCE:
+            while starts and len(under_way) < RANGES_AT_ONCE:
                 at = starts.popleft()
                 under_way.append((at, _connections().submit(self._read, offset + at, min(PIECE, len(buffer) - at))))
             at, future = under_way.popleft()

@@ -124,7 +124,7 @@ class DuplicateCheck:
         return slots.keys() == others.keys() and all(self._values.same(slots[s], others[s]) for s in slots)
 
 
-ADDED: Final = (
+READS_CHANGED_WEIGHTS: Final = (
     "{modules} on weights that {earlier} also changes. Both changes are computed from the base and added; "
     "use --method compose to apply them in sequence"
 )
@@ -161,7 +161,7 @@ def _overlap_notes(job: Job, match: Match, changed: Sequence[_Changed]) -> Itera
     for numbers, modules in modules_by_earlier.items():
         earlier = listed([input_name(job.adapters[n].path) for n in numbers])
         depending = plural(len(dict.fromkeys(modules)), "module depends", "modules depend")
-        yield Note(ADDED.format(modules=depending, earlier=earlier))
+        yield Note(READS_CHANGED_WEIGHTS.format(modules=depending, earlier=earlier))
 
 
 def _reading(match: Match) -> Iterator[tuple[Patch, str]]:

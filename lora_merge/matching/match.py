@@ -47,8 +47,12 @@ from .tied_embeddings import SAVED_TWICE, AdapterPair, separate, shared_layers
 from .values import as_rows, is_copy, is_fixed, is_zero, with_values
 from .weight_finder import WeightFinder
 
-UNUSED: Final = "modules_to_save names a module and one inside it, of which the model used another copy than was saved"
-INSIDE: Final = "train it again with modules_to_save naming one of the two; PEFT cannot load this adapter either"
+TRAINED_TWICE: Final = (
+    "modules_to_save names a module and one inside it, of which the model used another copy than was saved"
+)
+TRAIN_ONE_COPY: Final = (
+    "train it again with modules_to_save naming one of the two; PEFT cannot load this adapter either"
+)
 
 
 class KnownBase(NamedTuple):

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any, Final
 
 from ..adapters.modules import AdapterFile, Module, rank_of, weight_shapes
-from ..adapters.stated import rules_of
+from ..adapters.network_settings import rules_of
 from ..adapters.stated_model import stated_model
 from ..adapters.suffixes import split_row_part
 from ..adapters.tensor_values import FileValues

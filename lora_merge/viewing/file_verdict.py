@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from ..algorithms import ALGORITHMS
-from ..facts import COUNT, Fact, counts_by_kind, line
+from ..facts import THOUSANDS, Fact, counts_by_kind, line
 from ..text import listed, plural, size
 
 CLASS_ENDS: Final = re.compile(r"(?:For[A-Z]\w+|LMHeadModel|Model|2DModel|Transformer\w*)$")
 """End of the name of a model's class: `LlamaForCausalLM` is Llama."""
 
-PARTS: Final = {"te": "text encoder", "te1": "text encoder 1", "te2": "text encoder 2", "te3": "text encoder 3",
+NETWORK_TITLES: Final = {"te": "text encoder", "te1": "text encoder 1", "te2": "text encoder 2", "te3": "text encoder 3",
                 "unet": "U-Net", "vae": "VAE"}  # fmt: skip
 BILLION: Final = 10**9
 
@@ -71,7 +71,7 @@ def _adapter(facts: Mapping[str, Any]) -> str:
     kinds = listed(map(_title, facts["algorithms"])) or "Adapter without modules"
     ranks = facts["ranks"]
     rank = f", rank {ranks[0]}" if len(ranks) == 1 else f", ranks {min(ranks)} to {max(ranks)}" if ranks else ""
-    parts = listed(PARTS.get(name, name) for name in facts["parts"])
+    parts = listed(NETWORK_TITLES.get(name, name) for name in facts["parts"])
     model = _base_of(facts)
     made_for = f", for {model}" if model != "unknown" else ", for a model that is not known"
     return f"{kinds}{rank}{made_for}{f' ({parts})' if parts else ''}, {size(facts['bytes'])}."

@@ -66,8 +66,8 @@ UNPICTURED: Final = (
 """Why a weight has no spectrum or histogram."""
 
 LEAST_LOSS: Final = 0.001  # a share that is worth a picture
-RANKS: Final = "Rank and share that survives"
-AXES: Final = ("rank of all layers", "share that survives")
+CURVE_TITLE: Final = "Rank and share that survives"
+CURVE_AXES: Final = ("rank of all layers", "share that survives")
 CLICK: Final = "The stronger the colour, the larger. Click a cell for its weights."
 
 
