@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from .adapters_out.report import AdapterReport
     from .api import compare, inspect, merge, plan, replay, unmerge, verify
     from .batch.job_plan import JobPlan
-    from .batch.planning import FormerPlans
     from .batch.report import JobReport, Reports
     from .batch.run import plan_batch, run_batch
     from .errors import MergeError
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from .memory.loaded_adapter import LoadedAdapter
     from .memory.merge_into import MergedModel, merge_into
     from .memory.state_dict import merge_state_dict
+    from .planning.former_plans import FormerPlans
     from .planning.plan import Plan
     from .progress import Step
     from .report import Report
@@ -55,7 +55,7 @@ _HOMES = {
     "run_batch": "batch.run",
     "plan_batch": "batch.run",
     "JobPlan": "batch.job_plan",
-    "FormerPlans": "batch.planning",
+    "FormerPlans": "planning.former_plans",
     "JobReport": "batch.report",
     "Reports": "batch.report",
     "Step": "progress",

@@ -50,7 +50,7 @@ OF_BATCH: Final = ("overwrite", "card")
 _OPTION: Final = (
     r"(?<![\w-])(?:--(?P<flag>[a-z][a-z-]*)|-o)(?![\w-])"
     r"(?: (?!(?:or|and|to|is|too|out|that|makes|gives|writes|leaves|if|names|keeps|was|must|needs|has|shows|instead)\b)"
-    r"(?P<value>'[^']*'|\"[^\"]*\"|[^\s,;]*[^\s,;:.]))?"
+    r"(?P<value>'[^']*'|\"[^\"]*\"|[^\s,;]*[^\s,;:.])(?: or (?P<other>[a-z][\w.]*)(?=$|[,;]))?)?"
 )
 """An option in a message, and its value where one follows; -o is the output."""
 
@@ -80,19 +80,25 @@ def _with_options(text: str, form: Callable[[re.Match[str]], str]) -> str:
 def _keyword(match: re.Match[str]) -> str:
     name, value = (match["flag"] or "output").replace("-", "_"), match["value"]
     if name.startswith("no_") and name not in OPTIONS and name[3:] in OPTIONS:
-        return f"{name[3:]}=False" + (f" {value}" if value else "")
+        return f"{name[3:]}=False" + (f" {value}{_other(match)}" if value else "")
     option = OPTIONS.get(name) or ADAPTER_OPTIONS.get(name)
     if option is None and name not in OF_PYTHON:
         return match[0]
     kind, comma = option.kind if option else "path", "," * match.string.startswith((" --", " -o "), match.end())
     if value is None or kind == "switch":
-        return (f"{name}=True" if kind == "switch" else name) + (f" {value}" if value else "")
+        return (f"{name}=True" if kind == "switch" else name) + (f" {value}{_other(match)}" if value else "")
     plain = value[1:-1] if value[0] in "'\"" else value
     part, equals, number = plain.rpartition("=")
     if kind in ("parts", "settings", "entries", "rules") and equals:
-        return f"{name}={{{_literal(part)}: {_literal(number)}}}{comma}"
+        return f"{name}={{{_literal(part)}: {_literal(number)}}}{_other(match)}{comma}"
+    values = [_literal(text) for text in (plain, match["other"]) if text]
     listed = kind in ("texts", "list", "numbers")
-    return f"{name}={f'[{_literal(plain)}]' if listed else _literal(plain)}{comma}"
+    return f"{name}={' or '.join(f'[{text}]' if listed else text for text in values)}{comma}"
+
+
+def _other(match: re.Match[str]) -> str:
+    """Return the second of two values of an option in a message: " or fp32"."""
+    return f" or {match['other']}" if match["other"] else ""
 
 
 def _literal(text: str) -> str:
@@ -110,13 +116,13 @@ def _field(match: re.Match[str]) -> str:
     if value is None:
         return f"{name}: true" if kind == "switch" else name
     if kind == "switch":
-        return f"{name}: true {value}"
+        return f"{name}: true {value}{_other(match)}"
     quoted = value[0] in "'\""
     part, equals, number = (value[1:-1] if quoted else value).rpartition("=")
     if kind in ("parts", "settings", "entries", "rules") and equals:
-        return f"{name}: {{{_quoted(part) if quoted else part}: {number}}}{comma}"
+        return f"{name}: {{{_quoted(part) if quoted else part}: {number}}}{_other(match)}{comma}"
     value = _quoted(value[1:-1]) if quoted else value
-    return f"{name}: [{value}]{comma}" if kind == "texts" else f"{name}: {value}{comma}"
+    return f"{name}: {f'[{value}]' if kind == 'texts' else value}{_other(match)}{comma}"
 
 
 def _quoted(text: str) -> str:

@@ -17,6 +17,7 @@ from .boundary import public
 from .facts import Facts
 from .job import Adapter, Adapters, OneAdapter, adapter_list, make_job
 from .paths import expand, input_path
+from .planning.former_plans import FormerPlans
 from .planning.plan import Plan
 from .process import interruptible
 from .progress import Progress, watched
@@ -320,6 +321,7 @@ def verify(  # noqa: PLR0913  # the options of the command
 def inspect(  # noqa: PLR0913  # what is looked at, and pages and progress
     path: str | Path, adapter: OneAdapter | None = None, *, weights: bool = False, hashes: bool | None = False,
     pictures: bool = False, cache: str | Path | None = None, progress: bool | Progress = False,
+    former: FormerPlans | None = None,
 ) -> Facts:  # fmt: skip
     """Report what a file or folder is, or how an adapter fits a base.
 
@@ -333,6 +335,8 @@ def inspect(  # noqa: PLR0913  # what is looked at, and pages and progress
         pictures: Whether the numbers have singular values and histograms, which pages show.
         cache: As for `merge`.
         progress: As for `merge`.
+        former: The `FormerPlans` of calls before this one, of `inspect` or of `plan_batch`: a file that they have
+            opened is not opened again while it is the same.
 
     Returns:
         A table of facts, which shows itself as the text of `lora-merge inspect`; its `to_json()` has the format that
@@ -352,7 +356,9 @@ def inspect(  # noqa: PLR0913  # what is looked at, and pages and progress
 
     with interruptible(), watched(progress) as watcher, downloads_in(cache):
         ref: Adapter | None = None if adapter is None else make_job(path, [adapter], path).adapters[0]
-        facts = look(input_path(path), ref, weights=weights, hashes=hashes, pictures=pictures, progress=watcher)
+        path = input_path(path)
+        opened = None if former is None else former.checkpoints([path, *([ref.path] if ref else [])])
+        facts = look(path, ref, weights=weights, hashes=hashes, pictures=pictures, progress=watcher, opened=opened)
     return Facts(facts, rows)
 
 

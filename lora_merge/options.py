@@ -187,6 +187,21 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
 })  # fmt: skip
 """Name → option, in the order of recipes."""
 
+EVERY_VALUE: Final = "full"
+"""The option by which `verify` compares all values."""
+
+READING: Final[Mapping[str, Option]] = MappingProxyType(
+    {
+        name: Option(name, "switch", default=False, help=text, recorded="never", in_batch=False)
+        for name, text in (
+            ("weights", "Read the weights too: norms, ranks; with a base, how much of the change survives."),
+            ("hashes", "Hash large files, too."),
+            (EVERY_VALUE, "Check every byte and every row instead of a sample."),
+        )
+    }
+)
+"""Options of `inspect` and `verify`: how much they read."""
+
 COMMAND_ONLY: Final = ("quiet", "verbose", "report", "html", "plot", "json", "dry_run", "debug")
 """Options that only the command line has: they choose what is printed, or that nothing is written."""
 

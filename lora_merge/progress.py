@@ -268,16 +268,30 @@ def observed(show: Progress, guard: Guard | None = None) -> Iterator[Observer]:
         observer.close()
 
 
+class StageSum:
+    """The steps of the stage that a run is in, added up: `done` of `total`, which is 0 if it is not known."""
+
+    def __init__(self) -> None:
+        self.stage, self.done, self.total = "", 0, 0
+
+    def add(self, step: Step) -> bool:
+        """Add a step; return whether a stage begins with it."""
+        if begins := step.stage != self.stage:
+            self.stage, self.done, self.total = step.stage, 0, 0
+        self.done, self.total = self.done + step.done, step.total or self.total
+        return begins
+
+
 class Bar:
     """A bar of tqdm for one run: the bytes written, then the bytes proven."""
 
     def __init__(self, bar: Any) -> None:
-        self._bar, self._stage = bar, ""
+        self._bar, self._sum = bar, StageSum()
 
     def __call__(self, step: Step) -> None:
         """Take a step."""
-        if step.stage != self._stage:
-            before, self._stage = self._stage, step.stage
+        before = self._sum.stage
+        if self._sum.add(step):
             self._bar.set_description(step.stage)
             if step.stage in ("prove", "upload") or before == "fetch":
                 self._bar.reset(step.total or None)

@@ -19,14 +19,30 @@ ENLARGED: Final = "A share above 100% is no mistake: the steps of the output's d
 ADAPTER_PROOF: Final = "lora-merge/adapter-proof/1"
 """The schema of the proof of a written adapter."""
 
+LEFT_OUT: Final = Note("it does not fit the base, and is left out because its strength is 0")
+"""The end of a note that is shown with -v only: the user asked for it, and the strengths say it."""
+
 NOT_VERIFIED: Final = Fact("verified", "not at all (--no-verify)", style="yellow")
 """The row of an output without a proof."""
 
 
-def without_tensors(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a report or a proof without those of every tensor in `numbers`: 300 bytes for each."""
-    numbers = {name: value for name, value in report.get("numbers", {}).items() if name != "tensors"}
-    return {**report, "numbers": numbers} if "numbers" in report else {**report}
+OF_EVERY_TENSOR: Final[Mapping[str, Any]] = {
+    "numbers": {"tensors": {}},  # of a merge or its proof
+    "layers": {},  # of a written adapter
+    "match": {"numbers": {"tensors": {}}}, "weights": {"modules": {}}, "sizes": {"tensors": {}},  # of inspect
+    "tensors": {}, "equal_tensors": {}, "modules": {}, "whole": {"tensors": {}},  # of compare
+}  # fmt: skip
+"""Entries of JSON objects that have a row for every tensor: {} is such an entry, others have one inside."""
+
+
+def without_tensors(values: Mapping[str, Any], tables: Mapping[str, Any] = OF_EVERY_TENSOR) -> dict[str, Any]:
+    """Return the values of a report, a proof or facts without those of every tensor: 300 bytes for each. Numbers with
+    the names of such entries stay."""
+    return {
+        name: without_tensors(value, tables[name]) if tables.get(name) and isinstance(value, Mapping) else value
+        for name, value in values.items()
+        if name not in tables or tables[name] or not isinstance(value, Mapping | list)
+    }
 
 
 @dataclass(frozen=True, repr=False)
@@ -132,12 +148,13 @@ def merge_rows(report: Mapping[str, Any], *, verbose: bool = False) -> Iterator[
     yield line("change", f"{report['changed']} of {plural(report['tensors'], 'tensor')}{moved(report['numbers'])}")
     if report["codes"]:
         yield line("format", codes_line(report["codes"]))
-    words = dict.fromkeys(word for row in report["coverage"].values() for word in row["trigger_words"])
+    added = (row for row in report["coverage"].values() if _strengths(row["strengths"])[-1] > 0)
+    words = dict.fromkeys(word for row in added for word in row["trigger_words"])
     if words:
         yield line("triggers", ", ".join(words))
     yield from (line("note", note) for note in report["notes"])
     for name, row in report["coverage"].items():
-        yield from adapter_notes(name, {**row["skipped"], **row["ignored"]}, row["notes"])
+        yield from adapter_notes(name, {**row["skipped"], **row["ignored"]}, unasked(row["notes"]))
     if report["saturated"]:
         yield line("cut", cut_numbers(report["saturated"]))
     if (proof := report["verified"]) is not None:
@@ -195,10 +212,14 @@ def survival_rows(
 
 def _applied(strengths: Mapping[str, Mapping[Any, int]]) -> tuple[str, str]:
     """Return the strength, or the least and the largest one, at which components change, and these components."""
-    used = {part: [float(s) for s in counts if float(s)] for part, counts in strengths.items()}
-    values = sorted({s for some in used.values() for s in some}) or [0.0]
+    values = _strengths(strengths)
     words = f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g} to {values[-1]:g}"
-    return words, ", ".join(part for part, some in used.items() if some)
+    return words, ", ".join(part for part, counts in strengths.items() if any(map(float, counts)))
+
+
+def _strengths(strengths: Mapping[str, Mapping[Any, int]]) -> list[float]:
+    """Return the strengths other than 0 in ascending order; 0 alone if there are no others."""
+    return sorted({s for counts in strengths.values() for s in map(float, counts) if s}) or [0.0]
 
 
 def input_rows(
@@ -214,7 +235,13 @@ def input_rows(
         if name in formulas:
             yield line("formula", formulas[name] or "none: it changes nothing")
         yield from (Fact("", pattern, f"× {n}") for pattern, n in row["patterns"].items() if verbose)
-        yield from adapter_notes(name, {**row["skipped"], **row["ignored"]}, row["notes"])
+        notes = row["notes"] if verbose else unasked(row["notes"])
+        yield from adapter_notes(name, {**row["skipped"], **row["ignored"]}, notes)
+
+
+def unasked(notes: Iterable[str]) -> Iterator[str]:
+    """Yield the notes on what the user did not ask for."""
+    return (note for note in notes if not note.endswith(LEFT_OUT))
 
 
 def output_rows(facts: Mapping[str, Any], nbytes: int) -> Iterator[Fact]:
@@ -248,11 +275,12 @@ def disk_rows(disk: Mapping[str, Any] | None, output: str) -> Iterator[Fact]:
 def brief_proof(proof: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield in short what the proof of a merge found."""
     same = proof["untouched"]
-    rest = ", bytes of the rest" if same["of"] else ""
+    sampled = " (sampled)" * (same["bytes"] < same["of"])
+    rest = f"; rest equals the base{sampled}" if same["of"] else ""
     words = recomputed(proof)
     if proof["changed"]:
-        rows = "every row" if proof["full"] else plural(proof["rows"], "row")
-        words = f"{proof['tensors']} of {plural(proof['changed'], 'merged tensor')} ({rows} in fp64)"
+        rows = "all rows" if proof["full"] else plural(proof["rows"], "row")
+        words = f"{proof['tensors']} of {plural(proof['changed'], 'merged tensor')} ({rows} recomputed in fp64)"
     yield line("verified", f"{words}{rest}")
     if (matching := proof["matching"])["alone"]:
         yield line("matching", placed(matching))
@@ -282,16 +310,20 @@ def _cut_rows(proof: Mapping[str, Any]) -> Iterator[Fact]:
         yield line("cut", f"{cut} of the numbers compared, too large for their dtype, as it was asked for")
 
 
-def verify_rows(proof: Mapping[str, Any]) -> Iterator[Fact]:
-    """Yield what `verify` has proven of a merge or of a written adapter."""
+def verify_rows(proof: Mapping[str, Any], *, verbose: bool = False) -> Iterator[Fact]:
+    """Yield what `verify` has proven of a merge or of a written adapter; `verbose`: with units and unused tensors."""
     yield line("output", proof["output"])
     if proof["schema"] == ADAPTER_PROOF:
         yield survives(proof["survival"]["share"])
         if warning := proof["survival"].get("warning"):
             yield line("warning", warning)
-        yield line("verified", f"its inputs give the same bytes; {layers_recomputed(proof)}")
+        yield line("verified", f"its inputs give the same bytes; {layers_recomputed(proof, verbose=verbose)}")
     else:
-        yield from survival_rows([(row["adapter"], row["strengths"]) for row in proof["retained"]], proof["survival"])
+        adapters = [(row["adapter"], row["strengths"]) for row in proof["retained"]]
+        yield from survival_rows(adapters, proof["survival"], each=verbose)
+        if verbose:
+            yield from proof_rows(proof, verbose=True)
+            return
         yield from _cut_rows(proof)
         yield from brief_proof(proof)
 

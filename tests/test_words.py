@@ -115,6 +115,11 @@ def test_pages_have_the_words_of_the_field(page: Path) -> None:
     assert not found, "\n".join(found)
 
 
+def test_help_of_commands_has_the_words_of_the_field() -> None:
+    found = [f"{name}: {word}" for name, command in commands().items() for word in wrong(command.help or "")]
+    assert not found, "\n".join(found)
+
+
 VERBS: Final = frozenset(
     [
         "Add",

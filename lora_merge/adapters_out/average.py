@@ -18,6 +18,7 @@ from ..files.checkpoint import open_checkpoint
 from ..job import Adapter, is_pair
 from ..options import is_finite, pairs, shown
 from ..paths import is_folder
+from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Progress, unwatched
 from ..text import plural
 from .job import OF_CHANGES, OF_TENSORS, SPACES, AdapterJob, adapter_job
@@ -137,13 +138,13 @@ def average_job(request: Request, rows: Rows) -> AdapterJob:
                    shares=None if betas is None else tuple(betas))  # fmt: skip
 
 
-def plan(job: AdapterJob) -> AdapterReport:
+def plan(job: AdapterJob, cache: CheckpointCache | None = None) -> AdapterReport:
     """Return what `run` would do, from headers."""
     from .combine import plan as plan_of_changes
 
     if job.space == OF_TENSORS:
         expect_alike([open_checkpoint(a.path, adapter=True) for a in job.adapters])
-    return plan_of_changes(job)
+    return plan_of_changes(job, cache)
 
 
 def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:

@@ -11,6 +11,7 @@ from ..adapter_options import KEEP
 from ..disk.destination import check_output
 from ..errors import FitError
 from ..models.part_factors import or_leave_out
+from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Progress, unwatched
 from .adapter_dialect import spelling_of
 from .conversion import Conversion
@@ -29,10 +30,10 @@ TRAINED_APART: Final = (
 )
 
 
-def plan(job: AdapterJob) -> AdapterReport:
+def plan(job: AdapterJob, cache: CheckpointCache | None = None) -> AdapterReport:
     """Return what `run` would do, from headers: layers, and ranks if headers show them."""
     job = replace(job, inputs=replace(job.inputs, overwrite=True))
-    conversion = _conversion(job, open_sources(job))
+    conversion = _conversion(job, open_sources(job, cache))
     return plan_of_modules(conversion.job, conversion)
 
 

@@ -106,9 +106,11 @@ def _options(
 
     def row(name: str) -> Option:
         option = _ROWS[name]
+        changes: dict[str, Any] = {"default": defaults[name]} if name in defaults else {}
+        changes |= {"help": help[name]} if name in help else {}
         if name not in OF_MERGE:
-            option = replace(option, recorded="always" if name in recorded else "given", required=name in required)
-        return replace(option, default=defaults.get(name, option.default), help=help.get(name, option.help))
+            changes |= {"recorded": "always" if name in recorded else "given", "required": name in required}
+        return replace(option, **changes) if changes else option
 
     return MappingProxyType({name: row(name) for name in (*names, *_SHARED)})
 
@@ -119,10 +121,10 @@ def _adapter_job(request: Request, rows: Rows, _: CheckpointCache | None) -> Ada
     return adapter_job(request, rows)
 
 
-def _plan(job: AdapterJob, _: CheckpointCache | None) -> AdapterReport:
+def _plan(job: AdapterJob, cache: CheckpointCache | None) -> AdapterReport:
     from .combine import plan
 
-    return plan(job)
+    return plan(job, cache)
 
 
 def _run(job: AdapterJob, progress: Progress, _: CheckpointCache | None) -> AdapterReport:
@@ -157,10 +159,10 @@ def _average_job(request: Request, rows: Rows, _: CheckpointCache | None) -> Ada
     return average_job(request, rows)
 
 
-def _plan_average(job: AdapterJob, _: CheckpointCache | None) -> AdapterReport:
+def _plan_average(job: AdapterJob, cache: CheckpointCache | None) -> AdapterReport:
     from .average import plan
 
-    return plan(job)
+    return plan(job, cache)
 
 
 def _run_average(job: AdapterJob, progress: Progress, _: CheckpointCache | None) -> AdapterReport:

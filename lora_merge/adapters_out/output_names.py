@@ -13,6 +13,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from ..adapter_options import KEEP
 from ..adapters.modules import AdapterFile, Module
+from ..adapters.stated_model import stated_model
 from ..adapters.suffixes import split_parameter
 from ..algorithms import ALGORITHMS
 from ..disk.files import StoredTensor
@@ -65,7 +66,7 @@ def _check(joined: Joined, files: Sequence[AdapterFile]) -> None:
         if len(twice) != len(set(twice)):
             raise InputError("two modules of one adapter have one name without prefixes",
                              f"{files[twice[0]].path}: {members[0][1].name}", GIVE_BASE)  # fmt: skip
-    known = [(f, frozenset(a.title for a in architectures(modules_of(of_the_denoiser(_shapes(f)))))) for f in files]
+    known = [(f, _models(f)) for f in files]
     (first, its), *others = [(f, titles) for f, titles in known if titles] or [(files[0], frozenset())]
     if other := next(((f, titles) for f, titles in others if not titles & its), None):
         raise FitError(
@@ -87,6 +88,13 @@ def _check(joined: Joined, files: Sequence[AdapterFile]) -> None:
         if number and not styles_of(module.name) & styles[0]:
             raise UsageError("a module that the first adapter lacks has a name in another dialect",
                              f"{files[number].path}: {module.name}", GIVE_BASE)  # fmt: skip
+
+
+def _models(file: AdapterFile) -> frozenset[str]:
+    """Return the models that an adapter may be for, by its names and shapes, or where these show none by its
+    metadata."""
+    fitting = frozenset(a.title for a in architectures(modules_of(of_the_denoiser(_shapes(file)))))
+    return fitting or frozenset(filter(None, [stated_model(file.index)[0]]))
 
 
 def expect_one_layout(adapters: Sequence[tuple[str, Sequence[InferredParameter]]]) -> None:

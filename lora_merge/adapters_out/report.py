@@ -11,7 +11,7 @@ from typing import Any, Final
 from ..adapter_options import KEEP
 from ..change_statistics import Groups
 from ..facts import Fact, line
-from ..report import NOT_VERIFIED, adapter_notes, disk_rows, layers_recomputed, survives
+from ..report import NOT_VERIFIED, adapter_notes, disk_rows, layers_recomputed, survives, without_tensors
 from ..survival import ENOUGH, grade, judged, lost, percent, spoken, target
 from ..text import Note, Shown, json_text, listed, plural, size
 from .job import FACTORS, RANKS, STORED_AS, WHOLE, AdapterJob
@@ -83,13 +83,16 @@ class AdapterReport(Shown):
     def _facts(self) -> Iterator[Fact]:
         return adapter_rows(vars(self))
 
-    def to_json(self) -> str:
+    def to_json(self, *, tensors: bool = True) -> str:
         """Return the report as one JSON object.
 
+        Parameters:
+            tensors: Whether it has `layers`, as with `--json-tensors`.
+
         Returns:
-            A line of JSON, as `--json` prints it.
+            A line of JSON, as `lora-merge --json` prints it.
         """
-        return json_text(asdict(self))
+        return json_text(asdict(self) if tensors else without_tensors(asdict(self)))
 
     @property
     def summary(self) -> str:
@@ -110,7 +113,7 @@ def adapter_rows(report: Mapping[str, Any], *, verbose: bool = False) -> Iterato
     words = "" if report["format"] == "keep" else f", format {report['format']}"
     yield line("output", f"{report['output']} ({size(report['written'])}, dtype {report['dtype']}{words}){took}")
     yield from _inputs(report["coverage"], each=verbose or planned)
-    yield line("layers", f"{len(report['layers'])}: {_ranks(report)}")
+    yield line("layers", f"{len(report['layers'])}: {_ranks(report)}{_split(report)}")
     yield from (Fact("", name, _layer(layer)) for name, layer in report["layers"].items() if verbose)
     if not planned:
         yield survives(report["energy"])
@@ -126,6 +129,14 @@ def adapter_rows(report: Mapping[str, Any], *, verbose: bool = False) -> Iterato
     yield from disk_rows(report["disk"], report["output"])
 
 
+def _split(report: Mapping[str, Any]) -> str:
+    """Return why an output has more layers than its only input has modules: fused layers, such as q, k, v, are split
+    where its format has them apart."""
+    modules = [row["modules"] for row in report["coverage"].values()]
+    more = len(modules) == 1 and 0 < modules[0] < len(report["layers"])
+    return f"; {modules[0]} modules, of which fused ones (q, k, v …) are split" if more else ""
+
+
 MOST_INPUTS: Final = 2
 """Adapters that have a row each; more have one together."""
 
@@ -134,10 +145,9 @@ def _inputs(coverage: Mapping[str, Any], *, each: bool) -> Iterator[Fact]:
     """Yield what was read; `each`: with a row for each adapter, however many there are."""
     if each or len(coverage) <= MOST_INPUTS:
         for name, row in coverage.items():
-            change, layers = plural(row["modules"], "module changes", "modules change"), plural(row["layers"], "layer")
-            yield line("input", f"{row['strength']:g} × {name}: {change} {layers}")
+            yield line("input", f"{row['strength']:.4g} × {name}: {plural(row['modules'], 'module')}")
     else:
-        yield line("inputs", listed(f"{row['strength']:g} × {name}" for name, row in coverage.items()))
+        yield line("inputs", listed(f"{row['strength']:.3g} × {name}" for name, row in coverage.items()))
     for name, row in coverage.items():
         yield from adapter_notes(name, row["ignored"])
 

@@ -20,22 +20,20 @@ from ..disk.volumes import CLONES, file_system, ignores_case, same, share_blocks
 from ..disk.writer import Room
 from ..engine.windows import buffer_bytes, layout_key, unshared_bytes, window_bytes
 from ..errors import MergeError, PartWithoutEffect, ResourceError, UsageError
-from ..facts import Fact, line
-from ..files.checkpoint import CONFIGS, configuration
+from ..files.checkpoint import configuration
 from ..job import Adapter, Job
 from ..options import OPTIONS
 from ..paths import ENDINGS, is_folder, of_index
-from ..planning.checkpoint_cache import CheckpointCache
+from ..planning.former_plans import FormerPlans, input_files, is_model
 from ..planning.make_plan import plan_job
 from ..planning.output_files import Contents, contents
 from ..recipes.resume import Hashes, is_adapter_done, is_done, is_ours
 from ..recipes.unmerge import taken_back
-from ..text import Lines, Shown, plural
+from ..text import Lines, plural
 from .commands import adapter_job
 from .jobs_file import BatchJob
 
 SHOWN: Final = 20  # clashes that are listed one by one
-MOST_OUTLINES: Final = 10_000  # outlines that later calls may use; as many as a file has jobs
 TOGETHER: Final = 8  # jobs at most in one read of a base; more would save little and lose more when killed
 
 
@@ -70,9 +68,9 @@ def survey(
     `former`: the plans of calls before, for the same number of workers. UsageError where jobs get in each other's way.
     """
     outputs = _Outputs(entries)
-    if former is not None:
-        former._check_files(entries)
-    surveyor = _Surveyor(outputs, workers, former or FormerPlans())
+    former = former or FormerPlans()
+    former.checkpoints(path for entry in entries for path in entry.sources)
+    surveyor = _Surveyor(outputs, workers, former)
     for level, some in enumerate(_levels(entries, {e.number: outputs.maker(e.job.base) for e in entries})):
         for entry in some:
             surveyor.plan(entry, level)
@@ -157,7 +155,7 @@ class _Sources:
         files: dict[object, list[tuple[Path, Path]]] = {}  # name of a file, or of a folder around it → file, its source
         for path in self.readers:
             with suppress(OSError):  # the failure of the jobs that read it
-                for file in _files(path):
+                for file in input_files(path):
                     real = os.path.realpath(file)
                     for name in (_id(file), (real.casefold(),), real, *map(str, Path(real).parents)):
                         files.setdefault(name, []).append((file, path))
@@ -182,7 +180,7 @@ class _Sources:
 
     def _entered(self) -> Iterator[str]:
         """Yield a line for each output in a model folder that another job reads."""
-        models = {os.path.realpath(path): path for path in self.readers if is_folder(path) and _is_model(path)}
+        models = {os.path.realpath(path): path for path in self.readers if is_folder(path) and is_model(path)}
         folders: dict[Path, str] = {}
         for e in self.writers if models else ():
             for above in Path(_real(e.job.output, folders)).parents:
@@ -200,18 +198,6 @@ def _real(path: Path, folders: dict[Path, str]) -> str:
     if folder not in folders:
         folders[folder] = os.path.realpath(folder).rstrip(os.sep)
     return f"{folders[folder]}{os.sep}{path.name}"
-
-
-def _files(path: Path) -> list[Path]:
-    """Return the files at a path that may be read, if they are there: of a model also those of its components."""
-    if not path.is_dir():
-        return [path] if path.exists() else []
-    return [file for level in ("*", "*/*")[: 1 + _is_model(path)] for file in path.glob(level) if file.is_file()]
-
-
-def _is_model(folder: Path) -> bool:
-    """Return whether a folder is read as a whole; of an adapter a few files are."""
-    return not (folder / CONFIGS[0]).exists()
 
 
 def _id(path: Path) -> tuple[int, int] | None:
@@ -255,47 +241,6 @@ class _Outline:
     layout: int
     strengths: tuple[Mapping[str, Mapping[float, int]], ...]  # of each adapter, as `_outline` has put them
     memory: int
-
-
-class FormerPlans(Shown):
-    """What earlier calls of `plan_batch` know: opened files, and outlines of merges whose files have not changed.
-
-    It is for one thread at a time.
-
-    Examples:
-        >>> former, job = lora_merge.FormerPlans(), {"base": "base.safetensors", "output": "merged.safetensors"}
-        >>> for strength in (0.5, 0.6, 0.7):  # the second and the third take milliseconds
-        ...     adapters = [{"path": "style.safetensors", "strength": strength}]
-        ...     (plan,) = lora_merge.plan_batch([{**job, "adapters": adapters}], former=former)
-    """
-
-    def __init__(self) -> None:
-        self.opened = CheckpointCache()
-        self.outlines: dict[Any, _Outline | MergeError] = {}
-        self._states: dict[Path, Any] = {}
-
-    def _facts(self) -> Iterator[Fact]:
-        yield line("merges", len(self.outlines))
-
-    def _check_files(self, entries: Sequence[BatchJob]) -> None:
-        """Forget the outlines if a file of these jobs is another one than before, or if there are many."""
-        sources = {path for entry in entries for path in entry.sources}
-        states = {path: _states(path) for path in sources}
-        changed = any(self._states.get(path, state) != state for path, state in states.items())
-        if changed or len(self.outlines) > MOST_OUTLINES:
-            self.outlines.clear()
-            self._states.clear()
-        self._states |= states
-
-
-def _states(path: Path) -> tuple[tuple[Path, int, int], ...]:
-    """Return size and time of the files at a path."""
-    states = []
-    with suppress(MergeError, OSError):  # the failure of the jobs that read it
-        for file in _files(path):
-            status = file.stat()
-            states.append((file, status.st_size, status.st_mtime_ns))
-    return tuple(states)
 
 
 class _Surveyor:
@@ -366,7 +311,7 @@ class _Surveyor:
                     raise UsageError("an input is the output of another job", f"{path}, made by {maker.where}",
                                      "write it into a jobs file of its own, to be run after this one")  # fmt: skip
             command = COMMANDS[request.command]
-            plan = command.plan(adapter_job(request, replace(entry.job, overwrite=True)), None)
+            plan = command.plan(adapter_job(request, replace(entry.job, overwrite=True)), self.opened)
             size, effort = plan.written, int(plan.weights * command.effort)
             complete = is_adapter_done(adapter_job(request, entry.job), self.hashes)
             if complete and entry.redo:
@@ -417,7 +362,7 @@ class _Surveyor:
         ))  # fmt: skip
         if kind not in self.outlines:
             self.outlines[kind] = self._planned(job)
-        outline = self.outlines[kind]
+        outline: _Outline | MergeError = self.outlines[kind]
         if isinstance(outline, MergeError):
             raise outline
         return outline

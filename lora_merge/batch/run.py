@@ -20,6 +20,7 @@ from ..errors import MergeError, UsageError
 from ..options import shown, switch
 from ..paths import expand
 from ..planning.downloads import downloads, fetch_all
+from ..planning.former_plans import FormerPlans
 from ..process import deliver_pending, interruptible
 from ..progress import ENDED, Progress, unwatched, watched
 from ..sources.inputs import Download, require_space
@@ -28,7 +29,7 @@ from .executors import Executor, Workers
 from .executors import executor as find
 from .job_plan import JobPlan, job_plans
 from .jobs_file import BatchJob, load, with_endings
-from .planning import TOGETHER, FormerPlans, PlannedJob, check_space, survey
+from .planning import TOGETHER, PlannedJob, check_space, survey
 from .report import JobReport, Reports, ended, failed
 from .shared_reads import JobGroup
 

@@ -15,13 +15,14 @@ from ..adapter_options import ADAPTER_OPTIONS, KEEP
 from ..adapters_out.commands import COMMANDS
 from ..adapters_out.commands import Command as Row
 from ..errors import UsageError
+from ..option_texts import as_number
 from ..options import OPTIONS, Option
 from ..progress import unwatched
 from ..text import Note
-from .argument_values import as_number, named_adapter, named_adapters, named_parts, with_strengths
+from .argument_values import named_adapter, named_adapters, named_parts, with_strengths
 from .compat import checked_output, completed
 from .help import add
-from .options import AS_JSON, DRY_RUN, HTML, PLOT, QUIET, Command, read, with_options
+from .options import AS_JSON, DRY_RUN, HTML, JSON_TENSORS, PLOT, QUIET, Command, read, with_options
 from .own_line import with_words
 from .progress_display import watching
 from .reports import PageFiles, announcing, put, show_adapter_report
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 PRINTED: Final = MappingProxyType({
     "dry_run": DRY_RUN,
     "as_json": AS_JSON,
+    "json_tensors": JSON_TENSORS,
     "report": Annotated[str | None, typer.Option(metavar="PATH", help="Write the JSON report to this file or pipe, "
     "too.")],
     "html": HTML,
@@ -237,10 +239,10 @@ def show(command: Row, make: Callable[[CheckpointCache], AdapterJob], printed: d
                 announce(text)
             done = command.run(job, display or unwatched, cache)
         if report_file is not None:
-            report_file.replace(done.to_json())
+            report_file.replace(done.to_json(tensors=printed["json_tensors"]))
     pictures.write(lambda: _pictured(done, job) if printed["html"] is not None else asdict(done))
     if printed["as_json"]:
-        put(done.to_json())
+        put(done.to_json(tensors=printed["json_tensors"]))
         return
     show_adapter_report(done, command.done, quiet=printed["quiet"], verbose=printed["verbose"])
 

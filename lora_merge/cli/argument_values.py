@@ -14,7 +14,6 @@ from ..addresses import split
 from ..errors import InputError, UsageError
 from ..options import BLOCK_WEIGHTS, REGEX, factor, number
 from ..paths import ENDINGS, exists, expand, split_strength, typed, with_found_ending
-from ..safe_regex import from_json
 from .compat import ADAPTERS, completed
 
 if TYPE_CHECKING:
@@ -265,37 +264,6 @@ def _part(text: str) -> tuple[str, Any]:
     plain = right_form(value) and (name.startswith(REGEX) or re.fullmatch(r"[\w.+-]+", name))
     fix = f"write {name}={right_form(value)}" if plain else "write it like te=0.5"
     raise UsageError(f"{text!r} does not give a part and its factor", "--strength-for", fix)
-
-
-def parsed_setting(text: str) -> tuple[str, Any]:
-    """Return ("lora_alpha", 16) for "lora_alpha=16"; values are JSON, or else text."""
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise UsageError(f"{text!r} does not give a setting and its value", "--setting", "write it like lora_alpha=16")
-    try:
-        return name, from_json(value)
-    except ValueError:
-        return name, value
-
-
-def metadata_entry(text: str) -> tuple[str, str]:
-    """Return ("modelspec.author", "me") for "modelspec.author=me"."""
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise UsageError(
-            f"{text[:80]!r} does not give an entry and its text", "--metadata", "write it like modelspec.author=NAME"
-        )
-    return name, value
-
-
-def as_number(text: str, option: str, *, whole: bool) -> float:
-    """Return the number that a text holds; UsageError for another text. A whole number is an int."""
-    try:
-        return int(text) if whole and "_" not in text else number(text)
-    except ValueError as e:
-        kind, value = "whole number" if whole else "number", "" if whole else right_form(text)
-        fix = f"write {option} {value}" if value else f"use a {kind} such as 1"
-        raise UsageError(f"{text[:40]!r} is not a {kind}", option, fix) from e
 
 
 def whole_number(text: str, option: str) -> int:

@@ -58,6 +58,9 @@ def check_spaces(args: Sequence[str]) -> None:
     for at, word in enumerate(args):
         if word.startswith("-") or exists(with_found_ending(word)):
             continue
+        before = args[at - 1] if at and word.startswith(":") else ""
+        if split_strength(before + word)[1] is not None and exists(with_found_ending(before)):
+            raise UsageError("a space before a strength", f"{before} {word}"[:200], f"write {typed([before + word])}")
         for end in range(at + 2, min(at + 8, len(args)) + 1):
             whole = " ".join(args[at:end])
             if exists(with_found_ending(split_strength(whole)[0])):

@@ -24,6 +24,7 @@ from ..errors import MergeError, UsageError, VerificationFailed
 from ..files.safetensors import layout, parse_file
 from ..paths import typed
 from ..process import command
+from .reports import nearest
 
 WIDTHS: Final = (32, 64, 128)  # channels per level; the real model has 320, 640, 1280
 TEXT: Final = 96  # width of the text encoder; the real one has 768
@@ -46,11 +47,12 @@ def demo(folder: Path, echo: Callable[[str], None]) -> None:
     _save(model, base)
     for adapter, path in zip(parts, adapters, strict=True):
         _save(adapter, path)
-    echo(f"Made a small checkpoint in the layout of Stable Diffusion 1.5 and three adapters in {folder}:")
+    echo(f"Made a small checkpoint in the layout of Stable Diffusion 1.5 and three adapters in {nearest(str(folder))}:")
     for path in (base, *adapters):
         echo(f"  {path.name}  {path.stat().st_size / 2**20:.1f} MiB")
-    arguments = [str(base), *(f"{p}:{s}" for p, s in zip(adapters, STRENGTHS, strict=True)), "--dtype", "bf16"]
-    arguments += ["--output", str(output), "--overwrite"]
+    named = [nearest(str(path)) for path in (base, *adapters, output)]
+    merged = (f"{path}:{strength:g}" for path, strength in zip(named[1:-1], STRENGTHS, strict=True))
+    arguments = [named[0], *merged, "--dtype", "bf16", "-o", named[-1], "--overwrite"]
     echo("")
     echo(f"$ lora-merge {typed(arguments)}")
     code = subprocess.run([*command("lora_merge.__main__", "start"), *arguments], check=False).returncode

@@ -18,7 +18,7 @@ from ..algorithms import ALGORITHMS
 from ..disk.pages import aligned_buffer
 from ..disk.system import DIRECT_FLAG, DO_NOT_NEED, advise, read_at
 from ..disk.volumes import DIRECT_ON, Mode, file_system, free_bytes
-from ..disk.writer import Writer, failure
+from ..disk.writer import timed_write
 from ..dtypes import spoken
 from ..engine.devices import place, precise, present, unusable
 from ..engine.tensor_moves import TORCH_DTYPES, Placement, host, move, numbers, stage, stage_indices
@@ -209,16 +209,7 @@ def _rates(path: Path, size: int, mode: Mode) -> dict[str, Any]:
     """Write a file, flush it, and read it back from the disk."""
     block = aligned_buffer(BLOCK)
     block[:] = secrets.token_bytes(1 << 16) * (BLOCK >> 16)
-    try:
-        path.write_bytes(b"")
-    except OSError as e:
-        raise failure(e, path, size) from e
-    started = time.perf_counter()
-    with Writer(path, size, mode) as writer:
-        direct = writer.direct
-        for low in range(0, size, BLOCK):
-            writer.write(block[: min(BLOCK, size - low)], low)
-        writer.finish()
+    seconds, direct = timed_write(path, block, size, mode)
     written = time.perf_counter()
     flags = DIRECT_FLAG if direct else 0
     fd = os.open(path, os.O_RDONLY | flags)
@@ -230,7 +221,7 @@ def _rates(path: Path, size: int, mode: Mode) -> dict[str, Any]:
     finally:
         os.close(fd)
     read = time.perf_counter() - written
-    return {"write": size / max(written - started, 1e-9), "read": size / max(read, 1e-9), "direct": direct}
+    return {"write": size / seconds, "read": size / max(read, 1e-9), "direct": direct}
 
 
 def lines(examined: dict[str, Any]) -> list[str]:

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import FitError, InputError, MergeError, UsageError
-from ..options import OPTIONS
+from ..options import OPTIONS, READING
 from ..paths import exists, expand
 from ..progress import unwatched
+from ..report import without_tensors
 from ..text import Lines, json_text
 from ..viewing.json_schemas import schema as version
 from .argument_values import expanded, named_adapter
 from .compat import completed
 from .help import add, offered
-from .options import HTML, PLOT, SILENT, with_options
+from .options import HTML, JSON_TENSORS, PLOT, SILENT, with_options
 from .progress_display import watching
 from .reports import PageFiles, announcing, put, show_comparison, show_facts
 from .tables import parts
@@ -43,19 +44,15 @@ def inspect(
     files: Annotated[
         list[str], typer.Argument(metavar="FILE...", help="Checkpoints or adapters; or a base and adapters for it.")
     ],
-    weights: Annotated[
-        bool,
-        typer.Option(
-            "--weights", help="Read the weights too: norms, ranks; with a base, how much of the change survives."
-        ),
-    ] = False,
-    hashes: Annotated[bool, typer.Option("--hashes", help="Hash large files, too.")] = False,
+    weights: Annotated[bool, typer.Option("--weights", help=READING["weights"].help)] = False,
+    hashes: Annotated[bool, typer.Option("--hashes", help=READING["hashes"].help)] = False,
     blocks: Annotated[
         bool, typer.Option("--blocks", help="List the parts and blocks of a base, for --strength-for.")
     ] = False,
     html: HTML = None,
     plot: PLOT = None,
     as_json: AS_JSON = False,
+    json_tensors: JSON_TENSORS = False,
     verbose: Annotated[
         bool, typer.Option("-v", "--verbose", help="List name patterns too, and all facts of several files.")
     ] = False,
@@ -81,8 +78,9 @@ def inspect(
                                                 "announce": announcing(display, quiet=as_json or quiet)})  # fmt: skip
     pictures.write(lambda: [dict(facts) for facts in results] if len(results) > 1 else dict(results[0]))
     if as_json:
-        many = {"files": results, "unread": unread, "schema": version("files")}
-        put(json_text(many if len(results) + len(unread) > 1 else results[0]))
+        values = results if json_tensors else [without_tensors(facts) for facts in results]
+        many = {"files": values, "unread": unread, "schema": version("files")}
+        put(json_text(many if len(results) + len(unread) > 1 else values[0]))
     elif not quiet:
         show_facts(results, unread, verbose=verbose)
     misfits = [facts["match"] for facts in results if "match" in facts and not facts["match"]["fits"]]
@@ -144,12 +142,13 @@ def compare(
     html: HTML = None,
     plot: PLOT = None,
     as_json: AS_JSON = False,
+    json_tensors: JSON_TENSORS = False,
     quiet: SILENT = False,
     **_: Any,
 ) -> None:
     """Say where two models differ, or how alike adapters are.
 
-    Of models it tells by how much each tensor differs, of adapters how alike their changes are.
+    Compares models tensor by tensor, and the changes of adapters module by module.
     """
     from ..viewing.compare import compare as look
 
@@ -167,7 +166,7 @@ def compare(
         )
     pictures.write(lambda: dict(comparison))
     if as_json:
-        put(json_text(comparison))
+        put(json_text(comparison if json_tensors else without_tensors(comparison)))
     elif not quiet:
         show_comparison(comparison)
 

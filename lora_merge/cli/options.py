@@ -11,9 +11,10 @@ import typer
 
 from ..addresses import downloads_in
 from ..errors import MergeError
+from ..option_texts import as_number, metadata_entry, parsed_setting
 from ..options import OPTIONS, Option
 from ..paths import expand
-from .argument_values import as_number, metadata_entry, parsed_setting, strengths
+from .argument_values import strengths
 from .help import UNRECORDED, offered
 
 Command = TypeVar("Command", bound=Callable[..., None])

@@ -93,10 +93,13 @@ def _path(word: str, wrong: str, right: str) -> str:
 def _in_order(words: Sequence[str], known: Mapping[str, Mapping[str, bool]]) -> str:
     """Return the fix for a merge whose first word is an adapter: the model first, or `combine`."""
     plain, options = split_words(words, known["merge"])
-    models = [word for word in plain[1:] if exists(with_found_ending(word)) and not _is_adapter(word)]
+    paths = {word: split_strength(word.partition(",")[0])[0] or word for word in plain[1:]}
+    models = [word for word, path in paths.items() if exists(with_found_ending(path)) and not _is_adapter(path)]
     if models:
-        rest = [word for word in plain if word != models[0]]
-        return f"name the base first: {line([models[0], *rest, *options])}"
+        first, *rest = [word for word in plain if word != models[0]]
+        strength = models[0].removeprefix(paths[models[0]])  # a base has none: the adapter's is meant
+        first += strength if split_strength(first.partition(",")[0])[1] is None else ""
+        return f"name the base first: {line([paths[models[0]], first, *rest, *options])}"
     if len(plain) < 2:
         return f"name the base first: {line(['BASE', *plain, *options])}"
     both = options if {*options} & {"-o", "--output"} else [*options, "-o", "both.safetensors"]

@@ -259,6 +259,10 @@ def quoted(path: str) -> str:
 # Plans and merges.
 
 
+AFTER: Final = frozenset({"formula", "output", "changes", "format"})
+"""Names of the rows of a plan that are not shown before a merge: its closing report has them, or -v."""
+
+
 class ReportOptions:
     """How a command reports. A plain class: building a dataclass would slow down `--help` by 1 ms."""
 
@@ -326,7 +330,8 @@ def show_plan(plan: Plan, options: ReportOptions) -> None:
     from ..planning.plan import plan_rows
 
     if not (options.as_json or options.quiet):
-        show_rows(plan_rows(plan, verbose=options.verbose))
+        rows = plan_rows(plan, verbose=options.verbose)
+        show_rows(row for row in rows if options.dry_run or options.verbose or row.name not in AFTER)
 
 
 def _show_dry_run(plan: Plan, file: ReportFile | None, options: ReportOptions, *, replaced: bool) -> None:
@@ -392,10 +397,10 @@ def show_merge(report: Report, plan: Plan, options: ReportOptions, *, replaced: 
             show_lines(rows)
 
 
-def show_proof(rows: Iterable[Fact]) -> None:
-    """Print what `verify` has proven; as a panel on a terminal."""
+def show_proof(rows: Iterable[Fact], *, whole: bool = False) -> None:
+    """Print what `verify` has proven; as a panel on a terminal, `whole` however many lines it takes."""
     if styled(sys.stdout):
-        show_panel("verified", [*rows])
+        show_panel("verified", [*rows], whole=whole)
     else:
         show_lines(rows)
 

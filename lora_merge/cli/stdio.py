@@ -18,7 +18,8 @@ from ..errors import MergeError, UsageError, as_resource_error, cause, failure
 from ..paths import exists, expand, is_folder, real_path
 from ..text import CONTROLS, json_text, one_line
 
-ELSEWHERE: Final = "choose another file"
+ENDINGS: Final = {"--report": (".json", ".jsonl"), "--html": (".html",), "--plot": (".png", ".svg", ".pdf")}
+"""Option → endings of its file."""
 ESCAPED: Final = "lora_merge.escaped"
 REPORTS: Final = (b'{"output": ', b'{"dry_run": ', b'{"error": {"kind": ')
 """The beginning of the reports of merges."""
@@ -172,13 +173,13 @@ class ReportFile:
     def __init__(self, text: str, flag: str = "--report") -> None:
         """Raise UsageError if a report cannot be written there."""
 
-        self.path, self._flag, self._spares = expand(text), flag, False
+        self._text, self.path, self._flag, self._spares = text, expand(text), flag, False
         if text == "-":
             raise UsageError(
                 "the report is a file, not a stream", f"{flag} -", "give its name; --json prints the report"
             )
         if is_folder(self.path):
-            raise UsageError("the report cannot be written there", f"{flag} {text}", ELSEWHERE)
+            raise self._elsewhere("the report cannot be written there: it is a folder")
         try:
             self._fd = _stream(self.path)
             self._streams, self._written = self._fd >= 0, False
@@ -193,7 +194,17 @@ class ReportFile:
             if e.errno == errno.ENXIO and self.path.is_fifo():
                 raise UsageError("the pipe has no reader", f"{flag} {text}",
                                  "start its reader first, or choose a file") from e  # fmt: skip
-            raise UsageError("the report cannot be written there", f"{flag} {text}", ELSEWHERE) from e
+            raise self._elsewhere(f"the report cannot be written there: {e.strerror}") from e
+
+    def _elsewhere(self, what: str, *, is_other: bool = False) -> UsageError:
+        """Return the error about a file that no report can be, with a name in the current folder that can. `is_other`:
+        whether it is another file of the command, whose name stays."""
+        endings = ENDINGS[self._flag]
+        ending = self.path.suffix if self.path.suffix in endings else endings[0]
+        name = f"{self.path.stem or 'report'}{ending}"
+        name = f"report{ending}" if is_other or is_folder(self.path) or exists(name) else name
+        error = UsageError(what, f"{self._flag} {self._text}", f"choose another file, such as {self._flag} {name}")
+        return error if is_other else error.instead(self._text, name)
 
     def _open(self, flags: int) -> None:
         """Write to the file itself from now on."""
@@ -209,10 +220,10 @@ class ReportFile:
         """Raise UsageError if the report would be written over one of these, or over a file of another kind."""
         for role, paths in (("an input", inputs), ("an output", outputs)):
             if any(self._hits(path, new=role == "an output") for path in paths):
-                raise UsageError(f"the report would be written over {role}", f"{self._flag} {self.path}", ELSEWHERE)
+                raise self._elsewhere(f"the report would be written over {role}", is_other=True)
         start = self._start().lstrip() if self.path.is_file() and not self._streams else b""
         if start and not start.startswith(KINDS[self._flag]):
-            raise UsageError("a file of another kind is there", f"{self._flag} {self.path}", ELSEWHERE)
+            raise self._elsewhere("a file of another kind is there")
         self._spares = True
 
     def _hits(self, path: Path, *, new: bool) -> bool:
@@ -244,8 +255,7 @@ class ReportFile:
         try:
             self._open(flags)
         except OSError as e:
-            where = f"{self._flag} {self.path}"
-            raise UsageError(f"the report cannot be written there: {e.strerror}", where, ELSEWHERE) from e
+            raise self._elsewhere(f"the report cannot be written there: {e.strerror}") from e
 
     def fail(self, e: BaseException) -> None:
         """Report a failure, unless something else than a report is there, or may get there: an input, the output."""

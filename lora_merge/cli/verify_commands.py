@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..batch.commands import TAKES, UNMERGE
 from ..errors import UsageError
-from ..options import OPTIONS
+from ..options import EVERY_VALUE, OPTIONS, READING
 from ..paths import expand, output_path
 from ..progress import unwatched
 from ..report import verify_rows, without_tensors
@@ -38,9 +39,6 @@ from .terminal import styled
 if TYPE_CHECKING:
     from ..planning.plan import Plan
 
-UNMERGE = ("strength", "strength_for", "unmatched", "map", "setting", "cache", "dtype", "compute_dtype", "device",
-           "overwrite", "max_memory", "verify")  # fmt: skip
-
 Merged = Annotated[str, typer.Argument(metavar="MERGED", help="A merged checkpoint, file or folder.")]
 
 
@@ -68,10 +66,13 @@ def verify(
     search: Annotated[
         list[str] | None, typer.Option(metavar="FOLDER", help="Search this folder for the recipe's inputs; repeatable.")
     ] = None,
-    full: Annotated[bool, typer.Option("--full", help="Check every byte and every row instead of a sample.")] = False,
+    full: Annotated[bool, typer.Option("--full", help=READING[EVERY_VALUE].help)] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the proof as one JSON object on stdout.")] = False,
     json_tensors: JSON_TENSORS = False,
     quiet: SILENT = False,
+    verbose: Annotated[
+        bool, typer.Option("-v", "--verbose", help="Print all that the proof found, with its units.")
+    ] = False,
     **options: Any,
 ) -> None:
     """Verify that a file is the merge that its recipe describes.
@@ -101,7 +102,7 @@ def verify(
     if as_json:
         put(json_text(proof if json_tensors else without_tensors(proof)))
     elif not quiet:
-        show_proof(verify_rows(proof))
+        show_proof(verify_rows(proof, verbose=verbose), whole=verbose)
 
 
 @with_options(OPTIONS["device"], OPTIONS["cache"], OPTIONS["overwrite"], before="as_json")
@@ -143,12 +144,12 @@ def replay(
     if isinstance(written, Plan):
         show_merge(merged, plan, report_options)
     elif as_json:
-        put(report.to_json())
+        put(report.to_json(tensors=json_tensors))
     else:
         show_adapter_report(report, "made again", quiet=quiet, verbose=False)
 
 
-@with_options(*(OPTIONS[name] for name in UNMERGE), before="dry_run")
+@with_options(*(row for name, row in OPTIONS.items() if name in ("strength", *TAKES[UNMERGE])), before="dry_run")
 def unmerge(
     path: Merged,
     adapters: Annotated[

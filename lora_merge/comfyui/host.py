@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from secrets import token_hex
+from typing import Any, Final
 
 import folder_paths
 from comfy import model_management
 from comfy.utils import ProgressBar
 from comfy_api.latest import ComfyExtension, io, ui
+from PIL.Image import Image
 
 from .. import Step
 from ..paths import ENDINGS
+from ..progress import StageSum
 
 __all__ = ["ComfyExtension", "io", "ui"]
 
@@ -48,6 +51,11 @@ def path(choice: str, kinds: tuple[str, ...]) -> Path:
     raise ValueError(f"{name} is not in ComfyUI's folder {kind!r}; refresh the list (R) and choose again")
 
 
+def paths(kinds: tuple[str, ...]) -> list[Path]:
+    """Return the paths of all files of model folders."""
+    return [Path(root, name) for root in folders(kinds) for name in _names(root)]
+
+
 def location(name: str, kind: str) -> Path:
     """Return the path for an output in ComfyUI's model folder; ValueError for a name that leads out of it."""
     roots = [Path(root) for root in folder_paths.get_folder_paths(kind)]
@@ -67,6 +75,18 @@ def _names(root: str) -> Iterator[str]:
             yield Path(name).as_posix()
 
 
+def preview(text: str, picture: Image | None) -> dict[str, Any]:
+    """Return what a node shows: its report as text, and a picture of it, written into ComfyUI's folder for such files,
+    if there is one."""
+    shown: dict[str, Any] = ui.PreviewText(text).as_dict()
+    if picture is not None:
+        folder, name = Path(folder_paths.get_temp_directory()), f"lora-merge-{token_hex(8)}.png"
+        folder.mkdir(parents=True, exist_ok=True)
+        picture.save(folder / name)
+        shown["images"] = [{"filename": name, "subfolder": "", "type": "temp"}]
+    return shown
+
+
 def search_words(words: tuple[str, ...]) -> dict[str, list[str]]:
     """Return the words by which people search for a node, as a field of its schema; none for a ComfyUI without it."""
     return {"search_aliases": [*words]} if "search_aliases" in io.Schema.__dataclass_fields__ else {}
@@ -79,17 +99,15 @@ class RunProgress:
     """
 
     def __init__(self) -> None:
-        self._bar = ProgressBar(1)
-        self._stage, self._done = "", 0
+        self._bar, self._sum = ProgressBar(1), StageSum()
 
     def __call__(self, step: Step) -> None:
         """Take a step."""
         if model_management.processing_interrupted():
             raise KeyboardInterrupt
-        self._done = self._done + step.done if step.stage == self._stage else step.done
-        self._stage = step.stage
-        if step.total:
-            self._bar.update_absolute(self._done, step.total)
+        self._sum.add(step)
+        if self._sum.total:
+            self._bar.update_absolute(self._sum.done, self._sum.total)
 
     def __enter__(self) -> RunProgress:
         return self

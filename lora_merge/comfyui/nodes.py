@@ -10,32 +10,46 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, TypeAlias
 
-from .. import inspect, run_batch, unmerge, verify
+from .. import FormerPlans, inspect, run_batch, unmerge, verify
 from ..adapters_out.dialects import DIALECTS
+from ..adapters_out.report import AdapterReport, adapter_rows
 from ..batch.templates import literal
+from ..facts import aligned
 from ..merge_methods import COMBINATIONS, DIVISORS, ELECTIONS, METHODS, MergeMethod
 from ..method_parameters import MethodParameters
 from ..options import OPTIONS
 from ..paths import exists, with_found_ending
+from ..report import Report, merge_rows
 from . import host
 from .host import CHECKPOINTS, LORAS, io
+from .loaders import MODEL, loaded
+from .picture import picture
 
 Values: TypeAlias = Mapping[str, Any]
 """Input → value, as ComfyUI passes them to a node."""
 
-Result: TypeAlias = tuple[Any, str]
-"""What a node gives to the next ones, and its report as text."""
+
+class Result(NamedTuple):
+    """What a node gives to the next ones, and its report."""
+
+    value: Any
+    text: str
+    blocks: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+    """Numbers of each block, for its picture."""
+
 
 ADAPTERS: Final = io.Custom("LORA_MERGE_ADAPTERS")
-"""A list of adapters as a jobs file has them: `path`, `strength` and `strength_for`."""
+"""A list of adapters as a jobs file has them, with `path`, `strength` and `strength_for`; those of a stack have the
+strengths for the `denoiser` and for the `encoders` in place of them."""
 
 STACK: Final = io.Custom("LORA_STACK")
 """The stack of the loader packs: a list of (name, strength of the denoiser, strength of the text encoders)."""
 
-DENOISERS: Final = ("unet", "transformer")
-"""Parts of a model that are no text encoder."""
+ENCODER: Final = "te"
+"""A text encoder, and the beginning of the names of several."""
 
 NONE: Final = "none"
 """The choice of no file."""
@@ -61,6 +75,8 @@ class Node:
     output: Callable[[Values], Path] | None = None
     """The file that it writes."""
     gives_adapters: bool = False
+    reads_workflow: bool = False
+    """Whether `run` gets the `workflow`, and the node's own name in it as `self`."""
     aliases: tuple[str, ...] = ()
     """Words by which people search for it."""
 
@@ -124,9 +140,24 @@ def _known_base(values: Values) -> list[Path]:
     return [] if values["base"] == NONE else [_base(values)]
 
 
-def _connected(values: Values) -> list[dict[str, Any]]:
-    """Return the adapters of all inputs, in order."""
-    return [adapter for adapters in values.get("adapters", {}).values() for adapter in adapters or ()]
+def _connected(values: Values, base: Path | None) -> list[dict[str, Any]]:
+    """Return the adapters of all inputs, in order. `base`: the checkpoint that they change, if it is known."""
+    former = FormerPlans()
+    connected = (adapter for adapters in values.get("adapters", {}).values() for adapter in adapters or ())
+    return [_of_stack(a, base, former) if "encoders" in a else a for a in connected]
+
+
+def _of_stack(adapter: Mapping[str, Any], base: Path | None, former: FormerPlans) -> dict[str, Any]:
+    """Return an adapter of a stack with factors for the parts that it has: a loader ignores the strength of others."""
+    path, denoiser, encoders = Path(adapter["path"]), adapter["denoiser"], adapter["encoders"]
+    strength = denoiser or encoders  # the factors multiply it
+    by_part: dict[str, float] = {}
+    if encoders != denoiser:
+        facts = inspect(path, hashes=None) if base is None else inspect(base, path, hashes=None, former=former)
+        parts = facts["parts"] if base is None else facts["match"].get("components") or ()
+        for part in parts:
+            by_part[part] = (encoders if part.startswith(ENCODER) else denoiser) / strength
+    return {"path": str(path), "strength": strength, "strength_for": {part: s for part, s in by_part.items() if s != 1}}
 
 
 def _next_to(name: str) -> Callable[[Values], Path]:
@@ -155,9 +186,17 @@ def _job(output: Callable[[Values], Path], fields: Callable[[Values], Values]) -
             (report,) = run_batch([job], overwrite=values["overwrite"], progress=progress)
         if report.error is not None:
             raise report.error
-        return report.output, str(report.report or f"{report.output} is there already, by the same recipe")
+        if report.report is None:
+            return Result(report.output, f"{report.output} is there already, by the same recipe")
+        return _reported(report.report)
 
     return run
+
+
+def _reported(report: Report | AdapterReport) -> Result:
+    """Return the path of an output, with its report."""
+    rows = merge_rows(vars(report)) if isinstance(report, Report) else adapter_rows(vars(report))
+    return Result(report.output, "\n".join(aligned(rows)), report.numbers.get("blocks", {}))
 
 
 def _with_base(values: Values) -> dict[str, str]:
@@ -165,10 +204,12 @@ def _with_base(values: Values) -> dict[str, str]:
 
 
 _bake = _job(_next_to("base"), lambda v: {
-    "base": str(_base(v)), "adapters": _connected(v), "dtype": v["dtype"], **v["method"],
+    "base": str(_base(v)), "adapters": _connected(v, _base(v)), "dtype": v["dtype"], "unmatched": v["unmatched"],
+    **v["method"],
 })  # fmt: skip
 _combine = _job(_in_loras, lambda v: {
-    "command": "combine", "adapters": _connected(v), "rank": v["rank"], **v["method"], **_with_base(v),
+    "command": "combine", "adapters": _connected(v, next(iter(_known_base(v)), None)), "rank": v["rank"],
+    **v["method"], **_with_base(v),
 })  # fmt: skip
 _resize = _job(_in_loras, lambda v: {
     "command": "resize", "adapters": [str(_lora(v))], "rank": v["rank"], **_with_base(v),
@@ -180,7 +221,7 @@ _extract = _job(_in_loras, lambda v: {
     "command": "extract", "base": str(_base(v)), "adapters": [str(_tuned(v))], "rank": v["rank"],
 })  # fmt: skip
 _unmerge = _job(_next_to("merged"), lambda v: {
-    "command": "unmerge", "base": str(_merged(v)), "adapters": _connected(v),
+    "command": "unmerge", "base": str(_merged(v)), "adapters": _connected(v, _merged(v)),
 })  # fmt: skip
 
 
@@ -189,26 +230,26 @@ _unmerge = _job(_next_to("merged"), lambda v: {
 
 def _take_out(values: Values) -> Result:
     """Take the connected adapters out; without any, those of the recipe."""
-    if _connected(values):
+    if any(values.get("adapters", {}).values()):
         return _unmerge(values)
     with host.RunProgress() as progress:
         report = unmerge(
             _merged(values), (), str(_next_to("merged")(values)), search=_searched(), overwrite=values["overwrite"],
             progress=progress,
         )  # fmt: skip
-    return report.output, str(report)
+    return _reported(report)
 
 
 def _inspect(values: Values) -> Result:
     base, lora = _known_base(values), _lora(values)
-    return str(lora), str(inspect(base[0], lora) if base else inspect(lora))
+    return Result(str(lora), (inspect(base[0], lora) if base else inspect(lora)).text)
 
 
 def _verify(values: Values) -> Result:
     merged = _merged(values)
     with host.RunProgress() as progress:
         facts = verify(merged, search=_searched(), full=values["every_value"], progress=progress)
-    return str(merged), str(facts)
+    return Result(str(merged), facts.text)
 
 
 def _adapter(values: Values) -> Result:
@@ -219,20 +260,25 @@ def _adapter(values: Values) -> Result:
         if name:
             factors[name.strip()] = factor.strip()
     entry = {"path": str(_lora(values)), "strength": values["strength"], "strength_for": factors}
-    return [entry], f"{values['adapter']}: {values['strength']:g} {factors or ''}"
+    return Result([entry], f"{values['adapter']}: {values['strength']:g} {factors or ''}")
 
 
 def _stack(values: Values) -> Result:
-    """Return the adapters of a stack."""
-    adapters = []
-    for name, denoiser, encoders in values["stack"] or ():
-        strength = denoiser or encoders  # the factors below multiply it
-        factors: dict[str, float] = {}
-        if encoders != denoiser:
-            factors = {"te": encoders / denoiser} if denoiser else dict.fromkeys(DENOISERS, 0.0)
-        if strength:
-            adapters.append({"path": str(host.path(name, LORAS)), "strength": strength, "strength_for": factors})
-    return adapters, "\n".join(f"{a['path']}: {a['strength']:g} {a['strength_for'] or ''}" for a in adapters)
+    """Return the adapters of a stack, and of the loaders on the way to a model."""
+    stack, others = [*(values.get("stack") or ())], list[str]()
+    inputs = values["workflow"][values["self"]]["inputs"] if values.get("workflow") else {}
+    if MODEL in inputs:
+        loaders, others = loaded(values["workflow"], inputs[MODEL])
+        stack += loaders
+    if not stack:
+        raise ValueError("nothing is connected; connect a LORA_STACK, or the model behind loaders of LoRAs")
+    adapters = [
+        {"path": str(host.path(name, LORAS)), "denoiser": denoiser, "encoders": encoders}
+        for name, denoiser, encoders in stack if denoiser or encoders
+    ]  # fmt: skip
+    lines = [f"{a['path']}: {a['denoiser']:g}, text encoders {a['encoders']:g}" for a in adapters]
+    passed = [f"on the way, without LoRAs: {', '.join(others)}"] if others else []
+    return Result(adapters, "\n".join([*lines, *passed]))
 
 
 NODES: Final = (
@@ -244,12 +290,17 @@ NODES: Final = (
         io.String.Input("parts", default="", tooltip="Factors by part or block: unet=0.5, IN04-IN08=0, lbw=MIDD"),
     ], _adapter, lambda v: [_lora(v)], gives_adapters=True, aliases=("adapter", "lycoris", "lora strength")),
     Node("Stack", "LoRA stack to merge", "The LoRAs of a stack, as the loader packs have it.", lambda: [
-        STACK.Input("stack"),
-    ], _stack, lambda _: [], gives_adapters=True, aliases=("lora stack",)),
+        STACK.Input("stack", optional=True),
+        io.Model.Input(MODEL, optional=True, lazy=True, tooltip="The model behind Load LoRA or Power Lora Loader "
+                       "(rgthree): their LoRAs are read from the workflow, and nothing is loaded."),
+    ], _stack, lambda _: host.paths(LORAS), gives_adapters=True, reads_workflow=True,
+         aliases=("lora stack", "rgthree", "power lora loader")),
     Node("Bake", "Bake LoRAs into a checkpoint file", "Writes a checkpoint with the LoRAs merged, and verifies it.",
          lambda: [
         _file("base", CHECKPOINTS), _growing(1), _method(METHODS),
         io.Combo.Input("dtype", options=[*OPTIONS["dtype"].words], default="keep", tooltip=OPTIONS["dtype"].help),
+        io.Combo.Input("unmatched", options=[*OPTIONS["unmatched"].words], default=OPTIONS["unmatched"].words[0],
+                       tooltip=OPTIONS["unmatched"].help),
         *_outputs("merged"),
     ], _bake, lambda v: [_base(v)], _next_to("base"), aliases=("merge lora", "save checkpoint", "fuse lora")),
     Node("Combine", "Combine LoRAs into one", "Writes one LoRA that makes the changes of several.", lambda: [
@@ -290,6 +341,7 @@ def _schema(node: Node) -> Any:
     return io.Schema(
         node_id=f"LoraMerge{node.name}", display_name=node.title, category="lora-merge", description=node.about,
         inputs=[*node.inputs()], outputs=[first, io.String.Output("report")],
+        hidden=[io.Hidden.prompt, io.Hidden.unique_id] if node.reads_workflow else [],
         is_output_node=not node.gives_adapters, **host.search_words(node.aliases),
     )  # fmt: skip
 
@@ -306,14 +358,18 @@ def _fingerprint(node: Node, values: Values) -> Any:
 def _class(node: Node) -> Any:
     """Return ComfyUI's class of a node."""
 
-    def execute(_: Any, /, **values: Any) -> Any:
-        value, report = node.run(values)
-        return io.NodeOutput(value, report, ui=host.ui.PreviewText(report))
+    def execute(cls: Any, /, **values: Any) -> Any:
+        of_workflow = {"workflow": cls.hidden.prompt, "self": str(cls.hidden.unique_id)} if node.reads_workflow else {}
+        result = node.run({**values, **of_workflow})
+        drawn = node.reads_workflow or not node.gives_adapters
+        shown = host.preview(result.text, picture(result.text, result.blocks) if drawn else None)
+        return io.NodeOutput(result.value, result.text, ui=shown)
 
     return type(f"LoraMerge{node.name}", (io.ComfyNode,), {
         "__doc__": node.about,
         "define_schema": classmethod(lambda _: _schema(node)),
         "execute": classmethod(execute),
+        "check_lazy_status": classmethod(lambda _, **__: []),  # a model is connected, and never loaded
         "fingerprint_inputs": classmethod(lambda _, **values: _fingerprint(node, values)),
     })  # fmt: skip
 

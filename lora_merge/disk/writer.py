@@ -13,6 +13,7 @@ import os
 import shutil
 import struct
 import sys
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -321,6 +322,22 @@ class Writer:
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def timed_write(path: Path, block: memoryview, size: int, mode: Mode = "auto") -> tuple[float, bool]:
+    """Write a file of `size` bytes, the same block again and again, and flush it; return the seconds that it takes, and
+    whether the writes are direct. MergeError if it cannot be written; whoever calls removes the file."""
+    try:
+        path.write_bytes(b"")
+    except OSError as e:
+        raise failure(e, path, size) from e
+    start = time.perf_counter()
+    with Writer(path, size, mode) as writer:
+        for low in range(0, size, len(block)):
+            writer.write(block[: min(len(block), size - low)], low)
+        writer.finish()
+        direct = writer.direct
+    return max(time.perf_counter() - start, 1e-9), direct
 
 
 def amend(path: Path, data: bytes, at: int = 0) -> None:

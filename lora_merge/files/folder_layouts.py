@@ -148,12 +148,15 @@ def _shards_of(w: Weights) -> tuple[str, str, str] | None:
 
 
 def several(folder: Path) -> list[Path]:
-    """Return the files of a folder of models or adapters that have nothing to do with each other, such as `loras`; []
-    for the folder of one model or adapter."""
+    """Return the files of a folder of models or adapters that have nothing to do with each other, such as `loras`, and
+    the folders in it that have weights; [] for the folder of one model or adapter."""
     sets = weights_in(folder) if is_folder(folder) else []
     if len(sets) < 2 or sets[0].stem in STEMS:
         return []
-    return sorted(w.index or w.files[0] for w in sets)
+    inner = () if has_remote(folder) else (path for path in folder.iterdir() if not path.name.startswith("."))
+    return sorted(
+        [*(w.index or w.files[0] for w in sets), *(path for path in inner if is_folder(path) and weights_in(path))]
+    )
 
 
 def choose(folder: Path, sets: list[Weights]) -> tuple[Weights, tuple[Note, ...]]:

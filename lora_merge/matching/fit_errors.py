@@ -14,8 +14,10 @@ from typing import Final
 
 from ..adapters.modules import weight_shapes
 from ..adapters.peft.rules import PeftRules
+from ..adapters.stated_model import stated_model
 from ..dtypes import Shape, flat
 from ..errors import FitError, MergeError, NoChange, ShapeMismatch, UnmatchedModules
+from ..files.checkpoint import Index
 from ..files.file_signatures import foreign, instead
 from ..files.folder_layouts import PEFT
 from ..models.adapter_architecture import architectures, described, modules_of, variants
@@ -26,7 +28,7 @@ from ..models.network import Component
 from ..models.part_factors import or_strength_zero
 from ..models.prefixes import innermost
 from ..options import Unmatched
-from ..text import NUMBER, Note, by_pattern, counted, plural
+from ..text import NUMBER, Note, by_pattern, counted, listed, plural
 from .patch import Match, Patch
 
 _BLOCK: Final = re.compile(r"(?:^|[._])(?:[a-z]{1,12}_){0,3}(?:(?:res)?blocks|layers|h)[._](\d{1,9})(?=[._])")
@@ -70,11 +72,12 @@ PARTS: Final = {
 }
 
 
-def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape]) -> str:
+def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape], adapter: Index) -> str:
     """Return the likely reason why modules have no place in the base, in one sentence that names both models.
 
     `shapes`: module → shape of the weight that it changes, as `weight_shapes` returns them. Without `unmatched` names
-    (where shapes do not fit) "" if nothing looks wrong.
+    (where shapes do not fit) "" if nothing looks wrong. `adapter`: its metadata count where names and shapes show no
+    other model.
     """
     # A network that the base does not have, another model, another kind of model.
     if names.second and any(m.startswith("transformer.") for m in unmatched):
@@ -82,7 +85,8 @@ def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape])
     networks = Counter(names.network_of(m) for m in unmatched)
     labels = {part.label for part in names.parts}
     known, modules = names.known, of_the_denoiser({m: () for m in unmatched} | dict(shapes))
-    if known and names.parts[0].label in networks and (why := other_model(modules, known, names.weights())):
+    by_shapes = known and names.parts[0].label in networks and other_model(modules, known, names.weights())
+    if why := by_shapes or _stated_other(adapter, known):
         return why
     if other := _for_pictures(names, unmatched, shapes):
         return f"the adapter is for {other}, the base is {_kind_of_model(names.architecture)}; {OWN_BASE}"
@@ -95,6 +99,14 @@ def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape])
     return _likely_reason(
         names, part, {m: shapes.get(m, ()) for m in unmatched if names.network_of(m) == part.label}, {}
     )
+
+
+def _stated_other(adapter: Index, base: Architecture | None) -> str:
+    """Return the sentence on both models if the metadata of an adapter name another one; else ""."""
+    stated, _ = stated_model(adapter)
+    if base is None or not stated or stated in base.title or base.title in stated:
+        return ""
+    return f"the adapter is for {stated} (by its metadata), the base is {_kind_of_model(base.title)}; {OWN_BASE}"
 
 
 def _for_pictures(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape]) -> str:
@@ -129,7 +141,7 @@ def variant_doubt(names: Names, shapes: Callable[[], Mapping[str, Shape]]) -> st
 
 def missing_networks(absent: Sequence[str], present_labels: Sequence[str]) -> str:
     """Return the sentence on modules of networks that the base does not hold."""
-    missing, present = (" and ".join(map(_part, labels)) for labels in (absent, present_labels))
+    missing, present = (listed(map(_part, labels)) for labels in (absent, present_labels))
     holds = "is a single network without one" if list(present_labels) == ["model"] else f"holds only {present}"
     return f"some modules are for {missing}, the base {holds}; {WHOLE_BASE}"
 
@@ -304,17 +316,17 @@ def raise_problems(
     """
     if result.modules and not (failures or result.unmatched):
         return
-    path, shapes = result.adapter.path, weight_shapes(result.adapter.modules)
+    path, index, shapes = result.adapter.path, result.adapter.index, weight_shapes(result.adapter.modules)
     # Modules that do not fit: the first kind of error, with all modules of this kind.
     if failures:
         worst = failures[0]
         same = [e.where.removeprefix(f"{path}: ") for e in failures if type(e) is type(worst)]
-        reason = explain(names, [], shapes) if isinstance(worst, ShapeMismatch) else ""
+        reason = explain(names, [], shapes, index) if isinstance(worst, ShapeMismatch) else ""
         why = _why(reason)
         if (
             isinstance(worst, ShapeMismatch) and not why and result.unmatched
         ):  # the names may give the reason where the shapes do not
-            reason = explain(names, list(result.unmatched), shapes)
+            reason = explain(names, list(result.unmatched), shapes, index)
             why = _why(reason)
             if why.startswith("the base is "):
                 no_place = f"{plural(len(result.unmatched), 'module')} of the adapter with no place there"
@@ -329,7 +341,7 @@ def raise_problems(
     left = counted(by_pattern(result.unmatched), SHOWN)
     if result.modules == 0 and (what := foreign(result.adapter.index.tensors)):
         raise UnmatchedModules(f"this file is {what}", f"{path}: {left}", instead(what))
-    reason = explain(names, list(result.unmatched), shapes)
+    reason = explain(names, list(result.unmatched), shapes, index)
     why, fix = _why(reason), _advice(reason)
     where = f"{path}: {left}" + ("" if "the base is " in why else f"; the base is {_kind_of_model(names.architecture)}")
     if result.modules == 0:
@@ -345,13 +357,13 @@ def raise_problems(
             f"the meaning of {len(result.unmatched)} of the adapter's tensors is unknown",
             f"{path}: {left}: neither a parameter of the base nor a tensor of any known method",
             f"{advice}; or leave them out with --unmatched skip",
-        )
+        ).instead(str(path), str(path), "--unmatched", "skip")
     if result.unmatched and unmatched == "error":
         raise UnmatchedModules(
             f"{len(result.unmatched)} of {result.total} adapter modules have no place in the base{why and ': '}{why}",
             where,
             f"{fix}; or leave them out with --unmatched skip",
-        )
+        ).instead(str(path), str(path), "--unmatched", "skip")
 
 
 def check_scales(patches: Iterable[Patch], path: Path, rules: PeftRules) -> None:

@@ -28,6 +28,7 @@ from ..models.part_factors import Strengths
 from ..models.tied_weights import TiedPair
 from ..models.weights import RowSlice, WeightView, whole
 from ..options import Unmatched
+from ..report import LEFT_OUT
 from ..row_ranges import RowNumbers
 from ..text import Note, listed
 from .biases import GIVE_BIAS, NEW_BIAS, NO_BIAS, TUNED_BIAS, TURNED_BIAS, bias_beside
@@ -47,7 +48,6 @@ from .tied_embeddings import AGAIN, AdapterPair, separate, shared_layers
 from .values import as_rows, is_copy, is_fixed, is_zero, with_values
 from .weight_finder import WeightFinder
 
-LEFT_OUT: Final = Note("it does not fit the base, and is left out because its strength is 0")
 UNUSED: Final = "modules_to_save names a module and one inside it, of which the model used another copy than was saved"
 INSIDE: Final = "train it again with modules_to_save naming one of the two; PEFT cannot load this adapter either"
 
@@ -227,6 +227,7 @@ class ModulePlacer:
         if self.strengths.leaves_out(name):
             self.draft.unused |= dict.fromkeys((info.name for info in tensors), OFF)
             self.draft.remarks.setdefault(LEFT_OUT, {})[name] = None
+            self.draft.applied[self.names.network_of(name), 0.0] += 1
         elif self.has_elements and not any(info.nbytes for info in tensors):
             self.draft.unused |= dict.fromkeys((info.name for info in tensors), NO_LAYER)
         else:

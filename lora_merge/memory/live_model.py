@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
 
 import torch
@@ -47,8 +48,10 @@ def live_model(model: object, tensors: dict[str, Tensor], original: Original) ->
         return replace(index_of(label, tensors, original), config=_config(model))
     modules = _modules(model)
     if not modules:
-        raise UsageError(f"{label} has no weights that can be changed", "merge_into",
-                         "give a torch.nn.Module, a diffusers pipeline, or a model of transformers")  # fmt: skip
+        fix = "give a torch.nn.Module, a diffusers pipeline, or a model of transformers"
+        fix = "for a state dict use merge_state_dict()" if isinstance(model, Mapping) else fix
+        fix = "for a file use merge()" if isinstance(model, str | Path) else fix
+        raise UsageError(f"{label} has no weights that can be changed", "merge_into", fix)
     components = {}
     for part, module in modules.items():
         part_tensors = _tensors(module, f"{label}: {part}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TypeAlias
 
 from ..dtypes import Shape
@@ -53,6 +53,7 @@ def _holds(condition: str, modules: Seen) -> bool:
     return exists == present
 
 
+@cache
 def parsed(condition: str) -> tuple[bool, re.Pattern[str], tuple[str, ...] | None]:
     """Return (False after `no`, pattern of names, shape or None) of a condition."""
     words = condition.split(" ")

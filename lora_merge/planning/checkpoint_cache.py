@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -29,17 +30,16 @@ class CheckpointCache:
 
         `table`: the user's name table. `plain`: whether an adapter that is attached inside is taken off.
         """
-        key = ("base", path, table, plain)
-        entry = self._get(key)
-        if entry is None:
-            index = open_checkpoint(path)
-            if plain and (parts := detached(index, adapter_config(path))):
-                index = parts[0]
+
+        def read(index: Index) -> tuple[Index, Names]:
+            parts = detached(index, adapter_config(path)) if plain else None
+            index = index if parts is None else parts[0]
             _check_base(index)
-            lookup = names(index, table)
-            notes = (*index.notes, *lookup.notes, *index.quantised.notes)
-            entry = self._keep(key, replace(index, notes=notes), lookup)
-        return entry
+            lookup = self.names(path, table) if parts is None else names(index, table)
+            return replace(index, notes=(*index.notes, *lookup.notes, *index.quantised.notes)), lookup
+
+        base: tuple[Index, Names] = self._parsed(("base", path, table, plain), self.index(path, adapter=False), read)
+        return base
 
     def own_adapter(self, path: Path) -> AdapterFile:
         """Return the adapter that a model holds: attached inside its weights, or in a file of its folder.
@@ -48,7 +48,7 @@ class CheckpointCache:
         """
         entry = self._get(("own", path))
         if entry is None:
-            parts = detached(open_checkpoint(path), adapter_config(path))
+            parts = detached(self.index(path, adapter=False), adapter_config(path))
             if parts is None and (not path.is_dir() or "peft_type" not in adapter_config(path)):
                 error = UsageError("no adapter is named, and the model contains none", str(path), "name an adapter")
                 raise error.instead(str(path), str(path), "ADAPTER:0.8")
@@ -58,19 +58,28 @@ class CheckpointCache:
         file: AdapterFile = entry[1]
         return file
 
-    def index(self, path: Path) -> Index:
-        """Return the tensors of an adapter by name, from its header."""
-        entry = self._get(("index", path)) or self._keep(("index", path), open_checkpoint(path, adapter=True), None)
+    def index(self, path: Path, *, adapter: bool = True) -> Index:
+        """Return the tensors of a checkpoint by name, from its header. `adapter`: as of `open_checkpoint`."""
+        key = ("index", path, adapter and path.is_dir())  # a file is one of them, whatever it is opened as
+        entry = self._get(key) or self._keep(key, open_checkpoint(path, adapter=adapter), None)
         return entry[0]
+
+    def names(self, path: Path, table: Path | None = None) -> Names:
+        """Return the names of the weights of a model. `table`: the user's name table."""
+        lookup: Names = self._parsed(("names", path, table), self.index(path, adapter=False), lambda i: names(i, table))
+        return lookup
 
     def adapter(self, path: Path) -> AdapterFile:
         """Return an adapter as modules; InputError if the file is not an adapter."""
-        index = self.index(path)
-        entry = self._get(("adapter", path))
-        if entry is None or entry[0] is not index:
-            entry = self._keep(("adapter", path), index, group(index))
-        file: AdapterFile = entry[1]
+        file: AdapterFile = self._parsed(("adapter", path), self.index(path), group)
         return file
+
+    def _parsed(self, key: tuple[Any, ...], index: Index, parse: Callable[[Index], Any]) -> Any:
+        """Return what a function makes of a kept index, which is kept too."""
+        entry = self._get(key)
+        if entry is None or entry[0] is not index:
+            entry = self._keep(key, index, parse(index))
+        return entry[1]
 
     def _get(self, key: tuple[Any, ...]) -> tuple[Index, Any] | None:
         if key not in self._entries:
@@ -95,8 +104,8 @@ class CheckpointCache:
 
 
 def _size(key: tuple[Any, ...], index: Index) -> int:
-    """Return how many tensors an entry adds to what is kept: the modules of an adapter have those of its index."""
-    return 0 if key[0] == "adapter" else len(index.tensors)
+    """Return how many tensors an entry adds to what is kept: all but "own" have those of an index."""
+    return len(index.tensors) if key[0] in ("index", "own") else 0
 
 
 def _unchanged(index: Index) -> bool:

@@ -33,9 +33,10 @@ class HeaderChange:
 
 def changed_files(index: Index) -> list[Path]:
     """Return the files of an output whose header is not as it was sealed, or has lost the seal that goes with its
-    recipe.
+    recipe; those of adapters, whose recipes name their command, have none.
     """
-    due = (parsed(index.metadata.get(KEY, "")) or {}).get("format") == FORMAT
+    recipe = parsed(index.metadata.get(KEY, "")) or {}
+    due = recipe.get("format") == FORMAT and "command" not in recipe
     states = {path: intact(path, index.headers[path]) for path in index.files}
     return [path for path, state in states.items() if state is False or (state is None and due)]
 

@@ -119,7 +119,8 @@ def _inexact(plan: Plan, recipe: Recipe | None) -> Note:
             also = f", and of {spoken(coarsest)}" if finer else ""
             steps = f"some rounding steps of {spoken(sums)}, in which the sums were made{also}"
     unknown = "" if recipe is not None else "; this holds for a merge that rounded to the nearest and cut nothing"
-    return Note(f"the values differ from those before the merge by {steps}, of the largest number added up{unknown}")
+    at = "measured at the largest value of each sum"
+    return Note(f"the values differ from those before the merge by {steps}, {at}{unknown}")
 
 
 def _digits(dtype: str) -> int:

@@ -5,8 +5,7 @@ Options are rows of the tables of options; no option, default or help is written
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
@@ -14,16 +13,15 @@ from typing import Any, Final
 from ..adapters_out.commands import COMMANDS
 from ..adapters_out.dialects import names as dialects
 from ..batch.commands import MERGE, TAKES, UNMERGE
-from ..batch.schema import ROWS
 from ..batch.short_form import jobs_text
 from ..batch.templates import literal
 from ..errors import UsageError
 from ..job import TOKENIZERS
 from ..merge_methods import COMBINATIONS, METHODS
 from ..method_parameters import NAMES
-from ..options import BLOCK_WEIGHTS, OPTIONS, Kind, Option, finite, number
+from ..option_texts import on_command_line, value_of
+from ..options import BLOCK_WEIGHTS, EVERY_VALUE, OPTIONS, READING, Option, finite, number
 from ..paths import typed
-from ..safe_regex import from_json
 from .library import ADAPTER, BASE, Library
 
 ANY: Final = "any"
@@ -39,6 +37,12 @@ PLACES: Final = ("overwrite", "strength", "strength_for")
 LINES: Final = ("texts", "settings", "entries", "rules")
 """Kinds of options with a value in each line."""
 
+READS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({
+    "verify": tuple(name for name, option in OPTIONS.items() if option.in_verify),
+    "replay": ("device", "overwrite"),
+})  # fmt: skip
+"""Command that is no job of a jobs file → the options of a merge that it takes."""
+
 
 @dataclass(frozen=True)
 class CommandForm:
@@ -50,33 +54,43 @@ class CommandForm:
     base: str = ""
     """The name of its base; "" if it takes none."""
     base_needed: bool = False
+    product: str = ""
+    """The name of the finished file that it is about; "" if it takes none."""
     inputs: str = "Adapters"
     """The name of its other inputs."""
     of: str = ADAPTER
     """The kind of these: adapter, base or any."""
     least: int = 1
     most: int = 1
+    places: int = 1
+    """How many of them the empty form has a place for."""
+    help: str = ""
+    """What to know about these."""
     main: tuple[str, ...] = ()
     """Options that are shown at once; the others are below "more options"."""
+    reading: tuple[str, ...] = ()
+    """How much it reads: rows of `READING`."""
+    always: tuple[str, ...] = ()
+    """The ones of them that hold without being asked for."""
     writes: bool = True
 
     @property
     def options(self) -> Mapping[str, Option]:
         """Return its options."""
-        if not self.writes:
-            return {}
         rows = COMMANDS[self.command].options if self.command in COMMANDS else OPTIONS
-        return {name: rows[name] for name in TAKES[self.command] if name not in PLACES}
+        names = TAKES.get(self.command) or READS.get(self.command, ())
+        reading = {name: READING[name] for name in self.reading}
+        return reading | {name: rows[name] for name in names if name not in PLACES}
 
     @property
     def strengths(self) -> bool:
         """Return whether each adapter has a strength."""
-        return self.command in (MERGE, UNMERGE) or "strength" in getattr(COMMANDS.get(self.command), "options", ())
+        return "strength" in COMMANDS[self.command].options if self.command in COMMANDS else self.parts
 
     @property
     def parts(self) -> bool:
         """Return whether an adapter may have strengths by part."""
-        return "strength_for" in TAKES.get(self.command, ())
+        return "strength_for" in (TAKES.get(self.command) or READS.get(self.command, ()))
 
     def _ordered(self) -> list[Option]:
         """Return its options, first the ones that are shown at once."""
@@ -90,7 +104,9 @@ class CommandForm:
         return {
             **{name: getattr(self, name) for name in self.__dataclass_fields__},
             "strengths": self.strengths, "parts": self.parts,
-            "options": [_option(row, main=row.name in self.main) for row in self._ordered()],
+            "options": [
+                _option(row, main=row.name in self.main) for row in self._ordered() if row.name not in self.always
+            ],
             "methods": {
                 name: [*row.takes, *(["scale"] if writes_adapters or row.combines else [])]
                 for name, row in methods.items()
@@ -126,16 +142,27 @@ FORMS: Final[Mapping[str, CommandForm]] = MappingProxyType({
             inputs="Snapshots, the oldest first", most=MANY, main=("weights", "ema"),
         ),
         CommandForm(
-            UNMERGE, "Unmerge", "Adapters taken out of a merged checkpoint again.", "Merged checkpoint",
-            base_needed=True, most=MANY,
-        ),
-        CommandForm(
-            "inspect", "Inspect", "What a file is, with its numbers.", "Base (to see how it fits)", inputs="File",
-            of=ANY, writes=False,
+            "inspect", "Inspect", "What files are, with their numbers.", "Base (to see how adapters fit it)",
+            inputs="Files", of=ANY, most=MANY, reading=("weights", "hashes"), always=("weights",), writes=False,
         ),
         CommandForm(
             "compare", "Compare", "How two models differ, or how alike two adapters are.",
-            "Base (for two adapters)", inputs="Two files", of=ANY, least=2, most=2, writes=False,
+            "Base (for two adapters)", inputs="Files", of=ANY, least=2, most=2, places=2, writes=False,
+        ),
+        CommandForm(
+            "verify", "Verify", "Whether a finished file is the merge that it should be.",
+            "Base (for a file without a recipe)", product="Finished file", least=0, most=MANY, places=0,
+            help="Only for a file without a recipe. With one, the inputs are found in the folders of this page.",
+            main=(EVERY_VALUE,), reading=(EVERY_VALUE,), writes=False,
+        ),
+        CommandForm(
+            UNMERGE, "Unmerge", "Adapters taken out of a merged checkpoint again.", "Merged checkpoint",
+            base_needed=True, least=0, most=MANY, places=0,
+            help="Without adapters here: the ones that its recipe names. With some: at the strengths of the merge.",
+        ),
+        CommandForm(
+            "replay", "Replay", "A finished file written again by its recipe.", product="Finished file",
+            least=0, most=0, places=0,
         ),
     )
 })  # fmt: skip
@@ -163,18 +190,8 @@ def entry(values: Mapping[str, Any], library: Library) -> dict[str, Any]:
     form = FORMS.get(str(values.get("command")))
     if form is None:
         raise UsageError("there is no such form", str(values.get("command"))[:80], "load the page again")
-    base = str(values.get("base") or "")
-    adapters = [_adapter(form, n, a, library) for n, a in enumerate(values.get("adapters") or (), 1) if a.get("path")]
-    if form.base_needed and not base:
-        raise UsageError(f"no {form.base.lower()} is chosen", form.title, "choose one from the list")
-    if not form.least <= len(adapters) <= form.most:
-        raise UsageError(f"no {form.inputs.lower()} are chosen" if form.most > 1 else
-                         f"no {form.inputs.lower()} is chosen", form.title, "choose from the list")  # fmt: skip
     job: dict[str, Any] = {} if form.command == MERGE else {"command": form.command}
-    if form.base and base:
-        job["base"] = str(library.path(base))
-    if adapters:
-        job["adapters"] = adapters
+    job |= {**_inputs(form, values, library), **dict.fromkeys(form.always, True)}
     given = values.get("options") or {}
     for name, row in form.options.items():
         text = str(given.get(name) or "").strip()
@@ -182,7 +199,35 @@ def entry(values: Mapping[str, Any], library: Library) -> dict[str, Any]:
             job[name] = _value(row, text, library)
     if form.writes:
         job["output"] = str(library.target(str(values.get("output") or "")))
+    if by_recipe(job):
+        job["search"] = [*map(str, library.places())]
     return job
+
+
+def _inputs(form: CommandForm, values: Mapping[str, Any], library: Library) -> dict[str, Any]:
+    """Return the files of a filled form; UsageError for one that is missing."""
+    inputs: dict[str, Any] = {}
+    for name, title, needed in (("product", form.product, bool(form.product)), ("base", form.base, form.base_needed)):
+        path = str(values.get(name) or "") if title else ""
+        if needed and not path:
+            raise UsageError(f"no {title.lower()} is chosen", form.title, "choose one from the list")
+        if path:
+            inputs[name] = str(library.path(path))
+    adapters = [_adapter(form, n, a, library) for n, a in enumerate(values.get("adapters") or (), 1) if a.get("path")]
+    if not form.least <= len(adapters) <= form.most:
+        raise UsageError(f"no {form.inputs.lower()} are chosen" if form.most > 1 else
+                         f"no {form.inputs.lower()} is chosen", form.title, "choose from the list")  # fmt: skip
+    return inputs | ({"adapters": adapters} if adapters else {})
+
+
+def by_recipe(job: Mapping[str, Any]) -> bool:
+    """Return whether the inputs of a job are those of the recipe of a finished file."""
+    return job.get("command") in (UNMERGE, *READS) and not (job.get("adapters") or {"product", "base"} <= {*job})
+
+
+def in_jobs_file(job: Mapping[str, Any]) -> bool:
+    """Return whether a jobs file may have a job. The others are calls of the Python API."""
+    return job.get("command", MERGE) in TAKES and not by_recipe(job)
 
 
 def _adapter(form: CommandForm, place: int, values: Mapping[str, Any], library: Library) -> str | dict[str, Any]:
@@ -211,47 +256,8 @@ def _value(row: Option, text: str, library: Library) -> Any:
     """Return the value of an option from the text of its field."""
     if row.kind == "path" or (row.kind == "folder" and text not in TOKENIZERS):
         return str(library.path(text))
-    read = READERS.get(row.kind)
-    return text if read is None else read(row, text)
-
-
-def _lines(_: Option, text: str) -> list[str]:
-    return [line.strip() for line in text.splitlines() if line.strip()]
-
-
-def _pairs(row: Option, text: str) -> dict[str, str]:
-    lines = _lines(row, text)
-    wrong = next((line for line in lines if "=" not in line), None)
-    if wrong is not None:
-        raise UsageError(f"{wrong[:80]!r} is not NAME=VALUE", row.flag, f"write {row.metavar} in each line")
-    return {name: value for name, _, value in (line.partition("=") for line in lines)}
-
-
-def _settings(row: Option, text: str) -> dict[str, Any]:
-    return {name: _setting(value) for name, value in _pairs(row, text).items()}
-
-
-def _setting(text: str) -> Any:
-    try:
-        return from_json(text)
-    except ValueError:
-        return text
-
-
-def _whole(row: Option, text: str) -> int:
-    value = _number(text, row.flag)
-    if value != int(value):
-        raise UsageError(f"{text[:40]!r} is not a whole number", row.flag, "write a number such as 1")
-    return int(value)
-
-
-READERS: Final[Mapping[Kind, Callable[[Option, str], Any]]] = MappingProxyType({
-    "texts": _lines, "entries": _pairs, "rules": _pairs, "settings": _settings, "whole": _whole,
-    "switch": lambda _, text: text == "true",
-    "number": lambda row, text: _number(text, row.flag),
-    "list": lambda row, text: [_number(item, row.flag) for item in text.replace(",", " ").split()],
-})  # fmt: skip
-"""Kind of an option → its value from the text of a field; others are text."""
+    words = [line.strip() for line in text.splitlines() if line.strip()] if row.kind in LINES else [text]
+    return value_of(row, words)
 
 
 # A job as other forms of itself.
@@ -279,44 +285,24 @@ def _words(job: Mapping[str, Any]) -> Iterator[str]:
     adapters: list[dict[str, Any]] = [{"path": a} if isinstance(a, str) else a for a in job.get("adapters", ())]
     # The inputs: a base that the command needs comes first, another one is an option.
     first = form.base_needed or command == "inspect"
+    verified = command == "verify"
     yield command
-    if first and "base" in job:
-        yield job["base"]
-    yield from (a["path"] for a in adapters)
+    yield from (job[name] for name in ("product", *(["base"] if first else [])) if name in job)
+    yield from (a["path"] for a in adapters if not verified)
     if not first and "base" in job:
         yield from ("--base", job["base"])
     if "output" in job:
         yield from ("--output", job["output"])
-    if command == "inspect":
-        yield "--weights"
+    yield from (f"--search={folder}" for folder in job.get("search", ()))
     # The strengths, in the order of the adapters.
-    if any("strength" in a for a in adapters):
+    if verified:
+        yield from (f"--adapter={a['path']}" + (f":{a['strength']!r}" if "strength" in a else "") for a in adapters)
+    elif any("strength" in a for a in adapters):
         yield from (f"--strength={a.get('strength', 1.0)!r}" for a in adapters)
     for place, adapter in enumerate(adapters, 1):
         for part, factor in adapter.get("strength_for", {}).items():
             yield f"--strength-for={place}:{part}={factor}"
     # The options.
-    for name, value in job.items():
-        if name in ROWS:
-            yield from _flags(ROWS[name], value)
-
-
-WRITERS: Final[Mapping[Kind, Callable[[Any], Sequence[str]]]] = MappingProxyType({
-    "texts": lambda value: value,
-    "list": lambda value: [",".join(map(repr, value))],
-    "settings": lambda value: [f"{name}={_json(v)}" for name, v in value.items()],
-    **dict.fromkeys(("entries", "rules"), lambda value: [f"{name}={v}" for name, v in value.items()]),
-})  # fmt: skip
-"""Kind of an option → the words for its value; one word for all others."""
-
-
-def _flags(row: Option, value: Any) -> Iterator[str]:
-    if row.kind == "switch":
-        yield row.flag if value else f"--no-{row.name}"
-        return
-    for text in WRITERS.get(row.kind, lambda v: [str(v)])(value):
-        yield f"{row.flag}={text}"
-
-
-def _json(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    for name, row in form.options.items():
+        if name in job:
+            yield from on_command_line(row, job[name])

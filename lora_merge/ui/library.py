@@ -95,6 +95,10 @@ class Library:
         """Return the library as plain data, for the page."""
         return {"entries": [asdict(entry) for entry in self.entries()], "output": str(self.output)}
 
+    def places(self) -> list[Path]:
+        """Return the folders that have the models and adapters: those of a program in place of the program's folder."""
+        return [place for folder in self.folders for place in _known(folder) or [folder]]
+
     def path(self, text: str) -> Path:
         """Return the path of an input; UsageError if it, or a link in it, leads out of the named folders."""
         path = expand(text)
@@ -147,14 +151,14 @@ class Library:
     def _listed(self, folder: Path) -> Iterator[tuple[Path, Path, tuple[str, ...]]]:
         """Yield models and adapters below a folder, each with the folder that it is listed with, and the kinds as which
         it is offered."""
-        root = folder.parent if folder.name == "models" else folder
-        known = {root / name: (kind,) for name, kind in LAYOUTS if (root / name).is_dir()}
+        known = _known(folder)
         hub = [*folder.glob(HUB)] or [*folder.glob(f"hub/{HUB}")]
         listed: dict[Path, tuple[str, ...]] = {**known} or dict.fromkeys(hub or [folder], ())
         if known and folder == self.output:
-            listed[folder / DROPPED] = ()
+            listed |= {folder / DROPPED: (), folder: ()}
         for at, kinds in listed.items():
-            for path, kind in _models(at):
+            deepest = 0 if known and at == folder else DEEPEST  # outputs that got names outside of those folders
+            for path, kind in _models(at, deepest):
                 yield path, at, kinds or ((kind,) if kind else self._kind(path))
 
     def _kind(self, path: Path) -> tuple[str, ...]:
@@ -212,6 +216,12 @@ def _names(path: Path, at: Path, folder: Path) -> tuple[str, str]:
     return at.relative_to(folder.parent).as_posix(), label
 
 
+def _known(folder: Path) -> dict[Path, tuple[str, ...]]:
+    """Return the folders of a program that a named folder has, with their kinds."""
+    root = folder.parent if folder.name == "models" else folder
+    return {root / name: (kind,) for name, kind in LAYOUTS if (root / name).is_dir()}
+
+
 def _folder(path: str | Path) -> Path:
     folder = expand(path)
     if not folder.is_dir():
@@ -219,7 +229,7 @@ def _folder(path: str | Path) -> Path:
     return folder
 
 
-def _models(folder: Path) -> Iterator[tuple[Path, str]]:
+def _models(folder: Path, deepest: int) -> Iterator[tuple[Path, str]]:
     """Yield files with weights and folders of models below a folder, with the kind of a folder, else ""."""
     for at, folders, files in os.walk(folder):
         here = Path(at)
@@ -228,7 +238,7 @@ def _models(folder: Path) -> Iterator[tuple[Path, str]]:
             folders.clear()
             yield here, kind
             continue
-        deep = len(here.relative_to(folder).parts) >= DEEPEST
+        deep = len(here.relative_to(folder).parts) >= deepest
         folders[:] = [] if deep else sorted(name for name in folders if not name.startswith("."))
         for name in sorted(files):
             if name.lower().endswith((*ENDINGS, ".sft")) and not name.startswith("."):

@@ -9,7 +9,7 @@ const PART = { min: 0, max: 2, step: 0.05 };
 const STRENGTH = { min: -2, max: 2, step: 0.05 };
 
 const byId = (id) => document.getElementById(id);
-const state = { forms: {}, form: null, entries: [], output: "", pictures: false, adapters: [], base: null, options: {}, parts: null, components: {}, files: null, preview: null, named: false };
+const state = { forms: {}, form: null, entries: [], output: "", pictures: false, adapters: [], base: null, product: null, other: null, options: {}, parts: null, components: {}, files: null, preview: null, named: false };
 let turn = 0; // of previews, so that a late answer is dropped
 let timer = 0;
 
@@ -115,7 +115,7 @@ function adapterBox(adapter, place) {
   const box = h("fieldset", {}, h("legend", {}, name), choice);
   if (form.strengths) box.append(slider("strength", adapter.strength, STRENGTH, (v) => { adapter.strength = v; changed(); }, `strength of ${name}`));
   if (form.parts) { adapter.slot = h("div", {}); adapter.name = name; box.append(adapter.slot); }
-  if (many && state.adapters.length > Math.max(1, form.least)) {
+  if (many && state.adapters.length > form.places) {
     box.append(h("div", { class: "row" }, h("button", { type: "button", "aria-label": `remove ${name}`, onclick: () => { state.adapters.splice(place, 1); draw(); byId("add")?.focus(); } }, "Remove")));
   }
   return box;
@@ -166,14 +166,16 @@ function draw() {
   const form = state.form;
   fields = 0;
   const focused = document.activeElement?.closest("#fields") ? document.activeElement.id || document.activeElement.getAttribute("aria-label") : "";
-  while (state.adapters.length < Math.max(1, form.least)) state.adapters.push(fresh());
+  while (state.adapters.length < form.places) state.adapters.push(fresh());
   if (state.adapters.length > form.most) state.adapters.length = form.most;
   const boxes = [];
+  if (form.product) boxes.push(field(form.product, chooser("any", state.product, (path) => { state.product = path; changed(); }, "choose…")));
   if (form.base) {
     boxes.push(field(form.base, chooser("base", state.base, (path) => { state.base = path; loadParts(); changed(); }, form.base_needed ? "choose…" : "none")));
   }
   boxes.push(...state.adapters.map(adapterBox));
-  if (state.adapters.length < form.most) boxes.push(h("div", { class: "row field" }, h("button", { type: "button", id: "add", onclick: () => { state.adapters.push(fresh()); draw(); } }, `Add ${form.of === "base" ? "a checkpoint" : "an adapter"}`)));
+  if (form.help) boxes.push(h("p", { class: "field help" }, form.help));
+  if (state.adapters.length < form.most) boxes.push(h("div", { class: "row field" }, h("button", { type: "button", id: "add", onclick: () => { state.adapters.push(fresh()); draw(); } }, `Add ${{ base: "a checkpoint", adapter: "an adapter", any: "a file" }[form.of]}`)));
   const shown = form.options.filter(taken);
   boxes.push(h("div", { class: "grid" }, ...shown.filter((option) => option.main).map(optionField)));
   if (form.writes) {
@@ -190,7 +192,7 @@ function draw() {
   drawParts();
   if (focused) (byId(focused) || byId("fields").querySelector(`[aria-label="${CSS.escape(focused)}"]`))?.focus();
   byId("about").textContent = form.about;
-  byId("run").textContent = form.writes ? form.title : "Look";
+  byId("run").textContent = form.title;
   byId("copy-jobs").hidden = !form.writes;
   changed();
 }
@@ -198,12 +200,12 @@ function draw() {
 function suggestion() {
   const form = state.form;
   const adapters = state.adapters.map((adapter) => adapter.path).filter(Boolean);
-  const first = form.command === "merge" || form.command === "unmerge" ? state.base : adapters[0];
+  const first = { merge: state.base, unmerge: state.base, replay: state.product }[form.command] ?? (form.product || form.least === 0 ? "" : adapters[0]);
   if (!first) return "";
   const root = state.output.replace(/[\\/]$/, "");
   const inside = first.startsWith(`${root}/`) || first.startsWith(`${root}\\`);
   const folder = inside ? first.slice(root.length + 1, first.length - nameOf(first).length) : "";
-  const names = { merge: [state.base, ...adapters].map((path) => stem(path)).join("+"), combine: adapters.map(stem).join("+"), unmerge: `${stem(first)}-without`, extract: `${stem(first)}-lora` };
+  const names = { merge: [state.base, ...adapters].map((path) => stem(path)).join("+"), combine: adapters.map(stem).join("+"), unmerge: `${stem(first)}-without`, extract: `${stem(adapters[0] || "")}-lora`, replay: `${stem(first)}-again` };
   return folder + (names[form.command] || `${stem(first)}-${form.command}${form.command.endsWith("e") ? "d" : "ed"}`).slice(0, 150);
 }
 
@@ -231,7 +233,7 @@ function values() {
   });
   const names = new Set(state.form.options.filter(taken).map((option) => option.name));
   const options = Object.fromEntries(Object.entries(state.options).filter(([name]) => names.has(name)));
-  return { command: state.form.command, base: state.form.base ? state.base || "" : "", adapters, options, output: state.name || "", overwrite: state.overwrite === true };
+  return { command: state.form.command, base: state.form.base ? state.base || "" : "", product: state.form.product ? state.product || "" : "", adapters, options, output: state.name || "", overwrite: state.overwrite === true };
 }
 
 // The preview.
@@ -240,6 +242,7 @@ function changed() {
   const input = byId("fields").querySelector("[name=output]");
   if (input && !state.named) { state.name = suggestion(); input.value = state.name; }
   byId("plan").dataset.state = "stale";
+  if (missing()) byId("run").disabled = true;
   clearTimeout(timer);
   timer = setTimeout(look, WAIT);
 }
@@ -248,8 +251,8 @@ async function look() {
   clearTimeout(timer);
   const mine = (turn += 1);
   const filled = values();
-  const paths = JSON.stringify([filled.base, filled.adapters.map((adapter) => adapter.path)]);
-  if (!filled.base && !filled.adapters.some((adapter) => adapter.path)) { state.preview = state.files = null; showFiles([]); showPlan({}, true); return; }
+  const paths = JSON.stringify([filled.product, filled.base, filled.adapters.map((adapter) => adapter.path)]);
+  if (!filled.base && !filled.product && !filled.adapters.some((adapter) => adapter.path)) { state.preview = state.files = null; showFiles([]); showPlan({}, filled); return; }
   try {
     if (paths !== state.files) { // first what they are, as soon as they are chosen
       const { files } = await call("files", filled);
@@ -257,10 +260,10 @@ async function look() {
       state.files = paths;
       showFiles(files);
     }
-    const preview = await call("preview", filled);
+    const preview = missing() ? {} : await call("preview", filled);
     if (mine !== turn) return;
     state.preview = preview;
-    showPlan(preview, false);
+    showPlan(preview, filled);
   } catch (error) { if (mine === turn) lost(error); }
 }
 
@@ -275,30 +278,52 @@ function facts(rows) {
   return h("dl", { class: "facts" }, ...rows.flatMap(([name, value, style]) => [h("dt", {}, name), h("dd", { class: style || "" }, value)]));
 }
 
-function showPlan(preview, empty) {
+function missing() {
+  const { product, base, base_needed: needed, inputs, least } = state.form;
+  if (product && !state.product) return product;
+  if (needed && !state.base) return base;
+  return state.adapters.filter((adapter) => adapter.path).length < least ? inputs : "";
+}
+
+function showPlan(preview, filled) {
   const plan = byId("plan");
-  const error = preview.error || preview.plan?.error;
-  byId("run").disabled = empty || Boolean(error);
+  const disk = preview.plan?.disk;
+  const full = disk && !disk.enough ? { what: "the disk is too full", where: `${size(disk.needed)} are written, ${size(disk.free)} are free`, fix: "delete files there, or start the page with another --output-folder" } : null;
+  const error = preview.error || preview.plan?.error || full;
+  const bare = error && state.form.places > 0 && !filled.adapters.some((adapter) => adapter.path);
+  const empty = missing() || (bare ? state.form.inputs : "");
+  byId("run").disabled = Boolean(empty || error);
   for (const [id, name] of [["copy-command", "command"], ["copy-jobs", "jobs"]]) byId(id).disabled = !preview[name];
   plan.dataset.state = empty ? "empty" : error ? "error" : "ready";
-  if (empty) plan.replaceChildren(h("p", { class: "help" }, "Choose files: what they are, whether they fit and what will be written is shown here."));
-  else if (error) plan.replaceChildren(errorBox(error));
-  else if (preview.plan) {
+  let summary = "Nothing is written.";
+  if (empty) {
+    summary = `Next: choose ${empty[0].toLowerCase()}${empty.slice(1)}.`;
+    plan.replaceChildren(h("p", { class: "help" }, "Choose files: what they are, whether they fit and what will be written is shown here."));
+  } else if (error) {
+    summary = `It cannot run: ${error.what}.`;
+    plan.replaceChildren(errorBox(error));
+  } else if (preview.plan) {
     const row = preview.plan;
-    const rows = [["writes", row.status === "done" ? "nothing: it is there already, by the same recipe" : size(row.bytes)], ["to", row.output], ["memory", `at most ${size(row.memory)} of weights in flight`]];
-    if (row.disk) rows.push(["disk", `${size(row.disk.needed)} of ${size(row.disk.free)} free${row.disk.enough ? "" : ": too little"}`]);
-    rows.push(["time", row.seconds === null ? "known after the first run" : time(row.seconds)]);
+    const took = row.seconds === null ? "known after the first run" : time(row.seconds);
+    summary = row.status === "done" ? "It is there already, by the same recipe." : `Writes ${size(row.bytes)}; memory for weights: at most ${size(row.memory)}; time: ${took}.`;
+    const rows = [["writes", row.status === "done" ? "nothing: it is there already, by the same recipe" : size(row.bytes)], ["to", row.output], ["memory", `at most ${size(row.memory)} for weights`]];
+    if (row.status === "done") rows.length = 2;
+    else if (row.disk) rows.push(["disk", `${size(row.disk.needed)} of ${size(row.disk.free)} free`]);
+    if (row.status !== "done") rows.push(["time", took + (row.measured || row.seconds === null ? "" : ", from the speed of the disk")]);
     plan.replaceChildren(facts(rows));
   } else plan.replaceChildren(h("p", { class: "help" }, "Nothing is written."));
+  byId("summary").textContent = summary;
+  byId("summary").className = error && !empty ? "warn" : "help";
 }
 
 function fileCard(file) {
   const card = h("div", { class: "card" }, h("h3", {}, nameOf(file.path)));
   if (file.error) card.append(errorBox(file.error));
+  if (file.verdict) card.append(h("p", {}, file.verdict));
   if (file.fits === true) card.append(h("p", { class: "good" }, `fits: ${file.matched} of ${file.total} modules match`));
   if (file.fits === false) card.append(h("p", { class: "bad" }, file.matched ? `${file.matched} of ${file.total} modules match: ${file.why}` : `does not fit: ${file.why}`));
   if (file.triggers?.length) card.append(h("p", {}, `trigger words: ${file.triggers.join(", ")}`));
-  if (file.text) card.append(h("details", {}, h("summary", {}, file.kind === "adapter" ? "what this adapter is" : "what this file is"), h("pre", {}, file.text)));
+  if (file.text) card.append(h("details", {}, h("summary", {}, `all about this ${file.kind === "adapter" ? "adapter" : "file"}`), h("pre", {}, file.text)));
   return card;
 }
 
@@ -345,7 +370,7 @@ function showRun(one) {
     byId("runs").prepend(row.item);
     rows.set(one.number, row);
   }
-  const stages = { load: "opening", merge: "merging", make: "computing", flush: "writing", prove: "verifying", look: "measuring" };
+  const stages = { load: "opening", fetch: "downloading", merge: "merging", make: "computing", flush: "writing", prove: "verifying", look: "measuring" };
   row.state.textContent = one.state === "running" ? `${stages[one.stage] || "planning"}${one.total ? ` ${Math.floor((100 * one.done) / one.total)} %` : ""}` : one.state + (one.state === "done" ? ` in ${one.seconds.toFixed(1)} s` : "");
   row.state.className = { done: "good", failed: "bad" }[one.state] || "";
   row.item.dataset.state = one.state;
@@ -362,13 +387,17 @@ function showRun(one) {
   if (one.facts.length) parts.push(h("details", { open: true }, h("summary", {}, "Report"), facts(one.facts.map(([name, value, style], n) => [n && one.facts[n - 1][0] === name ? "" : name, value, STYLES[style.split(" ").pop()]]))));
   if (one.text) parts.push(h("details", { open: true }, h("summary", {}, "Report"), h("pre", {}, one.text)));
   if (one.page) parts.push(reportFrame(one));
+  else if (one.pictured) parts.push(h("p", { class: "help" }, "Its page with pictures needs Plotly: pip install plotly, then start lora-merge ui again."));
   row.body.replaceChildren(...parts);
   if (one.output) { state.files = null; refresh(); }
 }
 
 function reportFrame(one) {
   return h("details", { ontoggle: (event) => {
-    if (event.target.open && !event.target.querySelector("iframe")) event.target.append(h("iframe", { src: `report/${one.number}`, sandbox: "allow-scripts", title: `Report with pictures: ${one.title}` }));
+    if (event.target.open && !event.target.querySelector("iframe")) {
+      const wait = h("p", { class: "help" }, "The pictures are drawn…");
+      event.target.append(wait, h("iframe", { src: `report/${one.number}`, sandbox: "allow-scripts", title: `Report with pictures: ${one.title}`, onload: () => wait.remove() }));
+    }
   } }, h("summary", {}, "Report with pictures"));
 }
 
@@ -396,6 +425,7 @@ async function take(file) {
 
 function choose(path) {
   const entry = state.entries.find((one) => one.path === path);
+  if (state.form.product && !state.product) { state.product = path; draw(); return; }
   const asBase = state.form.of !== "base" && entry?.kinds.length === 1 && entry.kinds[0] === "base";
   if (asBase && state.form.base) { state.base = path; loadParts(); } else {
     const free = state.adapters.find((adapter) => !adapter.path);
@@ -417,6 +447,12 @@ async function copy(name, what) {
 }
 
 function select(command) {
+  // What was chosen goes from form to form, but between those for new files and those about a finished file.
+  if (state.form && (state.form.places === 0) !== (state.forms[command].places === 0)) {
+    const chosen = { base: state.base, product: state.product, adapters: state.adapters };
+    Object.assign(state, state.other || { base: null, product: null, adapters: [] }, { other: chosen });
+    loadParts();
+  }
   state.form = state.forms[command];
   state.named = false;
   for (const button of byId("commands").children) button.setAttribute("aria-current", String(button.dataset.command === command));

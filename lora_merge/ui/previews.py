@@ -4,22 +4,37 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from shutil import disk_usage
+from typing import Any, Final, TypeAlias
 
-from .. import Facts, FormerPlans, JobPlan, MergeError, inspect, plan_batch
-from ..errors import error_dict
+from .. import Facts, FormerPlans, MergeError, inspect, plan_batch
+from ..batch.commands import UNMERGE
+from ..disk.destination import check_output, files_under
+from ..errors import UsageError, error_dict
+from ..job import parse_size
 from ..options import OPTIONS
-from ..paths import exists
+from ..paths import exists, with_ending
+from ..planning.recipe import KEY
 from ..version import __version__
 from ..viewing.parts import parts_of, presets_of
-from .forms import FORMS, command_line, entry, jobs_file, runnable
-from .library import Library
+from .forms import FORMS, by_recipe, command_line, entry, in_jobs_file, jobs_file, runnable
+from .library import ADAPTER, BASE, Library
 from .runs import Queue
 
 KEPT: Final = 200
 """Files and pairs whose facts are kept."""
+
+WITHOUT_RECIPE: Final = {
+    "verify": "choose its base and its adapters, too", "replay": "choose a file that lora-merge wrote",
+    UNMERGE: "choose the adapters, too",
+}  # fmt: skip
+"""Command → what to do with a file that has no recipe."""
+
+FileStates: TypeAlias = tuple[str, float, int]
+"""A path, and the latest time and the bytes of the files there."""
 
 
 class Previews:
@@ -28,6 +43,7 @@ class Previews:
     def __init__(self, library: Library, queue: Queue) -> None:
         self.library, self.queue = library, queue
         self._former, self._turn = FormerPlans(), threading.Lock()
+        self._facts = lru_cache(KEPT)(self._inspected)
 
     def start(self) -> dict[str, Any]:
         """Return the forms and the library, as the page begins."""
@@ -36,6 +52,15 @@ class Previews:
             "folders": [*map(str, self.library.folders)], "pictures": self.queue.pictures,
             "overwrite": OPTIONS["overwrite"].help, **self.library.to_dict(),
         }  # fmt: skip
+
+    def warm_up(self) -> None:
+        """Look at the smallest base and adapter, which loads tables and modules, and measure the disk, before somebody
+        waits for it."""
+        entries = sorted(self.library.entries(), key=lambda entry: entry.bytes)
+        base, adapter = (next((e.path for e in entries if e.kinds == (kind,)), "") for kind in (BASE, ADAPTER))
+        with suppress(OSError):  # the failure of who chooses them
+            self.files({"base": base, "adapters": [{"path": adapter}]})
+        self.queue.estimate(self.library.output)
 
     def files(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the files of a form are, and whether adapters fit the base."""
@@ -47,60 +72,82 @@ class Previews:
         try:
             job = entry(values, self.library)
             result |= {"command": command_line(job)}
-            if FORMS[job.get("command", "merge")].writes:
-                result |= {"jobs": jobs_file(job), "plan": self._plan(job, values)}
+            if in_jobs_file(job):
+                result |= {"jobs": jobs_file(job)}
+            if plan := self._plan(job, overwrite=bool(values.get("overwrite"))):
+                result |= {"plan": {**plan, **self.queue.times(plan["effort"])}}
         except MergeError as e:
             result["error"] = error_dict(e)
         return result
 
     def run(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Put a filled form into the queue; MergeError if it cannot run."""
-        job, overwrite, effort = entry(values, self.library), bool(values.get("overwrite")), 0
-        if FORMS[job.get("command", "merge")].writes:
-            planned = self._planned(job, overwrite=overwrite)
-            if planned.error is not None:
-                raise planned.error
-            effort = planned.effort
-        return {"number": self.queue.add(job, overwrite=overwrite, effort=effort).number}
+        job, overwrite = entry(values, self.library), bool(values.get("overwrite"))
+        plan = self._plan(job, overwrite=overwrite) or {"error": None, "effort": 0}
+        if plan["error"] is not None:
+            return {"error": plan["error"]}
+        return {"number": self.queue.add(job, overwrite=overwrite, effort=plan["effort"]).number}
 
     def parts(self, path: str) -> dict[str, Any]:
         """Return parts, blocks and presets of a base."""
         base = self.library.path(path)
-        return {**parts_of(base), "presets": presets_of(base)}
+        with self._turn:
+            opened = self._former.checkpoints([base])
+            return {**parts_of(base, opened), "presets": presets_of(base, opened)}
 
     def find(self, name: str, size: int) -> dict[str, Any]:
         """Return the path of a dropped file that the library has; "" if it must be uploaded."""
         known = self.library.find(name, size)
         return {"path": "" if known is None else known.path}
 
-    def _plan(self, job: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-        planned = self._planned(job, overwrite=bool(values.get("overwrite")))
-        return {**planned.to_dict(), "seconds": self.queue.seconds(planned.effort)}
-
-    def _planned(self, job: Mapping[str, Any], *, overwrite: bool) -> JobPlan:
+    def _plan(self, job: Mapping[str, Any], *, overwrite: bool) -> dict[str, Any]:
+        """Return what a job writes, its `effort`, and its `error` if it cannot run; nothing for one that only reads."""
+        if by_recipe(job):
+            return self._plan_by_recipe(job, overwrite=overwrite)
+        if not in_jobs_file(job):
+            return {}
         with self._turn:
             (planned,) = plan_batch([runnable(job)], overwrite=overwrite, former=self._former)
-        return planned
+        return {**planned.to_dict(), "effort": planned.effort}
+
+    def _plan_by_recipe(self, job: Mapping[str, Any], *, overwrite: bool) -> dict[str, Any]:
+        """Return the same for a job whose inputs are found by their content, which only the run does."""
+        product = Path(job.get("product") or job["base"])
+        facts = self._facts(self._state(str(product)))
+        if KEY not in facts["metadata"]:
+            raise UsageError("the file has no recipe", str(product), WITHOUT_RECIPE[job["command"]])
+        if "output" not in job:
+            return {}
+        output, folder = Path(job["output"]), product.is_dir()
+        output = output if folder else with_ending(output, product.suffix or ".safetensors")
+        check_output(output, [product], overwrite=overwrite, folder=folder, contents=files_under(product))
+        needed, free = facts["bytes"], disk_usage(self.library.output).free
+        return {
+            "status": "to run", "output": str(output), "bytes": needed, "effort": needed, "error": None,
+            "memory": parse_size(job.get("max_memory", OPTIONS["max_memory"].default)),
+            "disk": {"needed": needed, "free": free, "enough": needed <= free},
+        }  # fmt: skip
 
     def _files(self, values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield a table for the base and for each adapter: its text, trigger words, and how it fits."""
-        base = str(values.get("base") or "")
-        for path in (base, *(str(a.get("path") or "") for a in values.get("adapters") or ())):
+        product, base = (str(values.get(name) or "") for name in ("product", "base"))
+        for path in (product, base, *(str(a.get("path") or "") for a in values.get("adapters") or ())):
             if not path:
                 continue
             row: dict[str, Any] = {"path": path}
             try:
-                facts = _facts(*self._state(path))
-                row |= {"text": facts.text, "kind": facts["kind"], "triggers": _triggers(facts)}
-                if base and path != base and facts["kind"] == "adapter":
-                    match = _fit(*self._state(base), *self._state(path))["match"]
+                facts = self._facts(self._state(path))
+                row |= {"text": facts.text, "verdict": facts["verdict"]["text"], "kind": facts["kind"]}
+                row["triggers"] = [*facts.get("trained", {}).get("trigger_words", ())]
+                if base and path not in (product, base) and facts["kind"] == "adapter":
+                    match = self._facts(self._state(base), self._state(path))["match"]
                     row |= {name: match.get(name) for name in ("fits", "matched", "total", "components")}
                     row["why"] = match["error"]["what"] if "error" in match else match["why"]
             except MergeError as e:
                 row["error"] = error_dict(e)
             yield row
 
-    def _state(self, text: str) -> tuple[str, float, int]:
+    def _state(self, text: str) -> FileStates:
         """Return a path with what changes when it, or a file in it, does."""
         path = self.library.path(text)
         if not exists(path):
@@ -108,16 +155,6 @@ class Previews:
         states = [file.stat() for file in (path, *(path.iterdir() if path.is_dir() else ()))]
         return str(path), max(s.st_mtime for s in states), sum(s.st_size for s in states)
 
-
-def _triggers(facts: Facts) -> list[str]:
-    return [*facts.get("trained", {}).get("trigger_words", ())]
-
-
-@lru_cache(KEPT)
-def _facts(path: str, *_: float) -> Facts:
-    return inspect(Path(path), hashes=None)
-
-
-@lru_cache(KEPT)
-def _fit(base: str, _: float, __: int, path: str, *___: float) -> Facts:
-    return inspect(Path(base), Path(path), hashes=None)
+    def _inspected(self, *states: FileStates) -> Facts:
+        with self._turn:
+            return inspect(*(Path(path) for path, *_ in states), hashes=None, former=self._former)

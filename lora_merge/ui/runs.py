@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
-from .. import MergeError, Step, compare, inspect, run_batch
+from .. import Adapter, Facts, MergeError, Step, compare, inspect, replay, run_batch, unmerge, verify
 from ..adapters_out.report import AdapterReport, adapter_rows
-from ..batch.commands import MERGE
-from ..batch.report import JobReport
+from ..batch.commands import MERGE, UNMERGE
+from ..disk.pages import aligned_buffer
+from ..disk.writer import timed_write
 from ..errors import as_merge_error, error_dict
 from ..facts import STYLES, Fact
-from ..report import Report, merge_rows
+from ..progress import StageSum
+from ..report import Report, merge_rows, verify_rows
 from ..viewing.pages.page import page
-from .forms import FORMS, runnable
+from .forms import FORMS, in_jobs_file, runnable
 
 State: TypeAlias = Literal["waiting", "running", "done", "skipped", "failed", "cancelled"]
 """`skipped`: the output was there already, by the same recipe."""
 
 ENDED: Final = ("done", "skipped", "failed", "cancelled")
+PROBE: Final = 32 << 20
+"""Bytes that are written once to see how fast the disk is: the speed of most merges."""
+LEAST: Final = 256 << 20
+"""Effort of a run that shows how fast runs are; a smaller one is over before it is at full speed."""
 FINISHED: Final = 100
 """Runs that have ended and stay in the list."""
 
@@ -39,9 +47,7 @@ class Run:
     """Whether a page can be drawn."""
     effort: int = 0
     state: State = "waiting"
-    stage: str = ""
-    done: int = 0
-    total: int = 0
+    progress: StageSum = field(default_factory=StageSum)
     seconds: float = 0.0
     worked: float = 0.0
     """Seconds of the work itself, without the opening of inputs and the import of torch."""
@@ -57,17 +63,24 @@ class Run:
     @property
     def title(self) -> str:
         """Return what it does, for the list."""
-        name = self.job.get("output") or (self.job.get("adapters") or [self.job.get("base", "")])[0]
+        adapters = [a if isinstance(a, str) else a["path"] for a in self.job.get("adapters", ())]
+        name = self.job.get("output") or self.job.get("product") or " · ".join(Path(path).name for path in adapters)
         return f"{FORMS[self.job.get('command', MERGE)].title}: {Path(str(name)).name}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return its state as plain data, for the page."""
-        names = ("number", "title", "state", "stage", "done", "total", "seconds", "text", "facts", "output")
+        names = ("number", "title", "state", "seconds", "text", "facts", "output")
         return {
-            **{name: getattr(self, name) for name in names},
+            **{name: getattr(self, name) for name in names}, **vars(self.progress),
             "error": None if self.error is None else error_dict(self.error),
-            "page": self.pictures and self.result is not None,
+            "pictured": self.pictured, "page": self.pictures and self.pictured,
         }  # fmt: skip
+
+    @property
+    def pictured(self) -> bool:
+        """Return whether its result has a page with pictures, as that of `--html`."""
+        drawn = in_jobs_file(self.job) or self.job["command"] in ("inspect", "compare")
+        return drawn and self.result is not None
 
     def step(self, step: Step) -> None:
         """Take a step of the work; KeyboardInterrupt ends a cancelled run, which then leaves nothing behind."""
@@ -75,8 +88,7 @@ class Run:
             raise KeyboardInterrupt
         if step.stage != "load" and not self._began:
             self._began = time.monotonic()
-        self.done = step.done + (self.done if step.stage == self.stage else 0)
-        self.stage, self.total = step.stage, step.total or (self.total if step.stage == self.stage else 0)
+        self.progress.add(step)
 
     def carry_out(self) -> None:
         """Do the work; the state then is how it ended."""
@@ -97,33 +109,70 @@ class Run:
             self.state = "cancelled"
 
     def _work(self) -> None:
-        command = self.job.get("command", MERGE)
-        if command == "inspect":
-            (path,), base = self.job["adapters"], self.job.get("base")
-            files = (base, path) if base else (path,)
-            facts = inspect(*files, weights=True, pictures=self.pictures, progress=self.step)
-        elif command == "compare":
-            facts = compare(
-                *self.job["adapters"], base=self.job.get("base"), pictures=self.pictures, progress=self.step
-            )
-        else:
+        if in_jobs_file(self.job):
             (report,) = run_batch([runnable(self.job)], overwrite=self.overwrite, progress=self.step)
-            self._take(report)
-            return
-        self.result, self.text, self.state = dict(facts), facts.text, "done"
-
-    def _take(self, report: JobReport) -> None:
-        """Take the report of a job of a batch."""
-        if report.error is not None:
-            raise report.error
-        self.output, self.result = report.output, report.report
-        self.state = "skipped" if report.report is None else "done"
-        if isinstance(report.report, Report):
-            self.facts = [*map(_cells, merge_rows(vars(report.report)))]
-        elif report.report is not None:
-            self.facts = [*map(_cells, adapter_rows(vars(report.report)))]
+            if report.error is not None:
+                raise report.error
+            self.output, self.result = report.output, report.report
         else:
-            self.text = f"{report.output} is there already, by the same recipe"
+            self.result = CALLS[self.job["command"]](self)
+            self.output = str(getattr(self.result, "output", ""))
+        self.state = "skipped" if self.result is None else "done"
+        if isinstance(self.result, Report):
+            self.facts = [*map(_cells, merge_rows(vars(self.result)))]
+        elif isinstance(self.result, AdapterReport):
+            self.facts = [*map(_cells, adapter_rows(vars(self.result)))]
+        elif self.job.get("command") == "verify":
+            self.facts = [*map(_cells, verify_rows(self.result[0]))]
+        elif self.result is None:
+            self.text = f"{self.output} is there already, by the same recipe"
+        else:
+            self.text = "\n\n".join(facts.text for facts in self.result)
+
+
+def _inspect(run: Run) -> list[Facts]:
+    job = run.job
+    options = {**_options(job), "pictures": run.pictures, "progress": run.step}
+    if "base" in job:
+        return [inspect(job["base"], path, **options) for path in job["adapters"]]
+    return [inspect(path, **options) for path in job["adapters"]]
+
+
+def _compare(run: Run) -> list[Facts]:
+    first, second = run.job["adapters"]
+    return [compare(first, second, base=run.job.get("base"), pictures=run.pictures, progress=run.step)]
+
+
+def _verify(run: Run) -> list[Facts]:
+    job = run.job
+    return [verify(job["product"], job.get("base"), _adapters(job), progress=run.step, **_options(job))]
+
+
+def _replay(run: Run) -> Report | AdapterReport:
+    job = run.job
+    return replay(job["product"], job["output"], overwrite=run.overwrite, progress=run.step, **_options(job))
+
+
+def _unmerge(run: Run) -> Report:
+    job = run.job
+    return unmerge(job["base"], (), job["output"], overwrite=run.overwrite, progress=run.step, **_options(job))
+
+
+def _adapters(job: Mapping[str, Any]) -> list[Adapter]:
+    """Return the adapters of a job as functions take them."""
+    tables: list[dict[str, Any]] = [{"path": a} if isinstance(a, str) else a for a in job.get("adapters", ())]
+    return [Adapter(Path(a["path"]), a.get("strength", 1.0), tuple(a.get("strength_for", {}).items())) for a in tables]
+
+
+def _options(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a job, and the folders that are searched."""
+    return {name: value for name, value in job.items() if name in {*FORMS[job["command"]].options, "search"}}
+
+
+CALLS: Final[Mapping[str, Callable[[Run], Any]]] = {
+    "inspect": _inspect, "compare": _compare, "verify": _verify, "replay": _replay, UNMERGE: _unmerge,
+}  # fmt: skip
+"""Command → the function that does it, where it is no job of a jobs file."""
 
 
 def _cells(row: Fact) -> tuple[str, str, str]:
@@ -140,7 +189,7 @@ class Queue:
         self._numbers = itertools.count(1)
         self._change = threading.Condition()
         self._closed = False
-        self._rate = 0.0  # effort of the last run a second
+        self._rate, self._measured = 0.0, False  # effort a second, and whether it is that of the last run
         self._thread = threading.Thread(target=self._serve, name="queue", daemon=True)
 
     def __enter__(self) -> Queue:
@@ -176,15 +225,27 @@ class Queue:
         with self._change:
             return {"runs": [run.to_dict() for run in self._runs.values()]}
 
-    def seconds(self, effort: int) -> float | None:
-        """Return how long a job takes at the speed of the last one; None before one has ended."""
-        return effort / self._rate if self._rate else None
+    def estimate(self, folder: Path) -> None:
+        """Take the speed of the disk of a folder for that of merges, until one has ended."""
+        path = folder / f".ui.{secrets.token_hex(6)}.lora-merge.part"  # a killed one's is removed by the next merge
+        block = aligned_buffer(PROBE)
+        block[:] = secrets.token_bytes(PROBE)
+        with suppress(MergeError, OSError):
+            try:
+                rate = PROBE / timed_write(path, block, PROBE)[0]
+            finally:
+                path.unlink(missing_ok=True)
+            self._rate = self._rate or rate
+
+    def times(self, effort: int) -> dict[str, Any]:
+        """Return the `seconds` that a job takes, None if unknown, and whether a run has `measured` the speed."""
+        return {"seconds": effort / self._rate if self._rate else None, "measured": self._measured}
 
     def _serve(self) -> None:
         while (run := self._next()) is not None:
             run.carry_out()
-            if run.state == "done" and run.effort and run.worked:
-                self._rate = run.effort / run.worked
+            if run.state == "done" and run.effort >= LEAST and run.worked:
+                self._rate, self._measured = run.effort / run.worked, True
 
     def _next(self) -> Run | None:
         """Wait for the next run; None when the queue is closed."""
@@ -199,9 +260,9 @@ class Queue:
 
 def report_page(run: Run) -> str:
     """Return the page about the result of a run, with its pictures."""
-    if not isinstance(run.result, dict):
+    if in_jobs_file(run.job):
         return page(_pictured(run))
-    return page(run.result)
+    return page([dict(facts) for facts in run.result] if len(run.result) > 1 else dict(run.result[0]))
 
 
 def _pictured(run: Run) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import asyncio
 import json
 import secrets
 import socket
+import threading
 from collections.abc import Awaitable, Callable, Mapping
 from importlib.resources import files
 from typing import Any, Final
@@ -85,9 +86,9 @@ class LoopbackGuard:
         return None
 
 
-def application(library: Library, queue: Queue, token: str, port: int) -> ASGIApp:
+def application(previews: Previews, token: str, port: int) -> ASGIApp:
     """Return the application below `/token/`."""
-    previews = Previews(library, queue)
+    library, queue = previews.library, previews.queue
     calls: Mapping[str, Callable[[Any], Any]] = {
         "start": lambda _: previews.start(),
         "library": lambda _: library.to_dict(),
@@ -200,15 +201,17 @@ class Server:
         except (OSError, OverflowError) as e:
             raise UsageError(f"the port cannot be used: {e}", f"--port {port}", "name another port") from e
         number, token = self._socket.getsockname()[1], secrets.token_urlsafe(32)
+        self._previews = Previews(library, queue)
         self.address = f"http://{HOST}:{number}/{token}/"
         config = uvicorn.Config(
-            application(library, queue, token, number), log_level="error", access_log=False, server_header=False,
+            application(self._previews, token, number), log_level="error", access_log=False, server_header=False,
             lifespan="off", ws="none", timeout_graceful_shutdown=1,
         )  # fmt: skip
         self._server = uvicorn.Server(config)
 
     def run(self) -> None:
         """Answer requests until a signal ends the program, or `stop` is called."""
+        threading.Thread(target=self._previews.warm_up, name="warm-up", daemon=True).start()
         try:
             self._server.run(sockets=[self._socket])
         finally:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from ..adapters.modules import AdapterFile, Module, rank_of, weight_shapes
 from ..adapters.stated import rules_of
+from ..adapters.stated_model import stated_model
 from ..adapters.suffixes import split_row_part
 from ..adapters.tensor_values import FileValues
 from ..adapters.trigger_words import entry
@@ -27,8 +28,7 @@ from ..models.names import denoiser_of, guess
 from ..models.prefixes import PREFIXES, innermost
 from ..options import is_finite
 from ..text import by_pattern
-from .file_verdict import STATED, stated_model
-from .training import stated_texts, training
+from .training import training
 
 TRAINERS: Final = (
     # metadata key             trainer
@@ -185,7 +185,7 @@ def made_for(file: AdapterFile) -> str:
 
 def _model(file: AdapterFile) -> dict[str, str]:
     """Return the model that an adapter is for, and what shows it: its shapes, or an entry of its metadata."""
-    shown, (stated, entry_name) = made_for(file), stated_model(stated_texts(file.index, STATED))
+    shown, (stated, entry_name) = made_for(file), stated_model(file.index)
     if stated and shown != stated and (shown == "unknown" or stated in shown.split(" or ")):
         return {"made_for": stated, "made_for_by": entry_name}
     return {"made_for": shown}

@@ -6,26 +6,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..adapters.modules import group, weight_shapes
+from ..adapters.modules import weight_shapes
 from ..errors import FitError
-from ..files.checkpoint import Index, open_checkpoint
 from ..job import Adapter, make_job
 from ..matching.fit_errors import explain
-from ..models.names import Names, names
+from ..models.names import Names
+from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.make_plan import Inputs, Matched, make_plan, match
 from ..planning.plan import Plan
 from ..text import by_component, by_pattern
 from .adapter import spread
 
 
-def fit(path: Path, base: Index, adapter: Adapter, numbers: Callable[[Plan], Any] | None = None) -> dict[str, Any]:
+def fit(
+    path: Path, adapter: Adapter, opened: CheckpointCache, numbers: Callable[[Plan], Any] | None = None
+) -> dict[str, Any]:
     """Return how the adapter fits the base at `path`: `fits`, and what matched or why nothing can.
 
+    `opened`: the checkpoints that are open.
     `numbers`: returns the size of the change and how much of it the base's dtype keeps, which the result has then.
     """
     job = make_job(path, [adapter], path, unmatched="skip")
-    file = group(open_checkpoint(adapter.path, adapter=True))
-    lookup = names(base)
+    base, lookup, file = opened.index(path, adapter=False), opened.names(path), opened.adapter(adapter.path)
     facts: dict[str, Any] = {"adapter": str(adapter.path), "strength": adapter.strength, "total": len(file.modules)}
     try:
         matched = match(Inputs.joined(job, base, lookup, (file,)))
@@ -33,7 +35,9 @@ def fit(path: Path, base: Index, adapter: Adapter, numbers: Callable[[Plan], Any
         error = {"what": e.what, "where": e.where, "fix": e.fix}
         return {**facts, "fits": False, "matched": None, "why": f"{e.what}: {e.where}; {e.fix}", "error": error}
     (matching,) = matched.adapters
-    why = explain(lookup, list(matching.unmatched), weight_shapes(file.modules)) if matching.unmatched else ""
+    why = ""
+    if matching.unmatched:
+        why = explain(lookup, list(matching.unmatched), weight_shapes(file.modules), file.index)
     plan = make_plan(Matched(matched.inputs, matched.adapters))
     return {
         **facts, "fits": not matching.unmatched and bool(matching.modules), "algorithms": list(matching.algorithms),

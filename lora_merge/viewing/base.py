@@ -14,7 +14,7 @@ from ..errors import MergeError
 from ..files.checkpoint import Index, open_checkpoint
 from ..files.file_signatures import foreign
 from ..models.blocks import blocks
-from ..models.names import Names, names
+from ..models.names import Names
 from ..planning.recipe import KEY, parsed
 from ..text import plural
 from .file_verdict import model_of
@@ -23,9 +23,8 @@ from .formats import formats
 FORMER: Final = 20  # merges that are listed one by one, of a chain of outputs that became bases
 
 
-def base_facts(index: Index) -> dict[str, Any]:
-    """Return what the header and the configuration of a model contain."""
-    lookup = names(index)
+def base_facts(index: Index, lookup: Names) -> dict[str, Any]:
+    """Return what the header and the configuration of a model contain. `lookup`: the names of its weights."""
     recipe = parsed(index.metadata.get(KEY, ""))
     other = foreign(index.tensors) if lookup.architecture == "unknown" else ""
     parameters = sum(prod(t.shape) for t in index.parameters.values())

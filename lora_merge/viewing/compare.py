@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 SCHEMA: Final = schema("compare")
 
+MOST_SHAPES: Final = 12
+"""Tensors of other shapes that have a row each; of more, the first have their names in one row."""
+
 
 def compare(  # noqa: PLR0913  # two for pages and progress
     a: Path, b: Path, base: Path | None = None, *, pictures: bool = False, progress: Progress = unwatched,
@@ -115,7 +118,8 @@ def _dtypes(a: StoredTensor, b: StoredTensor) -> str:
 def compare_rows(result: Mapping[str, Any], *, pictured: bool = False) -> Iterator[Fact]:
     """Yield the comparison in words; `pictured`: without the tables whose numbers pictures show."""
     yield from cut_rows(compare_summary(result))
-    yield from table((name, why) for name, why in result.get("other_shapes", {}).items())
+    others = result.get("other_shapes", {})
+    yield from table(others.items() if len(others) <= MOST_SHAPES else ())
     if pictured:
         return
     if result["kind"] == "checkpoints":
@@ -132,7 +136,7 @@ def compare_summary(result: Mapping[str, Any]) -> Iterator[Fact]:
     yield line("B", result["b"])
     yield from (_model_rows if result["kind"] == "checkpoints" else _adapter_rows)(result)
     if others := result.get("other_shapes"):
-        yield line("other shapes", len(others))
+        yield line("other shapes", f"{len(others)}: {listed(others, 3)}" if len(others) > MOST_SHAPES else len(others))
     for name in ("A", "B"):
         if names := result[f"only_{name.lower()}"]:
             yield line(f"only in {name}", f"{len(names)}: {listed(names, 3)}")
@@ -150,9 +154,9 @@ def _model_rows(result: Mapping[str, Any]) -> Iterator[Fact]:
 
 
 def _difference(d: Mapping[str, Any]) -> str:
-    share = f"{d['relative']:.3%} of ‖A‖" if d["relative"] is not None else "A is 0"
-    changed = f"{size(d['changed'], *COUNT)} of {size(d['of'], *COUNT)} numbers differ"
-    return f"‖B−A‖ {d['difference']:.4g}, {share}; largest {d['largest']:.3g}; {changed}"
+    share = f"{100 * d['relative']:.3g} % of A" if d["relative"] is not None else "A is 0"
+    changed = f"{size(d['changed'], *COUNT)} of {size(d['of'], *COUNT)} values differ"
+    return f"{share}; at most {d['largest']:.3g}; {changed}"
 
 
 def _adapter_rows(result: Mapping[str, Any]) -> Iterator[Fact]:
@@ -179,4 +183,4 @@ def opposed_blocks(result: Mapping[str, Any]) -> str:
 def _similarity(row: Mapping[str, Any]) -> str:
     cosine = f"cosine {'?' if row['cosine'] is None else signed(row['cosine'])}"
     overlap = "" if row.get("overlap") is None else f", common directions {row['overlap']:.1%}"
-    return f"{cosine}, ‖ΔA‖ {row['a']:.3g}, ‖ΔB‖ {row['b']:.3g}{overlap}"
+    return f"{cosine}, size {row['a']:.3g} and {row['b']:.3g}{overlap}"

@@ -44,7 +44,7 @@ def model_verdict(result: Mapping[str, Any]) -> dict[str, Any]:
         alone.append(f"{plural(len(result['other_shapes']), 'tensor')} of other shapes")
     besides = f"; {listed(alone)}" if alone else ""
     if not compared or len(result["other_shapes"]) > compared:
-        models = f": {first} and {other}" if first != other else ""
+        models = f": A is {first}, B is {other}" if first != other else ""
         return _verdict("different models", "bad", f"Different models{models}; {compared} tensors can be compared.")
     if not different:
         return _equal(result, alone)
@@ -53,10 +53,12 @@ def model_verdict(result: Mapping[str, Any]) -> dict[str, Any]:
         return _verdict("rounding", "good", text)
     share = total["relative"]
     if share is None or share >= APART:
+        if first != other:
+            return _verdict("different models", "bad", f"Different models: A is {first}, B is {other}.")
         text = "Different weights: the models have the same layers, and nothing in common in them"
         return _verdict("different weights", "bad", f"{text}{besides}.")
     parts = dict.fromkeys(name.partition(" ")[0] for name, d in result["blocks"].items() if d["difference"])
-    text = f"B is A with {different} of {compared} tensors changed, by {share:.2%} of ‖A‖ in all, in {listed(parts)}"
+    text = f"B is A with {different} of {compared} tensors changed, by {100 * share:.3g} % in all, in {listed(parts)}"
     return _verdict("changed", "warning", f"{text}{besides}.")
 
 
@@ -96,17 +98,23 @@ def _contained(result: Mapping[str, Any]) -> dict[str, Any] | None:
     apart = sqrt(max(a * a + b * b - 2 * cosine * a * b, 0.0))
     if not any(lone.values()) and apart <= SAME * a:
         return _verdict("rounding", "good", "The same change but for rounding: merge only one of them.")
+    contained = []  # how much the strength varies, inner, outer, strength
     for inner, outer, (mine, theirs) in (("A", "B", ("a", "b")), ("B", "A", ("b", "a"))):
-        strength = _steady([(row[mine], row[theirs], row["cosine"]) for row in rows if row["cosine"] is not None])
+        pairs = [(row[mine], row[theirs], row["cosine"]) for row in rows if row["cosine"] is not None]
+        strength, spread = _steady(pairs)
         if strength and not lone[mine] and len(rows) >= LEAST:
-            if strength < 0:
-                text = f"Opposite: {outer} contains {strength:.3g} × {inner}. Merged together, they cancel."
-            elif cosine > 1 - SAME and not lone[theirs]:
-                text = f"The same change at another strength: {outer} is {strength:.3g} × {inner}. Merge only one."
-            else:
-                text = f"{outer} contains {inner} at strength {strength:.3g}: do not merge both."
-            return {**_verdict("contains", "warning", text), "strength": strength, "inner": inner}
-    return None
+            contained.append((spread, inner, outer, strength))
+    if not contained:
+        return None
+    same = abs(cosine) > 1 - SAME and not any(lone.values())
+    _, inner, outer, strength = contained[0] if same else min(contained)  # what is more is at right angles to the inner
+    if strength < 0:
+        text = f"Opposite: {outer} contains {strength:.3g} × {inner}. Merged together, they cancel."
+    elif same:
+        text = f"The same change at another strength: {outer} is {strength:.3g} × {inner}. Merge only one."
+    else:
+        text = f"{outer} contains {inner} at strength {strength:.3g}: do not merge both."
+    return {**_verdict("contains", "warning", text), "strength": strength, "inner": inner}
 
 
 def _common(result: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,17 +131,19 @@ def _common(result: Mapping[str, Any]) -> dict[str, Any]:
     return _verdict("alike", "warning", text)
 
 
-def _steady(rows: Sequence[tuple[float, float, float]]) -> float:
-    """Return the strength at which the first change is in the second, if it is the same in all modules; else 0.
+def _steady(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """Return the strength at which the first change is in the second, if it is the same in all modules, and by which
+    share of itself it varies; else 0, and 0.
 
     `rows`: ‖ΔA‖, ‖ΔB‖ and cosine of each module. s = ⟨ΔA, ΔB⟩ / ‖ΔA‖².
     """
     weights = sum(a * a for a, _, _ in rows)
     if not weights:
-        return 0.0
+        return 0.0, 0.0
     strength = sum(cosine * a * b for a, b, cosine in rows) / weights
     spread = sum(a * a * (cosine * b / a - strength) ** 2 for a, b, cosine in rows if a) / weights
-    return strength if abs(strength) >= INDEPENDENT and sqrt(spread) <= STEADY * abs(strength) else 0.0
+    steady = abs(strength) >= INDEPENDENT and sqrt(spread) <= STEADY * abs(strength)
+    return (strength, sqrt(spread) / abs(strength)) if steady else (0.0, 0.0)
 
 
 def _verdict(kind: str, level: str, text: str) -> dict[str, Any]:

@@ -8,64 +8,18 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from typing import Any, Final
 
 from ..algorithms import ALGORITHMS
 from ..facts import COUNT, Fact, counts_by_kind, line
-from ..models.architectures import shipped
 from ..text import listed, plural, size
-
-STATED: Final = ("modelspec.architecture", "ss_base_model_version", "ot_config:model_type")
-"""Metadata entries in which trainers name the model, the most exact first."""
-
-OTHER_TITLES: Final = {
-    "sdxl": "Stable Diffusion XL", "ponydiffusion": "Stable Diffusion XL", "illustrious": "Stable Diffusion XL",
-    **dict.fromkeys(("sdv1", "sd1", "stablediffusionv1"), "Stable Diffusion 1"),
-    **dict.fromkeys(("sdv2", "sd2", "stablediffusionv2"), "Stable Diffusion 2"),
-    **dict.fromkeys(("sdv3", "sd3", "stablediffusionv3"), "Stable Diffusion 3"),
-    "flux": "Flux.1", "hunyuanvideo": "HunyuanVideo", "ltxv": "LTX-Video", "lumina": "Lumina-Image 2",
-}  # fmt: skip
-"""What trainers call a model, in small letters and digits alone → its title, where that is another name."""
 
 CLASS_ENDS: Final = re.compile(r"(?:For[A-Z]\w+|LMHeadModel|Model|2DModel|Transformer\w*)$")
 """End of the name of a model's class: `LlamaForCausalLM` is Llama."""
 
-LONGEST: Final = 200  # characters of an entry in which a name is looked for
-
 PARTS: Final = {"te": "text encoder", "te1": "text encoder 1", "te2": "text encoder 2", "te3": "text encoder 3",
                 "unet": "U-Net", "vae": "VAE"}  # fmt: skip
 BILLION: Final = 10**9
-
-
-def stated_model(texts: Mapping[str, str]) -> tuple[str, str]:
-    """Return the title of the model that metadata name, and the entry; ("", "") where they name none that is known.
-
-    `texts`: entry → text, of the entries in STATED.
-    """
-    for name in STATED:
-        if title := _titled(texts.get(name, "")):
-            return title, name
-    return "", ""
-
-
-def _titled(text: str) -> str:
-    """Return the title of the known model whose name is in a text as words of its own; the longest name counts."""
-    if not text:
-        return ""
-    names = {**{_letters(a.title): a.title for a in shipped()}, **OTHER_TITLES}
-    hits = [name for name in names if _word(name).search(text[:LONGEST].lower())]
-    return names[max(hits, key=len)] if hits else ""
-
-
-@cache
-def _word(name: str) -> re.Pattern[str]:
-    """Return the pattern of a name between other words, with anything but letters and digits inside it."""
-    return re.compile(f"(?<![a-z]){'[^a-z0-9]*'.join(name)}(?![a-z])")
-
-
-def _letters(text: str) -> str:
-    return re.sub("[^a-z0-9]", "", text.lower())
 
 
 def model_of(config: Mapping[str, Any], parameters: int) -> dict[str, Any]:
@@ -109,7 +63,8 @@ def _fit(match: Mapping[str, Any]) -> str:
         return f"The adapter fits: all {modules} match."
     if match["matched"]:
         return f"The adapter fits in part: {match['matched']} of {modules} match."
-    return f"The adapter does not fit: {match['why'] or f'no match among {modules}'}."
+    error = match.get("error")
+    return f"The adapter does not fit: {error['what'] if error else f'no match among {modules}'}."
 
 
 def _adapter(facts: Mapping[str, Any]) -> str:
@@ -117,9 +72,16 @@ def _adapter(facts: Mapping[str, Any]) -> str:
     ranks = facts["ranks"]
     rank = f", rank {ranks[0]}" if len(ranks) == 1 else f", ranks {min(ranks)} to {max(ranks)}" if ranks else ""
     parts = listed(PARTS.get(name, name) for name in facts["parts"])
-    model = facts["made_for"] if facts["made_for"] != "unknown" else facts["trained"].get("base_model", "")
-    made_for = f", for {model}" if model else ", for a model that is not known"
+    model = _base_of(facts)
+    made_for = f", for {model}" if model != "unknown" else ", for a model that is not known"
     return f"{kinds}{rank}{made_for}{f' ({parts})' if parts else ''}, {size(facts['bytes'])}."
+
+
+def _base_of(facts: Mapping[str, Any]) -> str:
+    """Return the model that an adapter is for; of a kind of model, such as transformers language model, the base that
+    its training names; "unknown" if nothing shows it."""
+    model, trained = facts["made_for"], facts.get("trained") or {}
+    return str(trained.get("base_model") or model) if model[:1].islower() else str(model)
 
 
 def _title(name: str) -> str:
@@ -177,7 +139,9 @@ def table_of_files(files: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ..
         kinds = counts_by_kind(facts["algorithms"]) if adapter else facts["kind"]
         model = facts.get("model")
         named = f"{model['name']}, {model['size']}" if model else facts.get("architecture", "")
-        ranks = ", ".join(f"{rank:g}" for rank in facts.get("ranks", ())[:3])
+        named = facts.get("looks_like") or named if named == "unknown" else named
+        every = list(facts.get("ranks", ()))
+        ranks = f"{every[0]:g}" if len(every) == 1 else f"{min(every):g} to {max(every):g}" if every else ""
         words = (facts.get("trained") or {}).get("trigger_words") or ()
-        yield (facts["path"].replace("\\", "/").rpartition("/")[2], kinds, facts["made_for"] if adapter else named,
+        yield (facts["path"].replace("\\", "/").rpartition("/")[2], kinds, _base_of(facts) if adapter else named,
                ranks, size(facts["bytes"]), ", ".join(words))  # fmt: skip

@@ -8,12 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..adapters.modules import AdapterFile, group, looks_like_adapter
+from ..adapters.modules import AdapterFile, looks_like_adapter
 from ..errors import UsageError
-from ..files.checkpoint import Index, open_checkpoint
+from ..files.checkpoint import Index
 from ..files.file_uses import Folder, adapter_folder
 from ..files.side_files import base_folder
 from ..job import Adapter
+from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.downloads import Announce, downloaded_paths
 from ..planning.plan import Plan
 from ..progress import Progress, unwatched
@@ -36,6 +37,7 @@ def inspect(  # noqa: PLR0913  # two for pages and progress
     hashes: bool | None = False,
     pictures: bool = False,
     progress: Progress = unwatched,
+    opened: CheckpointCache | None = None,
     announce: Announce | None = None,
 ) -> dict[str, Any]:
     """Return a table of facts about a checkpoint or an adapter; with an adapter, how it fits the base `path`.
@@ -45,13 +47,15 @@ def inspect(  # noqa: PLR0913  # two for pages and progress
     `weights`: also read the numbers, for norms, stable ranks and energies, or for the size of the change or
     of a base's weights.
     `pictures`: the numbers with singular values and histograms, which pages show.
+    `opened`: checkpoints that calls before this one have opened.
     """
     address, ref = str(path), Adapter(adapter) if isinstance(adapter, Path) else adapter
     if weights or hashes:
         refs = [] if ref is None else [ref.path]
         places = downloaded_paths([path], refs, progress=progress, announce=announce)
         path, ref = places[path], ref and replace(ref, path=places[ref.path])
-    index = open_checkpoint(path)
+    opened = opened or CheckpointCache()
+    index = opened.index(path, adapter=False)
     folder = _folder(index)
     facts: dict[str, Any] = {
         "schema": SCHEMA, "path": address, "kind": "checkpoint", "files": len(index.files),
@@ -62,14 +66,15 @@ def inspect(  # noqa: PLR0913  # two for pages and progress
         if is_adapter(index):
             raise UsageError("two adapters, and no base", str(path), "use lora-merge compare A B, or name a base first")
         numbers = partial(_change, pictures=pictures, progress=progress)
-        facts |= base_facts(index) | {"match": fit(path, index, ref, numbers if weights else None)}
+        facts |= base_facts(index, opened.names(path))
+        facts |= {"match": fit(path, ref, opened, numbers if weights else None)}
         return _with_verdict(facts)
     if is_adapter(index):
-        file = group(index)
+        file = opened.adapter(path)
         facts |= adapter_facts(file)
         facts |= {"weights": _numbers(file, pictures=pictures, progress=progress)} if weights else {}
     else:
-        facts |= base_facts(index)
+        facts |= base_facts(index, opened.names(path))
         facts |= {"sizes": _sizes(index, pictures=pictures, progress=progress)} if weights else {}
     hashed = hashes if hashes is None else hashes or is_adapter(index)
     digests = hashes_of(index, always=bool(hashes)) if hashed else {}

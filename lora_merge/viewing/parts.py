@@ -9,23 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from ..files.checkpoint import open_checkpoint
 from ..models.blocks import CURVES, FLUX_ALL, PRESETS, blocks
-from ..models.names import names
+from ..planning.checkpoint_cache import CheckpointCache
 from .inspect import is_adapter
 from .json_schemas import schema
 
 
-def parts_of(path: Path) -> dict[str, Any]:
+def parts_of(path: Path, opened: CheckpointCache | None = None) -> dict[str, Any]:
     """Return the parts of a base and their tensors, the blocks in order, and how each list of block weights is read.
 
-    Raises UsageError for an adapter.
+    `opened`: the checkpoints that are open already. Raises UsageError for an adapter.
     """
-    index = open_checkpoint(path)
+    opened = opened or CheckpointCache()
+    index = opened.index(path, adapter=False)
     if is_adapter(index):
         fix = f"name the base; lora-merge inspect {path.name} shows what the adapter changes"
         raise UsageError("an adapter, and parts are those of a base", str(path), fix)
-    lookup = names(index)
+    lookup = opened.names(path)
     model_blocks = blocks(lookup)
     tensors: dict[str, list[str]] = {name: [] for name in model_blocks.order}
     for key in index.tensors:
@@ -41,9 +41,9 @@ def parts_of(path: Path) -> dict[str, Any]:
     }
 
 
-def presets_of(path: Path) -> dict[str, Mapping[str, float]]:
+def presets_of(path: Path, opened: CheckpointCache) -> dict[str, Mapping[str, float]]:
     """Return the presets of block weights that a base has the blocks for: name → block → factor."""
-    of_base, presets = blocks(names(open_checkpoint(path))), {}
+    of_base, presets = blocks(opened.names(path)), {}
     for name in (*of_base.user_presets, *PRESETS, FLUX_ALL, *CURVES):
         with suppress(UsageError):  # the preset is for other models
             presets[name] = of_base.weights(name, name)

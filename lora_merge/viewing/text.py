@@ -26,7 +26,7 @@ from ..facts import (
     strengths,
     table,
 )
-from ..survival import spoken
+from ..survival import judged, spoken
 from ..text import by_reason, json_text, listed, plural, size
 from .file_verdict import top
 from .formats import format_line, plain_line
@@ -72,7 +72,7 @@ def rows(facts: Mapping[str, Any], *, pictured: bool = False, verbose: bool = Fa
     by_layer = [
         *cut_rows(_layers(facts.get("patterns", {}), verbose=verbose)),
         *(_blocks(facts.get("blocks", {})) if facts.get("kind") == "adapter" else ()),
-        *by_block((name, f"‖ΔW‖ {n:.3g}") for name, n in blocks.items()),
+        *by_block((name, f"norm {n:.3g}") for name, n in blocks.items()),
         *_sizes(facts.get("sizes") or {}, pictured=pictured),
     ]
     yield from section("Layers", by_layer)
@@ -150,10 +150,7 @@ def match_rows(match: Mapping[str, Any], *, pictured: bool = False, verbose: boo
     for left, reason in by_reason(match["unmatched"]):
         yield line("no place", f"{left}: {reason}")
     blocks = {} if pictured else match.get("numbers", {}).get("blocks", {})
-    yield from by_block(
-        (name, f"‖ΔW‖ {_norm(n['change'], 3)}, {_share(n)} of ‖W‖, kept {spoken(n['retained'])}")
-        for name, n in blocks.items()
-    )
+    yield from by_block((name, f"{_share(n)}, {spoken(n['retained'])} survives") for name, n in blocks.items())
 
 
 def match_summary(match: Mapping[str, Any]) -> Iterator[Fact]:
@@ -176,22 +173,20 @@ def match_summary(match: Mapping[str, Any]) -> Iterator[Fact]:
     yield line("changes", f"{tensors}; the output would have {would}")
     if numbers := match.get("numbers"):
         every = numbers["all"]
-        yield line("change", f"‖ΔW‖ {_norm(every['change'])}, {_share(every)} of ‖W‖ {_norm(every['weight'])}; "
-                             f"{spoken(every['retained'])} of it is kept in the base's dtype")  # fmt: skip
+        survives = (
+            f"{judged(every['retained'], 'it')} survives in the base's dtype" if every["retained"] is not None else ""
+        )
+        yield line("change", "; ".join(filter(None, [_share(every), survives])))
         yield from (line("warning", warning) for warning in numbers["warnings"])
     elif numbers is None:
-        yield line("kept", "run with --weights to see how much of the change survives in the base's dtype")
+        yield line("survives", "run with --weights to see how much of the change survives in the base's dtype")
     yield from (line("note", note) for note in match["notes"])
-
-
-def _norm(value: float | None, digits: int = 4) -> str:
-    return "too large for fp32" if value is None else f"{value:.{digits}g}"
 
 
 def _share(n: Mapping[str, Any]) -> str:
     if n["change"] is None:
-        return "?"
-    return "all" if n["ratio"] is None else percent(n["ratio"])
+        return "too large for fp32"
+    return f"{'all' if n['ratio'] is None else percent(n['ratio'])} of the weights"
 
 
 def merge_origin(row: Mapping[str, Any]) -> str:
@@ -316,7 +311,7 @@ def _changed(numbers: Mapping[str, Any]) -> Iterator[Fact]:
         if numbers.get("unmeasured")
         else ""
     )
-    yield line("‖ΔW‖", f"{norm}{more}")
+    yield line("change", f"norm {norm}{more}")
     if numbers["stable_rank"]:
         yield line("stable rank", between(numbers["stable_rank"]))
     for share, rank in numbers.get("rank_for_energy", {}).items():
@@ -333,7 +328,7 @@ def _sizes(numbers: Mapping[str, Any], *, pictured: bool) -> Iterator[Fact]:
 
 def size_line(row: Mapping[str, Any]) -> str:
     """Return how large some weights are, in words."""
-    return f"‖W‖ {row['norm']:.4g}, typical {row['rms']:.3g}, largest {row['largest']:.3g}"
+    return f"norm {row['norm']:.4g}, typical {row['rms']:.3g}, largest {row['largest']:.3g}"
 
 
 def metadata(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -343,7 +338,7 @@ def metadata(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     shown = {key: entries[key] for key in METADATA_KEYS if key in entries and key not in hidden}
     yield from shown.items()
     if left := len(entries.keys() - shown.keys() - hidden):
-        yield f"{left} of {plural(len(entries), 'entry', 'entries')}", "are neither here nor above (--json has all)"
+        yield f"{len(entries) - left} of {plural(len(entries), 'entry', 'entries')} shown;", "--json lists all"
 
 
 def _value(key: str, value: Any) -> str:

@@ -104,12 +104,6 @@ def training(index: Index) -> dict[str, Any]:
     return facts | {name: value for name, value in lists.items() if value}
 
 
-def stated_texts(index: Index, entries: Sequence[str]) -> dict[str, str]:
-    """Return entry → its text, of some entries of the metadata, written as in FIELDS."""
-    tables = {name: entry(index, name) for name in ("ot_config", "training_info")}
-    return {name: _text(index, tables, name) for name in entries}
-
-
 def _text(index: Index, tables: Mapping[str, Any], name: str) -> str:
     """Return an entry as text, also one inside an entry's JSON; "" where it is missing."""
     outer, colon, path = name.partition(":")

@@ -60,7 +60,7 @@ def delta(path: Path) -> dict[str, np.ndarray]:
 
 def test_exact_sum_keeps_every_bit_where_scales_are_powers_of_two(pair: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "c.safetensors"
-    done = run("combine", pair[0], f"{pair[1]}:0.5", "-o", out, "--json")
+    done = run("combine", pair[0], f"{pair[1]}:0.5", "-o", out, "--json", "--json-tensors")
     assert done.code == 0, done.err
     report = json.loads(done.out)
     a, b, c = delta(pair[0]), delta(pair[1]), delta(out)
@@ -249,7 +249,7 @@ def test_bad_inputs_are_named(pair: tuple[Path, Path], tmp_path: Path) -> None:
 
 def test_dry_run_tells_ranks_and_size_and_writes_nothing(pair: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "c.safetensors"
-    done = run("combine", *pair, "-o", out, "--dry-run", "--json")
+    done = run("combine", *pair, "-o", out, "--dry-run", "--json", "--json-tensors")
     assert {layer["rank"] for layer in json.loads(done.out)["layers"].values()} == {12}
     assert not out.exists()
 

@@ -214,7 +214,7 @@ def test_each_fact_has_its_name_and_blocks_that_are_alike_one_row(
     facts = {**found[1], "match": {k: v for k, v in found[1]["match"].items() if k != "numbers"}}
     told = [Text.from_ansi(line).plain.rstrip() for line in printed(monkeypatch, facts, width).splitlines()]
     (kept,) = [line for line in told if "run with --weights" in line]
-    assert kept.startswith("kept ")
+    assert kept.startswith("survives ")
     told = [Text.from_ansi(line).plain.split() for line in printed(monkeypatch, found[0], width).splitlines()]
     assert ["te", "BASE", "5", "modules,", "rank", "4,", "alpha", "2"] in told
 

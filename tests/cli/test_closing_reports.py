@@ -124,3 +124,25 @@ def test_report_of_many_rows_names_the_first_ones_and_counts_the_others(width: i
     assert len(fit) < LINES and fit[0] == rows[0] and fit[-1] == rows[-1]
     errors = [row.value for row in fit if row.name == "error"]
     assert errors[0].startswith("0 word") and errors[-1] == f"and {9 - len(errors) + 1} more (--json names all)"
+
+
+def test_before_a_merge_is_only_what_its_closing_report_does_not_say(folder: Path) -> None:
+    del folder
+    words = ("base.safetensors", "style.safetensors:0.8,te=0", "-o", "plan.safetensors", "--overwrite")
+    names = [line.split()[0] for line in run(*words).out.splitlines()]
+    assert names == ["base", "adapter", "output", "survives", "change", "triggers", "verified", "undo"]
+    planned = [line.split()[0] for line in run(*words, "--dry-run").out.splitlines()]
+    assert planned[:5] == ["base", "adapter", "formula", "output", "changes"]
+    assert run(*words, "-v").out.count("output ") == 2
+
+
+def test_verify_prints_units_on_request(folder: Path) -> None:
+    del folder
+    short, whole = run("verify", "lost.safetensors").out, run("verify", "lost.safetensors", "-v").out
+    assert not FORBIDDEN.search(short) and "ulp" in whole and "matching" in whole
+
+
+def test_unmerge_names_no_trigger_words_of_what_it_takes_out(folder: Path) -> None:
+    del folder
+    done = run("unmerge", "sound.safetensors", "-o", "unmerged.safetensors", "--overwrite")
+    assert done.code == 0 and "ink style" not in done.out

@@ -338,3 +338,9 @@ def test_names_are_left_out_by_what_is_printed() -> None:
     assert expression(keys[:1], alike=True) == r"model\.layers\.[0-9]+\.mlp\.experts\.gate_up_proj"
     assert expression(["a.1.b", "c"]) == r"(?:a\.1\.b|c)"
     assert expression(f"name_{one}" for one in "abcdefg") == ""
+
+
+def test_both_of_two_values_are_quoted_in_python() -> None:
+    text = "write --dtype bf16 or fp32, or round with --rounding stochastic"
+    assert in_python(text) == 'write dtype="bf16" or "fp32", or round with rounding="stochastic"'
+    assert in_jobs_file(text) == "write dtype: bf16 or fp32, or round with rounding: stochastic"

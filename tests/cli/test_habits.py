@@ -683,6 +683,58 @@ def test_values_of_every_tensor_are_in_json_on_request(run: Run) -> None:
     assert "tensors" in lora_merge.merge("base", "lora", "n").numbers
 
 
+@pytest.mark.parametrize(("words", "path"), [
+    ("resize lora --rank 2 -o r", "layers"), ("combine lora loras/ink -o c --dry-run", "layers"),
+    ("inspect base lora --weights", "match numbers tensors"), ("inspect lora --weights", "weights modules"),
+    ("inspect base --weights", "sizes tensors"), ("compare lora loras/ink", "modules"), ("compare base base", "equal_tensors"),
+])  # fmt: skip
+def test_other_commands_have_values_of_every_tensor_on_request_too(run: Run, words: str, path: str) -> None:
+    *outer, table = path.split()
+    for more, present in (((), False), (("--json-tensors", "--overwrite")[: 1 + ("-o" in words)], True)):
+        found = json.loads(run(*words.split(), "--json", *more)[1])
+        for name in outer:
+            found = found[name]
+        assert (table in found) is present
+
+
+def test_space_before_a_strength_is_closed(run: Run) -> None:
+    assert run("base", "lora", ":0.8")[2].endswith("fix:   write lora:0.8\n")
+
+
+def test_strength_of_a_base_named_second_is_that_of_the_adapter(run: Run) -> None:
+    fix = run("lora.safetensors", "base.safetensors:0.8", "-o", "x")[2].splitlines()[-1]
+    assert fix.endswith("lora-merge base.safetensors lora.safetensors:0.8 -o x")
+
+
+def test_report_that_cannot_be_written_gets_another_name(run: Run) -> None:
+    assert run("base", "lora", "--report", "none/r.json")[2].endswith("write lora-merge base lora --report r.json\n")
+    assert "such as --html report.html\n" in run("base", "lora", "-o", "x.safetensors", "--html", "x.safetensors")[2]
+
+
+def test_adapter_that_its_metadata_name_is_refused_by_both_names(run: Run) -> None:
+    """Where shapes show no model, as of pruned ones; a combination of two models is refused too."""
+    sdxl = {"modelspec.architecture": "stable-diffusion-xl-v1-base/lora"}
+    other = {f"{name}.{slot}.weight": rand(*shape) for name in ("lora_unet_input_blocks_4_1_proj_in", "lora_te2_layers_0_fc1")
+             for slot, shape in (("lora_up", (24, 4)), ("lora_down", (4, 24)))}  # fmt: skip
+    save(other, Path("xl.safetensors"), sdxl)
+    save(kohya(sd1_sample()), Path("one.safetensors"), {"ss_base_model_version": "sd_v1"})
+    refused = run("base", "xl")
+    assert (
+        refused[0] == 4
+        and "the adapter is for Stable Diffusion XL (by its metadata), the base is Stable Diffusion 1" in refused[2]
+    )
+    assert (
+        "one.safetensors is for Stable Diffusion 1, xl.safetensors for Stable Diffusion XL"
+        in run("combine", "one", "xl", "-o", "y")[2]
+    )
+
+
+def test_modules_without_a_place_are_left_out_by_the_own_line(run: Run) -> None:
+    odd = {f"lora_unet_nowhere_0.{end}.weight": rand(4, 4) for end in ("lora_up", "lora_down")}
+    save(kohya(sd1_sample()) | odd, Path("odd.safetensors"))
+    assert run("base", "odd:0.5", "-o", "x")[2].endswith("write lora-merge base odd:0.5 --unmatched skip -o x\n")
+
+
 def test_jobs_file_in_the_place_of_a_base_is_for_batch(run: Run) -> None:
     Path("jobs.yaml").write_text("")
     assert run("jobs.yaml")[2].endswith("fix:   write lora-merge batch jobs.yaml\n")

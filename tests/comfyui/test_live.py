@@ -5,28 +5,17 @@ Needs ComfyUI's sources and a Python with its requirements: `LORA_MERGE_COMFYUI=
 
 from __future__ import annotations
 
-import json
-import os
-import shlex
-import socket
-import subprocess
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.kit.comfy import KINDS, lora, node
-from tests.kit.command_line import run
+from tests.kit.comfy import lora, node
 from tests.kit.files import save
+from tests.kit.live_comfy import COMMAND, Server, installed, running
 from tests.kit.models import sd3
-
-COMMAND = shlex.split(os.environ.get("LORA_MERGE_COMFYUI", ""))
 
 pytestmark = [
     pytest.mark.release,
@@ -34,42 +23,10 @@ pytestmark = [
 ]
 
 
-class Server:
-    """A running ComfyUI."""
-
-    def __init__(self, folder: Path, port: int) -> None:
-        self.folder, self._url = folder, f"http://127.0.0.1:{port}"
-
-    def get(self, path: str) -> Any:
-        with urllib.request.urlopen(self._url + path, timeout=10) as answer:
-            return json.load(answer)
-
-    def send(self, path: str, content: Any) -> Any:
-        request = urllib.request.Request(self._url + path, json.dumps(content).encode())
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            return json.loads(answer.read() or "{}")
-
-    def post(self, workflow: Any) -> tuple[str, dict[str, Any]]:
-        """The status of a workflow that has ended, and the text of each node; the names of nodes that ran."""
-        number = self.send("/prompt", {"prompt": workflow})["prompt_id"]
-        return self.ended(number)
-
-    def ended(self, number: str) -> tuple[str, dict[str, Any]]:
-        for _ in range(1200):
-            if number in (history := self.get(f"/history/{number}")):
-                entry = history[number]
-                texts = {name: out["text"][0] for name, out in entry["outputs"].items() if "text" in out}
-                return entry["status"]["status_str"], {**texts, "messages": entry["status"]["messages"]}
-            time.sleep(0.1)
-        raise AssertionError("the workflow did not end")
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("comfyui")
-    for name in (*(f"models/{kind}" for kind in KINDS), "custom_nodes", "input", "output", "temp", "user"):
-        (folder / name).mkdir(parents=True)
-    assert run("comfyui", "install", folder).code == 0
+    installed(folder)
     base = sd3()
     save(base, folder / "models/diffusion_models/sd3.safetensors")
     name = "joint_blocks.0.x_block.attn.qkv.weight"
@@ -77,29 +34,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     up, down = torch.randn(out, 4).mul(0.1), torch.randn(4, inner).mul(0.1)
     prefix = f"diffusion_model.{name.removesuffix('.weight')}"
     save({f"{prefix}.lora_A.weight": down, f"{prefix}.lora_B.weight": up}, folder / "models/loras/a.safetensors")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    arguments = ["--cpu", "--port", str(port), "--base-directory", str(folder), "--disable-auto-launch"]
-    with (folder / "log.txt").open("wb") as log:
-        process = subprocess.Popen([*COMMAND, *arguments], stdout=log, stderr=log, cwd=Path(COMMAND[-1]).parent)
-    it = Server(folder, port)
-    try:
-        for _ in range(600):
-            try:
-                it.get("/system_stats")
-                break
-            except (urllib.error.URLError, ConnectionError):
-                assert process.poll() is None, (folder / "log.txt").read_text()
-                time.sleep(0.2)
+    (folder / "more").mkdir()
+    save({f"{prefix}.lora_A.weight": -down, f"{prefix}.lora_B.weight": up}, folder / "more/b.safetensors")
+    (folder / "more/flux.gguf").write_bytes(b"GGUF")
+    (folder / "paths.yaml").write_text(f"more:\n  base_path: {folder}\n  loras: more\n  diffusion_models: more\n")
+    with running(folder, "--extra-model-paths-config", str(folder / "paths.yaml")) as it:
         yield it
-    finally:
-        process.terminate()
-        process.wait(30)
 
 
 def bake(**more: Any) -> dict[str, Any]:
-    inputs = {"base": "diffusion_models/sd3.safetensors", "dtype": "keep", "name": "baked", "overwrite": False,
+    inputs = {"base": "diffusion_models/sd3.safetensors", "dtype": "keep", "unmatched": "error", "name": "baked", "overwrite": False,
               "method": "sum", "adapters__adapter0": ["1", 0]}  # fmt: skip
     return {"1": lora("a.safetensors", 0.5), "2": node("Bake", **{**inputs, **more})}
 
@@ -127,6 +71,35 @@ def test_baked_file_is_loaded_by_comfyui_and_has_the_change(server: Server) -> N
         torch.testing.assert_close(loaded[name].float(), wanted.float(), rtol=2**-10 if name == changed else 0, atol=0)
 
 
+def test_loras_of_a_loader_and_of_another_folder_meet_by_a_method(server: Server) -> None:
+    """The loader is in the workflow and does not run: its model is not loaded."""
+    loader = {"class_type": "LoraLoaderModelOnly", "inputs": {
+        "model": ["model", 0], "lora_name": "a.safetensors", "strength_model": 0.5,
+    }}  # fmt: skip
+    unet = {"class_type": "UNETLoader", "inputs": {"unet_name": "sd3.safetensors", "weight_dtype": "default"}}
+    method = {"method": "ties", "method.density": 1.0, "method.elect": "sum", "method.normalise": "count"}
+    workflow = {
+        **bake(name="ties", **method), "model": unet, "loader": loader, "3": node("Stack", model=["loader", 0]),
+        "1": lora("b.safetensors", 0.25),
+    }  # fmt: skip
+    workflow["2"]["inputs"]["adapters.adapter1"] = ["3", 0]
+    status, said = server.post(workflow)
+    assert status == "success", said
+    assert "UNETLoader" in said["3"] and said["picture 2"][0]["type"] == "temp"
+    ran = {name for kind, about in said["messages"] if kind == "execution_cached" for name in about["nodes"]}
+    assert not {"model", "loader"} & ran
+    models = server.folder / "models"
+    from lora_merge import merge
+
+    expected = server.folder / "expected.safetensors"
+    merge(models / "diffusion_models/sd3.safetensors",
+          [(server.folder / "more/b.safetensors", 0.25), (models / "loras/a.safetensors", 0.5)], expected,
+          method="ties", density=1.0)  # fmt: skip
+    baked = load_file(models / "diffusion_models/ties.safetensors")
+    for name, tensor in load_file(expected).items():
+        torch.testing.assert_close(baked[name], tensor, rtol=0, atol=0)
+
+
 def test_second_queue_bakes_nothing(server: Server) -> None:
     path = server.folder / "models/diffusion_models/twice.safetensors"
     status, said = server.post(bake(name="twice"))
@@ -148,4 +121,6 @@ def test_error_of_a_node_is_ours(server: Server) -> None:
 def test_nodes_are_listed_with_what_they_are_searched_by(server: Server) -> None:
     nodes = {name: about for name, about in server.get("/object_info").items() if name.startswith("LoraMerge")}
     assert len(nodes) == 10 and all(about["category"] == "lora-merge" for about in nodes.values())
+    offered = nodes["LoraMergeBake"]["input"]["required"]["base"]
+    assert "diffusion_models/flux.gguf" in str(offered) and "b.safetensors" in str(nodes["LoraMergeLoRA"]["input"])
     assert nodes["LoraMergeBake"]["output_node"] and nodes["LoraMergeBake"]["output"] == ["STRING", "STRING"]

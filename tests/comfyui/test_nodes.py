@@ -37,7 +37,7 @@ def host(tmp_path: Path) -> Iterator[Host]:
 
 def bake(**more: Any) -> dict[str, Any]:
     """A workflow that merges both LoRAs."""
-    inputs = {"base": BASE, "dtype": "keep", "name": "out/both", "overwrite": False, "method": "sum",
+    inputs = {"base": BASE, "dtype": "keep", "unmatched": "error", "name": "out/both", "overwrite": False, "method": "sum",
               "adapters__adapter0": ["1", 0], "adapters__adapter1": ["2", 0]}  # fmt: skip
     return {
         "1": lora("a0.safetensors", 0.8),
@@ -127,7 +127,7 @@ def test_every_node_that_writes_or_looks(host: Host) -> None:
     })  # fmt: skip
     for name in ("combine", "resize", "convert", "extract", "out"):
         path = Path(posted[name].values[0])
-        assert path.is_file() and path.suffix == ".safetensors" and posted[name].ui.value
+        assert path.is_file() and path.suffix == ".safetensors" and posted[name].ui["text"][0]
     assert "5 of 5 merged tensors" in posted["verify"].values[1]
     assert "5 of 5" in posted["inspect"].values[1]
     assert "rank 4" in posted["alone"].values[1]
@@ -146,15 +146,129 @@ def test_adapters_that_are_connected_are_taken_out(host: Host) -> None:
             torch.testing.assert_close(taken.get_tensor(name).float(), base.get_tensor(name).float(), atol=1e-6, rtol=0)
 
 
+def merged(host: Host, *adapters: Any) -> bytes:
+    """What `merge` writes."""
+    path = host.models / "expected.safetensors"
+    lora_merge.merge(host.models / BASE, [lora_merge.Adapter(*a) for a in adapters], path, overwrite=True)
+    return path.read_bytes()
+
+
 def test_stack_of_another_pack(host: Host) -> None:
-    stack = host.nodes["LoraMergeStack"]
-    given = [("a0.safetensors", 0.8, 0.4), ("a1.safetensors", 0.0, 0.5), ("a0.safetensors", 0.0, 0.0)]
-    adapters, text = stack.execute(stack=given).values
-    assert [(a["strength"], a["strength_for"]) for a in adapters] == [
-        (0.8, {"te": 0.5}),
-        (0.5, {"unet": 0.0, "transformer": 0.0}),
-    ]
-    assert text.count("\n") == 1
+    """As its loaders read it: a strength for text encoders changes nothing in a LoRA without them."""
+    save(kohya(sd1_sample(), te=False, seed=3), host.models / "loras/no te.safetensors")
+    host.nodes["LoraMergeGiven"] = given_stack([
+        ("a0.safetensors", 0.8, 0.4), ("a1.safetensors", 0.0, 0.5), ("a0.safetensors", 0.0, 0.0),
+        ("no te.safetensors", 0.7, 0.2),
+    ])  # fmt: skip
+    workflow = {
+        "0": node("Given"),
+        "1": node("Stack", stack=["0", 0]),
+        "2": node("Bake", **{**bake()["3"]["inputs"], "adapters.adapter0": ["1", 0], "adapters.adapter1": ["1", 0]}),
+    }
+    del workflow["2"]["inputs"]["adapters.adapter1"]
+    posted = host.post(workflow)
+    assert posted["1"].values[1].count("\n") == 2
+    loras = host.models / "loras"
+    assert Path(posted["2"].values[0]).read_bytes() == merged(
+        host, (loras / "a0.safetensors", 0.8, (("te", 0.5),)), (loras / "a1.safetensors", 0.5, (("unet", 0),)),
+        (loras / "no te.safetensors", 0.7, ()),
+    )  # fmt: skip
+
+
+def given_stack(stack: list[tuple[str, float, float]]) -> Any:
+    """The class of a node of another pack, with this stack as its output."""
+    from comfy_api.latest import io
+
+    return type("Given", (io.ComfyNode,), {
+        "define_schema": classmethod(lambda _: io.Schema("Given")),
+        "fingerprint_inputs": classmethod(lambda _: ""),
+        "execute": classmethod(lambda _: io.NodeOutput(stack)),
+    })  # fmt: skip
+
+
+LOADERS = {
+    "c": {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": "tiny.safetensors"}},
+    "p": {"class_type": "Power Lora Loader (rgthree)", "inputs": {
+        "model": ["c", 0], "clip": ["c", 1], "PowerLoraLoaderHeaderWidget": {"type": "PowerLoraLoaderHeaderWidget"},
+        "lora_1": {"on": True, "lora": "a0.safetensors", "strength": 0.8, "strengthTwo": 0.4},
+        "lora_2": {"on": False, "lora": "gone.safetensors", "strength": 1.0}, "➕ Add Lora": "",
+    }},
+    "s": {"class_type": "ModelSamplingFlux", "inputs": {"model": ["p", 0], "max_shift": 1.15}},
+    "m": {"class_type": "LoraLoaderModelOnly", "inputs": {
+        "model": ["s", 0], "lora_name": "a1.safetensors", "strength_model": 0.5,
+    }},
+}  # fmt: skip
+"""A workflow as ComfyUI's page sends it: loaders of rgthree-comfy and of ComfyUI itself, one behind the other."""
+
+
+def test_loras_of_loaders_are_read_from_the_workflow(host: Host) -> None:
+    bakes = {**bake()["3"]["inputs"], "adapters.adapter0": ["1", 0]}
+    del bakes["adapters.adapter1"]
+    workflow = {**LOADERS, "1": node("Stack", model=["m", 0]), "2": node("Bake", **bakes)}
+    posted = host.post(workflow)
+    assert host.runs == ["1", "2"]
+    assert "ModelSamplingFlux" in posted["1"].values[1] and "gone" not in posted["1"].values[1]
+    loras = host.models / "loras"
+    assert Path(posted["2"].values[0]).read_bytes() == merged(
+        host, (loras / "a0.safetensors", 0.8, (("te", 0.5),)), (loras / "a1.safetensors", 0.5, (("te", 0),))
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "what"),
+    [("c", r"no LoRA is loaded .*CheckpointLoaderSimple"), ("x", "type it into Power Lora Loader"), ("", "nothing is")],
+)
+def test_workflow_without_loras_is_an_error(host: Host, model: str, what: str) -> None:
+    row = {"on": True, "lora": "a0.safetensors", "strength": ["f", 0]}
+    linked = {"class_type": "Power Lora Loader (rgthree)", "inputs": {"model": ["c", 0], "lora_1": row}}
+    inputs = {"model": [model, 0]} if model else {}
+    with pytest.raises(ValueError, match=what):
+        host.post({**LOADERS, "x": linked, "1": node("Stack", **inputs)})
+
+
+def test_report_has_a_picture_of_its_lines_and_blocks(host: Host) -> None:
+    """ComfyUI's page shows texts in no node of other packs."""
+    image = pytest.importorskip("PIL.Image")
+
+    def drawn(shown: dict[str, Any]) -> Any:
+        (entry,) = shown["images"]
+        assert entry["type"] == "temp" and not entry["subfolder"]
+        with image.open(host.models / "temp" / entry["filename"]) as file:
+            return file.copy()
+
+    shown = host.post(bake())["3"].ui
+    assert "5 of 14 tensors" in shown["text"][0] and "\nverified" in shown["text"][0]
+    baked = drawn(shown)
+    assert baked.height > 160 and (0x5B, 0x8D, 0xEF) in {color for _, color in baked.getcolors(1 << 16)}, "bars"
+    assert drawn(host.post({"1": node("Inspect", adapter="a0.safetensors", base=BASE)})["1"].ui).height > 200
+    assert "images" not in host.post({"1": lora("a0.safetensors")})["1"].ui
+
+
+def test_picture_of_many_lines_and_blocks() -> None:
+    pytest.importorskip("PIL")
+    from lora_merge.comfyui.picture import MOST, picture
+
+    assert 3 < picture("output  a\nnote    " + "long " * 60, {}).height // 20 < 8, "a long value has more lines"
+    few, many = (picture("x", {f"model L{n}": {"ratio": n / 7} for n in range(count)}) for count in (3, 3 * MOST))
+    assert few.width == many.width and few.height < many.height < 2000
+    assert picture("\n".join("x" * 500), {}).height < 2000
+    for numbers in ({"norm": 0.0}, {"ratio": None}, {"ratio": float("nan")}, {"elements": 3}):
+        assert picture("x", {"BASE": numbers}).height
+
+
+def test_text_encoders_of_a_lora_are_left_out_if_asked_for(host: Host) -> None:
+    """For a diffusion model alone, which has none."""
+    save(
+        {k: v for k, v in sd1_sample().items() if k.startswith("model.")},
+        host.models / "diffusion_models/unet.safetensors",
+    )
+    refused, left_out = (
+        {**bake(base="diffusion_models/unet.safetensors", unmatched=way), "2": lora("a1.safetensors", 0.5)}
+        for way in ("error", "skip")
+    )
+    with pytest.raises(lora_merge.MergeError, match="text encoder"):
+        host.post(refused)
+    assert "4 of 4 merged tensors" in host.post(left_out)["3"].values[1]
 
 
 @pytest.mark.parametrize("name", ["../out", "/tmp/out", "", " ", "a/../../out"])

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 HOST = Path(__file__).parent / "comfy_host"
@@ -31,10 +32,17 @@ class Host:
         outputs: dict[str, Any] = {}
         self.runs = []
         for name, entry in workflow.items():
-            node, inputs = self.nodes[entry["class_type"]], dict(entry["inputs"])
+            if entry["class_type"] not in self.nodes:  # only lazy inputs lead to it, which do not make it run
+                continue
+            node = self.nodes[entry["class_type"]]
+            lazy = {item.id for item in node.define_schema().inputs if getattr(item, "lazy", False)}
+            assert not lazy or node.check_lazy_status(**dict.fromkeys(lazy)) == []
+            inputs = {key: value for key, value in entry["inputs"].items() if key not in lazy}
+            ancestors = [entry["inputs"][key] for key in lazy if key in entry["inputs"]]
+            node.hidden = SimpleNamespace(prompt=workflow, unique_id=name)
             constants = {key: value for key, value in inputs.items() if not isinstance(value, list)}
             print_of = node.fingerprint_inputs(**nested(node, constants))
-            key = f"{entry['class_type']} {inputs} {print_of} {[outputs[v[0]].values for v in inputs.values() if isinstance(v, list)]}"
+            key = f"{entry['class_type']} {inputs} {print_of} {ancestors and workflow} {[outputs[v[0]].values for v in inputs.values() if isinstance(v, list)]}"
             if self._cache.get(name, ("",))[0] != key or print_of != print_of:
                 values = {k: outputs[v[0]].values[v[1]] if isinstance(v, list) else v for k, v in inputs.items()}
                 self._cache[name] = key, node.execute(**nested(node, values, check=True))
@@ -77,6 +85,7 @@ def comfyui(folder: Path) -> Iterator[Host]:
         for kind in KINDS:
             (folder / kind).mkdir(parents=True, exist_ok=True)
             folder_paths.roots[kind] = [str(folder / kind)]
+        folder_paths.temp[:] = [str(folder / "temp")]
         from lora_merge.comfyui.nodes import Pack
 
         yield Host(folder, Pack())

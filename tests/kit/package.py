@@ -49,5 +49,5 @@ LIBRARIES = {
 }
 """Library → the rooms that may import it, at the top of a file or inside a function."""
 
-HOSTS = {"comfy": {"comfyui"}, "comfy_api": {"comfyui"}, "folder_paths": {"comfyui"}}
-"""Library of the program that a room runs in, which no package index has → the rooms that may import it."""
+HOSTS = {"comfy": {"comfyui"}, "comfy_api": {"comfyui"}, "folder_paths": {"comfyui"}, "PIL": {"comfyui"}}
+"""Library of the program that a room runs in, or that it brings → the rooms that may import it."""

@@ -50,6 +50,10 @@ class Page:
         assert reply.status in (200, 422), reply
         return json.loads(reply.body)
 
+    def measured(self) -> None:
+        """Measure the disk, as the server of a user does when it starts."""
+        Queue.estimate(self.queue, self.library.output)
+
     def ended(self, number: int, seconds: float = 60) -> dict[str, Any]:
         """A run of the queue, when it has ended."""
         end = time.monotonic() + seconds
@@ -66,6 +70,7 @@ def serving(*folders: Path, output: Path | None = None, pictures: bool = False) 
     """The page for these folders."""
     library = Library(folders, output)
     with Queue(pictures=pictures) as queue:
+        queue.estimate = lambda _: None  # type: ignore[method-assign]  # 32 MiB are written by `measured` alone
         server = Server(library, queue)
         thread = threading.Thread(target=server.run)
         thread.start()

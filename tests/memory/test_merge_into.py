@@ -587,3 +587,10 @@ def test_fp8_codes_with_a_scale_are_refused(how: str, name: str, shape: tuple[in
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what fp8 cannot hold
         lora_merge.merge_into(model, adapter)
+
+
+@pytest.mark.parametrize(("model", "other"), [({}, "merge_state_dict()"), ("base.safetensors", "merge()")])
+def test_what_is_no_module_has_a_function_of_its_own(model: Any, other: str) -> None:
+    with pytest.raises(lora_merge.MergeError, match="no weights") as caught:
+        lora_merge.merge_into(model, ["style.safetensors"])
+    assert other in caught.value.fix

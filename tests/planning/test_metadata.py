@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import lora_merge
-from lora_merge.cli.argument_values import metadata_entry
 from lora_merge.errors import InputError, UsageError, VerificationFailed
 from lora_merge.files.formats.unread import METADATA
 from lora_merge.job import make_job
+from lora_merge.option_texts import metadata_entry
 from lora_merge.planning.header_entries import NEEDED
 from lora_merge.planning.recipe import KEY, OURS, STALE
 from lora_merge.recipes.replay import plan_again, prove

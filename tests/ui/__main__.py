@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
+import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
+from tests.kit.adapters import kohya
 from tests.kit.browser import Window, window
+from tests.kit.files import save
 from tests.kit.hollow import hollow
+from tests.kit.models import sd1
 from tests.kit.page_server import serving
 
 ROOT: Final = Path(__file__).parents[2]
@@ -51,16 +55,45 @@ def fill(w: Window) -> None:
     w.until("$('#plan').dataset.state === 'ready'")
 
 
+def reported(w: Window) -> None:
+    """Merge, and open the report with its pictures."""
+    w.open()
+    w.choose("#fields .field select", "base")
+    w.choose("fieldset select", "ink")
+    w.until("$('#plan').dataset.state === 'ready'")
+    w.js("$('#run').click()")
+    w.until("$('#runs > li')?.dataset.state === 'done'")
+    w.js("$('#runs details:last-of-type').open = true")
+    w.driver.switch_to.frame(w.until("$('#runs iframe')"))
+    w.until("document.documentElement.dataset.ready")
+    w.js("[...document.querySelectorAll('h2')].find((h) => h.textContent.startsWith('What changed')).scrollIntoView()")
+    w.driver.switch_to.default_content()
+    time.sleep(2)
+    w.js("$('#queue').scrollIntoView()")
+
+
 def main() -> None:
-    """Take them in light and in dark."""
+    """Take the form in light, and a report in dark."""
     with TemporaryDirectory() as home:
-        models(Path(home) / "ComfyUI")
-        with serving(Path(home) / "ComfyUI") as page:
-            for scheme in ("light", "dark"):
-                with window(page.address, *SIZE, dark=scheme == "dark") as w:
-                    fill(w)
-                    w.js(PLAIN, home)
-                    w.driver.save_screenshot(str(PICTURES / f"ui-{scheme}.png"))
+        folder = Path(home) / "ComfyUI"
+        models(folder)
+        with serving(folder) as page, window(page.address, *SIZE) as w:
+            page.measured()
+            fill(w)
+            w.js(PLAIN, home)
+            w.driver.save_screenshot(str(PICTURES / "ui-light.png"))
+    with TemporaryDirectory() as home:
+        for kind, name, tensors in (("checkpoints", "base", sd1()), ("loras", "ink", kohya(sd1()))):
+            path = Path(home) / "ComfyUI/models" / kind
+            path.mkdir(parents=True)
+            save(tensors, path / f"{name}.safetensors")
+        with (
+            serving(Path(home) / "ComfyUI", pictures=True) as page,
+            window(page.address, *SIZE, dark=True) as w,
+        ):
+            reported(w)
+            w.js(PLAIN, home)
+            w.driver.save_screenshot(str(PICTURES / "ui-dark.png"))
 
 
 if __name__ == "__main__":

@@ -20,13 +20,21 @@ def kinds(library: Library) -> dict[str, tuple[str, ...]]:
 
 
 def test_folder_of_a_program_is_listed_by_its_folders(comfy: Path) -> None:
-    save(sd1(), comfy / "models" / "elsewhere.safetensors")
+    for other in (comfy / "models/elsewhere", comfy / "other"):
+        other.mkdir()
+        save(sd1(), other / "x.safetensors")
     for folder in (comfy, comfy / "models"):
         listed = kinds(Library([folder]))
         assert {label.rpartition("/")[2]: kind for label, kind in listed.items()} == {
             "tiny.safetensors": (BASE,), "tuned.safetensors": (BASE,), "sd3.safetensors": (BASE,),
             "a {x} it's.safetensors": (ADAPTER,), "b.safetensors": (ADAPTER,),
         }  # fmt: skip
+
+
+def test_output_next_to_the_folders_of_a_program_is_listed(comfy: Path) -> None:
+    save(sd1(), comfy / "merged.safetensors")
+    assert kinds(Library([comfy]))["merged.safetensors"] == (BASE,)
+    assert "merged.safetensors" not in kinds(Library([comfy], comfy / "models"))
 
 
 @pytest.mark.parametrize(

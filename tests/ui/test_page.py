@@ -45,6 +45,9 @@ def test_from_an_empty_page_to_a_verified_file(page: Page, comfy: Path, tmp_path
         choose(w)
         w.until(READY)
         assert "20 of 20 modules match" in w.js("return $('#files').innerText")
+        assert "LoRA, rank 4" in w.js("return $('#files').innerText")
+        summary = w.js("return $('#summary').textContent")
+        assert all(word in summary for word in ("Writes ", " KiB; memory", "time: "))
         assert "trigger words: ohwx <b>" in w.js("return $('#files').innerText"), "names are text, never HTML"
         slide = (
             "const r = [...document.querySelectorAll('fieldset .slider')].find((s) => s.textContent === arguments[0])"
@@ -66,6 +69,22 @@ def test_from_an_empty_page_to_a_verified_file(page: Page, comfy: Path, tmp_path
 
     merge(comfy / "models" / TINY, [Adapter(comfy / "models" / A, 0.8, (("te", 0.5),))], expected)
     assert (comfy / f"{name}.safetensors").read_bytes() == expected.read_bytes()
+
+
+def test_finished_file_is_verified_and_its_adapter_taken_out(page: Page, comfy: Path) -> None:
+    product = comfy / "models/checkpoints/product.safetensors"
+    merge(comfy / "models" / TINY, (comfy / "models" / A, 0.8), product)
+    with window(page.address) as w:
+        w.open()
+        for command in ("verify", "unmerge"):
+            w.js("$(`[data-command=${arguments[0]}]`).click()", command)
+            assert w.js("return $('#run').disabled && !$('#plan .error')")
+            w.choose("#fields .field select", "product")
+            w.until(READY)
+            w.js("$('#run').click()")
+            w.until(f"$('#runs h3')?.textContent.startsWith(arguments[0]) && {FIRST} === 'done'", command.title())
+        assert w.errors() == []
+    assert (comfy / "models/checkpoints/product-without.safetensors").exists()
 
 
 def test_cancel_leaves_nothing(page: Page, comfy: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,9 +14,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from safetensors.torch import load_file
 
 from lora_merge import merge
 from tests.kit.command_line import run
+from tests.kit.files import save
 from tests.kit.page_server import Page, serving
 from tests.ui.test_forms import TINY, A, form
 
@@ -85,7 +88,22 @@ def test_form_becomes_a_verified_file(page: Page, comfy: Path) -> None:
     assert Path(done["output"]).stat().st_size == preview["plan"]["bytes"]
     assert page.call("preview", **filled)["plan"]["status"] == "done"
     assert page.ended(page.call("run", **filled)["number"])["state"] == "skipped"
-    assert page.call("preview", **filled)["plan"]["seconds"] is not None
+
+
+def test_time_is_that_of_the_disk_until_a_run_has_shown_it(
+    page: Page, comfy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled, before = form("merge", comfy), sorted(comfy.rglob("*"))
+    assert page.call("preview", **filled)["plan"]["seconds"] is None
+    page.measured()
+    assert sorted(comfy.rglob("*")) == before
+    plan = page.call("preview", **filled)["plan"]
+    assert 0 < plan["seconds"] < 60 and not plan["measured"]
+    for least, measured in ((1 << 30, False), (1, True)):  # a small run is over before it is at full speed
+        monkeypatch.setattr("lora_merge.ui.runs.LEAST", least)
+        assert page.ended(page.call("run", **filled)["number"])["state"] == "done"
+        Path(plan["output"]).unlink()
+        assert page.call("preview", **filled)["plan"]["measured"] is measured
 
 
 def test_error_of_a_form_comes_before_the_run(page: Page, comfy: Path) -> None:
@@ -126,6 +144,60 @@ def test_looks_show_texts_and_write_nothing(page: Page, comfy: Path) -> None:
     seen = page.ended(page.call("run", command="inspect", base=base, adapters=adapters[:1])["number"])
     assert seen["state"] == "done" and "20 of 20" in seen["text"]
     assert sorted(comfy.rglob("*")) == before
+
+
+def test_recipe_of_a_finished_file_is_enough(page: Page, comfy: Path) -> None:
+    """To verify it, to write it again, and to take its adapters out; the copied commands do the same."""
+    models = comfy / "models"
+    product = models / "checkpoints/product.safetensors"
+    merge(models / TINY, (models / A, 0.8), product, dtype="fp32")
+    for command, more in (("verify", {"product": str(product), "options": {"full": "true"}}),
+                          ("replay", {"product": str(product), "output": "again"}),
+                          ("unmerge", {"base": str(product), "output": "without"})):  # fmt: skip
+        filled = {"command": command, "adapters": [], **more}
+        preview = page.call("preview", **filled)
+        assert "error" not in preview and "jobs" not in preview
+        assert preview.get("plan", {}).get("bytes") == (product.stat().st_size if "output" in more else None)
+        done = page.ended(page.call("run", **filled)["number"])
+        assert done["state"] == "done", done
+        assert done["output"] == (str(comfy / f"{more['output']}.safetensors") if "output" in more else "")
+        if "output" in more:
+            written = Path(done["output"]).read_bytes()
+            Path(done["output"]).unlink()
+        else:
+            assert {name: style for name, _, style in done["facts"]}["verified"] == "green"
+        assert (answer := run(*shlex.split(preview["command"])[1:])).code == 0, answer.err
+        assert "output" not in more or Path(done["output"]).read_bytes() == written
+    again = {"command": "replay", "product": str(product), "output": "again"}
+    assert "exists" in page.call("preview", **again)["error"]["what"]
+    for command in ("verify", "replay", "unmerge"):
+        place = "base" if command == "unmerge" else "product"
+        error = page.call("preview", **{"command": command, place: str(models / TINY), "output": "x"})["error"]
+        assert error["what"] == "the file has no recipe" and error["fix"]
+
+
+def test_file_without_a_recipe_is_verified_by_its_inputs(page: Page, comfy: Path) -> None:
+    models = comfy / "models"
+    product = models / "checkpoints/product.safetensors"
+    merge(models / TINY, (models / A, 0.8), product, metadata={})
+    bare = save(load_file(product), models / "checkpoints/bare.safetensors")
+    filled = {"command": "verify", "product": str(bare), "base": str(models / TINY)}
+    for strength, state in ((0.8, "done"), (0.7, "failed")):
+        adapters = [{"path": str(models / A), "strength": strength}]
+        assert page.ended(page.call("run", **filled, adapters=adapters)["number"])["state"] == state
+    command = page.call("preview", **filled, adapters=adapters)["command"]
+    assert run(*shlex.split(command)[1:]).code == 6
+    assert "no recipe" in page.call("run", command="verify", product=str(bare))["error"]["what"]
+
+
+def test_several_files_are_inspected(page: Page, comfy: Path) -> None:
+    adapters = [{"path": str(comfy / "models" / name)} for name in (A, "loras/b.safetensors")]
+    for base in ("", str(comfy / "models" / TINY)):
+        filled = {"command": "inspect", "base": base, "adapters": adapters}
+        done = page.ended(page.call("run", **filled)["number"])
+        assert done["state"] == "done" and all(Path(a["path"]).name in done["text"] for a in adapters)
+        assert done["text"].count("20 of 20") == (2 if base else 0)
+        assert run(*shlex.split(page.call("preview", **filled)["command"])[1:]).code == 0
 
 
 def test_parts_have_the_presets_that_fit(page: Page, comfy: Path) -> None:

@@ -84,7 +84,7 @@ def test_change_below_the_dtype_is_seen_before_the_merge(scene: Scene, tmp_path:
     base = save({k: v.bfloat16() if v.is_floating_point() else v for k, v in sd1().items()}, tmp_path / "b.safetensors")
     facts = inspect(base, Adapter(scene.ink, 0.001), weights=True)
     assert facts["match"]["numbers"]["all"]["retained"] < 0.9
-    assert any("kept in the base's dtype" in line for line in lines(facts))
+    assert any("survives in the base's dtype" in line for line in lines(facts))
     (warning,) = facts["match"]["numbers"]["warnings"]
     assert all(words in warning for words in ("bf16", "--dtype fp32", "--rounding stochastic", "keep less than 90%"))
     assert any(line.split(maxsplit=1) == ["warning", warning] for line in lines(facts))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from lora_merge.viewing.compare_models import PIECE
 from lora_merge.viewing.compare_verdict import signed
 from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.json_schemas import schema_of
+from tests.bench import inputs
 from tests.kit.adapters import kohya, kohya_names
 from tests.kit.files import load, save
 from tests.kit.models import sd1
@@ -285,3 +288,30 @@ def test_values_are_compared_in_pieces_as_in_one(tmp_path: Path) -> None:
     assert row["difference"] == pytest.approx(float(finite.norm()), rel=1e-9)
     assert row["changed"] == int((a != b).sum()) - 1
     assert row["largest"] == float(finite.abs().max())
+
+
+def test_larger_adapter_contains_the_smaller_one(scene: Scene, tmp_path: Path) -> None:
+    """ΔA = ΔB + more at right angles: both strengths are steady, and only that of B in A has nothing of the rest."""
+    lora_merge.combine([(scene.ink, 1.0), (scene.oil, 0.3)], tmp_path / "both.safetensors", dtype="fp32")
+    for files, names in (((tmp_path / "both.safetensors", scene.ink), "A contains B"), ((scene.ink, tmp_path / "both.safetensors"), "B contains A")):  # fmt: skip
+        found = compare(*files)["verdict"]
+        assert found["text"].startswith(names) and found["strength"] == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.bench
+def test_two_models_are_compared_in_one_and_a_half_times_the_time_of_a_merge(tmp_path: Path) -> None:
+    """For an idle machine: on a busy one threads of torch wait for each other, and the comparison is the slower one."""
+    layers = {f"layers.{n}.weight": ("F16", (4096, 2048)) for n in range(16)}
+    base = inputs.write(tmp_path / "base.safetensors", layers)
+    slots = {name.replace("weight", f"{slot}.weight"): ("F16", shape) for name in layers
+             for slot, shape in (("lora_A", (16, 2048)), ("lora_B", (4096, 16)))}  # fmt: skip
+    lora, out = inputs.write(tmp_path / "lora.safetensors", slots, scale=0.01), tmp_path / "merged.safetensors"
+
+    def seconds(run: Callable[[], object]) -> float:
+        started = time.perf_counter()
+        run()
+        return time.perf_counter() - started
+
+    merged = min(seconds(lambda: lora_merge.merge(base, lora, out, overwrite=True)) for _ in range(2))
+    compared = min(seconds(lambda: compare(base, out)) for _ in range(2))
+    assert compared <= 1.5 * merged

@@ -291,3 +291,19 @@ def test_values_begin_in_one_column(scene: Scene) -> None:
 def test_patterns_of_names_are_shown_on_request(scene: Scene) -> None:
     plain, verbose = run("inspect", scene.base, scene.ink)[1], run("inspect", scene.base, scene.ink, "-v")[1]
     assert "where it fits" not in plain and "where it fits" in verbose
+
+
+def test_folder_of_many_lists_the_folders_in_it(scene: Scene, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.safetensors").write_bytes(scene.ink.read_bytes())
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").write_bytes(scene.base.read_bytes())
+    (tmp_path / "empty").mkdir()
+    rows = run("inspect", tmp_path)[1].splitlines()
+    assert [row.split()[0] for row in rows[1:4]] == ["a.safetensors", "b.safetensors", "model"]
+
+
+def test_written_adapter_has_no_note_on_its_header(scene: Scene, tmp_path: Path) -> None:
+    """Adapters have a recipe and no seal."""
+    lora_merge.resize(scene.ink, tmp_path / "o.safetensors", rank=2)
+    assert not [note for note in inspect(tmp_path / "o.safetensors")["notes"] if "header" in note]

@@ -28,6 +28,7 @@ from lora_merge.viewing.pages import page as pages
 from lora_merge.viewing.pages import plot
 from lora_merge.viewing.pages.content import PageContent
 from lora_merge.viewing.pages.heat_map import grid_places
+from lora_merge.viewing.pages.output_pages import batch_page
 from lora_merge.viewing.text import match_summary, rows, summary
 from tests.kit.browser import shown
 from tests.kit.command_line import run
@@ -322,7 +323,9 @@ def test_plots_show_no_hidden_character_and_no_formula(tmp_path: Path) -> None:
 
 def test_page_of_an_adapter_tells_what_each_block_keeps(scene: Scene, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    code, text, _ = run("resize", scene.ink, "--rank", "2", "-o", tmp_path / "o.safetensors", "--html", page, "--json")
+    code, text, _ = run(
+        "resize", scene.ink, "--rank", "2", "-o", tmp_path / "o.safetensors", "--html", page, "--json", "--json-tensors"
+    )
     assert code == 0
     layers = json.loads(text)["layers"]
     (table,) = [t for t in content(page.read_text(encoding="utf-8"))["tables"] if t["title"] == "By block"]
@@ -426,7 +429,7 @@ def test_every_command_has_its_page(scene: Scene, tmp_path: Path) -> None:
         (["compare", scene.base, scene.base], "Comparison"), (["batch", jobs], "Batch"),
         (["compare", scene.base, tmp_path / "job.safetensors"], "Comparison"),
         (["compare", scene.ink, scene.oil, "--base", scene.base], "Comparison"),
-        (["combine", scene.ink, scene.oil, "-o", tmp_path / "both.safetensors"], "Adapter"),
+        (["combine", scene.ink, scene.oil, "-o", tmp_path / "both.safetensors"], "Combined adapter"),
         (["unmerge", tmp_path / "job.safetensors", scene.ink, "-o", tmp_path / "before.safetensors"], "Merge"),
     ):  # fmt: skip
         page.unlink(missing_ok=True)
@@ -736,3 +739,12 @@ def test_trigger_words_and_hashes_are_chips(scene: Scene) -> None:
     made, facts = pages.content(inspect(scene.ink)), inspect(scene.ink)
     chips = [chip["text"] for chip in made["chips"]]
     assert chips == ["ohwx", *facts["hashes"].values()]
+
+
+def test_matrix_of_jobs_is_a_grid_among_other_jobs() -> None:
+    jobs = [{"number": n, "output": f"/{n}", "status": "merged", "report": None, "seconds": 1.0,
+             "adapters": [{"name": name, "strength": strength}]}
+            for n, (name, strength) in enumerate([("a", 0.5), ("a", 1.0), ("b", 0.5), ("b", 1.0), ("c", 0.7)], 1)]  # fmt: skip
+    grid, rest = batch_page(jobs)["tables"]
+    assert [row[0] for row in grid["rows"]] == ["a", "b"] and len(rest["rows"]) == 5
+    assert [table["title"] for table in batch_page([*jobs, {**jobs[0], "number": 6}])["tables"]] == ["Jobs"]

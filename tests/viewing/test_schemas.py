@@ -56,7 +56,7 @@ def test_reports_of_commands_that_write_adapters(scene: Scene, tmp_path: Path) -
         ("convert", scene.ink, "--to", "diffusers", "--base", scene.base, "--dry-run"),
         ("extract", scene.base, tuned, "--rank", "2"), ("extract", scene.base, tuned, "--dry-run"),
     ):  # fmt: skip
-        code, printed, _ = run(*command, "-o", out, "--overwrite", "--json")
+        code, printed, _ = run(*command, "-o", out, "--overwrite", "--json", "--json-tensors")
         assert code == 0, printed
         found = json.loads(printed)
         check(found, "adapter")

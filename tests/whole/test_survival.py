@@ -74,7 +74,7 @@ def adapter(rank: int, seed: int) -> Tensors:
 
 def reported(*words: str) -> dict[str, Any]:
     """The JSON report of a command."""
-    answer = run(*words, "--json", "-o", "out.safetensors", "--overwrite")
+    answer = run(*words, "--json", "--json-tensors", "-o", "out.safetensors", "--overwrite")
     assert answer.code == 0, answer
     report: dict[str, Any] = json.loads(answer.out)
     return report

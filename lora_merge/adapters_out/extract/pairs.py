@@ -177,7 +177,7 @@ def paired(
     kinds = {"in the tuned checkpoint alone": alone, "of another shape in the tuned checkpoint": resized}
     notes += [Note(f"{what}, left out: {listed(keys, 3)}") for what, keys in kinds.items() if keys]
     if left:
-        notes.append(Note(f"{', '.join(sorted({*left}))} is not compared; --include {min(left)} does"))
+        notes.append(Note(f"{', '.join(sorted({*left}))} is left out; --include {min(left)} extracts it, too"))
     rest = [p for p in _nameless(base, here) if prod(p.view.shape) and _compared(p, base[0]) and _taken(p, chosen)]
     alike = [p for p in rest if _same_rows(p, tuned[0], base[0])]
     if lost := [p.name for p in rest if p not in alike]:

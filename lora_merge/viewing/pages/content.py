@@ -67,7 +67,7 @@ UNPICTURED: Final = (
 
 LEAST_LOSS: Final = 0.001  # a share that is worth a picture
 RANKS: Final = "Rank and share that survives"
-AXES: Final = ("rank of all layers", "share of the change that survives")
+AXES: Final = ("rank of all layers", "share that survives")
 CLICK: Final = "The stronger the colour, the larger. Click a cell for its weights."
 
 

@@ -7,8 +7,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
-from ...facts import strengths
-from ...report import merge_rows
+from ...facts import line, strengths
+from ...report import NOT_VERIFIED, layers_recomputed, merge_rows
 from ...survival import ENOUGH, grade, judged
 from ...text import listed, plural
 from ..json_schemas import kind_of
@@ -116,11 +116,16 @@ def _stages(facts: Values) -> list[dict[str, Any]]:
 
 def adapter_page(facts: Values) -> dict[str, Any]:
     """Return the content of the page of an adapter that was combined, resized, converted, averaged or extracted."""
+    from ...adapters_out.commands import COMMANDS
     from ...adapters_out.report import adapter_rows  # numpy
 
-    page, every = PageContent("Adapter", Path(facts["output"]).name), facts["numbers"].get("all", {})
-    rows = [row for row in adapter_rows(facts, verbose=True) if row.name and row.name != "residual"]
-    page.summary(rows)  # the residual is another measure of what survives
+    command = COMMANDS.get((facts.get("recipe") or {}).get("command", ""))
+    kind = f"{command.done.capitalize()} adapter" if command else "Adapter"
+    page, every = PageContent(kind, Path(facts["output"]).name), facts["numbers"].get("all", {})
+    rows = [row for row in adapter_rows(facts, verbose=True) if row.name not in ("", "residual", "verified")]
+    if proof := facts["verified"]:  # without the residual, another measure of what survives
+        rows.append(line("verified", layers_recomputed(proof)))
+    page.summary([*rows, *([] if proof else [NOT_VERIFIED])])
     page.verdict(*_written(facts, page.data["warnings"]))
     norms = every.get("adapters") or [{"change": every.get("norm")}]  # of extract and convert, which have one input
     page.table(
@@ -247,18 +252,22 @@ def _grouped(jobs: Sequence[Values]) -> dict[str, list[str]]:
 
 
 def _grid(jobs: Sequence[Values]) -> tuple[str, Sequence[Column], list[list[Any]]]:
-    """Return title, columns and rows of a table adapter × strength; without rows if the jobs are no such matrix."""
-    cells: dict[tuple[str, str], Values] = {}
+    """Return title, columns and rows of a table adapter × strength; without rows if no jobs are such a matrix.
+
+    Its jobs have one adapter, which other jobs have at other strengths; a job that has none of both is left out.
+    """
+    cells: dict[str, dict[str, Values]] = {}
     for job in jobs:
-        adapters = job.get("adapters") or []
-        if len(adapters) != 1:
-            return "", (), []
-        cells[adapters[0]["name"], f"{adapters[0]['strength']:g}×"] = job
-    names, strengths_of = (list(dict.fromkeys(key[n] for key in cells)) for n in (0, 1))
-    whole = len(cells) == len(jobs) == len(names) * len(strengths_of)
-    if not whole or min(len(names), len(strengths_of)) < MATRIX:
+        if len(adapters := job.get("adapters") or []) == 1:
+            row, strength = cells.setdefault(adapters[0]["name"], {}), f"{adapters[0]['strength']:g}×"
+            if strength in row:  # on two bases, with two dtypes
+                return "", (), []
+            row[strength] = job
+    matrix = {name: row for name, row in cells.items() if len(row) >= MATRIX}
+    strengths_of = list(dict.fromkeys(strength for row in matrix.values() for strength in row))
+    if len(matrix) < MATRIX:
         return "", (), []
-    rows = [[name, *(_cell(cells[name, strength]) for strength in strengths_of)] for name in names]
+    rows = [[name, *(_cell(row[s]) if s in row else "–" for s in strengths_of)] for name, row in matrix.items()]
     return "Adapters and strengths", ("adapter", *strengths_of), rows
 
 

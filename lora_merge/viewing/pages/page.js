@@ -361,7 +361,8 @@ function build() {
   if (content.chips.length) section("To copy", chips(content.chips));
   const image = content.image ? element("img", { src: content.image, alt: `Preview picture of ${content.title}`, class: "preview" }) : null;
   if (content.summary.length) section("Summary", element("div", { class: image ? "beside" : null }, facts(content.summary), image));
-  if (content.warnings.length) section("Warnings", element("ul", {}, ...content.warnings.map((text) => element("li", {}, text)))).classList.add("warn");
+  const warnings = content.warnings.filter((text) => !(content.verdict.text || "").includes(text));
+  if (warnings.length) section("Warnings", element("ul", {}, ...warnings.map((text) => element("li", {}, text)))).classList.add("warn");
   for (const found of content.tables.filter((one) => one.first)) section(found.title, table(found));
   for (const found of content.heat_maps) heatMap(found);
   for (const found of content.curves) section(found.title, curve(found), element("details", {}, element("summary", {}, "As a table"), table({ title: found.title, columns: [{ title: found.of[0] }, { title: found.of[1], unit: found.unit }], rows: found.rows })));

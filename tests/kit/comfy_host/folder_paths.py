@@ -5,6 +5,13 @@ import os
 roots: dict[str, list[str]] = {"checkpoints": [], "diffusion_models": [], "text_encoders": [], "loras": []}
 
 
+temp: list[str] = []
+
+
+def get_temp_directory() -> str:
+    return temp[0]
+
+
 def get_folder_paths(kind: str) -> list[str]:
     return roots[kind][:]
 

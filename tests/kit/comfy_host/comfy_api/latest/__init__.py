@@ -13,6 +13,8 @@ class ComfyExtension:
 
 
 class ComfyNode:
+    hidden = SimpleNamespace(prompt=None, unique_id=None)
+
     @classmethod
     def define_schema(cls) -> Schema:
         raise NotImplementedError
@@ -26,6 +28,7 @@ class Schema:
     description: str = ""
     inputs: list[Input] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
+    hidden: list[str] = field(default_factory=list)
     is_output_node: bool = False
 
 
@@ -44,8 +47,10 @@ class Input:
 
     kind = ""
 
-    def __init__(self, id: str, *, tooltip: str = "", default: Any = None) -> None:
-        self.id, self.tooltip, self.default = id, tooltip, default
+    def __init__(
+        self, id: str, *, tooltip: str = "", default: Any = None, optional: bool = False, lazy: bool = False
+    ) -> None:
+        self.id, self.tooltip, self.default, self.optional, self.lazy = id, tooltip, default, optional, lazy
 
     def check(self, value: Any) -> str:
         return ""
@@ -103,6 +108,7 @@ io = SimpleNamespace(
     Boolean=SimpleNamespace(Input=Input), Int=SimpleNamespace(Input=Number), Float=SimpleNamespace(Input=Number),
     String=SimpleNamespace(Input=Input, Output=lambda id: Output("STRING", id)),
     Combo=SimpleNamespace(Input=Choice),
+    Model=custom("MODEL"), Hidden=SimpleNamespace(prompt="PROMPT", unique_id="UNIQUE_ID"),
     Autogrow=SimpleNamespace(Input=Growing, TemplatePrefix=TemplatePrefix),
     DynamicCombo=SimpleNamespace(Input=Dynamic, Option=Option),
 )  # fmt: skip
@@ -111,6 +117,9 @@ io = SimpleNamespace(
 class PreviewText:
     def __init__(self, value: str) -> None:
         self.value = value
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"text": (self.value,)}
 
 
 ui = SimpleNamespace(PreviewText=PreviewText)

@@ -1,0 +1,107 @@
+"""What the page asks for again is not read again: each file is opened once, whatever is asked about it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import lora_merge
+from lora_merge.planning import checkpoint_cache
+from lora_merge.ui.library import Library
+from lora_merge.ui.previews import Previews
+from lora_merge.ui.runs import Queue
+from tests.kit.files import save
+from tests.kit.models import sd1
+from tests.ui.__main__ import models
+from tests.ui.test_forms import TINY, A, form
+
+SECONDS = 1.0
+"""Bound on a look at files of full size: five times of what an idle core of 2024 needs."""
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[Path]]:
+    """How often each file is opened."""
+    counts, whole = Counter[Path](), checkpoint_cache.open_checkpoint
+
+    def counted(path: Path, *, adapter: bool = False) -> object:
+        counts[path] += 1
+        return whole(path, adapter=adapter)
+
+    monkeypatch.setattr(checkpoint_cache, "open_checkpoint", counted)
+    return counts
+
+
+def previews(folder: Path) -> Previews:
+    """Those of a page for a folder."""
+    return Previews(Library([folder]), Queue(pictures=False))
+
+
+def test_each_file_is_opened_once(comfy: Path, opened: Counter[Path]) -> None:
+    page, filled = previews(comfy), form("merge", comfy)
+    base, (first, second) = filled["base"], filled["adapters"]
+    for adapters in ([], [first], [first, second]):
+        asked = {**filled, "adapters": adapters}
+        assert all("error" not in row for row in page.files(asked)["files"])
+        assert page.preview(asked)["plan"]["error"] is None or not adapters
+        page.parts(base)
+    combined = page.preview({**form("combine", comfy), "base": base, "adapters": [first, second], "options": {}})
+    assert combined["plan"]["error"] is None
+    assert opened == {Path(path): 1 for path in (base, first["path"], second["path"])}
+
+
+def test_warm_up_looks_at_a_base_and_an_adapter(comfy: Path, opened: Counter[Path]) -> None:
+    page = previews(comfy)
+    page.warm_up()
+    assert len(opened) == 2
+    before = opened.copy()
+    page.files({"base": str(comfy / "models" / TINY), "adapters": [{"path": str(comfy / "models" / A)}]})
+    page.warm_up()
+    assert before.total() <= opened.total() <= before.total() + 2
+
+
+def test_changed_configuration_is_read_again(tmp_path: Path) -> None:
+    base, folder, former = sd1(), tmp_path / "adapter", lora_merge.FormerPlans()
+    name = next(key for key in base if key.endswith("attn1.to_q.weight"))
+    out, inner = base[name].shape
+    module = f"base_model.model.{name.removesuffix('.weight')}"
+    factors = {f"{module}.lora_A.weight": torch.ones(2, inner), f"{module}.lora_B.weight": torch.ones(out, 2)}
+    folder.mkdir()
+    save(factors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 2}')
+    save(base, tmp_path / "base.safetensors")
+
+    def effective() -> object:
+        return lora_merge.inspect(tmp_path / "base.safetensors", folder, hashes=None, former=former)["match"][
+            "effective"
+        ]
+
+    before, file = effective(), folder / "adapter_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "lora_alpha": 7 * config["lora_alpha"]}))
+    assert effective() != before
+    assert effective() == lora_merge.inspect(tmp_path / "base.safetensors", folder, hashes=None)["match"]["effective"]
+
+
+@pytest.mark.slow
+def test_look_at_files_of_full_size_is_quick(tmp_path: Path) -> None:
+    models(tmp_path)
+    page = previews(tmp_path)
+    base, ink, detail = (
+        str(tmp_path / "models" / name)
+        for name in ("checkpoints/sdxl.safetensors", "loras/ink.safetensors", "loras/detail.safetensors")
+    )
+    page.files({"base": base, "adapters": [{"path": ink}]})  # what the server does before the page is open
+    start = time.process_time()
+    _, row = page.files({"base": base, "adapters": [{"path": detail}]})["files"]
+    assert time.process_time() - start < SECONDS
+    assert row["fits"] and row["total"] == 743
+    start = time.process_time()
+    page.files({"base": base, "adapters": [{"path": ink}, {"path": detail}]})
+    assert time.process_time() - start < SECONDS / 10
