@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from .adapters_out.api import average, combine, convert, extract, resize
     from .adapters_out.report import AdapterReport
     from .api import compare, inspect, merge, plan, replay, unmerge, verify
-    from .batch.batch_plan import FormerPlans
     from .batch.job_plan import JobPlan
     from .batch.report import JobReport, Reports
     from .batch.run import plan_batch, run_batch

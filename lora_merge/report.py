@@ -22,6 +22,9 @@ ADAPTER_PROOF: Final = "lora-merge/adapter-proof/1"
 LEFT_OUT: Final = Note("it does not fit the base, and is left out because its strength is 0")
 """The end of a note that is shown with -v only: the user asked for it, and the strengths say it."""
 
+DONE: Final = frozenset({"merged", "made", "skipped"})
+"""Status of jobs of a batch whose output exists."""
+
 NOT_VERIFIED: Final = Fact("verified", "not at all (--no-verify)", style="yellow")
 """The row of an output without a proof."""
 

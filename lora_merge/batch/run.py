@@ -25,7 +25,7 @@ from ..process import deliver_pending, interruptible
 from ..progress import ENDED, Progress, unwatched, watched
 from ..sources.inputs import Download, require_space
 from ..typed_options import Jobs
-from .batch_plan import JOBS_TOGETHER, FormerPlans, PlannedJob, check_space, survey
+from .batch_plan import JOBS_TOGETHER, PlannedJob, check_space, survey
 from .executors import Executor, Workers
 from .executors import executor as find
 from .job_plan import JobPlan, job_plans

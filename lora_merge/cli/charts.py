@@ -78,7 +78,7 @@ def heat_map(chart: Mapping[str, Any], width: int, shades: str = "") -> Iterator
     values = {(c["row"], c["column"]): c["values"][metric["key"]] for c in chart["cells"]}
     known = [v for v in values.values() if v is not None]
     signed = metric["unit"] == COSINE
-    (least, most), ramp = ((-1.0, 1.0), SIGNED) if signed else ((min(0.0, *known), max(known)), RAMP)
+    (least, most), ramp = ((-1.0, 1.0), SIGNED_COLOURS) if signed else ((min(0.0, *known), max(known)), RAMP)
     wide = min(max(map(len, chart["rows"])), max(width // 3, 8))
     room = width - wide - COLUMN_GAP
     cell = min(max(room // len(chart["columns"]), CELL_COLUMNS), WIDEST_CELL)

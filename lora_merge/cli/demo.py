@@ -51,7 +51,7 @@ def demo(folder: Path, echo: Callable[[str], None]) -> None:
     for path in (base, *adapters):
         echo(f"  {path.name}  {path.stat().st_size / 2**20:.1f} MiB")
     named = [nearest(str(path)) for path in (base, *adapters, output)]
-    merged = (f"{path}:{strength:g}" for path, strength in zip(named[1:-1], STRENGTHS, strict=True))
+    merged = (f"{path}:{strength:g}" for path, strength in zip(named[1:-1], DEMO_STRENGTHS, strict=True))
     arguments = [named[0], *merged, "--dtype", "bf16", "-o", named[-1], "--overwrite"]
     echo("")
     echo(f"$ lora-merge {typed(arguments)}")

@@ -51,7 +51,7 @@ def inspect(
     ] = False,
     html: HTML = None,
     plot: PLOT = None,
-    as_json: AS_JSON = False,
+    as_json: FACTS_AS_JSON = False,
     json_tensors: JSON_TENSORS = False,
     verbose: Annotated[
         bool, typer.Option("-v", "--verbose", help="List name patterns too, and all facts of several files.")
@@ -141,7 +141,7 @@ def compare(
     ] = None,
     html: HTML = None,
     plot: PLOT = None,
-    as_json: AS_JSON = False,
+    as_json: FACTS_AS_JSON = False,
     json_tensors: JSON_TENSORS = False,
     quiet: SILENT = False,
     **_: Any,

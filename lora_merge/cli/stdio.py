@@ -222,7 +222,7 @@ class ReportFile:
             if any(self._hits(path, new=role == "an output") for path in paths):
                 raise self._elsewhere(f"the report would be written over {role}", is_other=True)
         start = self._start().lstrip() if self.path.is_file() and not self._streams else b""
-        if start and not start.startswith(KINDS[self._flag]):
+        if start and not start.startswith(FILE_BEGINNINGS[self._flag]):
             raise self._elsewhere("a file of another kind is there")
         self._spares = True
 

@@ -149,7 +149,7 @@ class Reader:
 
     def expect_numbers(self, tensors: Iterable[StoredTensor]) -> None:
         """Start to read those tensors ahead that hold one number: read one after another, each waits for the disk."""
-        self.expect((info, 0, info.nbytes) for info in tensors if 0 < info.nbytes <= NUMBER)
+        self.expect((info, 0, info.nbytes) for info in tensors if 0 < info.nbytes <= WIDEST_NUMBER)
 
     def expect_all(self, file: Path) -> None:
         """Start to read a file ahead that will be read in small pieces, in any order; not if it is over

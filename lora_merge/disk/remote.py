@@ -76,9 +76,9 @@ class RemoteFile:
         """Begin to read small ranges (offset, size), which will be read one after another."""
         groups: list[tuple[int, int]] = []  # from, to
         for offset, size in sorted(ranges):
-            if groups and offset - groups[-1][1] <= NEAR_BYTES and offset + size - groups[-1][0] <= PIECE:
+            if groups and offset - groups[-1][1] <= NEAR_BYTES and offset + size - groups[-1][0] <= WEIGHT_RANGE:
                 groups[-1] = groups[-1][0], max(groups[-1][1], offset + size)
-            elif size <= PIECE:
+            elif size <= WEIGHT_RANGE:
                 groups.append((offset, offset + size))
         with self._lock:
             room = EXPECTED - sum(end - start for start, (end, _) in self._expected.items())
@@ -102,12 +102,13 @@ class RemoteFile:
         return count
 
     def _side_by_side(self, buffer: memoryview, offset: int) -> None:
-        starts = deque(range(0, len(buffer), PIECE))
+        starts = deque(range(0, len(buffer), WEIGHT_RANGE))
         under_way: deque[tuple[int, Future[bytes | memoryview]]] = deque()
         while starts or under_way:
             while starts and len(under_way) < RANGES_AT_ONCE:
                 at = starts.popleft()
-                under_way.append((at, _connections().submit(self._read, offset + at, min(PIECE, len(buffer) - at))))
+                count = min(WEIGHT_RANGE, len(buffer) - at)
+                under_way.append((at, _connections().submit(self._read, offset + at, count)))
             at, future = under_way.popleft()
             piece = future.result()
             buffer[at : at + len(piece)] = piece

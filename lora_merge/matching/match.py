@@ -47,6 +47,17 @@ from .tied_embeddings import SAVED_TWICE, AdapterPair, separate, shared_layers
 from .values import as_rows, is_copy, is_fixed, is_zero, with_values
 from .weight_finder import WeightFinder
 
+TUNED_BIAS: Final = Note("torchtune's forward pass of DoRA scales the bias too, its merge does not; nor does this one")
+TURNED_BIAS: Final = Note("trained in bypass mode, so its bias is changed with it; other programs leave the bias")
+
+NO_BIAS: Final = "the adapter trains a bias that the model's layers do not have, so the model would ignore it"
+GIVE_BIAS: Final = (
+    "train without it (lora_bias), or give the base biases of zeros first, if its config.json has an entry for them "
+    "(attention_bias, mlp_bias); else it can only be applied when the model runs"
+)
+
+NEW_BIAS: Final = "{names}: the base has no such bias; a model whose layers have none ignores it"
+
 TRAINED_TWICE: Final = (
     "modules_to_save names a module and one inside it, of which the model used another copy than was saved"
 )
@@ -272,7 +283,7 @@ class ModulePlacer:
         places = {piece.key: self.names.component(piece.key) for piece in view.row_slices}
         left_out = self.strengths.strength and not any(self.strengths.factor(*place) for place in places.items())
         if left_out and isinstance(error, ShapeMismatch):
-            self.draft.remark(DOES_NOT_FIT, module)
+            self.draft.remark(LEFT_OUT, module)
             self.draft.leave_unused(module, OFF, set(places.values()))
         else:
             self.draft.failures.append(error)

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from ..addresses import Address
-from ..disk.remote import ReadRange
+from ..disk.remote import RANGES_AT_ONCE, ReadRange
 from ..errors import InputError, MergeError, RemoteError, ResourceError, UsageError
 from .contents import Advance, Listed, SourceFiles, is_offline, switched_off
 from .store import Store, arrive, stored_file

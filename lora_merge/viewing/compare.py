@@ -155,7 +155,7 @@ def _model_rows(result: Mapping[str, Any]) -> Iterator[Fact]:
 
 def _difference(d: Mapping[str, Any]) -> str:
     share = f"{100 * d['relative']:.3g} % of A" if d["relative"] is not None else "A is 0"
-    changed = f"{size(d['changed'], *COUNT)} of {size(d['of'], *COUNT)} values differ"
+    changed = f"{size(d['changed'], *THOUSANDS)} of {size(d['of'], *THOUSANDS)} values differ"
     return f"{share}; at most {d['largest']:.3g}; {changed}"
 
 

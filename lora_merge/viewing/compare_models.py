@@ -136,7 +136,7 @@ class _Pair:
     def pictures(self, info: StoredTensor) -> dict[str, Any]:
         """Return the pictures of the difference of a tensor of B from its counterpart in A."""
         same = self.a.tensors.get(info.name)
-        if prod(info.shape) <= LIMIT:
+        if prod(info.shape) <= SPECTRUM_NUMBERS:
             whole = self._whole(self.b, info).float()
             if same is not None:
                 return matrix_pictures(whole - self._whole(self.a, same).float())
@@ -148,7 +148,7 @@ class _Pair:
         length = prod(info.shape[1:])
         rows = [
             self._row(info, n, length) - self._row(same, n, length)
-            for n in range(0, info.shape[0], -(-info.shape[0] // ROWS))
+            for n in range(0, info.shape[0], -(-info.shape[0] // HISTOGRAM_ROWS))
         ]
         return histogram(torch.stack(rows)) if bool(torch.isfinite(torch.stack(rows)).all()) else {}
 

@@ -52,7 +52,7 @@ def model_verdict(result: Mapping[str, Any]) -> dict[str, Any]:
         text = f"The same but for rounding: no value differs by more than one step of its dtype{besides}."
         return _verdict("rounding", "good", text)
     share = total["relative"]
-    if share is None or share >= APART:
+    if share is None or share >= UNRELATED:
         if first != other:
             return _verdict("different models", "bad", f"Different models: A is {first}, B is {other}.")
         text = "Different weights: the models have the same layers, and nothing in common in them"
@@ -102,11 +102,11 @@ def _contained(result: Mapping[str, Any]) -> dict[str, Any] | None:
     for inner, outer, (mine, theirs) in (("A", "B", ("a", "b")), ("B", "A", ("b", "a"))):
         pairs = [(row[mine], row[theirs], row["cosine"]) for row in rows if row["cosine"] is not None]
         strength, spread = _steady(pairs)
-        if strength and not lone[mine] and len(rows) >= LEAST:
+        if strength and not lone[mine] and len(rows) >= LEAST_MODULES:
             contained.append((spread, inner, outer, strength))
     if not contained:
         return None
-    same = abs(cosine) > 1 - SAME and not any(lone.values())
+    same = abs(cosine) > 1 - SAME_CHANGE and not any(lone.values())
     _, inner, outer, strength = contained[0] if same else min(contained)  # what is more is at right angles to the inner
     if strength < 0:
         text = f"Opposite: {outer} contains {strength:.3g} × {inner}. Merged together, they cancel."
@@ -142,7 +142,7 @@ def _steady(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
         return 0.0, 0.0
     strength = sum(cosine * a * b for a, b, cosine in rows) / weights
     spread = sum(a * a * (cosine * b / a - strength) ** 2 for a, b, cosine in rows if a) / weights
-    steady = abs(strength) >= INDEPENDENT and sqrt(spread) <= STEADY * abs(strength)
+    steady = abs(strength) >= INDEPENDENT and sqrt(spread) <= STRENGTH_SPREAD * abs(strength)
     return (strength, sqrt(spread) / abs(strength)) if steady else (0.0, 0.0)
 
 

@@ -17,8 +17,14 @@ from ..text import listed, plural, size
 CLASS_ENDS: Final = re.compile(r"(?:For[A-Z]\w+|LMHeadModel|Model|2DModel|Transformer\w*)$")
 """End of the name of a model's class: `LlamaForCausalLM` is Llama."""
 
-NETWORK_TITLES: Final = {"te": "text encoder", "te1": "text encoder 1", "te2": "text encoder 2", "te3": "text encoder 3",
-                "unet": "U-Net", "vae": "VAE"}  # fmt: skip
+NETWORK_TITLES: Final = {
+    "te": "text encoder",
+    "te1": "text encoder 1",
+    "te2": "text encoder 2",
+    "te3": "text encoder 3",
+    "unet": "U-Net",
+    "vae": "VAE",
+}
 BILLION: Final = 10**9
 
 

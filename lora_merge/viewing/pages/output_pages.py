@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...facts import line, strengths
-from ...report import NOT_VERIFIED, layers_recomputed, merge_rows
+from ...report import DONE, NOT_VERIFIED, layers_recomputed, merge_rows
 from ...survival import ENOUGH, grade, judged
 from ...text import listed, plural
 from ..json_schemas import kind_of
