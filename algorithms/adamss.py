@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ALL_APART: Final = "it has as many singular vectors as rows: so all rows have the same distance, and form no clusters"
-GROUPS: Final = 32
+MOST_GROUPS: Final = 32
 """The largest number of groups; PEFT's default is 5."""
 
-NEAR: Final = 0.05
+VECTOR_TOLERANCE: Final = 0.05
 """The largest distance between a stored singular vector of length 1 and the rebuilt one; rounding to bf16 gives a
 hundredth of it."""
 
@@ -37,7 +37,7 @@ _OPTIONAL: Final = [
         "Indices | None",
         field(default=None),
     ),  # weight row → row of the stacked groups, [n, out]; not stored
-    *((f"{side}_{i}", "Tensor | None", field(default=None)) for i in range(1, GROUPS) for side in ("down", "up")),
+    *((f"{side}_{i}", "Tensor | None", field(default=None)) for i in range(1, MOST_GROUPS) for side in ("down", "up")),
 ]
 
 AdamssTensors = make_dataclass(
@@ -103,7 +103,7 @@ def delta(base: Tensor, t: Any) -> Tensor:
     assert t.order is not None, "rebuilt"
     inputs = t.weight.shape[2]
     space = t.space[:, :, :inputs] if base.shape[2] == inputs else t.space[:, :, inputs:]
-    pairs = [(getattr(t, f"up_{i}"), getattr(t, f"down_{i}")) for i in range(GROUPS)]
+    pairs = [(getattr(t, f"up_{i}"), getattr(t, f"down_{i}")) for i in range(MOST_GROUPS)]
     rows = torch.cat([up @ down for up, down in pairs if up is not None], 1)  # [n, out, r]
     ordered = rows.gather(1, t.order[:, :, None].expand_as(rows))
     change: Tensor = ordered @ space
@@ -119,7 +119,7 @@ def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
     if "bias" in shapes:
         whole = torch.cat([whole, loaded.read("bias")], 1)
     left, _values, right = low_rank_svd(whole, shapes["space"][0], 2, loaded.settings.get("seed", 0))
-    near = not bool(((right.mT - loaded.read("space")).norm(dim=1) > NEAR).any())
+    near = not bool(((right.mT - loaded.read("space")).norm(dim=1) > VECTOR_TOLERANCE).any())
     expect(holds=near, otherwise="its adamss_newB are not the singular vectors that PEFT finds in this base on the CPU")
     expect(holds=len(left) > left.shape[1], otherwise=ALL_APART)
     numbers = groups(shapes)

@@ -71,7 +71,7 @@ class Factorisation(NamedTuple):
         return left @ right
 
 
-LAYER: Final = "layer_"
+LAYER_SLOT: Final = "layer_"
 """Prefix of the slots `layer_0`, `layer_1` …: the weights of all layers that share a basis, in order."""
 
 ON_CPU: Final = "taken as PEFT takes them when it loads the adapter on a CPU; on other devices it may find others"

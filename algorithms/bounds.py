@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from torch import Tensor
 
-DIGITS: Final = 20
+MOST_DIGITS: Final = 20
 """The most digits of a number in a text; 2**64 has 20."""
 
 
@@ -27,7 +27,7 @@ class Bounds:
     def number(self, value: object) -> int | None:
         """Return a value of a file, a whole number or a text of ASCII digits, as an int; None for any other value, and
         for a number outside the range."""
-        if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= DIGITS:
+        if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= MOST_DIGITS:
             value = int(value)
         if isinstance(value, float) and value.is_integer():
             value = int(value)

@@ -12,7 +12,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .base import LAYER, ON_CPU, Algorithm, Checks, Loaded, Rebuild, Shape, Shapes, expect, expect_shapes, flat, length
+from .base import (
+    LAYER_SLOT,
+    ON_CPU,
+    Algorithm,
+    Checks,
+    Loaded,
+    Rebuild,
+    Shape,
+    Shapes,
+    expect,
+    expect_shapes,
+    flat,
+    length,
+)
 from .bounds import COUNT, SEED, below
 from .joint_basis import drawn_places, joint_basis
 
@@ -49,7 +62,7 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     if "basis" in shapes or "places" in shapes:
         expect(holds={"basis", "places"} <= shapes.keys(), otherwise="only one of its basis and its places is stored")
         want |= {"basis": (cols, cols), "places": (2, *count)}
-    wide = {shape[1] for slot, shape in shapes.items() if slot.startswith(LAYER)}
+    wide = {shape[1] for slot, shape in shapes.items() if slot.startswith(LAYER_SLOT)}
     expect(holds=wide <= {cols}, otherwise=f"the layers that share its basis have {sorted(wide)} inputs, it has {cols}")
     return expect_shapes(shapes, want)
 
@@ -82,7 +95,7 @@ def delta(base: Tensor, t: FrodTensors) -> Tensor:
 def rebuild(loaded: Loaded) -> Mapping[str, Tensor]:
     """Return the basis that the layers share, rounded to the dtype of the weight, and the positions of S."""
     settings, cast = loaded.settings, loaded.cast
-    weights = [cast(loaded.read(f"{LAYER}{n}"), "F32") for n in range(settings["layers"])]
+    weights = [cast(loaded.read(f"{LAYER_SLOT}{n}"), "F32") for n in range(settings["layers"])]
     basis = cast(joint_basis(weights, settings["ridge"], cast), settings["dtype"])
     places, count = drawn_places(settings["widths"], settings["share"], settings["seed"]), loaded.shapes["values"][0]
     expect(

@@ -16,7 +16,7 @@ from .base import expect
 if TYPE_CHECKING:
     from torch import Tensor
 
-NEAR: Final = 0.05
+BASIS_TOLERANCE: Final = 0.05
 """The largest relative distance between the bases in fp32 and fp64. With four layers of 2048 inputs it is 0.02: eleven
 vectors are so close that rounding rotates them, which alters the change of a weight by 2 %. With one layer, or equal
 layers, all eigenvalues are equal, and the basis is undetermined.
@@ -38,7 +38,7 @@ def joint_basis(weights: Sequence[Tensor], ridge: float, cast: Callable[[Tensor,
     exact, upper = _basis([cast(weight, "F64") for weight in weights], ridge)
     single, double = (torch.cat([v, _left(upper, v)]) for v in (cast(basis, "F64"), exact))
     distance = torch.minimum((single - double).norm(dim=0), (single + double).norm(dim=0))
-    expect(holds=not bool(distance.norm() > NEAR * double.norm()), otherwise=UNDETERMINED)
+    expect(holds=not bool(distance.norm() > BASIS_TOLERANCE * double.norm()), otherwise=UNDETERMINED)
     return basis
 
 

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from .base import expect
 
-SEED: Final = 123456789
+PEFT_SEED: Final = 123456789
 """The seed that PEFT uses for AdaMSS."""
 ROUNDS: Final = 10
 
@@ -17,7 +17,7 @@ def kmeans(points: Any, count: int) -> Any:
     import numpy as np
 
     points = points - points.mean(axis=0)
-    chosen = np.random.RandomState(SEED).choice(
+    chosen = np.random.RandomState(PEFT_SEED).choice(
         len(points), count, replace=False, p=np.full(len(points), 1 / len(points))
     )
     centres, before = points[chosen], np.full(len(points), -1)

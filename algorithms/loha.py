@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from .base import Scalar
 
-ROWS: Final = 2**20  # elements that are added at a time: 4 MiB in fp32
+ADDED_ELEMENTS: Final = 2**20  # elements that are added at a time: 4 MiB in fp32
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,9 @@ def accumulate(acc: Tensor, t: LohaTensors, strength: Tensor) -> None:
     """Add strength · ΔW to acc, some rows at a time: both halves of all rows would not fit into the CPU's caches."""
     (rows, cols), (others, width) = _halves(t)
     rows = rows * (t.scale * strength)
-    step = max(1, ROWS // max(acc.shape[2], 1))  # depends on the width only, so that results do not depend on n
+    step = max(
+        1, ADDED_ELEMENTS // max(acc.shape[2], 1)
+    )  # depends on the width only, so that results do not depend on n
     for first in range(0, acc.shape[1], step):
         count = min(step, acc.shape[1] - first)
         part = rows.narrow(1, first, count) @ cols

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from .base import Scalar
 
-DEEPEST: Final = 4  # the most encoders that a file can have
+MOST_ENCODERS: Final = 4  # the most encoders that a file can have
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,18 @@ def check_settings(settings: Mapping[str, Any], shapes: Shapes, _: Shape) -> Non
     """Raise DoesNotFit if a layer of the network is missing, or f is unknown."""
     depth, name = settings.get("depth", 0), settings.get("activation", "relu")
     stored = shapes.keys() - {"down", "up"}
-    inner = {f"{side}_{i}" for side in ("encoder", "decoder") for i in range(min(depth, DEEPEST))}
+    inner = {f"{side}_{i}" for side in ("encoder", "decoder") for i in range(min(depth, MOST_ENCODERS))}
     expect(
-        holds=depth <= DEEPEST and inner == stored,
+        holds=depth <= MOST_ENCODERS and inner == stored,
         otherwise=f"the network is {depth} deep, the file has {sorted(stored)}",
     )
-    expect(holds=name in ACTIVATIONS, otherwise=f"f is {str(name)[:20]!r}, known are {', '.join(ACTIVATIONS)}")
+    expect(
+        holds=name in ACTIVATION_FUNCTIONS,
+        otherwise=f"f is {str(name)[:20]!r}, known are {', '.join(ACTIVATION_FUNCTIONS)}",
+    )
 
 
-ACTIVATIONS: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = MappingProxyType(
+ACTIVATION_FUNCTIONS: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = MappingProxyType(
     {
         **{name: (name, {}) for name in ("relu", "gelu", "silu", "mish", "relu6", "sigmoid", "tanh", "leaky_relu")},
         "swish": ("silu", {}),
@@ -74,7 +77,7 @@ def delta(base: Tensor, t: PeanutTensors) -> Tensor:
     """Return ΔW [n, out, cols] from the untouched `base`."""
     import torch
 
-    name, arguments = ACTIVATIONS[t.activation]
+    name, arguments = ACTIVATION_FUNCTIONS[t.activation]
     activation = getattr(torch.nn.functional, name)
 
     def f(x: Tensor) -> Tensor:

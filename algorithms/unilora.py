@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from .base import Indices
 
-MOST: Final = 2**29
+MOST_INDICES: Final = 2**29
 """The most numbers of all layers together: 4 GiB of indices."""
 
 
@@ -95,7 +95,10 @@ def spread(total: int, numbers: int, seed: int) -> tuple[Any, Any]:
     The uses are as even as possible, and shuffled, as in PEFT's generate_index, by numpy's generator."""
     import numpy as np
 
-    expect(holds=total <= MOST, otherwise=f"its layers have {total} numbers in all, at most {MOST} can be drawn")
+    expect(
+        holds=total <= MOST_INDICES,
+        otherwise=f"its layers have {total} numbers in all, at most {MOST_INDICES} can be drawn",
+    )
     random = np.random.default_rng(seed)
     chosen = np.repeat(np.arange(numbers), total // numbers)
     if rest := total % numbers:

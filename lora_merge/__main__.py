@@ -7,7 +7,7 @@ import sys
 
 STOPS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
-READ_ONLY = frozenset({"inspect", "verify", "doctor"})
+PRINTING_COMMANDS = frozenset({"inspect", "verify", "doctor"})
 """Commands whose only result is what they print: they fail if that cannot be written. Other commands have made their
 output even then."""
 
@@ -49,7 +49,7 @@ def start() -> None:
     out.flush()
     if out.lost:
         print(f"warning: part of the standard output could not be written: {out.lost.strerror}", file=err)
-        code = code or int(sys.argv[1] in READ_ONLY)
+        code = code or int(sys.argv[1] in PRINTING_COMMANDS)
     err.flush()
     os._exit(code)
 

@@ -21,7 +21,7 @@ _TAG: Final = r"<\w+:(?P<path>[^:]+)(?::(?P<te>[0-9.]+))?(?::(?P<unet>[0-9.]+))?
 """An adapter in the prompt of a web interface; the first of two numbers is for the text encoders, the second for the
 U-Net. Source: stable-diffusion-webui, extensions-builtin/Lora/extra_networks_lora.py."""
 
-LONGEST: Final = 1000  # letters of a word in which a strength is looked for, as the patterns try every place
+LONGEST_WORD: Final = 1000  # letters of a word in which a strength is looked for, as the patterns try every place
 
 _NUMBERS: Final = r"(?P<value>[+-]?[0-9]*[.,]?[0-9]+)(?P<percent>%?)(?:/(?P<below>[0-9]+))?"
 _BESIDE: Final = (
@@ -154,7 +154,7 @@ def strange(text: str) -> tuple[str, str] | None:
 
     None for a file that is there, and for what holds no strength.
     """
-    if exists(text) or len(text) > LONGEST:
+    if exists(text) or len(text) > LONGEST_WORD:
         return None
     existing = (m for pattern in _BESIDE if (m := re.fullmatch(pattern, text)) and exists(with_found_ending(m["path"])))
     for match in filter(None, (*existing, *(re.fullmatch(pattern, text) for pattern in _SPELLINGS))):
@@ -172,7 +172,7 @@ def with_parts(text: str) -> str:
 
     "" for a name that is neither a file nor ends like one, and for what is neither a part nor a number.
     """
-    path, *words = re.split(r"[\s,;:=@]+", text[:LONGEST])
+    path, *words = re.split(r"[\s,;:=@]+", text[:LONGEST_WORD])
     if not words or not (exists(with_found_ending(path)) or path.endswith(ENDINGS)):
         return ""
     strength, parts, named = "", dict[str, str](), ""
@@ -225,7 +225,7 @@ def meant(text: str) -> Meant | None:
 
     None for a file that is there, and for what holds no strength.
     """
-    if exists(text) or len(text) > LONGEST:
+    if exists(text) or len(text) > LONGEST_WORD:
         return None
     if address := split(text):
         strength, _, parts = address[1].removeprefix(":").partition(",")

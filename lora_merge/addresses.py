@@ -1,7 +1,7 @@
 """Addresses of models on other machines, as users write them, before strengths are split off.
 
-A row of `FORMS` is one way to write an address. A local path of the same name comes first, and a bare `owner/name` that
-ends like a file of weights is always a path.
+A row of `ADDRESS_FORMS` is one way to write an address. A local path of the same name comes first, and a bare
+`owner/name` that ends like a file of weights is always a path.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ _CIVITAI_HOST: Final = r"https?://(?:www\.)?civitai\.(?:com|red)"
 _QUERY: Final = r"(?:\?[^\s:,]*)?"
 _FILE: Final = r"(?:#(?P<file>\d+))?"
 
-FORMS: Final[tuple[tuple[str, Callable[[Mapping[str, str | None]], Address]], ...]] = (
+ADDRESS_FORMS: Final[tuple[tuple[str, Callable[[Mapping[str, str | None]], Address]], ...]] = (
     # the hub of Hugging Face: its URIs, pages and files
     (rf"hf:/+(?:models/)?(?P<name>{_NAME}?){_REVISION}{_INSIDE}", _hub),
     (rf"{_HUB_HOST}/(?P<name>{_NAME})/(?:resolve|blob|raw|tree)/(?P<revision>[^/?#:,\s]+){_INSIDE}{_QUERY}", _hub),
@@ -184,7 +184,7 @@ def split(text: str) -> tuple[Address, str] | None:
 
     UsageError for an address of a known form that this program cannot use.
     """
-    if len(text) > LONGEST or ("/" not in text and ":" not in text) or _exists(text):
+    if len(text) > LONGEST_ADDRESS or ("/" not in text and ":" not in text) or _exists(text):
         return None
     return _split(text) if is_spelled_out(text) else _bare(text)
 
@@ -195,7 +195,7 @@ def parse(text: str) -> Address | None:
     return parts[0] if parts is not None and not parts[1] else None
 
 
-LONGEST: Final = 4000
+LONGEST_ADDRESS: Final = 4000
 """Letters of an address; signed URLs have up to 2000."""
 
 
@@ -204,7 +204,7 @@ def _split(text: str) -> tuple[Address, str]:
     if re.match("(?i)hf:/+(?:datasets|spaces|buckets)/|https?://[^/]*huggingface.co/(?:datasets|spaces)/(?!.*/resolve/)",
                 text):  # fmt: skip
         raise UsageError("a data set, a Space or a bucket, and no model", text[:200], "name a model: hf://owner/name")
-    for pattern, make in FORMS:
+    for pattern, make in ADDRESS_FORMS:
         if match := re.fullmatch(f"(?i:{pattern}){_TAIL}", text):
             address = make(match.groupdict())
             if {".", ".."} & {*address.path.split("/"), *address.revision.split("/"), *address.name.split("/")}:
@@ -215,14 +215,14 @@ def _split(text: str) -> tuple[Address, str]:
     if text.lower().startswith("http:"):
         fix = "write https://, or download it first: curl -L -O -J URL"
         raise UsageError("an address without encryption: anybody on the way can change the weights", text[:200], fix)
-    raise UsageError("an address of a form that is not known", _shown(text), f"write it like one of {EXAMPLES}")
+    raise UsageError("an address of a form that is not known", _shown(text), f"write it like one of {ADDRESS_EXAMPLES}")
 
 
 def _shown(text: str) -> str:
     return without_secrets(text)[:200] if re.match("(?i)https?://", text) else text[:200]
 
 
-EXAMPLES: Final = (
+ADDRESS_EXAMPLES: Final = (
     "hf://owner/name@revision/file.safetensors, civitai:12345, sha256:… (64 digits), https://host/file.safetensors, "
     "s3://bucket/file.safetensors"
 )

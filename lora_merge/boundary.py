@@ -18,7 +18,7 @@ A_PATH: Final = "a path"
 
 A_STATE_DICT: Final = "a state dict"
 
-KINDS: Final = {"str | Path": A_PATH, "Mapping[str, Tensor]": A_STATE_DICT, "Tensor": "a tensor", "str": "a text"}
+VALUE_KINDS: Final = {"str | Path": A_PATH, "Mapping[str, Tensor]": A_STATE_DICT, "Tensor": "a tensor", "str": "a text"}
 """Annotation of a parameter → what its value must be, in words."""
 
 P = ParamSpec("P")
@@ -76,7 +76,7 @@ def _wrong_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 def _wrong_type(function: Callable[..., Any], parameter: str, value: object) -> UsageError:
     """Return the error for an argument of a wrong type, in the words of its parameter."""
     annotation = str(inspect.signature(function).parameters[parameter].annotation)
-    kind = KINDS.get(annotation, f"of the type {annotation}")
+    kind = VALUE_KINDS.get(annotation, f"of the type {annotation}")
     if kind == A_PATH and isinstance(value, Mapping):
         fix = "for a state dict use merge_state_dict()"
     elif hasattr(value, "state_dict"):

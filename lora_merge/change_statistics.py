@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 from zlib import crc32
 
 from .paths import input_name
-from .survival import ENOUGH, MOST, lost_in_rounding
+from .survival import CHANCE_SHARE, ENOUGH, lost_in_rounding
 from .text import Note
 
 if TYPE_CHECKING:
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 MOST_LISTED: Final = 10_000  # tensors whose numbers a report lists one by one
 RETAINED: Final = 0.9  # weights that keep a smaller share of their change are counted
 
-WHOLE: Final = -1  # all adapters, next to the numbers of each
+ALL_ADAPTERS: Final = -1  # all adapters, next to the numbers of each
 CHECKED: Final = 16  # tensors of which the proof checks the sample
 
 Norms: TypeAlias = dict[str, Mapping[int, float]]
-"""Tensor → adapter, or `WHOLE` → ‖s ΔW‖² in the whole tensor, where its factors are known."""
+"""Tensor → adapter, or `ALL_ADAPTERS` → ‖s ΔW‖² in the whole tensor, where its factors are known."""
 
-NONE: Final[Mapping[int, Any]] = MappingProxyType({})
+NO_NORMS: Final[Mapping[int, Any]] = MappingProxyType({})
 
 
 class Groups(NamedTuple):
@@ -64,7 +64,7 @@ class Share(NamedTuple):
         return self.applied / self.intended if self.intended and self.applied is not None else None
 
 
-NOTHING: Final = Share()
+NO_SHARE: Final = Share()
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class Measure:
     weight: float = 0.0  # Σ W²
     noise: float = 0.0  # Σ (applied − ΔW)²
     largest: float = 0.0  # the largest |ΔW| of the numbers that were read
-    all: Share = NOTHING
-    adapters: Mapping[int, Share] = field(default_factory=lambda: NONE)
+    all: Share = NO_SHARE
+    adapters: Mapping[int, Share] = field(default_factory=lambda: NO_NORMS)
 
     def __add__(self, other: Measure) -> Measure:
         adapters = dict(self.adapters)
@@ -96,7 +96,7 @@ class Measure:
         if not norms and not cut:
             return self
         adapters = {a: s._replace(change=norms.get(a, s.change)) for a, s in self.adapters.items()}
-        whole = self.all._replace(change=norms.get(WHOLE, self.all.change))
+        whole = self.all._replace(change=norms.get(ALL_ADAPTERS, self.all.change))
         return replace(self, cut=self.cut + cut, all=whole, adapters=adapters)
 
     def scaled(self, count: int) -> Measure:
@@ -118,7 +118,7 @@ class Measure:
     @property
     def fails(self) -> bool:
         """Whether what survives of the change is not enough, or is less than the noise of rounding."""
-        return self.all.retained is not None and (self.all.retained < ENOUGH or self.all.retained > MOST)
+        return self.all.retained is not None and (self.all.retained < ENOUGH or self.all.retained > CHANCE_SHARE)
 
     def to_dict(self, count: int) -> dict[str, Any]:
         """Return the numbers as reports have them; `count` is the number of adapters."""
@@ -208,7 +208,7 @@ class Measures:
     def of_adapters(self, count: int) -> list[Measure]:
         """Return the measure of the change of each adapter; the noise is that of all of them. `count`: their number."""
         every = total(self.tensors.values())
-        shares = (every.adapters.get(number, NOTHING) for number in range(count))
+        shares = (every.adapters.get(number, NO_SHARE) for number in range(count))
         return [Measure(elements=every.elements, noise=every.noise, cut=every.cut, all=share) for share in shares]
 
     def lost(self, job: Job, proven: Collection[int] = ()) -> Iterator[Note]:
@@ -232,7 +232,9 @@ class Measures:
 
         `adapters`: their number. `cut`: tensor → numbers that were cut to the largest of their dtype.
         """
-        tensors = {n: measure.with_exact(self.norms.get(n, NONE), cut.get(n, 0)) for n, measure in self.tensors.items()}
+        tensors = {
+            n: measure.with_exact(self.norms.get(n, NO_NORMS), cut.get(n, 0)) for n, measure in self.tensors.items()
+        }
         if not tensors:
             return {}
         kinds: dict[str, dict[str, list[Measure]]] = {"components": {}, "blocks": {}}

@@ -43,7 +43,7 @@ class Dtype(NamedTuple):
         return beyond if self.largest / step % 2 == 0 else nextafter(beyond, 0)
 
 
-TABLE: Final = MappingProxyType({
+DTYPE_ROWS: Final = MappingProxyType({
     row.name: row
     for row in (
         #     name           bits  library            code  option        significand, smallest step, largest
@@ -74,16 +74,16 @@ TABLE: Final = MappingProxyType({
 """Name in files → its row. Sources: https://github.com/huggingface/safetensors, safetensors/src/tensor.rs; for 8 bits
 the OCP specification of microscaling formats, and for the fnuz formats Noune et al. 2022, arXiv:2206.02915."""
 
-ITEM_BITS: Final = {name: row.bits for name, row in TABLE.items()}
-ITEM_BYTES: Final = {name: row.bits // 8 for name, row in TABLE.items() if row.bits >= 8}
+ITEM_BITS: Final = {name: row.bits for name, row in DTYPE_ROWS.items()}
+ITEM_BYTES: Final = {name: row.bits // 8 for name, row in DTYPE_ROWS.items() if row.bits >= 8}
 
 FLOATS: Final = frozenset(("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"))
 """Dtypes of weights: an adapter may change such tensors, and `--dtype` converts them."""
 
-WHOLE: Final = frozenset(name for name, row in TABLE.items() if row.code and name not in FLOATS)
+WHOLE_DTYPES: Final = frozenset(name for name, row in DTYPE_ROWS.items() if row.code and name not in FLOATS)
 """Dtypes of whole numbers, and of truth values."""
 
-_NAMES: Final = {row.option: name for name, row in TABLE.items() if row.option}
+_NAMES: Final = {row.option: name for name, row in DTYPE_ROWS.items() if row.option}
 
 DTYPES: Final = {option: _NAMES[option] for option in ("fp32", "fp16", "bf16", "fp8_e4m3fn", "fp8_e5m2")}
 """Value of `--dtype` → name in files; `keep` is not a dtype."""
@@ -102,7 +102,7 @@ COMPUTE_DTYPES: Final = {option: _NAMES[option] for option in ("fp32", "fp64", "
 
 def spoken(dtype: str) -> str:
     """Return the name that options and reports have for a dtype or a GGUF type: "fp16" for F16, "int32" for I32."""
-    row = TABLE.get(dtype)
+    row = DTYPE_ROWS.get(dtype)
     if row is None:
         return dtype.lower() if dtype.lower() in GGUF_TYPES else dtype
     return row.option or row.library

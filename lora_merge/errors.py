@@ -13,7 +13,7 @@ from .text import Lines, html_table, shown
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-LONGEST: Final = 2000
+LONGEST_MESSAGE_LINE: Final = 2000
 """Characters of a line of a message; names and values from untrusted files may be as long as the file."""
 
 
@@ -89,7 +89,9 @@ class MergeError(Exception):
 
 def _cut(text: str) -> str:
     lines = text.split("\n") if isinstance(text, Lines) else [text]
-    return type(text)("\n".join(line if len(line) <= LONGEST else f"{line[:LONGEST]}…" for line in lines))
+    return type(text)(
+        "\n".join(line if len(line) <= LONGEST_MESSAGE_LINE else f"{line[:LONGEST_MESSAGE_LINE]}…" for line in lines)
+    )
 
 
 def cause(e: Exception) -> str:
@@ -248,7 +250,7 @@ SCARCE: Final = (
 """Kind and text of the errors by which Python, torch, C++ and the loader of libraries report too little memory."""
 
 
-FULL: Final = "end other programs that use the device, or use --device cpu"
+DEVICE_FULL: Final = "end other programs that use the device, or use --device cpu"
 """The advice for a device that is out of memory."""
 
 
@@ -289,7 +291,7 @@ def as_resource_error(e: Exception) -> ResourceError | None:
     elif os.strerror(errno.EMFILE) in str(e):  # also the limit of the whole system: "… in system"
         error = ResourceError("too many open files", getattr(e, "where", text), "raise the limit (ulimit -n)")
     elif device_full(e):
-        error = ResourceError("the device is out of memory", text, FULL)
+        error = ResourceError("the device is out of memory", text, DEVICE_FULL)
     elif device_failure(e):
         error = DeviceFailed("a device", text)
     elif any(isinstance(e, kind) and sign in text for kind, sign in SCARCE) or (

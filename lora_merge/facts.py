@@ -8,20 +8,20 @@ from typing import Any, Final, NamedTuple
 
 from .text import Lines, html_table, json_text
 
-COUNT: Final = (1000, ("", "K", "M", "G", "T"))
+THOUSANDS: Final = (1000, ("", "K", "M", "G", "T"))
 """For `size`: things are counted in thousands."""
 
-WIDTH: Final = 200  # characters of a value
-LONGER: Final = {"undo": 3 * WIDTH, "warning": 5 * WIDTH, "note": 2 * WIDTH}
+VALUE_WIDTH: Final = 200  # characters of a value
+LONGER: Final = {"undo": 3 * VALUE_WIDTH, "warning": 5 * VALUE_WIDTH, "note": 2 * VALUE_WIDTH}
 """Name of a row → characters of its value, where that is more."""
 
-SLACK: Final = 40
+TEXT_SLACK: Final = 40
 """Characters by which a text may be longer before it is cut: the words about what is left out have as many."""
 
 MOST_STRENGTHS: Final = 4
 """Strengths of one part that are named one by one; of more, the least and the largest."""
 
-TABLE: Final = 40  # rows of a table
+TABLE_ROWS: Final = 40  # rows of a table
 DIGITS: Final = "0123456789"
 
 
@@ -52,12 +52,12 @@ def line(name: str, value: object) -> Fact:
 
 
 def table(rows: Iterable[tuple[str, str]]) -> Iterator[Fact]:
-    """Yield rows of two columns, at most TABLE, and how many are left out."""
+    """Yield rows of two columns, at most TABLE_ROWS, and how many are left out."""
     cells = [(cut(str(a), 80), b) for a, b in rows]
-    wide = max((len(a) for a, _ in cells[:TABLE]), default=0)
-    yield from (Fact("", a.ljust(wide), b) for a, b in cells[:TABLE])
-    if len(cells) > TABLE:
-        yield Fact("", f"… and {len(cells) - TABLE} more (--json has all)")
+    wide = max((len(a) for a, _ in cells[:TABLE_ROWS]), default=0)
+    yield from (Fact("", a.ljust(wide), b) for a, b in cells[:TABLE_ROWS])
+    if len(cells) > TABLE_ROWS:
+        yield Fact("", f"… and {len(cells) - TABLE_ROWS} more (--json has all)")
 
 
 def section(title: str, rows: Iterable[Fact]) -> Iterator[Fact]:
@@ -84,13 +84,15 @@ def by_block(rows: Iterable[tuple[str, str]]) -> Iterator[Fact]:
 
 def cut_rows(rows: Iterable[Fact]) -> Iterator[Fact]:
     """Yield rows whose long values are cut."""
-    return (row._replace(value=cut(row.value, LONGER.get(row.name, WIDTH))) if row.name else row for row in rows)
+    return (row._replace(value=cut(row.value, LONGER.get(row.name, VALUE_WIDTH))) if row.name else row for row in rows)
 
 
-def cut(text: str, width: int = WIDTH) -> str:
+def cut(text: str, width: int = VALUE_WIDTH) -> str:
     """Return the beginning of a long text, and how much is left out."""
     return (
-        text if len(text) <= width + SLACK else f"{text[:width]}… ({len(text) - width} more characters; --json has all)"
+        text
+        if len(text) <= width + TEXT_SLACK
+        else f"{text[:width]}… ({len(text) - width} more characters; --json has all)"
     )
 
 

@@ -53,13 +53,14 @@ from .text import Shown, plural
 
 _BLOCK: Final = r"(?:[A-Z]{1,8}|[A-Za-z]{1,8}[0-9]{1,4})"
 _RANGE: Final = rf"{_BLOCK}(?:-(?:{_BLOCK}|[0-9]{{1,4}}))?"
-BLOCKS: Final = re.compile(rf"{_RANGE}(?:\+{_RANGE})*")
+BLOCK_NAMES: Final = re.compile(rf"{_RANGE}(?:\+{_RANGE})*")
 """Names of blocks: `IN04`, a range `IN04-IN08` or `IN04-08`, a stack `IN`, several with +. Matching compares them with
 the base."""
 
 _NETWORK: Final = r"[A-Za-z_]\w* "
 PART: Final = re.compile(
-    rf"[A-Za-z_*?][\w.*?]*(?:-[0-9]{{1,6}})?|{_NETWORK}(?:{BLOCKS.pattern}|[A-Za-z_][\w.]*(?:-[0-9]{{1,6}})?)", re.ASCII
+    rf"[A-Za-z_*?][\w.*?]*(?:-[0-9]{{1,6}})?|{_NETWORK}(?:{BLOCK_NAMES.pattern}|[A-Za-z_][\w.]*(?:-[0-9]{{1,6}})?)",
+    re.ASCII,
 )
 """A component (`te`), the path of a stack or of layers (`mid_block`, `double_blocks.0-9`), a block or a path in a
 component (`unet IN04`), or a name with * and ?. Matching looks it up."""
@@ -359,7 +360,7 @@ def _part(part: str, value: float | str, steps: Steps) -> tuple[str, float]:
         except Refused as e:
             where = f"--strength-for {part[:80]}"
             raise UsageError(f"the regular expression is {e}", where, "correct the pattern") from e
-    elif not any(p.fullmatch(part) for p in (BLOCKS, PART)) and not part.startswith(BLOCK_LIST):
+    elif not any(p.fullmatch(part) for p in (BLOCK_NAMES, PART)) and not part.startswith(BLOCK_LIST):
         fix = "use a component such as unet or te, a block such as IN04 or double_blocks.0-9, or re:REGEX; "
         fix += "lora-merge parts BASE lists those of a base"
         raise UsageError(f"no part is called {part[:80]!r}", "--strength-for", fix)
@@ -370,7 +371,11 @@ def _part(part: str, value: float | str, steps: Steps) -> tuple[str, float]:
 def _known_settings() -> Mapping[str, tuple[str, Callable[[Any], bool]]]:
     """Return name → (what the value must be, test of a value) for all settings of formulas, and for those of places."""
     kinds = {f.name: str(f.type) for row in ALGORITHMS.values() for f in fields(row.tensors) if f.name in row.settings}
-    return {name: KINDS[kind] for name, kind in {**kinds, SETTING: "bool", ROW_ORDER: "order"}.items() if kind in KINDS}
+    return {
+        name: SETTING_KINDS[kind]
+        for name, kind in {**kinds, SETTING: "bool", ROW_ORDER: "order"}.items()
+        if kind in SETTING_KINDS
+    }
 
 
 def _settings(settings: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
@@ -408,7 +413,7 @@ ROW_ORDER: Final = "row_order"
 ORDERS: Final = ("heads", "stacked")
 """Values of ROW_ORDER, for fused projections whose names do not show it: q, k and v head by head, or stacked."""
 
-KINDS: Final[Mapping[str, tuple[str, Callable[[Any], bool]]]] = MappingProxyType(
+SETTING_KINDS: Final[Mapping[str, tuple[str, Callable[[Any], bool]]]] = MappingProxyType(
     {
         "float": ("a number", _is_number),
         "int": ("a whole number", _is_whole),

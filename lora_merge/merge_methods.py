@@ -1,6 +1,6 @@
 """The table of the values of `--method`: the rules by which several adapters change one weight.
 
-The arithmetic of `sum` and `compose` is in engine/fold.py, and a second time, for the proof, in proof/recompute.py.
+The arithmetic of `sum` and `compose` is in engine/fold.py, and a second time, for the proof, in proof/recomputation.py.
 
 In every rule a strength multiplies the change of its formula, F(W) − W, also where the library that trains the formula
 has no strength (PEFT's OFT, BOFT, HRA, RoAd and (IA)³) or applies it elsewhere (LyCORIS's BOFT, in every stage).
@@ -83,12 +83,12 @@ COMBINATIONS: Final[Mapping[str, MergeMethod]] = MappingProxyType(
     }
 )
 """The values of `--method` for `combine`; τᵢ = Fᵢ(W) − W. The arithmetic is in engine/combination.py; the proof has
-its own in proof/methods_again.py."""
+its own in proof/combination.py."""
 
 UNDIRECTED: Final = ("slerp", "karcher")
 """Methods on directions, which say nothing of biases and norms."""
 
-ADDED: Final = "biases and norms have no direction: they are added"
+ADDED_VECTORS: Final = "biases and norms have no direction: they are added"
 """The note on the changes of biases and norms."""
 
 METHODS: Final[Mapping[str, MergeMethod]] = MappingProxyType(

@@ -11,7 +11,7 @@ from .merge_methods import DIVISORS, ELECTIONS, METHODS
 from .options import is_finite, shown
 from .text import plural
 
-SMALLEST: Final = 1e-12
+LEAST_DIVISOR: Final = 1e-12
 """The smallest sum of strengths by which a mean divides."""
 
 
@@ -30,9 +30,9 @@ class MethodParameters:
     seed: int = 0
 
 
-NAMES: Final = tuple(f.name for f in fields(MethodParameters))
+PARAMETER_NAMES: Final = tuple(f.name for f in fields(MethodParameters))
 
-RANGES: Final = {
+PARAMETER_RANGES: Final = {
     "density": "use a number above 0, at most 1",
     "gamma": "use a number from 0 to less than 1 − density",
     "epsilon": "density − epsilon and density + epsilon must be between 0 and 1",
@@ -50,7 +50,7 @@ def numbers_of(method: str, options: Mapping[str, Any], strengths: Sequence[floa
 
     UsageError for a number that the method does not take, that is missing, or that is out of range.
     """
-    row, stated = METHODS[method], {name: options[name] for name in NAMES if options.get(name) is not None}
+    row, stated = METHODS[method], {name: options[name] for name in PARAMETER_NAMES if options.get(name) is not None}
     takes = {*row.takes, "seed", *(() if row.in_turn else ("scale",))}
     plain = MethodParameters()
     for name, value in stated.items():
@@ -59,14 +59,16 @@ def numbers_of(method: str, options: Mapping[str, Any], strengths: Sequence[floa
             raise UsageError(f"{method} has no {name}", f"--{name}", f"leave it out, or use {' or '.join(users)}")
     numbers = MethodParameters(**stated)
     if wrong := next((name for name, good in _holds(numbers, len(strengths)).items() if not good), None):
-        raise UsageError(f"{wrong} {shown(getattr(numbers, wrong))} is out of range", f"--{wrong}", RANGES[wrong])
+        raise UsageError(
+            f"{wrong} {shown(getattr(numbers, wrong))} is out of range", f"--{wrong}", PARAMETER_RANGES[wrong]
+        )
     if method == "slerp" and len(strengths) != 2:
         raise UsageError(f"slerp of {plural(len(strengths), 'adapter')}", "--method slerp", "give two, or use karcher")
     if method == "slerp" and numbers.t is None:
         raise UsageError("slerp needs a place on the arc", "--t", "0 is the first adapter, 1 the second, 0.5 between")
     if method == "model_stock" and len(strengths) < 2:
         raise UsageError("model_stock of one adapter", "--method model_stock", "give two or more")
-    if method == "mean" and abs(sum(strengths)) < SMALLEST:
+    if method == "mean" and abs(sum(strengths)) < LEAST_DIVISOR:
         raise UsageError("the strengths add up to 0", "--method mean", "use sum, or other strengths")
     return numbers
 

@@ -16,7 +16,7 @@ from numbers import Real
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias, get_args
 
-from .dtypes import COMPUTE_DTYPES, DTYPES, QUANTISED_DTYPES, TABLE
+from .dtypes import COMPUTE_DTYPES, DTYPE_ROWS, DTYPES, QUANTISED_DTYPES
 from .errors import ResourceError, UsageError
 from .merge_methods import DIVISORS, ELECTIONS, METHODS, SUM
 
@@ -205,7 +205,7 @@ READING: Final[Mapping[str, Option]] = MappingProxyType(
 COMMAND_ONLY: Final = ("quiet", "verbose", "report", "html", "plot", "json", "dry_run", "debug")
 """Options that only the command line has: they choose what is printed, or that nothing is written."""
 
-LONGEST_TEXT: Final = 2**20  # characters of one entry of the metadata; a preview picture has 200 thousand
+LONGEST_METADATA: Final = 2**20  # characters of one entry of the metadata; a preview picture has 200 thousand
 
 HUGE: Final = 2**63  # larger than any number of bytes or rows
 
@@ -280,8 +280,10 @@ def text(value: Any, where: str) -> str:
     """Return a text that a header can hold; UsageError for another value, or a text that is too long."""
     if not isinstance(value, str):
         raise unlike(value, where, "a text")
-    if len(value) > LONGEST_TEXT or value.encode(errors="replace").decode() != value:
-        raise UsageError("the text is too long, or not valid Unicode", where, f"give at most {LONGEST_TEXT} characters")
+    if len(value) > LONGEST_METADATA or value.encode(errors="replace").decode() != value:
+        raise UsageError(
+            "the text is too long, or not valid Unicode", where, f"give at most {LONGEST_METADATA} characters"
+        )
     return value
 
 
@@ -393,7 +395,7 @@ def spelled(option: Option, value: str) -> str:
     name = value.lower()
     if option.kind != "dtype":
         return name.replace("gpu", "cuda") if option.kind == "device" else name.replace("-", "_")
-    known = {row.library: row.option for row in TABLE.values() if row.option} | SAME_DTYPE
+    known = {row.library: row.option for row in DTYPE_ROWS.values() if row.option} | SAME_DTYPE
     name = name.removeprefix("torch.")
     return known.get(name, name)
 

@@ -23,7 +23,7 @@ Source: learn.microsoft.com/windows/win32/fileio/naming-a-file."""
 ENDINGS: Final = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin")
 """Endings of files with weights, which are tried where a name has none."""
 
-WEIGHTS: Final = frozenset(
+WEIGHT_SUFFIXES: Final = frozenset(
     (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".onnx_data", ".msgpack", ".h5", ".tflite")
 )
 """Suffixes of files with weights; those of the base would be stale beside the merged weights."""
@@ -157,7 +157,7 @@ def with_ending(path: Path, ending: str = ".safetensors") -> Path:
     Raises UsageError for an ending that is nearly right.
     """
     suffix = path.suffix.lower()
-    if suffix in WEIGHTS or suffix == ".sft" or exists(path):
+    if suffix in WEIGHT_SUFFIXES or suffix == ".sft" or exists(path):
         return path
     if path.name.endswith(".") or _misspelt(suffix):
         right = Path(path.name.rstrip(".")).with_suffix(ending)

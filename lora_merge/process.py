@@ -41,7 +41,7 @@ def cores() -> int:
     return max(1, count // _workers)
 
 
-NUMBERS: Final = tuple(getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, n))
+SIGNALS: Final = tuple(getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, n))
 
 
 SOON: Final = 0.01
@@ -90,7 +90,7 @@ def on_stop(handler: Handler) -> None:
     """
     global _stops  # a process has one handler for each signal
     _stops = _Stops(handler)
-    for number in NUMBERS:
+    for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN or number != getattr(signal, "SIGHUP", None):
             signal.signal(number, _stops)
 
@@ -181,7 +181,7 @@ def kept_back() -> Iterator[None]:
 
 def ignore_signals() -> None:
     """Ignore all signals from now on."""
-    for number in NUMBERS:
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -23,7 +23,7 @@ written. `make`: the layers of an
 adapter are computed. `flush`: the disk takes the last of them. `prove`: the written file is read again. `upload`: an
 output of another machine is sent there. `look`: files are measured or compared."""
 
-APART: Final = 0.1
+STEP_SECONDS: Final = 0.1
 """Seconds between two steps of work that has many more: those of `Gathered`, and those within a window of a merge."""
 
 
@@ -31,12 +31,13 @@ SECOND_HAND: Final = 0.5
 """Seconds between two redraws of a bar of tqdm that no step moves: the elapsed time in it goes on."""
 
 GRACE: Final = 0.1
-"""Seconds that a run waits for an observer in all, before `SHARE` counts: quick observers get each step by itself."""
+"""Seconds that a run waits for an observer in all, before `OBSERVER_SHARE` counts: quick observers get each step by
+itself."""
 
-SHARE: Final = 0.02
+OBSERVER_SHARE: Final = 0.02
 """Share of its time that a run waits for an observer at most."""
 
-PATIENCE: Final = 1.0
+OBSERVER_SECONDS: Final = 1.0
 """Seconds that a run which has ended waits until its observer has taken the last steps."""
 
 T = TypeVar("T")
@@ -85,7 +86,7 @@ def beating(draw: Callable[[], object], apart: float) -> Iterator[None]:
         yield
     finally:
         stop.set()
-        thread.join(PATIENCE)  # a terminal that is stopped holds it for as long as it likes
+        thread.join(OBSERVER_SECONDS)  # a terminal that is stopped holds it for as long as it likes
 
 
 class Step(NamedTuple):
@@ -162,13 +163,13 @@ class Gathered:
         self._progress, self._clock = progress, clock
         self._lock = threading.RLock()
         self._waiting: _Steps = {}
-        self._passed_on = -APART
+        self._passed_on = -STEP_SECONDS
 
     def __call__(self, step: Step) -> None:
         """Take a step; a stage that begins is passed on at once."""
         with self._lock:
             _add(self._waiting, step)
-            if not step.done or self._clock() - self._passed_on >= APART:
+            if not step.done or self._clock() - self._passed_on >= STEP_SECONDS:
                 self.flush()
 
     def flush(self) -> None:
@@ -182,10 +183,10 @@ class Gathered:
 class Observer:
     """Passes steps on to a function in a thread of its own, one at a time.
 
-    A run waits for the function as long as that takes little of the run's time (`GRACE`, `SHARE`). So a quick function
-    gets every step before the work goes on. The steps that a slow one has not taken are added up, and those that it
-    has not taken `PATIENCE` seconds after the run are lost. If it raises something else than an Exception, such as
-    KeyboardInterrupt, the run ends with that at this step or the next.
+    A run waits for the function as long as that takes little of the run's time (`GRACE`, `OBSERVER_SHARE`). So a quick
+    function gets every step before the work goes on. The steps that a slow one has not taken are added up, and those
+    that it has not taken `OBSERVER_SECONDS` seconds after the run are lost. If it raises something else than an
+    Exception, such as KeyboardInterrupt, the run ends with that at this step or the next.
     """
 
     def __init__(self, show: Progress, guard: Guard) -> None:
@@ -209,13 +210,13 @@ class Observer:
                     self._guard(self._thread.start)
                 _add(self._waiting, step)
                 self._change.notify_all()
-                self._wait(GRACE + SHARE * (time.monotonic() - self._began) - self._waited)
+                self._wait(GRACE + OBSERVER_SHARE * (time.monotonic() - self._began) - self._waited)
             self._end_run()
 
     def finish(self) -> None:
         """Wait for the last steps to be taken, as the run has ended."""
         with self._change:
-            self._wait(PATIENCE)
+            self._wait(OBSERVER_SECONDS)
             self._end_run()
 
     def close(self) -> None:

@@ -22,6 +22,9 @@ ADAPTER_PROOF: Final = "lora-merge/adapter-proof/1"
 LEFT_OUT: Final = Note("it does not fit the base, and is left out because its strength is 0")
 """The end of a note that is shown with -v only: the user asked for it, and the strengths say it."""
 
+DONE: Final = frozenset({"merged", "made", "skipped"})
+"""Status of jobs of a batch whose output exists."""
+
 NOT_VERIFIED: Final = Fact("verified", "not at all (--no-verify)", style="yellow")
 """The row of an output without a proof."""
 
@@ -185,7 +188,7 @@ def _every_row(report: Mapping[str, Any]) -> Iterator[Fact]:
             yield line("change", effect(report["numbers"]))
 
 
-MOST_ADAPTERS: Final = 2
+ADAPTER_ROWS: Final = 2
 """Adapters that have a row each in a short report; more have one together."""
 
 
@@ -196,7 +199,7 @@ def survival_rows(
     """Yield how much of the change of each adapter survives. `adapters`: names and strengths by component; `survival`:
     the judgements, in their order; `each`: with a row for each adapter, however many there are."""
     rows = [(name, *_applied(by_part), row["share"]) for (name, by_part), row in zip(adapters, survival, strict=True)]
-    if each or len(rows) <= MOST_ADAPTERS:
+    if each or len(rows) <= ADAPTER_ROWS:
         for name, strength, parts, share in rows:
             what = f"{strength} × {name}{f' ({parts})' * bool(parts)}"
             judged_first = "" if share is None else f"{spoken(share)} ({grade(share).word}): "

@@ -31,14 +31,14 @@ from typing import Any, Final, TypeAlias
 
 PARSER: Any = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
 
-DEEPEST: Final = 100  # levels of lists and objects; functions elsewhere recurse once per level
-LONGEST: Final = 100_000  # characters of a pattern; lists of all modules of a model have 50 000
+MOST_JSON_LEVELS: Final = 100  # levels of lists and objects; functions elsewhere recurse once per level
+LONGEST_PATTERN: Final = 100_000  # characters of a pattern; lists of all modules of a model have 50 000
 LONGEST_NAME: Final = 2000  # characters of a name that is searched; real ones have up to 150
-STEPS: Final = 1_000_000  # for all patterns of one file; one step takes two to four microseconds
+MOST_STEPS: Final = 1_000_000  # for all patterns of one file; one step takes two to four microseconds
 STEPS_A_NAME: Final = 100  # further steps for each name that is looked up: large models have 200 000 names
 STEPS_TO_PARSE: Final = 50  # and four for each character: 0.1 ms for a short pattern
-SHORT: Final = 100  # characters of a name that Python's engine may search
-FEW: Final = 20_000  # ways to match such a name that Python's engine may try: 0.1 ms
+SHORT_NAME: Final = 100  # characters of a name that Python's engine may search
+MOST_WAYS: Final = 20_000  # ways to match such a name that Python's engine may try: 0.1 ms
 LEAVES: Final = frozenset({"NOT_LITERAL", "ANY", "IN"})
 LOOPS: Final = frozenset({"MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"})
 
@@ -53,7 +53,7 @@ def from_json(text: str | bytes) -> Any:
     except RecursionError as e:  # the library's own limit: 990 levels in Python 3.11, thousands from 3.12 on
         raise ValueError("nested too deeply") from e
     level = [value]
-    for _ in range(DEEPEST):
+    for _ in range(MOST_JSON_LEVELS):
         level = [item for v in level if type(v) in (dict, list) for item in (v.values() if type(v) is dict else v)]
         if not level:
             return value
@@ -67,7 +67,7 @@ class Refused(ValueError):
 class Steps:
     """The number of steps that the patterns of one file may still take, and the patterns parsed so far."""
 
-    def __init__(self, left: int = STEPS) -> None:
+    def __init__(self, left: int = MOST_STEPS) -> None:
         self.left = left
         self._parsed: dict[tuple[str, str], Pattern] = {}
 
@@ -112,8 +112,8 @@ class Pattern:
 
     def matches(self, name: str, steps: Steps, *, anywhere: bool = False) -> bool:
         """Return whether the pattern matches at the start of a name, as `re.match`, or anywhere, as `re.search`."""
-        tries = self.ways * (SHORT if anywhere else 1)
-        if len(name) <= SHORT and tries <= FEW:
+        tries = self.ways * (SHORT_NAME if anywhere else 1)
+        if len(name) <= SHORT_NAME and tries <= MOST_WAYS:
             steps.take(1 + tries // 1000)
             return (self._quick.search if anywhere else self._quick.match)(name) is not None
         if len(name) > LONGEST_NAME:
@@ -124,8 +124,8 @@ class Pattern:
 
 def pattern(text: str) -> Pattern:
     """Return the parsed pattern; Refused if the text is not a regular expression, or too long or nested too deeply."""
-    if len(text) > LONGEST:
-        raise Refused(f"longer than {LONGEST} characters")
+    if len(text) > LONGEST_PATTERN:
+        raise Refused(f"longer than {LONGEST_PATTERN} characters")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about syntax that a later Python may read differently
@@ -163,16 +163,17 @@ def _inside(op: str, value: Any) -> Any:
 
 
 def _ways(nodes: Sequence[Node]) -> int:
-    """Return the product of all choices on a short name; more than FEW if the body of a loop has choices itself."""
-    return reduce(lambda product, node: min(product * _choices(*node), FEW + 1), nodes, 1)
+    """Return the product of all choices on a short name; more than MOST_WAYS if the body of a loop has choices
+    itself."""
+    return reduce(lambda product, node: min(product * _choices(*node), MOST_WAYS + 1), nodes, 1)
 
 
 def _choices(op: str, value: Any) -> int:
     if op in LOOPS:
         least, most, body = value
         if _is_leaf(body):
-            return min(int(most) - int(least), SHORT) + 1
-        return 1 + _ways(body) if most <= 1 else FEW + 1
+            return min(int(most) - int(least), SHORT_NAME) + 1
+        return 1 + _ways(body) if most <= 1 else MOST_WAYS + 1
     if op == "BRANCH":
         return sum(map(_ways, value[1]))
     if op == "GROUPREF_EXISTS":
@@ -205,8 +206,8 @@ class _Walk:
             self.steps.take()
             if op in LEAVES:
                 places = (places & self._where(op, value, flags)) << 1
-            elif op in STEP:
-                places = STEP[op](self, value, places, flags)
+            elif op in WALKERS:
+                places = WALKERS[op](self, value, places, flags)
             else:
                 raise Refused(f"not run, as it has {op.lower().replace('_', ' ')} and loops")
         return places
@@ -299,7 +300,7 @@ class _Walk:
         return table[kind]
 
 
-STEP: Final[Mapping[str, Callable[[_Walk, Any, int, int], int]]] = {
+WALKERS: Final[Mapping[str, Callable[[_Walk, Any, int, int], int]]] = {
     "TEXT": _Walk.word,
     "MAX_REPEAT": _Walk.loop, "MIN_REPEAT": _Walk.loop, "BRANCH": _Walk.either, "SUBPATTERN": _Walk.group,
     "ASSERT": _Walk.look, "ASSERT_NOT": partial(_Walk.look, positive=False), "AT": _Walk.at,

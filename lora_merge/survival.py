@@ -34,15 +34,15 @@ ENOUGH: Final = GRADES[1].least
 TARGETS: Final = (GRADES[2].least, GRADES[1].least, GRADES[0].least)
 """The shares for which reports have the rank of a layer."""
 
-MOST: Final = 1.1
+CHANCE_SHARE: Final = 1.1
 """A share up to which rounding adds to a change, or takes from nothing, by chance alone."""
 
-NOISE: Final = "rounding is larger than the change"
+BELOW_ROUNDING: Final = "rounding is larger than the change"
 
 
 def grade(share: float) -> Grade:
     """Return the judgement on a share; noise of rounding that is larger than the change is no change that survives."""
-    return next(row for row in GRADES if share >= row.least) if share <= MOST else GRADES[-1]
+    return next(row for row in GRADES if share >= row.least) if share <= CHANCE_SHARE else GRADES[-1]
 
 
 def worst(shares: Iterable[float]) -> float | None:
@@ -65,14 +65,14 @@ def spoken(share: float | None) -> str:
     """Return a share in words: "99.8 %"; where rounding is larger than the change, that."""
     if share is None:
         return "?"
-    if share > MOST:
-        return f"{100 * share:.0f} % ({NOISE})"
-    return f"{percent(share):g} %" if share >= 1 - MOST else f"none ({NOISE})"
+    if share > CHANCE_SHARE:
+        return f"{100 * share:.0f} % ({BELOW_ROUNDING})"
+    return f"{percent(share):g} %" if share >= 1 - CHANCE_SHARE else f"none ({BELOW_ROUNDING})"
 
 
 def judged(share: float, of: str) -> str:
     """Return a share of something with its judgement: "60 % of the change (poor)"."""
-    sound = 1 - MOST <= share <= MOST
+    sound = 1 - CHANCE_SHARE <= share <= CHANCE_SHARE
     return f"{spoken(share)} of {of} ({grade(share).word})" if sound else f"{spoken(share)} of {of}"
 
 
@@ -84,7 +84,7 @@ def lost(share: float) -> str:
 def lost_in_rounding(share: float, adapter: str, dtypes: str, wider: str, fix: str) -> Note:
     """Return the warning about a share of an adapter's change that is not enough. `wider`: the option that takes a
     wider dtype; `fix`: all that can be done."""
-    if share > MOST:
+    if share > CHANCE_SHARE:
         return Note(f"the change of {adapter} is lost in the rounding to {dtypes}, which is larger: {wider}")
     return Note(f"{lost(share)} of the change of {adapter} is lost in the rounding to {dtypes}; {fix}")
 

@@ -25,7 +25,7 @@ from typing import IO, Any
 
 import pytest
 
-from lora_merge.process import NUMBERS, collect_rarely
+from lora_merge.process import SIGNALS, collect_rarely
 from tests.kit.fixes import TYPED
 from tests.kit.package import syntax
 from tests.kit.pairs import WHOLE, examples, leave_out
@@ -192,7 +192,7 @@ def _fixes_typed(request: pytest.FixtureRequest, _caches: Iterator[Path]) -> Ite
 @pytest.fixture(autouse=True)
 def _signals_restored() -> Iterator[None]:
     """After the command line ran in this process, Ctrl-C ends the tests again."""
-    kept = {number: signal.getsignal(number) for number in NUMBERS}
+    kept = {number: signal.getsignal(number) for number in SIGNALS}
     yield
     for number, handler in kept.items():
         signal.signal(number, handler)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from lora_merge.dtypes import COMPUTE_DTYPES, DTYPES, FLOATS, TABLE, WHOLE, Dtype, bytes_of
+from lora_merge.dtypes import COMPUTE_DTYPES, DTYPE_ROWS, DTYPES, FLOATS, WHOLE_DTYPES, Dtype, bytes_of
 
-FLOATING = [row for row in TABLE.values() if row.significand]
-NAMED = [row for row in TABLE.values() if hasattr(torch, row.library)]
+FLOATING = [row for row in DTYPE_ROWS.values() if row.significand]
+NAMED = [row for row in DTYPE_ROWS.values() if hasattr(torch, row.library)]
 
 
 @pytest.mark.parametrize("row", NAMED, ids=lambda row: row.name)
@@ -40,7 +40,7 @@ def test_range_and_step_are_those_of_the_numbers_themselves(row: Dtype) -> None:
 
 @pytest.mark.parametrize("name", sorted(FLOATS - {"F64"}))
 def test_room_is_the_last_number_that_is_nearer_to_the_largest_than_to_the_one_that_would_follow(name: str) -> None:
-    row = TABLE[name]
+    row = DTYPE_ROWS[name]
     step = 2.0 ** (floor(log2(row.largest)) + 1 - row.significand)
     even = (row.largest / step) % 2 == 0
 
@@ -53,17 +53,17 @@ def test_room_is_the_last_number_that_is_nearer_to_the_largest_than_to_the_one_t
 
 
 def test_room_of_float64_has_no_end() -> None:
-    assert TABLE["F64"].room == inf
+    assert DTYPE_ROWS["F64"].room == inf
 
 
-@pytest.mark.parametrize("row", [r for r in TABLE.values() if r.code], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [r for r in DTYPE_ROWS.values() if r.code], ids=lambda row: row.name)
 def test_code_is_numpys_for_the_same_dtype(row: Dtype) -> None:
     assert np.dtype(f"<{row.code}") == np.dtype(row.library)
 
 
 def test_options_name_floating_point_numbers_and_every_weight_has_one() -> None:
     assert {*DTYPES.values(), *COMPUTE_DTYPES.values()} == FLOATS
-    assert not FLOATS & WHOLE
+    assert not FLOATS & WHOLE_DTYPES
 
 
 def test_table_needs_no_library() -> None:

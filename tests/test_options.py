@@ -78,7 +78,7 @@ def test_every_option_is_taken_and_kept(option: Option) -> None:
 
 @pytest.mark.few(10)
 @pytest.mark.parametrize("option", OPTIONS.values(), ids=lambda o: o.name)
-def test_recipe_tells_what_changes_a_byte_and_nothing_else(option: Option, tmp_path: Path) -> None:
+def test_recipe_records_what_changes_a_byte_and_nothing_else(option: Option, tmp_path: Path) -> None:
     save(sd1(), tmp_path / "base.safetensors")
     save(kohya(sd1()), tmp_path / "ink.safetensors")
     (tmp_path / "names.yaml").write_text("{}")
@@ -128,7 +128,7 @@ PUBLIC = [getattr(lora_merge, n) for n in lora_merge.__all__ if inspect.isfuncti
 
 
 @pytest.mark.parametrize("call", PUBLIC, ids=lambda c: c.__name__)
-def test_help_tells_of_parameters_results_errors_and_gives_an_example(call: Any) -> None:
+def test_help_shows_parameters_results_errors_and_gives_an_example(call: Any) -> None:
     text = inspect.getdoc(call) or ""
     for part in ("Parameters", "Returns", "Raises", "Examples"):
         assert f"\n{part}:\n" in text, part
@@ -142,7 +142,7 @@ def test_help_tells_of_parameters_results_errors_and_gives_an_example(call: Any)
     assert described <= {*inspect.signature(call).parameters, *known}
 
 
-def test_page_of_the_command_line_tells_of_every_option_with_its_default() -> None:
+def test_page_of_the_command_line_shows_every_option_with_its_default() -> None:
     text = (ROOT / "lora_merge" / "cli" / "README.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `--([\w-]+)` \| ([^|]+) \|", text, re.MULTILINE))
     assert {name.replace("-", "_") for name in rows} == {*OPTIONS}

@@ -46,7 +46,7 @@ def test_colon_of_a_drive_is_no_strength(text: str) -> None:
     ("C:\\out\\NUL", "NUL"), ("out/con.safetensors", "con.safetensors"), ("out/COM1.x.y", "COM1.x.y"), ("a:0.5.safetensors", "a:"),
     ("out/style.safetensors:0.5.safetensors", "style.safetensors:0.5.safetensors"), ("what?/x", "what?"), ("out/name.", "name."), ("lpt9 .txt", "lpt9 .txt"),
 ])  # fmt: skip
-def test_names_that_windows_refuses_are_found(path: str, part: str) -> None:
+def test_names_that_windows_refuses_are_detected(path: str, part: str) -> None:
     assert forbidden(path) == part
 
 

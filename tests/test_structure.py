@@ -109,7 +109,7 @@ def test_proof_uses_tables_of_what_it_proves_and_none_of_its_arithmetic() -> Non
 def test_observers_of_a_fold_compute_no_weight() -> None:
     """What measures a merge is called by the fold, and imports nothing that folds; only names of types."""
     folding = {f"lora_merge.engine.{name}" for name in ("fold", "block_folder", "gpu_windows", "window_merger")}
-    measuring = [m for m in modules() if re.search(r"engine\.(change_|cancelling)", m[0])]
+    measuring = [m for m in modules() if re.search(r"engine\.(change_|cancellation)", m[0])]
     assert len(measuring) > 3
     for module, path in measuring:
         assert folding.isdisjoint(imports(module, path, typed=False)), module
@@ -155,7 +155,7 @@ NAMING = (
     "proof/examples.py",
     "proof/reference/",
     "proof/second_reading/",
-    "proof/rebuilding.py",
+    "proof/peft_initialisation.py",
 )
 """Tables that say which formula a name or a configuration means, and the proof's own."""
 

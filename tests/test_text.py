@@ -59,7 +59,7 @@ def test_amounts_have_three_digits_and_a_unit_once() -> None:
     assert (rate(int(51.2 * 2**20)), rate(1023 * 2**20)) == ("51.2 MiB/s", "1023 MiB/s")
 
 
-def test_small_share_is_not_told_as_none() -> None:
+def test_small_share_is_not_shown_as_none() -> None:
     assert [percent(share) for share in (0.0, 4.924e-6, 0.0143, 1.0)] == ["0.00%", "0.00049%", "1.43%", "100.00%"]
 
 

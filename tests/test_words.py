@@ -14,7 +14,7 @@ import pytest
 
 import lora_merge
 from lora_merge.adapter_options import ADAPTER_OPTIONS
-from lora_merge.cli.help import COMMANDS
+from lora_merge.cli.help import COMMAND_GROUPS
 from lora_merge.options import OPTIONS
 from tests.kit.readme import ROOT
 from tests.kit.typed_fixes import commands
@@ -188,4 +188,4 @@ def test_help_of_an_option_begins_with_a_verb() -> None:
 
 def test_every_command_is_in_a_group_of_the_help() -> None:
     shown = {name for name, command in commands().items() if not command.hidden}
-    assert shown == {name for names in COMMANDS.values() for name in names}
+    assert shown == {name for names in COMMAND_GROUPS.values() for name in names}

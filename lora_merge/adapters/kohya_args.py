@@ -19,7 +19,7 @@ from ..options import shown
 from ..safe_regex import from_json
 from ..text import Note
 
-READ: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+READ_ARGUMENTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "ss_network_args": ("algo", "block_size", "bypass_mode", "rs_lora", "split_qkv"),
         "lycoris_config": ("algo", "block_size", "bypass_mode"),
@@ -41,10 +41,10 @@ COLUMNS: Final = "dora-cols"
 SPLIT: Final = "split_qkv"
 DYLORA: Final = "dylora"
 DYLORA_BLOCK: Final = 4
-RANKS: Final = Bounds(1, 2**31)
+BLOCK_RANKS: Final = Bounds(1, 2**31)
 """Allowed ranks of a block."""
 
-FIX: Final = "correct or remove this entry of the adapter's metadata"
+CORRECT_ENTRY: Final = "correct or remove this entry of the adapter's metadata"
 
 
 @dataclass(frozen=True)
@@ -70,21 +70,27 @@ def is_norm_limit(row: Algorithm, module: str, alpha: float | None, metadata: Ma
     if row.alpha_as_limit is None:
         return False
     start, value = row.alpha_as_limit
-    return module.startswith(start) and alpha == value and metadata.keys().isdisjoint((*READ, "ss_network_module"))
+    return (
+        module.startswith(start)
+        and alpha == value
+        and metadata.keys().isdisjoint((*READ_ARGUMENTS, "ss_network_module"))
+    )
 
 
 def network_arguments(row: Algorithm, metadata: Mapping[str, str], where: str) -> NetworkArguments:
     """Return the arguments for a row of ALGORITHMS; InputError for damaged metadata that the row may depend on."""
     # Read the tables; a damaged one counts only where the formula may depend on it.
     tables, note = {}, None
-    for name in [name for name in READ if name in metadata]:
+    for name in [name for name in READ_ARGUMENTS if name in metadata]:
         try:
             tables[name] = _table(metadata[name], f"{where}: {name}")
         except InputError as e:
             if _may_depend(row, metadata[name]):
                 raise
             note = Note(f"{e.what} ({name}); its formula takes nothing from there")
-    arguments = {name: table[name] for entry, table in tables.items() for name in READ[entry] if name in table}
+    arguments = {
+        name: table[name] for entry, table in tables.items() for name in READ_ARGUMENTS[entry] if name in table
+    }
     # Settings of the formula, and settings that only some layers have.
     settings = {name: _like(value, row.settings[name]) for name, value in arguments.items() if name in row.settings}
     partial = {name for table in tables.values() for name in _of_some_layers(table) if name in row.settings}
@@ -108,7 +114,7 @@ def network_arguments(row: Algorithm, metadata: Mapping[str, str], where: str) -
 def _may_depend(row: Algorithm, text: str) -> bool:
     """Return whether unreadable metadata may hold arguments that the row's formula depends on."""
     by_bypass = (row.bypass.with_bias or row.bypass.no_magnitude) and BYPASS in text.lower()
-    by_settings = any(name in row.settings for names in READ.values() for name in names)
+    by_settings = any(name in row.settings for names in READ_ARGUMENTS.values() for name in names)
     return by_bypass or by_settings or any(word in text.lower() for word in row.scale_words)
 
 
@@ -118,8 +124,8 @@ def _factor(row: Algorithm, arguments: Mapping[str, Any], where: str) -> float:
     if not _is_dylora(row, arguments):
         return 1.0
     size = arguments.get("block_size") or DYLORA_BLOCK
-    if (ranks := RANKS.number(size)) is None:
-        raise InputError(f"block_size is {shown(size)!r}", where, FIX)
+    if (ranks := BLOCK_RANKS.number(size)) is None:
+        raise InputError(f"block_size is {shown(size)!r}", where, CORRECT_ENTRY)
     return float(ranks)
 
 
@@ -139,11 +145,11 @@ def _table(text: str, where: str) -> dict[str, Any]:
     try:
         table = from_json(text)
     except ValueError as e:
-        raise InputError(f"the metadata is not JSON: {e}", where, FIX) from e
+        raise InputError(f"the metadata is not JSON: {e}", where, CORRECT_ENTRY) from e
     if table is None:  # sd-scripts without arguments
         return {}
     if not isinstance(table, dict):
-        raise InputError("the metadata is not a table of arguments", where, FIX)
+        raise InputError("the metadata is not a table of arguments", where, CORRECT_ENTRY)
     return table
 
 

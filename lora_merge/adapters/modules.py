@@ -17,15 +17,15 @@ from typing import Final
 from ..algorithms import ALGORITHMS
 from ..algorithms.whole import SET
 from ..disk.files import StoredTensor
-from ..dtypes import FLOATS, WHOLE, Shape, spoken
+from ..dtypes import FLOATS, WHOLE_DTYPES, Shape, spoken
 from ..errors import InputError
 from ..files.checkpoint import Index
 from ..files.file_signatures import foreign, instead
 from ..files.gguf.adapter import with_numbers
-from ..models.names import UNKNOWN, names
+from ..models.names import UNKNOWN_TITLE, names
 from ..paths import typed
 from ..text import Note, plural
-from .suffixes import SHARED, split, split_row_part
+from .suffixes import SHARED_SLOTS, split, split_row_part
 
 BUNDLE: Final = "bundle_emb."
 IGNORED: Final = {
@@ -37,19 +37,19 @@ IGNORED: Final = {
 
 _IGNORED: Final = tuple(IGNORED)
 
-WRAPPED: Final = ".linear"  # of Module.wrapped
+WRAPPED_LINEAR: Final = ".linear"  # of Module.wrapped
 
-READABLE: Final = FLOATS | WHOLE
+READABLE: Final = FLOATS | WHOLE_DTYPES
 """Dtypes of adapter tensors: floats, and whole numbers for indices and switches. No trainer writes other dtypes."""
 
-SCALES: Final = ("alpha", "scale_override")
+SCALE_SLOTS: Final = ("alpha", "scale_override")
 """Shared slots that scale the product of the factors."""
 
 RANK_SLOTS: Final = ("down", "w1_b", "w2_b", "a2", "q")
 """Slots whose stored axis 0 is the rank, the first that a module has."""
 
 
-MODEL: Final = "a model: "
+MODEL_PREFIX: Final = "a model: "
 
 NO_ADAPTER: Final = "name a LoRA or another adapter in its place"
 
@@ -89,7 +89,9 @@ class Module:
     @property
     def wrapped(self) -> bool:
         """Whether LLMs-from-scratch wrapped this layer and calls it `linear`; pkg/llms_from_scratch/appendix_e.py."""
-        return self.name.endswith(WRAPPED) and {ALGORITHMS[name].layout for name in self.algorithms} == {"in_out"}
+        return self.name.endswith(WRAPPED_LINEAR) and {ALGORITHMS[name].layout for name in self.algorithms} == {
+            "in_out"
+        }
 
     @cached_property
     def shapes(self) -> Mapping[str, Shape]:
@@ -185,7 +187,7 @@ def group(index: Index) -> AdapterFile:
             bare[name] = info
             continue
         members = groups.get((name, row.parameter)) or groups.setdefault((name, row.parameter), _Group())
-        if row.slot in SHARED:
+        if row.slot in SHARED_SLOTS:
             members.shared.setdefault(row.slot, []).append(info)
             continue
         if row.slot in members.slots:
@@ -229,12 +231,14 @@ def _model_in_its_place(index: Index) -> InputError | None:
 def _kind(index: Index) -> str:
     """Return what a file without adapter tensors is; "" if its keys do not show it."""
     known = names(index).architecture
-    return foreign(index.tensors) or (f"{MODEL}{known}" if known != UNKNOWN else "")
+    return foreign(index.tensors) or (f"{MODEL_PREFIX}{known}" if known != UNKNOWN_TITLE else "")
 
 
 def _no_adapter(index: Index, what: str) -> InputError:
-    what = what or (f"{MODEL}{index.gguf.architecture}, as GGUF" if index.gguf and index.gguf.architecture else "")
-    of_model = OF_MODELS.format(typed([str(index.path)])) if what.startswith(MODEL) else ""
+    what = what or (
+        f"{MODEL_PREFIX}{index.gguf.architecture}, as GGUF" if index.gguf and index.gguf.architecture else ""
+    )
+    of_model = OF_MODELS.format(typed([str(index.path)])) if what.startswith(MODEL_PREFIX) else ""
     return InputError(
         "this file contains no adapter tensors" + (f", it is {what}" if what else ""),
         f"{index.path}: {plural(len(index.tensors), 'tensor')}, the first is {next(iter(index.tensors), 'none')!r}",
@@ -299,7 +303,7 @@ def _module(key: tuple[str, str], groups: Mapping[tuple[str, str], _Group]) -> M
     is_bias = key[1] == "bias" and {ALGORITHMS[name].part_of_lora for name in g.algorithms or ()} == {True}
     if parent and (number is not None or is_bias):
         for slot, infos in parent.shared.items():
-            if slot in SCALES or not is_bias:
+            if slot in SCALE_SLOTS or not is_bias:
                 shared.setdefault(slot, []).extend(infos)
     # The first by name, and the others, which must be equal.
     for infos in shared.values():
@@ -317,7 +321,7 @@ def looks_like_adapter(index: Index) -> bool:
     """
     rows = [name_and_row for key in index.tensors if (name_and_row := split(key)) is not None]
     # Tensors with an ending that only adapters have, and the shared tensors of their modules.
-    marked = {module for module, row in rows if row.slot not in SHARED and row.ending != ".weight"}
+    marked = {module for module, row in rows if row.slot not in SHARED_SLOTS and row.ending != ".weight"}
     count = sum(row.ending != ".weight" and module in marked for module, row in rows)
     count += sum(row.slot == "on_input" for _, row in rows)  # each has a `.weight` too
     if count * 2 <= len(index.tensors):

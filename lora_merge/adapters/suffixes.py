@@ -2,7 +2,7 @@
 
 `split` cuts a key into the path of a module and one row of `SUFFIXES`. The longest ending wins, so
 `.lora_A.weight` is never taken for a module `lora_A` with a `.weight`. Spellings that also change
-the module's path are first rewritten (`REWRITES`) to one that SUFFIXES knows. `models/names.py` decides
+the module's path are first rewritten (`KEY_REWRITES`) to one that SUFFIXES knows. `models/names.py` decides
 which weight of the base a path names.
 
 Two marks in the paths that `split` returns:
@@ -22,16 +22,15 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Final
 
-from ..algorithms import ALGORITHMS, lora_stacked
-from .peft.methods import METHODS
+from ..algorithms import ALGORITHMS
+from .peft.methods import PEFT_METHODS, STACKED_ROWS
 
-ANY: Final = ("*",)
-LONGEST: Final = 3  # parts of an ending, with the name of an adapter in it
-SPARSE: Final = ("lora_sparse", "lora_sparse_tucker")
-LORA: Final = ("lora", *SPARSE)
-STACKED: Final = tuple(row.name for row in lora_stacked.STACKED)
-BARE_LORA: Final = (*LORA, "lora_fused", *STACKED, "bora")
-PEFT_LORA: Final = (*LORA, "lora_experts", *STACKED, "kasa")
+ANY_ALGORITHM: Final = ("*",)
+MOST_ENDING_PARTS: Final = 3  # parts of an ending, with the name of an adapter in it
+SPARSE_ROWS: Final = ("lora_sparse", "lora_sparse_tucker")
+LORA_ROWS: Final = ("lora", *SPARSE_ROWS)
+BARE_LORA: Final = (*LORA_ROWS, "lora_fused", *STACKED_ROWS, "bora")
+PEFT_LORA: Final = (*LORA_ROWS, "lora_experts", *STACKED_ROWS, "kasa")
 OFT: Final = ("diag_oft", "boft")
 
 
@@ -42,7 +41,7 @@ class Suffix:
     ending: str
     """End of the key, from a dot on."""
     slot: str
-    """Field of the algorithm's tensors dataclass, or one of SHARED where `algorithms` is ANY."""
+    """Field of the algorithm's tensors dataclass, or one of SHARED_SLOTS where `algorithms` is ANY."""
     algorithms: tuple[str, ...]
     """Names in ALGORITHMS that have this slot."""
     parameter: str = "weight"
@@ -51,7 +50,7 @@ class Suffix:
     """Whether the key may contain an adapter's name: `.lora_A.default.weight`, `.ia3_l.default`."""
 
 
-SHARED: Final = MappingProxyType(
+SHARED_SLOTS: Final = MappingProxyType(
     {
         "alpha": "a number: scale · rank for most, a norm limit for OFT; see Algorithm.scalars_from",
         "scale_override": "a number that replaces α / rank",
@@ -64,28 +63,28 @@ SHARED: Final = MappingProxyType(
 
 def _of_peft() -> Iterator[Suffix]:
     """Yield the spellings that only PEFT's methods use."""
-    for method in METHODS.values():
+    for method in PEFT_METHODS.values():
         for ending, meaning in method.suffixes.items():
             slot, *rows = (meaning,) if isinstance(meaning, str) else meaning
             names = tuple(rows) or method.algorithms
-            named = ending.count(".") < LONGEST
+            named = ending.count(".") < MOST_ENDING_PARTS
             yield Suffix(ending, slot, names, ALGORITHMS[names[0]].parameter, named)
 
 
 SUFFIXES: Final[tuple[Suffix, ...]] = (
-    Suffix(".alpha", "alpha", ANY),
-    Suffix(".lora_alpha", "alpha", ANY),  # SimpleTuner
-    Suffix(".lora.alpha", "alpha", ANY),
-    Suffix(".scale", "scale_override", ANY),  # webui
-    Suffix(".alpha_scale", "scale_override", ANY),  # LongCat-Video, longcat_video/modules/lora_utils.py
-    Suffix(".dora_scale", "magnitude", ANY),  # LyCORIS, kohya, OneTrainer; the axis is in the shape
-    Suffix(".lora_magnitude_vector", "magnitude", ANY, named=True),  # PEFT; always the output axis
-    Suffix(".lora_magnitude_vector.weight", "magnitude", ANY, named=True),  # diffusers
-    Suffix(".magnitude", "magnitude", ANY),  # ai-toolkit, torchtune
-    Suffix(".reshape_weight", "reshape", ANY),
+    Suffix(".alpha", "alpha", ANY_ALGORITHM),
+    Suffix(".lora_alpha", "alpha", ANY_ALGORITHM),  # SimpleTuner
+    Suffix(".lora.alpha", "alpha", ANY_ALGORITHM),
+    Suffix(".scale", "scale_override", ANY_ALGORITHM),  # webui
+    Suffix(".alpha_scale", "scale_override", ANY_ALGORITHM),  # LongCat-Video, longcat_video/modules/lora_utils.py
+    Suffix(".dora_scale", "magnitude", ANY_ALGORITHM),  # LyCORIS, kohya, OneTrainer; the axis is in the shape
+    Suffix(".lora_magnitude_vector", "magnitude", ANY_ALGORITHM, named=True),  # PEFT; always the output axis
+    Suffix(".lora_magnitude_vector.weight", "magnitude", ANY_ALGORITHM, named=True),  # diffusers
+    Suffix(".magnitude", "magnitude", ANY_ALGORITHM),  # ai-toolkit, torchtune
+    Suffix(".reshape_weight", "reshape", ANY_ALGORITHM),
     # LoRA, LoCon, DyLoRA
-    Suffix(".lora_up.weight", "up", LORA),
-    Suffix(".lora_down.weight", "down", (*LORA, "full_rank", "lora_blocks")),
+    Suffix(".lora_up.weight", "up", LORA_ROWS),
+    Suffix(".lora_down.weight", "down", (*LORA_ROWS, "full_rank", "lora_blocks")),
     *(Suffix(f".lora_up_{n}.weight", f"up_{n}", ("lora_blocks",)) for n in range(4)),
     Suffix(".lora_mid.weight", "mid", ("lora", "lora_sparse_tucker")),
     Suffix(".lora_B.weight", "up", PEFT_LORA, named=True),
@@ -94,30 +93,30 @@ SUFFIXES: Final[tuple[Suffix, ...]] = (
     Suffix(".lora_A", "down", (*BARE_LORA, "adalora"), named=True),
     Suffix(".lora_B.bias", "diff", ("lora_bias",), "bias", named=True),  # PEFT lora_bias, Flux control
     Suffix(".lora_up.bias", "diff", ("lora_bias",), "bias"),  # ai-toolkit
-    Suffix(".lora.up.weight", "up", LORA),
-    Suffix(".lora.down.weight", "down", LORA),
-    Suffix(".lora_linear_layer.up.weight", "up", LORA),
-    Suffix(".lora_linear_layer.down.weight", "down", LORA),
-    Suffix(".lora_b.weight", "up", LORA),  # torchtune
-    Suffix(".lora_a.weight", "down", LORA),
-    Suffix(".lora.A.weight", "down", LORA),  # minimind, model/model_lora.py
-    Suffix(".lora.B.weight", "up", LORA),
+    Suffix(".lora.up.weight", "up", LORA_ROWS),
+    Suffix(".lora.down.weight", "down", LORA_ROWS),
+    Suffix(".lora_linear_layer.up.weight", "up", LORA_ROWS),
+    Suffix(".lora_linear_layer.down.weight", "down", LORA_ROWS),
+    Suffix(".lora_b.weight", "up", LORA_ROWS),  # torchtune
+    Suffix(".lora_a.weight", "down", LORA_ROWS),
+    Suffix(".lora.A.weight", "down", LORA_ROWS),  # minimind, model/model_lora.py
+    Suffix(".lora.B.weight", "up", LORA_ROWS),
     Suffix(".A", "down", ("lora_transposed",)),  # mlx-vlm, mlx_vlm/trainer/lora.py (LoRaLayer)
     Suffix(".B", "up", ("lora_transposed",)),
     Suffix(".lora.B", "up", ("lora_transposed",)),  # LLMs-from-scratch
     Suffix(".lora.A", "down", ("lora_transposed",)),
     Suffix(".lora_b", "up", ("lora_transposed", "lora_switch")),  # mlx-lm
     Suffix(".lora_a", "down", ("lora_transposed", "lora_switch")),
-    Suffix(".m", "magnitude", ANY),
+    Suffix(".m", "magnitude", ANY_ALGORITHM),
     # Stable Audio 3, stable_audio_3/models/lora/model.py
     Suffix(".magnitude_r", "rows", ("bora",)),
     Suffix(".magnitude_c", "columns", ("bora",)),
     Suffix(".U", "left", ("lora_xs",)),
     Suffix(".V", "right", ("lora_xs",)),
     Suffix(".M_xs", "core", ("lora_xs",)),
-    Suffix(".bias_indices", "indices", SPARSE),  # of the weight, whatever the name says
-    Suffix(".bias_values", "values", SPARSE),
-    Suffix(".bias_size", "size", SPARSE),
+    Suffix(".bias_indices", "indices", SPARSE_ROWS),  # of the weight, whatever the name says
+    Suffix(".bias_values", "values", SPARSE_ROWS),
+    Suffix(".bias_size", "size", SPARSE_ROWS),
     # Whole tensors
     Suffix(".diff", "diff", ("full",)),
     Suffix(".diff_b", "diff", ("full",), "bias"),
@@ -147,7 +146,7 @@ SUFFIXES: Final[tuple[Suffix, ...]] = (
 
 _PAIR: Final = r"\.(up|down)\.weight"
 
-REWRITES: Final[tuple[tuple[str, re.Pattern[str], str], ...]] = tuple(
+KEY_REWRITES: Final[tuple[tuple[str, re.Pattern[str], str], ...]] = tuple(
     (sign, re.compile(pattern, re.DOTALL), template)
     for sign, pattern, template in (
         # old diffusers attached the LoRA to the attention processor, not to the layer
@@ -188,20 +187,20 @@ REWRITES: Final[tuple[tuple[str, re.Pattern[str], str], ...]] = tuple(
 )
 """(pattern of a text in the key, pattern of the whole key, the key in a known spelling); the first match is applied."""
 
-_BY_SIGN: Final = {sign: [row[1:] for row in REWRITES if row[0] == sign] for sign, *_ in REWRITES}
+_BY_SIGN: Final = {sign: [row[1:] for row in KEY_REWRITES if row[0] == sign] for sign, *_ in KEY_REWRITES}
 _SIGNS: Final = re.compile("|".join(_BY_SIGN))
 
 _BY_ENDING: Final = {row.ending: row for row in SUFFIXES}
 _FIRST: Final = {ending.split(".")[1] for ending in _BY_ENDING}
 """The first part of every ending."""
-DIGITS: Final = 4  # of the number of a part; the most parts that a trainer writes are the 4 of Flux' single blocks
+PART_DIGITS: Final = 4  # of the number of a part; the most parts that a trainer writes are the 4 of Flux' single blocks
 
 
 def split(key: str) -> tuple[str, Suffix] | None:
     """Return ("unet.q", row) for "unet.q.lora_up.weight"; None where no row fits, which matching reports."""
     if _SIGNS.search(key):
         key = _rewritten(key)
-    head, *tail = key.rsplit(".", LONGEST)
+    head, *tail = key.rsplit(".", MOST_ENDING_PARTS)
     for first in range(0 if head else 1, len(tail)):
         if tail[first] in _FIRST:
             longest = _longest(tuple(tail[first:]))
@@ -219,7 +218,7 @@ def _rewritten(key: str) -> str:
 def split_row_part(path: str) -> tuple[str, int | None]:
     """Return ("unet.qkv", 2) for "unet.qkv/2"; (path, None) for a whole module and for longer numbers."""
     module, mark, number = path.rpartition("/")
-    return (module, int(number)) if mark and number.isdecimal() and len(number) <= DIGITS else (path, None)
+    return (module, int(number)) if mark and number.isdecimal() and len(number) <= PART_DIGITS else (path, None)
 
 
 @lru_cache(maxsize=10_000)  # a file has thousands of keys with a few endings

@@ -9,14 +9,14 @@ from typing import Final, Protocol
 
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader, read_bytes
-from ..dtypes import ITEM_BYTES, TABLE
+from ..dtypes import DTYPE_ROWS, ITEM_BYTES
 
-ELEMENTS: Final = 2**20
+COMPARED_NUMBERS: Final = 2**20
 """Numbers of either tensor that are compared at once."""
 
-CHUNK: Final = 4 << 20  # bytes of each of two tensors that are compared at once
+COMPARED_BYTES: Final = 4 << 20  # bytes of each of two tensors that are compared at once
 
-READ_AS: Final = {**{name: f"<{TABLE[name].code}" for name in ("F64", "F32", "F16")}, "BF16": "<u2"}
+READ_AS: Final = {**{name: f"<{DTYPE_ROWS[name].code}" for name in ("F64", "F32", "F16")}, "BF16": "<u2"}
 """Dtypes that models are trained in, as numpy reads them."""
 
 UPPER_HALF: Final = {"BF16": "F32", "F8_E5M2": "F16"}
@@ -60,11 +60,11 @@ class FileValues:
         if dtype in UPPER_HALF:
             half, dtype = ITEM_BYTES[dtype], UPPER_HALF[dtype]
             raw = b"".join(bytes(half) + raw[i : i + half] for i in range(0, len(raw), half))
-        return struct.unpack(f"<{len(raw) // ITEM_BYTES[dtype]}{TABLE[dtype].code}", raw)
+        return struct.unpack(f"<{len(raw) // ITEM_BYTES[dtype]}{DTYPE_ROWS[dtype].code}", raw)
 
     def same(self, a: StoredTensor, b: StoredTensor) -> bool:
         """See `Values.same`."""
-        sizes = ((at, min(CHUNK, a.nbytes - at)) for at in range(0, a.nbytes, CHUNK))
+        sizes = ((at, min(COMPARED_BYTES, a.nbytes - at)) for at in range(0, a.nbytes, COMPARED_BYTES))
         return (a.dtype, a.shape) == (b.dtype, b.shape) and all(
             self._bytes(a, at, size) == self._bytes(b, at, size) for at, size in sizes
         )
@@ -77,7 +77,7 @@ class FileValues:
         same = copy.dtype == base.dtype and copy.nbytes == base.nbytes and not base.nbytes % max(rows, 1)
         if not same and not {copy.dtype, base.dtype} <= READ_AS.keys():
             return rows
-        step, count = max(1, ELEMENTS // max(cols, 1)), 0
+        step, count = max(1, COMPARED_NUMBERS // max(cols, 1)), 0
         for low in range(0, rows, step):
             height = min(step, rows - low)
             expected, stored = (_rows(info, low, height) for info in (base, copy))
@@ -93,7 +93,7 @@ class FileValues:
         import numpy as np
 
         size, cols = ITEM_BYTES[info.dtype], prod(info.shape[1:])
-        step = max(1, ELEMENTS // max(cols, 1))
+        step = max(1, COMPARED_NUMBERS // max(cols, 1))
         for low in range(*rows, step):
             count = min(step, rows[1] - low)
             raw = self._bytes(info, low * cols * size, count * cols * size)

@@ -9,22 +9,22 @@ from typing import Final
 
 from ..adapter_options import KEEP
 from ..adapters.modules import AdapterFile, Module
-from ..adapters.stated import rules_of
+from ..adapters.network_settings import rules_of
 from ..adapters.suffixes import split_parameter
 from ..errors import FitError
-from ..files.folder_layouts import PEFT
+from ..files.folder_layouts import PEFT_PREFIX
 from ..models.weights import whole
 from ..options import shown
-from .dialects import CANONICAL, DIALECTS, PRODUCTS, Dialect
+from .dialects import CANONICAL, DIALECTS, PRODUCT_ALGORITHMS, Dialect
 from .groups import Filled, Place
 from .job import WHOLE
-from .output_file import NORMS, PAIRS
+from .output_file import NORM_ENDINGS, PAIRS
 from .sources import Sources
 
-MODEL: Final = "model"
+MODEL_COMPONENT: Final = "model"
 """The component of a language model, and of every model that is no part of a pipeline."""
 
-PARAMETERS: Final = {("diff", "weight"): "diff", ("diff", "bias"): "diff_b"}
+WHOLE_ENDINGS: Final = {("diff", "weight"): "diff", ("diff", "bias"): "diff_b"}
 """(slot, parameter) → the name of the ending of a whole change."""
 
 
@@ -41,7 +41,7 @@ def input_dialect(file: AdapterFile) -> Dialect:
     """Return the dialect of an adapter; where its modules are spelled differently, the most frequent endings."""
     rules_of(file)  # refuses what is no change of weights
     kind = file.index.config.get("peft_type")
-    if kind == "LORA" or (isinstance(kind, str) and kind.lower() in PRODUCTS):
+    if kind == "LORA" or (isinstance(kind, str) and kind.lower() in PRODUCT_ALGORITHMS):
         return DIALECTS["peft"]
     if kind is not None:
         raise FitError(f"a PEFT folder of {shown(kind)} is kept as it is, with its configuration", str(file.path),
@@ -50,7 +50,7 @@ def input_dialect(file: AdapterFile) -> Dialect:
     for module in file.modules:
         for slot, info in (*module.slots.items(), *module.shared.items()):
             if info.name.startswith(module.name) and (slot != "diff" or WHOLE in module.complete):
-                slot = PARAMETERS.get((slot, module.parameter), slot)
+                slot = WHOLE_ENDINGS.get((slot, module.parameter), slot)
                 slots.setdefault(slot, Counter())[info.name.removeprefix(module.name)] += 1
     common = {slot: count.most_common(1)[0][0] for slot, count in slots.items()}
     spelling = spelling_of(file)
@@ -85,10 +85,10 @@ def in_memory(modules: Sequence[Filled], everywhere: Sequence[Place]) -> tuple[l
     """
     named: dict[str, set[str]] = {}
     for place, shares, *_ in modules:
-        for name in (s.patch.module.name for s in shares if s.is_all(place) and place.component == MODEL):
+        for name in (s.patch.module.name for s in shares if s.is_all(place) and place.component == MODEL_COMPONENT):
             named.setdefault(place.module, set()).add(name)
-    memory_names = {module: names.pop().removeprefix(PEFT) for module, names in named.items()
-           if len(names) == 1 and next(iter(names)).startswith(PEFT)}  # fmt: skip
+    memory_names = {module: names.pop().removeprefix(PEFT_PREFIX) for module, names in named.items()
+           if len(names) == 1 and next(iter(names)).startswith(PEFT_PREFIX)}  # fmt: skip
     if len({*memory_names.values()}) < len(memory_names):
         return [*modules], [*everywhere]
     renamed = {id(p): p._replace(module=memory_names.get(p.module, p.module)) for p in everywhere}
@@ -101,20 +101,22 @@ def heads(sources: Sources) -> Iterator[Place]:
     for target in sources.targets:
         if target.key not in sources.inputs.names.shapes:
             module, _, parameter = target.key.rpartition(".")
-            yield Place(PEFT, module, parameter, whole(target.key, target.shape), MODEL, len(target.shape) == 1)
+            yield Place(
+                PEFT_PREFIX, module, parameter, whole(target.key, target.shape), MODEL_COMPONENT, len(target.shape) == 1
+            )
 
 
 def input_places(sources: Sources, to: Dialect) -> Iterator[Place]:
     """Yield the parameters that an adapter changes, under its own names."""
     assert sources.inputs is not None, "it has a base, or one is assumed"
-    names, prefix = sources.inputs.names, PEFT if to.folder else ""
+    names, prefix = sources.inputs.names, PEFT_PREFIX if to.folder else ""
     labels = set()
     for target in sources.targets:
         for use in target.uses:
             module, view = use.patch.module, use.patch.view
             if (module.name, module.parameter) not in labels:
                 labels.add((module.name, module.parameter))
-                norm = any(info.name.endswith(NORMS) for info in module.slots.values())
+                norm = any(info.name.endswith(NORM_ENDINGS) for info in module.slots.values())
                 part = names.component(target.key)
                 yield Place(prefix, module.name.removeprefix(prefix), module.parameter, view, part, norm)
         for _, info, _ in target.values:

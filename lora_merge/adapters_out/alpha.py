@@ -28,7 +28,7 @@ from .rounding import squares_of_rows
 IN_A_FACTOR: Final = Note(
     "the scale of some modules is in one of their factors: their algorithm has no other place for it"
 )
-EXACT: Final = 1e-9
+ALPHA_TOLERANCE: Final = 1e-9
 """The share of a change by which two ways to compute it in fp64 may differ."""
 
 
@@ -73,7 +73,9 @@ class Scales:
             return True
         scaled = replace(patch, numbers={**patch.numbers, "scale": patch.numbers["scale"] * strength})
         scaled_change, change = whole_change(scaled, self.evaluator), whole_change(patch, self.evaluator)
-        return squares_between(scaled_change, change, strength) <= EXACT**2 * strength**2 * squares_of_rows(change)
+        return squares_between(scaled_change, change, strength) <= ALPHA_TOLERANCE**2 * strength**2 * squares_of_rows(
+            change
+        )
 
     def _named(self, alpha: float) -> dict[str, Tensor]:
         return {self.to.endings.get("alpha", ".alpha"): torch.tensor(alpha, dtype=torch.float32)}
@@ -135,6 +137,6 @@ def in_a_factor(
         def off(alter: Callable[[StoredTensor, Tensor], Tensor], patch: Patch = patch) -> float:
             return squares_between(whole_change(patch, evaluator.altered(alter)), whole, strength)
 
-        if info.dtype in FLOATS and off(exactly) <= EXACT**2 * squares:
+        if info.dtype in FLOATS and off(exactly) <= ALPHA_TOLERANCE**2 * squares:
             return replace(moved, lost=off(stored))
     return None

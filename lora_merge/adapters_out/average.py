@@ -27,8 +27,8 @@ from .report import AdapterReport
 from .request import Request, Rows
 from .same_training import expect_alike
 
-WIDEST: Final = 12**-0.5
-STEPS: Final = 200  # of bisection: more than the bits of a float
+WIDEST_SIGMA: Final = 12**-0.5
+BISECTION_STEPS: Final = 200  # of bisection: more than the bits of a float
 
 
 def average_weights(
@@ -83,14 +83,14 @@ def _moving(betas: Sequence[float]) -> list[float]:
 
 def _power(sigma: float) -> float:
     """Return γ ≥ 0 with (γ + 1)^½ (γ + 2)⁻¹ (γ + 3)^-½ = σ, by bisection; the left side falls with γ."""
-    if not is_finite(sigma) or not 0 < sigma <= WIDEST:
+    if not is_finite(sigma) or not 0 < sigma <= WIDEST_SIGMA:
         raise UsageError(
             "no average has this width", f"--sigma-rel {shown(sigma)}", "use a number above 0, up to 0.288"
         )
     low, high = 0.0, 1.0
     while _width(high) > sigma:
         low, high = high, 2 * high
-    for _ in range(STEPS):
+    for _ in range(BISECTION_STEPS):
         middle = (low + high) / 2
         low, high = (middle, high) if _width(middle) > sigma else (low, middle)
     return high

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..adapters.modules import SCALES, group
+from ..adapters.modules import SCALE_SLOTS, group
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..dtypes import ITEM_BYTES, flat
@@ -20,8 +20,8 @@ from ..files.checkpoint import open_checkpoint
 from ..merge_methods import MEAN, METHODS, SUM
 from ..planning.combination import Combining
 from ..progress import Counting
-from ..proof.methods_again import RowChanges, of_weight, together
-from ..proof.recompute import Recomputation
+from ..proof.combination_methods import RowChanges, of_weight, together
+from ..proof.recomputation import Recomputation
 from ..proof.reference.floats import Array, decode
 from .groups import Target
 from .job import AdapterJob
@@ -191,7 +191,7 @@ def _change_of(module: Any, reader: Reader, part: Target) -> Changes | None:
     else:
         up, down = read(module.slots["up"]), read(module.slots["down"])
         rank = down.shape[0]
-        numbers = {slot: float(read(info)[0]) for slot, info in module.shared.items() if slot in SCALES}
+        numbers = {slot: float(read(info)[0]) for slot, info in module.shared.items() if slot in SCALE_SLOTS}
         scale = numbers.get("scale_override", numbers.get("alpha", float(rank)) / rank)
         left, right = scale * up.reshape(shape[0], rank), down.reshape(rank, shape[1])
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..engine.coefficients import PRODUCTS, coefficients
+from ..engine.coefficients import PRODUCT_METHODS, coefficients
 from ..engine.combination import combined_rows
 from ..engine.module_change import ModuleChange
 from ..engine.row_matrix import RowMatrix
@@ -18,9 +18,8 @@ from ..engine.tensor_moves import FILE_DTYPES, HOST, Placement, finite, odd
 from ..errors import beyond_dtype
 from ..merge_methods import COMBINATIONS
 from .change import Change, largest_rank
-from .decomposition.factors import decomposing, inner_products, stacked
+from .decomposition.factors import Triples, decomposing, inner_products, stacked
 from .decomposition.matrix_svd import of_dense, values_of
-from .decomposition.singular_triples import Triples
 from .decomposition.storage_rounding import apart_from, rounded
 from .decomposition.stored_factors import Cut, FactoredDelta, StoredFactors, exact, leading_pair, spectrum_of, truncated
 from .groups import Target
@@ -84,7 +83,7 @@ def combine(job: AdapterJob, target: Target, changes: Sequence[Change], seeds: S
         whole = combined_rows(job.method, [c.rows for c in changes], [c.strength for c in changes], job.numbers,
                               seeds, vector=target.vector)  # fmt: skip
         return Delta(None, None, whole.cached(), before)
-    weights = coefficients(job.method, _products(changes) if job.method in PRODUCTS else (),
+    weights = coefficients(job.method, _products(changes) if job.method in PRODUCT_METHODS else (),
                            [c.strength for c in changes], job.numbers)  # fmt: skip
     factors = []
     for c, weight in zip(changes, weights, strict=True):

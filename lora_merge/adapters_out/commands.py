@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 from ..adapter_options import ADAPTER_OPTIONS, KEEP, OF_MERGE
 from ..errors import MergeError
 from ..merge_methods import COMBINATIONS
-from ..method_parameters import NAMES
+from ..method_parameters import PARAMETER_NAMES
 from ..options import OPTIONS, Option
 from .request import Request, Rows
 
@@ -83,7 +83,7 @@ _ROWS: Final = {
 }  # fmt: skip
 """The options of `merge` and of adapters, with the help that they have for these commands."""
 
-_METHOD: Final = ("method", *NAMES)
+_METHOD: Final = ("method", *PARAMETER_NAMES)
 _FORM: Final = ("rank", "conv_rank", "max_rank", "rank_for", "algorithm", "alpha")
 _SHARED: Final = (
     "include", "exclude", "dtype", "compute_dtype", "unmatched", "map", "cache", "overwrite", "device",

@@ -21,8 +21,8 @@ from ..disk.reader import Reader
 from ..dtypes import Shape, flat
 from ..job import Adapter
 from ..progress import Counting
-from ..proof.methods_again import PatchRows, RowChanges, together
-from ..proof.recompute import Recomputation
+from ..proof.combination_methods import PatchRows, RowChanges, together
+from ..proof.recomputation import Recomputation
 from ..proof.reference import REFERENCE
 from ..proof.reference.floats import Array
 from ..proof.weights import WeightReader
@@ -55,7 +55,7 @@ PROBES: Final = 8
 """Random vectors x of a comparison of factors. ‖E x‖² has the mean ‖E‖², so an error that all of them miss is one of
 probability 0; the estimate is larger than half of ‖E‖ in all but one of 10⁴ cases."""
 
-AT_ONCE: Final = 2**18
+BYTES_AT_ONCE: Final = 2**18
 """Bytes of two tensors that are compared at once."""
 
 
@@ -187,7 +187,7 @@ def _alike(reader: Reader, info: StoredTensor, other_reader: Reader, other: Stor
     """Return whether two tensors have the same bytes."""
     if info.nbytes != other.nbytes:
         return False
-    spans = [(first, min(AT_ONCE, info.nbytes - first)) for first in range(0, info.nbytes, AT_ONCE)]
+    spans = [(first, min(BYTES_AT_ONCE, info.nbytes - first)) for first in range(0, info.nbytes, BYTES_AT_ONCE)]
     return all(bytes(reader.read(info, *span)) == bytes(other_reader.read(other, *span)) for span in spans)
 
 
@@ -202,7 +202,7 @@ def _cost(target: Target, output: Target | None) -> tuple[int, int]:
     """Return how many numbers the comparison of one weight forms, and about how many bytes it takes."""
     (out, cols), sides = target.matrix, [side for side in (target, output) if side is not None]
     if pairs := same_factors(target, output):
-        return 0, 2 * sum(min(new.nbytes, AT_ONCE) for _, new in pairs)
+        return 0, 2 * sum(min(new.nbytes, BYTES_AT_ONCE) for _, new in pairs)
     numbers = sum(len(side.uses) + len(side.values) for side in sides) * out * cols
     nbytes = 8 * 4 * out * cols
     if known(target) and all(map(_is_factored, sides)):

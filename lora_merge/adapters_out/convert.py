@@ -19,8 +19,8 @@ from ..disk.reader import Reader
 from ..dtypes import spoken
 from ..engine.torch_preload import load_library
 from ..errors import FitError
-from ..files.folder_layouts import PEFT
-from ..matching.formula import ALPHA
+from ..files.folder_layouts import PEFT_PREFIX
+from ..matching.formula import ALPHA_SETTING
 from ..models.blocks import network_of
 from ..models.names import Names
 from ..planning.checkpoint_cache import CheckpointCache
@@ -28,19 +28,18 @@ from ..progress import Progress, unwatched
 from ..text import Note
 from .adapter_dialect import heads, in_memory, input_dialect, input_places
 from .combination_proof import CombinationClaims, prove_combination
-from .conversion import Conversion, bundled, named, weight_of
 from .conversion_proof import ConversionClaims, prove_conversion
-from .copy_factors import Copies
 from .decomposition.svd_memory import note
 from .dialects import DIALECTS, Dialect
-from .factored_modules import FactoredModules, factored_modules
+from .factored_modules import Copies, FactoredModules, factored_modules
 from .form import Form, form_of_module
 from .groups import Filled, Place, components, filled, places, regrouped
 from .job import FACTORS, GIVE_BASE, AdapterJob, algorithm_in, one_rank
 from .metadata.sizes import planned_size, tensors_of
 from .module_tensors import StoredModule
 from .output_file import CONTENTS, Entry, drafted, expect_room, text_of, unique, unread
-from .peft.config import FLAG, config, differing_ranks, expect_one, task_type
+from .output_modules import Conversion, Maker, bundled, module_groups, named, stored_modules, weight_of
+from .peft.config import FAN_IN_FAN_OUT, config, differing_ranks, expect_one, task_type
 from .pipeline import (
     AdapterRun,
     Outcome,
@@ -58,7 +57,6 @@ from .planned_tensors import facts_of, planned_modules, without_data
 from .rank_rules import EXACT
 from .report import AdapterReport
 from .sources import NOWHERE, Sources, chosen_of, open_sources
-from .stored_modules import Maker, stored_modules
 
 
 def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
@@ -83,11 +81,10 @@ def write(conversion: Conversion, this: AdapterRun) -> AdapterReport:
         draft = stack.enter_context(drafted(job, reader, rows, inputs, folder=to.folder))
         factored = factored_modules(conversion, reader) if job.combines else None
         if (make := _without_torch(conversion, reader, factored)) is not None:
-            writing = stored_modules(conversion, make, draft, this.counted)
+            writing = stored_modules(module_groups(conversion), make, draft, this.counted)
         else:
             load_library()
-            from .combine_modules import combiner
-            from .convert_modules import computed, converter
+            from .matrix_modules import combiner, computed, converter
 
             with_torch = combiner(conversion, reader, factored) if factored else partial(converter, conversion, reader)
             heap = stack.enter_context(closing(Heap(job.output.parent, job.inputs.max_memory // 4)))
@@ -165,7 +162,7 @@ def opened(job: AdapterJob, cache: CheckpointCache) -> Conversion:
     file = cache.adapter(job.adapters[0].path)
     to = input_dialect(file) if job.format == KEEP else DIALECTS[job.format]
     if job.base is None:
-        from .without_base import as_named, without_base
+        from .assumed_base import as_named, without_base
 
         sources = chosen_of(job, as_named(job, [file]) if job.format == KEEP else without_base(job, [file], to))
     else:
@@ -225,8 +222,8 @@ def _level(modules: Sequence[Filled], names: Names) -> str | None:
         (piece, *others) = place.view.row_slices
         body = bodies.get(piece.key, "").rpartition(".")[0]
         for name in (s.patch.module.name for s in shares if s.is_all(place) and body and not others):
-            if name.startswith(PEFT) and name.endswith(f".{body}"):
-                levels.add(name[len(PEFT) : len(name) - len(body)])
+            if name.startswith(PEFT_PREFIX) and name.endswith(f".{body}"):
+                levels.add(name[len(PEFT_PREFIX) : len(name) - len(body)])
     return levels.pop() if len(levels) == 1 else None
 
 
@@ -234,7 +231,7 @@ def _before(sources: Sources) -> Mapping[str, Any]:
     """Return the configuration of the first adapter, with the task of the base's model if it lacks one."""
     before = sources.adapters[0].index.config
     base = sources.inputs.base if sources.inputs and sources.inputs.base.path != NOWHERE else None
-    stated = {**before, FLAG: base is None and before.get(FLAG) is True}  # else the base states it
+    stated = {**before, FAN_IN_FAN_OUT: base is None and before.get(FAN_IN_FAN_OUT) is True}  # else the base states it
     return stated if before.get("task_type") else {**stated, "task_type": task_type(base.config if base else {})}
 
 
@@ -244,7 +241,7 @@ def _stated_again(job: AdapterJob, modules: Sequence[StoredModule]) -> list[Note
     for module in modules:
         if module.copied:
             needed |= stated.keys() & ALGORITHMS[module.layer.algorithm].settings.keys()
-            needed |= {ALPHA} & stated.keys() if ".alpha" not in module.tensors else set()
+            needed |= {ALPHA_SETTING} & stated.keys() if ".alpha" not in module.tensors else set()
     again = " ".join(f"--setting {name}={stated[name]}" for name in sorted(needed))
     return [Note(f"whoever reads the output has to state {again} again")] if again else []
 

@@ -10,8 +10,8 @@ from typing import Final
 
 from ..adapter_options import KEEP
 from ..adapters.modules import Module
-from ..adapters.peft.methods import METHODS
-from ..adapters.suffixes import LORA, SUFFIXES
+from ..adapters.peft.methods import PEFT_METHODS
+from ..adapters.suffixes import LORA_ROWS, SUFFIXES
 from ..algorithms.loha import LOHA
 from ..algorithms.lokr import LOKR
 from ..errors import UsageError
@@ -31,12 +31,12 @@ PRIOR: Final = {"prior": "prior_unet"}
 OLDER_IN_AI_TOOLKIT: Final = ("sd1", "sd2", "sdxl", "sdxl_refiner", "sd3", "flux", "auraflow", "pixart", "lumina2")
 """Architectures whose adapters ai-toolkit writes as diffusers does; those of later ones begin with diffusion_model."""
 
-_OF_PEFT: Final = frozenset(ending for method in METHODS.values() for ending in method.suffixes)
-_OF_TRAINERS: Final = {*LORA, *METHODS["LOHA"].algorithms, *METHODS["LOKR"].algorithms}
-_CONFIGURED: Final = {row for method in METHODS.values() for row in method.algorithms} - _OF_TRAINERS
+_OF_PEFT: Final = frozenset(ending for method in PEFT_METHODS.values() for ending in method.suffixes)
+_OF_TRAINERS: Final = {*LORA_ROWS, *PEFT_METHODS["LOHA"].algorithms, *PEFT_METHODS["LOKR"].algorithms}
+_CONFIGURED: Final = {row for method in PEFT_METHODS.values() for row in method.algorithms} - _OF_TRAINERS
 """Algorithms that a file without its configuration does not show."""
 
-COPIED: Final[Mapping[tuple[str, str, str], str]] = MappingProxyType(
+COPIED_ENDINGS: Final[Mapping[tuple[str, str, str], str]] = MappingProxyType(
     {
         (name, row.parameter, row.slot): row.ending
         for row in reversed(SUFFIXES)
@@ -104,7 +104,7 @@ class Dialect:
 
     def copied(self, module: Module, algorithm: str, parameter: str, slot: str) -> str | None:
         """Return the ending of a tensor that is copied; None where the dialect has none."""
-        return COPIED.get((algorithm, parameter, slot)) if self.copies or algorithm in self.products else None
+        return COPIED_ENDINGS.get((algorithm, parameter, slot)) if self.copies or algorithm in self.products else None
 
     def layout(self, part: Component) -> str:
         """Return the layout whose words the modules of a network have."""
@@ -155,7 +155,7 @@ _COMFY: Final = {
 _DIFFUSERS: Final = {
     "up": ".lora_B.weight", "down": ".lora_A.weight", "magnitude": ".lora_magnitude_vector", "up_bias": ".lora_B.bias",
 }  # fmt: skip
-PRODUCTS: Final = (LOHA.name, LOKR.name)
+PRODUCT_ALGORITHMS: Final = (LOHA.name, LOKR.name)
 """Algorithms of LyCORIS for which PEFT has methods with the same tensors."""
 
 _PEFT: Final = {**_DIFFUSERS, "table_up": ".lora_embedding_B", "table_down": ".lora_embedding_A"}
@@ -180,7 +180,7 @@ DIALECTS: Final[Mapping[str, Dialect]] = MappingProxyType(
             Dialect("xlabs", "", "", "", "xlabs", {"up": ".up.weight", "down": ".down.weight"}, alpha=False,
                     copies=False, table="xlabs"),
             Dialect("peft", "base_model.model.", "base_model.model.", "base_model.model.", CANONICAL, _PEFT,
-                    alpha=False, copies=False, products=PRODUCTS, folder=True, from_top=True, whole=True),
+                    alpha=False, copies=False, products=PRODUCT_ALGORITHMS, folder=True, from_top=True, whole=True),
         )
     }
 )  # fmt: skip

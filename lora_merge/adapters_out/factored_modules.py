@@ -1,7 +1,8 @@
-"""Modules of `combine`, `resize` and `average` whose changes are stored as factors, in numpy: summed, cut and rounded.
+"""Modules that are made from stored factors, in numpy: those of `combine`, `resize` and `average` are summed, cut and
+rounded, those of a conversion are copied with their α under other names.
 
 No torch: its import takes as long as all of this. A change of another kind, and a sum with more columns than its weight
-has rank, are matrices (combine_modules.py).
+has rank, are matrices (matrix_modules.py).
 """
 
 from __future__ import annotations
@@ -11,27 +12,29 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import isfinite, prod, sqrt
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
 from ..algorithms import ALGORITHMS
+from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import ITEM_BYTES
+from ..dtypes import DTYPE_ROWS, ITEM_BYTES
 from ..errors import beyond_dtype, beyond_fp64
 from ..merge_methods import COMBINATIONS
 from ..text import Note
-from .conversion import Conversion
-from .decomposition.factors import STORED_IN_16, decomposing, without_repeats
+from .decomposition.factors import STORED_IN_16, Grams, decomposing, squares_of, without_repeats
 from .decomposition.stored_factors import Cut, FactoredDelta, StoredFactors, exact, truncated
-from .factored_sums import FactoredSums, read_numbers
+from .dialects import Dialect
+from .factored_sums import FactoredSums, expect_finite, read_numbers
 from .form import Form
 from .groups import Filled, PlacePart, Target
 from .job import AUTO, FACTORS, WHOLE, AdapterJob
-from .module_tensors import Layer, Norms, StoredModule
+from .module_tensors import Layer, Norms, StoredModule, with_change
 from .output_file import Entry
+from .output_modules import Conversion
 from .rank_rules import EXACT, LayerSpectrum, Rule
-from .rounding import all_finite, data_of
+from .rounding import Array, all_finite, data_of, is_below, is_held_by_fp32, stored, stored_bits, widened
 from .sources import Sources
 from .weight_norms import weight_norms
 
@@ -84,11 +87,11 @@ class FactoredModules:
         """Drop what was computed for the last modules."""
         self.weights.clear()
 
-    def modules(self, group: Sequence[Filled], ranks: Mapping[str, int]) -> list[StoredModule]:
+    def modules(self, group: Sequence[Filled], ranks: Mapping[str, int]) -> list[Sequence[StoredModule]]:
         """Return modules that `has` knows, whose bytes are in memory. `ranks`: see `shared_out`."""
         modules = [self.module(filled, ranks.get(filled.place.label)) for filled in group]
         self.forget()
-        return [module for module in modules if module is not None]
+        return [with_change(module, measured=True) for module in modules if module is not None]
 
     def spectra(self, group: Sequence[Filled]) -> list[LayerSpectrum]:
         """Return the singular values of modules that `has` knows, for the rule `size`."""
@@ -239,3 +242,60 @@ def _nbytes(job: AdapterJob, target: Target) -> int:
     most = min(out, cols, sum(r or 0 for r in ranks))
     return 8 * min(6 * most * (out + cols) if factored else sys.maxsize,
                    (len(target.uses) + 3) * out * cols) + 8 * read  # fmt: skip
+
+
+def copy_of(module: Filled, to: Dialect, reader: Reader) -> StoredModule:
+    """Return the stored factors of a module; InputError where a number is not finite, or too large for fp64."""
+    (share,), place = module.shares, module.place
+    patch = share.patch
+    rank, scale = patch.shapes["down"][0], patch.numbers["scale"]
+    up, down = patch.module.slots["up"], patch.module.slots["down"]
+    raw = stored(reader, up), stored(reader, down)
+    squares = _squares(raw, (up, down), rank, scale)
+    if not isfinite(squares):
+        raise beyond_fp64(patch.module.name)
+    ones, alpha = (1,) * (len(place.view.shape) - 2), np.array([rank * scale], np.float32)
+    rows = {
+        to.endings["up"]: (up.dtype, (prod(up.shape) // rank, rank, *ones), raw[0].data),
+        to.endings["down"]: (down.dtype, (rank, *place.view.shape[1:]), raw[1].data),
+        to.endings.get("alpha", ".alpha"): ("F32", (), data_of(alpha)),
+    }
+    entries = {name: Entry(name, *row) for name, row in rows.items()}
+    return StoredModule(place, entries, Layer({}, FACTORS, rank, rank, rank * scale, squares, 0.0))
+
+
+class Copies:
+    """Makes the modules of a conversion of which all are copies."""
+
+    notes: Final = ()
+
+    def __init__(self, to: Dialect, reader: Reader) -> None:
+        self._to, self._reader = to, reader
+
+    def nbytes(self, group: Sequence[Filled]) -> int:
+        """Return the bytes of both factors, as stored and in fp32."""
+        slots = [module.shares[0].patch.module.slots for module in group]
+        return 3 * sum(s["up"].nbytes + s["down"].nbytes for s in slots)
+
+    def spectra(self, _: Sequence[Filled]) -> list[LayerSpectrum]:
+        """No rule looks at copies."""
+        return []
+
+    def modules(self, group: Sequence[Filled], _: Mapping[str, int]) -> list[Sequence[StoredModule]]:
+        """Return copies, whose bytes are in memory."""
+        return [with_change(copy_of(module, self._to, self._reader), measured=False) for module in group]
+
+
+def _squares(raw: Sequence[Array], infos: Sequence[StoredTensor], rank: int, scale: float) -> float:
+    """Return ‖ΔW‖² of stored factors, in fp32 where that holds it. InputError where a number is not finite."""
+    shapes, kinds = ((-1, rank), (rank, -1)), [info.dtype for info in infos]
+    bits = [stored_bits(r, kind).reshape(shape) for r, kind, shape in zip(raw, kinds, shapes, strict=True)]
+    with np.errstate(all="ignore"):
+        grams = Grams.of(*(widened(b, kind, np.float32) for b, kind in zip(bits, kinds, strict=True)))
+        below = all(is_below(g, DTYPE_ROWS[kind].largest) for g, kind in zip(grams, kinds, strict=True))
+        if below and is_held_by_fp32(squares := grams.squares(), grams.apart()):
+            return squares * scale**2
+        for b, info in zip(bits, infos, strict=True):
+            expect_finite(b, info)
+        left, right = (widened(b, kind, np.float64) for b, kind in zip(bits, kinds, strict=True))
+        return squares_of(left * scale, right)

@@ -13,8 +13,8 @@ import numpy as np
 
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import FLOATS, TABLE
-from ..engine.coefficients import PRODUCTS, coefficients
+from ..dtypes import DTYPE_ROWS, FLOATS
+from ..engine.coefficients import PRODUCT_METHODS, coefficients
 from ..errors import not_finite
 from ..matching.patch import Patch, PatchPart
 from ..merge_methods import COMBINATIONS, MEAN, SUM
@@ -48,7 +48,7 @@ class StoredNumbers(NamedTuple):
         """Return them in fp64."""
         if self.dtype in FLOATS:
             return widened(self.bits, self.dtype, np.float64)
-        return self.bits.view(TABLE[self.dtype].code).astype(np.float64)
+        return self.bits.view(DTYPE_ROWS[self.dtype].code).astype(np.float64)
 
 
 def read_numbers(reader: Reader, info: StoredTensor) -> StoredNumbers:
@@ -172,8 +172,8 @@ class FactoredSums:
         delta = FactoredDelta(left, right, max(ranks), {target.label: norms}, bits)
         # Step 2: the norms of all terms, by which fp32 holds it or not.
         columns, rows = delta.grams
-        largest = TABLE[dtype].largest * np.minimum(np.abs(np.repeat(scales, ranks)), 1.0)
-        if not is_below(columns, largest) or not is_below(rows, TABLE[dtype].largest):
+        largest = DTYPE_ROWS[dtype].largest * np.minimum(np.abs(np.repeat(scales, ranks)), 1.0)
+        if not is_below(columns, largest) or not is_below(rows, DTYPE_ROWS[dtype].largest):
             return None
         both, starts = np.multiply(columns, rows, dtype=np.float64), [0, *accumulate(ranks[:-1])]
         squares = np.add.reduceat(np.add.reduceat(both, starts, 0), starts, 1)  # ⟨Δᵢ, Δⱼ⟩
@@ -193,7 +193,7 @@ class FactoredSums:
         kind = np.float32 if self.job.compute_dtype == "fp32" else np.float64
         groups = groupby(factors, key=lambda f: f.use.patch.adapter)
         summands = [self._summand(target, [*some], kind) for _, some in groups]
-        pairs = inner_products([(s.left, s.right) for s in summands]) if self.job.method in PRODUCTS else ()
+        pairs = inner_products([(s.left, s.right) for s in summands]) if self.job.method in PRODUCT_METHODS else ()
         weights = coefficients(self.job.method, pairs, [s.strength for s in summands], self.job.numbers)
         left, right = stacked(
             (s.left if w == 1 else s.left * w, s.right) for s, w in zip(summands, weights, strict=True)

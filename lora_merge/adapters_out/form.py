@@ -17,17 +17,17 @@ from ..errors import FitError
 from ..merge_methods import COMBINATIONS
 from .dialects import Dialect
 from .groups import Filled, Place, PlaceChange, Target, is_plain, rank_of_change
-from .job import AUTO, FACTORS, GIVE_RANK, IN_FULL, WHOLE, AdapterJob
+from .job import AUTO, FACTORS, GIVE_RANK, IN_FULL, WHOLE, AdapterJob, algorithm_in
 from .peft.config import is_table
 from .peft.kronecker import TO_LORA
 from .rank_rules import COUNT, EXACT, SAME, Rule
 
 NOT_LOW_RANK: Final = "the result is not low-rank, so it has no exact factors"
-STACKED: Final = "the weights of stacked experts have no factors in these formats"
+NO_FACTORS_OF_STACKS: Final = "the weights of stacked experts have no factors in these formats"
 
 FOR_KOHYA: Final = f"{GIVE_RANK} --to kohya"
 
-MATRICES: Final = (FULL.name, SET.name)
+MATRIX_ALGORITHMS: Final = (FULL.name, SET.name)
 """Algorithms whose change of any rows is a whole matrix again."""
 
 
@@ -110,7 +110,7 @@ def _form_of_combined(  # noqa: PLR0913  # facts of one matrix
     form = matrix_form(job.algorithm, rule, matrix, ranks if factored else [None], name=name, fix=GIVE_RANK, same=ranks,
                        cut=cut)  # fmt: skip
     if any(t.stacked for t in weights) and not form.whole and (cut or rule.name != EXACT):
-        raise FitError(STACKED, name, IN_FULL)
+        raise FitError(NO_FACTORS_OF_STACKS, name, IN_FULL)
     return form
 
 
@@ -124,7 +124,7 @@ def form_of_module(job: AdapterJob, to: Dialect, module: Filled) -> Form:
     # Step 2: a module that keeps its algorithm.
     algorithm = FACTORS if job.algorithm == KEEP else job.algorithm
     if job.keeps_forms and not all(map(is_plain, patches)):
-        if is_copied(module, to) or not any(p.algorithm in MATRICES for p in patches):
+        if is_copied(module, to) or not any(p.algorithm in MATRIX_ALGORITHMS for p in patches):
             if not can_copy(module, to):
                 raise FitError(f"{to.name} cannot hold {patches[0].algorithm} in this place", place.name, TO_LORA)
             row = ALGORITHMS[patches[0].algorithm]
@@ -145,6 +145,18 @@ def form_of_module(job: AdapterJob, to: Dialect, module: Filled) -> Form:
         return _form_of_combined(job, rule, [part.whole for part in module.parts], matrix, ranks=ranks, name=name)
     form = matrix_form(algorithm, rule, matrix, [rank_of_change(p) for p in patches], name=name, fix=FOR_KOHYA)
     return replace(form, renamed=_is_renamed(job, to, module))
+
+
+def form_of_difference(job: AdapterJob, to: Dialect, place: Place, *, fresh: bool) -> Form:
+    """Return the form of a parameter's difference between two checkpoints, if there is one. `fresh`: whether its new
+    value is stored."""
+    rule = job.rules.of_layer(place.label, kernel=place.kernel)
+    if fresh or place.vector:
+        return Form("value" if fresh else "vector", WHOLE, rule)
+    if rule.name == EXACT:  # every direction that numbers have
+        rule = replace(rule, name="energy", value=1.0)
+    algorithm = algorithm_in(job.algorithm, to)
+    return matrix_form(algorithm, rule, place.view.matrix, [None], name=place.label, fix=GIVE_RANK)
 
 
 def _form_of_vector(to: Dialect, module: Filled, rule: Rule) -> Form:

@@ -119,7 +119,7 @@ def rank_of_change(patch: Patch) -> int | None:
     return rank if is_plain(patch) or rank <= min(patch.view.matrix) else None
 
 
-HEAD: Final = "lm_head."
+HEAD_PREFIX: Final = "lm_head."
 """The head of a language model, which a base without a level above its layers may have too."""
 
 V4: Final = re.compile(r"\.block_sparse_moe\.experts\.\d+\.w[123]\.")
@@ -231,7 +231,9 @@ def places(names: Names, dialect: Dialect) -> Iterator[Place]:
         for body, view in views.items():
             if dialect.folder and V4.search(view.row_slices[0].key):
                 body = V4_WORDS.sub(lambda found: V4_LAYERS[found[0]], body)
-            inside = view.row_slices[0].key.startswith(part.prefix) and not body.startswith(HEAD)  # a head is outside
+            inside = view.row_slices[0].key.startswith(part.prefix) and not body.startswith(
+                HEAD_PREFIX
+            )  # a head is outside
             name = level + body if inside else body
             module, dot, parameter = name.rpartition(".")
             if not dot or parameter not in ("weight", "bias"):

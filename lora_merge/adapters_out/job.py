@@ -14,10 +14,10 @@ from ..algorithms.lora import LORA
 from ..algorithms.whole import FULL
 from ..dtypes import QUANTISED_DTYPES
 from ..errors import FitError, UsageError
-from ..files.checkpoint import CONFIGS, MLX_FILE
+from ..files.checkpoint import FOLDER_CONFIGS, MLX_FILE
 from ..job import Adapter, Job, make_job
 from ..merge_methods import COMBINATIONS, SAME_COMBINATION, SUM
-from ..method_parameters import NAMES, MethodParameters, numbers_of
+from ..method_parameters import PARAMETER_NAMES, MethodParameters, numbers_of
 from ..models.part_factors import parts
 from ..options import MEANT, OPTIONS, dtype_name, pairs, shown
 from ..paths import absolute, is_file, is_folder, names_folder, output_file, output_path
@@ -56,7 +56,7 @@ OF_CHANGES, OF_TENSORS = "delta", "factors"
 SPACES: Final = (OF_CHANGES, OF_TENSORS)
 """The values of `--space`: whether changes are averaged, or the tensors of the files, as a training's own EMA does."""
 
-RANKS: Final = ("rank", "conv_rank", "max_rank", "rank_for")
+RANK_OPTIONS: Final = ("rank", "conv_rank", "max_rank", "rank_for")
 """The options that state a rule for ranks."""
 
 
@@ -114,7 +114,7 @@ class AdapterJob:
     @property
     def combines(self) -> bool:
         """Whether the changes of all adapters of a weight become one change by a method."""
-        return self.command in FILES
+        return self.command in COMBINING_COMMANDS
 
     @property
     def keeps_forms(self) -> bool:
@@ -153,7 +153,7 @@ def downloaded(
     return replace(job, inputs=job_at(job.inputs, places), base=base)
 
 
-FILES: Final = ("combine", "resize", "average")
+COMBINING_COMMANDS: Final = ("combine", "resize", "average")
 """Commands that combine changes. Their output is a file, unless the first adapter is a folder."""
 
 FILE: Final = ".safetensors"
@@ -183,10 +183,10 @@ def adapter_job(request: Request, rows: Rows) -> AdapterJob:
     nothing = f"{sep}no base", f"{sep}no output"  # absolute, as the current folder may be gone
     job = make_job(nothing[0] if base is None else base, request.adapters, nothing[1], **of_merge)
     to = stated_dialect(stated.get("format", KEEP), "--format")
-    if to is OF_INPUT and command in FILES and stays_folder(job.adapters[0].path, output):
+    if to is OF_INPUT and command in COMBINING_COMMANDS and stays_folder(job.adapters[0].path, output):
         to = DIALECTS["peft"]
         stated |= {"format": to.name}
-    path = _output(job, command, str(rule), output, file=command in FILES and not to.folder)
+    path = _output(job, command, str(rule), output, file=command in COMBINING_COMMANDS and not to.folder)
     job = replace(job, method=method, output=path)
     # Step 4: what fits together.
     if command in ("resize", "convert") and len(job.adapters) != 1:
@@ -218,7 +218,7 @@ def _options(request: Request, rows: Rows) -> tuple[dict[str, Any], dict[str, An
     """Return the stated options of a command with their values, and the options that it shares with `merge`."""
     of_merge = request.stated
     stated = {name: of_merge.pop(name) for name in rows if name in of_merge and name not in OF_MERGE}
-    of_others = {"method", *NAMES, *ADAPTER_OPTIONS} - MEANT.keys()
+    of_others = {"method", *PARAMETER_NAMES, *ADAPTER_OPTIONS} - MEANT.keys()
     if stray := next((name for name in of_merge if name in of_others), None):
         known = ", ".join(name for name, row in rows.items() if row.group)
         raise UsageError(f"{request.command} has no such option", f"--{stray.replace('_', '-')}",
@@ -246,14 +246,14 @@ def recorded(rows: Rows, values: Mapping[str, Any]) -> tuple[tuple[str, Any], ..
 def conversion_job(request: Request, rows: Rows) -> AdapterJob:
     """Return the job of `convert`; UsageError for an option or a value that is wrong."""
     stated, output = request.stated, request.output
-    form_options = {name: stated.pop(name) for name in ("to", "algorithm", *RANKS) if name in stated}
+    form_options = {name: stated.pop(name) for name in ("to", "algorithm", *RANK_OPTIONS) if name in stated}
     name, algorithm = form_options.get("to", KEEP), _word(form_options.get("algorithm", KEEP))
     to = stated_dialect(name, "--to")
     if algorithm not in (KEEP, *STORED_AS):
         raise UsageError(f"layers cannot be stored as {shown(algorithm)!r}", "--algorithm",
                          f"use one of {', '.join((KEEP, *STORED_AS))}")  # fmt: skip
     job = adapter_job(replace(request, options=stated), rows)
-    ranks: dict[str, Any] = {option: form_options[option] for option in RANKS if option in form_options}
+    ranks: dict[str, Any] = {option: form_options[option] for option in RANK_OPTIONS if option in form_options}
     if ranks:
         job = replace(job, rules=_stated_rules(ranks), ranked=True)
     unnamed = output is None
@@ -328,7 +328,7 @@ def one_rank(job: AdapterJob, to: Dialect) -> Dialect:
 def _output(job: Job, command: str, rule: str, named: str | Path | None, *, file: bool) -> Path:
     """Return the path of the output, which may be a `file`; `named`: None, or what the user names."""
     if named is None or (file and names_folder(named)):
-        ending = "" if command in FILES and not file else FILE
+        ending = "" if command in COMBINING_COMMANDS and not file else FILE
         return _named(job, command, rule, absolute(Path()) if named is None else output_path(named), ending)
     return output_file(named) if file else output_path(named)
 
@@ -345,7 +345,7 @@ def _named(job: Job, command: str, rule: str, folder: Path, ending: str) -> Path
 def stays_folder(adapter: Path, output: str | Path | None) -> bool:
     """Return whether the output is a folder of PEFT because the adapter is one, and its name is not that of a file."""
     named = output is not None and not str(output).endswith(FILE)
-    return named and is_file(adapter / CONFIGS[0]) and not is_file(adapter / MLX_FILE)
+    return named and is_file(adapter / FOLDER_CONFIGS[0]) and not is_file(adapter / MLX_FILE)
 
 
 def _computed(value: Any) -> str:

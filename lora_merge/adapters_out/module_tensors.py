@@ -11,6 +11,7 @@ from ..disk.draft import Draft, Heap
 from ..survival import TARGETS
 from ..text import Note
 from .groups import Place
+from .job import FACTORS
 from .output_file import Entry
 from .rank_rules import Rule, reached
 from .rounding import Effect
@@ -22,7 +23,7 @@ Norms: TypeAlias = Mapping[int, float]
 """Adapter → the norm of its change of a layer at its strength, if it changes it."""
 
 
-ROUNDING: Final = 1e-9
+ROUNDING_SHARE: Final = 1e-9
 """A share of ‖Δ‖² that is rounding alone."""
 
 
@@ -39,7 +40,7 @@ class Spectrum(NamedTuple):
     @property
     def is_complete(self) -> bool:
         """Whether no singular value is missing that is more than rounding."""
-        return self.left_out(len(self.values)) < ROUNDING
+        return self.left_out(len(self.values)) < ROUNDING_SHARE
 
     @property
     def rank_for_energy(self) -> dict[str, int | None]:
@@ -136,6 +137,13 @@ class StoredModule:
     tensors: Mapping[str, Entry]
     layer: Layer
     copied: bool = False  # whether the tensors are those of the input: nothing is known of the size of its change
+
+
+def with_change(module: StoredModule, *, measured: bool) -> tuple[StoredModule, ...]:
+    """Return a module, () if it changes nothing. `measured`: whether that is known of copies and whole matrices too."""
+    factored = module.layer.algorithm == FACTORS and not module.copied
+    zero = not module.layer.squares and (measured or factored)
+    return () if zero or (factored and not module.layer.rank) else (module,)
 
 
 def waiting(module: StoredModule, put: Heap | Draft) -> StoredModule:

@@ -17,7 +17,7 @@ from ..disk.writer import require_space
 from ..dtypes import bytes_of
 from ..errors import MergeError
 from ..files.checkpoint import Index
-from ..files.folder_layouts import PEFT
+from ..files.folder_layouts import PEFT_PREFIX
 from ..files.safetensors import layout, padded
 from ..paths import input_name
 from ..planning.recipe import configurations
@@ -43,7 +43,7 @@ PAIRS: Final = (
 CHANGES: Final = (".diff", ".diff_b")
 """Endings of the change of a weight, and of a bias."""
 
-NORMS: Final = (".w_norm", ".b_norm")
+NORM_ENDINGS: Final = (".w_norm", ".b_norm")
 """Endings of the changes of norms in files of LyCORIS and kohya's scripts."""
 
 COMFY: Final = ("diffusion_model.", "text_encoders.")
@@ -179,7 +179,7 @@ WHOLE_CHANGES: Final = Note(
     "it has whole changes (.diff, .diff_b), which diffusers silently leaves out; --format diffusers stores those of "
     "biases as diffusers reads them"
 )
-BESIDE: Final = Note(
+BIASES_NEXT_TO_FACTORS: Final = Note(
     "changes of biases (.diff_b) next to factors: ComfyUI reads them, LyCORIS silently leaves them out"
 )
 
@@ -188,13 +188,13 @@ def unread(keys: Iterable[str]) -> Iterator[Note]:
     """Yield notes on what loaders whose names a file has do not take."""
     keys = {*keys}
     of_diffusers = [key for key in keys if key.endswith(PAIRS[1][0])]
-    if any(key.startswith(PEFT) for key in keys):
+    if any(key.startswith(PEFT_PREFIX) for key in keys):
         yield OF_PEFT
     elif of_diffusers and not of_diffusers[0].startswith(COMFY) and any(key.endswith(CHANGES) for key in keys):
         yield WHOLE_CHANGES
     stems = {key.removesuffix(PAIRS[0][0]) for key in keys if key.endswith(PAIRS[0][0])}
     if any(key.endswith(CHANGES[1]) and key.removesuffix(CHANGES[1]) in stems for key in keys):
-        yield BESIDE
+        yield BIASES_NEXT_TO_FACTORS
 
 
 def unique(entries: Sequence[Entry]) -> Iterator[str]:

@@ -30,13 +30,13 @@ from .dialects import DIALECTS
 from .groups import FusedPart, places
 from .job import GIVE_BASE
 
-SAME: Final = {"transformer": "denoiser", "prior": "denoiser", "te": "te1"}
+NETWORK_ALIASES: Final = {"transformer": "denoiser", "prior": "denoiser", "te": "te1"}
 
 
 def body_of(name: str) -> str:
     """Return a name that all dialects with the same words share: its network, and its path with underscores."""
     network, body = prefixed(name)[-1]
-    return f"{SAME.get(network, network)}/{body.replace('.', '_')}"
+    return f"{NETWORK_ALIASES.get(network, network)}/{body.replace('.', '_')}"
 
 
 def shape_of(module: Module) -> Shape | None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 R = TypeVar("R")
 
-AHEAD = 2
+RESULTS_AHEAD = 2
 """The most results of each thread that may wait for an earlier one."""
 
 ERRAND: Final = 2**16
@@ -63,7 +63,7 @@ def _results(
 ) -> Generator[R, None, None]:  # fmt: skip
     """Yield the result of each task, which `count` threads work at."""
     waiting: deque[tuple[Future[list[R]], int]] = deque()
-    left = deque(_errands(tasks, nbytes, min(ERRAND, bound // (2 * count * AHEAD))))
+    left = deque(_errands(tasks, nbytes, min(ERRAND, bound // (2 * count * RESULTS_AHEAD))))
 
     def all_of(errand: Sequence[T]) -> list[R]:
         return [work(task) for task in errand]
@@ -73,7 +73,7 @@ def _results(
         try:
             while left or waiting:
                 taken = sum(size for future, size in waiting if not future.done())
-                while left and len(waiting) < count * AHEAD and (not taken or taken + left[0][1] <= bound):
+                while left and len(waiting) < count * RESULTS_AHEAD and (not taken or taken + left[0][1] <= bound):
                     errand, size = left.popleft()
                     waiting.append((pool.submit(all_of, errand), size))
                     taken += size

@@ -32,6 +32,7 @@ from ..planning.recipe import sha256
 from ..progress import Counting, Progress, Stage, Step, counted
 from ..text import Note
 from ..version import __version__
+from .groups import Place
 from .job import AdapterJob
 from .metadata.entries import Known
 from .module_tensors import Layer, curve, numbers_of
@@ -177,10 +178,10 @@ def model_of(sources: Sources) -> str:
     return known.file.stem if known else ""
 
 
-def left_out(zeros: Sequence[str]) -> list[Note]:
+def left_out(zeros: Sequence[Place]) -> list[Note]:
     """Return the note about layers that change nothing, if there are any."""
-    more = " …" if len(zeros) > 3 else ""
-    return [Note(f"not written, because their change is zero: {', '.join(zeros[:3])}{more}")] if zeros else []
+    names, more = ", ".join(place.name for place in zeros[:3]), " …" if len(zeros) > 3 else ""
+    return [Note(f"not written, because their change is zero: {names}{more}")] if zeros else []
 
 
 def idle_alpha(job: AdapterJob, *, stored: bool) -> list[Note]:

@@ -11,7 +11,6 @@ from typing import Any
 from ..adapter_options import KEEP
 from ..disk.files import StoredTensor
 from ..dtypes import FLOATS, ITEM_BYTES, Shape
-from .conversion import Conversion
 from .dialects import Dialect
 from .form import Form, vector_ending, written_dtype
 from .groups import Filled, Place
@@ -19,7 +18,8 @@ from .job import AdapterJob
 from .metadata.sizes import PlannedLayer, factor_shapes
 from .module_tensors import Layer, StoredModule
 from .output_file import Entry
-from .peft.config import BIAS, WRAPPED, expect_table, is_table, magnitude_shape
+from .output_modules import Conversion
+from .peft.config import BIAS_ENDING, WRAPPED_BIAS, expect_table, is_table, magnitude_shape
 from .peft.demands import Parameter, Places, by_module, demands, is_pair, new_biases
 from .peft.kronecker import rank_of
 from .sources import NOWHERE
@@ -36,11 +36,11 @@ def _planned_module(module: Filled, form: Form, conversion: Conversion) -> Plann
     to, job, place, patches = conversion.to, conversion.job, module.place, [s.patch for s in module.shares]
     shape, dtype = place.view.shape, written_dtype(job, module.shares) or "F32"
     if form.kind in ("value", "vector"):
-        return _named(module, to, {_ending(module, to): (_of_value(module, conversion, dtype), shape)})
+        return _named(module.place, to, {_ending(module, to): (_of_value(module, conversion, dtype), shape)})
     if form.whole:
         ending = to.endings.get("diff", f".{place.parameter}")
         kind = dtype if "diff" in to.endings else _new_dtype(module, conversion, dtype)
-        return _named(module, to, {ending: (kind, shape)})
+        return _named(module.place, to, {ending: (kind, shape)})
     copied, rank = form.kind == "copy", form.highest
     slots: dict[str, tuple[str, Shape]]
     if copied:
@@ -58,7 +58,16 @@ def _planned_module(module: Filled, form: Form, conversion: Conversion) -> Plann
     names = {slot: to.endings.get(slot) or endings.get(slot) or f".{slot}" for slot in slots}
     if copied and patches[0].algorithm in to.products:
         rank = rank_of({names[slot]: stored for slot, (_, stored) in slots.items()})
-    return _named(module, to, {names[slot]: tensor for slot, tensor in slots.items()}, rank)
+    return _named(module.place, to, {names[slot]: tensor for slot, tensor in slots.items()}, rank)
+
+
+def planned_difference(place: Place, form: Form, to: Dialect, dtype: str) -> PlannedLayer:
+    """Return the tensors of the difference of a parameter between two checkpoints, at its highest rank."""
+    shape, rank = place.view.shape, 0 if form.whole else form.highest
+    slots = {"diff": shape} if form.whole else factor_shapes(shape, rank)
+    tensors = {to.endings.get(slot, slot): (dtype, stored) for slot, stored in slots.items()}
+    tensors |= {".alpha": ("F32", ())} if to.alpha and not form.whole else {}
+    return _named(place, to, tensors, rank)
 
 
 def facts_of(form: Form, layer: PlannedLayer, to: Dialect) -> dict[str, Any]:
@@ -68,11 +77,9 @@ def facts_of(form: Form, layer: PlannedLayer, to: Dialect) -> dict[str, Any]:
     return {**facts, "rank": layer.rank or facts["rank"]} if shown else facts
 
 
-def _named(module: Filled, to: Dialect, tensors: Mapping[str, tuple[str, Shape]], rank: int = 0) -> PlannedLayer:
+def _named(place: Place, to: Dialect, tensors: Mapping[str, tuple[str, Shape]], rank: int = 0) -> PlannedLayer:
     """Return a layer of tensors by their endings."""
-    return PlannedLayer(
-        [(to.key(module.place.prefix, module.place.module, e), *tensor) for e, tensor in tensors.items()], rank
-    )
+    return PlannedLayer([(to.key(place.prefix, place.module, e), *tensor) for e, tensor in tensors.items()], rank)
 
 
 def _ending(module: Filled, to: Dialect) -> str:
@@ -167,11 +174,11 @@ def _with_biases(
     new = {id(place) for place in new_biases(parameters, known_by_module, to, known=known)}
     factored, whole = {m.place.module for m in parameters if m.rank}, list[PlannedLayer]()
     for layer, module, stored in zip(layers, modules, parameters, strict=True):
-        if id(module.place) in new or (BIAS in stored.endings and to.folder):
-            ending = WRAPPED if module.place.module in factored else BIAS
+        if id(module.place) in new or (BIAS_ENDING in stored.endings and to.folder):
+            ending = WRAPPED_BIAS if module.place.module in factored else BIAS_ENDING
             ((_, dtype, shape),) = layer.tensors
             dtype = _new_dtype(module, conversion, dtype) if id(module.place) in new else dtype
-            layer = _named(module, to, {ending: (dtype, shape)})
+            layer = _named(module.place, to, {ending: (dtype, shape)})
         whole.append(layer)
     return whole
 

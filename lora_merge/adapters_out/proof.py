@@ -26,12 +26,12 @@ from ..merge_methods import METHODS, SUM
 from ..models.weights import Weight
 from ..planning.plan import OutputTensor
 from ..progress import Counting
-from ..proof.methods_again import RowChanges, costs_all, together
-from ..proof.recompute import Recomputation
+from ..proof.combination_methods import RowChanges, costs_all, together
+from ..proof.recomputation import Recomputation
 from ..proof.reference import REFERENCE
 from ..proof.reference.floats import Array
 from ..proof.reference.one_core import one_core
-from ..proof.second_reading.read_again import compare, stored_number
+from ..proof.second_reading.comparison import compare, stored_number
 from ..proof.weights import WeightReader
 from .groups import Target
 from .job import AdapterJob
@@ -42,10 +42,10 @@ from .sources import Sources
 BUDGET: Final = 2**27
 """Numbers that are formed for a proof that is not full: those of ΔW, once for every change of it."""
 
-BLOCK: Final = 2**18
+CHANGE_NUMBERS: Final = 2**18
 """Numbers of ΔW that are formed at once: they stay in the caches."""
 
-TOLERANCE: Final = 0.01
+RESIDUAL_TOLERANCE: Final = 0.01
 """The share by which a residual may differ from the reported one."""
 
 FLOOR: Final = 1e-6
@@ -78,7 +78,7 @@ class Stated(NamedTuple):
         """Return whether a comparison gives this loss."""
         size = sqrt(squares.size) or 1.0
         stated, residual = max(self.residual, sqrt(self.squares) / size), squares.residual
-        slack = TOLERANCE * max(residual, stated) + FLOOR + sqrt(squares.unsure) / size
+        slack = RESIDUAL_TOLERANCE * max(residual, stated) + FLOOR + sqrt(squares.unsure) / size
         return residual - stated <= slack and (self.at_most or stated - residual <= slack)
 
 
@@ -205,7 +205,7 @@ def rows_at_once(target: Target, matrix: tuple[int, int]) -> int:
     arithmetic."""
     rows, cols = matrix
     alone = all(use.piece.cols == cols and not costs_all(use) for use in target.uses)
-    return max(1, BLOCK // max(cols, 1)) if alone else max(rows, 1)
+    return max(1, CHANGE_NUMBERS // max(cols, 1)) if alone else max(rows, 1)
 
 
 def squares_of(expected: Changes, stored: Changes | None, rows: int, step: int) -> Squares:

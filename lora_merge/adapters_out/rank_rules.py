@@ -18,16 +18,16 @@ from ..job import parse_size
 from ..models.names import Names
 from ..models.parts import NOT_CHANGED, Parts
 
-OPTION: Final = "--rank-for"
+RANK_FOR: Final = "--rank-for"
 
 EXACT, SAME, COUNT, SIZE, NOISE = "exact", "same", "count", "size", "noise"
 
 NO_NOISE: Final = "noise is that of a checkpoint's dtype, which only extract knows"
 
 SHARES: Final = ("energy", "fro", "sum")
-RANGES: Final = {**dict.fromkeys(SHARES, (0.0, 1.0)), "ratio": (1.0, math.inf), "above": (0.0, math.inf)}
+RULE_RANGES: Final = {**dict.fromkeys(SHARES, (0.0, 1.0)), "ratio": (1.0, math.inf), "above": (0.0, math.inf)}
 SLACK: Final = 1e-12
-MOST: Final = 2**20
+HIGHEST_RANK: Final = 2**20
 GRAMMAR: Final = "a number, exact, same, energy:x, fro:x, sum:x, ratio:x, above:x or size:100MiB"
 
 
@@ -70,20 +70,20 @@ def parse(text: str | int, most: int | None = None, option: str = "--rank") -> R
         raise _unknown(text, option)
     text = str(text).strip()
     name, _, value = text.partition(":")
-    if most is not None and not 1 <= most <= MOST:
-        raise UsageError(f"{most} cannot be a rank", "--max-rank", f"use a whole number from 1 to {MOST}")
+    if most is not None and not 1 <= most <= HIGHEST_RANK:
+        raise UsageError(f"{most} cannot be a rank", "--max-rank", f"use a whole number from 1 to {HIGHEST_RANK}")
     if re.fullmatch(r"[0-9]{1,7}", name) and not value:
-        if not 1 <= int(name) <= MOST:
-            raise UsageError(f"{name} cannot be a rank", option, f"use a whole number from 1 to {MOST}")
+        if not 1 <= int(name) <= HIGHEST_RANK:
+            raise UsageError(f"{name} cannot be a rank", option, f"use a whole number from 1 to {HIGHEST_RANK}")
         return Rule(COUNT, int(name), most)
     if name in (EXACT, SAME, NOISE) and not value:
         return Rule(name, most=most)
     if name == SIZE and value:
         return Rule(SIZE, parse_size(value, option), most)
     number = _number(value)
-    if number is None or name not in RANGES:
+    if number is None or name not in RULE_RANGES:
         raise _unknown(text, option)
-    least, most_value = RANGES[name]
+    least, most_value = RULE_RANGES[name]
     if not least <= number <= most_value or (name in SHARES and not number):
         raise UsageError(f"{text[:40]!r} is out of range", option, f"use a number from {least:g} to {most_value:g}")
     return Rule(name, number, most)
@@ -229,8 +229,8 @@ class RankRules:
         """Return the rules that the options state. `rank_for`: pairs of a part of the model and a rule."""
         linear = parse(rank, most)
         kernels = linear if conv_rank is None else parse(conv_rank, most, "--conv-rank")
-        Parts(OPTION, (part for part, _ in rank_for))  # checks expressions
-        parts = tuple((part, parse(rule, most, OPTION)) for part, rule in rank_for)
+        Parts(RANK_FOR, (part for part, _ in rank_for))  # checks expressions
+        parts = tuple((part, parse(rule, most, RANK_FOR)) for part, rule in rank_for)
         if any(r.name == SIZE for r in (kernels, *(r for _, r in parts)) if r is not linear):
             raise UsageError("a size is shared by all layers", "--conv-rank or --rank-for", "give it as --rank")
         return cls(linear, kernels, parts)
@@ -251,7 +251,7 @@ class RankRules:
         networks = {name: network for _, network, some in layers for name in some}
         rules: dict[str, Rule] = {}
         for text, rule in self.parts:
-            part = Parts(OPTION, [text], names, networks.values())
+            part = Parts(RANK_FOR, [text], names, networks.values())
             part.check(networks, NOT_CHANGED)
             rules |= {layer: rule for layer, network, some in layers if part.cover(some, network)}
         return replace(self, layers=rules)

@@ -14,7 +14,7 @@ from ..facts import Fact, line
 from ..report import NOT_VERIFIED, adapter_notes, disk_rows, layers_recomputed, survives, without_tensors
 from ..survival import ENOUGH, grade, judged, lost, percent, spoken, target
 from ..text import Note, Shown, json_text, listed, plural, size
-from .job import FACTORS, RANKS, STORED_AS, WHOLE, AdapterJob
+from .job import FACTORS, RANK_OPTIONS, STORED_AS, WHOLE, AdapterJob
 from .rank_rules import EXACT
 from .rounding import together
 
@@ -221,7 +221,7 @@ def _advice(job: AdapterJob, report: AdapterReport, better: float) -> dict[str, 
         fix = None if report.dtype in ("fp32", "fp64") else "--dtype fp32"
         where, needs = f"in {report.dtype}", f"{percent(better):g} % needs more digits"
     else:
-        others = [f"--{name.replace('_', '-')}" for name, _ in job.options if name in RANKS[1:]]
+        others = [f"--{name.replace('_', '-')}" for name, _ in job.options if name in RANK_OPTIONS[1:]]
         algorithm = f"--algorithm {FACTORS} " * nearest
         fix = f"{algorithm}--rank energy:{better:g}" + f" without {' and '.join(others)}" * bool(others)
         known = [layer["rank_for_energy"][share] for layer in cut]

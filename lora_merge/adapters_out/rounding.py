@@ -16,23 +16,23 @@ import numpy.typing as npt
 
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import ITEM_BYTES, TABLE
+from ..dtypes import DTYPE_ROWS, ITEM_BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ..engine.row_matrix import RowMatrix
 
-RUN: Final = 512
+SUM_RUN: Final = 512
 """Numbers whose squares are summed in fp32. The errors of many such sums are within 1e-7 of the whole."""
 
 SMALL, LARGE = 1e-20, 1e20
 """Bounds of a sum of squares between which fp32 holds the squares of all numbers."""
 
-WORK: Final = 2**21
+PRODUCT_WORK: Final = 2**21
 """Multiplications for the rows of a product of factors that are looked at."""
 
-LEAST: Final = 8
+LEAST_ROWS: Final = 8
 """Rows of such a product that are looked at at least."""
 
 
@@ -71,7 +71,7 @@ class Totals(NamedTuple):
         return Totals(self.squares + other.squares, whole)
 
 
-NOTHING: Final = Totals(0.0, Effect(0, 0, 0, 0.0))
+ZERO_TOTALS: Final = Totals(0.0, Effect(0, 0, 0, 0.0))
 
 
 def totals_of(block: Tensor) -> Totals:
@@ -86,10 +86,10 @@ def squares(block: Tensor) -> float:
     """
     import torch
 
-    if block.dtype in (torch.float32, torch.float16, torch.bfloat16) and block.numel() >= RUN:
+    if block.dtype in (torch.float32, torch.float16, torch.bfloat16) and block.numel() >= SUM_RUN:
         flat = block.reshape(-1)
-        end = len(flat) // RUN * RUN
-        runs = torch.linalg.vector_norm(flat[:end].view(-1, RUN), dim=1, dtype=torch.float32)
+        end = len(flat) // SUM_RUN * SUM_RUN
+        runs = torch.linalg.vector_norm(flat[:end].view(-1, SUM_RUN), dim=1, dtype=torch.float32)
         total = float(runs.double().square().sum()) + float(flat[end:].double().square().sum())
         if SMALL < total < LARGE:
             return total
@@ -103,7 +103,7 @@ def squares_of_rows(matrix: RowMatrix) -> float:
 
 def totals_of_rows(change: RowMatrix) -> Totals:
     """Return the totals of all rows."""
-    return sum((totals_of(block) for _, block in change.blocks(owned=False)), NOTHING)
+    return sum((totals_of(block) for _, block in change.blocks(owned=False)), ZERO_TOTALS)
 
 
 def together(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -129,16 +129,16 @@ Raw: TypeAlias = bytearray | Bits | Bytes
 OF_HALF: Final = np.int32(-0x70002000)
 """The bits of fp32 that an exponent of five bits, ten bits of a significand and a sign take."""
 
-CANCELS: Final = 1e-2
+CANCELLED_SHARE_OF_FP32: Final = 1e-2
 """The share of the squares of all columns from which on the square of their sum has digits enough."""
 
-ROOM: Final = 8.0
+HEADROOM: Final = 8.0
 """By how much numbers of usual size are inside the range of a dtype, so that most of a column is."""
 
-PRODUCTS: Final = 32
+PRODUCT_TABLES: Final = 32
 """Tables of products that are kept, of 128 KiB each: most layers have the same α / rank."""
 
-PATTERNS: Final = MappingProxyType({"F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F800000})
+INFINITY_BITS: Final = MappingProxyType({"F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F800000})
 """dtype → the bits of infinity; those of NaN are larger."""
 
 
@@ -195,7 +195,7 @@ def narrowed(numbers: Matrix, dtype: str) -> Bits:
         return ((wide + 0x7FFF + ((wide >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-@lru_cache(maxsize=PRODUCTS)
+@lru_cache(maxsize=PRODUCT_TABLES)
 def products(dtype: str, weight: float) -> Bits:
     """Return the products of all numbers of a dtype of 16 bits and a weight, rounded once, in the order of the numbers'
     bits; those of infinity and NaN have no meaning. To look one up takes a quarter of the time of numpy's rounding to
@@ -208,7 +208,7 @@ def products(dtype: str, weight: float) -> Bits:
 def as_stored(numbers: Array, dtype: str) -> Array:
     """Return the nearest numbers of a dtype: their bits, or in fp32 and fp64 the numbers."""
     if dtype in ("F64", "F32"):
-        return np.ascontiguousarray(numbers, TABLE[dtype].library)
+        return np.ascontiguousarray(numbers, DTYPE_ROWS[dtype].library)
     with np.errstate(all="ignore"):  # infinity for those too large
         single = np.ascontiguousarray(numbers, np.float32)
         if dtype in WIDEN:
@@ -223,7 +223,7 @@ def as_stored(numbers: Array, dtype: str) -> Array:
 
 def stored_bits(raw: Bytes, dtype: str) -> Array:
     """Return stored bytes as `as_stored` has numbers."""
-    return raw.view(TABLE[dtype].library if dtype in ("F64", "F32") else np.dtype(f"u{ITEM_BYTES[dtype]}"))
+    return raw.view(DTYPE_ROWS[dtype].library if dtype in ("F64", "F32") else np.dtype(f"u{ITEM_BYTES[dtype]}"))
 
 
 def data_of(bits: Array) -> memoryview:
@@ -247,14 +247,16 @@ def widened(bits: Array, dtype: str, kind: npt.DTypeLike) -> Array:
 
 def all_finite(bits: Array, dtype: str) -> bool:
     """Return whether all stored numbers of any dtype are finite."""
-    return is_finite(bits, dtype) if dtype in PATTERNS else bool(np.isfinite(widened(bits, dtype, np.float64)).all())
+    return (
+        is_finite(bits, dtype) if dtype in INFINITY_BITS else bool(np.isfinite(widened(bits, dtype, np.float64)).all())
+    )
 
 
 def is_finite(raw: Raw, dtype: str) -> bool:
     """Return whether all stored numbers are finite: their bits without the sign are smaller than those of infinity."""
     kind = np.uint32 if dtype == "F32" else np.uint16
     bits = np.frombuffer(raw, kind)
-    return int((bits & (np.iinfo(kind).max >> 1)).max(initial=0)) < PATTERNS[dtype]
+    return int((bits & (np.iinfo(kind).max >> 1)).max(initial=0)) < INFINITY_BITS[dtype]
 
 
 def stored(reader: Reader, info: StoredTensor) -> Bytes:
@@ -273,4 +275,4 @@ def is_below(products: Matrix, largest: float | npt.NDArray[np.float64]) -> bool
 def is_held_by_fp32(squares: float, alone: float) -> bool:
     """Return whether fp32 holds a sum of squares: it is finite, of its range, and no difference of larger numbers.
     `alone`: the sum of the squares of its terms."""
-    return isfinite(alone) and SMALL < squares < LARGE and squares > CANCELS * alone
+    return isfinite(alone) and SMALL < squares < LARGE and squares > CANCELLED_SHARE_OF_FP32 * alone

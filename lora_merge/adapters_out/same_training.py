@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from ..adapters.peft.rules import METADATA
+from ..adapters.peft.rules import ADAPTER_METADATA
 from ..errors import FitError
 from ..files.checkpoint import Index
 
@@ -22,5 +22,5 @@ def expect_alike(snapshots: Sequence[Index]) -> None:
             what = "two snapshots have a tensor in different shapes" if name in first.keys() & other.keys() else (
                 "a snapshot lacks a tensor that another one has")  # fmt: skip
             raise FitError(what, f"{index.path}: {name}", NOT_ONE)
-        if index.metadata.get(METADATA) != snapshots[0].metadata.get(METADATA):
+        if index.metadata.get(ADAPTER_METADATA) != snapshots[0].metadata.get(ADAPTER_METADATA):
             raise FitError("two snapshots have different configurations in their headers", str(index.path), NOT_ONE)

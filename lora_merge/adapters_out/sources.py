@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Final
 
 from ..adapter_options import KEEP
 from ..adapters.modules import AdapterFile, Module
-from ..adapters.stated import rules_of
+from ..adapters.network_settings import rules_of
 from ..adapters.tensor_values import FileValues
 from ..algorithms import ALGORITHMS
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..errors import AmbiguousName, FitError, ShapeMismatch, UsageError
-from ..files.checkpoint import TRAINED, Index
+from ..files.checkpoint import TRAINED_FILES, Index
 from ..files.file_uses import UNPLACED, adapter_folder
 from ..job import Adapter
 from ..matching.fit_errors import check_scales
@@ -42,7 +42,7 @@ NOWHERE: Final = Path("the base that was not given")
 NO_SHAPE: Final = "the shape of a weight is not in the adapter's file"
 
 NOW_APART: Final = "is now stored apart"  # what becomes of a head when a checkpoint is written
-APART: Final = Note(
+HEAD_APART: Final = Note(
     "the head was trained apart from the embeddings that share its weight: a merge of the output changes both, unless "
     "it is a PEFT folder"
 )
@@ -126,7 +126,7 @@ def _other_files(job: AdapterJob, sources: Sources) -> Iterator[Note]:
     folders = tables or [adapter_folder(f.index) for f in sources.adapters if f.index.path.is_dir()]
     for folder in (f for f in folders if f is not None):
         unplaced = (file.name for file in folder.files if file.why == UNPLACED)
-        trained = [name for name in unplaced if TRAINED.fullmatch(Path(name).name)]
+        trained = [name for name in unplaced if TRAINED_FILES.fullmatch(Path(name).name)]
         if trained and job.base is None:
             raise UsageError("an adapter replaces whole tensors of the base", f"{folder.path}: {trained[0]}", GIVE_BASE)
         yield from folder.warning()
@@ -163,7 +163,7 @@ def on_base(inputs: Inputs, *, stored: bool = True, every_setting: bool = True) 
         targets.append(Target(module, parameter, changed_weights[key].shape, uses, values, key, parts, turned=turned))
     notes = tuple(n for m in matches for n in (*m.adapter.notes, *m.notes) if not (m.separated and NOW_APART in n))
     if any(m.separated for m in matches):
-        notes = (*notes, APART)
+        notes = (*notes, HEAD_APART)
     if naming.nameless:
         notes = (*notes, Note(f"no name in the first adapter's format, so under that of the base: "
                               f"{listed(naming.nameless, 3)}"))  # fmt: skip

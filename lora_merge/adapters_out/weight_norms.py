@@ -12,7 +12,7 @@ from ..disk.reader import Reader
 from .groups import Target
 from .sources import NOWHERE, Sources
 
-LOOKED_AT: Final = 2**14
+NORM_SAMPLE: Final = 2**14
 """The numbers of a weight of the base from which its norm is estimated, at least, in whole rows."""
 
 
@@ -32,7 +32,7 @@ def weight_norms(sources: Sources, reader: Reader) -> Callable[[Target], float |
         _, cols = part.matrix
         shape = (prod(weight.shape) // max(cols, 1), cols)
         rows = np.concatenate([np.arange(*run) for run in part.runs or ((0, shape[0]),)])
-        some = rows[:: max(1, len(rows) // max(1, -(-LOOKED_AT // max(cols, 1))))]
+        some = rows[:: max(1, len(rows) // max(1, -(-NORM_SAMPLE // max(cols, 1))))]
         values = base(weight.stored, shape, some)
         return float(np.vdot(values, values)) * len(rows) / max(len(some), 1)
 

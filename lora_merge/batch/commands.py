@@ -15,7 +15,7 @@ from ..adapters_out.request import Request
 from ..engine.torch_preload import load_library
 from ..errors import UsageError
 from ..job import Job
-from ..method_parameters import NAMES
+from ..method_parameters import PARAMETER_NAMES
 from ..options import OPTIONS
 from ..planning.checkpoint_cache import CheckpointCache
 from ..text import plural
@@ -33,7 +33,7 @@ _OF_MERGE: Final = tuple(name for name, option in OPTIONS.items() if option.in_b
 
 TAKES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({
     MERGE: _OF_MERGE,
-    UNMERGE: tuple(name for name in _OF_MERGE if name != "method" and name not in NAMES),
+    UNMERGE: tuple(name for name in _OF_MERGE if name != "method" and name not in PARAMETER_NAMES),
     **{name: tuple(n for n, option in row.options.items() if option.in_batch) for name, row in COMMANDS.items()},
 })  # fmt: skip
 """Command → the options that it takes."""

@@ -71,18 +71,18 @@ RAY: Final = (2, 60)
 """A version of Ray whose local clusters ask for a token unless they are told not to. Not all versions before do."""
 
 
-INSTALL: Final = f'pip install -U "ray>={RAY[0]}.{RAY[1]}"'
+INSTALL_RAY: Final = f'pip install -U "ray>={RAY[0]}.{RAY[1]}"'
 
 
 def _check_ray() -> None:
     try:
         import ray
     except ImportError as e:
-        raise UsageError("Ray is not installed", "--executor ray", INSTALL) from e
+        raise UsageError("Ray is not installed", "--executor ray", INSTALL_RAY) from e
     version = getattr(ray, "__version__", "0")
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < RAY:
         raise UsageError(f"Ray {version} is too old: its clusters let everybody in", "--executor ray",
-                         INSTALL)  # fmt: skip
+                         INSTALL_RAY)  # fmt: skip
 
 
 def on_ray(groups: Sequence[JobGroup], workers: Workers, progress: Progress) -> Iterator[JobReport]:

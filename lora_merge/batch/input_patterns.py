@@ -17,8 +17,8 @@ from typing import Final
 from ..paths import real_path
 from .templates import NoSuchName
 
-LOOKED_AT: Final = 300_000  # names in folders, for all patterns of one jobs file; a second
-FOLDER: Final = 20  # as many names take as long as to open a folder
+MOST_SEARCHED: Final = 300_000  # names in folders, for all patterns of one jobs file; a second
+FOLDER_COST: Final = 20  # as many names take as long as to open a folder
 LONGEST_STEP: Final = 1000  # characters for one name, which has up to 255; the library reads it in their square
 ANY_FOLDERS: Final = "**"
 
@@ -28,7 +28,7 @@ class Search:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.left = LOOKED_AT
+        self.left = MOST_SEARCHED
 
     def paths(self, pattern: str) -> list[str]:
         """Return sorted paths; NoSuchName where there are none, or where too many names would have to be looked at."""
@@ -84,7 +84,7 @@ class Search:
 
     def _entries(self, path: Path) -> list[os.DirEntry[str]]:
         """Return what is in a folder; nothing for a path that is not a folder, or that cannot be read."""
-        self._look(FOLDER)
+        self._look(FOLDER_COST)
         try:
             with os.scandir(self.folder / path) as entries:
                 return [entry for entry in entries if self._look()]
@@ -97,7 +97,7 @@ class Search:
     def _look(self, count: int = 1) -> bool:
         self.left -= count
         if self.left < 0:
-            raise NoSuchName(f"more than {LOOKED_AT} names would be looked at; name the folder of the files")
+            raise NoSuchName(f"more than {MOST_SEARCHED} names would be looked at; name the folder of the files")
         return True
 
 

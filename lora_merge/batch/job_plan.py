@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeAlias
 from ..errors import MergeError, error_dict
 from ..facts import Fact, line
 from ..text import Shown, by_component, json_text, size
+from .batch_plan import PlannedJob, disk_rooms
 from .commands import MERGE
-from .planning import PlannedJob, disk_rooms
 
 Fate: TypeAlias = Literal["to run", "done", "failed"]
 """`done`: the output is there already, by the same recipe. `failed`: the job cannot run."""

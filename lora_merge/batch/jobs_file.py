@@ -25,7 +25,7 @@ from ..errors import MergeError, UsageError
 from ..files.yaml_source import Document, Place
 from ..job import TOKENIZERS, Adapter, Job, make_job, validated
 from ..merge_methods import METHODS, SUM
-from ..method_parameters import NAMES
+from ..method_parameters import PARAMETER_NAMES
 from ..models.parts import as_typed
 from ..options import BLOCK_WEIGHTS, number, shown
 from ..paths import ENDINGS, exists, expand, home, is_file, of_index, with_ending
@@ -35,7 +35,7 @@ from ..recipes.unmerge import opposite
 from ..sources.inputs import locate
 from .commands import MERGE, TAKES, UNMERGE, adapter_job
 from .input_patterns import Search
-from .schema import ROWS, AdapterEntry, Axis, Glob, JobDefaults, JobEntry, JobsFile, stated_fields
+from .schema import JOB_OPTIONS, AdapterEntry, Axis, Glob, JobDefaults, JobEntry, JobsFile, stated_fields
 from .schema_errors import REQUIRED, failure, nearest, problems
 from .short_form import read_jobs
 from .templates import NoSuchName, distinct, render, render_output, render_word, split_adapter
@@ -44,13 +44,13 @@ FILE_LIMIT: Final = 32 << 20  # bytes; a job written out takes 200
 JOB_LIMIT: Final = 10_000  # jobs of a file; more is a slip in a matrix
 ADAPTER_LIMIT: Final = 50_000  # adapters of all jobs of a file
 LOOKS: Final = 5_000_000  # at values and excluded rows, for all combinations of one matrix; five seconds
-MANY: Final = 1000  # mistakes in one job, after which its other combinations are not tried
-SHOWN: Final = 50  # mistakes that are listed one by one
-LONGEST: Final = 300  # characters of a mistake's sentence
+MOST_MISTAKES: Final = 1000  # mistakes in one job, after which its other combinations are not tried
+LISTED_MISTAKES: Final = 50  # mistakes that are listed one by one
+LONGEST_SENTENCE: Final = 300  # characters of a mistake's sentence
 OF_PARTS: Final = ("strength_for", "rank_for", "include", "exclude", "keep_precision")
 """Options that take parts of a model."""
 TEXTS: Final = ("number", "rule", "name", "text")  # kinds of options that may hold {names} of the matrix
-ANY: Final = {"base": ".", "adapters": ["."], "output": "."}  # in place of a required field that is wrong
+PLACEHOLDERS: Final = {"base": ".", "adapters": ["."], "output": "."}  # in place of a required field that is wrong
 Entered = TypeVar("Entered", JobDefaults, JobEntry)
 
 
@@ -193,7 +193,7 @@ class _Loader:
                     back = (entry.command or defaults.command) == UNMERGE
                     entries.append(BatchJob(len(entries) + 1, checked, self._where(place), back=back, request=request,
                                           template=distinct(values), usual=_usual(entry, defaults)))  # fmt: skip
-                if len(self.mistakes) > MANY:
+                if len(self.mistakes) > MOST_MISTAKES:
                     break
         if self.mistakes or (self.document is not None and self.document.mistakes):
             raise self._failure()
@@ -221,7 +221,7 @@ class _Loader:
         bad = self._wrong[place]
         if not isinstance(raw, dict) or "matrix" in bad:
             return None
-        stand_ins = {k: v for k, v in ANY.items() if k in bad and k in kind.model_fields}
+        stand_ins = {k: v for k, v in PLACEHOLDERS.items() if k in bad and k in kind.model_fields}
         sound = {k: v for k, v in raw.items() if k not in bad} | stand_ins
         return kind.model_validate(sound)
 
@@ -348,9 +348,9 @@ class _Loader:
         for name in of_job.keys() - {*takes}:
             self._note((*place, name), f"{command} has no such option{nearest(name, takes)}")
         of_method = METHODS[of_job.get("method") or shared.get("method") or SUM].takes
-        idle = {*NAMES} - {*of_method, "seed"} - of_job.keys()  # defaults for jobs of another method
+        idle = {*PARAMETER_NAMES} - {*of_method, "seed"} - of_job.keys()  # defaults for jobs of another method
         chosen = {name: value for name, value in (shared | of_job).items() if name in takes and name not in idle}
-        for name, kind in ((n, ROWS[n].kind) for n, value in [*chosen.items()] if isinstance(value, str)):
+        for name, kind in ((n, JOB_OPTIONS[n].kind) for n, value in [*chosen.items()] if isinstance(value, str)):
             with self._noting((*place, name)):
                 chosen[name] = render(chosen[name], values) if kind in TEXTS else chosen[name]
             if kind == "number":
@@ -362,7 +362,7 @@ class _Loader:
         words = {}
         for name, value in options.items():
             with self._noting((*place, name)):
-                words[name] = render_word(value, ROWS[name], values)
+                words[name] = render_word(value, JOB_OPTIONS[name], values)
         return words
 
     def _adapter(self, place: Place, entry: AdapterEntry, values: Mapping[str, str]) -> Adapter:
@@ -443,10 +443,10 @@ class _Loader:
     def _failure(self) -> UsageError:
         early = self.document.mistakes if self.document is not None else ()
         count = len(early) + len(self.mistakes)
-        lines = [f"{self.name}:{line}: {what}" for line, what in early[:SHOWN]]
-        lines += [f"{self._where(place)}: {what}" for place, what in itertools.islice(self.mistakes, SHOWN)]
-        lines = [line if len(line) <= LONGEST else f"{line[:LONGEST]}…" for line in lines]
-        lines[SHOWN:] = [f"and {count - SHOWN} more"] if count > SHOWN else []
+        lines = [f"{self.name}:{line}: {what}" for line, what in early[:LISTED_MISTAKES]]
+        lines += [f"{self._where(place)}: {what}" for place, what in itertools.islice(self.mistakes, LISTED_MISTAKES)]
+        lines = [line if len(line) <= LONGEST_SENTENCE else f"{line[:LONGEST_SENTENCE]}…" for line in lines]
+        lines[LISTED_MISTAKES:] = [f"and {count - LISTED_MISTAKES} more"] if count > LISTED_MISTAKES else []
         return failure(self.value, self.name, lines, count)
 
 

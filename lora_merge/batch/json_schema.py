@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 from ..adapters_out.commands import COMMANDS
 from .commands import MERGE, TAKES, UNMERGE
 from .schema import CommandOptions, JobsFile
-from .short_form import FULL, JOB
+from .short_form import JOB, WHOLE_FILE_FIELDS
 
 Rule: TypeAlias = dict[str, Any]
 
@@ -40,7 +40,7 @@ def jobs_schema() -> Rule:
         "if": {"type": "array"}, "then": {"minItems": 1, "items": _ref("Job")},
         "else": {
             "if": {"type": "object", "anyOf": [{"required": [*pair]} for pair in combinations(sorted(JOB), 2)],
-                   "not": {"anyOf": [{"required": [name]} for name in sorted(FULL)]}},
+                   "not": {"anyOf": [{"required": [name]} for name in sorted(WHOLE_FILE_FIELDS)]}},
             "then": _ref("Job"), "else": _ref("Full"),
         },
     }  # fmt: skip

@@ -21,8 +21,8 @@ from .report import JobReport, failed
 from .shared_reads import JobGroup, carry_out
 
 RETRIES: Final = 3  # of a task whose worker or node died; what it finished is skipped then
-POLL: Final = 0.5  # seconds between looks at what running tasks report
-GRACE: Final = 20.0  # seconds that a cancelled task has to remove what it has not finished
+REPORT_POLL: Final = 0.5  # seconds between looks at what running tasks report
+CANCEL_SECONDS: Final = 20.0  # seconds that a cancelled task has to remove what it has not finished
 
 
 def reports(
@@ -118,7 +118,7 @@ class _Ray:
             while self.waiting or self.running:
                 while self.waiting and len(self.running) < limit:
                     self._start(self.waiting.pop(0))
-                ended, _ = self.ray.wait(list(self.running), num_returns=1, timeout=POLL)
+                ended, _ = self.ray.wait(list(self.running), num_returns=1, timeout=REPORT_POLL)
                 yield from self._news()
                 for task in ended:
                     yield from self._end(task, self.running.pop(task))
@@ -137,7 +137,7 @@ class _Ray:
 
     def _news(self) -> Iterator[JobReport]:
         try:
-            messages = self.ray.get(self.inbox.take.remote(), timeout=POLL)
+            messages = self.ray.get(self.inbox.take.remote(), timeout=REPORT_POLL)
         except (self.ray.exceptions.RayError, TimeoutError):
             return  # its node is lost; all reports come with the tasks as well
         for message in messages:
@@ -173,7 +173,7 @@ class _Ray:
         for force in (False, True) if tasks else ():
             for task in tasks:
                 self.ray.cancel(task, force=force)
-            _, tasks = self.ray.wait(tasks, num_returns=len(tasks), timeout=GRACE)
+            _, tasks = self.ray.wait(tasks, num_returns=len(tasks), timeout=CANCEL_SECONDS)
             if not tasks:
                 break
 

@@ -12,7 +12,7 @@ from ..adapters_out.report import AdapterReport
 from ..errors import MergeError, as_merge_error, error_dict
 from ..facts import Fact, line
 from ..process import here
-from ..report import Report, without_tensors
+from ..report import DONE, Report, without_tensors
 from ..survival import ENOUGH, grade, judged, worst
 from ..text import Shown, html_table, json_text, plural, size
 from .jobs_file import BatchJob
@@ -20,10 +20,6 @@ from .jobs_file import BatchJob
 Status: TypeAlias = Literal["merged", "made", "skipped", "failed", "taken"]
 """`made`: an adapter was written. `skipped`: the output is there already, by the same recipe and with its header as
 it was written; the weights of a merge are not read again. `taken`: another process is at it."""
-
-
-DONE: Final = frozenset({"merged", "made", "skipped"})
-"""Status of jobs whose output is there."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -25,11 +25,11 @@ from ..process import deliver_pending, interruptible
 from ..progress import ENDED, Progress, unwatched, watched
 from ..sources.inputs import Download, require_space
 from ..typed_options import Jobs
+from .batch_plan import JOBS_TOGETHER, PlannedJob, check_space, survey
 from .executors import Executor, Workers
 from .executors import executor as find
 from .job_plan import JobPlan, job_plans
 from .jobs_file import BatchJob, load, with_endings
-from .planning import TOGETHER, PlannedJob, check_space, survey
 from .report import JobReport, Reports, ended, failed
 from .shared_reads import JobGroup
 
@@ -149,7 +149,7 @@ def grouped(planned: Sequence[PlannedJob], workers: int | None, by: Executor) ->
         groups.setdefault(s.together, []).append(s.entry)
     parts, share = [], _share(len(planned), workers, by)
     for group in groups.values():
-        step = min(TOGETHER, ceil(len(group) / (workers or 1)))
+        step = min(JOBS_TOGETHER, ceil(len(group) / (workers or 1)))
         parts += [JobGroup(tuple(group[n : n + step]), share) for n in range(0, len(group), step)]
     return parts
 

@@ -27,7 +27,7 @@ from ..job import MOST_ADAPTERS, parse_size
 from ..options import BLOCK_WEIGHTS, DEVICE, DEVICES, OPTIONS, Kind, Option, beginning, number, spelled
 from .commands import TAKES
 
-ROWS: Final = {**OPTIONS, **ADAPTER_OPTIONS}
+JOB_OPTIONS: Final = {**OPTIONS, **ADAPTER_OPTIONS}
 """All options of jobs."""
 
 LONGEST_PATH: Final = 32_767

@@ -41,13 +41,13 @@ REQUIRED: Final = {
 }
 """Required field → how it is written."""
 
-STRENGTHS: Final = dict.fromkeys(
+STRENGTH_WORDS: Final = dict.fromkeys(
     ("strength", "strengths", "weight", "ratio"), "write it behind the adapter: style.safetensors:0.8"
 )
 """Field of a job or of the defaults that people mean a strength by → how it is written."""
 
-WORDS: Final = {
-    **STRENGTHS,
+FIELD_WORDS: Final = {
+    **STRENGTH_WORDS,
     **dict.fromkeys(("model", "checkpoint", "ckpt"), "did you mean base?"),
     **dict.fromkeys(("loras", "adapter"), "did you mean adapters?"),
     **dict.fromkeys(("out", "save_to", "name"), "did you mean output?"),
@@ -77,7 +77,7 @@ def failure(value: Any, name: str, lines: Sequence[str], count: int) -> UsageErr
     return UsageError(f"{what} in the jobs file", Lines.of(where), fix)
 
 
-NEAR: Final = 200  # mistakes that come with the nearest right name
+MOST_SUGGESTED: Final = 200  # mistakes that come with the nearest right name
 
 
 def problems(error: ValidationError) -> Iterator[tuple[Place, str]]:
@@ -89,15 +89,16 @@ def problems(error: ValidationError) -> Iterator[tuple[Place, str]]:
         kind, context = e["type"], e.get("ctx", {})
         if kind == "extra_forbidden":
             model, word = _model(place), str(place[-1])
-            known = WORDS if model is JobEntry else STRENGTHS if model is JobDefaults else {}
+            known = FIELD_WORDS if model is JobEntry else STRENGTH_WORDS if model is JobDefaults else {}
             near = f"; {known[word]}" if word in known else ""
-            yield place, f"no field is called {word!r}{near or (nearest(word, model.model_fields) if n < NEAR else '')}"
+            near = near or (nearest(word, model.model_fields) if n < MOST_SUGGESTED else "")
+            yield place, f"no field is called {word!r}{near}"
         elif kind == "missing":
             yield place, f"this field is required{f'; {how}' if (how := REQUIRED.get(str(place[-1]))) else ''}"
         elif kind == "literal_error":
             allowed = str(context["expected"])
             options = [o.strip(" '") for o in allowed.replace(" or ", ",").split(",")]
-            near = nearest(str(e["input"]), options, every=False) if n < NEAR else ""
+            near = nearest(str(e["input"]), options, every=False) if n < MOST_SUGGESTED else ""
             yield place, f"should be {allowed}, not {e['input']!r}{near}"
         elif kind == "value_error":
             yield place, str(context["error"])

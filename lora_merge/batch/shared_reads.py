@@ -30,7 +30,7 @@ from .commands import adapter_job
 from .jobs_file import BatchJob
 from .report import JobReport, Status, ended, failed
 
-TRIES: Final = 3
+MOST_RETRIES: Final = 3
 PAUSE: Final = 1.0  # seconds before the second try, twice that before the third
 TRANSIENT: Final = frozenset(
     {errno.EIO, errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET,
@@ -38,7 +38,7 @@ TRANSIENT: Final = frozenset(
 )  # fmt: skip
 """Failures of disks and networks that may be over in a moment."""
 
-IDLE: Final = "{} of the defaults is left out: it has no effect on this job"
+IDLE_DEFAULT: Final = "{} of the defaults is left out: it has no effect on this job"
 
 T = TypeVar("T")
 
@@ -65,10 +65,10 @@ def carry_out(group: JobGroup, opened: CheckpointCache, progress: Progress = unw
                 left.append(e)
             else:
                 yield failed(e, ours) if isinstance(ours, Exception) else _ended(e, "taken")
-        for attempt in range(1, TRIES + 1):
+        for attempt in range(1, MOST_RETRIES + 1):
             again: list[BatchJob] = []
             for entry, report in _once(left, opened, progress, attempt):
-                if attempt < TRIES and report.error is not None and _transient(report.error):
+                if attempt < MOST_RETRIES and report.error is not None and _transient(report.error):
                     again.append(entry)
                 else:
                     claim_by_number[entry.number].close()  # before it is reported: who dies later leaves no claim of it
@@ -154,7 +154,7 @@ def _together(
 def _ended(entry: BatchJob, status: Status, *, report: Report | AdapterReport | None = None, **more: Any) -> JobReport:
     """Return the report of a job, with the parts of the defaults that it is without."""
     if report is not None and entry.idle:
-        report = replace(report, notes=(*report.notes, *(Note(IDLE.format(part)) for part in entry.idle)))
+        report = replace(report, notes=(*report.notes, *(Note(IDLE_DEFAULT.format(part)) for part in entry.idle)))
     more["report"] = report
     return ended(entry, status, worker=here(), **more)
 

@@ -17,11 +17,11 @@ from ..files.yaml_source import Document, parse, read_text
 JOB: Final = frozenset(("base", "adapters", "output"))
 """Fields of a job of which a file that is one job has at least two."""
 
-FULL: Final = frozenset(("version", "jobs", "defaults"))
-LISTS: Final = frozenset(("adapters",))
+WHOLE_FILE_FIELDS: Final = frozenset(("version", "jobs", "defaults"))
+LIST_COLUMNS: Final = frozenset(("adapters",))
 """Columns of a table that hold several values, with spaces between them."""
 
-FIRST: Final = """\
+FIRST_FILE: Final = """\
 # yaml-language-server: $schema=jobs.schema.json
 # A first jobs file. Run it with:  lora-merge batch {name}
 # Paths are relative to this file. So that an editor completes the fields:  lora-merge schema jobs > jobs.schema.json
@@ -51,7 +51,7 @@ def read_jobs(path: Path, limit: int) -> Document:
 def in_full(document: Document) -> Document:
     """Return a document with `version` and `jobs` around a list of jobs, or around one job."""
     value, root = document.value, document.root
-    if isinstance(value, dict) and len(JOB & value.keys()) > 1 and not FULL & value.keys():
+    if isinstance(value, dict) and len(JOB & value.keys()) > 1 and not WHOLE_FILE_FIELDS & value.keys():
         value, root = [value], SequenceNode("tag:yaml.org,2002:seq", [root], root.start_mark)
     elif not (isinstance(value, list) and value and all(isinstance(job, dict) for job in value)):
         return document
@@ -92,13 +92,18 @@ def of_table(text: str, name: str) -> Document:
 def _values(head: list[str], row: list[str]) -> Iterator[tuple[str, Any]]:
     for field, cell in zip(head, map(str.strip, row), strict=False):
         if cell:
-            yield field, cell.split() if field in LISTS else {"true": True, "false": False}.get(cell.lower(), cell)
+            yield (
+                field,
+                cell.split() if field in LIST_COLUMNS else {"true": True, "false": False}.get(cell.lower(), cell),
+            )
 
 
 def _cells(head: list[str], row: list[str], mark: Any) -> Iterator[tuple[Node, Node]]:
     for field, value in _values(head, row):
-        texts = [ScalarNode("tag:yaml.org,2002:str", str(v), mark) for v in (value if field in LISTS else [value])]
-        inner = SequenceNode("tag:yaml.org,2002:seq", texts, mark) if field in LISTS else texts[0]
+        texts = [
+            ScalarNode("tag:yaml.org,2002:str", str(v), mark) for v in (value if field in LIST_COLUMNS else [value])
+        ]
+        inner = SequenceNode("tag:yaml.org,2002:seq", texts, mark) if field in LIST_COLUMNS else texts[0]
         yield ScalarNode("tag:yaml.org,2002:str", field, mark), inner
 
 

@@ -27,12 +27,12 @@ def distinct(values: Mapping[str, str]) -> str:
     return "-".join(f"{{{name}.stem}}" if name in paths else f"{{{name}}}" for name in values)
 
 
-PLAIN: Final = "write {name.stem} for a path, and strengths in the matrix: adapters: ['{name}:{strength}']"
+WRITE_STEM: Final = "write {name.stem} for a path, and strengths in the matrix: adapters: ['{name}:{strength}']"
 
 RANK_RULE: Final = re.compile(r"[a-z]{2,}:[0-9][^/\\:]*")
 """A rule for ranks, such as energy:0.9, which is energy-0.9 in names of files, as in the names that commands give."""
 
-PARTS: Final = ("stem", "name", "parent")
+PATH_PARTS: Final = ("stem", "name", "parent")
 """The parts of a path that `{name.PART}` may name."""
 
 
@@ -98,7 +98,7 @@ def render_output(template: str, values: Mapping[str, str]) -> str:
         raise NoSuchName(f"a value of the matrix leads the output to {path!r}; only the template itself may do that")
     for part, written in zip(whole.parts, own_path.parts, strict=False):
         if part != written and (name := forbidden(part)):
-            raise NoSuchName(f"Windows allows no file of the name {name!r}, so no output has it; {PLAIN}")
+            raise NoSuchName(f"Windows allows no file of the name {name!r}, so no output has it; {WRITE_STEM}")
     return path
 
 
@@ -131,8 +131,8 @@ def _value(name: str, values: Mapping[str, str], template: str) -> str:
         raise NoSuchName(f"no value for {{{name}}} in {template!r}{hint}")
     if not dot:
         return values[plain]
-    if part not in PARTS:
+    if part not in PATH_PARTS:
         raise NoSuchName(
-            f"{{{name}}} in {template!r}: a value has {', '.join(PARTS)}{nearest(part, PARTS, every=False)}"
+            f"{{{name}}} in {template!r}: a value has {', '.join(PATH_PARTS)}{nearest(part, PATH_PARTS, every=False)}"
         )
     return str(getattr(PurePath(values[plain]), part))

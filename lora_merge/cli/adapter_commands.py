@@ -21,9 +21,9 @@ from ..progress import unwatched
 from ..text import Note
 from .argument_values import named_adapter, named_adapters, named_parts, with_strengths
 from .compat import checked_output, completed
+from .corrected_line import with_words
 from .help import add
 from .options import AS_JSON, DRY_RUN, HTML, JSON_TENSORS, PLOT, QUIET, Command, read, with_options
-from .own_line import with_words
 from .progress_display import watching
 from .reports import PageFiles, announcing, put, show_adapter_report
 
@@ -46,8 +46,10 @@ PRINTED: Final = MappingProxyType({
 })  # fmt: skip
 """The options for what is shown: name → type."""
 
-OUTPUT: Final = Annotated[str | None, typer.Option("-o", "--output", metavar="PATH", help="Write this file or folder.")]
-BASE: Final = Annotated[
+OUTPUT_OPTION: Final = Annotated[
+    str | None, typer.Option("-o", "--output", metavar="PATH", help="Write this file or folder.")
+]
+BASE_OPTION: Final = Annotated[
     str | None, typer.Option(metavar="BASE", help="Read the model, if a formula or a name needs it.")
 ]
 
@@ -72,7 +74,7 @@ def add_to(app: typer.Typer) -> None:
 
 def _takes(row: Row) -> Callable[[Command], Command]:
     """Return a decorator that gives a command the options of its row, and those of the command line."""
-    files = {"output": OUTPUT, **({"base": BASE} if row.inputs != "checkpoints" else {})}
+    files = {"output": OUTPUT_OPTION, **({"base": BASE_OPTION} if row.inputs != "checkpoints" else {})}
     shown = [_on_the_line(option) for option in row.options.values() if option.group]
     return with_options(*_optional(files), *shown, *_optional(PRINTED))
 

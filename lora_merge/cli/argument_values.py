@@ -14,7 +14,7 @@ from ..addresses import split
 from ..errors import InputError, UsageError
 from ..options import BLOCK_WEIGHTS, REGEX, factor, number
 from ..paths import ENDINGS, exists, expand, split_strength, typed, with_found_ending
-from .compat import ADAPTERS, completed
+from .compat import ADAPTER_ORDER, completed
 
 if TYPE_CHECKING:
     from ..job import Adapter
@@ -48,7 +48,7 @@ def check_numbers(words: Sequence[str], strengths: Sequence[str]) -> None:
     """Raise UsageError for numbers among the adapters. `strengths`: those of `--strength`, as in `-s 0.8 0.5`."""
     joining = [word for word in words if word in ("+", "&", "and", "with") and not exists(word)]
     if joining:
-        raise UsageError("a word in the place of an adapter", joining[0], f"leave it out; {ADAPTERS}")
+        raise UsageError("a word in the place of an adapter", joining[0], f"leave it out; {ADAPTER_ORDER}")
     bare = {word: re.sub("^(?:strength|weight|scale|ratio|multiplier)=", "", word) for word in words}
     values = {word: right_form(bare[word]) for word in words if right_form(bare[word]) and not exists(word)}
     if not values:

@@ -84,9 +84,9 @@ def batch(
     Plans every job first, reads a shared base once, and resumes an interrupted run.
     """
     if schema:
-        from ..viewing.json_schemas import JOBS, schema_of
+        from ..viewing.json_schemas import JOBS_SCHEMA, schema_of
 
-        put(Lines.of(json.dumps(schema_of(JOBS), indent=2).splitlines()))
+        put(Lines.of(json.dumps(schema_of(JOBS_SCHEMA), indent=2).splitlines()))
         return
     if init:
         _write_first(jobs or "jobs.yaml")
@@ -127,13 +127,13 @@ def batch(
 
 def _write_first(name: str) -> None:
     """Write a first jobs file; UsageError if there is a file of this name."""
-    from ..batch.short_form import FIRST
+    from ..batch.short_form import FIRST_FILE
     from ..disk.publish import put_file
 
     path = expand(name)
     if os.path.lexists(path):
         raise UsageError("the file exists", str(path), "name another: lora-merge batch --init OTHER.yaml")
-    put_file(path, FIRST.format(name=name).encode(), overwrite=False)
+    put_file(path, FIRST_FILE.format(name=name).encode(), overwrite=False)
     echo(f"wrote    {path}: change its paths, then lora-merge batch {name} --dry-run")
 
 
@@ -188,8 +188,8 @@ def _show_downloads(planned: Batch, show: Callable[[str], object] | None) -> Non
 
 def _dry_run(planned: Batch, workers: int, file: ReportFile | None, *, as_json: bool, quiet: bool) -> None:
     """Print every job with what would happen to it, and the room on each disk; fail if a job cannot run."""
+    from ..batch.batch_plan import disk_rooms
     from ..batch.job_plan import job_plans
-    from ..batch.planning import disk_rooms
 
     named: dict[str, int] = {}  # error → number of the first job that has it
     disks = [*disk_rooms(planned.planned, workers)]

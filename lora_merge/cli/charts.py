@@ -10,25 +10,24 @@ from rich.style import Style
 from rich.text import Text
 
 from ..viewing.pages.content import COSINE
-from .terminal import text
+from .terminal import COLUMN_GAP, text
 
 Ramp: TypeAlias = Sequence[tuple[int, int, int]]
 
 RAMP: Final[Ramp] = ((40, 52, 92), (52, 104, 178), (98, 178, 190), (240, 226, 140))
 """Colours from the least to the greatest; they differ in brightness too, and can be seen on dark and light grounds."""
 
-SIGNED: Final[Ramp] = ((214, 118, 42), (96, 96, 100), (52, 134, 208))
+SIGNED_COLOURS: Final[Ramp] = ((214, 118, 42), (96, 96, 100), (52, 134, 208))
 """Colours of −1, 0 and 1."""
 
 SHADES: Final = ("░▒▓█", "-+*#")
 """Cells without colours, for terminals with and without these letters."""
 
 EIGHTHS: Final = " ▏▎▍▌▋▊▉"
-FULL: Final = "█"
-NARROWEST: Final = 2  # columns of a cell
-WIDEST: Final = 6
-GAP: Final = 2
-SCALE: Final = 20  # columns of the colours from the least to the greatest
+FULL_BLOCK: Final = "█"
+CELL_COLUMNS: Final = 2  # columns of a cell
+WIDEST_CELL: Final = 6
+COLOUR_COLUMNS: Final = 20  # columns of the colours from the least to the greatest
 
 
 def shortened(label: str, width: int) -> str:
@@ -79,24 +78,24 @@ def heat_map(chart: Mapping[str, Any], width: int, shades: str = "") -> Iterator
     values = {(c["row"], c["column"]): c["values"][metric["key"]] for c in chart["cells"]}
     known = [v for v in values.values() if v is not None]
     signed = metric["unit"] == COSINE
-    (least, most), ramp = ((-1.0, 1.0), SIGNED) if signed else ((min(0.0, *known), max(known)), RAMP)
+    (least, most), ramp = ((-1.0, 1.0), SIGNED_COLOURS) if signed else ((min(0.0, *known), max(known)), RAMP)
     wide = min(max(map(len, chart["rows"])), max(width // 3, 8))
-    room = width - wide - GAP
-    cell = min(max(room // len(chart["columns"]), NARROWEST), WIDEST)
+    room = width - wide - COLUMN_GAP
+    cell = min(max(room // len(chart["columns"]), CELL_COLUMNS), WIDEST_CELL)
     cell = max(cell, len(str(len(chart["columns"]))) + 1)
     count = max(room // cell, 1)
     yield text(shortened(chart["title"], width), "bold")
     scale = Text(f"{metric['title']}  {number(least, metric['unit'])} ", "dim")
-    for n in range(SCALE):
-        scale.append_text(_filled(n / (SCALE - 1), 1, ramp, shades))
+    for n in range(COLOUR_COLUMNS):
+        scale.append_text(_filled(n / (COLOUR_COLUMNS - 1), 1, ramp, shades))
     yield scale.append(f" {number(most, metric['unit'])}", "dim")
     for first in range(0, len(chart["columns"]), count):
         shown = range(first, min(first + count, len(chart["columns"])))
-        yield Text(" " * (wide + GAP) + "".join(f"{n + 1:^{cell}}" for n in shown), "dim")
+        yield Text(" " * (wide + COLUMN_GAP) + "".join(f"{n + 1:^{cell}}" for n in shown), "dim")
         for row, label in enumerate(chart["rows"]):
             if not any((row, column) in values for column in shown):
                 continue  # all its cells are in another picture
-            line = text(shortened(label, wide).ljust(wide + GAP))
+            line = text(shortened(label, wide).ljust(wide + COLUMN_GAP))
             for column in shown:
                 value = values.get((row, column))
                 share = (value - least) / (most - least) if value is not None and most > least else 1.0
@@ -109,8 +108,8 @@ def heat_map(chart: Mapping[str, Any], width: int, shades: str = "") -> Iterator
 def _columns(names: Sequence[str], width: int) -> Iterator[Text]:
     """Yield the names of the numbered columns, as many on a line as there is room for."""
     digits = len(str(len(names))) + 1
-    labels = [f"{n + 1} {shortened(name, width - digits - GAP)}" for n, name in enumerate(names)]
-    wide = min(max(map(len, labels)) + GAP, width)
+    labels = [f"{n + 1} {shortened(name, width - digits - COLUMN_GAP)}" for n, name in enumerate(names)]
+    wide = min(max(map(len, labels)) + COLUMN_GAP, width)
     count = max(width // wide, 1)
     for first in range(0, len(labels), count):
         yield text(
@@ -126,18 +125,20 @@ def bars(chart: Mapping[str, Any], width: int, shades: str = "") -> Iterator[Tex
     rows = [(name, value) for name, value in chart["rows"] if value is not None]
     labels = [number(value, chart["unit"]) for _, value in rows]
     wide = min(max(len(name) for name, _ in rows), max(width // 3, 8))
-    room = max(width - wide - max(map(len, labels)) - 2 * GAP, 4)
+    room = max(width - wide - max(map(len, labels)) - 2 * COLUMN_GAP, 4)
     most = max((abs(value) for _, value in rows), default=0.0) if chart["unit"] != COSINE else 1.0
     most = most or 1.0
     yield text(chart["title"], "bold")
     for (name, value), words in zip(rows, labels, strict=True):
-        line = text(shortened(name, wide).ljust(wide + GAP))
-        letter = (shades[-1] if value >= 0 else shades[0]) if shades else FULL
-        line.append(_bar(abs(value) / most, room, letter), Style(color=Color.from_rgb(*SIGNED[2 if value >= 0 else 0])))
+        line = text(shortened(name, wide).ljust(wide + COLUMN_GAP))
+        letter = (shades[-1] if value >= 0 else shades[0]) if shades else FULL_BLOCK
+        line.append(
+            _bar(abs(value) / most, room, letter), Style(color=Color.from_rgb(*SIGNED_COLOURS[2 if value >= 0 else 0]))
+        )
         yield line.append(f"  {words}")
 
 
 def _bar(share: float, width: int, letter: str) -> str:
     """Return a bar of so many of the columns, of full ones to an eighth of one."""
     eighths = round(share * width * 8)
-    return letter * (eighths // 8) + (EIGHTHS[eighths % 8] if letter == FULL and eighths % 8 else "")
+    return letter * (eighths // 8) + (EIGHTHS[eighths % 8] if letter == FULL_BLOCK and eighths % 8 else "")

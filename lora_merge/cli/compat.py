@@ -13,14 +13,14 @@ from ..adapter_arguments import right_form
 from ..addresses import parse
 from ..errors import UsageError
 from ..paths import ENDINGS, WINDOWS, exists, split_strength, typed, with_found_ending
-from .own_line import flags, line
+from .corrected_line import flags, line
 
 PROGRAM_OPTIONS: Final = MappingProxyType(
     {"-h": "--help", "-V": "--version", "version": "--version", "/?": "--help", "/help": "--help"}
 )
 """Words for the options of the program itself → the option."""
 
-COMMANDS: Final = {
+FOREIGN_COMMANDS: Final = {
     **dict.fromkeys(("info", "show", "view", "check", "ls", "list", "metadata", "show_metadata"), "inspect"),
     **dict.fromkeys(("difference", "cmp"), "compare"),
     **dict.fromkeys(("run", "apply", "bake", "fuse", "add", "join", "merge_lora", "merge_and_unload"), "merge"),
@@ -32,7 +32,7 @@ COMMANDS: Final = {
 }
 """Command of another program → the one that does this here."""
 
-SHORT: Final = MappingProxyType({"diff": "extract --algorithm full"})
+SHORT_COMMANDS: Final = MappingProxyType({"diff": "extract --algorithm full"})
 """Word → the words that it is short for."""
 
 _WINDOWS: Final = r"(?P<drive>[A-Za-z]):(?P<rest>[\\/].*)"
@@ -83,11 +83,11 @@ def check_command(word: str, commands: Mapping[str, str]) -> None:
     """Raise UsageError for a first word that is neither a command nor a file. `commands`: name → what it does."""
     if word.endswith((".yaml", ".yml", ".csv")) and exists(word):
         raise UsageError("a jobs file, and not a base", word[:200], f"write {typed(['lora-merge', 'batch', word])}")
-    if exists(word) or not (word in COMMANDS or re.fullmatch(r"[A-Za-z][A-Za-z-]*", word)):
+    if exists(word) or not (word in FOREIGN_COMMANDS or re.fullmatch(r"[A-Za-z][A-Za-z-]*", word)):
         return
     if completed(word) != word:
         return
-    near = get_close_matches(word, commands, 1, 0.7) or [COMMANDS[w] for w in (word,) if w in COMMANDS]
+    near = get_close_matches(word, commands, 1, 0.7) or [FOREIGN_COMMANDS[w] for w in (word,) if w in FOREIGN_COMMANDS]
     near = near or [name for name in commands if len(word) > 2 and name.startswith(word)]
     stems = {path.stem: path.name for path in Path().glob("*") if path.is_dir() or path.suffix in ENDINGS}
     files = [stems[stem] for stem in get_close_matches(word, stems, 1, 0.7)]
@@ -129,7 +129,7 @@ def checked_output(output: str | None) -> str | None:
 
 
 _BASE: Final = "the base is the first word"
-ADAPTERS: Final = "adapters follow the base: lora-merge BASE ADAPTER:0.8 ADAPTER2:0.5"
+ADAPTER_ORDER: Final = "adapters follow the base: lora-merge BASE ADAPTER:0.8 ADAPTER2:0.5"
 _STRENGTH: Final = "write the strength after the file name: ADAPTER:0.8; or give -s 0.8 for each adapter"
 _OUTPUT: Final = "use -o FILE"
 _DTYPE: Final = "use --dtype fp16, bf16 or fp32"
@@ -145,7 +145,7 @@ _QUIET: Final = "use -q"
 _SAME_RANK: Final = "the rank is that of the adapter; another one: lora-merge resize ADAPTER --rank N"
 _LBW: Final = "use --strength-for lbw=1,0,0,… with a number for each block; lora-merge parts BASE lists them"
 
-FACTORS: Final = {
+FOREIGN_FACTORS: Final = {
     **dict.fromkeys(("--te-strength", "--text-encoder-strength", "--strength-clip"), "te={}"),
     **dict.fromkeys(("--unet-strength", "--strength-model"), "unet={}"),
     **dict.fromkeys(("--exclude", "--ignore"), "{}=0"),
@@ -164,7 +164,7 @@ NEEDLESS: Final = (
 )  # fmt: skip
 """Options of other programs that have no value and nothing to do here."""
 
-FOREIGN: Final[Mapping[str, str]] = MappingProxyType(
+FOREIGN_OPTIONS: Final[Mapping[str, str]] = MappingProxyType(
     {
         **dict.fromkeys(
             (
@@ -199,7 +199,7 @@ FOREIGN: Final[Mapping[str, str]] = MappingProxyType(
                 "--peft-model-path",
                 "--lora-model",
             ),
-            ADAPTERS,
+            ADAPTER_ORDER,
         ),
         **dict.fromkeys(("--ratio", "--ratios", "--weight", "--weights", "-w", "--alpha"), _STRENGTH),
         **dict.fromkeys(("--multiplier", "--strengths", "--lora-scale", "--lora-scaled"), _STRENGTH),
@@ -248,7 +248,7 @@ FOREIGN: Final[Mapping[str, str]] = MappingProxyType(
         **{"--cuda": "use --device cuda", "--gpu": "use --device cuda", "--cpu": "use --device cpu"},
         **dict.fromkeys(("--force", "-f", "-y", "--yes"), "use --overwrite"),
         **dict.fromkeys(("-n", "--plan", "--simulate"), "use --dry-run"),
-        **{name: _LBW if text.startswith("lbw") else _PART for name, text in FACTORS.items()},
+        **{name: _LBW if text.startswith("lbw") else _PART for name, text in FOREIGN_FACTORS.items()},
     }
 )
 """Option of another program → what to write instead. sd-scripts, mergekit, diffusers' scripts, cp."""
@@ -259,12 +259,12 @@ _OTHERWISE: Final = dict.fromkeys((_RANK, _RULE, _SHARE), _SAME_RANK)
 _FLAG: Final = r"(?<![\w-])--?[a-z][a-z-]*"
 
 _ROLES: Final = {
-    _BASE: "base", _BEFORE: "base", _AFTER: "tuned", ADAPTERS: "adapters", _STRENGTH: "strengths", _OUTPUT: "output",
-    _DTYPE: "dtype", _RANK: "rank", _RULE: "rule", _SHARE: "share",
+    _BASE: "base", _BEFORE: "base", _AFTER: "tuned", ADAPTER_ORDER: "adapters", _STRENGTH: "strengths",
+    _OUTPUT: "output", _DTYPE: "dtype", _RANK: "rank", _RULE: "rule", _SHARE: "share",
 }  # fmt: skip
 """Advice on an option with values → what its values are."""
 
-OF_MERGE: Final = ("-s", "--strength")
+MERGE_ONLY: Final = ("-s", "--strength")
 """Options of ours that `average` and `extract` lack."""
 
 TRANSLATED: Final = ("merge", "combine", "resize", "convert", "average", "extract")
@@ -273,7 +273,7 @@ TRANSLATED: Final = ("merge", "combine", "resize", "convert", "average", "extrac
 _SEVERAL: Final = ("adapters", "strengths")
 """Roles of options that have several words behind them."""
 
-RULES: Final = {"sv_ratio": "ratio", "sv_fro": "fro", "sv_cumulative": "sum"}
+FOREIGN_RULES: Final = {"sv_ratio": "ratio", "sv_fro": "fro", "sv_cumulative": "sum"}
 """Rule for ranks of sd-scripts' networks/resize_lora.py → the rule here."""
 
 
@@ -284,13 +284,13 @@ def check_options(command: str, args: Sequence[str], parameters: Iterable[Any]) 
     check_dashes(args, known)
     typed, args = args, [_hyphened(arg) for arg in args]
     names = {arg.partition("=")[0]: word.partition("=")[0] for arg, word in zip(args, typed, strict=True)}
-    foreign = {*FOREIGN, *(OF_MERGE if command in TRANSLATED else ())}
+    foreign = {*FOREIGN_OPTIONS, *(MERGE_ONLY if command in TRANSLATED else ())}
     unknown = [name for name in names if name in foreign and not {name, f"{name}s"} & known.keys()]
     if unknown:
         right = translated(args, command, parameters) if command in TRANSLATED else ""
         advice = {name: text for name in unknown if (text := advice_on(name, known))}
         usage = _usage(command, parameters)
-        advices = [usage if text in (_BASE, ADAPTERS, _BEFORE, _AFTER) else text for text in advice.values()]
+        advices = [usage if text in (_BASE, ADAPTER_ORDER, _BEFORE, _AFTER) else text for text in advice.values()]
         fix = f"write {right}" if right else "; ".join(dict.fromkeys(advices)) or f"see lora-merge help {command}"
         words = " nor ".join(names[name] for name in unknown)
         raise UsageError(f"there is no option {words} here", " ".join(typed)[:200], fix)
@@ -298,7 +298,7 @@ def check_options(command: str, args: Sequence[str], parameters: Iterable[Any]) 
 
 def advice_on(name: str, known: Iterable[str]) -> str:
     """Return the advice on an option of another program to a command with these options; "" without one that fits."""
-    usual = FOREIGN.get(name, _STRENGTH)
+    usual = FOREIGN_OPTIONS.get(name, _STRENGTH)
     return next((text for text in (usual, _OTHERWISE.get(usual, "")) if text and advice_fits(text, known)), "")
 
 
@@ -310,7 +310,7 @@ def advice_fits(advice: str, known: Iterable[str]) -> bool:
 def _usage(command: str, parameters: Iterable[Any]) -> str:
     """Return the advice where the files of a command belong."""
     if command == "merge":
-        return f"{_BASE}; {ADAPTERS}"
+        return f"{_BASE}; {ADAPTER_ORDER}"
     files = [p.metavar or p.name.upper() for p in parameters if p.param_type_name == "argument"]
     return f"files go behind the command: lora-merge {' '.join((command, *files))}"
 
@@ -374,7 +374,7 @@ def _options(by_role: Mapping[str, list[str]]) -> dict[str, str]:
     named = {"-o": "output", "--dtype": "dtype", "--rank": "rank"}
     options = {flag: by_role[role][-1] for flag, role in named.items() if by_role[role]}
     if by_role["rule"] or by_role["share"]:
-        rule, share = RULES.get("".join(by_role["rule"]), "?"), "".join(by_role["share"])
+        rule, share = FOREIGN_RULES.get("".join(by_role["rule"]), "?"), "".join(by_role["share"])
         options |= {"--rank": f"{rule}:{share}", **({"--max-rank": options["--rank"]} if "--rank" in options else {})}
     return options
 
@@ -384,16 +384,16 @@ def _read(word: str, role: str, known: Mapping[str, bool]) -> tuple[str, list[st
 
     The role is "" if `word` is an option of no known program.
     """
-    meant = _STRENGTH if word in OF_MERGE else FOREIGN.get(word, "")
+    meant = _STRENGTH if word in MERGE_ONLY else FOREIGN_OPTIONS.get(word, "")
     if word in known:
         return "plain" if known[word] else "value", [word]
-    if meant in _ROLES or word in FACTORS:
+    if meant in _ROLES or word in FOREIGN_FACTORS:
         return _ROLES.get(meant, word), []
     if word in NEEDLESS or (meant.startswith("use -") and "," not in meant and advice_fits(meant, known)):
         return "plain", [] if word in NEEDLESS else meant.split()[1:]
     if word.startswith("-"):
         return "", []
-    if role in FACTORS:
-        option = FACTORS[role].format(word) or ONLY.get(word, "")
+    if role in FOREIGN_FACTORS:
+        option = FOREIGN_FACTORS[role].format(word) or ONLY.get(word, "")
         return ("plain", ["--strength-for", option]) if option else ("", [])
     return ("plain", [word]) if role == "value" else (role, [])

@@ -27,11 +27,11 @@ from ..process import command
 from .reports import nearest
 
 WIDTHS: Final = (32, 64, 128)  # channels per level; the real model has 320, 640, 1280
-TEXT: Final = 96  # width of the text encoder; the real one has 768
+TEXT_WIDTH: Final = 96  # width of the text encoder; the real one has 768
 RANK: Final = 8
-ALPHA: Final = 4.0
+DEMO_ALPHA: Final = 4.0
 
-METADATA: Final = {"format": "pt", "lora_merge.demo": "1"}
+DEMO_METADATA: Final = {"format": "pt", "lora_merge.demo": "1"}
 """Of every file that is made here; a merge keeps that of its base."""
 
 Tensors = dict[str, Tensor]
@@ -51,7 +51,7 @@ def demo(folder: Path, echo: Callable[[str], None]) -> None:
     for path in (base, *adapters):
         echo(f"  {path.name}  {path.stat().st_size / 2**20:.1f} MiB")
     named = [nearest(str(path)) for path in (base, *adapters, output)]
-    merged = (f"{path}:{strength:g}" for path, strength in zip(named[1:-1], STRENGTHS, strict=True))
+    merged = (f"{path}:{strength:g}" for path, strength in zip(named[1:-1], DEMO_STRENGTHS, strict=True))
     arguments = [named[0], *merged, "--dtype", "bf16", "-o", named[-1], "--overwrite"]
     echo("")
     echo(f"$ lora-merge {typed(arguments)}")
@@ -69,7 +69,7 @@ def demo(folder: Path, echo: Callable[[str], None]) -> None:
     echo("$ lora-merge MODEL.safetensors LORA.safetensors")
 
 
-STRENGTHS: Final = (0.8, 0.5, 1.0)
+DEMO_STRENGTHS: Final = (0.8, 0.5, 1.0)
 
 
 def _layers() -> Iterator[tuple[str, str, tuple[int, ...]]]:
@@ -81,14 +81,14 @@ def _layers() -> Iterator[tuple[str, str, tuple[int, ...]]]:
             yield f"lora_unet_{block}_resnets_{n}_conv1", f"{at}.0.in_layers.2", (width, before, 3, 3)
             body = f"{block}_attentions_{n}_transformer_blocks_0"
             inner = f"{at}.1.transformer_blocks.0"
-            for attention, inputs in (("attn1", width), ("attn2", TEXT)):
+            for attention, inputs in (("attn1", width), ("attn2", TEXT_WIDTH)):
                 for name, size in (("to_q", width), ("to_k", inputs), ("to_v", inputs)):
                     yield f"lora_unet_{body}_{attention}_{name}", f"{inner}.{attention}.{name}", (width, size)
             yield f"lora_unet_{body}_ff_net_0_proj", f"{inner}.ff.net.0.proj", (8 * width, width)
     for n in range(4):
         for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
             path = f"text_model.encoder.layers.{n}.self_attn.{name}"
-            yield f"lora_te_{path.replace('.', '_')}", f"cond_stage_model.transformer.{path}", (TEXT, TEXT)
+            yield f"lora_te_{path.replace('.', '_')}", f"cond_stage_model.transformer.{path}", (TEXT_WIDTH, TEXT_WIDTH)
 
 
 def _model(random: torch.Generator) -> Tensors:
@@ -99,7 +99,7 @@ def _model(random: torch.Generator) -> Tensors:
     tensors[f"{first}.weight"] = torch.randn(WIDTHS[0], 4, 3, 3, generator=random)
     tensors[f"{first}.bias"] = torch.zeros(WIDTHS[0])
     tensors["cond_stage_model.transformer.text_model.embeddings.token_embedding.weight"] = torch.randn(
-        4096, TEXT, generator=random
+        4096, TEXT_WIDTH, generator=random
     )
     tensors["first_stage_model.decoder.conv_out.weight"] = torch.randn(3, WIDTHS[0], 3, 3, generator=random)
     return {key: host(t, torch.float16) for key, t in tensors.items()}
@@ -111,7 +111,7 @@ def _lora(random: torch.Generator) -> Tensors:
     for name, _, (out, *rest) in _layers():
         tensors[f"{name}.lora_up.weight"] = torch.randn(out, RANK, *[1] * (len(rest) - 1), generator=random) * 0.02
         tensors[f"{name}.lora_down.weight"] = torch.randn(RANK, *rest, generator=random) * 0.1
-        tensors[f"{name}.alpha"] = torch.tensor(ALPHA)
+        tensors[f"{name}.alpha"] = torch.tensor(DEMO_ALPHA)
     return tensors
 
 
@@ -123,7 +123,7 @@ def _loha(random: torch.Generator) -> Tensors:
             for k in ("1", "2"):
                 tensors[f"{name}.hada_w{k}_a"] = torch.randn(shape[0], RANK, generator=random) * 0.1
                 tensors[f"{name}.hada_w{k}_b"] = torch.randn(RANK, shape[1] * 9, generator=random) * 0.1
-            tensors[f"{name}.alpha"] = torch.tensor(ALPHA)
+            tensors[f"{name}.alpha"] = torch.tensor(DEMO_ALPHA)
     return {key: host(t, torch.bfloat16) for key, t in tensors.items()}
 
 
@@ -136,7 +136,7 @@ def _glora(random: torch.Generator) -> Tensors:
             sizes = {"a1": (width, RANK), "a2": (RANK, width), "b1": (out, RANK), "b2": (RANK, width)}
             for slot, size in sizes.items():
                 tensors[f"{name}.{slot}.weight"] = torch.randn(size, generator=random) * 0.05
-            tensors[f"{name}.alpha"] = torch.tensor(ALPHA)
+            tensors[f"{name}.alpha"] = torch.tensor(DEMO_ALPHA)
     return tensors
 
 
@@ -146,7 +146,7 @@ def _check(model: Tensors, parts: list[Tensors], output: Path) -> tuple[int, int
     wrong = total = 0
     for key, info in parse_file(output).tensors.items():
         exact = host(model[key], torch.float64)
-        for tensors, strength in zip(parts, STRENGTHS, strict=True):
+        for tensors, strength in zip(parts, DEMO_STRENGTHS, strict=True):
             if key in names:
                 exact = exact + strength * _delta(names[key], tensors, host(model[key], torch.float64))
         got = _load(info)
@@ -160,7 +160,7 @@ def _delta(name: str, tensors: Tensors, weight: Tensor) -> Tensor:
     """Return what the formulas give, written down plainly, in fp64."""
     t = {k.removeprefix(f"{name}."): host(v, torch.float64).flatten(1) for k, v in tensors.items()
          if k.startswith(f"{name}.") and v.ndim}  # fmt: skip
-    scale = ALPHA / RANK
+    scale = DEMO_ALPHA / RANK
     if "lora_up.weight" in t:
         return scale * (t["lora_up.weight"] @ t["lora_down.weight"]).reshape(weight.shape)
     if "hada_w1_a" in t:
@@ -181,7 +181,7 @@ def _require_ours(*paths: Path) -> None:
 
 def _is_ours(path: Path) -> bool:
     try:
-        return parse_file(path).metadata.items() >= METADATA.items()
+        return parse_file(path).metadata.items() >= DEMO_METADATA.items()
     except MergeError:
         return False
 
@@ -189,7 +189,7 @@ def _is_ours(path: Path) -> bool:
 def _save(tensors: Tensors, path: Path) -> None:
     entries = [(key, FILE_DTYPES[t.dtype], tuple(t.shape)) for key, t in tensors.items()]
     with failures(path), replacing(path, overwrite=True) as part, part.open("wb") as f:
-        f.write(layout(entries, METADATA, 0))
+        f.write(layout(entries, DEMO_METADATA, 0))
         for t in tensors.values():
             f.write(t.contiguous().flatten().view(torch.uint8).numpy().tobytes())
 

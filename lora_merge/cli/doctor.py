@@ -41,7 +41,7 @@ TOLERANCE: Final = {"F64": 1e-9, "F32": 2e-4}
 """Largest deviation from float64, as a share of the largest number; SVDs and small test weights cost digits."""
 
 DISK_BYTES: Final = 256 << 20  # written and read for each rate
-BLOCK: Final = 32 << 20
+PROBE_BYTES: Final = 32 << 20
 
 
 def examine(folder: Path, disk_bytes: int = DISK_BYTES) -> dict[str, Any]:
@@ -207,8 +207,8 @@ def _disk(folder: Path, size: int) -> dict[str, Any]:
 
 def _rates(path: Path, size: int, mode: Mode) -> dict[str, Any]:
     """Write a file, flush it, and read it back from the disk."""
-    block = aligned_buffer(BLOCK)
-    block[:] = secrets.token_bytes(1 << 16) * (BLOCK >> 16)
+    block = aligned_buffer(PROBE_BYTES)
+    block[:] = secrets.token_bytes(1 << 16) * (PROBE_BYTES >> 16)
     seconds, direct = timed_write(path, block, size, mode)
     written = time.perf_counter()
     flags = DIRECT_FLAG if direct else 0

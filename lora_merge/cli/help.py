@@ -15,13 +15,13 @@ from typer.core import TyperCommand, TyperGroup
 
 from ..errors import UsageError
 from ..options import OPTIONS
-from .compat import FOREIGN, advice_on
-from .terminal import DEBUG, EVERYWHERE, FLAG, Color
+from .compat import FOREIGN_OPTIONS, advice_on
+from .terminal import COLOR_FLAG, DEBUG, EVERYWHERE, Color
 
 UNRECORDED: Final = "If the output has no recipe"
 """Heading of the options of a merge that `verify` reads from a recipe, if there is one."""
 
-GROUPS: Final = ("Strength", "Method", "Input", "Output", "Computation", UNRECORDED, "Report")
+OPTION_GROUPS: Final = ("Strength", "Method", "Input", "Output", "Computation", UNRECORDED, "Report")
 """Headings of options, in the order of the help; other options come first, below "Options"."""
 
 BY_NAME: Final = {
@@ -32,7 +32,7 @@ BY_NAME: Final = {
 }
 """Parameter that many commands have → its heading."""
 
-COMMANDS: Final = {
+COMMAND_GROUPS: Final = {
     "Merge": ("merge", "batch", "ui", "comfyui", "demo"),
     "Adapters": ("combine", "resize", "convert", "average", "extract"),
     "Look": ("inspect", "parts", "compare", "architectures", "algorithms"),
@@ -40,7 +40,7 @@ COMMANDS: Final = {
 }
 """Heading of commands → its commands, in the order of use."""
 
-LONGEST: Final = 40  # letters of choices behind the name of an option
+LONGEST_CHOICES: Final = 40  # letters of choices behind the name of an option
 
 
 class GroupedCommand(TyperCommand):
@@ -67,7 +67,11 @@ class GroupedCommand(TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments, and the options by groups."""
-        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": [], **{name: [] for name in GROUPS}}
+        groups: dict[str, list[tuple[str, str]]] = {
+            "Arguments": [],
+            "Options": [],
+            **{name: [] for name in OPTION_GROUPS},
+        }
         for parameter in self.get_params(ctx):
             row = parameter.get_help_record(ctx)
             if row is None:
@@ -135,7 +139,7 @@ def everywhere() -> list[Any]:
 
 
 def _everywhere(
-    color: Annotated[Color, typer.Option(FLAG, help=EVERYWHERE[0][1])] = "auto",
+    color: Annotated[Color, typer.Option(COLOR_FLAG, help=EVERYWHERE[0][1])] = "auto",
     debug: Annotated[bool, typer.Option(DEBUG, help=EVERYWHERE[1][1])] = False,
 ) -> None: ...
 
@@ -144,7 +148,7 @@ def _row(word: str, names: str, text: str) -> tuple[str, str]:
     """Return the row of an option: `word` in place of a type, and of choices that find no room in a line."""
     names = names.replace("<list[str]>", word).replace("<str>", word)
     start, _, choices = names.partition(" <")
-    if len(choices) < LONGEST:
+    if len(choices) < LONGEST_CHOICES:
         return names, text
     sentence, bracket, default = text.partition("  [")
     return f"{start} {word}", f"{sentence} One of {', '.join(choices[:-1].split('|'))}.{bracket}{default}"
@@ -208,14 +212,14 @@ def _advice(name: str, context: Any) -> tuple[list[str], str]:
     other programs means here."""
     parameters = getattr(getattr(context, "command", None), "params", ())
     known = [option for parameter in parameters for option in (*parameter.opts, *parameter.secondary_opts)]
-    known += ["--help", FLAG, DEBUG]
+    known += ["--help", COLOR_FLAG, DEBUG]
     if not name.startswith("--"):
         return [], "write the strength after the file name: ADAPTER:-0.8; " if name[1:2].isdigit() else ""
     plain = name.replace("_", "-")
     if getattr(context, "info_name", "") == "batch" and plain in (option.flag for option in OPTIONS.values()):
         return [], _in_file(plain)
     near = _alike(plain, known) or [option for option in known if option.startswith(plain)][:3]
-    other = [advice for option in _alike(plain, FOREIGN) if (advice := advice_on(option, known))]
+    other = [advice for option in _alike(plain, FOREIGN_OPTIONS) if (advice := advice_on(option, known))]
     return near, f"did you mean {' or '.join(near)}? " if near else f"{other[0]}; " if other else ""
 
 

@@ -26,7 +26,7 @@ from .tables import parts
 if TYPE_CHECKING:
     from ..job import Adapter
 
-AS_JSON = Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")]
+FACTS_AS_JSON = Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -51,7 +51,7 @@ def inspect(
     ] = False,
     html: HTML = None,
     plot: PLOT = None,
-    as_json: AS_JSON = False,
+    as_json: FACTS_AS_JSON = False,
     json_tensors: JSON_TENSORS = False,
     verbose: Annotated[
         bool, typer.Option("-v", "--verbose", help="List name patterns too, and all facts of several files.")
@@ -141,7 +141,7 @@ def compare(
     ] = None,
     html: HTML = None,
     plot: PLOT = None,
-    as_json: AS_JSON = False,
+    as_json: FACTS_AS_JSON = False,
     json_tensors: JSON_TENSORS = False,
     quiet: SILENT = False,
     **_: Any,
@@ -173,9 +173,9 @@ def compare(
 
 def _schemas(incomplete: str) -> list[str]:
     """Return the schemas whose names begin so, for the shell's completion."""
-    from ..viewing.json_schemas import KINDS
+    from ..viewing.json_schemas import SCHEMA_KINDS
 
-    return offered(KINDS)(incomplete)
+    return offered(SCHEMA_KINDS)(incomplete)
 
 
 @with_options()
@@ -190,9 +190,11 @@ def schema(
     Merges print report, plan; commands that write adapters: adapter; verify: proof, adapter-proof; batch: job-report,
     job-plan; inspect: inspect, files; parts, compare, algorithms, architectures, doctor: their names; all: error.
     """
-    from ..viewing.json_schemas import KINDS, schema_of
+    from ..viewing.json_schemas import SCHEMA_KINDS, schema_of
 
-    if what not in KINDS:
-        raise UsageError(f"there is no schema {what[:40]!r}", "lora-merge schema", f"use one of {', '.join(KINDS)}")
+    if what not in SCHEMA_KINDS:
+        raise UsageError(
+            f"there is no schema {what[:40]!r}", "lora-merge schema", f"use one of {', '.join(SCHEMA_KINDS)}"
+        )
     document: dict[str, Any] = schema_of(what)
     put(Lines.of(json_text(document, indent=2).splitlines()))

@@ -25,10 +25,18 @@ from ..text import Lines, json_text, one_line
 from . import adapter_commands, comfyui_command, inspect_commands, tables, ui_command, verify_commands
 from .argument_values import named_adapters, named_base, named_parts, with_strengths
 from .batch_command import batch
-from .compat import PROGRAM_OPTIONS, SHORT, check_command, check_once, check_options, check_spaces, checked_output
-from .help import COMMANDS, REFUSED, GroupedCommand, add, everywhere, examples, files, refused, take_text
+from .compat import (
+    PROGRAM_OPTIONS,
+    SHORT_COMMANDS,
+    check_command,
+    check_once,
+    check_options,
+    check_spaces,
+    checked_output,
+)
+from .corrected_line import correct
+from .help import COMMAND_GROUPS, REFUSED, GroupedCommand, add, everywhere, examples, files, refused, take_text
 from .options import AS_JSON, DRY_RUN, HTML, JSON_TENSORS, OUTPUT, PLOT, QUIET, REPORT, read, with_options
-from .own_line import correct
 from .progress_display import Display, watching
 from .reports import PageFiles, ReportOptions, announcing, echo, merge_and_report, pictured, put
 from .terminal import debugging, show_error, styled, without_global_options
@@ -41,10 +49,10 @@ ROOT_OPTIONS = ("--help", "--version", "--install-completion", "--show-completio
 
 HELP = ("-h", "--help")
 
-NARROW = 52
+LEAST_HELP_COLUMNS = 52
 """Columns below which click would write its help too wide: it takes 50 at least."""
 
-FLAGS = ("--json", "--quiet", "-q", "--verbose", "-v", "--overwrite", "--dry-run")
+VALUELESS_OPTIONS = ("--json", "--quiet", "-q", "--verbose", "-v", "--overwrite", "--dry-run")
 """Options without a value, which may precede a command by mistake."""
 
 
@@ -58,9 +66,9 @@ class Commands(TyperGroup):
             args = args[1:]
         if args and (args[0] == "help" or (args[0] in HELP and args[1:] and args[1] in self.commands)):
             ctx.meta[HELP[-1]] = True
-            args = [*(SHORT.get(word, word).partition(" ")[0] for word in args[1:2]), "--help"]
-        elif args and args[0] in SHORT and not exists(args[0]):
-            args = [*SHORT[args[0]].split(), *args[1:]]
+            args = [*(SHORT_COMMANDS.get(word, word).partition(" ")[0] for word in args[1:2]), "--help"]
+        elif args and args[0] in SHORT_COMMANDS and not exists(args[0]):
+            args = [*SHORT_COMMANDS[args[0]].split(), *args[1:]]
         elif args and args[0] in PROGRAM_OPTIONS and not exists(args[0]):
             args = [PROGRAM_OPTIONS[args[0]]]
         if not ctx.resilient_parsing:
@@ -78,7 +86,7 @@ class Commands(TyperGroup):
 
     def _suggest(self, args: list[str]) -> None:
         """Raise UsageError for a first word that is neither file nor command, or for a command after its options."""
-        word = next((a for a in args if a not in FLAGS), "")
+        word = next((a for a in args if a not in VALUELESS_OPTIONS), "")
         if word != args[0] and word in self.commands and not exists(word):
             raise UsageError("options go after the command", word, f"lora-merge {word} … {args[0]}")
         check_command(word, {name: self.commands[name].get_short_help_str(200) for name in self.list_commands(None)})
@@ -90,8 +98,8 @@ class Commands(TyperGroup):
     def _groups(self) -> dict[str, list[str]]:
         """Return heading → its commands."""
         shown = {name for name, command in self.commands.items() if not command.hidden}
-        groups = {title: [name for name in names if name in shown] for title, names in COMMANDS.items()}
-        return {**groups, "More": sorted(shown.difference(*COMMANDS.values()))}
+        groups = {title: [name for name in names if name in shown] for title, names in COMMAND_GROUPS.items()}
+        return {**groups, "More": sorted(shown.difference(*COMMAND_GROUPS.values()))}
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the commands by groups, and then the options of the program."""
@@ -114,7 +122,7 @@ class Commands(TyperGroup):
         return [*super().get_params(ctx), *(everywhere() if ctx.resilient_parsing else ())]
 
 
-EXAMPLES = examples(
+USAGE_EXAMPLES = examples(
     "sdxl.safetensors style.safetensors:0.8 --dtype bf16",
     "sdxl.safetensors a.safetensors:0.8 b.safetensors:0.5",
     "sdxl.safetensors style.safetensors --strength-for te=0",
@@ -127,7 +135,7 @@ app = typer.Typer(
     help="Merge LoRA, LyCORIS and PEFT adapters into .safetensors checkpoints.\n\n"
     "lora-merge BASE ADAPTER[:STRENGTH] ... [options] is short for lora-merge merge.\n\n"
     "Run lora-merge help COMMAND for details.",
-    epilog=EXAMPLES,
+    epilog=USAGE_EXAMPLES,
 )  # fmt: skip
 
 add(app, batch, "batch jobs.yaml --dry-run", "batch jobs.yaml --workers 2 --report report.jsonl")
@@ -143,7 +151,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
         raise typer.Exit
 
 
-@app.command(cls=GroupedCommand, epilog=EXAMPLES)
+@app.command(cls=GroupedCommand, epilog=USAGE_EXAMPLES)
 @with_options(*OPTIONS.values(), before="dry_run")
 def merge(
     base: Annotated[
@@ -246,7 +254,7 @@ def main() -> None:
     try:
         with signals_first():
             width = shutil.get_terminal_size().columns
-            wide = {"terminal_width": width - 2} if width < NARROW else {}
+            wide = {"terminal_width": width - 2} if width < LEAST_HELP_COLUMNS else {}
             raise SystemExit(_program()(prog_name="lora-merge", standalone_mode=False, **wide) or 0)
     except REFUSED as e:
         if not sys.argv[1:]:  # no argument at all

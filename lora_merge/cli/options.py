@@ -99,7 +99,7 @@ def with_options(
 OF_VERIFY: Final = {"compute_dtype": "Allow the rounding of this dtype, whatever the recipe says. [default: fp32]"}
 """Option → its help where it is no statement on how an output was made."""
 
-KINDS: Final = {"switch": bool, "whole": int, "number": float}
+OPTION_TYPES: Final = {"switch": bool, "whole": int, "number": float}
 """Kind of an option → type of its value on the command line, where it is not text."""
 
 
@@ -108,7 +108,7 @@ def _parameter(option: Option, *, stated: bool) -> inspect.Parameter:
     many = option.kind in ("numbers", "parts", "settings", "entries", "rules", "texts")
     default = None if stated or many else option.default
     words: Any = Literal.__getitem__(option.words) if option.words else str  # for help and completion; see take_text
-    kind: Any = list[str] if many else KINDS.get(option.kind, words)
+    kind: Any = list[str] if many else OPTION_TYPES.get(option.kind, words)
     flag = f"{option.flag}/--no-{option.name}" if option.kind == "switch" and default is not False else option.flag
     text = OF_VERIFY.get(option.name, option.help) if stated else option.help
     group = UNRECORDED if stated and option.in_verify and option.name not in OF_VERIFY else option.group

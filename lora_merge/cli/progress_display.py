@@ -26,7 +26,7 @@ BEAT: Final = 0.2
 WINDOW: Final = 5.0
 """Seconds over which the rate is taken: one that only shrinks slowly would hide that the disk has stopped."""
 
-WEIGHTS: Final = {"merge": 1.0, "flush": 0.03, "prove": 0.05}
+STAGE_SHARES: Final = {"merge": 1.0, "flush": 0.03, "prove": 0.05}
 """Stage → the time that it takes for a byte of the output, relative to merging; measured with outputs of 1 to 7 GB."""
 
 TRANSFERS: Final = ("fetch", "upload")
@@ -36,7 +36,7 @@ MAKING: Final = {"make": 1.0, "flush": 0.02, "prove": 0.5}
 """The same for the layers of an adapter, relative to computing them. Measured: the proof takes 0.3 (convert) to 3 times
 (resize) as long."""
 
-LOOKING: Final = {"make": 1.0}
+READING_SHARES: Final = {"make": 1.0}
 """The weights where files are only looked at."""
 
 PROOF: Final = {"prove": 1.0}
@@ -47,13 +47,13 @@ LIMITS: Final = {
 }  # fmt: skip
 """Stage of the pipeline → what the merge spends most time on, for people."""
 
-SURE: Final = 0.002
+LEAST_PROGRESS: Final = 0.002
 """Share of the work that must be done before the remaining time is shown; before that it would be a guess."""
 
-MOST: Final = 8
+MOST_LINES: Final = 8
 """Lines for jobs under way; further ones are counted."""
 
-NARROWEST: Final = 8
+BAR_COLUMNS: Final = 8
 """Columns of the bar with its ends: so a merge has all its facts on 80 columns."""
 
 SPINNER: Final = ("⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\")
@@ -103,7 +103,7 @@ class OutputProgress:
             "flush": float(self.stage == "prove") if self.stage != "flush" else waited / (waited + usual),
             "prove": self.proven / self.to_prove if self.to_prove else 0.0,
         }
-        weights = LOOKING if self.stage == "look" else MAKING if self.to_compute else weights
+        weights = READING_SHARES if self.stage == "look" else MAKING if self.to_compute else weights
         return min(1.0, sum(parts[stage] * weight for stage, weight in weights.items()) / sum(weights.values()))
 
 
@@ -132,7 +132,7 @@ class Display:
 
     stream: Any
     jobs: BatchJobs | None = None  # None: a single run
-    weights: dict[str, float] = field(default_factory=lambda: dict(WEIGHTS))
+    weights: dict[str, float] = field(default_factory=lambda: dict(STAGE_SHARES))
     clock: Callable[[], float] = time.monotonic
     doing: str = "reading headers"  # until the first step
     received: Callable[[], int] = received  # bytes that are read from other machines
@@ -203,8 +203,8 @@ class Display:
             self._sample(now)
             if self.jobs is None:
                 return [self._merge(under_way[-1] if under_way else OutputProgress("", self.began), now, width)]
-            shown = [self._job(output, now, width) for output in under_way[:MOST]]
-            more = [f"  and {len(under_way) - MOST} more"] if len(under_way) > MOST else []
+            shown = [self._job(output, now, width) for output in under_way[:MOST_LINES]]
+            more = [f"  and {len(under_way) - MOST_LINES} more"] if len(under_way) > MOST_LINES else []
             return [*shown, *more, self._batch(self.jobs, now, width)]
 
     def _sample(self, now: float) -> None:
@@ -226,7 +226,7 @@ class Display:
 
     def _left(self, share: float, now: float) -> str:
         """Return the time that is left, flush and proof included, as far as it can be known."""
-        if self.working is None or share < SURE or now - self.working < 1:
+        if self.working is None or share < LEAST_PROGRESS or now - self.working < 1:
             return ""
         return f"{interval((now - self.working) * (1 - share) / share)} left"
 
@@ -258,7 +258,7 @@ class Display:
         """Return the line of a download or an upload."""
         share = output.transferred / output.to_transfer if output.to_transfer else 1.0
         spent = now - output.since
-        left = f"{interval(spent * (1 - share) / share)} left" if share >= SURE and spent >= 1 else ""
+        left = f"{interval(spent * (1 - share) / share)} left" if share >= LEAST_PROGRESS and spent >= 1 else ""
         moved = spent > 0 and output.transferred > 0
         speed = rate(int(output.transferred / spent)) if moved else f"{interval(spent)} so far"
         done = done_of(output.transferred, output.to_transfer)
@@ -300,7 +300,7 @@ class Display:
         beat = letters[self.beats % len(letters)] if beats else " "
         prefix = f"{beat} {head} {share:4.0%} " if share is not None else f"{beat} {head} "
         shown_facts = [fact for fact in facts if fact]
-        while len(shown_facts) > (share is None) and len(prefix) + len(", ".join(shown_facts)) + NARROWEST > width:
+        while len(shown_facts) > (share is None) and len(prefix) + len(", ".join(shown_facts)) + BAR_COLUMNS > width:
             shown_facts.pop()
         text = ", ".join(shown_facts)
         if share is None:
@@ -374,7 +374,7 @@ def watching(
     if quiet or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield None
         return
-    display = Display(sys.stderr, jobs, weights or dict(WEIGHTS))
+    display = Display(sys.stderr, jobs, weights or dict(STAGE_SHARES))
     display.doing = doing or display.doing
     display.draw()
     try:

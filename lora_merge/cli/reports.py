@@ -24,31 +24,45 @@ from ..text import Lines, json_text, one_line, plural, shown, size
 from ..viewing.json_schemas import schema
 from .progress_display import Display, paused, watching
 from .stdio import ReportFile
-from .terminal import INSET, broken, colored, columns, console, grid, has, mark, panel, show, show_whole, styled, text
-from .terminal import WIDEST as PANEL
+from .terminal import (
+    COLUMN_GAP,
+    INSET,
+    broken,
+    colored,
+    columns,
+    console,
+    grid,
+    has,
+    mark,
+    panel,
+    show,
+    show_whole,
+    styled,
+    text,
+)
+from .terminal import PANEL_COLUMNS as PANEL
 
 if TYPE_CHECKING:
     from rich.text import Text
 
     from ..adapters_out.report import AdapterReport
-    from ..batch.planning import PlannedJob
+    from ..batch.batch_plan import PlannedJob
     from ..batch.report import JobReport
     from ..batch.run import Batch
     from ..planning.plan import Plan
     from ..progress import Progress
 
-NAMES: Final = 8
+NAME_COLUMNS: Final = 8
 """Columns of the names of facts in a pipe."""
 
 REMARKS: Final = ("note", "warning")
 """Names of facts that are shown with --quiet too, on stderr."""
 
-COPIED: Final = frozenset({"file", "adapter", "hash", "undo", "A", "B"})
+COPIED_FACTS: Final = frozenset({"file", "adapter", "hash", "undo", "A", "B"})
 """Names of facts whose words are copied: they stay whole where others are broken."""
 
-GAP: Final = 2  # columns between a name and its value
 BETWEEN: Final = 4  # columns before and between the cells of a table
-WIDEST: Final = 200
+WIDEST_REPORT: Final = 200
 
 
 # Text and rows of facts, in a pipe and on a terminal.
@@ -73,7 +87,7 @@ def plain_lines(rows: Iterable[Fact]) -> Iterator[str]:
     before = ""
     for row in rows:
         name = "" if row.name == before else row.name
-        yield remark(row) if row.name in REMARKS else f"{name:<{NAMES}} {row.value}" if row.name else str(row)
+        yield remark(row) if row.name in REMARKS else f"{name:<{NAME_COLUMNS}} {row.value}" if row.name else str(row)
         before = row.name
 
 
@@ -104,10 +118,10 @@ def show_rows(rows: Iterable[Fact]) -> None:
         show_lines(rows)
 
 
-LINES: Final = 8
-"""Lines of a panel at most, with its title, on a terminal of `NARROW` columns or more."""
+PANEL_LINES: Final = 8
+"""Lines of a panel at most, with its title, on a terminal of `NARROW_COLUMNS` columns or more."""
 
-NARROW: Final = 80
+NARROW_COLUMNS: Final = 80
 
 SPARE: Final = ("format", "change", "input", "note", "undo", "triggers", "layers", "matching", "cut")
 """Names of the rows of a panel in the order in which they are left out of one that is too long: -v and --json have
@@ -130,7 +144,7 @@ def show_panel(
     stream = sys.stderr if err else sys.stdout
     warned = any(row.name == "warning" or row.style in WARNING for row in rows)
     style = "red" if failed else "yellow" if warned else "green"
-    rows = rows if whole else fitted(rows, max(NARROW, min(PANEL, columns(stream))))
+    rows = rows if whole else fitted(rows, max(NARROW_COLUMNS, min(PANEL, columns(stream))))
     sign = mark("failed" if failed else "note" if warned else "done", stream)
     show(panel(f"{sign} {title}", terminal_rows(rows), style), err=err)
 
@@ -138,19 +152,19 @@ def show_panel(
 def fitted(rows: Sequence[Fact], width: int) -> Sequence[Fact]:
     """Return as many rows as a panel of this width has lines for, the most important ones; long values are cut, except
     those that are copied."""
-    room = width - INSET - max((len(row.name) for row in rows), default=0) - GAP
-    whole = (*COPIED, "output")
+    room = width - INSET - max((len(row.name) for row in rows), default=0) - COLUMN_GAP
+    whole = (*COPIED_FACTS, "output")
     fit = [row if row.name in whole else row._replace(value=shortened(row, room)) for row in rows]
     # Step 1: rows are left out by their names.
     for name in SPARE:
-        while _lines(fit, room) >= LINES and any(row.name == name for row in fit):
+        while _lines(fit, room) >= PANEL_LINES and any(row.name == name for row in fit):
             del fit[max(n for n, row in enumerate(fit) if row.name == name)]
     # Step 2: several rows of one name have one line each, and the last ones are counted.
-    if _lines(fit, room) >= LINES:
+    if _lines(fit, room) >= PANEL_LINES:
         fit = [row if row.name in whole else row._replace(value=shortened(row, room, 1)) for row in fit]
     for name in dict.fromkeys(row.name for row in fit):
         places, more = [n for n, row in enumerate(fit) if row.name == name], 0
-        while _lines(fit, room) >= LINES and len(places) > 2:
+        while _lines(fit, room) >= PANEL_LINES and len(places) > 2:
             del fit[places.pop()]
             more += 1
             fit[places[-1]] = Fact(name, f"and {more + 1} more (--json names all)")
@@ -192,16 +206,16 @@ def terminal_rows(rows: Sequence[Fact], room: int | None = None) -> list[tuple[T
 
 def show_table(rows: Sequence[Fact]) -> None:
     """Print rows as a table of names and values; words that are copied stay whole."""
-    width = min(console(sys.stdout).width, WIDEST)
-    room = width - max((len(row.name) for row in rows), default=0) - GAP
+    width = min(console(sys.stdout).width, WIDEST_REPORT)
+    room = width - max((len(row.name) for row in rows), default=0) - COLUMN_GAP
     cells = terminal_rows(rows, room)
-    whole = (row.name in COPIED and _longest(cell[1].plain) > room for row, cell in zip(rows, cells, strict=True))
+    whole = (row.name in COPIED_FACTS and _longest(cell[1].plain) > room for row, cell in zip(rows, cells, strict=True))
     for is_whole, some in groupby(zip(whole, cells, strict=True), lambda pair: pair[0]):
         lines = [cell for _, cell in some]
         if is_whole:
             show_whole(lines, width, width - room)
         else:
-            show(grid(lines, width - room - GAP))
+            show(grid(lines, width - room - COLUMN_GAP))
 
 
 def table_row(row: Fact, width: int) -> Text:
@@ -616,7 +630,7 @@ def _show_charts(values: Mapping[str, Any]) -> None:
     from ..viewing.pages.page import content
     from .charts import SHADES, bars, heat_map
 
-    width = min(console(sys.stdout).width, WIDEST)
+    width = min(console(sys.stdout).width, WIDEST_REPORT)
     page = content(dict(values))
     shades = "" if colored() else next(s for s in SHADES if has(sys.stdout, s))
     for chart in page["heat_maps"]:

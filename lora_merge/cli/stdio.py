@@ -24,7 +24,7 @@ ESCAPED: Final = "lora_merge.escaped"
 REPORTS: Final = (b'{"output": ', b'{"dry_run": ', b'{"error": {"kind": ')
 """The beginning of the reports of merges."""
 
-KINDS: Final = {"--report": (b"{", b"["), "--html": (b"<",), "--plot": (b"\x89PNG", b"<")}
+FILE_BEGINNINGS: Final = {"--report": (b"{", b"["), "--html": (b"<",), "--plot": (b"\x89PNG", b"<")}
 """Option → the beginnings of files of its kind; other files are not written over."""
 
 
@@ -38,7 +38,7 @@ def _escaped(e: UnicodeError) -> tuple[str, int]:
 codecs.register_error(ESCAPED, _escaped)
 
 
-PATIENCE: Final = 60.0
+READER_SECONDS: Final = 60.0
 """Seconds that a report waits for a reader that does not read."""
 
 LINKS: Final = 40
@@ -222,7 +222,7 @@ class ReportFile:
             if any(self._hits(path, new=role == "an output") for path in paths):
                 raise self._elsewhere(f"the report would be written over {role}", is_other=True)
         start = self._start().lstrip() if self.path.is_file() and not self._streams else b""
-        if start and not start.startswith(KINDS[self._flag]):
+        if start and not start.startswith(FILE_BEGINNINGS[self._flag]):
             raise self._elsewhere("a file of another kind is there")
         self._spares = True
 
@@ -321,7 +321,7 @@ class ReportFile:
 
     def _wait(self) -> None:
         """Wait until the reader of a full pipe has read some of it; OSError if it reads nothing."""
-        if not _events(self._fd, PATIENCE):
+        if not _events(self._fd, READER_SECONDS):
             raise OSError(errno.ETIMEDOUT, "its reader does not read")
 
 

@@ -19,7 +19,7 @@ from .options import with_options
 from .reports import put
 from .terminal import show, styled, table
 
-JSON: Final = typer.Option("--json", help="Print one JSON object.")
+JSON_OPTION: Final = typer.Option("--json", help="Print one JSON object.")
 
 
 def add_to(app: typer.Typer) -> None:
@@ -34,7 +34,7 @@ def parts(
     base: Annotated[
         str, typer.Argument(metavar="BASE", help="Checkpoint: a .safetensors file, a model folder or an address.")
     ],
-    as_json: Annotated[bool, JSON] = False,
+    as_json: Annotated[bool, JSON_OPTION] = False,
     **_: Any,
 ) -> None:
     """List parts and blocks, for --strength-for."""
@@ -63,13 +63,13 @@ def parts(
 
 
 @with_options()
-def algorithms(as_json: Annotated[bool, JSON] = False) -> None:
+def algorithms(as_json: Annotated[bool, JSON_OPTION] = False) -> None:
     """List the algorithms of adapters that can be merged."""
     _print("algorithms", ("names", "what", "paper"), list(known_algorithms()), as_json=as_json)
 
 
 @with_options()
-def architectures(as_json: Annotated[bool, JSON] = False) -> None:
+def architectures(as_json: Annotated[bool, JSON_OPTION] = False) -> None:
     """List the models that are recognised by their tensors."""
     _print("architectures", ("title", "part", "text encoders", "layouts"), list(known_architectures()), as_json=as_json)
 

@@ -21,20 +21,22 @@ if TYPE_CHECKING:
 Color: TypeAlias = Literal["auto", "always", "never"]
 
 COLORS: Final = get_args(Color)
-FLAG: Final = "--color"
+COLOR_FLAG: Final = "--color"
 DEBUG: Final = "--debug"
 
 EVERYWHERE: Final = (
-    (f"{FLAG} <{'|'.join(COLORS)}>", "Use colours and tables; auto: on a terminal without NO_COLOR."),
+    (f"{COLOR_FLAG} <{'|'.join(COLORS)}>", "Use colours and tables; auto: on a terminal without NO_COLOR."),
     (DEBUG, "Print tracebacks."),
 )
 """The options of every command, as its help lists them. They may be anywhere on the command line."""
 
-WIDEST: Final = 100
+PANEL_COLUMNS: Final = 100
 """Columns of a panel at most; longer lines are hard to read."""
 
 INSET: Final = 2
 """Columns by which the rows of a panel are moved to the right."""
+
+COLUMN_GAP: Final = 2  # columns between a name and its value
 
 
 REFLOWING: Final = (
@@ -43,7 +45,7 @@ REFLOWING: Final = (
 )  # fmt: skip
 """Variables of terminals that break long lines again when their width changes."""
 
-CUT: Final = ("XTERM_VERSION", "STY")
+CUTTING_TERMINALS: Final = ("XTERM_VERSION", "STY")
 """Variables of terminals that cut such lines, xterm and GNU screen. They count first, as they run inside others."""
 
 
@@ -57,13 +59,13 @@ def without_global_options(args: Sequence[str], *, checked: bool = True) -> list
         name, equals, value = args[at].partition("=")
         if args[at] == "--":
             return [*rest, *args[at:]]
-        if name != FLAG:
+        if name != COLOR_FLAG:
             rest += [args[at]] if args[at] != DEBUG else []
         elif not equals:
             at, value = at + 1, args[at + 1] if at + 1 < len(args) else ""
-        if checked and name == FLAG and value not in COLORS:
-            what = f"{value[:40]!r} is not a value of {FLAG}" if value else f"{FLAG} has no value"
-            raise UsageError(what, FLAG, f"use one of {', '.join(COLORS)}")
+        if checked and name == COLOR_FLAG and value not in COLORS:
+            what = f"{value[:40]!r} is not a value of {COLOR_FLAG}" if value else f"{COLOR_FLAG} has no value"
+            raise UsageError(what, COLOR_FLAG, f"use one of {', '.join(COLORS)}")
         at += 1
     return rest
 
@@ -73,9 +75,9 @@ def color_choice() -> str:
     for at, word in enumerate(sys.argv):
         if word == "--":
             break
-        if word.startswith(f"{FLAG}="):
+        if word.startswith(f"{COLOR_FLAG}="):
             return word.partition("=")[2]
-        if word == FLAG and at + 1 < len(sys.argv):
+        if word == COLOR_FLAG and at + 1 < len(sys.argv):
             return sys.argv[at + 1]
     return "auto"
 
@@ -116,7 +118,7 @@ def reflows() -> bool:
     environment = os.environ
     if environment.get("TMUX") and environment.get("TERM", "").startswith(("tmux", "screen")):
         return True
-    return not any(map(environment.get, CUT)) and any(map(environment.get, REFLOWING))
+    return not any(map(environment.get, CUTTING_TERMINALS)) and any(map(environment.get, REFLOWING))
 
 
 def console(stream: Any) -> Console:
@@ -211,7 +213,7 @@ def panel(title: str, rows: Iterable[Sequence[object]], style: str = "green") ->
     from rich.constrain import Constrain
     from rich.padding import Padding
 
-    body = Constrain(Padding(grid(rows), (0, 0, 0, INSET)), min(WIDEST, columns(sys.stdout)))
+    body = Constrain(Padding(grid(rows), (0, 0, 0, INSET)), min(PANEL_COLUMNS, columns(sys.stdout)))
     return Group(text(title, f"bold {style}"), body)
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import UsageError
-from ..paths import WEIGHTS, WINDOWS, exists, forbidden, real_path
+from ..paths import WEIGHT_SUFFIXES, WINDOWS, exists, forbidden, real_path
 from ..text import listed, plural
 from .uploads import sink_of
 from .volumes import same
@@ -79,10 +79,10 @@ def _check_name(target: Path, *, folder: bool) -> None:
 
 def _check_suffix(target: Path, *, folder: bool) -> None:
     """Raise UsageError for a name whose suffix is wrong for the output."""
-    if folder and target.suffix.lower() in WEIGHTS and not target.is_dir():
+    if folder and target.suffix.lower() in WEIGHT_SUFFIXES and not target.is_dir():
         raise UsageError("the output is a folder, but its name is that of a file", str(target),
                          f"name a folder: -o {target.stem}")  # fmt: skip
-    if not folder and target.suffix.lower() in WEIGHTS - {".safetensors", ".gguf"}:
+    if not folder and target.suffix.lower() in WEIGHT_SUFFIXES - {".safetensors", ".gguf"}:
         raise UsageError("outputs are .safetensors files, never pickles or other formats", str(target),
                          f"name it {target.stem}.safetensors")  # fmt: skip
 

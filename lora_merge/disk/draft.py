@@ -20,18 +20,15 @@ from typing import IO, Final
 
 from ..errors import MergeError
 from .system import PLAIN_FLAGS, read_at, write_at
-from .writer import failure, start_writing
+from .writer import IN_MEMORY, failure, start_writing
 
-IN_MEMORY: Final = 32 << 20
-"""Bytes of a file that waits in memory."""
-
-BATCH: Final = 4 << 20
+WRITE_BATCH: Final = 4 << 20
 """Bytes that one call writes."""
 
-COPIED: Final = 1 << 24
+COPY_BYTES: Final = 1 << 24
 """Bytes that one call reads."""
 
-BLOCK: Final = 512
+DISK_BLOCK: Final = 512
 """The unit of `st_blocks`."""
 
 QUEUED: Final = 16
@@ -121,7 +118,7 @@ class Draft:
             first += self._waiting[first].nbytes
         self._wait()
         while first < end:
-            piece = memoryview(bytearray(min(COPIED, end - first)))
+            piece = memoryview(bytearray(min(COPY_BYTES, end - first)))
             piece = piece[: read_at(self._fd, piece, self._room + first)]
             yield piece
             first += len(piece)
@@ -161,7 +158,7 @@ class Draft:
         """Return the typed error for a failed write; what was written of the file is removed."""
         blocks: int = getattr(os.fstat(self._fd), "st_blocks", 0) if self._fd >= 0 else 0  # 0 on Windows
         needed, known = self._room + max(self._most, self.nbytes), self._most > self.nbytes
-        return failure(e, self._target, needed, written=blocks * BLOCK, most=known)
+        return failure(e, self._target, needed, written=blocks * DISK_BLOCK, most=known)
 
     def _open(self) -> None:
         path = self.part / self._inside if self._inside else self.part
@@ -178,7 +175,7 @@ class Draft:
     def _append(self, data: memoryview) -> None:
         self._batch.append(data)
         self._batched += data.nbytes
-        if self._batched >= BATCH:
+        if self._batched >= WRITE_BATCH:
             self._hand_over()
 
     def _hand_over(self) -> None:
@@ -219,7 +216,7 @@ class Draft:
         old, self._room = self._room, max(size, self._room)
         end = self.nbytes if self._room > old else 0
         while end:
-            piece = memoryview(bytearray(min(COPIED, end)))
+            piece = memoryview(bytearray(min(COPY_BYTES, end)))
             end -= len(piece)
             read = 0
             while read < len(piece):
@@ -245,7 +242,7 @@ class HeapBytes:
         self.file.seek(self.first)
         left = self.nbytes
         while left:
-            piece = self.file.read(min(left, COPIED))
+            piece = self.file.read(min(left, COPY_BYTES))
             left -= len(piece)
             yield memoryview(piece)
 

@@ -38,10 +38,12 @@ from .remote import remote
 from .system import is_read_only, user_id
 from .volumes import KEEP_TIMES, file_system
 
-SMALLEST: Final = 16 << 20  # bytes; smaller files are not remembered: they are hashed in ten milliseconds
+REMEMBERED_ABOVE: Final = 16 << 20  # bytes; smaller files are not remembered: they are hashed in ten milliseconds
 SETTLED: Final = 60.0  # seconds since the last change: Linux may set the time of a mapped write half a minute late
-MOST: Final = 4096  # files; the oldest entries are removed
-LARGEST: Final = 4 << 20  # bytes of the file with the entries; several times what `MOST` entries need
+MOST_CACHED_FILES: Final = 4096  # files; the oldest entries are removed
+MOST_CACHE_BYTES: Final = (
+    4 << 20
+)  # bytes of the file with the entries; several times what `MOST_CACHED_FILES` entries need
 PRIVATE: Final = 0o600  # mode of the files in the cache folder
 
 SAMPLES: Final = 16  # blocks of a file that the signature of its entry covers
@@ -71,7 +73,7 @@ def state(path: Path) -> str | None:
     try:
         s = path.stat()
         settled = time.time() - max(s.st_mtime, s.st_ctime) > SETTLED
-        if s.st_size < SMALLEST or not settled or file_system(path) not in KEEP_TIMES:
+        if s.st_size < REMEMBERED_ABOVE or not settled or file_system(path) not in KEEP_TIMES:
             return None
         if is_read_only(path):
             return None
@@ -108,8 +110,8 @@ def recall() -> dict[str, str]:
         if not _ours(cache_file().parent) or not _ours(cache_file()):
             return {}
         with open_regular(cache_file()) as f:
-            text = f.read(LARGEST + 1)
-        known = from_json(text if len(text) <= LARGEST else b"")
+            text = f.read(MOST_CACHE_BYTES + 1)
+        known = from_json(text if len(text) <= MOST_CACHE_BYTES else b"")
     except (MergeError, OSError, ValueError, RuntimeError):
         return {}
     if not isinstance(known, dict):
@@ -130,7 +132,7 @@ def remember(learnt: Mapping[Path, tuple[str, str]]) -> None:
         folder.chmod(0o700)  # `recall` has returned nothing if others could write here
         key = _key() or _new_key(folder)
         new = {now: _signed(key, path, now, digest) for path, (now, digest) in learnt.items()}
-        entries = [*((k, v) for k, v in old.items() if k not in new), *new.items()][-MOST:]
+        entries = [*((k, v) for k, v in old.items() if k not in new), *new.items()][-MOST_CACHED_FILES:]
         put_file(cache_file(), json.dumps(dict(entries)).encode(), mode=PRIVATE)
 
 
@@ -174,8 +176,10 @@ def _signed(key: bytes, path: Path, now: str, digest: str) -> str:
     return f"{digest} {code.hexdigest()}"
 
 
-PIECE: Final = 32 * 2**20  # bytes hashed at once beside threads of Python; shorter pieces wait too often for the GIL
-GAP: Final = 4 * 2**20  # bytes hashed at once of ranges of the base that the merge does not read
+HASHED_BYTES: Final = (
+    32 * 2**20
+)  # bytes hashed at once beside threads of Python; shorter pieces wait too often for the GIL
+GAP_BYTES: Final = 4 * 2**20  # bytes hashed at once of ranges of the base that the merge does not read
 
 
 class RunningHashes:
@@ -247,16 +251,16 @@ class RunningHashes:
     def _read_ahead(self) -> None:
         for file in self._base:
             if not self._fed.is_set():
-                self._read_up_to(file, self._sizes[file], PIECE, self._fed)
+                self._read_up_to(file, self._sizes[file], HASHED_BYTES, self._fed)
 
     def _read_others(self) -> None:
         for file in self._others:  # adapters: their factors are read in small pieces, which would wait for the disk
             if file in self._done:
                 self.reader.expect_all(file)
             else:
-                self._read_up_to(file, self._sizes[file], PIECE, self._closed)
+                self._read_up_to(file, self._sizes[file], HASHED_BYTES, self._closed)
 
-    def _read_up_to(self, file: Path, end: int, most: int = GAP, until: Event | None = None) -> None:
+    def _read_up_to(self, file: Path, end: int, most: int = GAP_BYTES, until: Event | None = None) -> None:
         """Hash `file` up to `end`. Its bytes stay in the page cache, since the merge reads them again."""
         buffer = memoryview(bytearray(max(0, min(most, end - self._at[file]))))
         while self._at[file] < end and not (until and until.is_set()):

@@ -20,15 +20,14 @@ from typing import Final
 from filelock import lock_descriptor
 
 from ..process import here, uninterrupted
-from .publish import make_parents
+from .publish import ATTEMPTS, make_parents
 from .writer import failure
 
 CLAIM: Final = re.compile(r"\..*\.[0-9a-f]{8}\.lora-merge\.claim")
-FLAGS: Final = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
+CLAIM_FLAGS: Final = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
 """O_NOFOLLOW: a claim is overwritten, and through a link that would overwrite a file of another user."""
 
-POLL: Final = 0.2  # seconds between two attempts to take a claim that another process holds
-TRIES: Final = 20  # attempts to make the folder and the claim in it, while another process removes the folder
+CLAIM_POLL: Final = 0.2  # seconds between two attempts to take a claim that another process holds
 
 
 @contextmanager
@@ -43,7 +42,7 @@ def claimed(output: Path, *, wait: bool = False) -> Iterator[bool]:
                     fd = _reach(path, folders)
                 if fd is not None or not wait:
                     break
-                time.sleep(POLL)
+                time.sleep(CLAIM_POLL)
         except OSError as e:
             raise failure(e, output, 0) from e
         yield fd is not None
@@ -57,12 +56,12 @@ def claimed(output: Path, *, wait: bool = False) -> Iterator[bool]:
 
 def _reach(path: Path, folders: list[Path]) -> int | None:
     """Make the folder and call `_acquire`, again if an interrupted process removes the folder in between."""
-    for _ in range(TRIES):
+    for _ in range(ATTEMPTS):
         try:
             make_parents(path.parent, folders)
             return _acquire(path)
         except FileNotFoundError:
-            time.sleep(POLL / TRIES)
+            time.sleep(CLAIM_POLL / ATTEMPTS)
     make_parents(path.parent, folders)
     return _acquire(path)
 
@@ -126,9 +125,9 @@ def _release(path: Path, fd: int) -> None:
 
 def _open(path: Path) -> int:
     try:
-        return os.open(path, FLAGS, 0o666)
+        return os.open(path, CLAIM_FLAGS, 0o666)
     except PermissionError:
         if not os.path.lexists(path):
             raise
         # The file is another user's, whose process may be dead. Read permission is enough for its lock.
-        return os.open(path, FLAGS & ~(os.O_RDWR | os.O_CREAT) | os.O_RDONLY)
+        return os.open(path, CLAIM_FLAGS & ~(os.O_RDWR | os.O_CREAT) | os.O_RDONLY)

@@ -12,7 +12,7 @@ from typing import Final
 from .system import HAS_HUGE_PAGES, NO_WAIT, WILL_NEED, advise, private_memory, read_cached
 
 PAGE: Final = 4096
-HUGE: Final = 2 << 20  # bytes of a huge page on x86 and most ARM systems
+HUGE_PAGE: Final = 2 << 20  # bytes of a huge page on x86 and most ARM systems
 
 
 def aligned_buffer(size: int) -> memoryview:
@@ -22,10 +22,10 @@ def aligned_buffer(size: int) -> memoryview:
     small pages it covers at most the 254 scattered pages that a controller takes. Measured for 7 GB past the page
     cache: 2.4 instead of 4.2 s to write, 3.5 instead of 9 s to read, at a quarter of the processor time.
     """
-    if size < HUGE or not HAS_HUGE_PAGES:
+    if size < HUGE_PAGE or not HAS_HUGE_PAGES:
         return memoryview(mmap.mmap(-1, max(size, 1)))[:size]
-    view = memoryview(private_memory(size + HUGE))
-    lead = -address(view) % HUGE
+    view = memoryview(private_memory(size + HUGE_PAGE))
+    lead = -address(view) % HUGE_PAGE
     return view[lead : lead + size]
 
 

@@ -39,9 +39,9 @@ from .uploads import sink_of, take_card, upload
 OLD: Final = ".old"
 """Ending of a replaced folder, after the name of the temporary folder that replaces it."""
 
-PART: Final = re.compile(r"\.(.*)\.[0-9a-f]{12}\.lora-merge\.part(?:\.old)?")
+PART_NAME: Final = re.compile(r"\.(.*)\.[0-9a-f]{12}\.lora-merge\.part(?:\.old)?")
 NAME_LIMIT: Final = 255  # bytes of a file name on every usual file system
-ROOM: Final = NAME_LIMIT - len("..0123456789ab.lora-merge.part.lock")
+NAME_ROOM: Final = NAME_LIMIT - len("..0123456789ab.lora-merge.part.lock")
 """Bytes of the target's name in the name of its temporary file; of a longer name, the beginning."""
 SWEEPS: Final = 10.0  # seconds after which a process searches the same folder again for files of killed runs
 
@@ -106,7 +106,9 @@ def release(part: Path, lock: int) -> None:
 def sibling(target: Path) -> Path:
     """Return a new temporary name next to the target."""
     name = (
-        target.name if _fits(target.name) else target.name.encode("utf-8", "replace")[:ROOM].decode("utf-8", "ignore")
+        target.name
+        if _fits(target.name)
+        else target.name.encode("utf-8", "replace")[:NAME_ROOM].decode("utf-8", "ignore")
     )
     return target.with_name(f".{name}.{secrets.token_hex(6)}.lora-merge.part")
 
@@ -117,7 +119,7 @@ def named(part: Path, target: Path) -> Callable[[str], str]:
 
 
 def _fits(name: str) -> bool:
-    return len(os.fsencode(name)) <= ROOM
+    return len(os.fsencode(name)) <= NAME_ROOM
 
 
 def moved(fd: int, part: Path) -> Path:
@@ -148,7 +150,7 @@ def remove_stale(folder: Path) -> None:
     """
     for path in folder.iterdir():
         name = path.name.removesuffix(LOCK)
-        match = PART.fullmatch(name) if path.name.endswith(LOCK) else None
+        match = PART_NAME.fullmatch(name) if path.name.endswith(LOCK) else None
         if match is None:
             continue
         with suppress(OSError):
@@ -181,7 +183,7 @@ def _idle(path: Path) -> Iterator[bool]:
 
 def _settle(old: Path, target: Path) -> None:
     """Remove a replaced folder; give it its name back if nothing has that name. It stays if its name was cut."""
-    if len(os.fsencode(target.name)) > ROOM - 4:  # the last letter that fits may take four bytes
+    if len(os.fsencode(target.name)) > NAME_ROOM - 4:  # the last letter that fits may take four bytes
         return
     if os.path.lexists(target):
         remove(old)
@@ -198,20 +200,20 @@ def remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-DISK: Final = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT})
+DISK_ERRORS: Final = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT})
 """Errors of the disk itself. Any other error means that the file system does not support the call."""
 
-PATIENCE: Final = 120.0
+TURN_SECONDS: Final = 120.0
 """Seconds that a run waits for its turn. A turn takes two flushes of a folder; only a stopped process holds it long."""
 
-POLL: Final = 0.01  # seconds between two attempts to take the turn
-TRIES: Final = 20  # attempts to make the folder and a file in it, while another run that failed removes the folder
+TURN_POLL: Final = 0.01  # seconds between two attempts to take the turn
+ATTEMPTS: Final = 20  # attempts to make the folder and a file in it, while another run that failed removes the folder
 
-LOOKING: Final[int] = PLAIN_FLAGS | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+LOOK_FLAGS: Final[int] = PLAIN_FLAGS | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 """Flags that open whatever has a name, but for links, without waiting."""
 
 LOST: Final = "the file system reports that the file has its name, but another file has it"
-REPLACED: Final = "another program replaced the temporary file"
+PART_REPLACED: Final = "another program replaced the temporary file"
 
 _unsynced: set[Path] = set()
 """Folders that this process made for an output or its claim, and whose names may not be on the disk yet."""
@@ -241,7 +243,7 @@ def replacing(  # noqa: PLR0913  # what an output is, and what may be replaced
     folders: list[Path] = []
     try:
         with failures(target):
-            for left in range(TRIES)[::-1]:
+            for left in range(ATTEMPTS)[::-1]:
                 with uninterrupted():
                     make_parents(target.parent, folders)
                 try:
@@ -277,7 +279,7 @@ def _rename(part: Path, lock: int, target: Path, *, overwrite: bool, contents: I
             _sync_parents(target.parent)
             sync_folder(target.parent)  # a failing disk shows here, before the rename
             if not LOCK and not _same(_look(part), os.fstat(lock)):
-                raise OSError(errno.EIO, REPLACED, str(part))
+                raise OSError(errno.EIO, PART_REPLACED, str(part))
             if overwrite:
                 _keep_modes(target, part)
             begin_commit()
@@ -321,12 +323,12 @@ def _turn(folder: Path) -> Iterator[None]:
     """
     fd = os.open(folder, os.O_RDONLY) if CAN_OPEN_FOLDERS else -1
     try:
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + TURN_SECONDS
         while fd >= 0 and try_lock(fd) is False:
             if time.monotonic() > end:
                 raise UsageError("another run is giving an output its name and does not finish", str(folder),
                                  "let that run continue or end it, then run again")  # fmt: skip
-            time.sleep(POLL)
+            time.sleep(TURN_POLL)
         yield
     finally:
         if fd >= 0:
@@ -499,7 +501,7 @@ def _exchange(a: Path, b: Path) -> bool:
     try:
         _give(swap, a, b)
     except OSError:
-        if reply in DISK:
+        if reply in DISK_ERRORS:
             raise OSError(reply, os.strerror(reply), str(a)) from None
         return False
     return True
@@ -525,7 +527,7 @@ def _give(call: Callable[[Path], object], source: Path, name: Path) -> None:
 def _look(path: Path) -> os.stat_result | None:
     """Return what has this name, links not followed; None if nothing has it."""
     try:
-        fd = os.open(path, os.O_RDONLY | LOOKING) if CAN_OPEN_FOLDERS else -1  # opened, a network disk is asked anew
+        fd = os.open(path, os.O_RDONLY | LOOK_FLAGS) if CAN_OPEN_FOLDERS else -1  # opened, a network disk is asked anew
     except OSError:
         fd = -1
     try:

@@ -30,13 +30,13 @@ from .system import (
 )
 from .volumes import Mode, goes_direct
 
-BLOCK: Final = 8 << 20  # bytes that are read together from the page cache, or together from the disk
+READ_BLOCK: Final = 8 << 20  # bytes that are read together from the page cache, or together from the disk
 
-AT_ONCE: Final = 8  # blocks per read call; with single blocks the disk prefers the writes of the merge
+BLOCKS_PER_CALL: Final = 8  # blocks per read call; with single blocks the disk prefers the writes of the merge
 
-AHEAD: Final = 1 << 30  # bytes; only smaller files are read ahead into the page cache
+READ_AHEAD_BELOW: Final = 1 << 30  # bytes; only smaller files are read ahead into the page cache
 
-NUMBER: Final = 8  # bytes of the largest single number
+WIDEST_NUMBER: Final = 8  # bytes of the largest single number
 
 HINT: Final = 1 << 20  # bytes of one advice to read ahead; Linux ignores the rest of a longer range
 
@@ -93,7 +93,7 @@ class Reader:
         if CAN_READ_DIRECT and goes_direct(path, header.state.size, self._mode):
             with suppress(OSError):  # the page cache is used instead
                 file.direct = os.open(path, os.O_RDONLY | DIRECT_FLAG | PLAIN_FLAGS)
-        if file.hints and header.state.size >= volumes.SMALL:
+        if file.hints and header.state.size >= volumes.DIRECT_ABOVE:
             advise(file.fd, 0, 0, RANDOM)  # the checks of the page cache must not start read-ahead
             if file.direct < 0:
                 file.drop = volumes.file_system(path) not in volumes.UNSEEN and _mostly_cold(file) and file.hints
@@ -113,7 +113,7 @@ class Reader:
             buffer[:] = source.content()[offset : offset + len(buffer)]
             return
         file = self._files[source]
-        _fill(buffer, source, offset, lambda part, at: _read_some(file, part[: AT_ONCE * BLOCK], at))
+        _fill(buffer, source, offset, lambda part, at: _read_some(file, part[: BLOCKS_PER_CALL * READ_BLOCK], at))
 
     def view(self, info: StoredTensor) -> memoryview:
         """Return the bytes of one tensor, which the caller must not change; bytes in memory are not copied."""
@@ -149,12 +149,13 @@ class Reader:
 
     def expect_numbers(self, tensors: Iterable[StoredTensor]) -> None:
         """Start to read those tensors ahead that hold one number: read one after another, each waits for the disk."""
-        self.expect((info, 0, info.nbytes) for info in tensors if 0 < info.nbytes <= NUMBER)
+        self.expect((info, 0, info.nbytes) for info in tensors if 0 < info.nbytes <= WIDEST_NUMBER)
 
     def expect_all(self, file: Path) -> None:
-        """Start to read a file ahead that will be read in small pieces, in any order; not if it is over `AHEAD`."""
+        """Start to read a file ahead that will be read in small pieces, in any order; not if it is over
+        `READ_AHEAD_BELOW`."""
         size = self._files[file].state.size
-        if size <= AHEAD and CAN_ADVISE and self._files[file].remote is None:
+        if size <= READ_AHEAD_BELOW and CAN_ADVISE and self._files[file].remote is None:
             for at in range(0, size, HINT):
                 advise(self._files[file].fd, at, HINT, WILL_NEED)
 
@@ -219,7 +220,7 @@ def _read_some(file: _File, buffer: memoryview, offset: int) -> int:
     whole = buffer[: len(buffer) // PAGE * PAGE]
     missing = _missing(file, whole, offset)
     if not missing:
-        return read_at(file.fd, buffer[:BLOCK], offset)
+        return read_at(file.fd, buffer[:READ_BLOCK], offset)
     try:
         return read_at(file.direct, whole[:missing], offset)
     except OSError as e:
@@ -240,8 +241,8 @@ def _through_cache(file: _File, buffer: memoryview, offset: int) -> int:
 
 def _missing(file: _File, buffer: memoryview, offset: int) -> int:
     """Return how many bytes come before the first block that the page cache holds."""
-    for at in range(0, len(buffer), BLOCK):
-        if _in_pages(file, buffer[at : at + BLOCK], offset + at):
+    for at in range(0, len(buffer), READ_BLOCK):
+        if _in_pages(file, buffer[at : at + READ_BLOCK], offset + at):
             return at
     return len(buffer)
 

@@ -20,23 +20,23 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
-CHUNK: Final = 256 << 10
+SMALL_RANGE: Final = 256 << 10
 """Bytes of a range for headers and other small reads, which are kept: most headers take one or two such ranges."""
 
 CHUNKS: Final = 64
 """Ranges of a file that are kept: 16 MiB, the largest header of a GGUF file."""
 
-PIECE: Final = 8 << 20
+WEIGHT_RANGE: Final = 8 << 20
 """Bytes of a range of weights."""
 
-NEAR: Final = 256 << 10
+NEAR_BYTES: Final = 256 << 10
 """Bytes between two small reads that are cheaper to read than to leave out: a connection brings them in less time than
 a request takes."""
 
 EXPECTED: Final = 64 << 20
 """Bytes of small reads that are begun before they are needed; later ones are read when they are."""
 
-AT_ONCE: Final = 8
+RANGES_AT_ONCE: Final = 8
 """Ranges of one read that are read side by side: object stores give one of them about 100 MB/s."""
 
 CONNECTIONS: Final = 16
@@ -76,9 +76,9 @@ class RemoteFile:
         """Begin to read small ranges (offset, size), which will be read one after another."""
         groups: list[tuple[int, int]] = []  # from, to
         for offset, size in sorted(ranges):
-            if groups and offset - groups[-1][1] <= NEAR and offset + size - groups[-1][0] <= PIECE:
+            if groups and offset - groups[-1][1] <= NEAR_BYTES and offset + size - groups[-1][0] <= WEIGHT_RANGE:
                 groups[-1] = groups[-1][0], max(groups[-1][1], offset + size)
-            elif size <= PIECE:
+            elif size <= WEIGHT_RANGE:
                 groups.append((offset, offset + size))
         with self._lock:
             room = EXPECTED - sum(end - start for start, (end, _) in self._expected.items())
@@ -93,21 +93,22 @@ class RemoteFile:
         count = max(0, min(len(buffer), self.size - offset))
         if (piece := self._of_expected(offset, count)) is not None:
             buffer[:count] = piece
-        elif count <= CHUNK:
+        elif count <= SMALL_RANGE:
             self._from_chunks(buffer[:count], offset)
-        elif count <= PIECE:
+        elif count <= WEIGHT_RANGE:
             buffer[:count] = self._read(offset, count)
         else:
             self._side_by_side(buffer[:count], offset)
         return count
 
     def _side_by_side(self, buffer: memoryview, offset: int) -> None:
-        starts = deque(range(0, len(buffer), PIECE))
+        starts = deque(range(0, len(buffer), WEIGHT_RANGE))
         under_way: deque[tuple[int, Future[bytes | memoryview]]] = deque()
         while starts or under_way:
-            while starts and len(under_way) < AT_ONCE:
+            while starts and len(under_way) < RANGES_AT_ONCE:
                 at = starts.popleft()
-                under_way.append((at, _connections().submit(self._read, offset + at, min(PIECE, len(buffer) - at))))
+                count = min(WEIGHT_RANGE, len(buffer) - at)
+                under_way.append((at, _connections().submit(self._read, offset + at, count)))
             at, future = under_way.popleft()
             piece = future.result()
             buffer[at : at + len(piece)] = piece
@@ -126,7 +127,7 @@ class RemoteFile:
     def _from_chunks(self, buffer: memoryview, offset: int) -> None:
         done = 0
         while done < len(buffer):
-            number, lead = divmod(offset + done, CHUNK)
+            number, lead = divmod(offset + done, SMALL_RANGE)
             piece = self._chunk(number)[lead : lead + len(buffer) - done]
             buffer[done : done + len(piece)] = piece
             done += len(piece)
@@ -134,8 +135,8 @@ class RemoteFile:
     def _chunk(self, number: int) -> bytes | memoryview:
         with self._lock:
             if number not in self._chunks:
-                start = number * CHUNK
-                self._chunks[number] = self._read(start, min(CHUNK, self.size - start))
+                start = number * SMALL_RANGE
+                self._chunks[number] = self._read(start, min(SMALL_RANGE, self.size - start))
                 while len(self._chunks) > CHUNKS:
                     self._chunks.popitem(last=False)
             self._chunks.move_to_end(number)
@@ -189,8 +190,8 @@ def begin(path: Path, count: int) -> None:
         return
     state, count = path.stat(), min(count, file.size)
     with path.open("r+b") as f:
-        for start in range(0, count, AT_ONCE * PIECE):
-            buffer = bytearray(min(AT_ONCE * PIECE, count - start))
+        for start in range(0, count, RANGES_AT_ONCE * WEIGHT_RANGE):
+            buffer = bytearray(min(RANGES_AT_ONCE * WEIGHT_RANGE, count - start))
             file.read_into(memoryview(buffer), start)
             f.seek(start)
             f.write(buffer)

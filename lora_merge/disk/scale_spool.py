@@ -8,11 +8,9 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
-from .writer import amend, failure
-
-IN_MEMORY: Final = 32 << 20  # bytes that wait in memory; more wait in a temporary file
+from .writer import IN_MEMORY, amend, failure
 
 
 class PartBytes(NamedTuple):

@@ -15,7 +15,7 @@ from .remote import has_remote
 Mode = Literal["auto", "direct", "buffered"]
 
 MOUNTS: Final = Path("/proc/self/mountinfo")  # Linux's table of what is mounted where
-SMALL: Final = 64 << 20  # bytes; for smaller files direct I/O is not worth its cost
+DIRECT_ABOVE: Final = 64 << 20  # bytes; for smaller files direct I/O is not worth its cost
 DIRECT_ON: Final = frozenset({"ext4", "ext3", "ext2", "xfs"})
 """File systems where direct I/O is known to work; on others it is used only with the mode `direct`."""
 
@@ -23,7 +23,7 @@ RESERVES: Final = frozenset({"ext4", "xfs", "tmpfs"} if hasattr(os, "posix_fallo
 """File systems that reserve space without writing zeros to it; a full disk then shows before the work. btrfs is not
 here: it keeps a whole reserved extent while any part of it is in use, so shared blocks would save no space."""
 
-SPARSE: Final = RESERVES | DIRECT_ON | {"btrfs", "overlay", "nfs", "nfs4", "zfs", "f2fs"}
+SPARSE_SYSTEMS: Final = RESERVES | DIRECT_ON | {"btrfs", "overlay", "nfs", "nfs4", "zfs", "f2fs"}
 """File systems where a write behind a gap costs nothing; others, such as exFAT, first fill the gap with zeros."""
 
 CLONES: Final = frozenset({"xfs", "btrfs", "bcachefs"})
@@ -66,7 +66,7 @@ def goes_direct(path: Path, size: int, mode: Mode) -> bool:
     """Return whether a file of `size` bytes is worth reading or writing past the page cache."""
     if not hasattr(os, "O_DIRECT") or mode == "buffered":
         return False
-    return mode == "direct" or (size >= SMALL and file_system(path) in DIRECT_ON)
+    return mode == "direct" or (size >= DIRECT_ABOVE and file_system(path) in DIRECT_ON)
 
 
 def same(a: Path, b: Path) -> bool:

@@ -58,7 +58,8 @@ def _ioctl(new: int, request: int, argument: int | bytes) -> bool:
     return True
 
 
-BLOCK: Final = 32 << 20  # bytes of one write call; larger calls measured no faster
+IN_MEMORY: Final = 32 << 20  # bytes that wait in memory to be written; more wait in a temporary file
+WRITE_BLOCK: Final = 32 << 20  # bytes of one write call; larger calls measured no faster
 # copy_file_range was tried for unchanged bytes. On ext4 it takes as long as a read and a direct write (0.7 s and 0.7 to
 # 0.9 s a GB), needs 1.6 times the processor time, and fills the page cache. Where files share blocks, `share` copies
 # nothing.
@@ -227,7 +228,7 @@ class Writer:
                     taken = min(PAGE - lead, len(data))
                     self._put_part(data[:taken], at - lead, lead)
                 else:
-                    taken = min(BLOCK, len(data) // PAGE * PAGE)
+                    taken = min(WRITE_BLOCK, len(data) // PAGE * PAGE)
                     self._put(self._aligned(data[:taken]), at)
                 self._written += taken
                 data, at = data[taken:], at + taken
@@ -261,7 +262,7 @@ class Writer:
         if not self.direct or (not data.readonly and address(data) % PAGE == 0):
             return data
         if self._bounce is None:
-            self._bounce = aligned_buffer(BLOCK)
+            self._bounce = aligned_buffer(WRITE_BLOCK)
         self._bounce[: len(data)] = data
         return self._bounce[: len(data)]
 

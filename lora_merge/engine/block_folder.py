@@ -1,7 +1,7 @@
 """Folds the changed blocks of one window: on a device, blocks of equal kind are stacked into one batched call.
 
 `BlockFolder` groups blocks, folds each group (`fold.py`) on a lane (`lanes.py`) that has the memory for it
-(`memory_policy.py`), and writes the merged numbers, or their codes (`recoding.py`).
+(`memory_policy.py`), and writes the merged numbers, or their codes (`requantisation.py`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from ..algorithms import DoesNotFit
-from ..errors import FULL, ResourceError, misfit
+from ..errors import DEVICE_FULL, ResourceError, misfit
 from ..files.encodings.arithmetic import largest
 from ..files.encodings.rounding import Draw, draws, rounded
 from ..job import Job
 from ..planning.plan import OutputTensor
 from .block_values import base_values, in_place, in_units
-from .cancelling import Cancelled, LargestSums, stop_where
+from .cancellation import Cancelled, LargestSums, stop_where
 from .change_norms import factor_norms
 from .change_sample import (
     PendingRowSums,
@@ -42,7 +42,7 @@ from .fold import new_weights
 from .lanes import Lanes
 from .memory_policy import STAGED, Call, MemoryLimits, MemoryPolicy
 from .patch_tensors import PatchTensors
-from .recoding import Codes, NewParts, Uncovered, recode
+from .requantisation import Codes, NewParts, Uncovered, recode
 from .row_blocks import Block, groups, portions
 from .tasks import (
     BlockTask,
@@ -314,7 +314,7 @@ class BlockFolder:
         merged = self._recoded([task], values.unsqueeze(0), sample, None)
         if isinstance(merged, OutOfMemory):
             where = f"{task.block.target.name}: {merged.message}"
-            raise ResourceError("the device is out of memory", where, FULL)
+            raise ResourceError("the device is out of memory", where, DEVICE_FULL)
         return _summed(merged, sums)
 
     def _encoded(self, task: FoldTask, values: Tensor, width: int) -> NewParts | Uncovered:

@@ -14,7 +14,7 @@ from ..errors import NoChange
 from ..matching.fit_errors import WITHOUT
 from ..matching.patch import Match
 
-LARGEST: Final = 1e-12
+ROUNDING_OF_WEIGHT: Final = 1e-12
 """‖ΔW‖² / ‖W‖² of a change that is rounding alone, as that of DoRA with a magnitude of the base's own norms."""
 
 
@@ -37,7 +37,7 @@ def check_effect(matched: Sequence[Match], measures: Measures, reader: Reader) -
 def _measured_as_zero(number: int, measures: Measures) -> bool:
     known = [(n, m) for n, m in measures.tensors.items() if number in m.adapters]
     exact = [m.with_exact(measures.norms.get(n, {}), 0).adapters[number].change for n, m in known]
-    return bool(known) and sum(exact) <= LARGEST * sum(m.weight for _, m in known)
+    return bool(known) and sum(exact) <= ROUNDING_OF_WEIGHT * sum(m.weight for _, m in known)
 
 
 def _zeros(modules: Sequence[Module], values: Values) -> Iterator[str]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..algorithms import ALGORITHMS
-from ..change_statistics import WHOLE, Measure, Measurement, Norms, Share
+from ..change_statistics import ALL_ADAPTERS, Measure, Measurement, Norms, Share
 from ..dtypes import FLOATS
 from ..files.checkpoint import Index
 from ..matching.patch import Match, PatchPart
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from .fold import StackedPatch
     from .patch_tensors import PatchTensors
 
-LEAST: Final = 2**16
+WHOLE_BELOW: Final = 2**16
 """A tensor of so many numbers is read whole; of a larger one at least so many are read."""
 
-EVERY: Final = 1024
+SAMPLE_STRIDE: Final = 1024
 """About one number in so many of a large tensor is read, from the base and from the adapter."""
 
-RUN: Final = 2**12
+READ_RUN: Final = 2**12
 """Numbers that are read at once from a large tensor."""
 
-PART: Final = 2**20
+WHOLE_PIECE: Final = 2**20
 """Numbers that are read at once if a tensor is read whole."""
 
 
@@ -77,7 +77,7 @@ def replaced_measures(every: Iterable[Replaced], read: Fetch) -> Iterator[Measur
         yield Measurement(tensor.target.name, measure(tensor, read))
 
 
-def measure(tensor: Replaced, read: Fetch, every: int = EVERY) -> Measure:
+def measure(tensor: Replaced, read: Fetch, every: int = SAMPLE_STRIDE) -> Measure:
     """Return the measure of a tensor. `every`: of a large one, one number in about so many is read; 1: all of them.
 
     Tensors may have other numbers of rows: rows that the base lacks are zeros there, as in weights that an adapter
@@ -89,13 +89,13 @@ def measure(tensor: Replaced, read: Fetch, every: int = EVERY) -> Measure:
     return sums.scaled(prod(tensor.target.shape))
 
 
-def runs(tensor: Replaced, every: int = EVERY) -> Iterator[tuple[int, int]]:
+def runs(tensor: Replaced, every: int = SAMPLE_STRIDE) -> Iterator[tuple[int, int]]:
     """Yield (first number, count) of the runs of a tensor that are read, as for `measure`."""
     count, weight, group = prod(tensor.target.shape), tensor.before, 1
     if weight.packed is not None:  # whole rows are decoded together
         group = lcm(weight.packing.encoding.group, max(prod(weight.shape[1:]), 1))
-    size = -(-(PART if every == 1 else RUN) // group) * group
-    whole, enough = -(-count // size), -(-max(LEAST, count // every) // size)
+    size = -(-(WHOLE_PIECE if every == 1 else READ_RUN) // group) * group
+    whole, enough = -(-count // size), -(-max(WHOLE_BELOW, count // every) // size)
     for number in range(0, whole, 1 if every == 1 else max(whole // enough, 1)):
         yield number * size, min(size, count - number * size)
 
@@ -126,13 +126,13 @@ def _sums(tensor: Replaced, before: Tensor, after: Tensor) -> Measure:
     )  # fmt: skip
 
 
-WORTH: Final = 3
-"""The products of the factors with themselves take at most 1 / WORTH of the operations of L R; else the norm is that of
-a sample."""
+GRAM_SHARE: Final = 3
+"""The products of the factors with themselves take at most 1 / GRAM_SHARE of the operations of L R; else the norm is
+that of a sample."""
 
 
 def factor_norms(targets: Iterable[OutputTensor], tensors: PatchTensors, lane: DeviceStream) -> Norms:
-    """Return weight → adapter → ‖s ΔW‖², and under `WHOLE` that of their sum, where the changes are added up.
+    """Return weight → adapter → ‖s ΔW‖², and under `ALL_ADAPTERS` that of their sum, where the changes are added up.
 
     Left out are weights whose changes have no factors, those whose rows give the norm at less cost, and norms that
     overflow.
@@ -148,7 +148,7 @@ def factor_norms(targets: Iterable[OutputTensor], tensors: PatchTensors, lane: D
             if all(map(isfinite, row)):
                 known = dict(zip(norms, row, strict=True))
                 if whole.target.combining is not None:
-                    del known[WHOLE]
+                    del known[ALL_ADAPTERS]
                 every[whole.target.name] = known
     return every
 
@@ -163,7 +163,7 @@ def _from_factors(target: OutputTensor) -> bool:
         return False
     for part in parts:
         rank = sum(map(_rank, (u for u in uses if (u.piece.start, u.piece.stop) == part)))
-        if WORTH * rank * (part[1] - part[0] + cols) > (part[1] - part[0]) * cols:
+        if GRAM_SHARE * rank * (part[1] - part[0] + cols) > (part[1] - part[0]) * cols:
             return False
     return True
 
@@ -176,7 +176,7 @@ def _norms(stacks: Sequence[StackedPatch], count: int, cols: int) -> dict[int, T
     for _, some in groupby(sorted(stacks, key=_rows), key=_rows):
         of_rows = [*some]
         table, widths = _products(of_rows, count, cols)
-        _add(norms, WHOLE, table)
+        _add(norms, ALL_ADAPTERS, table)
         at_column = 0
         for adapter, same in groupby(zip(of_rows, widths, strict=True), key=lambda pair: pair[0].adapter):
             width = sum(w for _, w in same)

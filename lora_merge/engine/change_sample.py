@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..change_statistics import Checked, Measure, Measurement, Share
 from ..planning.plan import OutputTensor
-from .recoding import Codes, NewParts, read_back
+from .requantisation import Codes, NewParts, read_back
 from .row_blocks import Block
 from .tensor_moves import HOST, TORCH_DTYPES, DeviceStream, as_stored, brought, host, strided, take, workspace
 from .tensors import Fetch
@@ -36,13 +36,13 @@ RUN: Final = 128
 PERIOD: Final = 256 * RUN
 """Of so many numbers the first ones are a run."""
 
-LEAST: Final = 2 * PERIOD
+LEAST_BLOCK: Final = 2 * PERIOD
 """A block of so many numbers contains a whole run, wherever it begins."""
 
 RUN_NUMBERS: Final = 2**22
-"""How many sampled numbers one lane keeps before it adds them up, if its memory has `ROOM` bytes for each."""
+"""How many sampled numbers one lane keeps before it adds them up, if its memory has `SUM_BYTES` bytes for each."""
 
-ROOM: Final = 256
+SUM_BYTES: Final = 256
 """Bytes; adding a number up takes less than 40."""
 
 PendingRunSums: TypeAlias = Callable[[], list[tuple[Measurement, ...]]]
@@ -56,7 +56,7 @@ def same(target: OutputTensor) -> bool:
 
 def suits(block: Block) -> bool:
     """Return whether runs are enough for a block: it holds some, of plain numbers, and one adapter changes it."""
-    return block.elements >= LEAST and block.target.packed is None and not block.several
+    return block.elements >= LEAST_BLOCK and block.target.packed is None and not block.several
 
 
 def runs(work: Tensor, period: int) -> Tensor:
@@ -189,7 +189,7 @@ def _measured(sample: RunSample, sums: Tensor, *, finite: bool) -> Iterator[Meas
             ))  # fmt: skip
 
 
-COARSE: Final = 4
+COARSE_FACTOR: Final = 4
 """The factor by which more numbers than usual are sampled where whole tiles of rows are encoded together."""
 
 ROW_PERIOD: Final = 4
@@ -220,7 +220,10 @@ class Sampling:
         block = blocks[0]
         if block.target.packed is None:
             return 1
-        rows, enough = self.rows(blocks), max(stands_for // self.every, COARSE * self.least // max(block.cols, 1), 1)
+        rows, enough = (
+            self.rows(blocks),
+            max(stands_for // self.every, COARSE_FACTOR * self.least // max(block.cols, 1), 1),
+        )
         return max(
             (step for step in (1, 2, 4, 8, 16) if len(rows) % step == 0 and len(rows) // step >= enough), default=1
         )
@@ -241,9 +244,9 @@ class Sampling:
         """
         block = blocks[0]
         group = block.target.row_group
-        if len(blocks) > 1 or block.target.packed is None or group * block.cols <= COARSE * self._enough(block):
+        if len(blocks) > 1 or block.target.packed is None or group * block.cols <= COARSE_FACTOR * self._enough(block):
             return [self._until(b) for b in blocks]
-        period = group * max(self.every // COARSE, 1)
+        period = group * max(self.every // COARSE_FACTOR, 1)
         at = -(-block.first // period) * period
         return [min(period, block.target.matrix[0] - at) if at < block.last else 0]
 
@@ -268,7 +271,7 @@ class Sampling:
 SUMS: Final = 6
 """Of every block: W², ΔW², applied · ΔW, applied², the numbers that differ, and the largest |ΔW|."""
 
-ROW_NUMBERS: Final = 2**21
+WAITING_NUMBERS: Final = 2**21
 """The numbers of rows that wait for their sums, until these are made."""
 
 
@@ -532,7 +535,7 @@ class SharedSums:
             self._left -= 1
             self._samples += samples
             self._numbers += sum(sample.numbers for sample in samples)
-            if self._left and self._numbers < ROW_NUMBERS:
+            if self._left and self._numbers < WAITING_NUMBERS:
                 return ()
             every, self._samples, self._numbers = self._samples, [], 0
         with torch.no_grad():

@@ -13,12 +13,12 @@ from typing import Final
 import numpy as np
 
 from ..errors import UsageError
-from ..method_parameters import SMALLEST, MethodParameters
+from ..method_parameters import LEAST_DIVISOR, MethodParameters
 
-STEPS: Final = 100
+KARCHER_STEPS: Final = 100
 """The most steps of the Karcher mean; it usually takes fewer than ten."""
 
-PRODUCTS: Final = ("slerp", "karcher", "model_stock")
+PRODUCT_METHODS: Final = ("slerp", "karcher", "model_stock")
 """Methods whose coefficients depend on the products of all pairs of changes."""
 
 OPPOSITE: Final = 1e-12
@@ -34,7 +34,7 @@ def coefficients(
     """Return cᵢ with Δ = Σ cᵢτᵢ, for a method that gives such a sum. `products[i][j]`: ⟨τᵢ, τⱼ⟩, without strengths."""
     count = len(strengths)
     if method == "mean":
-        if abs(total := sum(strengths)) < SMALLEST:
+        if abs(total := sum(strengths)) < LEAST_DIVISOR:
             raise UsageError("the strengths on one weight add up to 0", "--method mean", "use sum, or other strengths")
         weights = [s / total for s in strengths]
     elif method == "slerp" and count == 2:
@@ -90,7 +90,7 @@ def _karcher(products: Sequence[Sequence[float]], strengths: Sequence[float]) ->
     at = np.ones(len(nonzero))
     if float(at @ cosines @ at) < OPPOSITE:
         at = np.eye(len(nonzero))[0]
-    for _ in range(STEPS):
+    for _ in range(KARCHER_STEPS):
         at /= np.sqrt(max(at @ cosines @ at, 0.0))
         cosines_at = np.clip(cosines @ at, -1, 1)
         angles = np.arccos(cosines_at)

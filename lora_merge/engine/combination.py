@@ -16,7 +16,7 @@ from torch import Tensor
 from ..files.encodings.rounding import draws
 from ..merge_methods import COMBINATIONS, SUM, UNDIRECTED
 from ..method_parameters import MethodParameters
-from .coefficients import PRODUCTS, coefficients
+from .coefficients import PRODUCT_METHODS, coefficients
 from .row_matrix import RowMatrix, largest
 from .tensor_moves import Placement, stage
 
@@ -57,7 +57,7 @@ def combined_rows(  # noqa: PLR0913  # the method, its inputs and its numbers
     row, shape = COMBINATIONS[method], changes[0].shape
     if row.linear or method == "karcher":
         name = SUM if vector and method in UNDIRECTED else method
-        weights = coefficients(name, gram(changes) if name in PRODUCTS else (), strengths, n)
+        weights = coefficients(name, gram(changes) if name in PRODUCT_METHODS else (), strengths, n)
         return RowMatrix(
             shape, lambda rows: total([c.read(rows).mul_(w) for c, w in zip(changes, weights, strict=True)])
         )

@@ -19,7 +19,7 @@ LANES: Final = 3
 WORKSPACE: Final = 32 * 2**20
 """Bytes that cuBLAS keeps for a stream on an H100; less on older devices."""
 
-SMALLEST: Final = 64 * 2**20
+LEAST_SHARE: Final = 64 * 2**20
 """Bytes of a lane's share, without its workspace, below which one lane gets all memory."""
 
 ADDED, FORMED, DECOMPOSED = 2, 4, 8
@@ -32,7 +32,7 @@ ROUNDED: Final = 36
 CODED: Final = 32
 """Bytes for a number while it is decoded, or encoded: places in tables, levels, codes."""
 
-DRAWN: Final = 40
+STOCHASTIC_BYTES: Final = 40
 """Bytes for a number while it is rounded stochastically: two counters of 64 bits, their product, and the draws."""
 
 SPILLED: Final = 3
@@ -88,7 +88,7 @@ class DeviceMemory:
 
 def lane_count(at: Placement, limit: int) -> int:
     """Return how many lanes one device gets; several threads must not use Metal's one queue."""
-    return LANES if at.device.type == "cuda" and limit >= LANES * (WORKSPACE + SMALLEST) else 1
+    return LANES if at.device.type == "cuda" and limit >= LANES * (WORKSPACE + LEAST_SHARE) else 1
 
 
 def base_share(limit: int) -> int:

@@ -30,10 +30,10 @@ from ..planning.plan import OutputTensor, Plan
 from ..text import Note
 from .device_memory import lane_count
 from .row_blocks import Block
-from .tensor_moves import HOST, TORCH_DTYPES, WHOLE, Placement
+from .tensor_moves import FULL_DEVICES, HOST, TORCH_DTYPES, Placement
 
-KINDS: Final = ("cpu", "cuda", "mps", "xpu")
-FAST: Final = ("cuda", "xpu", "mps")  # in the order in which `auto` takes them
+DEVICE_KINDS: Final = ("cpu", "cuda", "mps", "xpu")
+ACCELERATORS: Final = ("cuda", "xpu", "mps")  # in the order in which `auto` takes them
 
 DEVICE_BYTES: Final = 5 * 2**30
 
@@ -59,7 +59,7 @@ def place(device: str, dtype: str) -> Placement:
     except RuntimeError as e:
         raise ResourceError(f"unknown device {name!r}", "--device", f"use {DEVICES}") from e
     if (where.index or 0) >= _count(where.type):
-        names, why, install = ", ".join(k for k in KINDS if _count(k)), _refusal(where.type), ""
+        names, why, install = ", ".join(k for k in DEVICE_KINDS if _count(k)), _refusal(where.type), ""
         if where.type == "cuda" and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
             why = f"this torch ({torch.__version__}) is a build without CUDA"
             install = "; or install torch for CUDA, see https://pytorch.org/get-started/locally"
@@ -100,7 +100,7 @@ def _failed_before(where: torch.device) -> str:
 
 def fast_kinds() -> list[str]:
     """Return the kinds of GPU that this machine has, in the order in which `auto` takes them."""
-    return [kind for kind in FAST if _count(kind)]
+    return [kind for kind in ACCELERATORS if _count(kind)]
 
 
 def started(kind: str) -> bool:
@@ -121,7 +121,7 @@ def fallback_device(device: str, at: Sequence[Placement]) -> Placement | None:
 def _tried(dtype: str) -> list[tuple[str, str]]:
     """Return (device, why it cannot be used) for the devices that `auto` tries, the fastest first; the last is used."""
     tried = []
-    for kind in FAST:
+    for kind in ACCELERATORS:
         if _count(kind):
             where = torch.device(kind)
             why = f"{kind} computes no fp64" if dtype == "F64" and not _doubles(where) else unusable(where)
@@ -185,7 +185,7 @@ def precise(at: Placement) -> Placement:
 
 
 def _precise(at: Placement) -> Placement:
-    return Placement(at.device if at.device.type in WHOLE else torch.device("cpu"), torch.float64)
+    return Placement(at.device if at.device.type in FULL_DEVICES else torch.device("cpu"), torch.float64)
 
 
 def precise_at(at: Placement, block: Block) -> Placement:
@@ -216,7 +216,7 @@ _loaded: list[torch.device] = []
 
 def release(at: Sequence[Placement]) -> None:
     """Give unused memory back to the devices, and unused pinned memory to the system."""
-    used = {p.device.type: p.device for p in at if str(p.device) not in _failed and p.device.type in KINDS[1:]}
+    used = {p.device.type: p.device for p in at if str(p.device) not in _failed and p.device.type in DEVICE_KINDS[1:]}
     for kind, device in used.items():
         module = torch.get_device_module(kind)
         # CUDA would start the thread's current device for that: half a GB of memory of GPU 0 (pytorch#25752).
@@ -290,7 +290,7 @@ def device_bytes(max_vram: int | None) -> int:
 START: Final = {"cuda": 1.5, "xpu": 1.5, "mps": 0.3}
 """Seconds until a device computes: its context, its libraries, pinned memory."""
 
-DISK: Final = 3e9
+DISK_SPEED: Final = 3e9
 LINK: Final = 12e9
 """Bytes per second: written to the disk; to a device and at the same time from it."""
 
@@ -321,7 +321,7 @@ class DeviceChoice(NamedTuple):
 def choose(plans: Sequence[Plan]) -> DeviceChoice:
     """Return the device for merges that share a base; nothing is started for that."""
     targets = [t for p in plans for f in p.files for t in f.targets]
-    return fastest(plans[0].job.device, targets, sum(p.size for p in plans) / DISK, threads([HOST]))
+    return fastest(plans[0].job.device, targets, sum(p.size for p in plans) / DISK_SPEED, threads([HOST]))
 
 
 def fastest(asked: str, targets: Iterable[OutputTensor], disk: float, cores: int) -> DeviceChoice:

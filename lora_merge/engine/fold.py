@@ -136,7 +136,7 @@ def new_weights(
     else:
         # What each adapter changes is asked for only where there are several: else it is the whole change.
         of_each = observers if first.several else ()
-        merged = RULES[first.target.method.name](base, stacks, *of_each)
+        merged = FOLD_RULES[first.target.method.name](base, stacks, *of_each)
     for observer in observers:
         observer.note_merged(merged)
     return merged
@@ -226,7 +226,7 @@ class FoldRule(Protocol):
         ...
 
 
-RULES: Final[Mapping[str, FoldRule]] = MappingProxyType({"sum": fold, "compose": in_turn})
+FOLD_RULES: Final[Mapping[str, FoldRule]] = MappingProxyType({"sum": fold, "compose": in_turn})
 """Name of a row of METHODS that combines no changes → its function."""
 
 

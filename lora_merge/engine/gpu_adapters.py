@@ -18,7 +18,7 @@ from ..matching.patch import PatchPart
 from ..planning.plan import Plan
 from .tensor_moves import TORCH_DTYPES, DeviceStream, Placement, cast_all, extremes, fit, holds, numbers, upload
 
-GAP: Final = 2**16
+UPLOAD_GAP: Final = 2**16
 """Bytes between two tensors that are read and uploaded too rather than starting a new piece."""
 
 Key: TypeAlias = tuple[Source, int, int, str] | float
@@ -117,7 +117,11 @@ def _pieces(infos: Iterable[StoredTensor], most: int) -> Iterator[list[StoredTen
         if piece:
             first, last = piece[0], piece[-1]
             gap = info.offset - last.offset - last.nbytes
-            near = info.source == first.source and 0 <= gap <= GAP and info.offset + info.nbytes - first.offset <= most
+            near = (
+                info.source == first.source
+                and 0 <= gap <= UPLOAD_GAP
+                and info.offset + info.nbytes - first.offset <= most
+            )
             if not near or (info.offset - first.offset) % TORCH_DTYPES[info.dtype].itemsize:
                 yield piece
                 piece = []

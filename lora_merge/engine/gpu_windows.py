@@ -24,7 +24,7 @@ from ..change_statistics import Measurement
 from ..disk.pages import address
 from . import change_sample
 from .block_folder import BlockFolder
-from .cancelling import LargestSums
+from .cancellation import LargestSums
 from .change_sample import PendingRowSums, RowSample, RunSample, RunSums, bring_sums, sample_of, suits
 from .device_memory import base_share
 from .devices import device_bytes, precise_at
@@ -107,7 +107,7 @@ def _clear_error(device: torch.device) -> None:
         torch.ones(1, device=device)
 
 
-ALIGNED: Final = 8
+TENSOR_ALIGNMENT: Final = 8
 """Bytes of the widest numbers: a tensor of the device's bytes begins at a multiple of them in the buffer."""
 
 
@@ -148,7 +148,7 @@ class DeviceWindows:
         self._shared: dict[tuple[int, bool, int, int, Placement], tuple[Window, Tensor]] = {}
         """Base bytes that several plans merge, by the number of their window, which is held for it, and their place."""
         self._sharing, self._room = Lock(), base_share(device_bytes(blocks.memory.limits.max_vram))
-        self.run_sums = RunSums(min(change_sample.RUN_NUMBERS, blocks.memory.share // change_sample.ROOM))
+        self.run_sums = RunSums(min(change_sample.RUN_NUMBERS, blocks.memory.share // change_sample.SUM_BYTES))
         self.registered = RegisteredBuffers(enabled=blocks.lanes.at[0].device.type == "cuda")
 
     def begin(self, task: WindowTask, fold_task: Callable[[Fold], FoldTask]) -> Iterator[Future[Merged] | Fold]:
@@ -220,10 +220,10 @@ class DeviceWindows:
         # Up: the base bytes, from the first block's to the last one's.
         task, apart = part.task, part.folds[0].apart
         host = task.base_bytes.views(task.window)[apart]
-        low = min(f.source for f in part.folds) // ALIGNED * ALIGNED
+        low = min(f.source for f in part.folds) // TENSOR_ALIGNMENT * TENSOR_ALIGNMENT
         base = _bytes(host, low, max(f.source + f.source_bytes for f in part.folds))
         uploaded = self._uploaded(part, base, low, lane)
-        start = part.folds[0].at // ALIGNED * ALIGNED
+        start = part.folds[0].at // TENSOR_ALIGNMENT * TENSOR_ALIGNMENT
         size = part.folds[-1].at + part.folds[-1].nbytes - start
         if apart:
             out = torch.empty(size, dtype=torch.uint8, device=lane.at.device)

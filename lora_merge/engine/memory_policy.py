@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, TypeAlias, TypeVar
 
-from ..errors import FULL, ResourceError
+from ..errors import DEVICE_FULL, ResourceError
 from ..text import Note
-from .device_memory import DRAWN, DeviceMemory, block_bytes, lane_count, lane_share
+from .device_memory import STOCHASTIC_BYTES, DeviceMemory, block_bytes, lane_count, lane_share
 from .devices import device_bytes, precise_at
 from .lanes import Lanes
 from .row_blocks import Block
@@ -59,7 +59,7 @@ class MemoryPolicy:
     def size(self, block: Block) -> int:
         """Return the bytes of the device's memory that folding a block takes; 0 on a CPU."""
         at = precise_at(self.lanes.at[0], block)
-        drawn = DRAWN * block.elements if self._draws else 0
+        drawn = STOCHASTIC_BYTES * block.elements if self._draws else 0
         return 0 if at.device.type == "cpu" else block_bytes(block, at) + drawn
 
     def exceeds(self, size: int) -> bool:
@@ -109,7 +109,7 @@ class MemoryPolicy:
             self.device.spill()
         if isinstance(result, OutOfMemory):
             where = f"{tasks[0].block.target.name}: {result.message}"
-            raise ResourceError("the device is out of memory", where, FULL)
+            raise ResourceError("the device is out of memory", where, DEVICE_FULL)
         self.note(note)
         return result
 

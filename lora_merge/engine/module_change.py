@@ -19,10 +19,10 @@ from .row_blocks import BlockPart
 from .row_matrix import RowMatrix
 from .tensor_moves import DeviceStream, Placement
 
-SMALL: Final = 512  # rows or columns of a whole ΔW whose singular values are all computed
-NOISE: Final = 1e-4
+SMALL_SIDE: Final = 512  # rows or columns of a whole ΔW whose singular values are all computed
+NOISE_SHARE: Final = 1e-4
 """Share of the largest size below which a direction is rounding: a change is the difference of two weights in fp32."""
-STEPS: Final = 16  # of the power iteration for the largest singular value of a larger one
+POWER_STEPS: Final = 16  # of the power iteration for the largest singular value of a larger one
 
 
 def formula_of(patch: Patch, weight: Weight, tensors: PatchTensors, at: Placement) -> StackedPatch:
@@ -87,10 +87,10 @@ class ModuleChange:
             left, right = self.factors
             return _svdvals(torch.linalg.qr(left, mode="r").R @ torch.linalg.qr(right.T, mode="r").R.T)
         matrix = self.whole.dense()
-        if min(matrix.shape, default=0) <= SMALL:
+        if min(matrix.shape, default=0) <= SMALL_SIDE:
             return _svdvals(matrix)
         vector = torch.randn(matrix.shape[1], generator=torch.Generator().manual_seed(0))
-        for _ in range(STEPS):
+        for _ in range(POWER_STEPS):
             vector = matrix.T @ (matrix @ vector)
             vector = vector / vector.norm().clamp_min(1e-30)
         largest: Tensor = (matrix @ vector).norm().reshape(1)
@@ -103,7 +103,7 @@ class ModuleChange:
             return None
         (left, upper), (right, lower) = (torch.linalg.qr(factor) for factor in (self.factors[0], self.factors[1].T))
         columns, sizes, rows = torch.linalg.svd(upper @ lower.T, full_matrices=False)
-        large = sizes > NOISE * sizes[:1]
+        large = sizes > NOISE_SHARE * sizes[:1]
         return left @ columns[:, large], right @ rows.T[:, large]
 
 

@@ -19,15 +19,15 @@ from ..models.weights import RowSlice, Weight, WeightView
 from ..planning.plan import OutputTensor
 from .block_values import base_values, stored_base
 from .devices import load_decompositions, precise
-from .fold import RULES, StackedPatch
+from .fold import FOLD_RULES, StackedPatch
 from .gpu_adapters import AdaptersOnDevice
 from .peft_initialisation import Kin, from_base
-from .row_blocks import BLOCK_ELEMENTS, LARGE, Block, BlockPart, blocks
+from .row_blocks import BLOCK_ELEMENTS, WIDENED_PER_BLOCK, Block, BlockPart, blocks
 from .tasks import BlockTask, FoldTask
 from .tensor_moves import HOST, DeviceStream, Placement, finite, move, numbers, one_number, stage, stage_indices, whole
 from .tensors import DeviceCache, Fetch, gathered, weight_values
 
-KEPT_WHOLE: Final = LARGE
+KEPT_WHOLE: Final = WIDENED_PER_BLOCK
 KEPT_PART: Final = BLOCK_ELEMENTS // 4
 """The most numbers of a tensor, and of the part of it that a block needs, that are kept while a window is merged."""
 
@@ -218,5 +218,5 @@ class PatchTensors:
             if block.slices:
                 rows = changed[block.first : block.last]
                 block_values = rows.unsqueeze(0).clone()  # as where the block is merged
-                rows.copy_(RULES[target.method.name](block_values, self.stacks([block], at, lane))[0])
+                rows.copy_(FOLD_RULES[target.method.name](block_values, self.stacks([block], at, lane))[0])
         return changed.reshape(values.shape)

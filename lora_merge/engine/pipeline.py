@@ -23,14 +23,14 @@ from ..change_statistics import Measures
 from ..disk.hashes import RunningHashes
 from ..disk.pages import PAGE
 from ..disk.remote import has_remote
-from ..disk.volumes import CLONES, SPARSE, file_system
+from ..disk.volumes import CLONES, SPARSE_SYSTEMS, file_system
 from ..disk.writer import Writer, amend
 from ..planning.header_entries import final_headers
+from ..planning.output_checksums import Checksums
 from ..planning.plan import Plan
 from ..process import deliver_pending
-from ..progress import APART, Progress, Step
+from ..progress import STEP_SECONDS, Progress, Step
 from ..text import Note
-from .file_checksums import Checksums
 from .stages import Pool, WindowBuffers, WindowTask, drive
 from .tasks import Merged
 from .windows import Window, sharable, slots, window_bytes, windows
@@ -38,7 +38,7 @@ from .windows import Window, sharable, slots, window_bytes, windows
 if TYPE_CHECKING:
     from .window_merger import WindowMerger
 
-PIECE: Final = 8 << 20  # bytes of a call that writes: a slow disk takes half a second for them
+WRITTEN_BYTES: Final = 8 << 20  # bytes of a call that writes: a slow disk takes half a second for them
 MOST_WAITING: Final = 256  # windows that may wait while others go first: 8 GB of the file
 
 
@@ -130,7 +130,7 @@ class Pipeline:
         The order is kept if the base is hashed, as its bytes must come in order, or if there are several outputs, whose
         stages are busy enough.
         """
-        in_order = self.digests.hashing or len(self.plans) > 1 or file_system(self.parts[0]) not in SPARSE
+        in_order = self.digests.hashing or len(self.plans) > 1 or file_system(self.parts[0]) not in SPARSE_SYSTEMS
         waiting: deque[Window] = deque()
         for window in every:
             while waiting and (self._merger.done() or len(waiting) == MOST_WAITING or waiting[0].file != window.file):
@@ -217,7 +217,7 @@ class Pipeline:
         part, waiting, before = (task.window.size - sum(task.reported)) // (count + 1), 0, time.perf_counter()
         for _ in steps:
             waiting += part
-            if (now := time.perf_counter()) - before >= APART:
+            if (now := time.perf_counter()) - before >= STEP_SECONDS:
                 task.reported.append(waiting)
                 self._written_now(task.plan, waiting)
                 waiting, before = 0, now
@@ -225,11 +225,11 @@ class Pipeline:
     def _put(self, writer: Writer, task: WindowTask) -> None:
         at, out = task.window.start + self._shift(task), task.output.out
         if not task.shared:
-            view, pieces = out.view(task.window.start, task.window.size), range(0, task.window.size, PIECE)
+            view, pieces = out.view(task.window.start, task.window.size), range(0, task.window.size, WRITTEN_BYTES)
 
             def put(first: int) -> None:
-                writer.write(view[first : first + PIECE], at + first)
-                self.sums[task.plan].feed(task.window.file, at + first, view[first : first + PIECE])
+                writer.write(view[first : first + WRITTEN_BYTES], at + first)
+                self.sums[task.plan].feed(task.window.file, at + first, view[first : first + WRITTEN_BYTES])
 
             self._paced(task, map(put, pieces), len(pieces))
             return

@@ -21,14 +21,14 @@ from ..files.encodings.arithmetic import largest
 from ..planning.plan import OutputTensor, Plan, partners
 from .block_folder import BlockFolder
 from .block_values import base_view, stored_base
-from .recoding import Codes, Uncovered, new_parts, recode, refitted
+from .requantisation import Codes, Uncovered, new_parts, recode, refitted
 from .row_blocks import BLOCK_ELEMENTS, Block, blocks
 from .tasks import EncodeTask, FoldTask, LargestNumber, LargestTask, Merged, MergedBlock, results
 from .tensors import Fetch, decoded, packed, stored_numbers
 from .windows import Convert, WindowChange
 
-AT_ONCE: Final = 16  # blocks that are measured side by side: 64 MB of numbers
-SHARE: Final = 4  # the part of the memory limit for merged blocks is one of so many
+BLOCKS_AT_ONCE: Final = 16  # blocks that are measured side by side: 64 MB of numbers
+BLOCK_SHARE: Final = 4  # the part of the memory limit for merged blocks is one of so many
 
 Key: TypeAlias = tuple[int, str, int]
 """Plan, weight and first row of a block."""
@@ -49,7 +49,7 @@ class NewCodes:
         """For each plan those whose scale is known, with it."""
         self._merged: dict[Key, MergedBlock] = {}
         on_host = folder.lanes.at[0].device.type == "cpu"
-        self._free = min(plan.job.max_memory for plan in plans) // SHARE if on_host else 0
+        self._free = min(plan.job.max_memory for plan in plans) // BLOCK_SHARE if on_host else 0
         """Bytes that further merged blocks may take."""
 
     def scales(self, plan: int, change: WindowChange, base: memoryview) -> Iterator[Future[Merged]]:
@@ -61,8 +61,8 @@ class NewCodes:
         names = (t.name for t in chain((f.block.target for f in change.folds), (c.target for c in change.converts)))
         unknown = self._unknown(plan, names) if self._weights[plan] else []
         magnitudes: dict[str, float] = {}
-        work = chain.from_iterable(self._begin_largest(plan, target, change, base) for target in unknown)
-        while under_way := list(islice(work, AT_ONCE)):
+        work = chain.from_iterable(self._begin_largest(target, change, base) for target in unknown)
+        while under_way := list(islice(work, BLOCKS_AT_ONCE)):
             for name, magnitude, first, merged in results(under_way):
                 magnitudes[name] = max(magnitude, magnitudes.get(name, 0.0))
                 if merged is not None:
@@ -111,7 +111,7 @@ class NewCodes:
             yield self.pool.submit(_store, target, (c.first + low, count), stored, into, fetch)
 
     def _begin_largest(
-        self, plan: int, target: OutputTensor, change: WindowChange, base: memoryview
+        self, target: OutputTensor, change: WindowChange, base: memoryview
     ) -> Iterator[Future[LargestNumber]]:
         """Start to find the largest number of a weight, part by part. Its parts in the window, whose input is `base`,
         are not read again."""

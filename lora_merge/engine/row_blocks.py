@@ -33,7 +33,7 @@ it; and for all together counts, places, some rows."""
 BY_ROWS: Final = 2**21
 """Numbers of a block up to which its changes are computed as a whole, where they become one change."""
 
-LARGE: Final = 2**19
+WIDENED_PER_BLOCK: Final = 2**19
 """Numbers of an adapter's tensor from which on it is widened again for every block that reads it, not kept."""
 
 WIDENED: Final = 8
@@ -160,7 +160,7 @@ class Block:
         """The bytes that the changes of this block take at once, with temporaries, where they become one change; for
         other blocks, which are small, those of the large tensors that their formulas read whole."""
         if self.target.combining is None:
-            return WIDENED * sum(n for s in self.slices for n in s.whole if n > LARGE)
+            return WIDENED * sum(n for s in self.slices for n in s.whole if n > WIDENED_PER_BLOCK)
         if self.by_rows:
             plain = self.target.packed is None and self.target.weight.packed is None
             return (ROWS_BYTES if plain else 8 * FURTHER) * self.elements + ROWS_ROOM

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-PIECE: Final = 2**18
+BLOCK_NUMBERS: Final = 2**18
 """Numbers of a block of rows: they stay in the caches."""
 
 CACHED: Final = 2**21
@@ -42,11 +42,11 @@ class RowMatrix:
         return RowMatrix((left.shape[0], right.shape[1]), lambda rows: left[rows] @ right)
 
     def blocks(self, *, owned: bool = True) -> Iterator[tuple[slice, Tensor]]:
-        """Yield all rows in order, as many at a time as `PIECE` says; all at once where a device holds the matrix.
-        `owned`: whether the caller may overwrite them."""
+        """Yield all rows in order, as many at a time as `BLOCK_NUMBERS` says; all at once where a device holds the
+        matrix. `owned`: whether the caller may overwrite them."""
         out, cols = self.shape
         on_device = self.memory is not None and self.memory.device.type != "cpu"
-        step = max(1, out if on_device else PIECE // max(cols, 1))
+        step = max(1, out if on_device else BLOCK_NUMBERS // max(cols, 1))
         for first in range(0, out, step):
             rows = slice(first, min(first + step, out))
             yield rows, self.read(rows) if owned or self.memory is None else self.memory[rows]
@@ -87,10 +87,10 @@ class RowMatrix:
         return torch.cat([self.read(slice(run[0], run[-1] + 1)) for run in runs]) if runs else self.read(slice(0, 0))
 
 
-AT_ONCE: Final = 16
+BITS_AT_ONCE: Final = 16
 """Bits that are counted each time that all numbers are read."""
 
-FEW: Final = 2**21
+SORTED_NUMBERS: Final = 2**21
 """Numbers that are sorted: once no more than these have the known leading bits, further bits are not counted."""
 
 INTEGERS: Final = {torch.float64: (torch.int64, 63), torch.float32: (torch.int32, 31)}
@@ -135,14 +135,14 @@ def _leading_bits(change: RowMatrix, count: int) -> tuple[int, int, int, int]:
     with these leading bits, counted from the largest, number of these magnitudes)."""
     # The next bits of all magnitudes with the known leading bits are counted, until few magnitudes are left.
     known, left, rank, number = 0, -1, count, change.numel()
-    if change.numel() <= FEW:
+    if change.numel() <= SORTED_NUMBERS:
         return known, INTEGERS[change.read(slice(0, 0)).dtype][1], rank, change.numel()
     while left:
         counts: Tensor | None = None
         for _, block in change.blocks():
             kind, width = INTEGERS[block.dtype]
             before = width if left < 0 else left
-            after = max(0, before - AT_ONCE)
+            after = max(0, before - BITS_AT_ONCE)
             bits = block.abs_().reshape(-1).view(kind)
             if left >= 0:
                 bits = bits[(bits >> left) == known]
@@ -155,7 +155,7 @@ def _leading_bits(change: RowMatrix, count: int) -> tuple[int, int, int, int]:
         digit = len(counts) - 1 - place
         known, left = (known << (before - after)) | digit, after
         number = int(counts[digit])
-        if number <= FEW:
+        if number <= SORTED_NUMBERS:
             break
     return known, left, rank, number
 

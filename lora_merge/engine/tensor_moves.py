@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..algorithms.base import expect
-from ..dtypes import COMPUTE_DTYPES, DTYPES, FLOATS, TABLE
+from ..dtypes import COMPUTE_DTYPES, DTYPE_ROWS, DTYPES, FLOATS
 from ..errors import TooLarge
 from ..files.encodings.arithmetic import unpacked
 
@@ -57,33 +57,33 @@ def _cast(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
     name: getattr(torch, row.library)
-    for name, row in TABLE.items()
+    for name, row in DTYPE_ROWS.items()
     if row.bits >= 8 and name != "F8_E8M0"  # older versions of torch lack this dtype
 }
 FILE_DTYPES: Final = {v: k for k, v in TORCH_DTYPES.items()}
 
-ROOM: Final = {TORCH_DTYPES[name]: TABLE[name].room for name in FLOATS}
+OVERFLOW_LIMITS: Final = {TORCH_DTYPES[name]: DTYPE_ROWS[name].room for name in FLOATS}
 """Dtype → the largest number that still rounds to a finite one."""
 
-PATTERNS: Final = {
+INFINITY: Final = {
     torch.float16: (torch.int16, 0x7C00), torch.bfloat16: (torch.int16, 0x7F80),
     torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF << 52),
 }  # fmt: skip
 """Dtype → integer dtype of its width, and the bits of infinity: bits of NaN are larger, of finite numbers smaller."""
 
-BYTES: Final = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7C}
+SUSPECT_BYTES: Final = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7C}
 """8-bit dtype → the smallest bits, without the sign, of a number that may have been too large: 448 itself in e4m3, for
 which some versions of torch cut such numbers to 448 and others write NaN."""
 
 WIDER: Final = ("bf16", "fp32")
 """Values of `--dtype` that an error recommends where another dtype is too small, the narrowest first."""
 
-PIECE: Final = 2**18  # numbers that are cast at once; more would leave the caches before they are checked
+CAST_NUMBERS: Final = 2**18  # numbers that are cast at once; more would leave the caches before they are checked
 
 CACHE_LINE: Final = 64  # bytes
 
-WHOLE: Final = {"cpu", "cuda"}
-PLAIN: Final = {torch.float32, torch.float16, torch.bfloat16}
+FULL_DEVICES: Final = {"cpu", "cuda"}
+COMMON_DTYPES: Final = {torch.float32, torch.float16, torch.bfloat16}
 """Kinds of devices that have all dtypes and operations, and the dtypes that all others have: Metal has no fp64, no fp8
 and not all decompositions, XPUs differ. The host casts the other dtypes."""
 
@@ -275,14 +275,14 @@ def convert(source: Tensor, into: Tensor, *, sums: bool = False) -> bool:
 
 def pieces(source: Tensor, into: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield two tensors of one shape in pieces of a few rows."""
-    rows = max(1, PIECE * len(source) // max(source.numel(), 1))
+    rows = max(1, CAST_NUMBERS * len(source) // max(source.numel(), 1))
     for first in range(0, len(source), rows):
         yield source[first : first + rows], into[first : first + rows]
 
 
 def fits(old: torch.dtype, new: torch.dtype) -> bool:
     """Return whether every finite number of one float dtype is, once rounded, a finite one of another."""
-    return torch.finfo(old).max <= ROOM[new]
+    return torch.finfo(old).max <= OVERFLOW_LIMITS[new]
 
 
 def odd(tensor: Tensor) -> bool:
@@ -293,12 +293,12 @@ def odd(tensor: Tensor) -> bool:
     """
     if not tensor.numel():
         return False
-    if tensor.dtype in BYTES:
+    if tensor.dtype in SUSPECT_BYTES:
         positive, negative = (int(tensor.view(kind).max().item()) for kind in (torch.int8, torch.uint8))
-        return max(positive, negative - 128) >= BYTES[tensor.dtype]
+        return max(positive, negative - 128) >= SUSPECT_BYTES[tensor.dtype]
     if isfinite(tensor.sum().item()):
         return False
-    kind, infinite = PATTERNS[tensor.dtype]
+    kind, infinite = INFINITY[tensor.dtype]
     return int((tensor.view(kind) & torch.iinfo(kind).max).max().item()) >= infinite
 
 
@@ -306,7 +306,7 @@ def beyond(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a mask, on the host, of the finite numbers that are too large for the dtype, and of infinite numbers if
     the dtype has no infinity."""
     size = tensor.detach().cpu().double().abs()
-    over = size > ROOM[dtype]
+    over = size > OVERFLOW_LIMITS[dtype]
     return over if dtype == torch.float8_e4m3fn else over & (size < inf)
 
 
@@ -335,7 +335,7 @@ def settle(name: str, source: Tensor, into: Tensor, *, saturate: bool) -> int:
 
 def _too_large(name: str, values: Tensor, dtype: torch.dtype) -> TooLarge:
     largest = max(values.tolist(), key=abs)
-    wider = next((option for option in WIDER if abs(largest) <= ROOM[TORCH_DTYPES[DTYPES[option]]]), "keep")
+    wider = next((option for option in WIDER if abs(largest) <= OVERFLOW_LIMITS[TORCH_DTYPES[DTYPES[option]]]), "keep")
     return TooLarge(f"a number is too large for {_called(dtype)}: {largest:g}", name,
                     f"write --dtype {wider}, or --on-overflow saturate to cut such values to the largest")  # fmt: skip
 
@@ -370,7 +370,7 @@ def host(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def holds(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether a device has a dtype, with correct casts."""
     wide = dtype.itemsize > 1 or not dtype.is_floating_point
-    return dtype in PLAIN or (device.type in WHOLE and (wide or rounds_to_eight_bits(device)))
+    return dtype in COMMON_DTYPES or (device.type in FULL_DEVICES and (wide or rounds_to_eight_bits(device)))
 
 
 def _ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -429,7 +429,7 @@ def cast_all(sources: Sequence[Tensor], into: Sequence[Tensor]) -> None:
         pair[0].append(source)
         pair[1].append(target)
     for (old, new), (sources_of_kind, into_of_kind) in kinds.items():
-        if len(into_of_kind) > 1 and {old, new} <= PATTERNS.keys():
+        if len(into_of_kind) > 1 and {old, new} <= INFINITY.keys():
             torch._foreach_copy_(into_of_kind, sources_of_kind)
         else:  # one tensor, or 8-bit numbers
             for source, target in zip(sources_of_kind, into_of_kind, strict=True):
@@ -483,7 +483,7 @@ def brought(values: Tensor, lane: DeviceStream, use: str) -> Tensor:
 
 def fit(ends: Tensor, dtype: torch.dtype) -> bool:
     """Return whether all numbers between two `extremes` are finite, and finite once they are rounded to a dtype."""
-    return all(abs(number) <= ROOM[dtype] for number in ends.tolist())
+    return all(abs(number) <= OVERFLOW_LIMITS[dtype] for number in ends.tolist())
 
 
 def workspace(like: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -17,22 +17,22 @@ from torch import Tensor
 
 from ..disk.files import Memory, Source, StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import ITEM_BYTES, TABLE
+from ..dtypes import DTYPE_ROWS, ITEM_BYTES
 from ..errors import InputError, not_finite
 from ..files.encodings.base import CODES, InvalidPart, Packing
 from ..models.weights import RowSlice, Weight, WeightView
-from .tensor_moves import TORCH_DTYPES, WHOLE, Placement, host, odd, rounds_to_eight_bits, stage
+from .tensor_moves import FULL_DEVICES, TORCH_DTYPES, Placement, host, odd, rounds_to_eight_bits, stage
 
 Fetch: TypeAlias = Callable[[StoredTensor], Tensor]
 """Function that returns a tensor as stored, from its entry in a header."""
 
-KEPT: Final = 2**24
+CACHED_NUMBERS: Final = 2**24
 """The most numbers that a `DeviceCache` keeps, of all tensors together."""
 
-SHARE: Final = 4
+CACHE_SHARE: Final = 4
 """A `TensorCache` keeps one part in so many of the memory limit, a `DeviceCache` a quarter of that in fp32."""
 
-RECENT: Final = 4
+RECENT_TENSORS: Final = 4
 """The tensors used last that a `TensorCache` keeps whatever their size: the formulas under way need them anyway."""
 
 
@@ -68,7 +68,7 @@ class TensorCache:
             if key not in self._tensors:
                 self._bytes += tensor.nbytes
             self._tensors[key] = tensor
-            while self._bytes > self._room and len(self._tensors) > RECENT:
+            while self._bytes > self._room and len(self._tensors) > RECENT_TENSORS:
                 self._bytes -= self._tensors.popitem(last=False)[1].nbytes
 
     def read(self, info: StoredTensor) -> Tensor:
@@ -89,7 +89,7 @@ class TensorCache:
 class DeviceCache:
     """Tensors at their placement, made once for all blocks and plans that use them; keeps about `most` numbers."""
 
-    def __init__(self, most: int = KEPT) -> None:
+    def __init__(self, most: int = CACHED_NUMBERS) -> None:
         self._tensors: dict[Any, Tensor] = {}
         self._numbers, self._most = 0, most
         self._lock = Lock()
@@ -136,7 +136,7 @@ def beside(tensor: Tensor, other: Tensor) -> Tensor:
 
 def codecs_on(device: torch.device) -> bool:
     """Return whether codecs compute on a device other than the host: it must have all dtypes and operations."""
-    return device.type != "cpu" and device.type in WHOLE and rounds_to_eight_bits(device)
+    return device.type != "cpu" and device.type in FULL_DEVICES and rounds_to_eight_bits(device)
 
 
 def computing(device: torch.device) -> AbstractContextManager[Any]:
@@ -198,7 +198,7 @@ def gathered(view: WeightView, whole: Callable[[RowSlice], Tensor], at: Placemen
 
 def view_bytes(raw: memoryview, dtype: str, shape: tuple[int, ...]) -> Tensor:
     """Return the bytes as a tensor that shares them."""
-    kind = TORCH_DTYPES.get(dtype) or getattr(torch, TABLE[dtype].library)
+    kind = TORCH_DTYPES.get(dtype) or getattr(torch, DTYPE_ROWS[dtype].library)
     if not raw.nbytes:
         return torch.empty(shape, dtype=kind)
     return torch.frombuffer(raw, dtype=torch.uint8).view(kind).reshape(shape)

@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from .devices import KINDS
+from .devices import DEVICE_KINDS
 
 _PRODUCTS: Final = [getattr(b, "matmul", None) for b in (torch.backends.cuda, torch.backends.mkldnn)]
 """Backends with torch 2.9's settings of fp32 products; mkldnn is that of CPUs with AMX or bf16, and of XPUs."""
@@ -28,7 +28,7 @@ def undisturbed() -> Iterator[None]:
     with ExitStack() as stack, exact_products():
         if torch.empty(0).device.type != "cpu":
             stack.enter_context(torch.device("cpu"))
-        for kind in KINDS:
+        for kind in DEVICE_KINDS:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield

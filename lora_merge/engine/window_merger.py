@@ -23,11 +23,11 @@ from .gpu_adapters import AdaptersOnDevice
 from .gpu_windows import DeviceWindows
 from .patch_tensors import PatchTensors
 from .quantised_output import NewCodes, refolded
-from .recoding import new_parts, refitted
+from .requantisation import new_parts, refitted
 from .stages import WindowTask
 from .tasks import FoldTask, largest_of_each, settled
 from .tensor_moves import convert, settle
-from .tensors import KEPT, SHARE, DeviceCache, TensorCache, decoded, packed, raw
+from .tensors import CACHE_SHARE, CACHED_NUMBERS, DeviceCache, TensorCache, decoded, packed, raw
 from .windows import Fold, Window, WindowChange, pinned_bytes
 
 PINNED_UNITS: Final = 24
@@ -44,7 +44,7 @@ class WindowMerger:
         at = places(self.choice.device, dtype)
         self.device = ",".join(str(p.device) for p in at)
         # Adapters' tensors: cached on the host, and on a GPU uploaded once.
-        room = min(p.job.max_memory for p in plans) // SHARE
+        room = min(p.job.max_memory for p in plans) // CACHE_SHARE
         adapter_files = frozenset(f for p in plans for m in p.adapters for f in m.adapter.index.files)
         self.cache = TensorCache(reader, adapter_files, room)
         self.pool = ThreadPoolExecutor(threads(at, job.max_vram), thread_name_prefix="fold", initializer=one_core)
@@ -52,7 +52,7 @@ class WindowMerger:
         uploaded = None
         if at[0].device.type != "cpu":
             uploaded = AdaptersOnDevice(reader, plans, device_bytes(job.max_vram) // 4, 4 * unit)
-        cache = DeviceCache(min(KEPT, room // (4 * SHARE)))
+        cache = DeviceCache(min(CACHED_NUMBERS, room // (4 * CACHE_SHARE)))
         tensors = PatchTensors(self.cache.fetch, plans[0].weights, cache, adapters_on_device=uploaded)
         # What folds: block by block, and on a GPU whole windows.
         changed = checked(t.name for f in plans[0].files for t in f.targets if t.uses)

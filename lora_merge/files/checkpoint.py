@@ -20,7 +20,7 @@ from ..text import Note, listed, quoted
 from .encodings.base import Packing
 from .file_signatures import missing
 from .folder_layouts import (
-    PEFT,
+    PEFT_PREFIX,
     STEMS,
     Weights,
     choose,
@@ -43,9 +43,13 @@ from .safetensors import parse_file
 PEFT_STEM: Final = "adapter_model"
 PEFT_FILES: Final = (f"{PEFT_STEM}.safetensors", f"{PEFT_STEM}.bin")
 MLX_FILE: Final = "adapters.safetensors"  # of mlx-lm; files saved during training have a number before this name
-CONFIGS: Final = ("adapter_config.json", "model_index.json", "config.json")  # of folders; the first that exists is read
+FOLDER_CONFIGS: Final = (
+    "adapter_config.json",
+    "model_index.json",
+    "config.json",
+)  # of folders; the first that exists is read
 LONGEST_TYPE: Final = 100  # letters of a type of model; the longest of transformers has 33
-TRAINED: Final = re.compile(r"(?:non_lora_\w+|trainable_params|new_embeddings)\.(?:bin|pt|pth|safetensors)")
+TRAINED_FILES: Final = re.compile(r"(?:non_lora_\w+|trainable_params|new_embeddings)\.(?:bin|pt|pth|safetensors)")
 """Files in which trainers store weights that they trained besides the adapter: LLaVA and its descendants, LongLoRA, and
 the rows of new tokens that vLLM reads (vllm/lora/models.py)."""
 
@@ -155,7 +159,7 @@ def _opened(path: Path, *, adapter: bool) -> Index:
     shard = shard_of(path)
     if shard and shard[1] > 1:
         notes = (Note(f"this is shard {shard[0]} of {shard[1]}; give the folder to merge into the whole model"),)
-    if path.name in PEFT_FILES and (whole := [p for p in entries(path.parent) if TRAINED.fullmatch(p.name)]):
+    if path.name in PEFT_FILES and (whole := [p for p in entries(path.parent) if TRAINED_FILES.fullmatch(p.name)]):
         raise InputError("more trained weights are next to the adapter", f"{path}: {listed(f.name for f in whole)}",
                          f"give the folder {path.parent}, which contains all of it")  # fmt: skip
     beside = configuration(path)
@@ -173,7 +177,7 @@ def configuration(path: Path) -> Path | None:
     path = of_index(path)
     whole = is_folder(path)
     folder = path if whole else path.parent
-    files = [folder / name for name in (CONFIGS if whole else CONFIGS[:1]) if exists(folder / name)]
+    files = [folder / name for name in (FOLDER_CONFIGS if whole else FOLDER_CONFIGS[:1]) if exists(folder / name)]
     if whole or not files or _is_called_trained(path) or _holds_peft(path, FileState.at(path)):
         return next(iter(files), None)
     return None
@@ -182,7 +186,7 @@ def configuration(path: Path) -> Path | None:
 @lru_cache(maxsize=1024)
 def _holds_peft(path: Path, _: FileState | None) -> bool:
     """Return whether a file holds a tensor with PEFT's prefix; cached, since pickles are slow to open."""
-    return any(PEFT in key for key in read_header(path).tensors)
+    return any(PEFT_PREFIX in key for key in read_header(path).tensors)
 
 
 def _is_called_trained(path: Path) -> bool:
@@ -191,14 +195,14 @@ def _is_called_trained(path: Path) -> bool:
 
 def adapter_config(path: Path) -> dict[str, Any]:
     """Return the adapter_config.json of a folder, or of the folder of a file; {} if there is none."""
-    file = (path if is_folder(path) else path.parent) / CONFIGS[0]
+    file = (path if is_folder(path) else path.parent) / FOLDER_CONFIGS[0]
     return read_json(file) if file.is_file() else {}
 
 
 def _model_config(folder: Path) -> Path | None:
     """Return the configuration of the model in a folder, with its weights beside it; None if there is no model."""
-    file = next((folder / name for name in CONFIGS[1:] if exists(folder / name)), None)
-    if file is None or file.name == CONFIGS[1]:
+    file = next((folder / name for name in FOLDER_CONFIGS[1:] if exists(folder / name)), None)
+    if file is None or file.name == FOLDER_CONFIGS[1]:
         return file
     return file if any(w.stem in STEMS[:-1] for w in weights_in(folder)) else None
 
@@ -219,7 +223,7 @@ def _nonempty(index: Index) -> Index:
 
 def _folder(path: Path, *, adapter: bool = False) -> Index:
     file = configuration(path)
-    if file and file.name == CONFIGS[0] and not adapter:
+    if file and file.name == FOLDER_CONFIGS[0] and not adapter:
         file = _model_config(path) or file
     config = _read_config(file) if file else {}
     if file and file.name in _KINDS:
@@ -229,8 +233,8 @@ def _folder(path: Path, *, adapter: bool = False) -> Index:
 
 def _indexed(path: Path, shards: Index) -> Index:
     """Return the shards of an index that the user named, with the configuration of their folder."""
-    of_adapter, of_model = path / CONFIGS[0], path / CONFIGS[-1]
-    if of_adapter.is_file() and any(PEFT in key for key in shards.tensors):
+    of_adapter, of_model = path / FOLDER_CONFIGS[0], path / FOLDER_CONFIGS[-1]
+    if of_adapter.is_file() and any(PEFT_PREFIX in key for key in shards.tensors):
         return _peft_shards(path, _read_config(of_adapter), shards)
     return _of_model(path, _read_config(of_model) if of_model.is_file() else {}, shards)
 

@@ -15,7 +15,7 @@ from ..paths import ENDINGS
 from ..text import listed, quoted
 from .folder_layouts import entries
 
-MAGIC: Final = (
+MAGIC_BYTES: Final = (
     # first bytes       what it is                         what to do
     (b"PK\x03\x04", "a zip archive", "give the checkpoint inside it, or a torch file saved by torch.save"),
     (b"\x80\x02", "a Python pickle", "give the .safetensors version of the model"),
@@ -37,9 +37,11 @@ MAGIC: Final = (
 )  # fmt: skip
 """Formats that people pass instead of a checkpoint; used only for files without a valid header."""
 
-BESIDE: Final = "load it at generation time: this file contains no weight changes, so there is nothing to merge"
+LOAD_AT_GENERATION: Final = (
+    "load it at generation time: this file contains no weight changes, so there is nothing to merge"
+)
 
-EMBEDDING: Final = "an embedding (textual inversion)"
+TEXTUAL_INVERSION: Final = "an embedding (textual inversion)"
 
 CLONEOFSIMO: Final = "a LoRA of cloneofsimo/lora, whose layers have numbers in place of names"
 
@@ -48,16 +50,16 @@ BY_NUMBERS: Final = (
     "take a version of it with names"
 )
 
-PACKED: Final = "weights or factors packed for the kernels of nunchaku (SVDQuant)"
+NUNCHAKU: Final = "weights or factors packed for the kernels of nunchaku (SVDQuant)"
 
 UNPACKED: Final = "give the file that it was converted from"
 
 MOST_NAMES: Final = 20_000  # that are compared of a file that is not a state dict
 
-LONGEST_NAME: Final = 200  # characters of such a name
-LEVELS: Final = 3  # of dicts and lists in which such names are looked for
+LONGEST_FOREIGN_NAME: Final = 200  # characters of such a name
+SEARCHED_LEVELS: Final = 3  # of dicts and lists in which such names are looked for
 
-FOREIGN: Final = tuple(
+FOREIGN_KEYS: Final = tuple(
     (re.compile(pattern), what)
     for pattern, what in (
         # a key looks so                                                     what the file is
@@ -69,10 +71,10 @@ FOREIGN: Final = tuple(
         (r"(?:adapter\.)?body\.\d+\.(?:resnets\.|block\d)",                 "a T2I-Adapter"),
         (r"redux_(?:up|down)\.",                                             "an image encoder (Flux Redux)"),
         (r"pulid_\w+\.",                                                     "an encoder of faces (PuLID)"),
-        (r"(?:emb_params|clip_[lg])$|string_to_param\.",                     EMBEDDING),
+        (r"(?:emb_params|clip_[lg])$|string_to_param\.",                     TEXTUAL_INVERSION),
         (r"\d+\.\d\.linear\d?\.",                                          "a hypernetwork"),
         (r".*\.processor\.(?:[qkv]|proj)_loras\.\d",                         "a LoRA for a condition (EasyControl)"),
-        (r".*\.(?:lora_(?:down|up)|wscales|smooth_factor(?:_orig)?)$",       PACKED),
+        (r".*\.(?:lora_(?:down|up)|wscales|smooth_factor(?:_orig)?)$",       NUNCHAKU),
         (r"(?:unet|text_encoder):\d+:(?:up|down)$",                          CLONEOFSIMO),
     )
 )  # fmt: skip
@@ -83,13 +85,13 @@ Used only for files without adapter tensors."""
 def foreign(keys: Iterable[str]) -> str:
     """Return what a file without adapter tensors is; "" if its keys do not show it."""
     keys = [*keys]
-    of_tokens = EMBEDDING if keys and not any("." in key for key in keys) else ""  # or names of encoders
-    return next((what for pattern, what in FOREIGN for key in keys if pattern.match(key)), of_tokens)
+    of_tokens = TEXTUAL_INVERSION if keys and not any("." in key for key in keys) else ""  # or names of encoders
+    return next((what for pattern, what in FOREIGN_KEYS for key in keys if pattern.match(key)), of_tokens)
 
 
 def instead(what: str) -> str:
     """Return what to do with such a file."""
-    return BY_NUMBERS if what == CLONEOFSIMO else UNPACKED if what == PACKED else BESIDE
+    return BY_NUMBERS if what == CLONEOFSIMO else UNPACKED if what == NUNCHAKU else LOAD_AT_GENERATION
 
 
 def are_factors(loaded: Sequence[object]) -> bool:
@@ -100,12 +102,12 @@ def are_factors(loaded: Sequence[object]) -> bool:
 
 
 def nested(value: object) -> Iterator[str]:
-    """Yield the names of values in nested dicts and lists: `LEVELS` levels deep, at most `MOST_NAMES` names.
+    """Yield the names of values in nested dicts and lists: `SEARCHED_LEVELS` levels deep, at most `MOST_NAMES` names.
 
     A container that occurs several times is searched once.
     """
     visited: set[int] = set()
-    return islice(_nested(value, "", LEVELS, visited), MOST_NAMES)
+    return islice(_nested(value, "", SEARCHED_LEVELS, visited), MOST_NAMES)
 
 
 def _nested(value: object, name: str, depth: int, visited: set[int]) -> Iterator[str]:
@@ -115,11 +117,11 @@ def _nested(value: object, name: str, depth: int, visited: set[int]) -> Iterator
     visited.add(id(value))
     for key, inner in entries:
         if isinstance(key, str | int):
-            yield f"{name}{str(key)[:LONGEST_NAME]}"
-            yield from _nested(inner, f"{name}{str(key)[:LONGEST_NAME]}.", depth - 1, visited)
+            yield f"{name}{str(key)[:LONGEST_FOREIGN_NAME]}"
+            yield from _nested(inner, f"{name}{str(key)[:LONGEST_FOREIGN_NAME]}.", depth - 1, visited)
 
 
-TEXT: Final = bytes(range(32, 127)) + b"\t\r\n"
+TEXT_BYTES: Final = bytes(range(32, 127)) + b"\t\r\n"
 """Bytes of plain text."""
 
 
@@ -129,10 +131,10 @@ def refusal(path: Path, start: bytes, size: int, why: str) -> InputError:
         return InputError("the file is empty", str(path), "download or export it again")
     if not any(start):
         return InputError("the file contains only zeros", str(path), "download it again; it was never completed")
-    for magic, what, fix in MAGIC:
+    for magic, what, fix in MAGIC_BYTES:
         if start.startswith(magic) and start[4:9] != b"\0\0\0\0{":  # such bytes begin a damaged header
             return InputError(f"not a .safetensors file but {what}", str(path), fix)
-    if not start.strip(TEXT):
+    if not start.strip(TEXT_BYTES):
         why = f"it is text, {quoted(start.decode('ascii'))}"
     kind = path.suffix if path.suffix in ENDINGS else ".safetensors"
     return InputError(f"not a valid {kind} file", f"{path}: {why}", "download or export the file again")

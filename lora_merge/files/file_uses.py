@@ -17,9 +17,9 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 from ..disk.files import Header
 from ..dtypes import Shape
 from ..errors import InputError
-from ..paths import WEIGHTS
+from ..paths import WEIGHT_SUFFIXES
 from ..text import Note, listed
-from .checkpoint import CONFIGS, Index, read_header
+from .checkpoint import FOLDER_CONFIGS, Index, read_header
 from .folder_layouts import is_usual_name
 from .json_files import read_json
 
@@ -28,7 +28,7 @@ Use: TypeAlias = Literal["read", "copied", "left out"]
 NOT_LISTED: Final = re.compile(r"\.git|\.cache|__pycache__|\.gitattributes|\..*\.lora-merge\.(?:part(?:\.\w+)?|claim)")
 """Names of entries that belong to other programs or to a running merge; they are in no table."""
 
-STATE: Final = re.compile(
+TRAINER_STATE: Final = re.compile(
     r"(?:optimi[sz]er|(?:lr_)?scheduler|scaler|rng_state|random_states|sampler|dataloader|custom_checkpoint)[\w.-]*"
     r"\.(?:pt|pth|bin|pkl|ckpt|safetensors|distcp)|training_args\.bin|(?:zero_pp_rank|bf16_zero_pp_rank)\w*\.pt|latest"
     r"|zero_to_fp32\.py|(?:trainer_state|scaler|all_results|train_results|eval_results)\.json|trainer_log\.jsonl"
@@ -52,8 +52,8 @@ EXPORTED: Final = re.compile(
 """Usual names of the same weights for other libraries, in formats whose headers are not read: Flax, TensorFlow, Rust,
 ONNX, MLX, Paddle, OpenVINO."""
 
-SAME: Final = "a second set of the model's weights"
-AGAIN: Final = "a second set of the adapter's weights"
+SECOND_SET_OF_MODEL: Final = "a second set of the model's weights"
+SECOND_SET_OF_ADAPTER: Final = "a second set of the adapter's weights"
 UNPLACED: Final = "whether it has a place is seen with a base"
 OF_TRAINING: Final = "a state of the training, not a weight"
 OF_MODEL: Final = "the model in the adapter's folder"
@@ -65,7 +65,9 @@ NO_WEIGHTS: Final = "the index of weights that are left out"
 NOT_OF_MODEL: Final = "it belongs to the adapter, not to the model"
 ONLY_FOR_CODES: Final = "it describes the codes of the base's weights, which the output does not have"
 
-HALF: Final = 0.5  # share of a file's numbers, or of the model's, from which two sets of tensors count as the same
+DUPLICATE_SHARE: Final = (
+    0.5  # share of a file's numbers, or of the model's, from which two sets of tensors count as the same
+)
 
 
 class FileUse(NamedTuple):
@@ -122,7 +124,7 @@ class Folder(NamedTuple):
 
 def is_weights(name: str) -> bool:
     """Return whether a file of this name may hold tensors."""
-    return Path(name).suffix.lower() in WEIGHTS or EXPORTED.fullmatch(name) is not None
+    return Path(name).suffix.lower() in WEIGHT_SUFFIXES or EXPORTED.fullmatch(name) is not None
 
 
 def listing(folder: Path) -> Iterator[Path]:
@@ -140,12 +142,12 @@ def duplicate(path: Path, base: Index, *, by_name: bool = True) -> str:
     """
     usual = is_usual_name(path.name)
     if EXPORTED.fullmatch(path.name) or (by_name and usual and path.suffix == ".bin"):
-        return SAME
+        return SECOND_SET_OF_MODEL
     try:
         header = read_header(path)
     except InputError:
-        return SAME if usual else ""
-    return SAME if same_tensors(header, base) else ""
+        return SECOND_SET_OF_MODEL if usual else ""
+    return SECOND_SET_OF_MODEL if same_tensors(header, base) else ""
 
 
 def same_tensors(header: Header, base: Index) -> bool:
@@ -157,11 +159,11 @@ def same_tensors(header: Header, base: Index) -> bool:
     forms = [(_tails(name), info.shape) for name, info in header.tensors.items()]
     same = sum(prod(shape) for tails, shape in forms if any((tail, shape) in known for tail in tails))
     named = sum(any(tail in names for tail in tails) for tails, _ in forms)
-    if total and (same >= HALF * total or named >= HALF * len(of_base)):
+    if total and (same >= DUPLICATE_SHARE * total or named >= DUPLICATE_SHARE * len(of_base)):
         return True
     shapes = Counter(_matrix(shape) for _, shape in of_base) & Counter(_matrix(shape) for _, shape in forms)
     alike = sum(prod(shape) * count for shape, count in shapes.items())
-    return total > 0 and alike >= 0.9 * total and alike >= HALF * sum(prod(shape) for _, shape in of_base)
+    return total > 0 and alike >= 0.9 * total and alike >= DUPLICATE_SHARE * sum(prod(shape) for _, shape in of_base)
 
 
 def _tails(name: str) -> list[str]:
@@ -193,7 +195,7 @@ def adapter_folder(index: Index) -> Folder:
     read, root = {*index.files, *index.index_files}, index.path
     stems = {path.stem for path in index.files}
     names_of_files = [header.tensors.keys() for header in index.headers.values()]
-    models = any((root / config).exists() for config in CONFIGS[1:])
+    models = any((root / config).exists() for config in FOLDER_CONFIGS[1:])
     inner = {path.parent for path in listing(root) if path.name == "adapter_config.json"} - {root}
     uses = []
     for path in listing(root):
@@ -201,7 +203,7 @@ def adapter_folder(index: Index) -> Folder:
         tensors = is_weights(path.name)
         if path in read or name == "adapter_config.json":
             use = FileUse(name, "read")
-        elif STATE.fullmatch(path.name) or any(part.name.startswith("global_step") for part in above):
+        elif TRAINER_STATE.fullmatch(path.name) or any(part.name.startswith("global_step") for part in above):
             use = FileUse(name, "left out", OF_TRAINING)
         elif any(OTHER_CHECKPOINT.fullmatch(part.name) for part in above):
             use = FileUse(name, "left out", ANOTHER, tensors)
@@ -212,7 +214,7 @@ def adapter_folder(index: Index) -> Folder:
         elif path.parent == root and models and is_usual_name(path.name):
             use = FileUse(name, "left out", OF_MODEL)
         elif (path.parent == root and path.stem in stems) or any(_same_names(path, names) for names in names_of_files):
-            use = FileUse(name, "left out", AGAIN, tensors=True)
+            use = FileUse(name, "left out", SECOND_SET_OF_ADAPTER, tensors=True)
         else:
             use = FileUse(name, "left out", UNPLACED, tensors=True)
         uses.append(use)

@@ -39,17 +39,19 @@ STEMS: Final = (
 PRECISIONS: Final = ("", "fp32", "bf16", "fp16")
 """Variants that hold the same weights, the preferred one first. Variants such as `ema` hold different weights."""
 
-SUFFIXES: Final = ("safetensors", "bin", "pt", "pth", "ckpt", "gguf")  # the preferred first
+FORMAT_SUFFIXES: Final = ("safetensors", "bin", "pt", "pth", "ckpt", "gguf")  # the preferred first
 
 _SHARD: Final = r"-(?P<part>\d{5})-of-(?P<parts>\d{5})"
 
 _NAME: Final = re.compile(
     rf"(?P<stem>{'|'.join(STEMS)})"
-    rf"(?:\.(?P<before>[\w-]+?))?(?:{_SHARD})?(?:\.(?P<after>[\w-]+?))?\.(?P<suffix>{'|'.join(SUFFIXES)})"
+    rf"(?:\.(?P<before>[\w-]+?))?(?:{_SHARD})?(?:\.(?P<after>[\w-]+?))?\.(?P<suffix>{'|'.join(FORMAT_SUFFIXES)})"
     r"(?P<index>\.index(?:\.(?P<last>[\w-]+))?\.json)?"
 )
 
-_OTHER: Final = re.compile(rf"(?P<stem>.+?)(?:{_SHARD})?\.(?P<suffix>{'|'.join(SUFFIXES)})(?P<index>\.index\.json)?")
+_OTHER: Final = re.compile(
+    rf"(?P<stem>.+?)(?:{_SHARD})?\.(?P<suffix>{'|'.join(FORMAT_SUFFIXES)})(?P<index>\.index\.json)?"
+)
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def _rank(w: Weights) -> tuple[int, int, int, int, str, bool]:
     whole = w.index is None and shard_of(w.files[0]) is None
     return (
         stem == len(STEMS),
-        SUFFIXES.index(w.suffix),
+        FORMAT_SUFFIXES.index(w.suffix),
         stem,
         PRECISIONS.index(w.variant) if w.variant in PRECISIONS else len(PRECISIONS),
         w.variant + w.stem,
@@ -198,5 +200,5 @@ def entries(folder: Path) -> list[Path]:
         raise unreadable(folder, e) from e
 
 
-PEFT: Final = "base_model.model."
+PEFT_PREFIX: Final = "base_model.model."
 """Prefix that PEFT puts before the names of a model's modules."""

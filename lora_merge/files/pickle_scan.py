@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from mmap import mmap
 from typing import Any, Final, TypeAlias
 
-COPIED: Final = 1_000_000  # items that calls may copy, in addition to one for each byte of the file
+MOST_COPIED: Final = 1_000_000  # items that calls may copy, in addition to one for each byte of the file
 LATIN: Final = frozenset({"latin1", "latin-1", "iso-8859-1"})
 
 REBUILT: Final = frozenset(
@@ -42,14 +42,14 @@ ITEMS: Final = frozenset({"", "list", "tuple", "dict", "set", "copy", "text", "b
 """Kinds of values whose items the file itself holds; a tensor or a storage only states a number of items."""
 
 COPIES: Final = frozenset({"collections.OrderedDict", "collections.Counter", "builtins.set", "torch.Size"})
-PLAIN: Final = frozenset(
+PLAIN_GLOBALS: Final = frozenset(
     {"torch.nn.parameter.Parameter", "builtins.complex", "torch.device", "torch.serialization._get_layout"}
 )
 ENCODE: Final = "_codecs.encode"
-BYTES: Final = "builtins.bytearray"
-CALLED: Final = REBUILT | COPIES | PLAIN | {TYPED, ENCODE, BYTES}
+BYTEARRAY: Final = "builtins.bytearray"
+CALLED: Final = REBUILT | COPIES | PLAIN_GLOBALS | {TYPED, ENCODE, BYTEARRAY}
 
-NAMED: Final = CALLED | {"torch.Tensor", "torch.storage.TypedStorage", "torch.storage.UntypedStorage"}
+NAMED_GLOBALS: Final = CALLED | {"torch.Tensor", "torch.storage.TypedStorage", "torch.storage.UntypedStorage"}
 """Globals that a file may name, besides torch's names for dtypes and storages (`_is_value`)."""
 
 Data: TypeAlias = bytes | mmap
@@ -119,7 +119,7 @@ def scan(data: Data, start: int = 0) -> tuple[int, int]:
 
     Raises NotRun if it must not be loaded; LookupError, ValueError, EOFError or UnpicklingError if it is damaged.
     """
-    state = _Scan(data, start, COPIED + len(data))
+    state = _Scan(data, start, MOST_COPIED + len(data))
     while True:
         code = state.take(1)[0]
         if code == pickle.STOP[0]:
@@ -227,7 +227,7 @@ def _global(scan: _Scan) -> None:
     module, name = scan.line(), scan.line()
     module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
     full = f"{module}.{name}"
-    if full not in NAMED and not _is_value(module, name):
+    if full not in NAMED_GLOBALS and not _is_value(module, name):
         raise NotRun(f"GLOBAL {full}")
     scan.stack.append(_Value("global", 0, full))
 
@@ -254,9 +254,9 @@ def _result(scan: _Scan, called: _Value, args: _Value) -> _Value:
         raise NotRun(f"GLOBAL {TYPED} of {first.what}")
     if called.what == ENCODE and (first.kind != "text" or len(items) != 2 or items[1].what not in LATIN):
         raise NotRun("_codecs.encode that is not into latin1")
-    if called.what == BYTES and first.kind not in ("", "bytes", "list", "text"):
+    if called.what == BYTEARRAY and first.kind not in ("", "bytes", "list", "text"):
         raise NotRun("a bytearray of a length that the file says")
-    if called.what in (ENCODE, BYTES):
+    if called.what in (ENCODE, BYTEARRAY):
         scan.copy(first.size)
         return _Value("bytes", first.size)
     if called.what not in COPIES:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ..disk.files import FileState, Header, Memory, StoredTensor, open_regular
 from ..disk.reader import read_bytes
 from ..disk.remote import complete
-from ..dtypes import ITEM_BITS, TABLE
+from ..dtypes import DTYPE_ROWS, ITEM_BITS
 from ..errors import InputError, as_resource_error
 from ..text import Note, listed, quoted
 from .file_signatures import BY_NUMBERS, CLONEOFSIMO, are_factors, foreign, instead, nested
@@ -35,7 +35,7 @@ from .pickle_scan import NotRun, scan
 if TYPE_CHECKING:
     from torch import Tensor
 
-WRAPPERS: Final = (
+STATE_DICT_KEYS: Final = (
     "state_dict",
     "model_state_dict",
     "model",
@@ -49,7 +49,7 @@ WRAPPERS: Final = (
 )
 """Keys under which training programs store a state dict, the preferred one first."""
 
-FAILURES: Final = (
+UNPICKLING_ERRORS: Final = (
     pickle.UnpicklingError, zipfile.BadZipFile, struct.error, RuntimeError, EOFError, LookupError, ValueError,
     AttributeError, TypeError, AssertionError, ArithmeticError, MemoryError,
     OSError, NotImplementedError, BufferError, Warning,
@@ -63,10 +63,10 @@ TELLS_PLACES: Final = (2, 7)
 PICKLES: Final = 5
 """Pickles at the start of a file without an archive: magic number, version, machine, content, names of storages."""
 
-NUMBER: Final = re.compile(r"(.+)[._](?:alpha|scale)")
+NUMBER_NAMES: Final = re.compile(r"(.+)[._](?:alpha|scale)")
 """Names of numbers that scale a module; some programs store them as Python numbers beside its tensors."""
 
-FORMAT_NAMES: Final = {row.library: name for name, row in TABLE.items() if row.bits >= 8}
+FORMAT_NAMES: Final = {row.library: name for name, row in DTYPE_ROWS.items() if row.bits >= 8}
 """torch's name of a dtype → its name in .safetensors."""
 
 
@@ -89,7 +89,7 @@ def read_pickled(path: Path) -> Header:
                          "update torch to 2.7 or later, or take the .safetensors version of this file")  # fmt: skip
     try:
         return _read(path)
-    except FAILURES as e:  # a damaged file can make objects that fail when they are used
+    except UNPICKLING_ERRORS as e:  # a damaged file can make objects that fail when they are used
         raise as_resource_error(e) or _damaged(path, _reason(e)) from e
 
 
@@ -135,7 +135,7 @@ def _load(path: Path, *, fake: bool) -> Any:
         # torch gets an open file: it would choose another loader by the suffix of a path.
         with path.open("rb") as f, _silent(), FakeTensorMode() if fake else nullcontext():
             return torch.load(f, map_location="cpu", weights_only=True)
-    except FAILURES as e:
+    except UNPICKLING_ERRORS as e:
         match = re.search(r"(?:GLOBAL|global) (\S+)", str(e))
         if isinstance(e, pickle.UnpicklingError) and match:
             raise InputError(
@@ -150,7 +150,7 @@ def _load(path: Path, *, fake: bool) -> Any:
 
 
 def _scan(path: Path) -> None:
-    """Raise NotRun, or another of FAILURES, for a file whose pickles must not be loaded.
+    """Raise NotRun, or another of UNPICKLING_ERRORS, for a file whose pickles must not be loaded.
 
     An archive holds one pickle; a file from before torch 1.6 begins with five.
     """
@@ -223,8 +223,10 @@ def _refuse_other_archives(path: Path, z: zipfile.ZipFile) -> None:
 def _state_dict(loaded: Any, path: Path) -> tuple[dict[Any, Any], tuple[Note, ...]]:
     """Return the dict that holds the tensors, without its wrappers, and notes for the user."""
     unwrapped: list[str] = []
-    while isinstance(loaded, dict) and len(unwrapped) < len(WRAPPERS):
-        inner = next((w for w in WRAPPERS if isinstance(dict.get(loaded, w), dict) and dict.get(loaded, w)), None)
+    while isinstance(loaded, dict) and len(unwrapped) < len(STATE_DICT_KEYS):
+        inner = next(
+            (w for w in STATE_DICT_KEYS if isinstance(dict.get(loaded, w), dict) and dict.get(loaded, w)), None
+        )
         if inner is None:
             break
         loaded = dict.get(loaded, inner)
@@ -263,7 +265,7 @@ def _tensors(table: dict[Any, Any], path: Path) -> Iterator[tuple[str, Tensor]]:
 def _numbers(table: dict[Any, Any], tensors: Sequence[str], loading: _Loading) -> Iterator[StoredTensor]:
     """Yield the Python numbers that scale a module of these tensors (sorted names), such as α, as 0-d doubles."""
     for name, value in dict.items(table):
-        match = NUMBER.fullmatch(name) if isinstance(name, str) and type(value) in (int, float) else None
+        match = NUMBER_NAMES.fullmatch(name) if isinstance(name, str) and type(value) in (int, float) else None
         if match is None or not name.isprintable():
             continue
         beside = bisect_left(tensors, match[1])

@@ -44,13 +44,15 @@ _METADATA_ENTRY: Final = '{"__metadata__":'
 _DECODER: Final = json.JSONDecoder()
 
 SEAL: Final = "lora_merge.header_sha256"
-ZEROS: Final = "0" * 64
+ZERO_HASH: Final = "0" * 64
+LEGACY_HASH: Final = (0x100000, 0x10000)
+"""Offset and count of the bytes that the oldest hash of web UIs covers."""
 
 _SEAL_ENTRY: Final = f'"{SEAL}":"'.encode()
 """The start of the entry. These bytes occur nowhere else: JSON escapes quotes in texts, and after the name of a tensor
 comes a brace."""
 
-_SEAL_ENTRY_IN_GGUF: Final = string(SEAL, ZEROS)[:-64]
+_SEAL_ENTRY_IN_GGUF: Final = string(SEAL, ZERO_HASH)[:-64]
 """The same in a GGUF file. It is the last place with these bytes: only texts of ours follow, and names of tensors,
 which hold no zero byte."""
 
@@ -266,7 +268,7 @@ def _dumped(value: Any) -> bytes:
 def sealed(header: bytes) -> bytes:
     """Return the header with the digest in place of the zeros in its entry."""
     at = _seal_place(header)
-    assert header[at : at + 64] == ZEROS.encode(), "only a new header is sealed"
+    assert header[at : at + 64] == ZERO_HASH.encode(), "only a new header is sealed"
     return header[:at] + hashlib.sha256(header).hexdigest().encode() + header[at + 64 :]
 
 
@@ -281,7 +283,7 @@ def intact(path: Path, header: Header) -> bool | None:
     with open_regular(path) as f:
         raw = f.read(header.data_offset)
     at = _seal_place(raw)
-    blank = raw[:at] + ZEROS.encode() + raw[at + 64 :]
+    blank = raw[:at] + ZERO_HASH.encode() + raw[at + 64 :]
     return at > 0 and hashlib.sha256(blank).hexdigest() == digest
 
 

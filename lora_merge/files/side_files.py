@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn, Protocol, TypeAlias
 
 from ..disk.files import StoredTensor, unreadable
-from ..dtypes import TABLE, Shape
+from ..dtypes import DTYPE_ROWS, Shape
 from ..errors import InputError
 from ..paths import real_path
 from ..safe_regex import from_json
@@ -36,7 +36,7 @@ PATCHES: Final = re.compile(r"(?:x_embedder|img_in|conv_in|proj_in|patch_embeddi
 HEAD: Final = re.compile(r"(?:.*\.)?(?:classifier|score|classification_head)(?:\.out_proj)?\.weight")
 """EMBEDDING, PATCHES, HEAD: tensors whose size config.json holds: rows = tokens, columns = channels, rows = labels."""
 
-CONFIGS: Final = ("config.json", "generation_config.json")
+MODEL_CONFIGS: Final = ("config.json", "generation_config.json")
 """Names of the configuration of a model in its own folder."""
 
 ON_QUANTISATION: Final = frozenset((
@@ -47,7 +47,7 @@ ON_QUANTISATION: Final = frozenset((
 Resized: TypeAlias = Mapping[str, tuple[Shape, Shape]]
 """Tensor → its shape in the base, () if it was tied to another tensor there, and its shape in the output."""
 
-CONFIG_DTYPES: Final = {name: TABLE[name].library for name in ("F32", "F16", "BF16")}
+CONFIG_DTYPES: Final = {name: DTYPE_ROWS[name].library for name in ("F32", "F16", "BF16")}
 """Dtype → its name in a config.json of transformers."""
 
 
@@ -127,7 +127,7 @@ def _leads_out(path: Path, folder: Path) -> bool:
 
 def _is_linked(base: Index, path: Path) -> bool:
     """Return whether this is the configuration, or the index, in a component that is a link to a folder of weights."""
-    of_weights = path.name in CONFIGS or path in base.index_files
+    of_weights = path.name in MODEL_CONFIGS or path in base.index_files
     return of_weights and not path.is_symlink() and any(file.parent == path.parent for file in base.files)
 
 

@@ -22,7 +22,7 @@ VOCABULARY: Final = re.compile(
 )
 """Files without which a tokenizer is not whole."""
 
-SET: Final = re.compile(
+FILE_SET: Final = re.compile(
     rf"{VOCABULARY.pattern}|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|merges\.txt"
     r"|tokenization_\w+\.py"
 )
@@ -30,7 +30,7 @@ SET: Final = re.compile(
 
 TEMPLATE: Final = re.compile(r"chat_template\.(?:jinja|json)|additional_chat_templates/.*\.jinja")
 
-SINGLE: Final = re.compile(
+SINGLE_FILES: Final = re.compile(
     r"(?:(?:image_|video_|audio_)?(?:pre)?processor_config|(?:audio|image|feature)_extractor_config|generation_config)\.json"
 )
 """Files that are taken one by one."""
@@ -108,7 +108,7 @@ def taken(
 
 def _other_files(folder: Folder, base: Path) -> list[str]:
     """Return the files of a folder's tokenizer that differ in size from the base's; no file is read."""
-    names = [f.name for f in folder.files if SET.fullmatch(f.name) or TEMPLATE.fullmatch(f.name)]
+    names = [f.name for f in folder.files if FILE_SET.fullmatch(f.name) or TEMPLATE.fullmatch(f.name)]
     return [name for name in names if _size(folder.path / name) != _size(base / name)]
 
 
@@ -129,8 +129,8 @@ def _named(path: Path) -> Folder:
 def _tokenizer(folder: Folder, base: Folder, why: str) -> Tokenizer:
     names = [file.name for file in folder.files]
     templates = [name for name in names if TEMPLATE.fullmatch(name)]
-    replaced = [SET, TEMPLATE] if templates or _has_template(folder.path) else [SET]
-    files = {n: folder.path / n for n in names if any(kind.fullmatch(n) for kind in (SET, TEMPLATE, SINGLE))}
+    replaced = [FILE_SET, TEMPLATE] if templates or _has_template(folder.path) else [FILE_SET]
+    files = {n: folder.path / n for n in names if any(kind.fullmatch(n) for kind in (FILE_SET, TEMPLATE, SINGLE_FILES))}
     dropped = (n for n in base.names if n not in files and any(kind.fullmatch(n) for kind in replaced))
     return Tokenizer(folder.path, files, tuple(dropped), why)
 

@@ -24,7 +24,7 @@ DEPTH: Final = 40  # of nesting; the format needs 6
 Place: TypeAlias = tuple[str | int, ...]
 """Path of a value: the names and indices from the top of the document."""
 
-LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+YAML_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _OLD_NUMBER: Final = re.compile(r"[-+]?(0[0-9bx]|.*[_:])")
 """Numbers that stay text, as in YAML 1.2: PyYAML follows YAML 1.1 and reads 010 as 8, 1_0 as 10 and 1:30 as 90."""
 _NUMBERS: Final = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
@@ -88,7 +88,7 @@ def parse(text: str, name: str) -> Document:
     """Return the document; UsageError with the line for invalid YAML, InputError if it would exhaust memory."""
     try:
         check_depth(text, name)
-        root = yaml.compose(text, LOADER)
+        root = yaml.compose(text, YAML_LOADER)
     except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None)
         line = f":{mark.line + 1}" if mark is not None else ""
@@ -107,7 +107,7 @@ def check_depth(text: str, name: str) -> None:
     """
     depth = 0
     try:
-        for event in yaml.parse(text, LOADER):
+        for event in yaml.parse(text, YAML_LOADER):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > DEPTH:
                 raise _bomb(f"{name}:{_line(event)}")

@@ -27,10 +27,10 @@ SEPARATORS: Final = ("___lorahyphen___", "__", "--", "/", "::", ":")
 """Marks that stand for the dots of a path. Source: https://github.com/meituan-longcat/LongCat-Video
 longcat_video/modules/lora_utils.py; the others by analogy."""
 
-MOST_PATTERNS: Final = 256
+MOST_NAME_PATTERNS: Final = 256
 """The most patterns of names that are tried; a mixture of experts has some thirty."""
 
-MOST_LEVELS: Final = 64
+MOST_TRIED_LEVELS: Final = 64
 """The most levels of the base's names that are tried as the one an adapter lacks."""
 
 _BOUNDARY: Final = re.compile(r"[._]+")
@@ -75,7 +75,7 @@ def common_change(
     None if no change does that, or if two changes lead to different weights. `modules`: those without a place, in
     groups of names that differ only in numbers. `called`: the name under which a module is looked for.
     """
-    if len(modules) > MOST_PATTERNS:
+    if len(modules) > MOST_NAME_PATTERNS:
         return None
     # The simplest changes that lead to weights; none if several lead to different ones.
     samples, sizes = {called(some[0]): some[0] for some in modules}, _pattern_sizes(names)
@@ -143,7 +143,7 @@ def _levels(names: Names) -> list[str]:
                 level = ".".join(levels[:n]) + "."
                 counts[level] = counts.get(level, 0) + 1
     common = [level for level, count in counts.items() if count > 1 and not NUMBER.search(level.rstrip("."))]
-    return common if len(common) <= MOST_LEVELS else []
+    return common if len(common) <= MOST_TRIED_LEVELS else []
 
 
 def _views(change: CommonChange, samples: Mapping[str, Module], names: Names) -> tuple[WeightView, ...]:

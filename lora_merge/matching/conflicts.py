@@ -26,7 +26,7 @@ from ..row_ranges import Ranges
 from ..text import Note, listed, plural
 from .patch import Match, Patch
 
-TIED: Final = re.compile(
+TIED_NAMES: Final = re.compile(
     r"(?:^|[._])(?:embed_(?:tokens|in|out)|tokens_embed|(?:word|token|tok)_embeddings?|lm_head|shared$|wte|decoder$)(?:[._]|$)"
     r"|(?:^|\.)embeddings?$"
 )
@@ -47,7 +47,7 @@ class _Name(NamedTuple):
 
     @classmethod
     def of(cls, name: str) -> _Name:
-        return cls(name, prefixed(name)[-1][1].replace(".", "_"), TIED.search(name) is not None)
+        return cls(name, prefixed(name)[-1][1].replace(".", "_"), TIED_NAMES.search(name) is not None)
 
     @property
     def kinds(self) -> tuple[str | None, ...]:
@@ -124,7 +124,7 @@ class DuplicateCheck:
         return slots.keys() == others.keys() and all(self._values.same(slots[s], others[s]) for s in slots)
 
 
-ADDED: Final = (
+READS_CHANGED_WEIGHTS: Final = (
     "{modules} on weights that {earlier} also changes. Both changes are computed from the base and added; "
     "use --method compose to apply them in sequence"
 )
@@ -161,7 +161,7 @@ def _overlap_notes(job: Job, match: Match, changed: Sequence[_Changed]) -> Itera
     for numbers, modules in modules_by_earlier.items():
         earlier = listed([input_name(job.adapters[n].path) for n in numbers])
         depending = plural(len(dict.fromkeys(modules)), "module depends", "modules depend")
-        yield Note(ADDED.format(modules=depending, earlier=earlier))
+        yield Note(READS_CHANGED_WEIGHTS.format(modules=depending, earlier=earlier))
 
 
 def _reading(match: Match) -> Iterator[tuple[Patch, str]]:

@@ -19,11 +19,11 @@ from ..dtypes import Shape, flat
 from ..errors import FitError, MergeError, NoChange, ShapeMismatch, UnmatchedModules
 from ..files.checkpoint import Index
 from ..files.file_signatures import foreign, instead
-from ..files.folder_layouts import PEFT
+from ..files.folder_layouts import PEFT_PREFIX
 from ..models.adapter_architecture import architectures, described, modules_of, variants
 from ..models.architectures import Architecture
 from ..models.inferred_base import has_words, names_all
-from ..models.names import UNKNOWN, Names, of_the_denoiser
+from ..models.names import UNKNOWN_TITLE, Names, of_the_denoiser
 from ..models.network import Component
 from ..models.part_factors import or_strength_zero
 from ..models.prefixes import innermost
@@ -37,7 +37,7 @@ TASK: Final = re.compile(r"(?:^|\.)(?:score|classifier|qa_outputs|pre_classifier
 TASK_CLASS: Final = re.compile(r"\wFor[A-Z]\w*$")
 """The end of the class of a transformers model for a task: LlamaForCausalLM."""
 
-SHARED: Final = re.compile(r"(?:^|\.)shared$")
+T5_EMBEDDINGS: Final = re.compile(r"(?:^|\.)shared$")
 
 OWN_BASE: Final = "use the base the adapter was trained on"
 WHOLE_BASE: Final = "use a checkpoint or folder that contains all of these"
@@ -50,17 +50,17 @@ GROUPED: Final = (
 UNET: Final = ("lora_unet_", "unet.")
 """Prefixes of names in a U-Net of Stable Diffusion; kohya's scripts also write the first one for other denoisers."""
 
-KOHYA: Final = re.compile(r"lora_(?:unet|te[1-4]?)_")
+KOHYA_PREFIX: Final = re.compile(r"lora_(?:unet|te[1-4]?)_")
 """The beginnings of names in adapters for image and video models, of the denoiser and of text encoders."""
 
-MOST_PATTERNS: Final = 1000  # of names of the base that are compared with a module's; a comparison takes 0.1 ms
-LONGEST_NAME: Final = 120  # letters at the end of a name that are compared
-MOST_ROWS: Final = 12  # of a map in a message
+COMPARED_NAMES: Final = 1000  # of names of the base that are compared with a module's; a comparison takes 0.1 ms
+COMPARED_LETTERS: Final = 120  # letters at the end of a name that are compared
+MAP_ROWS: Final = 12  # of a map in a message
 SHOWN_NAMES: Final = 2  # nearest names in a message
 LETTERS: Final = "ijklmn"
 """The numbers in a row of a map, in order."""
 
-PARTS: Final = {
+PART_TITLES: Final = {
     "te": "the text encoder",
     "te1": "the first text encoder",
     "te2": "the second text encoder",
@@ -122,7 +122,7 @@ def _for_pictures(names: Names, unmatched: Sequence[str], shapes: Mapping[str, S
         and not any(names.knows(m) or (not for_task and shapes.get(m) in sizes) for m in unmatched)
     ):
         return f"the denoiser of an image or video model ({UNET[0]}…)"
-    if names.known and names.known.component == "model" and unmatched and all(map(KOHYA.match, unmatched)):
+    if names.known and names.known.component == "model" and unmatched and all(map(KOHYA_PREFIX.match, unmatched)):
         return f"an image or video model ({unmatched[0]} …)"
     return ""
 
@@ -147,7 +147,7 @@ def missing_networks(absent: Sequence[str], present_labels: Sequence[str]) -> st
 
 
 def _part(label: str) -> str:
-    return f"the text encoder {label[1:]}" if label[0] == "=" else PARTS.get(label, f"the {label}")
+    return f"the text encoder {label[1:]}" if label[0] == "=" else PART_TITLES.get(label, f"the {label}")
 
 
 def _likely_reason(
@@ -193,7 +193,7 @@ def other_model(modules: Mapping[str, Shape], base: Architecture | None, stored:
 
 def _kind_of_model(model: str) -> str:
     """Return "a transformers language model" for a kind of model, the name of a model as it is."""
-    if model in ("", UNKNOWN):
+    if model in ("", UNKNOWN_TITLE):
         return "a model unknown to lora-merge"
     return f"a {model}" if model[:1].islower() else model
 
@@ -222,11 +222,11 @@ def _other_names(unmatched: Mapping[str, Shape], title: str, stored: Mapping[str
     names = [name.removesuffix(".weight").removesuffix(".bias") for name in unmatched]
     if all(TASK.search(name) for name in names):
         return (
-            f"{names[0].removeprefix(PEFT)} is a head that a model for a task has "
+            f"{names[0].removeprefix(PEFT_PREFIX)} is a head that a model for a task has "
             "(…ForSequenceClassification, …ForTokenClassification) and the base has not: load the base as that model, "
             "save it, and merge into this"
         )
-    if all(name.endswith("embed_tokens") for name in names) and any(SHARED.search(name) for name in stored):
+    if all(name.endswith("embed_tokens") for name in names) and any(T5_EMBEDDINGS.search(name) for name in stored):
         return "encoder, decoder and head of the base share one tensor, and the adapter was trained with them apart"
     if tied and all(name.endswith("lm_head") for name in names):
         return (
@@ -242,7 +242,7 @@ def _other_names(unmatched: Mapping[str, Shape], title: str, stored: Mapping[str
     near = nearest(innermost(name)[1], alike)
     of_shape, are = f"of {list(shape)} " if shape else "", "are" if len(near) > 1 else "is"
     why = f"{base}, with no such name as {name}: the nearest {of_shape}{are} {' and '.join(near)}"
-    groups = [*by_pattern(unmatched).values()][:MOST_ROWS]
+    groups = [*by_pattern(unmatched).values()][:MAP_ROWS]
     rows = [*filter(None, (_row(modules, unmatched, stored) for modules in groups))]
     every = "" if rows else ", with a row for every such name"
     rows = rows or [f'"{innermost(name)[1]}": "{near[0]}"']
@@ -256,7 +256,7 @@ def nearest(name: str, stored: Iterable[str]) -> list[str]:
     """Return the modules of the base, up to two, whose names are most like a module's; one of each pattern."""
     patterns = by_pattern(stored)
     body = NUMBER.sub("{i}", name)
-    ratios = {p: SequenceMatcher(None, _words(p), _words(body)).ratio() for p in [*patterns][:MOST_PATTERNS]}
+    ratios = {p: SequenceMatcher(None, _words(p), _words(body)).ratio() for p in [*patterns][:COMPARED_NAMES]}
     near = sorted(ratios, key=lambda p: (-ratios[p], p))[:SHOWN_NAMES]
     numbers = NUMBER.findall(name)
     return [next((k for k in patterns[p] if NUMBER.findall(k) == numbers), patterns[p][0]) for p in near]
@@ -264,7 +264,7 @@ def nearest(name: str, stored: Iterable[str]) -> list[str]:
 
 def _words(name: str) -> list[str]:
     """Return the last words of a name, in which modules of one kind are alike."""
-    return re.findall("[a-z]+|[0-9]+|{i}", name[-LONGEST_NAME:].lower())
+    return re.findall("[a-z]+|[0-9]+|{i}", name[-COMPARED_LETTERS:].lower())
 
 
 def _row(modules: Sequence[str], unmatched: Mapping[str, Shape], stored: Mapping[str, Shape]) -> str:
@@ -302,9 +302,9 @@ def advice_for_groups(down: Shape, weight: Shape) -> str:
 
 
 WITHOUT: Final = "or, to merge without it, leave it out or give it strength 0"
-SHOWN: Final = 1  # patterns of names that an error lists; the advice after them must stay in view
+LISTED_PATTERNS: Final = 1  # patterns of names that an error lists; the advice after them must stay in view
 STRANGE: Final = "unknown tensor"
-IDLE: Final = "a change of 0 to a tensor of whole numbers"
+ZERO_OF_INTEGERS: Final = "a change of 0 to a tensor of whole numbers"
 
 
 def raise_problems(
@@ -338,7 +338,7 @@ def raise_problems(
         count = f"{len(same)} of {len(result.adapter.modules)} modules, such as " if len(same) > 1 else ""
         raise type(worst)(why or worst.what, f"{path}: {count}{same[0]}", fix)
     # Modules without a place: a file of another kind, no module at all, unknown tensors, or some modules.
-    left = counted(by_pattern(result.unmatched), SHOWN)
+    left = counted(by_pattern(result.unmatched), LISTED_PATTERNS)
     if result.modules == 0 and (what := foreign(result.adapter.index.tensors)):
         raise UnmatchedModules(f"this file is {what}", f"{path}: {left}", instead(what))
     reason = explain(names, list(result.unmatched), shapes, index)

@@ -31,23 +31,23 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from ..adapters.kohya_args import DYLORA, NetworkArguments, is_norm_limit, network_arguments
-from ..adapters.modules import SCALES, AdapterFile, Module
-from ..adapters.peft.methods import SHARED
+from ..adapters.modules import SCALE_SLOTS, AdapterFile, Module
+from ..adapters.network_settings import Statement, aside_remark, statement
+from ..adapters.peft.methods import SHARED_SLOTS_OF_ROW
 from ..adapters.peft.rules import PeftRules
-from ..adapters.peft.target_parameters import TABLES
-from ..adapters.stated import Statement, aside_remark, statement
+from ..adapters.peft.target_parameters import MLX_EMBEDDINGS
 from ..adapters.tensor_values import Values
 from ..algorithms import ALGORITHMS, DoesNotFit, dora
-from ..algorithms.base import LAYER, expect
+from ..algorithms.base import LAYER_SLOT, expect
 from ..disk.files import StoredTensor
-from ..dtypes import WHOLE, Shape, flat, spoken
+from ..dtypes import WHOLE_DTYPES, Shape, flat, spoken
 from ..errors import InputError, MergeError, ShapeMismatch, UsageError
 from ..job import SETTING
 from ..models.weights import WeightView, turned
 from ..text import Note
 from .fit_errors import advice_for_groups
 from .missing_tensors import UNGATHERED, incomplete, lacks
-from .orientation import NO_FACTS, STATE, BaseLayers, Orientation, Undecided
+from .orientation import NO_FACTS, STATE_ORIENTATION, BaseLayers, Orientation, Undecided
 from .patch import Patch
 
 NO_ALPHA: Final = Note(
@@ -59,7 +59,7 @@ BORROWED: Final = Note("its alpha is from the file's header, which calls this pa
 OTHER_ALPHA: Final = Note(
     "its configuration gives another scale than the stored alpha; the configuration is used, as in PEFT"
 )
-NO_DORA: Final = Note("its configuration turns DoRA off, so its magnitude is left out, as in PEFT")
+DORA_OFF: Final = Note("its configuration turns DoRA off, so its magnitude is left out, as in PEFT")
 BYPASSED: Final = Note(
     "trained in bypass mode, in which its magnitude has no effect, so it is left out; other programs use it"
 )
@@ -76,7 +76,7 @@ MAY_HAVE_GROUPS: Final = Note(
     "has one group, which no file states"
 )
 SHARED_TWICE: Final = "its {slot} is stored twice under different names, with equal values; it is used once"
-ALPHA: Final = "lora_alpha"
+ALPHA_SETTING: Final = "lora_alpha"
 """The setting by which the user states α if a file has none."""
 
 TRAINED_ON: Final = "merge into the checkpoint that the adapter was trained on"
@@ -136,7 +136,7 @@ class AdapterContext:
     @cached_property
     def has_whole_numbers(self) -> bool:
         """Whether a tensor of the file holds whole numbers; a switch is not a number."""
-        return any(info.dtype in WHOLE and info.dtype != "BOOL" for info in self.adapter.index.tensors.values())
+        return any(info.dtype in WHOLE_DTYPES and info.dtype != "BOOL" for info in self.adapter.index.tensors.values())
 
     @cached_property
     def stated(self) -> Statement:
@@ -285,7 +285,7 @@ class Site(NamedTuple):
     def with_shared(self, formula: str) -> Module:
         """Return the module with the shared tensors of the file that a formula takes."""
         module = self.module
-        if formula not in SHARED:
+        if formula not in SHARED_SLOTS_OF_ROW:
             return module
         keys, tensors = self.rules.shared(formula, module.name), self.context.adapter.index.tensors
         shared = {slot: tensors[key] for slot, key in keys.items() if key in tensors}
@@ -357,7 +357,7 @@ class Site(NamedTuple):
             return self.context.orientation.ways(self.module, formula, self.view)
         except Undecided as e:
             where = f"{self.where} on {self.view.row_slices[0].key} {list(self.view.shape)}: {e}"
-            raise ShapeMismatch(LACKS_FACTS, where, STATE) from e
+            raise ShapeMismatch(LACKS_FACTS, where, STATE_ORIENTATION) from e
 
     def error(self, rows: CandidateRows, refused: Sequence[Refusal]) -> MergeError:
         """Return the error for a module of which every formula is refused; `refused`: the candidates."""
@@ -393,7 +393,9 @@ class Candidate:
         self.beside: dict[str, WeightView] = {}  # slot → weight of the base that fills it
         if site.near:
             self.beside = {slot: site.near[name] for slot, name in self.row.beside.items() if name in site.near}
-            self.beside |= {slot: turned(view, other) for slot, other in site.near.items() if slot.startswith(LAYER)}
+            self.beside |= {
+                slot: turned(view, other) for slot, other in site.near.items() if slot.startswith(LAYER_SLOT)
+            }
         self.settings = self._settings()
         self.remarks: list[Note] = []
         self.used_settings = used_settings  # settings of the user
@@ -439,7 +441,7 @@ class Candidate:
         if info is None:
             return
         if rules.kind == "LORA" and rules.fields.get("use_dora") is False and not (rules.borrowed or rules.aside):
-            self.remarks.append(NO_DORA)
+            self.remarks.append(DORA_OFF)
         elif self.arguments.no_magnitude:
             self.remarks.append(BYPASSED)
         elif self._is_of_table or self.arguments.of_inputs:
@@ -450,7 +452,7 @@ class Candidate:
     @property
     def _is_of_table(self) -> bool:
         """Whether it changes embeddings. PEFT takes the norm over the vocabulary, mlx-lm over each token's entries."""
-        in_table = self.row.layout == "in_out" and self.module.name.rpartition(".")[2] in TABLES
+        in_table = self.row.layout == "in_out" and self.module.name.rpartition(".")[2] in MLX_EMBEDDINGS
         return in_table or self.row.layout == "table"
 
     def _settings(self) -> dict[str, Any]:
@@ -499,12 +501,12 @@ class Candidate:
         rules, name, shapes = self.rules, self.module.name, self.shapes
         has_alpha, user = "alpha" in self.module.shared, self.context.user_settings
         self.configured = {}
-        if has_alpha if rules.borrowed else rules.aside and (has_alpha or ALPHA in user):
+        if has_alpha if rules.borrowed else rules.aside and (has_alpha or ALPHA_SETTING in user):
             return
         self.configured = rules.numbers(self.formula, name, shapes)
-        if self.configured.get("scale") == 0 and ALPHA in user:
-            self.used_settings.add(ALPHA)
-            self.configured = rules.with_alpha(user[ALPHA]).numbers(self.formula, name, shapes)
+        if self.configured.get("scale") == 0 and ALPHA_SETTING in user:
+            self.used_settings.add(ALPHA_SETTING)
+            self.configured = rules.with_alpha(user[ALPHA_SETTING]).numbers(self.formula, name, shapes)
 
     def read_numbers(self) -> None:
         """Decide the numbers of the formula: from α, from the configuration, or from a stored scale."""
@@ -540,7 +542,7 @@ class Candidate:
 
     def _stated_alpha(self, *, needed: bool) -> float | None:
         """Return α as the user states it, else, if it is needed, as the header or a file next to the adapter does."""
-        alpha: float | None = self.context.user_settings.get(ALPHA)
+        alpha: float | None = self.context.user_settings.get(ALPHA_SETTING)
         if alpha is None and needed and self.context.stated.settles and self._alpha_matters:
             return self.context.stated.alpha(self.row.rank(self.shapes) if self.row.rank else 0)
         return alpha
@@ -572,9 +574,9 @@ class Candidate:
         if not self.context.has_whole_numbers:
             return
         for slot, info in chain(self.module.shared.items(), self.module.slots.items()):
-            if info.dtype not in WHOLE or info.dtype == "BOOL":  # a switch is not a number
+            if info.dtype not in WHOLE_DTYPES or info.dtype == "BOOL":  # a switch is not a number
                 continue
-            if slot not in {*self.row.integer_slots, *SCALES, "reshape"}:
+            if slot not in {*self.row.integer_slots, *SCALE_SLOTS, "reshape"}:
                 where = f"{info.file}: {info.name} is {spoken(info.dtype)}"
                 raise InputError("an adapter's factor contains whole numbers without a scale", where, IN_FLOATS)
 
@@ -603,8 +605,8 @@ class Candidate:
             self.remarks.append(BORROWED)
         if known or not self._alpha_matters:
             return
-        if ALPHA in self.context.user_settings:
-            self.used_settings.add(ALPHA)
+        if ALPHA_SETTING in self.context.user_settings:
+            self.used_settings.add(ALPHA_SETTING)
         elif self.context.stated.used:
             self.remarks.append(aside_remark(self.context.stated.used))
         else:
@@ -659,7 +661,7 @@ def _in_fp32(value: float) -> bool:
 
 
 def _unusable(slot: str, value: float | None, info: StoredTensor | None) -> InputError:
-    where = f"{info.file}: {info.name}" if info else f"--setting {ALPHA}"
+    where = f"{info.file}: {info.name}" if info else f"--setting {ALPHA_SETTING}"
     odd = value is not None and isfinite(value) and not _in_fp32(value)
     what = f"{slot} is {value}, too large for fp32" if odd else f"{slot} is {value}"
     return InputError(what, where, "use an earlier save of the adapter")

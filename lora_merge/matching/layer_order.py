@@ -24,7 +24,7 @@ from ..adapters.peft.config import CONVERT, ORDER_OF, UNKNOWN_ORDER, refuse
 from ..adapters.peft.rules import PeftRules
 from ..adapters.peft.target_parameters import bare, is_layer, shared_kind
 from ..algorithms import ALGORITHMS
-from ..algorithms.base import LAYER
+from ..algorithms.base import LAYER_SLOT
 from ..algorithms.unilora import UNILORA
 from ..disk.files import StoredTensor
 from ..dtypes import flat
@@ -33,7 +33,7 @@ from ..models.weights import WeightView
 from .formula import AdapterContext
 from .patch import Patch
 
-EXPERTS: Final = re.compile(r"experts\.\d+\.")
+EXPERT_NUMBER: Final = re.compile(r"experts\.\d+\.")
 SAVE_INDICES: Final = "save it again with save_indices=True, or " + CONVERT
 
 
@@ -99,7 +99,7 @@ def _doubt(rules: PeftRules, paths: list[str], config: Mapping[str, Any]) -> str
     """
     if not paths or rules.fields.get("target_modules") == "all-linear":
         return "neither its file nor the base's names show which layers it was trained on"
-    if any(EXPERTS.search(path) for path in paths):
+    if any(EXPERT_NUMBER.search(path) for path in paths):
         return "transformers 4 has a layer for each expert, transformers 5 one parameter, and no file says which it was"
     if not all(name.isidentifier() for name in _pattern(rules)):
         return "its layers_pattern is no list of names"
@@ -173,7 +173,7 @@ def _formula_of_relatives(module: Module) -> str:
 
 def basis_weights(patch: Patch) -> tuple[WeightView, ...]:
     """Return the weights of all layers from which the patch's basis is computed; empty for other formulas."""
-    return tuple(view for slot, view in patch.beside.items() if slot.startswith(LAYER))
+    return tuple(view for slot, view in patch.beside.items() if slot.startswith(LAYER_SLOT))
 
 
 def _width(module: Module) -> int:

@@ -23,7 +23,7 @@ from ..disk.files import StoredTensor
 from ..dtypes import Shape
 from ..errors import InputError, MergeError, RemoteError, ShapeMismatch
 from ..models.module_order import type_of
-from ..models.names import EXPERTS, Names
+from ..models.names import WAN_EXPERTS, Names
 from ..models.part_factors import Strengths
 from ..models.tied_weights import TiedPair
 from ..models.weights import RowSlice, WeightView, whole
@@ -31,25 +31,39 @@ from ..options import Unmatched
 from ..report import LEFT_OUT
 from ..row_ranges import RowNumbers
 from ..text import Note, listed
-from .biases import GIVE_BIAS, NEW_BIAS, NO_BIAS, TUNED_BIAS, TURNED_BIAS, bias_beside
 from .conflicts import TWICE, DuplicateCheck
-from .fit_errors import IDLE, STRANGE, check_scales, check_variant, raise_problems
-from .formula import ALPHA, AdapterContext, choose
+from .factor_pairs import pairs
+from .fit_errors import STRANGE, ZERO_OF_INTEGERS, check_scales, check_variant, raise_problems
+from .formula import ALPHA_SETTING, AdapterContext, choose
 from .layer_order import related, unstored
 from .missing_tensors import Gap, gaps, incomplete
 from .orientation import BaseLayers, base_types
-from .pairs import pairs
 from .patch import COPY, NO_LAYER, OFF, ZEROS, Match, Patch, PatchPart
 from .resizing import grown, sizes
 from .row_parts import chosen_rows
-from .side_by_side import as_trained
+from .split_qkv import as_trained
 from .stored_base import stored_base
-from .tied_embeddings import AGAIN, AdapterPair, separate, shared_layers
+from .tied_embeddings import SAVED_TWICE, AdapterPair, separate, shared_layers
 from .values import as_rows, is_copy, is_fixed, is_zero, with_values
 from .weight_finder import WeightFinder
 
-UNUSED: Final = "modules_to_save names a module and one inside it, of which the model used another copy than was saved"
-INSIDE: Final = "train it again with modules_to_save naming one of the two; PEFT cannot load this adapter either"
+TUNED_BIAS: Final = Note("torchtune's forward pass of DoRA scales the bias too, its merge does not; nor does this one")
+TURNED_BIAS: Final = Note("trained in bypass mode, so its bias is changed with it; other programs leave the bias")
+
+NO_BIAS: Final = "the adapter trains a bias that the model's layers do not have, so the model would ignore it"
+GIVE_BIAS: Final = (
+    "train without it (lora_bias), or give the base biases of zeros first, if its config.json has an entry for them "
+    "(attention_bias, mlp_bias); else it can only be applied when the model runs"
+)
+
+NEW_BIAS: Final = "{names}: the base has no such bias; a model whose layers have none ignores it"
+
+TRAINED_TWICE: Final = (
+    "modules_to_save names a module and one inside it, of which the model used another copy than was saved"
+)
+TRAIN_ONE_COPY: Final = (
+    "train it again with modules_to_save naming one of the two; PEFT cannot load this adapter either"
+)
 
 
 class KnownBase(NamedTuple):
@@ -90,7 +104,7 @@ def match_adapter(unplaced: AdapterContext, base: KnownBase, strengths: Strength
     for info in strange:
         if not rules.holds_for_all(info.name):
             placer.place_value(info)
-    notes = [EXPERTS[lone]] if lone else [finder.change.note] if finder.change else []
+    notes = [WAN_EXPERTS[lone]] if lone else [finder.change.note] if finder.change else []
     return placer.match(notes, unmatched)
 
 
@@ -187,12 +201,12 @@ class ModulePlacer:
             return
         # A copy for the other end of tied embeddings.
         if self.pair.changes_both(module.name) and self.finder.lacks_end(module.name) and self.finder.embeddings_change:
-            self.draft.notes.append(Note(AGAIN.format(name=module.name)))
+            self.draft.notes.append(Note(SAVED_TWICE.format(name=module.name)))
             self.draft.leave_unused(module, COPY, {self.names.component(view.row_slices[0].key)})
             return
         # A tensor that the other modules of the file have.
         gap = self.lacks.get(module.where)
-        if gap and not (gap.slot == "alpha" and ALPHA in self.context.user_settings):
+        if gap and not (gap.slot == "alpha" and ALPHA_SETTING in self.context.user_settings):
             self.draft.failures.append(incomplete(f"{module.where} has no {gap.key}", self.path))
             return
         # The formula, on the weight at the adapter's size.
@@ -218,7 +232,7 @@ class ModulePlacer:
                 return None
             view = self._new_bias(module)
         if view is None or is_zero(module, self.base.get(view.row_slices[0].key), self.values):
-            self._lose(module.where, module.tensors, "no such module in the base" if view is None else IDLE)
+            self._lose(module.where, module.tensors, "no such module in the base" if view is None else ZERO_OF_INTEGERS)
             return None
         return view
 
@@ -368,7 +382,7 @@ class ModulePlacer:
     def _leave_out_twin(self, info: StoredTensor, name: str, twin: StoredTensor) -> None:
         """Leave out trained tokens that the adapter stores for the embeddings too; they must be equal."""
         if self.values.same(twin, info):
-            self.draft.notes.append(Note(AGAIN.format(name=name)))
+            self.draft.notes.append(Note(SAVED_TWICE.format(name=name)))
             self.draft.unused[info.name] = COPY
             self.draft.count(info.name, {"model"})
         else:
@@ -400,7 +414,7 @@ class ModulePlacer:
             self._untie(name, view)
         inside = saved_inside(self.context.rules.of(name).fields, info.name)
         if inside and not is_copy(info, self.base[view.row_slices[0].key], self.values):
-            self.draft.failures.append(InputError(UNUSED, f"{self.path}: {info.name}", INSIDE))
+            self.draft.failures.append(InputError(TRAINED_TWICE, f"{self.path}: {info.name}", TRAIN_ONE_COPY))
         view = self.names.value(view)
         piece, component = view.row_slices[0], self.names.component(view.row_slices[0].key)
         strength, weight = self.strengths.factor(piece.key, component), self.base[piece.key]
@@ -412,3 +426,11 @@ class ModulePlacer:
             self.draft.unused |= {} if strength else {info.name: OFF}
         elif (patch := self._patch(Module.of_value(name, parameter, info), self.pair.start_of(view))) is not None:
             self._add(patch, self.pair.key(view))
+
+
+def bias_beside(weight: WeightView, base: Mapping[str, StoredTensor]) -> str:
+    """Return the name of the bias that a layer lacks, if the layer is one whole tensor, else ""."""
+    piece = weight.row_slices[0]
+    whole_tensor = weight.shape[:1] == (piece.rows,) and piece.size == prod(base[piece.key].shape)
+    named = len(weight.row_slices) == 1 and piece.key.endswith(".weight")
+    return piece.key.removesuffix("weight") + "bias" if named and whole_tensor else ""

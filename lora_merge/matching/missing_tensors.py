@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from ..adapters.modules import Module
 from ..adapters.peft.rules import PeftRules
-from ..adapters.suffixes import SHARED, SUFFIXES, split
+from ..adapters.suffixes import SHARED_SLOTS, SUFFIXES, split
 from ..algorithms import ALGORITHMS
 from ..errors import InputError
 
@@ -95,7 +95,7 @@ def _lacking(kinds: Kinds) -> Mapping[frozenset[str], Sequence[tuple[str, tuple[
 def _slot_of_others(m: Module, others: Iterable[tuple[str, tuple[str, ...]]]) -> frozenset[str]:
     """Return the one slot that this module lacks and the others of its algorithms have; empty if there is none."""
     for slot, algorithms in others:
-        if any(slot in SHARED or slot in ALGORITHMS[name].slots for name in set(algorithms) & set(m.algorithms)):
+        if any(slot in SHARED_SLOTS or slot in ALGORITHMS[name].slots for name in set(algorithms) & set(m.algorithms)):
             return frozenset({slot})
     return frozenset()
 

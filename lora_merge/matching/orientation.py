@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..adapters.modules import Module
-from ..adapters.peft.methods import METHODS
+from ..adapters.peft.methods import PEFT_METHODS
 from ..adapters.peft.rules import PeftRules
-from ..adapters.peft.target_parameters import TABLES
+from ..adapters.peft.target_parameters import MLX_EMBEDDINGS
 from ..algorithms import ALGORITHMS
-from ..files.folder_layouts import PEFT
+from ..files.folder_layouts import PEFT_PREFIX
 from ..job import SETTING
 from ..models.weights import WeightView, transposed
 
-STATE: Final = (
+STATE_ORIENTATION: Final = (
     f"state whether weights are [in, out] with --setting {SETTING}=true or false; the wrong one transposes the change"
 )
 
@@ -82,7 +82,7 @@ def conv1d_by_base(name: str, types: Collection[str], *, recognised: bool, kind:
     `kind`: the peft_type, "" for a file without configuration.
     """
     types = frozenset(types)
-    if (kind and not METHODS[kind].conv1d) or (recognised and name not in CONV1D_NAMES):
+    if (kind and not PEFT_METHODS[kind].conv1d) or (recognised and name not in CONV1D_NAMES):
         return False
     if types & LINEAR_TYPES and types & CONV1D_TYPES and name in CONV1D_NAMES:
         return None
@@ -177,7 +177,7 @@ class Orientation:
         if not _may_turn(view):
             return [view], False
         layout = ALGORITHMS[row].layout
-        if layout == "in_out" and _leaf(module) in TABLES:  # mlx-lm's layers of embeddings
+        if layout == "in_out" and _leaf(module) in MLX_EMBEDDINGS:  # mlx-lm's layers of embeddings
             return [transposed(view), view], False
         if layout in ("in_out", "stored", "table") or not self._is_pefts(module):
             return [view], False  # PEFT has no flag for embeddings
@@ -188,7 +188,7 @@ class Orientation:
         return [transposed(view) if turned else view], False
 
     def _is_pefts(self, module: Module) -> bool:
-        return bool(self._rules.of(module.name).kind) or module.name.startswith(PEFT)
+        return bool(self._rules.of(module.name).kind) or module.name.startswith(PEFT_PREFIX)
 
     def _is_turned(self, module: Module, view: WeightView) -> bool | None:
         """Return whether the weight is [in, out]; None where the user's setting decides."""

@@ -20,7 +20,7 @@ OFF: Final = "its strength is 0"
 COPY: Final = "the adapter contains it a second time; it is applied once"
 ZEROS: Final = "zeros for a bias that the layer does not have"
 NO_LAYER: Final = "it has no elements, and the base has no such layer"
-REPLACED: Final = "an adapter after it replaces the same parameter"
+REPLACED_AGAIN: Final = "an adapter after it replaces the same parameter"
 """Reasons why a placed tensor changes nothing. The proof checks them."""
 
 

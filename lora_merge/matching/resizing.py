@@ -27,9 +27,9 @@ from ..text import Note
 CONTROL: Final = ("img_in.lora_A.weight", "single_blocks.0.norm.key_norm.scale")
 """Tensors that only control LoRAs of Black Forest Labs have together."""
 
-MOST_AXES: Final = 8  # of a weight
+WEIGHT_AXES: Final = 8  # of a weight
 
-FIRST: Final = re.compile(r"(?:.*[._])?(?:img_in|x_embedder)")
+FLUX_FIRST_LAYER: Final = re.compile(r"(?:.*[._])?(?:img_in|x_embedder)")
 """Flux.1's first layer, by the names of both layouts."""
 
 
@@ -59,11 +59,11 @@ def grown(module: Module, view: WeightView, adapter: AdapterFile, values: Values
 def _adapters_size(module: Module, view: WeightView, adapter: AdapterFile, values: Values, model: str) -> Shape:
     if "reshape" in module.shared:
         info = module.shared["reshape"]
-        sizes = [COUNT.number(n) for n in values.numbers(info)] if prod(info.shape) <= MOST_AXES else [None]
+        sizes = [COUNT.number(n) for n in values.numbers(info)] if prod(info.shape) <= WEIGHT_AXES else [None]
         if None in sizes:
             raise InputError("reshape_weight is not a list of sizes", f"{info.file}: {info.name}", "export it again")
         return tuple(size for size in sizes if size is not None)
-    first = module.parameter == "weight" and FIRST.fullmatch(module.name)
+    first = module.parameter == "weight" and FLUX_FIRST_LAYER.fullmatch(module.name)
     if not first or not {"up", "down"} <= set(module.slots):
         return view.shape
     wide = module.slots["up"].shape[0], module.slots["down"].shape[-1]

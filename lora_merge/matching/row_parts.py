@@ -18,7 +18,7 @@ from ..adapters.modules import Module
 from ..adapters.suffixes import split_row_part
 from ..disk.files import StoredTensor
 from ..errors import InputError, ShapeMismatch
-from ..models.fused import Split, agreed
+from ..models.fused_weights import Split, agreed
 from ..models.weights import RowSlice, WeightView, rows_of
 from ..row_ranges import RowNumbers
 
@@ -27,7 +27,7 @@ ALL_PARTS: Final = (
     "put the base's config.json next to it, merge into the model that the adapter was trained on in a layout that is "
     "known, or give an adapter that has all of the parts"
 )
-UNKNOWN: Final = (
+UNKNOWN_ROWS: Final = (
     "the base does not show which rows the part is for, and the parts that the adapter has do not fill the weight"
 )
 TURNED: Final = "the weight is stored [in, out] and cannot be cut into rows"
@@ -82,7 +82,7 @@ def place(view: WeightView, number: int, parts: RowParts, splits: Mapping[str, S
     if not fused:
         starts = parts.starts
         if number not in parts.heights or rows != next(reversed(starts), None):
-            raise NoPlace(UNKNOWN)
+            raise NoPlace(UNKNOWN_ROWS)
         return rows_of(view, starts[number], starts[number + 1])
     starts = [0, *accumulate(fused)]
     if number >= len(fused) or height not in (0, fused[number]):  # the formula checks an unknown height

@@ -34,13 +34,13 @@ EMBEDDING_NAMES: Final = frozenset(name.rpartition(".")[2] for name in EMBEDDING
 DIFFERS: Final = (
     "the result differs if the adapter changes one end alone when it runs, as PEFT's do without ensure_weight_tying"
 )
-AGAIN: Final = "{name}: saved a second time with the embeddings that it is tied to; merged once"
-APART: Final = (
+SAVED_TWICE: Final = "{name}: saved a second time with the embeddings that it is tied to; merged once"
+STORED_APART: Final = (
     "{head} was tied to {table} and is now stored apart (tie_word_embeddings: false): the adapter was trained with the "
     "two apart"
 )
 
-NO_BIAS: Final = (
+TOKENS_WITHOUT_BIAS: Final = (
     "{name}: PEFT's forward pass of trained tokens leaves out the bias of the head that is tied to them, its merge "
     "does not; nor does this one"
 )
@@ -180,7 +180,7 @@ def separate(
         raise refusal
     # The new head, with the changes that it takes from the embeddings.
     created = {**match.created, **{key: (source.shape, source.name) for key, source in separated.items()}}
-    notes = [Note(APART.format(head=pair.weight, table=separated[pair.weight].name))] if separated else []
+    notes = [Note(STORED_APART.format(head=pair.weight, table=separated[pair.weight].name))] if separated else []
     merged, end_notes = _with_tokens_of_head(pair, replace(match, separated=separated, created=created), strengths)
     if both and not separated:
         shared = ", ".join(sorted({*both.values()}))
@@ -214,7 +214,7 @@ def _with_tokens_of_head(pair: AdapterPair, match: Match, strengths: Strengths) 
     head = next((key for key in match.separated if key.endswith(".weight")), pair.stored)
     tokens = [use for use in uses.get(pair.shared, ()) if _trains_tokens(use)]
     if pair.bias and tokens:
-        notes.append(Note(NO_BIAS.format(name=pair.bias)))
+        notes.append(Note(TOKENS_WITHOUT_BIAS.format(name=pair.bias)))
     if head and tokens and not any(map(_trains_tokens, uses.get(head, ()))):
         if pair.stored:
             notes.append(Note(f"{head} is tied to {pair.shared}: the trained tokens are those of both"))

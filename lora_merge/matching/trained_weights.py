@@ -20,7 +20,7 @@ from ..adapters.peft.rules import STORED_VALUES
 from ..adapters.suffixes import split_parameter
 from ..disk.files import Header, StoredTensor
 from ..errors import FitError, InputError, MergeError
-from ..files.checkpoint import TRAINED, read_header
+from ..files.checkpoint import TRAINED_FILES, read_header
 from ..files.file_uses import UNPLACED, Folder
 from ..models.names import Names
 from ..models.weights import whole
@@ -29,9 +29,9 @@ from ..paths import real_path
 from ..text import Note, listed, plural, quoted
 
 NO_PLACE: Final = "no tensor of the base has these names"
-LEFT_OUT: Final = "it has no place in the base, and --unmatched skip leaves it out"
+UNPLACED_LEFT_OUT: Final = "it has no place in the base, and --unmatched skip leaves it out"
 IS_BASE: Final = "it is the base"
-MOST_LEVELS: Final = 6  # of a name that are taken off
+MOST_DROPPED_LEVELS: Final = 6  # of a name that are taken off
 APPENDED: Final = frozenset({"input_embeddings", "output_embeddings"})
 """Names of the rows of new tokens that vLLM put behind those of the base (vllm/lora/models.py; fms-hf-tuning
 writes them for it). PEFT and transformers do not read them."""
@@ -72,7 +72,7 @@ def with_trained_weights(
         try:
             header = read_header(path)
         except InputError as e:
-            if TRAINED.fullmatch(path.name):
+            if TRAINED_FILES.fullmatch(path.name):
                 raise
             uses.append(use._replace(why=f"it cannot be read: {e.what}"))
             continue
@@ -82,7 +82,7 @@ def with_trained_weights(
             raise FitError(f"further weights that were trained with the adapter {problem.what}", f"{path}: {first}",
                            f"{problem.fix}; or leave the file out with --unmatched skip")  # fmt: skip
         if problem.what or not placed:
-            uses.append(use._replace(why=LEFT_OUT if problem.what else NO_PLACE))
+            uses.append(use._replace(why=UNPLACED_LEFT_OUT if problem.what else NO_PLACE))
             continue
         for info in placed:
             if info.name in tensors:
@@ -120,7 +120,7 @@ def _placed(
         return [], _Problem(f"have only in part a place in the base: {count}")
     if APPENDED.issuperset(header.tensors) and infos:
         return [], _Problem("are rows of new tokens, which belong behind those of the base", APPEND)
-    return [], _Problem("have no place in the base" if TRAINED.fullmatch(path.name) and infos else "")
+    return [], _Problem("have no place in the base" if TRAINED_FILES.fullmatch(path.name) and infos else "")
 
 
 def _renamed(infos: Sequence[StoredTensor], keys: Sequence[str]) -> list[StoredTensor]:
@@ -154,7 +154,7 @@ def _below_one_prefix(infos: Sequence[StoredTensor], base: Mapping[str, StoredTe
     The names of the file and of its folder decide between several modules. For a single tensor one of them is required.
     """
     split = [info.name.split(".") for info in infos]
-    for level in range(MOST_LEVELS if split else 0):
+    for level in range(MOST_DROPPED_LEVELS if split else 0):
         if any(len(words) <= level or words[:level] != split[0][:level] for words in split):
             return []
         tails = [".".join(words[level:]) for words in split]

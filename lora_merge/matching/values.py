@@ -13,9 +13,9 @@ from ..adapters.tensor_values import Values, is_all_zeros
 from ..algorithms import ALGORITHMS
 from ..algorithms.whole import SET
 from ..disk.files import StoredTensor
-from ..dtypes import WHOLE, flat
+from ..dtypes import WHOLE_DTYPES, flat
 from ..models.weights import WeightView, whole
-from .patch import REPLACED, Match, Patch, PatchPart
+from .patch import REPLACED_AGAIN, Match, Patch, PatchPart
 
 
 def with_values(
@@ -45,7 +45,7 @@ def is_zero(module: Module, base: StoredTensor | None, values: Values) -> bool:
 
     `base`: the base's tensor; None where it has none."""
     info = module.slots.get("diff")
-    if info is None or (base is not None and base.dtype not in WHOLE):
+    if info is None or (base is not None and base.dtype not in WHOLE_DTYPES):
         return False
     return is_all_zeros(info, values)
 
@@ -70,7 +70,7 @@ def is_fixed(info: StoredTensor, view: WeightView, base: StoredTensor, values: V
     (piece, *others), fits = view.row_slices, (len(info.shape), *info.shape[1:]) == (len(base.shape), *base.shape[1:])
     if others or piece.transposed or piece.size != prod(base.shape) or not fits:
         return False
-    if strength == 1 or info.dtype not in WHOLE:
+    if strength == 1 or info.dtype not in WHOLE_DTYPES:
         return strength == 1
     return not (strength and info.shape) or is_copy(info, base, values)
 
@@ -88,7 +88,7 @@ def replace_in_turn(matches: Sequence[Match], base: Mapping[str, StoredTensor]) 
         for key, info in match.replaced.items():
             others = any(key in keys for n, keys in enumerate(read) if n != number)
             if not others and any(key in later.replaced for later in matches[number + 1 :]):
-                unused[replaced.pop(key).name] = REPLACED
+                unused[replaced.pop(key).name] = REPLACED_AGAIN
             elif others and key in base and info.shape == base[key].shape:
                 uses[key] = [_as_change(key, replaced.pop(key), number), *uses.get(key, ())]
         in_turn.append(replace(match, uses=uses, replaced=replaced, unused=unused))
@@ -105,7 +105,7 @@ def values_as_changes(matches: Sequence[Match], base: Mapping[str, StoredTensor]
         uses, replaced = dict(match.uses), dict(match.replaced)
         for key, info in match.replaced.items():
             shared = alone or any(key in m.uses or key in m.replaced for n, m in enumerate(matches) if n != number)
-            if shared and key in base and info.shape == base[key].shape and info.dtype not in WHOLE:
+            if shared and key in base and info.shape == base[key].shape and info.dtype not in WHOLE_DTYPES:
                 uses[key] = [_as_change(key, replaced.pop(key), number), *uses.get(key, ())]
         as_changes.append(replace(match, uses=uses, replaced=replaced))
     return as_changes

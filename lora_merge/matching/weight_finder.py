@@ -18,16 +18,16 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Final
 
-from ..adapters.modules import WRAPPED, Module
+from ..adapters.modules import WRAPPED_LINEAR, Module
 from ..adapters.peft.target_parameters import paths
 from ..adapters.suffixes import split_parameter, split_row_part
 from ..algorithms import ALGORITHMS
-from ..algorithms.base import LAYER
+from ..algorithms.base import LAYER_SLOT
 from ..disk.files import StoredTensor
 from ..dtypes import flat
 from ..errors import AmbiguousName, MergeError, ShapeMismatch
 from ..job import ORDERS, ROW_ORDER
-from ..models.names import EXPERTS
+from ..models.names import WAN_EXPERTS
 from ..models.part_factors import Strengths
 from ..models.tied_weights import EMBEDDINGS
 from ..models.weights import WeightView, whole
@@ -65,7 +65,7 @@ class WeightFinder:
     def look(self, name: str, parameter: str = "weight") -> WeightView | None:
         """Return a parameter by its name; None if the base has no such name."""
         # Of two experts, only the one in the base.
-        if self._lone and name.startswith(tuple(EXPERTS)) and not name.startswith(self._lone):
+        if self._lone and name.startswith(tuple(WAN_EXPERTS)) and not name.startswith(self._lone):
             return None
         names = paths(self._rules.of(name).fields, name.removeprefix(self._lone))
         # The names of the module itself, then those with the common change.
@@ -101,7 +101,7 @@ class WeightFinder:
         """Return the parameter of a module by any name that the configuration allows."""
         targets = self._rules.of(name).targets(name) if parameter == "weight" else (f"{name}.{parameter}",)
         if name in self._wrapped:  # the base is the model before its layers were wrapped
-            targets = (*targets, f"{name.removesuffix(WRAPPED)}.{parameter}")
+            targets = (*targets, f"{name.removesuffix(WRAPPED_LINEAR)}.{parameter}")
         views = (self._in_order(*split_parameter(target)) for target in targets)
         return next((view for view in views if view is not None), None) or self._weight_of_end(name, parameter)
 
@@ -162,7 +162,7 @@ class WeightFinder:
         others = {parameter: self.named(split_row_part(module.name)[0], parameter) for parameter in sorted(read)}
         related = tuple(relatives)
         if related not in self._relatives:
-            views = ((f"{LAYER}{n}", self.named(name, "weight")) for n, name in enumerate(related))
+            views = ((f"{LAYER_SLOT}{n}", self.named(name, "weight")) for n, name in enumerate(related))
             self._relatives[related] = {slot: view for slot, view in views if view is not None}
         return {parameter: view for parameter, view in others.items() if view is not None} | self._relatives[related]
 

@@ -16,10 +16,10 @@ from ..files.checkpoint import Index
 from ..files.formats.unread import OF_OTHERS
 from .state_index import codes, index_of
 
-PLAIN: Final = (Tensor, Parameter, Buffer)
+TENSOR_CLASSES: Final = (Tensor, Parameter, Buffer)
 """Classes of tensors whose bytes are the numbers; libraries of quantisation and sharding have classes of their own."""
 
-FP8: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
+FP8_DTYPES: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 PLAIN_MODEL: Final = "give the unquantised model, or merge into its files with `merge`"
 
@@ -87,7 +87,7 @@ def _tensors(module: Module, where: str) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         if not _is_plain(tensor) or codes(tensor):
             raise InputError(f"a {type(tensor).__name__} cannot be changed in place", f"{where}: {name}", PLAIN_MODEL)
-    if any(tensor.dtype in FP8 for tensor in tensors.values()):
+    if any(tensor.dtype in FP8_DTYPES for tensor in tensors.values()):
         _expect_no_scales(module, where)
     return tensors
 
@@ -96,7 +96,7 @@ def _expect_no_scales(module: Module, where: str) -> None:
     """Raise InputError if a layer multiplies its fp8 codes by a scale that is an attribute, no parameter or buffer:
     those are recognised by their names, as in files."""
     for path, layer in module.named_modules():
-        if any(p.dtype in FP8 for p in layer.parameters(recurse=False)):
+        if any(p.dtype in FP8_DTYPES for p in layer.parameters(recurse=False)):
             for name, value in vars(layer).items():
                 scale = value is not None and isinstance(value, Tensor | float) and "scale" in name
                 if scale and not OF_OTHERS.search(name) and not _is_one(value):
@@ -109,7 +109,7 @@ def _is_one(scale: Tensor | float) -> bool:
 
 def _is_plain(tensor: Tensor) -> bool:
     try:
-        return type(tensor) in PLAIN or type(tensor.data) in PLAIN
+        return type(tensor) in TENSOR_CLASSES or type(tensor.data) in TENSOR_CLASSES
     except RuntimeError:  # of a class that refuses what it does not know
         return False
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..adapter_arguments import adapter_path
 from ..adapters.modules import AdapterFile, Module, group
-from ..adapters.stated import rules_of
+from ..adapters.network_settings import rules_of
 from ..adapters.tensor_values import FileValues
 from ..adapters_out.output_names import shape_of
 from ..algorithms import ALGORITHMS, DoesNotFit

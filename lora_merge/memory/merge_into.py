@@ -28,7 +28,7 @@ from ..progress import Progress, watched
 from ..text import Shown, listed, plural
 from ..typed_options import PythonOptions
 from .live_model import LivePipeline, live_model, live_tensors
-from .merging import KEEP, MemoryAdapters, prepare, warn_of
+from .merge import KEEP_DEVICE, MemoryAdapters, prepare, warn_of
 from .spans import repeats, shared
 
 Keep: TypeAlias = Literal["host", "device", "compressed"]
@@ -41,7 +41,7 @@ _numbers: Final = count()
 _merges: Final[WeakSet[MergedModel]] = WeakSet()
 _lock: Final = Lock()  # for `_merges`, and the memory that each of them works on
 
-LEVEL: Final = 1  # of zlib: the next levels take twice as long for one or two per cent
+ZLIB_LEVEL: Final = 1  # of zlib: the next levels take twice as long for one or two per cent
 
 
 class MergedModel(Shown):
@@ -223,12 +223,12 @@ def merge_into(
     """
     if not isinstance(keep, str) or keep not in _KEEPERS:
         raise UsageError(f"unknown value {keep!r}", "keep", f"use one of: {', '.join(_KEEPERS)}")
-    if options.get("dtype", KEEP) != KEEP:
+    if options.get("dtype", KEEP_DEVICE) != KEEP_DEVICE:
         raise UsageError("a live model keeps its dtypes", "dtype", "cast the model, or leave the option out")
     live: dict[str, Tensor] = {}
     merged = MergedModel(model, live, keep)
     index = live_model(model, live, merged.original)
-    options.setdefault("device", KEEP)
+    options.setdefault("device", KEEP_DEVICE)
     merge = prepare(index, adapters, options, live, "merge_into")
     written = {}
     for target in merge.targets():
@@ -308,7 +308,7 @@ def _compressed(tensor: Tensor, merged: Tensor) -> Restore:
     new = as_bytes(host(merged))
     different = as_bytes(host(tensor)) ^ new
     wide = different.view(-1, tensor.element_size())  # bytes of equal weight together: the upper ones are mostly zero
-    return partial(_restored, zlib.compress(raw(wide.t()), LEVEL), zlib.crc32(raw(new)))
+    return partial(_restored, zlib.compress(raw(wide.t()), ZLIB_LEVEL), zlib.crc32(raw(new)))
 
 
 def _restored(compressed: bytes, checksum: int, tensor: Tensor) -> Tensor | None:

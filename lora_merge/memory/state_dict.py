@@ -15,7 +15,7 @@ from ..errors import InputError
 from ..progress import Progress, watched
 from ..text import one_line
 from ..typed_options import PythonOptions
-from .merging import MemoryAdapters, prepare, warn_of
+from .merge import MemoryAdapters, prepare, warn_of
 from .state_index import index_of, ties
 
 

@@ -22,11 +22,13 @@ from ..models.tied_weights import tied
 from ..options import unlike
 from .spans import shared
 
-TIED: Final[Mapping[str, Any]] = {"architectures": ["ForCausalLM"], "tie_word_embeddings": True}
+TIED_CONFIG: Final[Mapping[str, Any]] = {"architectures": ["ForCausalLM"], "tie_word_embeddings": True}
 """The configuration of a model whose head shares the tensor of its embeddings."""
 
 
-STORED: Final = FILE_DTYPES | {getattr(torch, name): "F8_E8M0" for name in ("float8_e8m0fnu",) if hasattr(torch, name)}
+DTYPE_NAMES: Final = FILE_DTYPES | {
+    getattr(torch, name): "F8_E8M0" for name in ("float8_e8m0fnu",) if hasattr(torch, name)
+}
 """Dtype → its name in files; older versions of torch lack the dtype of powers of two."""
 
 
@@ -52,7 +54,7 @@ def index_of(name: str, tensors: Mapping[str, Tensor], read: Callable[[str], Ten
             raise unlike(key, f"a name in {path}", "a str")
         check_values(value, f"{path}: {key}")
         source, nbytes = Memory(path, partial(content, key)), value.numel() * value.element_size()
-        infos[key] = StoredTensor(key, STORED[value.dtype], tuple(value.shape), source, 0, nbytes)
+        infos[key] = StoredTensor(key, DTYPE_NAMES[value.dtype], tuple(value.shape), source, 0, nbytes)
     return Index(path, infos, {}, (path,))
 
 
@@ -70,7 +72,7 @@ def ties(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
 
 def tied_head(base: Index, lookup: Names) -> tuple[str, ...]:
     """Return the names of embeddings and head if both hold the same values; else ()."""
-    head = tied(lookup, base.tensors, TIED)
+    head = tied(lookup, base.tensors, TIED_CONFIG)
     same = head is not None and head.stored and FileValues().same(head.info, base.tensors[head.stored])
     return (head.info.name, head.stored) if head is not None and same else ()
 
@@ -103,7 +105,9 @@ def check_values(value: object, where: str) -> None:
 def _strided(tensor: Tensor) -> bool:
     """Return whether a tensor has a shape, steps, and a dtype of files, as lazy, nested and sparse tensors have not."""
     try:
-        return tensor.layout == torch.strided and tensor.dtype in STORED and len(tensor.stride()) == len(tensor.shape)
+        return (
+            tensor.layout == torch.strided and tensor.dtype in DTYPE_NAMES and len(tensor.stride()) == len(tensor.shape)
+        )
     except (RuntimeError, ValueError, TypeError):  # torch's ways to refuse
         return False
 

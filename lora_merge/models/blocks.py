@@ -46,7 +46,7 @@ PRESETS: Final[Mapping[str, str]] = MappingProxyType(
 FLUX_ALL: Final = "FLUXALL"
 """The preset with factor 1 for all 61 blocks of Flux.1."""
 
-LAST: Final = 24
+LAST_BLOCK: Final = 24
 """Number of the last of the 25 blocks of a U-Net of Stable Diffusion 1 that follow BASE, counted from 0."""
 
 
@@ -76,21 +76,21 @@ def _cosine(x: float) -> float:
 
 def _ends(count: int) -> Callable[[int], float]:
     """Return the curve that is 1 for so many blocks at each end, else 0."""
-    return lambda n: float(n < count or n > LAST - count)
+    return lambda n: float(n < count or n > LAST_BLOCK - count)
 
 
 def _rings(first: int, last: int, edge: float = 0.0) -> Callable[[int], float]:
     """Return the curve that is 1 for blocks [first, last] and those opposite, and `edge` for the blocks beside them."""
 
     def ring(n: int) -> float:
-        near = min(n, LAST - n)
+        near = min(n, LAST_BLOCK - n)
         return 1.0 if first <= near <= last else edge if near in (first - 1, last + 1) else 0.0
 
     return ring
 
 
 def _along(curve: Callable[[float], float]) -> Callable[[int], float]:
-    return lambda n: curve(n / LAST)
+    return lambda n: curve(n / LAST_BLOCK)
 
 
 def _times(k: int) -> Callable[[float], float]:
@@ -139,7 +139,7 @@ CURVES: Final[Mapping[str, Callable[[int], float]]] = MappingProxyType({
 Source: the presets for models of sd-webui-supermerger, written as the curves that they follow."""
 
 
-REST: Final = "BASE"
+BASE_BLOCK: Final = "BASE"
 """The block of every tensor that no other block holds: text encoders, time embeddings, norms."""
 
 SHORT_LISTS: Final[Mapping[int, Sequence[str]]] = MappingProxyType(
@@ -180,7 +180,7 @@ SD_BLOCKS: Final = 26
 """The number of blocks of Stable Diffusion 1, BASE included."""
 
 ENCODER_BLOCKS: Final = ("CLIP", "T5")
-FLUX: Final = "Flux.1"
+FLUX_TITLE: Final = "Flux.1"
 """The architecture whose lists also weight both text encoders (CLIP, T5) and both ends (IN, OUT)."""
 
 
@@ -257,7 +257,7 @@ class Blocks:
             return dict.fromkeys(self.order, 1.0)
         if name == FLUX_ALL or (name in CURVES and not (len(self.order) == SD_BLOCKS and "M00" in self.order)):
             fix = f"this base has {listed(self.order, 8)}; give a list of {len(self.order)} numbers"
-            made_for = FLUX if name == FLUX_ALL else f"the {SD_BLOCKS} blocks of Stable Diffusion 1"
+            made_for = FLUX_TITLE if name == FLUX_ALL else f"the {SD_BLOCKS} blocks of Stable Diffusion 1"
             raise UsageError(f"the preset {name} is for {made_for}", where, fix)
         if name in CURVES:
             return {block: CURVES[name](n - 1) if n else 0.0 for n, block in enumerate(self.order)}
@@ -280,8 +280,8 @@ def blocks(names: Names) -> Blocks:
         owner = {key: body for body, key in main.keys.items()} if has_down else _words(main)
         block_of, order = _stacks(main, [*owner.values()])
         few, ends = (), lambda _: False
-    encoders = {part.label: REST for part in others if part.kind}
-    if names.architecture == FLUX:
+    encoders = {part.label: BASE_BLOCK for part in others if part.kind}
+    if names.architecture == FLUX_TITLE:
         encoders = {part.label: "CLIP" if part.kind.startswith("clip") else "T5" for part in others if part.kind}
         order = (*ENCODER_BLOCKS, "IN", *order[1:], "OUT")
 
@@ -290,7 +290,7 @@ def blocks(names: Names) -> Blocks:
         if body is None:
             return encoders.get(names.component(key), "")
         block = block_of(body)
-        if names.architecture == FLUX and block == REST:
+        if names.architecture == FLUX_TITLE and block == BASE_BLOCK:
             return "OUT" if _ENDS.match(body) else "IN"
         return block
 
@@ -321,19 +321,19 @@ def _unet(part: Component) -> tuple[Callable[[str], str], tuple[str, ...], Calla
             return "OUT"
         match = _DOWN.match(body)
         if match is None or match[3] is None:
-            return REST
+            return BASE_BLOCK
         level, layer = int(match[2]), int(match[4])
         if match[1] == "down":
             return f"IN{step * level + (layer + 1 if match[3] in _LAYERS else step):02d}"
         return f"OUT{step * level + (layer if match[3] in _LAYERS else step - 1):02d}"
 
-    names = {inner(body) for body in part.keys} - {"OUT", REST}
-    order = (REST, *sorted(b for b in names if b[0] == "I"), "M00", *sorted(b for b in names if b[0] == "O"))
+    names = {inner(body) for body in part.keys} - {"OUT", BASE_BLOCK}
+    order = (BASE_BLOCK, *sorted(b for b in names if b[0] == "I"), "M00", *sorted(b for b in names if b[0] == "O"))
     last = order[-1]
     return (
         lambda body: last if (block := inner(body)) == "OUT" else block,
         order,
-        lambda body: inner(body) in ("OUT", REST),
+        lambda body: inner(body) in ("OUT", BASE_BLOCK),
     )
 
 
@@ -383,9 +383,12 @@ def _stacks(
 
     def inner(body: str) -> str:
         path, number = _layer(body)
-        return f"{letters[path]}{number:02d}" if path in letters else REST
+        return f"{letters[path]}{number:02d}" if path in letters else BASE_BLOCK
 
-    return inner, (REST, *(f"{letters[path]}{n:02d}" for path, numbers in stacks.items() for n in sorted(numbers)))
+    return inner, (
+        BASE_BLOCK,
+        *(f"{letters[path]}{n:02d}" for path, numbers in stacks.items() for n in sorted(numbers)),
+    )
 
 
 _NUMBER: Final = re.compile(r"(?:^|(?<=\.))([0-9]{1,4})(?=\.[^.]*\.)")
@@ -488,7 +491,7 @@ def adapter_groups(modules: Mapping[str, Shape]) -> Groups:
         part = Component("denoiser", label if named else "model", "")
         block_of, order = _stacks(part, [*written.values(), *stacked], _is_stack)
     encoders = architecture.text_encoders if architecture else {}
-    of_flux = architecture is not None and architecture.title == FLUX
+    of_flux = architecture is not None and architecture.title == FLUX_TITLE
     if of_flux:
         order = (*ENCODER_BLOCKS, "IN", *order[1:], "OUT")
     network_names = {hint: _network(hint, label) for hint in {hint for hint, _ in inside.values()}}
@@ -500,8 +503,8 @@ def adapter_groups(modules: Mapping[str, Shape]) -> Groups:
         yield "components", network
         if hint == "vae":
             return
-        block = block_of(written[body]) if body in written else REST
-        if of_flux and block == REST:
+        block = block_of(written[body]) if body in written else BASE_BLOCK
+        if of_flux and block == BASE_BLOCK:
             kind = encoders.get(network, network)
             encoder = "CLIP" if kind.startswith("clip") else "T5"
             block = encoder if body not in written else "OUT" if _ENDS.match(written[body]) else "IN"

@@ -14,7 +14,7 @@ from .architectures import Architecture, nearly, recognise, shipped
 from .name_table import form, parameter_forms
 from .network import Component
 
-CONTAINERS: Final = tuple(
+FILE_PREFIXES: Final = tuple(
     (re.compile(pattern), role)
     for pattern, role in (
         #  keys begin with                                                         what is inside
@@ -32,9 +32,9 @@ CONTAINERS: Final = tuple(
 )  # fmt: skip
 """Prefix in a single file → role of the network under that prefix."""
 
-_CONTAINER: Final = re.compile("|".join(pattern.pattern for pattern, _ in CONTAINERS))
+_CONTAINER: Final = re.compile("|".join(pattern.pattern for pattern, _ in FILE_PREFIXES))
 
-FOLDERS: Final = tuple(
+FOLDER_PREFIXES: Final = tuple(
     (re.compile(pattern), role)
     for pattern, role in (
         #  sub-folder of a pipeline                             what is inside
@@ -68,10 +68,10 @@ CLIP_WIDTHS: Final = {768: "clip_l", 1024: "clip_h", 1280: "clip_g"}
 ENCODER_IDS: Final = {"t5xxl": "t5", "t5base": "t5", "pile_t5xl": "t5", "umt5xxl": "t5", "mt5xl": "t5"}
 """ComfyUI's name of a text encoder → its kind in the architecture files, if they differ."""
 
-MOST: Final = 32
+MOST_NETWORKS: Final = 32
 """The most networks in known places; known models have at most six. The names of more are not taken for places."""
 
-ALIKE: Final = 0.98
+LEAST_SHARED_NAMES: Final = 0.98
 """The least share of a model's forms of names that an architecture must have to be recognised without one sign tensor;
 with 0.95 Lumina-Image 2 could be Z-Image."""
 
@@ -97,7 +97,7 @@ def components(
             loose.append(key)
         else:
             keys.setdefault(prefix, {})[key[len(prefix) :]] = key
-    if len(keys) > MOST and not folders:
+    if len(keys) > MOST_NETWORKS and not folders:
         keys, loose = {}, [*shapes]
     containers = [_container(prefix, names, shapes, folders) for prefix, names in keys.items()]
     networks = [_identified(c, extra) for c in containers if c.role != "ignored"]
@@ -119,8 +119,9 @@ def _prefix(key: str, folders: Collection[str]) -> str | None:
 def _container(
     prefix: str, keys: Mapping[str, str], shapes: Mapping[str, Shape], folders: Collection[str]
 ) -> Component:  # fmt: skip
-    """Return the component under a prefix of CONTAINERS, or of FOLDERS; its architecture is not known yet."""
-    for pattern, role in FOLDERS if folders else CONTAINERS:
+    """Return the component under a prefix of FILE_PREFIXES, or of FOLDER_PREFIXES; its architecture is not known
+    yet."""
+    for pattern, role in FOLDER_PREFIXES if folders else FILE_PREFIXES:
         if m := pattern.fullmatch(prefix.removesuffix(".") if folders else prefix):
             named = m.groupdict()
             kind = str(named.get("id") or "")
@@ -231,7 +232,7 @@ def _cut_down(
         component = Component("denoiser", "", "", architecture, layout, keys=keys, shapes=shapes)
         forms = {of for name in component.views("") if not (of := form(name)).endswith(".bias")} if listed else set()
         alike = len(forms & listed)
-        if alike and alike >= ALIKE * len(forms) and alike >= PRESENT * len(listed):
+        if alike and alike >= LEAST_SHARED_NAMES * len(forms) and alike >= PRESENT * len(listed):
             hits.append((architecture, layout))
     return hits[0] if len(hits) == 1 else None
 

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 from .name_table import MOST_EXPERTS
 from .weights import RowSlice, WeightView, rows_of, stacked, transposed
 
-PARTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+EXPERT_LAYERS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "gate_proj": ("gate",),
         "up_proj": ("up",),
@@ -35,14 +35,14 @@ Sources: https://github.com/thinking-machines-lab/tinker-cookbook tinker_cookboo
 https://github.com/vllm-project/vllm model_executor/layers/fused_moe/layer.py (w13).
 """
 
-STORED: Final = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
+EXPERT_NAMES: Final = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
 """Layer of an expert → its names in bases that store each expert alone."""
 
 INTERLEAVED: Final = frozenset({"gpt_oss"})
 """Architectures with a row of the gate and a row of the value in turn (transformers, modeling_gpt_oss.py)."""
 
 _NAME: Final = re.compile(
-    rf"(?P<owner>(?:.*[._])?experts)(?:[._](?P<number>\d{{1,6}}))?[._](?P<leaf>{'|'.join(PARTS)})"
+    rf"(?P<owner>(?:.*[._])?experts)(?:[._](?P<number>\d{{1,6}}))?[._](?P<leaf>{'|'.join(EXPERT_LAYERS)})"
 )
 
 _STACK: Final = re.compile(r"(?:.*[._])?experts[._][A-Za-z]\w*(?:\.weight)?")
@@ -90,7 +90,7 @@ def is_stack(name: str) -> bool:
 def sources(module: re.Match[str]) -> Iterator[str]:
     """Yield names of which the base has one if it has the experts."""
     owner, mark = module["owner"], _mark(module)
-    yield from (f"{owner}{mark}down_proj", *(f"{owner}{mark}0{mark}{name}" for name in STORED["down"]))
+    yield from (f"{owner}{mark}down_proj", *(f"{owner}{mark}0{mark}{name}" for name in EXPERT_NAMES["down"]))
 
 
 def stack_of(module: re.Match[str], find: Find) -> Stack | None:
@@ -116,7 +116,7 @@ def as_matrices(view: WeightView) -> WeightView:
 
 def weight_of(module: re.Match[str], find: Find, stack: Stack | None, architecture: str) -> WeightView | None:
     """Return [out, in] of one expert's layer, or [E, out, in] of all experts'; None if the base lacks it."""
-    parts, interleaved = PARTS[module["leaf"]], architecture in INTERLEAVED
+    parts, interleaved = EXPERT_LAYERS[module["leaf"]], architecture in INTERLEAVED
 
     def weight_of_expert(expert: int) -> WeightView | None:
         if stack is not None and len(parts) > 1:
@@ -145,7 +145,7 @@ def _alone(module: re.Match[str], part: str, expert: int, find: Find) -> WeightV
     owner, mark = module["owner"], _mark(module)
 
     def layer(part: str) -> WeightView | None:
-        views = (find(f"{owner}{mark}{expert}{mark}{name}") for name in STORED[part])
+        views = (find(f"{owner}{mark}{expert}{mark}{name}") for name in EXPERT_NAMES[part])
         return next((view for view in views if view is not None), None)
 
     if module["leaf"] not in ("w1", "w3"):

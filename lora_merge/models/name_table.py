@@ -199,7 +199,7 @@ def _joined(row: Row, parts: Mapping[tuple[int, int], WeightView]) -> WeightView
     )
 
 
-PARAMETERS: Final = {"scale": "weight", "gamma": "weight", "beta": "bias"}
+NORM_PARAMETERS: Final = {"scale": "weight", "gamma": "weight", "beta": "bias"}
 """Name of a norm's parameter in a base → its name in adapters."""
 
 INNER: Final = ("model.", "transformer.", "bert.", "vit.", "deit.")
@@ -212,7 +212,7 @@ Place: TypeAlias = tuple[WeightView | None, bool]
 Way: TypeAlias = tuple[str, str | None]
 """(prefix, suffix) that turn a name into another; the suffix replaces the name's last level, None keeps that level."""
 
-UNKNOWN: Final[Place] = (None, False)
+NOT_KNOWN: Final[Place] = (None, False)
 
 _BETWEEN: Final = re.compile(r"\.[0-9]{1,9}(?=\.)")
 _DIGITS: Final = re.compile("[0-9]+|#")
@@ -284,7 +284,7 @@ class NameTable:
             place = _agreed(find(path, of) for path, of in paths)
             if place[1]:
                 return place
-        return UNKNOWN
+        return NOT_KNOWN
 
     def layers(self, body: str) -> list[RowSlice]:
         """Return the row ranges of a tensor that are canonical weights, in order; only those of consecutive rows."""
@@ -321,14 +321,14 @@ class NameTable:
     def _strong(self, name: str, of: str) -> Place:
         """Return the place by the tensor's own name or by a name of a spelling."""
         if of not in self._sources:
-            return UNKNOWN
+            return NOT_KNOWN
         direct = self._direct(of)
         if not direct:
             names = self._names(of)
             return names.get(name), name in names
         body = name if direct is True else ".".join(direct.renamed(tuple(name.split("."))))
         key = self._keys.get(body)
-        return UNKNOWN if key is None else (whole(key, self._shapes[key]), True)
+        return NOT_KNOWN if key is None else (whole(key, self._shapes[key]), True)
 
     def _names(self, of: str) -> Views:
         """Return all names of one form."""
@@ -345,7 +345,7 @@ class NameTable:
     def _weak(self, name: str, of: str) -> Place:
         """Return the place by another name of a parameter, or by a name without its first level."""
         if of not in self._weak_forms:
-            return UNKNOWN
+            return NOT_KNOWN
         module, _, leaf = name.rpartition(".")
         if of not in self._live:
             ways = _ways_from(leaf, self._inner)
@@ -391,7 +391,7 @@ def _traced(body: str, tables: tuple[RowTable, ...]) -> tuple[tuple[str, frozens
 
 def _agreed(places: Iterable[Place]) -> Place:
     """Return the place that all known ones agree on; (None, True) if they differ."""
-    agreed = UNKNOWN
+    agreed = NOT_KNOWN
     for view, known in places:
         if known and (not agreed[1] or agreed[0] != view):
             agreed = (None if agreed[1] else view), True
@@ -403,8 +403,8 @@ def other_names(path: str, inner: tuple[str, ...]) -> Iterator[str]:
     module, _, leaf = path.rpartition(".")
     if leaf not in ("weight", "bias"):
         yield f"{path}.weight"
-        if leaf in PARAMETERS:
-            yield f"{module}.{PARAMETERS[leaf]}"
+        if leaf in NORM_PARAMETERS:
+            yield f"{module}.{NORM_PARAMETERS[leaf]}"
         for ending in ("weight", "bias"):
             if leaf.endswith(f"_{ending}"):
                 yield f"{path.removesuffix(f'_{ending}')}.{ending}"
@@ -418,7 +418,7 @@ def _ways_from(leaf: str, inner: Iterable[str]) -> Iterator[Way]:
         yield "", ""
     if leaf in ("weight", "bias"):
         yield "", f"_{leaf}"
-        for parameter, in_adapters in PARAMETERS.items():
+        for parameter, in_adapters in NORM_PARAMETERS.items():
             if in_adapters == leaf:
                 yield from (("", f".{parameter}"), (parameter, ""))
     yield from ((f"{start.split('.', 1)[0]}.", None) for start in dict.fromkeys(inner))

@@ -25,9 +25,9 @@ from .adapter_architecture import architectures, described, modules_of
 from .architectures import load
 from .components import ENCODER_IDS, UNSURE, components
 from .experts import as_matrices
-from .fused import Split, parts_of, splits
+from .fused_weights import Split, parts_of, splits
 from .network import Component
-from .prefixes import DENOISERS, PREFIXES, TRAINING, innermost, numbers, prefixed, unwrapped, wrapper_notes
+from .prefixes import DENOISERS, PREFIXES, TRAINING_WRAPPERS, innermost, numbers, prefixed, unwrapped, wrapper_notes
 from .weights import WeightView, stacked, transposed, whole
 
 OTHER_ROWS: Final = (
@@ -42,20 +42,20 @@ AVERAGED: Final = Note(
 )
 """Note on a base that also holds averaged weights."""
 
-EXPERTS: Final = {
+WAN_EXPERTS: Final = {
     "transformer.": Note("it is for both transformers; the base is taken to be the first (high noise)"),
     "transformer_2.": Note("it is for the second transformer (low noise), which the base is taken to be"),
 }
 """Prefix of the names of one of Wan 2.2's experts → note on which expert a single base, whose file does not state it,
 is taken to be."""
 
-UNKNOWN: Final = "unknown"
+UNKNOWN_TITLE: Final = "unknown"
 """Title of a base without an architecture file whose configuration names no class."""
 
-REWRITES: Final = (
-    (re.compile(rf"(?:^|(?<=\.))(?:{TRAINING}|module|base_layer)\."), ""),
-    (re.compile(rf"(?:(?<=_)|^)(?:{TRAINING}|module|base_layer)_"), ""),
-    (re.compile(rf"[._](?:{TRAINING}|module|base_layer)$"), ""),
+NAME_REWRITES: Final = (
+    (re.compile(rf"(?:^|(?<=\.))(?:{TRAINING_WRAPPERS}|module|base_layer)\."), ""),
+    (re.compile(rf"(?:(?<=_)|^)(?:{TRAINING_WRAPPERS}|module|base_layer)_"), ""),
+    (re.compile(rf"[._](?:{TRAINING_WRAPPERS}|module|base_layer)$"), ""),
     (re.compile(r"\.default$"), ""),
     (re.compile(r"\.processor\."), "."),
     (re.compile(r"self_attn\.to_([qkv])$"), r"self_attn.\1_proj"),
@@ -70,7 +70,7 @@ NO_ID: Final = "transformer"
 """The level in place of an encoder's name in `text_encoders.transformer.…`: ComfyUI maps such names to every encoder
 but CLIP (comfy/lora.py, model_lora_keys_clip)."""
 
-MOST_LEVELS: Final = 32
+MOST_COMPARED_LEVELS: Final = 32
 """The most levels of a name that is compared with others level by level."""
 
 NOT_MEANT: Final = {
@@ -108,7 +108,7 @@ class Names:
         self._by_pattern: dict[tuple[str, str], list[tuple[int, list[Component]]]] = {}
         main = parts[0] if parts else None
         self.known = known = main.architecture if main else None
-        self.architecture = known.title if known else (main and main.title) or UNKNOWN
+        self.architecture = known.title if known else (main and main.title) or UNKNOWN_TITLE
         self.layout = main.layout if main else "as stored"
         in_shards = [p.architecture.title for p in parts if p.architecture and p.sharded and p.other_in_shards]
         self.notes = tuple(Note(f"{title} {OTHER_ROWS}") for title in in_shards)
@@ -180,7 +180,7 @@ class Names:
         shorter = {level: rest for level in known if "_" in level and (rest := level.partition("_")[2]) in known}
         for key, shape in self.shapes.items() if shorter else ():
             levels = key.split(".")
-            for n, level in enumerate(levels if len(levels) <= MOST_LEVELS else ()):
+            for n, level in enumerate(levels if len(levels) <= MOST_COMPARED_LEVELS else ()):
                 if level not in shorter:
                     continue
                 plain = ".".join((*levels[:n], shorter[level], *levels[n + 1 :]))
@@ -219,7 +219,7 @@ class Names:
 
     def lone_expert(self, modules: Sequence[str]) -> str:
         """Return the prefix of the base's names in an adapter for two experts, if the base is one of them; else ""."""
-        first, second = EXPERTS
+        first, second = WAN_EXPERTS
         denoisers = [p for p in self.parts if p.role == "denoiser"]
         alone = len(denoisers) == 1 and denoisers[0].label != "transformer_2"
         if not alone or not any(m.startswith(second) for m in modules):
@@ -409,10 +409,10 @@ def _look(parts: Sequence[Component], body: str, parameter: str) -> list[WeightV
 
 
 def written(module: str) -> Iterator[str]:
-    """Yield the name itself, then with REWRITES applied."""
+    """Yield the name itself, then with NAME_REWRITES applied."""
     names = [module]
     yield module
-    for pattern, replacement in REWRITES:
+    for pattern, replacement in NAME_REWRITES:
         for name in [pattern.sub(replacement, n) for n in names if pattern.search(n)]:
             names.append(name)
             yield name

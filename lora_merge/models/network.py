@@ -12,13 +12,13 @@ from ..dtypes import Shape
 from .architectures import IN_SHARDS, Architecture
 from .architectures.notation import RowTable, fill
 from .experts import Stack, as_matrices, is_stack, layer_of, sources, stack_of, weight_of
-from .fused import agreed, splits, whole_of
+from .fused_weights import agreed, splits, whole_of
 from .name_table import NameTable, Place, canonical, flattened, spelled
 from .weights import RowSlice, WeightView, rows_of, whole
 
 NO_TABLE: Final = RowTable(())
 
-IN_MEMORY: Final = {"dinov2.": "spellings", "dinov2_with_registers.": "spellings"}
+MEMORY_SPELLINGS: Final = {"dinov2.": "spellings", "dinov2_with_registers.": "spellings"}
 """Prefix of a model → the table of the names that transformers 5 gives its layers in memory, where it is not that of
 the architecture's own layout."""
 
@@ -165,7 +165,7 @@ class Component:
         architecture = self.architecture
         if architecture is None or architecture.component != "model" or self.role != "denoiser":
             return None
-        table = architecture.spellings.get(IN_MEMORY.get(self.prefix, architecture.canonical), NO_TABLE)
+        table = architecture.spellings.get(MEMORY_SPELLINGS.get(self.prefix, architecture.canonical), NO_TABLE)
         return table if table.renames else None
 
     def named_in(self, table: str, name: str) -> bool:

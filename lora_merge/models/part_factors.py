@@ -19,7 +19,7 @@ from .parts import ABSENT, NOT_CHANGED, Parts, as_typed, by_prefix, hint_of, lab
 from .prefixes import innermost
 from .weights import WeightView
 
-OPTION: Final = "--strength-for"
+STRENGTH_FOR: Final = "--strength-for"
 
 
 def on_base(adapter: Adapter, names: Names) -> Adapter:
@@ -32,7 +32,7 @@ def or_strength_zero(fix: str, keys: Iterable[str]) -> str:
     """Return a fix, and as another one the option with which these weights of the base stay as they are; not for too
     many kinds of them."""
     names = expression(keys)
-    return fix + (f"; or leave out what does not fit: {OPTION} {typed([f'{REGEX}^{names}$=0'])}" if names else "")
+    return fix + (f"; or leave out what does not fit: {STRENGTH_FOR} {typed([f'{REGEX}^{names}$=0'])}" if names else "")
 
 
 class Strengths:
@@ -43,7 +43,7 @@ class Strengths:
         self.path, self.strength = adapter.path, adapter.strength
         self._factors, self._steps, self.names = on_base(adapter, names).parts, steps, names
         self._labels = {part: labels(part, names) for part, _ in adapter.parts}  # part as typed → those of the base
-        self._parts = Parts(OPTION, (part for part, _ in self._factors), names, steps=steps)
+        self._parts = Parts(STRENGTH_FOR, (part for part, _ in self._factors), names, steps=steps)
         self._absent: frozenset[str] = frozenset()  # networks that the base lacks, with factor 0
         self._set_to_0: dict[str, None] = {}  # keys whose strength was asked for and is 0
         self._used: set[str] = set()  # parts that a strength which was asked for has depended on
@@ -138,7 +138,7 @@ def check_effect(every: Sequence[Strengths]) -> None:
 
 
 EXCLUDE: Final = "--exclude"
-FLAGS: Final = ("--include", EXCLUDE)
+CHOOSING_OPTIONS: Final = ("--include", EXCLUDE)
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,9 @@ class Chosen:
         include: Sequence[str], exclude: Sequence[str], names: Names | None, networks: Collection[str] = ()
     ) -> Chosen:
         """Return the choice of the options of a job; see `Parts` for `names` and `networks`, and for errors."""
-        return Chosen(*(Parts(f, t, names, networks) for f, t in zip(FLAGS, (include, exclude), strict=True)))
+        return Chosen(
+            *(Parts(f, t, names, networks) for f, t in zip(CHOOSING_OPTIONS, (include, exclude), strict=True))
+        )
 
     def takes(self, network: str, names: Iterable[str], *, usual: bool = True) -> bool:
         """Return whether a parameter is chosen; `names`: its names. `usual`: the answer without `--include`."""

@@ -19,19 +19,21 @@ from types import MappingProxyType
 from typing import Final
 
 from ..errors import PartWithoutEffect, UsageError
-from ..job import BLOCKS
+from ..job import BLOCK_NAMES
 from ..options import BLOCK_LIST, BLOCK_WEIGHTS, REGEX
 from ..safe_regex import Refused, Steps
 from ..text import listed
-from .blocks import ENCODER_BLOCKS, REST, Blocks, blocks, words
+from .blocks import BASE_BLOCK, ENCODER_BLOCKS, Blocks, blocks, words
 from .components import ENCODER_IDS, UNSURE
 from .inferred_base import OF_KIND
 from .names import Names
 from .prefixes import DENOISERS, PREFIXES
 
-NEAR: Final = 300  # most tensor names compared with an unknown part, and most characters; a comparison takes 0.3 ms
+MOST_COMPARED: Final = (
+    300  # most tensor names compared with an unknown part, and most characters; a comparison takes 0.3 ms
+)
 
-DENOISER: Final = ("unet", "transformer")
+DENOISER_PARTS: Final = ("unet", "transformer")
 """Both name the denoiser, whichever it is."""
 
 OTHER_WORDS: Final[Mapping[str, str]] = MappingProxyType({
@@ -128,10 +130,14 @@ class Parts:
         order = blocks(self._names).order if self._names else ()
         known = {*networks.values()} or self._known
         every = {name.lower(): name for name in (*sorted(known), *order)}
-        near = [every[name] for name in get_close_matches(text[:NEAR].lower(), every, 2, 0.75) if name != text.lower()]
+        near = [
+            every[name]
+            for name in get_close_matches(text[:MOST_COMPARED].lower(), every, 2, 0.75)
+            if name != text.lower()
+        ]
         fix = f"did you mean {' or '.join(near)}? " if near else ""
         if text.startswith(REGEX) and networks:
-            similar = get_close_matches(text.removeprefix(REGEX)[:NEAR], [*networks][:NEAR], 2, 0.0)
+            similar = get_close_matches(text.removeprefix(REGEX)[:MOST_COMPARED], [*networks][:MOST_COMPARED], 2, 0.0)
             fix = f"names of tensors are such as {', '.join(similar)}; "
         if order:
             fix += f"this base has {listed(sorted(known), 6)}, and the blocks {listed(order, 12)}"
@@ -183,7 +189,7 @@ class Parts:
             if path:
                 main = [part.label for part in self._names.parts[:1]]
                 yield _Reading(networks or main, partial(self._is_spelled, _layers(path, r"\.")))
-            if networks is not None and BLOCKS.fullmatch(rest):
+            if networks is not None and BLOCK_NAMES.fullmatch(rest):
                 yield _Reading(networks, partial(self._is_in_block, self._base_blocks.chosen(rest)))
             elif blocks_of_path := self._in_authors_words(rest):
                 yield _Reading(networks, partial(self._is_in_path, blocks_of_path))
@@ -275,7 +281,7 @@ def labels(part: str, names: Names) -> list[str]:
 
 def _called(word: str, names: Names) -> list[str]:
     """Return the labels of the networks that are called so; [] for none."""
-    if word in ("te", *DENOISER) or any(p.label == word for p in names.parts):
+    if word in ("te", *DENOISER_PARTS) or any(p.label == word for p in names.parts):
         return [word]
     hint = OTHER_WORDS.get(word, word if _ENCODER.fullmatch(word) else "")
     if hint == "te":
@@ -288,7 +294,7 @@ def _called(word: str, names: Names) -> list[str]:
 
 def _covers_component(part: str, component: str) -> bool:
     """Return whether the label of a part covers a component: `te` all text encoders, `unet` every denoiser."""
-    same = part in DENOISER and component in DENOISER
+    same = part in DENOISER_PARTS and component in DENOISER_PARTS
     return part == component or same or (part == "te" and component.startswith("te"))
 
 
@@ -296,7 +302,7 @@ def by_prefix(word: str, hints: Collection[str], encoders: Mapping[str, str] = M
     """Return which networks, of those that prefixes of names mean, a word names. `hints`: see PREFIXES; `encoders`: of
     the model, name of an encoder in adapters → its kind."""
     known = hint_of(word)
-    of_denoiser = {*DENOISER, "denoiser", "prior"}
+    of_denoiser = {*DENOISER_PARTS, "denoiser", "prior"}
     same = of_denoiser if known in of_denoiser else {known}
     if known == "te":
         same = {hint for hint in hints if hint.startswith(("te", "="))}
@@ -317,11 +323,11 @@ def hint_of(word: str) -> str:
     encoder; "" for what is no such word. All of a network that is one block has its name too: `te BASE`."""
     network, _, block = word.partition(" ")
     word = OTHER_WORDS.get(network.lower(), network.lower())
-    if block.upper() not in ("", REST, *ENCODER_BLOCKS):
+    if block.upper() not in ("", BASE_BLOCK, *ENCODER_BLOCKS):
         return ""
     if (kind := ENCODER_IDS.get(word, word)) in OF_KIND:
         return f"={kind}"
-    return word if word in ("te", "vae", *DENOISER, *DENOISERS) or _ENCODER.fullmatch(word) else ""
+    return word if word in ("te", "vae", *DENOISER_PARTS, *DENOISERS) or _ENCODER.fullmatch(word) else ""
 
 
 def as_typed(text: str) -> str:
@@ -330,7 +336,7 @@ def as_typed(text: str) -> str:
 
 
 def _is_block(text: str) -> bool:
-    return text.startswith(BLOCK_LIST) or BLOCKS.fullmatch(text) is not None
+    return text.startswith(BLOCK_LIST) or BLOCK_NAMES.fullmatch(text) is not None
 
 
 def _is_glob(text: str) -> bool:

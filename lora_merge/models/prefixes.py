@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Final
 
-from ..files.folder_layouts import PEFT
+from ..files.folder_layouts import PEFT_PREFIX
 from ..text import NUMBER, Note, listed
 
-TRAINING: Final = r"(?:_forward_module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)"
+TRAINING_WRAPPERS: Final = r"(?:_forward_module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)"
 """Levels of wrappers around layers (DeepSpeed, torch.compile, FSDP), left in states that were gathered by hand."""
 
 PREFIXES: Final = (
@@ -50,7 +50,7 @@ PREFIXES: Final = (
     ("text_encoder_4.",            "te4"),
     ("vae.",                       "vae"),
     ("first_stage_model.",         "vae"),
-    (PEFT,                         "any"),
+    (PEFT_PREFIX,                         "any"),
     ("base_model.",                "any"),
     ("model.",                     "any"),
     ("model_",                     "any"),
@@ -120,12 +120,12 @@ def numbers(prefixes: Iterable[str]) -> re.Pattern[str]:
     return re.compile("(?=[0-9])" + "".join(sorted(patterns)) + NUMBER.pattern)  # the first test decides fast
 
 
-LEVELS: Final = ("_wrapped_module.", "_orig_mod.", "_forward_module.", "module.", "base_layer.", PEFT)
+WRAPPER_SIGNS: Final = ("_wrapped_module.", "_orig_mod.", "_forward_module.", "module.", "base_layer.", PEFT_PREFIX)
 """Texts of which every name with a wrapper contains one: a fast first test."""
 
-_LEVEL: Final = re.compile(rf"^{re.escape(PEFT)}|(?:(?<=\.)|^)(?:{TRAINING}|module|base_layer)\.")
+_LEVEL: Final = re.compile(rf"^{re.escape(PEFT_PREFIX)}|(?:(?<=\.)|^)(?:{TRAINING_WRAPPERS}|module|base_layer)\.")
 
-KEPT: Final = (
+LEVELS_LEFT: Final = (
     "its names contain levels that training leaves ({levels}): modules are found without them, and they stay; a "
     "program that cannot load the base for its names (from_pretrained) cannot load the result either"
 )
@@ -139,7 +139,7 @@ def unwrapped(keys: Iterable[str]) -> dict[str, str]:
     """Return name without wrappers → key; empty if no key has a wrapper, or if two keys would get the same name."""
     every = list(keys)
     text = "\n".join(every)
-    if not any(level in text for level in LEVELS):
+    if not any(level in text for level in WRAPPER_SIGNS):
         return {}
     inner = {_LEVEL.sub("", key): key for key in every}
     return inner if len(inner) == len(every) and any(name != key for name, key in inner.items()) else {}
@@ -148,7 +148,7 @@ def unwrapped(keys: Iterable[str]) -> dict[str, str]:
 def wrapper_notes(stored: Mapping[str, str]) -> Sequence[Note]:
     """Return notes for the user on a base with wrappers. `stored`: name without wrappers → key."""
     levels = {level.rstrip(".") for key in stored.values() for level in _LEVEL.findall(key)}
-    notes = [Note(KEPT.format(levels=listed(sorted(levels))))]
+    notes = [Note(LEVELS_LEFT.format(levels=listed(sorted(levels))))]
     if "base_layer" in levels:
         layers = {key.partition(".base_layer.")[0] for key in stored.values() if ".base_layer." in key}
         left = [key for key in stored.values() if _is_attached(key, layers)]

@@ -14,9 +14,16 @@ from typing import Any, Final
 from ..disk.files import StoredTensor
 from .names import Names
 
-DECODERS: Final = ("ForCausalLM", "LMHeadModel")
+DECODER_CLASSES: Final = ("ForCausalLM", "LMHeadModel")
 
-HEADED: Final = (*DECODERS, "ForMaskedLM", "ForPreTraining", "ForConditionalGeneration", "ForBlockDiffusion", "MTModel")
+HEADED: Final = (
+    *DECODER_CLASSES,
+    "ForMaskedLM",
+    "ForPreTraining",
+    "ForConditionalGeneration",
+    "ForBlockDiffusion",
+    "MTModel",
+)
 """Endings of the names of transformers' classes with a head."""
 
 LM_HEAD: Final = "lm_head"
@@ -102,7 +109,7 @@ def tied(names: Names, base: Mapping[str, StoredTensor], config: Mapping[str, An
     if stated is False or not any(c.endswith(HEADED) for c in named):
         return None
     kind = str(config.get("model_type"))
-    family = kind if kind in (*VISION_TYPES, WHISPER) or all(c.endswith(DECODERS) for c in named) else ""
+    family = kind if kind in (*VISION_TYPES, WHISPER) or all(c.endswith(DECODER_CLASSES) for c in named) else ""
     pair = (
         _of_encoder(base) or _of_decoder(names, base, family) or (_only_table(base, config) if stated is True else None)
     )

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from ..adapters.attached import detached
 from ..adapters.modules import AdapterFile, group, looks_like_adapter
+from ..adapters.wrapped_model import detached
 from ..disk.files import FileState
 from ..errors import AdapterAsBase, UsageError
 from ..files.checkpoint import Index, adapter_config, open_checkpoint

@@ -16,11 +16,11 @@ from ..files.checkpoint import Index
 from ..files.encodings.base import Packing
 from ..files.formats.base import NewWeight
 from ..files.gguf.adapter import adapter_tensors, family_of, is_adapter
-from ..files.gguf.container import ALIGNED
-from ..files.gguf.diffusion import KINDS, DiffusionFile, diffusion_file, empty_header, plain_type
+from ..files.gguf.container import DEFAULT_ALIGNMENT
+from ..files.gguf.diffusion import DIFFUSION_MODELS, DiffusionFile, diffusion_file, empty_header, plain_type
 from ..files.gguf.layout import gguf_layout, new_layout
 from ..files.gguf.names import FAMILIES
-from ..files.gguf.types import TYPES
+from ..files.gguf.types import GGML_TYPES
 from ..files.gguf.view import ARCHITECTURE, as_plain
 from ..files.safetensors import layout
 from ..job import Job
@@ -163,7 +163,7 @@ class NewGguf(OutputContainer):
                                f"{info.file}: {info.name}",
                                "leave it out with --strength-for te=0, or name the output .safetensors")  # fmt: skip
             return False
-        if info.dtype not in FLOATS and info.dtype not in TYPES and info.name not in self.base.packed:
+        if info.dtype not in FLOATS and info.dtype not in GGML_TYPES and info.name not in self.base.packed:
             raise InputError(f"GGUF has no type for {spoken(info.dtype)}", f"{info.file}: {info.name}",
                              "name the output .safetensors")  # fmt: skip
         return True
@@ -190,7 +190,7 @@ class NewGguf(OutputContainer):
         """Return the header of a new file, and the alignment of GGUF."""
         rows = [t.in_file for t in targets]
         shapes = {t.stored: t.shape for t in targets if t.in_file[2] != t.shape}
-        return new_layout(empty_header(self.file.kind, rows, shapes), rows, metadata), ALIGNED
+        return new_layout(empty_header(self.file.kind, rows, shapes), rows, metadata), DEFAULT_ALIGNMENT
 
 
 def container_of(job: Job, base: Index) -> OutputContainer:
@@ -252,7 +252,7 @@ def _new_file(job: Job, base: Index) -> DiffusionFile:
                          "diffusion model as one file, as ComfyUI has it")  # fmt: skip
     file = diffusion_file(base.tensors)
     if file is None:
-        known = ", ".join(sorted(kind.name for kind in KINDS))
+        known = ", ".join(sorted(kind.name for kind in DIFFUSION_MODELS))
         raise UsageError("the names of the base are of no diffusion model that ComfyUI-GGUF loads", where,
                          f"name the output .safetensors; or give the model as ComfyUI has it, not as diffusers has it "
                          f"({known}); a language model is converted first by llama.cpp's convert_hf_to_gguf.py"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
-from ..files.checkpoint import TRAINED, open_checkpoint
+from ..files.checkpoint import TRAINED_FILES, open_checkpoint
 from ..files.folder_layouts import entries
 from ..job import Job
 from ..paths import of_index
@@ -28,7 +28,7 @@ def downloads(bases: Iterable[Path], adapters: Iterable[Path], *, keep: bool = F
     for path, adapter in ((p, role) for p, role in roles.items() if preview_of(p) is not None):
         index = open_checkpoint(path, adapter=adapter)
         folder = of_index(path)
-        trained = [p for p in entries(folder) if TRAINED.fullmatch(p.name)] if folder.is_dir() else []
+        trained = [p for p in entries(folder) if TRAINED_FILES.fullmatch(p.name)] if folder.is_dir() else []
         download = download_of(path, (*index.files, *index.index_files, *index.unnamed, *trained), keep=keep)
         if download is not None:
             needed[path] = download

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import UsageError
-from ..files.formats.torchao import NAMES as TORCHAO_NAMES
-from ..files.formats.unread import METADATA
+from ..files.formats.torchao import NAMES_ENTRY as TORCHAO_NAMES
+from ..files.formats.unread import METADATA_FORMATS
 from ..files.safetensors import SEAL, sealed, with_metadata
 from .containers import OutputContainer
 from .plan import Plan
@@ -31,7 +31,7 @@ def kept_entries(container: OutputContainer, path: Path) -> dict[str, str]:
     # Entries of the user.
     job, base = container.job, container.base
     of_user = {**({TITLE: job.title} if job.title is not None else {}), **dict(job.metadata)}
-    on_weights = {*METADATA, TORCHAO_NAMES, *base.tensors} if base.packed else METADATA.keys()
+    on_weights = {*METADATA_FORMATS, TORCHAO_NAMES, *base.tensors} if base.packed else METADATA_FORMATS.keys()
     if wrong := next((key for key in of_user if key in {*OURS, *STALE, *on_weights}), None):
         raise UsageError("a merge writes this entry itself, or its value would be wrong", f"--metadata {wrong}",
                          "leave it out")  # fmt: skip

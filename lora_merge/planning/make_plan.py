@@ -13,18 +13,18 @@ from types import MappingProxyType
 from typing import Final
 
 from ..adapters.modules import AdapterFile
-from ..adapters.stated import rules_of
+from ..adapters.network_settings import rules_of
 from ..adapters.tensor_values import FileValues, Values
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import FLOATS, ITEM_BYTES, WHOLE, Shape, spoken
+from ..dtypes import FLOATS, ITEM_BYTES, WHOLE_DTYPES, Shape, spoken
 from ..errors import FitError, InputError, ShapeMismatch, UsageError
-from ..files.checkpoint import CONFIGS, Index
+from ..files.checkpoint import FOLDER_CONFIGS, Index
 from ..files.encodings.base import Packing, plain
 from ..files.file_uses import ONLY_FOR_CODES, FileUse, Folder, adapter_folder
-from ..files.formats.base import ALIGNED, NewWeight, fills_words
+from ..files.formats.base import CODES_ALIGNMENT, NewWeight, fills_words
 from ..files.formats.quantization_config import activation_notes
-from ..files.gguf.types import BLOCKS
+from ..files.gguf.types import QUANTISED_TYPES
 from ..files.side_files import (
     EMBEDDING,
     ON_QUANTISATION,
@@ -43,7 +43,7 @@ from ..matching.patch import Match, PatchPart
 from ..matching.tied_embeddings import check_separations
 from ..matching.trained_weights import with_trained_weights
 from ..matching.values import replace_in_turn, values_as_changes
-from ..merge_methods import ADDED, METHODS, UNDIRECTED
+from ..merge_methods import ADDED_VECTORS, METHODS, UNDIRECTED
 from ..models.names import Names
 from ..models.part_factors import Strengths, check_effect, on_base
 from ..models.tied_weights import tied
@@ -60,7 +60,9 @@ from .plan import NO_OTHERS, OutputFile, OutputTensor, Plan, neighbour, weights
 from .quantisation import quantising
 from .recipe import blanks, entries
 
-SMALL: Final = 64  # bytes: parts of quantised weights up to this size are checked here, larger ones when they are read
+CHECKED_BYTES: Final = (
+    64  # bytes: parts of quantised weights up to this size are checked here, larger ones when they are read
+)
 
 MERGED: Final = "the output has the change of this adapter already"
 
@@ -157,7 +159,7 @@ def make_plan(matched: Matched) -> Plan:
     refuse_links_outside(base, sides)
     # Notes for the user.
     if job.method in UNDIRECTED and any(len(t.shape) < 2 and t.combining for f in files for t in f.targets):
-        notes.append(Note(f"{job.method}: {ADDED}"))
+        notes.append(Note(f"{job.method}: {ADDED_VECTORS}"))
     if job.dtype == "keep":
         notes += activation_notes((t.name for f in files for t in f.targets if t.uses), base.packed)
     if notes:
@@ -185,7 +187,7 @@ def _folders(matched: Matched) -> tuple[tuple[Folder, ...], dict[str, Path], lis
         path = base.path / file.name
         if path in of_adapters:
             uses.append(FileUse(file.name, "read"))
-        elif path.name == CONFIGS[0] and path.parent in within:
+        elif path.name == FOLDER_CONFIGS[0] and path.parent in within:
             uses.append(FileUse(file.name, "left out", MERGED))
         elif unpacked and path.name in ON_QUANTISATION:
             uses.append(FileUse(file.name, "left out", ONLY_FOR_CODES))
@@ -293,7 +295,7 @@ def check_stored(matched: Matched) -> None:
                 other = "write --dtype bf16, or " if key in replaced else ""
                 raise InputError(what, where, f"{other}merge into the unquantised model, in fp32, fp16 or bf16")
             for role, part in parts.items():
-                small = not part.numbers and part.info.nbytes <= SMALL
+                small = not part.numbers and part.info.nbytes <= CHECKED_BYTES
                 if small and (fault := encoding.fault(role, values.numbers(part.info))):
                     raise InputError(f"a weight cannot be decoded: {fault}", where, "download the model again")
 
@@ -307,7 +309,7 @@ def _check_values(base: Index, replaced: Mapping[str, StoredTensor]) -> None:
     for key, info in replaced.items():
         of_base = base.tensors.get(key)
         dtypes = {info.dtype} if of_base is None or key in base.packed else {info.dtype, of_base.dtype}
-        if of_base is not None and not WHOLE.isdisjoint(dtypes) and (key in base.packed or len(dtypes) > 1):
+        if of_base is not None and not WHOLE_DTYPES.isdisjoint(dtypes) and (key in base.packed or len(dtypes) > 1):
             where = f"{info.file}: {info.name} is {spoken(info.dtype)}, the base has {spoken(of_base.dtype)}"
             raise InputError("whole numbers replace only a weight of the same dtype", where, IN_ITS_DTYPE)
 
@@ -354,7 +356,7 @@ def _in_words(groups: Iterable[Sequence[tuple[Path, OutputTensor]]]) -> Iterator
     for group in groups:
         in_place = fills_words([target for _, target in group])
         for path, target in group:
-            if in_place or target.nbytes % ALIGNED == 0:
+            if in_place or target.nbytes % CODES_ALIGNMENT == 0:
                 yield path, target
             else:
                 last.append((path, target))
@@ -408,7 +410,12 @@ def _target(
         raise ShapeMismatch(f"an adapter changes a tensor of {kind}", f"{info.file}: {name} is {spoken(info.dtype)}",
                             "merge into the unquantised model, in fp32, fp16 or bf16")  # fmt: skip
     others = all_uses if uses and method.in_turn else NO_OTHERS
-    if weight.shape != info.shape and packed is not None and packed.encoding.quantised and info.dtype not in BLOCKS:
+    if (
+        weight.shape != info.shape
+        and packed is not None
+        and packed.encoding.quantised
+        and info.dtype not in QUANTISED_TYPES
+    ):
         raise FitError("an adapter changes the size of a quantised weight, whose scales have the old one",
                        f"{info.file}: {name} is {list(info.shape)}, the adapter has {list(weight.shape)}",
                        "write --dtype bf16")  # fmt: skip

@@ -16,12 +16,12 @@ from typing import Any, Final, TypeGuard
 from ..disk.files import FileState, open_regular
 from ..disk.uploads import sink_of
 from ..errors import MergeError
-from ..paths import WEIGHTS, input_name
+from ..paths import WEIGHT_SUFFIXES, input_name
 from ..text import one_line, plural, stored
 from .header_entries import TITLE
 from .plan import CARD, Plan
 
-ENTRIES: Final = ("license", "license_name", "license_link")
+LICENCE_ENTRIES: Final = ("license", "license_name", "license_link")
 """Entries of a card's front matter that state a licence. Source: https://huggingface.co/docs/hub/repositories-licenses."""
 
 OTHER: Final = "other"
@@ -41,7 +41,7 @@ KNOWN: Final = frozenset(
 """The words for a licence that hubs accept, besides `unknown` and `other`; they refuse cards with another word. Source:
 the table of https://huggingface.co/docs/hub/repositories-licenses on 22 August 2026 (hub-docs 242f4a1)."""
 
-SAME: Final = {"creativeml-open-rail-m": "creativeml-openrail-m", "creativeml-open-rail++-m": "openrail++"}
+LICENCE_ALIASES: Final = {"creativeml-open-rail-m": "creativeml-openrail-m", "creativeml-open-rail++-m": "openrail++"}
 """Names of licences in the metadata of adapters → a hub's words."""
 
 
@@ -55,7 +55,7 @@ def _stated_licence(front: Mapping[str, Any]) -> str:
 def _licence_word(licence: str) -> str:
     """Return a licence in small letters, with a hub's word for it if there is one."""
     name = re.sub(r"[\s_]+", "-", re.sub(r"\s*licen[cs]e\s*$", "", licence.strip().lower()))
-    return SAME.get(name, name) or licence.strip().lower()
+    return LICENCE_ALIASES.get(name, name) or licence.strip().lower()
 
 
 def _licence_entries(licences: Iterable[str], front: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,17 +71,17 @@ def _licence_entries(licences: Iterable[str], front: Mapping[str, Any]) -> dict[
     if not agreed:
         return {"license": OTHER}
     if _licence_word(_stated_licence(front)) == agreed and front["license"] in (OTHER, *KNOWN):
-        return {name: front[name] for name in ENTRIES if name in front}
+        return {name: front[name] for name in LICENCE_ENTRIES if name in front}
     return {"license": agreed} if agreed in KNOWN else {"license": OTHER, "license_name": agreed}
 
 
 BEGIN: Final = "<!-- lora-merge: begin -->"
-END: Final = "<!-- lora-merge: end -->"
+CARD_END: Final = "<!-- lora-merge: end -->"
 
-LIMIT: Final = 1 << 20  # bytes of a card; longer ones stay as they are
+MOST_CARD_BYTES: Final = 1 << 20  # bytes of a card; longer ones stay as they are
 FRONT: Final = 1 << 14  # characters of front matter; hubs show a hundred lines
 
-_SECTION: Final = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END) + "\n*", re.DOTALL)
+_SECTION: Final = re.compile(re.escape(BEGIN) + ".*?" + re.escape(CARD_END) + "\n*", re.DOTALL)
 _FRONT: Final = re.compile(r"\A---\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
 _HUB: Final = re.compile(r"[\w.-]+/[\w.-]+")
 NOT_STATED: Final = "not stated"
@@ -115,7 +115,11 @@ def card(plan: Plan, earlier: Path | None) -> bytes | None:
     if front is None:
         return None
     rest = _SECTION.sub("", body).strip("\n")
-    parts = [f"---\n{_edited(old, front, _entries(plan, front))}---", "\n".join([BEGIN, *_section(plan), END]), rest]
+    parts = [
+        f"---\n{_edited(old, front, _entries(plan, front))}---",
+        "\n".join([BEGIN, *_section(plan), CARD_END]),
+        rest,
+    ]
     return ("\n\n".join(part for part in parts if part) + "\n").encode("utf-8", "replace")
 
 
@@ -125,7 +129,7 @@ def read_card(path: Path) -> str | None:
         return ""
     try:
         with open_regular(path) as f:
-            return f.read().decode("utf-8-sig") if FileState.of(f.fileno()).size <= LIMIT else None
+            return f.read().decode("utf-8-sig") if FileState.of(f.fileno()).size <= MOST_CARD_BYTES else None
     except (OSError, ValueError, MergeError):
         return None
 
@@ -151,7 +155,7 @@ def _edited(card: str, front: Mapping[str, Any], ours: dict[str, Any]) -> str:
     programs do not agree on what `language: no` or `1.10` mean."""
     import yaml
 
-    edited_entries = {name: value for name, value in front.items() if name not in ENTRIES} | ours
+    edited_entries = {name: value for name, value in front.items() if name not in LICENCE_ENTRIES} | ours
     match = _FRONT.match(card)
     text = match[1].replace("\r\n", "\n") if match else ""
     root = yaml.compose(text, yaml.SafeLoader)
@@ -242,7 +246,7 @@ def _front_of(path: Path) -> dict[str, Any]:
     """
     card = path / CARD if path.is_dir() else path.with_suffix(".md")
     if not path.is_dir() and not card.is_file():
-        weights = [file for file in path.parent.iterdir() if file.suffix.lower() in WEIGHTS]
+        weights = [file for file in path.parent.iterdir() if file.suffix.lower() in WEIGHT_SUFFIXES]
         card = path.parent / CARD if len(weights) == 1 else card
     return _split(read_card(card) or "")[0] or {}
 

@@ -27,7 +27,7 @@ class Card:
 Side: TypeAlias = bytes | Path | Card
 """The content of a side file, or the file of the base to copy."""
 
-KINDS: Final = ("model_type", "_class_name")
+MODEL_ENTRIES: Final = ("model_type", "_class_name")
 """Entries of a config.json that name the model."""
 
 
@@ -98,7 +98,7 @@ def misleading(plan: Plan, output: Path) -> list[str]:
             before, after, now = (parsed(text) or {} for text in texts)
             undone = (k for k in after if after[k] != before.get(k) == now.get(k))
             left = (k in now for k in before.keys() - after.keys())
-            names += [name] * any((*undone, *left, *(k for k in KINDS if after.get(k) != now.get(k))))
+            names += [name] * any((*undone, *left, *(k for k in MODEL_ENTRIES if after.get(k) != now.get(k))))
     return names
 
 

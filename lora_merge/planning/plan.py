@@ -22,13 +22,13 @@ from ..files.file_uses import Folder
 from ..job import TOKENIZERS, Job, ResolvedJob
 from ..matching.patch import Match, PatchPart
 from ..merge_methods import METHODS, SUM, MergeMethod
-from ..models.fused import together
+from ..models.fused_weights import together
 from ..models.names import Names
 from ..models.weights import Weight, unstored
 from ..paths import input_name
 from ..report import input_rows, output_rows
 from ..text import Shown, by_component, by_pattern
-from .quantisation import NOTHING, Quantising
+from .quantisation import NO_QUANTISING, Quantising
 
 if TYPE_CHECKING:
     from .combination import Combining
@@ -171,7 +171,7 @@ class Plan(Shown):
     weights: Mapping[str, Weight]
     sides: Mapping[str, Path] = field(default_factory=dict)
     indexes: tuple[str, ...] = ()
-    quantising: Quantising = NOTHING
+    quantising: Quantising = NO_QUANTISING
     folders: tuple[Folder, ...] = ()
 
     def _heading(self) -> str:

@@ -18,17 +18,17 @@ from ..dtypes import FLOATS, GGUF_TYPES, QUANTISED_DTYPES
 from ..errors import UsageError
 from ..files.checkpoint import Index
 from ..files.formats.base import NewWeight
-from ..files.formats.output import FILES, FOLDERS, OutputFormat
+from ..files.formats.output import FILE_FORMATS, FOLDER_FORMATS, OutputFormat
 from ..files.gguf.diffusion import diffusion_file, new_blocks
 from ..files.gguf.view import as_blocks
 from ..files.side_files import stored_name
 from ..job import Job
-from ..models.fused import together
+from ..models.fused_weights import together
 from ..models.names import Names
 from ..models.parts import Parts
 from ..options import NO_DEFAULTS
 
-DENOISERS: Final = frozenset(("unet", "transformer", "transformer_2", "prior", "decoder"))
+QUANTISED_COMPONENTS: Final = frozenset(("unet", "transformer", "transformer_2", "prior", "decoder"))
 """Components that are quantised; of a checkpoint without them, all but the VAE."""
 
 PRECISE: Final = re.compile(
@@ -53,13 +53,13 @@ PRECISE: Final = re.compile(
 )
 """Names of weights that keep their numbers."""
 
-INSIDE: Final = re.compile(r"(attn\w*|attention|to_out|layer\.\d+)\.(out|output)\.", re.IGNORECASE)
+INNER_LAYERS: Final = re.compile(r"(attn\w*|attention|to_out|layer\.\d+)\.(out|output)\.", re.IGNORECASE)
 """Names of layers inside blocks that are called like a last layer."""
 
 TOP: Final = "."
 """The output folder itself, as its sub-folders are named."""
 
-NARROWEST: Final = 32  # rows or columns of a matrix that is quantised; smaller ones save next to nothing
+LEAST_SIDE: Final = 32  # rows or columns of a matrix that is quantised; smaller ones save next to nothing
 UNIT: Final = 16  # the columns and the elements of a matrix that is quantised are multiples of it
 BITSANDBYTES: Final = ("nf4", "int8")
 """Formats of folders that diffusers reads too."""
@@ -77,9 +77,9 @@ class Quantising:
     """Folder, relative to the output → the section of its config.json that says how its weights are quantised."""
 
 
-NOTHING: Final = Quantising({})
+NO_QUANTISING: Final = Quantising({})
 
-KEEP: Final = "--keep-precision"
+KEEP_PRECISION: Final = "--keep-precision"
 NOT_QUANTISED: Final = "a part without effect: no weight that would be quantised is in it"
 
 
@@ -89,10 +89,10 @@ def quantising(job: Job, base: Index, names: Names) -> Quantising:
         if job.keep_precision:
             raise UsageError("nothing is quantised", f"--keep-precision {job.keep_precision[0]}",
                              f"leave it out, or write --dtype {', '.join(QUANTISED_DTYPES)}")  # fmt: skip
-        return NOTHING
+        return NO_QUANTISING
     form = None if job.dtype in GGUF_TYPES else _form(job, base)
-    excepted = Parts(KEEP, (text for text in job.keep_precision if text != NO_DEFAULTS), names)
-    forms = _forms(job, base, names, form, Parts(KEEP, (), names))
+    excepted = Parts(KEEP_PRECISION, (text for text in job.keep_precision if text != NO_DEFAULTS), names)
+    forms = _forms(job, base, names, form, Parts(KEEP_PRECISION, (), names))
     if forms and excepted.texts:
         excepted.check({key: names.component(key) for key in forms}, NOT_QUANTISED)
         forms = _forms(job, base, names, form, excepted)
@@ -197,9 +197,11 @@ def _form(job: Job, base: Index) -> OutputFormat:
     if base.gguf is not None:
         types = ", ".join(GGUF_TYPES)
         raise UsageError("GGUF has no such type", where, f"write --dtype {types}")
-    table, reader = (FOLDERS, "transformers reads no folder") if folder else (FILES, "ComfyUI reads no file")
+    table, reader = (
+        (FOLDER_FORMATS, "transformers reads no folder") if folder else (FILE_FORMATS, "ComfyUI reads no file")
+    )
     if folder and (base.components or "_class_name" in base.config):
-        table, reader = {name: FOLDERS[name] for name in BITSANDBYTES}, "diffusers reads no folder"
+        table, reader = {name: FOLDER_FORMATS[name] for name in BITSANDBYTES}, "diffusers reads no folder"
     if job.dtype not in table:
         raise UsageError(f"{reader} of {job.dtype}", where, f"write --dtype {' or '.join(table)}")
     if folder and not base.config:
@@ -214,7 +216,7 @@ def _form(job: Job, base: Index) -> OutputFormat:
 def _quantisable(base: Index, names: Names) -> Iterator[tuple[str, str]]:
     """Yield key and network of the weights that formats can hold as codes, whether or not they are kept."""
     parts = {key: names.component(key) for key in base.tensors}
-    main = {part for part in parts.values() if part in DENOISERS} or {*parts.values()} - {"vae"}
+    main = {part for part in parts.values() if part in QUANTISED_COMPONENTS} or {*parts.values()} - {"vae"}
     for key, info in base.tensors.items():
         if _fits(info) and key.endswith(".weight") and _is_decodable(info, base) and parts[key] in main:
             yield key, parts[key]
@@ -229,7 +231,7 @@ def _precise(job: Job, base: Index) -> Callable[[str], bool]:
 def _fits(info: StoredTensor) -> bool:
     """Return whether a weight is a matrix that is large enough and fills units of codes."""
     rows, cols = (info.shape[0], info.shape[-1]) if len(info.shape) == 2 else (0, 0)
-    return rows >= NARROWEST <= cols and cols % UNIT == 0 == prod(info.shape) % UNIT
+    return rows >= LEAST_SIDE <= cols and cols % UNIT == 0 == prod(info.shape) % UNIT
 
 
 def _is_decodable(info: StoredTensor, base: Index) -> bool:
@@ -239,7 +241,9 @@ def _is_decodable(info: StoredTensor, base: Index) -> bool:
 
 def precise(name: str) -> bool:
     """Return whether a weight keeps its numbers by default because of its name in its component."""
-    return bool(PRECISE.search(name) and not (INSIDE.search(name) and not PRECISE.search(INSIDE.sub("", name))))
+    return bool(
+        PRECISE.search(name) and not (INNER_LAYERS.search(name) and not PRECISE.search(INNER_LAYERS.sub("", name)))
+    )
 
 
 def _blocks(job: Job, base: Index, info: StoredTensor) -> NewWeight | None:

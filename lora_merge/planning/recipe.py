@@ -10,10 +10,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
-from ..adapters.stated import side_file
+from ..adapters.network_settings import side_file
 from ..disk.files import open_regular
 from ..files.checkpoint import Index, configuration
-from ..files.safetensors import SEAL, ZEROS
+from ..files.safetensors import LEGACY_HASH, SEAL, ZERO_HASH
 from ..files.side_files import output_name
 from ..job import TOKENIZERS, Job
 from ..options import OPTIONS, Kind
@@ -36,7 +36,7 @@ CHECKSUMS: Final = "lora_merge.crc32"
 STALE: Final = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256", CHECKSUMS)
 """Metadata entries of the base that are dropped: a hash of the file itself would be wrong in the output."""
 
-STORED: Final[Mapping[Kind, Callable[[Any], Any]]] = MappingProxyType(
+RECIPE_VALUES: Final[Mapping[Kind, Callable[[Any], Any]]] = MappingProxyType(
     {
         "settings": dict,
         "entries": dict,
@@ -47,14 +47,13 @@ STORED: Final[Mapping[Kind, Callable[[Any], Any]]] = MappingProxyType(
 )
 """Kind of an option → its value in a recipe. The text of a file that a merge reads becomes part of the recipe."""
 
-STRENGTHS: Final = "strengths"
+STRENGTH_ENTRY: Final = "strengths"
 """What a recipe says of an adapter for people: component → strength → modules, as the report does."""
 
 Applied: TypeAlias = Sequence[Mapping[str, Mapping[float, int]]]
 """For each adapter component → strength → modules."""
 
-LIMIT: Final = 2**22  # most characters of a recipe
-LEGACY: Final = (0x100000, 0x10000)  # offset and count of the bytes whose hash old web UIs show for a model
+MOST_CHARACTERS: Final = 2**22  # most characters of a recipe
 
 
 def blanks(base: Index, adapters: Sequence[Index]) -> list[str]:
@@ -83,7 +82,7 @@ def entries(
     single = not base.path.is_dir() and base.gguf is None and job.output.suffix.lower() != ".gguf"
     others = _web_ui(job, base, adapters, digests) if single else {}
     for of_file in recipes(job, base, adapters, digests, strengths):
-        yield {KEY: _json(of_file), SEAL: ZEROS, "modelspec.merged_from": names, **others}
+        yield {KEY: _json(of_file), SEAL: ZERO_HASH, "modelspec.merged_from": names, **others}
 
 
 def recipes(
@@ -126,7 +125,7 @@ def recipe(
         ],
     }
     for adapter, applied in zip(entries_of_recipe["adapters"], strengths, strict=False):
-        adapter[STRENGTHS] = by_component(applied)
+        adapter[STRENGTH_ENTRY] = by_component(applied)
     # The recipe of the base, if it is itself a merge.
     earlier = parsed(base.metadata.get(KEY, ""))
     if earlier is not None:
@@ -135,7 +134,7 @@ def recipe(
     for option in OPTIONS.values():
         value = getattr(job, option.name, option.default)
         if option.recorded == "always" or (option.recorded == "given" and value != option.default):
-            entries_of_recipe[option.name] = STORED.get(option.kind, lambda value: value)(value)
+            entries_of_recipe[option.name] = RECIPE_VALUES.get(option.kind, lambda value: value)(value)
     return entries_of_recipe
 
 
@@ -202,8 +201,8 @@ def _web_ui(job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[
 
 def _legacy(file: Path) -> str:
     with open_regular(file) as f:
-        f.seek(LEGACY[0])
-        return hashlib.sha256(f.read(LEGACY[1])).hexdigest()[:8]
+        f.seek(LEGACY_HASH[0])
+        return hashlib.sha256(f.read(LEGACY_HASH[1])).hexdigest()[:8]
 
 
 def _json(value: Any) -> str:
@@ -217,7 +216,7 @@ def _utf8(text: str) -> str:
 
 def parsed(text: str) -> dict[str, Any] | None:
     """Return the JSON object in a metadata entry; None for anything else."""
-    if not text.startswith("{") or len(text) > LIMIT:
+    if not text.startswith("{") or len(text) > MOST_CHARACTERS:
         return None
     try:
         value = from_json(text)

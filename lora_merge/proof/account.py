@@ -27,7 +27,7 @@ from ..models.weights import RowSlice
 from ..options import BLOCK_LIST
 from ..planning.plan import Plan
 from ..text import listed, quoted
-from .proof_report import NAMED, REPORT
+from .proof_report import MOST_NAMED, REPORT_HEADERS
 from .reference.floats import Array, decode
 
 FOR_ALL: Final = "base_model."
@@ -45,7 +45,7 @@ class Account:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the account as the report has it."""
-        few = dict([*self.unused.items()][:NAMED])
+        few = dict([*self.unused.items()][:MOST_NAMED])
         return {"tensors": self.tensors, "used": self.used, "unused": len(self.unused), "reasons": few}
 
 
@@ -104,7 +104,9 @@ def _names(index: Index, base: Index) -> Iterator[str]:
             if file in base.headers and (file, stored) not in named:
                 continue
             if (file, stored) not in named:
-                raise VerificationFailed("a tensor of the adapter was not read", f"{file}: {quoted(stored)}", REPORT)
+                raise VerificationFailed(
+                    "a tensor of the adapter was not read", f"{file}: {quoted(stored)}", REPORT_HEADERS
+                )
             yield named[file, stored]
 
 
@@ -125,7 +127,7 @@ def _check_places(used: _Used, adapter: Adapter) -> None:
         missing = [p for p in patch.view.row_slices if p not in used.written[patch.module.where]]
         if missing:
             where = f"{adapter.path}: {quoted(patch.module.where)} on {quoted(missing[0].key)}"
-            raise VerificationFailed("the plan loses a part of an adapter's module", where, REPORT)
+            raise VerificationFailed("the plan loses a part of an adapter's module", where, REPORT_HEADERS)
 
 
 def _unused(
@@ -142,7 +144,9 @@ def _unused(
             why = reasons[name]
             if not _holds(why, tensors[name], adapter, copies):
                 where = f"{adapter.path}: {quoted(name)}: {why}"
-                raise VerificationFailed("the plan leaves out a tensor for a reason that does not hold", where, REPORT)
+                raise VerificationFailed(
+                    "the plan leaves out a tensor for a reason that does not hold", where, REPORT_HEADERS
+                )
             yield name, why
         # RandLoRA stores its shared bases with each layer too
         elif _is_for_all(name) and (shared or copies.has(tensors[name])):
@@ -151,7 +155,7 @@ def _unused(
             lost.append(name)
     if lost:
         where = f"{adapter.path}: {listed(map(quoted, lost), 3)}"
-        raise VerificationFailed("the plan loses tensors of an adapter", where, REPORT)
+        raise VerificationFailed("the plan loses tensors of an adapter", where, REPORT_HEADERS)
 
 
 def _reasons(matched: Match) -> Mapping[str, str]:

@@ -16,9 +16,9 @@ from .reference import FormulaInput
 from .reference.floats import Array
 
 OUT, IN, RANK = 12, 16, 2
-LINEAR: Final = (OUT, IN)
+LINEAR_SHAPE: Final = (OUT, IN)
 CONV: Final = (OUT, 4, 3, 3)
-EXPERTS: Final = (3, 8, 6)
+EXPERT_SHAPE: Final = (3, 8, 6)
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Example:
     """A module by the fitted shapes of its slots (or the indices in them), and a weight that it fits."""
 
     slots: Mapping[str, Any]  # slot → shape, or a list of integers
-    shape: Shape = LINEAR
+    shape: Shape = LINEAR_SHAPE
     numbers: Mapping[str, float] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -49,12 +49,12 @@ EXAMPLES: Final[Mapping[str, Example]] = MappingProxyType({
     "lora_transposed": Example({"up": (RANK, OUT), "down": (IN, RANK)}, settings={"lora_alpha": 3.0}),
     "lora_bias": Example({"diff": (OUT, 1)}, (OUT,), _SCALE),
     "lora_embedding": Example({"up": (IN, RANK), "down": (RANK, OUT)}, numbers=_SCALE),
-    "lora_experts": Example({"up": (8, RANK, 3), "down": (3, RANK, 6)}, EXPERTS, _SCALE),
-    "lora_experts_transposed": Example({"up": (1, 6, RANK, 3), "down": (3, RANK, 8)}, EXPERTS, _SCALE),
-    "lora_stacked": Example({"up": (3, 8, RANK), "down": (3, RANK, 6)}, EXPERTS, _SCALE),
-    "lora_stacked_down": Example({"up": (3, 8, RANK), "down": (1, RANK, 6)}, EXPERTS, _SCALE),
-    "lora_stacked_up": Example({"up": (1, 8, RANK), "down": (3, RANK, 6)}, EXPERTS, _SCALE),
-    "lora_switch": Example({"up": (3, 8, RANK), "down": (3, RANK, 6)}, EXPERTS, settings={"lora_alpha": 3.0}),
+    "lora_experts": Example({"up": (8, RANK, 3), "down": (3, RANK, 6)}, EXPERT_SHAPE, _SCALE),
+    "lora_experts_transposed": Example({"up": (1, 6, RANK, 3), "down": (3, RANK, 8)}, EXPERT_SHAPE, _SCALE),
+    "lora_stacked": Example({"up": (3, 8, RANK), "down": (3, RANK, 6)}, EXPERT_SHAPE, _SCALE),
+    "lora_stacked_down": Example({"up": (3, 8, RANK), "down": (1, RANK, 6)}, EXPERT_SHAPE, _SCALE),
+    "lora_stacked_up": Example({"up": (1, 8, RANK), "down": (3, RANK, 6)}, EXPERT_SHAPE, _SCALE),
+    "lora_switch": Example({"up": (3, 8, RANK), "down": (3, RANK, 6)}, EXPERT_SHAPE, settings={"lora_alpha": 3.0}),
     "bdlora": Example({"up": (OUT, 2, 2), "down": (2, 2, 8)}, numbers=_SCALE),
     "pissa": Example(_PAIR, numbers=_SCALE),
     "olora": Example(_PAIR, numbers=_SCALE),
@@ -67,9 +67,9 @@ EXAMPLES: Final[Mapping[str, Example]] = MappingProxyType({
     "glora_old": Example({"a1": (RANK, IN), "a2": (IN, RANK), "b1": (RANK, IN), "b2": (OUT, RANK)}, numbers=_SCALE),
     "tlora": Example({"p": (OUT, RANK), "q": (RANK, IN), "lambdas": (1, RANK)}, numbers=_SCALE,
                      settings={"algo": "tlora"}),
-    "full": Example({"diff": LINEAR}),
-    "full_rank": Example({"down": LINEAR}),
-    "set": Example({"diff": LINEAR}),
+    "full": Example({"diff": LINEAR_SHAPE}),
+    "full_rank": Example({"down": LINEAR_SHAPE}),
+    "set": Example({"diff": LINEAR_SHAPE}),
     "ia3": Example({"diff": (2, 4), "on_input": [[1]]}, CONV),
     "diag_oft": Example({"blocks": (3, 4, 4), "rescale": (OUT, 1)}, numbers=_LIMIT),
     "oft_diag": Example({"blocks": (3, 4, 4)}),
@@ -116,12 +116,12 @@ EXAMPLES: Final[Mapping[str, Example]] = MappingProxyType({
                         "up_choice": np.arange(OUT * RANK).reshape(OUT, RANK) % 5, "up_weight": (OUT, RANK),
                         "bank": (7,)}),
     "peft_glora": Example({"a_up": (OUT, RANK), "a_down": (RANK, IN), "b": (OUT, 1)}),
-    "peft_glora_bias": Example({"c_up": (IN, RANK), "c_down": (RANK, 1), "d": (OUT, 1), "e": (1, 1), "weight": LINEAR},
-                               (OUT,)),
+    "peft_glora_bias": Example({"c_up": (IN, RANK), "c_down": (RANK, 1), "d": (OUT, 1), "e": (1, 1),
+                                "weight": LINEAR_SHAPE}, (OUT,)),
     "psoft": Example({"turn": (1, 1), "rows": (RANK, 1), "columns": (1, RANK), "left": (OUT, RANK),
                       "right": (RANK, IN)},
                      settings={"terms": 0, "limit": 0.0, "orthogonal": True}),
-    "adamss": Example({"space": (3, IN), "weight": LINEAR, "up_0": (5, 2), "down_0": (2, 3), "up_1": (7, 1),
+    "adamss": Example({"space": (3, IN), "weight": LINEAR_SHAPE, "up_0": (5, 2), "down_0": (2, 3), "up_1": (7, 1),
                        "down_1": (1, 3), "order": [7, 0, 8, 1, 9, 2, 10, 3, 11, 4, 5, 6]}),
     "tinylora": Example({**_PAIR, "vector": (3,)}, settings={"seed": 43}),
     "frod": Example({"diagonal": (IN,), "values": (3,), "basis": (IN, IN), "places": [[0, 3, 15], [1, 2, 0]]}),

@@ -22,7 +22,7 @@ CONTRACT: Final = 2e-6
 UNDERFLOW: Final = {"fp64": 32 * 2.0**-1074, "fp32": 32 * 2.0**-149, "bf16": 32 * 2.0**-133, "fp16": 32 * 2.0**-24}
 """The same as a number: half a step of the smallest numbers of the dtype, for each of as many terms as above."""
 
-NOTHING: Final = 1e-300
+ZERO_SCALE: Final = 1e-300
 """The divisor in place of a scale of 0, of which all codes are the shift: then it alone is within half a step."""
 
 
@@ -160,7 +160,7 @@ class Grid:
 
     @cached_property
     def _divisor(self) -> Array:
-        return np.where(self.scale == 0, NOTHING, self.scale)
+        return np.where(self.scale == 0, ZERO_SCALE, self.scale)
 
     @property
     def _bare(self) -> bool:

@@ -11,16 +11,16 @@ from typing import Any, Final
 from ..disk.files import open_regular
 from ..errors import VerificationFailed
 from ..files.checkpoint import Index
-from ..files.safetensors import SEAL, ZEROS, intact, metadata_of, sealed, with_metadata
+from ..files.safetensors import SEAL, ZERO_HASH, intact, metadata_of, sealed, with_metadata
 from ..planning.plan import OutputFile, Plan
 from ..planning.recipe import FORMAT, KEY, OURS, entries, parsed
 from ..safe_regex import from_json
 from ..text import Note, listed, quoted
 
-FIELDS: Final = frozenset({"dtype", "shape", "data_offsets"})
+TENSOR_FIELDS: Final = frozenset({"dtype", "shape", "data_offsets"})
 """Fields of a tensor that a merge writes."""
 
-AGAIN: Final = "merge again, to have a header that says what was merged"
+MERGE_FOR_HEADER: Final = "merge again, to have a header that says what was merged"
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def notes(changes: Sequence[HeaderChange], index: Index) -> list[Note]:
     """Return notes on headers with the merge's entries in other bytes; VerificationFailed where an entry differs."""
     if edited := [change for change in changes if change.differences]:
         raise VerificationFailed("the weights are right, but the header was changed after the merge",
-                                 f"{edited[0].path}: {'; '.join(edited[0].differences)}", AGAIN)  # fmt: skip
+                                 f"{edited[0].path}: {'; '.join(edited[0].differences)}", MERGE_FOR_HEADER)  # fmt: skip
     if KEY not in index.metadata:
         return [
             Note(
@@ -108,7 +108,7 @@ def _fits_seal(file: OutputFile, entries: Mapping[str, str]) -> bool:
     if entries.keys() != planned.keys():
         return False
     try:
-        header = sealed(with_metadata(file.header, {key: entries[key] for key in planned} | {SEAL: ZEROS}))
+        header = sealed(with_metadata(file.header, {key: entries[key] for key in planned} | {SEAL: ZERO_HASH}))
     except ValueError:  # longer than what was planned
         return False
     return metadata_of(header)[SEAL] == entries[SEAL]
@@ -157,7 +157,7 @@ def _own_entries(plan: Plan, file: OutputFile, stored: Mapping[str, str]) -> Map
     except (LookupError, TypeError):
         return {}
     if number:  # a file other than the first: its recipe names one file of the base
-        of_base = [ZEROS] * number + of_base + [ZEROS] * (len(plan.files) - number - 1)
+        of_base = [ZERO_HASH] * number + of_base + [ZERO_HASH] * (len(plan.files) - number - 1)
     digests = [*of_base, *chain.from_iterable(others)]
     if len(digests) != len(plan.inputs):
         return {}
@@ -185,6 +185,6 @@ def _odd_fields(path: Path, index: Index) -> Iterator[str]:
     except ValueError as e:
         yield str(e)
         return
-    odd = [name for name, entry in table.items() if name != "__metadata__" and entry.keys() != FIELDS]
+    odd = [name for name, entry in table.items() if name != "__metadata__" and entry.keys() != TENSOR_FIELDS]
     if odd:
         yield f"more than dtype, shape and place of {listed(map(quoted, odd))}"

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from ..disk.remote import begin, remote
-from ..dtypes import DTYPES, FLOATS, WHOLE
+from ..dtypes import DTYPES, FLOATS, WHOLE_DTYPES
 from ..errors import InputError, VerificationFailed
 from ..files.json_files import read_json
 from ..files.safetensors import metadata_of
@@ -19,11 +19,11 @@ from ..paths import typed
 from ..planning.plan import OutputFile, Plan
 from ..text import Note, listed, quoted
 
-EVERYBODY: Final = FLOATS | WHOLE
+EVERYBODY: Final = FLOATS | WHOLE_DTYPES
 """Dtypes that every supported version of the library reads."""
 
-TIED: Final = "tie_word_embeddings"
-AGAIN: Final = "merge again; if it fails again with the same inputs, report it"
+TIED_ENTRY: Final = "tie_word_embeddings"
+MERGE_AGAIN: Final = "merge again; if it fails again with the same inputs, report it"
 
 
 def instead(output: Path) -> str:
@@ -37,7 +37,7 @@ def check_folder(plan: Plan, part: Path, *, new: bool) -> None:
     `new`: whether the output was written just now.
     """
     if plan.is_folder:
-        fix = AGAIN if new else instead(part)
+        fix = MERGE_AGAIN if new else instead(part)
         _check_indexes(plan, part, fix)
         _check_configs(plan, part, fix)
         _check_pipeline(plan, part, fix)
@@ -68,15 +68,17 @@ def check_opened(file: OutputFile, path: Path, header: bytes | None = None) -> t
         if odd := {dtype for dtype, _ in expected.values()} - EVERYBODY:
             note = f"safetensors {safetensors.__version__} does not open the output, which holds {listed(sorted(odd))}"
             return (Note(note),)
-        raise VerificationFailed(f"the safetensors library does not open the output: {e}", str(path), AGAIN) from e
+        raise VerificationFailed(
+            f"the safetensors library does not open the output: {e}", str(path), MERGE_AGAIN
+        ) from e
     if opened != expected:
         name = next(n for n in (*expected, *opened) if opened.get(n) != expected.get(n))
         difference = f"{quoted(name)}: {_shown(opened.get(name))}, planned {_shown(expected.get(name))}"
         raise VerificationFailed(
-            "the safetensors library sees another tensor than planned", f"{path}: {difference}", AGAIN
+            "the safetensors library sees another tensor than planned", f"{path}: {difference}", MERGE_AGAIN
         )
     if header and metadata != metadata_of(header):
-        raise VerificationFailed("the safetensors library sees other metadata than planned", str(path), AGAIN)
+        raise VerificationFailed("the safetensors library sees other metadata than planned", str(path), MERGE_AGAIN)
     return ()
 
 
@@ -131,14 +133,14 @@ def _check_configs(plan: Plan, part: Path, fix: str) -> None:
         separated = [name for name, (old, _) in plan.resized(folder).items() if not old]
         if separated and any(_ties(config)):
             raise VerificationFailed("a configuration ties what has weights of its own now",
-                                     f"{path}: {TIED}, {quoted(separated[0])}", fix)  # fmt: skip
+                                     f"{path}: {TIED_ENTRY}, {quoted(separated[0])}", fix)  # fmt: skip
 
 
 def _ties(config: Mapping[str, Any]) -> Iterator[bool]:
     """Yield whether head and embeddings are tied, for every level where transformers looks for the field."""
-    yield config.get(TIED) is not False
+    yield config.get(TIED_ENTRY) is not False
     text = config.get("text_config")
-    yield isinstance(text, dict) and text.get(TIED) is True
+    yield isinstance(text, dict) and text.get(TIED_ENTRY) is True
 
 
 def _check_pipeline(plan: Plan, part: Path, fix: str) -> None:

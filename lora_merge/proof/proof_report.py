@@ -15,8 +15,8 @@ from ..planning.plan import Plan
 from .grids import CONTRACT, UNDERFLOW
 from .reference.floats import Array
 
-NAMED: Final = 5  # modules or tensors that a report names, of all that it counts
-REPORT: Final = "report it with the headers of both files; until it is mended, merge with another tool"
+MOST_NAMED: Final = 5  # modules or tensors that a report names, of all that it counts
+REPORT_HEADERS: Final = "report it with the headers of both files; until it is mended, merge with another tool"
 
 MOST_LOSS: Final = 64  # of any one formula; more comes of a recipe that lists many
 EIGHT_BITS: Final = frozenset({"F8_E4M3", "F8_E5M2"})

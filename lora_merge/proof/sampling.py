@@ -14,12 +14,12 @@ import numpy as np
 from ..planning.plan import OutputTensor
 from .reference.floats import Array
 
-ROWS: Final = 2  # of a merged tensor, more where rows are short
-ELEMENTS: Final = 256  # of a merged tensor at least
+SAMPLED_ROWS: Final = 2  # of a merged tensor, more where rows are short
+LEAST_ELEMENTS: Final = 256  # of a merged tensor at least
 RANGE: Final = 2**16  # bytes of one sampled range of untouched tensors
-RANGES: Final = 128  # of them per file, spread evenly
+SAMPLED_RANGES: Final = 128  # of them per file, spread evenly
 ALL_BELOW: Final = 8 * 2**20  # untouched bytes of a file that are compared completely
-PIECE: Final = 2**22  # bytes compared at once
+COMPARED_BYTES: Final = 2**22  # bytes compared at once
 
 Range: TypeAlias = tuple[OutputTensor, int, int]
 """(tensor, first byte in it, bytes)."""
@@ -33,7 +33,7 @@ def shuffled(name: str) -> int:
 def sample(target: OutputTensor) -> Array:
     """Return the rows of a tensor, always the same ones: spread evenly, at least one in every part that is changed."""
     rows, cols = target.matrix
-    count = min(rows, max(ROWS, -(-ELEMENTS // max(cols, 1))))
+    count = min(rows, max(SAMPLED_ROWS, -(-LEAST_ELEMENTS // max(cols, 1))))
     if count == rows:
         return np.arange(rows)
     random = Random(shuffled(target.name))
@@ -63,10 +63,10 @@ def ranges(targets: list[OutputTensor], total: int, *, full: bool) -> Iterator[R
     """Yield ranges of all bytes, or the fixed sample of them."""
     if full:
         for t in targets:
-            yield from ((t, low, min(PIECE, t.nbytes - low)) for low in range(0, t.nbytes, PIECE))
+            yield from ((t, low, min(COMPARED_BYTES, t.nbytes - low)) for low in range(0, t.nbytes, COMPARED_BYTES))
         return
     random, before = Random(total), 0
-    edges = [(total - RANGE) * i // RANGES for i in range(RANGES + 1)]
+    edges = [(total - RANGE) * i // SAMPLED_RANGES for i in range(SAMPLED_RANGES + 1)]
     starts = iter([random.randrange(low, max(high, low + 1)) for low, high in pairwise(edges)])
     start = next(starts)
     for t in targets:
@@ -78,13 +78,13 @@ def ranges(targets: list[OutputTensor], total: int, *, full: bool) -> Iterator[R
 
 
 def neighbours(pieces: Iterable[Range]) -> Iterator[list[Range]]:
-    """Yield groups of ranges that follow each other both in the output and in the input, PIECE bytes at most.
+    """Yield groups of ranges that follow each other both in the output and in the input, COMPARED_BYTES bytes at most.
 
     Each group is compared at once."""
     some: list[Range] = []
     size = 0
     for this in pieces:
-        if some and not (size + this[2] <= PIECE and _follows(some[-1], this)):
+        if some and not (size + this[2] <= COMPARED_BYTES and _follows(some[-1], this)):
             yield some
             some, size = [], 0
         some.append(this)

@@ -27,25 +27,25 @@ from ..errors import InputError, VerificationFailed
 from ..files.checkpoint import read_header
 from ..models.blocks import groups
 from ..paths import input_name
-from ..planning.output_checksums import DIGITS, summed, sums_of
+from ..planning.output_checksums import CHECKSUM_DIGITS, summed, sums_of
 from ..planning.plan import OutputFile, OutputTensor, Plan
 from ..planning.recipe import CHECKSUMS
 from ..progress import Progress, counted, unwatched
-from ..survival import ENOUGH, MOST, judgement, lost_in_rounding
+from ..survival import CHANCE_SHARE, ENOUGH, judgement, lost_in_rounding
 from ..text import Note, by_component, listed, plural, quoted
 from .account import account
 from .grids import DECODED, ROUNDING, plain_grid
 from .loadable import check_folder, check_opened
-from .proof_report import REPORT, Findings, remedy
-from .recompute import UNASKED, Recomputation, Written, read_exactly
+from .proof_report import REPORT_HEADERS, Findings, remedy
+from .recomputation import UNASKED, Recomputation, Written, read_exactly
 from .reference.floats import decode
 from .reference.one_core import one_core
 from .sampling import ALL_BELOW, Range, neighbours, ranges, stretch
-from .second_reading.read_again import read_again
+from .second_reading.comparison import read_again
 from .weights import Coded, coded_output
 
-AGAIN: Final = "merge again; if it fails again with the same inputs, suspect disk and memory, or report it"
-TINY: Final = 2.0**-1022  # the divisor in place of 0
+SUSPECT_DISK: Final = "merge again; if it fails again with the same inputs, suspect disk and memory, or report it"
+SMALLEST_NORMAL: Final = 2.0**-1022  # the divisor in place of 0
 THREADS: Final = 8  # threads that recompute; each holds a dozen arrays of 2 MiB
 
 
@@ -281,7 +281,7 @@ def _conclude(plan: Plan, merged: Recomputation, part: Path, *, new: bool) -> No
     ask = f"--compute-dtype {plan.job.compute_dtype}, which the recipe states, allows more; else " if wider else ""
     raise _failed(
         f"{by}{len(f.wrong)} of {are} not what base and adapters give{hint}", f"{part}: {name}, {where}",
-        f"{ask}{other}{AGAIN}",
+        f"{ask}{other}{SUSPECT_DISK}",
     )  # fmt: skip
 
 
@@ -292,7 +292,7 @@ def _expect_evidence(plan: Plan, merged: Recomputation, part: Path) -> Iterator[
     weak = {name: bound for name, bound in merged.findings.bounds.items() if not bound.proves}
     if not weak:
         return
-    name, most = max(weak.items(), key=lambda item: item[1].allowed / (item[1].change or TINY))
+    name, most = max(weak.items(), key=lambda item: item[1].allowed / (item[1].change or SMALLEST_NORMAL))
     where = f"{part}: {name}, errors of {most.allowed:.3g} are allowed, the largest change is {most.change:.3g}"
     are = plural(len(weak), "merged tensor is", "merged tensors are")
     chosen = any(t.combining is not None for f in plan.files for t in f.targets if t.name in weak)
@@ -314,15 +314,15 @@ def _check_sums(paths: Sequence[Path], targets: Sequence[Sequence[OutputTensor]]
         text = read_header(path).metadata.get(CHECKSUMS, "")
         if not text or not tensors:
             continue  # earlier versions and other programs write no sums
-        said = [text[at : at + DIGITS] for at in range(0, len(text), DIGITS)]
+        said = [text[at : at + CHECKSUM_DIGITS] for at in range(0, len(text), CHECKSUM_DIGITS)]
         if len(said) != len(tensors):
             raise _failed("the file has sums of other tensors", f"{path}: {CHECKSUMS}")
         for target, digits, checksum in zip(tensors, said, sums_of(path, tensors), strict=True):
-            if digits != f"{checksum:0{DIGITS}x}":
+            if digits != f"{checksum:0{CHECKSUM_DIGITS}x}":
                 raise _failed("codes or scales were changed after they were written", f"{path}: {target.name}")
 
 
-def _failed(what: str, where: str, fix: str = AGAIN) -> VerificationFailed:
+def _failed(what: str, where: str, fix: str = SUSPECT_DISK) -> VerificationFailed:
     return VerificationFailed(what, where, fix)
 
 
@@ -359,7 +359,7 @@ def _warnings(plan: Plan, merged: Recomputation, measured: Sequence[Measure]) ->
     """Yield warnings: numbers that are NaN or infinite, and changes too small for the dtype."""
     f = merged.findings
     if merged.unconfirmed:
-        yield Note(f"the report's values of {listed(merged.unconfirmed)} are not those of the file; {REPORT}")
+        yield Note(f"the report's values of {listed(merged.unconfirmed)} are not those of the file; {REPORT_HEADERS}")
     if f.broken:
         yield Note(f"{f.broken} of {f.elements} values looked at are NaN or infinite: the base holds such")
     if f.cut:  # the user asked for it, and it explains why less of an adapter is in the output
@@ -367,7 +367,7 @@ def _warnings(plan: Plan, merged: Recomputation, measured: Sequence[Measure]) ->
     for number, (ref, measure) in enumerate(zip(plan.job.adapters, _measures(plan, merged, measured), strict=True)):
         if measure.fails:
             survives = f.in_bf16[number].retained if number in f.in_bf16 else None
-            bf16 = survives is not None and ENOUGH <= survives <= MOST
+            bf16 = survives is not None and ENOUGH <= survives <= CHANCE_SHARE
             yield lost_in_rounding(measure.all.retained or 0.0, input_name(ref.path), *remedy(plan, bf16=bf16))
 
 

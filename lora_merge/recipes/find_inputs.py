@@ -12,7 +12,7 @@ from itertools import chain, count, filterfalse
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from ..adapters.stated import side_file
+from ..adapters.network_settings import side_file
 from ..errors import InputError, MergeError, UsageError, VerificationFailed
 from ..files.checkpoint import configuration, open_checkpoint
 from ..paths import absolute, current_folders, of_index
@@ -23,8 +23,8 @@ from ..sources.inputs import folder_of_links, locate, record_origin
 from ..text import quoted
 from .read_recipe import Input
 
-FILES: Final = 20_000  # looked at while searching for inputs
-DEPTH: Final = 3  # folders below the searched ones
+MOST_FILES: Final = 20_000  # looked at while searching for inputs
+FOLDER_LEVELS: Final = 3  # folders below the searched ones
 SEARCH: Final = "name its folder with --search"
 
 
@@ -37,8 +37,8 @@ def around(output: Path, search: Sequence[Path]) -> list[Path]:
 def find(
     inputs: Iterable[Input], folders: Iterable[Path], progress: Progress = unwatched, announce: Announce | None = None
 ) -> list[Path]:
-    """Return the paths of these inputs, by content, searched in these folders and DEPTH levels below; those that came
-    from another machine are downloaded if they are not there.
+    """Return the paths of these inputs, by content, searched in these folders and FOLDER_LEVELS levels below; those
+    that came from another machine are downloaded if they are not there.
 
     VerificationFailed if there is a file of the right name but other content; InputError if there is none.
     """
@@ -168,16 +168,17 @@ def _size(path: Path) -> int:
 
 
 def _walk(folders: Iterable[Path]) -> Iterator[Path]:
-    """Yield regular files in these folders and DEPTH levels below, FILES at most; links to folders are not followed."""
+    """Yield regular files in these folders and FOLDER_LEVELS levels below, MOST_FILES at most; links to folders are not
+    followed."""
     paths: set[Path] = set()
     for top in folders:
         for here, below, files in os.walk(top):
             level = len(Path(here).relative_to(top).parts)
-            below[:] = [] if level >= DEPTH else sorted(b for b in below if not b.startswith("."))
+            below[:] = [] if level >= FOLDER_LEVELS else sorted(b for b in below if not b.startswith("."))
             for name in sorted(files):
                 path = Path(here) / name
                 if path not in paths and not name.startswith(".") and os.path.isfile(path):  # noqa: PTH113  # never raises
                     paths.add(path)
                     yield path
-                if len(paths) >= FILES:
+                if len(paths) >= MOST_FILES:
                     return

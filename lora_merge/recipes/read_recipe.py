@@ -21,7 +21,7 @@ from ..options import OPTIONS, shown
 from ..planning.recipe import KEY, parsed
 from ..text import quoted
 
-AGAIN: Final = "merge again from its base and adapters"
+MERGE_FROM_INPUTS: Final = "merge again from its base and adapters"
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def command_of(output: Path) -> str:
     return command if isinstance(command, str) else ""
 
 
-def read_recipe(index: Index, instead: str = AGAIN) -> Recipe:
+def read_recipe(index: Index, instead: str = MERGE_FROM_INPUTS) -> Recipe:
     """Return the recipe of an output; InputError where it has none (`instead`: what to do then) or a damaged one."""
     text = index.metadata.get(KEY)
     if text is None:
@@ -96,7 +96,7 @@ def read_recipe(index: Index, instead: str = AGAIN) -> Recipe:
 
 def damaged(path: Path, why: str) -> InputError:
     """Return the error for a recipe in the file at `path` that cannot be followed."""
-    return InputError(f"the recipe is damaged: {why}", f"{path}: {KEY}", AGAIN)
+    return InputError(f"the recipe is damaged: {why}", f"{path}: {KEY}", MERGE_FROM_INPUTS)
 
 
 def _recipe_of(value: Mapping[str, Any]) -> Recipe:

@@ -25,7 +25,7 @@ from ..disk.reader import Reader
 from ..dtypes import DTYPES, FLOATS, QUANTISED_DTYPES, Shape
 from ..errors import FitError, UsageError, VerificationFailed
 from ..files.checkpoint import Index, open_checkpoint
-from ..files.formats.output import FILES, FOLDERS
+from ..files.formats.output import FILE_FORMATS, FOLDER_FORMATS
 from ..job import TOKENIZERS, Adapter, Job, make_job
 from ..options import checked
 from ..paths import absolute
@@ -262,7 +262,7 @@ def _dtype(output: Index, base: Index) -> str:
 def _format(output: Index, base: Index, name: str) -> str:
     """Return the --dtype that stores a weight as the output does."""
     for option in QUANTISED_DTYPES:
-        form = (FOLDERS if output.path.is_dir() else FILES).get(option)
+        form = (FOLDER_FORMATS if output.path.is_dir() else FILE_FORMATS).get(option)
         if form is None:
             same = output.packed[name].encoding.title.lower() == option
         else:

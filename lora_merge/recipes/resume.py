@@ -26,7 +26,7 @@ from ..job import Job
 from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.make_plan import open_inputs
 from ..planning.output_files import Contents, differing
-from ..planning.recipe import KEY, STRENGTHS, blanks, parsed, recipes, sha256
+from ..planning.recipe import KEY, STRENGTH_ENTRY, blanks, parsed, recipes, sha256
 from ..proof.header_changes import changed_files
 from ..safe_regex import from_json
 from ..sources.outputs import present
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 DATA_HASH: Final = "sshs_model_hash"
 """The entry of an adapter with the SHA-256 of all bytes behind its header."""
 
-VARIES: Final = frozenset({"name", "source", "version", "format", STRENGTHS})
+VARIES: Final = frozenset({"name", "source", "version", "format", STRENGTH_ENTRY})
 """The entries that may differ between equal recipes: names of files, where they came from, the version of this program,
 and what a recipe says for people, which follows from the rest."""
 

@@ -27,11 +27,11 @@ from ..text import Note, listed, quoted
 from .find_inputs import around, find
 from .read_recipe import Recipe, damaged, read_recipe
 
-KEPT: Final = ("setting", "unmatched", "compute_dtype")
+SHARED_OPTIONS: Final = ("setting", "unmatched", "compute_dtype")
 """Options of the merge that taking it back has too, where the user gives no others."""
 
 
-EXACT: Final = ("F32", "F64")
+EXACT_DTYPES: Final = ("F32", "F64")
 """Dtypes of sums whose rounding and underflow are nothing against a step of a coarser dtype."""
 
 
@@ -49,7 +49,7 @@ def plan_unmerge(
     recorded: dict[str, Any] = {}
     if recipe is not None:
         _expect_sum(recipe, merged)
-        recorded = {n: recipe.options[n] for n in KEPT if n in recipe.options and n not in options}
+        recorded = {n: recipe.options[n] for n in SHARED_OPTIONS if n in recipe.options and n not in options}
     if not adapters and recipe is not None:
         paths = find([a for a, _, _ in recipe.adapters], around(merged, search))
         adapters = [Adapter(p, s, parts) for p, (_, s, parts) in zip(paths, recipe.adapters, strict=True)]
@@ -115,7 +115,7 @@ def _inexact(plan: Plan, recipe: Recipe | None) -> Note:
         finer = _digits(coarsest) < _digits(sums)
         drawn = recipe is not None and recipe.options.get("rounding") == "stochastic"
         steps = f"at most {'two rounding steps' if drawn else 'one rounding step'} of {spoken(coarsest)}"
-        if not finer or sums not in EXACT:
+        if not finer or sums not in EXACT_DTYPES:
             also = f", and of {spoken(coarsest)}" if finer else ""
             steps = f"some rounding steps of {spoken(sums)}, in which the sums were made{also}"
     unknown = "" if recipe is not None else "; this holds for a merge that rounded to the nearest and cut nothing"

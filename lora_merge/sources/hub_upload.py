@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from ..addresses import HUB, Address, upload_address
 from ..errors import MergeError, ResourceError, UsageError
-from ..paths import WEIGHTS
+from ..paths import WEIGHT_SUFFIXES
 from ..process import begin_commit
 from ..progress import Progress, Step, counted
 from ..text import Note, listed
@@ -63,7 +63,7 @@ class HubSink:
             _require_free(address, state, names)
         folder = f"{address.path}/" if address.path else ""
         others = [n for n in state.files if n.startswith(folder) and "/" not in n[len(folder) :] and n not in names]
-        if contents is not None and (lost := sorted(n for n in others if Path(n).suffix.lower() in WEIGHTS)):
+        if contents is not None and (lost := sorted(n for n in others if Path(n).suffix.lower() in WEIGHT_SUFFIXES)):
             raise UsageError("the repository holds weights that the merged model does not have",
                              f"{address}: {listed(lost)}",
                              "choose another repository, or a folder in it")  # fmt: skip

@@ -34,7 +34,7 @@ from ..addresses import (
 from ..disk.files import FileState
 from ..disk.remote import ReadRange, RemoteFile, place
 from ..errors import InputError
-from ..paths import WEIGHTS, forbidden
+from ..paths import WEIGHT_SUFFIXES, forbidden
 from ..text import size as spoken_size
 from .contents import Advance, Opener, SourceFiles, require_room
 from .hub_cache import address_in_cache
@@ -284,7 +284,7 @@ def download_of(path: Path, opened: Iterable[Path], *, keep: bool = False) -> Do
         name
         for name in files
         if name.startswith(inside)
-        and Path(name).suffix.lower() not in WEIGHTS
+        and Path(name).suffix.lower() not in WEIGHT_SUFFIXES
         and (whole or ("/" not in name[len(inside) :] and name.endswith(".json")))
     }
     names = tuple(name for name in files if _safe(name, preview.contents.address) in used | sides)

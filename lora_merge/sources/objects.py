@@ -13,14 +13,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from ..addresses import Address
-from ..disk.remote import ReadRange
+from ..disk.remote import RANGES_AT_ONCE, ReadRange
 from ..errors import InputError, MergeError, RemoteError, ResourceError, UsageError
 from .contents import Advance, Listed, SourceFiles, is_offline, switched_off
 from .store import Store, arrive, stored_file
 
 INSTALL: Final = "pip install obstore"
 PIECE: Final = 16 << 20  # bytes of one range
-AT_ONCE: Final = 8  # ranges of a download that are read side by side
 
 FAILURES: Final[tuple[tuple[str, type[MergeError], str, str], ...]] = (
     ("NotFoundError", RemoteError, "the store has no such object", "check the address and the region"),
@@ -121,9 +120,9 @@ class Objects:
 
 def _pieces(read: ReadRange, size: int) -> Iterator[bytes | memoryview]:
     """Yield the bytes of an object in their order, read by several ranges at a time."""
-    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="ranges") as pool:
-        for start in range(0, size, PIECE * AT_ONCE):
-            places = range(start, min(size, start + PIECE * AT_ONCE), PIECE)
+    with ThreadPoolExecutor(RANGES_AT_ONCE, thread_name_prefix="ranges") as pool:
+        for start in range(0, size, PIECE * RANGES_AT_ONCE):
+            places = range(start, min(size, start + PIECE * RANGES_AT_ONCE), PIECE)
             yield from pool.map(lambda at: read(at, min(PIECE, size - at)), places)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from ..addresses import Address
-from ..disk.remote import PIECE, ReadRange
+from ..disk.remote import WEIGHT_RANGE, ReadRange
 from ..errors import MergeError, RemoteError, ResourceError, UsageError
 from .contents import Advance, Listed, SourceFiles, is_offline, switched_off
 from .store import Store, arrive, stored_file
@@ -78,8 +78,8 @@ class OtherSystem:
         for name in names:
             read, size = self.reader(contents, name), contents.files[name].size
             with arrive(self.folder(contents), name, contents) as write:
-                for start in range(0, size, PIECE):
-                    write(data := read(start, min(PIECE, size - start)))
+                for start in range(0, size, WEIGHT_RANGE):
+                    write(data := read(start, min(WEIGHT_RANGE, size - start)))
                     advance(len(data))
 
 

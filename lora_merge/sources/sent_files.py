@@ -12,7 +12,7 @@ from ..addresses import Address
 from ..disk.files import open_regular
 from ..disk.remote import ReadRange
 from ..errors import UsageError, VerificationFailed
-from ..paths import WEIGHTS
+from ..paths import WEIGHT_SUFFIXES
 from .inputs import origin
 
 SAMPLES: Final = 16  # ranges of each file that are read back
@@ -45,7 +45,7 @@ def files_of(copy: Path) -> list[tuple[str, Path]]:
     names = sorted(p.relative_to(copy).as_posix() for p in copy.rglob("*") if not p.is_dir())
 
     def rank(name: str) -> int:
-        return 2 if name.endswith(".index.json") else 0 if Path(name).suffix.lower() in WEIGHTS else 1
+        return 2 if name.endswith(".index.json") else 0 if Path(name).suffix.lower() in WEIGHT_SUFFIXES else 1
 
     return [(name, copy / name) for name in sorted(names, key=rank)]
 

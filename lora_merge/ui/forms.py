@@ -18,7 +18,7 @@ from ..batch.templates import literal
 from ..errors import UsageError
 from ..job import TOKENIZERS
 from ..merge_methods import COMBINATIONS, METHODS
-from ..method_parameters import NAMES
+from ..method_parameters import PARAMETER_NAMES
 from ..option_texts import on_command_line, value_of
 from ..options import BLOCK_WEIGHTS, EVERY_VALUE, OPTIONS, READING, Option, finite, number
 from ..paths import typed
@@ -28,7 +28,7 @@ ANY: Final = "any"
 MANY: Final = 50
 """Adapters of a form."""
 
-NUMBERS: Final = tuple(name for name in NAMES if name != "seed")
+NUMBERS: Final = tuple(name for name in PARAMETER_NAMES if name != "seed")
 """Numbers of methods; the seed is also that of rounding."""
 
 PLACES: Final = ("overwrite", "strength", "strength_for")

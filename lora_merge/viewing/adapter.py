@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any, Final
 
 from ..adapters.modules import AdapterFile, Module, rank_of, weight_shapes
-from ..adapters.stated import rules_of
+from ..adapters.network_settings import rules_of
 from ..adapters.stated_model import stated_model
 from ..adapters.suffixes import split_row_part
 from ..adapters.tensor_values import FileValues
@@ -41,10 +41,15 @@ TRAINERS: Final = (
     ("ss_network_module",      "kohya sd-scripts or musubi-tuner"),
 )  # fmt: skip
 
-WORK: Final = {"te": "reads the prompt", "=": "reads the prompt", "vae": "turns latents into pictures", "any": ""}
+NETWORK_ROLES: Final = {
+    "te": "reads the prompt",
+    "=": "reads the prompt",
+    "vae": "turns latents into pictures",
+    "any": "",
+}
 """Beginning of the name of a network → what it does; denoisers make the picture. "=clip_l": ComfyUI's own names."""
 
-LAYERS: Final = (
+LAYER_ROLES: Final = (
     # kind                its names, between dots or underscores
     ("cross-attention",   r"attn2|cross_?attn|EncDecAttention"),
     ("self-attention",    r"attn1|self_?attn|SelfAttention"),
@@ -56,7 +61,9 @@ LAYERS: Final = (
     ("inputs",            r"[a-z]*_?emb\w*|time_\w+|[a-z]*_in|x_embedder|context_embedder"),
 )  # fmt: skip
 """What a layer does → names for it; the first that fits counts."""
-KINDS: Final = [(kind, re.compile(rf"(?:^|[._])(?:{names})(?=[._]|$)", re.IGNORECASE)) for kind, names in LAYERS]
+ROLE_PATTERNS: Final = [
+    (kind, re.compile(rf"(?:^|[._])(?:{names})(?=[._]|$)", re.IGNORECASE)) for kind, names in LAYER_ROLES
+]
 
 
 def adapter_facts(file: AdapterFile) -> dict[str, Any]:
@@ -111,7 +118,7 @@ def parts(modules: Sequence[Module]) -> dict[str, Any]:
     for m in modules:
         hint, _ = innermost(m.name)
         network = network_of(m.name, denoiser)
-        does = next((does for start, does in WORK.items() if hint.startswith(start)), "makes the picture")
+        does = next((does for start, does in NETWORK_ROLES.items() if hint.startswith(start)), "makes the picture")
         row = networks.setdefault(network, {"does": does, "modules": 0, "parameters": 0, "layers": Counter()})
         row["modules"] += 1
         row["parameters"] += sum(prod(t.shape) for t in m.tensors)
@@ -122,7 +129,7 @@ def parts(modules: Sequence[Module]) -> dict[str, Any]:
 def kind_of(name: str) -> str:
     """Return what the layer of a module or of a weight does, by its name; "other" if the name does not show it."""
     _, body = innermost(name)
-    return next((kind for kind, names in KINDS if names.search(body)), "other")
+    return next((kind for kind, names in ROLE_PATTERNS if names.search(body)), "other")
 
 
 def algorithm_of(module: Module) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ..disk.files import StoredTensor
 from ..dtypes import spoken
 from ..errors import UsageError
-from ..facts import COUNT, Fact, by_block, cut_rows, line, table
+from ..facts import THOUSANDS, Fact, by_block, cut_rows, line, table
 from ..files.checkpoint import Index, open_checkpoint
 from ..planning.downloads import Announce, downloaded_paths, downloads
 from ..progress import Progress, counted, unwatched
@@ -155,7 +155,7 @@ def _model_rows(result: Mapping[str, Any]) -> Iterator[Fact]:
 
 def _difference(d: Mapping[str, Any]) -> str:
     share = f"{100 * d['relative']:.3g} % of A" if d["relative"] is not None else "A is 0"
-    changed = f"{size(d['changed'], *COUNT)} of {size(d['of'], *COUNT)} values differ"
+    changed = f"{size(d['changed'], *THOUSANDS)} of {size(d['of'], *THOUSANDS)} values differ"
     return f"{share}; at most {d['largest']:.3g}; {changed}"
 
 

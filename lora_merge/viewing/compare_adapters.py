@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from ..adapters.modules import AdapterFile, group, rank_of
+from ..adapters.network_settings import rules_of
 from ..adapters.peft.rules import PeftRules
-from ..adapters.stated import rules_of
 from ..adapters.suffixes import split_parameter
 from ..algorithms.lora import LORA
 from ..change_statistics import Groups
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..engine.change_norms import Replaced, runs, values
-from ..engine.module_change import NOISE, ModuleChange
+from ..engine.module_change import NOISE_SHARE, ModuleChange
 from ..engine.tensors import Fetch, TensorCache
 from ..engine.torch_state import undisturbed
 from ..errors import MergeError
@@ -36,13 +36,13 @@ from ..text import Note
 from .adapter import made_for, module_groups
 from .compare_models import DifferenceSums, plain_sums
 from .module_changes import ModuleChanges, changes, replaced_by, shape_of
-from .pictures import evenly
+from .pictures import OVERSAMPLING, evenly
 from .pictures import pictures as pictured
 
 StoredValue: TypeAlias = tuple[Name, str]
 """(network and name of a module, parameter), alike in all dialects of one layout."""
 
-ROWS: Final = "rows of trained tokens: name a base with --base"
+TOKENS_NEED_BASE: Final = "rows of trained tokens: name a base with --base"
 
 
 class ChangeSums(NamedTuple):
@@ -101,7 +101,7 @@ def _target(info: StoredTensor, known: PeftRules, left: dict[str, str]) -> str:
     if value is None:
         return info.name
     if value.kind != "value" or value.rows is not None:
-        left[info.name] = ROWS if value.kind == "value" else value.why
+        left[info.name] = TOKENS_NEED_BASE if value.kind == "value" else value.why
         return ""
     return value.target
 
@@ -125,9 +125,6 @@ OPPOSED: Final = -0.1
 """The cosine below which two changes fight: those of independent trainings are within a few hundredths of 0."""
 
 NEEDS_BASE: Final = "its change depends on the weights: name a base with --base"
-
-MORE: Final = 8
-"""Random columns more than the rank: with just as many, a direction can be lost by chance."""
 
 
 @dataclass
@@ -284,9 +281,9 @@ def _spaces(delta: ModuleChange, target: OutputTensor | None) -> CommonSpaces:
     random = torch.Generator().manual_seed(0)
     spaces = []
     for matrix in (change, change.T):
-        sketch = matrix @ torch.randn(matrix.shape[1], rank + MORE, generator=random)
+        sketch = matrix @ torch.randn(matrix.shape[1], rank + OVERSAMPLING, generator=random)
         columns, sizes, _ = torch.linalg.svd(sketch, full_matrices=False)
-        spaces.append(columns[:, sizes > NOISE * sizes[:1]][:, :rank])
+        spaces.append(columns[:, sizes > NOISE_SHARE * sizes[:1]][:, :rank])
     return spaces[0], spaces[1]
 
 

@@ -20,13 +20,13 @@ from ..errors import AmbiguousName
 from ..files.checkpoint import Index
 from ..models.names import Names
 from ..models.weights import Weight, WeightView
-from .pictures import LIMIT, ROWS, histogram, matrix_pictures
+from .hashes import READ_BYTES
+from .pictures import HISTOGRAM_ROWS, SPECTRUM_NUMBERS, histogram, matrix_pictures
 
-CHUNK: Final = 1 << 22  # bytes of each of two tensors that are read at once
-PIECE: Final = 1 << 17  # numbers that are compared at once, which a core's cache holds
-NARROW: Final = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2})
-FAST: Final = place("cpu", "F32")
-EXACT: Final = place("cpu", "F64")
+COMPARED_NUMBERS: Final = 1 << 17  # numbers that are compared at once, which a core's cache holds
+NARROW_DTYPES: Final = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2})
+FAST_PLACE: Final = place("cpu", "F32")
+EXACT_PLACE: Final = place("cpu", "F64")
 
 
 @dataclass
@@ -105,7 +105,7 @@ def difference_pictures(
     a: Index, b: Index, lookup: Names, chosen: frozenset[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield some tensors of B, each with `spectrum` and `histogram` of its difference from A. Of tensors of more than
-    LIMIT numbers only some rows are read, and quantised ones of that size have none."""
+    SPECTRUM_NUMBERS numbers only some rows are read, and quantised ones of that size have none."""
     with Reader([a, b]) as reader, torch.no_grad():
         cache = TensorCache(reader, frozenset())
         pair = _Pair(a, b, lookup, reader, cache)
@@ -136,7 +136,7 @@ class _Pair:
     def pictures(self, info: StoredTensor) -> dict[str, Any]:
         """Return the pictures of the difference of a tensor of B from its counterpart in A."""
         same = self.a.tensors.get(info.name)
-        if prod(info.shape) <= LIMIT:
+        if prod(info.shape) <= SPECTRUM_NUMBERS:
             whole = self._whole(self.b, info).float()
             if same is not None:
                 return matrix_pictures(whole - self._whole(self.a, same).float())
@@ -148,7 +148,7 @@ class _Pair:
         length = prod(info.shape[1:])
         rows = [
             self._row(info, n, length) - self._row(same, n, length)
-            for n in range(0, info.shape[0], -(-info.shape[0] // ROWS))
+            for n in range(0, info.shape[0], -(-info.shape[0] // HISTOGRAM_ROWS))
         ]
         return histogram(torch.stack(rows)) if bool(torch.isfinite(torch.stack(rows)).all()) else {}
 
@@ -182,7 +182,7 @@ def plain_sums(a: StoredTensor, b: StoredTensor, reader: Reader) -> DifferenceSu
     """Return the sums of two tensors of one shape, which are read in pieces: plain numbers, at least 8 bits wide."""
     both = a, b
     wide = [ITEM_BYTES[t.dtype] for t in both]
-    step, count, total = CHUNK // max(wide), prod(a.shape), DifferenceSums()
+    step, count, total = READ_BYTES // max(wide), prod(a.shape), DifferenceSums()
     for first in range(0, count, step):
         some = min(step, count - first)
         raw = [reader.read(t, first * w, some * w) for t, w in zip(both, wide, strict=True)]
@@ -198,7 +198,7 @@ def _of_values(a: Tensor, b: Tensor, *, rounding: bool = True) -> DifferenceSums
     """Return the sums for two flat tensors; two NaN are equal. `rounding`: also whether any two numbers are more than
     one step of the coarser dtype apart."""
     total = DifferenceSums()
-    for first, other in zip(torch.split(a, PIECE), torch.split(b, PIECE), strict=True):
+    for first, other in zip(torch.split(a, COMPARED_NUMBERS), torch.split(b, COMPARED_NUMBERS), strict=True):
         fast = _in_float32(first, other, rounding=rounding and not total.beyond_rounding)
         total.add(fast or _in_float64(first, other, rounding=rounding))
     return total
@@ -206,9 +206,9 @@ def _of_values(a: Tensor, b: Tensor, *, rounding: bool = True) -> DifferenceSums
 
 def _in_float32(a: Tensor, b: Tensor, *, rounding: bool) -> DifferenceSums | None:
     """Return the sums for a few numbers of 32 bits or fewer; None if some are not finite, or for wider ones."""
-    if not {a.dtype, b.dtype} <= NARROW:
+    if not {a.dtype, b.dtype} <= NARROW_DTYPES:
         return None
-    first, other = stage([a], FAST)[0], stage([b], FAST)[0]
+    first, other = stage([a], FAST_PLACE)[0], stage([b], FAST_PLACE)[0]
     apart = torch.sub(other, first)
     of_a, squares, changed = _sum_of_squares(first), _sum_of_squares(apart), int(apart.count_nonzero())
     if not (isfinite(of_a) and isfinite(squares)):
@@ -242,14 +242,14 @@ def _in_float64(a: Tensor, b: Tensor, *, rounding: bool) -> DifferenceSums:
 
 def _numbers(values: Tensor) -> Tensor:
     """Return the numbers in float64: float32 would not show the last bit of an integer."""
-    return stage([values], EXACT)[0]
+    return stage([values], EXACT_PLACE)[0]
 
 
 def _norm_squared(values: Tensor) -> float:
     """Return Σ a² of the finite numbers of a flat tensor."""
     total = 0.0
-    for piece in torch.split(values, PIECE):
-        narrow = stage([piece], FAST)[0] if piece.dtype in NARROW else None
+    for piece in torch.split(values, COMPARED_NUMBERS):
+        narrow = stage([piece], FAST_PLACE)[0] if piece.dtype in NARROW_DTYPES else None
         squares = inf if narrow is None else _sum_of_squares(narrow)
         total += squares if isfinite(squares) else _squared(_numbers(piece))
     return total
@@ -257,7 +257,7 @@ def _norm_squared(values: Tensor) -> float:
 
 def _sum_of_squares(values: Tensor) -> float:
     """Return Σ x² of flat float32 numbers, added up in float64."""
-    wide = stage([values], EXACT)[0]
+    wide = stage([values], EXACT_PLACE)[0]
     return float(wide @ wide)
 
 

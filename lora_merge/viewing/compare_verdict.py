@@ -12,20 +12,20 @@ from typing import Any, Final
 
 from ..text import listed, plural
 
-SAME: Final = 0.005
+SAME_CHANGE: Final = 0.005
 """‖ΔB − ΔA‖ / ‖ΔA‖ of one change that is stored twice: a bf16 number is rounded by at most 1/256 of itself."""
 
-STEADY: Final = 0.05
+STRENGTH_SPREAD: Final = 0.05
 """How much the strength at which one adapter is in the other may vary over the modules. Of two trainings on the same
 pictures it varies by more than a half."""
 
 INDEPENDENT: Final = 0.1
 """The cosine below which two changes are independent: those of unrelated trainings are within a few hundredths of 0."""
 
-APART: Final = 0.8
+UNRELATED: Final = 0.8
 """‖B − A‖ / ‖A‖ of models that were trained apart, which is about √2; that of fine-tunes is below a half."""
 
-LEAST: Final = 3  # modules from which a strength is concluded
+LEAST_MODULES: Final = 3  # modules from which a strength is concluded
 
 
 def signed(cosine: float) -> str:
@@ -52,7 +52,7 @@ def model_verdict(result: Mapping[str, Any]) -> dict[str, Any]:
         text = f"The same but for rounding: no value differs by more than one step of its dtype{besides}."
         return _verdict("rounding", "good", text)
     share = total["relative"]
-    if share is None or share >= APART:
+    if share is None or share >= UNRELATED:
         if first != other:
             return _verdict("different models", "bad", f"Different models: A is {first}, B is {other}.")
         text = "Different weights: the models have the same layers, and nothing in common in them"
@@ -96,17 +96,17 @@ def _contained(result: Mapping[str, Any]) -> dict[str, Any] | None:
     a, b, cosine = total["a"], total["b"], total["cosine"]
     lone = {side: len(result[f"only_{side}"]) for side in ("a", "b")}
     apart = sqrt(max(a * a + b * b - 2 * cosine * a * b, 0.0))
-    if not any(lone.values()) and apart <= SAME * a:
+    if not any(lone.values()) and apart <= SAME_CHANGE * a:
         return _verdict("rounding", "good", "The same change but for rounding: merge only one of them.")
     contained = []  # how much the strength varies, inner, outer, strength
     for inner, outer, (mine, theirs) in (("A", "B", ("a", "b")), ("B", "A", ("b", "a"))):
         pairs = [(row[mine], row[theirs], row["cosine"]) for row in rows if row["cosine"] is not None]
         strength, spread = _steady(pairs)
-        if strength and not lone[mine] and len(rows) >= LEAST:
+        if strength and not lone[mine] and len(rows) >= LEAST_MODULES:
             contained.append((spread, inner, outer, strength))
     if not contained:
         return None
-    same = abs(cosine) > 1 - SAME and not any(lone.values())
+    same = abs(cosine) > 1 - SAME_CHANGE and not any(lone.values())
     _, inner, outer, strength = contained[0] if same else min(contained)  # what is more is at right angles to the inner
     if strength < 0:
         text = f"Opposite: {outer} contains {strength:.3g} × {inner}. Merged together, they cancel."
@@ -142,7 +142,7 @@ def _steady(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
         return 0.0, 0.0
     strength = sum(cosine * a * b for a, b, cosine in rows) / weights
     spread = sum(a * a * (cosine * b / a - strength) ** 2 for a, b, cosine in rows if a) / weights
-    steady = abs(strength) >= INDEPENDENT and sqrt(spread) <= STEADY * abs(strength)
+    steady = abs(strength) >= INDEPENDENT and sqrt(spread) <= STRENGTH_SPREAD * abs(strength)
     return (strength, sqrt(spread) / abs(strength)) if steady else (0.0, 0.0)
 
 

@@ -11,14 +11,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from ..algorithms import ALGORITHMS
-from ..facts import COUNT, Fact, counts_by_kind, line
+from ..facts import THOUSANDS, Fact, counts_by_kind, line
 from ..text import listed, plural, size
 
 CLASS_ENDS: Final = re.compile(r"(?:For[A-Z]\w+|LMHeadModel|Model|2DModel|Transformer\w*)$")
 """End of the name of a model's class: `LlamaForCausalLM` is Llama."""
 
-PARTS: Final = {"te": "text encoder", "te1": "text encoder 1", "te2": "text encoder 2", "te3": "text encoder 3",
-                "unet": "U-Net", "vae": "VAE"}  # fmt: skip
+NETWORK_TITLES: Final = {
+    "te": "text encoder",
+    "te1": "text encoder 1",
+    "te2": "text encoder 2",
+    "te3": "text encoder 3",
+    "unet": "U-Net",
+    "vae": "VAE",
+}
 BILLION: Final = 10**9
 
 
@@ -41,7 +47,7 @@ def _billions(count: int) -> str:
     """Return a number of parameters as people name the size of a model: `8 B`, `0.6 B`, `135 M`."""
     if count >= BILLION:
         return f"{count / BILLION:.0f} B" if count >= 7.5 * BILLION else f"{count / BILLION:.2g} B"
-    return f"{count / 10**6:.0f} M" if count >= 10**6 else size(count, *COUNT)
+    return f"{count / 10**6:.0f} M" if count >= 10**6 else size(count, *THOUSANDS)
 
 
 def verdict(facts: Mapping[str, Any]) -> dict[str, str]:
@@ -71,7 +77,7 @@ def _adapter(facts: Mapping[str, Any]) -> str:
     kinds = listed(map(_title, facts["algorithms"])) or "Adapter without modules"
     ranks = facts["ranks"]
     rank = f", rank {ranks[0]}" if len(ranks) == 1 else f", ranks {min(ranks)} to {max(ranks)}" if ranks else ""
-    parts = listed(PARTS.get(name, name) for name in facts["parts"])
+    parts = listed(NETWORK_TITLES.get(name, name) for name in facts["parts"])
     model = _base_of(facts)
     made_for = f", for {model}" if model != "unknown" else ", for a model that is not known"
     return f"{kinds}{rank}{made_for}{f' ({parts})' if parts else ''}, {size(facts['bytes'])}."
@@ -99,7 +105,7 @@ def _model(facts: Mapping[str, Any]) -> str:
     name = f"{model['name']}, {model['size']}" if model else facts["architecture"]
     if name == "unknown":
         name = facts.get("looks_like") or "Model of an architecture that is not known"
-    networks = [PARTS.get(part, part) for part in facts["components"] if part not in ("model", "transformer")]
+    networks = [NETWORK_TITLES.get(part, part) for part in facts["components"] if part not in ("model", "transformer")]
     dtype = next(iter(facts["dtypes"]), "")
     stored = facts.get("quantised") or dtype
     return f"{name}{f' ({listed(networks)})' if networks else ''}, {stored}, {size(facts['bytes'])}."

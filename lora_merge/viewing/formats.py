@@ -13,7 +13,7 @@ from ..files.encodings.base import Packing
 from ..files.encodings.scaled import SCALE
 from ..text import plural
 
-NUMBER: Final = re.compile(r"\d+")
+WHOLE_NUMBER: Final = re.compile(r"\d+")
 
 
 def formats(index: Index) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def _plain(index: Index) -> dict[str, int]:
     """Return the name of matrices that are plain numbers → how many there are, with `*` for the numbers in names."""
     coded = {name for name, packing in index.packed.items() if packing.encoding.quantised} | index.beside
     plain = (n for n, t in index.tensors.items() if len(t.shape) > 1 and n.endswith(".weight") and n not in coded)
-    return dict(Counter(NUMBER.sub("*", name) for name in plain))
+    return dict(Counter(WHOLE_NUMBER.sub("*", name) for name in plain))
 
 
 def format_line(row: Mapping[str, Any]) -> str:

@@ -10,19 +10,17 @@ from typing import Final
 from ..disk.files import open_regular
 from ..disk.remote import remote
 from ..files.checkpoint import Index
+from ..files.safetensors import LEGACY_HASH
 
-LEGACY: Final = (0x100000, 0x10000)
-"""Offset and count of the bytes that the oldest hash covers."""
-
-STORED: Final = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
+HASH_ENTRIES: Final = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
 """Metadata entries with a hash. `sshs_legacy_hash` covers the header as the trainer wrote it at first, so that it
 cannot be computed again from the file."""
 
 TITLES: Final = {"sha256": "SHA-256", "auto_v1": "AutoV1", "auto_v2": "AutoV2", "auto_v3": "AutoV3"}
 """Hash → its name on model sites."""
 
-READ: Final = 1 << 22  # bytes at a time
-SMALL: Final = 256 << 20  # bytes; such a file is hashed in a fraction of a second
+READ_BYTES: Final = 1 << 22  # bytes of a file, or of each of two files, that are read at once
+QUICKLY_HASHED: Final = 256 << 20  # bytes; such a file is hashed in a fraction of a second
 
 
 def hashes(path: Path, data_offset: int) -> dict[str, str]:
@@ -34,9 +32,9 @@ def hashes(path: Path, data_offset: int) -> dict[str, str]:
     addnet_hash_safetensors in sd-scripts, library/train_util.py; the names AutoV1 to AutoV3 are those of CivitAI's API.
     """
     whole, data, old = hashlib.sha256(), hashlib.sha256(), hashlib.sha256()
-    at, (first, count) = 0, LEGACY
+    at, (first, count) = 0, LEGACY_HASH
     with open_regular(path) as f:
-        while part := f.read(READ):
+        while part := f.read(READ_BYTES):
             whole.update(part)
             data.update(part[max(0, data_offset - at) :])
             old.update(part[max(0, first - at) : max(0, first + count - at)])
@@ -57,7 +55,7 @@ def hashes_of(index: Index, *, always: bool) -> Mapping[str, str]:
     if (far := remote(file)) is not None and not always:  # only its header is read
         return {"sha256": far.sha256, "auto_v2": far.sha256[:10]} if far.sha256 else {}
     header = index.headers[file]
-    return hashes(file, header.data_offset) if always or header.state.size <= SMALL else {}
+    return hashes(file, header.data_offset) if always or header.state.size <= QUICKLY_HASHED else {}
 
 
 def hash_title(name: str) -> str:
@@ -67,4 +65,4 @@ def hash_title(name: str) -> str:
 
 def stored_hashes(index: Index) -> dict[str, str]:
     """Return the hashes that the metadata states."""
-    return {key: index.metadata[key] for key in STORED if key in index.metadata}
+    return {key: index.metadata[key] for key in HASH_ENTRIES if key in index.metadata}

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-SCHEMA: Final = "lora-merge/{}/{}"
+SCHEMA_NAME: Final = "lora-merge/{}/{}"
 """The entry `schema` of every JSON object: what it describes, and the version of its format."""
 
 
 def schema(kind: str, version: int = 1) -> str:
     """Return the entry `schema` of a JSON object. The version rises when an entry is renamed, removed or gets another
     meaning; new entries leave it as it is."""
-    return SCHEMA.format(kind, version)
+    return SCHEMA_NAME.format(kind, version)
 
 
 def kind_of(values: Mapping[str, Any]) -> str:
@@ -21,19 +21,19 @@ def kind_of(values: Mapping[str, Any]) -> str:
     return str(values["schema"]).split("/")[1]
 
 
-FILES: Final = (
+SCHEMA_FILES: Final = (
     "report", "adapter", "plan", "error", "proof", "adapter-proof", "job-report", "job-plan", "inspect", "files",
     "compare", "parts", "algorithms", "architectures", "doctor",
 )  # fmt: skip
 """Names of files in `schemas/`."""
 
-JOBS: Final = "jobs"
-KINDS: Final = (*FILES, JOBS)
+JOBS_SCHEMA: Final = "jobs"
+SCHEMA_KINDS: Final = (*SCHEMA_FILES, JOBS_SCHEMA)
 
 
 def schema_of(kind: str) -> dict[str, Any]:
-    """Return the JSON Schema of one of KINDS; that of jobs files is made from their fields."""
-    if kind == JOBS:
+    """Return the JSON Schema of one of SCHEMA_KINDS; that of jobs files is made from their fields."""
+    if kind == JOBS_SCHEMA:
         from ..batch.json_schema import jobs_schema
 
         return jobs_schema()

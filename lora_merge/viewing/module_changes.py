@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..adapters.modules import AdapterFile, Module
-from ..adapters.stated import rules_of
+from ..adapters.network_settings import rules_of
 from ..adapters.tensor_values import FileValues
 from ..algorithms import ALGORITHMS, DoesNotFit
 from ..disk.files import StoredTensor
@@ -33,7 +33,7 @@ from ..models.weights import unstored, whole
 from ..planning.plan import OutputTensor, Plan
 from .adapter import algorithm_of
 
-LARGEST: Final = 1e18  # of the norm of ΔW, whose square is a number of fp32 then
+LARGEST_NORM: Final = 1e18  # of the norm of ΔW, whose square is a number of fp32 then
 
 
 class ModuleChanges:
@@ -73,7 +73,7 @@ class ModuleChanges:
         except DoesNotFit as e:
             raise misfit(f"{self.file.path}: {module.where}", e) from e
         self._factors.forget()
-        if not delta.size < LARGEST:
+        if not delta.size < LARGEST_NORM:
             fix = "the training diverged; use an earlier checkpoint of the adapter"
             raise TooLarge("a change is too large to be measured", f"{self.file.path}: {module.where}", fix)
         return delta

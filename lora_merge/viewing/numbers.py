@@ -19,7 +19,7 @@ from ..engine.change_norms import measure
 from ..engine.devices import place
 from ..engine.module_change import ModuleChange
 from ..engine.patch_tensors import PatchTensors
-from ..engine.recoding import Codes, read_back, refitted
+from ..engine.requantisation import Codes, read_back, refitted
 from ..engine.row_blocks import Block
 from ..engine.tensor_moves import TORCH_DTYPES, convert, stage
 from ..engine.tensors import TensorCache, stored_numbers, weight_values
@@ -38,7 +38,7 @@ from .module_changes import ModuleChanges, merged_blocks, replaced_by
 from .pictures import evenly, matrix_pictures, merge_pictures
 from .pictures import pictures as pictured
 
-PART: Final = 2**20  # numbers that are added up in fp32
+SUMMED_NUMBERS: Final = 2**20  # numbers that are added up in fp32
 
 MOST_RANKS: Final = 256  # for which the share that is kept is shown
 
@@ -271,7 +271,7 @@ def base_sizes(index: Index, *, pictures: bool = False, progress: Progress = unw
 def _size(values: Tensor) -> WeightSums:
     """Return the sums of the numbers of a tensor, some at a time: in fp32 where the parts are small, then in fp64."""
     total = WeightSums()
-    for part in torch.split(values, PART) if values.numel() else ():
+    for part in torch.split(values, SUMMED_NUMBERS) if values.numel() else ():
         numbers = stage([part], place("cpu", "F64" if part.dtype in (torch.float64, torch.int64) else "F32"))[0]
         norm = float(numbers.norm())
         if not isfinite(norm):

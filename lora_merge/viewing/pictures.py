@@ -14,7 +14,7 @@ from torch import Tensor
 from ..adapters.modules import group
 from ..adapters_out.report import AdapterReport
 from ..disk.reader import Reader
-from ..engine.module_change import NOISE, SMALL, ModuleChange
+from ..engine.module_change import NOISE_SHARE, SMALL_SIDE, ModuleChange
 from ..engine.torch_state import undisturbed
 from ..files.checkpoint import open_checkpoint
 from ..planning.plan import Plan
@@ -23,25 +23,25 @@ from .base import recipe_of
 from .module_changes import ModuleChanges, changes, replaced_by
 
 SINGULAR_VALUES: Final = 64  # singular values in a picture
-ROWS: Final = 64  # of ΔW, whose elements a histogram counts
+HISTOGRAM_ROWS: Final = 64  # of ΔW, whose elements a histogram counts
 BINS: Final = 31
 REACH: Final = 4.0  # of a histogram, in units of the root mean square
-MOST: Final = 2000  # pictures of a page
-LIMIT: Final = 1 << 24  # numbers of a matrix that is no product of two factors and has a spectrum
-MORE: Final = 8  # random columns more than singular values are looked for
-POWERS: Final = 2  # of M Mᵀ that these columns are multiplied by
+MOST_PICTURES: Final = 2000  # pictures of a page
+SPECTRUM_NUMBERS: Final = 1 << 24  # numbers of a matrix that is no product of two factors and has a spectrum
+OVERSAMPLING: Final = 8  # random columns more than directions are searched: else one can be lost by chance
+POWER_STEPS: Final = 2  # of M Mᵀ that these columns are multiplied by
 
 
 def pictures(delta: ModuleChange) -> dict[str, Any]:
     """Return the largest singular values, and how the elements of evenly spaced rows are distributed: counts by size in
-    units of their root mean square; those beyond ±REACH are counted at the ends. A ΔW of more than LIMIT numbers that
-    is not a product of two factors has no spectrum."""
+    units of their root mean square; those beyond ±REACH are counted at the ends. A ΔW of more than SPECTRUM_NUMBERS
+    numbers that is not a product of two factors has no spectrum."""
     out, _ = delta.matrix
-    chosen = torch.linspace(0, out - 1, min(out, ROWS)).long()
+    chosen = torch.linspace(0, out - 1, min(out, HISTOGRAM_ROWS)).long()
     bins = histogram(delta.factors[0][chosen] @ delta.factors[1] if delta.whole is None else delta.dense()[chosen])
-    if delta.whole is None or min(delta.matrix) <= SMALL:
+    if delta.whole is None or min(delta.matrix) <= SMALL_SIDE:
         values = delta.singular_values()[:SINGULAR_VALUES]
-    elif delta.whole.numel() <= LIMIT:
+    elif delta.whole.numel() <= SPECTRUM_NUMBERS:
         values = _leading(delta.dense())
     else:
         return bins
@@ -66,15 +66,15 @@ def matrix_pictures(values: Tensor) -> dict[str, Any]:
 
 def evenly(names: Sequence[str], each: int = 1) -> frozenset[str]:
     """Return the names that get pictures: all, or some that are spread evenly. `each`: pictures of one."""
-    return frozenset(names[:: max(1, -(-len(names) * each // MOST))])
+    return frozenset(names[:: max(1, -(-len(names) * each // MOST_PICTURES))])
 
 
 def _leading(matrix: Tensor) -> Tensor:
     """Return the largest singular values of a matrix, from random columns (Halko, Martinsson and Tropp 2011,
     doi:10.1137/090771806, algorithm 4.4): a few percent too small where many are nearly equal."""
     random = torch.Generator().manual_seed(0)
-    columns = matrix @ torch.randn(matrix.shape[1], SINGULAR_VALUES + MORE, generator=random)
-    for _ in range(POWERS):
+    columns = matrix @ torch.randn(matrix.shape[1], SINGULAR_VALUES + OVERSAMPLING, generator=random)
+    for _ in range(POWER_STEPS):
         columns = matrix @ torch.linalg.qr(matrix.T @ torch.linalg.qr(columns).Q).Q
     values: Tensor = torch.linalg.svdvals(torch.linalg.qr(columns).Q.T @ matrix)
     return values[:SINGULAR_VALUES]
@@ -82,9 +82,10 @@ def _leading(matrix: Tensor) -> Tensor:
 
 @undisturbed()
 def merge_pictures(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Return weight → `spectrum` and `histogram` of what a plan adds to it. Of more than `MOST` weights, some that are
-    spread evenly have them; of those that an adapter stores whole, those of at most `LIMIT` numbers."""
-    whole = {replaced.target.name for replaced in replaced_by(plan) if prod(replaced.target.shape) <= LIMIT}
+    """Return weight → `spectrum` and `histogram` of what a plan adds to it. Of more than `MOST_PICTURES` weights, some
+    that are spread evenly have them; of those that an adapter stores whole, those of at most `SPECTRUM_NUMBERS`
+    numbers."""
+    whole = {replaced.target.name for replaced in replaced_by(plan) if prod(replaced.target.shape) <= SPECTRUM_NUMBERS}
     targets = [t for f in plan.files for t in f.targets if (t.uses or t.name in whole) and min(t.matrix) > 0]
     drawn: dict[str, dict[str, Any]] = {}
     with Reader([plan.base, *(m.adapter.index for m in plan.adapters)]) as reader, torch.no_grad():
@@ -101,7 +102,7 @@ def _rank(delta: ModuleChange) -> dict[str, int]:
     """Return the numeric rank of ΔW; {} where not all singular values are known."""
     values = delta.singular_values()
     known = len(values) > 1 or min(delta.matrix) == 1
-    return {"rank": int((values > NOISE * values[0]).sum())} if known else {}
+    return {"rank": int((values > NOISE_SHARE * values[0]).sum())} if known else {}
 
 
 @undisturbed()

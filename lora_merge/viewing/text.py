@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from ..adapters.trigger_words import TRIGGERS
 from ..facts import (
-    COUNT,
-    WIDTH,
+    THOUSANDS,
+    VALUE_WIDTH,
     Fact,
     aligned,
     between,
@@ -31,7 +31,7 @@ from ..text import by_reason, json_text, listed, plural, size
 from .file_verdict import top
 from .formats import format_line, plain_line
 from .hashes import hash_title
-from .training import FIELDS, dataset_line
+from .training import FACT_ENTRIES, dataset_line
 
 METADATA_KEYS: Final = (
     "modelspec.title", "modelspec.architecture", "modelspec.author", "modelspec.license", "modelspec.trigger_phrase",
@@ -40,13 +40,13 @@ METADATA_KEYS: Final = (
 )  # fmt: skip
 """Metadata worth a line."""
 
-TRAINING_KEYS: Final = frozenset((*(name for names in FIELDS.values() for name in names), *TRIGGERS))
+TRAINING_KEYS: Final = frozenset((*(name for names in FACT_ENTRIES.values() for name in names), *TRIGGERS))
 """Metadata that the facts of a training contain."""
 
 TAGS: Final = 20
-FEW: Final = 12  # values of a list
+LISTED_VALUES: Final = 12  # values of a list
 
-PLAIN: Final = {
+FACT_NAMES: Final = {
     "path": "file", "kind": "", "files": "", "bytes": "size", "tensors": "", "parameters": "", "dtypes": "",
     "looks_like": "", "architecture": "", "layout": "", "components": "", "bits_per_weight": "", "quantised": "",
     "algorithms": "", "dora": "DoRA", "modules": "", "trainer": "", "names": "", "made_for": "", "configuration": "",
@@ -88,7 +88,7 @@ def summary(facts: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield what a file is, its sizes, and how it was made."""
     if model := facts.get("model"):
         yield line("model", _class(model))
-    for key, name in PLAIN.items():
+    for key, name in FACT_NAMES.items():
         if key in facts and (value := facts[key]) not in ({}, [], ""):
             by = f" (by {facts['made_for_by']})" if key == "made_for" and "made_for_by" in facts else ""
             yield line(name or key, _value(key, value) + by)
@@ -205,7 +205,7 @@ def _parts(value: object) -> str:
 
 def _part(network: str, facts: Mapping[str, Any]) -> str:
     does = f" ({facts['does']})" if facts["does"] else ""
-    modules, parameters = plural(facts["modules"], "module"), size(facts["parameters"], *COUNT)
+    modules, parameters = plural(facts["modules"], "module"), size(facts["parameters"], *THOUSANDS)
     return f"{network}{does}: {modules}, {parameters} parameters: {counts_by_kind(facts['layers'])}"
 
 
@@ -240,7 +240,7 @@ def _first(words: Iterable[str]) -> str:
     """Return the first of some words, at most TAGS and as many as a line holds, and how many there are besides."""
     every = list(words)
     ends = [*accumulate(len(word) + 2 for word in every)]
-    shown = max(1, min(TAGS, bisect_right(ends, WIDTH + 2)))
+    shown = max(1, min(TAGS, bisect_right(ends, VALUE_WIDTH + 2)))
     return cut(", ".join(every[:shown])) + (f" and {len(every) - shown} more" if len(every) > shown else "")
 
 
@@ -287,16 +287,16 @@ def _range(name: str, of: Mapping[str, float]) -> str:
 
 def few(values: Sequence[float]) -> str:
     """Return a few numbers, or how many there are and the range of them."""
-    if len(values) <= FEW:
+    if len(values) <= LISTED_VALUES:
         return ", ".join(f"{v:g}" for v in values)
     return f"{len(values)} values, {min(values):g} to {max(values):g}"
 
 
 def _numbers(values: Sequence[float], of: Mapping[str, float]) -> str:
     """Return numbers, the most frequent first, and the least, the median and the greatest if they are not equal."""
-    more = f" and {len(values) - FEW} more" if len(values) > FEW else ""
+    more = f" and {len(values) - LISTED_VALUES} more" if len(values) > LISTED_VALUES else ""
     spread = " (min {min:g}, median {median:g}, max {max:g})".format(**of) if len(values) > 1 and of else ""
-    return ", ".join(f"{v:g}" for v in values[:FEW]) + more + spread
+    return ", ".join(f"{v:g}" for v in values[:LISTED_VALUES]) + more + spread
 
 
 def _changed(numbers: Mapping[str, Any]) -> Iterator[Fact]:
@@ -343,9 +343,11 @@ def metadata(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _value(key: str, value: Any) -> str:
     if key in ("dtypes", "components", "algorithms"):
-        return ", ".join(f"{name} {size(n, *COUNT)}" for name, n in value.items())
+        return ", ".join(f"{name} {size(n, *THOUSANDS)}" for name, n in value.items())
     if isinstance(value, Mapping):
         return json_text(value)
     if isinstance(value, list):
-        return ", ".join(map(str, value[:FEW])) + (f" and {len(value) - FEW} more" if len(value) > FEW else "")
-    return size(value, *COUNT) if key == "parameters" else size(value) if key == "bytes" else str(value)
+        return ", ".join(map(str, value[:LISTED_VALUES])) + (
+            f" and {len(value) - LISTED_VALUES} more" if len(value) > LISTED_VALUES else ""
+        )
+    return size(value, *THOUSANDS) if key == "parameters" else size(value) if key == "bytes" else str(value)

@@ -13,7 +13,7 @@ from ..files.checkpoint import Index
 from ..options import is_finite
 from ..text import plural
 
-FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
+FACT_ENTRIES: Final[Mapping[str, tuple[str, ...]]] = {
     "title": ("modelspec.title", "ss_output_name", "name"),
     "author": ("modelspec.author",),
     "license": ("modelspec.license",),
@@ -69,8 +69,8 @@ sd-scripts (train_network.py) and musubi-tuner (training/trainer_base.py) write 
 (modules/util/config/TrainConfig.py); ai-toolkit `training_info` (jobs/process/BaseSDTrainProcess.py); and all newer
 trainers https://github.com/Stability-AI/ModelSpec."""
 
-FOLDERS: Final = ("image_dir", "metadata_file", "image_directory", "video_directory", "image_jsonl_file",
-                  "video_jsonl_file", "name", "path")  # fmt: skip
+DATA_SET_ENTRIES: Final = ("image_dir", "metadata_file", "image_directory", "video_directory", "image_jsonl_file",
+                           "video_jsonl_file", "name", "path")  # fmt: skip
 """Entries that name a data set: of sd-scripts, of musubi-tuner (dataset/image_video_dataset.py), of OneTrainer."""
 
 THUMBNAIL: Final = "modelspec.thumbnail"
@@ -82,7 +82,7 @@ def training(index: Index) -> dict[str, Any]:
     """Return the facts of the training in the metadata."""
     facts: dict[str, Any] = {}
     tables = {name: entry(index, name) for name in ("ot_config", "training_info")}
-    for name, entries in FIELDS.items():
+    for name, entries in FACT_ENTRIES.items():
         texts = (_text(index, tables, e) for e in entries)
         text = next((t for t in texts if t not in NO_VALUES), None)
         if text is not None:
@@ -194,7 +194,7 @@ def _images(row: Mapping[str, Any]) -> Any:
 
 
 def _name(row: Mapping[str, Any]) -> str:
-    return next((str(row[key]) for key in FOLDERS if row.get(key)), "")
+    return next((str(row[key]) for key in DATA_SET_ENTRIES if row.get(key)), "")
 
 
 def dataset_line(row: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import lora_merge
 from lora_merge.adapters.peft.config import REFUSED_INIT, REFUSED_LORA
-from lora_merge.adapters.peft.methods import METHODS
+from lora_merge.adapters.peft.methods import PEFT_METHODS
 from lora_merge.adapters.peft.rules import PeftRules, StoredValue, rules
 from lora_merge.algorithms import ALGORITHMS, DoesNotFit
 from lora_merge.errors import FitError, InputError, MergeError
@@ -44,7 +44,7 @@ def pair_scale(told: PeftRules, module: str, rank: int = 4) -> float:
 # What is refused
 
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
-    **{kind: ({"peft_type": kind}, kind) for kind, method in METHODS.items() if method.refuses},
+    **{kind: ({"peft_type": kind}, kind) for kind, method in PEFT_METHODS.items() if method.refuses},
     "alora": ({**LORA, "alora_invocation_tokens": [1, 2]}, "aLoRA"),
     "arrow": ({**LORA, "arrow_config": {"top_k": 2}}, "Arrow"),
     "qalora": ({**LORA, "use_qalora": True}, "QALoRA"),
@@ -82,12 +82,12 @@ def test_every_refused_feature_has_a_test() -> None:
 def test_every_method_of_the_installed_peft_is_known_one_way_or_the_other() -> None:
     from peft import PeftType
 
-    assert {kind.value for kind in PeftType} <= METHODS.keys()
-    assert not any(method.refuses and (method.algorithms or method.suffixes) for method in METHODS.values())
+    assert {kind.value for kind in PeftType} <= PEFT_METHODS.keys()
+    assert not any(method.refuses and (method.algorithms or method.suffixes) for method in PEFT_METHODS.values())
 
 
 def test_every_name_in_the_tables_is_a_row() -> None:
-    for method in METHODS.values():
+    for method in PEFT_METHODS.values():
         rows = [ALGORITHMS[name] for name in method.algorithms]
         assert method.counts.keys() <= set(method.algorithms)
         for row in rows:
@@ -368,7 +368,7 @@ def test_bare_names_are_of_modules_that_are_no_layers() -> None:
 @pytest.mark.parametrize(("pattern", "why"), [
     ({}, "both mean"), ({"rank_pattern": {"w1": 3}}, "both mean"), ({"alpha_pattern": {"w1": 32}}, "alpha_pattern"),
 ])  # fmt: skip
-def test_parameters_whose_order_nothing_tells_are_refused(pattern: dict[str, Any], why: str, tmp_path: Path) -> None:
+def test_parameters_of_unknown_order_are_refused(pattern: dict[str, Any], why: str, tmp_path: Path) -> None:
     names = ["base_model.model.m.mlp", "base_model.model.m.mlp.base_layer"]
     pairs = {f"{n}.lora_{x}.weight": torch.randn(s) for n in names for x, s in (("A", (4, 5)), ("B", (6, 4)))}
     adapter = folder(tmp_path, {**LORA, "target_parameters": ["mlp.w1", "mlp.w2"], **pattern}, pairs)
@@ -457,7 +457,7 @@ def test_metadata_is_used_by_a_merge(tmp_path: Path) -> None:
         ("transformer.a", None, ["r", "lora_alpha"], 1.0),
     ],
 )
-def test_finetrainers_header_tells_alpha(
+def test_finetrainers_header_states_alpha(
     tmp_path: Path, name: str, alpha: float | None, told: object, scale: float
 ) -> None:
     """What its trainers write, trainer/{sft,control}_trainer/trainer.py, and its loader reads back."""
@@ -560,13 +560,13 @@ SHAPES = {name: {slot: (4, 4, 4, 4) for slot in row.slots} for name, row in ALGO
 
 
 @settings(max_examples=examples(300))
-@given(kind=st.sampled_from(sorted(METHODS)), config=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=6))
+@given(kind=st.sampled_from(sorted(PEFT_METHODS)), config=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=6))
 def test_any_configuration_is_understood_or_refused_in_one_way(kind: str, config: dict[str, Any]) -> None:
     try:
         told = rules({"peft_type": kind, **config}, "c")
     except MergeError:
         return
-    for name in METHODS[told.kind].algorithms:
+    for name in PEFT_METHODS[told.kind].algorithms:
         for ask in (
             lambda name=name: told.numbers(name, "a", SHAPES.get(name, {})),
             lambda name=name: told.settings(name),

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import lora_merge
-from lora_merge.adapters.suffixes import ANY, SUFFIXES
+from lora_merge.adapters.suffixes import ANY_ALGORITHM, SUFFIXES
 from tests.kit.files import save
 from tests.kit.pairs import examples
 from tests.kit.tensors import Tensors, rand
@@ -20,7 +20,7 @@ X = "model.layers.0.mlp.up_proj"
 ENDINGS = [
     ending
     for row in SUFFIXES
-    if row.algorithms == ANY
+    if row.algorithms == ANY_ALGORITHM
     for ending in (row.ending, *([f"{row.ending}.default", f"{row.ending}.other"] if row.named else []))
     if not (row.named and row.ending.endswith(".weight"))
 ]

@@ -17,8 +17,16 @@ from hypothesis import strategies as st
 import lora_merge
 from lora_merge.adapters import suffixes
 from lora_merge.adapters.modules import group
-from lora_merge.adapters.peft.methods import SHARED as SHARED_NAMES
-from lora_merge.adapters.suffixes import ANY, REWRITES, SHARED, SUFFIXES, Suffix, split, split_row_part
+from lora_merge.adapters.peft.methods import SHARED_SLOTS_OF_ROW as SHARED_NAMES
+from lora_merge.adapters.suffixes import (
+    ANY_ALGORITHM,
+    KEY_REWRITES,
+    SHARED_SLOTS,
+    SUFFIXES,
+    Suffix,
+    split,
+    split_row_part,
+)
 from lora_merge.algorithms import ALGORITHMS
 from lora_merge.disk.files import StoredTensor
 from lora_merge.errors import InputError, MergeError
@@ -30,8 +38,8 @@ from tests.kit.pairs import examples
 
 def test_every_row_names_slots_that_exist() -> None:
     for row in SUFFIXES:
-        if row.algorithms == ANY:
-            assert row.slot in SHARED, row
+        if row.algorithms == ANY_ALGORITHM:
+            assert row.slot in SHARED_SLOTS, row
             continue
         assert row.algorithms, row
         for name in row.algorithms:
@@ -68,7 +76,7 @@ def test_adapter_name_may_stand_inside(name: str) -> None:
         assert split(f"model.layers.0.q_proj{key}") == ("model.layers.0.q_proj", row)
 
 
-def test_adapter_name_stands_where_torch_puts_it_in_modules_of_modules() -> None:
+def test_adapter_name_is_where_torch_puts_it_in_modules_of_modules() -> None:
     assert split("m.q.glora_A.default.Xd") == split("m.q.glora_A.Xd") != split("m.q.glora_B.Xd")
 
 
@@ -145,7 +153,7 @@ def test_adapter_called_like_a_part_is_not_confused_with_one() -> None:
     assert (split("q.lora_down.0.weight") or ("",))[0] == "q/0"
 
 
-@pytest.mark.parametrize(("sign", "pattern", "template"), REWRITES, ids=lambda v: str(v)[:40])
+@pytest.mark.parametrize(("sign", "pattern", "template"), KEY_REWRITES, ids=lambda v: str(v)[:40])
 def test_every_rewrite_can_be_reached(sign: str, pattern: re.Pattern[str], template: str) -> None:
     hits = [key for key in SPELLED if re.search(sign, key) and pattern.fullmatch(key)]
     assert hits or sign == "_alpha"
@@ -197,7 +205,7 @@ def test_importing_the_tables_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_tensor_that_stands_alone_is_merged_or_refused_in_one_way(tmp_path: Path) -> None:
+def test_tensor_that_is_alone_is_merged_or_refused_in_one_way(tmp_path: Path) -> None:
     """As in a file that lacks the tensors that all layers share, and the configuration that names its method."""
     base = save({"layers.0.q.weight": torch.ones(1, 1)}, tmp_path / "base.safetensors")
     shares = [name for name, row in ALGORITHMS.items() if row.shared or row.beside]

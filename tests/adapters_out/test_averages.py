@@ -147,7 +147,7 @@ def test_room_for_averaged_factors_is_that_of_their_file(tmp_path: Path, monkeyp
     assert output.read_bytes() == again.read_bytes(), "the equal weights are no option of the recipe"
 
 
-def test_averaged_factors_tell_how_far_they_are_from_averaged_changes(tmp_path: Path) -> None:
+def test_averaged_factors_show_how_far_they_are_from_averaged_changes(tmp_path: Path) -> None:
     """In bf16, and through a formula of more than two factors: Δ of the file against Σ wᵢΔWᵢ, by merging."""
     base, paths, output = sd1(torch.float32), snapshots(tmp_path, torch.bfloat16), tmp_path / "mean.safetensors"
     report = lora_merge.average(paths, output, weights=[0.5, 0.25, 0.25], space="factors")

@@ -78,9 +78,7 @@ def test_exact_sum_keeps_every_bit_where_scales_are_powers_of_two(pair: tuple[Pa
 
 
 @pytest.mark.parametrize("rule", ["5", "energy:0.8", "size:3KiB"])
-def test_rank_gives_the_optimum_and_the_residual_that_is_told(
-    rule: str, pair: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_rank_gives_the_optimum_and_the_reported_residual(rule: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
     report = lora_merge.combine(list(pair), tmp_path / "c.safetensors", rank=rule, dtype="fp32")
     a, b, c = delta(pair[0]), delta(pair[1]), delta(tmp_path / "c.safetensors")
     for name, value in c.items():
@@ -90,7 +88,7 @@ def test_rank_gives_the_optimum_and_the_residual_that_is_told(
         assert report.layers[name]["residual"] == pytest.approx(np.linalg.norm(right - value) / np.linalg.norm(right))
 
 
-def test_reports_tell_the_largest_number_and_the_share_that_change(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_reports_show_the_largest_number_and_the_share_that_change(pair: tuple[Path, Path], tmp_path: Path) -> None:
     """Of all numbers, as the layers are small; in all and by block the same, also of a method that drops some."""
     pruned = lora_merge.combine([*pair], tmp_path / "p.safetensors", method="prune", density=0.25, rank=4)
     report = lora_merge.resize(pair[0], tmp_path / "r.safetensors", rank=2)
@@ -111,7 +109,7 @@ def test_reports_tell_the_largest_number_and_the_share_that_change(pair: tuple[P
 
 
 @pytest.mark.parametrize("method", ["sum", "ties"])
-def test_reports_tell_the_norm_of_each_input(method: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_reports_show_the_norm_of_each_input(method: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
     """At its strength, before the method changes it; an adapter that does not change a layer has none there."""
     one = tmp_path / "one.safetensors"
     save_file({k: v for k, v in load_file(pair[0]).items() if LINEAR in k}, one)
@@ -247,7 +245,7 @@ def test_bad_inputs_are_named(pair: tuple[Path, Path], tmp_path: Path) -> None:
     assert not out.exists()
 
 
-def test_dry_run_tells_ranks_and_size_and_writes_nothing(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_dry_run_shows_ranks_and_size_and_writes_nothing(pair: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "c.safetensors"
     done = run("combine", *pair, "-o", out, "--dry-run", "--json", "--json-tensors")
     assert {layer["rank"] for layer in json.loads(done.out)["layers"].values()} == {12}
@@ -274,7 +272,7 @@ def test_auto_stores_whatever_is_smaller(rule: str, pair: tuple[Path, Path], tmp
     ("convert", {"rank": "energy:0.9"}, "the numbers decide the rank"), ("convert", {"rank": 2}, "rank 2"),
     ("convert", {"algorithm": "full"}, "whole matrices"), ("convert", {"dtype": "bf16"}, "rank 4"),
 ])  # fmt: skip
-def test_plan_tells_ranks_that_headers_tell(
+def test_plan_shows_ranks_that_headers_show(
     command: str, options: dict[str, Any], told: str, pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     given = [word for name, value in options.items() for word in (f"--{name}", value)]
@@ -290,7 +288,7 @@ def test_plan_refuses_what_has_no_factors(tmp_path: Path) -> None:
         assert failed.code == FitError.exit_code and "not low-rank" in failed.err
 
 
-def test_written_adapter_is_made_again_and_proven_from_its_recipe(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_written_adapter_is_reproduced_and_proven_from_its_recipe(pair: tuple[Path, Path], tmp_path: Path) -> None:
     out, copy = tmp_path / "c.safetensors", tmp_path / "copy.safetensors"
     assert run("combine", pair[0], f"{pair[1]}:0.5", "-o", out, "--method", "ties", "--density", "0.5", "--rank",
                   "energy:0.9", "--rank-for", "conv1=3").code == 0  # fmt: skip
@@ -443,7 +441,7 @@ def test_error_of_the_format_names_the_adapter_and_no_file_that_is_gone(
 
 
 @pytest.mark.parametrize("options", [{}, {"rank": 2}, {"rank": "size:2000"}, {"algorithm": "full"}])
-def test_plan_tells_the_size_of_the_file(options: dict[str, Any], pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_plan_shows_the_size_of_the_file(options: dict[str, Any], pair: tuple[Path, Path], tmp_path: Path) -> None:
     """With its header, and with the bound of `size`; metadata may take a page less."""
     out = tmp_path / "o.safetensors"
     planned = plan(COMMANDS["combine"].job(list(pair), out, None, options)).written
@@ -479,7 +477,7 @@ def test_plan_notes_memory_for_changes_without_factors(
     assert sum("more than --max-memory" in note for note in row.plan(job, None).notes) == count
 
 
-def test_inputs_without_a_rank_are_kept_whole_by_the_rule_same(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_inputs_without_a_rank_stay_whole_by_the_rule_same(pair: tuple[Path, Path], tmp_path: Path) -> None:
     """As by `average`, whose rule it is."""
     save_file({f"lora_unet_{LINEAR}.diff": rand(20, 24, seed=7)}, tmp_path / "w.safetensors")
     inputs = [tmp_path / "w.safetensors", pair[0]]

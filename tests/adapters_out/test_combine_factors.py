@@ -158,7 +158,7 @@ def test_products_are_looked_up_by_the_bits_of_a_number(weight: float) -> None:
 
 
 @pytest.mark.parametrize("command", ["combine", "convert"])
-def test_disk_without_room_is_told_before_anything_is_made(
+def test_disk_without_room_is_reported_before_anything_is_computed(
     command: str, pair: list[tuple[Path, float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lora_merge.disk.writer.free_bytes", lambda _: 10)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 import lora_merge
-from lora_merge.adapters_out import combine_modules
+from lora_merge.adapters_out import matrix_modules
 from lora_merge.engine import combination
 from lora_merge.engine.combination import combined, gram
 from lora_merge.engine.row_matrix import RowMatrix, largest
@@ -142,7 +142,7 @@ def test_order_of_adapters_does_not_matter(method: str) -> None:
 @pytest.mark.parametrize("few", [10, 2**21])
 def test_largest_are_those_of_the_sorted_numbers(kind: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of equal ones the first; however many bits are counted before the rest is sorted, and however rows are cut."""
-    monkeypatch.setattr("lora_merge.engine.row_matrix.FEW", few)
+    monkeypatch.setattr("lora_merge.engine.row_matrix.SORTED_NUMBERS", few)
     values = torch.randn(34_000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     if kind == "few values":
         values = values.mul(2).round()
@@ -153,7 +153,7 @@ def test_largest_are_those_of_the_sorted_numbers(kind: str, few: int, monkeypatc
     values[5] = -values[4]
     order = values.abs().argsort(descending=True, stable=True)
     matrix = values.view(-1, 17)
-    monkeypatch.setattr("lora_merge.engine.row_matrix.PIECE", 17 * 50)
+    monkeypatch.setattr("lora_merge.engine.row_matrix.BLOCK_NUMBERS", 17 * 50)
     for dtype in (torch.float64, torch.float32):
         whole = RowMatrix.of(matrix.to(dtype))
         order = whole.dense().abs().view(-1).argsort(descending=True, stable=True)
@@ -206,7 +206,7 @@ def test_slerp_is_the_formula_on_the_sphere_for_lengths_of_their_own(t: float) -
 @pytest.mark.parametrize("method", ["ties", "karcher"])
 def test_wrong_result_of_a_method_is_not_proven(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Δ of the file is computed again from the inputs; the error names the output, which has a temporary name then."""
-    right, given = combine_modules.combine, {"density": 0.5} if method == "ties" else {}
+    right, given = matrix_modules.combine, {"density": 0.5} if method == "ties" else {}
     for n in range(2):
         save_file(kohya(sd1(), te=False, seed=100 * n + 1), tmp_path / f"{n}.safetensors")
     files: Any = [tmp_path / "0.safetensors", (tmp_path / "1.safetensors", -0.5)]
@@ -218,7 +218,7 @@ def test_wrong_result_of_a_method_is_not_proven(method: str, tmp_path: Path, mon
         wanted = right(*some)
         return replace(wanted, whole=RowMatrix.of(wanted.dense() * 1.01))
 
-    monkeypatch.setattr(combine_modules, "combine", wrong)
+    monkeypatch.setattr(matrix_modules, "combine", wrong)
     with pytest.raises(VerificationFailed, match="not what the report says") as raised:
         lora_merge.combine(files, tmp_path / "d.safetensors", **options)
     assert raised.value.where.startswith(f"{tmp_path / 'd.safetensors'}: ")

@@ -229,9 +229,7 @@ def test_peft_loads_the_folder_without_missing_or_unexpected_keys(tmp_path: Path
 
 
 @pytest.mark.parametrize("strength", [1, -0.5])
-def test_scale_that_only_a_configuration_tells_goes_into_the_copy(
-    folder: Path, tmp_path: Path, strength: float
-) -> None:
+def test_scale_of_a_configuration_alone_goes_into_the_copy(folder: Path, tmp_path: Path, strength: float) -> None:
     """LoKr and LoHa of PEFT keep α in adapter_config.json; the other dialects store it. LoKr of two whole factors is
     read without α: a factor holds the scale. LyCORIS loads no module without one."""
     model = folder / "flux.safetensors"
@@ -258,7 +256,7 @@ def test_scale_that_only_a_configuration_tells_goes_into_the_copy(
         check(wanted, lora_merge.merge_state_dict(base, [output], compute_dtype="fp64"), 1e-6)
 
 
-def test_conversion_is_made_again_and_proven_from_its_recipe(folder: Path, tmp_path: Path) -> None:
+def test_conversion_is_reproduced_and_proven_from_its_recipe(folder: Path, tmp_path: Path) -> None:
     out, again = tmp_path / "out", tmp_path / "again"
     lora_merge.convert(folder / "flux-lora.safetensors", out, to="peft", base=folder / "flux.safetensors",
                        include=["transformer"])  # fmt: skip
@@ -375,7 +373,7 @@ def test_factors_that_stay_keep_every_bit(folder: Path, tmp_path: Path, to: str)
     [{"to": "comfy"}, {"to": "diffusers"}, {"to": "kohya", "dtype": "fp16"}, {"to": "kohya", "algorithm": "full"},
      {"to": "diffusers", "rank": 2, "dtype": "bf16"}, {"to": "comfy", "rank": 1, "alpha": 3}],
 )  # fmt: skip
-def test_plan_tells_the_tensors_of_the_file(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_plan_shows_the_tensors_of_the_file(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     base, adapter, out = (tmp_path / f"{name}.safetensors" for name in ("base", "adapter", "out"))
     save_file(flux(), base)
     save_file(of_flux(**({} if kind == "lora" else {kind: True})), adapter)
@@ -398,7 +396,7 @@ def test_plan_tells_the_tensors_of_the_file(kind: str, options: dict[str, Any], 
 
 
 @pytest.mark.parametrize("to", ["diffusers", "lycoris"])
-def test_magnitudes_of_dora_are_rounded_and_the_loss_is_told(to: str, tmp_path: Path) -> None:
+def test_magnitudes_of_dora_are_rounded_and_the_loss_is_reported(to: str, tmp_path: Path) -> None:
     """They are near the norms of the weight's rows, so that a small change loses more than its factors do."""
     key, name = "single_blocks.0.linear2.weight", "lora_unet_single_blocks_0_linear2"
     base, out = flux(), tmp_path / "out.safetensors"

@@ -99,7 +99,7 @@ def test_numbers_that_are_not_finite_are_refused_by_name(
     assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors"]
 
 
-def test_fault_of_the_output_is_seen(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_the_output_is_detected(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One bit of one factor."""
     save_file(of_flux(), tmp_path / "a.safetensors")
     put, seen = Draft.put, list[int]()

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
-from lora_merge.adapters_out import convert_modules
+from lora_merge.adapters_out import matrix_modules
 from lora_merge.adapters_out.combine import plan
 from lora_merge.adapters_out.commands import COMMANDS
 from lora_merge.adapters_out.copied_tensors import ModuleTensors, in_memory
@@ -157,14 +157,16 @@ def test_ai_toolkit_writes_what_it_writes_for_the_model(tmp_path: Path) -> None:
     assert "diffusion_model.layers.0.attention.to_q.lora_A.weight" in load_file(tmp_path / "zimage")
 
 
-def test_fault_of_the_output_is_seen_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_the_output_is_detected_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def faulty(made: ModuleTensors) -> StoredModule:
         tensors = {ending: value.clone() for ending, value in made.tensors.items()}
         if made.place.module.endswith("linear2"):
             tensors[".lora_B.weight"].view(-1)[0] += 64
         return in_memory(replace(made, tensors=tensors))
 
-    monkeypatch.setattr(convert_modules, "in_memory", faulty)
+    monkeypatch.setattr(matrix_modules, "in_memory", faulty)
     with pytest.raises(VerificationFailed, match="not what the report says"):
         lora_merge.convert(stored(tmp_path, of_flux()), tmp_path / "b.safetensors", to="comfy", dtype="bf16")
     assert not (tmp_path / "b.safetensors").exists()

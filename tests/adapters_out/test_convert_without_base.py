@@ -109,7 +109,7 @@ def test_facts_that_the_adapter_lacks_are_asked_for(what: str, tmp_path: Path) -
     assert not (tmp_path / "b.safetensors").exists()
 
 
-def test_last_block_is_told_by_its_rows(tmp_path: Path) -> None:
+def test_last_block_is_recognised_by_its_rows(tmp_path: Path) -> None:
     """Its halves are swapped in diffusers, and those of no other block."""
     save_file(sd3(16), tmp_path / "a.safetensors")
     lora_merge.convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", to="diffusers")

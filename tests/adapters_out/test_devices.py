@@ -100,7 +100,7 @@ def test_weights_of_one_shape_are_decomposed_together_within_the_memory_of_the_d
     monkeypatch.setattr(
         extract_modules, "of_stack", lambda found, *rest: sizes.append(len(found)) or whole(found, *rest)
     )
-    room = 2 * 140 * 130 * extract_modules.ON_DEVICE
+    room = 2 * 140 * 130 * extract_modules.BYTES_ON_DEVICE
     for name, device, vram in (("cpu", "cpu", None), ("all", "cuda", None), ("two", "cuda", room)):
         lora_merge.extract(base_file, tuned_file, tmp_path / name, rank=4, device=device, max_vram=vram, format="kohya")
         monkeypatch.setattr("lora_merge.adapters_out.extract.run.threads", lambda _: 1)

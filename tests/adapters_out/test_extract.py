@@ -76,7 +76,7 @@ def test_adapter_brings_the_base_to_the_tuned_checkpoint(folder: Path, tmp_path:
         assert torch.allclose(again[name], value, rtol=0, atol=2e-6), name
 
 
-def test_report_tells_the_share_of_numbers_that_differ(folder: Path, tmp_path: Path) -> None:
+def test_report_shows_the_share_of_numbers_that_differ(folder: Path, tmp_path: Path) -> None:
     value = load_file(folder / "base.safetensors")[KEY].clone()
     value[3, 5] += 2
     tuned = changed(folder, tmp_path, {KEY: value})
@@ -86,7 +86,7 @@ def test_report_tells_the_share_of_numbers_that_differ(folder: Path, tmp_path: P
     assert (told["changed"], told["largest"]) == (1 / value.numel(), pytest.approx(float(after)))
 
 
-def test_report_tells_how_large_the_change_is_beside_the_weights(folder: Path, tmp_path: Path) -> None:
+def test_report_shows_how_large_the_change_is_beside_the_weights(folder: Path, tmp_path: Path) -> None:
     base, tuned = load_file(folder / "base.safetensors"), load_file(folder / "all.safetensors")
     report = lora_merge.extract(
         folder / "base.safetensors", folder / "all.safetensors", tmp_path / "a.safetensors", rank=1
@@ -364,7 +364,7 @@ def test_quantised_checkpoints_are_compared_by_their_values(tmp_path: Path, *, a
     assert report.verified is not None
 
 
-def test_changed_weight_without_a_name_in_the_dialect_is_refused_or_told(tmp_path: Path) -> None:
+def test_changed_weight_without_a_name_in_the_dialect_is_refused_or_reported(tmp_path: Path) -> None:
     """A stray tensor has the name of q in the words of diffusers, so that neither means it."""
     base = flux()
     qkv = "double_blocks.0.img_attn.qkv.weight"
@@ -497,8 +497,8 @@ def test_proof_reads_whole_matrices_as_the_file_stores_them(
         rows.append(shape[0] if entries is None else len(entries))
         return read(self, info, shape, entries)
 
-    monkeypatch.setattr(written_proof, "BLOCK", 1)
-    monkeypatch.setattr(extraction_proof, "BLOCK", 1)
+    monkeypatch.setattr(written_proof, "CHANGE_NUMBERS", 1)
+    monkeypatch.setattr(extraction_proof, "CHANGE_NUMBERS", 1)
     monkeypatch.setattr(WeightReader, "__call__", counted)
     report = lora_merge.extract(*given, algorithm="full")
     assert report.verified is not None and report.verified["ok"] and {*rows} == {1}

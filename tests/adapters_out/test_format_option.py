@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("to", ["diffusers", "comfy", "peft"])
-def test_result_is_written_in_another_dialect_and_made_again(folder: Path, to: str, tmp_path: Path) -> None:
+def test_result_is_written_in_another_dialect_and_reproduced(folder: Path, to: str, tmp_path: Path) -> None:
     base, out = folder / "base.safetensors", tmp_path / ("out" if to == "peft" else "out.safetensors")
     given = [(folder / "a.safetensors", 0.5), (folder / "b.safetensors", 2.0)]
     report = lora_merge.combine(given, out, base=base, format=to, dtype="fp32")
@@ -131,7 +131,7 @@ def test_changes_that_the_loader_ignores_are_noted(tmp_path: Path) -> None:
         assert all(torch.allclose(one[name], other[name], atol=1e-5) for name in before)
 
 
-def test_alpha_of_a_file_between_is_not_told(folder: Path, tmp_path: Path) -> None:
+def test_alpha_of_a_file_between_is_not_reported(folder: Path, tmp_path: Path) -> None:
     given = {"base": folder / "base.safetensors", "format": "diffusers"}
     report = lora_merge.combine(folder / "a.safetensors", tmp_path / "one.safetensors", **given)  # type: ignore[arg-type]
     assert not any("no alpha is stored" in str(note) for note in report.notes)

@@ -76,7 +76,7 @@ def test_resize_and_average_keep_the_words_too(folder: Path, tmp_path: Path) -> 
     assert found.rank(name, base=base) == 3 == len(found.spectrum(name))
 
 
-def test_rows_of_a_fused_weight_tell_the_norms_of_their_own_rows(folder: Path, tmp_path: Path) -> None:
+def test_rows_of_a_fused_weight_show_the_norms_of_their_own_rows(folder: Path, tmp_path: Path) -> None:
     a, base = folder / "a.safetensors", folder / "base.safetensors"
     both = lora_merge.combine([a, folder / "b.safetensors"], tmp_path / "c.safetensors", base=base)
     alone = lora_merge.resize(a, tmp_path / "r.safetensors", rank="exact", base=base)
@@ -106,7 +106,7 @@ def alike(folder: Path, tmp_path: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("weights", [[0.25, 0.75], [1.0, 0.0]])
-def test_averaged_factors_of_parts_are_told_by_their_own_rows(
+def test_averaged_factors_of_parts_are_recognised_by_their_own_rows(
     weights: list[float], folder: Path, tmp_path: Path
 ) -> None:
     """The factors are averaged module by module; what the report tells of one is what merging and combining give."""

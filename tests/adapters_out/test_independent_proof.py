@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import lora_merge
 from lora_merge.adapters.modules import group
-from lora_merge.adapters_out import change, convert
+from lora_merge.adapters_out import averaged_tensors, change, convert
 from lora_merge.adapters_out.combination_proof import _change_of as change_of
 from lora_merge.adapters_out.convert import entries_of
 from lora_merge.adapters_out.dialects import Dialect
@@ -106,6 +106,23 @@ def test_fault_in_the_arithmetic_of_a_run_is_refused(
     code, _, text = run(command, *inputs, *options, "-o", wrong)
     assert code == 6, text
     assert not wrong.exists() and not strays(tmp_path)
+
+
+@pytest.mark.parametrize("options", [["--weights", "0.75,0.25"], ["--ema", "0.875"]])
+def test_fault_in_the_average_of_tensors_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    """A run that is wrong by 1 % of one snapshot, of a moving average or of a sum."""
+    files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    for seed, file in enumerate(files):
+        save_file({f"lora_unet_q.lora_{s}.weight": rand(*SIDES[s], seed=seed) for s in SIDES}, file)
+    line, right = ("average", *files, *options, "--space", "factors", "-o"), averaged_tensors.averaged
+    code, _, text = run(*line, tmp_path / "right.safetensors")
+    assert code == 0, text
+    monkeypatch.setattr(averaged_tensors, "averaged", lambda some, *more: right(some, *more) + some[0] / 100)
+    code, _, text = run(*line, tmp_path / "wrong.safetensors")
+    assert code == 6, text
+    assert not (tmp_path / "wrong.safetensors").exists() and not strays(tmp_path)
 
 
 @pytest.mark.parametrize("command", ["convert", "extract"])

@@ -226,7 +226,7 @@ def test_lycoris_loads_the_norms_of_a_sum(options: dict[str, Any], tmp_path: Pat
     assert all(torch.allclose(wanted[name], merged[name], atol=1e-6) for name in ("0.weight", "1.weight", "1.bias"))
 
 
-def test_biases_that_lycoris_leaves_out_are_told(tmp_path: Path) -> None:
+def test_biases_that_lycoris_leaves_out_are_reported(tmp_path: Path) -> None:
     base = {"model.a.weight": rand(8, 6), "model.a.bias": rand(8)}
     tuned = {"model.a.weight": rand(8, 6) + rand(8, 1, seed=1) @ rand(1, 6, seed=2), "model.a.bias": rand(8, seed=3)}
     for name, tensors in (("base", base), ("tuned", tuned)):

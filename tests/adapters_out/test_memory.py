@@ -24,7 +24,7 @@ CODE = """if True:
     import json, re, sys
     from pathlib import Path
     import lora_merge, torch
-    import lora_merge.adapters_out.combine, lora_merge.adapters_out.convert_modules, lora_merge.adapters_out.extract.run
+    import lora_merge.adapters_out.combine, lora_merge.adapters_out.matrix_modules, lora_merge.adapters_out.extract.run
     status = Path("/proc/self/status")
     peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", status.read_text())[1]) >> 10
     now = lambda: int(re.search(r"VmRSS:\\s+(\\d+)", status.read_text())[1]) >> 10

@@ -68,7 +68,7 @@ def test_all_layers_are_in_the_dialect_of_the_first_adapter(
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("model", EVERY)
-def test_words_of_two_layouts_are_told_apart_without_a_base(model: str) -> None:
+def test_words_of_two_layouts_are_distinguished_without_a_base(model: str) -> None:
     """No two adapters in one dialect are refused, whatever modules they have."""
     changes = {to: [InferredParameter(name, "weight", view.shape) for name, view in matrices(base(model), to).items()]
                for to in DIALECTS if to != "xlabs"}  # fmt: skip

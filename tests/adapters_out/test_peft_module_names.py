@@ -64,7 +64,7 @@ def test_peft_finds_every_layer_of_a_folder(files: tuple[Any, Path, Path], tmp_p
     expect_same(wanted, loaded(model, base, tmp_path / "back"))
 
 
-def test_adapter_of_peft_tells_a_level_that_its_base_lacks(tmp_path: Path) -> None:
+def test_adapter_of_peft_shows_a_level_that_its_base_lacks(tmp_path: Path) -> None:
     """GPT-2 as it was published has no level, and the model with a head that PEFT adapts has one."""
     model, kind, sizes, targets = KINDS["gpt2"]
     torch.manual_seed(0)
@@ -122,7 +122,7 @@ def test_sum_of_adapters_of_transposed_weights_is_read_again(options: dict[str, 
     assert one.keys() == other.keys() and all(one[key].shape == other[key].shape for key in one)
 
 
-def test_head_that_was_trained_apart_is_told_where_the_output_cannot_say_it(tmp_path: Path) -> None:
+def test_head_that_was_trained_apart_is_reported_where_the_output_cannot_say_it(tmp_path: Path) -> None:
     auto, kind, sizes, _ = KINDS["llama"]
     model = getattr(transformers, auto)
     torch.manual_seed(0)

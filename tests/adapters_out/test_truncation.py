@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from lora_merge.adapters_out.decomposition import krylov, matrix_svd
-from lora_merge.adapters_out.decomposition.factors import inverse_of_triangle, of_factors, squares_of, triangle
+from lora_merge.adapters_out.decomposition.factors import Triples, inverse_of_triangle, of_factors, squares_of, triangle
 from lora_merge.adapters_out.decomposition.krylov import orthonormal
 from lora_merge.adapters_out.decomposition.matrix_svd import of_dense, of_stack
-from lora_merge.adapters_out.decomposition.singular_triples import Triples
 from lora_merge.adapters_out.decomposition.storage_rounding import apart_from
 from lora_merge.adapters_out.decomposition.stored_factors import rounded
 from lora_merge.adapters_out.rank_rules import COUNT, Rule, choose, parse
@@ -88,7 +87,7 @@ def test_rules_choose_of_the_values_that_were_found_what_they_choose_of_all(
     spectrum: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the largest singular values tell the rank, the others are not computed."""
-    monkeypatch.setattr(matrix_svd, "WIDTH", 12)
+    monkeypatch.setattr(matrix_svd, "BLOCK_COLUMNS", 12)
     delta, rule = example(spectrum), parse(text)
     every = np.linalg.svd(delta.numpy(), compute_uv=False)
     every = every[every > 1e-9]

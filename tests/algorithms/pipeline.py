@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lora_merge.adapters.suffixes import SHARED, split
+from lora_merge.adapters.suffixes import SHARED_SLOTS, split
 from lora_merge.algorithms import ALGORITHMS, Algorithm, DoesNotFit, Shape, dora
 
 Stored = Mapping[str, Tensor]  # slot → tensor as stored
@@ -84,7 +84,7 @@ def merge_module(adapter: Mapping[str, Tensor], target: Tensor, parameter: str =
         found = split(key)
         assert found is not None, key
         _, row = found
-        if row.slot in SHARED:
+        if row.slot in SHARED_SLOTS:
             shared[row.slot] = (row.ending, tensor)
         elif row.parameter == parameter:
             slots[row.slot] = tensor

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lora_merge.adapters.peft.methods import METHODS, MLX, SHARED
+from lora_merge.adapters.peft.methods import MLX, PEFT_METHODS, SHARED_SLOTS_OF_ROW
 from lora_merge.adapters.suffixes import SUFFIXES
 from lora_merge.algorithms import ALGORITHMS
 from lora_merge.job import Job, make_job
@@ -79,7 +79,7 @@ def kind(row: str) -> str:
         return ""
     return str(
         PEFT.get(row, {}).get("peft_type")
-        or next((m.name for m in METHODS.values() if row in m.algorithms and m.name != MLX), "")
+        or next((m.name for m in PEFT_METHODS.values() if row in m.algorithms and m.name != MLX), "")
     )
 
 
@@ -111,8 +111,8 @@ def _is_rebuilt(row: str, slot: str) -> bool:
 
 def _key(row: str, slot: str, module: str, *, peft: bool) -> str:
     """The name that a slot's tensor has in a file."""
-    if slot in SHARED.get(row, {}):
-        return "base_model." + SHARED[row][slot].format(kind="a", group=0)
+    if slot in SHARED_SLOTS_OF_ROW.get(row, {}):
+        return "base_model." + SHARED_SLOTS_OF_ROW[row][slot].format(kind="a", group=0)
     prefix = "base_model.model." if peft else ""
     if (row, slot) in ENDINGS:
         return prefix + module + ENDINGS[row, slot]

@@ -80,7 +80,7 @@ WAYS: dict[str, Break] = {
 
 @pytest.mark.few(6)
 @pytest.mark.parametrize("row", ALGORITHMS)
-def test_lost_module_of_every_kind_is_found(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_module_of_every_kind_is_detected(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = write(row, tmp_path)
     whole = accounted(job, row)
     assert whole.used == whole.tensors > 1

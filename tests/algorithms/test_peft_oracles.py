@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers.activations import ACT2FN
 
 import lora_merge
-from lora_merge.algorithms.peanut import ACTIVATIONS
+from lora_merge.algorithms.peanut import ACTIVATION_FUNCTIONS
 from tests.kit.peft_oracle import (
     assert_close,
     assert_same_function,
@@ -197,10 +197,10 @@ def test_merged_file_is_the_function_that_peft_computes(name: str, tmp_path: Pat
     assert_tool_agrees(base, tmp_path, state)
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("name", ACTIVATION_FUNCTIONS)
 def test_activations_are_those_of_transformers(name: str) -> None:
     x = torch.linspace(-9, 9, 500)
-    ours, arguments = ACTIVATIONS[name]
+    ours, arguments = ACTIVATION_FUNCTIONS[name]
     torch.testing.assert_close(getattr(torch.nn.functional, ours)(x, **arguments), ACT2FN[name](x))
 
 

@@ -119,7 +119,7 @@ def test_siblings_that_types_of_models_order_differently_have_no_order_of_their_
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_order_that_nothing_tells_is_refused_and_one_vector_needs_none(tmp_path: Path) -> None:
+def test_unknown_order_is_refused_and_one_vector_needs_none(tmp_path: Path) -> None:
     for tying, refused in ((0.0, True), (1.0, False)):
         config = peft.TinyLoraConfig(target_modules=["wide", "tall"], r=3, u=4, weight_tying=tying)
         base, tuned = train(config)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
-from lora_merge.algorithms.kmeans import ROUNDS, SEED, kmeans
+from lora_merge.algorithms.kmeans import PEFT_SEED, ROUNDS, kmeans
 from lora_merge.algorithms.low_rank import low_rank_svd
 from lora_merge.algorithms.wavelets import low_pass
 from lora_merge.errors import MergeError, VerificationFailed
@@ -79,7 +79,7 @@ def test_rebuilt_values_are_noted(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("draws", [True, False])
-def test_forward_pass_that_draws_noise_is_told(draws: bool, tmp_path: Path) -> None:  # noqa: FBT001
+def test_forward_pass_that_draws_noise_is_reported(draws: bool, tmp_path: Path) -> None:  # noqa: FBT001
     config = peft.PveraConfig(target_modules=["wide"], r=4, sample_at_inference=draws)
     base, tuned = train(config)
     save(tuned, tmp_path / "adapter")
@@ -110,7 +110,7 @@ def test_clusters_are_those_of_scikit_learn(count: int) -> None:
     from sklearn.cluster import KMeans
 
     points = np.linalg.qr(np.random.default_rng(count).standard_normal((400, 20)))[0].astype(np.float32)
-    theirs = KMeans(count, init="random", n_init=1, max_iter=ROUNDS, random_state=SEED).fit_predict(points)
+    theirs = KMeans(count, init="random", n_init=1, max_iter=ROUNDS, random_state=PEFT_SEED).fit_predict(points)
     assert np.array_equal(kmeans(points, count), theirs)
 
 
@@ -134,7 +134,7 @@ def test_glora_of_a_bias_that_the_base_does_not_have_is_refused(tmp_path: Path) 
         lora_merge.merge_state_dict({"a.weight": torch.ones(4, 8)}, tmp_path)
 
 
-def test_zeros_of_glora_for_a_bias_that_the_layer_lacks_are_told_and_counted(tmp_path: Path) -> None:
+def test_zeros_of_glora_for_a_bias_that_the_layer_lacks_are_reported_and_counted(tmp_path: Path) -> None:
     """PEFT stores C, D and E as buffers of zeros there; nothing is to be changed, and nothing is left unsaid."""
     state = {f"{name}.weight": torch.ones(4, 8) for name in "ab"} | {"b.bias": torch.ones(4)}
     save_file(state, tmp_path / "base.safetensors")

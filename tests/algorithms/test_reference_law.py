@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from lora_merge.algorithms import ALGORITHMS, DoesNotFit
-from lora_merge.algorithms.peanut import ACTIVATIONS
+from lora_merge.algorithms.peanut import ACTIVATION_FUNCTIONS
 from lora_merge.proof.reference import REFERENCE, FormulaInput
 from tests.algorithms.adapter_examples import Example, stacked
 from tests.algorithms.peft_examples import ALL_EXAMPLES
@@ -61,7 +61,7 @@ EXTRA: dict[str, list[Example]] = {
                      {"places": lambda _: torch.tensor([[3], [4]]),
                       "basis": lambda _: torch.diag(torch.tensor([9.0] * 9 + [0.0], dtype=torch.float64))})],
     "peanut": [Example(name, (12, 10), {"down": (3, 12), "up": (12, 3)}, settings={"activation": name}, spread=3.0)
-               for name in ACTIVATIONS],
+               for name in ACTIVATION_FUNCTIONS],
 }  # fmt: skip
 """Branches that the examples of the product's laws leave out."""
 

@@ -21,7 +21,7 @@ from lora_merge.matching.patch import PatchPart
 from lora_merge.planning.checkpoint_cache import CheckpointCache
 from lora_merge.planning.make_plan import plan_job
 from lora_merge.planning.plan import OutputTensor, Plan
-from lora_merge.proof.second_reading.read_again import Confirmation, read_again
+from lora_merge.proof.second_reading.comparison import Confirmation, read_again
 from tests.algorithms.row_files import write
 
 NO_OTHERS = ()
@@ -64,7 +64,7 @@ def exchanged(plan: Plan) -> Plan:
 
 @pytest.mark.few(17)
 @pytest.mark.parametrize("row", ALGORITHMS)
-def test_rows_are_proven_a_second_way_or_told(row: str, tmp_path: Path) -> None:
+def test_rows_are_proven_a_second_way_or_reported(row: str, tmp_path: Path) -> None:
     found = read(planned(write(row, tmp_path)))
     assert len(found.alone) == (2 if row in NO_OTHERS else 0)
     assert found.proven == found.modules - len(found.alone)
@@ -72,7 +72,7 @@ def test_rows_are_proven_a_second_way_or_told(row: str, tmp_path: Path) -> None:
 
 @pytest.mark.few(17)
 @pytest.mark.parametrize("row", KNOWN)
-def test_wrong_places_are_found(row: str, tmp_path: Path) -> None:
+def test_wrong_places_are_detected(row: str, tmp_path: Path) -> None:
     plan = planned(write(row, tmp_path))
     if any(t.uses for f in plan.files for t in f.targets):
         with pytest.raises(VerificationFailed, match="disagree on what"):
@@ -81,7 +81,7 @@ def test_wrong_places_are_found(row: str, tmp_path: Path) -> None:
 
 @pytest.mark.few(17)
 @pytest.mark.parametrize("row", KNOWN)
-def test_wrong_numbers_and_tensors_are_found(row: str, tmp_path: Path) -> None:
+def test_wrong_numbers_and_tensors_are_detected(row: str, tmp_path: Path) -> None:
     """The scale or the limit, every setting that a configuration tells, the strength, two tensors for each other."""
     plan, tried = planned(write(row, tmp_path)), 0
     (part, *_) = [u for f in plan.files for t in f.targets for u in t.uses] or [None]

@@ -151,7 +151,7 @@ def test_every_layer_says_what_it_was_compared_with() -> None:
     "name", ["", "adapters.safetensors", "0000100_adapters.safetensors"], ids=["folder", "last", "middle"]
 )
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_folder_of_mlx_lm_tells_its_scale(kind: str, name: str, tmp_path: Path) -> None:
+def test_folder_of_mlx_lm_shows_its_scale(kind: str, name: str, tmp_path: Path) -> None:
     torch.manual_seed(3)
     layer = LAYERS["linear"]()
     trained = (trainers.MlxDora if kind == "dora" else trainers.Mlx)(layer, scale=20.0)

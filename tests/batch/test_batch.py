@@ -26,7 +26,7 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.batch import planning, shared_reads
+from lora_merge.batch import batch_plan, shared_reads
 from lora_merge.batch.report import JobReport
 from lora_merge.batch.run import make_batch
 from lora_merge.disk import locks as claims
@@ -352,7 +352,7 @@ def test_disk_may_stumble_twice(models: Path, monkeypatch: pytest.MonkeyPatch) -
     assert sorted(p.name for p in (models / "out").iterdir()) == ["1.safetensors", "3.safetensors"]
 
 
-def test_bug_in_one_job_is_told_and_stays_there(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bug_in_one_job_is_reported_and_stays_there(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make = making.WindowMerger.begin
 
     def buggy(self: making.WindowMerger, task: WindowTask) -> None:
@@ -392,7 +392,7 @@ def test_outputs_that_differ_in_case_are_one_where_the_disk_says_so(
 ) -> None:
     jobs = [job(models, "one"), job(models, "ONE")]
     assert len(make_batch(jobs).planned) == 2
-    monkeypatch.setattr(planning, "ignores_case", lambda _: True)
+    monkeypatch.setattr(batch_plan, "ignores_case", lambda _: True)
     with pytest.raises(UsageError, match="place of another"):
         make_batch(jobs)
 
@@ -524,7 +524,7 @@ def test_disk_must_hold_all_jobs(models: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ResourceError, match="no space"):
         run(grid(models, 3))
     assert not (models / "out").exists()
-    [[some, room]] = planning.disk_rooms(make_batch(grid(models, 3)).planned, 1)
+    [[some, room]] = batch_plan.disk_rooms(make_batch(grid(models, 3)).planned, 1)
     assert (len(some), room.needed, room.enough) == (3, 3 * size, False)
 
 
@@ -610,7 +610,7 @@ def test_claim_timeout_leaves_no_folder(models: Path, monkeypatch: pytest.Monkey
     assert not (models / "out").exists()
 
 
-def test_folder_that_is_removed_again_and_again_is_told(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_that_is_removed_again_and_again_is_reported(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claims.time, "sleep", lambda _: None)
     monkeypatch.setattr(claims, "_acquire", lambda path: path.with_name("none").read_bytes())
     with pytest.raises(MergeError, match="No such file"), claimed(models / "out" / "1.safetensors"):
@@ -714,7 +714,7 @@ def test_exception_at_a_report_ends_the_call_and_leaves_nothing_unfinished(
     models: Path, monkeypatch: pytest.MonkeyPatch, exception: type[BaseException]
 ) -> None:
     """Whether Ctrl-C arrives there, or the caller's function fails: also the claims of jobs under way are gone."""
-    monkeypatch.setattr("lora_merge.batch.run.TOGETHER", 2)
+    monkeypatch.setattr("lora_merge.batch.run.JOBS_TOGETHER", 2)
 
     def refuse(report: JobReport) -> None:
         assert report.status == "merged"
@@ -829,8 +829,8 @@ def test_claim_is_never_written_through_a_link(models: Path, monkeypatch: pytest
 def _run_in_child(jobs: list[dict[str, Any]], lines: str, together: int, last: int = 0) -> None:
     """Reports go to a file, the number of Python's calls to another; killed at the `last` of those, if given."""
     steps = _killed_at(last)
-    planning.TOGETHER = together
-    for name in ("lora_merge.batch.run", "lora_merge.batch.planning"):
+    batch_plan.JOBS_TOGETHER = together
+    for name in ("lora_merge.batch.run", "lora_merge.batch.batch_plan"):
         sys.modules[name].TOGETHER = together  # type: ignore[attr-defined]
     with Path(lines).open("a", encoding="utf-8") as f:
         lora_merge.run_batch(jobs, on_report=lambda report: print(report.to_json(), file=f, flush=True))
@@ -868,13 +868,13 @@ def test_job_that_another_process_finishes_during_the_survey_is_skipped(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (one,) = jobs = grid(small, 1)
-    check = planning.check_output
+    check = batch_plan.check_output
 
     def meanwhile(output: Path, *args: Any, **options: Any) -> None:
         lora_merge.merge(one["base"], [(small / "ink.safetensors", 1 / 8)], output)
         check(output, *args, **options)
 
-    monkeypatch.setattr(planning, "check_output", meanwhile)
+    monkeypatch.setattr(batch_plan, "check_output", meanwhile)
     assert fates(run(jobs)) == ["skipped"]
 
 

@@ -14,7 +14,7 @@ import lora_merge
 from lora_merge.adapter_options import ADAPTER_OPTIONS
 from lora_merge.adapters_out.commands import COMMANDS
 from lora_merge.adapters_out.report import AdapterReport
-from lora_merge.batch import planning
+from lora_merge.batch import batch_plan
 from lora_merge.batch.commands import MERGE, TAKES, UNMERGE
 from lora_merge.batch.jobs_file import load as load_jobs
 from lora_merge.batch.run import make_batch
@@ -107,7 +107,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_mistakes_are_told_with_their_place(what: str, files: Path) -> None:
+def test_mistakes_are_reported_with_their_place(what: str, files: Path) -> None:
     job, told = WRONG[what]
     with pytest.raises(UsageError, match=told) as failure:
         load_jobs(batch(files, {**job, "output": "o.safetensors"}))
@@ -208,13 +208,13 @@ def test_plan_of_a_batch_is_what_a_dry_run_prints(files: Path) -> None:
 
 def test_former_plans_serve_other_strengths_until_a_file_changes(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[object] = []
-    plan_job = planning.plan_job
+    plan_job = batch_plan.plan_job
 
     def counted(*arguments: Any) -> Any:
         planned.append(arguments)
         return plan_job(*arguments)
 
-    monkeypatch.setattr(planning, "plan_job", counted)
+    monkeypatch.setattr(batch_plan, "plan_job", counted)
     former = lora_merge.FormerPlans()
 
     def plan(strength: float, part: float = 1) -> lora_merge.JobPlan:

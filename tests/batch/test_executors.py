@@ -139,7 +139,7 @@ def test_workers_give_the_same_bytes_and_one_that_dies_costs_nothing(
     models: Path, monkeypatch: pytest.MonkeyPatch, nursery: Nursery
 ) -> None:
     """The first is one that dies, the second a real one, and the third has the first one's place."""
-    monkeypatch.setattr(batch, "TOGETHER", 2)
+    monkeypatch.setattr(batch, "JOBS_TOGETHER", 2)
     started: list[subprocess.Popen[bytes] | Forked] = []
     start = executors._start
 
@@ -212,7 +212,7 @@ def test_failed_device_is_replaced_by_another_process(
     models: Path, monkeypatch: pytest.MonkeyPatch, together: int, nursery: Nursery
 ) -> None:
     """This process fails in its second group; jobs of that group are run again, and later ones in the new process."""
-    monkeypatch.setattr(batch, "TOGETHER", together)
+    monkeypatch.setattr(batch, "JOBS_TOGETHER", together)
     begun: list[JobGroup] = []
 
     def half(group: JobGroup, *given: Any) -> Iterator[JobReport]:
@@ -333,7 +333,7 @@ def test_worker_under_nohup_goes_on(models: Path, nursery: Nursery) -> None:
     assert [p.name for p in (models / "out").iterdir()] == ["1.safetensors"]
 
 
-def test_unknown_executors_and_a_missing_ray_are_told(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_executors_and_a_missing_ray_are_reported(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="slurm"):
         executor("slurm")
     assert set(EXECUTORS) == {"local", "ray"}
@@ -423,7 +423,7 @@ def test_batch_on_ray_that_is_closed_leaves_nothing_unfinished(models: Path, clu
     assert not strays(models)
 
 
-def test_path_that_a_node_does_not_see_is_told(models: Path) -> None:
+def test_path_that_a_node_does_not_see_is_reported(models: Path) -> None:
     """The task as it runs on a node, and the driver's look at what a node has made."""
     entries = [s.entry for s in make_batch(jobs(models, 3)).planned]
     ink, told = entries[1].job.adapters[0].path, list[Any]()
@@ -518,7 +518,7 @@ def test_jobs_with_other_bounds_go_through_passes_of_their_own(models: Path) -> 
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_no_cluster_at_the_address_is_told(models: Path) -> None:
+def test_no_cluster_at_the_address_is_reported(models: Path) -> None:
     pytest.importorskip("ray")
     with pytest.raises(MergeError, match="no Ray cluster"):
         lora_merge.run_batch(jobs(models, 1), executor="ray", ray_address="127.0.0.1:1")

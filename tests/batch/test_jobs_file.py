@@ -65,7 +65,7 @@ def test_options_in_a_message_are_those_of_a_jobs_file(told: str, right: str) ->
     assert in_jobs_file(told) == right
 
 
-def test_job_that_does_not_fit_is_told_in_the_words_of_the_file(tmp_path: Path) -> None:
+def test_job_that_does_not_fit_is_reported_in_the_words_of_the_file(tmp_path: Path) -> None:
     save(sd1_sample(), tmp_path / "base.safetensors")
     stray = {"lora_unet_b.lora_down.weight": rand(2, 4), "lora_unet_b.lora_up.weight": rand(4, 2)}
     save(kohya(sd1_sample()) | stray, tmp_path / "lora.safetensors")
@@ -179,7 +179,7 @@ def test_field_in_the_wrong_table_is_a_mistake_like_others(tmp_path: Path, table
     assert field in refused(tmp_path, json.dumps(tables))
 
 
-def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
+def test_every_mistake_is_reported_at_once(tmp_path: Path) -> None:
     told = refused(tmp_path, """\
 version: 1
 defalts: {}

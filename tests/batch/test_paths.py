@@ -68,17 +68,17 @@ def test_patterns_do_not_look_through_the_disk(tmp_path: Path, monkeypatch: pyte
     """Counted, whatever the disk holds: no more folders are opened than fit into the bound."""
     for n in range(40):
         (tmp_path / f"{n % 4}/{n % 5}/{n}").mkdir(parents=True)
-    monkeypatch.setattr(input_patterns, "LOOKED_AT", 500)
+    monkeypatch.setattr(input_patterns, "MOST_SEARCHED", 500)
     opened: list[object] = []
     scan = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: opened.append(path) or scan(path))
     with pytest.raises(NoSuchName, match="more than 500 names would be looked at; name the folder"):
         Search(tmp_path).paths(pattern)
-    assert len(opened) <= 500 // input_patterns.FOLDER + 1
+    assert len(opened) <= 500 // input_patterns.FOLDER_COST + 1
 
 
 def test_all_patterns_of_a_file_share_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(input_patterns, "LOOKED_AT", 300)
+    monkeypatch.setattr(input_patterns, "MOST_SEARCHED", 300)
     for n in range(30):
         (tmp_path / str(n)).touch()
     search = Search(tmp_path)

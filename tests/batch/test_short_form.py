@@ -10,9 +10,9 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from lora_merge.batch.jobs_file import load
-from lora_merge.batch.short_form import FIRST
+from lora_merge.batch.short_form import FIRST_FILE
 from lora_merge.errors import UsageError
-from lora_merge.viewing.json_schemas import JOBS, schema_of
+from lora_merge.viewing.json_schemas import JOBS_SCHEMA, schema_of
 
 JOB = {"base": "b.safetensors", "adapters": ["a.safetensors:0.5", "c.safetensors"], "output": "o.safetensors", "dtype": "fp16"}  # fmt: skip
 
@@ -47,7 +47,7 @@ def test_mistake_in_one_has_its_line(tmp_path: Path, name: str, text: str, where
 def test_first_file_is_right(tmp_path: Path) -> None:
     (tmp_path / "loras").mkdir()
     (tmp_path / "loras" / "a.safetensors").touch()
-    text = FIRST.format(name="first.yaml")
+    text = FIRST_FILE.format(name="first.yaml")
     assert len(jobs(tmp_path, "first.yaml", text)) == 2
     assert text.startswith("# yaml-language-server: $schema=")  # editors read the schema's name there
-    Draft202012Validator(schema_of(JOBS)).validate(yaml.safe_load(text))
+    Draft202012Validator(schema_of(JOBS_SCHEMA)).validate(yaml.safe_load(text))

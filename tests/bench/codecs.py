@@ -21,7 +21,7 @@ from lora_merge.disk.files import Memory, StoredTensor
 from lora_merge.engine.tensors import parts_of, view_bytes
 from lora_merge.engine.torch_preload import keep_freed_memory
 from lora_merge.files.encodings.base import CODES, Packing
-from lora_merge.files.formats.output import FILES, FOLDERS
+from lora_merge.files.formats.output import FILE_FORMATS, FOLDER_FORMATS
 from lora_merge.files.gguf import encoding
 
 Work = Callable[[], Any]
@@ -51,7 +51,7 @@ def fetch(info: StoredTensor) -> Tensor:
 def packings(side: int) -> Iterator[tuple[str, Packing]]:
     """Yield how our formats store a matrix of that side."""
     info = StoredTensor("l.weight", "BF16", (side, side), Path("none"), 0, side * side * 2)
-    for name, form in {**FILES, **{n: FOLDERS[n] for n in ("fp8_block", "nf4")}}.items():
+    for name, form in {**FILE_FORMATS, **{n: FOLDER_FORMATS[n] for n in ("fp8_block", "nf4")}}.items():
         made = form.make(info)
         assert made is not None
         yield name, made.packing

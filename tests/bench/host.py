@@ -99,7 +99,7 @@ def pretended(counts: Counter[str] | None = None) -> Iterator[None]:
         return made
 
     with (
-        patch.object(tensor_moves, "WHOLE", {"cpu", "meta"}), patch.object(devices, "WHOLE", {"cpu", "meta"}),
+        patch.object(tensor_moves, "FULL_DEVICES", {"cpu", "meta"}), patch.object(devices, "FULL_DEVICES", {"cpu", "meta"}),
         patch.object(tensor_moves, "queues", lambda device: device.type == "meta"),
         patch.object(tensor_moves, "_stream", lambda *_: nothing),
         patch.object(tensor_moves, "_pinned", lambda count, dtype: torch.empty(count, dtype=dtype)),

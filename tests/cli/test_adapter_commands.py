@@ -56,7 +56,7 @@ def test_terminal_shows_the_stages_and_then_a_panel(
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("command", COMMANDS)
-def test_python_is_told_every_stage_and_all_of_its_bytes(folder: Path, tmp_path: Path, command: str) -> None:
+def test_python_gets_every_stage_and_all_of_its_bytes(folder: Path, tmp_path: Path, command: str) -> None:
     steps: list[Step] = []
     files = [folder / word if word.endswith(".safetensors") else word for word in COMMANDS[command]]
     paths, rest = [f for f in files if isinstance(f, Path)], [str(f) for f in files if not isinstance(f, Path)]

@@ -74,7 +74,7 @@ def test_options_of_the_command_line(files: Path, name: str) -> None:
     assert "to_json" in e.value.fix
 
 
-def test_unknown_option_is_told_all_that_there_are(files: Path) -> None:
+def test_unknown_option_lists_all_options(files: Path) -> None:
     with pytest.raises(UsageError) as e:
         lora_merge.plan(files / "base.safetensors", files / "a.safetensors", xxxxxxxx=1)
     assert {"strength", "strength_for", "setting", "dtype"} <= {*e.value.fix.replace(",", "").split()}
@@ -131,7 +131,7 @@ def test_jobs(jobs: Any) -> None:
 @pytest.mark.parametrize(
     "wrong", [{"base": None}, {"adapters": (5,)}, {"output": b"x"}, {"dtype": "x"}, {"max_memory": -1}, {"device": 0}]
 )
-def test_job_objects_made_by_hand(files: Path, tmp_path: Path, wrong: dict[str, Any]) -> None:
+def test_job_objects_without_make_job(files: Path, tmp_path: Path, wrong: dict[str, Any]) -> None:
     right = {"base": str(files / "base.safetensors"), "adapters": [str(files / "a.safetensors")]}
     right |= {"output": str(tmp_path / "new.safetensors"), "max_memory": "64MiB", "dtype": torch.bfloat16}
     refused(lambda: lora_merge.run_batch([lora_merge.Job(**{**right, **wrong})]))

@@ -12,7 +12,7 @@ import pytest
 from rich.text import Text
 
 from lora_merge.cli import reports
-from lora_merge.cli.charts import RAMP, SHADES, SIGNED, bars, colored, heat_map, number
+from lora_merge.cli.charts import RAMP, SHADES, SIGNED_COLOURS, bars, colored, heat_map, number
 from lora_merge.facts import Fact
 from lora_merge.text import Lines
 from lora_merge.viewing.compare import compare, compare_rows
@@ -134,7 +134,7 @@ def test_tables_without_colours_have_shades(found: list[dict[str, Any]], monkeyp
 
 
 def test_colours_are_those_of_the_scale() -> None:
-    for ramp in (RAMP, SIGNED):
+    for ramp in (RAMP, SIGNED_COLOURS):
         for at, share in ((0, -1.0), (0, 0.0), (-1, 1.0), (-1, 2.0)):
             ground = colored(share, ramp).bgcolor
             assert ground is not None

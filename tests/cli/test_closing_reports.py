@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_merge.cli.reports import LINES, fitted
+from lora_merge.cli.reports import PANEL_LINES, fitted
 from lora_merge.facts import Fact
 from tests.cli.terminal import played_here
 from tests.kit.adapters import kohya, unread
@@ -87,7 +87,7 @@ def test_closing_report_is_short_and_in_plain_words(
     first = max(n for n, row in enumerate(found.screen) if re.match(r"[✓!✗] (?!error)", row))
     last = next((n for n, row in enumerate(found.screen) if "✗ error" in row), len(found.screen))
     report = [row for row in found.screen[first:last] if row]
-    assert 2 <= len(report) <= LINES == 8, report
+    assert 2 <= len(report) <= PANEL_LINES == 8, report
     assert not FORBIDDEN.search("\n".join(report)), report
     assert len(report) == len({*report})
     text = " ".join(" ".join(report).split())
@@ -121,7 +121,7 @@ def test_trigger_words_are_in_the_report(folder: Path, monkeypatch: pytest.Monke
 def test_report_of_many_rows_names_the_first_ones_and_counts_the_others(width: int) -> None:
     rows = [Fact("output", "o"), *(Fact("error", f"{n} " + "word " * 40) for n in range(9)), Fact("verified", "all")]
     fit = fitted(rows, width)
-    assert len(fit) < LINES and fit[0] == rows[0] and fit[-1] == rows[-1]
+    assert len(fit) < PANEL_LINES and fit[0] == rows[0] and fit[-1] == rows[-1]
     errors = [row.value for row in fit if row.name == "error"]
     assert errors[0].startswith("0 word") and errors[-1] == f"and {9 - len(errors) + 1} more (--json names all)"
 

@@ -98,7 +98,7 @@ def test_folder_that_is_missing_is_an_error_as_of_other_commands(tmp_path: Path)
     assert json.loads(done.out)["error"]["where"] == str(tmp_path / "none")
 
 
-def test_device_that_is_seen_and_unusable_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_that_is_listed_and_unusable_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "present", lambda: ["cuda:0"])
     monkeypatch.setattr(doctor, "unusable", lambda _: "no kernel image is available")
     found = examine(tmp_path, disk_bytes=1 << 20)

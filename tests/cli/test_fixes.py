@@ -18,7 +18,7 @@ import lora_merge
 from lora_merge import errors
 from lora_merge.adapter_arguments import in_jobs_file, in_python
 from lora_merge.batch.schema import JobEntry
-from lora_merge.cli.compat import FOREIGN
+from lora_merge.cli.compat import FOREIGN_OPTIONS
 from lora_merge.models.part_factors import or_leave_out
 from lora_merge.text import expression
 from tests.kit import gguf_files
@@ -46,7 +46,7 @@ def texts(hooks: ModuleType) -> set[str]:
 def test_fixes_with_an_option_or_a_command_have_a_row(texts: set[str]) -> None:
     ours = {text for text in texts if OURS.search(text)}
     listed = [*TYPED, *SCENES, *(text for rows in UNTYPED.values() for text in rows)]
-    ours -= {f"{text}; …" for text in FOREIGN.values()}  # see the test of these
+    ours -= {f"{text}; …" for text in FOREIGN_OPTIONS.values()}  # see the test of these
     assert sorted(ours) == sorted(listed)
 
 
@@ -54,7 +54,7 @@ def test_fixes_in_the_words_of_a_jobs_file_are_fields_that_a_job_takes(texts: se
     """What is left of options belongs to commands that no jobs file has, and to those of other programs."""
     field = re.compile(rf"(?<![\w-])({'|'.join(JobEntry.model_fields)}): (\{{[^}}]*\}}|\[[^]]*\]|'[^']*'|[^\s,;]+)")
     known, left = commands()["batch"].params, set[str]()
-    for text in texts - {f"{text}; …" for text in FOREIGN.values()}:
+    for text in texts - {f"{text}; …" for text in FOREIGN_OPTIONS.values()}:
         text = re.sub(r"(--[a-z-]+) …\w*", lambda found: f"{found[1]} {CHOSEN.get(found[1], 'x')}", text)
         said = in_jobs_file(re.sub(r"lora-merge [^;]*", "", text))
         left |= {*re.findall(r"(?<![\w-])(?:--[a-z-]+|-[os](?![\w-]))", said)} - {o for p in known for o in p.opts}
@@ -67,7 +67,7 @@ def test_fixes_in_the_words_of_a_jobs_file_are_fields_that_a_job_takes(texts: se
 def test_fixes_in_python_have_keywords(texts: set[str]) -> None:
     """What is left of options belongs to the command line alone, and to other programs."""
     left = set[str]()
-    for text in texts - {f"{text}; …" for text in FOREIGN.values()}:
+    for text in texts - {f"{text}; …" for text in FOREIGN_OPTIONS.values()}:
         said = in_python(re.sub(r"lora-merge [^;]*", "", text))
         left |= {*re.findall(r"(?<![\w-])(?:--[a-z-]+|-[os](?![\w-]))", said)}
     assert left == {"--head", "--json", "-s"}
@@ -279,13 +279,13 @@ def test_refused_command_runs_as_its_fix_says(
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("text", sorted({text for text in FOREIGN.values() if OURS.search(text)}))
+@pytest.mark.parametrize("text", sorted({text for text in FOREIGN_OPTIONS.values() if OURS.search(text)}))
 def test_option_of_another_program_is_answered_with_what_works(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     value = "bf16" if "--dtype" in text else "0.5"
-    for name in (name for name, advice in FOREIGN.items() if advice == text):
+    for name in (name for name, advice in FOREIGN_OPTIONS.items() if advice == text):
         with taken_down() as failures:
             assert run("combine", scene()["A"], scene()["B"], "-o", "x.safetensors", f"{name}x", value).code
             assert run(scene()["BASE"], scene()["A"], "-o", "x.safetensors", name).code
@@ -300,7 +300,7 @@ def test_packages_of_fixes_are_those_that_the_project_names(texts: set[str]) -> 
     assert all(re.search(rf'"{name}>=', known) for name in named)
 
 
-def test_fix_that_does_not_help_is_seen(tmp_path: Path) -> None:
+def test_fix_that_does_not_help_is_detected(tmp_path: Path) -> None:
     argv = ("base.safetensors", "lora.safetensors")
     again = typed(Failure(argv, str(tmp_path), "file not found", "use --dtype bf16"))
     assert again is not None and again["--dtype bf16"].startswith("3: file not found")

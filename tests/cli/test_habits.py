@@ -15,7 +15,7 @@ import pytest
 import lora_merge
 from lora_merge.adapter_arguments import in_python
 from lora_merge.cli import main as program
-from lora_merge.cli.compat import COMMANDS, FOREIGN
+from lora_merge.cli.compat import FOREIGN_COMMANDS, FOREIGN_OPTIONS
 from lora_merge.cli.main import app
 from lora_merge.disk.files import unreadable
 from lora_merge.job import make_job
@@ -84,7 +84,7 @@ def test_unknown_word_is_answered_with_the_commands(run: Run, word: str, right: 
     assert code == 2
     assert "neither such a command nor such a file" in err
     assert right in err
-    assert {*COMMANDS.values()} <= {*program.typer.main.get_command(app).commands}  # type: ignore[attr-defined]
+    assert {*FOREIGN_COMMANDS.values()} <= {*program.typer.main.get_command(app).commands}  # type: ignore[attr-defined]
 
 
 OWN = {
@@ -96,12 +96,12 @@ OWN = {
 
 
 @pytest.mark.few(30)
-@pytest.mark.parametrize("option", FOREIGN)
+@pytest.mark.parametrize("option", FOREIGN_OPTIONS)
 def test_options_of_other_programs_are_answered_with_ours(run: Run, option: str) -> None:
     code, _, err = run("base.safetensors", "lora.safetensors", option, "x")
     assert code == 2
     assert f"no option {option} here" in err
-    named = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", FOREIGN[option]))
+    named = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", FOREIGN_OPTIONS[option]))
     assert named <= OWN
 
 
@@ -148,7 +148,7 @@ def test_command_of_another_program_is_answered_with_ours(run: Run, words: str, 
     "base.safetensors lora.safetensors --weight x", "lora.safetensors --base", "base.safetensors lora.safetensors --only IN04 --out o",
     "base.safetensors lora.safetensors --fp16 --nonsense",
 ])  # fmt: skip
-def test_no_command_is_made_up(run: Run, words: str) -> None:
+def test_no_command_is_invented(run: Run, words: str) -> None:
     code, _, err = run(*words.split())
     assert code == 2
     assert "fix:" in err and "write lora-merge" not in err
@@ -188,7 +188,7 @@ def test_parts_in_another_spelling_are_answered_with_ours(run: Run, text: str, r
 
 
 @pytest.mark.parametrize("text", ["lora:0.8,te=abc", "lora:0.8,te=0=1"])
-def test_no_part_is_made_up(run: Run, text: str) -> None:
+def test_no_part_is_invented(run: Run, text: str) -> None:
     assert run("base", text, "--dry-run")[2].endswith("fix:   write it like te=0.5\n")
 
 
@@ -200,13 +200,13 @@ def test_parts_of_strength_for_in_another_spelling(run: Run, text: str, fix: str
     assert run("base", "lora", "loras/ink", "--strength-for", text)[2].endswith(f"fix:   {fix}\n")
 
 
-def test_expression_stands_behind_one_adapter(run: Run) -> None:
+def test_expression_follows_one_adapter(run: Run) -> None:
     out = run("base", "lora:0.8,te=0,re:attn2=0.5", "--dry-run")[1]
     assert "0.8× unet (3), 0.4× unet (1), te 0: 1 left out" in out
 
 
 @pytest.mark.parametrize("command", [["base"], ["inspect"], ["inspect", "--json"]])
-def test_name_with_spaces_stands_in_quotes(run: Run, command: list[str]) -> None:
+def test_name_with_spaces_is_in_quotes(run: Run, command: list[str]) -> None:
     shutil.copy("lora.safetensors", "my new style.safetensors")
     code, _, err = run(*command, "my", "new", "style:0.5")
     assert code == 2
@@ -654,14 +654,14 @@ def test_options_in_a_message_are_keywords_in_python(text: str, right: str) -> N
     ("base lora --out-dtype fp16", "write lora-merge base lora --dtype fp16"),
     ("base lora --lora-weight 0.8", "write lora-merge base lora:0.8"),
 ])  # fmt: skip
-def test_fix_is_the_own_line_corrected(run: Run, words: str, right: str) -> None:
+def test_fix_is_the_corrected_line(run: Run, words: str, right: str) -> None:
     """It can be pasted, but for capitals; the JSON of the error has it too."""
     code, _, err = run(*words.split())
     assert code in (2, 3) and err.endswith(f"fix:   {right}\n")
     assert json.loads(run(*words.split(), "--json")[1].splitlines()[-1])["error"]["fix"].startswith(right[:20])
 
 
-def test_own_line_is_left_out_if_it_names_a_file_twice(run: Run) -> None:
+def test_corrected_line_is_left_out_if_it_names_a_file_twice(run: Run) -> None:
     """The base is the file that is most like the missing adapter: no line says to merge it into itself."""
     assert run("base", "bose", "--dry-run")[2].endswith("fix:   did you mean base.safetensors?\n")
 

@@ -12,9 +12,9 @@ import pytest
 
 from lora_merge.algorithms import ALGORITHMS
 from lora_merge.cli import main as program
-from lora_merge.cli.help import BY_NAME, GROUPS, UNRECORDED
-from lora_merge.cli.help import COMMANDS as COMMAND_GROUPS
-from lora_merge.cli.terminal import FLAG
+from lora_merge.cli.help import BY_NAME, OPTION_GROUPS, UNRECORDED
+from lora_merge.cli.help import COMMAND_GROUPS as COMMAND_GROUPS
+from lora_merge.cli.terminal import COLOR_FLAG
 from lora_merge.errors import UsageError
 from lora_merge.models.architectures import shipped
 from lora_merge.options import OPTIONS
@@ -40,13 +40,13 @@ def test_options_stand_under_headings_and_every_option_is_there(run: Run) -> Non
     text = run("help", "merge")[1]
     parts = re.split(r"^(\w+):$", text, flags=re.MULTILINE)
     found = dict(zip(parts[1::2], parts[2::2], strict=True))
-    assert [name for name in found if name in GROUPS] == [name for name in GROUPS if name != UNRECORDED]
-    assert {option.group for option in OPTIONS.values()} <= {*GROUPS}
+    assert [name for name in found if name in OPTION_GROUPS] == [name for name in OPTION_GROUPS if name != UNRECORDED]
+    assert {option.group for option in OPTIONS.values()} <= {*OPTION_GROUPS}
     for option in OPTIONS.values():
         assert re.search(rf"{option.flag}\b", found[option.group]), option.name
         for word in option.words:
             assert re.search(rf"[<|\s]{word}[|>,.]", found[option.group]), "a choice is shown as one"
-    assert all(flag in found["Report"] for flag in ("--json", "--quiet", FLAG, "--help"))
+    assert all(flag in found["Report"] for flag in ("--json", "--quiet", COLOR_FLAG, "--help"))
     assert "<str>" not in text
     assert "Examples:" in text.split("--help")[-1], "at the end"
 
@@ -55,7 +55,7 @@ def test_options_stand_under_headings_and_every_option_is_there(run: Run) -> Non
 def test_every_command_has_help_in_whole_words(run: Run, command: str) -> None:
     code, text, _ = run("help", command)
     assert code == 0
-    assert "<str>" not in text and "{" not in text and FLAG in text and "--debug" in text
+    assert "<str>" not in text and "{" not in text and COLOR_FLAG in text and "--debug" in text
     assert re.match(rf"Usage: lora-merge {command} .*\[OPTIONS\]$", text.splitlines()[0])
     assert max(map(len, text.splitlines())) <= 80
     (line,) = re.findall(rf"^  {command} +(.+)$", run("--help")[1], re.MULTILINE)

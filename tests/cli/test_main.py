@@ -121,7 +121,7 @@ def test_paths_of_all_kinds(run: Run, tmp_path: Path, name: str) -> None:
     assert out.exists()
 
 
-def test_progress_is_told_of_every_byte(tmp_path: Path, model: Path, style: Path) -> None:
+def test_progress_counts_every_byte(tmp_path: Path, model: Path, style: Path) -> None:
     plan, told = lora_merge.plan(model, style, tmp_path / "o.safetensors"), list[Step]()
     carry_out(plan, told.append)
     assert sum(s.done for s in told if s.stage == "merge") == plan.size == (tmp_path / "o.safetensors").stat().st_size
@@ -449,12 +449,12 @@ def test_interrupt_while_folders_are_made(
     assert not (tmp_path / "new").exists()
 
 
-def test_options_before_a_command_are_told_their_place(run: Run, model: Path) -> None:
+def test_options_before_a_command_get_advice_on_their_place(run: Run, model: Path) -> None:
     code, _, err = run("--json", "inspect", model)
     assert (code, "lora-merge inspect … --json" in err) == (2, True), err
 
 
-def test_dry_run_tells_what_is_needed(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
+def test_dry_run_shows_what_is_needed(run: Run, tmp_path: Path, model: Path, style: Path) -> None:
     arguments = [model, style, "-o", tmp_path / "o.safetensors", "--dry-run", "--report", tmp_path / "r.json"]
     code, out, err = run(*arguments)
     assert code == 0, err
@@ -468,16 +468,14 @@ def test_dry_run_tells_what_is_needed(run: Run, tmp_path: Path, model: Path, sty
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "cpu:3", "cuda:98,cuda:99"])
-def test_device_that_is_not_here_is_told_by_the_plan(
-    run: Run, tmp_path: Path, model: Path, style: Path, device: str
-) -> None:
+def test_absent_device_is_reported_by_the_plan(run: Run, tmp_path: Path, model: Path, style: Path, device: str) -> None:
     code, _, err = run(model, style, "-o", tmp_path / "o.safetensors", "--dry-run", "--device", device)
     assert (code, "no device" in err) == (5, True), err
     with pytest.raises(ResourceError, match="no device"):
         lora_merge.plan(model, style, tmp_path / "o.safetensors", device=device)
 
 
-def test_folder_without_permission_is_told_by_the_plan(
+def test_folder_without_permission_is_reported_by_the_plan(
     run: Run, tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Root may write anywhere, so the system's answer is played."""
@@ -760,7 +758,7 @@ def test_pipe_with_a_reader_gets_the_report_or_the_failure(
 def test_reader_that_stops_costs_the_report_alone(
     run: Run, tmp_path: Path, model: Path, style: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stdio, "PATIENCE", 0.01)
+    monkeypatch.setattr(stdio, "READER_SECONDS", 0.01)
     pipe = tmp_path / "p"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)

@@ -21,10 +21,10 @@ import pytest
 
 from lora_merge import progress
 from lora_merge.cli import progress_display
-from lora_merge.cli.progress_display import BEAT, MOST, PROOF, BatchJobs, Display, interval
-from lora_merge.cli.terminal import CUT, REFLOWING
+from lora_merge.cli.progress_display import BEAT, MOST_LINES, PROOF, BatchJobs, Display, interval
+from lora_merge.cli.terminal import CUTTING_TERMINALS, REFLOWING
 from lora_merge.errors import UsageError
-from lora_merge.progress import APART, GRACE, Gathered, Progress, Stage, Step, watched
+from lora_merge.progress import GRACE, STEP_SECONDS, Gathered, Progress, Stage, Step, watched
 from lora_merge.viewing.compare import compare
 from lora_merge.viewing.inspect import inspect
 from tests.cli.terminal import fcntl, played_here, screen, terminal, termios
@@ -165,14 +165,14 @@ def test_rate_of_a_disk_that_stands_still_falls() -> None:
 @pytest.mark.parametrize("width", [60, 80, 160])
 def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     display, clock = shown(jobs=BatchJobs(20, {"/another.safetensors": (GIB, GIB)}))
-    for n in range(MOST + 3):
+    for n in range(MOST_LINES + 3):
         display(Step("load", f"/a/folder/{'long name ' * 20}{n}.safetensors", total=GIB))
         display(Step("merge", f"/a/folder/{'long name ' * 20}{n}.safetensors", GIB // 3, GIB, "write"))
     clock.now += 7
     display.end("/another.safetensors")
     found = display.lines(width)
     assert all(len(text) < width for text in found)
-    assert len(found) == MOST + 2
+    assert len(found) == MOST_LINES + 2
     assert "and 3 more" in found[-2]
     assert "1/20 jobs" in found[-1] and "GiB" in found[-1]
 
@@ -191,7 +191,7 @@ def test_redraws_are_at_most_ten_a_second_whatever_is_reported() -> None:
 
 def in_terminal(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
     """Let the variables be those of a terminal that has these and no other ones."""
-    for name in (*REFLOWING, *CUT, "TMUX"):
+    for name in (*REFLOWING, *CUTTING_TERMINALS, "TMUX"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -208,7 +208,7 @@ def in_terminal(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
         ({"TERM": "screen", "STY": "1.pts", "KITTY_WINDOW_ID": "1"}, False),
     ],
 )
-def test_narrower_terminal_keeps_what_stands_above_the_lines(
+def test_narrower_terminal_keeps_what_is_above_the_lines(
     variables: dict[str, str], breaks: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Terminals that break long lines get them all taken back; with others the line above stays."""
@@ -308,7 +308,7 @@ def test_steps_for_another_process_are_added_up() -> None:
     steps = Gathered(told.append, clock)
     steps(Step("load", "o"))
     for _ in range(100):
-        clock.now += APART / 20
+        clock.now += STEP_SECONDS / 20
         steps(Step("merge", "o", 3, 300))
     steps.flush()
     assert sum(s.done for s in told) == 300
@@ -331,7 +331,7 @@ def test_steps_of_several_threads_are_passed_on_one_at_a_time() -> None:
 
     def report(thread: int) -> None:
         for n in range(1000):
-            clock.now += APART / 2
+            clock.now += STEP_SECONDS / 2
             steps(Step("merge", f"{thread} {n}", 1, 1))
 
     sys.setswitchinterval(1e-6)
@@ -385,7 +385,7 @@ def test_observer_that_fails_is_named_once_and_called_no_more(logged: list[str])
 @pytest.mark.few(1)
 @pytest.mark.parametrize("seconds", [0.1, 60], ids=["slow", "stuck"])
 def test_observer_that_is_slow_does_not_slow_the_run(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    monkeypatch.setattr(progress, "PATIENCE", 0.5)
+    monkeypatch.setattr(progress, "OBSERVER_SECONDS", 0.5)
     told, end = list[Step](), threading.Event()
 
     def observer(step: Step) -> None:

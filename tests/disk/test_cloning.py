@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.batch import planning
+from lora_merge.batch import batch_plan
 from lora_merge.disk import hashes, volumes
 from lora_merge.disk import writer as disk
 from lora_merge.disk.pages import PAGE
@@ -100,7 +100,7 @@ def test_output_is_the_same_and_most_of_it_shared(tmp_path: Path, clones: Clones
 def test_shared_bytes_of_a_known_base_are_not_read(
     tmp_path: Path, clones: Clones, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hashes, "SMALLEST", 1)
+    monkeypatch.setattr(hashes, "REMEMBERED_ABOVE", 1)
     monkeypatch.setattr(hashes, "SETTLED", -1.0)
     monkeypatch.setattr(hashes, "file_system", lambda _: "ext4")
     base, lora = inputs(tmp_path)
@@ -150,7 +150,7 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
 
 
 def test_space_is_asked_for_what_is_not_shared(tmp_path: Path, clones: Clones, monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in (volumes, planning):
+    for place in (volumes, batch_plan):
         monkeypatch.setattr(place, "CLONES", {file_system(tmp_path)})
     base, lora = inputs(tmp_path)
     changed = 2 * ROWS * COLS
@@ -164,7 +164,7 @@ def test_space_is_asked_for_what_is_not_shared(tmp_path: Path, clones: Clones, m
         lora_merge.run_batch(jobs)
     with pytest.raises(ResourceError, match="no space"):  # where another dtype leaves nothing as it is
         plan_merge(make_job(base, lora, tmp_path / "b.safetensors", dtype="bf16"))
-    for place in (admission, planning):
+    for place in (admission, batch_plan):
         monkeypatch.setattr(place, "share_blocks", lambda *_: False)  # on two disks
     with pytest.raises(ResourceError, match="no space"):
         plan_merge(make_job(base, lora, tmp_path / "c.safetensors"))

@@ -27,8 +27,8 @@ def made(target: Path, *, room: int = 0, hashed: bool = False, most: int = 0) ->
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     sizes=st.lists(st.integers(0, 70), max_size=12),
-    limits=st.fixed_dictionaries({"IN_MEMORY": st.integers(0, 200), "BATCH": st.integers(1, 90), "QUEUED": st.just(1),
-                                  "COPIED": st.integers(1, 50)}),
+    limits=st.fixed_dictionaries({"IN_MEMORY": st.integers(0, 200), "WRITE_BATCH": st.integers(1, 90), "QUEUED": st.just(1),
+                                  "COPY_BYTES": st.integers(1, 50)}),
     options=st.fixed_dictionaries({"room": st.integers(0, 60), "hashed": st.booleans()}),
     header=st.integers(1, 60),
 )  # fmt: skip
@@ -52,7 +52,7 @@ def test_all_bytes_are_behind_the_header_whatever_room_was_left(
 
 
 def test_draft_that_is_not_published_is_removed(tmp_path: Path) -> None:
-    with patch.multiple(module, IN_MEMORY=10, BATCH=1), made(tmp_path / "out") as draft:
+    with patch.multiple(module, IN_MEMORY=10, WRITE_BATCH=1), made(tmp_path / "out") as draft:
         draft.put(memoryview(b"x" * 20))
         assert len([*tmp_path.iterdir()]) == 1
     assert not [*tmp_path.iterdir()]
@@ -63,7 +63,7 @@ def test_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path: Path) -> None
         raise OSError(28, "No space left on device")
 
     with (
-        patch.multiple(module, IN_MEMORY=10, BATCH=1, write_at=full),
+        patch.multiple(module, IN_MEMORY=10, WRITE_BATCH=1, write_at=full),
         pytest.raises(ResourceError, match="no space left"),
         made(tmp_path / "out") as draft,
     ):
@@ -72,12 +72,12 @@ def test_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path: Path) -> None
     assert not [*tmp_path.iterdir()]
 
 
-def test_full_disk_tells_how_much_the_file_needs_at_most(tmp_path: Path) -> None:
+def test_full_disk_shows_how_much_the_file_needs_at_most(tmp_path: Path) -> None:
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
     with (
-        patch.multiple(module, IN_MEMORY=10, BATCH=1, write_at=full),
+        patch.multiple(module, IN_MEMORY=10, WRITE_BATCH=1, write_at=full),
         pytest.raises(ResourceError, match=r"up to 5\.00 KiB needed"),
         made(tmp_path / "o", most=5120) as draft,
     ):

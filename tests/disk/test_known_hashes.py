@@ -15,7 +15,7 @@ import torch
 
 import lora_merge
 from lora_merge.disk import hashes
-from lora_merge.disk.hashes import MOST, cache_file, recall, remember, state
+from lora_merge.disk.hashes import MOST_CACHED_FILES, cache_file, recall, remember, state
 from lora_merge.files.safetensors import parse_file
 from lora_merge.planning.recipe import KEY
 from lora_merge.recipes.replay import prove
@@ -33,7 +33,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     base = sd1_sample()
     save(base, tmp_path / "base.safetensors")
     save(kohya(base), tmp_path / "style.safetensors")
-    monkeypatch.setattr(hashes, "SMALLEST", 1)
+    monkeypatch.setattr(hashes, "REMEMBERED_ABOVE", 1)
     monkeypatch.setattr(hashes, "SETTLED", -1.0)
     monkeypatch.setattr(hashes, "file_system", lambda _: "ext4")
     return tmp_path
@@ -111,7 +111,7 @@ def test_hash_of_a_file_changed_just_now_is_not_remembered(files: Path, monkeypa
 
 
 def test_small_file_is_not_worth_remembering(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hashes, "SMALLEST", (files / "base.safetensors").stat().st_size)
+    monkeypatch.setattr(hashes, "REMEMBERED_ABOVE", (files / "base.safetensors").stat().st_size)
     merged(files)
     assert list(recall()) == [state(files / "base.safetensors")]
 
@@ -166,7 +166,7 @@ def test_strange_file_in_place_of_the_hashes_is_ignored(files: Path) -> None:
     assert merged(files) == sha(files / "base.safetensors")
     assert recall() == {}  # nothing but files and links is replaced
     cache_file().unlink()
-    cache_file().write_text("{" + " " * hashes.LARGEST + "}")
+    cache_file().write_text("{" + " " * hashes.MOST_CACHE_BYTES + "}")
     assert recall() == {}
     merged(files)
     assert len(recall()) == 2
@@ -221,10 +221,10 @@ def learnt(**digests: str) -> dict[Path, tuple[str, str]]:
 
 @pytest.mark.usefixtures("unsigned")
 def test_oldest_are_forgotten() -> None:
-    remember(learnt(**{f"file {n}": DIGEST for n in range(MOST)}))
+    remember(learnt(**{f"file {n}": DIGEST for n in range(MOST_CACHED_FILES)}))
     remember(learnt(**{"file 0": DIGEST[::-1], "new": DIGEST}))
     known = recall()
-    assert len(known) == MOST
+    assert len(known) == MOST_CACHED_FILES
     assert known["file 0"][:64] == DIGEST[::-1]
     assert "file 1" not in known
     assert list(known)[-1] == "new"

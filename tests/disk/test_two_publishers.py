@@ -173,16 +173,16 @@ def held(path: Path, *, folder: bool) -> str | None:
 
 
 @pytest.mark.skipif(not temporary.CAN_LOCK, reason="runs take turns by a lock")
-def test_turn_that_never_ends_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turn_that_never_ends_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped process must not hang all others."""
-    monkeypatch.setattr(publish, "PATIENCE", 0.0)
+    monkeypatch.setattr(publish, "TURN_SECONDS", 0.0)
     with publish._turn(tmp_path), pytest.raises(UsageError, match="does not finish"):
         put(tmp_path / "out", "", overwrite=False, folder=False)
     assert list(tmp_path.iterdir()) == []
     put(tmp_path / "out", "later", overwrite=False, folder=False)
 
 
-def test_folder_that_another_run_removes_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_that_another_run_removes_is_created_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that fails removes the folders that it made."""
     make, tries = publish.create, itertools.count()
 

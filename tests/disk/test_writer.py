@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from lora_merge.disk import volumes
 from lora_merge.disk import writer as disk
-from lora_merge.disk.pages import HUGE, PAGE, address, aligned_buffer
+from lora_merge.disk.pages import HUGE_PAGE, PAGE, address, aligned_buffer
 from lora_merge.disk.volumes import Mode, file_system, free_bytes
 from lora_merge.disk.writer import Writer, amend, copy_file
 from lora_merge.errors import MergeError, ResourceError, UsageError
@@ -59,7 +59,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     shift=st.sampled_from(["congruent", "odd", "readonly"]),
     data=st.data(),
 )
-def test_bytes_written_in_any_order_are_those_given(
+def test_bytes_in_any_order_are_written_in_place(
     folders: list[Path], sizes: list[int], mode: Mode, shift: str, data: st.DataObject
 ) -> None:
     content, pieces, at = pattern(sum(sizes)), [], 0
@@ -103,9 +103,9 @@ def test_buffers_begin_at_a_page() -> None:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux how it holds the memory")
 def test_large_buffers_lie_in_huge_pages_and_not_in_forks() -> None:
     """Otherwise a direct request ends after 254 scattered pages, and a fork during one splits them."""
-    buffer = aligned_buffer(HUGE * 2 + 5)
+    buffer = aligned_buffer(HUGE_PAGE * 2 + 5)
     start = address(buffer)
-    assert (start % HUGE, len(buffer), bytes(buffer)) == (0, HUGE * 2 + 5, bytes(HUGE * 2 + 5))
+    assert (start % HUGE_PAGE, len(buffer), bytes(buffer)) == (0, HUGE_PAGE * 2 + 5, bytes(HUGE_PAGE * 2 + 5))
     smaps = Path("/proc/self/smaps").read_text()
     held = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) .*\n(?:\w+: .*\n)*?VmFlags: (.*)$", smaps, re.MULTILINE)
     (flags,) = (flags.split() for low, high, flags in held if int(low, 16) <= start < int(high, 16))

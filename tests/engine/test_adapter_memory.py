@@ -12,7 +12,7 @@ import lora_merge
 from lora_merge.disk.files import StoredTensor
 from lora_merge.disk.reader import Reader
 from lora_merge.engine.row_blocks import BLOCK_ELEMENTS, blocks
-from lora_merge.engine.tensors import RECENT, SHARE, DeviceCache, TensorCache
+from lora_merge.engine.tensors import CACHE_SHARE, RECENT_TENSORS, DeviceCache, TensorCache
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.job import make_job
 from lora_merge.planning.checkpoint_cache import CheckpointCache
@@ -41,11 +41,11 @@ def test_tensors_of_a_window_are_kept_up_to_a_share_of_the_limit(
     lora_merge.merge(base, adapter, tmp_path / "o.safetensors", max_memory=LIMIT, device="cpu", verify=False)
     one = 64 * 2048 * 4
     assert adapter.stat().st_size > 3 * LIMIT / 2
-    assert LIMIT // SHARE - one < max(kept) <= max(LIMIT // SHARE, RECENT * one)
+    assert LIMIT // CACHE_SHARE - one < max(kept) <= max(LIMIT // CACHE_SHARE, RECENT_TENSORS * one)
 
 
 def test_tensors_used_last_are_kept_whatever_their_size(tmp_path: Path) -> None:
-    tensors = {f"t{n}": rand(100, seed=n) for n in range(RECENT + 1)}
+    tensors = {f"t{n}": rand(100, seed=n) for n in range(RECENT_TENSORS + 1)}
     index = open_checkpoint(save(tensors, tmp_path / "a.safetensors"))
     with Reader([index]) as reader:
         cache = TensorCache(reader, frozenset(), room=1)

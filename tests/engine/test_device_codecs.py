@@ -12,7 +12,7 @@ import torch
 
 import lora_merge
 from lora_merge.engine import tensors
-from lora_merge.files.encodings.arithmetic import TABLES
+from lora_merge.files.encodings.arithmetic import CACHED_TABLES
 from tests.files.quantised_forms import FORMS
 from tests.kit import gguf_files as by_library
 from tests.kit.files import load, save
@@ -38,7 +38,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Pretended, set[st
         used.add(str(device))
         return computing(device)
 
-    for module in ("tensors", "recoding"):
+    for module in ("tensors", "requantisation"):
         monkeypatch.setattr(f"lora_merge.engine.{module}.computing", seen)
     if torch.cuda.is_available():
         yield Pretended(), used
@@ -48,7 +48,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Pretended, set[st
             yield found, used
     finally:
         monkeypatch.undo()
-        for forget in TABLES:
+        for forget in CACHED_TABLES:
             forget()
 
 

@@ -225,7 +225,7 @@ def test_scene_without_a_fault_is_right(
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("fault", MUTANTS)
-def test_fault_is_seen(
+def test_fault_is_detected(
     fault: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene, place, old, new = MUTANTS[fault]

@@ -116,7 +116,7 @@ def test_auto_folds_on_the_cpu_what_no_gpu_has_room_for(
         return fold(base, stacks)
 
     monkeypatch.setattr("lora_merge.engine.window_merger.places", lambda *_: (META,))
-    monkeypatch.setattr("lora_merge.engine.fold.RULES", {"sum": full})
+    monkeypatch.setattr("lora_merge.engine.fold.FOLD_RULES", {"sum": full})
     report = lora_merge.merge(*files, tmp_path / "o")
     assert "meta was short of memory: a block was folded on the CPU" in report.notes
     assert len(tries) <= 1 + 2 * (SPILLED + 2), "after a few blocks the others are not tried"

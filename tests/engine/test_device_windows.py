@@ -194,7 +194,7 @@ def test_number_that_is_not_finite_in_the_base_is_merged_as_on_the_cpu(tmp_path:
 
 
 @pytest.mark.parametrize("large", [torch.float16, torch.float8_e5m2])
-def test_number_too_large_for_one_dtype_of_a_window_is_seen_beside_others(
+def test_number_too_large_for_one_dtype_of_a_window_is_detected_beside_others(
     large: torch.dtype, tmp_path: Path, cuda: Pretended
 ) -> None:
     """Each dtype has extremes of its own, whichever comes last."""
@@ -386,7 +386,7 @@ def test_devices_of_other_kinds_get_what_they_have(
     cuda.lacks = frozenset({*EIGHT, *({torch.float64} if kind == "mps" else ())})
     monkeypatch.setattr("lora_merge.engine.tensor_moves.queues", lambda _: False)
     for module in ("tensor_moves", "devices"):
-        monkeypatch.setattr(f"lora_merge.engine.{module}.WHOLE", {"cpu"})
+        monkeypatch.setattr(f"lora_merge.engine.{module}.FULL_DEVICES", {"cpu"})
     monkeypatch.setattr("lora_merge.engine.window_merger.threads", lambda *_: 1)
     kinds = (torch.float16, torch.float64, *EIGHT)
     base = {f"m.{n}.weight": rand(24, 16, seed=n).to(kinds[n % 4]) for n in range(8)}

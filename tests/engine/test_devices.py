@@ -59,7 +59,7 @@ def test_failure_to_start_cuda_is_reported(error: Exception, monkeypatch: pytest
     assert unusable(torch.device("cuda:0")) == str(error)
 
 
-def test_driver_that_is_too_old_is_told_and_not_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_that_is_too_old_is_reported_without_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch warns of it once, and counts no device."""
     said = ["CUDA initialization: The NVIDIA driver on your system is too old (Triggered internally at a.cpp:1.)\nmore"]
 

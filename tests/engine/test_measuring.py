@@ -86,7 +86,7 @@ def test_blocks_in_a_row_are_sampled_by_every_fourth(
     monkeypatch.setattr("lora_merge.engine.row_blocks.BLOCK_ELEMENTS", 64 * 16)  # 16 rows
     monkeypatch.setattr(Sampling.__init__, "__defaults__", (8, 1, runs, frozenset()))
     monkeypatch.setattr("lora_merge.engine.window_merger.checked", lambda _: frozenset())
-    for name, size in (("RUN", 8), ("PERIOD", 2048), ("LEAST", 64)):
+    for name, size in (("RUN", 8), ("PERIOD", 2048), ("LEAST_BLOCK", 64)):
         monkeypatch.setattr(change_sample, name, size)
     name, rows = "model.layers.0.self_attn.q_proj", 16 * 9 + 5
     save({f"{name}.weight": torch.ones(rows, 64)}, tmp_path / "base.safetensors")
@@ -160,7 +160,7 @@ def test_numbers_that_are_not_finite_or_were_cut_are_left_out(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("method", ["ties", "dare"])
-def test_changes_that_become_one_are_told_before_that(method: str, tmp_path: Path) -> None:
+def test_changes_that_become_one_are_reported_before_that(method: str, tmp_path: Path) -> None:
     base, name = sd1(), NAMES[0]
     save(base, tmp_path / "base.safetensors")
     files = [tmp_path / f"{n}.safetensors" for n in range(2)]

@@ -289,7 +289,7 @@ def test_base_that_is_hashed_is_read_in_its_order(
 
 
 @pytest.mark.slow
-def test_report_tells_where_the_time_went(
+def test_report_shows_where_the_time_went(
     mixed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settle = Pipeline.settle
@@ -656,7 +656,7 @@ def test_alpha_of_hundreds_of_digits_is_damage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["digests", "read", "write", "fold", "expect"])
-def test_system_without_threads_is_told(
+def test_system_without_threads_is_reported(
     files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     start = threading.Thread.start
@@ -678,7 +678,7 @@ def test_system_without_threads_is_told(
      RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory"),
      ImportError("libtorch_cpu.so: failed to map segment from shared object")],
 )  # fmt: skip
-def test_system_without_memory_is_told(
+def test_system_without_memory_is_reported(
     files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def refused(*_: object, **__: object) -> None:
@@ -744,7 +744,7 @@ def test_equal_layers_in_memory_are_folded_in_one_call(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_input_that_had_other_bytes_for_a_while_is_found(
+def test_input_that_had_other_bytes_for_a_while_is_detected(
     mixed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, known: bool
 ) -> None:
     """Its bytes and its time are put back before the end; the digest may be one of an earlier run."""
@@ -777,13 +777,13 @@ def test_input_that_had_other_bytes_for_a_while_is_found(
 
 def test_progress_moves_within_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One window of many blocks, written in many pieces: a slow formula or disk would not let the bar stand."""
-    monkeypatch.setattr(pipeline, "APART", 0.0)
+    monkeypatch.setattr(pipeline, "STEP_SECONDS", 0.0)
     base = save({"w": rand(2048, 1024).half()}, tmp_path / "base.safetensors")
     lora = save({"w.lora_up.weight": rand(2048, 2), "w.lora_down.weight": rand(2, 1024)}, tmp_path / "l.safetensors")
 
     def parts(piece: int) -> list[int]:
         steps: list[lora_merge.Step] = []
-        monkeypatch.setattr(pipeline, "PIECE", piece)
+        monkeypatch.setattr(pipeline, "WRITTEN_BYTES", piece)
         report = lora_merge.merge(base, lora, tmp_path / "o.safetensors", overwrite=True, progress=steps.append)
         found = [s.done for s in steps if s.stage == "merge"]
         assert sum(found) == report.written and max(found) < report.written
@@ -791,5 +791,5 @@ def test_progress_moves_within_a_window(tmp_path: Path, monkeypatch: pytest.Monk
 
     whole = parts(1 << 30)
     assert len(parts(1 << 20)) >= len(whole) + 3, "pieces that are written"
-    monkeypatch.setattr(pipeline, "APART", 1e9)
+    monkeypatch.setattr(pipeline, "STEP_SECONDS", 1e9)
     assert len(parts(1 << 20)) < len(whole), "blocks that are merged"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import lora_merge
 from lora_merge.batch.schema import Options
 from lora_merge.engine import row_blocks
-from lora_merge.engine.fold import RULES
+from lora_merge.engine.fold import FOLD_RULES
 from lora_merge.engine.merge import run
 from lora_merge.errors import FitError, MergeError, VerificationFailed
 from lora_merge.merge_methods import METHODS
@@ -141,7 +141,7 @@ def test_compose_is_what_peft_merges_one_after_the_other(name: str, order: tuple
 @pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["OFT", "BOFT", "HRA", "Road"])
-def test_order_is_the_one_that_was_given(name: str, tmp_path: Path) -> None:
+def test_order_is_that_of_the_arguments(name: str, tmp_path: Path) -> None:
     folders, state = peft_pair(name, tmp_path), layers().state_dict()
     one, two = (lora_merge.merge_state_dict(state, some, method="compose") for some in (folders, folders[::-1]))
     assert any(not torch.allclose(one[key], two[key]) for key in state)
@@ -159,7 +159,7 @@ WHOLE: dict[str, dict[str, Any]] = {
 @pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("names", list(permutations(WHOLE, 2)))
-def test_replaced_tensors_are_composed_in_the_order_given(names: tuple[str, str], tmp_path: Path) -> None:
+def test_replaced_tensors_are_composed_in_the_order_of_the_arguments(names: tuple[str, str], tmp_path: Path) -> None:
     import peft
 
     folders = [tmp_path / name for name in names]
@@ -225,7 +225,7 @@ def made(folder: Path, kinds: Sequence[str], *, fused: bool = False, **options: 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kinds", [("boft", "dora in"), ("glora", "diag-oft", "dora out"), ("ia3", "ia3", "boft")])
-def test_composed_file_is_proven_and_made_again(kinds: Sequence[str], fused: bool, tmp_path: Path) -> None:  # noqa: FBT001
+def test_composed_file_is_proven_and_reproduced(kinds: Sequence[str], fused: bool, tmp_path: Path) -> None:  # noqa: FBT001
     out = made(tmp_path, kinds, fused=fused, method="compose")
     assert json.loads(metadata(out)[KEY])["method"] == "compose"
     for full in (False, True):
@@ -268,7 +268,7 @@ def notes(base: Tensors, adapters: Sequence[tuple[str, Tensors]], folder: Path, 
 @pytest.mark.slow
 @settings(max_examples=examples(25), deadline=None)
 @given(chosen=st.lists(ONE, min_size=2, max_size=3), fused=st.booleans())
-def test_note_tells_whenever_the_methods_differ_and_only_then(
+def test_note_appears_whenever_the_methods_differ_and_only_then(
     chosen: list[Any],
     fused: bool,  # noqa: FBT001
     tmp_path_factory: pytest.TempPathFactory,
@@ -295,7 +295,7 @@ def test_note_names_modules_and_adapters(tmp_path: Path) -> None:
     assert FUSED in note and "first.safetensors" in note and "--method compose" in note
 
 
-def test_jobs_of_both_methods_share_one_read_and_are_told_apart(tmp_path: Path) -> None:
+def test_jobs_of_both_methods_share_one_read_and_are_distinguished(tmp_path: Path) -> None:
     """Each gives what it gives by itself; an output of the other method is none of its own."""
     kinds = ("boft", "diag-oft", "dora in")
     single = {m: made(tmp_path, kinds, method=m, overwrite=True).read_bytes() for m in BOTH}
@@ -365,7 +365,7 @@ def test_note_speaks_of_what_is_merged_alone(tmp_path: Path) -> None:
 
 
 def test_every_method_has_a_rule_and_is_an_option_everywhere() -> None:
-    assert {*RULES} == {name for name, row in METHODS.items() if not row.combines} == {*BOTH}
+    assert {*FOLD_RULES} == {name for name, row in METHODS.items() if not row.combines} == {*BOTH}
     assert get_args(MethodName) == tuple(METHODS)
     (field,) = [a for a in get_args(Options.model_fields["method"].annotation) if get_args(a)]
     assert get_args(get_args(field)[0]) == tuple(METHODS)

@@ -23,7 +23,7 @@ from lora_merge.cli import main as program
 from lora_merge.cli import verify_commands as cli_proof
 from lora_merge.disk.reader import Reader
 from lora_merge.dtypes import FLOATS
-from lora_merge.engine.tensor_moves import PIECE, convert, odd
+from lora_merge.engine.tensor_moves import CAST_NUMBERS, convert, odd
 from lora_merge.errors import InputError, TooLarge, VerificationFailed
 from lora_merge.files.safetensors import parse_file
 from lora_merge.options import OnOverflow
@@ -130,11 +130,11 @@ def test_nan_in_the_base_stays_what_it_is(dtype: torch.dtype, mode: str) -> None
 
 
 @pytest.mark.parametrize("dtype", LIMITS)
-def test_number_too_large_is_found_wherever_it_is(dtype: torch.dtype) -> None:
+def test_number_too_large_is_detected_wherever_it_is(dtype: torch.dtype) -> None:
     """The cheap look at bits and sums misses none, and a large sum of small numbers is no reason to refuse."""
-    source = torch.ones(PIECE + 100, dtype=torch.float64) * LIMITS[dtype][0] / 2
+    source = torch.ones(CAST_NUMBERS + 100, dtype=torch.float64) * LIMITS[dtype][0] / 2
     assert convert(source, torch.empty(source.shape, dtype=dtype))
-    for at in (0, 17, PIECE - 1, PIECE, PIECE + 99):
+    for at in (0, 17, CAST_NUMBERS - 1, CAST_NUMBERS, CAST_NUMBERS + 99):
         for value in (LIMITS[dtype][1], -LIMITS[dtype][1]):
             wrong = source.clone()
             wrong[at] = value
@@ -307,7 +307,7 @@ def test_base_that_the_compute_dtype_cannot_hold_is_refused(stored: torch.dtype,
 
 
 @pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_nan_in_a_merged_tensor_stays_and_overflow_beside_it_is_found(stored: torch.dtype, tmp_path: Path) -> None:
+def test_nan_in_a_merged_tensor_stays_and_overflow_beside_it_is_detected(stored: torch.dtype, tmp_path: Path) -> None:
     """Also where base values lie in the place of the result, and are read again to tell the two apart."""
     weight = rand(8, 8).to(stored)
     weight[0, 0], weight[1, 1] = nan, inf
@@ -381,7 +381,7 @@ def wrongs(dtype: torch.dtype, right: float) -> Iterator[float]:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("stored", [torch.float64, torch.float32])
-def test_every_wrong_number_in_a_converted_tensor_is_found(
+def test_every_wrong_number_in_a_converted_tensor_is_detected(
     dtype: torch.dtype, stored: torch.dtype, tmp_path: Path
 ) -> None:
     base = {"x.m.weight": rand(8, 8), "x.plain": rand(40, 3, scale=1.0).to(stored)}

@@ -160,7 +160,7 @@ def _fold(weights: Tensors, factors: Tensors, at: Placement, output: torch.dtype
     """Plan from shapes, then fold the given tensors wherever they are."""
     from lora_merge.engine.row_blocks import blocks
     from lora_merge.job import make_job
-    from lora_merge.memory.merging import _adapters  # the plan of merge_state_dict, without its fetching of values
+    from lora_merge.memory.merge import _adapters  # the plan of merge_state_dict, without its fetching of values
     from lora_merge.memory.state_index import index_of
     from lora_merge.models.names import names
     from lora_merge.planning.make_plan import Inputs, match, outputs
@@ -313,7 +313,7 @@ def test_metal_is_given_only_what_it_holds(
     stored: torch.dtype, output: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("tensor_moves", "devices"):
-        monkeypatch.setattr(f"lora_merge.engine.{module}.WHOLE", {"cpu"})
+        monkeypatch.setattr(f"lora_merge.engine.{module}.FULL_DEVICES", {"cpu"})
     with Metal() as metal:
         for more in (linear(torch.float32), {"m.full.oft_blocks": torch.empty(3, 4, 4)}):
             factors = {k: torch.empty(t.shape, dtype=stored) for k, t in more.items()}
@@ -370,7 +370,7 @@ def test_auto_passes_over_a_device_that_does_not_compute(tmp_path: Path, monkeyp
     assert report.notes == (f"cuda is not used: {broken['cuda']}", "mps is not used: mps computes no fp64")
 
 
-def test_device_that_is_seen_and_not_usable_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_that_is_listed_and_not_usable_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def ones(*_: object, device: torch.device) -> Tensor:
         raise RuntimeError(f"{device} error: out of memory\nmore")
 
@@ -427,7 +427,7 @@ def test_smaller_batches_are_used_when_the_device_is_short_of_memory(
             raise error
         return fold(base, stacks)
 
-    monkeypatch.setattr("lora_merge.engine.fold.RULES", {"sum": short})
+    monkeypatch.setattr("lora_merge.engine.fold.FOLD_RULES", {"sum": short})
     monkeypatch.setattr("lora_merge.engine.window_merger.threads", lambda *_: 1)
     assert _merge(tmp_path, "parts") == whole
     assert len(failed) == 1, "the size that fits is found once"
@@ -438,7 +438,7 @@ def test_smaller_batches_are_used_when_the_device_is_short_of_memory(
     def never(base: Tensor, stacks: list[StackedPatch]) -> Tensor:
         raise error
 
-    monkeypatch.setattr("lora_merge.engine.fold.RULES", {"sum": never})
+    monkeypatch.setattr("lora_merge.engine.fold.FOLD_RULES", {"sum": never})
     with pytest.raises(lora_merge.MergeError, match="out of memory") as caught:
         lora_merge.merge(tmp_path / "b", tmp_path / "a", tmp_path / "parts", **options)
     assert caught.value.exit_code == 5
@@ -458,7 +458,7 @@ def test_block_that_does_not_fit_beside_others_is_folded_alone(tmp_path: Path, m
         finally:
             used.release()
 
-    monkeypatch.setattr("lora_merge.engine.fold.RULES", {"sum": short})
+    monkeypatch.setattr("lora_merge.engine.fold.FOLD_RULES", {"sum": short})
     monkeypatch.setattr("lora_merge.engine.window_merger.threads", lambda *_: 4)
     assert _merge(tmp_path, "together") == alone
     options = {"device": "cpu", "verify": False, "overwrite": True}
@@ -470,7 +470,7 @@ def test_errors_of_other_kinds_are_no_lack_of_memory(monkeypatch: pytest.MonkeyP
     def broken(base: Tensor, stacks: list[StackedPatch]) -> Tensor:
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr("lora_merge.engine.fold.RULES", {"sum": broken})
+    monkeypatch.setattr("lora_merge.engine.fold.FOLD_RULES", {"sum": broken})
     with pytest.raises(lora_merge.MergeError, match="unexpected failure: RuntimeError: an illegal") as caught:
         lora_merge.merge_state_dict(model(torch.float32), linear(torch.float32))
     assert type(caught.value) is lora_merge.MergeError and type(caught.value.__cause__) is RuntimeError

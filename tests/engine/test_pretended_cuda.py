@@ -85,7 +85,7 @@ def test_merges_are_what_they_are_on_the_cpu(
     assert not cuda.counts["down and waited for"]
 
 
-def test_reads_before_the_copy_ends_are_found(
+def test_reads_before_the_copy_ends_are_detected(
     files: tuple[Path, Path], tmp_path: Path, cuda: Pretended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stand-in is worth something: where nobody waits for a stream, results are no numbers, and the proof says so.
@@ -103,7 +103,7 @@ def test_reads_before_the_copy_ends_are_found(
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["keep", "fp8_e4m3fn", "fp8_e5m2"])
-def test_numbers_too_large_are_seen_on_the_device_and_counted(
+def test_numbers_too_large_are_detected_on_the_device_and_counted(
     dtype: str, tmp_path: Path, cuda: Pretended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without one more look at them on the host."""
@@ -190,7 +190,7 @@ def test_device_that_is_full_when_decompositions_are_loaded_gets_smaller_batches
 @pytest.mark.few(1)
 @pytest.mark.parametrize("text", ["CUDA error: an illegal memory access", "CUDA out of memory. Tried to allocate"])
 @pytest.mark.parametrize("name", ["cpu", "empty", "view", "copy_"])
-def test_device_that_fails_under_tensors_in_memory_is_told(
+def test_device_that_fails_under_tensors_in_memory_is_reported(
     name: str, text: str, cuda: Pretended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Outside of the folds too: when tensors of the caller are read, and when results are made."""
@@ -266,7 +266,7 @@ def test_index_outside_of_a_weight_ends_the_device_where_no_check_stops_it(
         lora_merge.merge(*files, tmp_path / "o", device="cuda:0")
 
 
-def test_wait_orders_what_was_given_before_it_and_nothing_after(cuda: Pretended) -> None:
+def test_wait_orders_the_calls_before_it_and_no_later_ones(cuda: Pretended) -> None:
     one, other = Stream(torch.device("cuda", 0)), Stream(torch.device("cuda", 0))
     with torch.cuda.device(torch.device("cuda", 0)):
         with torch.cuda.stream(one):  # type: ignore[arg-type]

@@ -51,7 +51,7 @@ def test_block_is_folded_once_if_memory_holds_it_and_its_bytes_do_not_depend_on_
     monkeypatch.setattr("lora_merge.engine.memory_policy.MemoryPolicy.most", lambda *_: 1)
     made, rooms = {}, {"all": 2**30, "some": 3 * 4 * 128 * SHAPE[1], "none": 0}
     for room, nbytes in rooms.items():
-        monkeypatch.setattr("lora_merge.engine.quantised_output.SHARE", 2**30 // nbytes if nbytes else 2**31)
+        monkeypatch.setattr("lora_merge.engine.quantised_output.BLOCK_SHARE", 2**30 // nbytes if nbytes else 2**31)
         out, folds = tmp_path / room / "out.safetensors", 0
         out.parent.mkdir()
         report = lora_merge.merge(*inputs, out, dtype=dtype, rounding=rounding, verify=False)

@@ -99,7 +99,7 @@ def test_embeddings_with_other_numbers_of_rows_are_measured_beside_a_lora(rows: 
 
 def test_large_tensor_is_sampled_by_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They stand for all numbers, also where the rest of the tensor is short."""
-    for name, value in (("LEAST", 512), ("RUN", 64), ("EVERY", 8)):
+    for name, value in (("WHOLE_BELOW", 512), ("READ_RUN", 64), ("SAMPLE_STRIDE", 8)):
         monkeypatch.setattr(change_norms, name, value)
     monkeypatch.setattr(change_norms.measure, "__defaults__", (8,))
     source = base(tmp_path, rows=1001)
@@ -135,7 +135,7 @@ def test_replaced_weight_of_codes_is_measured(tmp_path: Path) -> None:
     assert found["retained"] is None
 
 
-def test_replacement_that_the_dtype_cannot_hold_is_told(tmp_path: Path) -> None:
+def test_replacement_that_the_dtype_cannot_hold_is_reported(tmp_path: Path) -> None:
     """No row of it is computed again by the proof, which copies it: the merge itself warns."""
     adapter = ln_tuning(tmp_path / "ln", 1 + 1e-4 * rand(64))
     report = lora_merge.merge(base(tmp_path), adapter, tmp_path / "out.safetensors", dtype="bf16")

@@ -216,7 +216,7 @@ def test_no_exception_is_raised_where_it_would_keep_the_lock_of_imports(call: Ca
     def stop(*_: object) -> None:
         raise StoppedError
 
-    before = process._stops, {number: signal.getsignal(number) for number in process.NUMBERS}
+    before = process._stops, {number: signal.getsignal(number) for number in process.SIGNALS}
     on_stop(stop)
     try:
         assert scope["_get_module_lock"](call, signal.SIGINT) == "the lock is given back"

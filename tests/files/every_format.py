@@ -22,10 +22,10 @@ from lora_merge.engine.tensors import as_bytes, parts_of
 from lora_merge.files.encodings.base import CODES, DRAW, Encoding, Packing
 from lora_merge.files.formats import FORMATS
 from lora_merge.files.formats.base import Checkpoint
-from lora_merge.files.formats.output import FILES, FOLDERS
-from lora_merge.files.gguf.blocks import KINDS
+from lora_merge.files.formats.output import FILE_FORMATS, FOLDER_FORMATS
+from lora_merge.files.gguf.blocks import BLOCK_KINDS
 from lora_merge.files.gguf.encoding import ggml, new_encoding
-from lora_merge.files.gguf.types import READ_ONLY, TYPES
+from lora_merge.files.gguf.types import DECODED_ONLY_TYPES, GGML_TYPES
 from lora_merge.proof.decoders import DECODERS
 from lora_merge.proof.grids import Grid
 from lora_merge.proof.weights import Coded
@@ -236,7 +236,11 @@ def stored(name: str) -> tuple[Weight, ...]:
 def _blocks(kind: str, *, zeros: bool = False) -> Weight:
     """Blocks of a type of GGUF."""
     values = np.random.default_rng(0).normal(0, 0.02, (6, 256))
-    raw = np.zeros(6 * 256 // TYPES[kind].unit[0] * TYPES[kind].unit[1], np.uint8) if zeros else encoded(values, kind)
+    raw = (
+        np.zeros(6 * 256 // GGML_TYPES[kind].unit[0] * GGML_TYPES[kind].unit[1], np.uint8)
+        if zeros
+        else encoded(values, kind)
+    )
     data = np.ascontiguousarray(raw).tobytes()
     codes = StoredTensor(WEIGHT, kind, (6, 256), Memory.of(Path("memory"), memoryview(data)), 0, len(data))
     return Weight((6, 256), Packing(new_encoding(kind) if zeros else ggml(kind), codes), {CODES: data})
@@ -251,10 +255,10 @@ def _made(make: Callable[[StoredTensor], Any]) -> Weight:
 
 
 NEW: dict[str, Callable[[], Weight]] = {
-    **{f"GGUF {kind}": partial(_blocks, kind) for kind in sorted(KINDS.keys() | READ_ONLY)},
-    **{f"new GGUF {kind}": partial(_blocks, kind, zeros=True) for kind in KINDS},
-    **{f"new {name}, a file": partial(_made, form.make) for name, form in FILES.items()},
-    **{f"new {name}, a folder": partial(_made, form.make) for name, form in FOLDERS.items()},
+    **{f"GGUF {kind}": partial(_blocks, kind) for kind in sorted(BLOCK_KINDS.keys() | DECODED_ONLY_TYPES)},
+    **{f"new GGUF {kind}": partial(_blocks, kind, zeros=True) for kind in BLOCK_KINDS},
+    **{f"new {name}, a file": partial(_made, form.make) for name, form in FILE_FORMATS.items()},
+    **{f"new {name}, a folder": partial(_made, form.make) for name, form in FOLDER_FORMATS.items()},
 }
 """Types of GGUF, and formats of outputs."""
 

@@ -272,7 +272,7 @@ def test_index_that_lies_is_refused(tmp_path: Path, weight_map: Any, why: str) -
         open_checkpoint(folder)
 
 
-def test_name_in_two_shards_is_refused_and_one_that_no_index_lists_is_told(tmp_path: Path) -> None:
+def test_name_in_two_shards_is_refused_and_one_that_no_index_lists_is_reported(tmp_path: Path) -> None:
     one, two = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
     shard(tmp_path / one, a=1)
     shard(tmp_path / two, b=2, extra=3)
@@ -549,7 +549,7 @@ def test_reads_are_exact(
             os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     shift = offset % PAGE if lead == "congruent" else 17
     buffer = aligned_buffer(shift + size)[shift:]
-    with patch.object(volumes, "SMALL", way[1]), Reader([indexed(path)], way[0]) as reader:
+    with patch.object(volumes, "DIRECT_ABOVE", way[1]), Reader([indexed(path)], way[0]) as reader:
         reader.read_into(buffer, path, offset)
         reader.check_unchanged()
     assert bytes(buffer) == content[offset : offset + size]
@@ -668,7 +668,7 @@ def test_reading_leaves_the_page_cache_as_it_was(tmp_path: Path, mode: Mode) -> 
         if mode == "buffered":  # decided for the file as a whole
             os.posix_fadvise(f, 0, half, os.POSIX_FADV_DONTNEED)
         before = cached(0)
-        with patch.object(volumes, "SMALL", 0), Reader([indexed(path)], mode) as reader:
+        with patch.object(volumes, "DIRECT_ABOVE", 0), Reader([indexed(path)], mode) as reader:
             reader.read_into(aligned_buffer(2 * half), path, 0)
         assert abs(cached(0) - before) <= 16
         assert cached(half) <= 16
@@ -690,7 +690,7 @@ def test_pages_are_not_dropped_where_the_system_does_not_report_them(
         monkeypatch.setattr(reader_module, "holds", lambda *_: False)
     else:
         monkeypatch.setattr(reader_module, "holds", unknown)
-    monkeypatch.setattr(volumes, "SMALL", 0)
+    monkeypatch.setattr(volumes, "DIRECT_ABOVE", 0)
     path = tmp_path / "x"
     path.write_bytes(bytes(1 << 20))
     with Reader([indexed(path)], "buffered") as reader:

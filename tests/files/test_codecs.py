@@ -13,11 +13,11 @@ import torch
 from lora_merge.disk.files import StoredTensor
 from lora_merge.dtypes import ITEM_BITS, bytes_of
 from lora_merge.engine import row_blocks
-from lora_merge.files.encodings import arithmetic, nearest
+from lora_merge.files.encodings import arithmetic, nearest_codes
 from lora_merge.files.encodings.base import CODES, Encoding, Packing, plain
 from lora_merge.files.encodings.fp4 import Fp4Tensors, fp4
 from lora_merge.files.gguf import blocks, encoding
-from lora_merge.files.gguf.blocks import KINDS
+from lora_merge.files.gguf.blocks import BLOCK_KINDS
 from lora_merge.models.weights import Weight
 from lora_merge.planning.plan import OutputTensor
 
@@ -57,12 +57,12 @@ def test_rows_that_are_encoded_together_are_not_cut(rows: int, largest: int, mon
     assert len(cut) == (1 if largest == 2**20 else -(-rows // 128))
 
 
-@pytest.mark.parametrize("dtype", arithmetic.FP8)
+@pytest.mark.parametrize("dtype", arithmetic.FP8_DTYPES)
 def test_bytes_of_fp8_mean_the_numbers_that_torch_gives_them_with_and_without_nan(dtype: str) -> None:
     every = torch.arange(256, dtype=torch.uint8)
-    numbers = every.view(arithmetic.FP8[dtype]).float()
+    numbers = every.view(arithmetic.FP8_DTYPES[dtype]).float()
     for codes in (every, every[~numbers.isnan()], every[:0]):
-        found, expected = arithmetic.from_fp8(codes, dtype), codes.view(arithmetic.FP8[dtype]).float()
+        found, expected = arithmetic.from_fp8(codes, dtype), codes.view(arithmetic.FP8_DTYPES[dtype]).float()
         assert torch.equal(found.isnan(), expected.isnan())
         assert torch.equal(found.nan_to_num().view(torch.int32), expected.nan_to_num().view(torch.int32))
 
@@ -93,7 +93,7 @@ def test_codes_of_e2m1_are_the_nearest_with_ties_to_even() -> None:
     points = torch.arange(-64, 65) / 8
     levels = torch.cat([beside(points), torch.tensor([-0.0, 1e-30, -1e-30, 1e30, -1e30])])
     expected = levels.clamp(-6, 6).numpy().astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
-    assert nearest.e2m1_codes(levels).tolist() == expected.tolist()
+    assert nearest_codes.e2m1_codes(levels).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -110,15 +110,15 @@ def test_neighbours_of_every_number_are_those_of_torch(dtype: torch.dtype) -> No
 def test_ends_below_numbers_are_counted_as_a_search_counts_them(count: int, dtype: torch.dtype) -> None:
     ends = torch.linspace(-1.5, 1.25, count)
     values = torch.cat([beside(ends), torch.tensor([0.0, -0.0, 3e38, -3e38]), torch.linspace(-2, 2, 999)])
-    assert torch.equal(nearest.ranks(values.clone(), ends, dtype), torch.bucketize(values, ends).to(dtype))
+    assert torch.equal(nearest_codes.ranks(values.clone(), ends, dtype), torch.bucketize(values, ends).to(dtype))
 
 
 @pytest.mark.few(16)
 @pytest.mark.parametrize("change", [0.0, 0.02, 0.3, 3.0])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", BLOCK_KINDS)
 def test_blocks_of_gguf_are_the_same_whether_or_not_each_sub_block_is_looked_at(name: str, change: float) -> None:
     """Also beside blocks of zeros, and of a scale that covers nothing."""
-    kind, made = KINDS[name], torch.Generator().manual_seed(0)
+    kind, made = BLOCK_KINDS[name], torch.Generator().manual_seed(0)
     values = torch.randn(64 * 256, generator=made)
     values[:512] = 0
     raw = blocks.encode(name, values, torch.zeros(encoding.ggml(name).nbytes(len(values)), dtype=torch.uint8))
@@ -155,7 +155,7 @@ def test_blocks_of_fp4_are_the_same_whether_or_not_each_is_looked_at(
     assert first is not None
     merged = packing.encoding.decode(first, 0, len(values)).view(-1) + change * torch.randn(len(values), generator=made)
     found = encode(merged.clone(), first, 0)
-    monkeypatch.setattr(nearest, "doubtful", lambda marked, size: torch.arange(len(marked) // size))
+    monkeypatch.setattr(nearest_codes, "doubtful", lambda marked, size: torch.arange(len(marked) // size))
     every = encode(merged.clone(), first, 0)
     assert found is not None
     assert every is not None

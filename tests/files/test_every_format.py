@@ -22,9 +22,9 @@ from lora_merge.files import formats
 from lora_merge.files.encodings.base import CODES, InvalidPart, OutOfRange
 from lora_merge.files.formats import FORMATS
 from lora_merge.files.formats.base import Checkpoint, WeightClaim
-from lora_merge.files.formats.output import FILES, FOLDERS, OutputFormat
-from lora_merge.files.gguf.blocks import KINDS
-from lora_merge.files.gguf.types import READ, READ_ONLY
+from lora_merge.files.formats.output import FILE_FORMATS, FOLDER_FORMATS, OutputFormat
+from lora_merge.files.gguf.blocks import BLOCK_KINDS
+from lora_merge.files.gguf.types import DECODED_ONLY_TYPES, ENCODED_TYPES
 from lora_merge.proof.decoders import DECODERS, BadPart
 from lora_merge.proof.grids import Grid
 from tests.files import quantised_forms
@@ -65,14 +65,14 @@ def claiming(name: str) -> Callable[[Checkpoint], Iterable[WeightClaim]]:
 def test_every_format_has_an_example_and_every_encoding_a_second_decoder() -> None:
     assert {claiming(name) for name in EXAMPLES} == set(FORMATS)
     assert {w.encoding.name for name in ROWS for w in weights(name)} == set(DECODERS)
-    assert KINDS.keys() == READ
+    assert BLOCK_KINDS.keys() == ENCODED_TYPES
 
 
 def test_values_of_dtype_that_quantise_are_the_formats_of_outputs() -> None:
-    assert {*QUANTISED_DTYPES} == {*FILES, *FOLDERS, *GGUF_TYPES}
+    assert {*QUANTISED_DTYPES} == {*FILE_FORMATS, *FOLDER_FORMATS, *GGUF_TYPES}
 
 
-@pytest.mark.parametrize("form", [*FILES.values(), *FOLDERS.values()])
+@pytest.mark.parametrize("form", [*FILE_FORMATS.values(), *FOLDER_FORMATS.values()])
 def test_format_module_reads_what_it_writes(form: OutputFormat) -> None:
     """By the file that wrote it and no other, with the settings that it was written with."""
     (plain,) = in_memory({WEIGHT: torch.zeros(128, 256)}).values()
@@ -316,7 +316,7 @@ def test_nan_is_copied_where_no_adapter_changes_the_weight(name: str, tmp_path: 
 PAGE = (Path(formats.__file__).parent / "README.md").read_text(encoding="utf-8")
 
 
-def test_page_tells_of_every_format_what_the_code_does() -> None:
+def test_page_describes_every_format_as_the_code_does() -> None:
     """Which file reads it, whether it is kept, which types of GGUF there are, and what an output can be."""
     cells = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("|")
@@ -329,10 +329,10 @@ def test_page_tells_of_every_format_what_the_code_does() -> None:
         found.add((claim.__module__.rpartition(".")[2], "yes" if kept else "no"))
     assert {(row[1].strip("`"), row[2]) for row in told if "GGUF" not in row[0]} == found
     types = {row[2]: {*row[0].removeprefix("GGUF: ").split(", ")} for row in told if "GGUF" in row[0]}
-    assert types == {"yes": READ, "no": READ_ONLY}
+    assert types == {"yes": ENCODED_TYPES, "no": DECODED_ONLY_TYPES}
     made = [
         re.findall(r"`([a-z0-9_]+)`", row[0])
         for row in cells
         if len(row) == 4 and row[0].startswith("`") and " of " in row[0]
     ]
-    assert [sorted(names) for names in made[-3:]] == [sorted(FILES), sorted(FOLDERS), sorted(GGUF_TYPES)]
+    assert [sorted(names) for names in made[-3:]] == [sorted(FILE_FORMATS), sorted(FOLDER_FORMATS), sorted(GGUF_TYPES)]

@@ -149,7 +149,7 @@ def test_adapter_of_both_experts_gives_a_folder_of_one_its_own_half(tmp_path: Pa
     torch.testing.assert_close(got[f"{key}.weight"], wanted)
 
 
-def test_report_names_every_adapter_and_what_was_seen_on_opening(tmp_path: Path) -> None:
+def test_report_names_every_adapter_and_the_notes_of_opening(tmp_path: Path) -> None:
     """Files of one name, one of them twice; a folder with a variant that was not used."""
     base = {"model.a.weight": rand(4, 4)}
     (tmp_path / "base").mkdir()

@@ -289,7 +289,7 @@ def test_whole_weight_in_its_place_is_stored_in_the_same_format(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_inspect_tells_how_weights_are_stored(style: str, tmp_path: Path) -> None:
+def test_inspect_shows_how_weights_are_stored(style: str, tmp_path: Path) -> None:
     tensors, entries = base(style)
     assert inspect(save(tensors, tmp_path / "base.safetensors", entries))["quantised"] == "6 weights as fp8_scaled"
 

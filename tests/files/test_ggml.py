@@ -12,23 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_merge.files.encodings.base import CODES, InvalidPart, OutOfRange
-from lora_merge.files.gguf.blocks import KINDS, decode, encode
+from lora_merge.files.gguf.blocks import BLOCK_KINDS, decode, encode
 from lora_merge.files.gguf.encoding import ggml, permuted, shifted
-from lora_merge.files.gguf.types import READ, READ_ONLY, TYPES
+from lora_merge.files.gguf.types import DECODED_ONLY_TYPES, ENCODED_TYPES, GGML_TYPES
 from lora_merge.proof.decoders import BadPart
-from lora_merge.proof.decoders.ggml import FORMS, blocks
+from lora_merge.proof.decoders.ggml import BLOCK_FORMS, blocks
 from lora_merge.proof.decoders.grids import points
 from tests.kit.gguf_files import SCALES, Array, encoded
 from tests.kit.pairs import examples
 
-WRITTEN = sorted(READ - SCALES.keys())
+WRITTEN = sorted(ENCODED_TYPES - SCALES.keys())
 """Types that the library writes too."""
 
 
 def raw_blocks(kind: str, count: int, seed: int = 0) -> Array:
     """Random bytes with scales of a usual size, and some of zero."""
-    raw = np.random.default_rng(seed).integers(0, 256, (count, TYPES[kind].unit[1]), dtype=np.uint8)
-    layout = KINDS[kind].layout
+    raw = np.random.default_rng(seed).integers(0, 256, (count, GGML_TYPES[kind].unit[1]), dtype=np.uint8)
+    layout = BLOCK_KINDS[kind].layout
     for at in (layout.d, layout.m):
         if at is not None:
             scales = np.random.default_rng(seed + 1).normal(0, 0.01, (count, 1)).astype(np.float16)
@@ -55,13 +55,13 @@ def steps(raw: torch.Tensor, kind: str, values: Array) -> Array:
 
 
 def test_every_type_that_is_read_has_two_decoders() -> None:
-    assert READ == KINDS.keys() == FORMS.keys()
+    assert ENCODED_TYPES == BLOCK_KINDS.keys() == BLOCK_FORMS.keys()
     for number in GGMLQuantizationType:
-        assert TYPES[number.name].number == number.value
-        assert TYPES[number.name].unit == quants.GGML_QUANT_SIZES[number]
+        assert GGML_TYPES[number.name].number == number.value
+        assert GGML_TYPES[number.name].unit == quants.GGML_QUANT_SIZES[number]
 
 
-@pytest.mark.parametrize("kind", sorted(READ))
+@pytest.mark.parametrize("kind", sorted(ENCODED_TYPES))
 def test_blocks_are_decoded_as_the_library_does(kind: str) -> None:
     raw = raw_blocks(kind, 40)
     wanted = by_library(raw, kind).ravel()
@@ -70,7 +70,7 @@ def test_blocks_are_decoded_as_the_library_does(kind: str) -> None:
     np.testing.assert_allclose(grid.value(levels), wanted, rtol=3e-7, atol=1e-7)
 
 
-@pytest.mark.parametrize("kind", sorted(READ - {"Q8_0", "TQ2_0"}))
+@pytest.mark.parametrize("kind", sorted(ENCODED_TYPES - {"Q8_0", "TQ2_0"}))
 def test_unchanged_numbers_stay_what_they_are(kind: str) -> None:
     """In Q8_0 and TQ2_0 too, but for the levels -128 and 2, which no program writes."""
     raw = raw_blocks(kind, 40)
@@ -78,7 +78,7 @@ def test_unchanged_numbers_stay_what_they_are(kind: str) -> None:
     np.testing.assert_array_equal(decode(kind, encode(kind, values.clone(), flat(raw))).numpy(), values.numpy())
 
 
-@pytest.mark.parametrize("kind", sorted(READ))
+@pytest.mark.parametrize("kind", sorted(ENCODED_TYPES))
 def test_scales_stay_where_they_cover_the_new_numbers(kind: str) -> None:
     raw = flat(encoded(np.random.default_rng(1).normal(0, 0.02, (8, 256)), kind))
     values = decode(kind, raw)
@@ -89,7 +89,7 @@ def test_scales_stay_where_they_cover_the_new_numbers(kind: str) -> None:
 
 
 @pytest.mark.few(5)
-@pytest.mark.parametrize("kind", sorted(READ))
+@pytest.mark.parametrize("kind", sorted(ENCODED_TYPES))
 @given(
     scale=st.sampled_from([3e-7, 1e-3, 0.02, 30.0]),
     seed=st.integers(0, 99),
@@ -103,9 +103,9 @@ def test_new_numbers_lie_within_half_a_step(kind: str, scale: float, seed: int, 
     values = (random.standard_normal((6, 256)) * scale).astype(np.float32)
     values[1], values[2], values[3], values[4] = 0, abs(values[2]), -abs(values[3]), 0.7 * scale
     values[5, ::3] *= 40
-    count = values.size // TYPES[kind].unit[0]
+    count = values.size // GGML_TYPES[kind].unit[0]
     old = flat(
-        raw_blocks(kind, count, seed) if before == "others" else np.zeros((count, TYPES[kind].unit[1]), np.uint8)
+        raw_blocks(kind, count, seed) if before == "others" else np.zeros((count, GGML_TYPES[kind].unit[1]), np.uint8)
     )
     for dtype in (torch.float32, torch.float64):
         made = encode(kind, torch.from_numpy(values).to(dtype).ravel(), old)
@@ -115,35 +115,37 @@ def test_new_numbers_lie_within_half_a_step(kind: str, scale: float, seed: int, 
 @pytest.mark.parametrize("kind", WRITTEN)
 def test_new_blocks_are_as_good_as_the_library_s(kind: str) -> None:
     values = np.random.default_rng(3).normal(0, 0.02, (64, 256)).astype(np.float32)
-    count = values.size // TYPES[kind].unit[0]
+    count = values.size // GGML_TYPES[kind].unit[0]
     own = decode(
         kind,
-        encode(kind, torch.from_numpy(values).ravel(), torch.zeros(count * TYPES[kind].unit[1], dtype=torch.uint8)),
+        encode(
+            kind, torch.from_numpy(values).ravel(), torch.zeros(count * GGML_TYPES[kind].unit[1], dtype=torch.uint8)
+        ),
     )
     other = by_library(quants.quantize(values, GGMLQuantizationType[kind]), kind)
     assert np.square(own.numpy() - values.ravel()).mean() <= 1.1 * np.square(other - values).mean()
 
 
-@pytest.mark.parametrize("kind", sorted(READ))
+@pytest.mark.parametrize("kind", sorted(ENCODED_TYPES))
 def test_scales_that_are_no_numbers_are_refused(kind: str) -> None:
-    layout = KINDS[kind].layout
+    layout = BLOCK_KINDS[kind].layout
     for at in [n for n in (layout.d, layout.m) if n is not None] or [0]:
         raw = raw_blocks(kind, 3)
         raw[1, at : at + 2] = 255  # NaN in f16, and in e8m0
         with pytest.raises(InvalidPart, match="not a number"):
             decode(kind, flat(raw))
         with pytest.raises(BadPart):
-            steps(flat(raw), kind, np.zeros(3 * TYPES[kind].unit[0]))
+            steps(flat(raw), kind, np.zeros(3 * GGML_TYPES[kind].unit[0]))
 
 
-@pytest.mark.parametrize("kind", sorted(READ - {"MXFP4"}))
+@pytest.mark.parametrize("kind", sorted(ENCODED_TYPES - {"MXFP4"}))
 def test_numbers_beyond_the_largest_scale_are_refused(kind: str) -> None:
-    numbers, size = TYPES[kind].unit
+    numbers, size = GGML_TYPES[kind].unit
     with pytest.raises(OutOfRange):
         encode(kind, torch.full((numbers,), -1e30), torch.zeros(size, dtype=torch.uint8))
 
 
-@pytest.mark.parametrize("kind", sorted(READ_ONLY))
+@pytest.mark.parametrize("kind", sorted(DECODED_ONLY_TYPES))
 def test_points_of_grids_are_decoded_as_the_library_does(kind: str) -> None:
     raw = encoded(np.zeros((24, 256)), kind).reshape(24, -1)
     raw[:, :] = np.where(np.arange(24)[:, None] == 7, 0, raw)

@@ -18,7 +18,7 @@ from lora_merge.engine.merge import run
 from lora_merge.errors import FitError, InputError, MergeError, UsageError, VerificationFailed
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.files.gguf import container
-from lora_merge.files.gguf.types import READ
+from lora_merge.files.gguf.types import ENCODED_TYPES
 from lora_merge.recipes.replay import plan_again, prove
 from lora_merge.viewing.inspect import inspect
 from tests.kit import gguf_files as by_library
@@ -44,7 +44,7 @@ def check_kept(base: Path, merged: Path) -> None:
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("kind", sorted(READ | {"F16", "BF16", "F32"}))
+@pytest.mark.parametrize("kind", sorted(ENCODED_TYPES | {"F16", "BF16", "F32"}))
 def test_diffusion_model_keeps_its_types(tmp_path: Path, adapter: Path, kind: str) -> None:
     base = by_library.write(tmp_path / "flux.gguf", "flux", flux(kind), {"general.file_type": 2, "a.list": [1, 2]})
     report = lora_merge.merge(base, adapter, tmp_path / "out.gguf")
@@ -208,7 +208,7 @@ def test_scales_that_are_no_numbers_are_refused(tmp_path: Path, adapter: Path) -
         lora_merge.merge(base, adapter, tmp_path / "out.gguf")
 
 
-def test_inspect_tells_the_types(tmp_path: Path) -> None:
+def test_inspect_shows_the_types(tmp_path: Path) -> None:
     facts = inspect(by_library.write(tmp_path / "flux.gguf", "flux", flux("Q4_K")))
     assert facts["dtypes"]["q4_k"] == 4 * 96 * 256
     assert facts["quantised"] == "4 weights as Q4_K"

@@ -39,7 +39,7 @@ SURVIVING = (
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", SURVIVING)
-def test_inspect_tells_what_survives_before_the_merge(name: str, tmp_path: Path) -> None:
+def test_inspect_shows_what_survives_before_the_merge(name: str, tmp_path: Path) -> None:
     """Against the merge's output, read by the library that made the base; one change is small, one needs new scales."""
     form = FORMS[name]
     source, tensors = base(form, tmp_path / "base")

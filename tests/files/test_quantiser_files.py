@@ -27,7 +27,7 @@ def folder(tmp_path: Path, name: str, **section: Any) -> Path:
 
 
 @pytest.mark.parametrize("name", ["ModelOpt fp8", "ModelOpt nvfp4"])
-def test_file_of_modelopt_alone_tells_the_format(name: str, tmp_path: Path) -> None:
+def test_file_of_modelopt_alone_shows_the_format(name: str, tmp_path: Path) -> None:
     source, tensors = base(FORMS[name], tmp_path / "base")
     algorithm = FORMS[name].config["quant_algo"]
     (source / "config.json").write_text('{"model_type": "x"}')
@@ -51,7 +51,7 @@ def test_file_of_modelopt_alone_tells_the_format(name: str, tmp_path: Path) -> N
         ("AWQ", "quant_config.json", {"w_bit": 4, "q_group_size": 64, "zero_point": True, "version": "GEMM"}),
     ],
 )
-def test_files_of_older_quantisers_tell_the_format(name: str, file: str, told: dict[str, Any], tmp_path: Path) -> None:
+def test_files_of_older_quantisers_show_the_format(name: str, file: str, told: dict[str, Any], tmp_path: Path) -> None:
     source, tensors = base(FORMS[name], tmp_path / "base")
     (source / "config.json").write_text('{"model_type": "x"}')
     (source / file).write_text(json.dumps(told))

@@ -16,7 +16,7 @@ from lora_merge.dtypes import ITEM_BYTES
 from lora_merge.engine.merge import run
 from lora_merge.errors import InputError, UsageError, VerificationFailed
 from lora_merge.files.checkpoint import open_checkpoint
-from lora_merge.files.formats.output import FILES, FOLDERS
+from lora_merge.files.formats.output import FILE_FORMATS, FOLDER_FORMATS
 from lora_merge.recipes.replay import plan_again, prove
 from tests.files.libraries import LIBRARIES
 from tests.files.quantised_forms import FORMS, SHAPE, Form
@@ -92,7 +92,9 @@ def half_steps(form: Form, found: Tensors, want: Tensor) -> float:
     return float(((form.read(found).double() - want).abs() / half.clamp(min=1e-15)).max())
 
 
-@pytest.mark.parametrize(("dtype", "config"), [*((name, False) for name in FILES), *((name, True) for name in FOLDERS)])
+@pytest.mark.parametrize(
+    ("dtype", "config"), [*((name, False) for name in FILE_FORMATS), *((name, True) for name in FOLDER_FORMATS)]
+)
 def test_every_tensor_begins_at_a_multiple_of_its_numbers_size(dtype: str, *, config: bool, tmp_path: Path) -> None:
     """As the library writes files, also where a layer has an odd number of rows, scales or blocks."""
     shapes = ((33, 64), (35, 96), (128, 128), (384, 128), (160, 192), (64, 64))
@@ -321,7 +323,7 @@ def test_formats_that_no_loader_reads_are_refused_with_what_to_write_instead(tmp
         lora_merge.combine([lora], tmp_path / "x.safetensors", dtype="int8")
 
 
-def test_numbers_that_no_code_stands_for_are_refused(tmp_path: Path) -> None:
+def test_numbers_without_a_code_are_refused(tmp_path: Path) -> None:
     source, tensors = base(tmp_path / "base")
     lora, _ = adapter(tmp_path / "lora.safetensors")
     for layer in (NAMES[0], NAMES[2]):

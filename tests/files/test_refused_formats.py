@@ -148,7 +148,7 @@ def test_layers_of_modelopt_may_have_several_formats(tmp_path: Path) -> None:
         assert ((layers[LAYER].read(made).double() - want[LAYER]).abs() <= 1.001 * half).all()
 
 
-def test_nvfp4_without_a_mark_says_what_would_tell_its_order(tmp_path: Path) -> None:
+def test_nvfp4_without_a_mark_says_what_would_show_its_order(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quantised_forms, "SHAPE", (128, 64))
         layer = FORMS["ComfyUI nvfp4"].make(rand(128, 64, scale=0.02))

@@ -207,7 +207,7 @@ def test_configuration_that_is_no_table_stays_as_it_is(content: bytes) -> None:
     "rwkv.embeddings", "transformer.tokens_embed", "transformer.w",  # RWKV, GPT, CTRL
 ])  # fmt: skip
 @pytest.mark.parametrize("inside", [False, True])
-def test_configuration_tells_the_size_of_a_resized_vocabulary(name: str, inside: bool) -> None:  # noqa: FBT001
+def test_configuration_shows_the_size_of_a_resized_vocabulary(name: str, inside: bool) -> None:  # noqa: FBT001
     content = json.dumps({"text_config": {"vocab_size": 9}} if inside else {"vocab_size": 9}).encode()
     made = json.loads(configured(content, None, {f"{name}.weight": (torch.Size([9, 4]), torch.Size([12, 4]))}))
     assert made == json.loads(content.replace(b"9", b"12"))

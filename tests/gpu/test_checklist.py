@@ -50,7 +50,7 @@ def test_figure_is_confirmed_or_refuted_and_goes_into_the_page() -> None:
 
 
 @pytest.mark.release
-def test_part_that_fails_is_told_and_the_others_go_on() -> None:
+def test_part_that_fails_is_reported_and_the_others_go_on() -> None:
     """Also one that has no time left, or fails after it has found something."""
     kept = list[Figures]()
 

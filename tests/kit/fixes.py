@@ -43,7 +43,7 @@ TYPED: Final[Mapping[str, str]] = {
     "lora-merge batch JOBS.yaml; lora-merge batch --init writes a first one":
         "tests/cli/test_errors.py::test_errors_name_the_mistake_and_the_fix[batch-2-no jobs file was given---init writes a first one]",
     "choose another --format, or drop them with --unmatched skip":
-        "tests/adapters_out/test_extract.py::test_changed_weight_without_a_name_in_the_dialect_is_refused_or_told",
+        "tests/adapters_out/test_extract.py::test_changed_weight_without_a_name_in_the_dialect_is_refused_or_reported",
     "name a folder that contains one, or leave --tokenizer out":
         "tests/planning/test_folders.py::test_tokenizer_that_is_not_there_is_refused[adapter]",
     "name a folder: -o …":

@@ -190,10 +190,10 @@ def endings(limit: int) -> Iterator[tuple[str, Files]]:
 
 def methods(limit: int) -> Iterator[tuple[str, Files]]:
     """Every method of PEFT, on thousands of layers."""
-    from lora_merge.adapters.peft.methods import METHODS
+    from lora_merge.adapters.peft.methods import PEFT_METHODS
 
     base = flat(some(counted("layers.#.q.weight"), limit))
-    for name, method in METHODS.items():
+    for name, method in PEFT_METHODS.items():
         own = list(method.suffixes) or [".lora_A.weight", ".lora_B.weight"]
         names = (f"base_model.model.layers.{i}.q{ending}" for i in itertools.count() for ending in own)
         stored = flat(some(names, limit))

@@ -7,13 +7,13 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 
-from lora_merge.viewing.json_schemas import JOBS, schema_of
+from lora_merge.viewing.json_schemas import JOBS_SCHEMA, schema_of
 
 
 @cache
 def validator() -> Draft202012Validator:
     """The schema, which is one itself."""
-    schema = schema_of(JOBS)
+    schema = schema_of(JOBS_SCHEMA)
     Draft202012Validator.check_schema(schema)
     return Draft202012Validator(schema)
 

@@ -158,7 +158,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
             yield
 
     for module in ("tensor_moves", "devices"):
-        monkeypatch.setattr(f"lora_merge.engine.{module}.WHOLE", {"cpu", "meta"})
+        monkeypatch.setattr(f"lora_merge.engine.{module}.FULL_DEVICES", {"cpu", "meta"})
     monkeypatch.setattr("lora_merge.engine.tensor_moves.queues", lambda device: device.type == "meta")
     monkeypatch.setattr("lora_merge.engine.tensor_moves.odd", lambda _: False)  # there are no values
     for module in ("gpu_windows", "gpu_adapters"):
@@ -191,7 +191,7 @@ def expect_no_races(kind: str, most: int, device: Device, tmp_path: Path, monkey
     monkeypatch.setattr("lora_merge.engine.window_merger.places", lambda *_: (META,))
     monkeypatch.setattr("lora_merge.engine.window_merger.threads", lambda *_: 3)
     monkeypatch.setattr("lora_merge.engine.window_merger.DeviceCache", DeviceCache)
-    monkeypatch.setattr("lora_merge.engine.fold.RULES", {"sum": late})
+    monkeypatch.setattr("lora_merge.engine.fold.FOLD_RULES", {"sum": late})
     shapes = (
         {"oft_blocks": (384, 8, 8)} if kind == "oft" else {"lora_up.weight": (3072, 4), "lora_down.weight": (4, 1024)}
     )

@@ -26,7 +26,7 @@ from lora_merge.job import make_job
 from lora_merge.planning.checkpoint_cache import CheckpointCache
 from lora_merge.planning.make_plan import plan_job
 from lora_merge.proof.account import account
-from lora_merge.proof.second_reading.read_again import read_again
+from lora_merge.proof.second_reading.comparison import read_again
 
 
 class Layers(nn.Module):

@@ -90,7 +90,7 @@ METHODS = {
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("method", METHODS)
-def test_shapes_tell_of_layers_that_are_not_square_and_those_of_the_others(method: str, tmp_path: Path) -> None:
+def test_shapes_decide_for_layers_that_are_not_square_and_those_for_the_others(method: str, tmp_path: Path) -> None:
     """An unknown model of Conv1D: the flag is what PEFT wrote, of HiRA false."""
     model = Layers(wide=("c", 24, 16), tall=("c", 16, 24), square=("c", 16, 16))
     check(tmp_path, trained(model, METHODS[method](["wide", "tall", "square"]), tmp_path))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import lora_merge
 from lora_merge.adapters.suffixes import split_row_part
 from lora_merge.errors import ShapeMismatch, UnmatchedModules
-from lora_merge.models.fused import agreed, splits
+from lora_merge.models.fused_weights import agreed, splits
 from lora_merge.models.weights import whole
 from tests.kit.files import load, save
 from tests.kit.fused_rows import FLUX, FLUX_DIFFUSERS, KV, PHI3, H
@@ -109,7 +109,7 @@ def test_parts_that_do_not_fill_their_place_are_refused(tensors: Tensors, module
     assert module in str(caught.value)
 
 
-def test_all_parts_of_a_weight_that_the_base_does_not_tell_of_follow_each_other() -> None:
+def test_parts_of_a_weight_follow_each_other_without_evidence_in_the_base() -> None:
     module, split = "model.blocks.0.attn.to_kqv_mlp", {0: H, 1: H, 2: H, 3: 8}
     adapter = parts(module, split)
     expected = OTHER[f"{module}.weight"].double() + torch.cat([delta(adapter, module, k) for k in split])
@@ -169,7 +169,7 @@ def cases(draw: st.DrawFn) -> tuple[Fused, int, tuple[int, ...], str, dict[str, 
 @pytest.mark.slow
 @settings(max_examples=examples(100), deadline=None)
 @given(cases(), st.data())
-def test_split_is_told_by_the_configuration_or_the_neighbours_and_never_guessed(
+def test_split_is_recognised_by_the_configuration_or_the_neighbours_and_never_guessed(
     case: tuple[Fused, int, tuple[int, ...], str, dict[str, object], dict[str, tuple[int, ...]]], data: st.DataObject
 ) -> None:
     weight, width, split, prefix, config, beside = case
@@ -280,7 +280,7 @@ def test_numbers_of_parts_are_bounded() -> None:
     assert split_row_part(f"x/{'9' * 5000}") == (f"x/{'9' * 5000}", None)
 
 
-def test_real_models_tell_what_their_fused_weights_hold() -> None:
+def test_real_models_show_what_their_fused_weights_hold() -> None:
     for name, key, split in (
         ("native/flux-dev", "single_blocks.7.linear1.weight", (3072, 3072, 3072, 12288)),
         ("native/lumina2", "layers.3.attention.qkv.weight", (2304, 768, 768)),

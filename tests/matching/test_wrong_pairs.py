@@ -84,7 +84,7 @@ def test_model_mismatch_is_named_before_encoders_that_the_base_lacks(tmp_path: P
     assert e.value.fix.startswith("use the base")
 
 
-def test_small_model_of_another_kind_is_told_by_the_names(tmp_path: Path) -> None:
+def test_small_model_of_another_kind_is_recognised_by_the_names(tmp_path: Path) -> None:
     """The sizes of a toy model's weights name no model."""
     small = {key: tuple(min(n, 12) for n in shape) for key, shape in shapes("single-file/sd1").items()}
     tensors: dict[str, tuple[int, ...]] = {}
@@ -162,7 +162,7 @@ def test_whole_numbers_that_no_float_holds_are_one_alpha_to_plan_and_proof(tmp_p
     assert done.verified["matching"]["proven"] == 1
 
 
-def test_whole_numbers_are_told_with_their_file(tmp_path: Path) -> None:
+def test_whole_numbers_are_reported_with_their_file(tmp_path: Path) -> None:
     base = save({"layer.weight": torch.ones(8, 8, dtype=torch.int8)}, tmp_path / "base.safetensors")
     lora = save({"layer.lora_down.weight": rand(2, 8), "layer.lora_up.weight": rand(8, 2)}, tmp_path / "l.safetensors")
     with pytest.raises(FitError, match="whole numbers") as e:

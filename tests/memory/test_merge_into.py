@@ -121,7 +121,7 @@ def test_results_are_those_of_merge_state_dict(dtype: torch.dtype, keep: Any, me
 def test_formulas_read_the_original_numbers_of_weights_that_are_changed_already(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("lora_merge.memory.merging.WINDOW_BYTES", 1)  # each tensor is written before the next is read
+    monkeypatch.setattr("lora_merge.memory.merge.WINDOW_BYTES", 1)  # each tensor is written before the next is read
     model = flux("FluxTransformer2DModel")
     width = model.transformer_blocks[0].attn.to_q.weight.shape[1]
     name = "lora_unet_double_blocks_0_img_attn_qkv"  # one layer of the adapter, three of the model
@@ -137,7 +137,7 @@ def test_formulas_read_the_original_numbers_of_weights_that_are_changed_already(
 
 
 def test_failure_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lora_merge.memory.merging.WINDOW_BYTES", 1)
+    monkeypatch.setattr("lora_merge.memory.merge.WINDOW_BYTES", 1)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).half()
     before = state(model)
     adapter = {f"{n}.lora_up.weight": torch.full((4, 1), 10.0 ** (5 * n)) for n in range(2)}
@@ -303,7 +303,7 @@ def test_rows_that_share_their_memory_are_refused() -> None:
         lora_merge.merge_into(model, pairs(0, layers=1))
 
 
-def test_first_error_of_a_device_is_told_though_nothing_can_be_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_error_of_a_device_is_reported_though_nothing_can_be_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = iter(["CUDA error: device-side assert triggered", *["CUDA error: unspecified launch failure"] * 9])
 
     def broken(*_: Any) -> None:

@@ -599,7 +599,7 @@ def test_shipped_files_are_sound(file: str) -> None:
 def test_bad_map_is_refused_with_its_line(
     text: str, line: int, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lora_merge.models.architectures.MOST_ROWS", 500)  # so many are made before it is refused
+    monkeypatch.setattr("lora_merge.models.architectures.MOST_TABLE_ROWS", 500)  # so many are made before it is refused
     file = tmp_path / "map.yaml"
     file.write_text(text)
     with pytest.raises(InputError, match=why) as error:

@@ -203,7 +203,7 @@ def test_preset_for_flux_is_for_flux() -> None:
 
 
 @pytest.mark.parametrize("layout", ["native/sdxl", "diffusers/sdxl"])
-def test_lists_tell_of_weights_in_no_block_and_of_blocks_that_they_do_not_name(layout: str) -> None:
+def test_lists_show_weights_in_no_block_and_blocks_that_they_do_not_name(layout: str) -> None:
     """Only of those that the adapter changes, and only of lists: a part that names blocks says itself what it means."""
     names = names_of(layout)
     keys = [key for part in names.parts for key in part.keys.values() if key.endswith("weight")]

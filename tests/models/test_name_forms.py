@@ -16,7 +16,17 @@ from hypothesis import strategies as st
 
 from lora_merge.algorithms import Shape
 from lora_merge.errors import AmbiguousName
-from lora_merge.models.name_table import INNER, PARAMETERS, NameTable, Views, canonical, form, other_names, put, spelled
+from lora_merge.models.name_table import (
+    INNER,
+    NORM_PARAMETERS,
+    NameTable,
+    Views,
+    canonical,
+    form,
+    other_names,
+    put,
+    spelled,
+)
 from lora_merge.models.names import Names, names, written
 from lora_merge.models.network import Component
 from lora_merge.models.prefixes import PREFIXES
@@ -37,8 +47,8 @@ def others(path: str, inner: tuple[str, ...]) -> Iterator[str]:
     module, _, leaf = path.rpartition(".")
     if leaf not in ("weight", "bias"):
         yield f"{path}.weight"
-        if leaf in PARAMETERS:
-            yield f"{module}.{PARAMETERS[leaf]}"
+        if leaf in NORM_PARAMETERS:
+            yield f"{module}.{NORM_PARAMETERS[leaf]}"
         yield from (f"{path[: -len(e) - 1]}.{e}" for e in ("weight", "bias") if leaf.endswith(f"_{e}"))
     if path.startswith(inner):
         yield path.split(".", 1)[1]

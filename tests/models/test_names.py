@@ -540,7 +540,7 @@ def test_stacks_of_experts_are_found_whatever_the_norms_are_called(norm: str) ->
     assert (view.shape, [p.key for p in view.row_slices]) == ((2, 6, 4), keys)
 
 
-def test_conv1d_is_seen_as_the_adapter_sees_it() -> None:
+def test_conv1d_has_the_shape_of_the_adapter() -> None:
     view = base("transformers/gpt2").find("base_model.model.transformer.h.0.attn.c_attn")
     assert view == WeightView(
         (RowSlice("transformer.h.0.attn.c_attn.weight", 0, 768, 2304, transposed=True),), (2304, 768)
@@ -598,7 +598,7 @@ def test_name_that_fits_two_places_is_refused() -> None:
         base("single-file/sdxl").find("text_model.encoder.layers.0.mlp.fc1")
 
 
-def test_two_experts_in_one_folder_are_told_apart() -> None:
+def test_two_experts_in_one_folder_are_distinguished() -> None:
     wan = header("diffusers/wan-t2v-1.3B")
     found = names(pipeline(transformer=wan, transformer_2=wan))
     for part in ("transformer", "transformer_2"):

@@ -50,7 +50,7 @@ def test_tower_trained_alone_is_changed_alone(kind: str, tmp_path: Path) -> None
         torch.testing.assert_close(value, wanted[name], msg=lambda m, name=name: f"{name}: {m}")
 
 
-def test_tower_that_nothing_tells_is_not_guessed(tmp_path: Path) -> None:
+def test_unknown_tower_is_not_guessed(tmp_path: Path) -> None:
     _trained("CLIPTextModel", tmp_path, task_type="FEATURE_EXTRACTION")  # then PEFT does not write down the class
     with pytest.raises(AmbiguousName):
         lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")

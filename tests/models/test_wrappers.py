@@ -199,7 +199,7 @@ def test_wrapped_model_is_a_base_though_most_tensors_are_the_adapters(tmp_path: 
     assert looks_like_adapter(open_checkpoint(save(table, tmp_path / "table.safetensors")))
 
 
-def test_notes_are_told_by_every_way_to_ask(tmp_path: Path) -> None:
+def test_notes_are_reported_by_every_command(tmp_path: Path) -> None:
     """In text, JSON and quietly: what stays, and what of the adapter has no place."""
     base = {f"_orig_mod.{key}": value for key, value in llama().items()}
     stray = {"elsewhere.lora_A.weight": rand(2, W), "elsewhere.lora_B.weight": rand(W, 2)}

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import lora_merge
-from lora_merge.planning.model_card import BEGIN, END
+from lora_merge.planning.model_card import BEGIN, CARD_END
 from tests.kit.adapters import kohya
 from tests.kit.command_line import run
 from tests.kit.files import metadata, save
@@ -68,7 +68,7 @@ def test_card_of_the_base_gets_our_section_and_keeps_its_text(inputs: tuple[Path
     assert found["widget"] == [{"text": "hi"}]
     assert (found["license"], found["library_name"]) == ("other", "transformers")
     assert "`llm`: mit; `peft`: apache-2.0" in text
-    assert text.index(BEGIN) < text.index("strength 0.5") < text.index(END) < text.index("Its words.")
+    assert text.index(BEGIN) < text.index("strength 0.5") < text.index(CARD_END) < text.index("Its words.")
     again = tmp_path / "again"
     lora_merge.merge(out, [(adapter, 0.25)], again)
     more = (again / "README.md").read_text()
@@ -180,7 +180,7 @@ def test_editing_a_card_is_no_change_of_the_model(inputs: tuple[Path, Path], tmp
 
 
 @pytest.mark.parametrize("options", [{"card": False}, {"no_metadata": True}])
-def test_no_card_where_none_is_wanted(options: Any, inputs: tuple[Path, Path], tmp_path: Path) -> None:
+def test_no_card_if_it_is_switched_off(options: Any, inputs: tuple[Path, Path], tmp_path: Path) -> None:
     lora_merge.merge(*inputs, tmp_path / "out", **options)
     assert not (tmp_path / "out" / "README.md").exists()
 
@@ -228,7 +228,7 @@ def test_words_of_strangers_are_text_in_a_card(tmp_path: Path) -> None:
     lora_merge.merge(base, odd, out, card=True, metadata={"modelspec.title": licence}, verify=False)
     text = out.with_suffix(".md").read_text()
     assert not {*ODD.replace("[2J", "")} & {*text}
-    ours = text.partition(BEGIN)[2].partition(END)[0]
+    ours = text.partition(BEGIN)[2].partition(CARD_END)[0]
     for line in ours.replace("`lora-merge verify`", "").replace("`replay`", "").splitlines():
         plain = re.sub(r"`[^`]*`", "", line)  # Markdown interprets nothing in these
         assert not re.search(r"[\]\[<>&|`]", plain), line

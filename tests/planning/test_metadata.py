@@ -9,7 +9,7 @@ import pytest
 
 import lora_merge
 from lora_merge.errors import InputError, UsageError, VerificationFailed
-from lora_merge.files.formats.unread import METADATA
+from lora_merge.files.formats.unread import METADATA_FORMATS
 from lora_merge.job import make_job
 from lora_merge.option_texts import metadata_entry
 from lora_merge.planning.header_entries import NEEDED
@@ -58,7 +58,7 @@ def test_no_metadata_writes_no_name_and_no_hash(inputs: tuple[Path, Path], tmp_p
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("key", [*OURS, *STALE, *METADATA])
+@pytest.mark.parametrize("key", [*OURS, *STALE, *METADATA_FORMATS])
 def test_entries_that_only_a_merge_can_write_are_refused(key: str, inputs: tuple[Path, Path], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="writes this entry itself"):
         lora_merge.plan(*inputs, tmp_path / "o.safetensors", metadata={key: "x"})

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lora_merge
-from lora_merge.files.safetensors import SEAL, ZEROS
+from lora_merge.files.safetensors import SEAL, ZERO_HASH
 from lora_merge.planning.recipe import KEY, MODELS, OURS
 from lora_merge.recipes.replay import prove
 from tests.kit.files import load, metadata, save, sha
@@ -22,14 +22,14 @@ from tests.kit.tensors import rand
 Metadata = dict[str, str]
 
 FORMER = "sha256:of-input-{:03d}".ljust(76, ".")
-PLACES = [ZEROS, *(f"{n:064x}" for n in range(4)), *(FORMER.format(n)[:64] for n in range(3))]
+PLACES = [ZERO_HASH, *(f"{n:064x}" for n in range(4)), *(FORMER.format(n)[:64] for n in range(3))]
 """What stands, or once stood, for a digest in a planned header."""
 
 lookalikes = st.one_of(
     st.sampled_from(PLACES),
     st.builds(lambda a, b, c: f"{a} {b}{c}", st.sampled_from(PLACES), st.text(max_size=3), st.sampled_from(PLACES)),
     st.sampled_from(
-        [f'"{SEAL}":"{ZEROS}"', f'{SEAL}":"', SEAL, KEY, MODELS, f'{{"{KEY}":"{ZEROS}"}}', "\\", '"', "}}"]
+        [f'"{SEAL}":"{ZERO_HASH}"', f'{SEAL}":"', SEAL, KEY, MODELS, f'{{"{KEY}":"{ZERO_HASH}"}}', "\\", '"', "}}"]
     ),
 ).filter(lambda text: "\0" not in text)
 

@@ -47,7 +47,7 @@ def test_patterns_count_every_module_that_has_its_place(tmp_path: Path) -> None:
     assert list(found["skipped"]) == ["base_model.model.model.layers.9.self_attn.q_proj"]
 
 
-def test_hundreds_of_modules_without_a_place_are_told_by_pattern(tmp_path: Path) -> None:
+def test_hundreds_of_modules_without_a_place_are_reported_by_pattern(tmp_path: Path) -> None:
     modules = [f"model.layers.{n}.mlp.experts.{e}.gate" for n in range(LAYERS) for e in range(EXPERTS)]
     adapter = lora(tmp_path / "a.safetensors", ["model.layers.0.self_attn.q_proj", *modules])
     with pytest.raises(UnmatchedModules) as failure:

@@ -7,7 +7,7 @@ import json
 import re
 from pathlib import Path
 
-from lora_merge.planning.quantisation import NARROWEST, UNIT, precise
+from lora_merge.planning.quantisation import LEAST_SIDE, UNIT, precise
 
 HEADERS = Path(__file__).parents[1] / "headers"
 TABLES = sorted(p for p in HEADERS.glob("*/*.json.gz") if "in-memory" not in p.name and p.parent.name != "single-file")
@@ -43,7 +43,7 @@ def test_blocks_are_quantised_and_what_is_around_them_is_not() -> None:
         large = {
             NUMBER.sub("N", name)
             for name, (rows, cols) in matrices.items()
-            if rows >= NARROWEST <= cols and not cols % UNIT
+            if rows >= LEAST_SIDE <= cols and not cols % UNIT
         }
         kept = {name for name in large if precise(name.replace("N", "0"))}
         assert not {name for name in large - kept if ".N." not in name}, table.name

@@ -97,7 +97,7 @@ def test_adapter_of_strength_0_is_accounted_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("why", [OFF, ZEROS])
-def test_reason_that_does_not_hold_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+def test_reason_that_does_not_hold_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     original = make_plan.match_adapter
 
     def match(*arguments: Any) -> Match:
@@ -111,14 +111,14 @@ def test_reason_that_does_not_hold_is_found(tmp_path: Path, monkeypatch: pytest.
         merged(tmp_path, unread("m.a", 8, 8) | unread("m.b", 8, 8, seed=5))
 
 
-def test_copy_that_is_none_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_false_copy_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a spelling of which the second reading knows nothing: the factors of the second module are its own."""
     monkeypatch.setattr(DuplicateCheck, "repeats", lambda self, patch: "m.b" in patch.module.name)
     with pytest.raises(VerificationFailed, match="for a reason that does not hold"):
         merged(tmp_path, unread("m.a", 8, 8) | unread("m.b", 8, 8, seed=5))
 
 
-def test_part_of_a_place_that_is_not_written_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_part_of_a_place_that_is_not_written_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three weights below each other, one of which gets nothing."""
     original, lost = make_plan.match_adapter, "transformer_blocks.0.attn.to_k.weight"
 
@@ -136,7 +136,9 @@ def test_part_of_a_place_that_is_not_written_is_found(tmp_path: Path, monkeypatc
     assert not (tmp_path / "wrong.safetensors").exists()
 
 
-def test_tensor_that_the_reader_of_headers_overlooks_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_that_the_reader_of_headers_overlooks_is_detected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The library lists the file's tensors, not this project's own reader."""
     original = checkpoint_cache.group
 

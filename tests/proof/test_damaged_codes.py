@@ -14,7 +14,7 @@ import lora_merge
 from lora_merge.dtypes import QUANTISED_DTYPES
 from lora_merge.errors import VerificationFailed
 from lora_merge.files.checkpoint import open_checkpoint
-from lora_merge.files.formats.output import FILES, FOLDERS
+from lora_merge.files.formats.output import FILE_FORMATS, FOLDER_FORMATS
 from lora_merge.planning.recipe import CHECKSUMS
 from lora_merge.recipes.replay import _job_of, prove
 from tests.files.quantised_forms import FORMS
@@ -90,7 +90,7 @@ def quantised(tmp_path: Path, dtype: str, **options: str) -> Path:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("dtype", list(FILES))
+@pytest.mark.parametrize("dtype", list(FILE_FORMATS))
 def test_damage_in_a_weight_quantised_on_the_way_out(dtype: str, tmp_path: Path) -> None:
     is_found(quantised(tmp_path, dtype), each=2)
 
@@ -158,7 +158,7 @@ def test_output_without_codes_has_no_sums(tmp_path: Path, lora: Path) -> None:
 
 
 @pytest.mark.parametrize("edit", [lambda text: text[8:], lambda text: f"{int(text[0], 16) ^ 1:x}{text[1:]}"])
-def test_sums_that_were_edited_are_found(tmp_path: Path, edit: Callable[[str], str]) -> None:
+def test_sums_that_were_edited_are_detected(tmp_path: Path, edit: Callable[[str], str]) -> None:
     out = quantised(tmp_path, "fp8_scaled")
     raw, said = out.read_bytes(), metadata(out)[CHECKSUMS]
     out.write_bytes(raw.replace(said.encode(), edit(said).ljust(len(said)).encode()))
@@ -167,9 +167,9 @@ def test_sums_that_were_edited_are_found(tmp_path: Path, edit: Callable[[str], s
 
 
 PLACES = [
-    *(("out.safetensors", option) for option in FILES),
-    *(("out", option) for option in FOLDERS),
-    *(("out.gguf", option) for option in QUANTISED_DTYPES if option not in FILES and option not in FOLDERS),
+    *(("out.safetensors", option) for option in FILE_FORMATS),
+    *(("out", option) for option in FOLDER_FORMATS),
+    *(("out.gguf", option) for option in QUANTISED_DTYPES if option not in FILE_FORMATS and option not in FOLDER_FORMATS),
 ]  # fmt: skip
 
 

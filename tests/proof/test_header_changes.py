@@ -93,7 +93,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("change", CHANGES)
-def test_header_that_was_changed_after_the_merge_is_found(tmp_path: Path, change: str) -> None:
+def test_header_that_was_changed_after_the_merge_is_detected(tmp_path: Path, change: str) -> None:
     out = sealed(tmp_path)
     assert prove(out)["warnings"] == []
     rewritten(out, CHANGES[change])
@@ -150,7 +150,7 @@ def moved(path: Path) -> None:
      lambda path: rewritten(path, reordered), moved],
     ids=["spaces", "lines", "entries in order", "tensors in another order", "data in another order"],
 )  # fmt: skip
-def test_same_entries_in_other_bytes_are_told_and_not_blamed(tmp_path: Path, how: Callable[[Path], None]) -> None:
+def test_same_entries_in_other_bytes_are_reported_and_not_blamed(tmp_path: Path, how: Callable[[Path], None]) -> None:
     out = sealed(tmp_path)
     how(out)
     for full in (False, True):

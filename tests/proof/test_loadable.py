@@ -88,7 +88,7 @@ LATER = ("a tensor that is missing", "another size", "no size", "another dtype")
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_side_files_that_do_not_fit_the_weights_are_found(
+def test_side_files_that_do_not_fit_the_weights_are_detected(
     model: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     change, message = FAULTS[fault]
@@ -103,7 +103,7 @@ def test_side_files_that_do_not_fit_the_weights_are_found(
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_beside_a_finished_output_are_found(model: Path, fault: str) -> None:
+def test_faults_beside_a_finished_output_are_detected(model: Path, fault: str) -> None:
     change, message = FAULTS[fault]
     out = merge(model, dtype="bf16")
     assert prove(out, search=[model])["proven"]
@@ -117,7 +117,7 @@ def test_faults_beside_a_finished_output_are_found(model: Path, fault: str) -> N
         assert "lora-merge replay" in failed.value.fix
 
 
-def test_component_that_is_missing_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_component_that_is_missing_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = tmp_path / "base"
     (base / "unet").mkdir(parents=True)
     (base / "scheduler").mkdir()
@@ -149,7 +149,7 @@ def test_component_that_is_missing_is_found(tmp_path: Path, monkeypatch: pytest.
     "tied",
     [{}, {"tie_word_embeddings": True}, {"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": True}}],
 )
-def test_configuration_that_ties_what_was_parted_is_found(
+def test_configuration_that_ties_separate_tensors_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: dict[str, Any]
 ) -> None:
     base, name = tmp_path / "base", "model.embed_tokens"
@@ -196,7 +196,9 @@ def test_library_sees_what_was_planned(model: Path, monkeypatch: pytest.MonkeyPa
         check_opened(file, out)
 
 
-def test_library_that_does_not_know_a_dtype_is_told_not_blamed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_that_does_not_know_a_dtype_is_reported_not_blamed(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = model / "odd.safetensors"
     weight = rand(8, 8).numpy().tobytes()
     base.write_bytes(blob({f"{NAMES[0]}.weight": {"dtype": "F32", "shape": [8, 8], "data_offsets": [0, 256]},

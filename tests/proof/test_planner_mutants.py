@@ -33,7 +33,7 @@ from lora_merge.models.weights import RowSlice, WeightView, rows_of, transposed
 from lora_merge.planning import checkpoint_cache as opened
 from lora_merge.planning import make_plan as planning
 from lora_merge.proof import verify
-from lora_merge.proof.second_reading.read_again import Confirmation
+from lora_merge.proof.second_reading.comparison import Confirmation
 from lora_merge.recipes.replay import prove
 from tests.kit.planner_scenes import SCENES, WIDTH, Scene
 
@@ -325,7 +325,7 @@ MUTANTS = (
         default if name == "rank_pattern" else read(self, name, module, default)))),
     Mutant("peft", "lora_alpha has its default", field("number", "lora_alpha", value=8.0)),
     Mutant("phi3", "the configured rank is taken for the tensors'", scaled(lambda m: 0.5 if "up" in m.slots else 1.0)),
-    Mutant("flux", "the header's configuration is not read", lambda patch: patch.setattr(peft, "METADATA", "nothing")),
+    Mutant("flux", "the header's configuration is not read", lambda patch: patch.setattr(peft, "ADAPTER_METADATA", "nothing")),
     Mutant("flux", "the header's configuration holds for the other file", scaled(lambda m: 2.0 if "/" in m.name else 1.0)),
     Mutant("kohya", "DyLoRA's blocks are counted in", around(network_args, "_factor", lambda *_: 4.0)),
     # DoRA
@@ -390,7 +390,7 @@ def test_mutants_are_fifty_and_no_two_are_one() -> None:
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.scene}: {m.does}")
-def test_wrong_planner_is_found(
+def test_wrong_planner_is_detected(
     scenes: Callable[[str], Scene], mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene, out = scenes(mutant.scene), tmp_path / "out.safetensors"

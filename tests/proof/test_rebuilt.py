@@ -15,7 +15,7 @@ from lora_merge.algorithms import ALGORITHMS, Loaded
 from lora_merge.algorithms.kmeans import kmeans
 from lora_merge.algorithms.low_rank import low_rank_svd
 from lora_merge.errors import VerificationFailed
-from lora_merge.proof.rebuilding import CHECKS, RebuiltSlots
+from lora_merge.proof.peft_initialisation import CHECKS, RebuiltSlots
 from lora_merge.proof.reference.floats import Array, as_dtype
 from lora_merge.recipes.replay import prove
 from tests.kit.files import save
@@ -117,7 +117,7 @@ WRONG: tuple[tuple[str, str, Callable[[Array], Array]], ...] = (
 
 
 @pytest.mark.parametrize(("name", "slot", "change"), WRONG)
-def test_rebuilt_values_that_are_wrong_are_found(name: str, slot: str, change: Callable[[Array], Array]) -> None:
+def test_rebuilt_values_that_are_wrong_are_detected(name: str, slot: str, change: Callable[[Array], Array]) -> None:
     remade = made(name)
     wrong = spoiled(remade, slot, change)
     assert not np.array_equal(wrong.slots[slot], remade.slots[slot])

@@ -21,7 +21,7 @@ from lora_merge.engine.merge import run
 from lora_merge.errors import InputError, MergeError, UsageError, VerificationFailed
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.files.safetensors import parse_file
-from lora_merge.planning.recipe import KEY, LEGACY, LIMIT
+from lora_merge.planning.recipe import KEY, LEGACY_HASH, MOST_CHARACTERS
 from lora_merge.recipes.find_inputs import find
 from lora_merge.recipes.read_recipe import read_recipe
 from lora_merge.recipes.replay import plan_again, prove, refuse_to_unmerge
@@ -70,7 +70,7 @@ def test_web_uis_find_their_own_entries(files: Path) -> None:
     assert recipe["primary_model_hash"] == hashes["base.safetensors"]
     assert recipe["multiplier"] == 0.7
     assert {v["name"]: k for k, v in models.items()} == hashes
-    start = (files / "base.safetensors").read_bytes()[LEGACY[0] :][: LEGACY[1]]
+    start = (files / "base.safetensors").read_bytes()[LEGACY_HASH[0] :][: LEGACY_HASH[1]]
     assert models[hashes["base.safetensors"]]["legacy_hash"] == hashlib.sha256(start).hexdigest()[:8]
 
 
@@ -251,7 +251,7 @@ OUTSIDE = ("../b", "/etc/passwd", "a\\b", "a/../../b", "", "..", "a\0b", 7)
     "text",
     ["", "[]", "{}", "{" * 10_000, told(adapters=[]), told(version=1), told(adapters=5),
      told(adapters=[{**GOOD, "strength": True, "parts": []}]), told(adapters=[{**GOOD, "strength": 10**400, "parts": []}]),
-     told(base=of(size=float("inf"))), told(more="x" * LIMIT), *(told(base=of(name=n)) for n in OUTSIDE),
+     told(base=of(size=float("inf"))), told(more="x" * MOST_CHARACTERS), *(told(base=of(name=n)) for n in OUTSIDE),
      *(told(map={"name": n, "text": "a"}) for n in (*OUTSIDE, "a/b", "." * 3000, "\ud800")),
      told(map={"name": "a", "text": "\ud800"}), told(base=of(name="\ud800")), told(setting={"x": 1}), told(dtype="int4"),
      told(setting={"lora_alpha": 10**400}), told(adapters=[{**GOOD, "strength": 1, "parts": [["t;e", 1]]}])],
@@ -322,7 +322,7 @@ def test_search_is_bounded_and_stays_below_its_folders(
         "the file of that name, wherever it is"
     )
     copied.unlink()
-    monkeypatch.setattr("lora_merge.recipes.find_inputs.FILES", 2)
+    monkeypatch.setattr("lora_merge.recipes.find_inputs.MOST_FILES", 2)
     with pytest.raises(InputError, match="not found"):
         find(recipe.inputs, [tmp_path, deep])
 

@@ -19,7 +19,7 @@ from lora_merge.errors import VerificationFailed
 from lora_merge.matching.patch import PatchPart
 from lora_merge.models.weights import RowSlice, Weight
 from lora_merge.planning.plan import OutputTensor
-from lora_merge.proof.sampling import ELEMENTS, RANGES, ROWS, ranges, runs, sample
+from lora_merge.proof.sampling import LEAST_ELEMENTS, SAMPLED_RANGES, SAMPLED_ROWS, ranges, runs, sample
 from lora_merge.recipes.replay import prove
 from tests.kit.files import load, metadata, save
 from tests.kit.tensors import rand
@@ -49,7 +49,7 @@ def test_every_changed_part_has_a_row_in_the_sample(
     chosen = sample(one)
     assert np.array_equal(chosen, sample(one)), "always the same ones"
     assert np.array_equal(chosen, np.unique(chosen)) and chosen[0] >= 0 and chosen[-1] < rows
-    assert len(chosen) >= min(rows, max(ROWS, -(-ELEMENTS // cols)))
+    assert len(chosen) >= min(rows, max(SAMPLED_ROWS, -(-LEAST_ELEMENTS // cols)))
     for low, high in parts:
         assert low == high or ((chosen >= low) & (chosen < high)).any(), (low, high)
     assert [r for first, count in runs(chosen) for r in range(first, first + count)] == chosen.tolist()
@@ -70,11 +70,11 @@ def test_sampled_bytes_are_spread_over_all_tensors_and_all_bytes_are_all(sizes: 
     elif sum(sizes) > 2**23:
         before = dict(zip((t.name for t in some), accumulate([0, *sizes]), strict=False))
         starts = sorted(before[t.name] + first for t, first, _ in found)
-        assert max(b - a for a, b in pairwise([0, *starts, sum(sizes)])) <= 3 * sum(sizes) // RANGES + 2**17
+        assert max(b - a for a, b in pairwise([0, *starts, sum(sizes)])) <= 3 * sum(sizes) // SAMPLED_RANGES + 2**17
 
 
 @pytest.mark.parametrize("part", range(3))
-def test_part_that_lacks_its_change_is_found_by_the_sample(part: int, tmp_path: Path) -> None:
+def test_part_that_lacks_its_change_is_detected_by_the_sample(part: int, tmp_path: Path) -> None:
     """A weight of a fused layer that adapters change in three parts, one of which was left as it was."""
     width, key = 256, "double_blocks.0.img_attn.qkv.weight"
     base = {key: rand(3 * width, width), "double_blocks.0.img_mod.lin.weight": rand(6 * width, width),

@@ -29,8 +29,8 @@ from lora_merge.matching.match import ModulePlacer
 from lora_merge.models.names import names
 from lora_merge.planning.make_plan import Inputs, Matched, matches, outputs
 from lora_merge.proof.second_reading.claims import _spans as spans
+from lora_merge.proof.second_reading.comparison import UNKNOWN_PARTS, Confirmation, compare
 from lora_merge.proof.second_reading.modules import groups
-from lora_merge.proof.second_reading.read_again import PART, Confirmation, compare
 from lora_merge.proof.second_reading.rows import BaseRows as StoredRows
 from lora_merge.proof.second_reading.rows import Networks, WeightPlace
 from lora_merge.recipes.replay import prove
@@ -725,7 +725,7 @@ def test_part_that_is_not_read_is_the_reason(tmp_path: Path) -> None:
         (320, 320), "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q", KOHYA, alpha=True
     )
     found = read(base, tensors, parts=(("*input_blocks.1*", 0.5),))
-    assert (found.proven, found.modules, found.why) == (0, 1, {PART: 1})
+    assert (found.proven, found.modules, found.why) == (0, 1, {UNKNOWN_PARTS: 1})
 
 
 TRAINED = "base_model.model.model."

@@ -21,7 +21,7 @@ from lora_merge.cli.reports import plain_lines
 from lora_merge.engine.tensor_moves import convert
 from lora_merge.errors import FitError, InputError, UsageError, VerificationFailed
 from lora_merge.files.safetensors import parse_file
-from lora_merge.proof import recompute
+from lora_merge.proof import recomputation
 from lora_merge.proof.reference import floats
 from lora_merge.recipes.replay import prove
 from lora_merge.report import proof_rows
@@ -102,7 +102,7 @@ def test_parts_side_by_side_give_what_one_after_the_other_gives(made: Path, monk
     flip(wrong, QUERY, byte=last.nbytes - 1, bit=4)
     proofs, errors = [], []
     for chunk in (2**18, 64):
-        monkeypatch.setattr(recompute, "CHUNK", chunk)
+        monkeypatch.setattr(recomputation, "ELEMENTS_AT_ONCE", chunk)
         proofs.append(prove(out, full=True) | {"seconds": 0, "retained": 0, "survival": 0})
         with pytest.raises(VerificationFailed, match=f"row {last.shape[0] - 1}, column") as failed:
             prove(wrong, full=True)
@@ -135,7 +135,7 @@ def test_every_compute_dtype_passes_by_its_own_bound(made: Path, compute: str) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dora", [False, True])
-def test_base_that_holds_nan_is_told_and_counts_for_nothing(
+def test_base_that_holds_nan_is_reported_and_counts_for_nothing(
     tmp_path: Path,
     dtype: torch.dtype,
     dora: bool,  # noqa: FBT001
@@ -154,7 +154,7 @@ def test_base_that_holds_nan_is_told_and_counts_for_nothing(
         assert [("NaN or infinite" in w, "smaller" in w) for w in proof["warnings"]] == [(True, False)]
 
 
-def test_flipped_bit_in_an_untouched_tensor_is_found(made: Path) -> None:
+def test_flipped_bit_in_an_untouched_tensor_is_detected(made: Path) -> None:
     out = made / "out.safetensors"
     flip(out, "first_stage_model.decoder.conv_out.weight", 17, 0)
     with pytest.raises(VerificationFailed, match=r"no adapter changes.*\n.*conv_out\.weight, byte 17"):
@@ -163,7 +163,7 @@ def test_flipped_bit_in_an_untouched_tensor_is_found(made: Path) -> None:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("bit", [0, 3, 7])
-def test_flipped_bit_in_a_merged_tensor_is_found(made: Path, bit: int) -> None:
+def test_flipped_bit_in_a_merged_tensor_is_detected(made: Path, bit: int) -> None:
     out = made / "out.safetensors"
     flip(out, QUERY, 2 * (3 * 16 + 5), bit)
     with pytest.raises(VerificationFailed, match=r"1 of \d+ merged tensors(?s:.*)to_q\.weight, row 3, column 5"):
@@ -171,7 +171,7 @@ def test_flipped_bit_in_a_merged_tensor_is_found(made: Path, bit: int) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "named"), [(torch.float32, "fp32"), (torch.bfloat16, "bf16")])
-def test_neighbour_on_the_other_side_of_the_exact_value_is_found(
+def test_neighbour_on_the_other_side_of_the_exact_value_is_detected(
     dtype: torch.dtype, named: str, tmp_path: Path
 ) -> None:
     """It is less than one unit away, and no rounding gives it: the proof allows half a unit."""
@@ -189,34 +189,34 @@ def test_neighbour_on_the_other_side_of_the_exact_value_is_found(
 
 def test_short_reads_go_on_where_they_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x").write_bytes(bytes(range(40)))
-    whole = recompute.read_at
-    monkeypatch.setattr(recompute, "read_at", lambda fd, into, at: whole(fd, into[:3], at))
+    whole = recomputation.read_at
+    monkeypatch.setattr(recomputation, "read_at", lambda fd, into, at: whole(fd, into[:3], at))
     with (tmp_path / "x").open("rb") as f:
-        assert recompute.read_exactly(f.fileno(), 10, 5) == bytes(range(5, 15))
-        assert recompute.read_exactly(f.fileno(), 10, 35) == bytes(range(35, 40))
+        assert recomputation.read_exactly(f.fileno(), 10, 5) == bytes(range(5, 15))
+        assert recomputation.read_exactly(f.fileno(), 10, 35) == bytes(range(35, 40))
 
 
-def test_missing_module_is_found(made: Path) -> None:
+def test_missing_module_is_detected(made: Path) -> None:
     out = made / "out.safetensors"
     replace_tensors(out, {QUERY: load(made / "base.safetensors")[QUERY]})
     with pytest.raises(VerificationFailed, match=r"1 of \d+ merged tensors"):
         prove(out)
 
 
-def test_missing_adapter_is_found_and_named(made: Path) -> None:
+def test_missing_adapter_is_detected_and_named(made: Path) -> None:
     other = merge(made, "other", (0.7, 0.0))
     replace_tensors(made / "out.safetensors", load(other))
     with pytest.raises(VerificationFailed, match=r"the file holds -?0\.00 of detail\.safetensors"):
         prove(made / "out.safetensors")
 
 
-def test_wrong_strength_is_found_and_named(made: Path) -> None:
+def test_wrong_strength_is_detected_and_named(made: Path) -> None:
     replace_tensors(made / "out.safetensors", load(merge(made, "other", (0.35, 0.3))))
     with pytest.raises(VerificationFailed, match=r"the file holds 0\.50 of style\.safetensors"):
         prove(made / "out.safetensors")
 
 
-def test_strength_that_is_stated_wrong_is_told_with_the_right_one(made: Path) -> None:
+def test_strength_that_is_stated_wrong_is_reported_with_the_right_one(made: Path) -> None:
     out = made / "out.safetensors"
     with pytest.raises(VerificationFailed, match=r"made with strength 0\.7 of 'style\.safetensors', not 0\.5") as told:
         prove(out, **inputs(made, (0.5, 0.3)))
@@ -227,7 +227,7 @@ def test_strength_that_is_stated_wrong_is_told_with_the_right_one(made: Path) ->
     assert told.value.fix.startswith("if it was made at other strengths, give those; else merge again")
 
 
-def test_swapped_half_is_found(made: Path) -> None:
+def test_swapped_half_is_detected(made: Path) -> None:
     out = made / "out.safetensors"
     key = f"{UNET}input_blocks.1.1.transformer_blocks.0.ff.net.0.proj.weight"
     upper, lower = load(out)[key].chunk(2)
@@ -236,7 +236,7 @@ def test_swapped_half_is_found(made: Path) -> None:
         prove(out)
 
 
-def test_output_that_is_older_than_its_adapter_is_found(made: Path) -> None:
+def test_output_that_is_older_than_its_adapter_is_detected(made: Path) -> None:
     tensors = load(made / "style.safetensors")
     save(tensors | {UP: tensors[UP] * 1.5}, made / "style.safetensors")
     for named in ({}, inputs(made)):
@@ -244,7 +244,7 @@ def test_output_that_is_older_than_its_adapter_is_found(made: Path) -> None:
             prove(made / "out.safetensors", **named)
 
 
-def test_wrong_dtype_shape_or_tensor_is_found(made: Path) -> None:
+def test_wrong_dtype_shape_or_tensor_is_detected(made: Path) -> None:
     out = made / "out.safetensors"
     good, recipe = load(out), metadata(out)
     for change in (
@@ -319,7 +319,7 @@ def test_failed_proof_leaves_no_file(made: Path, monkeypatch: pytest.MonkeyPatch
 
     original = kernels.fold
     wrong = lambda base, stacks, *_: original(base, [*stacks, *stacks])  # noqa: E731
-    monkeypatch.setattr("lora_merge.engine.fold.RULES", {"sum": wrong})
+    monkeypatch.setattr("lora_merge.engine.fold.FOLD_RULES", {"sum": wrong})
     before = (made / "out.safetensors").read_bytes()
     with pytest.raises(VerificationFailed) as failure:
         merge(made, "out", overwrite=True)
@@ -337,7 +337,7 @@ def test_failed_proof_leaves_no_file(made: Path, monkeypatch: pytest.MonkeyPatch
     ("dtype", "scale", "wider"),
     [("bf16", 0.002, "fp32"), ("fp8_e4m3fn", 0.01, "fp32"), ("fp8_e4m3fn", 1.0, "bf16 or fp32")],
 )
-def test_dtype_that_swallows_the_change_is_said(tmp_path: Path, dtype: str, scale: float, wider: str) -> None:
+def test_dtype_that_swallows_the_change_is_reported(tmp_path: Path, dtype: str, scale: float, wider: str) -> None:
     base = {"block.weight": rand(64, 64, seed=1).to(torch.float8_e4m3fn).float()}
     up = {"block.lora_up.weight": rand(64, 4, seed=2) * scale, "block.lora_down.weight": rand(4, 64, seed=3) * 0.05}
     save(base, tmp_path / "b.safetensors")
@@ -443,7 +443,7 @@ def test_large_metadata_of_the_base_costs_little(tmp_path: Path) -> None:
     assert metadata(tmp_path / "o.safetensors")["note"] == text
 
 
-def test_lost_entry_of_the_metadata_is_found(made: Path) -> None:
+def test_lost_entry_of_the_metadata_is_detected(made: Path) -> None:
     base = save(load(made / "base.safetensors"), made / "noted.safetensors", {"note": "kept"})
     out = made / "noted-out.safetensors"
     lora_merge.merge(base, made / "style.safetensors", out)
@@ -457,9 +457,9 @@ def test_lost_entry_of_the_metadata_is_found(made: Path) -> None:
 def test_disk_is_asked_for_what_is_looked_at(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: set[tuple[int, int]] = set()
     looked: set[tuple[int, int]] = set()
-    hint, read = os.posix_fadvise, recompute.read_exactly
+    hint, read = os.posix_fadvise, recomputation.read_exactly
     monkeypatch.setattr(os, "posix_fadvise", lambda fd, at, n, why: (asked.add((at, n)), hint(fd, at, n, why)))
-    monkeypatch.setattr(recompute, "read_exactly", lambda fd, n, at: (looked.add((at, n)), read(fd, n, at))[1])
+    monkeypatch.setattr(recomputation, "read_exactly", lambda fd, n, at: (looked.add((at, n)), read(fd, n, at))[1])
     prove(made / "out.safetensors", **inputs(made))
     assert len(looked) > 20
     pages = [

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.facts import TABLE, WIDTH
+from lora_merge.facts import TABLE_ROWS, VALUE_WIDTH
 from lora_merge.models.blocks import adapter_groups
 from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.text import TRAINING_KEYS, lines
@@ -131,7 +131,7 @@ def test_long_tables_are_cut_in_the_text_and_whole_in_json(tmp_path: Path) -> No
     assert facts["configuration"]["rank_pattern"] == pattern
     assert len(facts["blocks"]) == 300
     told = [*lines(facts)]
-    assert len(told) < TABLE + 40
+    assert len(told) < TABLE_ROWS + 40
     assert max(map(len, told)) < 500
     assert any("260 more" in line for line in told)
 
@@ -147,22 +147,22 @@ def test_block_of_a_module_follows_from_its_name_alone(name: str, block: str) ->
     assert adapter_groups({name: ()}).block(name) == block
 
 
-def test_most_frequent_tags_are_told_whole() -> None:
+def test_most_frequent_tags_are_shown_whole() -> None:
     counts = {f"a tag of some length {n}": 40 - n for n in range(40)}
     (told,) = (line for line in lines({"kind": "adapter", "trained": {"tags": counts}}) if line.startswith("tags"))
     shown, more = re.fullmatch(r"tags +(.*) and ([0-9]+) more", told).groups()  # type: ignore[union-attr]
     assert [*counts][: len(shown.split(", "))] == [word.rpartition(" ")[0] for word in shown.split(", ")]
     assert len(shown.split(", ")) + int(more) == 40
-    assert len(shown) <= WIDTH
+    assert len(shown) <= VALUE_WIDTH
 
 
-def test_blocks_that_count_on_are_told_as_one() -> None:
+def test_blocks_that_count_on_are_shown_as_one() -> None:
     blocks = dict.fromkeys(["BASE", *(f"IN{n:02d}" for n in range(3)), "M00", "IN05", "OUT00", "OUT01"], 1)
     (told,) = (line for line in lines({"kind": "checkpoint", "blocks": blocks}) if line.startswith("blocks"))
     assert told.split()[1:7] == ["8:", "BASE", "IN00–IN02", "M00", "IN05", "OUT00–OUT01"]
 
 
-def test_alphas_of_a_peft_folder_are_told_by_module(tmp_path: Path) -> None:
+def test_alphas_of_a_peft_folder_are_reported_by_module(tmp_path: Path) -> None:
     """Its configuration has them, not its tensors."""
     modules = [f"base_model.model.model.layers.{n}.self_attn.{p}_proj" for n in range(2) for p in "qk"]
     pairs = {f"{m}.lora_{x}.weight": rand(*shape) for m in modules for x, shape in (("A", (2, 8)), ("B", (8, 2)))}

@@ -44,7 +44,7 @@ def test_misfit_ends_with_4(scene: Scene, tmp_path: Path) -> None:
         assert match["why"]
 
 
-def test_several_files_are_told_one_after_the_other(scene: Scene) -> None:
+def test_several_files_are_shown_one_after_the_other(scene: Scene) -> None:
     code, out, _ = run("inspect", scene.ink, scene.oil, scene.base, "--json")
     assert (code, [f["kind"] for f in json.loads(out)["files"]]) == (0, ["adapter", "adapter", "checkpoint"])
     code, out, _ = run("inspect", scene.base, scene.ink, scene.oil, "--json")
@@ -79,7 +79,7 @@ def test_effective_strength_has_alpha_in_it(scene: Scene) -> None:
     )
 
 
-def test_change_below_the_dtype_is_seen_before_the_merge(scene: Scene, tmp_path: Path) -> None:
+def test_change_below_the_dtype_is_reported_before_the_merge(scene: Scene, tmp_path: Path) -> None:
     """The changes are a ten-thousandth of the weights, which bf16 cannot hold beside them."""
     base = save({k: v.bfloat16() if v.is_floating_point() else v for k, v in sd1().items()}, tmp_path / "b.safetensors")
     facts = inspect(base, Adapter(scene.ink, 0.001), weights=True)
@@ -91,7 +91,7 @@ def test_change_below_the_dtype_is_seen_before_the_merge(scene: Scene, tmp_path:
     assert not inspect(base, Adapter(scene.ink, 1.0), weights=True)["match"]["numbers"]["warnings"]
 
 
-def test_base_tells_its_blocks_its_storage_and_how_to_undo_a_merge(scene: Scene, tmp_path: Path) -> None:
+def test_base_shows_its_blocks_its_storage_and_how_to_undo_a_merge(scene: Scene, tmp_path: Path) -> None:
     first, second = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
     lora_merge.merge(scene.base, [(scene.ink, 0.5)], first)
     lora_merge.merge(first, [scene.oil], second)

@@ -29,7 +29,7 @@ TOLD = {
 
 @pytest.mark.few(6)
 @pytest.mark.parametrize("name", TOLD)
-def test_formats_are_told_with_blocks_and_bits(name: str, tmp_path: Path) -> None:
+def test_formats_are_reported_with_blocks_and_bits(name: str, tmp_path: Path) -> None:
     source, tensors = base(FORMS[name], tmp_path / "base")
     file = source / "model.safetensors" if source.is_dir() else source
     extra = {"model.layers.0.mlp.up_proj.weight": rand(8, 8), "model.layers.1.mlp.up_proj.weight": rand(8, 8)}
@@ -46,7 +46,7 @@ def test_formats_are_told_with_blocks_and_bits(name: str, tmp_path: Path) -> Non
     assert any(line.startswith("not quantised") and "model.layers.*.mlp.up_proj.weight (2)" in line for line in text)
 
 
-def test_types_of_gguf_are_told_too_and_plain_models_have_no_formats(tmp_path: Path) -> None:
+def test_types_of_gguf_are_reported_too_and_plain_models_have_no_formats(tmp_path: Path) -> None:
     facts = inspect(by_library.write(tmp_path / "flux.gguf", "flux", flux("Q4_K")))
     assert facts["formats"] == [{"format": "Q4_K", "weights": 4, "bits": 4.5, "block": [1, 256]}]
     assert facts["not_quantised"] == {"img_in.weight": 1, "final_layer.linear.weight": 1}
@@ -74,7 +74,7 @@ def test_quantised_model_has_the_numbers_of_the_same_model_without_quantisation(
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "Q4_0"])
-def test_changes_of_gguf_are_told_as_those_of_plain_numbers(kind: str, tmp_path: Path) -> None:
+def test_changes_of_gguf_are_reported_as_those_of_plain_numbers(kind: str, tmp_path: Path) -> None:
     """Both files store integers."""
     source = by_library.write(tmp_path / "flux.gguf", "flux", flux(kind))
     names = [key for key in open_checkpoint(source).tensors if key.endswith(".weight")][:2]

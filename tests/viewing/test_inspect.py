@@ -15,9 +15,9 @@ import torch
 from jsonschema import Draft202012Validator
 
 import lora_merge
-from lora_merge.facts import COUNT
+from lora_merge.facts import THOUSANDS
 from lora_merge.files.checkpoint import open_checkpoint
-from lora_merge.files.formats.unread import METADATA, SIGNS
+from lora_merge.files.formats.unread import METADATA_FORMATS, SIGNS
 from lora_merge.files.safetensors import layout
 from lora_merge.text import size
 from lora_merge.viewing.file_verdict import model_of
@@ -133,7 +133,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
      (2_567_463_684, "2.39 GiB", "2.57 G"), (10**16, "9094.95 TiB", "10000.00 T")],
 )  # fmt: skip
 def test_large_numbers_are_short(n: int, bytes_: str, count: str) -> None:
-    assert (size(n), size(n, *COUNT)) == (bytes_, count)
+    assert (size(n), size(n, *THOUSANDS)) == (bytes_, count)
 
 
 def test_dtypes_are_counted_by_parameters(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_quantised_weights_alone_are_called_so(tmp_path: Path) -> None:
     weights = {"blocks.0.lin.weight": rand(8, 8), "norm.weight": rand(8)}
     cases: dict[str, tuple[dict[str, torch.Tensor], dict[str, str]]] = {
         **{name: (weights | {f"blocks.0.lin.{name}": torch.ones(2)}, {}) for name in SIGNS},
-        **{entry: (weights, {entry: '{"layers": {"blocks.0.lin": {}}}'}) for entry in METADATA},
+        **{entry: (weights, {entry: '{"layers": {"blocks.0.lin": {}}}'}) for entry in METADATA_FORMATS},
         "codes": (weights | {"a.weight": torch.ones(4, 4, dtype=torch.uint8), "a.scale": torch.ones(4, 1)}, {}),
     }
     for name, (tensors, entries) in cases.items():
@@ -166,7 +166,7 @@ def test_quantised_weights_alone_are_called_so(tmp_path: Path) -> None:
         assert name == "codes" or name in said
         (line,) = [line for line in lines(facts) if line.startswith("quantised ")]
         assert line.endswith(said)
-    for entry, value in product(METADATA, ("", "none", "null", "{}", '{"layers": {}}')):
+    for entry, value in product(METADATA_FORMATS, ("", "none", "null", "{}", '{"layers": {}}')):
         if not (entry == "quantization_config" and "layers" in value):
             facts = inspect(save(weights, tmp_path / "plain.safetensors", {entry: value}))
             assert "quantised" not in facts, (entry, value)

@@ -65,7 +65,7 @@ def test_change_of_a_weight_without_numbers_is_looked_at(
     assert run("inspect", base, adapter, "--weights", "--html", page).code in (0, 4)
 
 
-def test_change_too_large_for_fp32_is_told(base: Path, tmp_path: Path) -> None:
+def test_change_too_large_for_fp32_is_reported(base: Path, tmp_path: Path) -> None:
     save(
         {name: torch.full(t.shape, 1e300, dtype=torch.float64) for name, t in PAIR.items()}, tmp_path / "a.safetensors"
     )
@@ -76,7 +76,7 @@ def test_change_too_large_for_fp32_is_told(base: Path, tmp_path: Path) -> None:
     assert "too large" in told
 
 
-def test_factors_that_the_file_lacks_are_told_with_their_weight(base: Path, tmp_path: Path) -> None:
+def test_factors_that_the_file_lacks_are_reported_with_their_weight(base: Path, tmp_path: Path) -> None:
     save({"a.vera_lambda_b": torch.ones(4), "a.vera_lambda_d": torch.ones(2)}, tmp_path / "a.safetensors")
     save(PAIR, tmp_path / "b.safetensors")
     with pytest.raises(MergeError, match="seed"):
@@ -109,7 +109,7 @@ def test_factors_without_axes_are_named_or_refused(slot: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("size", [1e200, 1.7e308, -1.7e308, 5e-324, float("inf"), float("nan")])
-def test_numbers_of_any_size_are_measured_and_told_as_strict_json(size: float, tmp_path: Path) -> None:
+def test_numbers_of_any_size_are_measured_and_reported_as_strict_json(size: float, tmp_path: Path) -> None:
     save({"a.weight": torch.full((3, 3), size, dtype=torch.float64)}, tmp_path / "m.safetensors")
     found = json.loads(
         lora_merge.inspect(tmp_path / "m.safetensors", weights=True).to_json(), parse_constant=pytest.fail

@@ -321,7 +321,7 @@ def test_plots_show_no_hidden_character_and_no_formula(tmp_path: Path) -> None:
     assert (tmp_path / "plot.svg").stat().st_size > 1000
 
 
-def test_page_of_an_adapter_tells_what_each_block_keeps(scene: Scene, tmp_path: Path) -> None:
+def test_page_of_an_adapter_shows_what_each_block_keeps(scene: Scene, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     code, text, _ = run(
         "resize", scene.ink, "--rank", "2", "-o", tmp_path / "o.safetensors", "--html", page, "--json", "--json-tensors"
@@ -655,8 +655,8 @@ def test_page_keeps_its_size_and_says_what_it_leaves_out(
         len(pages.page({"kind": "adapter", "path": "a", "bytes": 1, "tensors": 1, "schema": "lora-merge/inspect/2"}))
         + 300_000
     )
-    assert most < pages.MOST == 5_000_000
-    monkeypatch.setattr(pages, "MOST", most)
+    assert most < pages.MOST_PAGE_BYTES == 5_000_000
+    monkeypatch.setattr(pages, "MOST_PAGE_BYTES", most)
     html = pages.page(found)
     assert most - 300_000 < len(html.encode()) <= most
     told = content(html)["notes"][0]

@@ -18,7 +18,7 @@ from lora_merge.cli.reports import dry
 from lora_merge.report import Report
 from lora_merge.viewing.compare import compare
 from lora_merge.viewing.inspect import inspect
-from lora_merge.viewing.json_schemas import KINDS, schema_of
+from lora_merge.viewing.json_schemas import SCHEMA_KINDS, schema_of
 from tests.kit.command_line import run
 from tests.viewing.conftest import Scene
 
@@ -153,9 +153,9 @@ def test_json_that_is_printed_has_a_schema(scene: Scene, tmp_path: Path) -> None
     assert {str(command[0]) for command in printed} == {
         name for name, one in known.items() if any("--json" in option.opts for option in one.params)
     }
-    assert {kind for kinds in printed.values() for kind in kinds} == {*KINDS} - {"jobs"}
+    assert {kind for kinds in printed.values() for kind in kinds} == {*SCHEMA_KINDS} - {"jobs"}
     told = " ".join(run("schema", "--help")[1].split())
-    assert all(kind in told for kind in KINDS)
+    assert all(kind in told for kind in SCHEMA_KINDS)
 
 
 def test_failures_are_objects_on_stdout(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_failures_are_objects_on_stdout(tmp_path: Path) -> None:
     check(json.loads(done.out), "error")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SCHEMA_KINDS)
 def test_command_prints_each_schema(kind: str) -> None:
     code, out, _ = run("schema", kind)
     assert code == 0

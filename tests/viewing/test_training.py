@@ -139,7 +139,7 @@ def _adapter(folder: Path, metadata: dict[str, str], *names: str) -> Path:
     return save(tensors, folder / "a.safetensors", metadata)
 
 
-def test_preview_picture_is_told_by_its_place_its_type_and_its_bytes(tmp_path: Path) -> None:
+def test_preview_picture_is_shown_by_its_place_its_type_and_its_bytes(tmp_path: Path) -> None:
     """In the metadata as base64; a file whose name says so comes before one of the adapter's own name."""
     data = base64.b64encode(b"12345").decode()
     tensors, path = (

@@ -18,7 +18,7 @@ from lora_merge.engine.row_matrix import RowMatrix
 from lora_merge.errors import ResourceError, VerificationFailed
 from lora_merge.merge_methods import COMBINATIONS, DIVISORS, SUM
 from lora_merge.method_parameters import MethodParameters
-from lora_merge.proof import methods_again
+from lora_merge.proof import combination_methods
 from lora_merge.recipes.replay import prove
 from tests.kit.adapters import kohya
 from tests.kit.command_line import run
@@ -134,10 +134,10 @@ def changes(count: int) -> list[torch.Tensor]:
     return [rand(12, 20, seed=n).double() for n in range(count)]
 
 
-def proof_rows(change: torch.Tensor) -> methods_again.ReferenceRows:
+def proof_rows(change: torch.Tensor) -> combination_methods.ReferenceRows:
     """A change as the proof has it, five rows at a time."""
     numbers = change.numpy()
-    return methods_again.ReferenceRows((len(numbers), numbers.shape[1]), lambda some: numbers[some], 5)
+    return combination_methods.ReferenceRows((len(numbers), numbers.shape[1]), lambda some: numbers[some], 5)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -147,7 +147,7 @@ def test_implementations_agree(method: str) -> None:
     for more in ({}, {"elect": "count", "normalise": "weight"}, {"normalise": "none", "scale": 0.5}):
         n = MethodParameters(**{**numbers(method), **more})
         one = combination.combined(method, [g.clone() for g in given], strengths, n, seeds)
-        parts, slack = methods_again.combined(
+        parts, slack = combination_methods.combined(
             COMBINATIONS[method], [proof_rows(g) for g in given], strengths, n, seeds, rows=np.arange(12), vector=False
         )
         assert (slack <= 1e-6).all()
@@ -182,7 +182,7 @@ def test_changes_of_one_weight_meet_whatever_makes_them(
         right = before.clone()
         if own:
             given = [proof_rows(t.flatten(1)) for _, t in own]
-            parts, _ = methods_again.combined(COMBINATIONS[method], given, [s for s, _ in own], MethodParameters(**options),
+            parts, _ = combination_methods.combined(COMBINATIONS[method], given, [s for s, _ in own], MethodParameters(**options),
                                          [""] * len(own), rows=np.arange(len(before)), vector=False)  # fmt: skip
             right += torch.from_numpy(np.sum(parts, axis=0)).view(before.shape)
         torch.testing.assert_close(got[key], right, rtol=1e-9, atol=1e-11, msg=key)
@@ -264,7 +264,7 @@ def test_draws_are_those_of_the_adapter_and_its_module(
     assert any(not torch.allclose(twice[key], 2 * once[key]) for key in once), "the second one draws for itself"
 
 
-def test_biases_that_have_no_direction_are_told(tmp_path: Path) -> None:
+def test_biases_that_have_no_direction_are_reported(tmp_path: Path) -> None:
     base = {"a.weight": rand(6, 8, seed=1), "a.bias": rand(6, seed=2)}
     module = {"a.diff": rand(6, 8, seed=3), "a.diff_b": rand(6, seed=4)}
     files = [save(t, tmp_path / f"{n}.safetensors") for n, t in enumerate((base, module))]

@@ -74,7 +74,7 @@ def test_cost_of_a_shard_does_not_grow_with_their_number(tmp_path: Path) -> None
 
 
 @pytest.mark.release
-def test_bench_tells_growth(
+def test_bench_shows_growth(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from tests.bench.__main__ import Bench

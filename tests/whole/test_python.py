@@ -88,7 +88,7 @@ def test_progress_is_a_function_or_a_bar(
         lora_merge.merge(base, ink, tmp_path / "c.safetensors", progress="yes")  # type: ignore[arg-type]
 
 
-def test_output_is_verified_and_made_again(files: tuple[Path, Path, Path, Path], tmp_path: Path) -> None:
+def test_output_is_verified_and_reproduced(files: tuple[Path, Path, Path, Path], tmp_path: Path) -> None:
     base, ink, oil, out = files
     proof = lora_merge.verify(out)
     assert proof["proven"]
@@ -170,7 +170,7 @@ def test_editors_know_every_keyword_of_methods() -> None:
 
 
 @pytest.mark.parametrize("call", FUNCTIONS, ids=lambda c: c.__name__)
-def test_help_tells_what_goes_in_and_what_comes_out(call: Any) -> None:
+def test_help_shows_what_goes_in_and_what_comes_out(call: Any) -> None:
     text = signatures.getdoc(call) or ""
     heads = re.findall(r"^(Parameters|Returns|Raises|Examples):$", text, re.MULTILINE)
     assert heads == ["Parameters", "Returns", "Raises", "Examples"]
@@ -186,7 +186,7 @@ CLASSES = [getattr(lora_merge, n) for n in lora_merge.__all__ if signatures.iscl
 
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda c: c.__name__)
-def test_help_of_a_class_tells_its_fields_its_methods_and_an_example(kind: Any) -> None:
+def test_help_of_a_class_shows_its_fields_its_methods_and_an_example(kind: Any) -> None:
     text = signatures.getdoc(kind) or ""
     assert re.search(r"^    (>>>|\.\.\.) .*lora_merge\.", text.partition("Examples:")[2], re.MULTILINE)
     named = set(re.findall(r"^    (\w+):", text.partition("Attributes:")[2].partition("\n\n")[0], re.MULTILINE))
@@ -227,7 +227,7 @@ def test_small_values_are_tables_in_notebooks_too(kind: Any, files: tuple[Path, 
 
 
 @pytest.mark.slow
-def test_tensors_and_batches_tell_how_far_they_are(
+def test_tensors_and_batches_show_how_far_they_are(
     files: tuple[Path, Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base, ink, _, _ = files

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_merge.survival import ENOUGH, GRADES, MOST, grade, judged, lost, percent, spoken, target
+from lora_merge.survival import CHANCE_SHARE, ENOUGH, GRADES, grade, judged, lost, percent, spoken, target
 from tests.kit.command_line import run
 from tests.kit.files import load, save
 from tests.kit.tensors import Tensors, rand
@@ -26,13 +26,15 @@ STORED = {"F8_E4M3": torch.float8_e4m3fn, "F16": torch.float16, "BF16": torch.bf
 KEYS = [f"model.layers.{n}.self_attn.{part}_proj" for n in range(2) for part in "qv"]
 
 
-@given(st.floats(1 - MOST, MOST))
+@given(st.floats(1 - CHANCE_SHARE, CHANCE_SHARE))
 def test_words_and_number_of_a_share_agree(share: float) -> None:
     """The number that is shown never has another judgement than the share, and what is lost adds up to all."""
     assert grade(percent(share) / 100) is grade(share)
     assert judged(share, "x") == f"{percent(share):g} % of x ({grade(share).word})"
     assert (
-        grade(share).least <= share < min((g.least for g in GRADES if g.least > grade(share).least), default=MOST + 1)
+        grade(share).least
+        <= share
+        < min((g.least for g in GRADES if g.least > grade(share).least), default=CHANCE_SHARE + 1)
     )
     if 0 <= share <= 1:
         assert float(lost(share).removesuffix(" %")) + percent(share) == pytest.approx(100, abs=0.06)

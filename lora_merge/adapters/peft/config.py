@@ -77,8 +77,8 @@ KNOWN_SWITCHES: Final = frozenset(
 """Fields `use_…` and `…_config` of a LoRA configuration whose effect on the weights is known."""
 
 
-WHOLE: Final = r"(?:%s)\Z"
-VERSION: Final = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})(?:\.([0-9]{1,9}))?")
+WHOLE_NAME: Final = r"(?:%s)\Z"
+VERSION_NUMBER: Final = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})(?:\.([0-9]{1,9}))?")
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class PeftConfig:
         with self._refusing(name):
             steps = self.indexes.steps
             steps.allow()
-            return steps.pattern(expression, WHOLE).matches(self._path(module), steps)
+            return steps.pattern(expression, WHOLE_NAME).matches(self._path(module), steps)
 
     def _path(self, module: str) -> str:
         return module.removeprefix(self.inside).removesuffix(".default")  # see suffixes.REWRITES
@@ -203,7 +203,7 @@ class PeftConfig:
 
     def version(self, default: str = "") -> tuple[int, ...]:
         """Return the release of PEFT that wrote the file, (0, 17) or (0, 17, 1); () where the field is absent."""
-        release = VERSION.match(self.text("peft_version", default))
+        release = VERSION_NUMBER.match(self.text("peft_version", default))
         return tuple(int(part) for part in release.groups() if part) if release else ()
 
     def wrong_type(self, name: str, expected: str) -> InputError:

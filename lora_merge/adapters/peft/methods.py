@@ -217,7 +217,7 @@ MLX: Final = "MLX"
 NOT_A_WEIGHT: Final = "it adds trained inputs or layers to the model, not a change of its weights"
 NOT_TRANSPOSED: Final = "its start was taken out of weights that are stored [in, out] as if they were [out, in]"
 
-DRAWN: Final = Note("its configuration draws noise in every forward pass; the mean is merged, as PEFT does")
+NOISE_IS_DRAWN: Final = Note("its configuration draws noise in every forward pass; the mean is merged, as PEFT does")
 
 Choose: TypeAlias = Callable[[PeftConfig, str, Sequence[str], WeightView | None, str], str | None]
 """(configuration, module, rows that fit its tensors, its weight, model type of the base) → the row."""
@@ -297,8 +297,7 @@ def _seeded(fields: PeftConfig) -> None:
         raise refuse("FOURIERFT", why, CONVERT, fields.where)
 
 
-STACKED: Final = tuple(row.name for row in lora_stacked.STACKED)
-
+STACKED_ROWS: Final = tuple(row.name for row in lora_stacked.STACKED)
 _LETTER: Final = {"X": "", "zeros": "", "Xd": "_up", "Xu": "_down"}
 """Ending of GLoRA's tensors of a letter → suffix of the letter's slot."""
 
@@ -323,10 +322,10 @@ def _bone(name: str) -> PeftMethod:
     )  # fmt: skip
 
 
-ROWS: Final = (
+PEFT_ROWS: Final = (
     PeftMethod(
-        "LORA", ("lora", "lora_bias", "lora_embedding", "lora_experts", "lora_experts_transposed", *STACKED, "bdlora",
-                 "pissa", "olora", "kasa", "lora_sparse"),
+        "LORA", ("lora", "lora_bias", "lora_embedding", "lora_experts", "lora_experts_transposed", *STACKED_ROWS,
+                 "bdlora", "pissa", "olora", "kasa", "lora_sparse"),
         {".lora_embedding_A": ("down", "lora_embedding"), ".lora_embedding_B": ("up", "lora_embedding"),
          ".lora_diag": ("values", "kasa")},
         ratio("lora_alpha", 8, stored_rank), check=refuse_lora, choose=_lora, conv1d=True,
@@ -349,7 +348,7 @@ ROWS: Final = (
     PeftMethod("BOFT", ("peft_boft",), {".boft_R": "blocks", ".boft_s": "rows"}),
     PeftMethod("VERA", **_projected("vera"), counts={"vera": Count("rank_scale", 0, "r")}, conv1d=True),
     PeftMethod("PVERA", **_projected("pvera"), conv1d=True,
-           doubts=lambda fields: DRAWN if fields.flag("sample_at_inference", default=False) else None),
+           doubts=lambda fields: NOISE_IS_DRAWN if fields.flag("sample_at_inference", default=False) else None),
     PeftMethod(
         "RANDLORA", ("randlora",),
         {".randlora_lambda": "rank_scale", ".randlora_gamma": "side_scale", ".randlora_A": "down",
@@ -473,9 +472,9 @@ ROWS: Final = (
     *(PeftMethod(name, refuses=(NEEDS_INPUT, TRAIN_AGAIN)) for name in ("XLORA", "POLY", "LILY", "SHADOW")),
 )  # fmt: skip
 
-METHODS: Final[Mapping[str, PeftMethod]] = MappingProxyType({row.name: row for row in ROWS})
+PEFT_METHODS: Final[Mapping[str, PeftMethod]] = MappingProxyType({row.name: row for row in PEFT_ROWS})
 
-SHARED: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
-    {row: method.shared for method in ROWS for row in method.algorithms if method.shared}
+SHARED_SLOTS_OF_ROW: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
+    {row: method.shared for method in PEFT_ROWS for row in method.algorithms if method.shared}
 )
 """Row → its method's shared slots, also for a file without configuration."""

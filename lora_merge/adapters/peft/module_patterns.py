@@ -16,9 +16,9 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 from ...safe_regex import Steps
 
-PLAIN: Final = re.compile(r"\^?(?:[A-Za-z0-9_.-]|\\[.-])+\$?")
-END: Final = r"(.*\.)?(%s)$"
-EXACT: Final = "\0"  # an escaped dot of a key, which matches only a dot
+PLAIN_PATTERN: Final = re.compile(r"\^?(?:[A-Za-z0-9_.-]|\\[.-])+\$?")
+END_OF_NAME: Final = r"(.*\.)?(%s)$"
+ESCAPED_DOT: Final = "\0"  # an escaped dot of a key, which matches only a dot
 Dots: TypeAlias = tuple[int, ...]
 Index = TypeVar("Index")
 
@@ -32,12 +32,12 @@ class Ends:
         self._others: list[int] = []
         self._first: dict[str, str | None] = {}
         for at, key in enumerate(self.keys):
-            if PLAIN.fullmatch(key) is None:
+            if PLAIN_PATTERN.fullmatch(key) is None:
                 self._others.append(at)
             else:
-                wild = key.removeprefix("^").removesuffix("$").replace("\\-", "-").replace("\\.", EXACT)
+                wild = key.removeprefix("^").removesuffix("$").replace("\\-", "-").replace("\\.", ESCAPED_DOT)
                 dotted = self._plain.setdefault(len(wild), {}).setdefault(_dots(wild), {})
-                dotted.setdefault(wild.replace(EXACT, "."), []).append(at)
+                dotted.setdefault(wild.replace(ESCAPED_DOT, "."), []).append(at)
 
     def first(self, path: str, steps: Steps) -> str | None:
         """Return the first key that matches the path of a module, or None; Refused if that takes too many steps."""
@@ -57,7 +57,9 @@ class Ends:
     def _of_plain(self, path: str, steps: Steps) -> Iterator[int]:
         """Yield the positions of plain keys that match the path, the first one among them."""
         if "\n" in path:  # a dot does not match a line feed, and `$` may match before one
-            yield from (at for at, key in enumerate(self.keys) if PLAIN.fullmatch(key) and _matches(key, path, steps))
+            yield from (
+                at for at, key in enumerate(self.keys) if PLAIN_PATTERN.fullmatch(key) and _matches(key, path, steps)
+            )
             return
         for start in (0, *(at + 1 for at in _dots(path))):
             end = path[start:]
@@ -82,7 +84,7 @@ def _dotted(text: str, dots: Dots) -> str:
 
 
 def _matches(key: str, path: str, steps: Steps) -> bool:
-    return steps.pattern(key, END).matches(path, steps)
+    return steps.pattern(key, END_OF_NAME).matches(path, steps)
 
 
 class Indexes:

@@ -1,8 +1,8 @@
 """The meaning of a PEFT configuration for a merge: `rules(config, where, metadata)`. No torch.
 
-A configuration is `adapter_config.json`, or in a file's header `lora_adapter_metadata` of diffusers; stated.py finds
-those at other places. It decides what the tensors leave open. Without one the rules are empty and the numbers in the
-file are used. Matching uses the rules so:
+A configuration is `adapter_config.json`, or in a file's header `lora_adapter_metadata` of diffusers;
+network_settings.py finds those at other places. It decides what the tensors leave open. Without one the rules are empty
+and the numbers in the file are used. Matching uses the rules so:
 
 1. `stored_value(key)`: the meaning of a tensor that belongs to no algorithm: the new value of a parameter or of some
    of its rows, or a copy that is not needed. None for all other keys, which `suffixes.split` reads. A key that `split`
@@ -32,7 +32,7 @@ from typing import Any, Final, Literal
 
 from ...algorithms import ALGORITHMS, Shapes
 from ...errors import InputError
-from ...files.folder_layouts import PEFT
+from ...files.folder_layouts import PEFT_PREFIX
 from ...models.module_order import in_order
 from ...models.prefixes import COMPONENTS, prefixed
 from ...models.weights import WeightView
@@ -40,23 +40,23 @@ from ...row_ranges import RowNumbers
 from ...safe_regex import from_json
 from ...text import Note
 from .config import CONVERT, ORDER_OF, RETAKE, UNKNOWN_ORDER, PeftConfig, refuse
-from .methods import METHODS, MLX, SHARED, PeftMethod, alpha_doubt, check_count, rank_doubt
+from .methods import MLX, PEFT_METHODS, SHARED_SLOTS_OF_ROW, PeftMethod, alpha_doubt, check_count, rank_doubt
 from .target_parameters import WRAPPER, bare, is_layer, parameters, shared_kind
 
-METADATA: Final = "lora_adapter_metadata"
+ADAPTER_METADATA: Final = "lora_adapter_metadata"
 SHARED_PREFIX: Final = "base_model."
 
 RENAMED: Final = "load the adapter with diffusers and save it again, or take `lora_adapter_metadata` out of its header"
 
-NONE: Final = PeftMethod("")
+NO_METHOD: Final = PeftMethod("")
 
-PLAIN: Final = METHODS["LORA"].algorithms[0]
+PLAIN_LORA: Final = PEFT_METHODS["LORA"].algorithms[0]
 """The row for a file of PEFT without a configuration, of whose tensors only the rows of other trainers know all."""
 
 UNTYPED: Final = {"lora_alpha": "LORA", "lora_parameters": MLX}
 """Field of a configuration without peft_type → its method."""
 
-ALPHAS: Final = ("lora_alpha", "alpha")
+ALPHA_FIELDS: Final = ("lora_alpha", "alpha")
 """Fields for α of a configuration, by method."""
 
 Kind = Literal["value", "copy", "ignored"]
@@ -95,8 +95,8 @@ class PeftRules:
 
     @property
     def method(self) -> PeftMethod:
-        """The row of METHODS, an empty row without a configuration."""
-        return METHODS[self.kind] if self.kind else NONE
+        """The row of PEFT_METHODS, an empty row without a configuration."""
+        return PEFT_METHODS[self.kind] if self.kind else NO_METHOD
 
     @cached_property
     def _lengths(self) -> Sequence[int]:
@@ -146,9 +146,9 @@ class PeftRules:
 
         InputError if no candidate is of this method, DoesNotFit if the orientation of stacked experts is unknown.
         """
-        if not self.kind and module.startswith(PEFT):  # a file of PEFT without its configuration
+        if not self.kind and module.startswith(PEFT_PREFIX):  # a file of PEFT without its configuration
             rows = [name for name in candidates if ALGORITHMS[name].in_peft != "never"]
-            return next(iter(rows), PLAIN) if len(rows) < min(2, len(candidates)) else None
+            return next(iter(rows), PLAIN_LORA) if len(rows) < min(2, len(candidates)) else None
         if not self.kind or (len(candidates) == 1 and ALGORITHMS[candidates[0]].in_peft == "any"):
             return None
         rows = [name for name in candidates if name in self.method.algorithms]
@@ -180,12 +180,12 @@ class PeftRules:
     @property
     def zero_alpha(self) -> str:
         """The field that gives an α of 0 to the whole adapter or a component; "" without one."""
-        fields = [name for r in (self, *self.components.values()) for name in ALPHAS if r.fields.get(name) == 0]
+        fields = [name for r in (self, *self.components.values()) for name in ALPHA_FIELDS if r.fields.get(name) == 0]
         return fields[0] if fields else ""
 
     def with_alpha(self, alpha: float) -> PeftRules:
         """Return the rules with another α in place of one of 0."""
-        zeros = {name: alpha for name in ALPHAS if self.fields.get(name) == 0}
+        zeros = {name: alpha for name in ALPHA_FIELDS if self.fields.get(name) == 0}
         return replace(self, fields=replace(self.fields, values={**self.fields.values, **zeros}))
 
     def doubt(self, algorithm: str, module: str, shapes: Shapes) -> Note | None:
@@ -221,7 +221,9 @@ class PeftRules:
         """Return slot → key for the tensors that all modules share, or all modules of one kind or group."""
         group = self._group(module) if self.method.counted else 0
         names = {"kind": shared_kind(bare(module)), "group": group}
-        return {slot: SHARED_PREFIX + name.format(**names) for slot, name in SHARED.get(algorithm, {}).items()}
+        return {
+            slot: SHARED_PREFIX + name.format(**names) for slot, name in SHARED_SLOTS_OF_ROW.get(algorithm, {}).items()
+        }
 
     def _group(self, module: str) -> int:
         """Return the number of the layer's vector in TinyLoRA; InputError where the order of the layers is unknown."""
@@ -244,7 +246,7 @@ class PeftRules:
             module = module.replace(".base_layer", "")
             if why == BASE_LAYER and leaf == "bias" and self.fields.text("bias", "none") != "none":
                 return StoredValue("value", f"{module}.{leaf}")
-            rows = self._tokens(bare(module)) if why == TOKENS else None
+            rows = self._tokens(bare(module)) if why == TRAINED_TOKENS else None
             return StoredValue(kind, f"{module}.{leaf}", "" if kind == "value" else why, rows)
         return None
 
@@ -264,20 +266,20 @@ class PeftRules:
 
 def rules(config: Mapping[str, Any], where: str, metadata: Mapping[str, str] = MappingProxyType({})) -> PeftRules:
     """Return the rules of a file with this configuration and header; InputError for methods that cannot be merged."""
-    if not config and METADATA in metadata:
-        return _from_metadata(metadata[METADATA], f"{where}: {METADATA}")
+    if not config and ADAPTER_METADATA in metadata:
+        return _from_metadata(metadata[ADAPTER_METADATA], f"{where}: {ADAPTER_METADATA}")
     fields = PeftConfig(MappingProxyType({str(k): v for k, v in config.items()}), where)
     if not config:
         return PeftRules(fields)
     # The method, which must have a merged form.
     peft_type = fields.text("peft_type", next((kind for sign, kind in UNTYPED.items() if sign in config), ""))
     kind = peft_type.rpartition(".")[2].upper()  # some dumps have "PeftType.LORA"
-    if kind not in METHODS:
+    if kind not in PEFT_METHODS:
         what = f"peft_type {kind[:40]!r}" if kind else "a configuration without peft_type"
         raise refuse(what, "this tool does not know it", CONVERT, where)
-    if refusal := METHODS[kind].refuses:
+    if refusal := PEFT_METHODS[kind].refuses:
         raise refuse(kind, *refusal, where)
-    METHODS[kind].check(fields)
+    PEFT_METHODS[kind].check(fields)
     return PeftRules(fields, kind)
 
 
@@ -309,14 +311,14 @@ def by_component(config: Mapping[str, Any], where: str, *, aside: bool = False) 
 
 
 BASE_LAYER: Final = "a copy of the base's own tensor"
-TOKENS: Final = "rows of trained tokens"
+TRAINED_TOKENS: Final = "rows of trained tokens"
 _LEAF: Final = r"(?P<leaf>weight|bias|in_proj_weight|in_proj_bias)"
 _TOKENS: Final = r"(?P<module>.*?)(?:\.token_adapter)?\.trainable_tokens"
 _FORMS: Final[tuple[tuple[str, Kind, str], ...]] = (
     (r"(?P<module>.*)\.original_module\.(?P<leaf>.*)", "copy", "the untrained copy of a trained module"),
     (r"(?P<module>.*)\.modules_to_save\.(?:default\.)?(?P<leaf>.*)", "value", ""),
     (r"(?P<module>.*)\.ln_tuning_layers\.(?:default\.)?(?P<leaf>.*)", "value", ""),
-    (rf"{_TOKENS}_delta(?:\.default)?(?P<leaf>)", "value", TOKENS),
+    (rf"{_TOKENS}_delta(?:\.default)?(?P<leaf>)", "value", TRAINED_TOKENS),
     (rf"{_TOKENS}_original(?:\.default)?(?P<leaf>)", "ignored", "trained tokens before training"),
     (rf"(?P<module>.*?)(?:\.token_adapter)?\.base_layer\.{_LEAF}", "copy", BASE_LAYER),
     (r"(?P<module>.*)\.lora_(?P<leaf>velora_.*|monteclora_sampler\..*)", "ignored", "used in training only"),

@@ -14,19 +14,19 @@ from typing import Final
 
 from ...algorithms import DoesNotFit
 from ...algorithms.lora_experts import LORA_EXPERTS, LORA_EXPERTS_TRANSPOSED
-from ...files.folder_layouts import PEFT
-from ...models.prefixes import TRAINING
+from ...files.folder_layouts import PEFT_PREFIX
+from ...models.prefixes import TRAINING_WRAPPERS
 from .config import PeftConfig
 
-FIELD: Final = "target_parameters"
-_LEVELS: Final = re.compile(rf"(?:^|(?<=\.)){TRAINING}\.")
+TARGET_PARAMETERS: Final = "target_parameters"
+_LEVELS: Final = re.compile(rf"(?:^|(?<=\.)){TRAINING_WRAPPERS}\.")
 OUTSIDE: Final = re.compile(r"(?:module\.|model\.)*")
 """Prefix that a training loop may add to the names of the model that PEFT wrapped."""
 WRAPPER: Final = ".base_layer"
 REGISTERED: Final = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 """Expert parameters in the order in which transformers' modules register them."""
 
-IN_OUT: Final = ("gptoss", "aria", "openaiprivacyfilter")
+IN_OUT_EXPERTS: Final = ("gptoss", "aria", "openaiprivacyfilter")
 """Starts of the model types of transformers whose experts are stored [in, out] (`is_transposed`)."""
 
 UPRIGHT_SINCE: Final = (0, 19, 1)
@@ -40,17 +40,19 @@ SQUARE: Final = (
 TOWER: Final = re.compile(r"\w*(Text|Vision)Model(?:WithProjection)?")
 """Classes of transformers for one of two towers, such as CLIP's text model."""
 
-MOST_LOOSE: Final = 1000
+MOST_WITHOUT_MODULE: Final = 1000
 """Most entries of `target_parameters` without a module; models have a dozen."""
 
-TABLES: Final = frozenset({"embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "embeddings"})
+MLX_EMBEDDINGS: Final = frozenset(
+    {"embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "embeddings"}
+)
 """Names of input embeddings, which mlx-lm treats as layers whose input is the vocabulary (LoRAEmbedding)."""
 
 
 def bare(module: str) -> str:
     """Return the module's path in the model that PEFT wrapped, as the patterns of a configuration spell it."""
     path = _LEVELS.sub("", module) if "_mod" in module else module  # every wrapper's name contains "_mod"
-    before, mark, rest = path.partition(PEFT)
+    before, mark, rest = path.partition(PEFT_PREFIX)
     return rest if mark and OUTSIDE.fullmatch(before) else path  # other prefixes may name another model in the file
 
 
@@ -81,10 +83,10 @@ def saved_inside(fields: PeftConfig, name: str) -> bool:
 
 def parameters(fields: PeftConfig, module: str) -> tuple[str, ...]:
     """Return the whole names of the parameters that a module may change; none where the module is a layer."""
-    if not fields.get(FIELD):
+    if not fields.get(TARGET_PARAMETERS):
         return ()
     # The parameters whose module's name is an end of this path, in the order of the configuration.
-    named, loose = fields.indexes.get((FIELD,), lambda: _by_owner(fields))
+    named, loose = fields.indexes.get((TARGET_PARAMETERS,), lambda: _by_owner(fields))
     path = bare(module)
     owner = path.replace(WRAPPER, "")
     starts = (0, *(at + 1 for at, char in enumerate(owner) if char == "."))
@@ -102,13 +104,13 @@ def _by_owner(fields: PeftConfig) -> tuple[Mapping[str, list[tuple[int, str]]], 
     """Return end of a module's path → (position, parameter), and the parameters of any module."""
     named: dict[str, list[tuple[int, str]]] = {}
     loose: dict[str, None] = {}
-    for position, (module, _, leaf) in enumerate(name.rpartition(".") for name in fields.texts(FIELD)):
+    for position, (module, _, leaf) in enumerate(name.rpartition(".") for name in fields.texts(TARGET_PARAMETERS)):
         if module:
             named.setdefault(module, []).append((position, leaf))
         else:
             loose[leaf] = None
-    if len(loose) > MOST_LOOSE:
-        raise fields.wrong_type(FIELD, f"at most {MOST_LOOSE} parameters without a module")
+    if len(loose) > MOST_WITHOUT_MODULE:
+        raise fields.wrong_type(TARGET_PARAMETERS, f"at most {MOST_WITHOUT_MODULE} parameters without a module")
     return named, list(loose)
 
 
@@ -150,8 +152,8 @@ def _in_out(fields: PeftConfig, model: str) -> bool | None:
     """Return whether the model's experts are [in, out]; None for an unknown model."""
     for known in (model, _trained_class(fields)):
         if known:
-            return _plain(known).startswith(IN_OUT)
-    return True if IN_OUT[0] in _plain(str(fields.get("base_model_name_or_path"))) else None
+            return _plain(known).startswith(IN_OUT_EXPERTS)
+    return True if IN_OUT_EXPERTS[0] in _plain(str(fields.get("base_model_name_or_path"))) else None
 
 
 def _trained_class(fields: PeftConfig) -> str:

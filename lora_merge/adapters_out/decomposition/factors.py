@@ -10,15 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
 from ...errors import beyond_fp64
-from ..rounding import CANCELS as SINGLE
-from ..rounding import LEAST, WORK, Array, Distinct, Effect
-from .singular_triples import Triples, numeric_rank
+from ..rounding import CANCELLED_SHARE_OF_FP32 as SINGLE
+from ..rounding import LEAST_ROWS, PRODUCT_WORK, Array, Distinct, Effect
 
 STORED_IN_16: Final = 1e-7
 """Singular values below this share of the largest one are rounding noise, where the inputs have 16-bit numbers."""
@@ -29,11 +29,54 @@ CLEAN: Final = 1e3
 DEFECT: Final = 0.1
 """By how much columns may be from orthonormal after the first of two turns; from then on, reflections are taken."""
 
-BLOCK: Final = 32
+TRIANGLE_ROWS: Final = 32
 """Rows of a triangle that is inverted at once."""
 
-CANCELS: Final = MappingProxyType({np.dtype(np.float64): 1e-9, np.dtype(np.float32): SINGLE})
+CANCELLED_SHARES: Final = MappingProxyType({np.dtype(np.float64): 1e-9, np.dtype(np.float32): SINGLE})
 """Dtype → the share of the squares of all columns from which on the square of their sum has digits enough."""
+
+
+@dataclass(frozen=True)
+class Triples:
+    """Singular triples of one ΔW [out, cols], the largest first: U = bases[0] · turns[0], V = turns[1] · bases[1]."""
+
+    bases: tuple[Array, Array]  # [out, d] and [d, cols], in fp64 or fp32
+    turns: tuple[Array, Array]  # [d, k] and [k, d], in fp64
+    values: Array  # σ, [k], in fp64
+    squares: float  # ‖ΔW‖², also of what the triples leave out
+
+    def pair(self, rank: int) -> tuple[Array, Array]:
+        """Return B = U√σ [out, rank] and A = √σV [rank, cols] in fp64. Of each row of A the largest entry is
+        positive."""
+        root = np.sqrt(self.values[:rank])
+        right = product(self.turns[1][:rank] * root[:, None], self.bases[1])
+        left = product(self.bases[0], self.turns[0][:, :rank] * root)
+        if len(right):
+            largest = np.take_along_axis(right, np.abs(right).argmax(1, keepdims=True), 1)
+            signs = np.where(largest < 0, -1.0, 1.0)
+            left *= signs.T
+            right *= signs
+        return left, right
+
+    def first(self, count: int) -> Triples:
+        """Return the first `count` triples."""
+        left, right = self.turns
+        return Triples(self.bases, (left[:, :count], right[:count]), self.values[:count], self.squares)
+
+
+def product(left: Array, right: Array) -> Array:
+    """Return the product in fp64; a basis in fp32 has no digits that a product in fp64 would keep."""
+    if left.dtype == right.dtype:
+        result: Array = left @ right
+        return result
+    return (left.astype(np.float32) @ right.astype(np.float32)).astype(np.float64)
+
+
+def numeric_rank(values: Sequence[float], share: float) -> int:
+    """Return how many singular values, the largest first, are more than rounding errors, which are at most a share of
+    the largest value; 0 for a matrix of zeros."""
+    return sum(v > values[0] * share for v in values) if values and values[0] > 0 else 0
+
 
 Like: TypeAlias = Any
 """An array, or a tensor of torch on the host."""
@@ -70,7 +113,7 @@ def squares_of(left: Like, right: Like, grams: Grams | None = None) -> float:
         return float(np.square(left @ right).sum())
     grams = grams or Grams.of(left, right)
     squares, whole = grams.squares(), grams.apart()
-    if squares > CANCELS[left.dtype] * whole or not whole or not math.isfinite(squares):
+    if squares > CANCELLED_SHARES[left.dtype] * whole or not whole or not math.isfinite(squares):
         return squares
     first, other = (np.linalg.qr(t.astype(np.float64)).R for t in (left, right.T))
     return float(np.square(first @ other.T).sum())
@@ -90,7 +133,7 @@ def inner_products(changes: Sequence[tuple[Array, Array]]) -> list[list[float]]:
 def effect_of_product(left: Like, right: Like) -> Effect:
     """Return the effect of the product of two factors, by some of its rows."""
     left, right = np.asarray(left), np.asarray(right)
-    step = max(1, len(left) // max(LEAST, WORK // max(right.size, 1)))
+    step = max(1, len(left) // max(LEAST_ROWS, PRODUCT_WORK // max(right.size, 1)))
     some = left[::step] @ right
     return Effect(len(left) * right.shape[1], some.size, None, float(np.abs(some).max(initial=0)))
 
@@ -194,7 +237,7 @@ def root_of(gram: Array) -> Root | None:
 def inverse_of_triangle(lower: Array) -> Array:
     """Return the inverse of a lower triangle, by products of its blocks: numpy's inverse of any matrix takes three
     times as long for 128 columns, and seven times for 400."""
-    if len(lower) <= BLOCK:
+    if len(lower) <= TRIANGLE_ROWS:
         return np.linalg.inv(lower)
     half = len(lower) // 2
     first, last = inverse_of_triangle(lower[:half, :half]), inverse_of_triangle(lower[half:, half:])

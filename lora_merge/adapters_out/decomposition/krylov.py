@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ...engine.tensor_moves import Placement, host, stage
 from ...engine.tensors import beside
-from .factors import CLEAN, DEFECT
-from .singular_triples import Triples
+from .factors import CLEAN, DEFECT, Triples
 
 EXCESS: Final = 1e-3
 """By how much the error of a dense truncation may exceed the optimum, as a share of the optimum."""
@@ -26,13 +25,13 @@ EXCESS: Final = 1e-3
 SAFE: Final = 0.7
 """The share of EXCESS that the estimate of what further steps would gain may take: it is up to a fifth too low."""
 
-SINGLE: Final = 1e-3
+LEFT_OUT_IN_FP32: Final = 1e-3
 """The share of ‖Δ‖² that is left out is found in single precision from this size on, exact to a thousandth."""
 
-NOTHING: Final = 1e-12
+FP64_ROUNDING: Final = 1e-12
 """A share of ‖Δ‖² that is a rounding error of fp64."""
 
-STEADY: Final = 0.95
+STEADY_GAIN: Final = 0.95
 """The largest ratio of two gains that is taken for the beginning of such a series."""
 
 GROWS: Final = 0.9
@@ -44,7 +43,7 @@ FAR: Final = 5.0
 EVEN: Final = 2.0
 """The condition of a matrix in fp32, for each of its columns, up to which one turn leaves these orthonormal to 1e-6."""
 
-WIDTH: Final = 40
+BLOCK_COLUMNS: Final = 40
 """Columns of a block where the rank is not known before."""
 
 Reach = Callable[[Sequence[float], float], int | None]
@@ -75,12 +74,12 @@ class _Item:
             return
         now, *before = [s[:k] for s in self.steps[::-2] if len(s) >= k]
         left = self.squares - float(now.sum())
-        self.finer = single and left <= SINGLE * self.squares
-        settled = self.finer or left <= NOTHING * self.squares
+        self.finer = single and left <= LEFT_OUT_IN_FP32 * self.squares
+        settled = self.finer or left <= FP64_ROUNDING * self.squares
         if before and not settled:
             gain = (now - before[0]).clamp_min(0)
             last = (before[0] - before[1]).clamp_min(0) if len(before) > 1 else gain  # the worst ratio
-            ratios = (gain / torch.maximum(gain, last).clamp_min(1e-300)).clamp_max(STEADY) ** GROWS
+            ratios = (gain / torch.maximum(gain, last).clamp_min(1e-300)).clamp_max(STEADY_GAIN) ** GROWS
             settled = float((gain * ratios / (1 - ratios)).sum()) <= 2 * SAFE * EXCESS * left
         if settled:
             self.core = core
@@ -130,7 +129,11 @@ class SearchEnd(NamedTuple):
 
 
 def searched(
-    stack: Tensor, squares: Sequence[float], reaches: Sequence[Reach], width: int = WIDTH, start: Tensor | None = None
+    stack: Tensor,
+    squares: Sequence[float],
+    reaches: Sequence[Reach],
+    width: int = BLOCK_COLUMNS,
+    start: Tensor | None = None,
 ) -> list[SearchEnd]:
     """Return the leading triples of each matrix, as many as its rank says, on the host.
 

@@ -15,20 +15,20 @@ from ...engine.row_matrix import CACHED, RowMatrix
 from ...engine.tensor_moves import HOST, Placement, host, stage
 from ..rank_rules import Rule, choose, reached
 from ..rounding import squares_of_rows
-from .krylov import WIDTH, SearchEnd, searched
-from .singular_triples import Triples, numeric_rank
+from .factors import Triples, numeric_rank
+from .krylov import BLOCK_COLUMNS, SearchEnd, searched
 
-WORTH: Final = 8
+LEAST_BLOCKS: Final = 8
 """The least number of blocks of a search in the shorter side, where it is searched: otherwise the exact way is as
 fast."""
 
-TINY: Final = 128
+TINY_SIDE: Final = 128
 """The shorter side up to which a matrix is decomposed without its Gram matrix, with all digits."""
 
-AT_ONCE: Final = 2**23
+NUMBERS_OF_COLUMNS: Final = 2**23
 """Numbers of some columns that are held at a time."""
 
-DIGITS: Final = 1e-4
+GRAM_LIMIT: Final = 1e-4
 """The share of the largest singular value from which on vectors from a Gram matrix are exact: it holds squares."""
 
 
@@ -51,7 +51,7 @@ def of_stack(
     squares = [squares_of_rows(change) for change in changes] if squares is None else squares
     width = max(_width(rule) for rule in rules)
     searches = [SearchEnd() for _ in changes]
-    if width and width * WORTH <= min(changes[0].shape) and all(squares):
+    if width and width * LEAST_BLOCKS <= min(changes[0].shape) and all(squares):
         reaches = [partial(_reach, rule) for rule in rules]
         single = Placement(at.device, torch.float32)
         searches = searched(_stacked(changes, single), squares, reaches, width)
@@ -78,7 +78,7 @@ def _width(rule: Rule | None) -> int:
     if rule is None or not rule.leading:
         return 0
     most = rule.ceiling
-    return WIDTH if most is None else most + max(8, most // 8)
+    return BLOCK_COLUMNS if most is None else most + max(8, most // 8)
 
 
 def _reach(rule: Rule | None, values: Sequence[float], total: float) -> int | None:
@@ -91,13 +91,13 @@ def exactly(change: RowMatrix, rule: Rule | None, squares: float, at: Placement 
     in that matrix have too few digits for the rule."""
     at = precise(at)
     change = change if change.numel() > CACHED else RowMatrix.of(_stacked([change], at)[0])
-    if min(change.shape) <= TINY or rule is None:
+    if min(change.shape) <= TINY_SIDE or rule is None:
         return _decomposed(_stacked([change], at)[0], squares)
     wide = change.shape[0] <= change.shape[1]
     eigenvalues, vectors = torch.linalg.eigh(_gram(change, at))
     values = host(eigenvalues.flip(0).clamp_min(0).sqrt())
     rank = choose(rule, values.tolist(), total=squares)
-    if not rank or values[rank - 1] < DIGITS * values[0]:
+    if not rank or values[rank - 1] < GRAM_LIMIT * values[0]:
         return _decomposed(_stacked([change], at)[0], squares)
     leading = vectors.flip(1)[:, :rank]
     other = host(_times(leading, change, at)).div_(values[:rank, None] if wide else values[:rank])
@@ -119,7 +119,7 @@ def _decomposed(matrix: Tensor, squares: float) -> Triples:
 
 def values_of(change: RowMatrix) -> Tensor:
     """Return all singular values of ΔW in fp64, without vectors; small ones have half of the digits."""
-    if min(change.shape) <= TINY:
+    if min(change.shape) <= TINY_SIDE:
         values: Tensor = torch.linalg.svdvals(change.dense(torch.float64))
         return values
     squares: Tensor = torch.linalg.eigvalsh(_gram(change, HOST))
@@ -137,7 +137,7 @@ def _gram(change: RowMatrix, at: Placement) -> Tensor:
             (some,) = stage([block], at)
             gram.addmm_(some.mT, some)
         return gram
-    step = max(1, AT_ONCE // max(out, 1))
+    step = max(1, NUMBERS_OF_COLUMNS // max(out, 1))
     for first in range(0, cols, step):  # some columns of all rows are held at a time
         (some,) = stage([torch.cat([block[:, first : first + step] for _, block in change.blocks()])], at)
         gram.addmm_(some, some.mT)

@@ -9,18 +9,17 @@ from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
-from ...dtypes import ITEM_BYTES, TABLE
+from ...dtypes import DTYPE_ROWS, ITEM_BYTES
 from ..groups import Target
 from ..module_tensors import Norms, Spectrum
 from ..rank_rules import Rule, choose
-from ..rounding import ROOM, Array, Effect, as_stored, widened
-from .factors import Grams, effect_of_product, inner, of_factors, root_of, squares_of
-from .singular_triples import Triples
+from ..rounding import HEADROOM, Array, Effect, as_stored, widened
+from .factors import Grams, Triples, effect_of_product, inner, of_factors, root_of, squares_of
 
 LEAST_SCALE: Final = 2.0**-126
 """The smallest number that fp32 holds with all its digits."""
 
-PLAIN: Final = 1e-3
+LEFT_OUT_BY_SQUARES: Final = 1e-3
 """The share of ‖Δ‖² that is left out is a difference of squares from this size on, where fp32 is exact enough too."""
 
 
@@ -215,13 +214,13 @@ def in_range(left: Array, right: Array, scale: float, dtype: str, grams: Grams) 
 
     `scale`: by which L is divided before it is stored. `grams`: those of L and R.
     """
-    row = TABLE[dtype]
+    row = DTYPE_ROWS[dtype]
     tiny = 2.0 ** (row.smallest + row.significand - 1)  # the smallest number with all its digits
     if tiny <= LEAST_SCALE or not left.size:
         return None  # of the range of fp32
     lengths = np.sqrt(grams.columns.diagonal().astype(np.float64) / len(left)) / abs(scale)
     other = np.sqrt(grams.rows.diagonal().astype(np.float64) / right.shape[1])
-    bad = (np.minimum(lengths, other) < ROOM * tiny) | (np.maximum(lengths, other) > row.largest / ROOM)
+    bad = (np.minimum(lengths, other) < HEADROOM * tiny) | (np.maximum(lengths, other) > row.largest / HEADROOM)
     bad &= (lengths > 0) & (other > 0)
     if not bad.any():
         return None
@@ -256,9 +255,9 @@ def _left_out(
     less twice what Δ̂ has in common with the triples left out.
     """
     tail = max(0.0, triples.squares - float(np.square(triples.values[: leading[0].shape[1]]).sum()))
-    if tail > PLAIN * triples.squares:
+    if tail > LEFT_OUT_BY_SQUARES * triples.squares:
         off = triples.squares - 2 * inner(delta.left, delta.right, *pair) + inner(*pair, *pair)
-        if off > PLAIN * triples.squares:
+        if off > LEFT_OUT_BY_SQUARES * triples.squares:
             return off
     off = apart(*leading, *pair)
     if tail > 1e-20 * triples.squares:

@@ -9,10 +9,10 @@ from ...text import Note, size
 from ..form import Form
 from ..rank_rules import Rule
 
-SINGLE: Final = 4
+NUMBER_BYTES: Final = 4
 """Bytes of each number of ΔW while it is searched, in fp32."""
 
-FACTORS: Final = 40
+FACTOR_BYTES: Final = 40
 """Bytes of each number of its factors: in fp64 as they are found, scaled, stored, and compared."""
 
 Task = tuple[str, tuple[int, int], Rule]
@@ -24,7 +24,7 @@ def bytes_for(task: Task) -> int:
     may be the highest."""
     _, (out, cols), rule = task
     rank = min(out, cols, rule.ceiling or min(out, cols))
-    return SINGLE * out * cols + FACTORS * (out + cols) * rank
+    return NUMBER_BYTES * out * cols + FACTOR_BYTES * (out + cols) * rank
 
 
 def note(layers: Iterable[tuple[str, tuple[int, int], Form]], limit: int) -> list[Note]:

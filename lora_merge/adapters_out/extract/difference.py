@@ -23,10 +23,10 @@ from ...errors import InputError, beyond_fp64
 from ...files.checkpoint import Index
 from ...models.part_factors import or_leave_out
 from ...models.weights import RowSlice, Weight, WeightView
-from ..rounding import NOTHING, Totals, squares_of_rows, totals_of
+from ..rounding import ZERO_TOTALS, Totals, squares_of_rows, totals_of
 from .pairs import Pair
 
-DIGITS: Final[Mapping[str, tuple[int, int]]] = {
+SIGNIFICANDS: Final[Mapping[str, tuple[int, int]]] = {
     "F64": (53, -1021),
     "F32": (24, -125),
     "F16": (11, -13),
@@ -34,18 +34,18 @@ DIGITS: Final[Mapping[str, tuple[int, int]]] = {
 }
 """Dtype → (bits of its significand, the exponent that `frexp` gives its smallest normal number)."""
 
-NARROW: Final = frozenset({"F16", "BF16"})
+NARROW_DTYPES: Final = frozenset({"F16", "BF16"})
 """Dtypes of 16 bits, in which a difference may be mostly rounding."""
 
-SAMPLE: Final = 2**16
+SAMPLED_NUMBERS: Final = 2**16
 """The most numbers of a weight by which its rounding errors are estimated."""
 
 
 def mean_square(values: RowMatrix, dtypes: frozenset[str]) -> float | None:
     """Return the mean square of the rounding errors: step² / 12, where a number's step is 2^(exponent − digits)."""
-    if len(dtypes) != 1 or not dtypes <= DIGITS.keys():
+    if len(dtypes) != 1 or not dtypes <= SIGNIFICANDS.keys():
         return None
-    digits, least = DIGITS[next(iter(dtypes))]
+    digits, least = SIGNIFICANDS[next(iter(dtypes))]
     total = 0.0
     for _, some in values.blocks():
         wide = some.double() if some.dtype == torch.float64 else some.float()
@@ -55,7 +55,7 @@ def mean_square(values: RowMatrix, dtypes: frozenset[str]) -> float | None:
     return total / max(values.numel(), 1) / 12
 
 
-HELD: Final = 2**24
+READ_ONCE_NUMBERS: Final = 2**24
 """Numbers up to which a weight is read once; those of a larger one are read by rows each time they are looked at."""
 
 
@@ -75,7 +75,7 @@ class Side:
         """Return the same by rows; those of a large weight are read when they are asked for."""
         (piece, *others) = view.row_slices
         plain = not others and not piece.transposed and piece.key not in self.index.packed
-        if piece.size <= HELD or not plain:
+        if piece.size <= READ_ONCE_NUMBERS or not plain:
             return RowMatrix.of(self.rows(view))
 
         def read(rows: slice) -> Tensor:
@@ -107,7 +107,7 @@ class Side:
         dtype = self.index.tensors[first.row_slices[0].key].dtype
         for view in views:
             (piece, *others), info = view.row_slices, self.index.tensors[view.row_slices[0].key]
-            plain = info.dtype == dtype and dtype in DIGITS and piece.key not in self.index.packed
+            plain = info.dtype == dtype and dtype in SIGNIFICANDS and piece.key not in self.index.packed
             if others or piece.transposed or not plain:
                 return None
             row = piece.cols * ITEM_BYTES[dtype]
@@ -133,7 +133,7 @@ class Difference:
     @cached_property
     def scanned(self) -> tuple[Totals, Tensor]:
         """The totals of Δ, and which of its rows are not zero: it is read once for both."""
-        totals, moved = NOTHING, list[Tensor]()
+        totals, moved = ZERO_TOTALS, list[Tensor]()
         for _, block in self.change.blocks(owned=False):
             totals += totals_of(block)
             moved.append(block.abs().amax(1) != 0 if block.numel() else block.any(1))  # any() takes four times as long
@@ -149,7 +149,7 @@ class Difference:
         """√(v · numbers) / ‖Δ‖, with v of some of the numbers; None where it is not known."""
         if not self.narrow or self.pair.fresh:
             return None
-        step, cols = -(-self.value.numel() // SAMPLE), self.value.shape[1]
+        step, cols = -(-self.value.numel() // SAMPLED_NUMBERS), self.value.shape[1]
         some = [block.reshape(-1)[-rows.start * cols % step :: step] for rows, block in self.value.blocks(owned=False)]
         mean = mean_square(RowMatrix.of(torch.cat(some)[:, None]), self.dtypes)
         return None if mean is None else math.sqrt(mean * self.change.numel() / self.scanned[0].squares)
@@ -168,7 +168,7 @@ def difference(pair: Pair, base: Side, tuned: Side, computed: str | None = None)
         return None
     change = _subtracted(old, new, dtypes, computed)
     dtypes_of_tuned = frozenset(tuned.dtypes(pair.tuned))
-    result = Difference(pair, change, new, dtypes_of_tuned, dtypes <= NARROW, squares_of_rows(old))
+    result = Difference(pair, change, new, dtypes_of_tuned, dtypes <= NARROW_DTYPES, squares_of_rows(old))
     totals, moved = result.scanned
     if not math.isfinite(totals.squares) and any(not bool(finite(block).all()) for _, block in change.blocks()):
         sound = all(bool(finite(block).all()) for _, block in old.blocks())
@@ -231,7 +231,11 @@ def differences(
         dtypes = {*base.dtypes(batch[0].place.view), *(of_tuned := tuned.dtypes(batch[0].tuned))}
         change = _at_once(old, new, _computed_in(dtypes, computed))
         if "F64" not in dtypes and bool(torch.isfinite(change).all()):
-            tuned_dtypes, narrow, moved = frozenset(of_tuned), dtypes <= NARROW, change.flatten(1).any(1).tolist()
+            tuned_dtypes, narrow, moved = (
+                frozenset(of_tuned),
+                dtypes <= NARROW_DTYPES,
+                change.flatten(1).any(1).tolist(),
+            )
             sizes = torch.linalg.vector_norm(old, dim=(1, 2), dtype=torch.float64).square().tolist()
             parts = zip(
                 batch, map(RowMatrix.of, change.unbind()), map(RowMatrix.of, new.unbind()), sizes, moved, strict=True

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Final, TypeAlias
 
@@ -15,26 +15,29 @@ from ...algorithms.lokr import LOKR
 from ...errors import FitError, InputError
 from ...models.experts import is_stack
 from ...models.part_factors import or_leave_out
-from ..combined_change import Delta, Storage
-from ..copied_tensors import ModuleTensors, rounded_change, rounded_value
+from ...models.tied_weights import TiedPair
+from ...text import Note
+from ..combined_change import Delta, Storage, expect_finite, spectra
+from ..copied_tensors import ModuleTensors, in_memory, rounded_change, rounded_value
+from ..decomposition.factors import Triples, decomposing
 from ..decomposition.matrix_svd import of_stack
-from ..decomposition.singular_triples import Triples
 from ..decomposition.stored_factors import Cut
-from ..dialects import COPIED, Dialect
-from ..form import STACKED, Form, matrix_form, vector_ending
-from ..groups import Place, Target
-from ..job import AUTO, ERROR, FACTORS, GIVE_RANK, IN_FULL, SKIP, WHOLE, AdapterJob, algorithm_in
-from ..module_tensors import Layer
-from ..peft.config import TABLE
-from ..rank_rules import EXACT, NOISE, Rule, choose
-from .difference import Difference
+from ..dialects import COPIED_ENDINGS, Dialect
+from ..form import NO_FACTORS_OF_STACKS, Form, form_of_difference, vector_ending
+from ..groups import Filled, Place, Target
+from ..job import AUTO, ERROR, FACTORS, IN_FULL, SKIP, WHOLE, AdapterJob
+from ..module_tensors import Layer, StoredModule
+from ..peft.completion import as_table
+from ..peft.config import TABLE_NAMES, is_table
+from ..rank_rules import EXACT, NOISE, LayerSpectrum, Rule, choose
+from .difference import Difference, Side, difference, differences
 from .kronecker import kronecker
 from .pairs import Pair
 
-NUMBER: Final = 10
+BYTES_ON_HOST: Final = 10
 """Bytes on the host for each number of a weight under way: Δ in fp32, both weights in 16 bits, bases of a search."""
 
-ON_DEVICE: Final = 16
+BYTES_ON_DEVICE: Final = 16
 """Bytes on a device for each number of a Δ: fp32, its bases, and fp64 where one is searched again."""
 
 Batch: TypeAlias = tuple[Pair, ...]
@@ -52,7 +55,7 @@ def batches(pairs: Sequence[Pair], room: int, bound: int) -> Iterator[Batch]:
     for pair in pairs:
         shape = pair.place.view.shape
         numbers = prod(shape)
-        count = min(room // ON_DEVICE, bound // NUMBER) // max(numbers, 1)
+        count = min(room // BYTES_ON_DEVICE, bound // BYTES_ON_HOST) // max(numbers, 1)
         if pair.place.vector or count < 2 or pair.fresh:
             yield (pair,)
             continue
@@ -63,11 +66,6 @@ def batches(pairs: Sequence[Pair], room: int, bound: int) -> Iterator[Batch]:
     yield from map(tuple, open_batches.values())
 
 
-def nbytes(batch: Batch) -> int:
-    """Return about how many bytes the differences of a batch take, with both weights as they are stored."""
-    return sum(prod(pair.place.view.shape) for pair in batch) * NUMBER
-
-
 def _expect_one_matrix(difference: Difference) -> None:
     """Raise FitError for weights of stacked experts, which can be left out with those of every other layer.
 
@@ -75,26 +73,12 @@ def _expect_one_matrix(difference: Difference) -> None:
     """
     place, view = difference.pair.place, difference.pair.place.view
     if view.matrix[0] != view.shape[0] or (len(view.shape) == 3 and any(map(is_stack, place.keys))):
-        raise FitError(STACKED, difference.pair.name, or_leave_out(IN_FULL, place.keys, alike=True))
+        raise FitError(NO_FACTORS_OF_STACKS, difference.pair.name, or_leave_out(IN_FULL, place.keys, alike=True))
 
 
-def form_of_pair(job: AdapterJob, to: Dialect, pair: Pair) -> Form:
-    """Return the form of the difference of a parameter, if it changed."""
-    rule = job.rules.of_layer(pair.name, kernel=pair.place.kernel)
-    if pair.fresh or pair.place.vector:
-        return Form("value" if pair.fresh else "vector", WHOLE, rule)
-    if rule.name == EXACT:  # every direction that numbers have
-        rule = replace(rule, name="energy", value=1.0)
-    return matrix_form(
-        algorithm_in(job.algorithm, to), rule, pair.place.view.matrix, [None], name=pair.name, fix=GIVE_RANK
-    )
-
-
-def measured(module: ModuleTensors | None, difference: Difference) -> ModuleTensors | None:
+def measured(module: ModuleTensors, difference: Difference) -> ModuleTensors:
     """Return the tensors of a parameter with the numbers of its change and of its weight, and the share that rounding
     errors have in the change, where it is known."""
-    if module is None:
-        return None
     known = replace(
         module.layer, noise=difference.share_of_noise, effect=difference.scanned[0].effect, weight=difference.weight
     )
@@ -103,11 +87,64 @@ def measured(module: ModuleTensors | None, difference: Difference) -> ModuleTens
 
 @dataclass(frozen=True)
 class Extractor:
-    """Makes the tensors of one extraction."""
+    """Makes the modules of one extraction, in all threads."""
 
     job: AdapterJob
     to: Dialect
     storage: Storage
+    sides: tuple[Side, Side]  # the base and the tuned checkpoint
+    pairs: Mapping[int, Pair]  # identity of a place → the weights that are compared
+    head: TiedPair | None = None  # the head that gets the factors or the value of the embeddings too
+    skipped: set[int] = field(default_factory=set)
+    """Identities of the places of changed vectors that `--others skip` leaves out."""
+    notes: Sequence[Note] = ()
+
+    def nbytes(self, group: Sequence[Filled]) -> int:
+        """Return about how many bytes the differences of modules take, with both weights as they are stored."""
+        return sum(prod(filled.place.view.shape) for filled in group) * BYTES_ON_HOST
+
+    def spectra(self, group: Sequence[Filled]) -> list[LayerSpectrum]:
+        """Return the singular values of the matrices that changed, for the rule `size`."""
+        return [*spectra(self._deltas(group), self.storage.dtype.itemsize, self.storage.noise)]
+
+    def _deltas(self, group: Sequence[Filled]) -> Iterator[tuple[str, Delta]]:
+        """Yield label and difference of each matrix that changed."""
+        for pair in (self.pairs[id(filled.place)] for filled in group):
+            matrix = not (pair.place.vector or pair.fresh)
+            changed = difference(pair, *self.sides, self.job.compute_dtype) if matrix else None
+            if changed is not None:
+                yield pair.name, Delta(None, None, changed.change, 0, known=changed.scanned[0])
+
+    def modules(self, group: Sequence[Filled], ranks: Mapping[str, int]) -> list[Sequence[StoredModule]]:
+        """Return what each module becomes, with its bytes in memory: () if it did not change or is not to be written,
+        embeddings with the head that shares their weight. `ranks`: label → the rank that the rule `size` gave."""
+        batch = [self.pairs[id(filled.place)] for filled in group]
+        changed = differences(batch, *self.sides, self.job.compute_dtype)
+        some = [c for c in changed if c is not None]
+        with decomposing(batch[0].name):
+            modules = iter(
+                [self.tensors_of(c, ranks.get(c.pair.name)) for c in some]
+                if ranks
+                else self.tensors_of_batch(some, alone=len(batch) == 1)
+            )
+        return [() if c is None else self._stored(c, next(modules)) for c in changed]
+
+    def _stored(self, difference: Difference, module: ModuleTensors | None) -> Sequence[StoredModule]:
+        """Return a changed parameter as it is stored; () for a vector that is left out."""
+        if module is None:
+            self.skipped.add(id(difference.pair.place))
+            return ()
+        module = measured(module, difference)
+        expect_finite(module.tensors.values(), difference.pair.name)
+        stored = as_table(in_memory(module), self.to, table=is_table(module.place))
+        return stored, *map(in_memory, self._head(difference.pair, module))
+
+    def _head(self, pair: Pair, module: ModuleTensors) -> Iterator[ModuleTensors]:
+        """Yield the factors or the value of the embeddings once more for the head that shares their weight: PEFT adds
+        each to one layer."""
+        head, view = self.head, pair.before or pair.place.view
+        if head is not None and (module.layer.rank or pair.fresh) and view.row_slices[0].key == head.info.name:
+            yield replace(module, place=module.place._replace(module=head.head))
 
     def tensors_of_batch(self, differences: Sequence[Difference], *, alone: bool) -> list[ModuleTensors | None]:
         """Return the tensors of the changed parameters of a batch, all of one shape. `alone`: the batch is one pair."""
@@ -137,7 +174,7 @@ class Extractor:
         dialect cannot hold it.
         """
         where, shape = difference.pair.place, difference.pair.place.view.shape
-        form = form_of_pair(self.job, self.to, difference.pair)
+        form = self._form(difference.pair)
         if form.kind == "value":
             return rounded_value(where, difference.value, difference.change, self.storage.dtype)
         if form.kind == "vector":
@@ -150,6 +187,9 @@ class Extractor:
             raise FitError("the format has no place for whole matrices", where.name,
                            "use --algorithm lora, or --format kohya")  # fmt: skip
         return self._spelled(where, layer)
+
+    def _form(self, pair: Pair) -> Form:
+        return form_of_difference(self.job, self.to, pair.place, fresh=pair.fresh)
 
     def _spelled(self, where: Place, layer: Layer) -> ModuleTensors:
         tensors = {self.to.endings[slot]: value for slot, value in layer.tensors.items()}
@@ -165,7 +205,7 @@ class Extractor:
         _expect_one_matrix(difference)
         layer = kronecker(difference.change, where.view.shape, self.job.factor, self.storage.dtype,
                           lambda values, squares: choose(rule, values, total=squares))  # fmt: skip
-        tensors = {COPIED[LOKR.name, where.parameter, slot]: value for slot, value in layer.tensors.items()}
+        tensors = {COPIED_ENDINGS[LOKR.name, where.parameter, slot]: value for slot, value in layer.tensors.items()}
         if layer.rank:
             tensors[".alpha"] = torch.tensor(layer.alpha, dtype=torch.float32)
         return ModuleTensors(where, tensors, layer)
@@ -193,7 +233,7 @@ class Extractor:
         gives ranks: then its factors are these rows and their places."""
         place = difference.pair.place
         factored = len(place.view.shape) == 2 and self.storage.algorithm in (FACTORS, AUTO)
-        rule = self.rule(difference) if factored and TABLE.search(place.module) else None
+        rule = self.rule(difference) if factored and TABLE_NAMES.search(place.module) else None
         if rule is None or rule.ceiling is None:
             return None
         rows = difference.scanned[1].nonzero().flatten()
@@ -203,7 +243,7 @@ class Extractor:
     def rule(self, difference: Difference) -> Rule:
         """Return the rule of a layer; `noise` becomes the largest singular value that rounding errors have."""
         view = difference.pair.place.view
-        rule = form_of_pair(self.job, self.to, difference.pair).rule
+        rule = self._form(difference.pair).rule
         if rule.name != NOISE:
             return rule
         noise = difference.noise

@@ -20,7 +20,7 @@ from ...job import Adapter
 from ...models.weights import Weight, WeightView, whole
 from ...planning.checkpoint_cache import CheckpointCache
 from ...progress import Counting
-from ...proof.recompute import Recomputation, gathered
+from ...proof.recomputation import Recomputation, gathered
 from ...proof.reference.floats import Array, step
 from ..groups import Target
 from ..job import AdapterJob
@@ -28,7 +28,7 @@ from ..module_tensors import StoredModule
 from ..output_file import Proof
 from ..parallel import PerThread
 from ..proof import (
-    BLOCK,
+    CHANGE_NUMBERS,
     REDO,
     Changes,
     Comparison,
@@ -46,7 +46,7 @@ from ..proof import (
 from ..sources import open_sources
 from .pairs import Pair, Pairs
 
-PARTS: Final = 6
+MATRICES_UNDER_WAY: Final = 6
 """Matrices of rows under way: two weights, both changes and what they are made of."""
 
 NEAREST: Final = 0.5 + 1e-9
@@ -105,7 +105,7 @@ def prove_extraction(claim: ExtractionClaims, reader: Reader, path: Path, begin:
         for module, pair in pairs:
             (rows, cols), step = pair.place.view.matrix, _rows_at_once(pair, targets)
             stated = Stated(module.layer.residual)
-            numbers, nbytes = 0 if pair.fresh else rows * cols, 8 * PARTS * min(rows, step) * cols
+            numbers, nbytes = 0 if pair.fresh else rows * cols, 8 * MATRICES_UNDER_WAY * min(rows, step) * cols
             comparisons.append(Comparison(pair.name, numbers, nbytes, stated, partial(squares, pair, step)))
         compared, head = {piece.key for _, pair in pairs for piece in _changed(pair).row_slices}, claim.pairs.head
         if head is not None:  # it has the factors of the embeddings that share its weight
@@ -136,7 +136,9 @@ def _rows_at_once(pair: Pair, targets: Mapping[str, Target]) -> int:
     if any(piece.transposed for piece in (*pieces, *pair.place.view.row_slices, *pair.tuned.row_slices)):
         return max(matrix[0], 1)
     changing = (targets[piece.key] for piece in pieces if piece.key in targets)
-    return max((rows_at_once(target, matrix) for target in changing), default=max(1, BLOCK // max(matrix[1], 1)))
+    return max(
+        (rows_at_once(target, matrix) for target in changing), default=max(1, CHANGE_NUMBERS // max(matrix[1], 1))
+    )
 
 
 def _values(view: WeightView, of: Recomputation) -> Changes:
@@ -160,7 +162,7 @@ def _of_value(pair: Pair, file: Index, tuned: Recomputation, stored: Recomputati
     the nearest one to that of the tuned checkpoint."""
     info = file.tensors[f"{pair.place.prefix}{pair.place.module}.{pair.place.parameter}"]
     (rows, cols), value = pair.tuned.matrix, _values(pair.tuned, tuned)
-    at_once = max(1, BLOCK // max(cols, 1))
+    at_once = max(1, CHANGE_NUMBERS // max(cols, 1))
     for first in range(0, rows, at_once):
         part = slice(first, min(first + at_once, rows))
         numbers, expected = stored.stored(info, (rows, cols), np.arange(part.start, part.stop)), value(part)

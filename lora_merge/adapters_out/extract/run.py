@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,25 +28,25 @@ from ...paths import names_folder, typed, with_ending
 from ...planning.checkpoint_cache import CheckpointCache
 from ...progress import Counting, Progress, unwatched
 from ...text import Note, listed, plural
-from ..combined_change import Delta, Storage, expect_finite, spectra
+from ..combined_change import Storage
 from ..convert import entries_of, prefix_name
-from ..copied_tensors import ModuleTensors, in_memory, rounded_value, stored_module
-from ..decomposition.factors import decomposing
+from ..copied_tensors import ModuleTensors, rounded_value, stored_module
 from ..decomposition.svd_memory import note
 from ..dialects import DIALECTS, Dialect
-from ..groups import Place
+from ..form import Form, form_of_difference
+from ..groups import Filled, Place
 from ..job import AUTO_FORMAT, SKIP, WHOLE, AdapterJob, algorithm_in, extraction_named, one_rank
-from ..metadata.sizes import PlannedLayer, Tensor, factor_shapes, planned_size
-from ..module_tensors import Layer, StoredModule, waiting
+from ..metadata.sizes import PlannedLayer, planned_size
+from ..module_tensors import Layer, StoredModule
 from ..output_file import CONTENTS, drafted, expect_room, unread
-from ..parallel import side_by_side
-from ..peft.completion import as_table, completed, with_biases
-from ..peft.config import config, differing_ranks, expect_one, is_table, task_type
+from ..output_modules import ModuleGroups, stored_modules
+from ..peft.completion import completed, with_biases
+from ..peft.config import config, differing_ranks, expect_one, task_type
 from ..pipeline import AdapterRun, Outcome, RunFacts, idle_alpha, planned
-from ..rank_rules import shared_out
+from ..planned_tensors import planned_difference
 from ..report import AdapterReport
-from .difference import Side, difference, differences
-from .extract_modules import Batch, Extractor, batches, form_of_pair, measured, nbytes
+from .difference import Side, difference
+from .extract_modules import Extractor, batches
 from .extraction_proof import ExtractionClaims, prove_extraction
 from .pairs import Pair, Pairs, paired
 
@@ -179,10 +179,14 @@ def run(
 
 def _facts(extraction: Extraction, layers: int, notes: tuple[Note, ...]) -> RunFacts:
     job, pairs = extraction.job, extraction.pairs.pairs
-    forms = ((p.name, p.place.view.matrix, form_of_pair(job, extraction.to, p)) for p in pairs)
+    forms = ((p.name, p.place.view.matrix, _form(extraction, p)) for p in pairs)
     notes = (*notes, *note(forms, job.inputs.max_memory), *idle_alpha(job, stored=extraction.to.alpha))
     dtype = spoken(FILE_DTYPES[extraction.dtype])
     return RunFacts(_coverage(extraction, layers), dtype, notes, extraction.to.name, _weights(extraction))
+
+
+def _form(extraction: Extraction, pair: Pair) -> Form:
+    return form_of_difference(extraction.job, extraction.to, pair.place, fresh=pair.fresh)
 
 
 def _weights(extraction: Extraction) -> int:
@@ -213,16 +217,6 @@ def _completed(
     )
 
 
-def _head(extraction: Extraction, pair: Pair, module: ModuleTensors) -> Iterator[ModuleTensors]:
-    """Yield the factors or the value of the embeddings once more for the head that shares their weight: PEFT adds
-    each to one layer."""
-    head, view = extraction.pairs.head, pair.before or pair.place.view
-    if head is None or not extraction.to.folder or not (module.layer.rank or pair.fresh):
-        return
-    if view.row_slices[0].key == head.info.name:
-        yield ModuleTensors(module.place._replace(module=head.head), module.tensors, module.layer)
-
-
 def _coverage(extraction: Extraction, layers: int) -> dict[str, Any]:
     return {
         extraction.tuned.path.name: {
@@ -238,62 +232,35 @@ def _extracted_modules(
     extraction: Extraction, sides: tuple[Side, Side], heap: Heap, begin: Counting
 ) -> tuple[list[StoredModule], list[StoredModule], list[Note]]:
     """Return the tensors of every parameter that changed, those of a head that shares one of them, and notes."""
-    job = extraction.job
-    at = places(job.inputs.device, "F32")[0]
-    extractor = Extractor(
-        job, extraction.to, Storage(algorithm_in(job.algorithm, extraction.to), extraction.dtype, 0.0, at)
-    )
-    modules, heads, skipped, equal = [], [], [], 0
+    # Step 1: what is compared, and what is made together.
+    job, to = extraction.job, extraction.to
     head, head_notes = _head_apart(extraction, sides)
     notes = _changed_nameless(extraction, sides) + head_notes
-    rules, pairs = job.rules, tuple(p for p in extraction.pairs.pairs if p is not head)
-    bound = job.inputs.max_memory // 2  # the rest: torch, and what waits
-    count = begin("make", _weights(extraction))
-    ranks = (
-        shared_out(rules.linear, spectra(_matrices(extraction, sides, count), extraction.dtype.itemsize, 0.0))
-        if rules.together
-        else {}
-    )
-
-    def work(batch: Batch) -> list[ModuleTensors | Pair | None]:
-        """Return the tensors; the pair where they are not to be written, None where nothing changed."""
-        changed = differences(batch, *sides, job.compute_dtype)
-        some = [c for c in changed if c is not None]
-        with decomposing(batch[0].name):
-            modules = (
-                [extractor.tensors_of(c, ranks.get(c.pair.name)) for c in some]
-                if ranks
-                else extractor.tensors_of_batch(some, alone=len(batch) == 1)
-            )
-        results = iter([measured(module, c) for module, c in zip(modules, some, strict=True)])
-        return [None if c is None else next(results) or c.pair for c in changed]
-
+    pairs = {id(pair.place): pair for pair in extraction.pairs.pairs if pair is not head}
+    at = places(job.inputs.device, "F32")[0]
     room = 0 if at.device.type == "cpu" else device_bytes(job.inputs.max_vram) // threads([at])
-    tasks = [*batches(pairs, room, bound)]
-    with side_by_side(tasks, work, nbytes, bound, at) as every:
-        for batch, results in zip(tasks, every, strict=True):
-            for pair, module in zip(batch, results, strict=True):
-                if module is None:
-                    equal += 1
-                elif isinstance(module, Pair):
-                    skipped.append(pair.name)
-                else:
-                    expect_finite(module.tensors.values(), pair.name)
-                    stored = as_table(in_memory(module), extraction.to, table=is_table(module.place))
-                    modules.append(waiting(stored, heap))
-                    heads += [stored_module(head, heap) for head in _head(extraction, pair, module)]
-                count(pair.nbytes)
-    order = {id(pair.place): number for number, pair in enumerate(pairs)}
-    modules.sort(key=lambda module: order[id(module.place)])
-    if not modules:
-        where = f"{extraction.base.path} and {extraction.tuned.path}"
-        raise InputError("nothing to extract: no weight that is compared differs", where,
+    groups = [
+        [Filled(pair.place, ()) for pair in batch]
+        for batch in batches([*pairs.values()], room, job.inputs.max_memory // 2)
+    ]
+    nothing = InputError("nothing to extract: no weight that is compared differs",
+                         f"{extraction.base.path} and {extraction.tuned.path}",
                          "give the tuned checkpoint second")  # fmt: skip
-    notes += _above_noise([module.layer for module in modules])
+    # Step 2: the modules that changed, in the order of the base.
+    storage = Storage(algorithm_in(job.algorithm, to), extraction.dtype, 0.0, at)
+    extractor = Extractor(job, to, storage, sides, pairs, extraction.pairs.head if to.folder else None)
+    modules, _, zeros, *_ = stored_modules(ModuleGroups(job, groups, nothing, at), lambda: extractor, heap, begin)
+    order = {identity: number for number, identity in enumerate(pairs)}
+    changed = sorted((m for m in modules if id(m.place) in order), key=lambda m: order[id(m.place)])
+    heads = [m for m in modules if id(m.place) not in order]
+    # Step 3: what the report says of the others.
+    notes += _above_noise([module.layer for module in changed])
+    skipped = [place.label for place in zeros if id(place) in extractor.skipped]
+    equal = len(zeros) - len(skipped)
     notes += [Note(f"{plural(equal, 'parameter is', 'parameters are')} equal in both")] if equal else []
     names = ", ".join(skipped[:3])
     notes += [Note(f"not written: {plural(len(skipped), 'changed vector')}: {names}")] if skipped else []
-    return modules, heads, notes
+    return changed, heads, notes
 
 
 def _above_noise(layers: Sequence[Layer]) -> list[Note]:
@@ -336,32 +303,14 @@ def _head_apart(extraction: Extraction, sides: tuple[Side, Side]) -> tuple[Pair 
     return head, [Note(f"{what}; it is not written: {head.name}")]
 
 
-def _matrices(
-    extraction: Extraction, sides: tuple[Side, Side], count: Callable[[int], object]
-) -> Iterator[tuple[str, Delta]]:
-    """Yield the difference of every matrix, for a rule that looks at all of them before one is stored."""
-    for pair in extraction.pairs.pairs:
-        matrix = not (pair.place.vector or pair.fresh)
-        changed = difference(pair, *sides, extraction.job.compute_dtype) if matrix else None
-        if changed is not None:
-            yield pair.name, Delta(None, None, changed.change, 0, known=changed.scanned[0])
-        count(pair.nbytes)
-
-
 def plan(job: AdapterJob, cache: CheckpointCache | None = None) -> AdapterReport:
     """Return what `run` would do at most, from headers alone: a parameter that did not change is not written."""
     extraction = opened(job, cache or CheckpointCache())
     job, to, dtype = extraction.job, extraction.to, FILE_DTYPES[extraction.dtype]
     facts, layers = dict[str, dict[str, Any]](), list[PlannedLayer]()
     for pair in (p for p in extraction.pairs.pairs if not p.place.vector or job.others != SKIP):
-        place, form = pair.place, form_of_pair(job, to, pair)
-        facts[prefix_name(to, place)] = form.facts
-        shape, rank = place.view.shape, form.highest
-        slots = {"diff": shape} if form.whole else factor_shapes(shape, rank)
-        tensors: list[Tensor] = [(to.key(place.prefix, place.module, to.endings.get(slot, slot)), dtype, stored)
-                                 for slot, stored in slots.items()]  # fmt: skip
-        if to.alpha and not form.whole:
-            tensors.append((to.key(place.prefix, place.module, ".alpha"), "F32", ()))
-        layers.append(PlannedLayer(tensors, 0 if form.whole else rank))
+        form = _form(extraction, pair)
+        facts[prefix_name(to, pair.place)] = form.facts
+        layers.append(planned_difference(pair.place, form, to, dtype))
     size = planned_size(layers, job.rules.linear)
     return planned(job, _facts(extraction, len(layers), extraction.pairs.notes), facts, size)

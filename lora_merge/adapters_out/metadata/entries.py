@@ -13,18 +13,19 @@ from math import prod
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+from ...adapters.peft.rules import ADAPTER_METADATA
 from ...files.checkpoint import Index
 from ...paths import input_name
 from ...planning.header_entries import TITLE
 from ...planning.recipe import KEY
 from ..job import FACTORS, WHOLE, AdapterJob
 from .hashes import HASHES, ONE, HashedTensor, legacy_hash
-from .loaders import LOADER, adapter_metadata
+from .loaders import adapter_metadata
 
-PLAIN: Final = "networks.lora"
+PLAIN_MODULE: Final = "networks.lora"
 """The network module of a plain LoRA where the model has no other."""
 
-LYCORIS: Final = "lycoris.kohya"
+LYCORIS_MODULE: Final = "lycoris.kohya"
 
 SPEC: Final = "1.0.0"
 """The version of ModelSpec that is written."""
@@ -35,18 +36,18 @@ _STABILITY: Final = "https://github.com/Stability-AI/generative-models"
 class Trained(NamedTuple):
     """The entries of adapters for one model; "" where its trainers have none."""
 
-    module: str = PLAIN
+    module: str = PLAIN_MODULE
     version: str = ""  # ss_base_model_version
     architecture: str = ""  # modelspec.architecture, without the kind of adapter
     implementation: str = ""
     v2: str = ""  # ss_v2, of the models of Stable Diffusion
 
 
-TRAINED: Final = MappingProxyType({
+TRAINED_MODELS: Final = MappingProxyType({
     # architecture file: network module, ss_base_model_version, modelspec.architecture, modelspec.implementation
-    "sd1": Trained(PLAIN, "sd_v1", "stable-diffusion-v1", "diffusers", "False"),
-    "sd2": Trained(PLAIN, "sd_v2", v2="True"),
-    "sdxl": Trained(PLAIN, "sdxl_base_v1-0", "stable-diffusion-xl-v1-base", _STABILITY, "False"),
+    "sd1": Trained(PLAIN_MODULE, "sd_v1", "stable-diffusion-v1", "diffusers", "False"),
+    "sd2": Trained(PLAIN_MODULE, "sd_v2", v2="True"),
+    "sdxl": Trained(PLAIN_MODULE, "sdxl_base_v1-0", "stable-diffusion-xl-v1-base", _STABILITY, "False"),
     "sd3": Trained("networks.lora_sd3", "", "stable-diffusion-3", _STABILITY),
     "flux": Trained("networks.lora_flux", "flux1", "flux-1", "https://github.com/black-forest-labs/flux"),
     "chroma": Trained("networks.lora_flux", "chroma", "chroma", "https://huggingface.co/lodestones/Chroma"),
@@ -54,7 +55,7 @@ TRAINED: Final = MappingProxyType({
     "hunyuan_image": Trained("networks.lora_hunyuan_image", "hunyuan_image_2.1", "hunyuan-image-2.1",
                              "https://github.com/Tencent-Hunyuan/HunyuanImage-2.1"),
     "anima": Trained("networks.lora_anima", "anima"),
-    "hunyuan_video": Trained(PLAIN, "hunyuan_video"),
+    "hunyuan_video": Trained(PLAIN_MODULE, "hunyuan_video"),
     "wan": Trained("networks.lora_wan", "wan_2.1"),
     "qwen_image": Trained("networks.lora_qwen_image", "qwen_image"),
     "zimage": Trained("networks.lora_zimage", "z_image"),
@@ -64,16 +65,16 @@ TRAINED: Final = MappingProxyType({
 """Stem of an architecture's file → its entries."""
 
 
-ANEW: Final = (*HASHES, "modelspec.hash_sha256", KEY, "ss_network_dim", "ss_network_alpha", LOADER)
+ANEW: Final = (*HASHES, "modelspec.hash_sha256", KEY, "ss_network_dim", "ss_network_alpha", ADAPTER_METADATA)
 """Entries that are never those of an input."""
 
-DOWNS: Final = (".lora_down.weight", ".lora_A.weight", ".lora.down.weight", ".lora_linear_layer.down.weight")
+DOWN_ENDINGS: Final = (".lora_down.weight", ".lora_A.weight", ".lora.down.weight", ".lora_linear_layer.down.weight")
 OF_WEBUI: Final = (".lora_down.weight", ".alpha", ".diff", ".diff_b", ".lokr_w1")
 """Endings of dialects whose readers know the hashes of webui."""
 
 
-ARGUMENTS: Final = "ss_network_args"
-LONGEST: Final = 1 << 20  # letters of an input's arguments
+NETWORK_ARGUMENTS: Final = "ss_network_args"
+LONGEST_ARGUMENTS: Final = 1 << 20  # letters of an input's arguments
 
 
 class Known:
@@ -90,9 +91,12 @@ class Known:
         self.inputs = (
             [] if job.command == "extract" else [*inputs]
         )  # a checkpoint's entries are not those of an adapter
-        self.known = TRAINED.get(model, Trained())
+        self.known = TRAINED_MODELS.get(model, Trained())
         self.kernels = {
-            t.name.removesuffix(end) for t in tensors for end in DOWNS if t.name.endswith(end) and prod(t.shape[2:]) > 1
+            t.name.removesuffix(end)
+            for t in tensors
+            for end in DOWN_ENDINGS
+            if t.name.endswith(end) and prod(t.shape[2:]) > 1
         }
 
     def entries(
@@ -111,7 +115,7 @@ class Known:
         entries |= dict(self._spec(entries))
         entries[KEY] = json.dumps(recipe(dropped), ensure_ascii=False, separators=(",", ":"))
         if (loader := adapter_metadata(self.tensors)) != "":
-            entries[LOADER] = loader
+            entries[ADAPTER_METADATA] = loader
         if bool(names & {*HASHES}) if self.job.command in ONE else trained and read:
             entries |= {HASHES[0]: digest(), HASHES[1]: legacy_hash(self.tensors, entries)}
         return {"format": "pt"} | entries
@@ -138,8 +142,8 @@ class Known:
         )
         before = entries.get("ss_network_module", "")
         module = before if before.startswith("networks.lora") else self.known.module
-        yield "ss_network_module", module if plain else before if before.startswith("lycoris") else LYCORIS
-        arguments = _arguments(entries.get(ARGUMENTS, ""))
+        yield "ss_network_module", module if plain else before if before.startswith("lycoris") else LYCORIS_MODULE
+        arguments = _arguments(entries.get(NETWORK_ARGUMENTS, ""))
         if plain:
             arguments = {name: value for name, value in arguments.items() if name not in ("algo", "preset", "factor")}
         elif algorithms - {FACTORS}:
@@ -152,8 +156,8 @@ class Known:
             arguments["conv_alpha"] = _common_value(
                 f"{x['alpha']:g}" for x in kernels.values() if x["alpha"] is not None
             )
-        if arguments or ARGUMENTS in entries:
-            yield ARGUMENTS, json.dumps(arguments)
+        if arguments or NETWORK_ARGUMENTS in entries:
+            yield NETWORK_ARGUMENTS, json.dumps(arguments)
         if not self.inputs:
             yield from (
                 (n, v) for n, v in (("ss_base_model_version", self.known.version), ("ss_v2", self.known.v2)) if v
@@ -185,7 +189,7 @@ def _common_value(values: Iterator[str]) -> str:
 
 def _arguments(text: str) -> dict[str, Any]:
     """Return the arguments of a network module; {} for a text that is no JSON object."""
-    if not text or len(text) > LONGEST:
+    if not text or len(text) > LONGEST_ARGUMENTS:
         return {}
     try:
         arguments = json.loads(text)

@@ -9,18 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Protocol
 
 from ...files.checkpoint import Index
-from ...files.safetensors import layout
+from ...files.safetensors import LEGACY_HASH, layout
 
 HASHES: Final = ("sshs_model_hash", "sshs_legacy_hash")
 
 ONE: Final = ("resize", "convert")
 """Commands whose output is the same adapter in another form: it keeps all entries."""
 
-FIRST: Final = 0x100000
-"""The first byte of the file that the legacy hash covers."""
-COVERED: Final = 0x10000
 
-ORDER: Final = (
+DTYPE_ORDER: Final = (
     *("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "I16", "U16", "F16", "BF16"),
     *("I32", "U32", "F32", "F64", "I64", "U64"),
 )
@@ -50,17 +47,17 @@ def legacy_hash(tensors: Sequence[HashedTensor], metadata: Mapping[str, str]) ->
 
     The file is the one that safetensors would write with the `ss_` entries alone.
     """
-    ordered = sorted(tensors, key=lambda t: (-ORDER.index(t.dtype), t.name))
+    ordered = sorted(tensors, key=lambda t: (-DTYPE_ORDER.index(t.dtype), t.name))
     of_trainer = {name: value for name, value in metadata.items() if name.startswith("ss_")}
-    digest, at = hashlib.sha256(), 0
+    digest, at, (first, count) = hashlib.sha256(), 0, LEGACY_HASH
     header = _header(ordered, of_trainer)
     for pieces in ([memoryview(header)], *(tensor.pieces() for tensor in ordered)):
         for piece in pieces:
-            low, high = max(FIRST - at, 0), min(FIRST + COVERED - at, len(piece))
+            low, high = max(first - at, 0), min(first + count - at, len(piece))
             if low < high:
                 digest.update(piece[low:high])
             at += len(piece)
-            if at >= FIRST + COVERED:
+            if at >= first + count:
                 return digest.hexdigest()[:8]
     return digest.hexdigest()[:8]
 

@@ -12,15 +12,12 @@ from typing import Any, Final, Protocol
 BIASED: Final = "lora_bias"
 """The entry of PEFT's configuration that says whether up factors have biases."""
 
-LOADER: Final = "lora_adapter_metadata"
-"""The name of the entry."""
-
 COMPONENT: Final = re.compile(r"(unet|transformer(?:_2)?|text_encoder(?:_[23])?)\.(.+)\.(lora_[AB]\.weight|lora_B\.bias"
                               r"|lora_magnitude_vector)")  # fmt: skip
 """Keys of diffusers' dialect: component, module, tensor."""
 
 
-LEVEL: Final = "text_model."
+CLIP_LEVEL: Final = "text_model."
 """The level of the layers of CLIP that transformers has until 5.5. diffusers takes it from keys where the encoder lacks
 it, but not from this entry; PEFT finds a target without it by the end of its name."""
 
@@ -51,7 +48,7 @@ def adapter_metadata(tensors: Iterable[Named]) -> str:
 def _config(ranks: dict[str, int], kinds: set[str]) -> dict[str, Any]:
     usual = Counter(ranks.values()).most_common(1)[0][0]
     others = {_pattern(name): rank for name, rank in ranks.items() if rank != usual}
-    targets = sorted(name.removeprefix(LEVEL) for name in ranks)
+    targets = sorted(name.removeprefix(CLIP_LEVEL) for name in ranks)
     return {"r": usual, "lora_alpha": usual, "rank_pattern": others, "alpha_pattern": others,
             "target_modules": targets, "use_dora": "lora_magnitude_vector" in kinds,
             BIASED: "lora_B.bias" in kinds}  # fmt: skip
@@ -59,8 +56,8 @@ def _config(ranks: dict[str, int], kinds: set[str]) -> dict[str, Any]:
 
 def _pattern(name: str) -> str:
     """Return the pattern of a module with or without the level."""
-    level = f"(?:{re.escape(LEVEL)})?" if name.startswith(LEVEL) else ""
-    return f"^{level}{re.escape(name.removeprefix(LEVEL))}$"
+    level = f"(?:{re.escape(CLIP_LEVEL)})?" if name.startswith(CLIP_LEVEL) else ""
+    return f"^{level}{re.escape(name.removeprefix(CLIP_LEVEL))}$"
 
 
 def _prefixed(parts: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[tuple[str, Any]]:

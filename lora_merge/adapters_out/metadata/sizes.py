@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from math import prod
 from typing import Final, NamedTuple
 
+from ...adapters.peft.rules import ADAPTER_METADATA
 from ...dtypes import ITEM_BYTES, Shape
 from ...files.checkpoint import Index
 from ...files.safetensors import layout
 from ..rank_rules import SIZE, Rule
-from .loaders import LOADER, adapter_metadata
+from .loaders import adapter_metadata
 
-METADATA: Final = 4096
+METADATA_BYTES: Final = 4096
 """Bytes that the metadata of a file usually takes in its header."""
 
 Tensor = tuple[str, str, Shape]
@@ -47,7 +48,7 @@ class _Named(NamedTuple):
 def _entries(tensors: Sequence[Tensor]) -> dict[str, str]:
     """Return what diffusers' loader reads of the tensors, which may be longer than their part of the header."""
     text = adapter_metadata(_Named(*tensor) for tensor in tensors)
-    return {LOADER: text} if text else {}
+    return {ADAPTER_METADATA: text} if text else {}
 
 
 def planned_size(layers: Iterable[PlannedLayer], rule: Rule, inputs: Sequence[Index] = ()) -> int:
@@ -66,11 +67,11 @@ def planned_size(layers: Iterable[PlannedLayer], rule: Rule, inputs: Sequence[In
         factors = min(factors, max(least, int(rule.value)))
     first, *more = [index.metadata for index in inputs] or [{}]
     same = {name: value for name, value in first.items() if all(other.get(name) == value for other in more)}
-    return len(layout(tensors, {**same, **_entries(tensors)}, 0)) + METADATA + factors + others
+    return len(layout(tensors, {**same, **_entries(tensors)}, 0)) + METADATA_BYTES + factors + others
 
 
 def header_room(tensors: Iterable[Tensor], inputs: Sequence[Index]) -> int:
     """Return the bytes that the header of a file probably takes at most. `inputs`: those whose metadata it keeps."""
     entries: Mapping[str, str] = {name: value for index in inputs for name, value in index.metadata.items()}
     tensors = [*tensors]
-    return len(layout(tensors, {**entries, **_entries(tensors)}, 0)) + METADATA * (1 + len(inputs))
+    return len(layout(tensors, {**entries, **_entries(tensors)}, 0)) + METADATA_BYTES * (1 + len(inputs))

@@ -21,7 +21,7 @@ from ..job import FACTORS, WHOLE
 from ..metadata.sizes import factor_shapes
 from ..module_tensors import Layer, StoredModule
 from ..output_file import Entry
-from .config import BIAS, WRAPPED, expect_table, magnitude_shape
+from .config import BIAS_ENDING, WRAPPED_BIAS, expect_table, magnitude_shape
 from .demands import Demands, by_module, demands, is_pair, new_biases, parameter_of
 
 
@@ -44,10 +44,10 @@ def with_biases(
 
 def _in_its_layer(module: StoredModule, factored: set[str]) -> StoredModule:
     """Return a new bias under the name that it has in memory: PEFT wraps layers with factors."""
-    if BIAS not in module.tensors or module.place.module not in factored:
+    if BIAS_ENDING not in module.tensors or module.place.module not in factored:
         return module
-    entry = replace(module.tensors[BIAS], name=WRAPPED)
-    return replace(module, tensors={WRAPPED: entry})
+    entry = replace(module.tensors[BIAS_ENDING], name=WRAPPED_BIAS)
+    return replace(module, tensors={WRAPPED_BIAS: entry})
 
 
 def _factors_of_zeros(place: Place, to: Dialect, dtype: torch.dtype, rank: int = 1) -> ModuleTensors:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 from ...algorithms import ALGORITHMS
 from ...errors import FitError, UsageError
 from ...models.part_factors import or_leave_out
-from ...models.tied_weights import DECODERS, HEADED
+from ...models.tied_weights import DECODER_CLASSES, HEADED
 from ...text import Note
-from ..dialects import PRODUCTS, Dialect
+from ..dialects import PRODUCT_ALGORITHMS, Dialect
 from ..groups import Place, PlaceChange
 from ..job import FACTORS
 from ..metadata.loaders import BIASED
@@ -29,13 +29,13 @@ EXPERT: Final = re.compile(r"\.experts\.\d+\.")
 """In names of layers of one expert. Factors of all experts of a layer are what PEFT 0.19 and later stack themselves;
 whole values it leaves out in silence."""
 
-NO_LAYER: Final = "dummy-target-modules"
+DUMMY_TARGET: Final = "dummy-target-modules"
 """What PEFT 0.11 and later write for an adapter of whole modules alone: it refuses an empty list.
 
 Source: DUMMY_TARGET_MODULES in peft/utils/constants.py.
 """
 
-FLAG: Final = "fan_in_fan_out"
+FAN_IN_FAN_OUT: Final = "fan_in_fan_out"
 """The entry of PEFT's configuration that says whether weights are stored [in, out]."""
 
 AUTO: Final = "auto_mapping"
@@ -46,8 +46,8 @@ DIFFERING: Final = (
     "takes one lora_alpha for all"
 )
 
-BIAS: Final = ".bias"
-WRAPPED: Final = ".base_layer.bias"
+BIAS_ENDING: Final = ".bias"
+WRAPPED_BIAS: Final = ".base_layer.bias"
 """The endings of a new bias, and of that of a layer with factors."""
 
 
@@ -59,7 +59,7 @@ def task_type(model: Mapping[str, Any]) -> str | None:
         return None
     if model.get("is_encoder_decoder"):
         return "SEQ_2_SEQ_LM"
-    return "CAUSAL_LM" if any(str(name).endswith(DECODERS) for name in classes) else None
+    return "CAUSAL_LM" if any(str(name).endswith(DECODER_CLASSES) for name in classes) else None
 
 
 def expect_one(components: Iterable[str], what: str) -> None:
@@ -77,10 +77,10 @@ def config(modules: Sequence[StoredModule], before: Mapping[str, Any], places: S
     `places`: all parameters of the model that are known.
     """
     whole = sorted(whole_modules(((m.place, m.tensors) for m in modules), places))
-    kinds = {m.layer.algorithm if m.layer.algorithm in PRODUCTS else FACTORS for m in modules if m.layer.rank}
+    kinds = {m.layer.algorithm if m.layer.algorithm in PRODUCT_ALGORITHMS else FACTORS for m in modules if m.layer.rank}
     if len(kinds) > 1:
         raise FitError("a PEFT folder is for one algorithm", ", ".join(sorted(kinds)), TO_LORA)
-    if kinds & {*PRODUCTS}:
+    if kinds & {*PRODUCT_ALGORITHMS}:
         return _of_products(modules, before, places, whole)
     ranks = {m.place.module: m.layer.rank for m in modules if m.layer.rank}
     of_experts = [rank for name, rank in ranks.items() if EXPERT.search(name)]  # `rank_pattern` is not for them
@@ -89,11 +89,11 @@ def config(modules: Sequence[StoredModule], before: Mapping[str, Any], places: S
     return {
         "peft_type": "LORA", "inference_mode": True,
         **_entries_of_model(before), "r": usual, "lora_alpha": usual, "rank_pattern": others, "alpha_pattern": others,
-        "target_modules": _targets(ranks, places) or NO_LAYER, "modules_to_save": whole or None,
+        "target_modules": _targets(ranks, places) or DUMMY_TARGET, "modules_to_save": whole or None,
         "use_rslora": False, "use_dora": any("magnitude" in e for m in modules for e in m.tensors),
         "bias": _bias(modules, whole),
-        "lora_dropout": 0.0, FLAG: before.get(FLAG) or any(m.place.view.row_slices[0].transposed for m in modules),
-        "init_lora_weights": True,
+        "lora_dropout": 0.0, "init_lora_weights": True,
+        FAN_IN_FAN_OUT: before.get(FAN_IN_FAN_OUT) or any(m.place.view.row_slices[0].transposed for m in modules),
         **({BIASED: True} if any(".lora_B.bias" in m.tensors for m in modules) else {}),
     }  # fmt: skip
 
@@ -123,7 +123,7 @@ def whole_modules(modules: Iterable[tuple[Place, Collection[str]]], places: Iter
     weights = {p.module for p in places if p.parameter == "weight"}
     return {
         place.module for place, endings in modules
-        if ".weight" in endings or (BIAS in endings and place.norm and place.module in weights)
+        if ".weight" in endings or (BIAS_ENDING in endings and place.norm and place.module in weights)
     }  # fmt: skip
 
 
@@ -134,9 +134,9 @@ def magnitude_shape(place: Place) -> tuple[int, ...]:
 
 def _bias(modules: Iterable[StoredModule], whole: Collection[str]) -> str:
     """Return which biases the folder has: those of layers with factors, others too, or none."""
-    if any(BIAS in m.tensors and m.place.module not in whole for m in modules):
+    if any(BIAS_ENDING in m.tensors and m.place.module not in whole for m in modules):
         return "all"
-    return "lora_only" if any(WRAPPED in m.tensors for m in modules) else "none"
+    return "lora_only" if any(WRAPPED_BIAS in m.tensors for m in modules) else "none"
 
 
 def _of_products(
@@ -169,7 +169,7 @@ def _pattern(name: str) -> str:
     return f"^{re.escape(name)}$"
 
 
-TABLE: Final = re.compile(
+TABLE_NAMES: Final = re.compile(
     r"(?:^|\.)(?:embed_tokens(?:_per_layer)?|embed_positions|embed_in|wte|wpe|shared|tok_embeddings|embeddings?"
     r"|(?:\w+_)?(?:word|position|token|token_type)_embeddings?|(?:row|column|lang|rel|entity|segment)_embeddings"
     r"|tokens_embed|positions_embed|input_embeds_layer|position_embeds_layer|(?:global_)?relative_attention_bias)$"
@@ -180,7 +180,7 @@ TABLE: Final = re.compile(
 def is_table(place: Place, shares: Sequence[PlaceChange] = ()) -> bool:
     """Return whether a parameter is a table of embeddings: an adapter has factors of one, or it has such a name."""
     trained = any(ALGORITHMS[share.patch.algorithm].layout == "table" for share in shares)
-    return len(place.view.shape) == 2 and (trained or TABLE.search(place.module) is not None)
+    return len(place.view.shape) == 2 and (trained or TABLE_NAMES.search(place.module) is not None)
 
 
 def expect_table(place: Place, to: Dialect) -> None:

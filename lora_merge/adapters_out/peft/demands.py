@@ -23,16 +23,16 @@ from ...errors import FitError, UsageError
 from ..dialects import Dialect
 from ..groups import Place
 from ..job import GIVE_BASE
-from .config import BIAS, EXPERT, whole_modules
+from .config import BIAS_ENDING, EXPERT, whole_modules
 
 if TYPE_CHECKING:
     from ..module_tensors import StoredModule
 
-KOHYA: Final = "use kohya or comfy"
+USE_KOHYA: Final = "use kohya or comfy"
 NO_FORM: Final = "without the base, PEFT has no place for the change of this bias"
-NO_DORA: Final = "without the base, a layer without DoRA has no form if others have it"
+NEEDS_BASE_FOR_DORA: Final = "without the base, a layer without DoRA has no form if others have it"
 
-NAMES: Final = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+EXPERT_PROJECTIONS: Final = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 """Layers of an expert. The first two are one parameter in memory, which PEFT finds only where the third has factors
 too."""
 
@@ -79,11 +79,11 @@ def new_biases(parameters: Sequence[Parameter], places: Places, to: Dialect, *, 
         return []
     if not to.folder:
         if any(to.endings["magnitude"] in m.endings for m in parameters):
-            raise FitError(f"{to.name} has no place for biases together with DoRA", changed[0].label, KOHYA)
+            raise FitError(f"{to.name} has no place for biases together with DoRA", changed[0].label, USE_KOHYA)
         return []
     factored = {m.place.module for m in parameters if m.rank}
     whole = whole_modules(((m.place, m.endings) for m in parameters), places.values())
-    values = any(BIAS in m.endings and m.place.module not in whole for m in parameters)
+    values = any(BIAS_ENDING in m.endings and m.place.module not in whole for m in parameters)
     biased = not known or all((name, "bias") in places for name in factored)
     if biased and not values and not _refuses(parameters, changed, factored):
         return []
@@ -130,7 +130,7 @@ def _check(factored: set[str], whole: set[str], to: Dialect) -> None:
                        expert,
                        "bring it to LoRA: --algorithm lora --rank RULE, or write another format (kohya)")  # fmt: skip
     if both := next((m for m in sorted(whole & factored)), None):
-        raise FitError(f"{to.name} stores a layer as factors or as whole tensors; this one needs both", both, KOHYA)
+        raise FitError(f"{to.name} stores a layer as factors or as whole tensors; this one needs both", both, USE_KOHYA)
 
 
 def _without_factors(parameters: Sequence[Parameter], places: Places, to: Dialect) -> list[Place]:
@@ -142,7 +142,7 @@ def _without_factors(parameters: Sequence[Parameter], places: Places, to: Dialec
         if place is None or len(place.view.shape) < 2:
             raise FitError(f"{to.name} has a place for the bias of a layer only together with factors of its weight",
                            module,
-                           KOHYA)  # fmt: skip
+                           USE_KOHYA)  # fmt: skip
         missing.append(place)
     return missing
 
@@ -154,7 +154,7 @@ def _without_dora(parameters: Sequence[Parameter], to: Dialect, *, known: bool) 
         return []
     lacking = [m.place for m in parameters if m.rank and ending not in m.endings]
     if lacking and not known:
-        raise UsageError(NO_DORA, lacking[0].label, GIVE_BASE)
+        raise UsageError(NEEDS_BASE_FOR_DORA, lacking[0].label, GIVE_BASE)
     return lacking
 
 
@@ -168,7 +168,7 @@ def _of_one_rank(
     if not alike:
         return 0, frozenset(), []
     rank, leaves = max(alike.values()), {_leaf(module) for module in experts}
-    stacked = {leaf for names in NAMES for leaf in (names if leaves & {*names[:2]} else leaves & {*names})}
+    stacked = {leaf for names in EXPERT_PROJECTIONS for leaf in (names if leaves & {*names[:2]} else leaves & {*names})}
     zeros = [
         place
         for place in places

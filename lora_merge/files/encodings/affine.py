@@ -7,7 +7,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from .base import CODES, DRAW, Encoding, OutOfRange, PartNumbers, end_margin, finite
-from .scaled import COARSE, SCALE
+from .scaled import REFIT_BELOW, SCALE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,7 +75,7 @@ class Affine(Encoding):
         (low, high), margin = ends, end_margin(parts)
         reach = bias - scale * margin, bias + scale * (self._most + margin)
         over = (low < torch.minimum(*reach)) | (high > torch.maximum(*reach))
-        over |= (high - low < (COARSE[False] * self._most - 1) * scale.abs()) & (high > low)
+        over |= (high - low < (REFIT_BELOW[False] * self._most - 1) * scale.abs()) & (high > low)
         step = ((high - low) / self._most).clamp(min=1e-7)
         below = low.abs() > high.abs()
         edge, other = low.where(below, high), high.where(below, low)

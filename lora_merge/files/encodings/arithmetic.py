@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Final, ParamSpec
 
 import torch
 
-from ...dtypes import TABLE
+from ...dtypes import DTYPE_ROWS
 from .base import InvalidPart, OutOfRange
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 FLOAT_DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-FP8: Final = {name: getattr(torch, TABLE[name].library) for name in ("F8_E4M3", "F8_E5M2")}
+FP8_DTYPES: Final = {name: getattr(torch, DTYPE_ROWS[name].library) for name in ("F8_E4M3", "F8_E5M2")}
 Arguments = ParamSpec("Arguments")
 
 
@@ -34,18 +34,18 @@ def cached_table(make: Callable[Arguments, Tensor]) -> Callable[Arguments, Tenso
     def table(*arguments: Arguments.args, **named: Arguments.kwargs) -> Tensor:
         return cached(torch.get_default_device(), *arguments, **named)  # type: ignore[arg-type]
 
-    TABLES.append(cached.cache_clear)
+    CACHED_TABLES.append(cached.cache_clear)
     return table
 
 
-TABLES: Final[list[Callable[[], None]]] = []
+CACHED_TABLES: Final[list[Callable[[], None]]] = []
 """Functions that forget the tables, for tests of devices."""
 
 
 @cached_table
 def byte_values(dtype: str) -> Tensor:
     """Return the number of each byte of a dtype, in fp32."""
-    return torch.arange(256, dtype=torch.uint8).view(getattr(torch, TABLE[dtype].library)).float()
+    return torch.arange(256, dtype=torch.uint8).view(getattr(torch, DTYPE_ROWS[dtype].library)).float()
 
 
 def from_fp8(codes: Tensor, dtype: str, scale: float = 1.0, last: int | None = None) -> Tensor:
@@ -60,15 +60,15 @@ def from_fp8(codes: Tensor, dtype: str, scale: float = 1.0, last: int | None = N
     if raw.device.type == "cpu" and raw.numel() and (last_byte(raw) if last is None else last) < 0x7F:
         signed = raw.to(torch.int16).mul_(128).bitwise_and_(~0x4000)  # the sign is in bits 14 and 15
         wide = signed.view(torch.float16).float()  # the exponents' biases are 15 and 7
-        return _times(wide, 256.0 * scale) if scale < LARGE else wide.mul_(256.0).mul_(scale)
+        return _times(wide, 256.0 * scale) if scale < SAFE_SCALE else wide.mul_(256.0).mul_(scale)
     return _times(byte_values(dtype).index_select(0, raw.view(torch.uint8).int()), scale)
 
 
 def unpacked(numbers: Tensor) -> Tensor:
     """Return plain fp8 numbers on a CPU in fp32, in a twelfth of the time of torch's cast; others as they are, as those
     with NaN, whose bits torch's cast keeps."""
-    name = next((name for name, dtype in FP8.items() if numbers.dtype == dtype), "")
-    if not name or numbers.device.type != "cpu" or (last := last_byte(numbers.reshape(-1))) > LAST[name]:
+    name = next((name for name, dtype in FP8_DTYPES.items() if numbers.dtype == dtype), "")
+    if not name or numbers.device.type != "cpu" or (last := last_byte(numbers.reshape(-1))) > LARGEST_BYTE[name]:
         return numbers
     return from_fp8(numbers, name, last=last).view(numbers.shape)
 
@@ -77,10 +77,10 @@ def _times(values: Tensor, scale: float) -> Tensor:
     return values if scale == 1 else values.mul_(scale)
 
 
-LARGE: Final = 2.0**100
+SAFE_SCALE: Final = 2.0**100
 """The scale below which no power of two that it is multiplied by overflows."""
 
-LAST: Final = {"F8_E4M3": 0x7E, "F8_E5M2": 0x7B}
+LARGEST_BYTE: Final = {"F8_E4M3": 0x7E, "F8_E5M2": 0x7B}
 """Dtype → byte of the largest number, without its sign."""
 
 
@@ -94,22 +94,22 @@ def last_byte(raw: Tensor) -> int:
 def to_fp8(values: Tensor, dtype: str) -> Tensor | None:
     """Return the nearest fp8 numbers as bytes, ties to even; None if a number rounds to one beyond the range, or is
     NaN."""
-    codes = single(values).to(FP8[dtype]).view(torch.uint8)
+    codes = single(values).to(FP8_DTYPES[dtype]).view(torch.uint8)
     # The bytes are looked at first, at a quarter of the cost: versions of torch differ in what they write beyond.
-    if last_byte(codes) < LAST[dtype]:
+    if last_byte(codes) < LARGEST_BYTE[dtype]:
         return codes
     ends = float(values.amin()), float(values.amax())  # abs() takes half as long again
-    return codes if max(-ends[0], ends[1]) <= TABLE[dtype].room else None
+    return codes if max(-ends[0], ends[1]) <= DTYPE_ROWS[dtype].room else None
 
 
 def cut_to_fp8(values: Tensor, dtype: str) -> Tensor:
     """Return the nearest fp8 numbers as bytes; numbers beyond the range become the largest."""
-    numbers, limit = single(values), TABLE[dtype].largest
+    numbers, limit = single(values), DTYPE_ROWS[dtype].largest
     if values.device.type == "cpu":
-        codes = numbers.to(FP8[dtype]).view(torch.uint8)
-        if last_byte(codes) <= LAST[dtype]:
+        codes = numbers.to(FP8_DTYPES[dtype]).view(torch.uint8)
+        if last_byte(codes) <= LARGEST_BYTE[dtype]:
             return codes
-    return numbers.clamp(-limit, limit).to(FP8[dtype]).view(torch.uint8)
+    return numbers.clamp(-limit, limit).to(FP8_DTYPES[dtype]).view(torch.uint8)
 
 
 def largest(values: Tensor) -> float:
@@ -165,7 +165,7 @@ def from_bytes(codes: Tensor, dtype: str, scale: float = 1.0) -> Tensor:
     if dtype == "I8":
         return _times(codes.view(torch.int8).float(), scale)
     last = last_byte(codes)
-    if last > LAST[dtype]:
+    if last > LARGEST_BYTE[dtype]:
         raise InvalidPart("a code means no finite value")
     return from_fp8(codes, dtype, scale, last)
 

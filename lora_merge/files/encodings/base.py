@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Self
 
-FLOATS: Final = ("F32", "F16", "BF16")
+SCALE_DTYPES: Final = ("F32", "F16", "BF16")
 """Dtypes of scales, zero points, tables and factors."""
 
-ROTATIONS: Final = (4, 16, 64, 256, 1024)
+ROTATION_SIZES: Final = (4, 16, 64, 256, 1024)
 """How many columns may be rotated together, by `arithmetic.rotated`."""
 
 Tensors: TypeAlias = Mapping[str, StoredTensor]

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 BOOK: Final = "book"
 """Role of the numbers that codes choose from."""
 
-ROW: Final = "row"
+ROW_SCALE: Final = "row"
 """Role of the scales of rows."""
 
-NUMBERS: Final = "a scale or a number of a table"
+CODEBOOK_NUMBERS: Final = "a scale or a number of a table"
 FITTED: Final = "its tables or scales were fitted to the old values"
 
 
@@ -46,9 +46,9 @@ class Aqlm(Encoding):
         import torch
 
         codes = parts[CODES].view(torch.int16 if self.wide else torch.int8).view(-1, self.books).long()
-        book = finite(parts[BOOK], NUMBERS).view(self.books, self.entries, self.width)
+        book = finite(parts[BOOK], CODEBOOK_NUMBERS).view(self.books, self.entries, self.width)
         values = sum(book[n][codes[:, n] % self.entries] for n in range(self.books))
-        scaled: Tensor = values.view(-1, self.cols) * finite(parts[SCALE], NUMBERS)[:, None]  # type: ignore[union-attr]
+        scaled: Tensor = values.view(-1, self.cols) * finite(parts[SCALE], CODEBOOK_NUMBERS)[:, None]  # type: ignore[union-attr]
         return scaled
 
 
@@ -78,10 +78,12 @@ class Grouped(Encoding):
         if self.bits == 6:
             high = bit_packing.from_stream(raw[:, self.cols // 2 :].reshape(-1), 2)
             codes = codes | high.view(codes.shape).int() << 4
-        levels = finite(parts[BOOK], NUMBERS)[codes] if BOOK in parts else codes.float() - 2 ** (self.bits - 1)
+        levels = finite(parts[BOOK], CODEBOOK_NUMBERS)[codes] if BOOK in parts else codes.float() - 2 ** (self.bits - 1)
         group = parts[SCALE] if self.kind == "F32" else arithmetic.from_bytes(parts[SCALE], "F8_E4M3")
-        whole = levels.view(-1, self.size) * finite(group, NUMBERS).view(-1, 1)
-        values = whole.clamp(-127, 127).round().view(-1, self.cols) * finite(parts[ROW], NUMBERS)[:, None]
+        whole = levels.view(-1, self.size) * finite(group, CODEBOOK_NUMBERS).view(-1, 1)
+        values = (
+            whole.clamp(-127, 127).round().view(-1, self.cols) * finite(parts[ROW_SCALE], CODEBOOK_NUMBERS)[:, None]
+        )
         return arithmetic.rotated(values.view(-1), self.rotation)
 
 
@@ -101,7 +103,7 @@ class Columns(Encoding):
         rows, cols = self.shape
         low, high = first // cols, (first + count) // cols
         scale, zero = (
-            finite(parts[role], NUMBERS).view(-1, rows)[:, low:high].t()[:, :, None] for role in (SCALE, ZERO)
+            finite(parts[role], CODEBOOK_NUMBERS).view(-1, rows)[:, low:high].t()[:, :, None] for role in (SCALE, ZERO)
         )
         codes = bit_packing.from_bits(parts[CODES].view(arithmetic.BYTE), 4).float()
         return (codes.view(high - low, scale.shape[1], -1) - 8) * scale + zero

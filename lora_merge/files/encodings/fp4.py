@@ -30,16 +30,16 @@ from .scaled import E8M0, SCALE, TILE
 if TYPE_CHECKING:
     from torch import Tensor
 
-WHOLE: Final = "whole"
+WHOLE_SCALE: Final = "whole"
 """Role of the scale of the whole weight."""
 
 PRE: Final = "pre"
 """Role of the numbers by which a layer multiplies its inputs: W = decoded · diag(p)."""
 
-LARGEST: Final = 6.0  # of e2m1
-STEP: Final = 2.0  # between the two largest codes
-FINE: Final = 2.4  # a block whose largest code would be below is fitted again
-FP8: Final = 448.0  # the largest scale of a block
+LARGEST_CODE: Final = 6.0  # of e2m1
+LAST_STEP: Final = 2.0  # between the two largest codes
+REFIT_BELOW: Final = 2.4  # a block whose largest code would be below is fitted again
+LARGEST_SCALE: Final = 448.0  # the largest scale of a block
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ class Fp4(Encoding):
 
     def fault(self, role: str, numbers: Sequence[float]) -> str:
         """Return the reason why the scale of the whole weight is invalid; "" if it is valid."""
-        bad = role == WHOLE and not all(0 <= n < inf and (n or not self.divided) for n in numbers)
+        bad = role == WHOLE_SCALE and not all(0 <= n < inf and (n or not self.divided) for n in numbers)
         return f"its scale is not a positive number: {numbers[0]:g}" if bad else ""
 
     @property
@@ -83,7 +83,7 @@ class Fp4(Encoding):
         from . import arithmetic
 
         values = arithmetic.from_halves(parts[CODES], arithmetic.E2M1, high_first=self.high_first)
-        if WHOLE in parts and not parts[WHOLE].item() and bool(values.any()):
+        if WHOLE_SCALE in parts and not parts[WHOLE_SCALE].item() and bool(values.any()):
             raise InvalidPart(ALL_ZEROS)
         numbers = values.view(-1, self.size).mul_(self._scale(parts, count)[:, None]).view(-1)
         if PRE in parts:
@@ -95,7 +95,7 @@ class Fp4(Encoding):
         from . import arithmetic
 
         count = values.numel()
-        if self.needs_largest and not parts[WHOLE].item():
+        if self.needs_largest and not parts[WHOLE_SCALE].item():
             return None
         # The numbers in the basis and order of the file.
         if self.turned:
@@ -121,7 +121,7 @@ class Fp4(Encoding):
     def _codes(self, blocks: Tensor, scale: Tensor, parts: PartNumbers) -> Tensor:
         """Return the nearest codes of blocks, or those of stochastic rounding, flat."""
         from . import arithmetic, rounding
-        from .nearest import e2m1_codes
+        from .nearest_codes import e2m1_codes
 
         levels = _levels(blocks, scale)
         return e2m1_codes(rounding.to_table(levels, arithmetic.e2m1(), parts[DRAW]) if DRAW in parts else levels)
@@ -136,16 +136,16 @@ class Fp4(Encoding):
         largest, whole, covered = (
             arithmetic.largest_of_each(blocks),
             self._whole(parts),
-            LARGEST + STEP * end_margin(parts),
+            LARGEST_CODE + LAST_STEP * end_margin(parts),
         )
-        if self.kind != E8M0 and float(largest.max()) > FP8 * whole * covered:
-            if WHOLE not in parts:
+        if self.kind != E8M0 and float(largest.max()) > LARGEST_SCALE * whole * covered:
+            if WHOLE_SCALE not in parts:
                 raise OutOfRange
             return None
-        refit = ((largest > old * covered) | (largest < old * FINE)) & (largest > 0)
+        refit = ((largest > old * covered) | (largest < old * REFIT_BELOW)) & (largest > 0)
         if not bool(refit.any()):
             return old
-        return torch.where(refit, self._fitted(largest.float() / LARGEST, whole, covered), old)
+        return torch.where(refit, self._fitted(largest.float() / LARGEST_CODE, whole, covered), old)
 
     def refit(self, parts: PartNumbers, largest: float) -> PartNumbers:
         """Return the scale of the whole weight at which the largest scale of a block is the largest fp8 number."""
@@ -153,8 +153,8 @@ class Fp4(Encoding):
 
         if PRE in parts:
             largest /= float(self._pre(parts).min())
-        scale = largest / (FP8 * LARGEST) or 1.0
-        return {WHOLE: torch.full_like(parts[WHOLE], 1 / scale if self.divided else scale)}
+        scale = largest / (LARGEST_SCALE * LARGEST_CODE) or 1.0
+        return {WHOLE_SCALE: torch.full_like(parts[WHOLE_SCALE], 1 / scale if self.divided else scale)}
 
     def _fitted(self, ideal: Tensor, whole: float, covered: float) -> Tensor:
         """Return scales of blocks that the file can hold, times that of the weight, near the wanted ones; `covered` of
@@ -163,9 +163,9 @@ class Fp4(Encoding):
 
         if self.kind == E8M0:
             return arithmetic.power_above(ideal)
-        ideal = (ideal / whole).clamp(2.0**-9, FP8)
+        ideal = (ideal / whole).clamp(2.0**-9, LARGEST_SCALE)
         codes = arithmetic.cut_to_fp8(ideal, "F8_E4M3")
-        short = arithmetic.from_fp8(codes, "F8_E4M3") * covered < ideal * LARGEST  # among the smallest fp8 numbers
+        short = arithmetic.from_fp8(codes, "F8_E4M3") * covered < ideal * LARGEST_CODE  # among the smallest fp8 numbers
         return arithmetic.from_fp8(codes + short, "F8_E4M3") * whole
 
     def _pre(self, parts: PartNumbers) -> Tensor:
@@ -176,10 +176,10 @@ class Fp4(Encoding):
         return factors
 
     def _whole(self, parts: PartNumbers) -> float:
-        if WHOLE not in parts:
+        if WHOLE_SCALE not in parts:
             return 1.0
-        scale = parts[WHOLE].item()
-        if fault := self.fault(WHOLE, [scale]):
+        scale = parts[WHOLE_SCALE].item()
+        if fault := self.fault(WHOLE_SCALE, [scale]):
             raise InvalidPart(fault)
         return 1 / scale if self.divided else scale
 
@@ -192,7 +192,9 @@ class Fp4(Encoding):
             raw = raw.index_select(0, arithmetic.swizzle(count // self.cols, self.cols // self.size))
         scale = arithmetic.powers(raw) if self.kind == E8M0 else arithmetic.from_fp8(raw, "F8_E4M3")
         largest = int(raw.max()) if len(raw) else 0
-        if largest > arithmetic.LAST["F8_E4M3"] and not bool((scale >= 0).all()):  # as e8m0, the byte may be good
+        if largest > arithmetic.LARGEST_BYTE["F8_E4M3"] and not bool(
+            (scale >= 0).all()
+        ):  # as e8m0, the byte may be good
             raise InvalidPart("a scale is negative or not a number")
         return scale * self._whole(parts)
 
@@ -220,7 +222,7 @@ def _levels(blocks: Tensor, scale: Tensor) -> Tensor:
 def _codes_at_old_scales(blocks: Tensor, old: Tensor, *, every: bool) -> tuple[Tensor, Tensor | None]:
     """Return the codes of blocks at their old scales, flat, and the blocks whose scales may not be kept: few, as the
     codes show. None for all of them, without codes, where `every` one is to be looked at."""
-    from .nearest import doubtful, marked_e2m1_codes
+    from .nearest_codes import doubtful, marked_e2m1_codes
 
     if every:
         return old[:0], None
@@ -274,6 +276,6 @@ def fp4(
     encoding = Fp4.shared((2, 1), together, kind=kind, size=size, cols=cols, label=of.label,
                       high_first=high_first, swizzled=swizzled, divided=divided, new_scales=new_scales,
                       inputs=of.pre.dtype if of.pre is not None else "")  # fmt: skip
-    parts = {SCALE: part} | ({WHOLE: WeightPart(of.whole)} if of.whole is not None else {})
+    parts = {SCALE: part} | ({WHOLE_SCALE: WeightPart(of.whole)} if of.whole is not None else {})
     parts |= {PRE: WeightPart(of.pre)} if of.pre is not None else {}
     return Packing(encoding, codes, parts, of.beside)

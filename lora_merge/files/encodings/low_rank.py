@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 from ...disk.files import StoredTensor
 from ...dtypes import ITEM_BYTES, Shape
-from .base import CODES, FLOATS, Encoding, Packing, PartNumbers, WeightPart, finite
+from .base import CODES, SCALE_DTYPES, Encoding, Packing, PartNumbers, WeightPart, finite
 from .scaled import SCALE, ZERO
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class LowRankFactors(NamedTuple):
         up, down = self.up, self.down
         if up is None or down is None:
             return up is down
-        same = up.dtype == down.dtype and up.dtype in FLOATS and self.rank > 0
+        same = up.dtype == down.dtype and up.dtype in SCALE_DTYPES and self.rank > 0
         return same and (up.shape, down.shape) == ((rows, self.rank), (self.rank, cols))
 
     @property

@@ -16,7 +16,7 @@ from .base import (
     ALL_ZEROS,
     CODES,
     DRAW,
-    FLOATS,
+    SCALE_DTYPES,
     Encoding,
     InvalidPart,
     Packing,
@@ -25,7 +25,7 @@ from .base import (
     end_margin,
     finite,
 )
-from .scaled import COARSE, NEARLY_HALF, SCALE, ZERO
+from .scaled import NEARLY_HALF, REFIT_BELOW, SCALE, ZERO
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -186,7 +186,7 @@ class PackedInts(Encoding):
         over = (high > (half - 1 + margin - zero) * old) | (low < (least - margin - zero) * old)
         if self.zeros:
             low, high = low.clamp(max=0), high.clamp(min=0)
-            over |= (high - low < COARSE[False] * (2 * half - 1) * old) & (high > low)
+            over |= (high - low < REFIT_BELOW[False] * (2 * half - 1) * old) & (high > low)
             if DRAW in parts:
                 reach, point = arithmetic.with_zero(low, high, (-half, half - 1))
                 new = arithmetic.covering(reach, 1, 1, self.scales)
@@ -195,7 +195,7 @@ class PackedInts(Encoding):
                 point = (-half - (low.to(new.dtype) / new.where(new > 0, inf)).round()).clamp(-half, half - 1)
         else:
             reach = torch.maximum(high, low * ((half - 1) / least))
-            over |= (torch.maximum(high, -low) < COARSE[False] * (half - 1) * old) & (reach > 0)
+            over |= (torch.maximum(high, -low) < REFIT_BELOW[False] * (half - 1) * old) & (reach > 0)
             new = arithmetic.covering(reach, half - 1, half - 1 + end_margin(parts, NEARLY_HALF), self.scales)
         over &= new > 0
         scale = torch.where(over, new, old)
@@ -271,7 +271,7 @@ def shared_byte_ints(
     codes: StoredTensor, scale: StoredTensor, zero: StoredTensor, group: int, **settings: Any
 ) -> Packing | None:
     """Return how a weight of such codes is stored, `group` numbers in a row; None for scales of another dtype."""
-    if scale.dtype not in FLOATS or zero.dtype not in FLOATS:
+    if scale.dtype not in SCALE_DTYPES or zero.dtype not in SCALE_DTYPES:
         return None
     encoding = SharedByteInts.shared((1, 0), group, scales=scale.dtype, zeros=zero.dtype, **settings)
     return Packing(encoding, codes, {CODES: WeightPart(codes), SCALE: WeightPart(scale), ZERO: WeightPart(zero)})

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 import torch
 
-from ...dtypes import TABLE
+from ...dtypes import DTYPE_ROWS
 from .arithmetic import cached_table
 
 if TYPE_CHECKING:
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 Draw: TypeAlias = "Callable[[str, int, int], Tensor]"
 """(name of a tensor, first number, count) → uniform numbers in [0, 1), in fp32."""
 
-PIECE: Final = 2**20
+ROUNDED_NUMBERS: Final = 2**20
 """Numbers that are rounded at once."""
 
-STEP: Final = 0x9E3779B97F4A7C15 - 2**64
+GOLDEN_RATIO: Final = 0x9E3779B97F4A7C15 - 2**64
 
 MIXES: Final = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 """Increment and rounds of SplitMix64 (Steele, Lea and Flood 2014), a hash of a counter; as signed numbers."""
@@ -37,7 +37,7 @@ def draws(seed: int) -> Draw:
 
     def draw(name: str, first: int, count: int) -> Tensor:
         key = int.from_bytes(hashlib.sha256(name.encode(errors="replace")).digest()[:8], "little") ^ seed
-        z = torch.arange(first, first + count).mul_(STEP).add_((key & (2**64 - 1)) - 2**63)
+        z = torch.arange(first, first + count).mul_(GOLDEN_RATIO).add_((key & (2**64 - 1)) - 2**63)
         for shift, factor in MIXES:
             z = z.bitwise_xor_(torch.bitwise_right_shift(z, shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(factor)
         return torch.bitwise_right_shift(z, 40).bitwise_and_(2**24 - 1).float().mul_(2.0**-24)
@@ -47,7 +47,7 @@ def draws(seed: int) -> Draw:
 
 def to_floats(values: Tensor, dtype: str, uniform: Tensor) -> Tensor:
     """Return numbers of a dtype, held in fp32, above or below each value; no largest one becomes infinite."""
-    row = TABLE[dtype]
+    row = DTYPE_ROWS[dtype]
     values, cut = values.float().contiguous(), 24 - row.significand
     bits, mask = values.view(torch.int32), (1 << cut) - 1
     raised = (uniform * (mask + 1)).to(torch.int32).add_(bits).bitwise_and_(~mask).view(torch.float32)
@@ -67,9 +67,9 @@ def rounded(values: Tensor, dtype: str, draw: Callable[[int, int], Tensor], at: 
     `draw`: (first, count) → uniform numbers. `at`: the place of the first number."""
     rounded_values = torch.empty(values.shape, dtype=torch.float32, device=values.device)
     flat, into = values.reshape(-1), rounded_values.view(-1)
-    for first in range(0, len(flat), PIECE):
-        some = flat[first : first + PIECE]
-        into[first : first + PIECE] = to_floats(some, dtype, draw(at + first, len(some)))
+    for first in range(0, len(flat), ROUNDED_NUMBERS):
+        some = flat[first : first + ROUNDED_NUMBERS]
+        into[first : first + ROUNDED_NUMBERS] = to_floats(some, dtype, draw(at + first, len(some)))
     return rounded_values
 
 
@@ -80,7 +80,7 @@ def to_integers(values: Tensor, uniform: Tensor) -> Tensor:
 
 def to_table(values: Tensor, table: Tensor, uniform: Tensor) -> Tensor:
     """Return numbers of a table above or below each value; the outermost ones beyond its ends."""
-    from .nearest import ranks
+    from .nearest_codes import ranks
 
     pairs, values = _neighbours(tuple(table.tolist())), values.float()
     place = ranks(values.reshape(-1).neg(), pairs[0, :-1])

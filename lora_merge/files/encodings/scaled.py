@@ -12,7 +12,7 @@ from math import inf, lcm, prod
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from ...disk.files import StoredTensor
-from ...dtypes import ITEM_BYTES, TABLE, flat
+from ...dtypes import DTYPE_ROWS, ITEM_BYTES, flat
 from .base import ALL_ZEROS, CODES, DRAW, Encoding, InvalidPart, Packing, PartNumbers, WeightPart, end_margin
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class ScaledTensors(NamedTuple):
     @property
     def kind(self) -> str:
         """The form in which the scales are stored; "" if they are not numbers of a known kind."""
-        return E8M0 if self.byte_powers and self.scale.dtype == "U8" else SCALES.get(self.scale.dtype, "")
+        return E8M0 if self.byte_powers and self.scale.dtype == "U8" else SCALE_STORAGE.get(self.scale.dtype, "")
 
 
 SCALE: Final = "scale"
@@ -46,13 +46,13 @@ ZERO: Final = "zero"
 E8M0: Final = "E8M0"
 """Powers of two in a byte; files call their dtype F8_E8M0 or U8."""
 
-SCALES: Final = {"F32": "F32", "F16": "F16", "BF16": "BF16", "F8_E8M0": E8M0}
+SCALE_STORAGE: Final = {"F32": "F32", "F16": "F16", "BF16": "BF16", "F8_E8M0": E8M0}
 """Dtype of a tensor of scales → how its numbers are stored."""
 
 CODE_DTYPES: Final = ("F8_E4M3", "F8_E5M2", "I8")
 TILE: Final = 128  # rows of the tiles in which cuBLAS wants the scales of blocks
 NEARLY_HALF: Final = 0.4  # of a step by which a number may be beyond the last code
-COARSE: Final = {True: 2.0**-6, False: 0.8}
+REFIT_BELOW: Final = {True: 2.0**-6, False: 0.8}
 """Whether codes are fp8 → the share of the range below which a scale is fitted again. A floating-point code is as exact
 anywhere in the range; a whole number is not."""
 
@@ -110,7 +110,9 @@ class Scaled(Encoding):
             return values
         scale = self._scale(parts, count) * self.factor
         # One product instead of two: fp8 becomes fp32 as parts of fp16, over 256.
-        step = 256.0 if self.dtype == "F8_E4M3" and not self.zeros and float(scale.max()) < arithmetic.LARGE else 1.0
+        step = (
+            256.0 if self.dtype == "F8_E4M3" and not self.zeros and float(scale.max()) < arithmetic.SAFE_SCALE else 1.0
+        )
         values = arithmetic.from_bytes(parts[CODES], self.dtype, 1 / step)
         scale, blocks = scale * step, self._blocks(values)
         if self.zeros:
@@ -198,14 +200,14 @@ class Scaled(Encoding):
     @property
     def _limit(self) -> float:
         """The largest code."""
-        return TABLE[self.dtype].largest or float(self.ends[1])
+        return DTYPE_ROWS[self.dtype].largest or float(self.ends[1])
 
     def _covered(self, parts: PartNumbers) -> tuple[float, float]:
         """Return the lowest and the highest level of the codes."""
         margin = end_margin(parts)
         if self.dtype == "I8":
             return self.ends[0] - margin, self.ends[1] + margin
-        top = self._limit + 2 * margin * (TABLE[self.dtype].room - self._limit)
+        top = self._limit + 2 * margin * (DTYPE_ROWS[self.dtype].room - self._limit)
         return -top, top
 
     def _scale(self, parts: PartNumbers, count: int) -> Any:
@@ -275,7 +277,7 @@ class Scaled(Encoding):
         over = largest > old * (self.factor * top)
         if not floats:
             over &= (high > old * (self.factor * top)) | (low < old * (self.factor * bottom))
-        coarse = (largest < old * (self.factor * limit * COARSE[floats])) & (largest > 0)
+        coarse = (largest < old * (self.factor * limit * REFIT_BELOW[floats])) & (largest > 0)
         return torch.where((over | coarse) & (new > 0), new, old)
 
     def _fitted_with_zero(
@@ -289,7 +291,7 @@ class Scaled(Encoding):
         low, high, (lowest, highest), margin = ends[0].clamp(max=0), ends[1].clamp(min=0), self.ends, end_margin(parts)
         over = (high > (highest + margin - zero) * old) | (low < (lowest - margin - zero) * old)
         steps = highest - lowest
-        over |= (high - low < COARSE[False] * steps * old) & (high > low)
+        over |= (high - low < REFIT_BELOW[False] * steps * old) & (high > low)
         if DRAW in parts:
             reach, point = arithmetic.with_zero(low, high, self.ends)
             new = arithmetic.covering(reach, 1, 1, self.kind)

@@ -19,7 +19,7 @@ MAP: Final = "map"
 ABSMAX: Final = "absmax"
 NESTED: Final = "nested"
 NESTED_MAP: Final = "nested_map"
-SMALL: Final = 0.8  # share of a block's scale below which it is fitted again
+REFIT_BELOW: Final = 0.8  # share of a block's scale below which it is fitted again
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ class TableCodes(Encoding):
         import torch
 
         from . import arithmetic, rounding
-        from .nearest import nearest
+        from .nearest_codes import nearest
 
         # The blocks whose scales do not cover their numbers, or are too coarse.
         count = values.numel()
@@ -64,7 +64,7 @@ class TableCodes(Encoding):
         old, largest = self._scale(parts), arithmetic.largest_of_each(padded).float()
         (first, second, *_, before, last), margin = parts[MAP].sort().values.tolist(), end_margin(parts)
         cover = min(last + margin * (last - before), margin * (second - first) - first)
-        refit = (largest > old.abs() * cover) | (largest < old.abs() * SMALL)
+        refit = (largest > old.abs() * cover) | (largest < old.abs() * REFIT_BELOW)
         scales, scale = self._fitted(old, largest, refit & (largest > 0), cover, parts)
         # The nearest codes.
         divisor = torch.where(scale == 0, inf, scale).to(values.dtype)
@@ -95,7 +95,7 @@ class TableCodes(Encoding):
         import torch
         from torch.nn.functional import pad
 
-        from .nearest import nearest
+        from .nearest_codes import nearest
 
         ideal = torch.where(refit, largest, old)
         if not self.nested:

@@ -10,7 +10,7 @@ from math import prod
 from typing import Final
 
 from ...dtypes import ITEM_BYTES
-from ..encodings.base import FLOATS, Packing, WeightPart
+from ..encodings.base import SCALE_DTYPES, Packing, WeightPart
 from ..encodings.codebook import BOOK, Aqlm
 from ..encodings.scaled import SCALE
 from .base import Checkpoint, WeightClaim, claimed
@@ -31,7 +31,7 @@ def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
             continue
         if prod(book.shape) > BOOKS or entries > 2 ** (8 * ITEM_BYTES[codes.dtype]) or entries & (entries - 1):
             continue
-        if prod(scale.shape) != rows or not {book.dtype, scale.dtype} <= {*FLOATS}:
+        if prod(scale.shape) != rows or not {book.dtype, scale.dtype} <= {*SCALE_DTYPES}:
             continue
         cols, size = across * width, books * ITEM_BYTES[codes.dtype]
         encoding = Aqlm.shared((width, size), cols, cols=cols, books=books, entries=entries, width=width,

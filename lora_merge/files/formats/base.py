@@ -85,7 +85,7 @@ def positive(number: Any) -> TypeGuard[int]:
     return isinstance(number, int) and not isinstance(number, bool) and number > 0
 
 
-ALIGNED: Final = 8
+CODES_ALIGNMENT: Final = 8
 """The codes of a weight, and the tensors beside them, take a multiple of so many bytes, so that what follows them in
 the file begins at a multiple of its own numbers' size; a plan puts what does not at the end of the file."""
 
@@ -107,7 +107,7 @@ def fills_words(tensors: Iterable[Sized]) -> bool:
         if at % ITEM_BYTES.get(tensor.dtype, 1):
             return False
         at += tensor.nbytes
-    return at % ALIGNED == 0
+    return at % CODES_ALIGNMENT == 0
 
 
 class NewWeight(NamedTuple):
@@ -163,5 +163,5 @@ def new_note(
 ) -> StoredTensor:
     """Return a JSON in a tensor, with spaces at its end so that it and the other tensors fill whole words."""
     text = json.dumps(entries).encode()
-    text += b" " * (-(len(text) + sum(t.nbytes for t in others)) % ALIGNED)
+    text += b" " * (-(len(text) + sum(t.nbytes for t in others)) % CODES_ALIGNMENT)
     return new_tensor(weight, last, "U8", (len(text),), text)

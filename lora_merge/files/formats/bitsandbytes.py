@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ...disk.files import StoredTensor
 from ...disk.reader import read_bytes
-from ...dtypes import TABLE
+from ...dtypes import DTYPE_ROWS
 from ..encodings.base import Packing, WeightPart
 from ..encodings.scaled import ScaledTensors, scaled
 from ..encodings.table import ABSMAX, MAP, NESTED, NESTED_MAP, TableCodes
@@ -103,7 +103,7 @@ def new_nf4(weight: StoredTensor) -> NewWeight | None:
     table = new_tensor(weight, "weight.quant_map", "F32", (len(NF4),), struct.pack("<16f", *NF4))
     state = {
         "quant_type": "nf4", "blocksize": FLAT, "shape": list(weight.shape),
-        "dtype": TABLE[weight.dtype].library if weight.dtype in ("F32", "F16", "BF16") else "bfloat16",
+        "dtype": DTYPE_ROWS[weight.dtype].library if weight.dtype in ("F32", "F16", "BF16") else "bfloat16",
     }  # fmt: skip
     note = new_note(weight, "weight.quant_state.bitsandbytes__nf4", state, (absmax, table))
     parts = {ABSMAX: WeightPart(absmax, FLAT, 4), MAP: WeightPart(table)}

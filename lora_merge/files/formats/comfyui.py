@@ -17,9 +17,9 @@ from typing import Any, Final, NamedTuple
 from ...disk.files import StoredTensor
 from ...dtypes import ITEM_BYTES, Shape
 from ...safe_regex import from_json
-from ..encodings.base import FLOATS, ROTATIONS, Packing, WeightPart
-from ..encodings.codebook import BOOK, ROW, Columns, Grouped
-from ..encodings.fp4 import WHOLE, Fp4Tensors, fp4
+from ..encodings.base import ROTATION_SIZES, SCALE_DTYPES, Packing, WeightPart
+from ..encodings.codebook import BOOK, ROW_SCALE, Columns, Grouped
+from ..encodings.fp4 import WHOLE_SCALE, Fp4Tensors, fp4
 from ..encodings.packed_ints import PackedInts
 from ..encodings.scaled import E8M0, SCALE, TILE, ZERO, ScaledTensors, scaled
 from ..encodings.stacked import one_of, stacked
@@ -31,7 +31,12 @@ LAYERS_ENTRY: Final = "_quantization_metadata"
 PREFIX: Final = "model.diffusion_model."
 """Prefix of layers that some converters omit in the metadata."""
 
-DTYPES: Final = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "int8_tensorwise": "I8", "mxfp8": "F8_E4M3"}
+DTYPE_OF_FORMAT: Final = {
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int8_tensorwise": "I8",
+    "mxfp8": "F8_E4M3",
+}
 """Name of a format with codes of one byte in the JSON of a layer → dtype of the codes."""
 
 LABELS: Final = {"int8_tensorwise": "int8", "mxfp8": "mxfp8"}
@@ -62,7 +67,7 @@ class LayerNote(NamedTuple):
     def rotation(self) -> int:
         """How many columns are rotated together; 0 for what the format does not allow."""
         size = self.options.get("convrot_groupsize", ROTATED)
-        return size if isinstance(size, int) and size in ROTATIONS else 0
+        return size if isinstance(size, int) and size in ROTATION_SIZES else 0
 
 
 def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
@@ -127,7 +132,7 @@ def _old_style(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
 def _one_byte(checkpoint: Checkpoint, stem: str, layer: LayerNote) -> WeightClaim | None:
     """Return the claim of a weight of fp8, int8 or mxfp8."""
     weight, scale = checkpoint.get(stem, "weight"), checkpoint.get(stem, "weight_scale")
-    if weight is None or scale is None or weight.dtype != DTYPES[layer.form]:
+    if weight is None or scale is None or weight.dtype != DTYPE_OF_FORMAT[layer.form]:
         return None
     mx = layer.form == "mxfp8"
     settings: dict[str, Any] = {"swizzled": True} if mx else {}
@@ -193,7 +198,7 @@ def _nvfp4_bank(of: Fp4Tensors) -> Packing | None:
     """Return how a bank of experts is stored with a scale of the whole weight for each."""
     if len(of.codes.shape) != 3 or of.whole is None or of.pre is not None:
         return None
-    parts = {SCALE: of.scale, WHOLE: of.whole}
+    parts = {SCALE: of.scale, WHOLE_SCALE: of.whole}
     if not of.codes.nbytes or any(info.shape[:1] != of.codes.shape[:1] for info in parts.values()):
         return None
     expert = of._replace(codes=one_of(of.codes), scale=one_of(of.scale), whole=one_of(of.whole))
@@ -221,7 +226,7 @@ def _grouped(checkpoint: Checkpoint, stem: str, layer: LayerNote) -> WeightClaim
     encoding = Grouped.shared(
         (cols, codes.shape[1]), cols, cols=cols, size=size, bits=bits, rotation=rotation, kind=kind, label=layer.form
     )
-    parts = {SCALE: WeightPart(group, size, ITEM_BYTES[group.dtype]), ROW: WeightPart(row, cols, 4)}
+    parts = {SCALE: WeightPart(group, size, ITEM_BYTES[group.dtype]), ROW_SCALE: WeightPart(row, cols, 4)}
     parts |= {BOOK: WeightPart(book)} if book is not None else {}
     packing = Packing(encoding, codes, parts, checkpoint.present(stem, *BESIDE))
     return claimed(codes, codes.name, (rows, cols), packing)
@@ -234,7 +239,7 @@ def _columns(checkpoint: Checkpoint, stem: str, layer: LayerNote) -> WeightClaim
     if codes is None or scale is None or zero is None or codes.dtype not in ("I8", "U8") or len(codes.shape) != 2:
         return None
     rows, cols = codes.shape[0], codes.shape[1] * 2
-    if not rows or not positive(size) or cols % size or scale.dtype not in FLOATS:
+    if not rows or not positive(size) or cols % size or scale.dtype not in SCALE_DTYPES:
         return None
     if scale.shape != (cols // size, rows) or (zero.dtype, zero.shape) != (scale.dtype, scale.shape) or not cols:
         return None
@@ -246,7 +251,7 @@ def _columns(checkpoint: Checkpoint, stem: str, layer: LayerNote) -> WeightClaim
 
 
 READERS: Final[Mapping[str, Callable[[Checkpoint, str, LayerNote], WeightClaim | None]]] = MappingProxyType({
-    **dict.fromkeys(DTYPES, _one_byte), FOUR_BITS: _rotated_rows, "nvfp4": _nvfp4,
+    **dict.fromkeys(DTYPE_OF_FORMAT, _one_byte), FOUR_BITS: _rotated_rows, "nvfp4": _nvfp4,
     "asym_w4a8_int8": _grouped, "awq_w4a16": _columns,
 })  # fmt: skip
 """Name of a format in the JSON of a layer → its reader: (checkpoint, layer, its JSON) → the claim of its weight."""

@@ -18,19 +18,19 @@ from ...disk.files import StoredTensor
 from ...disk.reader import read_bytes
 from ...dtypes import ITEM_BYTES
 from ...safe_regex import Refused, Steps, pattern
-from ..encodings.base import FLOATS, Packing, WeightPart
+from ..encodings.base import SCALE_DTYPES, Packing, WeightPart
 from ..encodings.fp4 import Fp4Tensors, fp4
 from ..encodings.packed_ints import ORDER, WORD, PackedInts
 from ..encodings.scaled import SCALE, ZERO, ScaledTensors, scaled
 from .base import Checkpoint, NewWeight, WeightClaim, claimed, codes_of, new_tensor, positive
 
-EMBEDDING: Final = re.compile(r"(^|[._])(\w*embed\w*|wte|wpe)$", re.IGNORECASE)
+EMBEDDING_LAYERS: Final = re.compile(r"(^|[._])(\w*embed\w*|wte|wpe)$", re.IGNORECASE)
 """Names of modules that are embeddings and no linear layers; files do not hold the class of a module."""
 
 METHOD: Final = "compressed-tensors"
 BESIDE: Final = ("input_scale", "input_global_scale", "input_zero_point", "weight_shape")
 
-BYTES: Final = ("float-quantized", "naive-quantized", "int-quantized", "mxfp8-quantized")
+BYTE_FORMATS: Final = ("float-quantized", "naive-quantized", "int-quantized", "mxfp8-quantized")
 """Formats with codes of one byte in `l.weight`."""
 
 BITS: Final = (2, 3, 4, 5, 6, 7, 8)
@@ -47,7 +47,9 @@ def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
     steps = Steps()
     for stem in checkpoint.stems("weight_scale"):
         args, form = _settings(config, stem, steps)
-        weight = _codes_in_bytes(checkpoint, stem, args) if form in BYTES else _packed(checkpoint, stem, args, form)
+        weight = (
+            _codes_in_bytes(checkpoint, stem, args) if form in BYTE_FORMATS else _packed(checkpoint, stem, args, form)
+        )
         if weight is not None:
             yield weight
 
@@ -60,13 +62,13 @@ def _codes_in_bytes(checkpoint: Checkpoint, stem: str, args: Mapping[str, Any]) 
         return None
     scale = checkpoint.tensors[f"{stem}.weight_scale"]
     form = "int8" if weight.dtype == "I8" else "mxfp8" if scale.dtype in ("U8", "F8_E8M0") else "fp8"
-    beside, block = checkpoint.present(stem, *BESIDE), _block(args, weight, scale)
+    beside, block = checkpoint.present(stem, *BESIDE), _block(args, scale)
     of = ScaledTensors(weight, scale, f"compressed-tensors {form}", beside, zero, block, byte_powers=True)
     packing = scaled(of)
     return claimed(weight, weight.name, weight.shape, packing) if packing else None
 
 
-def _block(args: Mapping[str, Any], weight: StoredTensor, scale: StoredTensor) -> tuple[int, int] | None:
+def _block(args: Mapping[str, Any], scale: StoredTensor) -> tuple[int, int] | None:
     """Return rows and columns with one scale; None if there is one for the weight or each row."""
     size, block = args.get("group_size"), args.get("block_structure")
     if isinstance(block, str):  # "128x128", of older releases
@@ -107,7 +109,7 @@ def _settings(config: Mapping[str, Any], stem: str, steps: Steps) -> tuple[Mappi
     rows = [g for g in groups.values() if isinstance(g, Mapping)] if isinstance(groups, Mapping) else []
     by_target = {target: group for group in rows for target in _targets(group) if isinstance(target, str)}
     named = sorted((t for t in by_target if _names(t, stem, steps)), key=lambda t: (t.startswith("re:"), t))
-    likely = "Embedding" if EMBEDDING.search(stem) else "Linear"
+    likely = "Embedding" if EMBEDDING_LAYERS.search(stem) else "Linear"
     classes = sorted((t for t in by_target if t.isidentifier() and t[:1].isupper()), key=lambda t: (t != likely, t))
     for target in (*named, *classes):
         args = by_target[target].get("weights")
@@ -149,7 +151,7 @@ def _packed_ints(of: PackedTensors, name: str) -> WeightClaim | None:
     shape = _shape(of.shape)
     if bits not in BITS or codes.dtype != "I32" or len(shape) != 2 or not prod(shape):
         return None
-    if (of.zero is None) != bool(of.args.get("symmetric", True)) or of.scale.dtype not in FLOATS:
+    if (of.zero is None) != bool(of.args.get("symmetric", True)) or of.scale.dtype not in SCALE_DTYPES:
         return None
     # Dense rows are streams of bits; in others no code spans two words.
     rows, cols = shape

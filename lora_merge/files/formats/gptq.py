@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...disk.files import StoredTensor
-from ..encodings.base import CODES, FLOATS, Packing, WeightPart
+from ..encodings.base import CODES, SCALE_DTYPES, Packing, WeightPart
 from ..encodings.packed_ints import ORDER, WORD, TransposedInts
 from ..encodings.scaled import SCALE, ZERO
 from .base import Checkpoint, WeightClaim, claimed
@@ -47,7 +47,7 @@ def _weight(checkpoint: Checkpoint, stem: str, bits: Any, *, awq: bool) -> Weigh
     whole = rows * cols and groups and not cols * bits % WORD and not rows * bits % WORD
     if not whole or zero.shape != (groups, rows * bits // WORD) or scale.shape[1] != rows:
         return None
-    if scale.dtype not in FLOATS or (order is None and cols % groups):
+    if scale.dtype not in SCALE_DTYPES or (order is None and cols % groups):
         return None
     if order is not None and (order.dtype != "I32" or order.shape != (cols,)):
         return None

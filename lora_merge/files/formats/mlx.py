@@ -15,7 +15,7 @@ from typing import Any, Final
 from ...disk.files import StoredTensor
 from ...dtypes import ITEM_BYTES
 from ..encodings.affine import BIAS, affine
-from ..encodings.base import FLOATS, Packing, WeightPart
+from ..encodings.base import SCALE_DTYPES, Packing, WeightPart
 from ..encodings.fp4 import Fp4Tensors, fp4
 from ..encodings.packed_ints import WORD
 from ..encodings.scaled import E8M0, SCALE, ScaledTensors, scaled
@@ -23,7 +23,7 @@ from .base import Checkpoint, WeightClaim, claimed
 
 BITS: Final = (1, 2, 3, 4, 5, 6, 8)
 
-SIZES: Final = (16, 32, 64, 128)
+GROUP_SIZES: Final = (16, 32, 64, 128)
 """Columns of a group."""
 
 
@@ -43,7 +43,7 @@ def _weight(checkpoint: Checkpoint, stem: str, config: Mapping[str, Any]) -> Wei
     codes, bias = checkpoint.get(stem, "weight"), checkpoint.get(stem, "biases")
     scale = checkpoint.tensors[f"{stem}.scales"]
     bits, size, mode = config.get("bits"), config.get("group_size"), config.get("mode", "affine")
-    if codes is None or bits not in BITS or size not in SIZES:
+    if codes is None or bits not in BITS or size not in GROUP_SIZES:
         return None
     # The shape follows from that of the scales.
     shape = (*scale.shape[:-1], scale.shape[-1] * size) if scale.shape else ()
@@ -51,7 +51,7 @@ def _weight(checkpoint: Checkpoint, stem: str, config: Mapping[str, Any]) -> Wei
         return None
     if mode != "affine":
         return _floats(codes, scale, shape, (str(mode), size, bits)) if bias is None else None
-    if bias is None or (scale.dtype, scale.shape) != (bias.dtype, bias.shape) or scale.dtype not in FLOATS:
+    if bias is None or (scale.dtype, scale.shape) != (bias.dtype, bias.shape) or scale.dtype not in SCALE_DTYPES:
         return None
     each = ITEM_BYTES[scale.dtype]
     parts = {role: WeightPart(info, size, each) for role, info in ((SCALE, scale), (BIAS, bias))}

@@ -14,7 +14,7 @@ from ..encodings.scaled import TILE, ScaledTensors, scaled
 from .base import Checkpoint, WeightClaim, claimed
 from .comfyui import LAYERS_ENTRY
 
-FP8: Final = ("FP8", "MIXED_PRECISION")
+FP8_ALGORITHMS: Final = ("FP8", "MIXED_PRECISION")
 """Parts of the names of ModelOpt's algorithms some layers of which, or all, are fp8."""
 
 NVFP4: Final = ("NVFP4", "NVFP4_AWQ", "W4A16_NVFP4", "MIXED_PRECISION")
@@ -25,7 +25,7 @@ def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
     """Yield the weights of ModelOpt that are read."""
     config = checkpoint.config
     algorithm = str(config.get("quant_algo")) if config.get("quant_method") == "modelopt" else ""
-    if any(name in algorithm for name in FP8):
+    if any(name in algorithm for name in FP8_ALGORITHMS):
         yield from _fp8(checkpoint, algorithm)
     if algorithm in NVFP4 or _row_after_row(checkpoint):
         yield from _nvfp4(checkpoint)

@@ -20,7 +20,7 @@ from .comfyui import LAYERS_ENTRY
 MARKS: Final = frozenset({"scaled_fp8", "comfy_quant", "weight_packed"})
 """Last names of tensors of other formats."""
 
-MORE: Final = ("weight_zero_point", "weight_scale_2", "pre_quant_scale")
+REQUIRED_TENSORS: Final = ("weight_zero_point", "weight_scale_2", "pre_quant_scale")
 """Tensors without which such a weight would be other numbers."""
 
 
@@ -44,7 +44,12 @@ def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
     # lightx2v, and files of one scale.
     for stem in checkpoint.stems("weight_scale"):
         weight, scale = checkpoint.get(stem, "weight"), checkpoint.tensors[f"{stem}.weight_scale"]
-        if weight is None or len(weight.shape) != 2 or scale.dtype == "F8_E8M0" or checkpoint.present(stem, *MORE):
+        if (
+            weight is None
+            or len(weight.shape) != 2
+            or scale.dtype == "F8_E8M0"
+            or checkpoint.present(stem, *REQUIRED_TENSORS)
+        ):
             continue
         (rows, cols), beside = weight.shape, checkpoint.present(stem, "input_scale")
         tiled = scale.shape not in ((rows, 1), (1, 1)) and scale.shape == (-(-rows // TILE), -(-cols // TILE))

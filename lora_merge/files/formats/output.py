@@ -24,7 +24,7 @@ class OutputFormat(NamedTuple):
     """Names of modules that are not quantised → the section of config.json, for folders."""
 
 
-FILES: Final[Mapping[str, OutputFormat]] = MappingProxyType({
+FILE_FORMATS: Final[Mapping[str, OutputFormat]] = MappingProxyType({
     "fp8_scaled": OutputFormat(comfyui.new_fp8), "mxfp8": OutputFormat(comfyui.new_mxfp8),
     "nvfp4": OutputFormat(comfyui.new_nvfp4), "int8": OutputFormat(comfyui.new_int8),
     "nf4": OutputFormat(bitsandbytes.new_nf4),
@@ -32,7 +32,7 @@ FILES: Final[Mapping[str, OutputFormat]] = MappingProxyType({
 """Value of `--dtype` → format of a single file, as ComfyUI reads it; `nf4` as Forge reads it.
 https://github.com/lllyasviel/stable-diffusion-webui-forge backend/operations_bnb.py."""
 
-FOLDERS: Final[Mapping[str, OutputFormat]] = MappingProxyType({
+FOLDER_FORMATS: Final[Mapping[str, OutputFormat]] = MappingProxyType({
     "fp8_block": OutputFormat(transformers_fp8.new_blocks, transformers_fp8.section),
     "mxfp8": OutputFormat(compressed_tensors.new_mxfp8, compressed_tensors.mxfp8_section),
     "nvfp4": OutputFormat(compressed_tensors.new_nvfp4, compressed_tensors.nvfp4_section),

@@ -25,7 +25,7 @@ MODIFIERS: Final = {"SmoothQuantModifier": "SmoothQuant", "AWQModifier": "AWQ"}
 
 RECIPE_LIMIT: Final = 1 << 20  # bytes of a recipe that are looked at
 
-ACTIVATIONS: Final = ("input_scale", "scale_input", "input_global_scale", "activation_scale", "output_scale")
+ACTIVATION_SCALES: Final = ("input_scale", "scale_input", "input_global_scale", "activation_scale", "output_scale")
 """Last names of scales that were measured on what goes through a layer."""
 
 CACHE: Final = ("k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale", "output_scale")
@@ -41,7 +41,7 @@ def of_cache(tensors: Tensors, config: Mapping[str, Any]) -> Iterator[str]:
 
 def activation_notes(changed: Iterable[str], packed: Mapping[str, Packing]) -> Iterator[Note]:
     """Yield a note for the user if weights that change have scales of activations beside them, which do not change."""
-    if any(name.endswith(ACTIVATIONS) for key in changed if key in packed for name in packed[key].names):
+    if any(name.endswith(ACTIVATION_SCALES) for key in changed if key in packed for name in packed[key].names):
         yield Note("scales of activations stay as they are, which were measured without the adapters")
 
 

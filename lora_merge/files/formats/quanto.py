@@ -15,8 +15,8 @@ from ..encodings.packed_ints import shared_byte_ints
 from ..encodings.scaled import ScaledTensors, scaled
 from .base import Checkpoint, WeightClaim, claimed
 
-ACTIVATIONS: Final = ("input_scale", "output_scale")
-KINDS: Final = {"I8": "int8", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+ACTIVATION_SCALES: Final = ("input_scale", "output_scale")
+QTYPES: Final = {"I8": "int8", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 
 
 def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
@@ -27,11 +27,11 @@ def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
     for name in checkpoint.stems("_scale"):
         stem, scale = name.rpartition(".")[0], checkpoint.tensors[f"{name}._scale"]
         codes = checkpoint.get(name, "_data")
-        beside = checkpoint.present(stem, *ACTIVATIONS)
+        beside = checkpoint.present(stem, *ACTIVATION_SCALES)
         if codes is None:
             weight = _few_bits(checkpoint, name, scale, beside)
         else:
-            packing = scaled(ScaledTensors(codes, scale, f"quanto {KINDS.get(codes.dtype, '')}", beside))
+            packing = scaled(ScaledTensors(codes, scale, f"quanto {QTYPES.get(codes.dtype, '')}", beside))
             weight = claimed(codes, name, codes.shape, packing) if packing else None
         if weight is not None:
             yield weight

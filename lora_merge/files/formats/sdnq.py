@@ -19,7 +19,7 @@ from ...disk.files import StoredTensor
 from ...dtypes import ITEM_BYTES, Shape
 from ...safe_regex import Refused, Steps
 from ..encodings.affine import BIAS, affine
-from ..encodings.base import FLOATS, ROTATIONS, Encoding, Packing, WeightPart
+from ..encodings.base import ROTATION_SIZES, SCALE_DTYPES, Encoding, Packing, WeightPart
 from ..encodings.low_rank import LowRankFactors, LowRankSums, with_factors
 from ..encodings.packed_ints import PackedInts
 from ..encodings.scaled import SCALE, ZERO, ScaledTensors, scaled
@@ -28,16 +28,16 @@ from .base import Checkpoint, WeightClaim, claimed, positive
 EXTRAS: Final = ("use_codebook", "use_codebook_scale", "use_quantized_matmul", "use_quantized_matmul_conv")
 """Entries of the configuration for what is not read."""
 
-BITS: Final = {"uint8": 8, "uint4": 4, "uint2": 2}
+STREAM_BITS: Final = {"uint8": 8, "uint4": 4, "uint2": 2}
 """Unsigned types, whose codes are a stream of bits, lowest bits first."""
 
-BESIDE: Final = ("scale_2", "scale_zero_point", "zero_point_scale", "zero_point_2")
+CODED_SCALES: Final = ("scale_2", "scale_zero_point", "zero_point_scale", "zero_point_2")
 """Tensors of scales that are codes themselves, which are not read."""
 
 ROTATED: Final = 256
 """Columns that are rotated together at most, where the configuration does not say it."""
 
-PACKED: Final = {2: (4, 1), 3: (8, 3), 4: (2, 1), 5: (8, 5), 6: (4, 3), 7: (8, 7)}
+PACKED_BYTES: Final = {2: (4, 1), 3: (8, 3), 4: (2, 1), 5: (8, 5), 6: (4, 3), 7: (8, 7)}
 """Bits of a code → numbers that are packed together, and their bytes."""
 
 
@@ -107,7 +107,7 @@ def _weight(checkpoint: Checkpoint, stem: str, config: Mapping[str, Any]) -> Wei
     """Return the claim of a weight with these settings."""
     codes, zero, up, down = (checkpoint.get(stem, last) for last in ("weight", "zero_point", "svd_up", "svd_down"))
     scale, kind = checkpoint.tensors[f"{stem}.scale"], str(config.get("weights_dtype", ""))
-    if codes is None or checkpoint.present(stem, *BESIDE) or not prod(codes.shape) or not prod(scale.shape):
+    if codes is None or checkpoint.present(stem, *CODED_SCALES) or not prod(codes.shape) or not prod(scale.shape):
         return None
     size, rotated = config.get("hadamard_group_size", ROTATED), bool(config.get("use_hadamard"))
     if rotated and not positive(size):
@@ -130,8 +130,8 @@ def _weight(checkpoint: Checkpoint, stem: str, config: Mapping[str, Any]) -> Wei
 
 def _stream(codes: StoredTensor, scale: StoredTensor, zero: StoredTensor | None, kind: str) -> WeightClaim | None:
     """Return the claim of a weight of unsigned codes, or of signed ones of 4 bits."""
-    bits = 4 if kind == "int4" else BITS.get(kind, 0)
-    if codes.dtype != "U8" or not bits or scale.dtype not in FLOATS or (zero is None) != (kind == "int4"):
+    bits = 4 if kind == "int4" else STREAM_BITS.get(kind, 0)
+    if codes.dtype != "U8" or not bits or scale.dtype not in SCALE_DTYPES or (zero is None) != (kind == "int4"):
         return None
     if (len(codes.shape) == 1) != (bits < 8):
         return None
@@ -168,13 +168,13 @@ def _sums(of: SdnqTensors) -> WeightClaim | None:
     codes, scale, zero = of.codes, of.scale, of.zero
     signed, bits = not of.kind.startswith("u"), _bits(of.kind)
     form = _form(scale.shape)
-    if form is None or scale.dtype not in FLOATS or (zero is None) != signed or not bits:
+    if form is None or scale.dtype not in SCALE_DTYPES or (zero is None) != signed or not bits:
         return None
     if zero is not None and (zero.dtype, zero.shape) != (scale.dtype, scale.shape):
         return None
     # Channels, and places of the kernel, by the number of the codes.
     (rows, groups), kernel = form, scale.shape[2 + (len(scale.shape) > 2 and scale.shape[1] > 1) :]
-    numbers, size = (1, 1) if bits == 8 else PACKED[bits]
+    numbers, size = (1, 1) if bits == 8 else PACKED_BYTES[bits]
     places, total = prod(kernel), codes.nbytes // size * numbers
     channels = total // (rows * places)
     cols = channels * places
@@ -234,4 +234,4 @@ def _rotation_within(most: int, channels: int) -> int | None:
     size = 1
     while size * 2 <= most and channels % (size * 2) == 0:
         size *= 2
-    return 0 if size < ROTATIONS[0] else size if size in ROTATIONS else None
+    return 0 if size < ROTATION_SIZES[0] else size if size in ROTATION_SIZES else None

@@ -22,10 +22,10 @@ from ..encodings.fp4 import Fp4Tensors, fp4
 from ..encodings.scaled import ScaledTensors, scaled
 from .base import Checkpoint, WeightClaim, claimed, positive
 
-NAMES: Final = "tensor_names"
+NAMES_ENTRY: Final = "tensor_names"
 """Entry of the metadata with the names of all tensors."""
 
-BITS: Final = {f"int{bits}": bits for bits in range(2, 9)}
+BITS_OF_TYPE: Final = {f"int{bits}": bits for bits in range(2, 9)}
 """Type of whole numbers → their bits."""
 
 ENTRY_LIMIT: Final = 4096  # bytes of the entry of one weight; torchao writes about 400
@@ -67,7 +67,7 @@ def _blocks(of: TorchaoTensors, dtype: str, **settings: Any) -> StoredForm:
 def _few_bits(of: TorchaoTensors) -> StoredForm:
     """Return how whole numbers of 2 to 8 bits in bytes are stored."""
     target = of.settings.get("target_dtype")
-    bits = BITS.get(str(target.get("_data")), 0) if isinstance(target, Mapping) else 0
+    bits = BITS_OF_TYPE.get(str(target.get("_data")), 0) if isinstance(target, Mapping) else 0
     return _blocks(of, "I8", ends=(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)) if bits else (None, ())
 
 
@@ -105,7 +105,7 @@ CLASSES: Final[Mapping[str, Callable[[TorchaoTensors], StoredForm]]] = MappingPr
 
 def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
     """Yield the weights of these classes."""
-    if NAMES not in checkpoint.metadata:
+    if NAMES_ENTRY not in checkpoint.metadata:
         return
     for codes in [info for name, info in checkpoint.tensors.items() if name.endswith("_qdata")]:
         stem, _, last = codes.name.rpartition(".")

@@ -12,16 +12,16 @@ from ...disk.files import StoredTensor
 from ..encodings.scaled import ScaledTensors, scaled
 from .base import Checkpoint, NewWeight, WeightClaim, claimed, codes_of, new_tensor, positive
 
-SCALES: Final = {
+SCALE_ENDINGS: Final = {
     "_scale_inv": "", "_scales_inv": "", ".weight_scale": ".weight", ".qscale_weight": ".weight",
 }  # fmt: skip
 """Ending of the name of a scale → that of its weight. All are multipliers, whatever a name says."""
 
-POWERS: Final = {".scale": ".weight"}
+POWER_SCALE_ENDINGS: Final = {".scale": ".weight"}
 """The same for scales whose dtype is F8_E8M0."""
 
-ACTIVATIONS: Final = ("input_scale", "activation_scale", "qscale_act")
-BLOCK: Final = 128  # rows and columns with one scale, of block fp8
+ACTIVATION_SCALES: Final = ("input_scale", "activation_scale", "qscale_act")
+BLOCK_SIDE: Final = 128  # rows and columns with one scale, of block fp8
 
 
 def claim(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
@@ -38,12 +38,12 @@ def _blocks(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
     if size is not None and not (isinstance(size, list) and len(size) == 2 and all(map(positive, size))):
         return
     for name, scale in checkpoint.tensors.items():
-        endings = {**SCALES, **(POWERS if scale.dtype == "F8_E8M0" else {})}
+        endings = {**SCALE_ENDINGS, **(POWER_SCALE_ENDINGS if scale.dtype == "F8_E8M0" else {})}
         ending = next((e for e in endings if name.endswith(e)), None)
         weight = checkpoint.tensors.get(name.removesuffix(ending) + endings[ending]) if ending else None
         if weight is None or weight.dtype != "F8_E4M3":
             continue
-        beside = checkpoint.present(name.rpartition(".")[0], *ACTIVATIONS)
+        beside = checkpoint.present(name.rpartition(".")[0], *ACTIVATION_SCALES)
         label, block = ("block fp8", (size[0], size[1])) if size else ("scaled fp8", None)
         of = ScaledTensors(weight, scale, label, beside, block=block, byte_powers=powers)
         if packing := scaled(of, powers=powers):
@@ -67,10 +67,10 @@ def _fbgemm(checkpoint: Checkpoint) -> Iterator[WeightClaim]:
 def new_blocks(weight: StoredTensor) -> NewWeight | None:
     """Return a matrix as fp8 with a scale for each block of 128 by 128; None for one of other blocks."""
     rows, cols = weight.shape
-    if rows % BLOCK or cols % BLOCK:  # transformers' dequantiser and vLLM's kernels take whole blocks alone
+    if rows % BLOCK_SIDE or cols % BLOCK_SIDE:  # transformers' dequantiser and vLLM's kernels take whole blocks alone
         return None
-    scale = new_tensor(weight, "weight_scale_inv", "F32", (rows // BLOCK, cols // BLOCK))
-    of = ScaledTensors(codes_of(weight, "F8_E4M3", weight.shape), scale, "block fp8", block=(BLOCK, BLOCK))
+    scale = new_tensor(weight, "weight_scale_inv", "F32", (rows // BLOCK_SIDE, cols // BLOCK_SIDE))
+    of = ScaledTensors(codes_of(weight, "F8_E4M3", weight.shape), scale, "block fp8", block=(BLOCK_SIDE, BLOCK_SIDE))
     packing = scaled(of, new_scales=True)
     return NewWeight(packing, (scale,)) if packing else None
 
@@ -78,6 +78,6 @@ def new_blocks(weight: StoredTensor) -> NewWeight | None:
 def section(unquantised: Sequence[str]) -> Mapping[str, Any]:
     """Return the section of config.json on block fp8; `unquantised`: names of modules."""
     return {
-        "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK],
+        "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK_SIDE, BLOCK_SIDE],
         "modules_to_not_convert": list(unquantised),
     }  # fmt: skip

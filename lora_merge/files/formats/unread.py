@@ -20,7 +20,7 @@ from ...errors import FitError, InputError
 from ...safe_regex import from_json
 from ...text import Note
 from ..encodings.base import Packing, Tensors
-from ..gguf.types import BLOCKS, UNREAD
+from ..gguf.types import COPIED_TYPES, QUANTISED_TYPES
 from . import beside
 from .comfyui import LAYERS_ENTRY
 from .quantization_config import section
@@ -60,7 +60,7 @@ BESIDE_WEIGHTS: Final = {
 }
 """Last name of the scales beside a `weight` of these dtypes; norms use such names too. https://github.com/Disty0/sdnq"""
 
-FP8: Final = frozenset(("F8_E4M3", "F8_E5M2"))
+FP8_DTYPES: Final = frozenset(("F8_E4M3", "F8_E5M2"))
 
 OF_OTHERS: Final = re.compile(r"input|output|act|logit|query|key|[kqv]_")
 """Parts of last names that show the scale of something else than the weight."""
@@ -87,7 +87,7 @@ def _lists_layers(text: str) -> bool:
 
 NO_VALUE: Final = ("", "none", "null", "false")
 
-METADATA: Final[Mapping[str, tuple[str, Callable[[str], bool]]]] = MappingProxyType({
+METADATA_FORMATS: Final[Mapping[str, tuple[str, Callable[[str], bool]]]] = MappingProxyType({
     LAYERS_ENTRY:            ("ComfyUI's quantisation", _lists_layers),
     "quantization_config":   (SVDQUANT, _states_something),
 })  # fmt: skip
@@ -97,13 +97,13 @@ These entries describe codes: an output without the codes of its base does not g
 and no user writes them (planning/header_entries.py).
 """
 
-VARIANTS: Final = ("version", "checkpoint_format", "packing_format")
+ORDER_ENTRIES: Final = ("version", "checkpoint_format", "packing_format")
 """Entries of a section on quantisation on the order of the numbers."""
 
-LONG: Final = 80
+SHOWN_CHARACTERS: Final = 80
 """Characters of an entry of a configuration that a message shows."""
 
-FIX: Final = "merge into the unquantised model"
+MERGE_UNQUANTISED: Final = "merge into the unquantised model"
 
 LOADED: Final = (
     "load the adapter together with the model, without a merge: nunchaku appends its factors to proj_down and "
@@ -163,7 +163,7 @@ class Quantised:
 
 def _instead(how: str) -> str:
     """Return what to do instead of a merge into weights of a format, with which `how` begins."""
-    return LOADED if how.startswith(SVDQUANT) else MARKED if how.startswith(UNMARKED) else FIX
+    return LOADED if how.startswith(SVDQUANT) else MARKED if how.startswith(UNMARKED) else MERGE_UNQUANTISED
 
 
 def together(parts: Mapping[str, Quantised]) -> Quantised:
@@ -181,7 +181,7 @@ def quantised(
     if entries.get("transform_config"):
         return Quantised("its weights are rotated, config.json says so by transform_config", frozenset({""}))
     # The tensors that show it, apart from those that a format reads.
-    read = {name for name in packed if tensors[name].dtype not in UNREAD}
+    read = {name for name in packed if tensors[name].dtype not in COPIED_TYPES}
     read |= beside(packed)
     signs: dict[str, str] = {}
     for name, info in tensors.items():
@@ -193,7 +193,7 @@ def quantised(
         how = next(iter(signs.values()))
         return Quantised(_with_method(how, entries), frozenset(signs))
     # Otherwise the metadata, or the configuration, if no format reads anything.
-    for key, (what, shows) in METADATA.items():
+    for key, (what, shows) in METADATA_FORMATS.items():
         if key in metadata and not packed and shows(metadata[key]):
             return Quantised(f"{what}, its metadata has {key}", frozenset({""}))
     if entries and not packed:
@@ -215,10 +215,18 @@ def _with_method(how: str, entries: Mapping[str, Any]) -> str:
     """
     shown, _, tensor = how.rpartition(", ")
     method, sparse = str(entries.get("quant_method") or ""), entries.get("sparsity_config")
-    more = [f"{key}: {entries[key]}"[:LONG] for key in VARIANTS if isinstance(entries.get(key), str) and entries[key]]
-    more += [f"sparse: {sparse['format']}"[:LONG]] if isinstance(sparse, Mapping) and sparse.get("format") else []
+    more = [
+        f"{key}: {entries[key]}"[:SHOWN_CHARACTERS]
+        for key in ORDER_ENTRIES
+        if isinstance(entries.get(key), str) and entries[key]
+    ]
+    more += (
+        [f"sparse: {sparse['format']}"[:SHOWN_CHARACTERS]]
+        if isinstance(sparse, Mapping) and sparse.get("format")
+        else []
+    )
     same = method.partition("_")[0].lower() in shown.lower()
-    what = shown if same else method[:LONG]
+    what = shown if same else method[:SHOWN_CHARACTERS]
     return f"{what} ({', '.join(more)}), {tensor}" if more else f"{what}, {tensor}"
 
 
@@ -229,15 +237,15 @@ def _sign(name: str, info: StoredTensor, tensors: Tensors) -> tuple[str, str] | 
         module = f"{path}.".partition(".weight.")[0].removesuffix(".")  # l of l.weight._data
         return module, f"{SIGNS[last]}, it has {name}"
     if info.dtype not in ITEM_BYTES or info.dtype == "F8_E8M0":
-        part = name if info.dtype in UNREAD else ""  # each tensor of a GGUF file has its own type
+        part = name if info.dtype in COPIED_TYPES else ""  # each tensor of a GGUF file has its own type
         return part, f"{spoken(info.dtype)} numbers, as in {name}"
     if "scale" not in last:
         return None
     weight = tensors.get(f"{path}.weight")
-    if last == "scale" and weight is not None and weight.dtype in BLOCKS:
+    if last == "scale" and weight is not None and weight.dtype in QUANTISED_TYPES:
         return path, f"{spoken(weight.dtype)} with a scale for the whole weight, it has {name}"
     how, dtypes = BESIDE_WEIGHTS.get(last, ("", frozenset[str]()))
     if weight is not None and weight.dtype in dtypes:
         return path, f"{how}, it has {name}"
-    unknown = weight is not None and weight.dtype in FP8 and not OF_OTHERS.search(last)
+    unknown = weight is not None and weight.dtype in FP8_DTYPES and not OF_OTHERS.search(last)
     return (path, f"fp8 with scales of an unknown kind, it has {name}") if unknown else None

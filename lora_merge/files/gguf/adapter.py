@@ -21,17 +21,17 @@ from ...errors import InputError
 from ...text import quoted
 from ..encodings.base import CODES
 from .encoding import ggml, permuted
-from .names import FAMILIES, ROTATED, Family, renamed
-from .types import READ, READ_ONLY
+from .names import FAMILIES, ROTATED_WEIGHTS, Family, renamed
+from .types import DECODED_ONLY_TYPES, ENCODED_TYPES
 
 TYPE: Final = "general.type"
 KIND: Final = "adapter.type"
-ALPHA: Final = "adapter.lora.alpha"
+ALPHA_KEY: Final = "adapter.lora.alpha"
 INVOKED: Final = "adapter.alora.invocation_tokens"
 UNCONVERTED: Final = "merge the adapter that it was converted from"
 
-EMBEDDINGS: Final = "token_embd.weight"
-EXPERTS: Final = 3  # axes of factors of stacked experts
+TOKEN_EMBEDDINGS: Final = "token_embd.weight"
+EXPERT_AXES: Final = 3  # axes of factors of stacked experts
 
 
 class Slot(NamedTuple):
@@ -41,9 +41,9 @@ class Slot(NamedTuple):
     axes: tuple[int, ...] = ()
 
 
-MATRICES: Final = {"lora_a": Slot(".lora_down.weight"), "lora_b": Slot(".lora_up.weight")}
+MATRIX_SLOTS: Final = {"lora_a": Slot(".lora_down.weight"), "lora_b": Slot(".lora_up.weight")}
 
-STACKED: Final = {"lora_a": Slot(".lora_A.weight"), "lora_b": Slot(".lora_B.weight", (1, 2, 0))}
+EXPERT_SLOTS: Final = {"lora_a": Slot(".lora_A.weight"), "lora_b": Slot(".lora_B.weight", (1, 2, 0))}
 """The factors of all experts of a layer, [E, r, in] and [E, out, r]; PEFT has [E·r, in] and [out, r·E] for these."""
 
 OF_TABLE: Final = {"lora_a": Slot(".lora_embedding_A", (1, 0)), "lora_b": Slot(".lora_embedding_B")}
@@ -73,9 +73,9 @@ def adapter_tensors(
         family: Decides the names and the order of the rows; None for those of llama.cpp.
         config: The configuration of the base, with its heads; without it, rows in another order cannot be read.
     """
-    kind, alpha = values.get(KIND, "lora"), values.get(ALPHA, 0)
+    kind, alpha = values.get(KIND, "lora"), values.get(ALPHA_KEY, 0)
     if kind != "lora" or not isinstance(alpha, int | float):
-        what = f"{KIND} is {quoted(str(kind))}" if kind != "lora" else f"{ALPHA} is {quoted(str(alpha))}, no number"
+        what = f"{KIND} is {quoted(str(kind))}" if kind != "lora" else f"{ALPHA_KEY} is {quoted(str(alpha))}, no number"
         raise InputError("a GGUF adapter of a kind that is not read", f"{path}: {what}", UNCONVERTED)
     if INVOKED in values:
         raise InputError("an aLoRA adapter cannot be merged: it acts only after certain tokens", f"{path}: {INVOKED}",
@@ -84,7 +84,7 @@ def adapter_tensors(
     named = {info.name: info for info in factors}
     if alpha:  # llama.cpp leaves the factor out where it is 0, or where no entry states it
         data = memoryview(bytearray(struct.pack("<d", float(alpha))))
-        endings = tuple(slots["lora_a"].ending for slots in (MATRICES, STACKED, OF_TABLE))
+        endings = tuple(slots["lora_a"].ending for slots in (MATRIX_SLOTS, EXPERT_SLOTS, OF_TABLE))
         for name in [info.name for info in factors]:
             stem = next((name.removesuffix(ending) for ending in endings if name.endswith(ending)), "")
             if stem:
@@ -94,21 +94,21 @@ def adapter_tensors(
 
 def with_numbers(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the tensors of an adapter under other names than llama.cpp's, quantised ones in fp32."""
-    quantised = READ | READ_ONLY
+    quantised = ENCODED_TYPES | DECODED_ONLY_TYPES
     return {name: _decoded(info) if info.dtype in quantised else info for name, info in tensors.items()}
 
 
 def _named(info: StoredTensor, family: Family | None, config: Mapping[str, Any] | None) -> StoredTensor:
     """Return a factor by the name and in the form that are read as LoRA."""
     weight, _, last = info.name.rpartition(".")
-    if last not in MATRICES or (weight == EMBEDDINGS and len(info.shape) != len(OF_TABLE["lora_a"].axes)):
+    if last not in MATRIX_SLOTS or (weight == TOKEN_EMBEDDINGS and len(info.shape) != len(OF_TABLE["lora_a"].axes)):
         raise InputError("a GGUF adapter holds more than LoRA", f"{info.file}: {quoted(info.name)}", UNCONVERTED)
-    slots = OF_TABLE if weight == EMBEDDINGS else STACKED if len(info.shape) == EXPERTS else MATRICES
+    slots = OF_TABLE if weight == TOKEN_EMBEDDINGS else EXPERT_SLOTS if len(info.shape) == EXPERT_AXES else MATRIX_SLOTS
     name = renamed(weight, family) if family else weight
     named = replace(info, name=f"{name.removesuffix('.weight')}{slots[last].ending}", stored=info.name)
-    if last == "lora_b" and family and family.permuted and (rotated := ROTATED.fullmatch(weight)):
+    if last == "lora_b" and family and family.permuted and (rotated := ROTATED_WEIGHTS.fullmatch(weight)):
         return _in_order(named, rotated[1], config)
-    if slots is not MATRICES or info.dtype in READ | READ_ONLY:
+    if slots is not MATRIX_SLOTS or info.dtype in ENCODED_TYPES | DECODED_ONLY_TYPES:
         return _decoded(named, axes=slots[last].axes)
     return named
 
@@ -138,7 +138,7 @@ def _unreadable(info: StoredTensor) -> StoredTensor:
 def _decoded(info: StoredTensor, *, heads: int = 0, axes: tuple[int, ...] = ()) -> StoredTensor:
     """Return a factor as a matrix in fp32: its rows in order for these heads, its axes in this order."""
     count, shape = prod(info.shape), tuple(info.shape[axis] for axis in axes) or info.shape
-    if len(shape) == EXPERTS:
+    if len(shape) == EXPERT_AXES:
         shape = (shape[0], prod(shape[1:])) if axes else (prod(shape[:-1]), shape[-1])
 
     def content() -> memoryview:

@@ -199,7 +199,7 @@ def put_half(blocks: Tensor, at: int, values: Tensor) -> None:
 
 _PAIRS: Final = (_six_bit_pairs, _from_six_bit_pairs)
 
-LAYOUTS: Final[Mapping[str, BlockLayout]] = MappingProxyType({
+BIT_LAYOUTS: Final[Mapping[str, BlockLayout]] = MappingProxyType({
     "Q4_0": BlockLayout(18, 1, BitRange(2, 1, 16, 4)),
     "Q4_1": BlockLayout(20, 1, BitRange(4, 1, 16, 4), m=2),
     "Q5_0": BlockLayout(22, 1, BitRange(6, 1, 16, 4), BitRange(2, 4, 1, 1)),

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..encodings.arithmetic import cached_table, cut_to_fp8, ends_of_each, from_fp8
 from ..encodings.base import BARELY, InvalidPart, OutOfRange
 from ..encodings.rounding import to_integers, to_table
-from .bit_layouts import LAYOUTS, BlockLayout, half, put_half
+from .bit_layouts import BIT_LAYOUTS, BlockLayout, half, put_half
 
 E4M3: Final = "F8_E4M3"
 
@@ -34,9 +34,11 @@ FP4: Final = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 FP8_LARGEST: Final = 448.0
 F16_LARGEST: Final = 65504.0
-SLACK: Final = 0.96  # of half a step that the narrow end of a range may be exceeded by; the rest is for rounding of d
-SURE: Final = 0.49  # of a step beyond the end of a range that its scale surely covers
-EXACT: Final = 2.0**14  # steps in the largest shift for which a level is right to a hundredth
+RANGE_SLACK: Final = (
+    0.96  # of half a step that the narrow end of a range may be exceeded by; the rest is for rounding of d
+)
+SURE_STEPS: Final = 0.49  # of a step beyond the end of a range that its scale surely covers
+EXACT_STEPS: Final = 2.0**14  # steps in the largest shift for which a level is right to a hundredth
 
 
 def power_of_two(exponents: Tensor) -> Tensor:
@@ -162,10 +164,10 @@ class BlockType(NamedTuple):
 
 
 def _kind(name: str, levels: CodeLevels, most: int = 0) -> BlockType:
-    return BlockType(LAYOUTS[name], levels, most, {"MXFP4": "E8M0", "NVFP4": E4M3}.get(name, ""))
+    return BlockType(BIT_LAYOUTS[name], levels, most, {"MXFP4": "E8M0", "NVFP4": E4M3}.get(name, ""))
 
 
-KINDS: Final[Mapping[str, BlockType]] = MappingProxyType({
+BLOCK_KINDS: Final[Mapping[str, BlockType]] = MappingProxyType({
     "Q4_0": _kind("Q4_0", CodeLevels(-8, -8, 7)),
     "Q4_1": _kind("Q4_1", CodeLevels(0, 0, 15)),
     "Q5_0": _kind("Q5_0", CodeLevels(-16, -16, 15)),
@@ -188,7 +190,7 @@ KINDS: Final[Mapping[str, BlockType]] = MappingProxyType({
 
 def decode(name: str, raw: Tensor) -> Tensor:
     """Return the numbers of blocks, flat, in fp32; InvalidPart for scales that are not finite. `raw`: u8, flat."""
-    kind = KINDS[name]
+    kind = BLOCK_KINDS[name]
     blocks = raw.reshape(-1, kind.layout.size)
     fields = kind.fields(blocks)
     values = kind.levels.of(kind.layout.codes(blocks)).mul_(fields.scale().unsqueeze(-1))
@@ -202,7 +204,7 @@ def encode(name: str, values: Tensor, raw: Tensor, uniform: Tensor | None = None
 
     Raises OutOfRange for numbers that the type cannot hold.
     """
-    kind = KINDS[name]
+    kind = BLOCK_KINDS[name]
     old = raw.reshape(-1, kind.layout.size)
     numbers, fields = values.reshape(len(old), kind.layout.subs, -1), kind.fields(old)
     if uniform is not None or not bool(fields.d.any()):
@@ -251,10 +253,10 @@ def _doubtful(levels: CodeLevels, new: Tensor, fields: BlockScales) -> Tensor:
     step beyond the ends, without a scale, or with a shift so large that levels are not exact."""
     below, above = levels.gaps
     flat, scale, shift = new.flatten(1), fields.scale(), fields.shift()
-    open_ = (flat.amin(1) < levels.low - SURE * below) | (flat.amax(1) > levels.high + SURE * above)
+    open_ = (flat.amin(1) < levels.low - SURE_STEPS * below) | (flat.amax(1) > levels.high + SURE_STEPS * above)
     open_ |= (scale == 0).any(1)
     if shift is not None:
-        open_ |= (shift.abs() > scale.abs() * EXACT).any(1)
+        open_ |= (shift.abs() > scale.abs() * EXACT_STEPS).any(1)
     return open_.nonzero()[:, 0]
 
 
@@ -302,7 +304,7 @@ def _symmetric(
     levels, (low, high) = kind.levels, ends
     wide, narrow = -levels.low, levels.high
     if narrow < wide:
-        narrow += SLACK * margin * levels.gaps[1]
+        narrow += RANGE_SLACK * margin * levels.gaps[1]
     up = torch.maximum(-low / wide, high / narrow)
     down = torch.maximum(high / wide, -low / narrow)
     needed = torch.where(up <= down, up, -down)
@@ -358,7 +360,7 @@ def _fp8(levels: CodeLevels, old: BlockScales, largest: Tensor, covered: Tensor,
     if float(needed.max()) > FP8_LARGEST:
         raise OutOfRange
     codes = cut_to_fp8(needed, E4M3).view(needed.shape)
-    reach = from_fp8(codes, E4M3, 0.5).view(needed.shape) * (levels.high + SLACK * margin * levels.gaps[1])
+    reach = from_fp8(codes, E4M3, 0.5).view(needed.shape) * (levels.high + RANGE_SLACK * margin * levels.gaps[1])
     codes = codes + (reach < largest).to(codes.dtype)  # among the smallest fp8 numbers
     return BlockScales(torch.where(covered, old.d, from_fp8(codes, E4M3, 0.5).view(needed.shape)))
 

@@ -18,19 +18,19 @@ from ...disk.files import FileState, Header, StoredTensor, open_regular
 from ...dtypes import Shape
 from ...errors import InputError
 from ...text import quoted
-from .types import BY_NUMBER, TYPES
+from .types import BY_NUMBER, GGML_TYPES
 
 MAGIC: Final = b"GGUF"
 VERSIONS: Final = (2, 3)
-HEADER_LIMIT: Final = 100_000_000  # bytes; a vocabulary of 260 000 words with its merges takes 15 million
+GGUF_HEADER_LIMIT: Final = 100_000_000  # bytes; a vocabulary of 260 000 words with its merges takes 15 million
 STRINGS: Final = 1 << 21  # of all arrays together
-ENTRIES: Final = 1 << 16
+MOST_ENTRIES: Final = 1 << 16
 TENSORS: Final = 1 << 20
-AXES: Final = 5  # ggml has four; tools write video models with five
-SHORT: Final = 4096  # items of an array that is read; longer ones are skipped
+MOST_AXES: Final = 5  # ggml has four; tools write video models with five
+READ_ITEMS: Final = 4096  # items of an array that is read; longer ones are skipped
 ALIGNMENTS: Final = frozenset(1 << n for n in range(3, 17))
 ALIGNMENT: Final = "general.alignment"
-ALIGNED: Final = 32  # bytes, where a file does not say it
+DEFAULT_ALIGNMENT: Final = 32  # bytes, where a file does not say it
 
 PADDING: Final = "lora_merge.padding"
 """An entry of spaces that gives two headers the same length."""
@@ -129,8 +129,8 @@ class _Cursor:
             return
         if end > self._size:
             raise _Malformed(f"its header ends at byte {self._size}, in the middle of an entry")
-        if end > HEADER_LIMIT:
-            raise _Malformed(f"its header is longer than {HEADER_LIMIT} bytes")
+        if end > GGUF_HEADER_LIMIT:
+            raise _Malformed(f"its header is longer than {GGUF_HEADER_LIMIT} bytes")
         while self._file is not None and len(self.raw) < end:
             more = self._file.read(min(self._size, max(end, 2 * len(self.raw), 1 << 20)) - len(self.raw))
             if not more:
@@ -180,11 +180,11 @@ def _content(cursor: _Cursor) -> GgufContent:
         why = "it is big endian" if swapped in VERSIONS else f"its version is {version}; versions 2 and 3 are read"
         raise _Malformed(why)
     count, kvs = cursor.number("Q"), cursor.number("Q")
-    if count > TENSORS or kvs > ENTRIES:
+    if count > TENSORS or kvs > MOST_ENTRIES:
         raise _Malformed(f"its header claims {count} tensors and {kvs} entries")
     entries = tuple(_entries(cursor, kvs))
     start, values = cursor.at, {e.key: e.value for e in entries}
-    alignment = values.get(ALIGNMENT, ALIGNED)
+    alignment = values.get(ALIGNMENT, DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment not in ALIGNMENTS:
         raise _Malformed(f"its alignment is {quoted(str(alignment))}")
     infos = tuple(_infos(cursor, count))
@@ -229,7 +229,7 @@ def _array(cursor: _Cursor, key: str, item: int, length: int) -> list[Any] | Non
     code = SCALARS[item]
     cursor.require(length * struct.calcsize(code))
     start, cursor.at = cursor.at, cursor.at + length * struct.calcsize(code)
-    return list(struct.unpack_from(f"<{length}{code}", cursor.raw, start)) if length <= SHORT else None
+    return list(struct.unpack_from(f"<{length}{code}", cursor.raw, start)) if length <= READ_ITEMS else None
 
 
 def _infos(cursor: _Cursor, count: int) -> Iterator[Info]:
@@ -240,14 +240,14 @@ def _infos(cursor: _Cursor, count: int) -> Iterator[Info]:
             raise _Malformed(f"the name {quoted(name)} of a tensor is empty, holds NUL or appears twice")
         names.add(name)
         axes = cursor.number("I")
-        if axes > AXES:
+        if axes > MOST_AXES:
             raise _Malformed(f"{quoted(name)} has {axes} axes")
         shape = tuple(cursor.number("Q") for _ in range(axes))[::-1]
         number, offset = cursor.number("I"), cursor.number("Q")
         kind = BY_NUMBER.get(number)
         if kind is None:
             raise _Malformed(f"{quoted(name)} has the type {number}, which this version does not know")
-        block, size = TYPES[kind].unit
+        block, size = GGML_TYPES[kind].unit
         numbers = prod(shape)
         if numbers >= 1 << 63 or (shape and shape[-1] % block) or (not shape and block > 1):
             raise _Malformed(f"{quoted(name)} has the shape {list(shape)}, which {kind} cannot have")

@@ -17,18 +17,18 @@ from ...dtypes import Shape
 from ..encodings.base import Packing
 from .container import ARRAY, MAGIC
 from .encoding import new_encoding
-from .layout import BLOCKS, FILE_TYPE, FILE_TYPES, VERSION, string, unsigned
-from .types import TYPES
+from .layout import FILE_TYPE, FILE_TYPES, QUANTISATION_VERSION, QUANTISATION_VERSION_KEY, string, unsigned
+from .types import GGML_TYPES
 from .view import ARCHITECTURE, ORIGINAL
 
-PREFIXES: Final = ("", "model.diffusion_model.", "diffusion_model.", "net.")
+DIFFUSION_PREFIXES: Final = ("", "model.diffusion_model.", "diffusion_model.", "net.")
 """Prefixes of the diffusion model: none, in a file with other networks, in files of other programs."""
 
-INT32: Final = 5
+INT32_ENTRY: Final = 5
 
-SMALL: Final = 1024  # numbers up to which a tensor is stored in fp32
-ROW: Final = 256  # numbers of a row of a tensor that is stored in another shape
-AXES: Final = 4  # of a tensor, in ggml
+FP32_NUMBERS: Final = 1024  # numbers up to which a tensor is stored in fp32
+ROW_NUMBERS: Final = 256  # numbers of a row of a tensor that is stored in another shape
+GGML_AXES: Final = 4  # of a tensor, in ggml
 
 
 class Diffusion(NamedTuple):
@@ -40,7 +40,7 @@ class Diffusion(NamedTuple):
     """Whether matrices whose rows do not fill blocks are stored in rows of 256."""
 
 
-KINDS: Final = (
+DIFFUSION_MODELS: Final = (
     Diffusion("hyvid", (("txt_in.individual_token_refiner.blocks.0.self_attn_qkv.weight",),
                    ("txt_in.individual_token_refiner.blocks.0.self_attn.qkv.weight",))),
     Diffusion("flux", (("double_blocks.0.img_attn.proj.weight",),)),
@@ -75,8 +75,8 @@ class DiffusionFile(NamedTuple):
 
 def diffusion_file(tensors: Container[str]) -> DiffusionFile | None:
     """Return what a GGUF file of a checkpoint with these names holds; None for a model of no known kind."""
-    for prefix in PREFIXES:
-        for kind in KINDS:
+    for prefix in DIFFUSION_PREFIXES:
+        for kind in DIFFUSION_MODELS:
             if any(all(f"{prefix}{name}" in tensors for name in names) for names in kind.signs):
                 return DiffusionFile(kind, prefix)
     return None
@@ -88,7 +88,7 @@ def plain_type(name: str, shape: Shape, dtype: str) -> str:
     Vectors, small tensors, and parameters of no layer, which the loader does not convert, are fp32. So are tensors of
     five axes, which ggml does not know.
     """
-    if len(shape) < 2 or prod(shape) <= SMALL or len(shape) > AXES or not name.endswith(".weight"):
+    if len(shape) < 2 or prod(shape) <= FP32_NUMBERS or len(shape) > GGML_AXES or not name.endswith(".weight"):
         return "F32"
     return {"F64": "F32", "F8_E4M3": "F16", "F8_E5M2": "F16"}.get(dtype, dtype)
 
@@ -97,10 +97,10 @@ def new_blocks(file: DiffusionFile, info: StoredTensor, dtype: str) -> Packing |
     """Return how a weight of a checkpoint is stored as blocks of a type; None if it is not in the file, or its rows
     do not fill blocks.
     """
-    name, total, (block, size) = file.name(info.name), prod(info.shape), TYPES[dtype].unit
+    name, total, (block, size) = file.name(info.name), prod(info.shape), GGML_TYPES[dtype].unit
     shape = info.shape
-    if shape[-1] % block and file.kind.reshaped and total % ROW == 0:
-        shape = total // ROW, ROW
+    if shape[-1] % block and file.kind.reshaped and total % ROW_NUMBERS == 0:
+        shape = total // ROW_NUMBERS, ROW_NUMBERS
     if name is None or shape[-1] % block:
         return None
     codes = replace(info, dtype=dtype, shape=shape, nbytes=total // block * size, stored=name)
@@ -116,9 +116,10 @@ def empty_header(kind: Diffusion, tensors: Sequence[tuple[str, str, Shape]], sha
     for _, dtype, shape in tensors:
         count[dtype] = count.get(dtype, 0) + prod(shape)
     types = {dtype: n for dtype, n in count.items() if dtype in FILE_TYPES and dtype != "F32"}
-    main = max(types, key=lambda dtype: (TYPES[dtype].unit[0] > 1, types[dtype])) if types else "F32"
+    main = max(types, key=lambda dtype: (GGML_TYPES[dtype].unit[0] > 1, types[dtype])) if types else "F32"
     entries = [
-        string(ARCHITECTURE, kind.name), unsigned(BLOCKS, VERSION), unsigned(FILE_TYPE, FILE_TYPES[main]),
+        string(ARCHITECTURE, kind.name), unsigned(QUANTISATION_VERSION_KEY, QUANTISATION_VERSION),
+        unsigned(FILE_TYPE, FILE_TYPES[main]),
         *(_shape(f"{ORIGINAL}{name}", shape) for name, shape in shapes.items()),
     ]  # fmt: skip
     return MAGIC + struct.pack("<IQQ", 3, 0, len(entries)) + b"".join(entries)
@@ -127,4 +128,4 @@ def empty_header(kind: Diffusion, tensors: Sequence[tuple[str, str, Shape]], sha
 def _shape(key: str, shape: Shape) -> bytes:
     raw = key.encode()
     start = struct.pack("<Q", len(raw)) + raw
-    return start + struct.pack(f"<IIQ{len(shape)}i", ARRAY, INT32, len(shape), *shape)
+    return start + struct.pack(f"<IIQ{len(shape)}i", ARRAY, INT32_ENTRY, len(shape), *shape)

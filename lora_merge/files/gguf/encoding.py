@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ...dtypes import TABLE
+from ...dtypes import DTYPE_ROWS
 from ..encodings.base import CODES, DRAW, Encoding, OutOfRange, PartNumbers
-from .types import READ_ONLY, TYPES
+from .types import DECODED_ONLY_TYPES, GGML_TYPES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +39,7 @@ class Ggml(Encoding):
     @property
     def quantised(self) -> bool:
         """Whether the numbers are blocks; F16 in another order is not quantised."""
-        return self.kind not in TABLE
+        return self.kind not in DTYPE_ROWS
 
     def as_plain(self, dtype: str) -> Ggml | None:
         """Return the same with plain numbers of this dtype; None if these are stored as they are."""
@@ -78,8 +78,8 @@ class Ggml(Encoding):
     def _decoded(self, codes: Tensor) -> Tensor:
         import torch
 
-        if self.kind in TABLE:
-            return codes.view(getattr(torch, TABLE[self.kind].library)).float()
+        if self.kind in DTYPE_ROWS:
+            return codes.view(getattr(torch, DTYPE_ROWS[self.kind].library)).float()
         from .blocks import decode
 
         return decode(self.kind, codes)
@@ -87,8 +87,8 @@ class Ggml(Encoding):
     def _encoded(self, values: Tensor, codes: Tensor, uniform: Tensor | None) -> Tensor:
         import torch
 
-        if self.kind in TABLE:
-            if values.numel() and float(values.abs().max()) > TABLE[self.kind].room:
+        if self.kind in DTYPE_ROWS:
+            if values.numel() and float(values.abs().max()) > DTYPE_ROWS[self.kind].room:
                 raise OutOfRange
             from ..encodings.arithmetic import single
             from ..encodings.rounding import to_floats
@@ -96,7 +96,7 @@ class Ggml(Encoding):
             values = values if self.kind == "F32" else single(values)
             if uniform is not None and self.kind != "F32":
                 values = to_floats(values, self.kind, uniform)
-            return values.to(getattr(torch, TABLE[self.kind].library)).view(torch.uint8)
+            return values.to(getattr(torch, DTYPE_ROWS[self.kind].library)).view(torch.uint8)
         from .blocks import encode
 
         return encode(self.kind, values, codes, uniform)
@@ -138,8 +138,8 @@ def shifted(kind: str, offset: float) -> Ggml:
 
 def _encoding(kind: str, head: int, cols: int, offset: float, *, new_scales: bool = False) -> Ggml:
     """Return one object for each encoding: weights that are stored alike are merged together."""
-    unit = TYPES[kind].unit
-    form = GgmlGrid if kind in READ_ONLY else Ggml
+    unit = GGML_TYPES[kind].unit
+    form = GgmlGrid if kind in DECODED_ONLY_TYPES else Ggml
     return form.shared(
         unit, max(unit[0], head * cols), kind=kind, head=head, cols=cols, offset=offset, new_scales=new_scales
     )

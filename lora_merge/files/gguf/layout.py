@@ -14,12 +14,12 @@ from ...disk.files import open_regular
 from ...disk.pages import PAGE
 from ...dtypes import Shape
 from ...errors import InputError
-from .container import HEADER_LIMIT, MAGIC, PADDING, STRING, GgufContent, aligned, content_of, read_content
-from .types import TYPES
+from .container import GGUF_HEADER_LIMIT, MAGIC, PADDING, STRING, GgufContent, aligned, content_of, read_content
+from .types import GGML_TYPES
 
 FILE_TYPE: Final = "general.file_type"
-BLOCKS: Final = "general.quantization_version"
-VERSION: Final = 2  # of ggml's blocks (GGML_QNT_VERSION)
+QUANTISATION_VERSION_KEY: Final = "general.quantization_version"
+QUANTISATION_VERSION: Final = 2  # of ggml's blocks (GGML_QNT_VERSION)
 
 UNSIGNED: Final = 4
 
@@ -114,7 +114,11 @@ def _retyped(content: GgufContent, tensors: Iterable[tuple[str, str, Shape]]) ->
         return {}
     (kind,) = new
     entries = {FILE_TYPE: unsigned(FILE_TYPE, FILE_TYPES[kind])}
-    return entries | {BLOCKS: unsigned(BLOCKS, VERSION)} if TYPES[kind].unit[0] > 1 else entries
+    return (
+        entries | {QUANTISATION_VERSION_KEY: unsigned(QUANTISATION_VERSION_KEY, QUANTISATION_VERSION)}
+        if GGML_TYPES[kind].unit[0] > 1
+        else entries
+    )
 
 
 def _infos(content: GgufContent, tensors: Sequence[tuple[str, str, Shape]]) -> bytes:
@@ -125,7 +129,7 @@ def _infos(content: GgufContent, tensors: Sequence[tuple[str, str, Shape]]) -> b
     infos = []
     for name, dtype, shape, offset in placed:
         axes = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
-        infos.append(_text(name) + axes + struct.pack("<IQ", TYPES[dtype].number, offset))
+        infos.append(_text(name) + axes + struct.pack("<IQ", GGML_TYPES[dtype].number, offset))
     return b"".join(infos)
 
 
@@ -133,7 +137,7 @@ def _places(tensors: Iterable[tuple[str, str, Shape]], alignment: int) -> Iterat
     at = 0
     for name, dtype, shape in tensors:
         yield name, dtype, shape, at
-        at = aligned(at + TYPES[dtype].nbytes(shape), alignment)
+        at = aligned(at + GGML_TYPES[dtype].nbytes(shape), alignment)
 
 
 def _whole(
@@ -145,6 +149,6 @@ def _whole(
     length = 8 + len(counts) + sum(map(len, spans)) + len(string(PADDING, "")) + len(infos)
     spaces = end - length if exactly else (end - length) % max(PAGE, content.alignment)
     header = b"".join((content.raw[:8], counts, *spans, string(PADDING, " " * spaces), infos))
-    if len(header) > HEADER_LIMIT:
+    if len(header) > GGUF_HEADER_LIMIT:
         raise InputError("the header would be longer than is read", f"{len(header)} bytes", "merge the base as it is")
     return header

@@ -18,7 +18,7 @@ ALL: Final = MappingProxyType({
     "output": "lm_head",
 })  # fmt: skip
 
-LAYER: Final = MappingProxyType({
+LAYER_NAMES: Final = MappingProxyType({
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -66,10 +66,10 @@ FAMILIES: Final = MappingProxyType({
 
 _BLOCK: Final = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias|scale)")
 
-FOREIGN: Final = re.compile(r"(?:(?:enc|dec|v|a|mm)\.)?blk\.\d+\.|token_embd\.|mm\.\d+\.")
+LLAMA_CPP_NAMES: Final = re.compile(r"(?:(?:enc|dec|v|a|mm)\.)?blk\.\d+\.|token_embd\.|mm\.\d+\.")
 """Names of llama.cpp, in any architecture."""
 
-ROTATED: Final = re.compile(r"blk\.\d+\.attn_([qk])\.(?:weight|bias)")
+ROTATED_WEIGHTS: Final = re.compile(r"blk\.\d+\.attn_([qk])\.(?:weight|bias)")
 NORM: Final = re.compile(r".*norm\.weight")
 
 
@@ -77,7 +77,7 @@ def renamed(name: str, family: Family) -> str:
     """Return the name of a tensor in transformers; the same name where there is none."""
     if match := _BLOCK.fullmatch(name):
         number, part, last = match.groups()
-        known = family.names.get(part) or LAYER.get(part)
+        known = family.names.get(part) or LAYER_NAMES.get(part)
         return f"model.layers.{number}.{known}.{last}" if known else name
     stem, _, last = name.rpartition(".")
     return f"{ALL[stem]}.{last}" if stem in ALL and last in ("weight", "bias", "scale") else name

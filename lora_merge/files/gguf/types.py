@@ -24,7 +24,7 @@ class GgmlType(NamedTuple):
         return prod(shape) // self.unit[0] * self.unit[1]
 
 
-TYPES: Final = MappingProxyType({
+GGML_TYPES: Final = MappingProxyType({
     name: GgmlType(name, number, (numbers, size))
     for name, number, numbers, size in (
         ("F32", 0, 1, 4), ("F16", 1, 1, 2), ("BF16", 30, 1, 2), ("F64", 28, 1, 8),
@@ -40,21 +40,21 @@ TYPES: Final = MappingProxyType({
 })  # fmt: skip
 """Name → type."""
 
-BY_NUMBER: Final = MappingProxyType({kind.number: name for name, kind in TYPES.items()})
+BY_NUMBER: Final = MappingProxyType({kind.number: name for name, kind in GGML_TYPES.items()})
 """Number in files → name."""
 
-READ: Final = frozenset((
+ENCODED_TYPES: Final = frozenset((
     "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4",
     "NVFP4", "TQ1_0", "TQ2_0",
 ))  # fmt: skip
 """Quantised types that are decoded, and encoded again."""
 
-READ_ONLY: Final = frozenset(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"))
+DECODED_ONLY_TYPES: Final = frozenset(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"))
 """Quantised types that are decoded, never encoded."""
 
-BLOCKS: Final = frozenset(name for name, kind in TYPES.items() if kind.unit[0] > 1)
+QUANTISED_TYPES: Final = frozenset(name for name, kind in GGML_TYPES.items() if kind.unit[0] > 1)
 """All quantised types. llama.cpp multiplies the product with some of them by a tensor `scale` beside the weight, which
 no format reads (BitNet, NVFP4). https://github.com/ggml-org/llama.cpp src/llama-model.cpp."""
 
-UNREAD: Final = BLOCKS - READ - READ_ONLY
+COPIED_TYPES: Final = QUANTISED_TYPES - ENCODED_TYPES - DECODED_ONLY_TYPES
 """Quantised types that are copied only."""

@@ -12,15 +12,15 @@ from ...dtypes import Shape
 from ...errors import InputError
 from ..encodings.base import Packing
 from .encoding import ggml, new_encoding, permuted, shifted
-from .names import FAMILIES, FOREIGN, NORM, ROTATED, Family, configured, renamed
-from .types import READ, READ_ONLY, TYPES, UNREAD
+from .names import FAMILIES, LLAMA_CPP_NAMES, NORM, ROTATED_WEIGHTS, Family, configured, renamed
+from .types import COPIED_TYPES, DECODED_ONLY_TYPES, ENCODED_TYPES, GGML_TYPES
 
 ARCHITECTURE: Final = "general.architecture"
 
 ORIGINAL: Final = "comfy.gguf.orig_shape."
 """Entries of city96's converter: the shape of a tensor that is stored in rows of 256."""
 
-PLAIN: Final = frozenset(("F32", "F16", "BF16"))
+UNQUANTISED: Final = frozenset(("F32", "F16", "BF16"))
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class View:
 def viewed(tensors: Mapping[str, StoredTensor], values: Mapping[str, Any]) -> View:
     """Return the tensors of GGUF files with the entries of their headers; InputError if these contradict."""
     arch = str(values.get(ARCHITECTURE, ""))
-    foreign = any(FOREIGN.match(name) for name in tensors)
+    foreign = any(LLAMA_CPP_NAMES.match(name) for name in tensors)
     family = FAMILIES.get(arch) if foreign else None
     config = configured(arch, values, tied="output.weight" not in tensors) if family else {}
     claims = [_claimed(info, family, config, values) for info in tensors.values()]
@@ -63,16 +63,18 @@ def _claimed(
     """Return a tensor by the name and shape that the model knows, and how it is stored; None for plain numbers."""
     name = renamed(info.name, family) if family else info.name
     shape = _shape(info, values)
-    packing = Packing(ggml(info.dtype), info) if info.dtype in READ | READ_ONLY | UNREAD else None
-    readable = info.dtype in READ | READ_ONLY | PLAIN
-    if family and family.permuted and readable and (match := ROTATED.fullmatch(info.name)):
+    packing = (
+        Packing(ggml(info.dtype), info) if info.dtype in ENCODED_TYPES | DECODED_ONLY_TYPES | COPIED_TYPES else None
+    )
+    readable = info.dtype in ENCODED_TYPES | DECODED_ONLY_TYPES | UNQUANTISED
+    if family and family.permuted and readable and (match := ROTATED_WEIGHTS.fullmatch(info.name)):
         heads = config.get("num_attention_heads" if match[1] == "q" else "num_key_value_heads", 0)
         rows, cols = shape[0] if shape else 0, prod(shape[1:])
         if not heads or not rows or rows % (2 * heads):
             where = f"{info.file}: {info.name} has {rows} rows for {heads} heads"
             raise InputError("the heads of the model do not fit its weights", where, "convert the model again")
         packing = Packing(permuted(info.dtype, rows // heads, cols), info)
-    elif family and family.norms and info.dtype in PLAIN and NORM.fullmatch(info.name):
+    elif family and family.norms and info.dtype in UNQUANTISED and NORM.fullmatch(info.name):
         packing = Packing(shifted(info.dtype, family.norms), info)
     if (name, shape) == (info.name, info.shape):
         return info, packing
@@ -98,7 +100,7 @@ def as_blocks(packing: Packing | None, info: StoredTensor, kind: str) -> Packing
     `info`: the weight as the model knows it; `packing`: how the file stores it, None for plain numbers.
     """
     codes = info if packing is None or packing.codes is None else packing.codes
-    if not codes.shape or codes.shape[-1] % TYPES[kind].unit[0]:
+    if not codes.shape or codes.shape[-1] % GGML_TYPES[kind].unit[0]:
         return None
     encoding = packing.encoding.as_type(kind) if packing is not None else new_encoding(kind)  # type: ignore[attr-defined]
     return Packing(encoding, replace(codes, dtype=kind, nbytes=encoding.nbytes(prod(codes.shape))))

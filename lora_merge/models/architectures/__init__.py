@@ -37,7 +37,7 @@ import yaml
 from ...algorithms import COUNT
 from ...dtypes import Shape
 from ...errors import InputError
-from ...files.yaml_source import LOADER, check_depth, read_text
+from ...files.yaml_source import YAML_LOADER, check_depth, read_text
 from .notation import VARIABLE, BadRow, Row, RowTable, parse
 
 FOLDER: Final = Path(__file__).parent
@@ -45,8 +45,8 @@ IN_SHARDS: Final = " in shards"
 OF_ADAPTERS: Final = ("spellings", "xlabs")
 """Tables of names that only adapters have."""
 
-MOST_ROWS: Final = 50_000  # of a table
-LONGEST: Final = 1 << 20  # bytes of a file; the longest shipped file has 5 140
+MOST_TABLE_ROWS: Final = 50_000  # of a table
+LONGEST_FILE: Final = 1 << 20  # bytes of a file; the longest shipped file has 5 140
 
 _GROUP: Final = r"\\g<\1>"
 _BEFORE: Final = r"(?P<before>(?:.*[._])?)"
@@ -115,11 +115,11 @@ class Architecture:
             if name in without:
                 continue
             try:
-                rows.extend(islice(parse(name, canonical, self.ranges), MOST_ROWS + 1))
+                rows.extend(islice(parse(name, canonical, self.ranges), MOST_TABLE_ROWS + 1))
             except BadRow as e:
                 raise _bad(self.file, line, f"{name}: {e}") from e
-            if len(rows) > MOST_ROWS:
-                raise _bad(self.file, line, f"more than {MOST_ROWS} rows up to here")
+            if len(rows) > MOST_TABLE_ROWS:
+                raise _bad(self.file, line, f"more than {MOST_TABLE_ROWS} rows up to here")
         return rows
 
 
@@ -149,11 +149,11 @@ def nearly(shape_of: Callable[[str], Shape | None], among: Iterable[Architecture
 
 def load(file: Path) -> Architecture:
     """Return the architecture in a file; InputError with file and line for any mistake in the file."""
-    text = read_text(file, LONGEST)
+    text = read_text(file, LONGEST_FILE)
     try:
         if file.parent != FOLDER:
             check_depth(text, str(file))
-        node = yaml.compose(text, LOADER)
+        node = yaml.compose(text, YAML_LOADER)
     except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None)
         raise _bad(file, mark.line + 1 if mark else 1, "it is not YAML") from e

@@ -37,11 +37,11 @@ from typing import Final, TypeAlias
 NamePath: TypeAlias = tuple[str, ...]
 Bound: TypeAlias = Mapping[str, str]
 
-LAST: Final = "{last}"
-MOST_ROWS: Final = 10_000  # of one line; models have up to 100 blocks
-LONGEST_LINE: Final = 1000  # characters of both sides; the longest shipped line has 231
+LAST_NUMBER: Final = "{last}"
+MOST_LINE_ROWS: Final = 10_000  # of one line; models have up to 100 blocks
+LONGEST_ROW: Final = 1000  # characters of both sides; the longest shipped line has 231
 LONGEST_SUM: Final = 60  # characters of arithmetic in braces
-DEEPEST: Final = 8  # segments of a path in which `{last}` looks for numbers
+MOST_SEGMENTS: Final = 8  # segments of a path in which `{last}` looks for numbers
 
 VARIABLE: Final = re.compile(r"\{([a-z])\}")
 """A number in a name."""
@@ -105,8 +105,8 @@ class Hit:
 
 def parse(name: str, canonical: str, ranges: Mapping[str, int]) -> Iterator[Row]:
     """Yield the rows of one line of a table; BadRow if the line cannot be read."""
-    if len(name) + len(canonical) > LONGEST_LINE:
-        raise BadRow(f"too long, more than {LONGEST_LINE} characters")
+    if len(name) + len(canonical) > LONGEST_ROW:
+        raise BadRow(f"too long, more than {LONGEST_ROW} characters")
     for left, right in _alternatives(name, canonical):
         for numbers in _numbers(left + right, ranges):
             yield _row(_calculate(left, numbers), _calculate(right, numbers))
@@ -130,8 +130,8 @@ def _numbers(text: str, ranges: Mapping[str, int]) -> Iterator[dict[str, int]]:
     names = sorted(set(re.findall("[a-z]", " ".join(sums))))
     if missing := [n for n in names if n not in ranges]:
         raise BadRow(f"no range is given for {', '.join(missing)}")
-    if prod(ranges[n] for n in names) > MOST_ROWS:
-        raise BadRow(f"the ranges of {', '.join(names)} make more than {MOST_ROWS} rows")
+    if prod(ranges[n] for n in names) > MOST_LINE_ROWS:
+        raise BadRow(f"the ranges of {', '.join(names)} make more than {MOST_LINE_ROWS} rows")
     for values in product(*(range(ranges[n]) for n in names)):
         yield dict(zip(names, values, strict=True))
 
@@ -221,16 +221,16 @@ class RowTable:
     @cached_property
     def closed(self) -> RowTable:
         """The table without the rows for the last block alone."""
-        rows = [row for row in self._rows if LAST not in row.name]
+        rows = [row for row in self._rows if LAST_NUMBER not in row.name]
         return RowTable(rows) if len(rows) < len(self._rows) else self
 
     def last_rows(self, names: Iterable[str]) -> list[Row]:
         """Return the rows for the last block alone, with the highest number in these names as its number."""
-        open_rows = [row for row in self._rows if LAST in row.name]
+        open_rows = [row for row in self._rows if LAST_NUMBER in row.name]
         highest = _highest(names) if open_rows else {}
         rows = []
         for row in open_rows:
-            stems = [p[: p.index(LAST)] for p in (row.name, *(part.path for part in row.parts))]
+            stems = [p[: p.index(LAST_NUMBER)] for p in (row.name, *(part.path for part in row.parts))]
             if numbers := [highest[stem] for stem in stems if stem in highest]:
                 rows.append(_at(row, str(max(numbers))))
         return rows
@@ -297,7 +297,7 @@ def _highest(names: Iterable[str]) -> dict[NamePath, int]:
     highest: dict[NamePath, int] = {}
     for name in names:
         path = tuple(name.split("."))
-        for at, segment in enumerate(path[:DEEPEST]):
+        for at, segment in enumerate(path[:MOST_SEGMENTS]):
             if is_number(segment):
                 highest[path[:at]] = max(highest.get(path[:at], 0), int(segment))
     return highest
@@ -305,7 +305,7 @@ def _highest(names: Iterable[str]) -> dict[NamePath, int]:
 
 def _at(row: Row, number: str) -> Row:
     def put(path: NamePath) -> NamePath:
-        return tuple(number if s == LAST else s for s in path)
+        return tuple(number if s == LAST_NUMBER else s for s in path)
 
     return replace(row, name=put(row.name), parts=tuple(replace(p, path=put(p.path)) for p in row.parts))
 

@@ -91,7 +91,7 @@ def bytes_of_fnuz(raw: Mapping[str, Any], encoding: Any, _: int, __: int) -> tup
 
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
-LEVELS = LevelTable(E2M1)
+E2M1_LEVELS = LevelTable(E2M1)
 
 
 def nibbles(raw: Any, table: Array, *, high_first: bool) -> Array:
@@ -121,7 +121,7 @@ def fp4(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tuple[
         scale = scale * np.resize(scales(raw["pre"], encoding.inputs), count)
     if encoding.turned:
         levels, scale = (v.reshape(-1, encoding.turned, encoding.cols).swapaxes(1, 2).ravel() for v in (levels, scale))
-    return levels, Grid(LEVELS, scale)
+    return levels, Grid(E2M1_LEVELS, scale)
 
 
 def packed_ints(raw: Mapping[str, Any], encoding: Any, _: int, count: int) -> tuple[Array, Grid]:
@@ -251,7 +251,7 @@ def columns(raw: Mapping[str, Any], encoding: Any, first: int, count: int) -> tu
 
 Decoder: TypeAlias = Callable[[Mapping[str, Any], Any, int, int], tuple[Array, Grid]]
 
-PLACES: Final = {
+PACKED_PLACES: Final = {
     3: [*([8 * n + p for p in range(3)] for n in range(3)), *([8 * n + p for p in range(3, 6)] for n in range(3)),
         [6, 7, 22], [14, 15, 23]],
     5: [*([8 * n + p for p in range(5)] for n in range(5)), [5, 6, 7, 29, 30], [13, 14, 15, 37, 38],
@@ -264,7 +264,7 @@ PLACES: Final = {
 
 def _packed(raw: Any, bits: int) -> Array:
     """Return the whole numbers of packed codes."""
-    places = PLACES.get(bits, [range(n, n + bits) for n in range(0, 8, bits)])
+    places = PACKED_PLACES.get(bits, [range(n, n + bits) for n in range(0, 8, bits)])
     width = 8 * max(1, len(places) * bits // 8)
     bits_of = np.unpackbits(np.frombuffer(raw, np.uint8), bitorder="little").reshape(-1, width)
     return np.asarray(bits_of[:, np.array([list(p) for p in places])] @ (1 << np.arange(bits))).reshape(-1)

@@ -133,7 +133,7 @@ def _count(first: int, codes: int) -> tuple[float, ...]:
     return tuple(float(first + n) for n in range(codes))
 
 
-FORMS: Final[Mapping[str, BlockForm]] = MappingProxyType({
+BLOCK_FORMS: Final[Mapping[str, BlockForm]] = MappingProxyType({
     "Q4_0": BlockForm(32, 18, _nibble(2), _count(-8, 16), _d),
     "Q4_1": BlockForm(32, 20, _nibble(4), _count(0, 16), _d_and_m),
     "Q5_0": BlockForm(32, 22, _fifth(6, 2), _count(-16, 32), _d),
@@ -167,21 +167,21 @@ FORMS: Final[Mapping[str, BlockForm]] = MappingProxyType({
 
 @cache
 def _codes(kind: str) -> list[tuple[Field, ...]]:
-    return [FORMS[kind].code(i) for i in range(FORMS[kind].elements)]
+    return [BLOCK_FORMS[kind].code(i) for i in range(BLOCK_FORMS[kind].elements)]
 
 
 @cache
 def _table(kind: str) -> LevelTable:
-    return LevelTable(FORMS[kind].levels)
+    return LevelTable(BLOCK_FORMS[kind].levels)
 
 
 def blocks(raw: Mapping[str, Any], encoding: Any, _: int, __: int) -> tuple[Array, Grid]:
     """Return the levels of blocks, and the scale and shift of each; q and k of llama in the order of transformers."""
     kind = encoding.kind
-    if kind not in FORMS:
+    if kind not in BLOCK_FORMS:
         levels = decode(raw["codes"], kind)
         return ordered(levels, encoding), Grid(Floats(kind), 1.0, -encoding.offset)
-    form = FORMS[kind]
+    form = BLOCK_FORMS[kind]
     data = np.frombuffer(raw["codes"], np.uint8).reshape(-1, form.size)
     codes = form.codes(data) if form.codes else _joined_bits(data, _codes(kind))
     levels = np.array(form.levels)[codes].ravel()

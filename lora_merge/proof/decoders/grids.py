@@ -48,7 +48,7 @@ def _odd(sc: Array) -> Array:
     return 2 * sc + 1
 
 
-FORMS: Final[Mapping[str, PointForm]] = MappingProxyType({
+POINT_FORMS: Final[Mapping[str, PointForm]] = MappingProxyType({
     "IQ2_XXS": PointForm(66, "IQ2_XXS", lambda g: _span(2 + 8 * (g // 4) + g % 4, 0, 8), 8,
                     lambda s: _span(6 + 8 * s, 28, 4), _quarter, lambda e: _span(6 + 8 * (e // 4), 7 * (e % 4), 7)),
     "IQ2_XS": PointForm(74, "IQ2_XS", lambda g: _span(2 + 2 * g, 0, 9), 16, lambda s: _span(66, 4 * s, 4), _quarter,
@@ -82,7 +82,7 @@ def _numbers(bits: Array, places: Sequence[Bits]) -> Array:
 
 def points(raw: Mapping[str, Any], encoding: Any, _: int, __: int) -> tuple[Array, Grid]:
     """Return the levels of points with their signs, and the scale of each number."""
-    form = FORMS[encoding.kind]
+    form = POINT_FORMS[encoding.kind]
     bits = np.unpackbits(np.frombuffer(raw["codes"], np.uint8).reshape(-1, form.size), axis=1, bitorder="little")
     grid = _grid(form.grid)
     levels = grid[_numbers(bits, [form.point(g) for g in range(256 // grid.shape[1])])].reshape(len(bits), 256)

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ...dtypes import TABLE, WHOLE
+from ...dtypes import DTYPE_ROWS, WHOLE_DTYPES
 
 Array = NDArray[Any]
 
@@ -23,7 +23,7 @@ _LARGEST: Final = 2.0**971  # the step below the largest float64; infinity has n
 @lru_cache
 def _kind(dtype: str) -> Any:
     """Return the numpy dtype; ml_dtypes, which adds formats to numpy, is imported when one of them is met."""
-    row = TABLE[dtype]
+    row = DTYPE_ROWS[dtype]
     if row.code:
         return np.dtype(f"<{row.code}")
     import ml_dtypes
@@ -52,7 +52,7 @@ def decode(raw: bytes | bytearray | memoryview, dtype: str) -> Array:
     if dtype[:2] == "F8":
         return _of_bytes(dtype)[np.frombuffer(raw, np.uint8)]
     with np.errstate(invalid="ignore"):  # a signalling NaN is no reason to warn
-        return np.frombuffer(raw, _kind(dtype)).astype(np.int64 if dtype in WHOLE else np.float64)
+        return np.frombuffer(raw, _kind(dtype)).astype(np.int64 if dtype in WHOLE_DTYPES else np.float64)
 
 
 def as_dtype(values: Array, dtype: str) -> Array:

@@ -1,7 +1,7 @@
 """The changes of an adapter to a base, by the second reading: module → rows of the base, formula, scale, strength.
 
 `claims` reads the headers of both files, the adapter's configuration and its α, nothing else. Modules whose answer is
-not certain are left out. Every claim must be what the plan says (read_again.py).
+not certain are left out. Every claim must be what the plan says (comparison.py).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any, Final, NamedTuple
 from ...disk.files import StoredTensor
 from ...dtypes import FLOATS
 from .formulas import fits, kind_of, square_experts, variant
-from .methods import METHODS, VECTOR, ModuleFacts
-from .modules import NUMBERS, Group, groups, shapes
-from .rows import PEFT, Networks, WeightPlace, reordered, rows_of
+from .methods import METHOD_ROWS, VECTOR, ModuleFacts
+from .modules import NUMBER_ROLES, Group, groups, shapes
+from .rows import PEFT_PREFIX, Networks, WeightPlace, reordered, rows_of
 from .scales import ModuleScales
 
 CONV1D: Final = ("c_attn", "c_proj", "c_fc", "q_attn", "conv1d")
@@ -27,10 +27,10 @@ CONV1D: Final = ("c_attn", "c_proj", "c_fc", "q_attn", "conv1d")
 STARTED: Final = ("pissa", "olora")
 """Rows of ALGORITHMS for LoRA whose start PEFT takes out of the weight."""
 
-COPIED: Final = ".base_layer."
+BASE_COPY: Final = ".base_layer."
 """Part of the names under which PEFT stores copies of the base's own weights."""
 
-IN_OUT: Final = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
+IN_OUT_MODELS: Final = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 """Types of models in which every layer with a name of CONV1D is [in, out]."""
 
 OUT_IN: Final = ("gpt_bigcode",)
@@ -41,13 +41,13 @@ SHARED_NUMBERS: Final = f"base_model.{VECTOR[:-1]}"
 REGISTERED: Final = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 """Parameters of stacked experts, in the order in which transformers' classes register them."""
 
-TOKENS: Final = ".trainable_tokens_delta"
-WRAPPED: Final = ".base_layer"
+TOKENS_DELTA: Final = ".trainable_tokens_delta"
+WRAPPED_LAYER: Final = ".base_layer"
 LORA_ROLES: Final = {"up", "down"}
 MOST_PARAMETERS: Final = 100
 
-TABLES: Final = ("embed_tokens", "lm_head", "wte", "shared", "word_embeddings", "embed_in", "embed_out", "decoder",
-                 "embeddings", "proj_out", "tok_embeddings")  # fmt: skip
+TIED_LAYERS: Final = ("embed_tokens", "lm_head", "wte", "shared", "word_embeddings", "embed_in", "embed_out", "decoder",
+                      "embeddings", "proj_out", "tok_embeddings")  # fmt: skip
 """Layers that may share one weight."""
 
 
@@ -128,7 +128,7 @@ def claims(
     if any(_is_stored_in_out(group, place) for group, place in pairs):  # then a square weight may, too
         pairs = [(g, p) for g, p in pairs if _is_in_out(base) or not (fits(g, p.shape) and fits(g, p.shape[::-1]))]
     taken = Counter((_family(group.kind), place.rows) for group, place in pairs if not _is_copy(group, copies))
-    has_copies = any(COPIED in name for name in tensors)
+    has_copies = any(BASE_COPY in name for name in tensors)
     vectors = [name for name in tensors if name.startswith(SHARED_NUMBERS)]
     for group, place in pairs:
         claim = _claim(group, place, numbers, base, strength) if taken[_family(group.kind), place.rows] <= 1 else None
@@ -136,7 +136,7 @@ def claims(
             continue  # a stored copy may lack the start already, and be taken for the base: the plan compares them
         if group.kind == "tinylora" and vectors != [f"base_model.{VECTOR}"]:
             continue
-        if claim is not None and group.kind in METHODS:
+        if claim is not None and group.kind in METHOD_ROWS:
             claim = _of_method(claim, group, place, numbers, tensors)
         if claim is not None:
             yield claim
@@ -146,12 +146,14 @@ def _tokens(
     tensors: Mapping[str, StoredTensor], numbers: ModuleScales, base: BaseHeader, strength: Strength
 ) -> Iterator[ModuleClaim]:
     """Yield the trained tokens of a table, unless a second tensor may follow it because the two are tied."""
-    added = [info for info in tensors.values() if info.name.endswith(TOKENS)]
-    others = [n for n in tensors if added and not n.endswith(TOKENS) and not {*TABLES}.isdisjoint(n.split("."))]
+    added = [info for info in tensors.values() if info.name.endswith(TOKENS_DELTA)]
+    others = [
+        n for n in tensors if added and not n.endswith(TOKENS_DELTA) and not {*TIED_LAYERS}.isdisjoint(n.split("."))
+    ]
     layers = [n.rpartition(".")[0] for n, t in base.tensors.items() if added and len(t.shape) == 2]
-    tables = [layer for layer in layers if layer.rpartition(".")[2] in TABLES]
+    tables = [layer for layer in layers if layer.rpartition(".")[2] in TIED_LAYERS]
     for info in () if base.ties and (others or len(tables) > 1) else added:
-        stem = info.name.removesuffix(TOKENS).removesuffix(".token_adapter")
+        stem = info.name.removesuffix(TOKENS_DELTA).removesuffix(".token_adapter")
         place = base.places.find(stem, "weight")
         if place is not None and len(place.rows) == 1 and base.tensors[place.rows[0].key].dtype in FLOATS:
             (row,), factor = place.rows, strength(place.rows[0].key, place.network)
@@ -164,7 +166,7 @@ def _tokens(
 
 
 def _is_copy(group: Group, copies: Collection[str]) -> bool:
-    return all(info.name in copies for role, info in group.roles.items() if role not in NUMBERS)
+    return all(info.name in copies for role, info in group.roles.items() if role not in NUMBER_ROLES)
 
 
 def _experts(
@@ -199,8 +201,8 @@ def _stacked(group: Group, numbers: ModuleScales, base: BaseHeader) -> tuple[Wei
     names = numbers.config(group.stem).get("target_parameters")
     if group.kind != "lora" or not isinstance(names, list) or len(names) > MOST_PARAMETERS:
         return None
-    owner, depth = group.stem.replace(WRAPPED, ""), group.stem.count(WRAPPED)
-    path = owner.removeprefix(PEFT)
+    owner, depth = group.stem.replace(WRAPPED_LAYER, ""), group.stem.count(WRAPPED_LAYER)
+    path = owner.removeprefix(PEFT_PREFIX)
     parts = [str(name).rpartition(".") for name in names]
     leaves = {leaf for of, _, leaf in parts if f".{path}".endswith(f".{of}") or not of}
     known = len(leaves) == 1 or leaves <= {*REGISTERED}
@@ -216,11 +218,11 @@ def _of_method(
     claim: ModuleClaim, group: Group, place: WeightPlace, numbers: ModuleScales, tensors: Mapping[str, StoredTensor]
 ) -> ModuleClaim | None:
     """Return the claim with the numbers of its method's row; None where others may apply."""
-    method, alpha = METHODS[group.kind], numbers.limit(group)
+    method, alpha = METHOD_ROWS[group.kind], numbers.limit(group)
     if alpha is None or (alpha and method.type):
         return None
     known = ModuleFacts(shapes(group), place.shape, numbers.config(group.stem), alpha, group.stem, numbers.of_lycoris)
-    keys = method.shared_keys(group.stem.removeprefix(PEFT))
+    keys = method.shared_keys(group.stem.removeprefix(PEFT_PREFIX))
     shared = {slot: key for slot, key in keys.items() if slot not in claim.tensors and key in tensors}
     scale = claim.scale if group.kind == "lora_bias" else method.scale(known)
     settings = {} if claim.kind.startswith("onetrainer") else method.settings(known)
@@ -234,7 +236,7 @@ def _is_stored_in_out(group: Group, place: WeightPlace) -> bool:
 
 def _is_in_out(base: BaseHeader) -> bool:
     """Return whether every layer of this type of model with a name of CONV1D is [in, out]."""
-    return str(base.config.get("model_type")) in IN_OUT
+    return str(base.config.get("model_type")) in IN_OUT_MODELS
 
 
 def _uncertain_prefix(tensors: Mapping[str, StoredTensor], base: BaseHeader) -> str:
@@ -252,7 +254,7 @@ def _place(group: Group, read: list[Group], base: BaseHeader) -> WeightPlace | N
     if place is None or any(base.tensors[r.key].dtype not in FLOATS for r in place.rows):
         return None
     leaf = group.stem.rpartition(".")[2]
-    if base.ties and (leaf in TABLES or place.rows[0].key.split(".")[-2:-1] in [[t] for t in TABLES]):
+    if base.ties and (leaf in TIED_LAYERS or place.rows[0].key.split(".")[-2:-1] in [[t] for t in TIED_LAYERS]):
         return None
     return place if group.part is None else _part(group, group.part, read, place, base.places.parts(place))
 
@@ -310,7 +312,7 @@ def _claim(
     if kind is None or axis is None:
         return None
     rows = list(_spans(place, turned=turned))
-    if kind == "peft_ia3_out" or (group.kind in METHODS and METHODS[group.kind].bias):
+    if kind == "peft_ia3_out" or (group.kind in METHOD_ROWS and METHOD_ROWS[group.kind].bias):
         rows += _bias(place, base, place.shape[1 if turned else 0])
     spans: dict[TargetRows, float] = {}
     for span in rows:
@@ -319,7 +321,7 @@ def _claim(
             return None
         if factor:
             spans[span] = factor
-    tensors = {role.rpartition("/")[2]: info.name for role, info in group.roles.items() if role not in NUMBERS}
+    tensors = {role.rpartition("/")[2]: info.name for role, info in group.roles.items() if role not in NUMBER_ROLES}
     settings = numbers.stated({"parts": ()}) if kind == "lora_fused" else {}
     return ModuleClaim(group.stem, kind, tensors, spans, scale, axis, settings=settings)
 

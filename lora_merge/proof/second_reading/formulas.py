@@ -7,9 +7,9 @@ from math import prod
 from typing import Any, Final
 
 from .layouts import Shape
-from .methods import METHODS, Stored, table
+from .methods import METHOD_ROWS, Stored, table
 from .modules import Group, shapes
-from .rows import PEFT
+from .rows import PEFT_PREFIX
 from .scales import ModuleScales
 
 IN_OUT_EXPERTS: Final = ("gpt_oss", "aria", "openai_privacy_filter")
@@ -107,7 +107,7 @@ FITS: Final[Mapping[str, Callable[[Stored, Shape], bool]]] = {
     "full": _fits_full, "full_rank": lambda s, shape: _fits_full({"diff": s["down"]}, shape), "bdlora": _fits_blocks,
     **dict.fromkeys(STACKED, _fits_stacked), "lora_blocks": _fits_below, "bora": _fits_lora,
     "lora_fused": _fits_fused, "ia3": _fits_vector, "peft_ia3": _fits_vector,
-    **{family: method.fits for family, method in METHODS.items()},
+    **{family: method.fits for family, method in METHOD_ROWS.items()},
 }  # fmt: skip
 """Kind → check whether its tensors have the sizes for a weight."""
 
@@ -130,7 +130,7 @@ def kind_of(group: Group, shape: Shape, numbers: ModuleScales) -> str | None:
     """Return the row of ALGORITHMS for a weight of this shape; None where two rows fit the shapes, or the
     configuration is that of another method."""
     kind, stated = group.kind, numbers.method(group.stem)
-    if kind in METHODS:
+    if kind in METHOD_ROWS:
         return _of_method(group, shape, stated)
     if kind in ("full", "ia3"):
         return kind
@@ -146,8 +146,8 @@ def kind_of(group: Group, shape: Shape, numbers: ModuleScales) -> str | None:
 
 def _of_method(group: Group, shape: Shape, stated: str | None) -> str | None:
     """Return the row of a method's family; where two trainers write it, the presence of a configuration decides."""
-    method, stored = METHODS[group.kind], shapes(group)
-    if stated == "" and method.plain is not None and not group.stem.startswith(PEFT):
+    method, stored = METHOD_ROWS[group.kind], shapes(group)
+    if stated == "" and method.plain is not None and not group.stem.startswith(PEFT_PREFIX):
         return method.plain(stored, shape)
     if stated != method.type and not (stated == "BONE" and method.type == "MISS"):
         return None

@@ -221,7 +221,7 @@ VECTOR: Final = "tinylora_v.0"
 
 LETTER: Final = {"X": "", "zeros": "", "Xd": "_up", "Xu": "_down"}
 
-METHODS: Final[Mapping[str, MethodRow]] = MappingProxyType({
+METHOD_ROWS: Final[Mapping[str, MethodRow]] = MappingProxyType({
     "adalora": MethodRow("ADALORA", {"lora_A": "down", "lora_B": "up", "lora_E": "values"}, _pair(),
                          scale=_adalora_scale),
     "vera": MethodRow("VERA", {"vera_lambda_b": "out_scale", "vera_lambda_d": "rank_scale"}, _rows("out_scale"),
@@ -230,10 +230,10 @@ METHODS: Final[Mapping[str, MethodRow]] = MappingProxyType({
                     shared={"down": "pvera_A", "up": "pvera_B"}, settings=_seeded("projection_prng_key", 0)),
     "randlora": MethodRow("RANDLORA", {"randlora_lambda": "rank_scale", "randlora_gamma": "side_scale",
                                     "randlora_A": "down", "randlora_B": "up"},
-                       lambda s, shape: len(shape) == 2 and s["side_scale"][-1] == min(shape),
-                       may=frozenset({"down", "up"}), shared={"down": "randlora_A", "up": "randlora_B"},
-                       scale=_per_rank("randlora_alpha", 640, lambda s: s["rank_scale"][0]),
-                       settings=_seeded("projection_prng_key", 0)),
+                           lambda s, shape: len(shape) == 2 and s["side_scale"][-1] == min(shape),
+                           may=frozenset({"down", "up"}), shared={"down": "randlora_A", "up": "randlora_B"},
+                           scale=_per_rank("randlora_alpha", 640, lambda s: s["rank_scale"][0]),
+                           settings=_seeded("projection_prng_key", 0)),
     "fourierft": MethodRow("FOURIERFT", {"fourierft_spectrum": "spectrum"}, _any,
                            scale=lambda k: k.number("scaling", 150),
                         settings=_seeded("random_loc_seed", 777)),
@@ -294,16 +294,16 @@ METHODS: Final[Mapping[str, MethodRow]] = MappingProxyType({
                                         **{f"glora_{x}.{n}": x.lower() for x in "DE" for n in ("X", "zeros")}},
                               _bias_letters, may=frozenset({"c", "c_up", "c_down"}), parameter="bias"),
     "tinylora": MethodRow("TINYLORA", {"tinylora_A": "down", "tinylora_B": "up", "tinylora_P": "mixed"}, _pair(),
-                       shared={"vector": VECTOR}),
+                           shared={"vector": VECTOR}),
     "psoft": MethodRow("PSOFT", {"psoft_R.weight": "turn", "psoft_R.vector_b": "rows", "psoft_R.vector_a": "columns"},
                     _any, may=frozenset({"rows", "columns"}), settings=_subspace),
     "adamss": MethodRow("ADAMSS", {"adamss_newB": "space", **{f"adamss_{x}.{i}": f"{side}_{i}" for i in range(32)
-                                                           for x, side in (("A", "down"), ("B", "up"))}},
+                                                               for x, side in (("A", "down"), ("B", "up"))}},
                      _adamss, may=frozenset(f"{side}_{i}" for side in ("down", "up") for i in range(1, 32)),
                      settings=_seeded("random_seed", 0), bias=True),
     "peft_oft_embedding": MethodRow("OFT", {"oft_embedding_R.weight": "skew"}, _blocks_of_inputs, settings=_cayley),
     "oft_R": MethodRow("OFT", {"oft_R.weight": "skew", "oft_R.scaled_oft": "scaled"}, _blocks_of_inputs,
-                       settings=_cayley,
+                           settings=_cayley,
                     may=frozenset({"scaled"}), kind=lambda s, _: "" if "scaled" in s else "peft_oft",
                     plain=lambda _, shape: "onetrainer_oft" if len(shape) == 2 else "onetrainer_oft_conv"),
     "oft_r": MethodRow("OFT", {"oft_r": "blocks", "oft_s": "rows"},
@@ -331,6 +331,6 @@ METHODS: Final[Mapping[str, MethodRow]] = MappingProxyType({
     "mlx": MethodRow("", {"lora_a": "down", "lora_b": "up"}, _mlx, settings=_mlx_scale,
                   kind=lambda s, _: "lora_transposed" if len(s["up"]) == 2 else "lora_switch"),
     "oft_diag": MethodRow("", {"oft_diag": "blocks"}, lambda s, shape: len(shape) > 1 and len(s["blocks"]) == 3
-                       and prod(s["blocks"][:2]) == shape[0]),
+                           and prod(s["blocks"][:2]) == shape[0]),
 })  # fmt: skip
 """Family → its row."""

@@ -12,15 +12,15 @@ from types import MappingProxyType
 from typing import Final
 
 from ...disk.files import StoredTensor
-from .methods import LETTER, METHODS
+from .methods import LETTER, METHOD_ROWS
 
-LORA: Final = {"up": ("lora_up", "lora_B", "lora.up", "lora_linear_layer.up"),
-               "down": ("lora_down", "lora_A", "lora.down", "lora_linear_layer.down"),
-               "mid": ("lora_mid",)}  # fmt: skip
+LORA_SLOTS: Final = {"up": ("lora_up", "lora_B", "lora.up", "lora_linear_layer.up"),
+                     "down": ("lora_down", "lora_A", "lora.down", "lora_linear_layer.down"),
+                     "mid": ("lora_mid",)}  # fmt: skip
 """Role → what kohya, PEFT and diffusers call it, before `.weight`."""
 
-ENDINGS: Final = MappingProxyType({
-    **{f"{name}.weight": role for role, names in LORA.items() for name in names},
+ROLE_OF_ENDING: Final = MappingProxyType({
+    **{f"{name}.weight": role for role, names in LORA_SLOTS.items() for name in names},
     **{f"hada_{role}": role for role in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")},
     **{f"lokr_{role}": f"lokr/{role}" for role in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")},
     **{f"{role}.weight": role for role in ("a1", "a2", "b1", "b2", "bm")},
@@ -31,21 +31,21 @@ ENDINGS: Final = MappingProxyType({
     "alpha": "alpha", "lora_alpha": "alpha", "lora.alpha": "alpha", "scale": "override",
     **{f"glora_{x}.{name}": f"bias:glora/{x}{part}" for x in "CDE" for name, part in LETTER.items()},
     **{ending: ("bias:" if m.parameter == "bias" else "") + f"{family}/{slot}"
-       for family, m in METHODS.items() for ending, slot in m.endings.items()},
+       for family, m in METHOD_ROWS.items() for ending, slot in m.endings.items()},
     "lora_diag": "values", "magnitude_r": "bora/rows", "magnitude_c": "bora/columns", "alpha_scale": "override",
     **{f"lora_up_{n}.weight": f"lora_blocks/up_{n}" for n in range(4)},
     "dora_scale": "magnitude", "lora_magnitude_vector": "magnitude", "lora_magnitude_vector.weight": "magnitude",
 })  # fmt: skip
 """The last parts of a key → the role of the tensor: `slot` or `family/slot`; `bias:` where it changes the bias."""
 
-NAMED: Final = ("lora_A", "lora_B", "lora_E", "lora_diag", "lora_embedding_A", "lora_embedding_B",
-                "lora_magnitude_vector", "ia3_l")  # fmt: skip
+NAMED_PARTS: Final = ("lora_A", "lora_B", "lora_E", "lora_diag", "lora_embedding_A", "lora_embedding_B",
+                      "lora_magnitude_vector", "ia3_l")  # fmt: skip
 """Parts of a key that PEFT may write the adapter's own name behind (`default` where the user chose none)."""
 
-NUMBERS: Final = frozenset({"alpha", "override", "magnitude"})
+NUMBER_ROLES: Final = frozenset({"alpha", "override", "magnitude"})
 """Roles that a module of any kind may have."""
 
-KINDS: Final[tuple[tuple[str, set[str], set[str]], ...]] = (
+MODULE_KINDS: Final[tuple[tuple[str, set[str], set[str]], ...]] = (
     #  kind             roles that it has                                  and may have
     ("lora",            {"up", "down"},                                    {"mid"}),
     ("litgpt",          {"adalora/up", "adalora/down"},                    set()),
@@ -66,7 +66,7 @@ KINDS: Final[tuple[tuple[str, set[str], set[str]], ...]] = (
     ("ia3",             {"ia3/diff", "on_input"},                              set()),
     ("peft_ia3",        {"factor"},                                        set()),
     *((family, {f"{family}/{slot}" for slot in {*m.endings.values()} - m.may}, {f"{family}/{slot}" for slot in m.may})
-      for family, m in METHODS.items()),
+      for family, m in METHOD_ROWS.items()),
 )  # fmt: skip
 """A module is of the first kind whose roles it has, without any other role."""
 
@@ -110,15 +110,15 @@ def groups(tensors: Iterable[StoredTensor]) -> list[Group]:
         group.put(role, info)
     for (stem, parameter, part), group in by_module.items():
         if part is not None and (whole := by_module.get((stem, parameter, None))) is not None:
-            for role in NUMBERS & whole.roles.keys():  # one α for all parts
+            for role in NUMBER_ROLES & whole.roles.keys():  # one α for all parts
                 group.put(role, whole.roles[role])
     kinds = (replace(group, kind=_kind(group.roles)) for group in by_module.values() if group.stem not in odd)
     return [group for group in kinds if group.kind]
 
 
 def _kind(roles: Collection[str]) -> str:
-    tensors = {*roles} - NUMBERS
-    return next((kind for kind, needs, may in KINDS if tensors and needs <= tensors <= needs | may), "")
+    tensors = {*roles} - NUMBER_ROLES
+    return next((kind for kind, needs, may in MODULE_KINDS if tensors and needs <= tensors <= needs | may), "")
 
 
 def ending(name: str) -> tuple[str, str, int | None] | None:
@@ -126,20 +126,20 @@ def ending(name: str) -> tuple[str, str, int | None] | None:
     parts = name.rsplit(".", _LEVELS)
     if len(parts) > 3 and parts[-1] == "weight" and parts[-2].isdecimal() and parts[-3] in ("lora_up", "lora_down"):
         stem = name[: -len(".".join(parts[-3:])) - 1]
-        return (stem, ENDINGS[f"{parts[-3]}.weight"], int(parts[-2])) if len(parts[-2]) < 4 else None
+        return (stem, ROLE_OF_ENDING[f"{parts[-3]}.weight"], int(parts[-2])) if len(parts[-2]) < 4 else None
     if len(parts) > 3 and parts[0].endswith(BELOW) and (parts[1], parts[3]) == ("blocks", "weight"):
-        role = ENDINGS.get(f"lora_up_{parts[2]}.weight")
+        role = ROLE_OF_ENDING.get(f"lora_up_{parts[2]}.weight")
         return (parts[0].removesuffix(BELOW), role, None) if role else None
-    if len(parts) > 2 and parts[-2] in NAMED and parts[-1] not in ("weight", "bias"):  # `.ia3_l.default`
-        return name[: -len(parts[-2]) - len(parts[-1]) - 2], ENDINGS.get(parts[-2], ""), None
-    if len(parts) > 3 and parts[-3] in NAMED and parts[-1] == "weight":  # `.lora_A.default.weight`
+    if len(parts) > 2 and parts[-2] in NAMED_PARTS and parts[-1] not in ("weight", "bias"):  # `.ia3_l.default`
+        return name[: -len(parts[-2]) - len(parts[-1]) - 2], ROLE_OF_ENDING.get(parts[-2], ""), None
+    if len(parts) > 3 and parts[-3] in NAMED_PARTS and parts[-1] == "weight":  # `.lora_A.default.weight`
         stem = name[: -len(".".join(parts[-3:])) - 1]
-        role = ENDINGS.get(f"{parts[-3]}.weight")
+        role = ROLE_OF_ENDING.get(f"{parts[-3]}.weight")
         return (stem, role, None) if role else None
     for count in (3, 2, 1):
         tail = ".".join(parts[-count:])
-        if len(parts) > count and tail in ENDINGS:
-            return name[: -len(tail) - 1], ENDINGS[tail], None
+        if len(parts) > count and tail in ROLE_OF_ENDING:
+            return name[: -len(tail) - 1], ROLE_OF_ENDING[tail], None
     return None
 
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Final, NamedTuple
 
-from .blocks import BLOCKS, LIST
-from .rows import ENDINGS, Networks
-from .scales import LONGEST, MOST_PATTERNS, is_simple
+from .blocks import BLOCK_NAMES, LIST
+from .rows import PARAMETER_ENDINGS, Networks
+from .scales import LONGEST_LOOSE_TEXT, MOST_PATTERNS, is_simple
 
 DENOISER: Final = "denoiser"
 
@@ -63,7 +63,7 @@ class StrengthParts:
         return base
 
     def _factor(self, part: str, value: float, key: str, network: str) -> float | None:
-        if part not in WORDS and (part.startswith(LIST) or BLOCKS.fullmatch(part)):
+        if part not in WORDS and (part.startswith(LIST) or BLOCK_NAMES.fullmatch(part)):
             return self._blocks.factor(part, value, key, network)
         covers = self._covers(part, key, network)
         return None if covers is None else value if covers else 1.0
@@ -71,7 +71,9 @@ class StrengthParts:
     def _covers(self, part: str, key: str, network: str) -> bool | None:
         """Return whether an expression, a network, or layers or blocks cover a tensor; None where it is unknown."""
         if part.startswith("re:"):
-            return re.search(part[3:], key) is not None if is_simple(part[3:]) and len(key) <= LONGEST else None
+            return (
+                re.search(part[3:], key) is not None if is_simple(part[3:]) and len(key) <= LONGEST_LOOSE_TEXT else None
+            )
         if part in WORDS:
             return self._is_of(WORDS[part], network)
         if part in self._keys:
@@ -115,7 +117,9 @@ class StrengthParts:
         names: dict[str, tuple[str, ...]] = {}
         for network in self._networks.networks:
             for module, others in network.other_names.items():
-                for end in (end for ends in ENDINGS.values() for end in ends if module + end in network.shapes):
+                for end in (
+                    end for ends in PARAMETER_ENDINGS.values() for end in ends if module + end in network.shapes
+                ):
                     names[f"{network.prefix}{module}{end}"] = tuple(f"{name}.{end[1:]}" for name in others)
         return names
 
@@ -134,7 +138,7 @@ def _meanings(part: str) -> Iterator[PartMeaning]:
         if path is not None:
             yield PartMeaning(network, text, path)
             yield PartMeaning(network, text, path, translated=True)
-        if network and BLOCKS.fullmatch(text):
+        if network and BLOCK_NAMES.fullmatch(text):
             yield PartMeaning(network, text)
 
 

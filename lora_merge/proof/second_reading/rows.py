@@ -16,9 +16,9 @@ from typing import Final, NamedTuple
 from .blocks import BlockNames
 from .layouts import Shape, filled, heights, tables
 
-PEFT: Final = "base_model.model."
+PEFT_PREFIX: Final = "base_model.model."
 
-PREFIXES: Final = (
+NETWORK_PREFIXES: Final = (
     # names begin with          network             dots are written as "_"
     ("lora_unet_",              "denoiser",         True),
     ("lora_transformer_",       "denoiser",         True),
@@ -38,11 +38,11 @@ PREFIXES: Final = (
 )  # fmt: skip
 """The network that the prefix of a module's name means; "" is any."""
 
-DENOISER: Final = ("denoiser", ("denoiser", "transformer"))
+DENOISER_NETWORK: Final = ("denoiser", ("denoiser", "transformer"))
 
 CONTAINERS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
-    # keys of the base begin with               what the network is, and what PREFIXES may call it
-    "model.diffusion_model.":                   DENOISER,
+    # keys of the base begin with               what the network is, and what NETWORK_PREFIXES may call it
+    "model.diffusion_model.":                   DENOISER_NETWORK,
     "cond_stage_model.transformer.":            ("te", ("te", "te1")),
     "cond_stage_model.model.":                  ("te", ("te", "te1")),
     "conditioner.embedders.0.transformer.":     ("te1", ("te1",)),
@@ -60,7 +60,7 @@ CONTAINERS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
 """The networks of a single file, by the first prefix that fits; the last row is a file that holds one network."""
 
 FOLDERS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
-    "unet.": DENOISER, "transformer.": DENOISER, "transformer_2.": ("", ("denoiser", "transformer_2")),
+    "unet.": DENOISER_NETWORK, "transformer.": DENOISER_NETWORK, "transformer_2.": ("", ("denoiser", "transformer_2")),
     "text_encoder.": ("te1", ("te1",)), "text_encoder_2.": ("te2", ("te2",)), "text_encoder_3.": ("te3", ("te3",)),
     "vae.": ("vae", ()),
 }  # fmt: skip
@@ -69,16 +69,16 @@ FOLDERS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
 OF_SDXL: Final = "add_embedding.linear_1.weight"
 """A tensor of SDXL's UNet in the layout of diffusers."""
 
-LEVELS: Final = frozenset({"model", "language_model", "text_model", "thinker", "llm"})
+FIRST_LEVELS: Final = frozenset({"model", "language_model", "text_model", "thinker", "llm"})
 """First levels that a name has or lacks where a language model is trained alone or as a part of another model:
 transformers' classes for text and for images, sounds and text (`model.language_model.layers`, `thinker.model.layers`)
 and vLLM's mappings of their names."""
 
-ENDINGS: Final = {"weight": (".weight", ".scale", "_weight"), "bias": (".bias", "_bias")}
+PARAMETER_ENDINGS: Final = {"weight": (".weight", ".scale", "_weight"), "bias": (".bias", "_bias")}
 """Parameter of a module → what its key ends with."""
 
 
-HEADS: Final = (
+HEAD_ORDERS: Final = (
     "token_refiner.blocks.0.attn.qkv_proj.weight", re.compile(r"(?:token_refiner\.)?blocks\.\d+\.attn\.qkv_proj"), 128
 )  # fmt: skip
 """A name that shows MiniMax-H3, its modules whose rows have two orders, and the rows of a head: q, k and v of one head
@@ -118,12 +118,12 @@ class Network:
 
     prefix: str
     label: str  # denoiser, te, te1, te2, te3, vae; "" where that is not known
-    called: tuple[str, ...]  # networks of PREFIXES that may mean this one
+    called: tuple[str, ...]  # networks of NETWORK_PREFIXES that may mean this one
     shapes: Mapping[str, Shape]  # names without the prefix
 
     def direct(self, module: str, parameter: str) -> WeightPlace | None:
         """Return the place of a parameter that the base has under its own name."""
-        ends = ENDINGS.get(parameter, (f".{parameter}",))
+        ends = PARAMETER_ENDINGS.get(parameter, (f".{parameter}",))
         name = next((module + end for end in ends if module + end in self.shapes), None)
         if name is None:
             return None
@@ -141,7 +141,7 @@ class Network:
 
     @cached_property
     def by_layer(self) -> Mapping[str, tuple[str, ...]]:
-        """Module without its first levels of LEVELS → all modules of this name."""
+        """Module without its first levels of FIRST_LEVELS → all modules of this name."""
         modules: dict[str, tuple[str, ...]] = {}
         for module in dict.fromkeys(self._modules()):
             if "." in (rest := _without_levels(module)):
@@ -204,7 +204,7 @@ class Network:
     def _modules(self) -> Iterator[str]:
         """Yield every module that has a weight."""
         for name in self.shapes:
-            yield from (name.removesuffix(end) for end in ENDINGS["weight"] if name.endswith(end))
+            yield from (name.removesuffix(end) for end in PARAMETER_ENDINGS["weight"] if name.endswith(end))
 
     @cached_property
     def _flat(self) -> Mapping[str, tuple[str, ...]]:
@@ -225,15 +225,15 @@ def rows_of(place: WeightPlace, start: int, stop: int) -> WeightPlace:
 
 
 def _without_levels(name: str) -> str:
-    """Return a name without its first levels of LEVELS."""
+    """Return a name without its first levels of FIRST_LEVELS."""
     first, _, rest = name.partition(".")
-    return _without_levels(rest) if first in LEVELS and rest else name
+    return _without_levels(rest) if first in FIRST_LEVELS and rest else name
 
 
 def reordered(place: WeightPlace, *, by_heads: bool) -> WeightPlace | None:
     """Return the place of rows of q, k and v in a tensor that has them in the other order, stacked or `by_heads`; None
     for parts of such a tensor."""
-    (r,), size = place.rows, HEADS[2]
+    (r,), size = place.rows, HEAD_ORDERS[2]
     heads, odd = divmod(r.stop, 3 * size)
     if r.start or odd or r.stop != place.shape[0]:
         return None
@@ -299,19 +299,19 @@ class Networks:
         return self._on_another_level(stem, parameter)
 
     def _on_another_level(self, stem: str, parameter: str) -> WeightPlace | None:
-        """Return the one place of a name with more or fewer of LEVELS before it."""
-        rest = _without_levels(stem.removeprefix(PEFT))
+        """Return the one place of a name with more or fewer of FIRST_LEVELS before it."""
+        rest = _without_levels(stem.removeprefix(PEFT_PREFIX))
         named = [(n, module) for n in self.networks if not n.label for module in n.by_layer.get(rest, ())]
         return named[0][0].direct(named[0][1], parameter) if len(named) == 1 else None
 
     def of_heads(self, place: WeightPlace) -> Network | None:
         """Return the network of a place whose rows have one of two orders; None for any other place."""
         key = place.rows[0].key
-        of = next((n for n in self.networks if HEADS[0] in n.shapes and key.startswith(n.prefix)), None)
-        return of if of is not None and HEADS[1].fullmatch(key[len(of.prefix) :].rpartition(".")[0]) else None
+        of = next((n for n in self.networks if HEAD_ORDERS[0] in n.shapes and key.startswith(n.prefix)), None)
+        return of if of is not None and HEAD_ORDERS[1].fullmatch(key[len(of.prefix) :].rpartition(".")[0]) else None
 
     def has(self, called: str) -> bool:
-        """Return whether the base has a network that PREFIXES may call so."""
+        """Return whether the base has a network that NETWORK_PREFIXES may call so."""
         return any(called in network.called for network in self.networks)
 
     def parts(self, place: WeightPlace) -> tuple[int, ...]:
@@ -324,8 +324,8 @@ class Networks:
 
 def _readings(stem: str) -> Iterator[tuple[str, str, bool]]:
     """Yield (network, rest of the name, whether "_" replaces its dots) for every prefix that the name may have."""
-    name = stem.removeprefix(PEFT)
+    name = stem.removeprefix(PEFT_PREFIX)
     yield "", name, False
-    for prefix, network, flat in PREFIXES:
+    for prefix, network, flat in NETWORK_PREFIXES:
         if name.startswith(prefix):
-            yield network, name[len(prefix) :].removeprefix("" if flat else PEFT), flat
+            yield network, name[len(prefix) :].removeprefix("" if flat else PEFT_PREFIX), flat

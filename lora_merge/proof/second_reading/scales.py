@@ -13,34 +13,34 @@ from math import isfinite
 from typing import Any, Final, NamedTuple
 
 from ...disk.files import StoredTensor
-from .methods import METHODS
-from .modules import NUMBERS, Group, shapes
-from .rows import PEFT
+from .methods import METHOD_ROWS
+from .modules import NUMBER_ROLES, Group, shapes
+from .rows import PEFT_PREFIX
 
 Number = Callable[[StoredTensor], float]
 
 HEADER: Final = "lora_adapter_metadata"
 """Entry in which diffusers keeps PEFT's configuration: `transformer.r` and so on."""
 
-STATED: Final = ("alpha", "lora_alpha", "network_alpha")
+ALPHA_ENTRIES: Final = ("alpha", "lora_alpha", "network_alpha")
 """Plain entries of a header that give α for all modules."""
 
-UNREAD: Final = re.compile(r"alpha|scal|multiplier|rs_?lora", re.IGNORECASE)
+SCALE_WORDS: Final = re.compile(r"alpha|scal|multiplier|rs_?lora", re.IGNORECASE)
 """Words in other entries of a header, and in the files next to it, with which only the plan knows α."""
 
-TRAINING: Final = ("ss_", "modelspec.", "ot_", "training_info", "prompt", "workflow", "lora_merge", "sd_merge_")
+TRAINING_ENTRIES: Final = ("ss_", "modelspec.", "ot_", "training_info", "prompt", "workflow", "lora_merge", "sd_merge_")
 """Beginnings of entries that describe the training, or what made the file: their alpha is in the tensors."""
 
-ARGUMENTS: Final = ("ss_network_args", "lycoris_config")
+ARGUMENT_ENTRIES: Final = ("ss_network_args", "lycoris_config")
 """Entries in which sd-scripts and SimpleTuner keep the arguments of the network, as JSON."""
 
 CHANGES_ALPHA: Final = ("dylora", "rs_lora", "rslora", "split_qkv", "bypass_mode")
 """Words in those arguments that change what α means, unless the argument is off."""
 
-ALPHAS: Final = {"LORA": "lora_alpha", "LOHA": "alpha", "LOKR": "alpha", "IA3": ""}
+ALPHA_OF_TYPE: Final = {"LORA": "lora_alpha", "LOHA": "alpha", "LOKR": "alpha", "IA3": ""}
 """peft_type → its field for α."""
 
-TYPES: Final = {*ALPHAS, "BONE", *(m.type for m in METHODS.values())}
+PEFT_TYPES: Final = {*ALPHA_OF_TYPE, "BONE", *(m.type for m in METHOD_ROWS.values())}
 
 OTHER_METHODS: Final = ("arrow_config", "use_qalora", "layer_replication", "ensure_weight_tying",
                         "alora_invocation_tokens", "monteclora_config", "velora_config", "runtime_config")  # fmt: skip
@@ -52,7 +52,7 @@ MOST_REPEATS: Final = 2
 """SIMPLE with so many `+`, or one `.*`, describes patterns whose time grows with the length of the text, or its square:
 names, dots, few runs of digits, sets of characters."""
 
-LONGEST: Final = 150  # characters of a text that a pattern with `.*` is tried on
+LONGEST_LOOSE_TEXT: Final = 150  # characters of a text that a pattern with `.*` is tried on
 MOST_LOOSE: Final = 10  # patterns of a table that have `.*`
 MOST_PATTERNS: Final = 100
 """Of one table: each is tried on each module, and Python caches some hundreds of compiled patterns."""
@@ -76,16 +76,20 @@ class ModuleScales:
         self._stored, self._config, self._metadata = stored, stored.config, stored.metadata
         self._given, self._number = settings, number
         self._simple: dict[int, bool] = {}  # `id` of a table of patterns → whether they are
-        self._unread = any(_changes_alpha(self._metadata.get(name, "")) for name in ARGUMENTS)
+        self._unread = any(_changes_alpha(self._metadata.get(name, "")) for name in ARGUMENT_ENTRIES)
 
     @cached_property
     def _stated(self) -> tuple[bool, float | None]:
         """Whether it is known which α is stated outside of the tensors, and that α, None without one."""
-        entries = {name: text for name, text in self._metadata.items() if not name.startswith((*TRAINING, *ARGUMENTS))}
-        values = {entries.pop(name) for name in STATED if name in entries}
+        entries = {
+            name: text
+            for name, text in self._metadata.items()
+            if not name.startswith((*TRAINING_ENTRIES, *ARGUMENT_ENTRIES))
+        }
+        values = {entries.pop(name) for name in ALPHA_ENTRIES if name in entries}
         off = {name for name, text in entries.items() if text in ("", "None", "False", "{}")}
-        others = any(UNREAD.search(f"{name} {text}") for name, text in entries.items() if name not in off)
-        if others or len(values) > 1 or any(map(UNREAD.search, [] if values else self._stored.beside())):
+        others = any(SCALE_WORDS.search(f"{name} {text}") for name, text in entries.items() if name not in off)
+        if others or len(values) > 1 or any(map(SCALE_WORDS.search, [] if values else self._stored.beside())):
             return False, None
         try:
             return True, next(map(float, values), None)
@@ -95,7 +99,7 @@ class ModuleScales:
     @property
     def of_lycoris(self) -> bool:
         """Whether the header is of sd-scripts or LyCORIS."""
-        return any(name in self._metadata for name in (*ARGUMENTS, "ss_network_module"))
+        return any(name in self._metadata for name in (*ARGUMENT_ENTRIES, "ss_network_module"))
 
     @cached_property
     def _header(self) -> dict[str, Any] | None:
@@ -132,7 +136,7 @@ class ModuleScales:
     def configuration(self, stem: str) -> tuple[Mapping[str, Any], str] | None:
         """PEFT's configuration for a module, empty where it has none, and the module's path there; None if unknown."""
         if self._config:
-            return self._config, stem.removeprefix(PEFT)
+            return self._config, stem.removeprefix(PEFT_PREFIX)
         if HEADER not in self._metadata:
             return {}, stem
         model = "" if self._models.keys() == {""} else stem.partition(".")[0]
@@ -174,7 +178,7 @@ class ModuleScales:
             return None
         config = self.config(stem)
         kind = str(config.get("peft_type", "LORA" if "lora_alpha" in config else "")).rpartition(".")[2].upper()
-        odd = config and (kind not in TYPES or any(config.get(name) for name in OTHER_METHODS))
+        odd = config and (kind not in PEFT_TYPES or any(config.get(name) for name in OTHER_METHODS))
         odd = odd or (not stacked and _holds_parameters(config, stem))
         odd = odd or config.get("init_lora_weights") not in PLAIN_STARTS or _is_tower(config)
         return None if odd or (not stacked and "base_layer" in stem) else kind
@@ -183,7 +187,7 @@ class ModuleScales:
         """Return the factor of ΔW; None where it is not known here. `methods.py` has those of its own families."""
         kind, stem = group.kind, group.stem
         method = self.method(stem)
-        if kind in ("full", "full_rank", "peft_ia3") or (kind in METHODS and kind != "lora_bias"):
+        if kind in ("full", "full_rank", "peft_ia3") or (kind in METHOD_ROWS and kind != "lora_bias"):
             return 1.0
         if method is None or (self._unread and (kind != "loha" or "magnitude" in group.roles)):
             return None
@@ -212,9 +216,9 @@ class ModuleScales:
 
         The user's α counts where a scale is meant, not where α limits a rotation.
         """
-        if self._unread or group.roles.keys() & NUMBERS - {"alpha"}:
+        if self._unread or group.roles.keys() & NUMBER_ROLES - {"alpha"}:
             return None
-        if not METHODS[group.kind].has_scale and "alpha" not in group.roles:
+        if not METHOD_ROWS[group.kind].has_scale and "alpha" not in group.roles:
             return 0.0
         alpha = self._alpha(group)
         return None if alpha is None and not self._knows_alpha(group) else alpha or 0.0
@@ -259,7 +263,7 @@ class ModuleScales:
         """Return the scale by PEFT's configuration: LoRA's rank is that of its tensors, others' is configured."""
         config, path_of = self.configuration(group.stem) or ({}, "")
         path = path or path_of
-        configured = config.get(ALPHAS[method], 8) or self._given.get("lora_alpha", 0)
+        configured = config.get(ALPHA_OF_TYPE[method], 8) or self._given.get("lora_alpha", 0)
         alpha = self._by_pattern(config, "alpha_pattern", path, configured)
         started = config.get("init_lora_weights") in ("pissa", "olora") and group.kind == "lora"
         whole = not rank or (started and rank == min(group.roles["up"].shape[0], group.roles["down"].shape[1]))
@@ -268,7 +272,7 @@ class ModuleScales:
             if patterned is None:
                 return None
             rank = int(patterned)
-        if alpha is None or rank <= 0 or not ALPHAS[method]:
+        if alpha is None or rank <= 0 or not ALPHA_OF_TYPE[method]:
             return None
         return alpha / (rank**0.5 if config.get("use_rslora") is True else rank)
 
@@ -282,7 +286,7 @@ class ModuleScales:
             return None
         if id(table) not in self._simple:  # a table may be as long as its file, and is asked for every module
             self._simple[id(table)] = _are_simple(table)
-        if not self._simple[id(table)] or (len(path) > LONGEST and any("*" in key for key in table)):
+        if not self._simple[id(table)] or (len(path) > LONGEST_LOOSE_TEXT and any("*" in key for key in table)):
             return None
         for key, value in table.items():
             if re.match(rf"(.*\.)?({key})$", path):

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from ...facts import Fact
 from ...paths import typed
 from ...report import ENLARGED
-from ...survival import MOST
+from ...survival import CHANCE_SHARE
 from ...text import json_text, plural
 from .heat_map import grid_places
 
@@ -31,7 +31,7 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-SHARE: Final = {"unit": "%", "bar": True, "longest": 1}
+SHARE_COLUMN: Final = {"unit": "%", "bar": True, "longest": 1}
 """A column of shares of a whole: a bar over the whole width is all of it."""
 
 
@@ -66,8 +66,8 @@ UNPICTURED: Final = (
 """Why a weight has no spectrum or histogram."""
 
 LEAST_LOSS: Final = 0.001  # a share that is worth a picture
-RANKS: Final = "Rank and share that survives"
-AXES: Final = ("rank of all layers", "share that survives")
+CURVE_TITLE: Final = "Rank and share that survives"
+CURVE_AXES: Final = ("rank of all layers", "share that survives")
 CLICK: Final = "The stronger the colour, the larger. Click a cell for its weights."
 
 
@@ -186,7 +186,7 @@ class PageContent:
         if unlisted := numbers["unlisted"]:
             hidden = plural(unlisted, "tensor")
             self.data["notes"].append(f"the numbers of {hidden} are shown by part and by block alone")
-        if any((measured["retained"] or 0) > MOST for measured in (every, *numbers["tensors"].values())):
+        if any((measured["retained"] or 0) > CHANCE_SHARE for measured in (every, *numbers["tensors"].values())):
             self.data["notes"].append(ENLARGED)
         self.heat_map(title, CLICK, CHANGED, numbers["tensors"], numbers["blocks"])
         for kind, of in (("components", "part"), ("blocks", "block")):
@@ -196,7 +196,7 @@ class PageContent:
             if any(share > LEAST_LOSS for _, share in lost):
                 self.bars(f"Lost to the output's dtype by {of}", of, lost, "%")
             metrics = [m for m in CHANGED if m.key in every]
-            shown = {"retained": SHARE, "ratio": {"unit": "%", "bar": True}}
+            shown = {"retained": SHARE_COLUMN, "ratio": {"unit": "%", "bar": True}}
             columns = [{"title": m.title, **shown.get(m.key, {"unit": m.unit})} for m in metrics]
             if len(rows) > 1:
                 self.table(f"By {of}", [of, *columns], ([name, *(row[m.key] for m in metrics)] for name, row in rows))

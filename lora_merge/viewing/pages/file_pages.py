@@ -13,7 +13,7 @@ from ..compare import compare_summary
 from ..file_verdict import top
 from ..hashes import hash_title
 from ..text import few, match_summary, metadata, summary, training_value
-from .content import AXES, CLICK, COSINE, RANKS, Column, Metric, PageContent, Values, root
+from .content import CLICK, COSINE, CURVE_AXES, CURVE_TITLE, Column, Metric, PageContent, Values, root
 from .preview import preview
 
 MEASURED: Final = (
@@ -23,7 +23,7 @@ MEASURED: Final = (
     Metric("largest", "largest singular value", join=max),
 )
 
-SIZES: Final = (
+SIZE_METRICS: Final = (
     Metric("rms", "root mean square"),
     Metric("norm", "‖W‖", join=root),
     Metric("largest", "largest |W|", join=max),
@@ -35,7 +35,7 @@ DIFFERENT: Final = (
     Metric("largest", "largest difference", join=max),
 )
 
-ALIKE: Final = (
+SIMILARITY_METRICS: Final = (
     Metric("cosine", "cosine", COSINE),
     Metric("overlap", "common directions", "%"),
     Metric("a", "‖ΔW‖ of A", join=root),
@@ -106,18 +106,25 @@ def _changed(page: PageContent, numbers: Values) -> None:
     """Add pictures of how much an adapter changes, from its weights."""
     page.heat_map("What it changes, by block and layer", "At strength 1. Click a cell for its modules.", MEASURED,
                   numbers["modules"], numbers["blocks"])  # fmt: skip
-    page.curve(RANKS, AXES, numbers.get("curve", ()), "%")
+    page.curve(CURVE_TITLE, CURVE_AXES, numbers.get("curve", ()), "%")
     page.bars("‖ΔW‖ by block", "block", numbers["blocks"].items())
 
 
 def _sized(page: PageContent, sizes: Values) -> None:
     """Add pictures and tables of how large the weights of a model are."""
     matrices = {name: sized for name, sized in sizes["tensors"].items() if sized["dimensions"] > 1}
-    page.heat_map("How large its weights are, by block and layer", CLICK, SIZES, matrices, sizes["blocks"],
+    page.heat_map("How large its weights are, by block and layer", CLICK, SIZE_METRICS, matrices, sizes["blocks"],
                   "W")  # fmt: skip
     for kind, of in (("components", "part"), ("kinds", "kind of layer"), ("blocks", "block")):
-        columns: list[Column] = [of, "numbers", *({"title": m.title, "bar": m.key == "rms"} for m in SIZES), "zeros"]
-        rows = [[name, row["of"], *(row[m.key] for m in SIZES), row["zeros"]] for name, row in sizes[kind].items()]
+        columns: list[Column] = [
+            of,
+            "numbers",
+            *({"title": m.title, "bar": m.key == "rms"} for m in SIZE_METRICS),
+            "zeros",
+        ]
+        rows = [
+            [name, row["of"], *(row[m.key] for m in SIZE_METRICS), row["zeros"]] for name, row in sizes[kind].items()
+        ]
         page.table(f"Weights by {of}", columns, rows if len(rows) > 1 else [])
 
 
@@ -162,14 +169,16 @@ def _alike(page: PageContent, result: Values) -> None:
     page.heat_map(
         "How alike they are, by block and layer",
         "Cosine 1: the same direction; 0: independent; −1: they fight. Click a cell for its modules.",
-        ALIKE,
+        SIMILARITY_METRICS,
         result["modules"],
         result["blocks"],
     )
     rows = list(result["blocks"].items())
     page.bars("Cosine by block", "block", ((name, row["cosine"]) for name, row in rows), COSINE)
-    columns = [{"title": m.title, "unit": m.unit} for m in ALIKE]
-    page.table("By block", ["block", *columns], ([name, *(row[m.key] for m in ALIKE)] for name, row in rows))
+    columns = [{"title": m.title, "unit": m.unit} for m in SIMILARITY_METRICS]
+    page.table(
+        "By block", ["block", *columns], ([name, *(row[m.key] for m in SIMILARITY_METRICS)] for name, row in rows)
+    )
 
 
 def _different(page: PageContent, result: Values) -> None:

@@ -7,10 +7,10 @@ from typing import Any, Final, NamedTuple
 
 from ...text import CONTROLS, json_text
 
-MOST: Final = 5_000_000
+MOST_PAGE_BYTES: Final = 5_000_000
 """The bytes of a page that browsers of phones open at once."""
 
-LONG: Final = 2000
+LONGEST_TEXT: Final = 2000
 """Characters of one text; a stranger's metadata may hold megabytes."""
 
 
@@ -21,7 +21,7 @@ class Level(NamedTuple):
     pictures: bool  # spectra and histograms
 
 
-LEVELS: Final = (
+DETAIL_LEVELS: Final = (
     Level(10**9, pictures=True),
     *(Level(rows, pictures=False) for rows in (10**9, 20_000, 10_000, 5000, 2000, 1000, 500, 200, 100, 50, 20, 10)),
 )
@@ -35,11 +35,12 @@ def encoded(content: Mapping[str, Any]) -> str:
 def fitted(content: Mapping[str, Any], room: int) -> str:
     """Return content as JSON of at most `room` bytes, as much of it as fits, with a note on what is left out."""
     short, text = {**_cut(content), "image": content.get("image", "")}, ""
-    for level in LEVELS:
+    for level in DETAIL_LEVELS:
         left: list[str] = []
         shorter = _shortened(short, level, left)
         if left:
-            note = f"This page stays below {MOST // 10**6} MB. Left out: {'; '.join(left)}. The JSON (--json) has all."
+            most = MOST_PAGE_BYTES // 10**6
+            note = f"This page stays below {most} MB. Left out: {'; '.join(left)}. The JSON (--json) has all."
             shorter["notes"] = [note, *shorter["notes"]]
         text = encoded(shorter)
         if len(text) <= room and len(text.encode(errors="replace")) <= room:
@@ -51,7 +52,11 @@ def _cut(value: Any) -> Any:
     """Return the same with long texts cut, and with what is hidden, or turns the direction of other texts, escaped."""
     if isinstance(value, str):
         value = value.translate(CONTROLS)
-        return value if len(value) <= LONG else f"{value[:LONG]}… ({len(value) - LONG} more characters)"
+        return (
+            value
+            if len(value) <= LONGEST_TEXT
+            else f"{value[:LONGEST_TEXT]}… ({len(value) - LONGEST_TEXT} more characters)"
+        )
     if isinstance(value, Mapping):
         return {_cut(name): _cut(item) for name, item in value.items()}
     return [_cut(item) for item in value] if isinstance(value, list | tuple) else value

@@ -8,11 +8,23 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...facts import line, strengths
-from ...report import NOT_VERIFIED, layers_recomputed, merge_rows
+from ...report import DONE, NOT_VERIFIED, layers_recomputed, merge_rows
 from ...survival import ENOUGH, grade, judged
 from ...text import listed, plural
 from ..json_schemas import kind_of
-from .content import AXES, CLICK, LEAST_LOSS, RANKS, SHARE, SURVIVES, Column, Metric, PageContent, Values, root
+from .content import (
+    CLICK,
+    CURVE_AXES,
+    CURVE_TITLE,
+    LEAST_LOSS,
+    SHARE_COLUMN,
+    SURVIVES,
+    Column,
+    Metric,
+    PageContent,
+    Values,
+    root,
+)
 
 LAYER_METRICS: Final = (
     Metric("ratio", "‖ΔW‖ / ‖W‖", "%"),
@@ -71,7 +83,7 @@ def _adapters(page: PageContent, facts: Values) -> None:
     known = [{**sampled.get(name, {}), **(measures or {})} for (name, _), measures in zip_longest(rows, measured)]
     page.table(
         "Adapters",
-        ["adapter", "strength", "modules matched", "of", "‖ΔW‖", {"title": SURVIVES, **SHARE}],
+        ["adapter", "strength", "modules matched", "of", "‖ΔW‖", {"title": SURVIVES, **SHARE_COLUMN}],
         (
             [
                 name,
@@ -141,7 +153,7 @@ def adapter_page(facts: Values) -> dict[str, Any]:
     known = _informative(LAYER_METRICS, before)
     page.heat_map("What it changes, by block and layer", CLICK, known, before,
                   facts["numbers"].get("blocks", ()))  # fmt: skip
-    page.curve(RANKS, AXES, facts["numbers"].get("curve", ()), "%")
+    page.curve(CURVE_TITLE, CURVE_AXES, facts["numbers"].get("curve", ()), "%")
     _by_block(page, facts["numbers"])
     page.data["stages"] = _stages(facts)
     page.table(
@@ -205,7 +217,7 @@ def _by_block(page: PageContent, numbers: Values) -> None:
             columns = [{"title": m.title, "unit": m.unit, "bar": m in known[:1]} for m in known]
             rows = [[name, row["layers"], *(row.get(m.key) for m in known), row["energy"]]
                     for name, row in blocks.items()]  # fmt: skip
-            page.table(f"By {of}", [of, "layers", *columns, {"title": SURVIVES, **SHARE}], rows)
+            page.table(f"By {of}", [of, "layers", *columns, {"title": SURVIVES, **SHARE_COLUMN}], rows)
 
 
 def batch_page(ended: Sequence[Values]) -> dict[str, Any]:
@@ -216,7 +228,9 @@ def batch_page(ended: Sequence[Values]) -> dict[str, Any]:
     page.summary(batch_rows(ended, len(ended)))
     jobs = sorted(ended, key=lambda job: int(job["number"]))
     reasons = _grouped(jobs)
-    page.data["warnings"] = [f"{listed(dict.fromkeys(names), NAMED)}: {text}" for text, names in reasons.items()]
+    page.data["warnings"] = [
+        f"{listed(dict.fromkeys(names), NAMED_OUTPUTS)}: {text}" for text, names in reasons.items()
+    ]
     levels = [*map(_level, jobs)]
     failed, sound = levels.count("bad"), plural(len(jobs), "job")
     if failed:
@@ -226,7 +240,7 @@ def batch_page(ended: Sequence[Values]) -> dict[str, Any]:
     else:
         page.verdict("good", f"All of {sound} are done.")
     page.table(*_grid(jobs), first=True)
-    page.table("Jobs", JOBS, map(_job, jobs), details=[*map(_opened, jobs)],
+    page.table("Jobs", JOB_COLUMNS, map(_job, jobs), details=[*map(_opened, jobs)],
                marks=["" if level == "good" else level for level in levels])  # fmt: skip
     return page.data
 
@@ -238,8 +252,7 @@ def _level(job: Values) -> str:
     return "warning" if [*_warnings(job)] else "good"
 
 
-DONE: Final = ("merged", "made", "skipped")
-NAMED: Final = 3  # outputs that a reason of several jobs names
+NAMED_OUTPUTS: Final = 3  # outputs that a reason of several jobs names
 
 
 def _grouped(jobs: Sequence[Values]) -> dict[str, list[str]]:
@@ -309,7 +322,7 @@ def _warnings(job: Values) -> Iterator[str]:
         yield warning
 
 
-JOBS: Final[Sequence[Column]] = (
+JOB_COLUMNS: Final[Sequence[Column]] = (
     "job", "output", "status", "adapters", {"title": "size", "unit": "B"}, {"title": "time", "unit": "s", "bar": True},
     {"title": "‖ΔW‖ / ‖W‖", "unit": "%"}, {"title": SURVIVES, "unit": "%"},
 )  # fmt: skip

@@ -16,7 +16,7 @@ from ...errors import UsageError
 from ...text import one_line
 from ..json_schemas import kind_of
 from .file_pages import comparison_page, file_page, files_page
-from .limit import LONG, MOST, fitted
+from .limit import LONGEST_TEXT, MOST_PAGE_BYTES, fitted
 from .output_pages import adapter_page, batch_page, merge_page
 
 PAGES: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
@@ -24,7 +24,7 @@ PAGES: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
 }  # fmt: skip
 """Kind in the schema of a command's JSON → its page."""
 
-LISTS: Final = {"job-report": batch_page, "inspect": files_page}
+LIST_PAGES: Final = {"job-report": batch_page, "inspect": files_page}
 """The same for a list of such objects."""
 
 
@@ -32,7 +32,7 @@ def content(result: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> dict[str
     """Return the content of the page about JSON that a command printed; of a batch, the list of its lines."""
     if isinstance(result, Mapping):
         return PAGES[kind_of(result)](result)
-    return LISTS[kind_of(result[0])](result) if result else batch_page(result)
+    return LIST_PAGES[kind_of(result[0])](result) if result else batch_page(result)
 
 
 def page(result: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> str:
@@ -42,11 +42,11 @@ def page(result: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> str:
     """
     sections = content(result)
     hashes = f"{_hash(_text('page.js'))} {_hash(plotly())}"
-    parts = {"title": escape(one_line(f"{sections['title'][:LONG]} · lora-merge")), "style": _text("page.css"),
+    parts = {"title": escape(one_line(f"{sections['title'][:LONGEST_TEXT]} · lora-merge")), "style": _text("page.css"),
              "script": _text("page.js"), "library": library(), "hashes": hashes}  # fmt: skip
     frame = _text("page.html").split("{{")
     others = sum(len(part.encode(errors="replace")) for part in (*frame, *parts.values()))
-    parts["content"] = fitted(sections, MOST - others)
+    parts["content"] = fitted(sections, MOST_PAGE_BYTES - others)
     return frame[0] + "".join(parts[name] + rest for name, _, rest in (part.partition("}}") for part in frame[1:]))
 
 

@@ -14,14 +14,14 @@ from .content import COSINE
 from .page import content
 
 PLOT_ENDINGS: Final = (".png", ".svg", ".pdf")
-LARGE: Final = ("#d9e4fa", "#6390e4", "#12316f")
+SEQUENTIAL_COLOURS: Final = ("#d9e4fa", "#6390e4", "#12316f")
 """Colours from the least to the largest number, those of the page in the light."""
 
-SIGNED: Final = ("#d6762a", "#ececec", "#3486d0")
+SIGNED_COLOURS: Final = ("#d6762a", "#ececec", "#3486d0")
 """Colours of −1, 0 and 1."""
 
 BAR: Final = "#2458c5"
-MOST: Final = 60  # bars of one picture; the largest are shown
+MOST_BARS: Final = 60  # bars of one picture; the largest are shown
 
 
 def plot(result: Mapping[str, Any] | Sequence[Mapping[str, Any]], path: Path) -> bytes:
@@ -37,7 +37,7 @@ def plot(result: Mapping[str, Any] | Sequence[Mapping[str, Any]], path: Path) ->
     if not heat_maps and not bars:
         raise UsageError("there is nothing to draw", f"--plot {path.name}", "read the weights too: --weights")
     heights = [1.6 + 0.22 * len(chart["rows"]) for chart in heat_maps]
-    heights += [0.9 + 0.26 * min(len(chart["rows"]), MOST) for chart in bars]
+    heights += [0.9 + 0.26 * min(len(chart["rows"]), MOST_BARS) for chart in bars]
     figure = Figure(figsize=(10, 0.6 + sum(heights)), layout="constrained")
     axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
     figure.suptitle(_text(sections["title"]))
@@ -71,7 +71,7 @@ def _heat_map(chart: Mapping[str, Any], ax: Any, figure: Any) -> None:
         value = cell["values"][metric["key"]]
         numbers[cell["row"]][cell["column"]] = float("nan") if value is None else value
     signed = metric["unit"] == COSINE  # 0 is the middle of the colours, as on a page
-    colours, limits = (SIGNED, {"vmin": -1, "vmax": 1}) if signed else (LARGE, _from_zero(numbers))
+    colours, limits = (SIGNED_COLOURS, {"vmin": -1, "vmax": 1}) if signed else (SEQUENTIAL_COLOURS, _from_zero(numbers))
     image = ax.imshow(numbers, aspect="auto", cmap=LinearSegmentedColormap.from_list("ours", colours), **limits)
     ax.set_xticks(
         range(len(chart["columns"])), [_text(c) for c in chart["columns"]], rotation=40, ha="left", fontsize=7
@@ -97,13 +97,13 @@ def _from_zero(numbers: Sequence[Sequence[float]]) -> dict[str, float]:
 
 def _bars(chart: Mapping[str, Any], ax: Any, _: Any) -> None:
     rows = chart["rows"]
-    if len(rows) > MOST:
-        largest = sorted(rows, key=lambda row: -abs(row[1]))[:MOST]
+    if len(rows) > MOST_BARS:
+        largest = sorted(rows, key=lambda row: -abs(row[1]))[:MOST_BARS]
         rows = [row for row in rows if row in largest]
     values = [value for _, value in rows]
     whole = chart["unit"] == COSINE
     signed = whole or min(values) < 0
-    colours = [SIGNED[0 if value < 0 else -1] if signed else BAR for value in values]
+    colours = [SIGNED_COLOURS[0 if value < 0 else -1] if signed else BAR for value in values]
     bars = ax.barh([_text(name) for name, _ in rows], values, color=colours)
     ax.bar_label(bars, fmt="{:.3%}" if chart["unit"] == "%" else "{:.4g}", fontsize=7, padding=3)
     ax.margins(x=0.12, y=0.01)

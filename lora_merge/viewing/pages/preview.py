@@ -12,10 +12,10 @@ from ...disk.files import open_regular
 from ...errors import MergeError
 from ..training import THUMBNAIL
 
-LARGEST: Final = 1_000_000  # bytes of a picture in a page
-STORED: Final = re.compile(r"data:image/(?:png|jpeg|webp|gif|avif);base64,[A-Za-z0-9+/]+={0,2}")
+MOST_PICTURE_BYTES: Final = 1_000_000  # bytes of a picture in a page
+PICTURE_DATA: Final = re.compile(r"data:image/(?:png|jpeg|webp|gif|avif);base64,[A-Za-z0-9+/]+={0,2}")
 """A picture in the metadata. Kinds that are programs, such as SVG, are not shown."""
-KINDS: Final = {
+PICTURE_KINDS: Final = {
     "png": rb"\x89PNG\r\n\x1a\n", "jpeg": rb"\xff\xd8\xff", "webp": rb"RIFF....WEBP", "gif": rb"GIF8[79]a",
 }  # fmt: skip
 """Kind of a picture → the beginning of its file. A file next to an adapter may be a link to anything: a page holds only
@@ -26,13 +26,13 @@ def preview(picture: Mapping[str, Any], metadata: Mapping[str, str]) -> str:
     """Return a picture as an address that holds it; "" if there is none, or it is too large for a page."""
     if picture.get("in") == THUMBNAIL:
         text = metadata.get(THUMBNAIL, "")
-        return text if len(text) <= LARGEST * 4 // 3 and STORED.fullmatch(text) else ""
+        return text if len(text) <= MOST_PICTURE_BYTES * 4 // 3 and PICTURE_DATA.fullmatch(text) else ""
     path = Path(str(picture.get("in", "")))
     try:
         with open_regular(path) as f:
-            content = f.read(LARGEST + 1)
+            content = f.read(MOST_PICTURE_BYTES + 1)
     except (OSError, MergeError):
         return ""
-    kinds = (kind for kind, start in KINDS.items() if re.match(start, content, re.DOTALL))
-    kind = next(kinds, "") if len(content) <= LARGEST else ""
+    kinds = (kind for kind, start in PICTURE_KINDS.items() if re.match(start, content, re.DOTALL))
+    kind = next(kinds, "") if len(content) <= MOST_PICTURE_BYTES else ""
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}" if kind else ""

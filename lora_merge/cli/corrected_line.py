@@ -12,7 +12,7 @@ from ..errors import AdapterAsBase, MergeError
 from ..paths import exists, expand, split_strength, typed, with_found_ending
 from .terminal import without_global_options
 
-LONGEST: Final = 400
+LONGEST_LINE: Final = 400
 """Characters of a line that is printed; a longer one shows nothing that its fix does not show."""
 
 
@@ -57,7 +57,7 @@ def correct(error: BaseException, commands: Mapping[str, Any]) -> None:
         twice = len({*map(_whole, right)}) < len({*map(_whole, words)})  # such as the base in the place of an adapter
         fix = f"{error.fix}{'' if error.fix.endswith('?') else ';'} write {line(right)}" if right != words else ""
         fix = "" if twice else fix
-    if fix and len(fix) < LONGEST + len(error.fix):
+    if fix and len(fix) < LONGEST_LINE + len(error.fix):
         error.reword(lambda text: fix if text is error.fix else text)
 
 

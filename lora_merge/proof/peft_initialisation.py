@@ -19,9 +19,9 @@ from ..matching.patch import Patch
 from ..text import quoted
 from .reference.floats import Array, as_dtype
 
-CLOSE: Final = 1e-3
+SVD_TOLERANCE: Final = 1e-3
 """Tolerance of a decomposition in fp32, as a share of the largest singular value."""
-NEAR: Final = 0.1
+BASIS_TOLERANCE: Final = 0.1
 """Tolerance of FRoD's basis, rounded to 16 bits, against that of fp64, as a share of its norm."""
 
 
@@ -49,14 +49,14 @@ def _triples(r: RebuiltSlots) -> bool:
     left, right, weight = (as_dtype(v, "F64") for v in (r.slots["left"], r.slots["right"], r.read("")))
     values = np.linalg.svd(weight, compute_uv=False)
     sizes = np.linalg.norm(left, axis=0) * np.linalg.norm(right, axis=1)
-    used = sizes > CLOSE * values[0]
+    used = sizes > SVD_TOLERANCE * values[0]
     u, v = (side[:, used] / np.linalg.norm(side[:, used], axis=0) for side in (left, right.T))
     unit = np.eye(u.shape[1])
     exact = [(u.T @ weight @ v, np.diag(sizes[used]))]
     if not r.settings.get("low_rank", False):  # a randomised method, which is not exact
         exact.append((sizes, values[: len(sizes)]))
-    near = all(np.abs(product - other).max(initial=0.0) <= CLOSE * values[0] for product, other in exact)
-    return near and all(np.abs(side.T @ side - unit).max(initial=0.0) <= CLOSE for side in (u, v))
+    near = all(np.abs(product - other).max(initial=0.0) <= SVD_TOLERANCE * values[0] for product, other in exact)
+    return near and all(np.abs(side.T @ side - unit).max(initial=0.0) <= SVD_TOLERANCE for side in (u, v))
 
 
 def _groups(r: RebuiltSlots) -> bool:
@@ -88,7 +88,7 @@ def _joint(r: RebuiltSlots) -> bool:
         [r.read(f"layer_{n}").astype(np.float64) for n in range(r.settings["layers"])], r.settings["ridge"]
     )
     apart = np.minimum(*(np.linalg.norm(basis - sign * expected, axis=0) for sign in (1.0, -1.0)))
-    return off and bool(np.linalg.norm(apart) <= NEAR * np.linalg.norm(expected))
+    return off and bool(np.linalg.norm(apart) <= BASIS_TOLERANCE * np.linalg.norm(expected))
 
 
 def _basis(weights: list[Array], ridge: float) -> Array:
@@ -108,7 +108,7 @@ CHECKS: Final[Mapping[str, Callable[[RebuiltSlots], bool]]] = MappingProxyType(
 """Row of ALGORITHMS with a `rebuild` → check of the slots that it computes."""
 
 
-REPORT = "report it with the configuration of the adapter and of the base"
+REPORT_CONFIGURATION = "report it with the configuration of the adapter and of the base"
 
 
 def rebuilt_slots(patch: Patch, read: Callable[[str], Array]) -> Mapping[str, Array]:
@@ -125,6 +125,8 @@ def rebuilt_slots(patch: Patch, read: Callable[[str], Array]) -> Mapping[str, Ar
     if not CHECKS[patch.algorithm](RebuiltSlots(slots, read, *more)):
         where = f"{quoted(patch.module.where)} ({patch.algorithm}): {', '.join(sorted(slots))}"
         raise VerificationFailed(
-            "tensors computed from the base do not satisfy the definition of the adapter's method", where, REPORT
+            "tensors computed from the base do not satisfy the definition of the adapter's method",
+            where,
+            REPORT_CONFIGURATION,
         )
     return slots

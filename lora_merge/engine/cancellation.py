@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from .fold import SampleOf
     from .row_blocks import Block
 
-MOST: Final = 4.0
+LARGEST_SUM: Final = 4.0
 """Times the largest merged number that a sum on the way may be: 2e-6, which is promised, is 33 times 2⁻²⁴."""
 
-LEAST: Final = 2**12
+LEAST_CHECKED: Final = 2**12
 """The least numbers of a block that are checked, in rows spread evenly: all of them would take as long as to add
 up the changes of small ranks."""
 
@@ -50,7 +50,7 @@ class LargestSums:
 
     def __init__(self, base: Tensor) -> None:
         rows = base.shape[1]
-        count = min(rows, max(1, -(-LEAST // max(base.shape[2], 1))))
+        count = min(rows, max(1, -(-LEAST_CHECKED // max(base.shape[2], 1))))
         self._rows = range(0, rows // count * count, rows // count)
         self._last = self._most = self._largest(base)
 
@@ -79,7 +79,7 @@ class LargestSums:
     @property
     def cancelled(self) -> Tensor:
         """1 for each weight whose terms cancel, else 0: [n], in the dtype of the sums."""
-        return torch.gt(self._most, MOST * self._last, out=torch.empty_like(self._most))
+        return torch.gt(self._most, LARGEST_SUM * self._last, out=torch.empty_like(self._most))
 
     def _largest(self, sums: Tensor) -> Tensor:
         return strided(sums, self._rows).abs().amax((1, 2))

@@ -1,10 +1,10 @@
 """What headers and configurations other than PEFT's say about the change: alpha, scale, rank and variant. No torch.
 
 Trainers keep the configuration of the network in plain entries of the header, in an entry of JSON, or in a JSON or YAML
-file next to the adapter. `ENTRIES` is the one table of these entries. The rules are those on which SGLang, diffusers
-and ComfyUI agree: α of a tensor wins; a stated α is a finite number and is divided by the rank of each module's own
-tensors; it is not used where the ranks of a file differ and one bare number is stated. What could change the merged
-weights and is not used is refused by its name. Tables in PEFT's own words are read as PEFT's configuration.
+file next to the adapter. `ENTRY_MEANINGS` is the one table of these entries. The rules are those on which SGLang,
+diffusers and ComfyUI agree: α of a tensor wins; a stated α is a finite number and is divided by the rank of each
+module's own tensors; it is not used where the ranks of a file differ and one bare number is stated. What could change
+the merged weights and is not used is refused by its name. Tables in PEFT's own words are read as PEFT's configuration.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ..files.yaml_source import parse
 from ..options import is_finite, shown
 from ..safe_regex import from_json
 from ..text import Note, listed
-from .modules import SCALES, AdapterFile, Module, group, rank_of
-from .peft.rules import METADATA, UNTYPED, PeftRules, by_component, rules
+from .modules import SCALE_SLOTS, AdapterFile, Module, group, rank_of
+from .peft.rules import ADAPTER_METADATA, UNTYPED, PeftRules, by_component, rules
 
 
 class Meaning(Enum):
@@ -41,7 +41,7 @@ class Meaning(Enum):
     UNKNOWN = "refused if it could change the merged weights"
 
 
-ENTRIES: Final[Mapping[str, Meaning]] = {
+ENTRY_MEANINGS: Final[Mapping[str, Meaning]] = {
     **dict.fromkeys(("alpha", "lora_alpha", "network_alpha", "adapter_alpha"), Meaning.ALPHA),
     **dict.fromkeys(("scaling", "lora_scaling"), Meaning.SCALE),  # PEFT's α / r; mistral-finetune, model/args.py
     **dict.fromkeys(("use_rslora", "rslora", "use_rs_lora", "rs_lora"), Meaning.ROOT),
@@ -54,13 +54,13 @@ ENTRIES: Final[Mapping[str, Meaning]] = {
 }  # fmt: skip
 """Name of an entry in small letters, without the levels above → its meaning."""
 
-OTHERS: Final = (
+OTHER_ENTRIES: Final = (
     "ss_", "sshs_", "modelspec.",  # sd-scripts; musubi-tuner leaves ss_network_alpha where it folds α into the tensors
     "ot_", "training_info", "software",  # OneTrainer, which stores α; ai-toolkit
     "lycoris_config",  # SimpleTuner: kohya_args.py reads it
     "sd_merge_", "lora_merge", "mecha_recipe",  # programs that merge: of a change that they made already
     "prompt", "workflow",  # the graph of ComfyUI
-    "format", METADATA,
+    "format", ADAPTER_METADATA,
 )  # fmt: skip
 """Beginnings of entries of a header that other modules read, or that describe the training and not the tensors."""
 
@@ -72,22 +72,24 @@ GENERAL: Final = frozenset(
 )
 """Names of tables that may describe anything."""
 
-FACTORS: Final = frozenset(("alpha", "alphas", "scale", "scales", "scaling", "multiplier"))
-PARTS: Final = OWNERS | {"unet", "transformer", "text", "encoder", "te", "denoiser", "weight", "delta", "pattern"}
-VARIANTS: Final = frozenset(("dora", "rslora"))
-ORDERS: Final = frozenset(("order", "interleaved", "permuted", "transposed"))
-ROWS: Final = frozenset(("qkv", "kv", "row", "rows", "gate", "head", "heads"))
-"""An unknown entry looks decisive if its name is of FACTORS and PARTS alone, has a word of FACTORS and of OWNERS, or
-one of VARIANTS, or of ORDERS and ROWS."""
+FACTOR_WORDS: Final = frozenset(("alpha", "alphas", "scale", "scales", "scaling", "multiplier"))
+PART_WORDS: Final = OWNERS | {"unet", "transformer", "text", "encoder", "te", "denoiser", "weight", "delta", "pattern"}
+VARIANT_WORDS: Final = frozenset(("dora", "rslora"))
+ORDER_WORDS: Final = frozenset(("order", "interleaved", "permuted", "transposed"))
+ROW_WORDS: Final = frozenset(("qkv", "kv", "row", "rows", "gate", "head", "heads"))
+"""An unknown entry looks decisive if its name is of FACTOR_WORDS and PART_WORDS alone, has a word of FACTOR_WORDS and
+of OWNERS, or one of VARIANT_WORDS, or of ORDER_WORDS and ROW_WORDS."""
 
-MODEL: Final = frozenset(("model_type", "_class_name", "architectures"))
+MODEL_CONFIG_ENTRIES: Final = frozenset(("model_type", "_class_name", "architectures"))
 """Entries of a model's configuration, whose scales are the model's."""
 
 DEEPEST: Final = 6  # levels of tables in a configuration
-LONGEST: Final = 20_000  # characters of a value in Python's notation
-NOTHING: Final = ("", "none", "null", "false", "[]", "{}", "set()")
+LONGEST_VALUE: Final = 20_000  # characters of a value in Python's notation
+EMPTY_VALUES: Final = ("", "none", "null", "false", "[]", "{}", "set()")
 
-STATE: Final = "state what the training used: --setting lora_alpha={}, which is divided by the rank of each module"
+STATE_ALPHA: Final = (
+    "state what the training used: --setting lora_alpha={}, which is divided by the rank of each module"
+)
 REMOVE: Final = "merge with the program that wrote it; if it has no effect on the weights, remove that entry"
 
 
@@ -113,7 +115,7 @@ class EntryTable:
     def describes(self) -> bool:
         """Whether it describes an adapter: by its names, or because it states a rank."""
         names = (self.file, self.level, *self.entries)
-        ranked = any(ENTRIES.get(key.lower()) is Meaning.RANK for key in self.entries)
+        ranked = any(ENTRY_MEANINGS.get(key.lower()) is Meaning.RANK for key in self.entries)
         return self.header or ranked or any(_words(name) & OWNERS for name in names)
 
     @property
@@ -124,10 +126,12 @@ class EntryTable:
     def read(self) -> Iterator[tuple[Meaning, str, Any]]:
         """Yield meaning, name and value of all entries that may decide and are not off."""
         for key, value in self.entries.items():
-            meaning = ENTRIES.get(key.rpartition(".")[2].lower()) or (Meaning.UNKNOWN if _looks_decisive(key) else None)
+            meaning = ENTRY_MEANINGS.get(key.rpartition(".")[2].lower()) or (
+                Meaning.UNKNOWN if _looks_decisive(key) else None
+            )
             value = _value(value) if isinstance(value, str) else value
-            off = value == 0 and _words(key).isdisjoint(FACTORS)
-            if meaning and meaning is not Meaning.INFORMATIVE and not off and str(value).lower() not in NOTHING:
+            off = value == 0 and _words(key).isdisjoint(FACTOR_WORDS)
+            if meaning and meaning is not Meaning.INFORMATIVE and not off and str(value).lower() not in EMPTY_VALUES:
                 yield meaning, key, value
 
 
@@ -167,18 +171,19 @@ class Statement:
         first, where = f"{next(iter(alphas.values()), min(stated)):g}", _listed({**alphas, **scales})
         # All entries state one α, which is not 0.
         if max(stated) - min(stated) > 1e-6 * max(map(abs, stated)):
-            raise InputError("the adapter's alpha is stated with several values", where, STATE.format(first))
+            raise InputError("the adapter's alpha is stated with several values", where, STATE_ALPHA.format(first))
         if stated == {0.0}:
             raise FitError("the adapter's alpha is stated as 0, and such an adapter changes nothing", where,
-                           STATE.format("VALUE"))  # fmt: skip
+                           STATE_ALPHA.format("VALUE"))  # fmt: skip
         # It is stated for the rank of the tensors, of which there is one.
         ranks, tensors = self.numbers[Meaning.RANK], listed(map(str, self.file_ranks))
         if alphas and len(self.file_ranks) > 1:
             raise InputError("one alpha is stated for modules of different ranks",
-                             f"{where}; the tensors have ranks {tensors}", STATE.format(first))  # fmt: skip
+                             f"{where}; the tensors have ranks {tensors}", STATE_ALPHA.format(first))  # fmt: skip
         if any((value,) != self.file_ranks for value in ranks.values()):
             raise InputError("the rank that is stated with alpha is not the rank of the tensors",
-                             f"{where}; {_listed(ranks)}; the tensors have {tensors}", STATE.format(first))  # fmt: skip
+                             f"{where}; {_listed(ranks)}; the tensors have {tensors}",
+                             STATE_ALPHA.format(first))  # fmt: skip
         return min(stated)
 
     def check(self, module: Module) -> None:
@@ -201,9 +206,9 @@ def rules_of(file: AdapterFile) -> PeftRules:
     index, where = file.index, str(file.path)
     config = index.config
     if config and "peft_type" not in config and UNTYPED.keys().isdisjoint(config):
-        stated = any(ENTRIES.get(key.lower()) in (Meaning.ALPHA, Meaning.SCALE) for key in config)
-        config = {} if stated or not MODEL.isdisjoint(config) else config
-    if config or METADATA in index.metadata or not _lacks_alpha(file):
+        stated = any(ENTRY_MEANINGS.get(key.lower()) in (Meaning.ALPHA, Meaning.SCALE) for key in config)
+        config = {} if stated or not MODEL_CONFIG_ENTRIES.isdisjoint(config) else config
+    if config or ADAPTER_METADATA in index.metadata or not _lacks_alpha(file):
         return rules(config, where, index.metadata)
     table = next((t for t in _tables(file) if t.is_pefts and t.certain), None)
     return rules({}, where) if table is None else by_component(table.entries, table.place.rstrip(": ."), aside=True)
@@ -230,7 +235,7 @@ def side_file(index: Index) -> Path | None:
 
 def _lacks_alpha(file: AdapterFile) -> bool:
     """Return whether the tensors of some module leave its scale open."""
-    return any(m.shared.keys().isdisjoint(SCALES) and not m.slots.keys() <= {"diff"} for m in file.modules)
+    return any(m.shared.keys().isdisjoint(SCALE_SLOTS) and not m.slots.keys() <= {"diff"} for m in file.modules)
 
 
 def _tables(file: AdapterFile) -> list[EntryTable]:
@@ -243,7 +248,7 @@ def _tables(file: AdapterFile) -> list[EntryTable]:
 
 def _of_header(index: Index) -> Iterator[EntryTable]:
     """Yield the plain entries of a header, and the tables in its entries of JSON."""
-    texts = {key: text for key, text in index.metadata.items() if not key.lower().startswith(OTHERS)}
+    texts = {key: text for key, text in index.metadata.items() if not key.lower().startswith(OTHER_ENTRIES)}
     entries = {key: _value(text) if isinstance(text, str) else text for key, text in texts.items()}
     yield EntryTable(f"{index.path}: ", "", entries, header=True)
     for key in [key for key, value in entries.items() if isinstance(value, (dict, list)) and not _is_pattern(key)]:
@@ -259,10 +264,10 @@ def _of_side(side: SideText) -> Iterator[EntryTable]:
     except (ValueError, UsageError, InputError) as e:
         if re.search(r"(?:lora|network)_alpha", side.text):
             what = f"a configuration next to the adapter cannot be read: {getattr(e, 'what', e)}"
-            damage = InputError(what, str(side.path), f"correct it, or {STATE.format('VALUE')}")
+            damage = InputError(what, str(side.path), f"correct it, or {STATE_ALPHA.format('VALUE')}")
             yield EntryTable(f"{side.path}: ", "", {}, damage=damage)
         return
-    if isinstance(value, dict) and not MODEL.isdisjoint(value) and "peft_type" not in value:
+    if isinstance(value, dict) and not MODEL_CONFIG_ENTRIES.isdisjoint(value) and "peft_type" not in value:
         value = {key: inner for key, inner in value.items() if _words(str(key)) & OWNERS}
     for table in _levels(value, EntryTable(f"{side.path}: ", "", {}, file=side.path.stem, certain=side.certain)):
         if not table.foreign:
@@ -300,7 +305,7 @@ def _read(tables: Sequence[EntryTable], file_ranks: tuple[int, ...]) -> Statemen
                 switches.setdefault(meaning, place)
             elif meaning is Meaning.RANK and (not scales or not is_finite(value)):
                 continue  # of another thing than the adapter
-            elif meaning is Meaning.UNKNOWN and _words(key).isdisjoint(FACTORS):
+            elif meaning is Meaning.UNKNOWN and _words(key).isdisjoint(FACTOR_WORDS):
                 what = "an entry next to the adapter's tensors may mean a formula that is not known"
                 variant = variant or InputError(what, f"{place} = {shown(value)}", REMOVE)
             elif meaning is Meaning.UNKNOWN or not is_finite(value) or not (table.describes and table.certain):
@@ -317,21 +322,21 @@ def _refusal(table: EntryTable, key: str, value: Any, file_ranks: tuple[int, ...
     what = "an entry may give the adapter's scale, and its meaning is not known"
     if not table.certain:
         what = "alpha is stated next to several adapters, and may be that of another one"
-    elif key.rpartition(".")[2].lower() in ENTRIES and not is_finite(value):
+    elif key.rpartition(".")[2].lower() in ENTRY_MEANINGS and not is_finite(value):
         what = "the adapter's alpha is stated, but not as a finite number"
-    fix = STATE.format("VALUE")
+    fix = STATE_ALPHA.format("VALUE")
     if is_finite(value) and len(file_ranks) == 1:
         rank, factor = file_ranks[0], _words(key) & {"alpha", "alphas"}
         other = "" if factor else f", if it multiplies the change, or {rank} if it does not"
-        fix = STATE.format(f"{value if factor else value * rank:g}") + other
+        fix = STATE_ALPHA.format(f"{value if factor else value * rank:g}") + other
     return InputError(what, f"{table.place}{key} = {shown(value)}", fix)
 
 
 def _looks_decisive(key: str) -> bool:
     """Return whether an entry that no table knows may change the merged weights."""
     words = _words(key.rpartition(".")[2])
-    factors = words & FACTORS and (words <= FACTORS | PARTS or words & OWNERS)
-    return bool(factors or words & VARIANTS or (words & ORDERS and words & ROWS))
+    factors = words & FACTOR_WORDS and (words <= FACTOR_WORDS | PART_WORDS or words & OWNERS)
+    return bool(factors or words & VARIANT_WORDS or (words & ORDER_WORDS and words & ROW_WORDS))
 
 
 def _words(name: str) -> frozenset[str]:
@@ -354,7 +359,7 @@ def _value(text: str) -> Any:
     except ValueError:
         pass
     try:
-        value = ast.literal_eval(text) if len(text) <= LONGEST else text
+        value = ast.literal_eval(text) if len(text) <= LONGEST_VALUE else text
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return text
     return sorted(map(str, value)) if isinstance(value, set) else value

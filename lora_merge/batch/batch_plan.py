@@ -33,8 +33,8 @@ from ..text import Lines, plural
 from .commands import adapter_job
 from .jobs_file import BatchJob
 
-SHOWN: Final = 20  # clashes that are listed one by one
-TOGETHER: Final = 8  # jobs at most in one read of a base; more would save little and lose more when killed
+LISTED_CLASHES: Final = 20  # clashes that are listed one by one
+JOBS_TOGETHER: Final = 8  # jobs at most in one read of a base; more would save little and lose more when killed
 
 
 @dataclass(frozen=True)
@@ -412,7 +412,7 @@ def disk_rooms(planned: Sequence[PlannedJob], workers: int) -> Iterator[tuple[Se
             disks[folder] = next(p for p in (folder, *folder.parents) if p.exists()).stat().st_dev
         by_disk.setdefault(disks[folder], []).append(s)
     for some in by_disk.values():
-        replaced = sorted((s.replaces for s in some), reverse=True)[: TOGETHER * workers]
+        replaced = sorted((s.replaces for s in some), reverse=True)[: JOBS_TOGETHER * workers]
         size = sum(s.needs_disk - s.replaces for s in some) + sum(replaced)
         yield some, Room.at(some[0].entry.job.output, size)
 
@@ -430,5 +430,5 @@ def _size(path: Path) -> int:
 
 
 def _listed(lines: Sequence[str]) -> Lines:
-    more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
-    return Lines.of([*lines[:SHOWN], *more])
+    more = [f"and {len(lines) - LISTED_CLASHES} more"] if len(lines) > LISTED_CLASHES else []
+    return Lines.of([*lines[:LISTED_CLASHES], *more])

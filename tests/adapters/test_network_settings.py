@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
-from lora_merge.adapters.stated import ENTRIES, Meaning
+from lora_merge.adapters.network_settings import ENTRY_MEANINGS, Meaning
 from lora_merge.errors import InputError, MergeError
 
 RANK = 4
@@ -242,5 +242,5 @@ def test_second_reading_confirms_a_plain_alpha(tmp_path: Path) -> None:
 
 
 def test_every_meaning_is_in_the_table_or_a_rule() -> None:
-    assert {*ENTRIES.values()} == {*Meaning} - {Meaning.UNKNOWN}
-    assert all(name == name.lower() for name in ENTRIES)
+    assert {*ENTRY_MEANINGS.values()} == {*Meaning} - {Meaning.UNKNOWN}
+    assert all(name == name.lower() for name in ENTRY_MEANINGS)

@@ -22,17 +22,61 @@ from ..method_parameters import MethodParameters
 from ..models.weights import WeightView
 from ..planning.plan import OutputTensor
 from .reference import REFERENCE
-from .reference.column_rows import ReferenceRows
 from .reference.floats import Array
 
-NEAR: Final = 1e-12
+MAGNITUDE_TOLERANCE: Final = 1e-12
 """Magnitudes that differ by less, as a share of the largest one, may be in the other order after other rounding."""
 
-BLOCK: Final = 2**22
+ENTRIES_AT_ONCE: Final = 2**22
 """Numbers of a change that are computed at once."""
 
-STEPS: Final = 100
+KARCHER_STEPS: Final = 100
 """The most steps of the Karcher mean."""
+
+
+@dataclass(frozen=True)
+class ReferenceRows:
+    """A matrix [out, cols] in float64. Its rows are always computed in the same blocks, as sums may round otherwise in
+    others."""
+
+    shape: tuple[int, int]
+    read: Callable[[Array], Array]
+    """Function of the numbers of some rows that returns them in new memory."""
+    step: int
+    """Rows of a block."""
+
+    @staticmethod
+    def of(whole: Array) -> ReferenceRows:
+        """Return a matrix that is in memory."""
+        return ReferenceRows((whole.shape[0], whole.shape[1]), lambda rows: whole[rows], max(1, len(whole)))
+
+    def blocks(self) -> Iterator[tuple[slice, Array]]:
+        """Yield all rows in order."""
+        for first in range(0, self.shape[0], self.step):
+            rows = slice(first, min(first + self.step, self.shape[0]))
+            yield rows, self.read(np.arange(rows.start, rows.stop))
+
+    def at(self, rows: Array) -> Array:
+        """Return some rows, in new memory."""
+        values = np.empty((len(rows), self.shape[1]))
+        for number in np.unique(rows // self.step):
+            first = int(number) * self.step
+            block = self.read(np.arange(first, min(first + self.step, self.shape[0])))
+            here = rows // self.step == number
+            values[here] = block[rows[here] - first]
+        return values
+
+    def flat(self, of: Callable[[Array], Array]) -> Array:
+        """Return all numbers in order, or what a function makes of them."""
+        values = np.empty(self.shape[0] * self.shape[1])
+        for rows, block in self.blocks():
+            values[rows.start * self.shape[1] : rows.stop * self.shape[1]] = of(block).ravel()
+        return values
+
+    @cached_property
+    def largest(self) -> float:
+        """The largest magnitude; 0 where there is no number."""
+        return max((float(np.abs(block).max(initial=0.0)) for _, block in self.blocks()), default=0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +206,7 @@ def of_weight(
         by.setdefault(part.patch.adapter, []).append(part)
 
     (out, cols), whole = target.matrix, any(costs_all(u) for u in target.uses)
-    step = max(1, out if whole else BLOCK // max(cols, 1))
+    step = max(1, out if whole else ENTRIES_AT_ONCE // max(cols, 1))
 
     def read(parts: Sequence[PatchRows], some: Array) -> Array:
         return np.asarray(np.sum([change(p, some) for p in parts], axis=0) / parts[0].strength)
@@ -244,7 +288,7 @@ def _factors(
         order = np.argsort(size, axis=1, kind="stable")
         steps = n.density - n.epsilon + 2 * n.epsilon * np.arange(width) / max(width - 1, 1)
         np.put_along_axis(chance, order, steps[None, :], axis=1)
-        close = np.diff(np.take_along_axis(size, order, axis=1), axis=1) <= NEAR * change.largest
+        close = np.diff(np.take_along_axis(size, order, axis=1), axis=1) <= MAGNITUDE_TOLERANCE * change.largest
         tied = np.pad(close, ((0, 0), (1, 0))) | np.pad(close, ((0, 0), (0, 1)))
         np.put_along_axis(unsure, order, tied, axis=1)
     drawn = uniform(seed, n.seed, rows[:, None] * width + np.arange(width))
@@ -267,7 +311,7 @@ def _first(change: ReferenceRows, rows: Array, size: Array, count: int, unsure: 
     for some, block in change.blocks():
         before[some.start + 1 : some.stop + 1] = np.count_nonzero(np.abs(block) == edges[1], axis=1)
     place = np.cumsum(before)[rows][:, None] + np.cumsum(equal, axis=1)
-    unsure |= np.abs(size - edges.mean()) <= NEAR * change.largest
+    unsure |= np.abs(size - edges.mean()) <= MAGNITUDE_TOLERANCE * change.largest
     return np.asarray((size > edges[1]) | (equal & (place <= left)))
 
 
@@ -298,10 +342,10 @@ def _elect(scaled: Sequence[Array], strengths: Sequence[float], n: MethodParamet
 def _doubtful(scaled: Sequence[Array], unsure: Array) -> Array:
     """Return Σ|sᵢtᵢ| where the elected sign, or whether an entry is zero, hangs on rounding or on an unsure entry."""
     size = sum(map(np.abs, scaled), np.zeros(()))
-    near = np.abs(sum(scaled, np.zeros(()))) <= NEAR * size
+    near = np.abs(sum(scaled, np.zeros(()))) <= MAGNITUDE_TOLERANCE * size
     tiny = np.zeros(size.shape, dtype=bool)
     for s in scaled:
-        tiny |= (s != 0) & (np.abs(s) <= NEAR * np.abs(s).max(initial=0.0))
+        tiny |= (s != 0) & (np.abs(s) <= MAGNITUDE_TOLERANCE * np.abs(s).max(initial=0.0))
     return np.where(near | tiny | unsure, size, 0.0)
 
 
@@ -346,7 +390,7 @@ def _karcher(cosines: Array, norms: Sequence[float]) -> list[float]:
     at = nonzero.copy()
     length = math.sqrt(max(float(at @ cosines @ at), 0.0))
     at = at / length if length >= 1e-6 else np.eye(len(norms))[int(np.argmax(nonzero))]
-    for _ in range(STEPS):
+    for _ in range(KARCHER_STEPS):
         cosine = (cosines @ at).clip(-1, 1)
         angles = np.arccos(cosine)
         sines = np.sin(angles)

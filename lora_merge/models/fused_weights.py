@@ -38,24 +38,24 @@ OUTPUTS: Final = (
 )
 """Names of the layer behind q, k and v."""
 
-DOWNS: Final = ("down_proj", "down", "Wo", "wo", "w2", "w3", "dense_4h_to_h", "ff_out", "fc2")
+DOWN_LAYERS: Final = ("down_proj", "down", "Wo", "wo", "w2", "w3", "dense_4h_to_h", "ff_out", "fc2")
 """Names of the layer behind gate and value."""
 
 QUERIES: Final = ("q_proj", "q_attn", "to_q", "wq")
 """Names of a separate q: the fused weight next to it holds only k and v."""
 
-NORMS: Final = (
+HEAD_NORMS: Final = (
     *(("q_norm", "k_norm"), ("norm_q", "norm_k"), ("q_layernorm", "k_layernorm"), ("query_norm", "key_norm")),
     *(("ln_q", "ln_k"), ("q_ln", "k_ln"), ("norm.query_norm", "norm.key_norm")),
 )
 """Names of the norms of q and k, which are as long as one head or as all heads."""
 
-HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "num_heads", "num_query_heads")
-GROUPS: Final = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads", "multi_query_group_num")
-HEAD: Final = ("head_dim", "attention_head_dim", "kv_channels", "head_size")
+HEAD_COUNT: Final = ("num_attention_heads", "n_head", "n_heads", "num_heads", "num_query_heads")
+KV_HEADS: Final = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads", "multi_query_group_num")
+HEAD_SIZE: Final = ("head_dim", "attention_head_dim", "kv_channels", "head_size")
 VALUE: Final = ("v_head_dim",)
-WIDTH: Final = ("hidden_size", "n_embd", "d_model", "embed_dim", "dim")
-HIDDEN: Final = ("intermediate_size", "ffn_hidden_size", "ffn_dim")
+MODEL_WIDTH: Final = ("hidden_size", "n_embd", "d_model", "embed_dim", "dim")
+HIDDEN_SIZE: Final = ("intermediate_size", "ffn_hidden_size", "ffn_dim")
 """Entries of configurations: number of heads of q; of k and v; size of a head; of a head of v; width of the model;
 width inside an MLP."""
 
@@ -67,16 +67,19 @@ BEFORE: Final = "in_proj_"
 GATE: Final = "in_proj_z"
 """What names of the fused layer of linear attention begin with, and the layer of the gate next to it."""
 
-LINEAR: Final = (("linear_num_key_heads", "linear_key_head_dim"), ("linear_num_value_heads", "linear_value_head_dim"))
+LINEAR_HEADS: Final = (
+    ("linear_num_key_heads", "linear_key_head_dim"),
+    ("linear_num_value_heads", "linear_value_head_dim"),
+)
 """Entries of configurations: number and size of the heads of q and k, and of v, in linear attention."""
 
-TOGETHER: Final = (
+JOINED_LAYERS: Final = (
     ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"),
     ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"),
 )  # fmt: skip
 """Names of separate layers that servers join. https://github.com/vllm-project/vllm packed_modules_mapping."""
 
-_GROUP: Final = {name: names[0] for names in TOGETHER for name in names}
+_GROUP: Final = {name: names[0] for names in JOINED_LAYERS for name in names}
 
 
 JOINED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
@@ -96,7 +99,7 @@ https://github.com/vllm-project/vllm packed_modules_mapping;
 https://github.com/thinking-machines-lab/tinker-cookbook tinker_cookbook/weights/_merge_qwen3_5.py (in_proj_qkv).
 """
 
-INSIDE: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({**JOINED, "in_proj": ("gate_proj", "x_proj")})
+INNER_PARTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({**JOINED, "in_proj": ("gate_proj", "x_proj")})
 """Name of a layer of a base → names of layers, trained apart, that are its first rows, in this order.
 
 Source: https://github.com/thinking-machines-lab/tinker-cookbook tinker_cookbook/weights/_merge_nemotron.py
@@ -107,7 +110,7 @@ Source: https://github.com/thinking-machines-lab/tinker-cookbook tinker_cookbook
 def whole_of(module: str) -> list[tuple[str, int]]:
     """Return (name of a layer, position in it) for the layers of which a layer's name may mean a part."""
     wholes = []
-    for fused, parts in INSIDE.items():
+    for fused, parts in INNER_PARTS.items():
         for number, part in enumerate(parts):
             stem = module.removesuffix(part)
             if stem != module and (not stem or stem[-1] in "._"):
@@ -191,15 +194,15 @@ def _of_attention(
     if any(size(name, 0) for name in QUERIES):
         return
     for where, config in configs.items():
-        heads, groups, width = _number(config, HEADS), _number(config, GROUPS), _number(config, WIDTH)
-        head = _number(config, HEAD) or (width // heads if heads else 0)
+        heads, groups, width = _number(config, HEAD_COUNT), _number(config, KV_HEADS), _number(config, MODEL_WIDTH)
+        head = _number(config, HEAD_SIZE) or (width // heads if heads else 0)
         k = groups * head or (rows - heads * head) // 2
         if heads and head and width in (0, columns):
             yield where, (heads * head, k, groups * _number(config, VALUE) or k)
     for name in OUTPUTS:
         if q := size(name, 1):
             yield name, (q, (rows - q) // 2, (rows - q) // 2)
-    for q_norm, k_norm in NORMS:
+    for q_norm, k_norm in HEAD_NORMS:
         q, k = size(q_norm, 0), size(k_norm, 0)
         if q + 2 * k == rows:
             yield f"{q_norm} and {k_norm}", (q, k, k)
@@ -212,9 +215,9 @@ def _of_mlp(
 ) -> Iterator[tuple[str, Split]]:
     """Yield (source of the evidence, rows of gate and value, which are equal)."""
     for where, config in configs.items():
-        if _number(config, WIDTH) in (0, columns):
-            yield where, (_number(config, HIDDEN),) * 2
-    for name in DOWNS:
+        if _number(config, MODEL_WIDTH) in (0, columns):
+            yield where, (_number(config, HIDDEN_SIZE),) * 2
+    for name in DOWN_LAYERS:
         yield name, (size(name, 1),) * 2
 
 
@@ -222,7 +225,7 @@ def _of_recurrence(rows: int, near: Mapping[str, Shape], config: Mapping[str, An
     """Yield (source of the evidence, rows of q, k and v) of a linear attention, whose v may be the longest."""
     parts = {f"{part} of config.json": c for part, c in config.items() if isinstance(c, Mapping)}
     for where, entries in {"config.json": config, **parts}.items():
-        k, v = (_number(entries, (count,)) * _number(entries, (size,)) for count, size in LINEAR)
+        k, v = (_number(entries, (count,)) * _number(entries, (size,)) for count, size in LINEAR_HEADS)
         if k and v:
             yield where, (k, k, v)
     if near[GATE]:

@@ -18,7 +18,7 @@ from ..adapters.kohya_args import DYLORA, SPLIT
 from ..adapters.tensor_values import Values
 from ..algorithms import ALGORITHMS
 from ..disk.files import StoredTensor
-from ..models.fused import Split, agreed
+from ..models.fused_weights import Split, agreed
 from ..models.weights import WeightView
 from ..text import Note
 from .formula import AdapterContext

@@ -22,21 +22,23 @@ from ..matching.layer_order import basis_weights
 from ..matching.patch import Patch, PatchPart
 from ..models.weights import Weight, WeightView
 from ..planning.plan import OutputTensor, Plan
-from ..survival import ENOUGH, MOST
+from ..survival import CHANCE_SHARE, ENOUGH
+from .combination_methods import PatchRows, RowChanges, costs_all, of_weight, stored_rows, together, uniform
 from .grids import ROUNDING, UNDERFLOW, Grid, plain_grid
-from .methods_again import PatchRows, RowChanges, costs_all, of_weight, stored_rows, together, uniform
+from .peft_initialisation import rebuilt_slots
 from .proof_report import Bound, Exact, Findings, coarse, measure
-from .rebuilding import rebuilt_slots
 from .reference import REFERENCE, FormulaInput
 from .reference.floats import Array, as_dtype, decode
 from .sampling import runs, sample, shuffled
 from .weights import Coded, WeightReader
 
-EVERY: Final = 20  # where a row costs as much as all rows, one tensor in 20 is recomputed
+TENSOR_STRIDE: Final = 20  # where a row costs as much as all rows, one tensor in 20 is recomputed
 Written: TypeAlias = int | RemoteFile
 """The written file: an open descriptor, or a file of another machine."""
 
-CHUNK: Final = 2**18  # elements recomputed at once with --full; more do not fit the caches and take twice the time
+ELEMENTS_AT_ONCE: Final = (
+    2**18
+)  # elements recomputed at once with --full; more do not fit the caches and take twice the time
 LEAST_DRAWN: Final = 4  # bytes of numbers that are not rounded stochastically: those of the sum itself
 DORA_FLOOR: Final = 2.0**-23  # smallest norm, as every trainer has it
 UNASKED: Final = (
@@ -75,7 +77,7 @@ class Recomputation:
         self._slots: dict[Any, Mapping[str, Array]] = {}  # rebuilt slots, by patch
         targets = [t for f in plan.files for t in f.targets if t.uses]
         costly = sorted((t.name for t in targets if self._costly(t)), key=shuffled)
-        self.left_out = set() if full else set(costly[max(1, len(costly) // EVERY) :])
+        self.left_out = set() if full else set(costly[max(1, len(costly) // TENSOR_STRIDE) :])
         self.left_out |= {t.name for t in targets if any(u.patch.algorithm not in REFERENCE for u in t.uses)}
 
     def expected(self, target: OutputTensor) -> Iterator[tuple[int, int]]:
@@ -103,7 +105,7 @@ class Recomputation:
             report(target.nbytes)
             return
         (rows, cols), chosen = target.matrix, self._chosen(target)
-        size = len(chosen) if self._costly(target) else max(1, CHUNK // max(cols, 1))
+        size = len(chosen) if self._costly(target) else max(1, ELEMENTS_AT_ONCE // max(cols, 1))
         parts = [chosen[first : first + size] for first in range(0, len(chosen), size)]
         find = partial(self._findings_of, target, fd, rows / max(len(chosen), 1))
         self.findings.count(tensors=1)
@@ -447,4 +449,4 @@ def read_exactly(fd: Written, count: int, offset: int) -> bytes:
 
 def _is_lost(share: Share) -> bool:
     """Return whether too little of a change survives."""
-    return share.retained is not None and not ENOUGH <= share.retained <= MOST
+    return share.retained is not None and not ENOUGH <= share.retained <= CHANCE_SHARE

@@ -12,7 +12,7 @@ from ..adapters.modules import AdapterFile
 from ..disk.files import StoredTensor
 from ..errors import UsageError
 from ..files.checkpoint import Index
-from ..files.folder_layouts import PEFT
+from ..files.folder_layouts import PEFT_PREFIX
 from ..matching.orientation import UPRIGHT
 from ..models.inferred_base import (
     InferredParameter,
@@ -40,7 +40,7 @@ def without_base(job: AdapterJob, files: Sequence[AdapterFile], to: Dialect) -> 
     has the names of the model that was wrapped, which an adapter in PEFT's words has already; and all dialects have
     these names of models whose words do not differ between programs, such as language models.
     """
-    wrapped = all(module.name.startswith(PEFT) for file in files for module in file.modules)
+    wrapped = all(module.name.startswith(PEFT_PREFIX) for file in files for module in file.modules)
     if to.folder and wrapped:
         return as_named(job, files)
     changes, by_model, why = _changes(files), dict[str, tuple[Names, set[Place]]](), ""
@@ -73,7 +73,7 @@ def without_base(job: AdapterJob, files: Sequence[AdapterFile], to: Dialect) -> 
 
 def as_named(job: AdapterJob, files: Sequence[AdapterFile]) -> Sources:
     """Return the sources of a job on a base whose weights have the adapters' names, and are [out, in] as theirs are."""
-    shapes = {f"{c.module.removeprefix(PEFT)}.{c.parameter}": c.shape for c in _changes(files)}
+    shapes = {f"{c.module.removeprefix(PEFT_PREFIX)}.{c.parameter}": c.shape for c in _changes(files)}
     part = Component("denoiser", "model", "", keys={name: name for name in shapes}, shapes=shapes)
     return _on_shapes(job, Names([part], shapes), files, UPRIGHT)
 

@@ -15,19 +15,19 @@ from typing import Any, Final
 from ..disk.files import StoredTensor
 from ..errors import InputError
 from ..files.checkpoint import Index, adapter_config, of_components
-from ..files.folder_layouts import PEFT
+from ..files.folder_layouts import PEFT_PREFIX
 from ..text import Note, listed, plural, quoted
-from .peft.rules import METADATA
+from .peft.rules import ADAPTER_METADATA
 
-WRAPPED: Final = ("base_layer", "original_module")
-WHOLE: Final = "modules_to_save"
-LEVELS: Final = (*WRAPPED, "token_adapter")
+WRAPPED_LAYERS: Final = ("base_layer", "original_module")
+MODULES_TO_SAVE: Final = "modules_to_save"
+WRAPPER_LEVELS: Final = (*WRAPPED_LAYERS, "token_adapter")
 """Levels of a name that only the wrapped model has."""
 
 FACTOR: Final = "lora_"
 """The beginning of the word for a factor of LoRA."""
 
-LEAVES: Final = ("weight", "bias")
+WEIGHT_AND_BIAS: Final = ("weight", "bias")
 
 
 def detached(index: Index, config: Mapping[str, Any]) -> tuple[Index, Index] | None:
@@ -39,14 +39,16 @@ def detached(index: Index, config: Mapping[str, Any]) -> tuple[Index, Index] | N
     if index.components:
         return _of_components(index)
     stored = {name: info for header in index.headers.values() for name, info in header.tensors.items()}
-    layers = {".".join(words[:n]) for words in map(_words, stored) for n, word in enumerate(words) if word in WRAPPED}
+    layers = {
+        ".".join(words[:n]) for words in map(_words, stored) for n, word in enumerate(words) if word in WRAPPED_LAYERS
+    }
     layers |= {".".join(words[:n]) for words in map(_words, stored) for n, word in enumerate(words)
                if word.startswith(FACTOR) and f"{'.'.join(words[:n])}.weight" in stored}  # fmt: skip
     if not layers:
         return None
     # The tensors of the one adapter.
     of_adapter = {name: words for name in stored if (words := _own_words(name, layers))}
-    adapters = {words[1] for words in of_adapter.values() if len(words) > 1 and words[1] not in LEAVES}
+    adapters = {words[1] for words in of_adapter.values() if len(words) > 1 and words[1] not in WEIGHT_AND_BIAS}
     if not of_adapter:
         return None
     if len(adapters) > 1:
@@ -55,18 +57,20 @@ def detached(index: Index, config: Mapping[str, Any]) -> tuple[Index, Index] | N
                          "delete all but one with delete_adapter of PEFT, and save it again")  # fmt: skip
     adapter = next(iter(adapters), "")
     # Plain names for the model, PEFT's names for the adapter.
-    prefix = PEFT if all(name.startswith(PEFT) for name in stored) else ""
+    prefix = PEFT_PREFIX if all(name.startswith(PEFT_PREFIX) for name in stored) else ""
     plain = _plain((info for name, info in stored.items() if name not in of_adapter), prefix)
     changes: dict[str, StoredTensor] = {}
     for name, words in of_adapter.items():
-        layer = name.removesuffix("." + ".".join(words)).removeprefix(PEFT)
+        layer = name.removesuffix("." + ".".join(words)).removeprefix(PEFT_PREFIX)
         rest = [words[0], *(words[2:] if words[1:2] == [adapter] else words[1:])]
         key = f"{layer}.{'.'.join(rest)}"
         whole = f"{layer}.{'.'.join(rest[1:])}"
-        if words[0] == WHOLE and whole not in plain:  # without the untrained module the trained one is the model's
+        if (
+            words[0] == MODULES_TO_SAVE and whole not in plain
+        ):  # without the untrained module the trained one is the model's
             plain[whole] = replace(stored[name], name=whole)
         else:
-            changes[f"{PEFT}{key}"] = replace(stored[name], name=f"{PEFT}{key}", stored=name)
+            changes[f"{PEFT_PREFIX}{key}"] = replace(stored[name], name=f"{PEFT_PREFIX}{key}", stored=name)
     files = tuple(path for path in index.files if any(info.file == path for info in changes.values()))
     note = Note(f"an adapter is attached inside the model: {plural(len(changes), 'tensor')} of it")
     headers = {path: index.headers[path] for path in files}
@@ -87,12 +91,12 @@ def _of_components(index: Index) -> tuple[Index, Index] | None:
     changes, stated = dict[str, StoredTensor](), dict[str, Any]()
     for name, adapter in adapters.items():
         for key, info in adapter.tensors.items():
-            inner = f"{name}.{key.removeprefix(PEFT)}"
+            inner = f"{name}.{key.removeprefix(PEFT_PREFIX)}"
             changes[inner] = replace(info, name=inner)
         stated |= {f"{name}.{field}": value for field, value in adapter.config.items()}
     headers = {path: header for adapter in adapters.values() for path, header in adapter.headers.items()}
     notes = tuple(Note(f"{name}: {note}") for name, adapter in adapters.items() for note in adapter.notes)
-    metadata = {METADATA: json.dumps(stated)} if stated else {}
+    metadata = {ADAPTER_METADATA: json.dumps(stated)} if stated else {}
     return plain, Index(index.path, changes, metadata, (*headers,), {}, headers, notes=notes)
 
 
@@ -104,7 +108,11 @@ def _own_words(name: str, layers: Iterable[str]) -> list[str]:
     """Return the words of an adapter's tensor below its layer; none for a tensor of the model."""
     words = _words(name)
     for n in range(len(words) - 1, 0, -1):
-        if ".".join(words[:n]) in layers and words[n] not in LEVELS and words[n:] not in ([leaf] for leaf in LEAVES):
+        if (
+            ".".join(words[:n]) in layers
+            and words[n] not in WRAPPER_LEVELS
+            and words[n:] not in ([leaf] for leaf in WEIGHT_AND_BIAS)
+        ):
             return words[n:]
     return []
 
@@ -113,6 +121,6 @@ def _plain(infos: Iterable[StoredTensor], prefix: str) -> dict[str, StoredTensor
     """Return the tensors of the model by their plain names."""
     tensors = {}
     for info in infos:
-        name = ".".join(word for word in _words(info.name.removeprefix(prefix)) if word not in LEVELS)
+        name = ".".join(word for word in _words(info.name.removeprefix(prefix)) if word not in WRAPPER_LEVELS)
         tensors[name] = replace(info, name=name)
     return tensors

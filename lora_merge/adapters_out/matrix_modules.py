@@ -1,9 +1,11 @@
-"""The modules of a conversion whose numbers change: copied, cut, fused, or brought to another form, with torch."""
+"""Modules whose numbers change, with torch: those of a conversion are copied, cut, fused or brought to another form;
+those of `combine`, `resize` and `average` have rows of the combined changes of one weight or several.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import isfinite, prod
 from types import MappingProxyType
@@ -24,14 +26,25 @@ from ..engine.tensors import gathered
 from ..engine.torch_state import undisturbed
 from ..errors import FitError, beyond_fp64
 from ..matching.patch import Patch
+from ..merge_methods import ADDED_VECTORS, COMBINATIONS, UNDIRECTED
 from ..models.weights import RowSlice
+from ..planning.combination import Combining
 from ..progress import Counting
 from ..text import Note
 from .alpha import IN_A_FACTOR, Scales, in_a_factor
 from .assumed_base_values import cache_of
-from .change import SINGLE, Evaluator, change_of, in_place, largest_rank, squares_between, sum_of, whole_change
-from .combined_change import Delta, Storage, expect_finite, spectra
-from .conversion import Conversion, WrittenModules, bundled
+from .change import (
+    SINGLE,
+    Evaluator,
+    change_of,
+    in_place,
+    largest_rank,
+    norms_of,
+    squares_between,
+    sum_of,
+    whole_change,
+)
+from .combined_change import Delta, Storage, combine, expect_finite, spectra
 from .copied_tensors import (
     ModuleTensors,
     entry,
@@ -43,21 +56,22 @@ from .copied_tensors import (
     stored_magnitude,
     stored_module,
 )
-from .copy_factors import copy_of
 from .decomposition.factors import stacked
 from .decomposition.stored_factors import Cut, FactoredDelta
 from .dialects import Dialect
+from .factored_modules import FactoredModules, copy_of, delta_of_parts, nbytes_of, norms_of_parts
 from .form import Form, holds_columns, is_product, vector_ending, written_dtype
-from .groups import Filled, Place, PlaceChange, Target, is_plain
+from .groups import Filled, Place, PlaceChange, PlacePart, Target, is_plain
 from .job import WHOLE, AdapterJob
-from .module_tensors import Layer, StoredModule
+from .module_tensors import Layer, StoredModule, with_change
+from .output_modules import Conversion, WrittenModules, bundled, module_groups, stored_modules
+from .parallel import PerThread
 from .peft.completion import as_table, completed, with_biases
 from .peft.config import is_table, magnitude_shape
 from .peft.kronecker import TO_LORA, rank_of
 from .rank_rules import LayerSpectrum, Rule
 from .rounding import squares_of_rows
-from .sources import NOWHERE
-from .stored_modules import stored_modules
+from .sources import NOWHERE, Sources
 
 
 def placed_rows(change: RowMatrix, share: PlaceChange, place: Place) -> RowMatrix:
@@ -129,12 +143,16 @@ class Converter:
         """Return the place of a module for errors."""
         return module.place.name
 
-    def modules(self, group: Sequence[Filled], ranks: Mapping[str, int]) -> list[StoredModule]:
+    def modules(self, group: Sequence[Filled], ranks: Mapping[str, int]) -> list[Sequence[StoredModule]]:
         """Return modules whose bytes are in memory. `ranks`: label → the rank that the rule `size` gave."""
         modules = [self.module(filled, ranks.get(filled.place.label)) for filled in group]
         self.forget()
-        return [as_table(stored, self.to, table=is_table(filled.place, filled.shares))
-                for filled, stored in zip(group, modules, strict=True)]  # fmt: skip
+        return [
+            with_change(
+                as_table(stored, self.to, table=is_table(filled.place, filled.shares)), measured=self.job.combines
+            )
+            for filled, stored in zip(group, modules, strict=True)
+        ]
 
     def spectra(self, group: Sequence[Filled]) -> list[LayerSpectrum]:
         """Return the singular values of the modules that are matrices, for the rule `size`."""
@@ -404,7 +422,7 @@ def computed(
     job, to, sources, modules, all_modules, _ = conversion
     here = make()
     here.at  # noqa: B018  # refuses a device that is not there
-    changed, _, zeros, _, notes = stored_modules(conversion, make, put, begin)
+    changed, _, zeros, _, notes = stored_modules(module_groups(conversion), make, put, begin)
 
     def renewed(place: Place) -> ModuleTensors:
         return here.renewed(next(module for module in modules if module.place == place))
@@ -427,3 +445,151 @@ def _nbytes(module: Filled) -> int:
     ranks = sum(s.patch.shapes["down"][0] for s in module.shares) if plain else out * cols
     read = sum(prod(shape) for s in module.shares for shape in s.patch.shapes.values())
     return 8 * min(6 * ranks * (out + cols), (len(module.shares) + 4) * out * cols) + 8 * read
+
+
+class WeightChanges:
+    """The combined changes of the weights of one job."""
+
+    def __init__(self, job: AdapterJob, sources: Sources, reader: Reader) -> None:
+        self.job, self.sources, self.reader = job, sources, reader
+        self._single = job.compute_dtype == "fp32"
+        self._evaluators = PerThread(self.evaluator)
+        self.combining = Combining(COMBINATIONS[job.method], job.numbers, sources.adapters)
+        self.notes: dict[Note, None] = {}
+
+    def evaluator(self) -> Evaluator:
+        """Return what computes the change of a weight by each adapter, for one thread."""
+        cache = cache_of(self.job, self.reader, self.sources)
+        return Evaluator(self.sources, cache, SINGLE if self._single else HOST)
+
+    def of(self, target: Target) -> Delta | None:
+        """Return Δ of a weight; None without a change. Factors that are decomposed are in fp64, however they were
+        computed."""
+        delta = self._combined(target)
+        if delta is None or delta.whole is not None or not self._single:
+            return delta
+        left, right = delta.factors
+        return replace(delta, left=left.double(), right=right.double())
+
+    def _combined(self, target: Target) -> Delta | None:
+        evaluator = self._evaluators.get()
+        changes = [c for c in evaluator.changes(target) if c.strength]
+        evaluator.forget()
+        uses = [[u for u in target.uses if u.patch.adapter == c.adapter] for c in changes]
+        seeds = [self.combining.seed(c.adapter, its) for c, its in zip(changes, uses, strict=True)]
+        if target.vector and self.job.method in UNDIRECTED:
+            self.notes[Note(f"{self.job.method}: {ADDED_VECTORS}")] = None
+        if not changes:
+            return None
+        return replace(combine(self.job, target, changes, seeds), norms=norms_of(changes, target))
+
+
+@dataclass(frozen=True)
+class Combiner(Converter):
+    """Makes modules from the combined changes of the weights that they have rows of: from factors in numpy, if these
+    are stored, else from matrices."""
+
+    changes: WeightChanges = field(kw_only=True)
+    factored: FactoredModules = field(kw_only=True)
+    weights: dict[int, Delta | None] = field(default_factory=dict, kw_only=True)
+    """Identity of a weight → its Δ, of the weights of the last modules."""
+    deltas: dict[str, Delta] = field(default_factory=dict, kw_only=True)
+    """Label → Δ of the last modules."""
+
+    @property
+    def notes(self) -> Sequence[Note]:
+        """The notes on how modules were made."""
+        return [*self.changes.notes]
+
+    def forget(self) -> None:
+        """Drop what was computed for the last modules."""
+        super().forget()
+        self.factored.forget()
+        self.weights.clear()
+        self.deltas.clear()
+
+    def nbytes(self, group: Sequence[Filled]) -> int:
+        """Return about how many bytes the changes of modules take: factors several times, or matrices."""
+        return nbytes_of(self.job, group)
+
+    def where(self, module: Filled) -> str:
+        """Return the place of a module for errors."""
+        return f"{self.job.output}: {module.place.label}"
+
+    def module(self, filled: Filled, rank: int | None) -> StoredModule:
+        """Return one module."""
+        return self.factored.module(filled, rank) or super().module(filled, rank)
+
+    def spectrum(self, filled: Filled) -> list[LayerSpectrum]:
+        """Return the singular values of a module; [] for a Δ of zeros."""
+        known = self.factored.spectrum(filled)
+        return super().spectrum(filled) if known is None else known
+
+    def tensors_of(self, filled: Filled, form: Form, rank: int | None = None) -> ModuleTensors:
+        """Return the tensors of one module, with the facts of its change."""
+        tensors, delta = super().tensors_of(filled, form, rank), self.delta(filled)
+        facts = replace(tensors.layer, effect=tensors.layer.effect or delta.effect, before=delta.before,
+                        norms=norms_of_parts((part, self.weights[id(part.whole)]) for part in filled.parts),
+                        weight=self.factored.weight_of(filled) if tensors.layer.squares else None)  # fmt: skip
+        return replace(tensors, layer=facts)
+
+    def cut(self, filled: Filled, delta: Delta, rule: Rule, rank: int | None) -> Cut:
+        """Return the cut of a module of a rule, or of a rank that is decided already, with its α or α / rank."""
+        return self.factored.cut(filled, rule, rank)
+
+    def rows(self, filled: Filled) -> RowMatrix:
+        """Return Δ of a module by rows."""
+        return self.delta(filled).rows
+
+    def delta(self, filled: Filled) -> Delta:
+        """Return Δ of a module: the rows of the changes of its weights."""
+        label = filled.place.label
+        if label not in self.deltas:
+            self.deltas[label] = self._joined(filled)
+        return self.deltas[label]
+
+    def _joined(self, filled: Filled) -> Delta:
+        changed = [(part, delta) for part in filled.parts if (delta := self._of_weight(part.whole)) is not None]
+        if all(delta.whole is None for _, delta in changed):
+            return Delta.of_factors(delta_of_parts(filled, [(part, delta.factored) for part, delta in changed]))
+        out, cols = filled.place.view.matrix
+        parts = [(part, _in_place(part, delta)) for part, delta in changed]
+        if len(parts) == 1 and parts[0][0].rows == (range(out),):
+            return parts[0][1]
+        before = min(delta.before for _, delta in parts) and max(delta.before for _, delta in parts)
+        terms = [(1.0, rows_in_order(delta.rows, _order(part, out))) for part, delta in parts]
+        return Delta(None, None, sum_of((out, cols), terms).cached(), before)
+
+    def _of_weight(self, target: Target) -> Delta | None:
+        if id(target) not in self.weights:
+            self.weights[id(target)] = self.changes.of(target)
+        return self.weights[id(target)]
+
+
+def _in_place(part: PlacePart, delta: Delta) -> Delta:
+    """Return Δ of rows of a weight, as the place has them."""
+    delta = delta.of(part.layer)
+    if part.turned is None:
+        return delta
+    turned, columns = RowMatrix.of(delta.dense().mT.contiguous()), part.turned.columns
+    rows = turned if columns is None else turned.of_rows(torch.tensor(columns))
+    return Delta(None, None, rows, delta.before)
+
+
+def _order(part: PlacePart, out: int) -> Tensor:
+    """Return for each of `out` rows the row of a part that it is; -1 for others."""
+    order, lines = torch.full((out,), -1), torch.tensor(part.order)
+    order[lines] = torch.arange(len(lines))
+    return order
+
+
+def combiner(conversion: Conversion, reader: Reader, factored: Callable[[], FactoredModules]) -> Callable[[], Combiner]:
+    """Return a function that returns the maker of the modules of combined changes, for one thread."""
+    changes, forms = WeightChanges(conversion.job, conversion.sources, reader), conversion.forms_by_label
+
+    def make() -> Combiner:
+        here = factored()
+        return Combiner(conversion.job, conversion.to, forms, changes.evaluator(), reader, here.noise,
+                        changes=changes, factored=here)  # fmt: skip
+
+    return make

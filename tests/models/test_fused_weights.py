@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lora_merge.models.fused import OUTPUTS, agreed, splits
+from lora_merge.models.fused_weights import OUTPUTS, agreed, splits
 
 H, Q, KV = 20, 16, 4
 ROWS = Q + 2 * KV
@@ -95,7 +95,7 @@ def test_neighbours_decide_the_split_or_leave_it_open(
         ("m.attn.in_proj.weight", {"out_proj.weight": (H, Q)}, {}, ()),  # of Mamba: no q
     ],
 )
-def test_names_tell_what_is_fused(
+def test_names_show_what_is_fused(
     name: str, beside: dict[str, tuple[int, ...]], config: dict[str, Any], split: tuple[int, ...]
 ) -> None:
     assert agreed(told(name, beside, config)) == split

@@ -30,7 +30,7 @@ from ..engine.change_norms import replaced, replaced_measures
 from ..engine.devices import fastest, one_core, places, threads
 from ..engine.patch_tensors import PatchTensors
 from ..engine.quantised_output import refolded
-from ..engine.recoding import new_parts, refitted
+from ..engine.requantisation import new_parts, refitted
 from ..engine.row_blocks import Block, blocks, portions
 from ..engine.tasks import FoldTask, Merged
 from ..engine.tensor_moves import TORCH_DTYPES, Placement, convert, settle
@@ -48,12 +48,12 @@ from ..planning.plan import OutputTensor
 from ..progress import Progress, counted
 from ..text import listed, one_line, plural
 from .loaded_adapter import LoadedAdapter
-from .state_index import TIED, index_of, tied_head
+from .state_index import TIED_CONFIG, index_of, tied_head
 
 if TYPE_CHECKING:
     from ..typed_options import PythonOptions
 
-KEEP: Final = "keep"
+KEEP_DEVICE: Final = "keep"
 """The value of `device` with which results stay where the tensors of the base are."""
 
 MemoryAdapter: TypeAlias = (
@@ -166,7 +166,7 @@ def prepare(
     """
     if wrong := sorted(options.keys() & {"base", "output"}):
         raise UsageError(f"there is no option {wrong[0]!r}", called, "use `merge` for files")
-    keep = isinstance(asked := options.get("device"), str) and asked == KEEP
+    keep = isinstance(asked := options.get("device"), str) and asked == KEEP_DEVICE
     if keep:
         options = {**options, "device": _device(live.values())}
     with downloads_in(options.get("cache")):
@@ -179,7 +179,7 @@ def prepare(
                          "use `merge`, which writes the file that loaders read")  # fmt: skip
     lookup = names(base, job.map)
     head = () if base.config else tied_head(base, lookup)
-    matched = match(Inputs.joined(job, replace(base, config=TIED) if head else base, lookup, files))
+    matched = match(Inputs.joined(job, replace(base, config=TIED_CONFIG) if head else base, lookup, files))
     check_stored(matched)
     targets = (t for _, t in outputs(matched)) if job.device == "auto" else ()
     device = fastest(job.device, targets, 0.0, torch.get_num_threads()).device

@@ -26,25 +26,25 @@ from ...job import Job
 from ...matching.patch import COPY, Match, PatchPart
 from ...planning.plan import OutputTensor, Plan
 from ...text import listed, quoted
-from ..proof_report import NAMED, REPORT
+from ..proof_report import MOST_NAMED, REPORT_HEADERS
 from ..reference.floats import decode
 from .claims import BaseHeader, ModuleClaim, Strength, TargetRows, claims
 from .modules import groups
 from .parts import StrengthParts
-from .rows import PEFT, Networks
+from .rows import PEFT_PREFIX, Networks
 from .scales import AdapterTexts, ModuleScales, Number
 
-CLOSE: Final = 1e-9  # relative difference of scales that are the same sum in another order
+SCALE_TOLERANCE: Final = 1e-9  # relative difference of scales that are the same sum in another order
 
 
 SPELLING: Final = "how their tensors are called"
-NAME: Final = "the one layer that their names mean"
-PART: Final = "the blocks or parts that their strengths are for"
-NUMBER: Final = "their formula, scale or rows"
+UNKNOWN_NAMES: Final = "the one layer that their names mean"
+UNKNOWN_PARTS: Final = "the blocks or parts that their strengths are for"
+UNKNOWN_NUMBERS: Final = "their formula, scale or rows"
 """What the second reading may not know of a module, in the words of the report."""
 
 
-WRAPPERS: Final = re.compile(r"\.(?:base_layer|modules_to_save|ln_tuning_layers)(\.\w+$)|(?<=\.)set_(?=weight$)")
+WRAPPER_NAMES: Final = re.compile(r"\.(?:base_layer|modules_to_save|ln_tuning_layers)(\.\w+$)|(?<=\.)set_(?=weight$)")
 """Parts of the names that ComfyUI and PEFT give to whole trained values, and that the base's own names lack."""
 
 
@@ -59,7 +59,7 @@ class Confirmation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the reading as the report has it."""
-        return {"modules": self.modules, "proven": self.proven, "alone": self.alone[:NAMED], "why": dict(self.why)}
+        return {"modules": self.modules, "proven": self.proven, "alone": self.alone[:MOST_NAMED], "why": dict(self.why)}
 
 
 @dataclass
@@ -109,9 +109,9 @@ def compare(
         why.update(_unknown(left, index, read_base, factor) if left else {})
     modules = {id(p): p.name for p in planned.values()}
     whole = [(info.name, key) for m in adapters for key, info in m.replaced.items()]
-    others = [name for name, key in whole if WRAPPERS.sub(r"\1", name.removeprefix(PEFT)) != key]
+    others = [name for name, key in whole if WRAPPER_NAMES.sub(r"\1", name.removeprefix(PEFT_PREFIX)) != key]
     alone = [name for at, name in modules.items() if at not in known] + others
-    reasons = Counter([why[at] for at in modules if at not in known] + [NAME] * len(others))
+    reasons = Counter([why[at] for at in modules if at not in known] + [UNKNOWN_NAMES] * len(others))
     return Confirmation(len(modules) + len(whole), len(known) + len(whole) - len(others), alone, reasons)
 
 
@@ -124,9 +124,12 @@ def _unknown(
         group = grouped.get(tensor)
         place = read_base.places.find(group.stem, group.parameter) if group is not None else None
         if place is None:
-            yield at, NAME if group is not None else SPELLING
+            yield at, UNKNOWN_NAMES if group is not None else SPELLING
         else:
-            yield at, PART if any(factor(r.key, place.network) is None for r in place.rows) else NUMBER
+            yield (
+                at,
+                UNKNOWN_PARTS if any(factor(r.key, place.network) is None for r in place.rows) else UNKNOWN_NUMBERS,
+            )
 
 
 def _texts(index: Index) -> Iterator[str]:
@@ -180,7 +183,7 @@ def _compare(claim: ModuleClaim, planned: Sequence[_Planned], path: Path, shapes
     for span in sorted({*applied, *claim.spans}):
         if span not in applied or span not in claim.spans:
             raise _disagreement(claim, path, "what an adapter's module changes", _places(applied), _places(claim.spans))
-        if not isclose(applied[span], claim.spans[span], rel_tol=CLOSE):
+        if not isclose(applied[span], claim.spans[span], rel_tol=SCALE_TOLERANCE):
             raise _disagreement(claim, path, "how strongly an adapter's module is applied",
                                 f"{applied[span]:g} on {quoted(span.key)}", f"{claim.spans[span]:g}")  # fmt: skip
     for _, use in uses:
@@ -196,7 +199,7 @@ def _compare_formula(claim: ModuleClaim, use: PatchPart, path: Path) -> None:
     if claimed != planned:
         raise _disagreement(claim, path, "what the tensors of an adapter's module are", str(planned), str(claimed))
     scale = patch.numbers.get("scale", 1.0)
-    if not isclose(scale, claim.scale, rel_tol=CLOSE):
+    if not isclose(scale, claim.scale, rel_tol=SCALE_TOLERANCE):
         raise _disagreement(claim, path, "the scale of an adapter's module", f"{scale:g}", f"{claim.scale:g}")
     stated = {**dict(patch.settings), **patch.numbers}
     for name, value in claim.settings.items():
@@ -230,7 +233,7 @@ def _network(plan: Plan, targets: Sequence[OutputTensor]) -> str:
         return ""
     prefixes = {t.name.removesuffix(t.stored) for t in targets}
     if len(prefixes) > 1:
-        raise VerificationFailed("the plan takes tensors of several networks", listed(sorted(prefixes)), REPORT)
+        raise VerificationFailed("the plan takes tensors of several networks", listed(sorted(prefixes)), REPORT_HEADERS)
     return next(iter(prefixes), "")
 
 
@@ -250,7 +253,9 @@ def check_sources(
         dropped |= base.beside.difference(*(packing.names for packing in base.packed.values()))
     new = {name for t in targets if t.packing.encoding.new_scales for name in t.packing.names}
     if left := sorted(dropped & written.keys() - new):
-        raise VerificationFailed("the plan keeps the scale of a weight that needs none", quoted(left[0]), REPORT)
+        raise VerificationFailed(
+            "the plan keeps the scale of a weight that needs none", quoted(left[0]), REPORT_HEADERS
+        )
     for name, info in of_base.items():
         if name in dropped or name in new or not name.startswith(network):
             continue
@@ -258,12 +263,14 @@ def check_sources(
         source = target.source if target is not None else None
         if source is None or (source is not info and source != info and source.file not in files):
             where = f"{base.path}: {quoted(name)} from {quoted(source.name) if source else 'nowhere'}"
-            raise VerificationFailed("the plan takes a tensor of the base from another place", where, REPORT)
+            raise VerificationFailed("the plan takes a tensor of the base from another place", where, REPORT_HEADERS)
     if extra := sorted(written.keys() - of_base.keys() - added - new):
-        raise VerificationFailed("the plan writes a tensor that the base does not have", quoted(extra[0]), REPORT)
+        raise VerificationFailed(
+            "the plan writes a tensor that the base does not have", quoted(extra[0]), REPORT_HEADERS
+        )
 
 
 def _disagreement(claim: ModuleClaim, path: Path, what: str, planned: str, read: str) -> VerificationFailed:
     keys = ", ".join(quoted(key) for key in dict.fromkeys(s.key for s in claim.spans)) or "nothing"
     where = f"{path}: {quoted(claim.name)} on {keys}: the plan says {planned}, the second reading {read}"
-    return VerificationFailed(f"the plan and a second reading of the adapter disagree on {what}", where, REPORT)
+    return VerificationFailed(f"the plan and a second reading of the adapter disagree on {what}", where, REPORT_HEADERS)

@@ -1,0 +1,154 @@
+"""The modules of an output: those that an opened conversion plans, and how they are made and stored.
+
+Modules are made several at a time; those that share a weight are one task. No torch, unless what makes them takes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from ..adapter_options import KEEP
+from ..adapters.modules import BUNDLE, AdapterFile
+from ..disk.draft import Draft, Heap
+from ..disk.files import StoredTensor
+from ..errors import InputError
+from ..paths import is_folder
+from ..progress import Counting
+from ..text import Note
+from .dialects import Dialect
+from .form import Form
+from .groups import Filled, Place, components
+from .job import FILE, AdapterJob
+from .module_tensors import StoredModule, waiting
+from .output_file import Entry
+from .parallel import PerThread, side_by_side
+from .rank_rules import LayerSpectrum, shared_out
+from .sources import Sources
+
+if TYPE_CHECKING:
+    from ..engine.tensor_moves import Placement
+
+
+class Conversion(NamedTuple):
+    """A conversion whose inputs are open."""
+
+    job: AdapterJob  # with the output's name and the rule of each module
+    to: Dialect  # the dialect that is written
+    sources: Sources  # the adapter's changes of the base
+    modules: list[Filled]  # the output modules with a change
+    all_modules: list[Place]  # all modules that the dialect can name
+    forms: list[Form]  # of the modules
+
+    @property
+    def forms_by_label(self) -> dict[str, Form]:
+        """Label of a module → its form."""
+        return {module.place.label: form for module, form in zip(self.modules, self.forms, strict=True)}
+
+
+class WrittenModules(NamedTuple):
+    """The modules of a conversion, whose bytes are in the draft of the output or wait."""
+
+    changed: Sequence[StoredModule]
+    whole: Sequence[StoredModule]  # with what the dialect asks for in addition
+    zeros: Sequence[Place]  # of modules that change nothing
+    embeddings: list[Entry]  # next to the adapter, in its file
+    notes: Sequence[Note] = ()
+
+
+def named(job: AdapterJob, to: Dialect) -> AdapterJob:
+    """Return the job of a conversion with the name of its output, which the dialect decides if the user names none."""
+    if not job.unnamed:
+        return job
+    path = job.adapters[0].path
+    stem = path.name if is_folder(path) else path.stem
+    name = f"{stem}-convert" if to.name == KEEP else f"{stem}.{to.name}"
+    return job.at(job.output.parent / (name + ("" if to.folder else FILE)))
+
+
+def bundled(file: AdapterFile, to: Dialect) -> list[StoredTensor]:
+    """Return the embeddings that OneTrainer stores beside an adapter, where the dialect has a place for them."""
+    return [file.index.tensors[key] for key in file.ignored if to.bundles and key.startswith(BUNDLE)]
+
+
+def weight_of(module: Filled) -> int:
+    """Return the bytes of the weight that a module changes, in fp64."""
+    return 8 * prod(module.place.view.shape)
+
+
+class Maker(Protocol):
+    """Makes modules in one thread."""
+
+    @property
+    def notes(self) -> Sequence[Note]:
+        """The notes on how modules were made."""
+        ...
+
+    def nbytes(self, group: Sequence[Filled]) -> int:
+        """Return about how many bytes the changes of modules take."""
+        ...
+
+    def spectra(self, group: Sequence[Filled]) -> list[LayerSpectrum]:
+        """Return the singular values of the modules that are matrices, for the rule `size`."""
+        ...
+
+    def modules(self, group: Sequence[Filled], ranks: Mapping[str, int]) -> list[Sequence[StoredModule]]:
+        """Return what each module becomes, with its bytes in memory; () if nothing changes. `ranks`: label → the rank
+        that the rule `size` gave."""
+        ...
+
+
+class ModuleGroups(NamedTuple):
+    """The modules of an output, in groups that are made together."""
+
+    job: AdapterJob
+    groups: Sequence[Sequence[Filled]]
+    nothing: InputError  # the error if no module changes
+    at: Placement | None = None  # where most of the work is done; None: on the host
+
+
+def module_groups(conversion: Conversion) -> ModuleGroups:
+    """Return the modules of a conversion; those that share a weight are made together."""
+    job, modules = conversion.job, conversion.modules
+    groups = components(modules) if job.combines else [[module] for module in modules]
+    return ModuleGroups(job, groups, _changes_nothing(job))
+
+
+def stored_modules(
+    modules: ModuleGroups, make: Callable[[], Maker], put: Heap | Draft, begin: Counting
+) -> WrittenModules:  # fmt: skip
+    """Return the modules of an output, whose bytes wait or are in the draft; InputError where none changes anything.
+    `make`: returns what makes them, for one thread."""
+    (job, groups, nothing, at), makers = modules, PerThread(make)
+    here, together = makers.get(), job.rules.together
+    bound = job.inputs.max_memory // 2  # the rest: torch, and what waits
+    count = begin("make", sum(weight_of(filled) for group in groups for filled in group) * (1 + together))
+
+    # Step 1: the ranks, for a rule that looks at the singular values of all modules before one is stored.
+    def spectra() -> Generator[LayerSpectrum, None, None]:
+        with side_by_side(groups, lambda group: makers.get().spectra(group), here.nbytes, bound, at) as every:
+            for group, some in zip(groups, every, strict=True):
+                yield from some
+                count(sum(map(weight_of, group)))
+
+    with closing(spectra()) as every:
+        ranks = shared_out(job.rules.linear, every) if together else {}
+    # Step 2: the tensors of each module.
+    changed, zeros = list[StoredModule](), list[Place]()
+    with side_by_side(groups, lambda group: makers.get().modules(group, ranks), here.nbytes, bound, at) as results:
+        for group, stored in zip(groups, results, strict=True):
+            for filled, some in zip(group, stored, strict=True):
+                changed += [waiting(module, put) for module in some]
+                zeros += [] if some else [filled.place]
+                count(weight_of(filled))
+    if not changed:
+        raise nothing
+    return WrittenModules(changed, changed, zeros, [], here.notes)
+
+
+def _changes_nothing(job: AdapterJob) -> InputError:
+    if job.combines:
+        return InputError("the result changes nothing", str(job.output), "check the adapters and their strengths")
+    return InputError("the adapter changes nothing", str(job.adapters[0].path), "check its strength")
