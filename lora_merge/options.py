@@ -57,7 +57,7 @@ STRENGTHS: Final = "strengths"
 """Another name for the option `strength` in Python, where it is a list."""
 
 
-DEVICE: Final = re.compile(r"auto|(cpu|cuda|mps|xpu)(:\d+)?(, *(cpu|cuda|mps|xpu)(:\d+)?)*")
+DEVICE: Final = r"auto|(cpu|cuda|mps|xpu)(:\d+)?(, *(cpu|cuda|mps|xpu)(:\d+)?)*"
 DEVICES: Final = "auto, cpu, cuda, cuda:N, mps or xpu"
 """Names of devices, for messages. Only torch knows which of them this machine has."""
 
@@ -355,7 +355,7 @@ def _value(option: Option, value: Any) -> Any:
         if type(value).__name__ not in ("str", "device"):  # of torch, which is not imported for this check
             raise unlike(value, option.flag, DEVICES)
         name = spelled(option, str(value))
-        if not DEVICE.fullmatch(name):
+        if not re.fullmatch(DEVICE, name):
             raise ResourceError(f"unknown device {shown(value)!r}", option.flag, f"use {DEVICES}")
         return name
     if option.kind == "word":

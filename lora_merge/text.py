@@ -14,7 +14,7 @@ Note = NewType("Note", str)
 test finds them by the calls `Note(…)`, and mypy finds a remark without one."""
 
 
-NUMBER: Final = re.compile(r"(?:(?<=[._/])|^)[0-9]+(?=[._/]|$)")
+NUMBER: Final = re.compile(r"(?<![^._/])[0-9]+(?![^._/])")
 """A whole part of a name that is a number: the 12 of `layers.12.attn1`, not the 1."""
 
 

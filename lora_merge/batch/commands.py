@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING, Final
 
 from ..adapters_out.commands import COMMANDS
 from ..adapters_out.request import Request
-from ..engine.torch_preload import load_library
 from ..errors import UsageError
-from ..job import Job
 from ..method_parameters import PARAMETER_NAMES
 from ..options import OPTIONS
-from ..planning.checkpoint_cache import CheckpointCache
 from ..text import plural
 
 if TYPE_CHECKING:
     from ..adapters_out.job import AdapterJob
+    from ..job import Job
 
 MERGE: Final = "merge"
 """The command of a job that names none."""
@@ -49,5 +47,8 @@ def adapter_job(request: Request, bounds: Job | None = None) -> AdapterJob:
         raise UsageError(
             f"{command.name} takes one adapter", plural(len(request.adapters), "adapter"), "write a job for each"
         )
+    from ..engine.torch_preload import load_library  # imported here: help and the command line read the tables alone
+    from ..planning.checkpoint_cache import CheckpointCache
+
     load_library()
     return command.job(request.adapters, request.output, request.base, options, CheckpointCache())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
 
@@ -108,7 +109,7 @@ def _size(value: Any) -> Any:
 
 def _device(value: Any) -> Any:
     name = spelled(OPTIONS["device"], value) if isinstance(value, str) else ""
-    if not DEVICE.fullmatch(name):
+    if not re.fullmatch(DEVICE, name):
         raise ValueError(f"{value!r} is not a device; use {DEVICES}")
     return name
 
@@ -144,7 +145,7 @@ Size: TypeAlias = Annotated[Any, BeforeValidator(_size), WithJsonSchema({
     "type": ["string", "integer"], "minimum": 1, "pattern": r"^\s*\d+(\.\d+)?\s*([KkMmGg][Ii]?)?[Bb]?\s*$",
 })]  # fmt: skip
 Device: TypeAlias = Annotated[Any, BeforeValidator(_device), WithJsonSchema({
-    "type": "string", "pattern": f"^({DEVICE.pattern})$",
+    "type": "string", "pattern": f"^({DEVICE})$",
 })]  # fmt: skip
 
 

@@ -116,10 +116,10 @@ def _parameter(option: Option, *, stated: bool) -> inspect.Parameter:
         *filter(None, (option.short, flag)), metavar=option.metavar, help=text, rich_help_panel=group,
         autocompletion=OFFERED.get(option.name), callback=CALLED.get(option.name),
     )  # fmt: skip
-    needed = option.required or default is not None
-    annotation = Annotated[kind if needed else kind | None, argument]  # type: ignore[valid-type]
     default = inspect.Parameter.empty if option.required else default
-    return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    return inspect.Parameter(
+        option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, argument]
+    )
 
 
 def read(options: Mapping[str, Any], adapters: int, rows: Mapping[str, Option] = OPTIONS) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from ..models.prefixes import prefixed
 from ..models.weights import RowSlice
 from ..paths import input_name
 from ..row_ranges import Ranges
-from ..text import Note, listed, plural
+from ..text import Note, listed
 from .patch import Match, Patch
 
 TIED_NAMES: Final = re.compile(
@@ -125,8 +125,8 @@ class DuplicateCheck:
 
 
 READS_CHANGED_WEIGHTS: Final = (
-    "{modules} on weights that {earlier} also changes. Both changes are computed from the base and added; "
-    "use --method compose to apply them in sequence"
+    "{modules}: the change depends on weights that {earlier} also changes. Both changes are computed from the base and "
+    "added; use --method compose to apply them in sequence"
 )
 """The note on modules whose formula reads weights that earlier adapters change, where the changes are added."""
 
@@ -160,8 +160,7 @@ def _overlap_notes(job: Job, match: Match, changed: Sequence[_Changed]) -> Itera
             modules_by_earlier.setdefault(before, []).append(patch.module.where)
     for numbers, modules in modules_by_earlier.items():
         earlier = listed([input_name(job.adapters[n].path) for n in numbers])
-        depending = plural(len(dict.fromkeys(modules)), "module depends", "modules depend")
-        yield Note(READS_CHANGED_WEIGHTS.format(modules=depending, earlier=earlier))
+        yield Note(READS_CHANGED_WEIGHTS.format(modules=listed(dict.fromkeys(modules), 2), earlier=earlier))
 
 
 def _reading(match: Match) -> Iterator[tuple[Patch, str]]:

@@ -14,6 +14,7 @@ from ..disk.files import FileState
 from ..errors import AdapterAsBase, UsageError
 from ..files.checkpoint import Index, adapter_config, open_checkpoint
 from ..models.names import Names, names
+from ..paths import is_folder
 
 MOST_TENSORS: Final = 300_000  # in all kept checkpoints; about 300 MB
 
@@ -60,7 +61,7 @@ class CheckpointCache:
 
     def index(self, path: Path, *, adapter: bool = True) -> Index:
         """Return the tensors of a checkpoint by name, from its header. `adapter`: as of `open_checkpoint`."""
-        key = ("index", path, adapter and path.is_dir())  # a file is one of them, whatever it is opened as
+        key = ("index", path, adapter and is_folder(path))  # a file is one of them, whatever it is opened as
         entry = self._get(key) or self._keep(key, open_checkpoint(path, adapter=adapter), None)
         return entry[0]
 

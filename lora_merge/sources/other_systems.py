@@ -93,7 +93,9 @@ def _system(address: Address) -> tuple[Any, str]:
     try:
         system, path = url_to_fs(address.name)
     except ImportError as e:  # of the library that the scheme needs, which the text names
-        raise UsageError(f"fsspec cannot open {address.scheme}://: {e}", str(address), "install it") from None
+        raise UsageError(
+            f"fsspec cannot open {address.scheme}://: {e}", str(address), "get the library that it names"
+        ) from None
     except Exception as e:  # noqa: BLE001
         raise _failed(address, e) from None
     return system, str(path)

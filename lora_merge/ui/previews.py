@@ -28,7 +28,7 @@ KEPT: Final = 200
 """Files and pairs whose facts are kept."""
 
 WITHOUT_RECIPE: Final = {
-    "verify": "choose its base and its adapters, too", "replay": "choose a file that lora-merge wrote",
+    "verify": "choose its base and its adapters, too", "replay": "choose an output with its recipe",
     UNMERGE: "choose the adapters, too",
 }  # fmt: skip
 """Command → what to do with a file that has no recipe."""

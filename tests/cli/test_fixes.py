@@ -295,7 +295,7 @@ def test_option_of_another_program_is_answered_with_what_works(
 
 def test_packages_of_fixes_are_those_that_the_project_names(texts: set[str]) -> None:
     named = {name for text in texts for name in re.findall(r'pip install (?:-U )?"?([\w-]+)', text)}
-    assert named == {"ray", "plotly", "matplotlib", "huggingface_hub", "obstore", "starlette"}
+    assert named == {"ray", "plotly", "matplotlib", "huggingface_hub", "obstore", "starlette", "fsspec"}
     known = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert all(re.search(rf'"{name}>=', known) for name in named)
 

@@ -102,6 +102,7 @@ UNTYPED: Final[Mapping[str, tuple[str, ...]]] = {
         "choose another -o: without < > : \" | ? *, a point at the end, and names such as CON and NUL",
         "choose another -o; is another run at it?",
         "make room, or write to another disk with -o",
+        "remove files, or give --cache a folder on another disk",
         "end other programs that use the device, or use --device cpu",
         "give --max-memory …MiB",
         "give a smaller --max-memory, or raise the limit (ulimit -v)",

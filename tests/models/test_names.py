@@ -625,7 +625,7 @@ def test_comfyuis_name_of_an_encoder_means_the_only_one_of_a_folder_that_it_can(
     assert two.find(name("transformer").replace("transformer.transformer", "transformer")) == view
     both = names(pipeline(transformer=header("diffusers/zimage"), text_encoder=llm, text_encoder_2=llm))
     assert both.find(name("qwen3_4b")) is None
-    assert "text encoder qwen3_4b" in explain(both, [name("qwen3_4b")], {})
+    assert "text encoder qwen3_4b" in explain(both, [name("qwen3_4b")], {}, NO_METADATA)
 
 
 @pytest.mark.few(2)
@@ -781,7 +781,7 @@ def test_wrong_pair_is_explained_with_both_sides(made_for: str, prefix: str, nam
     views = {m: found.find(m) for m in modules}
     wrong = [m for m, view in views.items() if view is None or view.shape[:2] != modules[m][:2]]
     assert wrong
-    text = explain(found, wrong, modules)
+    text = explain(found, wrong, modules, NO_METADATA)
     assert all(title in text for title in both), text
 
 
@@ -842,15 +842,17 @@ def test_doubt_where_names_fit_all_the_same() -> None:
 
 
 def test_reasons_of_a_mismatch() -> None:
-    text = explain(base("native/sdxl"), ["lora_te1_text_model_encoder_layers_0_mlp_fc1"], {})
+    text = explain(base("native/sdxl"), ["lora_te1_text_model_encoder_layers_0_mlp_fc1"], {}, NO_METADATA)
     assert "first text encoder" in text
     assert "unet" in text
-    text = explain(base("transformers/llama-3.2-1b"), ["base_model.model.lm_head"], {})
+    text = explain(base("transformers/llama-3.2-1b"), ["base_model.model.lm_head"], {}, NO_METADATA)
     assert "input embeddings" in text
     modules = adapter("transformers/llama-3.1-8b", "base_model.model.", "self_attn.q_proj")
     found = base("transformers/llama-3.2-1b")
-    assert "block 31" in explain(found, [m for m in modules if not found.find(m)], modules)
-    text = explain(base("single-file/sdxl"), ["lora_te2_text_model_encoder_layers_40_self_attn_q_proj"], {})
+    assert "block 31" in explain(found, [m for m in modules if not found.find(m)], modules, NO_METADATA)
+    text = explain(
+        base("single-file/sdxl"), ["lora_te2_text_model_encoder_layers_40_self_attn_q_proj"], {}, NO_METADATA
+    )
     assert "block 40" in text
     assert "block 31" in text, "of the same encoder, not of the denoiser"
     assert guess({"strange.module": (3, 3)}) == "unknown"
@@ -906,6 +908,9 @@ def test_users_map_works_like_ours(tmp_path: Path) -> None:
 
 # --- hostile names ------------------------------------------------------------------------------------
 
+NO_METADATA = index({})
+"""An adapter that states nothing."""
+
 STRANGE = ("", ".", "..", "a..b", "{i}", "²", "9" * 5000, "0." * 20000, "model." * 20000, "_" * 50000, "transformer.")
 
 
@@ -926,7 +931,7 @@ def test_strange_names_and_shapes_do_no_harm(name: str) -> None:
                 found.find(called(dialect, strange))
             except AmbiguousName:
                 continue
-    explain(found, STRANGE, {strange: (1,) for strange in STRANGE})
+    explain(found, STRANGE, {strange: (1,) for strange in STRANGE}, NO_METADATA)
     assert time.process_time() - start < 30  # 0.8
 
 
