@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite, prod, sqrt
 from typing import Any, Final
@@ -13,13 +14,14 @@ from torch import Tensor
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..dtypes import FLOATS, ITEM_BYTES
-from ..engine.devices import place
+from ..engine.devices import one_core, place
 from ..engine.tensor_moves import stage
 from ..engine.tensors import TensorCache, view_bytes, weight_values
 from ..errors import AmbiguousName
 from ..files.checkpoint import Index
 from ..models.names import Names
 from ..models.weights import Weight, WeightView
+from ..process import cores
 from .hashes import READ_BYTES
 from .pictures import HISTOGRAM_ROWS, SPECTRUM_NUMBERS, histogram, matrix_pictures
 
@@ -70,13 +72,15 @@ class TensorPair:
 
 
 def differences(a: Index, b: Index, lookup: Names) -> Iterator[TensorPair]:
-    """Yield every tensor of B with its difference from A; `lookup` are the names of A."""
-    with Reader([a, b]) as reader, torch.no_grad():
-        cache = TensorCache(reader, frozenset())
-        pair = _Pair(a, b, lookup, reader, cache)
-        for info in b.parameters.values():
-            yield pair.of(info)
-            cache.forget()
+    """Yield every tensor of B with its difference from A; `lookup` are the names of A. Cores work side by side."""
+    infos = [*b.parameters.values()]
+    pairs = [counterpart(a, info, lookup) for info in infos]
+    with Reader([a, b]) as reader:
+        pool = ThreadPoolExecutor(cores(), thread_name_prefix="compare", initializer=one_core)
+        try:
+            yield from pool.map(_Pair(a, b, lookup, reader).compared, infos, pairs)
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def counterpart(a: Index, info: StoredTensor, names: Names) -> tuple[TensorPair, WeightView | None]:
@@ -107,11 +111,9 @@ def difference_pictures(
     """Yield some tensors of B, each with `spectrum` and `histogram` of its difference from A. Of tensors of more than
     SPECTRUM_NUMBERS numbers only some rows are read, and quantised ones of that size have none."""
     with Reader([a, b]) as reader, torch.no_grad():
-        cache = TensorCache(reader, frozenset())
-        pair = _Pair(a, b, lookup, reader, cache)
+        pair = _Pair(a, b, lookup, reader)
         for info in (b.tensors[name] for name in chosen):
             yield info.name, pair.pictures(info)
-            cache.forget()
 
 
 @dataclass(frozen=True)
@@ -122,11 +124,11 @@ class _Pair:
     b: Index
     names: Names  # of A
     reader: Reader
-    cache: TensorCache
 
-    def of(self, info: StoredTensor) -> TensorPair:
-        """Return a tensor of B with its difference from A."""
-        pair, view = counterpart(self.a, info, self.names)
+    @torch.no_grad()
+    def compared(self, info: StoredTensor, match: tuple[TensorPair, WeightView | None]) -> TensorPair:
+        """Return a tensor of B, with what `counterpart` returned for it, with its difference from A."""
+        pair, view = match
         if pair.why or not pair.keys:
             return pair
         if view is None:
@@ -166,7 +168,9 @@ class _Pair:
         return torch.cat(parts)
 
     def _whole(self, index: Index, info: StoredTensor) -> Tensor:
-        return weight_values(Weight(info.shape, info, index.packed.get(info.name)), self.cache.fetch)
+        return weight_values(
+            Weight(info.shape, info, index.packed.get(info.name)), TensorCache(self.reader, frozenset()).fetch
+        )
 
     def _sums(self, same: StoredTensor, info: StoredTensor) -> DifferenceSums:
         """Return the sums of two tensors of one shape; plain ones are read in pieces."""

@@ -300,7 +300,7 @@ def test_larger_adapter_contains_the_smaller_one(scene: Scene, tmp_path: Path) -
 
 @pytest.mark.bench
 def test_two_models_are_compared_in_one_and_a_half_times_the_time_of_a_merge(tmp_path: Path) -> None:
-    """For an idle machine: on a busy one threads of torch wait for each other, and the comparison is the slower one."""
+    """In one program, where torch has several threads of its own: operations of the comparison must not wait for them."""
     layers = {f"layers.{n}.weight": ("F16", (4096, 2048)) for n in range(16)}
     base = inputs.write(tmp_path / "base.safetensors", layers)
     slots = {name.replace("weight", f"{slot}.weight"): ("F16", shape) for name in layers
