@@ -134,8 +134,9 @@ class Run:
 def _inspect(run: Run) -> list[Facts]:
     job = run.job
     options = {**_options(job), "pictures": run.pictures, "progress": run.step}
-    base = [job["base"]] if "base" in job else []
-    return [inspect(*base, path, **options) for path in job["adapters"]]
+    if "base" in job:
+        return [inspect(job["base"], path, **options) for path in job["adapters"]]
+    return [inspect(path, **options) for path in job["adapters"]]
 
 
 def _compare(run: Run) -> list[Facts]:
