@@ -19,13 +19,11 @@ from .text import html_table, one_line
 
 Stage: TypeAlias = Literal["load", "fetch", "merge", "make", "flush", "prove", "upload", "look"]
 """`load`: inputs are opened and torch is imported. `fetch`: inputs are downloaded. `merge`: bytes are merged and
-written. `make`: the layers of an
-adapter are computed. `flush`: the disk takes the last of them. `prove`: the written file is read again. `upload`: an
-output of another machine is sent there. `look`: files are measured or compared."""
+written. `make`: the layers of an adapter are computed. `flush`: the disk takes the last of them. `prove`: the written
+file is read again. `upload`: an output of another machine is sent there. `look`: files are measured or compared."""
 
 STEP_SECONDS: Final = 0.1
 """Seconds between two steps of work that has many more: those of `Gathered`, and those within a window of a merge."""
-
 
 SECOND_HAND: Final = 0.5
 """Seconds between two redraws of a bar of tqdm that no step moves: the elapsed time in it goes on."""

@@ -224,7 +224,7 @@ def _tree(path: Path) -> ast.Module:
 
 @cache
 def _calls_of(path: Path) -> Sequence[tuple[ast.Call, ast.FunctionDef | None, str]]:
-    """Return every call in a module, with the function and the class that it stands in."""
+    """Return every call in a module, with the function and the class that it is in."""
     found = []
     waiting: list[tuple[ast.AST, ast.FunctionDef | None, str]] = [(_tree(path), None, "")]
     while waiting:

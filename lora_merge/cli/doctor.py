@@ -16,6 +16,7 @@ import torch
 
 from ..algorithms import ALGORITHMS
 from ..disk.pages import aligned_buffer
+from ..disk.publish import sibling
 from ..disk.system import DIRECT_FLAG, DO_NOT_NEED, advise, read_at
 from ..disk.volumes import DIRECT_ON, Mode, file_system, free_bytes
 from ..disk.writer import timed_write
@@ -192,7 +193,7 @@ def _disk(folder: Path, size: int) -> dict[str, Any]:
     }
     if facts_of_disk["free"] < 2 * size:
         return facts_of_disk | {"problems": [f"{folder}: only {facts_of_disk['free'] >> 20} MiB are free"]}
-    path = folder / f".doctor.{secrets.token_hex(6)}.lora-merge.part"  # a killed one's is removed by the next merge
+    path = sibling(folder / "doctor")  # a killed one's is removed by the next merge
     modes: tuple[Mode, ...] = ("direct", "buffered")
     try:
         for mode in modes:

@@ -6,7 +6,7 @@ have no output for their LoRAs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
@@ -20,7 +20,7 @@ MODEL: Final = "model"
 """The input by which loaders are chained."""
 
 
-def loaded(workflow: Mapping[str, Mapping[str, Any]], link: Sequence[Any]) -> tuple[list[Stacked], list[str]]:
+def loaded(workflow: Mapping[str, Mapping[str, Any]], link: list[Any]) -> tuple[list[Stacked], list[str]]:
     """Return the LoRAs on the way to an output of type MODEL, in the order in which they are loaded, and the other
     nodes on that way. `workflow`: node → `class_type` and `inputs`; `link`: the node and its output.
 
@@ -29,7 +29,7 @@ def loaded(workflow: Mapping[str, Mapping[str, Any]], link: Sequence[Any]) -> tu
     stack: list[Stacked] = []
     others: list[str] = []
     before: Any = link
-    while isinstance(before, Sequence) and (node := workflow.get(str(before[0]))) is not None:
+    while isinstance(before, list) and (node := workflow.get(str(before[0]))) is not None:  # a text is a file's name
         name, inputs = node["class_type"], node["inputs"]
         if name in LOADERS:
             stack = [*_typed(name, LOADERS[name](inputs)), *stack]
@@ -60,8 +60,9 @@ def _load_lora(inputs: Inputs) -> Iterator[tuple[Any, Any, Any]]:
 def _power_lora_loader(inputs: Inputs) -> Iterator[tuple[Any, Any, Any]]:
     for name, row in inputs.items():
         if name.lower().startswith("lora_") and isinstance(row, Mapping) and row.get("on"):
-            both, encoders = row["strength"], row.get("strengthTwo")
-            yield row["lora"], both, both if encoders is None else encoders
+            strength, second = row["strength"], row.get("strengthTwo")
+            encoders = strength if second is None else second
+            yield row["lora"], strength, encoders if "clip" in inputs else 0.0  # without text encoders it loads none
 
 
 def _lora_loader_stack(inputs: Inputs) -> Iterator[tuple[Any, Any, Any]]:

@@ -223,7 +223,7 @@ def merge_into(
     """
     if not isinstance(keep, str) or keep not in _KEEPERS:
         raise UsageError(f"unknown value {keep!r}", "keep", f"use one of: {', '.join(_KEEPERS)}")
-    if options.get("dtype", KEEP_DEVICE) != KEEP_DEVICE:
+    if options.get("dtype", "keep") != "keep":
         raise UsageError("a live model keeps its dtypes", "dtype", "cast the model, or leave the option out")
     live: dict[str, Tensor] = {}
     merged = MergedModel(model, live, keep)

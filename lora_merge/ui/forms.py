@@ -230,6 +230,11 @@ def in_jobs_file(job: Mapping[str, Any]) -> bool:
     return job.get("command", MERGE) in TAKES and not by_recipe(job)
 
 
+def adapter_tables(job: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the adapters of a job, each as a table with its `path`."""
+    return [{"path": a} if isinstance(a, str) else a for a in job.get("adapters", ())]
+
+
 def _adapter(form: CommandForm, place: int, values: Mapping[str, Any], library: Library) -> str | dict[str, Any]:
     """Return an adapter of a job: its path alone, or a table with its strengths."""
     path, table = str(library.path(str(values["path"]))), dict[str, Any]()
@@ -282,7 +287,7 @@ def command_line(job: Mapping[str, Any]) -> str:
 def _words(job: Mapping[str, Any]) -> Iterator[str]:
     command = job.get("command", MERGE)
     form = FORMS[command]
-    adapters: list[dict[str, Any]] = [{"path": a} if isinstance(a, str) else a for a in job.get("adapters", ())]
+    adapters = adapter_tables(job)
     # The inputs: a base that the command needs comes first, another one is an option.
     first = form.base_needed or command == "inspect"
     verified = command == "verify"

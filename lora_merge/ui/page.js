@@ -305,11 +305,12 @@ function showPlan(preview, filled) {
   } else if (preview.plan) {
     const row = preview.plan;
     const took = row.seconds === null ? "known after the first run" : time(row.seconds);
-    summary = row.status === "done" ? "It is there already, by the same recipe." : `Writes ${size(row.bytes)}; memory for weights: at most ${size(row.memory)}; time: ${took}.`;
-    const rows = [["writes", row.status === "done" ? "nothing: it is there already, by the same recipe" : size(row.bytes)], ["to", row.output], ["memory", `at most ${size(row.memory)} for weights`]];
-    if (row.status === "done") rows.length = 2;
-    else if (row.disk) rows.push(["disk", `${size(row.disk.needed)} of ${size(row.disk.free)} free`]);
-    if (row.status !== "done") rows.push(["time", took + (row.measured || row.seconds === null ? "" : ", from the speed of the disk")]);
+    const done = row.status === "done";
+    summary = done ? "It is there already, by the same recipe." : `Writes ${size(row.bytes)}; memory for weights: at most ${size(row.memory)}; time: ${took}.`;
+    const rows = [["writes", done ? "nothing: it is there already, by the same recipe" : size(row.bytes)], ["to", row.output]];
+    if (!done) rows.push(["memory", `at most ${size(row.memory)} for weights`]);
+    if (!done && row.disk) rows.push(["disk", `${size(row.disk.needed)} of ${size(row.disk.free)} free`]);
+    if (!done) rows.push(["time", took + (row.measured || row.seconds === null ? "" : ", from the speed of the disk")]);
     plan.replaceChildren(facts(rows));
   } else plan.replaceChildren(h("p", { class: "help" }, "Nothing is written."));
   byId("summary").textContent = summary;

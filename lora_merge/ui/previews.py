@@ -58,7 +58,7 @@ class Previews:
         waits for it."""
         entries = sorted(self.library.entries(), key=lambda entry: entry.bytes)
         base, adapter = (next((e.path for e in entries if e.kinds == (kind,)), "") for kind in (BASE, ADAPTER))
-        with suppress(OSError):  # the failure of who chooses them
+        with suppress(OSError):  # it is reported when somebody chooses the file
             self.files({"base": base, "adapters": [{"path": adapter}]})
         self.queue.estimate(self.library.output)
 

@@ -16,13 +16,14 @@ from .. import Adapter, Facts, MergeError, Step, compare, inspect, replay, run_b
 from ..adapters_out.report import AdapterReport, adapter_rows
 from ..batch.commands import MERGE, UNMERGE
 from ..disk.pages import aligned_buffer
+from ..disk.publish import sibling
 from ..disk.writer import timed_write
 from ..errors import as_merge_error, error_dict
 from ..facts import STYLES, Fact
 from ..progress import StageSum
 from ..report import Report, merge_rows, verify_rows
 from ..viewing.pages.page import page
-from .forms import FORMS, in_jobs_file, runnable
+from .forms import FORMS, adapter_tables, in_jobs_file, runnable
 
 State: TypeAlias = Literal["waiting", "running", "done", "skipped", "failed", "cancelled"]
 """`skipped`: the output was there already, by the same recipe."""
@@ -63,8 +64,8 @@ class Run:
     @property
     def title(self) -> str:
         """Return what it does, for the list."""
-        adapters = [a if isinstance(a, str) else a["path"] for a in self.job.get("adapters", ())]
-        name = self.job.get("output") or self.job.get("product") or " · ".join(Path(path).name for path in adapters)
+        adapters = " · ".join(Path(adapter["path"]).name for adapter in adapter_tables(self.job))
+        name = self.job.get("output") or self.job.get("product") or adapters
         return f"{FORMS[self.job.get('command', MERGE)].title}: {Path(str(name)).name}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -160,8 +161,10 @@ def _unmerge(run: Run) -> Report:
 
 def _adapters(job: Mapping[str, Any]) -> list[Adapter]:
     """Return the adapters of a job as functions take them."""
-    tables: list[dict[str, Any]] = [{"path": a} if isinstance(a, str) else a for a in job.get("adapters", ())]
-    return [Adapter(Path(a["path"]), a.get("strength", 1.0), tuple(a.get("strength_for", {}).items())) for a in tables]
+    return [
+        Adapter(Path(a["path"]), a.get("strength", 1.0), tuple(a.get("strength_for", {}).items()))
+        for a in adapter_tables(job)
+    ]
 
 
 def _options(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,7 +230,7 @@ class Queue:
 
     def estimate(self, folder: Path) -> None:
         """Take the speed of the disk of a folder for that of merges, until one has ended."""
-        path = folder / f".ui.{secrets.token_hex(6)}.lora-merge.part"  # a killed one's is removed by the next merge
+        path = sibling(folder / "ui")  # a killed one's is removed by the next merge
         block = aligned_buffer(PROBE)
         block[:] = secrets.token_bytes(PROBE)
         with suppress(MergeError, OSError):

@@ -15,6 +15,7 @@ from safetensors import safe_open
 
 import lora_merge
 from lora_merge.comfyui import pack
+from lora_merge.comfyui.loaders import loaded
 from lora_merge.merge_methods import COMBINATIONS, METHODS
 from tests.kit.adapters import kohya
 from tests.kit.comfy import HOST, Host, comfyui, lora, node
@@ -212,6 +213,27 @@ def test_loras_of_loaders_are_read_from_the_workflow(host: Host) -> None:
     assert Path(posted["2"].values[0]).read_bytes() == merged(
         host, (loras / "a0.safetensors", 0.8, (("te", 0.5),)), (loras / "a1.safetensors", 0.5, (("te", 0),))
     )
+
+
+def test_power_lora_loader_without_text_encoders() -> None:
+    """It loads the denoiser's part alone, whatever the second strength is."""
+    inputs = {name: value for name, value in LOADERS["p"]["inputs"].items() if name != "clip"}
+    workflow = {**LOADERS, "p": {**LOADERS["p"], "inputs": inputs}}
+    assert loaded(workflow, ["p", 0]) == ([("a0.safetensors", 0.8, 0.0)], ["CheckpointLoaderSimple"])
+
+
+def test_name_of_a_model_is_no_link() -> None:
+    """Loaders of models call their file `model` too, and its name may begin with the number of a node."""
+    unrelated, last = (
+        {**LOADERS["m"], "inputs": {**LOADERS["m"]["inputs"], "model": [link, 0]}} for link in ("c", "w")
+    )
+    workflow = {
+        **LOADERS,
+        "7": unrelated,
+        "w": {"class_type": "ModelLoader", "inputs": {"model": "720p.gguf"}},
+        "m": last,
+    }
+    assert loaded(workflow, ["m", 0]) == ([("a1.safetensors", 0.5, 0.0)], ["ModelLoader"])
 
 
 @pytest.mark.parametrize(
