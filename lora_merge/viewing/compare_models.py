@@ -26,6 +26,7 @@ from .hashes import READ_BYTES
 from .pictures import HISTOGRAM_ROWS, SPECTRUM_NUMBERS, histogram, matrix_pictures
 
 COMPARED_NUMBERS: Final = 1 << 17  # numbers that are compared at once, which a core's cache holds
+AT_ONCE: Final = 4  # tensors; quantised ones, and those with other names, are read whole
 NARROW_DTYPES: Final = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2})
 FAST_PLACE: Final = place("cpu", "F32")
 EXACT_PLACE: Final = place("cpu", "F64")
@@ -76,7 +77,7 @@ def differences(a: Index, b: Index, lookup: Names) -> Iterator[TensorPair]:
     infos = [*b.parameters.values()]
     pairs = [counterpart(a, info, lookup) for info in infos]
     with Reader([a, b]) as reader:
-        pool = ThreadPoolExecutor(cores(), thread_name_prefix="compare", initializer=one_core)
+        pool = ThreadPoolExecutor(min(cores(), AT_ONCE), thread_name_prefix="compare", initializer=one_core)
         try:
             yield from pool.map(_Pair(a, b, lookup, reader).compared, infos, pairs)
         finally:
