@@ -16,7 +16,7 @@ from ..adapter_arguments import in_jobs_file
 from ..adapters_out.commands import COMMANDS
 from ..adapters_out.request import Request
 from ..disk.destination import check_output, files_under
-from ..disk.volumes import CLONES, file_system, ignores_case, same, share_blocks
+from ..disk.volumes import CLONES, existing, file_system, ignores_case, same, share_blocks
 from ..disk.writer import Room
 from ..engine.windows import buffer_bytes, layout_key, unshared_bytes, window_bytes
 from ..errors import MergeError, PartWithoutEffect, ResourceError, UsageError
@@ -409,7 +409,7 @@ def disk_rooms(planned: Sequence[PlannedJob], workers: int) -> Iterator[tuple[Se
     for s in (s for s in planned if s.runs):
         folder = s.entry.job.output.parent
         if folder not in disks:
-            disks[folder] = next(p for p in (folder, *folder.parents) if p.exists()).stat().st_dev
+            disks[folder] = existing(folder).stat().st_dev
         by_disk.setdefault(disks[folder], []).append(s)
     for some in by_disk.values():
         replaced = sorted((s.replaces for s in some), reverse=True)[: JOBS_TOGETHER * workers]
