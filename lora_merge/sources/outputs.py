@@ -69,7 +69,7 @@ def sink_at(path: Path) -> Sink | None:
 
 @lru_cache
 def outbox(cache: Store) -> Path:
-    """Return the folder of local copies; those that killed runs have left there are removed."""
+    """Return the folder of local copies; what killed runs have left there is removed."""
     folders = [cache.root] if cache.named else [cache.root, Path(tempfile.gettempdir())]
     folder = max(folders, key=free_bytes)
     for path in sorted((folder / UPLOADS).rglob("*"), reverse=True):  # the innermost first
