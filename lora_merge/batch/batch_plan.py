@@ -68,9 +68,9 @@ def survey(
     `former`: the plans of calls before, for the same number of workers. UsageError where jobs get in each other's way.
     """
     outputs = _Outputs(entries)
-    former = former or FormerPlans()
-    former.checkpoints(path for entry in entries for path in entry.sources)
-    surveyor = _Surveyor(outputs, workers, former)
+    if former is not None:
+        former.checkpoints(path for entry in entries for path in entry.sources)
+    surveyor = _Surveyor(outputs, workers, former or FormerPlans())
     for level, some in enumerate(_levels(entries, {e.number: outputs.maker(e.job.base) for e in entries})):
         for entry in some:
             surveyor.plan(entry, level)
