@@ -22,7 +22,7 @@ from ..process import begin_commit, deliver_pending
 from ..progress import Progress, Step, counted
 from ..text import Note, listed, plural
 from .inputs import forget
-from .objects import INSTALL, store_of
+from .objects import INSTALL, kinds_of, store_of
 from .objects import failed as failed_read
 from .sent_files import Source, address_of, compare, differs, files_of, pieces, refuse_input, size_of
 
@@ -42,7 +42,7 @@ FAILURES: Final[tuple[tuple[str, str, str], ...]] = (
 
 def failed(address: Address, e: Exception) -> MergeError:
     """Return the error for a failure of obstore on writing."""
-    kinds = {kind.__name__ for kind in type(e).__mro__} if not isinstance(e, MergeError) else set()
+    kinds = kinds_of(e) if not isinstance(e, MergeError) else set()
     for kind, what, fix in FAILURES:
         if kind in kinds:
             return UsageError(what, str(address), fix)

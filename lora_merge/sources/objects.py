@@ -6,6 +6,7 @@ Credentials and endpoints are those of the providers' usual variables, files and
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -160,11 +161,22 @@ def _head(store: Any, key: str, version: str) -> Any:
     return obstore.get(store, key, options={"head": True, **({"version": version} if version else {})}).meta
 
 
+STATUS_KINDS: Final = {"401": "UnauthenticatedError", "403": "PermissionDeniedError", "404": "NotFoundError"}
+"""Status of an answer to a listing → the error of obstore for the same answer about an object."""
+
+
+def kinds_of(e: Exception) -> set[str]:
+    """Return the names of the kinds of an error of obstore, which has the status of a listing in its text alone."""
+    status = re.search(r"status code: (\d+)", str(e))
+    kind = STATUS_KINDS.get(status[1]) if status else None
+    return {kind.__name__ for kind in type(e).__mro__} | ({kind} if kind else set())
+
+
 def failed(address: Address, e: Exception) -> MergeError:
     """Return the error for a failure of obstore, whose texts hold URLs."""
     if isinstance(e, MergeError):
         return e
-    kinds = {kind.__name__ for kind in type(e).__mro__}
+    kinds = kinds_of(e)
     for kind, error, what, fix in FAILURES:
         if kind in kinds:
             return error(what, str(address), fix)

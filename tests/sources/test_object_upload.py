@@ -228,3 +228,10 @@ def test_role_that_may_not_write_is_named(out: Any, run: Command, monkeypatch: p
     monkeypatch.setattr("obstore.open_writer", refused)
     code, _, err = run(*MERGE, "-o", "s3://models/out/a")
     assert code == 2 and "PutObject" in err and "secret" not in err
+
+
+def test_bucket_that_is_missing_is_named(out: Any, run: Command) -> None:
+    """A listing of it fails with an error whose text alone has the status."""
+    for output in ("s3://nobody/x.safetensors", "s3://nobody/folder/"):
+        code, _, err = run(*MERGE, "-o", output)
+        assert code == 2 and "there is no such bucket" in err
