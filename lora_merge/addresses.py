@@ -366,7 +366,7 @@ def upload_address(path: Path) -> Address | None:
     if UPLOADS not in path.parts:
         return None
     at = path.parts.index(UPLOADS)
-    scheme, *names = (*map(unquote, path.parts[at + 1 :]), "")[:-1] or [""]
+    scheme, *names = [*map(unquote, path.parts[at + 1 :])] or [""]
     if scheme not in WRITABLE or len(names) < 1 + (scheme == HUB):
         return None
     _outboxes.add(str(Path(*path.parts[: at + 1])))

@@ -1,6 +1,6 @@
 """The modules of an output: those that an opened conversion plans, and how they are made and stored.
 
-Modules are made several at a time; those that share a weight are one task. No torch, unless what makes them takes it.
+Modules are made several at a time; modules that share a weight are one task. No torch, unless what makes them takes it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def named(job: AdapterJob, to: Dialect) -> AdapterJob:
 
 
 def bundled(file: AdapterFile, to: Dialect) -> list[StoredTensor]:
-    """Return the embeddings that OneTrainer stores beside an adapter, where the dialect has a place for them."""
+    """Return the embeddings that OneTrainer stores next to an adapter, if the dialect has a place for them."""
     return [file.index.tensors[key] for key in file.ignored if to.bundles and key.startswith(BUNDLE)]
 
 
@@ -110,7 +110,7 @@ class ModuleGroups(NamedTuple):
 
 
 def module_groups(conversion: Conversion) -> ModuleGroups:
-    """Return the modules of a conversion; those that share a weight are made together."""
+    """Return the modules of a conversion; modules that share a weight are made together."""
     job, modules = conversion.job, conversion.modules
     groups = components(modules) if job.combines else [[module] for module in modules]
     return ModuleGroups(job, groups, _changes_nothing(job))

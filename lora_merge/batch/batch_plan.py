@@ -16,7 +16,7 @@ from ..adapter_arguments import in_jobs_file
 from ..adapters_out.commands import COMMANDS
 from ..adapters_out.request import Request
 from ..disk.destination import check_output, files_under
-from ..disk.volumes import CLONES, file_system, ignores_case, same, share_blocks
+from ..disk.volumes import CLONES, existing, file_system, ignores_case, same, share_blocks
 from ..disk.writer import Room
 from ..engine.windows import buffer_bytes, layout_key, unshared_bytes, window_bytes
 from ..errors import MergeError, PartWithoutEffect, ResourceError, UsageError
@@ -68,9 +68,9 @@ def survey(
     `former`: the plans of calls before, for the same number of workers. UsageError where jobs get in each other's way.
     """
     outputs = _Outputs(entries)
-    former = former or FormerPlans()
-    former.checkpoints(path for entry in entries for path in entry.sources)
-    surveyor = _Surveyor(outputs, workers, former)
+    if former is not None:
+        former.checkpoints(path for entry in entries for path in entry.sources)
+    surveyor = _Surveyor(outputs, workers, former or FormerPlans())
     for level, some in enumerate(_levels(entries, {e.number: outputs.maker(e.job.base) for e in entries})):
         for entry in some:
             surveyor.plan(entry, level)
@@ -409,7 +409,7 @@ def disk_rooms(planned: Sequence[PlannedJob], workers: int) -> Iterator[tuple[Se
     for s in (s for s in planned if s.runs):
         folder = s.entry.job.output.parent
         if folder not in disks:
-            disks[folder] = next(p for p in (folder, *folder.parents) if p.exists()).stat().st_dev
+            disks[folder] = existing(folder).stat().st_dev
         by_disk.setdefault(disks[folder], []).append(s)
     for some in by_disk.values():
         replaced = sorted((s.replaces for s in some), reverse=True)[: JOBS_TOGETHER * workers]

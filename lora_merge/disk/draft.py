@@ -20,6 +20,7 @@ from typing import IO, Final
 
 from ..errors import MergeError
 from .system import PLAIN_FLAGS, read_at, write_at
+from .volumes import existing
 from .writer import IN_MEMORY, failure, start_writing
 
 WRITE_BATCH: Final = 4 << 20
@@ -262,7 +263,7 @@ class Heap:
             return HeapBytes(data.nbytes, data)
         try:
             if self._file is None:
-                folder = next(f for f in (self._folder, *self._folder.parents) if f.exists())
+                folder = existing(self._folder)
                 self._file = tempfile.TemporaryFile(dir=str(folder))  # noqa: SIM115  closed by `close`
             self._file.seek(self._first)
             self._file.write(data)

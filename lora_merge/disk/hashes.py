@@ -41,9 +41,7 @@ from .volumes import KEEP_TIMES, file_system
 REMEMBERED_ABOVE: Final = 16 << 20  # bytes; smaller files are not remembered: they are hashed in ten milliseconds
 SETTLED: Final = 60.0  # seconds since the last change: Linux may set the time of a mapped write half a minute late
 MOST_CACHED_FILES: Final = 4096  # files; the oldest entries are removed
-MOST_CACHE_BYTES: Final = (
-    4 << 20
-)  # bytes of the file with the entries; several times what `MOST_CACHED_FILES` entries need
+MOST_CACHE_BYTES: Final = 4 << 20  # of the file with the entries; several times what `MOST_CACHED_FILES` of them need
 PRIVATE: Final = 0o600  # mode of the files in the cache folder
 
 SAMPLES: Final = 16  # blocks of a file that the signature of its entry covers
@@ -176,9 +174,9 @@ def _signed(key: bytes, path: Path, now: str, digest: str) -> str:
     return f"{digest} {code.hexdigest()}"
 
 
-HASHED_BYTES: Final = (
-    32 * 2**20
-)  # bytes hashed at once beside threads of Python; shorter pieces wait too often for the GIL
+HASHED_BYTES: Final = 32 * 2**20
+"""Bytes that are hashed at once while other threads run Python; shorter pieces wait too often for the GIL."""
+
 GAP_BYTES: Final = 4 * 2**20  # bytes hashed at once of ranges of the base that the merge does not read
 
 

@@ -122,7 +122,13 @@ class RemoteFile:
             end, future = self._expected[start]
         if not count or offset + count > end:
             return None
-        return future.result()[offset - start : offset - start + count]
+        try:
+            return future.result()[offset - start : offset - start + count]
+        except Exception:  # the next read, as of a second try, asks the other machine again
+            with self._lock:
+                self._expected.pop(start, None)
+                self._starts = sorted(self._expected)
+            raise
 
     def _from_chunks(self, buffer: memoryview, offset: int) -> None:
         done = 0

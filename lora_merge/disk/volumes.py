@@ -39,14 +39,14 @@ UNSEEN: Final = frozenset({"overlay"})
 
 def free_bytes(path: Path) -> int:
     """Return the number of free bytes where `path` is or would be created."""
-    return shutil.disk_usage(_existing(path)).free
+    return shutil.disk_usage(existing(path)).free
 
 
 def file_system(path: Path) -> str:
     """Return the type of the file system of `path`, which need not exist yet, such as `ext4`; "" if unknown."""
     if not MOUNTS.exists():
         return ""
-    here, best, kind = f"{real_path(_existing(path))}/".replace("//", "/"), "", ""
+    here, best, kind = f"{real_path(existing(path))}/".replace("//", "/"), "", ""
     for line in MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").split("\n")[:-1]:
         left, _, right = line.partition(" - ")
         point = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), left.split(" ")[4]).rstrip("/") + "/"
@@ -59,7 +59,7 @@ def share_blocks(a: Path, b: Path) -> bool:
     """Return whether the files at two paths, which need not exist yet, are on one file system with shared blocks."""
     if has_remote(a) or has_remote(b):
         return False
-    return _existing(a).stat().st_dev == _existing(b).stat().st_dev and file_system(a) in CLONES
+    return existing(a).stat().st_dev == existing(b).stat().st_dev and file_system(a) in CLONES
 
 
 def goes_direct(path: Path, size: int, mode: Mode) -> bool:
@@ -88,7 +88,7 @@ def ignores_case(folder: Path) -> bool:
 
     The folder need not exist yet.
     """
-    folder = _existing(folder)
+    folder = existing(folder)
     with suppress(OSError):  # a folder that may not be listed
         for place in (*folder.iterdir(), folder):
             other = place.with_name(place.name.swapcase())
@@ -97,7 +97,8 @@ def ignores_case(folder: Path) -> bool:
     return False
 
 
-def _existing(path: Path) -> Path:
+def existing(path: Path) -> Path:
+    """Return a path if something is there, else the innermost folder around it that exists."""
     path = path.absolute()
-    existing = (p for p in (path, *path.parents) if os.path.exists(p))  # noqa: PTH110  no error without permission
-    return next(existing, Path(path.anchor))
+    paths = (p for p in (path, *path.parents) if os.path.exists(p))  # noqa: PTH110  no error without permission
+    return next(paths, Path(path.anchor))

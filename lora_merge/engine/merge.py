@@ -168,7 +168,7 @@ def _end(output: _Output, written: WrittenOutput, reader: Reader, share: float, 
 
 
 def _write_card(plan: Plan) -> tuple[Note, ...]:
-    """Write the model card beside an output file, if the job asks for one; return notes on what prevented it."""
+    """Write the model card next to an output file, if the job asks for one; return notes on what prevented it."""
     if plan.is_folder or not plan.has_card:
         return ()
     path = card_path(plan)

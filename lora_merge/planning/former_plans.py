@@ -31,7 +31,7 @@ class FormerPlans(Shown):
     def __init__(self) -> None:
         self.opened = CheckpointCache()
         self.outlines: dict[Any, Any] = {}
-        """Kind of merge → its outline, or the error that stops it; see `batch.planning`."""
+        """Kind of merge → its outline, or the error that stops it; see `batch.batch_plan`."""
         self._states: dict[Path, Any] = {}
 
     def _facts(self) -> Iterator[Fact]:

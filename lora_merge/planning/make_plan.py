@@ -60,9 +60,8 @@ from .plan import NO_OTHERS, OutputFile, OutputTensor, Plan, neighbour, weights
 from .quantisation import quantising
 from .recipe import blanks, entries
 
-CHECKED_BYTES: Final = (
-    64  # bytes: parts of quantised weights up to this size are checked here, larger ones when they are read
-)
+CHECKED_BYTES: Final = 64
+"""Parts of quantised weights of up to so many bytes are checked here, larger ones when they are read."""
 
 MERGED: Final = "the output has the change of this adapter already"
 

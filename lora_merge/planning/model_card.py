@@ -91,7 +91,7 @@ _LIBRARIES: Final = (("model_index.json", "diffusers"), ("config.json", "transfo
 
 
 def card_path(plan: Plan) -> Path:
-    """Return the path of the card: README.md in a folder and in a repository of the hub, NAME.md beside a file."""
+    """Return the path of the card: README.md in a folder and in a repository of the hub, NAME.md next to a file."""
     if plan.is_folder:
         return plan.job.output / CARD
     sink = sink_of(plan.job.output)

@@ -36,9 +36,9 @@ TENSOR_STRIDE: Final = 20  # where a row costs as much as all rows, one tensor i
 Written: TypeAlias = int | RemoteFile
 """The written file: an open descriptor, or a file of another machine."""
 
-ELEMENTS_AT_ONCE: Final = (
-    2**18
-)  # elements recomputed at once with --full; more do not fit the caches and take twice the time
+ELEMENTS_AT_ONCE: Final = 2**18
+"""Elements that are recomputed at once with --full; more do not fit the caches and take twice the time."""
+
 LEAST_DRAWN: Final = 4  # bytes of numbers that are not rounded stochastically: those of the sum itself
 DORA_FLOOR: Final = 2.0**-23  # smallest norm, as every trainer has it
 UNASKED: Final = (

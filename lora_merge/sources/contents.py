@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Final, Protocol, TypeAlias
 
 from ..addresses import HUB, Address
 from ..disk.remote import ReadRange
+from ..disk.volumes import free_bytes
 from ..errors import MergeError, ResourceError, UsageError
 from ..text import size as spoken_size
 from .hub_cache import hub_folder
@@ -95,8 +95,7 @@ def switched_off(address: Address) -> MergeError:
 
 def require_room(folder: Path, needed: int) -> None:
     """Raise ResourceError if the disk of a folder has no room for so many bytes."""
-    existing = next(p for p in (folder, *folder.parents) if p.exists())
-    free = shutil.disk_usage(existing).free
+    free = free_bytes(folder)
     if needed > free:
         other = "set HF_HOME to" if hub_folder() in folder.parents else "give --cache"
         raise ResourceError("not enough disk space for the download",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 from urllib.parse import quote
 
-from ..addresses import HUB, Address, upload_address
+from ..addresses import HUB, Address
 from ..errors import MergeError, ResourceError, UsageError
 from ..paths import WEIGHT_SUFFIXES
 from ..process import begin_commit
@@ -23,7 +23,7 @@ from ..text import Note, listed
 from ..version import __version__
 from .hub import INSTALL, NAME, SITE, endpoint, failed, is_installed
 from .inputs import forget
-from .sent_files import Source, compare, differs, files_of, pieces, size_of
+from .sent_files import Source, address_of, compare, differs, files_of, pieces, size_of
 from .web import Endpoint, ranges
 
 MAIN: Final = "main"
@@ -41,12 +41,12 @@ class HubSink:
 
     def card_of(self, target: Path) -> Path:
         """Return the path of the card of the repository."""
-        depth = _address(target).path.count("/") + 1
+        depth = address_of(target).path.count("/") + 1
         return target.parents[depth - 1] / CARD
 
     def check(self, target: Path, inputs: Sequence[Path], *, overwrite: bool, contents: Sequence[str] | None) -> None:
         """Raise MergeError if there are files that may not be replaced, or if the token may not write."""
-        address = _address(target)
+        address = address_of(target)
         if not is_installed():
             raise UsageError("outputs to the hub need huggingface_hub", str(address), INSTALL)
         api = _api()
@@ -72,7 +72,7 @@ class HubSink:
         self, copy: Path, target: Path, card: bytes | None, *, overwrite: bool, progress: Progress
     ) -> Sequence[Note]:  # fmt: skip
         """Upload a file or a folder in one commit, and compare what is there with the local copy."""
-        address, api, notes = _address(target), _api(), list[Note]()
+        address, api, notes = address_of(target), _api(), list[Note]()
         try:
             with _silent():
                 # Step 1: the repository and the branch.
@@ -101,12 +101,6 @@ class HubSink:
         forget(address)
         text = f"uploaded to {address} as commit {pinned.revision}"
         return [*notes, Note(f"{text}: hashes, headers and samples there are those of the local copy")]
-
-
-def _address(target: Path) -> Address:
-    address = upload_address(target)
-    assert address is not None, "the path is that of a local copy"
-    return address
 
 
 def _inside(address: Address, name: str) -> str:
@@ -145,8 +139,8 @@ def _state(api: Any, address: Address) -> State | None:
 
 def _require_free(address: Address, state: State, names: Iterable[str]) -> None:
     """Raise UsageError if a branch has files of these names."""
-    if state.branch and (there := sorted({*state.files} & {*names})):
-        raise UsageError("the output exists", f"{address}: {listed(there)}",
+    if state.branch and (taken := sorted({*state.files} & {*names})):
+        raise UsageError("the output exists", f"{address}: {listed(taken)}",
                          "choose another repository, branch or name, or give --overwrite")  # fmt: skip
 
 
@@ -215,9 +209,9 @@ def _prove(api: Any, pinned: Address, files: dict[str, Source]) -> None:
     """Compare the files of a commit with the local copy; VerificationFailed if any differ."""
     from huggingface_hub import get_token
 
-    there = {f.path: f for f in api.get_paths_info(pinned.name, [*files], revision=pinned.revision)}
+    uploaded = {f.path: f for f in api.get_paths_info(pinned.name, [*files], revision=pinned.revision)}
     for name, source in files.items():
-        where, size, info = Address(HUB, pinned.name, pinned.revision, name), size_of(source), there.get(name)
+        where, size, info = Address(HUB, pinned.name, pinned.revision, name), size_of(source), uploaded.get(name)
         if info is None or info.size != size:
             raise differs(where, "size")
         if (info.lfs.sha256 != _sha256(source)) if info.lfs else (info.blob_id != _git_hash(source)):

@@ -33,6 +33,7 @@ from ..addresses import (
 )
 from ..disk.files import FileState
 from ..disk.remote import ReadRange, RemoteFile, place
+from ..disk.volumes import existing, free_bytes
 from ..errors import InputError
 from ..paths import WEIGHT_SUFFIXES, forbidden
 from ..text import size as spoken_size
@@ -255,8 +256,7 @@ class Download:
     def text(self) -> str:
         """Return what is downloaded, its size, the time and the free space, for people."""
         folder = self.preview.opener.folder(self.preview.contents)
-        existing = next(p for p in (folder, *folder.parents) if p.exists())
-        free, seconds = shutil.disk_usage(existing).free, self.size / TYPICAL
+        free, seconds = free_bytes(folder), self.size / TYPICAL
         time = f"{seconds / 60:.0f} min" if seconds >= 90 else f"{max(1, round(seconds))} s"
         if self.streamed:
             return (f"{spoken_size(self.size)} are read from {self.preview.contents.address}: {time} at "
@@ -303,7 +303,7 @@ def require_space(downloads: Iterable[Download], output: tuple[Path, int] | None
 
 
 def _disk(path: Path) -> int:
-    return next(p for p in (path, *path.parents) if p.exists()).stat().st_dev
+    return existing(path).stat().st_dev
 
 
 def fetch(path: Path, download: Download | None, advance: Advance) -> Path:

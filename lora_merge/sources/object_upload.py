@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any, Final
 
-from ..addresses import Address, upload_address
+from ..addresses import Address
 from ..errors import MergeError, UsageError
 from ..process import begin_commit, deliver_pending
 from ..progress import Progress, Step, counted
@@ -24,7 +24,7 @@ from ..text import Note, listed, plural
 from .inputs import forget
 from .objects import INSTALL, kinds_of, store_of
 from .objects import failed as failed_read
-from .sent_files import Source, compare, differs, files_of, pieces, refuse_input, size_of
+from .sent_files import Source, address_of, compare, differs, files_of, pieces, refuse_input, size_of
 
 PART: Final = 8 << 20  # bytes of a part, of which stores take 10 000
 MOST_PARTS: Final = 9_000
@@ -106,7 +106,7 @@ class ObjectSink:
 
     def check(self, target: Path, inputs: Sequence[Path], *, overwrite: bool, contents: Sequence[str] | None) -> None:
         """Raise MergeError if there is something that may not be replaced, or if that cannot be found out."""
-        address = _address(target)
+        address = address_of(target)
         if find_spec("obstore") is None:
             raise UsageError("outputs to object stores need obstore", str(address), INSTALL)
         refuse_input(address, inputs)
@@ -123,7 +123,8 @@ class ObjectSink:
         """Upload a file or a folder, and compare it with the local copy. After a failure no object is left."""
         import obstore
 
-        address, store = _address(target), store_of(_address(target))
+        address = address_of(target)
+        store = store_of(address)
         key = address.name.partition("/")[2]
         files: list[tuple[str, Source]] = [(f"{key}/{n}".strip("/") if n else key, p) for n, p in files_of(copy)]
         if card is not None:
@@ -162,12 +163,6 @@ class ObjectSink:
         forget(address)
         how = "the MD5 of all bytes there is that" if all(hashed) else "sizes, headers and samples there are those"
         return [Note(f"uploaded to {address}: {how} of the local copy")]
-
-
-def _address(target: Path) -> Address:
-    address = upload_address(target)
-    assert address is not None, "the path is that of a local copy"
-    return address
 
 
 def _names_at(address: Address, *, folder: bool) -> list[str]:

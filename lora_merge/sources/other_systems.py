@@ -1,6 +1,6 @@
 """Files of other file systems (sftp, ssh, webdav, abfs), by fsspec if it is installed: read by ranges, or downloaded.
 
-Logins are those that fsspec's implementation of a scheme reads itself, such as keys of ssh.
+Logins, such as keys of ssh, are read by fsspec's implementation of a scheme.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class OtherSystem:
             if facts.get("type") != "directory":
                 name = PurePosixPath(path).name
                 return SourceFiles(address, PurePosixPath(path).stem, {name: _listed(facts)})
-            found = system.find(path, detail=True)
+            rows = system.find(path, detail=True)
         except Exception as e:  # noqa: BLE001  # each implementation has errors of its own
             raise _failed(address, e) from None
-        files = {str(PurePosixPath(file).relative_to(path)): _listed(facts) for file, facts in found.items()}
+        files = {str(PurePosixPath(file).relative_to(path)): _listed(facts) for file, facts in rows.items()}
         return SourceFiles(address, PurePosixPath(path).name, files, folder=True)
 
     def reader(self, contents: SourceFiles, name: str) -> ReadRange:

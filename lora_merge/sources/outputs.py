@@ -6,7 +6,6 @@ hands it to the sink of its address, which uploads it and reads what it has uplo
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -18,6 +17,7 @@ from typing import Final
 from ..addresses import HUB, OBJECTS, UPLOADS, Address, upload_address, upload_path
 from ..disk.publish import remove_stale
 from ..disk.uploads import Sink
+from ..disk.volumes import free_bytes
 from ..errors import InputError, UsageError
 from ..text import size as spoken_size
 from .contents import is_offline, switches
@@ -69,19 +69,15 @@ def sink_at(path: Path) -> Sink | None:
 
 @lru_cache
 def outbox(cache: Store) -> Path:
-    """Return the folder of local copies; those that killed runs have left there are removed."""
+    """Return the folder of local copies; what killed runs have left there is removed."""
     folders = [cache.root] if cache.named else [cache.root, Path(tempfile.gettempdir())]
-    folder = max(folders, key=_free)
+    folder = max(folders, key=free_bytes)
     for path in sorted((folder / UPLOADS).rglob("*"), reverse=True):  # the innermost first
         if path.is_dir() and not any(part.endswith(".part") for part in path.parts):
             with suppress(OSError):  # another run writes there
                 remove_stale(path)
                 path.rmdir()
     return folder
-
-
-def _free(folder: Path) -> int:
-    return shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
 
 
 def announcement(output: Path, size: int | None = None) -> str:
@@ -91,8 +87,8 @@ def announcement(output: Path, size: int | None = None) -> str:
         return ""
     folder = next(p for p in output.parents if p.name == UPLOADS)
     what = "the output is" if size is None else f"{spoken_size(size)} are"
-    return (f"{what} written into {folder.parent} first, with {spoken_size(_free(folder))} free, and uploaded from "
-            f"there to {address}")  # fmt: skip
+    free = spoken_size(free_bytes(folder))
+    return f"{what} written into {folder.parent} first, with {free} free, and uploaded from there to {address}"
 
 
 def present(output: Path) -> Path | None:

@@ -8,7 +8,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import IO, Final, TypeAlias
 
-from ..addresses import Address
+from ..addresses import Address, upload_address
 from ..disk.files import open_regular
 from ..disk.remote import ReadRange
 from ..errors import UsageError, VerificationFailed
@@ -29,6 +29,13 @@ def refuse_input(address: Address, inputs: Sequence[Path]) -> None:
         if source is not None and source.scheme == address.scheme and f"{source.name}/".startswith(f"{address.name}/"):
             raise UsageError("the output would replace the base, an adapter or another file that is read",
                              str(address), "choose another name")  # fmt: skip
+
+
+def address_of(target: Path) -> Address:
+    """Return the address of an output whose local copy has a path."""
+    address = upload_address(target)
+    assert address is not None, "the path is that of a local copy"
+    return address
 
 
 Source: TypeAlias = Path | bytes

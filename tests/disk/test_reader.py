@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 
 from lora_merge.disk import pages, reader
 from lora_merge.disk.pages import PAGE, ReadAhead
-from lora_merge.errors import InputError
+from lora_merge.disk.remote import RemoteFile
+from lora_merge.errors import InputError, ResourceError
 from lora_merge.files.checkpoint import open_checkpoint
 
 
@@ -36,3 +37,18 @@ def test_every_byte_is_asked_for_and_no_page_twice_in_a_row(monkeypatch: pytest.
     assert len(asked) <= 7
     touched = {at // PAGE for piece in asked for at in (piece.start, piece.stop - 1)}
     assert touched == {at // PAGE for at, size in pieces for at in (at, at + size - 1) if size}
+
+
+def test_range_read_ahead_that_failed_is_read_again() -> None:
+    content, failures = bytes(range(64)), [ResourceError("the network cannot be reached", "x", "run again")]
+
+    def read(offset: int, count: int) -> bytes:
+        if failures:
+            raise failures.pop()
+        return content[offset : offset + count]
+
+    file, buffer = RemoteFile(len(content), read), bytearray(8)
+    file.expect([(16, 8), (32, 8)])
+    with pytest.raises(ResourceError):
+        file.read_into(memoryview(buffer), 16)
+    assert file.read_into(memoryview(buffer), 16) == 8 and bytes(buffer) == content[16:24]
