@@ -138,7 +138,7 @@ def test_shell_offers_choices_where_choices_belong_and_files_where_files_belong(
     assert offered("base.safetensors", "x", "--dtype", "b") == ["bf16"]
     assert offered("merge", "base.safetensors", "x", "--device", "cu") == ["cuda", "cuda:0"]
     assert offered("merge", "base.safetensors", "x", "--deb") == ["--debug"]
-    assert offered("inspect", "--c") == ["--color"] and "--html" in offered("inspect", "-")
+    assert offered("inspect", "--c") == ["--cache", "--color"] and "--html" in offered("inspect", "-")
     for option in ("--format", "--to"):
         command = "combine" if option == "--format" else "convert"
         assert "diffusers" in offered(command, "a", option, "d")

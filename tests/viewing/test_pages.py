@@ -352,7 +352,9 @@ def test_pages_of_adapters_have_the_numbers_of_the_report(scene: Scene, tmp_path
     for given, titles in zip(
         words, (["‖ΔW‖ / ‖W‖", "‖ΔW‖"], ["‖ΔW‖"], ["‖ΔW‖", "numbers that are not zero"]), strict=True
     ):
-        code, text, _ = run(*given, "-o", tmp_path / f"{given[0]}{len(given)}.safetensors", "--html", page, "--json")
+        code, text, _ = run(
+            *given, "-o", tmp_path / f"{given[0]}{len(given)}.safetensors", "--html", page, "--json", "--json-tensors"
+        )
         assert code == 0, text
         report, made = json.loads(text), content(page.read_text(encoding="utf-8"))
         (heat_map,), every = made["heat_maps"], report["numbers"]["all"]

@@ -118,7 +118,7 @@ def test_objects_show_themselves_in_a_few_lines(files: tuple[Path, Path, Path, P
     jobs = [{"base": str(base), "adapters": [str(ink)], "output": str(tmp_path / "j.safetensors")}]
     report = lora_merge.merge(base, {odd: 0.5}, tmp_path / "o.safetensors")
     shown = {
-        "0.5×": report, "20 of 20": lora_merge.plan(base, odd, tmp_path / "p.safetensors"), "lora 20": lora_merge.load_adapter(odd),
+        "0.5 ×": report, "20 of 20": lora_merge.plan(base, odd, tmp_path / "p.safetensors"), "lora 20": lora_merge.load_adapter(odd),
         "merged": lora_merge.run_batch(jobs), "verified": lora_merge.verify(out), "adapter": lora_merge.inspect(odd),
         "rank 2": lora_merge.resize(odd, tmp_path / "r.safetensors", rank=2),
         "1 tensor; undo": lora_merge.merge_into(torch.nn.Sequential(torch.nn.Linear(4, 4)), RANK_1),
