@@ -359,11 +359,17 @@ def raise_problems(
             f"{advice}; or leave them out with --unmatched skip",
         ).instead(str(path), str(path), "--unmatched", "skip")
     if result.unmatched and unmatched == "error":
-        raise UnmatchedModules(
-            f"{len(result.unmatched)} of {result.total} adapter modules have no place in the base{why and ': '}{why}",
-            where,
-            f"{fix}; or leave them out with --unmatched skip",
-        ).instead(str(path), str(path), "--unmatched", "skip")
+        raise _some_without_place(result, why, where, fix)
+
+
+def _some_without_place(result: Match, why: str, where: str, fix: str) -> MergeError:
+    """Return the error for some modules without a place. Of an adapter for another model, the rest is of no use."""
+    path = str(result.adapter.path)
+    what = f"{len(result.unmatched)} of {result.total} adapter modules have no place in the base{why and ': '}{why}"
+    if "the adapter is for " in why:
+        return UnmatchedModules(what, where, fix)
+    error = UnmatchedModules(what, where, f"{fix}; or leave them out with --unmatched skip")
+    return error.instead(path, path, "--unmatched", "skip")
 
 
 def check_scales(patches: Iterable[Patch], path: Path, rules: PeftRules) -> None:

@@ -723,6 +723,9 @@ def test_adapter_that_its_metadata_name_is_refused_by_both_names(run: Run) -> No
         refused[0] == 4
         and "the adapter is for Stable Diffusion XL (by its metadata), the base is Stable Diffusion 1" in refused[2]
     )
+    save(other | kohya(sd1_sample()), Path("xl.safetensors"), sdxl)
+    partly = run("base", "xl")
+    assert partly[0] == 4 and "2 of" in partly[2] and "--unmatched" not in partly[2], "the rest of it is of no use"
     assert (
         "one.safetensors is for Stable Diffusion 1, xl.safetensors for Stable Diffusion XL"
         in run("combine", "one", "xl", "-o", "y")[2]
