@@ -1,4 +1,4 @@
-"""The modules of an output: those that an opened conversion plans, and how they are made and stored.
+"""The modules of an output: how an opened conversion plans them, makes them and stores them.
 
 Modules are made several at a time; modules that share a weight are one task. No torch, unless what makes them takes it.
 """

@@ -327,7 +327,7 @@ class Writer:
 
 def timed_write(path: Path, block: memoryview, size: int, mode: Mode = "auto") -> tuple[float, bool]:
     """Write a file of `size` bytes, the same block again and again, and flush it; return the seconds that it takes, and
-    whether the writes are direct. MergeError if it cannot be written; whoever calls removes the file."""
+    whether the writes are direct. MergeError if it cannot be written. The caller removes the file."""
     try:
         path.write_bytes(b"")
     except OSError as e:

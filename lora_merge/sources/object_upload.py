@@ -1,7 +1,8 @@
 """Uploads to S3, Google Cloud Storage and Azure, by obstore.
 
 All files of an output are uploaded in parts, and get their names together at the end: weights first, indexes last. So
-nobody reads half a model, and of an upload that fails no object is left, nor parts.
+a half-written model is never visible. An upload that fails leaves neither parts nor objects, but one whose completion
+the store has confirmed in a reply that was lost.
 """
 
 from __future__ import annotations

@@ -267,7 +267,7 @@ def _grouped(jobs: Sequence[Values]) -> dict[str, list[str]]:
 def _grid(jobs: Sequence[Values]) -> tuple[str, Sequence[Column], list[list[Any]]]:
     """Return title, columns and rows of a table adapter × strength; without rows if no jobs are such a matrix.
 
-    Its jobs have one adapter, which other jobs have at other strengths; a job that has none of both is left out.
+    Its jobs have one adapter, which other jobs have at other strengths; a job without either is left out.
     """
     cells: dict[str, dict[str, Values]] = {}
     for job in jobs:
