@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -12,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
-from lora_merge.adapters_out.decomposition.factors import Grams
+from lora_merge.adapters_out.decomposition.factors import Grams, decomposing
 from lora_merge.adapters_out.report import adapter_rows
-from lora_merge.errors import InputError, MergeError, UsageError
+from lora_merge.errors import InputError, MergeError, TooLarge, UsageError
 from tests.kit.files import save
 from tests.kit.flux import flux, of_flux
 from tests.kit.tensors import Tensors, rand
@@ -65,6 +66,13 @@ def test_damaged_adapters_are_refused_with_their_tensor(what: str, run: str, tmp
     assert failure.value.exit_code == code, failure.value
     assert told in str(failure.value)
     assert not (tmp_path / "o.safetensors").exists()
+
+
+@pytest.mark.parametrize("library", [np, torch])
+def test_decomposition_that_fails_names_the_layer(library: ModuleType) -> None:
+    with pytest.raises(TooLarge, match="too large") as failure, decomposing("blocks.0"):
+        raise library.linalg.LinAlgError("it did not converge")
+    assert failure.value.where == "blocks.0"
 
 
 @pytest.mark.parametrize("run", ["convert", "convert with a base", "keep"])

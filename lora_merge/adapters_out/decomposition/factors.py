@@ -171,7 +171,7 @@ def decomposing(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as e:
-        if type(e).__name__ == "LinAlgError":  # numpy's or torch's, which are no relatives
+        if type(e).__name__.lstrip("_") == "LinAlgError":  # numpy's or torch's, which are no relatives
             raise beyond_fp64(name) from e
         raise
 
