@@ -192,7 +192,10 @@ def _entry(name: str, entry: Any, path: Path, data: int, known: dict[Any, Any]) 
 
 
 def _all_u64(numbers: list[Any]) -> bool:
-    return all(type(n) is int and 0 <= n < U64 for n in numbers)  # type(): isinstance accepts true as 1
+    for n in numbers:  # noqa: SIM110  # all() takes twice as long, for each tensor of a file
+        if type(n) is not int or not 0 <= n < U64:  # type(): isinstance accepts true as 1
+            return False
+    return True
 
 
 def _nbytes(shape: list[int], bits: int) -> int | None:

@@ -136,7 +136,7 @@ class AdapterContext:
     @cached_property
     def has_whole_numbers(self) -> bool:
         """Whether a tensor of the file holds whole numbers; a switch is not a number."""
-        return any(info.dtype in WHOLE_DTYPES and info.dtype != "BOOL" for info in self.adapter.index.tensors.values())
+        return not (WHOLE_DTYPES - {"BOOL"}).isdisjoint({info.dtype for info in self.adapter.index.tensors.values()})
 
     @cached_property
     def stated(self) -> Statement:

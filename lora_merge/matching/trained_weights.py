@@ -63,8 +63,9 @@ def with_trained_weights(
     uses, index = [], adapter.index
     tensors, headers = dict(index.tensors), dict(index.headers)
     strange, notes = [*adapter.strange], [*adapter.notes]
-    of_base = {real_path(path) for path in {info.file for info in base.values()}}
-    for use in (f for f in (folder.files if folder else ()) if f.why == UNPLACED):
+    unplaced = [use for use in folder.files if use.why == UNPLACED] if folder else []
+    of_base = {real_path(path) for path in {info.file for info in base.values()}} if unplaced else set()
+    for use in unplaced:
         path = index.path / use.name
         if real_path(path) in of_base:
             uses.append(use._replace(why=IS_BASE))
