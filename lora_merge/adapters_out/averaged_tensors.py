@@ -29,10 +29,11 @@ from ..progress import Counting, Progress, unwatched
 from ..proof.reference.floats import decode, step
 from .decomposition.stored_factors import FactoredDelta
 from .factored_sums import FactoredSums, StoredNumbers, finite_numbers, read_numbers
-from .groups import Target
+from .groups import Target, layers_of_weights
 from .job import AdapterJob
 from .module_tensors import ChangeOfMean, Layer, Norms, waiting_entry
 from .output_file import Entry, Proof, drafted, expect_room
+from .output_modules import weights_of
 from .parallel import settings_of_torch
 from .pipeline import AdapterRun, Outcome, RunFacts, coverage, model_of, output_dtype
 from .proof import REDO, Comparison, Squares, Stated, prove
@@ -108,19 +109,20 @@ def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
         expect_alike(snapshots)
         dtype = output_dtype(job, sources.adapters)
         reader = this.reading(sources.indexes)
-        weights = tuple(a.strength for a in job.adapters)
-        means = Averages(snapshots, weights, job.shares, reader, dtype)
+        means = Averages(snapshots, tuple(a.strength for a in job.adapters), job.shares, reader, dtype)
         unchosen = _unchosen(sources) if job.include or job.exclude else ()
         chosen = {name: info for name, info in snapshots[0].tensors.items() if name not in unchosen}
         rows = [(name, dtype if _is_averaged(info) else info.dtype, info.shape) for name, info in chosen.items()]
         expect_room(job, rows)
-        layers = dict(_layers(sources, job, means, weight_norms(sources, reader), this.counted))
+        weights = weights_of(job, layers_of_weights(sources.targets))
+        norms = weight_norms(sources, reader)
+        layers = dict(_layers(sources, job, means, norms, this.counted("make", weights)))
         draft, entries = stack.enter_context(drafted(job, reader, rows, snapshots, folder=False)), list[Entry]()
         for name, info in chosen.items():
             bits, kind = means.of(info)
             entries.append(waiting_entry(Entry(name, kind, info.shape, data_of(bits)), draft))
         outcome = Outcome(job, snapshots, layers, entries, model=model_of(sources), unchanged=_configured(snapshots))
-        facts = RunFacts(coverage(job, sources), spoken(dtype), (*dict.fromkeys(sources.notes),))
+        facts = RunFacts(coverage(job, sources), spoken(dtype), (*dict.fromkeys(sources.notes),), weights=weights)
         return outcome.finish(reader, draft, facts, partial(prove_average, means, job), this)
 
 
@@ -139,15 +141,17 @@ def _configured(snapshots: Sequence[Index]) -> dict[str, str]:
 
 
 def _layers(
-    sources: Sources, job: AdapterJob, means: Averages, weight: Callable[[Target], float | None], begin: Counting
+    sources: Sources,
+    job: AdapterJob,
+    means: Averages,
+    weight: Callable[[Target], float | None],
+    count: Callable[[int], object],
 ) -> Iterator[tuple[str, Layer]]:
     """Yield each layer's facts: ‖Σ wᵢΔWᵢ‖², and how far the change of the averaged tensors is from that sum. `weight`:
-    gives ‖W‖² of the rows of the base that a layer changes."""
+    gives ‖W‖² of the rows of the base that a layer changes; `count`: is called with the bytes of each layer."""
     of_changes = FactoredSums(job, partial(read_numbers, means.reader))
     of_tensors = FactoredSums(job, means.of)
     matrices: AveragedMatrices | None = None
-    itemsize = ITEM_BYTES[means.dtype]
-    count = begin("make", sum(itemsize * prod(t.shape) for t in sources.targets))
     for target in sources.targets:
         first = min((u.patch.adapter for u in target.uses), default=0)  # one of weight 0 has no uses
         uses = tuple(u._replace(strength=1.0) for u in target.uses if u.patch.adapter == first)
@@ -164,7 +168,7 @@ def _layers(
         for part, mean in layers:
             yield part.label, Layer({}, kind, mean.rank, mean.before, None, mean.squares, mean.lost,
                                     effect=mean.effect, norms=mean.norms, weight=weight(part))  # fmt: skip
-        count(itemsize * prod(target.shape))
+            count(8 * prod(part.matrix))
 
 
 def _facts(delta: FactoredDelta, written: FactoredDelta, norms: Norms) -> ChangeOfMean:

@@ -50,8 +50,9 @@ class Command:
     plan: Plan  # from headers
     run: Run
     torch: Torch
-    effort: float = 1.0
-    """The time for a byte of the weights, relative to a byte that a merge writes. Measured with adapters of SDXL."""
+    effort: float = 0.25
+    """The time for a byte of the weights in fp64, relative to a byte that a merge writes. Measured with adapters of
+    SDXL in fp16."""
 
     def job(
         self,
@@ -217,7 +218,7 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType({
             "convert", "converted", "adapter",
             _options("to", *_FORM, *_ADAPTERS, to=KEEP, algorithm=KEEP, alpha=KEEP, recorded=("alpha",),
                      help={"rank": "Bring every module to LoRA at this rank."}),
-            _conversion_job, _plan_conversion, _run_conversion, torch="rarely", effort=0.25,
+            _conversion_job, _plan_conversion, _run_conversion, torch="rarely",
         ),
         Command(
             "average", "averaged", "adapters",
@@ -232,7 +233,7 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType({
             _options(*_FORM, "others", "factor", "format", rank=32, algorithm="lora", alpha="rank", others="diff",
                      factor=-1, format="auto", recorded=("rank",),
                      help={"rank": "Set the rank: 32, energy:0.99, noise … [default: 32]"}),
-            _extraction_job, _plan_extraction, _run_extraction, torch="first", effort=5.0,
+            _extraction_job, _plan_extraction, _run_extraction, torch="first", effort=2.5,
         ),
     )
 })  # fmt: skip

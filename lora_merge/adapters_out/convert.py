@@ -38,7 +38,7 @@ from .job import FACTORS, GIVE_BASE, AdapterJob, algorithm_in, one_rank
 from .metadata.sizes import planned_size, tensors_of
 from .module_tensors import StoredModule
 from .output_file import CONTENTS, Entry, drafted, expect_room, text_of, unique, unread
-from .output_modules import Conversion, Maker, bundled, module_groups, named, stored_modules, weight_of
+from .output_modules import Conversion, Maker, bundled, module_groups, named, stored_modules, weights_of
 from .peft.config import FAN_IN_FAN_OUT, config, differing_ranks, expect_one, task_type
 from .pipeline import (
     AdapterRun,
@@ -49,9 +49,7 @@ from .pipeline import (
     idle_alpha,
     left_out,
     model_of,
-    output_dtype,
     planned,
-    weights_of,
 )
 from .planned_tensors import facts_of, planned_modules, without_data
 from .rank_rules import EXACT
@@ -102,7 +100,7 @@ def write(conversion: Conversion, this: AdapterRun) -> AdapterReport:
                  *dict.fromkeys(note for module in writing.changed for note in module.layer.notes))  # fmt: skip
         dtype = spoken(Counter(e.dtype for e in entries).most_common(1)[0][0])
         covered = coverage(job, sources, [entry.name for entry in writing.embeddings])
-        facts = RunFacts(covered, dtype, notes, to.name, _weights(conversion))
+        facts = RunFacts(covered, dtype, notes, to.name, weights_of(job, modules))
         prove = partial(prove_conversion, ConversionClaims(job, sources, writing.changed))
         if job.combines and to.name == KEEP:
             nbytes = sum(entry.data.nbytes for entry in entries)
@@ -147,7 +145,7 @@ def plan(job: AdapterJob, conversion: Conversion | None = None, cache: Checkpoin
     dtype = spoken(kinds_of_tensors.most_common(1)[0][0])
     notes = (*dict.fromkeys(sources.notes), *_memory_note(job, modules, forms), *differing_ranks(folder_config),
              *idle_alpha(job, stored=to.alpha))  # fmt: skip
-    return planned(job, RunFacts(coverage(job, sources), dtype, notes, to.name, _weights(conversion)), layers, size)
+    return planned(job, RunFacts(coverage(job, sources), dtype, notes, to.name, weights_of(job, modules)), layers, size)
 
 
 def _memory_note(job: AdapterJob, modules: Sequence[Filled], forms: Sequence[Form]) -> list[Note]:
@@ -244,14 +242,6 @@ def _stated_again(job: AdapterJob, modules: Sequence[StoredModule]) -> list[Note
             needed |= {ALPHA_SETTING} & stated.keys() if ".alpha" not in module.tensors else set()
     again = " ".join(f"--setting {name}={stated[name]}" for name in sorted(needed))
     return [Note(f"whoever reads the output has to state {again} again")] if again else []
-
-
-def _weights(conversion: Conversion) -> int:
-    """Return the bytes of the weights whose changes are computed."""
-    job = conversion.job
-    if job.combines:
-        return weights_of(job, conversion.sources, output_dtype(job, conversion.sources.adapters))
-    return sum(map(weight_of, conversion.modules))
 
 
 def prefix_name(to: Dialect, place: Place) -> str:

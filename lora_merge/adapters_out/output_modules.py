@@ -5,8 +5,9 @@ Modules are made several at a time; modules that share a weight are one task. No
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -78,6 +79,12 @@ def weight_of(module: Filled) -> int:
     return 8 * prod(module.place.view.shape)
 
 
+def weights_of(job: AdapterJob, modules: Iterable[Filled]) -> int:
+    """Return the bytes of the weights that modules change, twice if a rule looks at all of them first: the work of a
+    command, in plans and while it runs."""
+    return sum(map(weight_of, modules)) * (1 + job.rules.together)
+
+
 class Maker(Protocol):
     """Makes modules in one thread."""
 
@@ -124,7 +131,7 @@ def stored_modules(
     (job, groups, nothing, at), makers = modules, PerThread(make)
     here, together = makers.get(), job.rules.together
     bound = job.inputs.max_memory // 2  # the rest: torch, and what waits
-    count = begin("make", sum(weight_of(filled) for group in groups for filled in group) * (1 + together))
+    count = begin("make", weights_of(job, chain.from_iterable(groups)))
 
     # Step 1: the ranks, for a rule that looks at the singular values of all modules before one is stored.
     def spectra() -> Generator[LayerSpectrum, None, None]:

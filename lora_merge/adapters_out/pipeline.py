@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, TypeAlias
@@ -61,7 +60,7 @@ class RunFacts:
     dtype: str
     notes: tuple[Note, ...] = ()
     to: str = "keep"  # the dialect
-    weights: int = 0  # bytes of the weights whose changes are computed
+    weights: int = 0  # bytes of the weights whose changes are computed, in fp64
 
 
 @dataclass(frozen=True)
@@ -195,11 +194,6 @@ def high_rank(job: AdapterJob, layers: Iterable[Layer]) -> list[Note]:
     if not job.combines or job.rules.linear.name != EXACT or highest <= HIGH:
         return []
     return [Note(f"the exact sum has rank {highest}; --rank energy:0.999 keeps 99.9% of it")]
-
-
-def weights_of(job: AdapterJob, sources: Sources, dtype: str) -> int:
-    """Return the bytes of the weights whose changes are computed, twice if a rule looks at all layers first."""
-    return sum(prod(t.shape) for t in sources.targets) * ITEM_BYTES[dtype] * (1 + job.rules.together)
 
 
 def planned(job: AdapterJob, facts: RunFacts, layers: Mapping[str, Mapping[str, Any]], size: int) -> AdapterReport:

@@ -44,7 +44,7 @@ class AdapterReport(Shown):
         notes: Remarks for the user.
         verified: What the proof found; None without a proof.
         version: Of lora-merge.
-        weights: Bytes of the weights whose changes are computed.
+        weights: Bytes of the weights whose changes are computed, in fp64.
         planned: Whether this is a plan: nothing is written, and nothing is known of the loss.
         disk: Of a plan, needed, the bytes that the run takes on the disk at most, free, the free bytes there, and
             whether that is enough; None of an output that is written.

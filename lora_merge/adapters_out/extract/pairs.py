@@ -38,11 +38,6 @@ class Pair(NamedTuple):
         """The parameter as reports and errors name it."""
         return self.place.label
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of its numbers in fp32: what the work on it is measured by."""
-        return 4 * prod(self.place.view.shape)
-
 
 def separated(
     base: tuple[Index, Names], tuned: tuple[Index, Names], base_places: Sequence[Place], tuned_places: Sequence[Place]

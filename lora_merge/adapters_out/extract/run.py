@@ -39,7 +39,7 @@ from ..job import AUTO_FORMAT, SKIP, WHOLE, AdapterJob, algorithm_in, extraction
 from ..metadata.sizes import PlannedLayer, planned_size
 from ..module_tensors import Layer, StoredModule
 from ..output_file import CONTENTS, drafted, expect_room, unread
-from ..output_modules import ModuleGroups, stored_modules
+from ..output_modules import ModuleGroups, stored_modules, weights_of
 from ..peft.completion import completed, with_biases
 from ..peft.config import config, differing_ranks, expect_one, task_type
 from ..pipeline import AdapterRun, Outcome, RunFacts, idle_alpha, planned
@@ -182,16 +182,12 @@ def _facts(extraction: Extraction, layers: int, notes: tuple[Note, ...]) -> RunF
     forms = ((p.name, p.place.view.matrix, _form(extraction, p)) for p in pairs)
     notes = (*notes, *note(forms, job.inputs.max_memory), *idle_alpha(job, stored=extraction.to.alpha))
     dtype = spoken(FILE_DTYPES[extraction.dtype])
-    return RunFacts(_coverage(extraction, layers), dtype, notes, extraction.to.name, _weights(extraction))
+    weights = weights_of(job, [Filled(pair.place, ()) for pair in pairs])
+    return RunFacts(_coverage(extraction, layers), dtype, notes, extraction.to.name, weights)
 
 
 def _form(extraction: Extraction, pair: Pair) -> Form:
     return form_of_difference(extraction.job, extraction.to, pair.place, fresh=pair.fresh)
-
-
-def _weights(extraction: Extraction) -> int:
-    """Return the bytes of both checkpoints that are compared; a rule for all layers together reads them twice."""
-    return sum(p.nbytes for p in extraction.pairs.pairs) * (1 + extraction.job.rules.together)
 
 
 def _completed(
