@@ -256,7 +256,7 @@ EQUAL = (
     "8 * stored.shape[1]",  # rounded: some of the numbers are not needed for small blocks
     'settings.get("limit", 0.0)', 'settings.get("terms", 5)', 'settings.get("top", 2)',  # the rows have these defaults
     "np.swapaxes(blocks, -1, -2)",  # the axes of square blocks, counted from the other end
-    "kept - kept.max",  # a softmax is the same for numbers that are all larger
+    "largest - largest.max",  # a softmax is the same for numbers that are all larger
     "taps) - 2, count))", "len(whole) - cut",  # rows that are cut off later
     "g.out > 1",  # of a single row
     "_turned_rows: − → + in b =", "series: − → + in power,",  # the other axis of
