@@ -21,7 +21,7 @@ from .change import Change, largest_rank
 from .decomposition.factors import Triples, decomposing, inner_products, stacked
 from .decomposition.matrix_svd import of_dense, values_of
 from .decomposition.storage_rounding import apart_from, rounded
-from .decomposition.stored_factors import Cut, FactoredDelta, StoredFactors, exact, leading_pair, spectrum_of, truncated
+from .decomposition.stored_factors import Cut, FactoredDelta, StoredFactors, exact, rounded_pair, spectrum_of, truncated
 from .groups import Target
 from .job import AUTO, FACTORS, WHOLE, AdapterJob
 from .module_tensors import Layer, Norms
@@ -165,7 +165,7 @@ class Storage:
 
     def _cut(self, target: Target, whole: RowMatrix, before: int, triples: Triples, cut: Cut) -> Layer:
         """Return the leading triples of a matrix as factors."""
-        pair = leading_pair(triples, cut.chosen(triples, before), cut, self.kind)
+        pair = rounded_pair(triples.pair(cut.chosen(triples, before)), cut, self.kind)
         up, down = map(torch.from_numpy, pair.real)
         lost = max(0.0, apart_from(whole, up, down, triples.squares))
         return self.pair(

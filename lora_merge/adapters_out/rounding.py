@@ -192,7 +192,12 @@ def narrowed(numbers: Matrix, dtype: str) -> Bits:
         if dtype == "F16":
             return numbers.astype(np.float16).view(np.uint16)
         wide = numbers.view(np.uint32)
-        return ((wide + 0x7FFF + ((wide >> 16) & 1)) >> 16).astype(np.uint16)
+        nearest = wide >> 16  # in place from here on
+        nearest &= 1
+        nearest += 0x7FFF
+        nearest += wide
+        nearest >>= 16
+        return nearest.astype(np.uint16)
 
 
 @lru_cache(maxsize=PRODUCT_TABLES)
@@ -205,10 +210,18 @@ def products(dtype: str, weight: float) -> Bits:
         return narrowed((every.astype(np.float64) * weight).astype(np.float32), dtype)
 
 
+ROUNDED_NUMBERS: Final = 2**18
+"""Numbers that are rounded to 16 bits at a time: the copies in between stay in the caches."""
+
+
 def as_stored(numbers: Array, dtype: str) -> Array:
     """Return the nearest numbers of a dtype: their bits, or in fp32 and fp64 the numbers."""
     if dtype in ("F64", "F32"):
         return np.ascontiguousarray(numbers, DTYPE_ROWS[dtype].library)
+    if dtype in WIDEN and numbers.size > ROUNDED_NUMBERS and len(numbers) > 1:
+        step = max(1, ROUNDED_NUMBERS * len(numbers) // numbers.size)
+        parts = [as_stored(numbers[first : first + step], dtype) for first in range(0, len(numbers), step)]
+        return np.concatenate(parts)
     with np.errstate(all="ignore"):  # infinity for those too large
         single = np.ascontiguousarray(numbers, np.float32)
         if dtype in WIDEN:

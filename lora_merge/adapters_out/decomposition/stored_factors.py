@@ -163,31 +163,31 @@ def exact(delta: FactoredDelta, cut: Cut, dtype: str) -> StoredFactors:
 
 
 class RoundedPair(NamedTuple):
-    """The leading triples as factors in fp64, and as they are stored: their bits and the values of these."""
+    """Factors as they are stored: their bits, and the values of these with the scale."""
 
-    leading: tuple[Array, Array]
     bits: tuple[Array, Array]
     real: tuple[Array, Array]
     alpha: float
 
 
 @np.errstate(all="ignore")
-def leading_pair(triples: Triples, rank: int, cut: Cut, dtype: str) -> RoundedPair:
-    """Return the leading triples as factors, rounded once."""
-    alpha = cut.alpha_of(rank)
-    left, right = triples.pair(rank)
+def rounded_pair(leading: tuple[Array, Array], cut: Cut, dtype: str) -> RoundedPair:
+    """Return the leading triples, which are factors in fp64, rounded once."""
+    left, right = leading
+    alpha = cut.alpha_of(rank := len(right))
     scale = alpha / rank if rank else 1.0
     up, down = rounded(left if scale == 1 else left / scale, right, dtype)
     wide = widened(up, dtype, left.dtype), widened(down, dtype, left.dtype)
     real = wide if scale == 1 else (wide[0] * scale, wide[1])
-    return RoundedPair((left, right), (up, down), real, alpha)
+    return RoundedPair((up, down), real, alpha)
 
 
 @np.errstate(all="ignore")
 def truncated(delta: FactoredDelta, triples: Triples, cut: Cut, dtype: str) -> StoredFactors:
     """Return the leading triples as factors, as many as the cut says."""
-    pair = leading_pair(triples, cut.chosen(triples, delta.before), cut, dtype)
-    lost = max(0.0, _left_out(delta, triples, pair.leading, pair.real))
+    leading = triples.pair(cut.chosen(triples, delta.before))
+    pair = rounded_pair(leading, cut, dtype)
+    lost = max(0.0, _left_out(delta, triples, leading, pair.real))
     return StoredFactors(*pair.bits, pair.alpha, triples.squares, lost, spectrum_of(triples))
 
 
@@ -201,11 +201,16 @@ def rounded(left: Array, right: Array, dtype: str) -> tuple[Array, Array]:
     back A's rounding error within its rows, and is rounded after that."""
     down = as_stored(right, dtype)
     if ITEM_BYTES[dtype] <= 2 and len(right):
-        wide = widened(down, dtype, left.dtype)
-        if (root := root_of(wide @ wide.T)) is not None:
-            # The small factor first, of [rank, rank].
-            left = left @ (root.inverse.T @ (root.inverse @ (wide @ right.T))).T
+        turn = _turn(right, widened(down, dtype, left.dtype))
+        left = left if turn is None else left @ turn
     return as_stored(left, dtype), down
+
+
+def _turn(right: Array, stored: Array) -> Array | None:
+    """Return T [rank, rank], so that L T A is as near as can be to L R for the rounded A; None where rows of A depend
+    on others."""
+    root = root_of(stored @ stored.T)
+    return None if root is None else (root.inverse.T @ (root.inverse @ (stored @ right.T))).T
 
 
 def in_range(left: Array, right: Array, scale: float, dtype: str, grams: Grams) -> Array | None:
