@@ -226,15 +226,22 @@ def _cut_down(
 ) -> tuple[Architecture, str] | None:
     """Return the (architecture, layout) of a model that lacks one of the tensors that show it, by the names of all
     others; None if none or several fit."""
-    known, hits = parameter_forms(), []
+    known, hits = parameter_forms(), list[tuple[Architecture, str]]()
     for architecture, layout in nearly(lambda body: shapes.get(keys.get(body, "")), among):
         listed = known.get(architecture.file.stem, frozenset())
         component = Component("denoiser", "", "", architecture, layout, keys=keys, shapes=shapes)
-        forms = {of for name in component.views("") if not (of := form(name)).endswith(".bias")} if listed else set()
+        forms = _forms(component.views("")) if listed else set()
         alike = len(forms & listed)
         if alike and alike >= LEAST_SHARED_NAMES * len(forms) and alike >= PRESENT * len(listed):
-            hits.append((architecture, layout))
+            # A layout that renames no tensor is not the model's: its names are canonical.
+            hit = architecture, architecture.canonical if forms == _forms(keys) else layout
+            hits += [hit] if hit not in hits else []
     return hits[0] if len(hits) == 1 else None
+
+
+def _forms(names: Iterable[str]) -> set[str]:
+    """Return the forms of names of parameters but biases."""
+    return {of for name in names if not (of := form(name)).endswith(".bias")}
 
 
 def labelled(networks: Iterable[Component]) -> list[Component]:

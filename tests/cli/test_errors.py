@@ -90,7 +90,7 @@ def run(monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
     ("base.safetensors lora.safetensors --dtpye bf16", 2, "there is no option --dtpye", "did you mean --dtype? see lora-merge help merge"),
     ("base.safetensors lora.safetensors --wieght 3", 2, "there is no option --wieght", "write the strength after the file name"),
     ("base.safetensors lora.safetensors -z", 2, "there is no option -z", "see lora-merge help merge"),
-    ("extract --base base.safetensors --lora lora.safetensors", 2, "there is no option --base nor --lora", "lora-merge extract BASE TUNED"),
+    ("extract --base base.safetensors --lora lora.safetensors", 2, "there is no option --base nor --lora", "write lora-merge extract base.safetensors lora.safetensors"),
     ("unmerge base.safetensors --base base.safetensors", 2, "there is no option --base", "lora-merge unmerge MERGED ADAPTER[:STRENGTH]..."),
     ("inspect base.safetensors --weight", 2, "there is no option --weight", "did you mean --weights?"),
     ("base.safetensors lora.safetensors --strength", 2, "requires an argument", "write its value behind it"),

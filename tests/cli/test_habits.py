@@ -176,7 +176,7 @@ def test_mistakes_of_beginners_are_answered(run: Run, words: str, fix: str) -> N
     ("lora:0.8;te=0;unet=0.5", "lora.safetensors:0.8,te=0,unet=0.5"), ("lora:0.8 te=0", "lora.safetensors:0.8,te=0"),
     ("lora:0.8,te:0", "lora.safetensors:0.8,te=0"), ("lora:0.8,te", "lora.safetensors:0.8,te=0.5"), ("lora:0.8,=1", "lora.safetensors:0.8,te=1"), ("lora te=0", "lora.safetensors:1,te=0"),
     ("lora:te=0,0.8", "lora.safetensors:0.8,te=0"), ("lora:0.8,te=80%", "lora.safetensors:0.8,te=0.8"),
-    ("lora:0.8,lbw=1:0:0:1", "lora.safetensors:0.8,lbw=1,0,0,1"), ("lora,loras/ink", "lora loras/ink"), ("lora:0.8; loras/ink:0.5", "lora:0.8 loras/ink:0.5"),
+    ("lora:0.8,lbw=1:0:1", "lora.safetensors:0.8,lbw=1,0,1"), ("lora,loras/ink", "lora loras/ink"), ("lora:0.8; loras/ink:0.5", "lora:0.8 loras/ink:0.5"),
     ("lora,", "lora"),
 ])  # fmt: skip
 def test_parts_in_another_spelling_are_answered_with_ours(run: Run, text: str, right: str) -> None:
@@ -410,7 +410,7 @@ def test_name_of_several_dtypes_is_answered_with_them(run: Run) -> None:
 @pytest.mark.parametrize(("words", "fix"), [
     ("--method TIES --density 0.5", ""), ("--method dare-ties --density 0.5", ""), ("--unmatched Skip", ""), ("--on-overflow SATURATE", ""),
     ("--method tie", "did you mean ties?"), ("--rounding stochastik", "did you mean stochastic?"), ("--unmatched no", "use one of error, skip"),
-    ("--dtype fp64", "use one of keep"), ("--dtype int4", "use one of keep"), ("--dtype auto", ""), ("--dtype single", ""),
+    ("--dtype fp64", "use one of keep"), ("--dtype int4", "use one of nf4, q4_0, q4_k"), ("--dtype auto", ""), ("--dtype single", ""),
     ("--dtype q8", "use q8_0"), ("--dtype fp-16", "use fp16"), ("--dtype 7", "use one of keep"),
 ])  # fmt: skip
 def test_choices_in_other_letters_are_taken_and_slips_are_answered(run: Run, words: str, fix: str) -> None:
