@@ -271,11 +271,18 @@ _downloads: ContextVar[Path | None] = ContextVar("the folder of downloads", defa
 
 @contextmanager
 def downloads_in(folder: str | Path | None) -> Iterator[None]:
-    """Keep what is read from object stores, URLs, Civitai and ModelScope in a folder, if one is named."""
+    """Keep what is read from object stores, URLs, Civitai and ModelScope in a folder, if one is named; UsageError for
+    a value that is no path."""
     if folder is None:
         yield
         return
-    token = _downloads.set(Path(os.path.expanduser(folder)).absolute())  # noqa: PTH111  # ~name of no user stays a name
+    try:
+        path = Path(os.path.expanduser(folder)).absolute()  # noqa: PTH111  # ~name of no user stays a name
+    except TypeError as e:
+        raise UsageError(
+            f"a value of type {type(folder).__name__} is not a path", "--cache", "give a str or a Path"
+        ) from e
+    token = _downloads.set(path)
     try:
         yield
     finally:

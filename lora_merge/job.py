@@ -10,7 +10,7 @@ from numbers import Real
 from os import PathLike, sep
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Final, TypeAlias
 
 from .adapter_arguments import adapter_path
 from .addresses import downloads_in, with_addresses
@@ -164,13 +164,11 @@ class ResolvedJob(Job):
     labels of the base's networks. Planning makes it once, from the job that the user asked for."""
 
 
-@runtime_checkable
-class Opened(Protocol):
+class Opened:
     """An opened adapter, or a sum of several; the room `memory` makes them."""
 
-    @property
-    def terms(self) -> Sequence[tuple[Any, float]]:
-        """Pairs of an opened adapter, which has a `path`, and its strength."""
+    terms: Sequence[tuple[Any, float]]
+    """Pairs of an opened adapter, which has a `path`, and its strength."""
 
 
 OneAdapter: TypeAlias = str | PathLike[str] | tuple[str | PathLike[str] | Opened, float] | Adapter | Opened

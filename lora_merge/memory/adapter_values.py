@@ -28,6 +28,7 @@ from ..engine.devices import place
 from ..engine.tensor_moves import host
 from ..engine.torch_state import undisturbed
 from ..errors import UsageError
+from ..job import Opened
 from ..options import factor
 from ..text import Shown
 from ..typed_options import AdapterReading
@@ -38,7 +39,7 @@ Term = tuple[LoadedAdapter, float]
 EVERYTHING = Rule("energy", 1.0)
 
 
-class Changes:
+class Changes(Opened):
     """Σ sᵢΔWᵢ of opened adapters: one adapter, or a sum."""
 
     terms: tuple[Term, ...]
