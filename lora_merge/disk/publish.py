@@ -543,7 +543,7 @@ def _same(a: os.stat_result | None, b: os.stat_result | None) -> bool:
     """Return whether two looks saw one file, or both of them nothing."""
     if a is None or b is None:
         return a is b
-    return (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino) if a.st_ino and b.st_ino else _alike(a, b)
+    return (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino) if a.st_ino else _alike(a, b)
 
 
 def _alike(a: os.stat_result, b: os.stat_result) -> bool:

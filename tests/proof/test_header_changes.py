@@ -247,3 +247,13 @@ def test_merge_into_a_merge_is_sealed_anew(tmp_path: Path) -> None:
     lora_merge.merge(first, adapter(tmp_path / "a.safetensors", 5), second)
     assert prove(second)["warnings"] == []
     assert metadata(second)[SEAL] != metadata(first)[SEAL]
+
+
+def test_output_with_a_changed_header_is_not_skipped(tmp_path: Path) -> None:
+    out = sealed(tmp_path)
+    pair = [str(tmp_path / f"a{n}.safetensors") for n in range(2)]
+    jobs = {"version": 1, "jobs": [{"base": str(tmp_path / "b.safetensors"), "adapters": pair, "output": str(out)}]}
+    assert [job.status for job in lora_merge.run_batch(jobs)] == ["skipped"]
+    rewritten(out, edited("note", lambda text: text + "!"))
+    (job,) = lora_merge.run_batch(jobs)
+    assert job.error is not None and "was changed after it was made: the header of out.safetensors" in job.error.what

@@ -89,6 +89,16 @@ def test_psoft_has_the_largest_triples_alone(first: int) -> None:
     assert CHECKS["psoft"](spoiled(right, "right", lambda _: v[part])) is (first == 0)
 
 
+@pytest.mark.parametrize("size", [1e-4, 1e4])
+def test_tolerance_of_triples_is_a_share_of_the_weight(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    values, shapes, settings = CASES["psoft"]
+    monkeypatch.setitem(CASES, "psoft", ({"": values[""] * np.float32(size)}, shapes, settings))
+    remade = made("psoft")
+    assert CHECKS["psoft"](remade)
+    for change in (lambda a: a * 1.01, lambda a: a + 0.01 * np.roll(a, 1, 1)):
+        assert not CHECKS["psoft"](spoiled(remade, "left", change))
+
+
 def swapped(values: Array) -> Array:
     return values[[1, 0, *range(2, len(values))]]
 

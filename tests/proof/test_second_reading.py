@@ -27,9 +27,12 @@ from lora_merge.files.checkpoint import Index
 from lora_merge.job import Adapter, Job
 from lora_merge.matching.match import ModulePlacer
 from lora_merge.models.names import names
+from lora_merge.models.weights import Weight
 from lora_merge.planning.make_plan import Inputs, Matched, matches, outputs
+from lora_merge.planning.plan import OutputTensor
 from lora_merge.proof.second_reading.claims import _spans as spans
-from lora_merge.proof.second_reading.comparison import UNKNOWN_PARTS, Confirmation, compare
+from lora_merge.proof.second_reading.comparison import UNKNOWN_PARTS, Confirmation, check_sources, compare
+from lora_merge.proof.second_reading.methods import METHOD_ROWS
 from lora_merge.proof.second_reading.modules import groups
 from lora_merge.proof.second_reading.rows import BaseRows as StoredRows
 from lora_merge.proof.second_reading.rows import Networks, WeightPlace
@@ -606,6 +609,27 @@ def test_factors_of_mlx_lm_are_known_by_their_order() -> None:
     assert read(base, {f"{name}.lora_a": (8, 3), f"{name}.lora_b": (3, 6)}, config).proven == 1
     with pytest.raises(lora_merge.MergeError):
         read(base, {f"{name}.lora_a": (3, 6), f"{name}.lora_b": (8, 3)}, config)
+
+
+@pytest.mark.parametrize(("up", "down", "weight"), [((8, 2), (2, 6), (8, 6)), ((3, 8, 2), (3, 2, 6), (3, 8, 6))])
+def test_factors_of_mlx_lm_have_each_size_of_their_weight(up: Shape, down: Shape, weight: Shape) -> None:
+    fits, turned = METHOD_ROWS["mlx"].fits, len(up) == 2
+    sizes = {"up": up[::-1] if turned else up, "down": down[::-1] if turned else down}
+    assert fits(sizes, weight)
+    for slot, shape in sizes.items():
+        for axis, size in enumerate(shape):
+            assert not fits({**sizes, slot: (*shape[:axis], size + 1, *shape[axis + 1 :])}, weight)
+        assert not fits({**sizes, slot: shape[:1]}, weight)
+
+
+def test_tensor_that_nobody_changes_is_the_bases() -> None:
+    base, other = index({"a": (4,), "b": (4,)}), index({"b": (4,)})
+    right = [OutputTensor(n, n, "F32", Weight(t.shape, t), 0, t.nbytes) for n, t in base.tensors.items()]
+    foreign = replace(other.tensors["b"], source=Path("elsewhere.safetensors"))
+    check_sources(base, [], right)
+    for targets in (right[:1], [right[0], right[1]._replace(weight=Weight(foreign.shape, foreign))]):
+        with pytest.raises(VerificationFailed, match="from another place"):
+            check_sources(base, [], targets)
 
 
 @pytest.mark.few(3)

@@ -111,6 +111,17 @@ def test_parts_side_by_side_give_what_one_after_the_other_gives(made: Path, monk
     assert errors[0] == errors[1]
 
 
+def test_progress_of_a_tensor_in_parts_is_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = save({"a.weight": rand(100, 7)}, tmp_path / "base.safetensors")
+    lora = save({"a.lora_A.weight": rand(2, 7), "a.lora_B.weight": rand(100, 2)}, tmp_path / "lora.safetensors")
+    lora_merge.merge(base, lora, tmp_path / "out.safetensors")
+    monkeypatch.setattr(recomputation, "ELEMENTS_AT_ONCE", 7 * 33)
+    steps: list[lora_merge.Step] = []
+    lora_merge.verify(tmp_path / "out.safetensors", full=True, progress=steps.append)
+    done = [step.done for step in steps if step.stage == "prove" and step.done]
+    assert sum(done) == steps[-1].total and done.count(100 * 7 * 4 // 4) == 4
+
+
 def test_error_of_sums_that_cancel_is_in_units_of_the_terms(tmp_path: Path) -> None:
     up, down = rand(64, 8, seed=1), rand(8, 64, seed=2)
     base = save({"a.weight": -(up.double() @ down.double()).float()}, tmp_path / "base.safetensors")

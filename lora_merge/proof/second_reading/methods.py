@@ -96,7 +96,8 @@ def _transposed(s: Stored, shape: Shape) -> bool:
 def _mlx(s: Stored, shape: Shape) -> bool:
     """Check mlx-lm: the same, or the usual factors of stacked experts."""
     if len(shape) == 3:
-        return s["up"] == (*shape[:2], s["down"][1]) and s["down"] == (shape[0], s["up"][2], shape[2])
+        rank = s["up"][-1]
+        return s["up"] == (*shape[:2], rank) and s["down"] == (shape[0], rank, shape[2])
     return _transposed(s, shape)
 
 
