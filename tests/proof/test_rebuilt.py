@@ -89,6 +89,17 @@ def test_psoft_has_the_largest_triples_alone(first: int) -> None:
     assert CHECKS["psoft"](spoiled(right, "right", lambda _: v[part])) is (first == 0)
 
 
+def test_vectors_of_psoft_are_orthonormal() -> None:
+    """Of a randomised method nothing else is known: others are mapped to each other too."""
+    weight, left = WEIGHT.astype(np.float64), np.linalg.svd(WEIGHT.astype(np.float64))[0][:, 3:6]
+    right = np.linalg.pinv(left.T @ weight)
+    right += 0.5 * np.linalg.svd(left.T @ weight)[2][3][:, None]  # what the weight maps to none of them
+    right /= np.linalg.norm(right, axis=0)
+    sizes = np.diag(left.T @ weight @ right)
+    whole = spoiled(made("psoft", low_rank=True), "left", lambda _: left * sizes)
+    assert not CHECKS["psoft"](spoiled(whole, "right", lambda _: right.T))
+
+
 @pytest.mark.parametrize("size", [1e-4, 1e4])
 def test_tolerance_of_triples_is_a_share_of_the_weight(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
     values, shapes, settings = CASES["psoft"]

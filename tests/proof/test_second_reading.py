@@ -627,6 +627,7 @@ def test_tensor_that_nobody_changes_is_the_bases() -> None:
     right = [OutputTensor(n, n, "F32", Weight(t.shape, t), 0, t.nbytes) for n, t in base.tensors.items()]
     foreign = replace(other.tensors["b"], source=Path("elsewhere.safetensors"))
     check_sources(base, [], right)
+    check_sources(base, [], [t._replace(weight=Weight(t.shape, replace(t.source))) for t in right])
     for targets in (right[:1], [right[0], right[1]._replace(weight=Weight(foreign.shape, foreign))]):
         with pytest.raises(VerificationFailed, match="from another place"):
             check_sources(base, [], targets)
