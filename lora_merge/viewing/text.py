@@ -48,7 +48,7 @@ LISTED_VALUES: Final = 12  # values of a list
 
 FACT_NAMES: Final = {
     "path": "file", "kind": "", "files": "", "bytes": "size", "tensors": "", "parameters": "", "dtypes": "",
-    "looks_like": "", "architecture": "", "layout": "", "components": "", "bits_per_weight": "", "quantised": "",
+    "architecture": "", "layout": "", "components": "", "bits_per_weight": "", "quantised": "",
     "algorithms": "", "dora": "DoRA", "modules": "", "trainer": "", "names": "", "made_for": "", "configuration": "",
 }  # fmt: skip
 """Fact that is shown as it is → its name, if that is another one."""

@@ -117,7 +117,7 @@ def run(monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
     ("batch jobs.csv", 2, "jobs.csv:2 (jobs[0].adapter): no field is called 'adapter'", "did you mean adapters?"),
     ("batch twice.yaml", 2, "1 output in the place of another job's", "output: out/{l.stem}.safetensors"),
     ("batch", 2, "no jobs file was given", "--init writes a first one"),
-    ("base.safetensors vae.safetensors", 3, "contains no adapter tensors, it is a model: Autoencoder (KL)", "name a LoRA"),
+    ("base.safetensors vae.safetensors", 3, "contains no adapter tensors, it is a model: VAE (AutoencoderKL)", "name a LoRA"),
     ("evil.ckpt lora.safetensors", 3, "wants to run code", ".safetensors version"),
     ("base.safetensors evil.ckpt", 3, "it names posix.system", ".safetensors version"),
     ("base.safetensors oldest.ckpt", 3, "it names posix.system", ".safetensors version"),

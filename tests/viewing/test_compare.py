@@ -106,10 +106,8 @@ def test_adapter_is_its_own_double_and_the_opposite_of_its_negative(scene: Scene
         found = compare(scene.ink, other)
         assert found["total"]["cosine"] == pytest.approx(cosine, abs=1e-5)
         assert found["fight"] == (list(found["blocks"]) if cosine < 0 else [])
-        assert any(
-            f"in {len(found['fight'])} of {len(found['blocks'])} blocks" in line
-            for line in map(str, compare_rows(found))
-        )
+        opposed = [line for line in map(str, compare_rows(found)) if line.startswith("opposed")]
+        assert [f"opposite directions in {len(found['blocks'])} of" in line for line in opposed] == [True] * (cosine < 0)
         assert found["total"]["overlap"] == pytest.approx(1, abs=1e-5)
 
 
@@ -247,6 +245,40 @@ def test_verdict_about_two_models(scene: Scene, tmp_path: Path) -> None:
     }
     for kind, tensors in changed.items():
         assert _verdict(scene.base, save(tensors, tmp_path / "b.safetensors"))["kind"] == kind
+
+
+def test_changed_tensors_of_a_rounded_model_are_separate(tmp_path: Path) -> None:
+    """bf16 of an fp32 model in which one tensor is scaled: the change is measured in that tensor alone, as by a merge."""
+    wide = {f"x{n}.weight": rand(64, 64, seed=n) * 100**n for n in range(3)}
+    a = save(wide, tmp_path / "a.safetensors")
+    b = save({k: (v * 1.1 if k[1] == "0" else v).bfloat16() for k, v in wide.items()}, tmp_path / "b.safetensors")
+    found = compare(a, b)
+    assert (found["different"], found["rounded"], found["equal"]) == (1, {"B is A in bf16": 2}, 0)
+    assert found["change"]["relative"] == pytest.approx(0.1, rel=0.01)
+    assert "1 of 3 tensors changed" in found["verdict"]["text"]
+    assert "move by 10" in found["verdict"]["text"]
+
+
+@pytest.mark.parametrize("dtype", ["fp8_scaled", "int8", "q8_0", "nf4"])
+def test_quantised_copy_is_the_same_model_and_a_merge_is_not(scene: Scene, tmp_path: Path, dtype: str) -> None:
+    ending = ".gguf" if dtype == "q8_0" else ".safetensors"
+    files = [tmp_path / f"{n}{ending}" for n in range(2)]
+    for file, strength in zip(files, (0, 1), strict=True):
+        lora_merge.merge(scene.base, (scene.ink, strength), file, dtype=dtype)
+    for file, kinds in zip(files, (("merged", 0), ("merged", 1)), strict=True):
+        found = compare(scene.base, file)
+        assert (found["verdict"]["kind"], found["different"] > 0) == kinds
+        assert any(name.startswith("B is A in ") for name in found["rounded"])
+
+
+def test_merge_on_a_base_is_named_by_its_recipe(scene: Scene, tmp_path: Path) -> None:
+    out, other = tmp_path / "o.safetensors", tmp_path / "other" / "c.safetensors"
+    report = lora_merge.merge(scene.base, (scene.ink, 0.8), out)
+    verdict = _verdict(scene.base, out)
+    assert verdict["text"].startswith(f"B is A with {scene.ink.name}:0.8 merged, by the recipe in B: {report.changed} of")
+    assert _verdict(out, scene.base)["text"].startswith("A is B with")
+    other.parent.mkdir()
+    assert _verdict(save(load(scene.base), other), out)["kind"] == "changed"  # a base of another name
 
 
 def test_one_value_two_steps_away_is_no_rounding(tmp_path: Path) -> None:
