@@ -210,7 +210,7 @@ def survival_rows(
     known = [(share, name) for name, _, _, share in rows if share is not None]
     if (least := worst(share for share, _ in known)) is not None:
         name = next(name for share, name in known if share == least)
-        yield survives(least, f"the change of {name}, the lowest")
+        yield survives(least, f"each adapter's change; lowest: {name}", "at least ")
 
 
 def _applied(strengths: Mapping[str, Mapping[Any, int]]) -> tuple[str, str]:
@@ -279,7 +279,8 @@ def brief_proof(proof: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield in short what the proof of a merge found."""
     same = proof["untouched"]
     sampled = " (sampled)" * (same["bytes"] < same["of"])
-    rest = f"; rest equals the base{sampled}" if same["of"] else ""
+    equals = "is the base rounded to the output's dtype" if same.get("converted") else "equals the base"
+    rest = f"; the rest {equals}{sampled}" if same["of"] else ""
     words = recomputed(proof)
     if proof["changed"]:
         rows = "all rows" if proof["full"] else plural(proof["rows"], "row")
@@ -310,7 +311,10 @@ def proof_rows(proof: Mapping[str, Any], *, verbose: bool = False) -> Iterator[F
 def _cut_rows(proof: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield the row about numbers that were cut, as `--on-overflow saturate` asks."""
     if cut := proof["saturated"]:
-        yield line("cut", f"{cut} of the numbers compared, too large for their dtype, as it was asked for")
+        yield line(
+            "cut",
+            f"{cut} of the numbers compared, too large for their dtype and cut to its largest (--on-overflow saturate)",
+        )
 
 
 def verify_rows(proof: Mapping[str, Any], *, verbose: bool = False) -> Iterator[Fact]:
@@ -331,15 +335,15 @@ def verify_rows(proof: Mapping[str, Any], *, verbose: bool = False) -> Iterator[
         yield from brief_proof(proof)
 
 
-def survives(share: float, of: str = "the change") -> Fact:
+def survives(share: float, of: str = "the change", least: str = "") -> Fact:
     """Return the row about the share of a change that survives, in the colour of its judgement."""
-    return Fact("survives", judged(share, of), style=grade(share).style)
+    return Fact("survives", least + judged(share, of), style=grade(share).style)
 
 
 def layers_recomputed(proof: Mapping[str, Any], *, verbose: bool = False) -> str:
     """Return how much of a written adapter was computed again; `verbose`: with the largest loss of a layer."""
     if not proof["recomputed"]:
-        return "every tensor is in the file; what this method makes is not computed a second time"
+        return "every tensor is in the file; this method has no second computation to compare with"
     layers = f"{proof['recomputed']} of {plural(proof['layers'], 'layer')} computed again in fp64"
     return f"{layers}: worst residual {proof['worst_residual']:.3g}" if verbose else f"{layers}, each as reported"
 
@@ -367,7 +371,8 @@ def recomputed(proof: Mapping[str, Any]) -> str:
 def unchanged(same: Mapping[str, int]) -> str:
     """Return how much of the unchanged tensors was compared with the base."""
     share = "every byte" if same["bytes"] == same["of"] else f"a sample of {size(same['bytes'])} of {size(same['of'])}"
-    return f"unchanged tensors are those of the base: {share}"
+    rounded = ", rounded to the output's dtype" if same.get("converted") else ""
+    return f"unchanged tensors equal the base{rounded}: {share}"
 
 
 def effect(numbers: Mapping[str, Any]) -> str:
@@ -385,14 +390,14 @@ def effect(numbers: Mapping[str, Any]) -> str:
 def moved(numbers: Mapping[str, Any]) -> str:
     """Return how far a merge moves the weights that it changes."""
     ratio = numbers["all"]["ratio"] if numbers else None
-    return "" if ratio is None else f"; their values move by {100 * ratio:.3g} %"
+    return "" if ratio is None else f", by {100 * ratio:.3g} % of their weights"
 
 
 def placed(matching: Mapping[str, Any]) -> str:
     """Return in short for how many modules a second reading of the adapters found the plan's place and numbers."""
     known = f"placement cross-checked for {matching['proven']} of {plural(matching['modules'], 'module')}"
     unknown = " and ".join(matching.get("why", {}))
-    return known + (f" (the second reading does not know {unknown})" if unknown else "")
+    return known + (f" (the independent check cannot resolve {unknown})" if unknown else "")
 
 
 def unused(account: Mapping[str, Any]) -> str:
@@ -408,6 +413,6 @@ def second_reading(matching: Mapping[str, Any]) -> str:
     left, first = matching["modules"] - matching["proven"], matching["alone"][:3]
     names = ", ".join(first) + (f" and {left - len(first)} more" if left > len(first) else "")
     unknown = " and ".join(f"{what} ({count})" for what, count in matching.get("why", {}).items())
-    more = f"; {left} checked by numbers but not by place: {names}; the second reading does not know {unknown}"
+    more = f"; of {left} the values but not the placement: {names}; the independent check cannot resolve {unknown}"
     more = more if left else ""
-    return f"proven a second way for {matching['proven']} of {plural(matching['modules'], 'module')}{more}"
+    return f"placement cross-checked for {matching['proven']} of {plural(matching['modules'], 'module')}{more}"

@@ -32,7 +32,7 @@ INSTEAD: Final = {
 """Words that strings do not have → what to write."""
 
 ALLOWED: Final = (
-    "where: ", "the site wanted a login", "where it fits", "Where it fits", "where two models", "where they differ",
+    "where: ", "the site wanted a login", "Where it fits", "where two models", "where they differ",
     "where it differs", "Where they differ", "Where it was", "‖Δ‖, where Δ̂", "`where`", "where Δ̂", "Where the original",
     "Where is the output", "| where |", "goes on where it stopped", "Where to add", "None of an output", "where a weight is",
     "where you are", "Where.",

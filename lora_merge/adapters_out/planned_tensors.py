@@ -90,7 +90,7 @@ def _ending(module: Filled, to: Dialect) -> str:
 
 
 def _pair_of(module: Filled, conversion: Conversion, dtype: str, rank: int) -> dict[str, tuple[str, Shape]]:
-    """Return the factors of a layer, or of an embedding; FitError for a dialect that has no place for these."""
+    """Return the factors of a layer, or of an embedding; FitError for a dialect that cannot store these."""
     to, (out, *cols) = conversion.to, module.place.view.shape
     if "up_bias" in to.endings and is_table(module.place, module.shares):
         expect_table(module.place, to)

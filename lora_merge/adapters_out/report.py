@@ -134,7 +134,7 @@ def _split(report: Mapping[str, Any]) -> str:
     where its format has them apart."""
     modules = [row["modules"] for row in report["coverage"].values()]
     more = len(modules) == 1 and 0 < modules[0] < len(report["layers"])
-    return f"; {modules[0]} modules, of which fused ones (q, k, v …) are split" if more else ""
+    return f"; {modules[0]} modules; fused ones (q, k, v …) are split" if more else ""
 
 
 MOST_INPUTS: Final = 2
@@ -193,7 +193,7 @@ def _ranks(report: Mapping[str, Any]) -> str:
     if not report["planned"]:
         return text
     decided_later = any(not layer["rank"] and layer["algorithm"] != WHOLE for layer in layers.values())
-    return f"{f'{text}; ' if ranks else ''}the numbers decide the rank" if decided_later else text
+    return f"{f'{text}; ' if ranks else ''}the rank is chosen from the values" if decided_later else text
 
 
 def judging(job: AdapterJob, report: AdapterReport) -> AdapterReport:
@@ -219,7 +219,7 @@ def _advice(job: AdapterJob, report: AdapterReport, better: float) -> dict[str, 
     ranks = None
     if not nearest and (left_out < (1 - report.energy) / 2 if cut else exactly):  # rounding took more than the ranks
         fix = None if report.dtype in ("fp32", "fp64") else "--dtype fp32"
-        where, needs = f"in {report.dtype}", f"{percent(better):g} % needs more digits"
+        where, needs = f"in {report.dtype}", f"{percent(better):g} % needs a wider dtype"
     else:
         others = [f"--{name.replace('_', '-')}" for name, _ in job.options if name in RANK_OPTIONS[1:]]
         algorithm = f"--algorithm {FACTORS} " * nearest

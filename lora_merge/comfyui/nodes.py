@@ -271,7 +271,7 @@ def _stack(values: Values) -> Result:
         loaders, others = loaded(values["workflow"], inputs[MODEL])
         stack += loaders
     if not stack:
-        raise ValueError("nothing is connected; connect a LORA_STACK, or the model behind loaders of LoRAs")
+        raise ValueError("nothing is connected; connect a LORA_STACK, or the model after LoRA loaders")
     adapters = [
         {"path": str(host.path(name, LORAS)), "denoiser": denoiser, "encoders": encoders}
         for name, denoiser, encoders in stack if denoiser or encoders

@@ -44,7 +44,7 @@ LOAD_AT_GENERATION: Final = (
 
 TEXTUAL_INVERSION: Final = "an embedding (textual inversion)"
 
-CLONEOFSIMO: Final = "a LoRA of cloneofsimo/lora, whose layers have numbers in place of names"
+CLONEOFSIMO: Final = "a LoRA of cloneofsimo/lora, whose layers have numbers instead of names"
 
 BY_NUMBERS: Final = (
     "merge it with `lora_add` of the package that wrote it (lora_diffusion), which knows the order of the layers, or "

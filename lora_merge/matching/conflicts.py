@@ -219,5 +219,5 @@ def _check_same_values(adapters: Sequence[Adapter], matches: Sequence[Match], va
                 if other is not match and (copy.shape != info.shape or values.differing(copy, info)):
                     raise FitError("two adapters were trained on different values of a tensor",
                                    f"{key}: {adapter.path}: {info.name}, {other_adapter.path}: {copy.name}",
-                                   "merge one of them, or remove that tensor from the one whose values shall not count"
+                                   "merge one of them, or remove that tensor from the one to ignore"
                                    )  # fmt: skip

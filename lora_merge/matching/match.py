@@ -59,7 +59,7 @@ GIVE_BIAS: Final = (
 NEW_BIAS: Final = "{names}: the base has no such bias; a model whose layers have none ignores it"
 
 TRAINED_TWICE: Final = (
-    "modules_to_save names a module and one inside it, of which the model used another copy than was saved"
+    "modules_to_save names a module and one inside it, and the model used another copy of the inner one than was saved"
 )
 TRAIN_ONE_COPY: Final = (
     "train it again with modules_to_save naming one of the two; PEFT cannot load this adapter either"

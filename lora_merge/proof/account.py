@@ -150,7 +150,7 @@ def _unused(
             yield name, why
         # RandLoRA stores its shared bases with each layer too
         elif _is_for_all(name) and (shared or copies.has(tensors[name])):
-            yield name, "kept for all layers, of which none needs it"
+            yield name, "kept for all layers, but no layer needs it"
         else:
             lost.append(name)
     if lost:

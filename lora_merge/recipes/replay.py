@@ -84,7 +84,9 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
             folders = around(output, search)
             job = _job(recipe, find(recipe.inputs, folders, progress, announce), output, stack, folders)
         elif base is None or not adapters:
-            raise UsageError("half of the inputs are named", "--base and --adapter", "name the base and all adapters")
+            raise UsageError(
+                "only some of the inputs are named", "--base and --adapter", "name the base and all adapters"
+            )
         else:
             job = downloaded_job(_job_of(index, base, adapters, options, stack), progress, announce)
         plan = _followed(job, index)
@@ -371,7 +373,7 @@ def _prove_adapter(  # noqa: PLR0913  # the options of `lora-merge verify`
         report = COMMANDS[job.command].run(job, progress, None)
         pairs = zip(_files(Path(report.output)), _files(adapter), strict=True)
         if any(sha256(a) != sha256(b) for a, b in pairs):
-            raise VerificationFailed("its inputs and its recipe give other bytes", str(adapter),
+            raise VerificationFailed("its inputs and its recipe give different bytes", str(adapter),
                                      "it was changed after it was made, or made by another version")  # fmt: skip
     return {"output": with_addresses(str(adapter)), "proven": True, "full": full, "same_bytes": True,
             **(report.verified or {}), "survival": report.survival, "schema": ADAPTER_PROOF}  # fmt: skip

@@ -257,7 +257,7 @@ def _failed(address: Address, e: Exception, network: str = CONTINUED) -> MergeEr
     if isinstance(cause, MergeError):
         return cause
     if status in (401, 403):
-        return UsageError("the hub does not let you write there", str(address),
+        return UsageError("the hub refuses write access", str(address),
                           f"{LOGIN}; if it has that, see the storage limit of your account")  # fmt: skip
     if status in (409, 412):
         return UsageError("the repository was changed by somebody else meanwhile", str(address), "run again")

@@ -112,6 +112,6 @@ def _failed(address: Address, e: Exception) -> MergeError:
     if isinstance(e, FileNotFoundError):
         return RemoteError("the other machine has no such file", str(address), "check the address")
     if isinstance(e, PermissionError):
-        return RemoteError("the other machine does not let you have the file", str(address), "check the rights there")
+        return RemoteError("the other machine refuses access to the file", str(address), "check the rights there")
     return ResourceError("the other machine cannot be reached", f"{address}: {type(e).__name__}",
                          "check the network, the address and the login")  # fmt: skip

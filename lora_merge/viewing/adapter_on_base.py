@@ -37,7 +37,8 @@ def fit(
     (matching,) = matched.adapters
     why = ""
     if matching.unmatched:
-        why = explain(lookup, list(matching.unmatched), weight_shapes(file.modules), file.index)
+        misfit = explain(lookup, list(matching.unmatched), weight_shapes(file.modules), file.index)
+        why = misfit.text if misfit else ""
     plan = make_plan(Matched(matched.inputs, matched.adapters))
     return {
         **facts, "fits": not matching.unmatched and bool(matching.modules), "algorithms": list(matching.algorithms),

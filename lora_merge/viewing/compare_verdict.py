@@ -81,7 +81,7 @@ def _changes(result: Mapping[str, Any], different: int, rounded: int) -> str:
     """Return which tensors are changed and by how much, and which are only rounded."""
     compared, share = result["compared"], result["change"]["relative"]
     parts = dict.fromkeys(name.partition(" ")[0] for name, d in result["blocks"].items() if d["different"])
-    moved = f", whose values move by {100 * share:.3g} %" if share is not None else ""
+    moved = f", by {100 * share:.3g} % of their weights" if share is not None else ""
     changed = f"{different} of {plural(compared, 'tensor')} changed in {listed(parts)}{moved}"
     of = next(iter(result["rounded"]), "")
     rest = f"the rest differs by rounding alone ({of})" if of else f"{rounded} more differ by rounding alone"

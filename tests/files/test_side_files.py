@@ -177,7 +177,7 @@ def test_component_keeps_its_files_whatever_its_weights_are(model: Path) -> None
 
 @pytest.mark.parametrize("inside", [5, "text", [1], True])
 def test_index_with_odd_metadata_is_refused(model: Path, inside: Any) -> None:
-    with pytest.raises(InputError, match="index and shards do not agree"):
+    with pytest.raises(InputError, match="the shard index is wrong"):
         merge(indexed(model, inside))
 
 

@@ -107,7 +107,9 @@ def test_adapter_is_its_own_double_and_the_opposite_of_its_negative(scene: Scene
         assert found["total"]["cosine"] == pytest.approx(cosine, abs=1e-5)
         assert found["fight"] == (list(found["blocks"]) if cosine < 0 else [])
         opposed = [line for line in map(str, compare_rows(found)) if line.startswith("opposed")]
-        assert [f"opposite directions in {len(found['blocks'])} of" in line for line in opposed] == [True] * (cosine < 0)
+        assert [f"opposite directions in {len(found['blocks'])} of" in line for line in opposed] == [True] * (
+            cosine < 0
+        )
         assert found["total"]["overlap"] == pytest.approx(1, abs=1e-5)
 
 
@@ -256,7 +258,7 @@ def test_changed_tensors_of_a_rounded_model_are_separate(tmp_path: Path) -> None
     assert (found["different"], found["rounded"], found["equal"]) == (1, {"B is A in bf16": 2}, 0)
     assert found["change"]["relative"] == pytest.approx(0.1, rel=0.01)
     assert "1 of 3 tensors changed" in found["verdict"]["text"]
-    assert "move by 10" in found["verdict"]["text"]
+    assert "by 10 % of their weights" in found["verdict"]["text"]
 
 
 @pytest.mark.parametrize("dtype", ["fp8_scaled", "int8", "q8_0", "nf4"])
@@ -275,7 +277,9 @@ def test_merge_on_a_base_is_named_by_its_recipe(scene: Scene, tmp_path: Path) ->
     out, other = tmp_path / "o.safetensors", tmp_path / "other" / "c.safetensors"
     report = lora_merge.merge(scene.base, (scene.ink, 0.8), out)
     verdict = _verdict(scene.base, out)
-    assert verdict["text"].startswith(f"B is A with {scene.ink.name}:0.8 merged, by the recipe in B: {report.changed} of")
+    assert verdict["text"].startswith(
+        f"B is A with {scene.ink.name}:0.8 merged, by the recipe in B: {report.changed} of"
+    )
     assert _verdict(out, scene.base)["text"].startswith("A is B with")
     other.parent.mkdir()
     assert _verdict(save(load(scene.base), other), out)["kind"] == "changed"  # a base of another name

@@ -290,7 +290,7 @@ def test_values_begin_in_one_column(scene: Scene) -> None:
 
 def test_patterns_of_names_are_shown_on_request(scene: Scene) -> None:
     plain, verbose = run("inspect", scene.base, scene.ink)[1], run("inspect", scene.base, scene.ink, "-v")[1]
-    assert "where it fits" not in plain and "where it fits" in verbose
+    assert "\nmatches " not in plain and "\nmatches " in verbose
 
 
 def test_folder_of_many_lists_the_folders_in_it(scene: Scene, tmp_path: Path) -> None:

@@ -350,7 +350,7 @@ def test_pages_of_adapters_have_the_numbers_of_the_report(scene: Scene, tmp_path
     words = (["extract", scene.base, tuned, "--rank", "2"], ["combine", scene.ink, f"{scene.oil}:0.5"],
              ["combine", scene.ink, scene.oil, "--method", "ties", "--density", "0.3", "--rank", "2"])  # fmt: skip
     for given, titles in zip(
-        words, (["‖ΔW‖ / ‖W‖", "‖ΔW‖"], ["‖ΔW‖"], ["‖ΔW‖", "numbers that are not zero"]), strict=True
+        words, (["‖ΔW‖ / ‖W‖", "‖ΔW‖"], ["‖ΔW‖"], ["‖ΔW‖", "values that are not zero"]), strict=True
     ):
         code, text, _ = run(
             *given, "-o", tmp_path / f"{given[0]}{len(given)}.safetensors", "--html", page, "--json", "--json-tensors"
@@ -359,7 +359,7 @@ def test_pages_of_adapters_have_the_numbers_of_the_report(scene: Scene, tmp_path
         report, made = json.loads(text), content(page.read_text(encoding="utf-8"))
         (heat_map,), every = made["heat_maps"], report["numbers"]["all"]
         keys = {m["title"]: m["key"] for m in heat_map["metrics"]}
-        assert [title for title in keys if title in ("‖ΔW‖ / ‖W‖", "‖ΔW‖", "numbers that are not zero")][
+        assert [title for title in keys if title in ("‖ΔW‖ / ‖W‖", "‖ΔW‖", "values that are not zero")][
             : len(titles)
         ] == titles
         for name, layer in report["layers"].items():

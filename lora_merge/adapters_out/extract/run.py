@@ -243,7 +243,7 @@ def _extracted_modules(
         [Filled(pair.place, ()) for pair in batch]
         for batch in batches([*pairs.values()], room, job.inputs.max_memory // 2)
     ]
-    nothing = InputError("nothing to extract: no weight that is compared differs",
+    nothing = InputError("nothing to extract: all compared weights are equal",
                          f"{extraction.base.path} and {extraction.tuned.path}",
                          "give the tuned checkpoint second")  # fmt: skip
     # Step 2: the modules that changed, in the order of the base.
@@ -257,7 +257,8 @@ def _extracted_modules(
     notes += _above_noise([module.layer for module in changed])
     skipped = [place.label for place in zeros if id(place) in extractor.skipped]
     equal = len(zeros) - len(skipped)
-    notes += [Note(f"{plural(equal, 'parameter is', 'parameters are')} equal in both")] if equal else []
+    same = plural(equal, "parameter is", "parameters are")
+    notes += [Note(f"{same} the same in both checkpoints, and not in the adapter")] if equal else []
     names = ", ".join(skipped[:3])
     notes += [Note(f"not written: {plural(len(skipped), 'changed vector')}: {names}")] if skipped else []
     return changed, heads, notes
