@@ -19,6 +19,12 @@ ENLARGED: Final = "A share above 100% is no mistake: the steps of the output's d
 ADAPTER_PROOF: Final = "lora-merge/adapter-proof/1"
 """The schema of the proof of a written adapter."""
 
+LOST_ALPHA: Final = Note(
+    "no alpha is stored, but trainers that write such names store it; merged as alpha = rank (scale 1), and if the "
+    "training had another, state it with --setting lora_alpha=VALUE"
+)
+"""The note on an adapter whose alpha was probably lost: the strength of its change is uncertain."""
+
 LEFT_OUT: Final = Note("it does not fit the base, and is left out because its strength is 0")
 """The end of a note that is shown with -v only: the user asked for it, and the strengths say it."""
 
@@ -262,7 +268,12 @@ def adapter_notes(name: str, left_out: Mapping[str, str], notes: Iterable[str] =
     for reason in dict.fromkeys(left_out.values()):
         names = [key for key, why in left_out.items() if why == reason]
         yield line("note", f"{name}: left out {len(names)}: {counted(by_pattern(names))}: {reason}")
-    yield from (line("note", f"{name}: {note}") for note in notes)
+    yield from (note_row(f"{name}: {note}") for note in notes)
+
+
+def note_row(note: str) -> Fact:
+    """Return the row of a note; a warning if the result is uncertain."""
+    return line("warning" if note.endswith(LOST_ALPHA) else "note", note)
 
 
 def disk_rows(disk: Mapping[str, Any] | None, output: str) -> Iterator[Fact]:

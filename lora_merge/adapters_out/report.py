@@ -11,7 +11,7 @@ from typing import Any, Final
 from ..adapter_options import KEEP
 from ..change_statistics import Groups
 from ..facts import Fact, line
-from ..report import NOT_VERIFIED, adapter_notes, disk_rows, layers_recomputed, survives, without_tensors
+from ..report import NOT_VERIFIED, adapter_notes, disk_rows, layers_recomputed, note_row, survives, without_tensors
 from ..survival import ENOUGH, grade, judged, lost, percent, spoken, target
 from ..text import Note, Shown, json_text, listed, plural, size
 from .job import FACTORS, RANK_OPTIONS, STORED_AS, WHOLE, AdapterJob
@@ -125,7 +125,7 @@ def adapter_rows(report: Mapping[str, Any], *, verbose: bool = False) -> Iterato
         yield line("verified", layers_recomputed(proof, verbose=verbose))
     elif not planned:
         yield NOT_VERIFIED
-    yield from (line("note", note) for note in report["notes"])
+    yield from (note_row(note) for note in report["notes"])
     yield from disk_rows(report["disk"], report["output"])
 
 

@@ -26,6 +26,7 @@ from ..facts import (
     strengths,
     table,
 )
+from ..report import note_row
 from ..survival import judged, spoken
 from ..text import by_reason, json_text, listed, plural, size
 from .file_verdict import top
@@ -180,7 +181,7 @@ def match_summary(match: Mapping[str, Any]) -> Iterator[Fact]:
         yield from (line("warning", warning) for warning in numbers["warnings"])
     elif numbers is None:
         yield line("survives", "run with --weights to see how much of the change survives in the base's dtype")
-    yield from (line("note", note) for note in match["notes"])
+    yield from (note_row(note) for note in match["notes"])
 
 
 def _share(n: Mapping[str, Any]) -> str:
