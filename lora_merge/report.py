@@ -216,7 +216,8 @@ def survival_rows(
     known = [(share, name) for name, _, _, share in rows if share is not None]
     if (least := worst(share for share, _ in known)) is not None:
         name = next(name for share, name in known if share == least)
-        yield survives(least, f"each adapter's change; lowest: {name}", "at least ")
+        of_each = judged(least, "each adapter's change")
+        yield Fact("survives", f"at least {of_each}; lowest: {name}", style=grade(least).style)
 
 
 def _applied(strengths: Mapping[str, Mapping[Any, int]]) -> tuple[str, str]:
@@ -346,17 +347,19 @@ def verify_rows(proof: Mapping[str, Any], *, verbose: bool = False) -> Iterator[
         yield from brief_proof(proof)
 
 
-def survives(share: float, of: str = "the change", least: str = "") -> Fact:
+def survives(share: float) -> Fact:
     """Return the row about the share of a change that survives, in the colour of its judgement."""
-    return Fact("survives", least + judged(share, of), style=grade(share).style)
+    return Fact("survives", judged(share, "the change"), style=grade(share).style)
 
 
 def layers_recomputed(proof: Mapping[str, Any], *, verbose: bool = False) -> str:
     """Return how much of a written adapter was computed again; `verbose`: with the largest loss of a layer."""
     if not proof["recomputed"]:
         return "every tensor is in the file; this method has no second computation to compare with"
-    layers = f"{proof['recomputed']} of {plural(proof['layers'], 'layer')} computed again in fp64"
-    return f"{layers}: worst residual {proof['worst_residual']:.3g}" if verbose else f"{layers}, each as reported"
+    layers = f"{proof['recomputed']} of {plural(proof['layers'], 'layer')} recomputed in fp64"
+    return (
+        f"{layers}: worst residual {proof['worst_residual']:.3g}" if verbose else f"{layers}; each loss is as reported"
+    )
 
 
 def cut_numbers(counts: Mapping[str, int]) -> str:
@@ -370,10 +373,10 @@ def cut_numbers(counts: Mapping[str, int]) -> str:
 def recomputed(proof: Mapping[str, Any]) -> str:
     """Return how much of a merge was computed again, and how far the output is from the exact numbers."""
     if not proof["changed"]:
-        return "all tensors were copied, from the base or an adapter; none had to be computed again"
+        return "all tensors were copied, from the base or an adapter; none had to be recomputed"
     rows = "every row" if proof["full"] else plural(proof["rows"], "row")
     return (
-        f"{proof['tensors']} of {plural(proof['changed'], 'merged tensor')} computed again in fp64, {rows}: at most "
+        f"{proof['tensors']} of {plural(proof['changed'], 'merged tensor')} recomputed in fp64, {rows}: at most "
         f"{proof['worst_ulp']:.2f} ulp from the exact numbers (the nearest has 0.50 at most, a stochastic one 1.00), "
         f"judged by the bound of {proof['bound']['compute_dtype']}"
     )

@@ -145,7 +145,10 @@ def _inputs(coverage: Mapping[str, Any], *, each: bool) -> Iterator[Fact]:
     """Yield what was read; `each`: with a row for each adapter, however many there are."""
     if each or len(coverage) <= MOST_INPUTS:
         for name, row in coverage.items():
-            yield line("input", f"{row['strength']:.4g} × {name}: {plural(row['modules'], 'module')}")
+            if "base" in row:
+                yield line("input", f"{name} − {row['base']}: {plural(row['modules'], 'weight')} compared")
+            else:
+                yield line("input", f"{row['strength']:.4g} × {name}: {plural(row['modules'], 'module')}")
     else:
         yield line("inputs", listed(f"{row['strength']:.3g} × {name}" for name, row in coverage.items()))
     for name, row in coverage.items():

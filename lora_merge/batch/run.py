@@ -268,7 +268,7 @@ def run_batch(  # noqa: PLR0913  # the options of the command
         fail_fast: Whether the first failure ends the batch; jobs that have not ended then have no report.
         on_report: A function that is called with each job's report as soon as the job ends.
         progress: True for a bar that counts jobs (tqdm), or a function that is called with each `lora_merge.Step` of
-            every job, whose `output` says of which; with several workers about ten times a second. As for `merge`, its
+            every job, named by its `output`; with several workers about ten times a second. As for `merge`, its
             errors and its slowness do not concern the jobs.
 
     Returns:

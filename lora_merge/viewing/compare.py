@@ -182,7 +182,7 @@ def compare_rows(result: Mapping[str, Any], *, pictured: bool = False) -> Iterat
     yield from cut_rows(compare_summary(result))
     others = result.get("other_shapes", {})
     yield from table(others.items() if len(others) <= MOST_SHAPES else ())
-    if pictured:
+    if pictured or result["verdict"]["kind"] in ("equal", "rounding"):
         return
     if result["kind"] == "checkpoints":
         yield from by_block((name, _difference(d)) for name, d in result["blocks"].items() if d["different"])

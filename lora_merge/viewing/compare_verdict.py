@@ -157,10 +157,8 @@ def _common(result: Mapping[str, Any]) -> dict[str, Any]:
     a, b, cosine = (result["total"][name] for name in ("a", "b", "cosine"))
     if result["fight"]:
         blocks = sorted(result["fight"], key=lambda name: result["blocks"][name]["cosine"])
-        text = (
-            f"Opposed: they change {plural(len(blocks), 'block')} in opposite directions ({listed(blocks, 3)}); lower "
-        )
-        text += "the strength of one of them there (--strength-for)."
+        opposed = f"{plural(len(blocks), 'block')} in opposite directions ({listed(blocks, 3)})"
+        text = f"Opposed: they change {opposed}; lower one of their strengths there (--strength-for)."
         return _verdict("opposed", "warning", text)
     if abs(cosine) < INDEPENDENT:
         return _verdict("independent", "good", "Independent: both can be merged at full strength.")

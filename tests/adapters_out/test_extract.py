@@ -134,7 +134,7 @@ def test_rank_above_the_rounding_noise_is_the_trained_one(tmp_path: Path, dtype:
     change = (tuned.double() - base.double()).norm()
     assert layer["noise"] == pytest.approx(float((step.double().square() / 12).sum().sqrt() / change))
     above = 100 * (1 - layer["noise"] ** 2)
-    assert any(f"{above:.4g}% of the energy is above the noise" in note for note in found.notes)
+    assert any(f"{above:.4g} % of the difference is larger than rounding noise" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(("rows", "most", "rank"), [(3, None, 3), (8, None, 8), (9, None, 4), (8, 6, 4)])

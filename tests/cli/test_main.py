@@ -624,7 +624,7 @@ def test_alpha_that_trainers_store_is_missed_with_a_warning(run: Run, model: Pat
         save(factors, tmp_path / "a.safetensors", entries)
         code, out, err = run(model, tmp_path / "a.safetensors", "--dry-run")
         assert code == 0, err
-        (line,) = [line for line in out.splitlines() if "no alpha is stored" in line]
+        (line,) = [line for line in (out + err).splitlines() if "no alpha is stored" in line]
         assert line.split()[0].rstrip(":") == label
 
 

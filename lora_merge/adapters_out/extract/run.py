@@ -220,6 +220,7 @@ def _completed(
 def _coverage(extraction: Extraction, layers: int) -> dict[str, Any]:
     return {
         extraction.tuned.path.name: {
+            "base": extraction.base.path.name,
             "modules": len(extraction.pairs.pairs),
             "layers": layers,
             "strength": 1.0,
@@ -269,8 +270,8 @@ def _above_noise(layers: Sequence[Layer]) -> list[Note]:
     known = [(layer.squares, layer.noise) for layer in layers if layer.noise is not None]
     whole = fsum(squares for squares, _ in known)
     above = 1 - fsum(squares * share**2 for squares, share in known) / (whole or 1.0)
-    return [Note(f"both checkpoints are in 16 bits: {100 * max(0.0, above):.4g}% of the energy is above the noise of "
-                 f"rounding")] if known else []  # fmt: skip
+    share = f"{100 * max(0.0, above):.4g} %"
+    return [Note(f"both checkpoints are 16-bit: {share} of the difference is larger than rounding noise")] * bool(known)
 
 
 def _changed_nameless(extraction: Extraction, sides: tuple[Side, Side]) -> list[Note]:
