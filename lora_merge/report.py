@@ -404,7 +404,7 @@ def effect(numbers: Mapping[str, Any]) -> str:
 def moved(numbers: Mapping[str, Any]) -> str:
     """Return how far a merge moves the weights that it changes."""
     ratio = numbers["all"]["ratio"] if numbers else None
-    return "" if ratio is None else f", by {100 * ratio:.3g} % of their weights"
+    return "" if ratio is None else f", by {100 * ratio:.2g} % of their weights"
 
 
 def placed(matching: Mapping[str, Any]) -> str:

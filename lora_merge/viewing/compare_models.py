@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from math import inf, isfinite, prod, sqrt
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,9 +22,7 @@ from ..files.checkpoint import Index
 from ..models.names import Names
 from ..models.weights import Weight, WeightView
 from ..process import cores
-from ..proof.grids import DECODED, plain_grid
-from ..proof.reference.floats import Array
-from ..proof.weights import WeightReader
+from ..proof.weights import within_rounding
 from .hashes import READ_BYTES
 from .pictures import HISTOGRAM_ROWS, SPECTRUM_NUMBERS, histogram, matrix_pictures
 
@@ -202,29 +199,15 @@ class _Pair:
 
     def _quantised_alike(self, a: StoredTensor, b: StoredTensor, first: Tensor, other: Tensor) -> bool:
         """Return whether the values of two tensors differ by no more than the rounding to their formats, in windows of
-        consecutive values: most are within half a step of each format."""
+        consecutive values."""
         within = of = 0
         count = first.numel()
-        starts = range(0, count, max(-(-count // WINDOWS), 1))
-        for start in starts:
-            low, high = start, min(start + WINDOW_NUMBERS, count)
-            steps = np.zeros(high - low)
-            for index, info, values in ((self.a, a, first), (self.b, b, other)):
-                if (half := self._half_steps(index, info, values[low:high], (low, high))) is None:
-                    return False
-                steps += half
-            apart = np.abs(_numbers(first[low:high]).numpy() - _numbers(other[low:high]).numpy())
-            within, of = within + int((apart <= steps).sum()), of + high - low
+        for low in range(0, count, max(-(-count // WINDOWS), 1)):
+            high = min(low + WINDOW_NUMBERS, count)
+            sides = [(index, info, _numbers(values[low:high]).numpy())
+                     for index, info, values in ((self.a, a, first), (self.b, b, other))]  # fmt: skip
+            within, of = within + within_rounding(self.reader, sides, low, high), of + high - low
         return within >= ROUNDED_SHARE * of
-
-    def _half_steps(self, index: Index, info: StoredTensor, values: Tensor, ends: tuple[int, int]) -> Array | None:
-        """Return half the distance of the neighbours of some values in the format of their tensor; None if the format
-        rotates weights, or is not one of floating-point numbers."""
-        exact = _numbers(values).numpy()
-        if (coded := WeightReader(self.reader, index).coded(info)) is not None:
-            _, grid = coded.span(*ends)
-            return None if grid.turn else (1 + DECODED) * grid.step(exact) / 2 + grid.lost(exact)
-        return plain_grid(info.dtype).step(exact) / 2 if info.dtype in FLOATS else None
 
 
 def plain_sums(a: StoredTensor, b: StoredTensor, reader: Reader) -> DifferenceSums:

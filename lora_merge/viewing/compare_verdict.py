@@ -109,12 +109,14 @@ def adapter_verdict(result: Mapping[str, Any]) -> dict[str, Any]:
     whole = result.get("whole", {})
     if not rows and not whole:
         a, b = result["made_for"]
-        if a == b or "unknown" in (a, b):
+        if a == b:
             text = (
                 "No module has the same name in both. If they are for the same model, compare them with --base MODEL."
             )
             return _verdict("unknown", "warning", text)
-        return _verdict("different models", "bad", f"Different models: A is for {a}, B for {b}; no module is in both.")
+        first, other = ("an unknown model" if model == "unknown" else model for model in (a, b))
+        text = f"Different models: A is for {first}, B for {other}; no module is in both."
+        return _verdict("different models", "bad", text)
     if result.get("identical"):
         return _verdict("equal", "good", "Equal: both have the same tensors.")
     if total["cosine"] is None:
@@ -148,7 +150,9 @@ def _contained(result: Mapping[str, Any]) -> dict[str, Any] | None:
     elif same:
         text = f"The same change at another strength: {outer} is {strength:.3g} × {inner}. Merge only one."
     else:
-        text = f"{outer} contains {inner} at strength {strength:.3g}: do not merge both."
+        sizes = (a, b) if inner == "A" else (b, a)
+        part = spoken((strength * sizes[0] / sizes[1]) ** 2)
+        text = f"{outer} contains {inner} at strength {strength:.3g} ({part} of {outer}'s change): do not merge both."
     return {**_verdict("contains", "warning", text), "strength": strength, "inner": inner}
 
 
