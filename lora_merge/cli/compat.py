@@ -117,7 +117,7 @@ def _check_drive(path: str) -> None:
     """Raise UsageError for a path of Windows on another system, where it would be one odd name."""
     if not WINDOWS and (drive := re.fullmatch(_WINDOWS, path)) and not exists(path):
         here = f"/mnt/{drive['drive'].lower()}{drive['rest']}".replace("\\", "/")
-        raise UsageError("a path of Windows, on another system", path[:200], f"under WSL it is {here[:200]}")
+        raise UsageError("a Windows path on another system", path[:200], f"under WSL it is {here[:200]}")
 
 
 def checked_output(output: str | None) -> str | None:

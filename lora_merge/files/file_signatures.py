@@ -180,7 +180,7 @@ def refusal(path: Path, start: bytes, size: int, why: str) -> InputError:
 def missing(path: Path) -> InputError:
     """Return the error for a file that is not there, with the names of those that may be meant."""
     if path.is_symlink():
-        return InputError("a link that points nowhere", str(path), "download the model again")
+        return InputError("a broken symbolic link", str(path), "download the model again")
     if not path.parent.is_dir():
         folder = next((p for p in path.parents if p.is_dir()), Path())
         return InputError("file not found", str(path), f"check the path; of its folders only {folder} is there")

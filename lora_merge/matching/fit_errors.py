@@ -131,9 +131,8 @@ def _stated_other(adapter: Index, base: Architecture | None) -> Misfit | None:
 
 def _for_another(kind: MisfitKind, model: str, base: str) -> Misfit:
     """Return the misfit of an adapter for another model."""
-    trained, other = _kind_of_model(model), _kind_of_model(base)
-    verb = "is" if kind == "model" else "looks made"
-    return Misfit(kind, f"the adapter {verb} for {trained}, the base is {other}", OWN_BASE, model, base)
+    trained = f"is for {model}" if kind == "model" else f"looks made for {_kind_of_model(model)}"
+    return Misfit(kind, f"the adapter {trained}, the base is {_kind_of_model(base)}", OWN_BASE, model, base)
 
 
 def _for_pictures(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape]) -> str:

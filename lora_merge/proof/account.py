@@ -104,9 +104,7 @@ def _names(index: Index, base: Index) -> Iterator[str]:
             if file in base.headers and (file, stored) not in named:
                 continue
             if (file, stored) not in named:
-                raise VerificationFailed(
-                    "a tensor of the adapter was not read", f"{file}: {quoted(stored)}", REPORT_HEADERS
-                )
+                raise VerificationFailed("an adapter tensor was not read", f"{file}: {quoted(stored)}", REPORT_HEADERS)
             yield named[file, stored]
 
 

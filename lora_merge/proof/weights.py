@@ -122,8 +122,8 @@ def within_rounding(reader: Reader, sides: Sequence[tuple[Index, StoredTensor, A
 
     `sides`: model, tensor and its values there in float64.
     """
-    steps = np.zeros(high - low)
-    for index, info, values in sides:
+    steps, (first, other) = np.zeros(high - low), (values for _, _, values in sides)
+    for (index, info, _), values in zip(sides, (other, first), strict=True):  # the step around the unrounded value
         if (coded := WeightReader(reader, index).coded(info)) is not None:
             grid = coded.span(low, high)[1]
             if grid.turn is not None:
@@ -133,5 +133,4 @@ def within_rounding(reader: Reader, sides: Sequence[tuple[Index, StoredTensor, A
             steps += plain_grid(info.dtype).step(values) / 2
         else:
             return 0
-    (_, _, first), (_, _, other) = sides
     return int((np.abs(first - other) <= steps).sum())

@@ -173,7 +173,7 @@ def refuse_to_unmerge(merged: Path) -> NoReturn:
     recipe = read_recipe(open_checkpoint(merged))
     base, adapters = recipe.base, ", ".join(quoted(a.name) for a, _, _ in recipe.adapters)
     raise UsageError(
-        "a merge cannot be taken back: its sums were rounded, and a difference of rounded sums is not the base",
+        "a merge cannot be undone exactly: its sums were rounded, and a difference of rounded sums is not the base",
         f"{merged}: {quoted(base.name)} with {adapters}",
         f"use the base itself ({quoted(base.name)}, SHA-256 {base.files[0][2]}); to change a strength or leave an "
         "adapter out, merge again from it",

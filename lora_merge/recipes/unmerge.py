@@ -96,7 +96,7 @@ def taken_back(plan: Plan, recipe: Recipe | None = None) -> Plan:
         wrong += [f"{key} was replaced or enlarged" for key in (*match.replaced, *match.grown, *match.separated)]
         if wrong:
             raise FitError(
-                "the change by an adapter cannot be taken back", f"{match.adapter.path}: {wrong[0]}", _instead(recipe)
+                "the change by an adapter cannot be undone", f"{match.adapter.path}: {wrong[0]}", _instead(recipe)
             )
     notes = [*_otherwise(plan, recipe)] or [_inexact(plan, recipe)]
     return replace(plan, base=replace(plan.base, notes=(*plan.base.notes, *notes)))

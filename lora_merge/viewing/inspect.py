@@ -64,7 +64,9 @@ def inspect(  # noqa: PLR0913  # two for pages and progress
     }  # fmt: skip
     if ref is not None:
         if is_adapter(index):
-            raise UsageError("two adapters, and no base", str(path), "use lora-merge compare A B, or name a base first")
+            raise UsageError(
+                "two adapters are given without a base", str(path), "use lora-merge compare A B, or name a base first"
+            )
         numbers = partial(_change, pictures=pictures, progress=progress)
         facts |= base_facts(index, opened.names(path))
         facts |= {"match": fit(path, ref, opened, numbers if weights else None)}
