@@ -14,7 +14,7 @@ native in shards: {…}               # the table if several files hold the base
 spellings: {…}                      # further names that only adapters use, same notation
 xlabs: {…}                          # those of XLabs' files
 native: sdxl                        # or: the same table as in sdxl.yaml
-adapter:                            # conditions on an adapter's names, see guess.py
+adapter:                            # conditions on an adapter's names, see ../adapter_architecture.py
 lbw: {MINE: 1,0,0.5,…}              # a user's lists of block weights
 
 A user's file may have `lbw` and `spellings` alone: the names of an adapter in the names of any base, as in
