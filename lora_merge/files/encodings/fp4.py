@@ -25,7 +25,7 @@ from .base import (
     WeightPart,
     end_margin,
 )
-from .scaled import E8M0, SCALE, TILE
+from .scaled_codes import E8M0, SCALE, TILE
 
 if TYPE_CHECKING:
     from torch import Tensor

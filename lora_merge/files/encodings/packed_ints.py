@@ -25,7 +25,7 @@ from .base import (
     end_margin,
     finite,
 )
-from .scaled import NEARLY_HALF, REFIT_BELOW, SCALE, ZERO
+from .scaled_codes import NEARLY_HALF, REFIT_BELOW, SCALE, ZERO
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,7 +7,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from .base import CODES, DRAW, Encoding, OutOfRange, PartNumbers, end_margin, finite
-from .scaled import REFIT_BELOW, SCALE
+from .scaled_codes import REFIT_BELOW, SCALE
 
 if TYPE_CHECKING:
     from torch import Tensor
