@@ -19,7 +19,7 @@ from ..option_texts import as_number
 from ..options import OPTIONS, Option
 from ..progress import unwatched
 from ..text import Note
-from .argument_values import named_adapter, named_adapters
+from .argument_values import NamedAdapter, named_adapter, named_adapters
 from .compat import checked_output, completed
 from .corrected_line import with_words
 from .help import add
@@ -135,9 +135,9 @@ def average(
     Weights are equal, stated by --weights, or those of an exponential moving average.
     """
     named = [named_adapter(word) for word in snapshots]
-    weights = [f"{n[1] if isinstance(n, tuple) else getattr(n, 'strength', 1.0):g}" for n in named]
+    weights = [f"{1.0 if n.strength is None else n.strength:g}" for n in named]
     if any(weight != "1" for weight in weights) and not options.get("weights"):
-        files = [str(n[0] if isinstance(n, tuple) else getattr(n, "path", n)) for n in named]
+        files = [n.path for n in named]
         right = dict(zip(snapshots, files, strict=True))
         raise UsageError("snapshots have weights, not strengths", " ".join(snapshots)[:200],
                          f"write {with_words(right, '--weights', ','.join(weights))}")  # fmt: skip
@@ -157,7 +157,7 @@ def extract(
     output, _, printed = _shared_values(options)
 
     def make(cache: CheckpointCache) -> AdapterJob:
-        refs, stated = _job_values([completed(tuned)], options)
+        refs, stated = _job_values([NamedAdapter(completed(tuned))], options)
         return COMMANDS["extract"].job(refs, output, completed(base), stated, cache)
 
     show(COMMANDS["extract"], make, printed)
@@ -185,7 +185,7 @@ def _shared_values(options: dict[str, Any]) -> tuple[str | None, str | None, dic
     return output, base and completed(base), printed
 
 
-def _job_values(adapters: Sequence[Any], options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+def _job_values(adapters: Sequence[NamedAdapter], options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Return the adapters with their strengths, and the other options as jobs take them."""
     from ..adapters_out.job import strings
 

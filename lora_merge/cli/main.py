@@ -23,7 +23,7 @@ from ..process import LimitCheck, on_stop, signals_first
 from ..progress import unwatched
 from ..text import Lines, json_text, one_line
 from . import adapter_commands, comfyui_command, inspect_commands, tables, ui_command, verify_commands
-from .argument_values import named_adapters, named_base
+from .argument_values import NamedAdapter, named_adapters, named_base
 from .batch_command import batch
 from .compat import (
     PROGRAM_OPTIONS,
@@ -185,7 +185,7 @@ def merge(
 
     pictures = PageFiles(html, plot, quiet=quiet, dry_run=dry_run)
     base = named_base(base)
-    words = named_adapters(adapters or [], options.get("strength")) or [base]
+    words = named_adapters(adapters or [], options.get("strength")) or [NamedAdapter(base)]
     named, values = read_with_adapters(words, options)
     with reporting(report) as file:
         job = make_job(base, named, checked_output(output), **values)

@@ -14,7 +14,7 @@ from ..errors import MergeError
 from ..option_texts import as_number, metadata_entry, parsed_setting
 from ..options import OPTIONS, Option
 from ..paths import expand
-from .argument_values import named_parts, strengths, with_strengths
+from .argument_values import NamedAdapter, named_parts, strengths, with_strengths
 from .help import UNRECORDED, offered
 
 if TYPE_CHECKING:
@@ -138,11 +138,12 @@ def read(options: Mapping[str, Any], adapters: int, rows: Mapping[str, Option] =
 
 
 def read_with_adapters(
-    adapters: Sequence[str | tuple[str, float] | Adapter], options: Mapping[str, Any],
-    rows: Mapping[str, Option] = OPTIONS,
-) -> tuple[list[str | tuple[str, float] | Adapter], dict[str, Any]]:  # fmt: skip
-    """Return the adapters with their strengths and parts, and the values of the other options, see `read`."""
+    adapters: Sequence[NamedAdapter], options: Mapping[str, Any], rows: Mapping[str, Option] = OPTIONS
+) -> tuple[list[str | tuple[str, float] | Adapter], dict[str, Any]]:
+    """Return the adapters with their strengths and parts as `make_job` takes them, and the values of the other options,
+    see `read`."""
     others = {name: value for name, value in options.items() if name != "strength_for"}
     values = read(others, len(adapters), rows)
     named, parts = named_parts(with_strengths(adapters, values), options.get("strength_for") or ())
-    return named, {"strength_for": parts, **values} if "strength_for" in options else values
+    refs = [adapter.for_job for adapter in named]
+    return refs, {"strength_for": parts, **values} if "strength_for" in options else values
