@@ -197,10 +197,10 @@ class _Reader:
         layouts = {name + end for name in fields.get("layouts", ()) for end in ("", IN_SHARDS)} | {*OF_ADAPTERS}
         if strange := [t for t in tables if t not in layouts]:
             raise _bad(self.file, 1, f"{strange[0]} is neither a setting nor one of its layouts")
-        made = Architecture(file=self.file, tables=tables, **fields)
+        architecture = Architecture(file=self.file, tables=tables, **fields)
         if self.file.parent != FOLDER:
-            made.spellings  # noqa: B018  reports mistakes in a user's rows at once
-        return made
+            architecture.spellings  # noqa: B018  reports mistakes in a user's rows at once
+        return architecture
 
     def pairs(self, node: Any) -> list[tuple[Any, Any]]:
         if node is None or node.id != "mapping":

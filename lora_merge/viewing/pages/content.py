@@ -194,7 +194,7 @@ class PageContent:
         for kind, of in (("components", "part"), ("blocks", "block")):
             rows = [*numbers[kind].items()]
             self.bars(f"‖ΔW‖ / ‖W‖ by {of}", of, ((name, row["ratio"]) for name, row in rows), "%")
-            lost = [(name, 1 - min(kept, 1)) for name, row in rows if (kept := row["retained"]) is not None]
+            lost = [(name, 1 - min(share, 1)) for name, row in rows if (share := row["retained"]) is not None]
             if any(share > LEAST_LOSS for _, share in lost):
                 self.bars(f"Lost to the output's dtype by {of}", of, lost, "%")
             metrics = [m for m in CHANGED if m.key in every]
