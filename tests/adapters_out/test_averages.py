@@ -174,7 +174,7 @@ def test_plan_refuses_snapshots_that_are_not_alike_and_no_output_that_exists(tmp
 
 @pytest.mark.parametrize("options", [{}, {"include": ["re:attn2"]}])
 def test_snapshot_of_weight_0_leaves_the_others(options: dict[str, Any], tmp_path: Path) -> None:
-    """A base cannot store changes of strength 0; the layers are then told from the snapshots that have one."""
+    """A base has no place for changes of strength 0; the layers are then told from the snapshots that have one."""
     save_file(base := sd1(torch.float32), tmp_path / "base.safetensors")
     paths, output = snapshots(tmp_path, count=2), tmp_path / "mean.safetensors"
     given: Any = {"base": tmp_path / "base.safetensors", "space": "factors", "weights": [0, 1], **options}
