@@ -97,7 +97,7 @@ def summary(facts: Mapping[str, Any]) -> Iterator[Fact]:
         if facts.get(key):
             yield line(key, _numbers(facts[key], facts.get(f"{key[:-1]}_range", {})))
     if whole := facts.get("whole"):
-        yield line("whole", f"{plural(len(whole), 'tensor')} that replace the base's:  {listed(whole)}")
+        yield line("whole", f"{plural(len(whole), 'tensor replaces', 'tensors replace')} the base's: {listed(whole)}")
     yield from _stored(facts)
     if incomplete := facts.get("incomplete"):
         are = plural(len(incomplete), "module is", "modules are")

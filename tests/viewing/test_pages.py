@@ -600,7 +600,7 @@ def many_differences() -> dict[str, Any]:
     one = {"relative": 0.1234567891, "difference": 1.123456789, "largest": 0.123456789, "changed": 1, "of": 2}
     tensors = {f"model.layers.{n}.self_attn.{'q' * (n % 9)}_proj.weight": one for n in range(3000)}
     blocks = {f"model.layers.{n}.{'x' * 99}": one for n in range(4000)}
-    return {"schema": "lora-merge/compare/1", "kind": "checkpoints", "a": "a", "b": "b", "equal": 1, "compared": 2, "different": 1, "dtypes": {}, "only_b": [], "total": one, "blocks": blocks,
+    return {"schema": "lora-merge/compare/1", "kind": "checkpoints", "a": "a", "b": "b", "equal": 1, "compared": 2, "different": 1, "dtypes": {}, "only_b": [], "total": one, "change": one, "rounded": {}, "blocks": blocks,
             "tensors": tensors, "only_a": [f"{n}.{'y' * 200}" for n in range(3000)]}  # fmt: skip
 
 
