@@ -465,6 +465,7 @@ function select(command) {
 
 async function start() {
   const given = await call("start");
+  if (given.error) { byId("plan").replaceChildren(errorBox(given.error)); return; }
   state.forms = Object.fromEntries(given.forms.map((form) => [form.command, form]));
   Object.assign(state, { entries: given.entries, output: given.output, pictures: given.pictures, overwriteHelp: given.overwrite });
   byId("where").textContent = `${given.version} · ${given.folders.join(" · ")}`;
