@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -106,6 +106,7 @@ class Names:
         ]
         self._numbers = numbers((*dict(PREFIXES), *dict(self._prefixes)))
         self._by_pattern: dict[tuple[str, str], list[tuple[int, list[Component]]]] = {}
+        self._found = lru_cache(maxsize=2**14)(self._find)
         main = parts[0] if parts else None
         self.known = known = main.architecture if main else None
         self.architecture = known.title if known else (main and main.title) or UNKNOWN_TITLE
@@ -126,7 +127,7 @@ class Names:
                 (m.expand(new) for pattern, new in self._renames if (m := pattern.fullmatch(module))),
                 module,
             )
-        if (view := self._find(module, parameter)) is not None:
+        if (view := self._found(module, parameter)) is not None:
             return view
         views = [view for name in parts_of(module) if (view := self._find(name, parameter)) is not None]
         complete = views and len(views) == len(parts_of(module))

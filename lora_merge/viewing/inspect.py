@@ -54,29 +54,34 @@ def inspect(  # noqa: PLR0913  # two for pages and progress
         refs = [] if ref is None else [ref.path]
         places = downloaded_paths([path], refs, progress=progress, announce=announce)
         path, ref = places[path], ref and replace(ref, path=places[ref.path])
-    opened = opened or CheckpointCache()
-    index = opened.index(path, adapter=False)
-    folder = _folder(index)
+    cache = opened or CheckpointCache()
+    index = cache.index(path, adapter=False)
+    of_adapter: bool = cache.parsed(("kind", path), index, is_adapter)
+    folder = _folder(index, of_adapter=of_adapter)
+
+    def of_base(index: Index) -> dict[str, Any]:
+        return base_facts(index, cache.names(path))
+
     facts: dict[str, Any] = {
         "schema": SCHEMA, "path": address, "kind": "checkpoint", "files": len(index.files),
         "bytes": sum(f.stat().st_size for f in index.files), "tensors": len(index.tensors),
         "dtypes": dtypes(index.tensors), **({"folder": folder.to_dict()} if folder else {}),
     }  # fmt: skip
     if ref is not None:
-        if is_adapter(index):
+        if of_adapter:
             raise UsageError("two adapters, and no base", str(path), "use lora-merge compare A B, or name a base first")
         numbers = partial(_change, pictures=pictures, progress=progress)
-        facts |= base_facts(index, opened.names(path))
-        facts |= {"match": fit(path, ref, opened, numbers if weights else None)}
+        facts |= cache.parsed(("facts", path), index, of_base)
+        facts |= {"match": fit(path, ref, cache, numbers if weights else None)}
         return _with_verdict(facts)
-    if is_adapter(index):
-        file = opened.adapter(path)
+    if of_adapter:
+        file = cache.adapter(path)
         facts |= adapter_facts(file)
         facts |= {"weights": _numbers(file, pictures=pictures, progress=progress)} if weights else {}
     else:
-        facts |= base_facts(index, opened.names(path))
+        facts |= cache.parsed(("facts", path), index, of_base)
         facts |= {"sizes": _sizes(index, pictures=pictures, progress=progress)} if weights else {}
-    hashed = hashes if hashes is None else hashes or is_adapter(index)
+    hashed = hashes if hashes is None else hashes or of_adapter
     digests = hashes_of(index, always=bool(hashes)) if hashed else {}
     facts |= {"hashes": {**digests, **{f"stored {k}": v for k, v in stored_hashes(index).items()}}}
     left = folder.warning() if folder else ()
@@ -88,11 +93,11 @@ def _with_verdict(facts: dict[str, Any]) -> dict[str, Any]:
     return facts | {"verdict": verdict(facts)}
 
 
-def _folder(index: Index) -> Folder | None:
+def _folder(index: Index, *, of_adapter: bool) -> Folder | None:
     """Return the files of the folder that is looked at; None for a file."""
     if not index.path.is_dir():
         return None
-    return adapter_folder(index) if is_adapter(index) else base_folder(index)
+    return adapter_folder(index) if of_adapter else base_folder(index)
 
 
 def is_adapter(index: Index) -> bool:
