@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -35,6 +36,11 @@ WITHOUT_RECIPE: Final = {
 
 TRIED: Final = 3
 """Adapters that are looked at on a base before somebody chooses one."""
+
+OF_JOB: Final = re.compile(r"jobs \(jobs\[0\](?:\.([^)]*))?\)(?(1)(: )|: )")
+"""The place of a mistake in a jobs file of one job: jobs (jobs[0].seed): …"""
+SCHEMA: Final = "schema jobs"
+"""What a fix for a jobs file names, and a form has no use for."""
 
 FileStates: TypeAlias = tuple[str, float, int]
 """A path, and the latest time and the bytes of the files there."""
@@ -125,8 +131,11 @@ class Previews:
             return self._plan_by_recipe(job, overwrite=overwrite)
         if not in_jobs_file(job):
             return {}
-        with self._turn:
-            (planned,) = plan_batch([runnable(job)], overwrite=overwrite, former=self._former)
+        try:
+            with self._turn:
+                (planned,) = plan_batch([runnable(job)], overwrite=overwrite, former=self._former)
+        except UsageError as e:
+            raise _of_form(e) from e
         return {**planned.to_dict(), "effort": planned.effort}
 
     def _plan_by_recipe(self, job: Mapping[str, Any], *, overwrite: bool) -> dict[str, Any]:
@@ -177,3 +186,11 @@ class Previews:
     def _inspected(self, *states: FileStates) -> Facts:
         with self._turn:
             return inspect(*(Path(path) for path, *_ in states), hashes=None, former=self._former)
+
+
+def _of_form(e: UsageError) -> UsageError:
+    """Return an error about a job, which is the only one of its jobs file, as one about a form."""
+    if not OF_JOB.search(e.where):
+        return e
+    fix = "correct it in the form" if SCHEMA in e.fix else e.fix
+    return UsageError(e.what.replace("jobs file", "form"), OF_JOB.sub(r"\1\2", e.where), fix)

@@ -117,6 +117,15 @@ def test_error_of_a_form_comes_before_the_run(page: Page, comfy: Path) -> None:
     assert page.call("queue")["runs"] == []
 
 
+def test_mistake_in_a_form_is_not_called_one_of_a_jobs_file(page: Page, comfy: Path) -> None:
+    filled = {"command": "resize", "adapters": [{"path": str(comfy / "models" / A)}], "output": "small"}
+    for rank, where in (("", "resize needs"), ("many", "'many' is not a rule")):
+        for call in ("preview", "run"):
+            error = page.call(call, **filled, options={"rank": rank})["error"]
+            assert error["what"] == "a mistake in the form" and error["where"].startswith(where), error
+            assert "schema" not in error["fix"]
+
+
 def test_cancelled_runs_leave_nothing(page: Page, comfy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that works, and the one that waits."""
     from lora_merge.ui.runs import Run
