@@ -13,7 +13,7 @@ from ..errors import FitError
 from ..models.part_factors import or_leave_out
 from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Progress, unwatched
-from .adapter_dialect import spelling_of
+from .adapter_dialect import spelling_of, without_base
 from .convert import grouped, write
 from .convert import plan as plan_of_modules
 from .dialects import Dialect, dialect
@@ -51,8 +51,6 @@ def _conversion(job: AdapterJob, sources: Sources) -> Conversion:
     if name != KEEP:
         to = _dialect(name, job, sources)
         if job.base is None:
-            from .adapter_dialect import without_base
-
             sources = chosen_of(job, without_base(job, sources.adapters, to))
         return grouped(replace(job, format=to.name), sources, to)
     check_output(job.output, [p for i in sources.indexes for p in i.files], overwrite=job.inputs.overwrite)

@@ -28,7 +28,6 @@ from ...paths import names_folder, typed, with_ending
 from ...planning.checkpoint_cache import CheckpointCache
 from ...progress import Counting, Progress, unwatched
 from ...text import Note, listed, plural
-from ..convert import entries_of, prefix_name
 from ..delta import Storage, rounded_value
 from ..dialects import DIALECTS, Dialect
 from ..form import Form, form_of_difference, memory_note, planned_difference
@@ -37,7 +36,7 @@ from ..job import AUTO_FORMAT, SKIP, WHOLE, AdapterJob, algorithm_in, extraction
 from ..metadata import PlannedLayer, planned_size
 from ..module_tensors import Layer, StoredModule
 from ..output_file import CONTENTS, drafted, expect_room, unread
-from ..output_modules import ModuleGroups, stored_modules
+from ..output_modules import ModuleGroups, entries_of, prefix_name, stored_modules
 from ..peft.completion import completed, with_biases
 from ..peft.config import config, differing_ranks, expect_one, task_type
 from ..pipeline import AdapterRun, Outcome, RunFacts, idle_alpha, planned
