@@ -55,7 +55,7 @@ from .report import AdapterReport
 from .sources import NOWHERE, Sources, chosen_of, open_sources
 
 
-def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
+def run(job: AdapterJob, progress: Progress = unwatched, _: CheckpointCache | None = None) -> AdapterReport:
     """Run a conversion: the output appears under its name when it is complete and verified, or not at all."""
     with AdapterRun(job, progress) as this:
         return write(opened(job, this.hash_adapters()), this)
@@ -120,9 +120,13 @@ def _without_torch(
     return partial(Copies, to, reader) if copied else None
 
 
-def plan(job: AdapterJob, conversion: Conversion | None = None, cache: CheckpointCache | None = None) -> AdapterReport:
-    """Return what `run` would do, from headers alone. `conversion`: the opened one, if there is one."""
-    conversion = conversion or opened(job, cache or CheckpointCache())
+def plan(job: AdapterJob, cache: CheckpointCache | None = None) -> AdapterReport:
+    """Return what `run` would do, from headers alone."""
+    return planned_report(opened(job, cache or CheckpointCache()))
+
+
+def planned_report(conversion: Conversion) -> AdapterReport:
+    """Return what `write` would do, from headers alone."""
     job, to, sources, modules, all_modules, forms = conversion
     planned_layers = planned_modules(conversion)
     facts = [facts_of(form, layer, to) for form, (_, layer) in zip(forms, planned_layers, strict=False)]
