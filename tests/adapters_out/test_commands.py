@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import lora_merge
 from lora_merge.adapter_options import OF_MERGE
 from lora_merge.adapters_out.commands import COMMANDS, Command
 from lora_merge.errors import UsageError
 from lora_merge.options import OPTIONS
+from tests.kit.files import save
+from tests.kit.tensors import rand
 
 VALUES: dict[str, Any] = {
     "rank": 3, "conv_rank": 2, "max_rank": 9, "rank_for": {"unet": 2}, "algorithm": "auto", "alpha": 4.0,
@@ -78,3 +83,26 @@ def test_option_of_another_command_is_refused(command: Command) -> None:
 def test_row_holds_options_of_the_tables(command: Command) -> None:
     assert {name for name in command.options if name in OF_MERGE} <= OPTIONS.keys()
     assert all(option.name == name for name, option in command.options.items())
+
+
+def test_work_of_a_report_is_that_of_its_progress(tmp_path: Path) -> None:
+    """In bytes of weights in fp64, whatever the dtypes, and twice for a rule that looks at all layers first."""
+    name, size = "lora_unet_mid_block_attentions_0_proj_in", 6 * 5 * 8
+    for n, dtype in enumerate((torch.float16, torch.bfloat16)):
+        pair = {f"{name}.lora_down.weight": rand(2, 5, seed=n), f"{name}.lora_up.weight": rand(6, 2, seed=n + 9)}
+        save({key: t.to(dtype) for key, t in pair.items()}, tmp_path / f"a{n}.safetensors")
+        save({"layers.0.up_proj.weight": rand(6, 5, seed=n).to(dtype)}, tmp_path / f"b{n}.safetensors")
+    a, b, *bases = (tmp_path / f"{file}.safetensors" for file in ("a0", "a1", "b0", "b1"))
+    steps: list[lora_merge.Step] = []
+    how: dict[str, Any] = {"progress": steps.append, "overwrite": True}
+    for times, run in (
+        (1, lambda: lora_merge.combine([a, b], tmp_path / "o", **how)),
+        (1, lambda: lora_merge.average([a, a], tmp_path / "o", space="factors", **how)),
+        (2, lambda: lora_merge.resize(a, tmp_path / "o", rank="size:100B", **how)),
+        (1, lambda: lora_merge.convert(a, tmp_path / "o", dtype="fp32", **how)),
+        (1, lambda: lora_merge.extract(*bases, tmp_path / "o", rank=1, format="kohya", **how)),
+    ):
+        report = run()
+        made = [step for step in steps if step.stage == "make"]
+        assert report.weights == made[0].total == sum(step.done for step in made) == times * size
+        steps.clear()
