@@ -15,8 +15,8 @@ import pytest
 from lora_merge import merge
 from lora_merge.ui.runs import Run
 from tests.kit.browser import Window, wait, window
+from tests.kit.forms import TINY, A
 from tests.kit.page_server import Page, serving
-from tests.ui.test_forms import TINY, A
 
 pytestmark = pytest.mark.release
 

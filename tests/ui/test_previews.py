@@ -17,9 +17,9 @@ from lora_merge.ui.library import Library
 from lora_merge.ui.previews import Previews
 from lora_merge.ui.runs import Queue
 from tests.kit.files import save
+from tests.kit.forms import TINY, A, form
 from tests.kit.models import sd1
 from tests.ui.__main__ import models
-from tests.ui.test_forms import TINY, A, form
 
 SECONDS = 1.0
 """Bound on a look at files of full size: five times of what an idle core of 2024 needs."""

@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from lora_merge import merge
 from tests.kit.command_line import run
 from tests.kit.files import save
+from tests.kit.forms import TINY, A, form
 from tests.kit.page_server import Page, serving
-from tests.ui.test_forms import TINY, A, form
 
 
 @pytest.fixture
