@@ -363,7 +363,7 @@ def raise_problems(
     if result.modules == 0 and (what := foreign(result.adapter.index.tensors)):
         raise UnmatchedModules(f"this file is {what}", f"{path}: {left}", instead(what))
     misfit = explain(names, list(result.unmatched), shapes, index)
-    why, fix = (misfit.reason, misfit.advice) if misfit else ("", OWN_BASE)
+    why, fix = (misfit.reason, misfit.advice) if misfit else ("", "")
     names_base = misfit is not None and misfit.base
     where = f"{path}: {left}" + ("" if names_base else f"; the base is {_kind_of_model(names.architecture)}")
     if result.modules == 0:
@@ -374,7 +374,7 @@ def raise_problems(
         )
     if unmatched == "error" and set(result.unmatched.values()) == {STRANGE}:
         # their names are not names of layers, which could be compared with the base's
-        advice = misfit.text if misfit and misfit.kind != "name" else "correct their names"
+        advice = "correct their names" if misfit is None or misfit.kind == "name" else misfit.text
         raise UnmatchedModules(
             f"the meaning of {len(result.unmatched)} of the adapter's tensors is unknown",
             f"{path}: {left}: neither a parameter of the base nor a tensor of any known method",
