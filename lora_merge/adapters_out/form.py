@@ -464,7 +464,7 @@ def without_data(place: Place, layer: PlannedLayer, algorithm: str, to: Dialect)
     stem = to.key(place.prefix, place.module, "")
     entries = {n.removeprefix(stem): Entry(n, dtype, shape, memoryview(b"")) for n, dtype, shape in layer.tensors}
     rank = rank_of({e: entry.shape for e, entry in entries.items()}) if algorithm in to.products else layer.rank
-    return StoredModule(place, entries, Layer({}, algorithm, rank, rank, float(rank), 0.0, 0.0))
+    return StoredModule(place, entries, Layer(algorithm, rank, rank, float(rank), 0.0, 0.0))
 
 
 def _parameter(layer: PlannedLayer, place: Place, to: Dialect) -> Parameter:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..adapter_arguments import in_jobs_file
+from ..adapter_options import Request
 from ..adapters_out.commands import COMMANDS
-from ..adapters_out.job import Request
 from ..disk.destination import check_output, files_under
 from ..disk.volumes import CLONES, existing, file_system, ignores_case, same, share_blocks
 from ..disk.writer import Room

@@ -28,8 +28,7 @@ from ...paths import names_folder, typed, with_ending
 from ...planning.checkpoint_cache import CheckpointCache
 from ...progress import Counting, Progress, unwatched
 from ...text import Note, listed, plural
-from ..convert import entries_of, prefix_name
-from ..delta import ModuleTensors, Storage, rounded_value, stored_module
+from ..delta import Storage, rounded_value
 from ..dialects import DIALECTS, Dialect
 from ..form import Form, form_of_difference, memory_note, planned_difference
 from ..groups import Filled, Place
@@ -37,7 +36,7 @@ from ..job import AUTO_FORMAT, SKIP, WHOLE, AdapterJob, algorithm_in, extraction
 from ..metadata import PlannedLayer, planned_size
 from ..module_tensors import Layer, StoredModule
 from ..output_file import CONTENTS, drafted, expect_room, unread
-from ..output_modules import ModuleGroups, stored_modules
+from ..output_modules import ModuleGroups, entries_of, prefix_name, stored_modules
 from ..peft.completion import completed, with_biases
 from ..peft.config import config, differing_ranks, expect_one, task_type
 from ..pipeline import AdapterRun, Outcome, RunFacts, idle_alpha, planned
@@ -202,15 +201,13 @@ def _completed(
     def value(place: Place) -> torch.Tensor:
         return sides[1].rows(pair_by_label[place.label].tuned).to(extraction.dtype)
 
-    def renewed(place: Place) -> ModuleTensors:
+    def renewed(place: Place) -> StoredModule:
         changed = difference(pair_by_label[place.label], *sides, extraction.job.compute_dtype)
         assert changed is not None, "its change was made"
         return rounded_value(place, changed.value, changed.change, extraction.dtype)
 
-    changed_modules = with_biases(modules, places, extraction.to, renewed, lambda module: stored_module(module, heap))
-    return changed_modules, completed(
-        [*changed_modules, *heads], places, extraction.to, value, lambda module: stored_module(module, heap)
-    )
+    changed_modules = with_biases(modules, places, extraction.to, renewed, heap)
+    return changed_modules, completed([*changed_modules, *heads], places, extraction.to, value, heap)
 
 
 def _coverage(extraction: Extraction, layers: int) -> dict[str, Any]:
