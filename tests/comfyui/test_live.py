@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 
-LOOP = '''
+LOOP = """
 from comfy_execution.graph_utils import GraphBuilder
 
 class Loop:
@@ -38,7 +38,7 @@ class Loop:
         return {"result": (stack.out(0),), "expand": graph.finalize()}
 
 NODE_CLASS_MAPPINGS = {"Loop": Loop}
-'''
+"""
 """A node pack that makes nodes while a workflow runs, as loops do."""
 
 
