@@ -275,7 +275,7 @@ def _stack(values: Values) -> Result:
         remarks += [f"on the way, without LoRAs: {', '.join(others)}"] if others else []
         remarks += [f"the way ends: {end}"] if end else []
     if not stack:
-        raise ValueError("nothing is connected; connect a LORA_STACK, or the model behind loaders of LoRAs")
+        raise ValueError("nothing is connected; connect a LORA_STACK, or the model after LoRA loaders")
     adapters = [
         {"path": str(host.path(name, LORAS)), "denoiser": denoiser, "encoders": encoders}
         for name, denoiser, encoders in stack if denoiser or encoders

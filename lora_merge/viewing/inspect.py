@@ -71,7 +71,9 @@ def inspect(  # noqa: PLR0913  # two for pages and progress
     }  # fmt: skip
     if ref is not None:
         if of_adapter:
-            raise UsageError("two adapters, and no base", str(path), "use lora-merge compare A B, or name a base first")
+            raise UsageError(
+                "two adapters are given without a base", str(path), "use lora-merge compare A B, or name a base first"
+            )
         numbers: Callable[[Plan], dict[str, Any]] | None = None
         if weights:
             from .numbers import merge_numbers  # torch
@@ -137,7 +139,8 @@ def _fit(
     (matching,) = matched.adapters
     why = ""
     if matching.unmatched:
-        why = explain(lookup, list(matching.unmatched), weight_shapes(file.modules), file.index)
+        misfit = explain(lookup, list(matching.unmatched), weight_shapes(file.modules), file.index)
+        why = misfit.text if misfit else ""
     plan = make_plan(Matched(matched.inputs, matched.adapters))
     return {
         **facts, "fits": not matching.unmatched and bool(matching.modules), "algorithms": list(matching.algorithms),
