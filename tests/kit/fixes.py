@@ -49,7 +49,7 @@ TYPED: Final[Mapping[str, str]] = {
     "name a folder: -o …":
         "tests/cli/test_main.py::test_outputs_of_odd_names",
     "name another folder: lora-merge demo DIR":
-        "tests/cli/test_main.py::test_demo_takes_the_place_of_nothing[base]",
+        "tests/cli/test_main.py::test_demo_takes_the_place_of_nothing[base.safetensors]",
     "name it: -o merged.safetensors":
         "tests/cli/test_errors.py::test_errors_name_the_mistake_and_the_fix[base.safetensors lora.safetensors -o --2-the output is a file, not a stream--o merged.safetensors]",
     "name the base first: lora-merge BASE ADAPTER:0.8":
