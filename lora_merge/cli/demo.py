@@ -1,4 +1,4 @@
-"""The command `lora-merge demo`: makes a small model and three adapters, merges two of them as users do, checks the result.
+"""The command `lora-merge demo`: makes a small model and three adapters, merges two as users do, checks the result.
 
 Offline and quick. The check is written out here once more in fp64, apart from everything that merges.
 """
