@@ -235,7 +235,7 @@ jobs:
         ),
         ("version: 1\njobs: [{base: b, adapters: [a], output: o, matrix: {x: [1], exclude: [{}]}}]", "an empty row"),
         ("version: 2\njobs: [{base: b, adapters: [a], output: o}]", "should be 1"),
-        ("jobs: [{base: b, adapters: [a], output: o}]", "version"),
+        ("version: one\njobs: [{base: b, adapters: [a], output: o}]", "version"),
         ("version: 1\njobs: [{base: b, adapters: [a, output: o}]", "valid YAML"),
         ("version: 1\nversion: 1\njobs: []", "twice"),
         ("version: 1\njobs: [{command: unmerge, base: b, output: o}]", "adapters"),

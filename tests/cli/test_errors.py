@@ -108,7 +108,7 @@ def run(monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
     ("resize lora.safetensors", 2, "missing option '--rank'", "write lora-merge resize lora.safetensors --rank 16"),
     ("base.safetensors lora.safetensors -o -", 2, "the output is a file, not a stream", "-o merged.safetensors"),
     ("base.safetensors zzz.safetensors", 3, "file not found", "its folder has base.safetensors"),
-    ("base.safetensors none/here/lora.safetensors", 3, "file not found", "check the path; of its folders only "),
+    ("base.safetensors none/here/lora.safetensors", 3, "file not found", "check the path: there is no folder none in "),
     ("batch kit.yaml", 2, "a mergekit configuration, which merges checkpoints, and not a jobs file", "write version: 1 and jobs: [{base: FILE"),
     ("batch mixed.yaml", 2, "mistakes in the jobs file", "belong below jobs"),
     ("base.safetensors llm.safetensors", 3, "it is a model: transformers language model", "lora-merge extract BASE /"),
