@@ -43,7 +43,7 @@ REQUIRED: Final = {
 
 STRENGTH_WORDS: Final = dict.fromkeys(
     ("strength", "strengths", "weight", "weights", "scale", "ratio", "multiplier"),
-    "write it behind the adapter: style.safetensors:0.8",
+    "write it after the adapter: style.safetensors:0.8",
 )
 """Field of a job or of the defaults that people mean a strength by → how it is written."""
 
@@ -70,7 +70,7 @@ def failure(value: Any, name: str, lines: Sequence[str], count: int) -> UsageErr
     """
     fields = value.keys() if isinstance(value, Mapping) else frozenset()
     if "jobs" not in fields and MERGEKIT & fields:
-        what = "a mergekit configuration, which merges checkpoints, and not a jobs file"
+        what = "a mergekit configuration, which merges checkpoints, not a jobs file"
         return UsageError(f"{what}: lora-merge merges adapters into a checkpoint", name, SHAPE)
     what, where = (f"{count} mistakes" if count > 1 else "a mistake"), [*lines]
     fix = f"correct {'them' if count > 1 else 'it'}; lora-merge schema jobs prints what is allowed"

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ..adapter_arguments import of_tags, right_form, strange, with_parts
 from ..addresses import split
@@ -25,6 +24,29 @@ _TWO: Final = r"(?P<path>[^=]+?):(?P<unet>-?[0-9]*\.?[0-9]+):(?P<te>-?[0-9]*\.?[
 _BETWEEN_PARTS: Final = ",(?=[^,=]+=)"  # a list of block weights has commas too
 _BEFORE_PARTS: Final = f"[,:](?=(?:{REGEX})?[^,:=/]+=)"
 _NUMBERED: Final = "([0-9]{1,4}):"
+
+
+class NamedAdapter(NamedTuple):
+    """An adapter as a word of the command line names it: "a.safetensors", "a.safetensors:0.8,te=0"."""
+
+    path: str
+    strength: float | None = None  # None: the word has none
+    parts: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def bare(self) -> bool:
+        """Whether the word is a path alone."""
+        return self.strength is None and not self.parts
+
+    @property
+    def for_job(self) -> str | tuple[str, float] | Adapter:
+        """The adapter as `make_job` takes it."""
+        from ..job import Adapter  # it brings all formulas
+
+        strength = 1.0 if self.strength is None else self.strength
+        if self.parts:
+            return Adapter(Path(self.path), strength, self.parts)
+        return self.path if self.bare else (self.path, strength)
 
 
 def expanded(words: Sequence[str]) -> Iterator[str]:
@@ -50,7 +72,7 @@ def check_numbers(words: Sequence[str], strengths: Sequence[str]) -> None:
     """Raise UsageError for numbers among the adapters. `strengths`: those of `--strength`, as in `-s 0.8 0.5`."""
     joining = [word for word in words if word in ("+", "&", "and", "with") and not exists(word)]
     if joining:
-        raise UsageError("a word in the place of an adapter", joining[0], f"leave it out; {ADAPTER_ORDER}")
+        raise UsageError("a word is not an adapter", joining[0], f"leave it out; {ADAPTER_ORDER}")
     bare = {word: re.sub("^(?:strength|weight|scale|ratio|multiplier)=", "", word) for word in words}
     values = {word: right_form(bare[word]) for word in words if right_form(bare[word]) and not exists(word)}
     if not values:
@@ -62,7 +84,7 @@ def check_numbers(words: Sequence[str], strengths: Sequence[str]) -> None:
         fix = f"write -s {','.join([*strengths, *numbers])}" if many else "give one strength for each adapter"
     elif len(paths) == len(numbers):
         fix = f"write {' '.join(f'{path}:{value}' for path, value in zip(paths, numbers, strict=True))}"
-    raise UsageError("a number in the place of an adapter", " ".join(values), fix)
+    raise UsageError("a number is not an adapter", " ".join(values), fix)
 
 
 def check_last(words: Sequence[str]) -> None:
@@ -83,16 +105,14 @@ def check_two(text: str) -> None:
     """Raise UsageError for an adapter with two strengths."""
     if (two := re.fullmatch(_TWO, text)) and not exists(f"{two['path']}:{two['unet']}"):
         fix = f"write {two['path']}:{two['unet']}, or by part {two['path']}:1,unet={two['unet']},te={two['te']}"
-        raise UsageError("two strengths behind one file", text[:200], fix)
+        raise UsageError("two strengths after one file", text[:200], fix)
 
 
 def check_adapter(text: str, parts: str = "") -> None:
     """Raise UsageError for an adapter with its strength as other programs write it. `parts`: what follows it."""
     if reading := strange(text):
         path, value = reading
-        raise UsageError(
-            "a strength is not written like this", text[:200], f"write {typed([f'{path}:{value}{parts}'])}"
-        )
+        raise UsageError("a strength has another syntax", text[:200], f"write {typed([f'{path}:{value}{parts}'])}")
 
 
 PART_WORDS: Final = frozenset({"unet", "transformer", "te", "vae", "lbw", "IN", "OUT", "MID", "BASE", "CLIP"})
@@ -103,46 +123,44 @@ def check_parts(text: str) -> None:
     """Raise UsageError for adapters in one word, and for an adapter with its parts in another spelling."""
     several = [word for word in re.split(r"[,;\s]+", text) if word]
     if several not in ([], [text]) and all(exists(with_found_ending(split_strength(word)[0])) for word in several):
-        raise UsageError("adapters are words of their own", text[:200], f"write {typed(several)}")
+        raise UsageError("several adapters are written in one word", text[:200], f"write {typed(several)}")
     right = with_parts(text)
     if right and (word := re.fullmatch(r"(.+):([A-Za-z]+)", text)) and word[2] not in PART_WORDS:
         path = typed([with_found_ending(word[1])])
         raise UsageError(f"{word[2]!r} is neither a strength nor a part of a model", text[:200],
                          f"write {path}:0.8, or by part {path}:1,te=0.5")  # fmt: skip
     if right:
-        raise UsageError("parts are not written like this", text[:200], f"write {typed([right])}")
+        raise UsageError("a factor for a part has another syntax", text[:200], f"write {typed([right])}")
 
 
 def check_tag(text: str) -> None:
     """Raise UsageError for an adapter as a prompt of a web interface names it."""
     if tags := of_tags(text):
         words = (f"{path}:{strength}{parts and f',{parts}'}" for path, strength, parts in tags)
-        raise UsageError("a strength is not written like this", text[:200], f"write {typed(words)}")
+        raise UsageError("a strength has another syntax", text[:200], f"write {typed(words)}")
 
 
 def named_base(text: str) -> str:
     """Return the base of a merge; UsageError for an adapter with its strength in its place."""
     if (parts := split(text)) is not None and parts[1]:
-        raise UsageError("a strength behind the base", text[:200], "name the base first: lora-merge BASE ADAPTER:0.8")
+        raise UsageError("a strength after the base", text[:200], "name the base first: lora-merge BASE ADAPTER:0.8")
     path, strength = ("", None) if parts is not None else split_strength(text)
     if strength is not None and not exists(text) and exists(completed(path)):
-        raise UsageError("a strength behind the base", text[:200], "name the base first: lora-merge BASE ADAPTER:0.8")
+        raise UsageError("a strength after the base", text[:200], "name the base first: lora-merge BASE ADAPTER:0.8")
     return completed(text)
 
 
-def named_adapters(words: Sequence[str], strengths: Sequence[str] | None) -> list[str | tuple[str, float] | Adapter]:
+def named_adapters(words: Sequence[str], strengths: Sequence[str] | None) -> list[NamedAdapter]:
     """Return all adapters of a command. `strengths`: the words of `--strength`."""
     check_numbers(words, strengths or ())
     check_last(words)
     return [named_adapter(word) for word in expanded(words)]
 
 
-def named_adapter(text: str) -> str | tuple[str, float] | Adapter:
-    """Return an adapter as `make_job` takes it: "a.safetensors", "a.safetensors:0.8" or "a.safetensors:0.8,te=0"."""
-    from ..job import Adapter  # it brings all formulas
-
+def named_adapter(text: str) -> NamedAdapter:
+    """Return the adapter that a word names; UsageError for one in the spelling of another program."""
     if exists(text):
-        return completed(text)
+        return NamedAdapter(completed(text))
     if (address := split(text)) is not None:
         return _at_address(text.removesuffix(address[1]), address[1])
     check_tag(text)
@@ -152,33 +170,27 @@ def named_adapter(text: str) -> str | tuple[str, float] | Adapter:
         if not exists(path := completed(path)):
             check_parts(text)
             check_adapter(text)
-        return path, strength
+        return NamedAdapter(path, strength)
     for comma in (match.start() for match in re.finditer(_BEFORE_PARTS, text)):
         path, strength = split_strength(text[:comma])
         if strength is None:
             check_adapter(text[:comma], f",{text[comma + 1 :]}")
         if strength is not None or exists(completed(path)):
-            parts = tuple(_parts_behind(text, comma + 1))
-            return Adapter(Path(completed(path)), 1.0 if strength is None else strength, parts)
+            return NamedAdapter(completed(path), strength, tuple(_parts_behind(text, comma + 1)))
     check_numbers([text], ())
     path = completed(text)
     check_parts(text)
     check_adapter(path)
-    return path
+    return NamedAdapter(path)
 
 
-def _at_address(address: str, tail: str) -> str | tuple[str, float] | Adapter:
+def _at_address(address: str, tail: str) -> NamedAdapter:
     """Return an adapter of another machine. `tail`: its strength and parts, such as ":0.8,te=0"."""
-    from ..job import Adapter
-
     strength, _, parts = tail.removeprefix(":").partition(",")
     if "=" in strength:  # parts without a strength
         strength, parts = "", tail[1:]
-    path = completed(address)
-    value = number(strength) if strength else 1.0
-    if parts:
-        return Adapter(Path(path), value, tuple(_parts(parts)))
-    return (path, value) if strength else path
+    value = number(strength) if strength else None
+    return NamedAdapter(completed(address), value, tuple(_parts(parts)) if parts else ())
 
 
 def _parts_behind(text: str, start: int) -> list[tuple[str, Any]]:
@@ -190,29 +202,25 @@ def _parts_behind(text: str, start: int) -> list[tuple[str, Any]]:
         raise UsageError(e.what, text[:200], e.fix) from None
 
 
-def with_strengths(
-    adapters: Sequence[str | tuple[str, float] | Adapter], options: dict[str, Any]
-) -> Sequence[str | tuple[str, float] | Adapter]:
+def with_strengths(adapters: Sequence[NamedAdapter], options: dict[str, Any]) -> Sequence[NamedAdapter]:
     """Return the adapters with the strengths of `--strength`, taken out of `options`, so that parts of one may follow.
 
     Where an adapter has a strength of its own they stay there: `make_job` refuses the two.
     """
-    if "strength" not in options or not all(isinstance(adapter, str) for adapter in adapters):
+    if "strength" not in options or not all(adapter.bare for adapter in adapters):
         return adapters
-    return [(str(path), value) for path, value in zip(adapters, options.pop("strength"), strict=True)]
+    return [a._replace(strength=value) for a, value in zip(adapters, options.pop("strength"), strict=True)]
 
 
 def named_parts(
-    adapters: Sequence[str | tuple[str, float] | Adapter], strength_for: Sequence[str]
-) -> tuple[list[str | tuple[str, float] | Adapter], list[tuple[str, Any]]]:
+    adapters: Sequence[NamedAdapter], strength_for: Sequence[str]
+) -> tuple[list[NamedAdapter], list[tuple[str, Any]]]:
     """Return the adapters and the parts of `--strength-for` that are for all of them; `2:te=0` is for the second."""
-    from ..job import Adapter
-
     named, common = [*adapters], list[tuple[str, Any]]()
     for text in strength_for:
         numbered = re.match(_NUMBERED, text)
         if numbered is None:
-            _check_named(text, [Path(str(a[0] if isinstance(a, tuple) else getattr(a, "path", a))) for a in named])
+            _check_named(text, [Path(a.path) for a in named])
             common += _parts(text)
             continue
         place = int(numbered[1]) - 1
@@ -220,9 +228,7 @@ def named_parts(
             fix = f"give a number from 1 to {len(named)}" if len(named) > 1 else "give 1: there is one adapter"
             raise UsageError(f"there is no adapter {numbered[1]}", f"--strength-for {text[:80]}", fix)
         old = named[place]
-        path, strength = old if isinstance(old, tuple) else (old, 1.0)
-        adapter = old if isinstance(old, Adapter) else Adapter(Path(str(path)), strength)
-        named[place] = replace(adapter, parts=(*adapter.parts, *_parts(text[numbered.end() :])))
+        named[place] = old._replace(parts=(*old.parts, *_parts(text[numbered.end() :])))
     return named, common
 
 

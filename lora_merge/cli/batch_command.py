@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 def batch(
     jobs: Annotated[str | None, typer.Argument(metavar="JOBS.yaml", help="The jobs file.")] = None,
     workers: Annotated[
-        str | None, typer.Option(metavar="NUMBER", help="Run so many processes here, or tasks on the cluster.")
+        str | None, typer.Option(metavar="NUMBER", help="Run this many jobs at a time, in processes or on the cluster.")
     ] = None,
     executor: Annotated[
         Literal["local", "ray"], typer.Option(help="Run the jobs on this machine or on a Ray cluster.")
@@ -60,10 +60,14 @@ def batch(
         str | None, typer.Option(metavar="ADDRESS", help="Use this running Ray cluster. [default: a local one]")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan only, from headers; write nothing.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace outputs of other recipes.")] = False,
-    redo: Annotated[bool, typer.Option("--redo", help="Write outputs of the same recipe again.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace existing outputs that were made differently.")
+    ] = False,
+    redo: Annotated[
+        bool, typer.Option("--redo", help="Write finished outputs again instead of skipping them.")
+    ] = False,
     card: Annotated[
-        bool | None, typer.Option("--card/--no-card", help="Write model cards, if the jobs file does not decide.")
+        bool | None, typer.Option("--card/--no-card", help="Write model cards, unless the jobs file says otherwise.")
     ] = None,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first failure.")] = False,
     report: Annotated[
@@ -98,13 +102,17 @@ def batch(
 
     pictures = PageFiles(html, None, quiet=quiet, dry_run=dry_run)
     if Path(jobs).suffix in ENDINGS:
-        raise UsageError("a model, and not a jobs file", jobs, "one merge needs no file: lora-merge BASE ADAPTER:0.8")
+        raise UsageError(
+            "this is a model, not a jobs file", jobs, "one merge needs no file: lora-merge BASE ADAPTER:0.8"
+        )
     number = None if workers is None else whole_number(workers, "--workers")
     with watching(quiet=quiet, doing="planning the jobs"):  # from here on, as the imports take a second
         from ..batch.executors import Workers
         from ..batch.run import make_batch
 
-        planned = make_batch(jobs, workers=number, executor=executor, overwrite=overwrite, redo=redo, card=card)
+        planned = make_batch(
+            jobs, workers=Workers(number, ray_address), executor=executor, overwrite=overwrite, redo=redo, card=card
+        )
     if not (dry_run or quiet or as_json):
         echo(announced(planned))
     file = None if report is None else ReportFile(report)
@@ -114,10 +122,10 @@ def batch(
     if file is not None:
         file.begin_lines()
     if dry_run:
-        _dry_run(planned, number or 1, file, as_json=as_json, quiet=quiet)
+        _dry_run(planned, file, as_json=as_json, quiet=quiet)
         return
     check_room()  # once, as it holds for every worker
-    run = partial(planned.run, Workers(number, ray_address), name=executor, fail_fast=fail_fast)
+    run = partial(planned.run, fail_fast=fail_fast)
     here = executor == "local" and number in (None, 1)
     to_json = methodcaller("to_json", tensors=json_tensors)
     ended = _run(planned, run, file, to_json, as_json=as_json, quiet=quiet, here=here)
@@ -186,12 +194,13 @@ def _show_downloads(planned: Batch, show: Callable[[str], object] | None) -> Non
             show(download.text())
 
 
-def _dry_run(planned: Batch, workers: int, file: ReportFile | None, *, as_json: bool, quiet: bool) -> None:
+def _dry_run(planned: Batch, file: ReportFile | None, *, as_json: bool, quiet: bool) -> None:
     """Print every job with what would happen to it, and the room on each disk; fail if a job cannot run."""
     from ..batch.batch_plan import disk_rooms
     from ..batch.job_plan import job_plans
 
     named: dict[str, int] = {}  # error → number of the first job that has it
+    workers = planned.workers.count or 1
     disks = [*disk_rooms(planned.planned, workers)]
     lines = [plan.to_json() for plan in job_plans(planned.planned, workers)]
     if file is not None:

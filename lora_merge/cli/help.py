@@ -231,7 +231,7 @@ def _own_line(error: Exception, text: str, command: str, known: Any) -> str:
             kept = plain[: len(plain) - len(extra[1].split(" "))]
             if plain[len(kept) :] == extra[1].split(" "):
                 return f"leave the rest out: {line([command, *kept, *options])}; "
-    return "write its value behind it; " if "requires an arg" in text else f"such as {example}; " if example else ""
+    return "write its value after it; " if "requires an arg" in text else f"such as {example}; " if example else ""
 
 
 def _advice(name: str, context: Any) -> tuple[list[str], str]:

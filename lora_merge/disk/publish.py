@@ -162,7 +162,7 @@ def remove_stale(folder: Path) -> None:
             with ExitStack() as locks:
                 # The run that replaces a folder has a lock on the new one, whichever name that has by now.
                 running = (part, target) if os.path.lexists(old) and not LOCK else (path,)
-                stale = all(locks.enter_context(_idle(one)) for one in running)
+                stale = all(locks.enter_context(_idle(place)) for place in running)
                 if stale:
                     _settle(old, target)
                     remove(part)
@@ -477,8 +477,8 @@ def _keep_modes(old: Path, new: Path) -> None:
 
 
 def _appeared(target: Path) -> MergeError:
-    what = "the output appeared while it was made"
-    return UsageError(what, str(target), "choose another -o; is another run at it?")
+    what = "another program created the output during the run"
+    return UsageError(what, str(target), "choose another -o, or wait for the other run")
 
 
 def _publish_folder(part: Path, target: Path, *, overwrite: bool) -> None:

@@ -16,11 +16,12 @@ Each row is then tried on each view of the weight, [out, in] and [in, out], that
 * groups: LyCORIS' bypass mode did not change a convolution with groups in a way that no weight can hold;
 * configured scale, scale: the configuration does not contradict the tensors, and the scale is known.
 
-The first row that passes all of them is the formula of the module. `refusals` returns why the others are not. No torch.
+The first row that passes all of them is the formula of the module; if none does, the error has the reasons. No torch.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -44,11 +45,16 @@ from ..dtypes import WHOLE_DTYPES, Shape, flat, spoken
 from ..errors import InputError, MergeError, ShapeMismatch, UsageError
 from ..job import SETTING
 from ..models.weights import WeightView, turned
+from ..report import LOST_ALPHA
 from ..text import Note
 from .fit_errors import advice_for_groups
 from .missing_tensors import UNGATHERED, incomplete, lacks
 from .orientation import NO_FACTS, STATE_ORIENTATION, BaseLayers, Orientation, Undecided
 from .patch import Patch
+
+FLAT_NAME: Final = re.compile(r"(?:lora_(?:unet|te[1-4]?|prior_unet|prior_te|transformer)|lycoris)_[^.]+$")
+"""A module's name as sd-scripts, LyCORIS, OneTrainer and musubi-tuner write it: all of these store alpha. Versions of
+sd-scripts before alpha existed wrote an entry `ss_network_module` into the metadata, and trained with scale 1."""
 
 NO_ALPHA: Final = Note(
     "no alpha is stored, so it counts as trained with scale 1 (alpha = rank); if it was another, state it with "
@@ -200,9 +206,8 @@ def shapes_of(module: Module) -> str:
 
 
 class Refusal(NamedTuple):
-    """A formula that a filter refused for a module."""
+    """The filter that refused a formula for a module, and why."""
 
-    formula: str
     filter: str
     reason: str
 
@@ -241,20 +246,6 @@ def choose(
             return candidate.choice(twice)
         refused.append(refusal)
     raise site.error(rows, refused)
-
-
-def refusals(
-    module: Module, view: WeightView, context: AdapterContext, near: Mapping[str, WeightView] = MappingProxyType({})
-) -> list[Refusal]:
-    """Return why each formula whose endings the module's keys have is refused, up to the first that is not."""
-    site = Site(module, view, near, context)
-    rows = site.rows()
-    refused = [*site.refused_rows(rows)]
-    for candidate in site.candidates(rows):
-        if (refusal := candidate.refusal()) is None:
-            break
-        refused.append(refusal)
-    return refused
 
 
 def check_settings(user_settings: Mapping[str, Any], used: Collection[str]) -> None:
@@ -325,22 +316,6 @@ class Site(NamedTuple):
         lacking = row.required - self.with_shared(formula).slots.keys()
         return sorted(slot for slot in lacking if row.beside.get(slot) not in self.near)
 
-    def refused_rows(self, rows: CandidateRows) -> Iterator[Refusal]:
-        """Yield why the filters of `rows` refuse the other rows that the keys' endings allow."""
-        complete = self.module.complete
-        for name in self.module.algorithms:
-            row, slots = ALGORITHMS[name], self.module.slots.keys()
-            if name not in complete:
-                unknown = sorted(slots - row.slots.keys())
-                missing = sorted(row.required - slots - row.shared - row.beside.keys())
-                reasons = [f"it has no {slot}" for slot in unknown] + [f"it needs {slot}" for slot in missing]
-                yield Refusal(name, "slots", ", ".join(reasons))
-            elif rows.selected not in (None, name):
-                yield Refusal(name, "configuration", f"the configuration selects {rows.selected}")
-        for name in complete if rows.selected is None else (rows.selected,):
-            if name not in rows.names and (lacking := self._lacking(name)):
-                yield Refusal(name, "tensors", f"neither the file nor the base has its {', '.join(lacking)}")
-
     def candidates(self, rows: CandidateRows) -> Iterator[Candidate]:
         """Yield each row with each view of the weight that may be right.
 
@@ -406,7 +381,7 @@ class Candidate:
             try:
                 passes(self)
             except DoesNotFit as e:
-                return Refusal(self.formula, name, str(e))
+                return Refusal(name, str(e))
         return None
 
     def choice(self, remarks: Sequence[Note]) -> FormulaChoice:
@@ -610,7 +585,8 @@ class Candidate:
         elif self.context.stated.used:
             self.remarks.append(aside_remark(self.context.stated.used))
         else:
-            self.remarks.append(NO_ALPHA)
+            lost = FLAT_NAME.match(self.module.name) and "ss_network_module" not in self.context.adapter.index.metadata
+            self.remarks.append(LOST_ALPHA if lost else NO_ALPHA)
 
 
 FILTERS: Final[tuple[tuple[str, Callable[[Candidate], None]], ...]] = (

@@ -18,8 +18,8 @@ import lora_merge
 from lora_merge.adapters_out.commands import COMMANDS
 from lora_merge.adapters_out.convert import opened, plan
 from lora_merge.adapters_out.dialects import DIALECTS
+from lora_merge.adapters_out.form import planned_modules
 from lora_merge.adapters_out.groups import places
-from lora_merge.adapters_out.planned_tensors import planned_modules
 from lora_merge.errors import FitError, TooLarge, UsageError
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.models.components import components
@@ -138,7 +138,7 @@ def test_whole_matrices_go_through_every_dialect_that_has_a_place_for_them(folde
         lora_merge.convert(before, output, to=to, base=base)
         check(wanted, merged(base, output), 1e-6)
         before = output
-    with pytest.raises(FitError, match="no place for whole matrices"):
+    with pytest.raises(FitError, match="cannot store whole matrices"):
         lora_merge.convert(before, tmp_path / "d.safetensors", to="diffusers", base=base)
 
 

@@ -28,25 +28,20 @@ from ...paths import names_folder, typed, with_ending
 from ...planning.checkpoint_cache import CheckpointCache
 from ...progress import Counting, Progress, unwatched
 from ...text import Note, listed, plural
-from ..combined_change import Storage
-from ..convert import entries_of, prefix_name
-from ..copied_tensors import ModuleTensors, rounded_value, stored_module
-from ..decomposition.svd_memory import note
+from ..delta import Storage, rounded_value
 from ..dialects import DIALECTS, Dialect
-from ..form import Form, form_of_difference
+from ..form import Form, form_of_difference, memory_note, planned_difference
 from ..groups import Filled, Place
 from ..job import AUTO_FORMAT, SKIP, WHOLE, AdapterJob, algorithm_in, extraction_named, one_rank
-from ..metadata.sizes import PlannedLayer, planned_size
+from ..metadata import PlannedLayer, planned_size
 from ..module_tensors import Layer, StoredModule
 from ..output_file import CONTENTS, drafted, expect_room, unread
-from ..output_modules import ModuleGroups, stored_modules
+from ..output_modules import ModuleGroups, entries_of, prefix_name, stored_modules
 from ..peft.completion import completed, with_biases
 from ..peft.config import config, differing_ranks, expect_one, task_type
 from ..pipeline import AdapterRun, Outcome, RunFacts, idle_alpha, planned
-from ..planned_tensors import planned_difference
 from ..report import AdapterReport
-from .difference import Side, difference
-from .extract_modules import Extractor, batches
+from .extract_modules import Extractor, Side, batches, difference
 from .extraction_proof import ExtractionClaims, prove_extraction
 from .pairs import Pair, Pairs, paired
 
@@ -180,7 +175,7 @@ def run(
 def _facts(extraction: Extraction, layers: int, notes: tuple[Note, ...]) -> RunFacts:
     job, pairs = extraction.job, extraction.pairs.pairs
     forms = ((p.name, p.place.view.matrix, _form(extraction, p)) for p in pairs)
-    notes = (*notes, *note(forms, job.inputs.max_memory), *idle_alpha(job, stored=extraction.to.alpha))
+    notes = (*notes, *memory_note(forms, job.inputs.max_memory), *idle_alpha(job, stored=extraction.to.alpha))
     dtype = spoken(FILE_DTYPES[extraction.dtype])
     return RunFacts(_coverage(extraction, layers), dtype, notes, extraction.to.name, _weights(extraction))
 
@@ -206,20 +201,19 @@ def _completed(
     def value(place: Place) -> torch.Tensor:
         return sides[1].rows(pair_by_label[place.label].tuned).to(extraction.dtype)
 
-    def renewed(place: Place) -> ModuleTensors:
+    def renewed(place: Place) -> StoredModule:
         changed = difference(pair_by_label[place.label], *sides, extraction.job.compute_dtype)
         assert changed is not None, "its change was made"
         return rounded_value(place, changed.value, changed.change, extraction.dtype)
 
-    changed_modules = with_biases(modules, places, extraction.to, renewed, lambda module: stored_module(module, heap))
-    return changed_modules, completed(
-        [*changed_modules, *heads], places, extraction.to, value, lambda module: stored_module(module, heap)
-    )
+    changed_modules = with_biases(modules, places, extraction.to, renewed, heap)
+    return changed_modules, completed([*changed_modules, *heads], places, extraction.to, value, heap)
 
 
 def _coverage(extraction: Extraction, layers: int) -> dict[str, Any]:
     return {
         extraction.tuned.path.name: {
+            "base": extraction.base.path.name,
             "modules": len(extraction.pairs.pairs),
             "layers": layers,
             "strength": 1.0,
@@ -243,7 +237,7 @@ def _extracted_modules(
         [Filled(pair.place, ()) for pair in batch]
         for batch in batches([*pairs.values()], room, job.inputs.max_memory // 2)
     ]
-    nothing = InputError("nothing to extract: no weight that is compared differs",
+    nothing = InputError("nothing to extract: all compared weights are equal",
                          f"{extraction.base.path} and {extraction.tuned.path}",
                          "give the tuned checkpoint second")  # fmt: skip
     # Step 2: the modules that changed, in the order of the base.
@@ -257,7 +251,8 @@ def _extracted_modules(
     notes += _above_noise([module.layer for module in changed])
     skipped = [place.label for place in zeros if id(place) in extractor.skipped]
     equal = len(zeros) - len(skipped)
-    notes += [Note(f"{plural(equal, 'parameter is', 'parameters are')} equal in both")] if equal else []
+    same = plural(equal, "parameter is", "parameters are")
+    notes += [Note(f"{same} the same in both checkpoints, and not in the adapter")] if equal else []
     names = ", ".join(skipped[:3])
     notes += [Note(f"not written: {plural(len(skipped), 'changed vector')}: {names}")] if skipped else []
     return changed, heads, notes
@@ -268,8 +263,8 @@ def _above_noise(layers: Sequence[Layer]) -> list[Note]:
     known = [(layer.squares, layer.noise) for layer in layers if layer.noise is not None]
     whole = fsum(squares for squares, _ in known)
     above = 1 - fsum(squares * share**2 for squares, share in known) / (whole or 1.0)
-    return [Note(f"both checkpoints are in 16 bits: {100 * max(0.0, above):.4g}% of the energy is above the noise of "
-                 f"rounding")] if known else []  # fmt: skip
+    share = f"{100 * max(0.0, above):.4g} %"
+    return [Note(f"both checkpoints are 16-bit: {share} of the difference is larger than rounding noise")] * bool(known)
 
 
 def _changed_nameless(extraction: Extraction, sides: tuple[Side, Side]) -> list[Note]:

@@ -37,9 +37,9 @@ from .scales import AdapterTexts, ModuleScales, Number
 SCALE_TOLERANCE: Final = 1e-9  # relative difference of scales that are the same sum in another order
 
 
-SPELLING: Final = "how their tensors are called"
-UNKNOWN_NAMES: Final = "the one layer that their names mean"
-UNKNOWN_PARTS: Final = "the blocks or parts that their strengths are for"
+SPELLING: Final = "their tensor names"
+UNKNOWN_NAMES: Final = "their layer names"
+UNKNOWN_PARTS: Final = "the blocks or parts of their strengths"
 UNKNOWN_NUMBERS: Final = "their formula, scale or rows"
 """What the second reading may not know of a module, in the words of the report."""
 
@@ -159,7 +159,7 @@ def _of_original(claim: ModuleClaim, planned: Sequence[_Planned], shapes: Mappin
     """Return the claim of a module that the file holds twice, with the tensors of the module that is applied.
 
     They are found by their place, as the names may be any that the planner takes for one. The account of the adapter's
-    tensors (account.py) compares the bytes of both.
+    tensors (../account.py) compares the bytes of both.
     """
     for module in planned:
         slots = {slot: info.name for slot, info in module.uses[0][1].patch.module.slots.items()}
