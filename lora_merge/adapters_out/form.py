@@ -161,7 +161,7 @@ def form_of_module(job: AdapterJob, to: Dialect, module: Filled) -> Form:
     # Step 3: a change of a matrix.
     if algorithm == WHOLE and "diff" not in to.endings and not to.whole:
         raise FitError(f"{to.name} cannot store whole matrices", place.name,
-                       "give --rank, or convert to kohya or comfy")  # fmt: skip
+                       "write --rank 32, or choose the format kohya or comfy")  # fmt: skip
     matrix, name = place.view.matrix, place.name
     if job.combines:
         (first, *others) = module.parts  # the factors of one change in several weights have equal rows
