@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from threading import Event
+from threading import Event, Lock
 from types import TracebackType
 from typing import Final
 
@@ -193,7 +193,7 @@ class RunningHashes:
         self._sizes = {path: path.stat().st_size for path in files if path not in self._done}
         self._digests = {path: hashlib.sha256() for path in self._sizes}
         self._at = dict.fromkeys(self._sizes, 0)
-        self._fed, self._closed = Event(), Event()
+        self._fed, self._closed, self._turn = Event(), Event(), Lock()
         ahead = ahead and not any(map(remote, self._base))  # such bytes would come twice
         self.hashing = bool(self._base)
         """Whether the digest of some base file is not known yet."""
@@ -220,17 +220,19 @@ class RunningHashes:
         if isinstance(file, Memory) or file not in self._base:  # the file behind a `Memory` is read instead
             return
         self._stop_reading_ahead()
-        self._read_up_to(file, offset)
-        fresh = data[max(self._at[file] - offset, 0) :]
-        self._digests[file].update(fresh)
-        self._at[file] += len(fresh)
+        with self._turn:
+            self._read_up_to(file, offset)
+            fresh = data[max(self._at[file] - offset, 0) :]
+            self._digests[file].update(fresh)
+            self._at[file] += len(fresh)
 
     def hexdigest(self, file: Path) -> str:
         """Return the digest of the whole file; the bytes that were not fed are read."""
         if file not in self._done:
             self._stop_reading_ahead()
             self._rest.result()
-            self._read_up_to(file, self._sizes[file])
+            with self._turn:
+                self._read_up_to(file, self._sizes[file])
             digest = self._done[file] = self._digests[file].hexdigest()
             before = self._states[file]
             if before is not None and before == state(file):
