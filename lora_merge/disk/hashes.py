@@ -30,7 +30,7 @@ from typing import Final
 
 from ..errors import MergeError
 from ..safe_regex import from_json
-from .files import Memory, Source, open_regular
+from .files import FileState, Memory, Source, open_regular
 from .pages import PAGE
 from .publish import put_file
 from .reader import Reader
@@ -80,8 +80,17 @@ def state(path: Path) -> str | None:
     return f"{s.st_dev}:{s.st_ino}:{s.st_size}:{s.st_mtime_ns}:{s.st_ctime_ns}"
 
 
+_known: dict[Path, tuple[FileState | None, str]] = {}
+"""File → its state and digest, of those that this process has hashed."""
+
+
+def know(path: Path, digest: str) -> None:
+    """Take note of the digest of a file that was just downloaded or read."""
+    _known[path] = FileState.at(path), digest
+
+
 class RememberedHashes:
-    """The remembered digests. They are read once, at the first call of `digest`."""
+    """The remembered digests. They are read once, when the first is needed."""
 
     @cached_property
     def _remembered(self) -> tuple[dict[str, str], bytes | None]:
@@ -89,6 +98,9 @@ class RememberedHashes:
 
     def digest(self, path: Path) -> str | None:
         """Return the hex digest of a file; None if it is not known, or if its signature is wrong."""
+        seen, digest = _known.get(path, (None, ""))
+        if seen is not None and seen == FileState.at(path):
+            return digest
         now = state(path)
         if now is None:
             return None

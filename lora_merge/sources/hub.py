@@ -17,6 +17,7 @@ from urllib.parse import quote
 
 from ..addresses import HUB, Address
 from ..disk.files import open_regular
+from ..disk.hashes import know
 from ..disk.remote import ReadRange
 from ..errors import InputError, MergeError, ResourceError, UsageError
 from ..paths import real_path
@@ -135,6 +136,7 @@ def _check(path: Path, file: Listed, address: Address) -> None:
             while data := f.read(BLOCK):
                 digest.update(data)
         wrong = "SHA-256" if digest.hexdigest() != file.sha256 else ""
+        know(path, digest.hexdigest())
     if wrong:
         blob = real_path(path)
         path.unlink()

@@ -48,8 +48,8 @@ def published(machines: Machines, tmp_path: Path) -> Machines:
     return machines
 
 
-def llama_folder(folder: Path) -> dict[str, bytes]:
-    """A model of transformers in two shards, next to the same weights as a pickle."""
+def llama_folder(folder: Path, shards: int = 2) -> dict[str, bytes]:
+    """A model of transformers in shards, next to the same weights as a pickle."""
     folder.mkdir()
     tensors = {
         "model.embed_tokens.weight": rand(32, 16),
@@ -59,7 +59,7 @@ def llama_folder(folder: Path) -> dict[str, bytes]:
     for n in range(2):
         tensors |= {f"model.layers.{n}.self_attn.{name}_proj.weight": rand(16, 16, seed=n) for name in "qkvo"}
     names = sorted(tensors)
-    parts = {f"model-0000{n + 1}-of-00002.safetensors": names[n::2] for n in range(2)}
+    parts = {f"model-0000{n + 1}-of-0000{shards}.safetensors": names[n::shards] for n in range(shards)}
     for file, part in parts.items():
         save({name: tensors[name] for name in part}, folder / file)
     weight_map = {name: file for file, part in parts.items() for name in part}

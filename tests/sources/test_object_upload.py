@@ -7,6 +7,7 @@ import select
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ from typing import Any
 import pytest
 
 import lora_merge
-from lora_merge.sources import object_upload
+from lora_merge.disk import hashes
+from lora_merge.engine.pipeline import Pipeline
+from lora_merge.sources import object_upload, sent_files
+from tests.sources.server import sha256
 from tests.sources.test_hub import llama_folder, peft_folder
 from tests.sources.test_objects import Command, bucket, run, server
 
@@ -79,6 +83,60 @@ def test_upload_that_ends_early_leaves_neither_objects_nor_parts(
     code, _, err = run(*MERGE, "-o", "s3://models/out/a")
     assert code == (130 if isinstance(stop, KeyboardInterrupt) else 5), err
     assert not names() and not unfinished(server)
+
+
+def test_files_are_sent_while_the_rest_is_written(
+    out: Any, run: Command, server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A shard is sent when it is written, and a file whose base has a known hash while it is; a proof that fails then
+    leaves nothing."""
+    llama_folder(tmp_path / "tiny", 3), peft_folder(tmp_path / "peft")
+    monkeypatch.setattr(object_upload, "PART", 1 << 10)
+    monkeypatch.setattr(sent_files, "PIECE", 1 << 12)
+    finish, under_way = Pipeline._finish, list[list[str]]()
+
+    def waiting(pipeline: Pipeline, number: int) -> None:
+        end = time.monotonic() + 30
+        while not (keys := unfinished(server)) and time.monotonic() < end:
+            time.sleep(0.01)
+        under_way.append(keys)
+        finish(pipeline, number)
+
+    monkeypatch.setattr(Pipeline, "_finish", waiting)
+    code, _, err = run("tiny", "peft:0.5", "-o", "s3://models/out/tiny")
+    assert code == 0 and under_way == [["out/tiny/model-00002-of-00003.safetensors"]], err
+    base = tmp_path / MERGE[0]
+    hashes.know(base, sha256(base.read_bytes()))
+    monkeypatch.setattr("lora_merge.engine.merge.verify", lambda *_, **__: (_ for _ in ()).throw(OSError("no proof")))
+    code, _, err = run(*MERGE, "-o", "s3://models/out/a")
+    assert code and under_way[1:] == [["out/a.safetensors"]], err
+    assert not unfinished(server) and "out/a.safetensors" not in names()
+
+
+@pytest.mark.parametrize("reachable", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_name_whose_reply_is_lost_is_looked_up(
+    out: Any, run: Command, monkeypatch: pytest.MonkeyPatch, *, reachable: bool
+) -> None:
+    """The upload has succeeded if the object is there; if that cannot be found out, the error names it."""
+    complete = object_upload.ObjectWriter.complete
+
+    def lose(upload: Any) -> None:
+        writer = upload._writer
+
+        class Losing:
+            def close(self) -> None:
+                writer.close()
+                if not reachable:
+                    monkeypatch.setattr("obstore.head", lambda *_: (_ for _ in ()).throw(OSError("no network")))
+                raise OSError("the reply is lost")
+
+        upload._writer = Losing()
+        complete(upload)
+
+    monkeypatch.setattr(object_upload.ObjectWriter, "complete", lose)
+    code, _, err = run(*MERGE, "-o", "s3://models/out/a")
+    assert code == (0 if reachable else 5) and names() == ["out/a.safetensors"], err
+    assert reachable or "may be left there: out/a.safetensors" in err
 
 
 @pytest.mark.slow
