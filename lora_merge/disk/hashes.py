@@ -89,6 +89,16 @@ def know(path: Path, digest: str) -> None:
     _known[path] = FileState.at(path), digest
 
 
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of a file; it need not be computed again while the file stays as it is."""
+    digest = hashlib.sha256()
+    with open_regular(path) as f:
+        while data := f.read(1 << 24):
+            digest.update(data)
+    know(path, digest.hexdigest())
+    return digest.hexdigest()
+
+
 class RememberedHashes:
     """The remembered digests. They are read once, when the first is needed."""
 

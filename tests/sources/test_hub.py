@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import lora_merge
+from lora_merge.disk.hashes import RunningHashes
 from lora_merge.planning.recipe import KEY
 from lora_merge.sources import hub, inputs
 from tests.kit import command_line
@@ -18,7 +19,7 @@ from tests.kit.adapters import kohya
 from tests.kit.files import load, load_all, metadata, save
 from tests.kit.models import sd1_sample
 from tests.kit.tensors import rand
-from tests.sources.server import COMMIT, SIGNATURE, TOKEN, Machines, serving
+from tests.sources.server import COMMIT, SIGNATURE, TOKEN, Machines, serving, sha256
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -81,6 +82,16 @@ def peft_folder(folder: Path) -> dict[str, bytes]:
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+def test_downloaded_base_is_hashed_once(published: Machines, run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashing = list[bool]()
+    begin = RunningHashes.__enter__
+    monkeypatch.setattr(RunningHashes, "__enter__", lambda hashes: (hashing.append(hashes.hashing), begin(hashes))[1])
+    assert run("hf://me/sd/sd.safetensors", "style.safetensors", "-o", "a.safetensors")[0] == 0
+    assert hashing == [False]
+    base = json.loads(metadata(Path("a.safetensors"))[KEY])["base"]
+    assert base["files"][0]["sha256"] == sha256(published.repositories["me/sd"]["sd.safetensors"])
 
 
 def test_merge_of_repositories_is_the_merge_of_their_files(published: Machines, run: Command) -> None:
