@@ -22,6 +22,7 @@ from typing import Final
 from urllib.parse import quote, urlencode
 
 from ..addresses import MODELSCOPE, Address
+from ..disk.hashes import hash_file
 from ..disk.remote import ReadRange
 from ..errors import InputError
 from .contents import Advance, Listed, SourceFiles, is_offline, switched_off
