@@ -18,6 +18,7 @@ import lora_merge
 from lora_merge.disk import hashes
 from lora_merge.engine.pipeline import Pipeline
 from lora_merge.sources import object_upload, sent_files
+from tests.kit.files import load
 from tests.sources.server import sha256
 from tests.sources.test_hub import llama_folder, peft_folder
 from tests.sources.test_objects import Command, bucket, run, server
@@ -293,3 +294,37 @@ def test_bucket_that_is_missing_is_named(out: Any, run: Command) -> None:
     for output in ("s3://nobody/x.safetensors", "s3://nobody/folder/"):
         code, _, err = run(*MERGE, "-o", output)
         assert code == 2 and "there is no such bucket" in err
+
+
+@pytest.mark.slow
+def test_merge_from_and_to_google(
+    out: Any, run: Command, server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its API for objects is that of S3, so moto serves it."""
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication
+
+    key = {"gcs_base_url": server, "disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
+    (tmp_path / "key.json").write_text(json.dumps(key))
+    everyone = {"Effect": "Allow", "Principal": "*", "Action": "*", "Resource": "arn:aws:s3:::models/*"}
+    policy = json.dumps({"Version": "2012-10-17", "Statement": [everyone]})
+    boto3.client("s3", endpoint_url=server).put_bucket_policy(Bucket="models", Policy=policy)
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "key.json"))
+    infer = DomainDispatcherApplication.infer_service_region_host
+
+    def without_token(app: Any, environ: dict[str, str], path: str) -> Any:
+        if environ.get("HTTP_AUTHORIZATION", "").strip() == "Bearer":  # with which moto fails
+            del environ["HTTP_AUTHORIZATION"]
+        return infer(app, environ, path)
+
+    monkeypatch.setattr(DomainDispatcherApplication, "infer_service_region_host", without_token)
+    assert run(*MERGE, "-o", "a.safetensors")[0] == 0
+    code, _, err = run(
+        "gs://models/sd/base.safetensors", "gs://models/sd/style.safetensors:0.5", "-o", "gs://models/out/a"
+    )
+    assert code == 0 and names() == ["out/a.safetensors"] and not unfinished(server), err
+    code, _, err = run("verify", "gs://models/out/a.safetensors")
+    assert code == 0, err
+    tensors, uploaded = load(Path("a.safetensors")), tmp_path / "uploaded.safetensors"
+    uploaded.write_bytes(bytes(obstore.get(out, "out/a.safetensors").bytes()))
+    assert all((load(uploaded)[name] == tensor).all() for name, tensor in tensors.items())
+    assert run(*MERGE, "-o", "gs://nobody/out/a")[0] == 2
