@@ -228,7 +228,7 @@ class Algorithm:
     though another trainer spells the tensors as PEFT does."""
     bypass: Bypass = field(default_factory=Bypass)
     scale_words: frozenset[str] = frozenset()
-    """Words of a trainer's metadata with which the same tensors were trained at another scale; kohya_args.py."""
+    """Words of a trainer's metadata with which the same tensors were trained at another scale (adapters/kohya_args)."""
     alpha_as_limit: tuple[str, float] | None = None
     """(beginning of a module's name, α): together the sign of a trainer whose α is the limit of the norm itself."""
     kernel_note: str = ""

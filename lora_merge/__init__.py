@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from .job import Adapter, Job
     from .memory.adapter_values import AdapterSum, OpenAdapter, load_adapter
     from .memory.loaded_adapter import LoadedAdapter
+    from .memory.merge import merge_state_dict
     from .memory.merge_into import MergedModel, merge_into
-    from .memory.state_dict import merge_state_dict
     from .planning.former_plans import FormerPlans
     from .planning.plan import Plan
     from .progress import Step
@@ -40,7 +40,7 @@ _HOMES = {
     "verify": "api",
     "inspect": "api",
     "compare": "api",
-    "merge_state_dict": "memory.state_dict",
+    "merge_state_dict": "memory.merge",
     "merge_into": "memory.merge_into",
     "MergedModel": "memory.merge_into",
     "load_adapter": "memory.adapter_values",

@@ -170,17 +170,17 @@ class Measures:
     def __init__(self) -> None:
         self.tensors: dict[str, Measure] = {}
         self.norms: Norms = {}
-        self.seen: dict[str, Checked] = {}
-        """The numbers seen in a part of some tensors, those whose names have the smallest checksums."""
+        self.samples: dict[str, Checked] = {}
+        """Sums over some rows of a part of some tensors, those whose names have the smallest checksums."""
 
     def take(self, measurements: Iterable[Measurement]) -> None:
         """Add the measures of parts of tensors."""
         for tensor, sums, checked in measurements:
             self._put(tensor, sums)
             if checked is not None:
-                self.seen.setdefault(tensor, checked)
-            if len(self.seen) > CHECKED:
-                del self.seen[max(self.seen, key=lambda name: crc32(name.encode()))]
+                self.samples.setdefault(tensor, checked)
+            if len(self.samples) > CHECKED:
+                del self.samples[max(self.samples, key=lambda name: crc32(name.encode()))]
 
     def know(self, norms: Norms) -> None:
         """Keep the norms that follow from factors."""
@@ -198,7 +198,7 @@ class Measures:
     def forget(self, tensor: str) -> None:
         """Forget what is known of a tensor, as it is made again."""
         self.tensors.pop(tensor, None)
-        self.seen.pop(tensor, None)
+        self.samples.pop(tensor, None)
 
     def in_order(self, tensors: Iterable[str]) -> Measures:
         """Return the same with the tensors in an order that does not depend on when each became known."""

@@ -83,7 +83,7 @@ COMBINATIONS: Final[Mapping[str, MergeMethod]] = MappingProxyType(
     }
 )
 """The values of `--method` for `combine`; τᵢ = Fᵢ(W) − W. The arithmetic is in engine/combination.py; the proof has
-its own in proof/combination.py."""
+its own in proof/combination_methods.py."""
 
 UNDIRECTED: Final = ("slerp", "karcher")
 """Methods on directions, which say nothing of biases and norms."""

@@ -21,11 +21,10 @@ from ..paths import is_folder
 from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Progress, unwatched
 from ..text import plural
-from .job import OF_CHANGES, OF_TENSORS, SPACES, AdapterJob, adapter_job
+from .averaged_tensors import expect_alike
+from .job import OF_CHANGES, OF_TENSORS, SPACES, AdapterJob, Request, Rows, adapter_job
 from .rank_rules import SAME
 from .report import AdapterReport
-from .request import Request, Rows
-from .same_training import expect_alike
 
 WIDEST_SIGMA: Final = 12**-0.5
 BISECTION_STEPS: Final = 200  # of bisection: more than the bits of a float

@@ -27,8 +27,8 @@ from ..errors import FitError, VerificationFailed, beyond_dtype
 from ..files.checkpoint import Index, open_checkpoint
 from ..progress import Counting, Progress, unwatched
 from ..proof.reference.floats import decode, step
-from .decomposition.stored_factors import FactoredDelta
-from .factored_sums import FactoredSums, StoredNumbers, finite_numbers, read_numbers
+from .factored_modules import FactoredSums, StoredNumbers, finite_numbers, read_numbers, weight_norms
+from .factors import FactoredDelta
 from .groups import Target
 from .job import AdapterJob
 from .module_tensors import ChangeOfMean, Layer, Norms, waiting_entry
@@ -38,12 +38,27 @@ from .pipeline import AdapterRun, Outcome, RunFacts, coverage, model_of, output_
 from .proof import REDO, Comparison, Squares, Stated, prove
 from .report import AdapterReport
 from .rounding import Array, all_finite, as_stored, data_of
-from .same_training import NOT_ONE, expect_alike
 from .sources import Sources, open_sources
-from .weight_norms import weight_norms
 
 if TYPE_CHECKING:
-    from .averaged_matrices import AveragedMatrices
+    from .delta import AveragedMatrices
+
+NOT_ONE: Final = "average changes, for which they need not be alike: --space delta"
+
+
+def expect_alike(snapshots: Sequence[Index]) -> None:
+    """Raise FitError unless all snapshots have the same tensors."""
+    first = {name: info.shape for name, info in snapshots[0].tensors.items()}
+    for index in snapshots[1:]:
+        other = {name: info.shape for name, info in index.tensors.items()}
+        if first != other:
+            name = next(n for n in (*first, *other) if first.get(n) != other.get(n))
+            what = "two snapshots have a tensor in different shapes" if name in first.keys() & other.keys() else (
+                "a snapshot lacks a tensor that another one has")  # fmt: skip
+            raise FitError(what, f"{index.path}: {name}", NOT_ONE)
+        if index.metadata.get(ADAPTER_METADATA) != snapshots[0].metadata.get(ADAPTER_METADATA):
+            raise FitError("two snapshots have different configurations in their headers", str(index.path), NOT_ONE)
+
 
 AVERAGED_NUMBERS: Final = 2**18
 """Numbers that are averaged at a time: they stay in the caches."""
@@ -173,7 +188,7 @@ def _facts(delta: FactoredDelta, written: FactoredDelta, norms: Norms) -> Change
 
 
 def _matrices(job: AdapterJob, sources: Sources, means: Averages) -> AveragedMatrices:
-    from .averaged_matrices import AveragedMatrices
+    from .delta import AveragedMatrices
 
     return AveragedMatrices(job, sources, means.reader, means.of)
 

@@ -1,4 +1,6 @@
-"""The change of one weight by one adapter: as factors where the formula has them, else as a whole matrix; in fp64."""
+"""The change of one weight by one adapter: as factors where the formula has them, else as a whole matrix; in fp64. With
+torch.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from ..algorithms import ALGORITHMS, DoesNotFit
 from ..algorithms.lora import LORA
 from ..algorithms.whole import FULL
 from ..disk.files import StoredTensor
+from ..disk.reader import Reader
 from ..engine.combination import total
 from ..engine.fold import StackedPatch, change
 from ..engine.module_change import ModuleChange, formula_of
@@ -22,14 +25,32 @@ from ..engine.patch_tensors import PatchTensors
 from ..engine.row_matrix import RowMatrix
 from ..engine.tensor_moves import Placement, stage
 from ..engine.tensors import TensorCache, gathered, weight_values
-from ..errors import misfit
+from ..errors import UsageError, misfit
 from ..matching.patch import Patch, PatchPart
 from ..models.weights import RowSlice
-from .decomposition.factors import squares_of
+from .factors import squares_of
 from .groups import Target, is_plain, rank_of_change
+from .job import GIVE_BASE, AdapterJob
 from .module_tensors import Norms
 from .rounding import squares_of_rows
-from .sources import Sources, reshaped, without_values
+from .sources import NOWHERE, Sources, reshaped, without_values
+
+
+class WithoutBase(TensorCache):
+    """Reads an adapter's tensors, and refuses the base's."""
+
+    def fetch(self, info: StoredTensor) -> Tensor:
+        """Return the tensor as stored; UsageError for one of the base."""
+        if info.file == NOWHERE:
+            raise UsageError("a formula reads the weights of the base", info.name, GIVE_BASE)
+        return super().fetch(info)
+
+
+def cache_of(job: AdapterJob, reader: Reader, sources: Sources) -> TensorCache:
+    """Return the reader of tensors; without a base, one that refuses those of the base."""
+    files = frozenset(p for a in sources.adapters for p in a.index.files)
+    return (WithoutBase if job.base is None else TensorCache)(reader, files)
+
 
 SINGLE: Final = Placement(torch.device("cpu"), torch.float32)
 

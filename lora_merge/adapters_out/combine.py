@@ -17,10 +17,9 @@ from .adapter_dialect import spelling_of
 from .convert import grouped, write
 from .convert import plan as plan_of_modules
 from .dialects import Dialect, dialect
-from .form import form_of_module
+from .form import Conversion, form_of_module
 from .groups import layers_of_weights
 from .job import AdapterJob
-from .output_modules import Conversion
 from .pipeline import AdapterRun, output_dtype
 from .report import AdapterReport
 from .sources import Sources, chosen_of, open_sources, ruled
@@ -52,7 +51,7 @@ def _conversion(job: AdapterJob, sources: Sources) -> Conversion:
     if name != KEEP:
         to = _dialect(name, job, sources)
         if job.base is None:
-            from .assumed_base import without_base
+            from .adapter_dialect import without_base
 
             sources = chosen_of(job, without_base(job, sources.adapters, to))
         return grouped(replace(job, format=to.name), sources, to)

@@ -17,7 +17,7 @@ from ..errors import MergeError
 from ..merge_methods import COMBINATIONS
 from ..method_parameters import PARAMETER_NAMES
 from ..options import OPTIONS, Option
-from .request import Request, Rows
+from .job import Request, Rows
 
 if TYPE_CHECKING:
     from ..planning.checkpoint_cache import CheckpointCache

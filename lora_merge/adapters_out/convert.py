@@ -27,18 +27,15 @@ from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Progress, unwatched
 from ..text import Note
 from .adapter_dialect import heads, in_memory, input_dialect, input_places
-from .combination_proof import CombinationClaims, prove_combination
-from .conversion_proof import ConversionClaims, prove_conversion
-from .decomposition.svd_memory import note
 from .dialects import DIALECTS, Dialect
 from .factored_modules import Copies, FactoredModules, factored_modules
-from .form import Form, form_of_module
+from .form import Conversion, Form, facts_of, form_of_module, memory_note, planned_modules, without_data
 from .groups import Filled, Place, components, filled, places, regrouped
 from .job import FACTORS, GIVE_BASE, AdapterJob, algorithm_in, one_rank
-from .metadata.sizes import planned_size, tensors_of
+from .metadata import planned_size, tensors_of
 from .module_tensors import StoredModule
 from .output_file import CONTENTS, Entry, drafted, expect_room, text_of, unique, unread
-from .output_modules import Conversion, Maker, bundled, module_groups, named, stored_modules, weight_of
+from .output_modules import Maker, bundled, module_groups, named, stored_modules, weight_of
 from .peft.config import FAN_IN_FAN_OUT, config, differing_ranks, expect_one, task_type
 from .pipeline import (
     AdapterRun,
@@ -53,7 +50,7 @@ from .pipeline import (
     planned,
     weights_of,
 )
-from .planned_tensors import facts_of, planned_modules, without_data
+from .proof import CombinationClaims, ConversionClaims, prove_combination, prove_conversion
 from .rank_rules import EXACT
 from .report import AdapterReport
 from .sources import NOWHERE, Sources, chosen_of, open_sources
@@ -153,7 +150,7 @@ def plan(job: AdapterJob, conversion: Conversion | None = None, cache: Checkpoin
 def _memory_note(job: AdapterJob, modules: Sequence[Filled], forms: Sequence[Form]) -> list[Note]:
     """Return the note about the largest change that is decomposed without factors, if it may exceed the limit."""
     layers = ((m.place.label, m.place.view.matrix, form) for m, form in zip(modules, forms, strict=True))
-    return note(layers, job.inputs.max_memory)
+    return memory_note(layers, job.inputs.max_memory)
 
 
 def opened(job: AdapterJob, cache: CheckpointCache) -> Conversion:
@@ -162,7 +159,7 @@ def opened(job: AdapterJob, cache: CheckpointCache) -> Conversion:
     file = cache.adapter(job.adapters[0].path)
     to = input_dialect(file) if job.format == KEEP else DIALECTS[job.format]
     if job.base is None:
-        from .assumed_base import as_named, without_base
+        from .adapter_dialect import as_named, without_base
 
         sources = chosen_of(job, as_named(job, [file]) if job.format == KEEP else without_base(job, [file], to))
     else:

@@ -1,4 +1,4 @@
-"""The request of one command that writes an adapter, checked and frozen. No tensor is read for that."""
+"""What is asked of a command that writes an adapter, and the same, checked and frozen. No tensor is read for that."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import sep
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from ..adapter_options import ADAPTER_OPTIONS, KEEP, OF_MERGE
 from ..algorithms.lokr import LOKR
@@ -19,17 +19,41 @@ from ..job import Adapter, Job, make_job
 from ..merge_methods import COMBINATIONS, SAME_COMBINATION, SUM
 from ..method_parameters import PARAMETER_NAMES, MethodParameters, numbers_of
 from ..models.part_factors import parts
-from ..options import MEANT, OPTIONS, dtype_name, pairs, shown
+from ..options import MEANT, OPTIONS, Option, dtype_name, pairs, shown
 from ..paths import absolute, is_file, is_folder, names_folder, output_file, output_path
 from ..text import plural
 from .dialects import DIALECTS, OF_INPUT, Dialect, stated_dialect
 from .rank_rules import COUNT, EXACT, NO_NOISE, NOISE, SAME, RankRules
-from .request import Request, Rows
 
 if TYPE_CHECKING:
     from ..planning.downloads import Announce
     from ..progress import Progress
     from ..sources.inputs import Download
+
+Rows: TypeAlias = Mapping[str, Option]
+"""The options of a command by name, with its defaults."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One run of a command, as plain data that can go to another process."""
+
+    command: str
+    adapters: Any  # paths, pairs of a path and a strength, or `Adapter` objects; of `extract` the tuned checkpoint
+    output: str | Path | None
+    base: str | Path | None
+    options: Mapping[str, Any]
+
+    @property
+    def inputs(self) -> tuple[Path, ...]:
+        """The paths that are read, of `Adapter` objects."""
+        return (*(a.path for a in self.adapters), *([] if self.base is None else [Path(self.base)]))
+
+    @property
+    def stated(self) -> dict[str, Any]:
+        """The options that have a value."""
+        return {name: value for name, value in self.options.items() if value is not None}
+
 
 FACTORS, WHOLE, AUTO = LORA.name, FULL.name, "auto"
 STORED_AS: Final = (FACTORS, WHOLE, AUTO)

@@ -25,8 +25,7 @@ from ..sources.inputs import origin
 from ..text import Note
 from ..version import __version__
 from .job import AdapterJob
-from .metadata.hashes import has_hashes
-from .metadata.sizes import Tensor, header_room
+from .metadata import Tensor, has_hashes, header_room
 
 Proof: TypeAlias = Mapping[str, Any]
 """The results of a proof, for the report."""

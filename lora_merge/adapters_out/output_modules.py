@@ -19,33 +19,16 @@ from ..paths import is_folder
 from ..progress import Counting
 from ..text import Note
 from .dialects import Dialect
-from .form import Form
+from .form import Conversion
 from .groups import Filled, Place, components
 from .job import FILE, AdapterJob
 from .module_tensors import StoredModule, waiting
 from .output_file import Entry
 from .parallel import PerThread, side_by_side
 from .rank_rules import LayerSpectrum, shared_out
-from .sources import Sources
 
 if TYPE_CHECKING:
     from ..engine.tensor_moves import Placement
-
-
-class Conversion(NamedTuple):
-    """A conversion whose inputs are open."""
-
-    job: AdapterJob  # with the output's name and the rule of each module
-    to: Dialect  # the dialect that is written
-    sources: Sources  # the adapter's changes of the base
-    modules: list[Filled]  # the output modules with a change
-    all_modules: list[Place]  # all modules that the dialect can name
-    forms: list[Form]  # of the modules
-
-    @property
-    def forms_by_label(self) -> dict[str, Form]:
-        """Label of a module → its form."""
-        return {module.place.label: form for module, form in zip(self.modules, self.forms, strict=True)}
 
 
 class WrittenModules(NamedTuple):

@@ -34,7 +34,7 @@ from ..text import Note
 from ..version import __version__
 from .groups import Place
 from .job import AdapterJob
-from .metadata.entries import Known
+from .metadata import Known
 from .module_tensors import Layer, curve, numbers_of
 from .output_file import Content, Entry, Proof, put, recipe, write
 from .rank_rules import EXACT

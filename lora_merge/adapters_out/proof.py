@@ -1,43 +1,50 @@
 """The proof of every written adapter: what was expected of a weight's change, against what the file holds.
 
 Both are computed in numpy, in float64, by the formulas of proof/reference, from the bytes of the inputs and of the
-file. Commands differ in what is expected alone: `combination_proof.py`, `conversion_proof.py`,
-`extract/extraction_proof.py`, `averaged_tensors.py`. No torch.
+file. Commands differ in what is expected alone: of `combine`, `resize` and `average` the method over the inputs'
+changes, of `convert` the input's change; of the others see `extract/extraction_proof.py` and `averaged_tensors.py`. No
+torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from math import isfinite, isnan, nan, prod, sqrt
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
+from zlib import crc32
 
 import numpy as np
 
+from ..adapters.modules import SCALE_SLOTS, group
+from ..disk.files import StoredTensor
 from ..disk.reader import Reader
+from ..dtypes import ITEM_BYTES, Shape, flat
 from ..errors import VerificationFailed, beyond_fp64
-from ..files.checkpoint import Index
-from ..job import Job
+from ..files.checkpoint import Index, open_checkpoint
+from ..job import Adapter, Job
 from ..matching.patch import PatchPart
-from ..merge_methods import METHODS, SUM
+from ..merge_methods import MEAN, METHODS, SUM
 from ..models.weights import Weight
+from ..planning.combination import Combining
 from ..planning.plan import OutputTensor
 from ..progress import Counting
-from ..proof.combination_methods import RowChanges, costs_all, together
+from ..proof.combination_methods import PatchRows, RowChanges, costs_all, of_weight, together
 from ..proof.recomputation import Recomputation
 from ..proof.reference import REFERENCE
-from ..proof.reference.floats import Array
+from ..proof.reference.floats import Array, decode
 from ..proof.reference.one_core import one_core
 from ..proof.second_reading.comparison import compare, stored_number
 from ..proof.weights import WeightReader
-from .groups import Target
+from .groups import Target, is_plain
 from .job import AdapterJob
+from .module_tensors import StoredModule
 from .output_file import Proof
 from .parallel import PerThread, side_by_side
-from .sources import Sources
+from .sources import NOWHERE, Sources, same_base
 
 BUDGET: Final = 2**27
 """Numbers that are formed for a proof that is not full: those of ΔW, once for every change of it."""
@@ -245,3 +252,376 @@ def untouched(
         numbers = prod(target.shape)
         comparisons.append(Comparison(target.key, numbers, 8 * 4 * numbers, stated, partial(squares, target)))
     return comparisons
+
+
+ADDING: Final = (SUM, MEAN)
+"""Methods whose result has rows that follow from the same rows of the changes."""
+
+OF_MODULES: Final = ("weight", "bias")
+"""Parameters that belong to a module; others are named like one, such as the stacked weights of experts."""
+
+
+@dataclass(frozen=True)
+class CombinationClaims:
+    """The claims of a run about its output."""
+
+    job: AdapterJob
+    sources: Sources
+    layers: Mapping[str, Mapping[str, Any]]  # layer → its facts for the report
+    nbytes: int  # of all tensors
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What a job's method makes of the changes of a weight, in the second computation."""
+
+    job: AdapterJob
+    sources: Sources
+
+    @cached_property
+    def combining(self) -> Combining | None:
+        """The method that combines changes; None for one that adds them."""
+        job = self.job
+        return None if job.method in ADDING else Combining(METHODS[job.method], job.numbers, self.sources.adapters)
+
+    def has(self, whole: Target) -> bool:
+        """Return whether there is a second computation for a weight, within the memory.
+
+        Methods that choose entries choose others where changes are computed in fp32.
+        """
+        if whole.values or self.combining is None:
+            return not whole.values
+        fits = self.nbytes(whole) <= self.job.inputs.max_memory // 2
+        return fits and not _is_column(whole) and self.job.compute_dtype != "fp32"
+
+    def nbytes(self, whole: Target) -> int:
+        """Return about how many bytes a comparison takes at most: a method needs all changes of a weight at once."""
+        return 8 * (4 if self.combining is None else 4 + 2 * len(whole.uses)) * prod(whole.shape)
+
+    def squares(self, whole: Target, part: Target, again: Recomputation, stored: Changes | None) -> Squares | None:
+        """Return the comparison of rows of a weight with what is stored; None where a formula has no second one."""
+        if self.combining is None:
+            return _of_sum(self.job, whole, part, again, stored)
+        return _of_method(self.combining, whole, part, again, stored)
+
+
+def prove_combination(claims: CombinationClaims, reader: Reader, path: Path, begin: Counting) -> Proof:
+    """Return what was proven of the file at `path`; VerificationFailed where it is not what the run says. Of layers
+    without a second computation only the tensors' bytes are counted."""
+    # Step 1: the tensors of the file, counted.
+    job, sources, index = claims.job, claims.sources, open_checkpoint(path)
+    nbytes = sum(info.nbytes for info in index.tensors.values())
+    if nbytes != claims.nbytes:
+        raise VerificationFailed("the file does not hold the tensors that were made", f"{path}: {nbytes} bytes", REDO)
+    confirm(job, sources, reader)
+    # Step 2: the layers that have a second computation, with the weights that they are of.
+    expected = Expectation(job, sources)
+    written = [(whole, part) for whole in sources.targets for part in whole.stored
+               if part.label in claims.layers and expected.has(whole)]  # fmt: skip
+    # Step 3: each is compared with the module of the file.
+    modules = {(m.name, m.parameter): m for m in group(index).modules}
+    again = PerThread(lambda: recomputation(job, sources.indexes[0], sources.weights, reader))
+    with Reader([index]) as file:
+
+        def compared(whole: Target, part: Target) -> Squares | None:
+            name = (part.name, part.parameter) if part.parameter in OF_MODULES else (part.label, OF_MODULES[0])
+            return expected.squares(whole, part, again.get(), _change_of(modules.get(name), file, part))
+
+        comparisons = [
+            Comparison(part.label, (2 + len(part.uses)) * prod(part.shape), expected.nbytes(whole),
+                       Stated(float(claims.layers[part.label]["residual"])), partial(compared, whole, part))
+            for whole, part in written
+        ]  # fmt: skip
+        return prove(comparisons, job, path, begin, layers=len(claims.layers))
+
+
+def _is_column(target: Target) -> bool:
+    """Return whether a bias has several axes: methods take it for a vector, which the second ones do not know."""
+    return target.vector and len(target.shape) > 1
+
+
+def _order(part: Target) -> Array:
+    """Return the rows of the weight that are those of a part, in its order."""
+    return np.concatenate([np.arange(*run) for run in part.runs or ((0, flat(part.shape)[0]),)])
+
+
+def _of_method(
+    how: Combining, whole: Target, part: Target, again: Recomputation, stored: Changes | None
+) -> Squares | None:
+    """Return the comparison of a layer whose changes a method combines; None where a formula has no second one."""
+    if not known(whole):
+        return None
+    tensor = shaped(whole, again)._replace(method=how.method, combining=how)
+    taking, cache = together([u for u in whole.uses if u.strength]), RowChanges(tensor, tensor.name)
+    if not taking:
+        return None
+    result = of_weight(tensor, taking, np.arange(tensor.matrix[0]), lambda p, some: again.whole(p, some, cache))
+    order = _order(part)
+    delta, slack = (values.reshape(flat(whole.shape))[order] for values in (result.total, result.slack))
+    size = float(np.vdot(delta, delta))
+    delta -= 0.0 if stored is None else stored(slice(0, len(order)))
+    return Squares(size, nan if stored is None else float(np.vdot(delta, delta)), float(np.vdot(slack, slack)))
+
+
+def _of_sum(
+    job: AdapterJob, whole: Target, part: Target, again: Recomputation, stored: Changes | None
+) -> Squares | None:
+    """Return the comparison of a layer whose changes are added; None where a formula has no second one."""
+    if not known(part):
+        return None
+    strengths = {u.patch.adapter: u.strength for u in whole.uses}  # of those that change any row of the weight
+    scale = job.numbers.scale / (sum(strengths.values()) if job.method == MEAN else 1.0)
+    order, (rows, cols) = _order(part), flat(part.shape)
+
+    def expected(some: slice) -> Array:
+        delta = added(part, again, order[some], cols)
+        delta *= scale
+        return delta
+
+    return squares_of(expected, stored, rows, rows_at_once(part, (rows, cols)))
+
+
+def _change_of(module: Any, reader: Reader, part: Target) -> Changes | None:
+    """Return the Δ that the file's tensors mean; None for a module that it lacks."""
+    if module is None:
+        return None
+    shape = flat(part.shape[::-1] if part.turned else part.shape)
+
+    def read(info: StoredTensor) -> Array:
+        return decode(bytes(reader.read(info, 0, info.nbytes)), info.dtype).reshape(info.shape or (1,))
+
+    if "diff" in module.slots:
+        info, (_, cols) = module.slots["diff"], shape
+        width = cols * ITEM_BYTES[info.dtype]
+
+        def stored(rows: slice) -> Array:
+            raw = reader.read(info, rows.start * width, (rows.stop - rows.start) * width)
+            return decode(raw, info.dtype).reshape(-1, cols)
+
+    else:
+        up, down = read(module.slots["up"]), read(module.slots["down"])
+        rank = down.shape[0]
+        numbers = {slot: float(read(info)[0]) for slot, info in module.shared.items() if slot in SCALE_SLOTS}
+        scale = numbers.get("scale_override", numbers.get("alpha", float(rank)) / rank)
+        left, right = scale * up.reshape(shape[0], rank), down.reshape(rank, shape[1])
+
+        def stored(rows: slice) -> Array:
+            return np.asarray(left[rows] @ right)
+
+    if not part.turned:
+        return stored
+    turned = stored(slice(0, shape[0])).T
+    return lambda rows: turned[rows]
+
+
+FORMED: Final = 8
+"""Multiplications that take as long as to form one number of a whole matrix."""
+
+PROBES: Final = 8
+"""Random vectors x of a comparison of factors. ‖E x‖² has the mean ‖E‖², so an error that all of them miss is one of
+probability 0; the estimate is larger than half of ‖E‖ in all but one of 10⁴ cases."""
+
+BYTES_AT_ONCE: Final = 2**18
+"""Bytes of two tensors that are compared at once."""
+
+
+class ConversionClaims(NamedTuple):
+    """The claims of a run about its output."""
+
+    job: AdapterJob
+    sources: Sources
+    modules: Sequence[StoredModule]  # that change something, and what is lost in each
+
+
+def prove_conversion(claim: ConversionClaims, reader: Reader, path: Path, begin: Counting) -> Proof:
+    """Return what was proven of the output at `path`; VerificationFailed if a weight's change is not the one that the
+    inputs' changes become."""
+    job, sources, modules = claim
+    assert sources.inputs is not None, "a conversion has a base"
+    of_output = replace(job, inputs=replace(job.inputs, adapters=(Adapter(path),)))
+    again = same_base(sources.inputs, of_output)
+    base, lost = sources.inputs.base, _lost(modules)
+    worst = max((m.layer.residual for m in modules), default=0.0)
+
+    def computed(of: Sources, source: Reader) -> Recomputation:
+        return recomputation(of_output, base, of.weights, source, _Drawn(source, base))
+
+    with Reader(again.indexes) as file:
+        confirm(job, sources, reader)
+        confirm(of_output, again, file)
+        before, after = (PerThread(partial(computed, *side)) for side in ((sources, reader), (again, file)))
+        sides = BothSides(reader, file, {t.key: t for t in again.targets}, before, after)
+        expected, comparisons = Expectation(job, sources), list[Comparison]()
+        for target in sources.targets:
+            stated = Stated(worst, lost.get(target.key, 0.0), at_most=True)
+            if not job.combines:
+                numbers, nbytes = _cost(target, sides.outputs.get(target.key))
+                squares = partial(_converted, target, stated, sides)
+                comparisons.append(Comparison(target.key, numbers, nbytes, stated, squares))
+            elif expected.has(target):
+                whole = replace(target, parts=(), turned=False)
+                numbers, nbytes = (2 + len(target.uses)) * prod(target.shape), expected.nbytes(target)
+                squares = partial(_combined, whole, expected, sides)
+                comparisons.append(Comparison(target.key, numbers, nbytes, stated, squares))
+        changed = {target.key for target in sources.targets}
+        comparisons += untouched((t for t in again.targets if t.key not in changed), after, lost)
+        return prove(comparisons, of_output, path, begin, layers=len(sources.targets))
+
+
+class BothSides(NamedTuple):
+    """The inputs and the output of a conversion, with what computes their changes."""
+
+    reader: Reader
+    file: Reader
+    outputs: Mapping[str, Target]  # weight → its change by the output
+    before: PerThread[Recomputation]
+    after: PerThread[Recomputation]
+
+
+def _converted(target: Target, stated: Stated, both: BothSides) -> Squares | None:
+    """Return the comparison of a weight's change by one input with that by the output."""
+    output = both.outputs.get(target.key)
+    pairs = same_factors(target, output)
+    if pairs and all(_alike(both.reader, old, both.file, new) for old, new in pairs):
+        return Squares(0.0, 0.0)
+    if not all(known(side) for side in (target, output) if side):
+        return None
+    sides = (target, both.before.get()), (output, both.after.get())
+    if not all(map(_is_factored, (target, output))):
+        return _formed(target, sides)
+    estimate = _projected(target, sides, _random(target))
+    return estimate if stated.holds(estimate) else _projected(target, sides, _basis(target, sides))
+
+
+def _combined(target: Target, expected: Expectation, both: BothSides) -> Squares | None:
+    """Return the comparison of a weight's combined change with that by the output."""
+    output, (rows, cols) = both.outputs.get(target.key), flat(target.shape)
+    if output is not None and not known(output):
+        return None
+
+    def stored(some: slice) -> Array:
+        lines = np.arange(rows)[some]
+        return np.zeros((len(lines), cols)) if output is None else added(output, both.after.get(), lines, cols)
+
+    return expected.squares(target, target, both.before.get(), stored)
+
+
+class _Drawn(WeightReader):
+    """Reads tensors in float64. Those of a base that was not given are drawn at random.
+
+    An equation between two formulas that holds for random weights holds for all weights.
+    """
+
+    def __call__(self, info: StoredTensor, shape: Shape, entries: Array | None = None) -> Array:
+        """Return the tensor in `shape`, or these entries of its first axis."""
+        if info.file != NOWHERE:
+            return super().__call__(info, shape, entries)
+        values = np.random.default_rng(crc32(info.name.encode())).standard_normal(shape)
+        return values if entries is None else values[entries]
+
+
+def _lost(modules: Sequence[StoredModule]) -> dict[str, float]:
+    """Return weight of the base → ‖Δ − Δ̂‖² of all modules that have rows of it."""
+    squares: dict[str, float] = {}
+    for module in modules:
+        for key in {piece.key for piece in module.place.view.row_slices}:
+            squares[key] = squares.get(key, 0.0) + module.layer.lost
+    return squares
+
+
+TensorPairs = list[tuple[StoredTensor, StoredTensor]]
+"""Tensors of an input and of an output that must be alike."""
+
+
+def same_factors(target: Target, output: Target | None) -> TensorPairs:
+    """Return the factors of a weight's change in the input and in the output, if these mean the same change where their
+    bytes are alike: one pair of factors each with one scale, in one dtype. [] otherwise."""
+    if output is None or target.values or output.values or len(target.uses) != 1 or len(output.uses) != 1:
+        return []
+    (use,), (again,) = target.uses, output.uses
+    old, new = use.patch, again.patch
+    facts = [
+        (u.patch.algorithm, u.patch.numbers, u.patch.magnitude, u.piece, u.start, u.strength) for u in (use, again)
+    ]
+    if not is_plain(old) or not is_plain(new) or facts[0] != facts[1] or old.view != new.view:
+        return []
+    pairs = [(old.module.slots[slot], new.module.slots[slot]) for slot in ("up", "down")]
+    return pairs if all(info.dtype == other.dtype for info, other in pairs) else []
+
+
+def _alike(reader: Reader, info: StoredTensor, other_reader: Reader, other: StoredTensor) -> bool:
+    """Return whether two tensors have the same bytes."""
+    if info.nbytes != other.nbytes:
+        return False
+    spans = [(first, min(BYTES_AT_ONCE, info.nbytes - first)) for first in range(0, info.nbytes, BYTES_AT_ONCE)]
+    return all(bytes(reader.read(info, *span)) == bytes(other_reader.read(other, *span)) for span in spans)
+
+
+def _is_factored(target: Target | None) -> bool:
+    """Return whether a weight's change has products with vectors without being formed."""
+    return target is None or (not target.values and all(
+        is_plain(u.patch) and u.patch.magnitude is None and not u.piece.transposed
+        and u.piece.cols == target.matrix[1] and REFERENCE[u.patch.algorithm].linear for u in target.uses))  # fmt: skip
+
+
+def _cost(target: Target, output: Target | None) -> tuple[int, int]:
+    """Return how many numbers the comparison of one weight forms, and about how many bytes it takes."""
+    (out, cols), sides = target.matrix, [side for side in (target, output) if side is not None]
+    if pairs := same_factors(target, output):
+        return 0, 2 * sum(min(new.nbytes, BYTES_AT_ONCE) for _, new in pairs)
+    numbers = sum(len(side.uses) + len(side.values) for side in sides) * out * cols
+    nbytes = 8 * 4 * out * cols
+    if known(target) and all(map(_is_factored, sides)):
+        ranks = sum(use.patch.shapes["down"][0] for side in sides for use in side.uses)
+        numbers = min(numbers, PROBES * ranks * (out + cols) // FORMED)
+        nbytes = min(nbytes, 8 * 2 * ranks * (out + cols))
+    return numbers, nbytes
+
+
+Sides = tuple[tuple[Target, Recomputation], tuple[Target | None, Recomputation]]
+"""A weight's change by the input and by the output, with what computes each."""
+
+
+def _random(target: Target) -> Array:
+    """Return random vectors [cols, n] that give an estimate of the norms."""
+    return np.random.default_rng(0).standard_normal((target.matrix[1], PROBES)) / sqrt(PROBES)
+
+
+def _basis(target: Target, sides: Sides) -> Array:
+    """Return orthonormal vectors [cols, n] of which the rows of both changes are sums: they give the norms exactly."""
+    vectors = [again.spanning(part, cache) for side, again in sides for part, cache in _parts(side, again)]
+    return np.linalg.qr(np.concatenate([np.zeros((0, target.matrix[1])), *vectors]).T)[0]
+
+
+def _projected(target: Target, sides: Sides, vectors: Array) -> Squares:
+    """Return the comparison of the products of both changes with vectors."""
+    before, after = (_products(side, again, target.matrix[0], vectors) for side, again in sides)
+    return Squares(float(np.vdot(before, before)), float(np.vdot(before - after, before - after)))
+
+
+def _parts(target: Target | None, again: Recomputation) -> Iterator[tuple[PatchRows, RowChanges]]:
+    """Yield the changes that are added to a weight."""
+    if target is not None:
+        tensor = shaped(target, again)
+        yield from ((part, RowChanges(tensor, tensor.name)) for part in together(target.uses))
+
+
+def _products(target: Target | None, again: Recomputation, out: int, vectors: Array) -> Array:
+    """Return Σ s ΔW x for all rows of a weight."""
+    products, rows = np.zeros((out, vectors.shape[1])), np.arange(out)
+    for part, cache in _parts(target, again):
+        products += again.projected(part, rows, vectors, cache)
+    return products
+
+
+def _formed(target: Target, sides: Sides) -> Squares:
+    """Return the comparison of all numbers of both changes."""
+    rows, cols = target.matrix
+    (first, before), (output, after) = sides
+    step = max(rows_at_once(side, (rows, cols)) for side in (first, output) if side)
+    every = np.arange(rows)
+
+    def stored(some: slice) -> Array:
+        return np.zeros(()) if output is None else added(output, after, every[some], cols)
+
+    return squares_of(lambda some: added(first, before, every[some], cols), stored, rows, step)

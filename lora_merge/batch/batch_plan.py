@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from ..adapter_arguments import in_jobs_file
 from ..adapters_out.commands import COMMANDS
-from ..adapters_out.request import Request
+from ..adapters_out.job import Request
 from ..disk.destination import check_output, files_under
 from ..disk.volumes import CLONES, existing, file_system, ignores_case, same, share_blocks
 from ..disk.writer import Room
@@ -258,13 +258,12 @@ class _Surveyor:
         """Plan one job, after those whose outputs it reads; without parts of the defaults that only other jobs have."""
         for part in entry.usual:
             self.idle.setdefault(part, []).append(None)
-        self._plan(entry, level)
-        error = self.planned[entry.number].error
-        while isinstance(error, PartWithoutEffect) and (part := (error.option, error.part)) in entry.usual:
-            self.idle[part][self.idle[part].index(None)] = error
+        planned = self._plan(entry, level)
+        while isinstance(e := planned.error, PartWithoutEffect) and (part := (e.option, e.part)) in entry.usual:
+            self.idle[part][self.idle[part].index(None)] = e
             entry = entry.without(*part)
-            self._plan(entry, level)
-            error = self.planned[entry.number].error
+            planned = self._plan(entry, level)
+        self.planned[entry.number] = planned
 
     def check_defaults(self) -> None:
         """Raise UsageError for a part of the defaults that has no effect on any job."""
@@ -272,10 +271,16 @@ class _Surveyor:
             if errors[0] is not None and None not in errors:
                 raise errors[0]
 
-    def _plan(self, entry: BatchJob, level: int) -> None:
-        if entry.request is not None:
-            self.planned[entry.number] = self._adapter(entry, entry.request, level)
-            return
+    def _plan(self, entry: BatchJob, level: int) -> PlannedJob:
+        request = entry.request
+        planned = self._merge(entry, level) if request is None else self._adapter(entry, request, level)
+        if not (planned.done and entry.redo):
+            return planned
+        again = replace(entry.job, overwrite=True)
+        return replace(planned, entry=replace(entry, job=again), done=False)
+
+    def _merge(self, entry: BatchJob, level: int) -> PlannedJob:
+        """Plan a job that merges."""
         job, maker = entry.job, self._running(self.outputs.maker(entry.job.base))
         blank = PlannedJob(entry, level, None if maker is None else maker.number)
         try:
@@ -283,22 +288,19 @@ class _Surveyor:
             outline = self._outline(self.grounded[entry.number])
             if entry.back:
                 taken_back(plan_job(self.grounded[entry.number], self.opened))
-            complete = maker is None and is_done(job, outline.contents, self.opened, self.hashes)
-            if complete and entry.redo:
-                complete, blank = False, replace(blank, entry=replace(entry, job=replace(job, overwrite=True)))
+            done = maker is None and is_done(job, outline.contents, self.opened, self.hashes)
             check_output(  # `done` has refused what may not be replaced; another process may finish the job just now
                 job.output, outline.read, overwrite=True, folder=outline.folder, contents=outline.contents.names
             )
         except MergeError as e:
-            self.planned[entry.number] = replace(blank, error=e.reword(in_jobs_file))
-            return
+            return replace(blank, error=e.reword(in_jobs_file))
         shared = tuple(getattr(job, o.name) for o in OPTIONS.values() if o.together)
         together = (level, job.base, shared, outline.layout)
         needed = outline.unshared if self._shares(job.output.parent, job.base) else outline.size
-        self.planned[entry.number] = replace(
+        return replace(
             blank, size=outline.size, effort=outline.size, needs_disk=needed,
             replaces=min(_size(job.output), needed), together=together,
-            strengths=tuple(map(_applied, job.adapters, outline.strengths)), memory=outline.memory, done=complete,
+            strengths=tuple(map(_applied, job.adapters, outline.strengths)), memory=outline.memory, done=done,
         )  # fmt: skip
 
     def _adapter(self, entry: BatchJob, request: Request, level: int) -> PlannedJob:
@@ -313,15 +315,13 @@ class _Surveyor:
             command = COMMANDS[request.command]
             plan = command.plan(adapter_job(request, replace(entry.job, overwrite=True)), self.opened)
             size, effort = plan.written, int(plan.weights * command.effort)
-            complete = is_adapter_done(adapter_job(request, entry.job), self.hashes)
-            if complete and entry.redo:
-                complete, blank = False, replace(blank, entry=replace(entry, job=replace(entry.job, overwrite=True)))
+            done = is_adapter_done(adapter_job(request, entry.job), self.hashes)
         except MergeError as e:
             return replace(blank, error=e.reword(in_jobs_file))
         replaces = min(_size(entry.job.output), size)
         return replace(
             blank, size=size, effort=effort, needs_disk=size, replaces=replaces, memory=entry.job.max_memory,
-            done=complete,
+            done=done,
         )  # fmt: skip
 
     def _shares(self, folder: Path, base: Path) -> bool:

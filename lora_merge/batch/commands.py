@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from ..adapters_out.commands import COMMANDS
-from ..adapters_out.request import Request
+from ..adapters_out.job import Request
 from ..errors import UsageError
 from ..method_parameters import PARAMETER_NAMES
 from ..options import OPTIONS

@@ -34,6 +34,8 @@ class Workers:
     ray_address: str | None = None
 
 
+THIS_PROCESS: Final = Workers()
+
 Run: TypeAlias = Callable[[Sequence[JobGroup], Workers, Progress], Iterator[JobReport]]
 
 

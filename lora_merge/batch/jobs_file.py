@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from pydantic import ValidationError
 
 from ..adapter_arguments import in_jobs_file
-from ..adapters_out.request import Request
+from ..adapters_out.job import Request
 from ..addresses import downloads_folder, downloads_in, is_spelled_out, output_address, parse
 from ..errors import MergeError, UsageError
 from ..files.yaml_source import Document, Place

@@ -26,7 +26,7 @@ from ..progress import ENDED, Progress, unwatched, watched
 from ..sources.inputs import Download, require_space
 from ..typed_options import Jobs
 from .batch_plan import JOBS_TOGETHER, PlannedJob, check_space, survey
-from .executors import Executor, Workers
+from .executors import THIS_PROCESS, Executor, Workers
 from .executors import executor as find
 from .job_plan import JobPlan, job_plans
 from .jobs_file import BatchJob, load, with_endings
@@ -36,9 +36,11 @@ from .shared_reads import JobGroup
 
 @dataclass(frozen=True)
 class Batch:
-    """Jobs, planned."""
+    """Jobs, planned, and the place where they will run."""
 
     planned: tuple[PlannedJob, ...]
+    workers: Workers
+    executor: Executor
 
     @property
     def size(self) -> int:
@@ -73,23 +75,19 @@ class Batch:
         for s in self.planned:
             error = next((errors[path] for path in s.entry.inputs if path in errors and s.runs), s.error)
             planned.append(replace(s, entry=s.entry.at(places), error=error))
-        return Batch(tuple(planned))
+        return replace(self, planned=tuple(planned))
 
-    def run(
-        self, workers: Workers | None = None, *, name: str = "local", fail_fast: bool = False,
-        progress: Progress = unwatched,
-    ) -> Generator[JobReport, None, None]:  # fmt: skip
+    def run(self, *, fail_fast: bool = False, progress: Progress = unwatched) -> Generator[JobReport, None, None]:
         """Return every job's report as it ends, first of jobs that need no running. Nothing is raised for a single job.
 
         With `fail_fast` the first failure ends the batch: what is under way is removed, the rest has no report.
         The call itself raises where the disk cannot hold all outputs.
         """
-        workers, by = workers or Workers(), find(name)
-        check_space(self.planned, workers.count or 1)
-        reports = self.downloaded(progress)._run(workers, by, progress)
+        check_space(self.planned, self.workers.count or 1)
+        reports = self.downloaded(progress)._run(progress)
         return _until_failure(reports) if fail_fast else reports
 
-    def _run(self, workers: Workers, by: Executor, progress: Progress) -> Generator[JobReport, None, None]:
+    def _run(self, progress: Progress) -> Generator[JobReport, None, None]:
         lost: set[int] = set()  # jobs without an output
         for s in self.planned:
             if s.error is not None:
@@ -108,7 +106,7 @@ class Batch:
                     yield failed(s.entry, _base_failed(s.entry))
                 else:
                     ready.append(s)
-            for report in _level(ready, workers, progress, by):
+            for report in self._level(ready, progress):
                 if report.status == "failed":
                     lost.add(report.number)
                 yield report
@@ -121,6 +119,29 @@ class Batch:
                     remove_stale(folder)
                     sweep(folder)
 
+    def _level(self, ready: Sequence[PlannedJob], progress: Progress) -> Iterator[JobReport]:
+        """Run jobs whose inputs are there. Those that another process claims come last, when it has released them."""
+        run, taken = self.executor.run, set[int]()
+        for report in run(self._grouped(ready), self.workers, progress) if ready else ():
+            if report.status == "taken":
+                taken.add(report.number)
+            else:
+                yield report
+        if left := [s for s in ready if s.entry.number in taken]:
+            yield from run([replace(g, wait=True) for g in self._grouped(left)], self.workers, progress)
+
+    def _grouped(self, planned: Sequence[PlannedJob]) -> list[JobGroup]:
+        """Return groups of jobs that can share a read of their base, small enough that every worker has something to
+        do."""
+        groups: dict[Any, list[BatchJob]] = {}
+        for s in planned:
+            groups.setdefault(s.together, []).append(s.entry)
+        parts, share = [], _share(len(planned), self.workers, self.executor)
+        for group in groups.values():
+            step = min(JOBS_TOGETHER, ceil(len(group) / (self.workers.count or 1)))
+            parts += [JobGroup(tuple(group[n : n + step]), share) for n in range(0, len(group), step)]
+        return parts
+
 
 def _until_failure(reports: Iterator[JobReport]) -> Generator[JobReport, None, None]:
     for report in reports:
@@ -129,34 +150,9 @@ def _until_failure(reports: Iterator[JobReport]) -> Generator[JobReport, None, N
             return
 
 
-def _level(ready: Sequence[PlannedJob], workers: Workers, progress: Progress, by: Executor) -> Iterator[JobReport]:
-    """Run jobs that wait for nobody. Those that another process works at come last, when it has ended with them."""
-    taken: set[int] = set()
-    for report in by.run(grouped(ready, workers.count, by), workers, progress) if ready else ():
-        if report.status == "taken":
-            taken.add(report.number)
-        else:
-            yield report
-    left = [s for s in ready if s.entry.number in taken]
-    if left:
-        yield from by.run([replace(p, wait=True) for p in grouped(left, workers.count, by)], workers, progress)
-
-
-def grouped(planned: Sequence[PlannedJob], workers: int | None, by: Executor) -> list[JobGroup]:
-    """Return groups of jobs that can share a read of their base, small enough that every worker has something to do."""
-    groups: dict[Any, list[BatchJob]] = {}
-    for s in planned:
-        groups.setdefault(s.together, []).append(s.entry)
-    parts, share = [], _share(len(planned), workers, by)
-    for group in groups.values():
-        step = min(JOBS_TOGETHER, ceil(len(group) / (workers or 1)))
-        parts += [JobGroup(tuple(group[n : n + step]), share) for n in range(0, len(group), step)]
-    return parts
-
-
-def _share(jobs: int, workers: int | None, by: Executor) -> int:
+def _share(jobs: int, workers: Workers, by: Executor) -> int:
     """Return how many share the memory bound of a job: at most as many as jobs; one where each has its own machine."""
-    return min(workers or 1, jobs) if by.shared else 1
+    return min(workers.count or 1, jobs) if by.shared else 1
 
 
 def _base_failed(entry: BatchJob) -> MergeError:
@@ -167,7 +163,7 @@ def _base_failed(entry: BatchJob) -> MergeError:
 def make_batch(  # noqa: PLR0913  # the options of the command
     source: Jobs,
     *,
-    workers: int | None = None,
+    workers: Workers = THIS_PROCESS,
     executor: str = "local",
     overwrite: bool = False,
     redo: bool = False,
@@ -181,8 +177,8 @@ def make_batch(  # noqa: PLR0913  # the options of the command
     switch(overwrite, "--overwrite")
     card = None if card is None else switch(card, "--card")
     by = find(executor)
-    if workers is not None and (type(workers) is not int or workers < 1):
-        raise UsageError(f"{shown(workers)} workers", "--workers", "give 1 or more")
+    if workers.count is not None and (type(workers.count) is not int or workers.count < 1):
+        raise UsageError(f"{shown(workers.count)} workers", "--workers", "give 1 or more")
     if isinstance(source, str) or not isinstance(source, Mapping | Sequence):
         source = expand(source)
     jobs = with_endings(load(source, overwrite=overwrite, card=card))
@@ -190,7 +186,7 @@ def make_batch(  # noqa: PLR0913  # the options of the command
     for path in [source] if isinstance(source, Path) else []:
         for e in entries:
             protect(e.job.output, [path])
-    return Batch(survey(entries, workers=_share(len(entries), workers, by), former=former))
+    return Batch(survey(entries, workers=_share(len(entries), workers, by), former=former), workers, by)
 
 
 @public
@@ -285,19 +281,19 @@ def run_batch(  # noqa: PLR0913  # the options of the command
         >>> [r.error.what for r in reports if r.status == "failed"]
         []
     """
-    find(executor)
     switch(fail_fast, "--fail-fast")
-    ended = Reports()
+    ended, at = Reports(), Workers(workers, ray_address)
     with interruptible(), downloads_in(cache):
-        batch = make_batch(path, workers=workers, executor=executor, overwrite=overwrite, redo=redo, card=card)
-        with watched(progress, jobs=len(batch.planned)) as watcher:
-            run = batch.run(Workers(workers, ray_address), name=executor, fail_fast=fail_fast, progress=watcher)
-            with closing(run) as reports:
-                for report in reports:
-                    ended.append(report)
-                    if progress is True:
-                        watcher(ENDED)
-                    _tell(report, on_report)
+        batch = make_batch(path, workers=at, executor=executor, overwrite=overwrite, redo=redo, card=card)
+        with (
+            watched(progress, jobs=len(batch.planned)) as watcher,
+            closing(batch.run(fail_fast=fail_fast, progress=watcher)) as reports,
+        ):
+            for report in reports:
+                ended.append(report)
+                if progress is True:
+                    watcher(ENDED)
+                _tell(report, on_report)
     return ended
 
 

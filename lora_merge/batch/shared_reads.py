@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from ..adapters_out.commands import COMMANDS
+from ..adapters_out.job import Request
 from ..adapters_out.report import AdapterReport
-from ..adapters_out.request import Request
 from ..disk.locks import claimed
 from ..engine.merge import run_together
 from ..engine.windows import layout_key

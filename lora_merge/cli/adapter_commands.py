@@ -19,11 +19,11 @@ from ..option_texts import as_number
 from ..options import OPTIONS, Option
 from ..progress import unwatched
 from ..text import Note
-from .argument_values import named_adapter, named_adapters, named_parts, with_strengths
+from .argument_values import NamedAdapter, named_adapter, named_adapters
 from .compat import checked_output, completed
 from .corrected_line import with_words
 from .help import add
-from .options import AS_JSON, DRY_RUN, HTML, JSON_TENSORS, PLOT, QUIET, Command, read, with_options
+from .options import AS_JSON, DRY_RUN, HTML, JSON_TENSORS, PLOT, QUIET, Command, read_with_adapters, with_options
 from .progress_display import watching
 from .reports import PageFiles, announcing, put, show_adapter_report
 
@@ -135,9 +135,9 @@ def average(
     Weights are equal, stated by --weights, or those of an exponential moving average.
     """
     named = [named_adapter(word) for word in snapshots]
-    weights = [f"{n[1] if isinstance(n, tuple) else getattr(n, 'strength', 1.0):g}" for n in named]
+    weights = [f"{1.0 if n.strength is None else n.strength:g}" for n in named]
     if any(weight != "1" for weight in weights) and not options.get("weights"):
-        files = [str(n[0] if isinstance(n, tuple) else getattr(n, "path", n)) for n in named]
+        files = [n.path for n in named]
         right = dict(zip(snapshots, files, strict=True))
         raise UsageError("snapshots have weights, not strengths", " ".join(snapshots)[:200],
                          f"write {with_words(right, '--weights', ','.join(weights))}")  # fmt: skip
@@ -157,7 +157,8 @@ def extract(
     output, _, printed = _shared_values(options)
 
     def make(cache: CheckpointCache) -> AdapterJob:
-        return COMMANDS["extract"].job([completed(tuned)], output, completed(base), _read(options, 1), cache)
+        refs, stated = _job_values([NamedAdapter(completed(tuned))], options)
+        return COMMANDS["extract"].job(refs, output, completed(base), stated, cache)
 
     show(COMMANDS["extract"], make, printed)
 
@@ -184,23 +185,16 @@ def _shared_values(options: dict[str, Any]) -> tuple[str | None, str | None, dic
     return output, base and completed(base), printed
 
 
-def _read(options: dict[str, Any], adapters: int) -> dict[str, Any]:
-    """Return the values of options as jobs take them, for so many adapters."""
+def _job_values(adapters: Sequence[NamedAdapter], options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Return the adapters with their strengths, and the other options as jobs take them."""
     from ..adapters_out.job import strings
 
-    stated = read(options, adapters, {**OPTIONS, **ADAPTER_OPTIONS})
+    named, stated = read_with_adapters(adapters, options, {**OPTIONS, **ADAPTER_OPTIONS})
     if "rank_for" in stated:
         rules = strings(stated["rank_for"])
         by_part = dict(rules)  # as jobs files have it, so that a recipe has one form
         stated["rank_for"] = by_part if len(by_part) == len(rules) else rules
-    return stated
-
-
-def _job_values(adapters: Sequence[Any], options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Return the adapters with their strengths, and the other options as jobs take them."""
-    strength_for, stated = options.pop("strength_for") or (), _read(options, len(adapters))
-    named, parts = named_parts(with_strengths(adapters, stated), strength_for)
-    return named, {**stated, "strength_for": parts}
+    return named, stated
 
 
 def show(command: Row, make: Callable[[CheckpointCache], AdapterJob], printed: dict[str, Any]) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ..adapter_arguments import of_tags, right_form, strange, with_parts
 from ..addresses import split
@@ -25,6 +24,29 @@ _TWO: Final = r"(?P<path>[^=]+?):(?P<unet>-?[0-9]*\.?[0-9]+):(?P<te>-?[0-9]*\.?[
 _BETWEEN_PARTS: Final = ",(?=[^,=]+=)"  # a list of block weights has commas too
 _BEFORE_PARTS: Final = f"[,:](?=(?:{REGEX})?[^,:=/]+=)"
 _NUMBERED: Final = "([0-9]{1,4}):"
+
+
+class NamedAdapter(NamedTuple):
+    """An adapter as a word of the command line names it: "a.safetensors", "a.safetensors:0.8,te=0"."""
+
+    path: str
+    strength: float | None = None  # None: the word has none
+    parts: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def bare(self) -> bool:
+        """Whether the word is a path alone."""
+        return self.strength is None and not self.parts
+
+    @property
+    def for_job(self) -> str | tuple[str, float] | Adapter:
+        """The adapter as `make_job` takes it."""
+        from ..job import Adapter  # it brings all formulas
+
+        strength = 1.0 if self.strength is None else self.strength
+        if self.parts:
+            return Adapter(Path(self.path), strength, self.parts)
+        return self.path if self.bare else (self.path, strength)
 
 
 def expanded(words: Sequence[str]) -> Iterator[str]:
@@ -119,19 +141,17 @@ def named_base(text: str) -> str:
     return completed(text)
 
 
-def named_adapters(words: Sequence[str], strengths: Sequence[str] | None) -> list[str | tuple[str, float] | Adapter]:
+def named_adapters(words: Sequence[str], strengths: Sequence[str] | None) -> list[NamedAdapter]:
     """Return all adapters of a command. `strengths`: the words of `--strength`."""
     check_numbers(words, strengths or ())
     check_last(words)
     return [named_adapter(word) for word in expanded(words)]
 
 
-def named_adapter(text: str) -> str | tuple[str, float] | Adapter:
-    """Return an adapter as `make_job` takes it: "a.safetensors", "a.safetensors:0.8" or "a.safetensors:0.8,te=0"."""
-    from ..job import Adapter  # it brings all formulas
-
+def named_adapter(text: str) -> NamedAdapter:
+    """Return the adapter that a word names; UsageError for one in the spelling of another program."""
     if exists(text):
-        return completed(text)
+        return NamedAdapter(completed(text))
     if (address := split(text)) is not None:
         return _at_address(text.removesuffix(address[1]), address[1])
     check_tag(text)
@@ -141,33 +161,27 @@ def named_adapter(text: str) -> str | tuple[str, float] | Adapter:
         if not exists(path := completed(path)):
             check_parts(text)
             check_adapter(text)
-        return path, strength
+        return NamedAdapter(path, strength)
     for comma in (match.start() for match in re.finditer(_BEFORE_PARTS, text)):
         path, strength = split_strength(text[:comma])
         if strength is None:
             check_adapter(text[:comma], f",{text[comma + 1 :]}")
         if strength is not None or exists(completed(path)):
-            parts = tuple(_parts_behind(text, comma + 1))
-            return Adapter(Path(completed(path)), 1.0 if strength is None else strength, parts)
+            return NamedAdapter(completed(path), strength, tuple(_parts_behind(text, comma + 1)))
     check_numbers([text], ())
     path = completed(text)
     check_parts(text)
     check_adapter(path)
-    return path
+    return NamedAdapter(path)
 
 
-def _at_address(address: str, tail: str) -> str | tuple[str, float] | Adapter:
+def _at_address(address: str, tail: str) -> NamedAdapter:
     """Return an adapter of another machine. `tail`: its strength and parts, such as ":0.8,te=0"."""
-    from ..job import Adapter
-
     strength, _, parts = tail.removeprefix(":").partition(",")
     if "=" in strength:  # parts without a strength
         strength, parts = "", tail[1:]
-    path = completed(address)
-    value = number(strength) if strength else 1.0
-    if parts:
-        return Adapter(Path(path), value, tuple(_parts(parts)))
-    return (path, value) if strength else path
+    value = number(strength) if strength else None
+    return NamedAdapter(completed(address), value, tuple(_parts(parts)) if parts else ())
 
 
 def _parts_behind(text: str, start: int) -> list[tuple[str, Any]]:
@@ -179,29 +193,25 @@ def _parts_behind(text: str, start: int) -> list[tuple[str, Any]]:
         raise UsageError(e.what, text[:200], e.fix) from None
 
 
-def with_strengths(
-    adapters: Sequence[str | tuple[str, float] | Adapter], options: dict[str, Any]
-) -> Sequence[str | tuple[str, float] | Adapter]:
+def with_strengths(adapters: Sequence[NamedAdapter], options: dict[str, Any]) -> Sequence[NamedAdapter]:
     """Return the adapters with the strengths of `--strength`, taken out of `options`, so that parts of one may follow.
 
     Where an adapter has a strength of its own they stay there: `make_job` refuses the two.
     """
-    if "strength" not in options or not all(isinstance(adapter, str) for adapter in adapters):
+    if "strength" not in options or not all(adapter.bare for adapter in adapters):
         return adapters
-    return [(str(path), value) for path, value in zip(adapters, options.pop("strength"), strict=True)]
+    return [a._replace(strength=value) for a, value in zip(adapters, options.pop("strength"), strict=True)]
 
 
 def named_parts(
-    adapters: Sequence[str | tuple[str, float] | Adapter], strength_for: Sequence[str]
-) -> tuple[list[str | tuple[str, float] | Adapter], list[tuple[str, Any]]]:
+    adapters: Sequence[NamedAdapter], strength_for: Sequence[str]
+) -> tuple[list[NamedAdapter], list[tuple[str, Any]]]:
     """Return the adapters and the parts of `--strength-for` that are for all of them; `2:te=0` is for the second."""
-    from ..job import Adapter
-
     named, common = [*adapters], list[tuple[str, Any]]()
     for text in strength_for:
         numbered = re.match(_NUMBERED, text)
         if numbered is None:
-            _check_named(text, [Path(str(a[0] if isinstance(a, tuple) else getattr(a, "path", a))) for a in named])
+            _check_named(text, [Path(a.path) for a in named])
             common += _parts(text)
             continue
         place = int(numbered[1]) - 1
@@ -209,9 +219,7 @@ def named_parts(
             fix = f"give a number from 1 to {len(named)}" if len(named) > 1 else "give 1: there is one adapter"
             raise UsageError(f"there is no adapter {numbered[1]}", f"--strength-for {text[:80]}", fix)
         old = named[place]
-        path, strength = old if isinstance(old, tuple) else (old, 1.0)
-        adapter = old if isinstance(old, Adapter) else Adapter(Path(str(path)), strength)
-        named[place] = replace(adapter, parts=(*adapter.parts, *_parts(text[numbered.end() :])))
+        named[place] = old._replace(parts=(*old.parts, *_parts(text[numbered.end() :])))
     return named, common
 
 

@@ -104,7 +104,9 @@ def batch(
         from ..batch.executors import Workers
         from ..batch.run import make_batch
 
-        planned = make_batch(jobs, workers=number, executor=executor, overwrite=overwrite, redo=redo, card=card)
+        planned = make_batch(
+            jobs, workers=Workers(number, ray_address), executor=executor, overwrite=overwrite, redo=redo, card=card
+        )
     if not (dry_run or quiet or as_json):
         echo(announced(planned))
     file = None if report is None else ReportFile(report)
@@ -114,10 +116,10 @@ def batch(
     if file is not None:
         file.begin_lines()
     if dry_run:
-        _dry_run(planned, number or 1, file, as_json=as_json, quiet=quiet)
+        _dry_run(planned, file, as_json=as_json, quiet=quiet)
         return
     check_room()  # once, as it holds for every worker
-    run = partial(planned.run, Workers(number, ray_address), name=executor, fail_fast=fail_fast)
+    run = partial(planned.run, fail_fast=fail_fast)
     here = executor == "local" and number in (None, 1)
     to_json = methodcaller("to_json", tensors=json_tensors)
     ended = _run(planned, run, file, to_json, as_json=as_json, quiet=quiet, here=here)
@@ -186,12 +188,13 @@ def _show_downloads(planned: Batch, show: Callable[[str], object] | None) -> Non
             show(download.text())
 
 
-def _dry_run(planned: Batch, workers: int, file: ReportFile | None, *, as_json: bool, quiet: bool) -> None:
+def _dry_run(planned: Batch, file: ReportFile | None, *, as_json: bool, quiet: bool) -> None:
     """Print every job with what would happen to it, and the room on each disk; fail if a job cannot run."""
     from ..batch.batch_plan import disk_rooms
     from ..batch.job_plan import job_plans
 
     named: dict[str, int] = {}  # error → number of the first job that has it
+    workers = planned.workers.count or 1
     disks = [*disk_rooms(planned.planned, workers)]
     lines = [plan.to_json() for plan in job_plans(planned.planned, workers)]
     if file is not None:

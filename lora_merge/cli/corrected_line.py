@@ -103,8 +103,8 @@ def _in_order(words: Sequence[str], known: Mapping[str, Mapping[str, bool]]) -> 
     if len(plain) < 2:
         return f"name the base first: {line(['BASE', *plain, *options])}"
     both = options if {*options} & {"-o", "--output"} else [*options, "-o", "both.safetensors"]
-    kept = all(word.partition("=")[0] in known["combine"] for word in options if word.startswith("-"))
-    joined = line(["combine", *plain, *(both if kept else ["-o", "both.safetensors"])])
+    all_known = all(word.partition("=")[0] in known["combine"] for word in options if word.startswith("-"))
+    joined = line(["combine", *plain, *(both if all_known else ["-o", "both.safetensors"])])
     return f"name the base first: {line(['BASE', *words])}; or combine the adapters: {joined}"
 
 

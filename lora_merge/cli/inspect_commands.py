@@ -124,11 +124,8 @@ def _ref(text: str) -> Adapter:
 
     if exists(completed(text)):
         return Adapter(expand(completed(text)))
-    adapter = named_adapter(text)
-    if isinstance(adapter, Adapter):
-        return Adapter(expand(adapter.path), adapter.strength, adapter.parts)
-    path, strength = adapter if isinstance(adapter, tuple) else (adapter, 1.0)
-    return Adapter(expand(path), strength)
+    named = named_adapter(text)
+    return Adapter(expand(named.path), 1.0 if named.strength is None else named.strength, named.parts)
 
 
 @with_options(OPTIONS["cache"], before="html")

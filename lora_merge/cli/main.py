@@ -23,7 +23,7 @@ from ..process import LimitCheck, on_stop, signals_first
 from ..progress import unwatched
 from ..text import Lines, json_text, one_line
 from . import adapter_commands, comfyui_command, inspect_commands, tables, ui_command, verify_commands
-from .argument_values import named_adapters, named_base, named_parts, with_strengths
+from .argument_values import NamedAdapter, named_adapters, named_base
 from .batch_command import batch
 from .compat import (
     PROGRAM_OPTIONS,
@@ -36,7 +36,7 @@ from .compat import (
 )
 from .corrected_line import correct
 from .help import COMMAND_GROUPS, REFUSED, GroupedCommand, add, everywhere, examples, files, refused, take_text
-from .options import AS_JSON, DRY_RUN, HTML, JSON_TENSORS, OUTPUT, PLOT, QUIET, REPORT, read, with_options
+from .options import AS_JSON, DRY_RUN, HTML, JSON_TENSORS, OUTPUT, PLOT, QUIET, REPORT, read_with_adapters, with_options
 from .progress_display import Display, watching
 from .reports import PageFiles, ReportOptions, announcing, echo, merge_and_report, pictured, put
 from .terminal import debugging, show_error, styled, without_global_options
@@ -185,11 +185,10 @@ def merge(
 
     pictures = PageFiles(html, plot, quiet=quiet, dry_run=dry_run)
     base = named_base(base)
-    words = named_adapters(adapters or [], options.get("strength")) or [base]
-    strength_for, values = options.pop("strength_for") or (), read(options, len(words))
-    named, parts = named_parts(with_strengths(words, values), strength_for)
+    words = named_adapters(adapters or [], options.get("strength")) or [NamedAdapter(base)]
+    named, values = read_with_adapters(words, options)
     with reporting(report) as file:
-        job = make_job(base, named, checked_output(output), strength_for=parts, **values)
+        job = make_job(base, named, checked_output(output), **values)
         if file is not None:
             file.protect(sources(job), [job.output])
         pictures.protect(sources(job), [job.output])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar
 
 import typer
 
@@ -14,8 +14,11 @@ from ..errors import MergeError
 from ..option_texts import as_number, metadata_entry, parsed_setting
 from ..options import OPTIONS, Option
 from ..paths import expand
-from .argument_values import strengths
+from .argument_values import NamedAdapter, named_parts, strengths, with_strengths
 from .help import UNRECORDED, offered
+
+if TYPE_CHECKING:
+    from ..job import Adapter
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -132,3 +135,15 @@ def read(options: Mapping[str, Any], adapters: int, rows: Mapping[str, Option] =
     values["setting"] = [parsed_setting(text) for text in values.get("setting") or ()]
     values["metadata"] = [metadata_entry(text) for text in values.get("metadata") or ()]
     return {name: value for name, value in values.items() if value not in (None, (), [])}
+
+
+def read_with_adapters(
+    adapters: Sequence[NamedAdapter], options: Mapping[str, Any], rows: Mapping[str, Option] = OPTIONS
+) -> tuple[list[str | tuple[str, float] | Adapter], dict[str, Any]]:
+    """Return the adapters with their strengths and parts as `make_job` takes them, and the values of the other options,
+    see `read`."""
+    others = {name: value for name, value in options.items() if name != "strength_for"}
+    values = read(others, len(adapters), rows)
+    named, parts = named_parts(with_strengths(adapters, values), options.get("strength_for") or ())
+    refs = [adapter.for_job for adapter in named]
+    return refs, {"strength_for": parts, **values} if "strength_for" in options else values

@@ -134,14 +134,18 @@ ROW_LINES: Final = {"warning": 2, "error": 2, "verified": 2}
 """Name of a row of a panel → lines of its value, where that is more than one."""
 
 
-def show_panel(
+def show_closing(
     title: str, rows: Sequence[Fact], *, failed: bool = False, err: bool = False, whole: bool = False
 ) -> None:
-    """Print rows as a panel on a terminal. Its colour is that of the worst: of a failure, a warning or none.
+    """Print the rows of a closing report: as plain lines, or as a panel on a terminal. Its colour is that of the worst:
+    of a failure, a warning or none.
 
     `whole`: with all rows, however many lines they take.
     """
     stream = sys.stderr if err else sys.stdout
+    if not styled(stream):
+        show_lines(rows, err=err)
+        return
     warned = any(row.name == "warning" or row.style in WARNING for row in rows)
     style = "red" if failed else "yellow" if warned else "green"
     rows = rows if whole else fitted(rows, max(NARROW_COLUMNS, min(PANEL, columns(stream))))
@@ -402,18 +406,7 @@ def show_merge(report: Report, plan: Plan, options: ReportOptions) -> None:
         rows += undo(report.output, f"{Path(report.base).name} is as it was", replaced=plan.replaces)
         known = {*plan_rows(plan, verbose=options.verbose)}  # what was shown above
         rows = [row for row in rows if row not in known and (row.name or not styled(sys.stdout))]
-        if styled(sys.stdout):
-            show_panel(options.done, rows, whole=options.verbose)
-        else:
-            show_lines(rows)
-
-
-def show_proof(rows: Iterable[Fact], *, whole: bool = False) -> None:
-    """Print what `verify` has proven; as a panel on a terminal, `whole` however many lines it takes."""
-    if styled(sys.stdout):
-        show_panel("verified", [*rows], whole=whole)
-    else:
-        show_lines(rows)
+        show_closing(options.done, rows, whole=options.verbose)
 
 
 def pictured(report: Report, plan: Plan) -> dict[str, Any]:
@@ -437,10 +430,7 @@ def show_adapter_report(report: AdapterReport, title: str, *, quiet: bool, verbo
         show_rows(rows)
     else:
         rows += undo(report.output, "the inputs are as they were")
-        if styled(sys.stdout):
-            show_panel(title, rows, whole=verbose)
-        else:
-            show_lines(rows)
+        show_closing(title, rows, whole=verbose)
 
 
 # Batches.
@@ -549,10 +539,9 @@ def show_batch(planned: Batch, ended: Sequence[JobReport], *, err: bool) -> None
     rows = [*batch_rows(jobs, total), *loss_rows(jobs), *failure_rows(jobs)]
     bad = sum(not job.ok for job in ended)
     failed = bool(bad or total > len(ended))
-    if styled(sys.stderr if err else sys.stdout):
-        show_panel("some jobs have no output" if failed else "all jobs are done", rows, failed=failed, err=err)
-    else:
-        show_lines([Fact("", ""), *rows], err=err)
+    if not styled(sys.stderr if err else sys.stdout):
+        echo("", err=err)
+    show_closing("some jobs have no output" if failed else "all jobs are done", rows, failed=failed, err=err)
     if failed:
         raise failure(bad, total, "run")
 

@@ -15,10 +15,21 @@ from ..paths import expand, output_path
 from ..progress import unwatched
 from ..report import verify_rows, without_tensors
 from ..text import json_text
-from .argument_values import named_adapter, named_parts, with_strengths
+from .argument_values import named_adapter
 from .compat import checked_output, completed
 from .help import add
-from .options import AS_JSON, DRY_RUN, HTML, JSON_TENSORS, OUTPUT, QUIET, REPORT, SILENT, read, with_options
+from .options import (
+    AS_JSON,
+    DRY_RUN,
+    HTML,
+    JSON_TENSORS,
+    OUTPUT,
+    QUIET,
+    REPORT,
+    SILENT,
+    read_with_adapters,
+    with_options,
+)
 from .progress_display import PROOF, Display, paused, watching
 from .reports import (
     PageFiles,
@@ -30,9 +41,9 @@ from .reports import (
     pictured,
     put,
     show_adapter_report,
+    show_closing,
     show_merge,
     show_plan,
-    show_proof,
 )
 from .terminal import styled
 
@@ -83,9 +94,8 @@ def verify(
 
     output, base = completed(output), base and completed(base)
     options.pop("cache")  # inputs have been looked up with it
-    strength_for, values = options.pop("strength_for") or (), read(options, len(adapter or []))
-    pairs, parts = named_parts(with_strengths([named_adapter(a) for a in adapter or []], values), strength_for)
-    stated = {name: value for name, value in ({"strength_for": parts} | values).items() if value}
+    pairs, values = read_with_adapters([named_adapter(a) for a in adapter or []], options)
+    stated = {name: value for name, value in values.items() if value}
     folders = [expand(p) for p in search or []]
     weights = None if base is None and not pairs and is_adapter(expand(output)) else PROOF
     with watching(quiet=as_json or quiet, weights=weights) as display:
@@ -102,7 +112,7 @@ def verify(
     if as_json:
         put(json_text(proof if json_tensors else without_tensors(proof)))
     elif not quiet:
-        show_proof(verify_rows(proof, verbose=verbose), whole=verbose)
+        show_closing("verified", [*verify_rows(proof, verbose=verbose)], whole=verbose)
 
 
 @with_options(OPTIONS["device"], OPTIONS["cache"], OPTIONS["overwrite"], before="as_json")
@@ -188,9 +198,7 @@ def unmerge(
     )
     if output is None:
         refuse_to_unmerge(expand(path))
-    strength_for, values = options.pop("strength_for") or (), read(options, len(adapters or []))
-    named, parts = named_parts(with_strengths([named_adapter(a) for a in adapters or []], values), strength_for)
-    stated = {"strength_for": parts, **values} if parts else values
+    named, stated = read_with_adapters([named_adapter(a) for a in adapters or []], options)
     overwrite = bool(stated.get("overwrite"))
     report_options = ReportOptions(
         dry_run=dry_run, as_json=as_json, quiet=quiet, overwrite=overwrite, done="unmerged", tensors=json_tensors

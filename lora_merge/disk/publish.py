@@ -162,7 +162,7 @@ def remove_stale(folder: Path) -> None:
             with ExitStack() as locks:
                 # The run that replaces a folder has a lock on the new one, whichever name that has by now.
                 running = (part, target) if os.path.lexists(old) and not LOCK else (path,)
-                stale = all(locks.enter_context(_idle(one)) for one in running)
+                stale = all(locks.enter_context(_idle(place)) for place in running)
                 if stale:
                     _settle(old, target)
                     remove(part)

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..algorithms import DoesNotFit
 from ..errors import DEVICE_FULL, ResourceError, misfit
 from ..files.encodings.arithmetic import largest
-from ..files.encodings.rounding import Draw, draws, rounded
+from ..files.encodings.stochastic_rounding import Draw, draws, rounded
 from ..job import Job
 from ..planning.plan import OutputTensor
 from .block_values import base_values, in_place, in_units

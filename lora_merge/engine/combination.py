@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..files.encodings.rounding import draws
+from ..files.encodings.stochastic_rounding import draws
 from ..merge_methods import COMBINATIONS, SUM, UNDIRECTED
 from ..method_parameters import MethodParameters
 from .coefficients import PRODUCT_METHODS, coefficients

@@ -172,10 +172,10 @@ def _write_card(plan: Plan) -> tuple[Note, ...]:
     if plan.is_folder or not plan.has_card:
         return ()
     path = card_path(plan)
-    there = present(path)
-    if there is not None and not has_section(there):
+    old = present(path)
+    if old is not None and not has_section(old):
         return (Note(f"the card that is there stays as it is: {with_addresses(str(path))}"),)
-    content = None if path in plan.read or path.is_symlink() else card(plan, there or path)
+    content = None if path in plan.read or path.is_symlink() else card(plan, old or path)
     if content is None:
         return (Note(f"no model card was written: another kind of file is at {path}"),)
     try:
@@ -199,7 +199,7 @@ def _prove(written: WrittenOutput, reader: Reader, progress: Progress) -> Mappin
             raise changed(path, "its bytes differ, though its time of change does not")
     full = bool(touched)
     verifies = plan.job.verify or full
-    headers, checked = final_headers(plan, written.digests, written.sums), written.measures.seen
+    headers, checked = final_headers(plan, written.digests, written.sums), written.measures.samples
     proof = (
         verify(
             plan,

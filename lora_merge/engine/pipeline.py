@@ -111,11 +111,12 @@ class Pipeline:
 
     def _written(self, number: int) -> WrittenOutput:
         plan, merger = self.plans[number], self.merger
+        results = merger.results[number]
         return WrittenOutput(
             plan, self.parts[number], tuple(self.digests.of(plan.inputs)), tuple(self.entries[number]), merger.device,
-            self.seconds, dict(sorted(merger.cut[number].items())),
-            (*merger.blocks.memory.notes, *merger.notes[number]), merger.choice.why,
-            merger.measures[number].in_order(t.name for f in plan.files for t in f.targets),
+            self.seconds, dict(sorted(results.cut.items())),
+            (*merger.blocks.memory.notes, *results.notes), merger.choice.why,
+            results.measures.in_order(t.name for f in plan.files for t in f.targets),
         )  # fmt: skip
 
     def _tasks(self) -> Iterator[WindowTask]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -25,13 +26,33 @@ from .patch_tensors import PatchTensors
 from .quantised_output import NewCodes, refolded
 from .requantisation import new_parts, refitted
 from .stages import WindowTask
-from .tasks import FoldTask, largest_of_each, settled
+from .tasks import FoldTask, Merged, largest_of_each, settled
 from .tensor_moves import convert, settle
 from .tensors import CACHE_SHARE, CACHED_NUMBERS, DeviceCache, TensorCache, decoded, packed, raw
 from .windows import Fold, Window, WindowChange, pinned_bytes
 
 PINNED_UNITS: Final = 24
 """Parts of the pinned memory: 4 for adapters, and for each of three lanes 2 for windows and 4 for single blocks."""
+
+
+@dataclass
+class PlanResults:
+    """What comes of the windows of one plan besides the bytes in them."""
+
+    spool: Spool  # the parts next to codes, until the files are complete
+    measures: Measures = field(default_factory=Measures)
+    cut: Counter[str] = field(default_factory=Counter)  # tensor → how many numbers were too large for its dtype
+    uncovered: dict[str, float] = field(default_factory=dict)
+    """Weight → its largest number, if the scale of the whole weight does not cover it."""
+    notes: list[Note] = field(default_factory=list)
+
+    def add(self, merged: Merged) -> None:
+        """Add what comes of tasks."""
+        self.spool.put(merged.parts)
+        self.measures.take(merged.measures)
+        self.measures.know(merged.norms)
+        self.cut += merged.cut
+        self.uncovered = largest_of_each(self.uncovered, merged.uncovered)
 
 
 class WindowMerger:
@@ -59,14 +80,7 @@ class WindowMerger:
         self.blocks = BlockFolder(at, tensors, self.pool, FoldOptions.of(job, at, 2 * unit, changed))
         self.blocks.memory.notes += passed_over(self.choice.device, dtype)
         self.whole = DeviceWindows(self.blocks, self.pool, unit) if uploaded else None
-        # What comes of it.
-        self.cut = [Counter[str]() for _ in plans]
-        """For each plan tensor → how many numbers were too large for its dtype, and cut."""
-        self.uncovered: list[dict[str, float]] = [{} for _ in plans]
-        """For each plan weight → its largest number, if the scale of the whole weight does not cover it."""
-        self.measures = [Measures() for _ in plans]
-        self.notes: list[list[Note]] = [[] for _ in plans]
-        self.spools = [Spool(part.parent) for part in parts]
+        self.results = [PlanResults(Spool(part.parent)) for part in parts]  # one for each plan
         self.codes = NewCodes(plans, self.blocks, self.pool, self.cache.read)
 
     def begin(self, task: WindowTask) -> None:
@@ -114,21 +128,18 @@ class WindowMerger:
         finally:
             if self.whole is not None and task.last:
                 self.whole.forget(task.window)
-        self.spools[task.plan].put(merged.parts)
-        self.measures[task.plan].take(merged.measures)
-        self.measures[task.plan].know(merged.norms)
-        self.cut[task.plan] += task.saturated + merged.cut
-        self.uncovered[task.plan] = largest_of_each(self.uncovered[task.plan], merged.uncovered)
+        self.results[task.plan].add(merged)
+        self.results[task.plan].cut += task.saturated
 
     def complete(self, number: int, part: Path) -> Collection[str]:
         """Write the parts of a plan's output next to the codes, and again the weights that are too large for theirs,
         whose names are returned."""
-        plan, spool = self.plans[number], self.spools[number]
+        plan, results = self.plans[number], self.results[number]
+        spool, measures, uncovered = results.spool, results.measures, results.uncovered
         if self.whole is not None:
-            self.measures[number].take(self.whole.measured(number))
+            measures.take(self.whole.measured(number))
         targets = (t for f in plan.files for t in f.targets)
-        self.measures[number].take(replaced_measures(replaced(targets, plan.base, plan.adapters), self.cache.read))
-        uncovered = self.uncovered[number]
+        measures.take(replaced_measures(replaced(targets, plan.base, plan.adapters), self.cache.read))
         if spool.empty and not uncovered:
             return ()
         # The parts next to codes, of all windows.
@@ -137,15 +148,15 @@ class WindowMerger:
         starts = {name: (path, target.offset) for name, (path, target) in homes.items()}
         spool.write(starts)
         # Weights that their scale does not cover, folded once more with a larger one.
-        self.notes[number] += _unequal(plan, uncovered)
+        results.notes += _unequal(plan, uncovered)
         for name, magnitude in uncovered.items():
             path, old = homes[name]
             target = refitted(old, magnitude, self.cache.fetch)
-            self.measures[number].forget(name)
+            measures.forget(name)
             for block, codes, merged in refolded(target, self.blocks):
                 amend(path, raw(codes), old.offset + target.packing.encoding.nbytes(block.first * block.cols))
                 spool.put(merged.parts)
-                self.measures[number].take(merged.measures)
+                measures.take(merged.measures)
             spool.put([*new_parts(target)])
             spool.write(starts)
             self.forget()
@@ -165,8 +176,8 @@ class WindowMerger:
         if (uploaded := self.blocks.tensors.adapters_on_device) is not None:
             uploaded.forget()
         release(self.blocks.lanes.at)
-        for spool in self.spools:
-            spool.close()
+        for results in self.results:
+            results.spool.close()
 
 
 def _unequal(plan: Plan, grown: Collection[str]) -> Iterator[Note]:

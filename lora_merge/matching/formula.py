@@ -16,7 +16,7 @@ Each row is then tried on each view of the weight, [out, in] and [in, out], that
 * groups: LyCORIS' bypass mode did not change a convolution with groups in a way that no weight can hold;
 * configured scale, scale: the configuration does not contradict the tensors, and the scale is known.
 
-The first row that passes all of them is the formula of the module. `refusals` returns why the others are not. No torch.
+The first row that passes all of them is the formula of the module; if none does, the error has the reasons. No torch.
 """
 
 from __future__ import annotations
@@ -200,9 +200,8 @@ def shapes_of(module: Module) -> str:
 
 
 class Refusal(NamedTuple):
-    """A formula that a filter refused for a module."""
+    """The filter that refused a formula for a module, and why."""
 
-    formula: str
     filter: str
     reason: str
 
@@ -241,20 +240,6 @@ def choose(
             return candidate.choice(twice)
         refused.append(refusal)
     raise site.error(rows, refused)
-
-
-def refusals(
-    module: Module, view: WeightView, context: AdapterContext, near: Mapping[str, WeightView] = MappingProxyType({})
-) -> list[Refusal]:
-    """Return why each formula whose endings the module's keys have is refused, up to the first that is not."""
-    site = Site(module, view, near, context)
-    rows = site.rows()
-    refused = [*site.refused_rows(rows)]
-    for candidate in site.candidates(rows):
-        if (refusal := candidate.refusal()) is None:
-            break
-        refused.append(refusal)
-    return refused
 
 
 def check_settings(user_settings: Mapping[str, Any], used: Collection[str]) -> None:
@@ -325,22 +310,6 @@ class Site(NamedTuple):
         lacking = row.required - self.with_shared(formula).slots.keys()
         return sorted(slot for slot in lacking if row.beside.get(slot) not in self.near)
 
-    def refused_rows(self, rows: CandidateRows) -> Iterator[Refusal]:
-        """Yield why the filters of `rows` refuse the other rows that the keys' endings allow."""
-        complete = self.module.complete
-        for name in self.module.algorithms:
-            row, slots = ALGORITHMS[name], self.module.slots.keys()
-            if name not in complete:
-                unknown = sorted(slots - row.slots.keys())
-                missing = sorted(row.required - slots - row.shared - row.beside.keys())
-                reasons = [f"it has no {slot}" for slot in unknown] + [f"it needs {slot}" for slot in missing]
-                yield Refusal(name, "slots", ", ".join(reasons))
-            elif rows.selected not in (None, name):
-                yield Refusal(name, "configuration", f"the configuration selects {rows.selected}")
-        for name in complete if rows.selected is None else (rows.selected,):
-            if name not in rows.names and (lacking := self._lacking(name)):
-                yield Refusal(name, "tensors", f"neither the file nor the base has its {', '.join(lacking)}")
-
     def candidates(self, rows: CandidateRows) -> Iterator[Candidate]:
         """Yield each row with each view of the weight that may be right.
 
@@ -406,7 +375,7 @@ class Candidate:
             try:
                 passes(self)
             except DoesNotFit as e:
-                return Refusal(self.formula, name, str(e))
+                return Refusal(name, str(e))
         return None
 
     def choice(self, remarks: Sequence[Note]) -> FormulaChoice:

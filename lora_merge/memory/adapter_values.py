@@ -11,12 +11,11 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..adapter_options import KEEP
-from ..adapters_out.assumed_base_values import cache_of
-from ..adapters_out.change import Evaluator
-from ..adapters_out.combined_change import combine as combined
-from ..adapters_out.combined_change import spectrum
+from ..adapters_out.change import Evaluator, cache_of
 from ..adapters_out.commands import COMMANDS
-from ..adapters_out.decomposition.factors import decomposing
+from ..adapters_out.delta import combine as combined
+from ..adapters_out.delta import spectrum
+from ..adapters_out.factors import decomposing
 from ..adapters_out.output_names import body_of, joined
 from ..adapters_out.rank_rules import EXACT, Rule
 from ..adapters_out.report import AdapterReport

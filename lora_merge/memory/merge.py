@@ -1,4 +1,6 @@
-"""Merges tensors in memory: the plan and the fold of `merge`, without files for the base and the output."""
+"""Merges tensors in memory: the plan and the fold of `merge`, without files for the base and the output. With
+`merge_state_dict`, which returns a new state dict.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,16 @@ from numbers import Real
 from operator import attrgetter
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ..adapter_arguments import adapter_path
 from ..adapters.modules import AdapterFile, group
 from ..addresses import downloads_in
+from ..boundary import public
 from ..change_statistics import Measures
 from ..disk.reader import Reader
 from ..disk.scale_spool import PartBytes
@@ -35,8 +39,9 @@ from ..engine.row_blocks import Block, blocks, portions
 from ..engine.tasks import FoldTask, Merged
 from ..engine.tensor_moves import TORCH_DTYPES, Placement, convert, settle
 from ..engine.tensors import Fetch, TensorCache, as_bytes, decoded, stored_numbers
+from ..engine.torch_state import undisturbed
 from ..engine.windows import WINDOW_BYTES
-from ..errors import UsageError
+from ..errors import InputError, UsageError
 from ..files.checkpoint import Index, open_checkpoint
 from ..job import Adapter, Job, OneAdapter, Opened, is_pair, make_job, summands
 from ..models.blocks import groups
@@ -45,13 +50,11 @@ from ..options import a_list
 from ..planning.downloads import downloaded_paths
 from ..planning.make_plan import Inputs, Matched, check_stored, match, outputs
 from ..planning.plan import OutputTensor
-from ..progress import Progress, counted
+from ..progress import Progress, counted, watched
 from ..text import listed, one_line, plural
+from ..typed_options import PythonOptions
 from .loaded_adapter import LoadedAdapter
-from .state_index import TIED_CONFIG, index_of, tied_head
-
-if TYPE_CHECKING:
-    from ..typed_options import PythonOptions
+from .state_index import TIED_CONFIG, index_of, tied_head, ties
 
 KEEP_DEVICE: Final = "keep"
 """The value of `device` with which results stay where the tensors of the base are."""
@@ -303,3 +306,67 @@ def _adapters(adapters: MemoryAdapters) -> tuple[list[Any], list[AdapterFile], d
             files.append(group(open_checkpoint(path, adapter=True)))
         refs.append((ref, strength) if paired else ref)
     return refs, files, lent
+
+
+@public
+@undisturbed()
+def merge_state_dict(
+    state_dict: Mapping[str, Tensor],
+    adapters: MemoryAdapters,
+    *,
+    numbers: dict[str, object] | None = None,
+    progress: bool | Progress = False,
+    **options: Unpack[PythonOptions],
+) -> dict[str, Tensor]:
+    """Return a new state dict with the adapters merged in; the input is not changed.
+
+    Tensors may have different dtypes and be on different devices. Warns of tied entries that differ after the merge.
+    The options are those of `merge`; `overwrite`, `max_memory` and `verify`, which concern files, have no effect.
+
+    Parameters:
+        state_dict: Name → tensor, as `model.state_dict()` gives it.
+        adapters: As for `merge`; also state dicts of adapters, and LoadedAdapter objects.
+        numbers: A table that gets what the merge did to the weights: `numbers` of a `Report`.
+        progress: As for `merge`.
+        device: As for `merge`. "keep": every result is made and stays on the device of its tensor.
+
+    Returns:
+        Name → tensor: detached, on the CPU (see `device`), in the dtype of the input, or in `dtype`. Untouched tensors
+        that are there already share memory with the input.
+
+    Raises:
+        MergeError: As `merge`, except for errors of the output file and the disk.
+
+    Examples:
+        >>> merged = lora_merge.merge_state_dict(model.state_dict(), [("style.safetensors", 0.8)])
+        >>> model.load_state_dict(merged)
+        <All keys matched successfully>
+    """
+    index = index_of("state dict", state_dict)
+    if not index.tensors:
+        raise InputError("the state dict is empty", "state_dict", "give model.state_dict()")
+    base = index.recognised()
+    merge = prepare(base, adapters, options, state_dict, "merge_state_dict")
+    merged: dict[str, Tensor] = {}
+    with watched(progress) as watcher:
+        facts = merge.run(lambda target, tensor: merged.__setitem__(target.in_file[0], tensor), watcher)
+    warn_of(facts)
+    if numbers is not None:
+        numbers.update(facts.numbers)
+    changed = {target.in_file[0] for target in merge.targets() if target.uses}
+    parted = [
+        tie for tie in ties(state_dict)
+        if {*tie} != {*merge.head} and not changed.isdisjoint(tie) and merged.keys() >= {*tie}
+        and not (_alike(*(state_dict[k] for k in tie)) and torch.equal(*(merged[k] for k in tie)))
+    ]  # fmt: skip
+    untied = bool(merge.head) and any(m.untied for m in merge.matched.adapters)
+    for tie in parted + [merge.head] * untied:
+        first, second = map(one_line, tie)
+        warnings.warn(f"{first} and {second} were tied and now differ: load them into a model that does not tie them, "
+                      "such as with tie_word_embeddings=False, or one is lost", stacklevel=4)  # fmt: skip
+    return merged
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors that share memory are the same numbers in the same order."""
+    return (a.data_ptr(), a.dtype, a.shape, a.stride()) == (b.data_ptr(), b.dtype, b.shape, b.stride())

@@ -14,13 +14,13 @@ from typing import TypeAlias
 from ..dtypes import Shape
 from .architectures import Architecture, fits, shipped
 
-Seen: TypeAlias = frozenset[tuple[str, Shape]]
+FlatModules: TypeAlias = frozenset[tuple[str, Shape]]
 """(flat name, [out, in] of the weight or () if unknown) of every module; the first number of a name set to 0."""
 
 _BLOCK = re.compile(r"_\d+_")
 
 
-def modules_of(modules: Mapping[str, Shape]) -> Seen:
+def modules_of(modules: Mapping[str, Shape]) -> FlatModules:
     """Return the modules of one network with flat names; blocks that differ only in their number become one."""
     return frozenset(
         (_BLOCK.sub("_0_", name.lower().replace(".", "_"), count=1), shape[:2]) for name, shape in modules.items()
@@ -28,23 +28,23 @@ def modules_of(modules: Mapping[str, Shape]) -> Seen:
 
 
 @lru_cache(maxsize=16)
-def architectures(modules: Seen) -> tuple[Architecture, ...]:
+def architectures(modules: FlatModules) -> tuple[Architecture, ...]:
     """Return all architectures that the names fit; several if the adapter has too few modules to decide."""
     return tuple(a for a in shipped() if a.adapter and all(_holds(c, modules) for c in a.adapter))
 
 
-def variants(architecture: Architecture, modules: Seen) -> list[str]:
+def variants(architecture: Architecture, modules: FlatModules) -> list[str]:
     """Return the variants of an architecture that the names and widths fit."""
     return [name for name, conditions in architecture.variants.items() if all(_holds(c, modules) for c in conditions)]
 
 
-def described(titles: Iterable[Architecture], modules: Seen) -> str:
+def described(titles: Iterable[Architecture], modules: FlatModules) -> str:
     """Return the architectures as text: "Wan 14B", "Flux.1 or HunyuanVideo", "unknown"."""
     texts = [" ".join([a.title, ", ".join(variants(a, modules))]).strip() for a in titles]
     return " or ".join(texts) or "unknown"
 
 
-def _holds(condition: str, modules: Seen) -> bool:
+def _holds(condition: str, modules: FlatModules) -> bool:
     present, pattern, shape = parsed(condition)
     exists = any(
         pattern.search(name) and (shape is None or (len(have) == len(shape) and fits(shape, have)))

@@ -259,7 +259,7 @@ class NameTable:
         for body in self._bodies:
             for name, rows in _traced(body, tables):
                 self._sources.setdefault(name, {}).setdefault(body, set()).update(rows)
-        self._made: dict[str, Views] = {}
+        self._by_form: dict[str, Views] = {}
         self._rules: dict[str, Row | bool] = {}
         self._live: dict[str, list[Way]] = {}  # weak form → the ways to strong forms
         self._layers: dict[str, list[RowSlice]] = {}
@@ -332,15 +332,15 @@ class NameTable:
 
     def _names(self, of: str) -> Views:
         """Return all names of one form."""
-        if of not in self._made:
+        if of not in self._by_form:
             sources = self._sources[of]
             views, stored_views = self._canonical(sources)
             rows = set().union(*sources.values())
-            table = self._made[of] = {}
+            table = self._by_form[of] = {}
             for name, view in (*views.items(), *stored_views, *spelled(views, self._spellings, rows)):
                 if form(name) == of:
                     put(table, name, view)
-        return self._made[of]
+        return self._by_form[of]
 
     def _weak(self, name: str, of: str) -> Place:
         """Return the place by another name of a parameter, or by a name without its first level."""

@@ -70,11 +70,6 @@ def downloaded_paths(
     return paths | fetch_all(downloads(bases, adapters), None, progress, announce)
 
 
-def downloaded_path(path: Path, progress: Progress, announce: Announce | None = None) -> Path:
-    """Return the path of a checkpoint on this machine, see `downloaded_paths`."""
-    return downloaded_paths([path], progress=progress, announce=announce)[path]
-
-
 def downloaded_job(job: Job, progress: Progress, announce: Announce | None = None) -> Job:
     """Return a job whose inputs are on this machine, see `downloaded_paths`."""
     adapters = [ref.path for ref in job.adapters]

@@ -90,36 +90,36 @@ def quantising(job: Job, base: Index, names: Names) -> Quantising:
             raise UsageError("nothing is quantised", f"--keep-precision {job.keep_precision[0]}",
                              f"leave it out, or write --dtype {', '.join(QUANTISED_DTYPES)}")  # fmt: skip
         return NO_QUANTISING
-    form = None if job.dtype in GGUF_TYPES else _form(job, base)
+    form = _form(job, base)
     excepted = Parts(KEEP_PRECISION, (text for text in job.keep_precision if text != NO_DEFAULTS), names)
     forms = _forms(job, base, names, form, Parts(KEEP_PRECISION, (), names))
     if forms and excepted.texts:
         excepted.check({key: names.component(key) for key in forms}, NOT_QUANTISED)
         forms = _forms(job, base, names, form, excepted)
     if not forms:
-        others = any(_coded(job, base, form, base.tensors[key]) for key, _ in _quantisable(base, names))
+        others = any(_coded(base, form, base.tensors[key]) for key, _ in _quantisable(base, names))
         fix = "write --dtype keep, or change --keep-precision" if others else "write --dtype keep"
         raise UsageError("the base has no weight to quantise", f"{base.path}: --dtype {job.dtype}", fix)
     return Quantising(forms, dict(_sections(base, forms, form)))
 
 
-def _forms(job: Job, base: Index, names: Names, form: OutputFormat | None, excepted: Parts) -> Mapping[str, NewWeight]:
+def _forms(job: Job, base: Index, names: Names, form: OutputFormat, excepted: Parts) -> Mapping[str, NewWeight]:
     """Return the weights that are quantised, in their new form. `excepted`: the parts that keep their numbers."""
     precise_name = _precise(job, base)
     forms: dict[str, NewWeight] = {}
     for key, part in _quantisable(base, names):
         if precise_name(key) or excepted.cover([key], part):
             continue
-        if (new := _coded(job, base, form, base.tensors[key])) is not None:
+        if (new := _coded(base, form, base.tensors[key])) is not None:
             forms[key] = new
-    if form is not None and form.section is not None:
+    if form.section is not None:
         forms = _as_loaders_read(base, _as_servers_read(base, forms), form, names, excepted)
     return forms
 
 
-def _coded(job: Job, base: Index, form: OutputFormat | None, info: StoredTensor) -> NewWeight | None:
+def _coded(base: Index, form: OutputFormat, info: StoredTensor) -> NewWeight | None:
     """Return the new form of a weight; None if the format or its names have no room for it."""
-    new = form.make(info) if form else _blocks(job, base, info)
+    new = form.make(info)
     taken = new is None or any(t.name in base.tensors and t.name not in base.beside for t in new.beside)
     return None if taken else new
 
@@ -180,10 +180,10 @@ def _as_loaders_read(
 
 
 def _sections(
-    base: Index, forms: Mapping[str, NewWeight], form: OutputFormat | None
+    base: Index, forms: Mapping[str, NewWeight], form: OutputFormat
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield (folder, section of its config.json) for every folder with weights that are quantised."""
-    if form is None or form.section is None:
+    if form.section is None:
         return
     for part, modules in _matrices(base).items():
         left_out = {name for name, info in modules.items() if info.name not in forms}
@@ -193,6 +193,8 @@ def _sections(
 
 def _form(job: Job, base: Index) -> OutputFormat:
     """Return the format of the output; UsageError where no loader reads it in such a file or folder."""
+    if job.dtype in GGUF_TYPES:
+        return OutputFormat(_blocks_of(base, job.dtype.upper()))
     where, folder = f"--dtype {job.dtype}", base.path.is_dir()
     if base.gguf is not None:
         types = ", ".join(GGUF_TYPES)
@@ -246,12 +248,13 @@ def precise(name: str) -> bool:
     )
 
 
-def _blocks(job: Job, base: Index, info: StoredTensor) -> NewWeight | None:
-    """Return a weight as blocks of ggml; None where it does not fill them."""
-    kind = job.dtype.upper()
-    if base.gguf is not None:
-        packing = as_blocks(base.packed.get(info.name), info, kind)
+def _blocks_of(base: Index, kind: str) -> Callable[[StoredTensor], NewWeight | None]:
+    """Return the function that returns a weight as blocks of ggml, or None where it does not fill them."""
+    file = None if base.gguf is not None else diffusion_file(base.tensors)
+
+    def make(info: StoredTensor) -> NewWeight | None:
+        old = base.packed.get(info.name)
+        packing = as_blocks(old, info, kind) if file is None else new_blocks(file, info, kind)
         return NewWeight(packing, ()) if packing is not None else None
-    file = diffusion_file(base.tensors)
-    packing = new_blocks(file, info, kind) if file is not None else None
-    return NewWeight(packing, ()) if packing is not None else None
+
+    return make

@@ -1,6 +1,6 @@
 """Proves a written merge: the header is the planned one, untouched bytes are the base's, merged rows are right.
 
-Merged rows are recomputed in float64 by formulas that share no code with the ones that wrote them (recompute.py,
+Merged rows are recomputed in float64 by formulas that share no code with the ones that wrote them (recomputation.py,
 reference/). By default a fixed sample of a few rows of every tensor is proven; with `full`, every byte.
 """
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ..files.checkpoint import Index
 from ..files.encodings.base import Packing
-from ..files.encodings.scaled import SCALE
+from ..files.encodings.scaled_codes import SCALE
 from ..text import plural
 
 WHOLE_NUMBER: Final = re.compile(r"\d+")

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..adapters.modules import AdapterFile, looks_like_adapter
-from ..errors import UsageError
+from ..adapters.modules import looks_like_adapter, weight_shapes
+from ..errors import FitError, UsageError
 from ..files.checkpoint import Index
 from ..files.file_uses import Folder, adapter_folder
 from ..files.side_files import base_folder
-from ..job import Adapter
+from ..job import Adapter, make_job
+from ..matching.fit_errors import explain
+from ..models.names import Names
 from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.downloads import Announce, downloaded_paths
+from ..planning.make_plan import Inputs, Matched, make_plan, match
 from ..planning.plan import Plan
 from ..progress import Progress, unwatched
-from ..text import Note, listed
-from .adapter import adapter_facts
-from .adapter_on_base import fit
+from ..text import Note, by_component, by_pattern, listed
+from .adapter import adapter_facts, spread
 from .base import base_facts, dtypes
 from .file_verdict import verdict
 from .hashes import hashes_of, stored_hashes
@@ -65,17 +67,27 @@ def inspect(  # noqa: PLR0913  # two for pages and progress
     if ref is not None:
         if is_adapter(index):
             raise UsageError("two adapters, and no base", str(path), "use lora-merge compare A B, or name a base first")
-        numbers = partial(_change, pictures=pictures, progress=progress)
+        numbers: Callable[[Plan], dict[str, Any]] | None = None
+        if weights:
+            from .numbers import merge_numbers  # torch
+
+            numbers = partial(merge_numbers, pictures=pictures, progress=progress)
         facts |= base_facts(index, opened.names(path))
-        facts |= {"match": fit(path, ref, opened, numbers if weights else None)}
+        facts |= {"match": _fit(path, ref, opened, numbers)}
         return _with_verdict(facts)
     if is_adapter(index):
         file = opened.adapter(path)
         facts |= adapter_facts(file)
-        facts |= {"weights": _numbers(file, pictures=pictures, progress=progress)} if weights else {}
+        if weights:
+            from .numbers import adapter_numbers  # torch
+
+            facts["weights"] = adapter_numbers(file, pictures=pictures, progress=progress)
     else:
         facts |= base_facts(index, opened.names(path))
-        facts |= {"sizes": _sizes(index, pictures=pictures, progress=progress)} if weights else {}
+        if weights:
+            from .numbers import base_sizes  # torch
+
+            facts["sizes"] = base_sizes(index, pictures=pictures, progress=progress)
     hashed = hashes if hashes is None else hashes or is_adapter(index)
     digests = hashes_of(index, always=bool(hashes)) if hashed else {}
     facts |= {"hashes": {**digests, **{f"stored {k}": v for k, v in stored_hashes(index).items()}}}
@@ -100,25 +112,50 @@ def is_adapter(index: Index) -> bool:
     return "peft_type" in index.config or looks_like_adapter(index)
 
 
-def _numbers(file: AdapterFile, *, pictures: bool, progress: Progress) -> dict[str, Any]:
-    from .numbers import adapter_numbers  # torch
+def _fit(
+    path: Path, adapter: Adapter, opened: CheckpointCache, numbers: Callable[[Plan], Any] | None
+) -> dict[str, Any]:
+    """Return how the adapter fits the base at `path`: `fits`, and what matched or why nothing can: modules by part and
+    pattern, strengths, sizes, and what is lost to the dtype.
 
-    numbers: dict[str, Any] = adapter_numbers(file, pictures=pictures, progress=progress)
-    return numbers
+    `opened`: the checkpoints that are open.
+    `numbers`: returns the size of the change and how much of it the base's dtype keeps, which the result has then.
+    """
+    job = make_job(path, [adapter], path, unmatched="skip")
+    base, lookup, file = opened.index(path, adapter=False), opened.names(path), opened.adapter(adapter.path)
+    facts: dict[str, Any] = {"adapter": str(adapter.path), "strength": adapter.strength, "total": len(file.modules)}
+    try:
+        matched = match(Inputs.joined(job, base, lookup, (file,)))
+    except FitError as e:
+        error = {"what": e.what, "where": e.where, "fix": e.fix}
+        return {**facts, "fits": False, "matched": None, "why": f"{e.what}: {e.where}; {e.fix}", "error": error}
+    (matching,) = matched.adapters
+    why = ""
+    if matching.unmatched:
+        why = explain(lookup, list(matching.unmatched), weight_shapes(file.modules), file.index)
+    plan = make_plan(Matched(matched.inputs, matched.adapters))
+    return {
+        **facts, "fits": not matching.unmatched and bool(matching.modules), "algorithms": list(matching.algorithms),
+        "matched": matching.modules, "total": matching.total, "components": dict(matching.components),
+        "strengths": by_component(matching.strengths),
+        "effective": _effective(matched, lookup),
+        "patterns": {pattern: len(some) for pattern, some in by_pattern(matching.placed).items()},
+        "unmatched": dict(matching.unmatched), "changed_tensors": plan.changed, "output_bytes": plan.size,
+        "notes": list(matching.notes), "why": why, **({"numbers": numbers(plan)} if numbers else {}),
+    }  # fmt: skip
 
 
-def _change(plan: Plan, *, pictures: bool, progress: Progress) -> dict[str, Any]:
-    from .numbers import merge_numbers  # torch
+def _effective(matched: Matched, lookup: Names) -> dict[str, Any]:
+    """Return component → least, median and greatest factor of B A: the strength times what α makes of it.
 
-    numbers: dict[str, Any] = merge_numbers(plan, pictures=pictures, progress=progress)
-    return numbers
-
-
-def _sizes(index: Index, *, pictures: bool, progress: Progress) -> dict[str, Any]:
-    from .numbers import base_sizes  # torch
-
-    numbers: dict[str, Any] = base_sizes(index, pictures=pictures, progress=progress)
-    return numbers
+    Algorithms whose formula has no such factor are left out.
+    """
+    factors: dict[str, list[float]] = {}
+    for key, uses in matched.adapters[0].uses.items():
+        for use in uses:
+            if "scale" in use.patch.numbers:
+                factors.setdefault(lookup.component(key), []).append(use.strength * use.patch.numbers["scale"])
+    return {component: spread(values) for component, values in factors.items()}
 
 
 def _changed(index: Index) -> Iterator[Note]:

@@ -97,7 +97,7 @@ def shape_of(module: Module) -> Shape:
 def changes(plan: Plan, reader: Reader) -> Callable[[OutputTensor], ModuleChange]:
     """Return a function that computes the change of a weight that a plan changes: as two factors if the patches have
     them, else whole, from the base; of a weight that an adapter replaces the difference."""
-    exchanged = {one.target.name: one for one in replaced_by(plan)}
+    exchanged = {r.target.name: r for r in replaced_by(plan)}
     factors = TensorCache(reader, frozenset(p for m in plan.adapters for p in m.adapter.index.files))
     tensors = PatchTensors(factors.fetch, plan.weights)
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
-from lora_merge.adapters_out.decomposition.factors import Grams
+from lora_merge.adapters_out.factors import Grams
 from lora_merge.adapters_out.report import adapter_rows
 from lora_merge.errors import InputError, MergeError, UsageError
 from tests.kit.files import save

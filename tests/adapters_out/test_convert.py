@@ -18,8 +18,8 @@ import lora_merge
 from lora_merge.adapters_out.commands import COMMANDS
 from lora_merge.adapters_out.convert import opened, plan
 from lora_merge.adapters_out.dialects import DIALECTS
+from lora_merge.adapters_out.form import planned_modules
 from lora_merge.adapters_out.groups import places
-from lora_merge.adapters_out.planned_tensors import planned_modules
 from lora_merge.errors import FitError, TooLarge, UsageError
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.models.components import components

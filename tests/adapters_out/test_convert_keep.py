@@ -14,7 +14,7 @@ import lora_merge
 from lora_merge.adapters_out import matrix_modules
 from lora_merge.adapters_out.combine import plan
 from lora_merge.adapters_out.commands import COMMANDS
-from lora_merge.adapters_out.copied_tensors import ModuleTensors, in_memory
+from lora_merge.adapters_out.delta import ModuleTensors, in_memory
 from lora_merge.adapters_out.module_tensors import StoredModule
 from lora_merge.errors import FitError, VerificationFailed
 from tests.kit.command_line import run

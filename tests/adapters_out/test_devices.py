@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
-from lora_merge.adapters_out.decomposition import matrix_svd
-from lora_merge.adapters_out.decomposition.matrix_svd import of_dense, of_stack
+from lora_merge.adapters_out import matrix_svd
 from lora_merge.adapters_out.extract import extract_modules
+from lora_merge.adapters_out.matrix_svd import of_dense, of_stack
 from lora_merge.adapters_out.rank_rules import COUNT, Rule, parse
 from lora_merge.engine.row_matrix import RowMatrix
 from lora_merge.engine.tensor_moves import Placement

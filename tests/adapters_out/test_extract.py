@@ -15,7 +15,7 @@ import lora_merge
 from lora_merge.adapters_out import proof as written_proof
 from lora_merge.adapters_out.dialects import CANONICAL, DIALECTS
 from lora_merge.adapters_out.extract import extraction_proof
-from lora_merge.adapters_out.extract.kronecker import factored
+from lora_merge.adapters_out.extract.extract_modules import factored
 from lora_merge.disk.files import StoredTensor
 from lora_merge.dtypes import Shape
 from lora_merge.errors import FitError, InputError, UsageError

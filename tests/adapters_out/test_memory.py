@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
-from lora_merge.adapters_out.decomposition.svd_memory import bytes_for
+from lora_merge.adapters_out.form import bytes_for
 from lora_merge.adapters_out.rank_rules import Rule
 from tests.kit.tensors import rand
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
-from lora_merge.adapters_out.peft.kronecker import split
+from lora_merge.adapters_out.peft.config import split
 from lora_merge.errors import FitError
 from tests.kit.diffusers_models import CONFIGS
 from tests.kit.tensors import rand

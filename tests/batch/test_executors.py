@@ -187,8 +187,8 @@ def test_progress_fails_no_job_of_many_small_ones_on_workers(
 
 
 @pytest.mark.slow
-def test_progress_fails_no_job_of_two_hundred_runs(models: Path) -> None:
-    for reports in repeated(models, 200):
+def test_progress_fails_no_job_of_forty_runs(models: Path) -> None:
+    for reports in repeated(models, 40):
         assert Counter(r.status for r in reports) == {"merged": 24}, [str(r.error) for r in reports if r.error]
 
 

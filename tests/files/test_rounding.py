@@ -10,7 +10,7 @@ import torch
 import lora_merge
 from lora_merge.errors import UsageError
 from lora_merge.files.encodings.arithmetic import E2M1
-from lora_merge.files.encodings.rounding import draws, to_floats, to_integers, to_table
+from lora_merge.files.encodings.stochastic_rounding import draws, to_floats, to_integers, to_table
 from lora_merge.files.formats.bitsandbytes import NF4
 from lora_merge.files.gguf.blocks import IQ4
 from lora_merge.recipes.replay import prove

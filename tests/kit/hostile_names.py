@@ -1,7 +1,7 @@
 """Files of up to a megabyte whose names, entries or fields are as many, as long, or as alike as that allows.
 
-`python -m tests.kit.hostile_names FOLDER [BYTES [GROUP [EVERY]]]` makes them, or one group of GROUPS, or every so many-th of
-it, and gives them to the command line, in one process; one JSON line for each, as `hostile_inputs` does.
+`python -m tests.kit.hostile_names FOLDER [BYTES [GROUP [EVERY [FIRST]]]]` makes them, or one group of GROUPS, or each
+EVERY-th of it from FIRST on, and gives them to the command line, in one process; one JSON line for each, as `hostile_inputs` does.
 """
 
 from __future__ import annotations
@@ -467,5 +467,5 @@ def inputs(limit: int, word: str = "") -> Iterator[tuple[str, Files, Act]]:
 
 
 if __name__ == "__main__":
-    folder, limit, word, every = (*sys.argv[1:], *("", str(MEGABYTE), "", "1")[len(sys.argv) - 1 :])
-    run(Path(folder), itertools.islice(inputs(int(limit), word), 0, None, int(every)))
+    folder, limit, word, every, first = (*sys.argv[1:], *("", str(MEGABYTE), "", "1", "0")[len(sys.argv) - 1 :])
+    run(Path(folder), itertools.islice(inputs(int(limit), word), int(first), None, int(every)))

@@ -17,7 +17,7 @@ from lora_merge.adapters.tensor_values import FileValues
 from lora_merge.errors import MergeError
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.job import make_job
-from lora_merge.matching.formula import FILTERS, AdapterContext, choose, refusals
+from lora_merge.matching.formula import FILTERS, AdapterContext, Site, choose
 from lora_merge.models.weights import whole
 from lora_merge.planning.checkpoint_cache import CheckpointCache
 from lora_merge.planning.make_plan import plan_job
@@ -44,7 +44,10 @@ def test_choice_depends_on_its_arguments_alone(tmp_path: Path) -> None:
 
 
 Case = tuple[str, dict[str, Tensor], dict[str, Any], tuple[int, ...], set[tuple[str, str]]]
-"""Filter, tensors, PEFT configuration, weight, and refusals of which each must be reported."""
+"""Filter, tensors, PEFT configuration, weight, and formulas that are refused, each with its filter."""
+
+OF_FILE = {"slots", "configuration", "tensors"}
+"""The filters that leave some of the rows, before shapes and numbers are looked at."""
 
 REFUSED: list[Case] = [
     ("slots", {"a.hada_w1_a": rand(8, 2)}, {}, (8, 8), {("loha", "slots")}),
@@ -71,15 +74,19 @@ def test_refused_formula_names_its_filter_and_a_reason(case: Case, tmp_path: Pat
     file = group(open_checkpoint(save(tensors, tmp_path / "a.safetensors")))
     context = AdapterContext(0, file, rules(config, "adapter_config.json"), FileValues())
     (module,) = file.modules
-    refused = refusals(module, whole("w", shape), context)
-    assert {(r.formula, r.filter) for r in refused} >= expected
-    assert all(r.reason for r in refused) and name in {r.filter for r in refused}
+    site = Site(module, whole("w", shape), {}, context)
+    rows = site.rows()
+    refused = [(c.formula, *r) for c in site.candidates(rows) if (r := c.refusal()) is not None]
+    left = {(formula, filter_) for formula, filter_ in expected if filter_ not in OF_FILE}
+    assert {(formula, filter_) for formula, filter_, _ in refused} >= left and all(reason for *_, reason in refused)
+    assert not {formula for formula, _ in expected - left} & {*rows.names}
+    assert name in {filter_ for _, filter_ in expected}
     with pytest.raises(MergeError):
         choose(module, whole("w", shape), context)
 
 
 def test_every_filter_is_tried() -> None:
-    assert {name for name, *_ in REFUSED} == {"slots", "configuration", "tensors", *(name for name, _ in FILTERS)}
+    assert {name for name, *_ in REFUSED} == {*OF_FILE, *(name for name, _ in FILTERS)}
 
 
 def test_match_is_frozen(tmp_path: Path) -> None:

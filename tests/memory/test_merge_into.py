@@ -20,7 +20,7 @@ from torch import nn
 import lora_merge
 from lora_merge.errors import DeviceFailed, FitError, InputError, TooLarge, UsageError
 from lora_merge.memory import merge_into
-from lora_merge.memory.live_model import live_model
+from lora_merge.memory.merge_into import live_model
 from tests.kit.pairs import examples
 from tests.kit.pipelines import PIPELINES, saved
 from tests.kit.pipelines import model as flux

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import lora_merge
 from lora_merge.errors import InputError
-from lora_merge.memory.spans import repeats, shared
+from lora_merge.memory.state_index import repeats, shared
 from tests.files.quantised_forms import FORMS
 from tests.kit.files import load, save
 from tests.kit.pairs import examples

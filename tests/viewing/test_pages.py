@@ -26,8 +26,7 @@ from lora_merge.viewing.compare import compare, compare_rows, compare_summary
 from lora_merge.viewing.inspect import inspect
 from lora_merge.viewing.pages import page as pages
 from lora_merge.viewing.pages import plot
-from lora_merge.viewing.pages.content import PageContent
-from lora_merge.viewing.pages.heat_map import grid_places
+from lora_merge.viewing.pages.content import PageContent, grid_places
 from lora_merge.viewing.pages.output_pages import batch_page
 from lora_merge.viewing.text import match_summary, rows, summary
 from tests.kit.browser import shown

@@ -1,8 +1,8 @@
 """The meaning of a PEFT configuration for a merge: `rules(config, where, metadata)`. No torch.
 
 A configuration is `adapter_config.json`, or in a file's header `lora_adapter_metadata` of diffusers;
-network_settings.py finds those at other places. It decides what the tensors leave open. Without one the rules are empty
-and the numbers in the file are used. Matching uses the rules so:
+adapters/network_settings.py finds those at other places. It decides what the tensors leave open. Without one the rules
+are empty and the numbers in the file are used. Matching uses the rules so:
 
 1. `stored_value(key)`: the meaning of a tensor that belongs to no algorithm: the new value of a parameter or of some
    of its rows, or a copy that is not needed. None for all other keys, which `suffixes.split` reads. A key that `split`

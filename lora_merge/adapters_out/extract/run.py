@@ -28,25 +28,21 @@ from ...paths import names_folder, typed, with_ending
 from ...planning.checkpoint_cache import CheckpointCache
 from ...progress import Counting, Progress, unwatched
 from ...text import Note, listed, plural
-from ..combined_change import Storage
 from ..convert import entries_of, prefix_name
-from ..copied_tensors import ModuleTensors, rounded_value, stored_module
-from ..decomposition.svd_memory import note
+from ..delta import ModuleTensors, Storage, rounded_value, stored_module
 from ..dialects import DIALECTS, Dialect
-from ..form import Form, form_of_difference
+from ..form import Form, form_of_difference, memory_note, planned_difference
 from ..groups import Filled, Place
 from ..job import AUTO_FORMAT, SKIP, WHOLE, AdapterJob, algorithm_in, extraction_named, one_rank
-from ..metadata.sizes import PlannedLayer, planned_size
+from ..metadata import PlannedLayer, planned_size
 from ..module_tensors import Layer, StoredModule
 from ..output_file import CONTENTS, drafted, expect_room, unread
 from ..output_modules import ModuleGroups, stored_modules
 from ..peft.completion import completed, with_biases
 from ..peft.config import config, differing_ranks, expect_one, task_type
 from ..pipeline import AdapterRun, Outcome, RunFacts, idle_alpha, planned
-from ..planned_tensors import planned_difference
 from ..report import AdapterReport
-from .difference import Side, difference
-from .extract_modules import Extractor, batches
+from .extract_modules import Extractor, Side, batches, difference
 from .extraction_proof import ExtractionClaims, prove_extraction
 from .pairs import Pair, Pairs, paired
 
@@ -180,7 +176,7 @@ def run(
 def _facts(extraction: Extraction, layers: int, notes: tuple[Note, ...]) -> RunFacts:
     job, pairs = extraction.job, extraction.pairs.pairs
     forms = ((p.name, p.place.view.matrix, _form(extraction, p)) for p in pairs)
-    notes = (*notes, *note(forms, job.inputs.max_memory), *idle_alpha(job, stored=extraction.to.alpha))
+    notes = (*notes, *memory_note(forms, job.inputs.max_memory), *idle_alpha(job, stored=extraction.to.alpha))
     dtype = spoken(FILE_DTYPES[extraction.dtype])
     return RunFacts(_coverage(extraction, layers), dtype, notes, extraction.to.name, _weights(extraction))
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from ...engine.tensor_moves import TORCH_DTYPES
 from ...engine.tensors import view_bytes
-from ..copied_tensors import ModuleTensors, as_value, entry
+from ..delta import ModuleTensors, as_value, entry
 from ..dialects import Dialect
 from ..groups import Place
 from ..job import FACTORS, WHOLE
-from ..metadata.sizes import factor_shapes
+from ..metadata import factor_shapes
 from ..module_tensors import Layer, StoredModule
 from ..output_file import Entry
 from .config import BIAS_ENDING, WRAPPED_BIAS, expect_table, magnitude_shape

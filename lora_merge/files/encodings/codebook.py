@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from .base import CODES, Encoding, PartNumbers, finite
-from .scaled import SCALE, ZERO
+from .scaled_codes import SCALE, ZERO
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -25,7 +25,7 @@ from .base import (
     WeightPart,
     end_margin,
 )
-from .scaled import E8M0, SCALE, TILE
+from .scaled_codes import E8M0, SCALE, TILE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -120,11 +120,13 @@ class Fp4(Encoding):
 
     def _codes(self, blocks: Tensor, scale: Tensor, parts: PartNumbers) -> Tensor:
         """Return the nearest codes of blocks, or those of stochastic rounding, flat."""
-        from . import arithmetic, rounding
+        from . import arithmetic, stochastic_rounding
         from .nearest_codes import e2m1_codes
 
         levels = _levels(blocks, scale)
-        return e2m1_codes(rounding.to_table(levels, arithmetic.e2m1(), parts[DRAW]) if DRAW in parts else levels)
+        return e2m1_codes(
+            stochastic_rounding.to_table(levels, arithmetic.e2m1(), parts[DRAW]) if DRAW in parts else levels
+        )
 
     def _refitted(self, blocks: Tensor, old: Tensor, parts: PartNumbers) -> Tensor | None:
         """Return the scales of blocks: the old ones, the same tensor, where all of them cover the numbers and are not

@@ -25,7 +25,7 @@ from .base import (
     end_margin,
     finite,
 )
-from .scaled import NEARLY_HALF, REFIT_BELOW, SCALE, ZERO
+from .scaled_codes import NEARLY_HALF, REFIT_BELOW, SCALE, ZERO
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,7 +82,7 @@ class PackedInts(Encoding):
         """Return codes, scales and zero points."""
         import torch
 
-        from . import arithmetic, rounding
+        from . import arithmetic, stochastic_rounding
 
         # The groups of columns that share a scale, in the basis of the file.
         rows = values.numel() // self.cols
@@ -98,7 +98,7 @@ class PackedInts(Encoding):
         half = 2 ** (self.bits - 1)
         levels = (groups / scale.to(values.dtype).where(scale > 0, inf) + zero).view(rows, self.cols)
         if DRAW in parts:
-            levels = rounding.to_integers(levels, parts[DRAW].view(rows, self.cols))
+            levels = stochastic_rounding.to_integers(levels, parts[DRAW].view(rows, self.cols))
         levels = levels.round().clamp(self._least, half - 1)
         if order is not None:
             ordered = torch.empty_like(levels)

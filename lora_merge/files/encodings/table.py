@@ -54,7 +54,7 @@ class TableCodes(Encoding):
         """Return codes and scales."""
         import torch
 
-        from . import arithmetic, rounding
+        from . import arithmetic, stochastic_rounding
         from .nearest_codes import nearest
 
         # The blocks whose scales do not cover their numbers, or are too coarse.
@@ -70,7 +70,7 @@ class TableCodes(Encoding):
         divisor = torch.where(scale == 0, inf, scale).to(values.dtype)
         levels = (padded / divisor[:, None]).view(-1)
         if DRAW in parts:
-            levels[:count] = rounding.to_table(levels[:count], parts[MAP], parts[DRAW]).to(levels.dtype)
+            levels[:count] = stochastic_rounding.to_table(levels[:count], parts[MAP], parts[DRAW]).to(levels.dtype)
         codes = nearest(levels, parts[MAP])[: count + count % 2]
         return {CODES: arithmetic.in_halves(codes, high_first=True), **scales}
 

@@ -12,7 +12,7 @@ from typing import Final
 from ...dtypes import ITEM_BYTES
 from ..encodings.base import SCALE_DTYPES, Packing, WeightPart
 from ..encodings.codebook import BOOK, Aqlm
-from ..encodings.scaled import SCALE
+from ..encodings.scaled_codes import SCALE
 from .base import Checkpoint, WeightClaim, claimed
 
 BOOKS: Final = 1 << 24

@@ -15,7 +15,7 @@ from ...disk.files import StoredTensor
 from ...disk.reader import read_bytes
 from ...dtypes import DTYPE_ROWS
 from ..encodings.base import Packing, WeightPart
-from ..encodings.scaled import ScaledTensors, scaled
+from ..encodings.scaled_codes import ScaledTensors, scaled
 from ..encodings.table import ABSMAX, MAP, NESTED, NESTED_MAP, TableCodes
 from .base import Checkpoint, NewWeight, WeightClaim, claimed, codes_of, new_note, new_tensor, positive, read_note
 

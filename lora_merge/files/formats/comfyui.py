@@ -19,10 +19,10 @@ from ...dtypes import ITEM_BYTES, Shape
 from ...safe_regex import from_json
 from ..encodings.base import ROTATION_SIZES, SCALE_DTYPES, Packing, WeightPart
 from ..encodings.codebook import BOOK, ROW_SCALE, Columns, Grouped
+from ..encodings.expert_stack import one_of, stacked
 from ..encodings.fp4 import WHOLE_SCALE, Fp4Tensors, fp4
 from ..encodings.packed_ints import PackedInts
-from ..encodings.scaled import E8M0, SCALE, TILE, ZERO, ScaledTensors, scaled
-from ..encodings.stacked import one_of, stacked
+from ..encodings.scaled_codes import E8M0, SCALE, TILE, ZERO, ScaledTensors, scaled
 from .base import Checkpoint, NewWeight, WeightClaim, claimed, codes_of, new_note, new_tensor, positive, read_note
 
 LAYERS_ENTRY: Final = "_quantization_metadata"

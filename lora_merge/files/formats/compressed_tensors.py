@@ -21,7 +21,7 @@ from ...safe_regex import Refused, Steps, pattern
 from ..encodings.base import SCALE_DTYPES, Packing, WeightPart
 from ..encodings.fp4 import Fp4Tensors, fp4
 from ..encodings.packed_ints import ORDER, WORD, PackedInts
-from ..encodings.scaled import SCALE, ZERO, ScaledTensors, scaled
+from ..encodings.scaled_codes import SCALE, ZERO, ScaledTensors, scaled
 from .base import Checkpoint, NewWeight, WeightClaim, claimed, codes_of, new_tensor, positive
 
 EMBEDDING_LAYERS: Final = re.compile(r"(^|[._])(\w*embed\w*|wte|wpe)$", re.IGNORECASE)

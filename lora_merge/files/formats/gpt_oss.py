@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..encodings.base import Packing, WeightPart
 from ..encodings.fp4 import Fp4
-from ..encodings.scaled import E8M0, SCALE
+from ..encodings.scaled_codes import E8M0, SCALE
 from .base import Checkpoint, WeightClaim, claimed
 
 

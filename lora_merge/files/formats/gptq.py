@@ -13,7 +13,7 @@ from typing import Any
 from ...disk.files import StoredTensor
 from ..encodings.base import CODES, SCALE_DTYPES, Packing, WeightPart
 from ..encodings.packed_ints import ORDER, WORD, TransposedInts
-from ..encodings.scaled import SCALE, ZERO
+from ..encodings.scaled_codes import SCALE, ZERO
 from .base import Checkpoint, WeightClaim, claimed
 
 

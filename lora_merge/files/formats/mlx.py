@@ -14,11 +14,11 @@ from typing import Any, Final
 
 from ...disk.files import StoredTensor
 from ...dtypes import ITEM_BYTES
-from ..encodings.affine import BIAS, affine
+from ..encodings.affine_codes import BIAS, affine
 from ..encodings.base import SCALE_DTYPES, Packing, WeightPart
 from ..encodings.fp4 import Fp4Tensors, fp4
 from ..encodings.packed_ints import WORD
-from ..encodings.scaled import E8M0, SCALE, ScaledTensors, scaled
+from ..encodings.scaled_codes import E8M0, SCALE, ScaledTensors, scaled
 from .base import Checkpoint, WeightClaim, claimed
 
 BITS: Final = (1, 2, 3, 4, 5, 6, 8)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from ..encodings.fp4 import Fp4Tensors, fp4
-from ..encodings.scaled import TILE, ScaledTensors, scaled
+from ..encodings.scaled_codes import TILE, ScaledTensors, scaled
 from .base import Checkpoint, WeightClaim, claimed
 from .comfyui import LAYERS_ENTRY
 

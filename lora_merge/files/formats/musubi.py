@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from math import prod
 from typing import Final
 
-from ..encodings.scaled import TILE, ScaledTensors, scaled
+from ..encodings.scaled_codes import TILE, ScaledTensors, scaled
 from .base import Checkpoint, WeightClaim, claimed
 from .comfyui import LAYERS_ENTRY
 

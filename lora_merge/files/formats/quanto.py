@@ -12,7 +12,7 @@ from typing import Final
 
 from ...disk.files import StoredTensor
 from ..encodings.packed_ints import shared_byte_ints
-from ..encodings.scaled import ScaledTensors, scaled
+from ..encodings.scaled_codes import ScaledTensors, scaled
 from .base import Checkpoint, WeightClaim, claimed
 
 ACTIVATION_SCALES: Final = ("input_scale", "output_scale")

@@ -18,11 +18,11 @@ from typing import Any, Final, NamedTuple
 from ...disk.files import StoredTensor
 from ...dtypes import ITEM_BYTES, Shape
 from ...safe_regex import Refused, Steps
-from ..encodings.affine import BIAS, affine
+from ..encodings.affine_codes import BIAS, affine
 from ..encodings.base import ROTATION_SIZES, SCALE_DTYPES, Encoding, Packing, WeightPart
-from ..encodings.low_rank import LowRankFactors, LowRankSums, with_factors
+from ..encodings.low_rank_sum import LowRankFactors, LowRankSums, with_factors
 from ..encodings.packed_ints import PackedInts
-from ..encodings.scaled import SCALE, ZERO, ScaledTensors, scaled
+from ..encodings.scaled_codes import SCALE, ZERO, ScaledTensors, scaled
 from .base import Checkpoint, WeightClaim, claimed, positive
 
 EXTRAS: Final = ("use_codebook", "use_codebook_scale", "use_quantized_matmul", "use_quantized_matmul_conv")

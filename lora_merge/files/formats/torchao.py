@@ -19,7 +19,7 @@ from ...dtypes import Shape
 from ...safe_regex import from_json
 from ..encodings.base import Packing
 from ..encodings.fp4 import Fp4Tensors, fp4
-from ..encodings.scaled import ScaledTensors, scaled
+from ..encodings.scaled_codes import ScaledTensors, scaled
 from .base import Checkpoint, WeightClaim, claimed, positive
 
 NAMES_ENTRY: Final = "tensor_names"

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from ...disk.files import StoredTensor
-from ..encodings.scaled import ScaledTensors, scaled
+from ..encodings.scaled_codes import ScaledTensors, scaled
 from .base import Checkpoint, NewWeight, WeightClaim, claimed, codes_of, new_tensor, positive
 
 SCALE_ENDINGS: Final = {

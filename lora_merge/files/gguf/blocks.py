@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..encodings.arithmetic import cached_table, cut_to_fp8, ends_of_each, from_fp8
 from ..encodings.base import BARELY, InvalidPart, OutOfRange
-from ..encodings.rounding import to_integers, to_table
+from ..encodings.stochastic_rounding import to_integers, to_table
 from .bit_layouts import BIT_LAYOUTS, BlockLayout, half, put_half
 
 E4M3: Final = "F8_E4M3"

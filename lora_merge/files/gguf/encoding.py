@@ -91,7 +91,7 @@ class Ggml(Encoding):
             if values.numel() and float(values.abs().max()) > DTYPE_ROWS[self.kind].room:
                 raise OutOfRange
             from ..encodings.arithmetic import single
-            from ..encodings.rounding import to_floats
+            from ..encodings.stochastic_rounding import to_floats
 
             values = values if self.kind == "F32" else single(values)
             if uniform is not None and self.kind != "F32":

@@ -14,7 +14,7 @@ native in shards: {…}               # the table if several files hold the base
 spellings: {…}                      # further names that only adapters use, same notation
 xlabs: {…}                          # those of XLabs' files
 native: sdxl                        # or: the same table as in sdxl.yaml
-adapter:                            # conditions on an adapter's names, see guess.py
+adapter:                            # conditions on an adapter's names, see ../adapter_architecture.py
 lbw: {MINE: 1,0,0.5,…}              # a user's lists of block weights
 
 A user's file may have `lbw` and `spellings` alone: the names of an adapter in the names of any base, as in
@@ -197,10 +197,10 @@ class _Reader:
         layouts = {name + end for name in fields.get("layouts", ()) for end in ("", IN_SHARDS)} | {*OF_ADAPTERS}
         if strange := [t for t in tables if t not in layouts]:
             raise _bad(self.file, 1, f"{strange[0]} is neither a setting nor one of its layouts")
-        made = Architecture(file=self.file, tables=tables, **fields)
+        architecture = Architecture(file=self.file, tables=tables, **fields)
         if self.file.parent != FOLDER:
-            made.spellings  # noqa: B018  reports mistakes in a user's rows at once
-        return made
+            architecture.spellings  # noqa: B018  reports mistakes in a user's rows at once
+        return architecture
 
     def pairs(self, node: Any) -> list[tuple[Any, Any]]:
         if node is None or node.id != "mapping":

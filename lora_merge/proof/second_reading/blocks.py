@@ -46,7 +46,7 @@ _ITEM: Final = f"{_NAME}(?:-[A-Za-z]*[0-9]+)?"
 BLOCK_NAMES: Final = re.compile(rf"{_ITEM}(?:\+{_ITEM})*")
 """Blocks as a strength names them: a stack in capitals, a block, a range, several with +."""
 
-OWN: Final = re.compile(r"([A-Z]+|#)([0-9]*)")
+BLOCK_NAME: Final = re.compile(r"([A-Z]+|#)([0-9]*)")
 
 LEVEL_LAYERS: Final = 2
 """Layers of a level of the down path in the U-Nets of Stable Diffusion; one more in the up path."""
@@ -186,7 +186,7 @@ class BlockNames:
         """Return whether a block or a range of blocks has one; None for a range across stacks of no known order."""
         if item == block or (item, block) == ("MID", "M00"):
             return True
-        match, block_match = ITEM.fullmatch(item), OWN.fullmatch(block)
+        match, block_match = ITEM.fullmatch(item), BLOCK_NAME.fullmatch(block)
         assert match is not None, "the caller has looked"
         letters, first, other, last = match.groups()
         stack, number = block_match.groups() if block_match is not None else (block, "")

@@ -159,7 +159,7 @@ def _of_original(claim: ModuleClaim, planned: Sequence[_Planned], shapes: Mappin
     """Return the claim of a module that the file holds twice, with the tensors of the module that is applied.
 
     They are found by their place, as the names may be any that the planner takes for one. The account of the adapter's
-    tensors (account.py) compares the bytes of both.
+    tensors (../account.py) compares the bytes of both.
     """
     for module in planned:
         slots = {slot: info.name for slot, info in module.uses[0][1].patch.module.slots.items()}

@@ -126,16 +126,16 @@ class NameRows:
     """Lines of the tables that a module's name is looked up in."""
 
     def __init__(self) -> None:
-        self._found: dict[str, list[tuple[list[str], Line]]] = {}  # name, all numbers `#` → its own numbers, line
+        self._lines: dict[str, list[tuple[list[str], Line]]] = {}  # name, all numbers `#` → its own numbers, line
 
     def add(self, name: str, line: Line) -> None:
         """Add a line under one of its names."""
-        self._found.setdefault(_NUMBER.sub("#", name), []).append((_NUMBER.findall(name), line))
+        self._lines.setdefault(_NUMBER.sub("#", name), []).append((_NUMBER.findall(name), line))
 
     def of(self, name: str) -> Iterator[tuple[Line, list[str]]]:
         """Yield the lines that a name fits, each with the numbers of its `#`."""
         numbers = _NUMBER.findall(name)
-        for template, line in self._found.get(_NUMBER.sub("#", name), ()):
+        for template, line in self._lines.get(_NUMBER.sub("#", name), ()):
             if all(want in ("#", number) for want, number in zip(template, numbers, strict=True)):
                 yield line, [number for want, number in zip(template, numbers, strict=True) if want == "#"]
 

@@ -278,15 +278,15 @@ class Networks:
             # In others, whether it is called te or te1 depends on the denoiser.
             named[encoders[0]] = ("te", (*called, "te")) if of_sd else ("", called)
         self.networks = tuple(Network(prefix, *named[prefix], shapes_of) for prefix, shapes_of in by_prefix.items())
-        self._found: dict[tuple[str, str], WeightPlace | None] = {}
+        self._places: dict[tuple[str, str], WeightPlace | None] = {}
         main = next((n for n in self.networks if "denoiser" in n.called), None)
         self.blocks = BlockNames(*((main.prefix, main.shapes) if main is not None else ("", ())))
 
     def find(self, stem: str, parameter: str) -> WeightPlace | None:
         """Return the one place that a module's name means; None if there is none or more than one."""
-        if (stem, parameter) not in self._found:
-            self._found[stem, parameter] = self._find(stem, parameter)
-        return self._found[stem, parameter]
+        if (stem, parameter) not in self._places:
+            self._places[stem, parameter] = self._find(stem, parameter)
+        return self._places[stem, parameter]
 
     def _find(self, stem: str, parameter: str) -> WeightPlace | None:
         places: list[WeightPlace] = []

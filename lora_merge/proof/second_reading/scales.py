@@ -74,7 +74,7 @@ class ModuleScales:
         # PEFT may have taken the factors' start out of a weight that the adapter's file holds
         self.keeps_base = any(".base_layer." in name for name in stored.names)
         self._stored, self._config, self._metadata = stored, stored.config, stored.metadata
-        self._given, self._number = settings, number
+        self._settings, self._number = settings, number
         self._simple: dict[int, bool] = {}  # `id` of a table of patterns → whether they are
         self._unread = any(_changes_alpha(self._metadata.get(name, "")) for name in ARGUMENT_ENTRIES)
 
@@ -121,17 +121,17 @@ class ModuleScales:
 
     def stated(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return settings with the user's own values for them."""
-        return {name: self._given.get(name, value) for name, value in settings.items()}
+        return {name: self._settings.get(name, value) for name, value in settings.items()}
 
     @property
     def turns(self) -> bool:
         """Whether the user says if square weights are [in, out]."""
-        return "fan_in_fan_out" in self._given
+        return "fan_in_fan_out" in self._settings
 
     @property
     def order(self) -> str:
         """The order of the rows of fused projections that the user states; "" for none."""
-        return str(self._given.get("row_order", ""))
+        return str(self._settings.get("row_order", ""))
 
     def configuration(self, stem: str) -> tuple[Mapping[str, Any], str] | None:
         """PEFT's configuration for a module, empty where it has none, and the module's path there; None if unknown."""
@@ -238,11 +238,11 @@ class ModuleScales:
     def _alpha(self, group: Group) -> float | None:
         if "alpha" in group.roles:
             return self._number(group.roles["alpha"])
-        alpha = self._given.get("lora_alpha")
+        alpha = self._settings.get("lora_alpha")
         return float(alpha) if isinstance(alpha, (int, float)) else self._stated[1]
 
     def _knows_alpha(self, group: Group) -> bool:
-        return "alpha" in group.roles or "lora_alpha" in self._given or self._stated[0]
+        return "alpha" in group.roles or "lora_alpha" in self._settings or self._stated[0]
 
     def _rank(self, group: Group) -> int:
         """Return the rank of the factors; 0 where they have none."""
@@ -263,7 +263,7 @@ class ModuleScales:
         """Return the scale by PEFT's configuration: LoRA's rank is that of its tensors, others' is configured."""
         config, path_of = self.configuration(group.stem) or ({}, "")
         path = path or path_of
-        configured = config.get(ALPHA_OF_TYPE[method], 8) or self._given.get("lora_alpha", 0)
+        configured = config.get(ALPHA_OF_TYPE[method], 8) or self._settings.get("lora_alpha", 0)
         alpha = self._by_pattern(config, "alpha_pattern", path, configured)
         started = config.get("init_lora_weights") in ("pissa", "olora") and group.kind == "lora"
         whole = not rank or (started and rank == min(group.roles["up"].shape[0], group.roles["down"].shape[1]))

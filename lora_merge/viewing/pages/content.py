@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import sqrt
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from ...facts import Fact
+from ...models.blocks import in_order
+from ...models.prefixes import innermost
 from ...paths import typed
 from ...report import ENLARGED
 from ...survival import CHANCE_SHARE
 from ...text import json_text, plural
-from .heat_map import grid_places
 
 Values: TypeAlias = Mapping[str, Any]
 TableRow: TypeAlias = list[Any]
@@ -192,7 +194,7 @@ class PageContent:
         for kind, of in (("components", "part"), ("blocks", "block")):
             rows = [*numbers[kind].items()]
             self.bars(f"‖ΔW‖ / ‖W‖ by {of}", of, ((name, row["ratio"]) for name, row in rows), "%")
-            lost = [(name, 1 - min(kept, 1)) for name, row in rows if (kept := row["retained"]) is not None]
+            lost = [(name, 1 - min(share, 1)) for name, row in rows if (share := row["retained"]) is not None]
             if any(share > LEAST_LOSS for _, share in lost):
                 self.bars(f"Lost to the output's dtype by {of}", of, lost, "%")
             metrics = [m for m in CHANGED if m.key in every]
@@ -221,3 +223,33 @@ def _weight_numbers(facts: Values, metrics: Sequence[Metric]) -> dict[str, Any]:
     """Return the numbers of one weight that the page shows."""
     pictures = {key: facts[key] for key in ("spectrum", "histogram") if facts.get(key)}
     return {m.key: facts.get(m.key) for m in metrics} | pictures
+
+
+# The place of a weight in a heat map: its block is the row, its kind of layer the column.
+
+BLOCK_PATH: Final = re.compile(
+    r".*?(?:^|[._])(?:mid(?:dle)?_block|(?:blocks?|layers?|h|resblocks)[._][0-9]+)(?=[._]|$)"
+)
+"""The path of a block at the beginning of a module's name: `lora_unet_down_blocks_1`, `model.layers.3`."""
+NUMBERED_LEVELS: Final = re.compile(
+    r"^(?:[._]*(?:transformer_blocks|blocks?|layers?|resnets|attentions)?[._]*[0-9]+)+(?=[._]|$)"
+)
+"""Numbers, and the levels that they count, at the beginning of the rest of a name behind its block."""
+DROPPED_ENDINGS: Final = (".weight", ".bias")
+REST_ROW: Final = "(the rest)"  # the row of what is in no part that is known
+NAME_NUMBERS: Final = re.compile(r"(?:(?<=[._])|^)[0-9]+(?=[._]|$)")
+
+
+def grid_places(blocks: Mapping[str, str], order: Iterable[str] = ()) -> dict[str, tuple[str, str]]:
+    """Return name → (block, kind of layer), in the order of the blocks, and of the names. `blocks`: name → block."""
+    place = {block: number for number, block in enumerate(dict.fromkeys((*order, *blocks.values())))}
+    names = sorted(blocks, key=lambda name: (place[blocks[name]], in_order(name)))
+    return {name: (blocks[name] or REST_ROW, _kind(name)) for name in names}
+
+
+def _kind(name: str) -> str:
+    """Return the kind of layer of one weight or module: its name behind the path of its block."""
+    stem = next((name.removesuffix(end) for end in DROPPED_ENDINGS if name.endswith(end)), name)
+    block = BLOCK_PATH.match(stem)
+    kind = NUMBERED_LEVELS.sub("", stem[block.end() :] if block else innermost(stem)[1]).strip("._")
+    return (NAME_NUMBERS.sub("#", kind) if kind else "whole block") + (".bias" if name.endswith(".bias") else "")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from ...disk.files import open_regular
+from ...errors import MergeError
 from ...facts import between, counts_by_kind
 from ...models.blocks import in_order
 from ...text import plural
@@ -13,8 +17,8 @@ from ..compare import compare_summary
 from ..file_verdict import top
 from ..hashes import hash_title
 from ..text import few, match_summary, metadata, summary, training_value
+from ..training import THUMBNAIL
 from .content import CLICK, COSINE, CURVE_AXES, CURVE_TITLE, Column, Metric, PageContent, Values, root
-from .preview import preview
 
 MEASURED: Final = (
     Metric("norm", "‖ΔW‖", join=root),
@@ -68,7 +72,7 @@ def file_page(facts: Values) -> dict[str, Any]:
         page.chip("trigger words", word)
     for name, value in (facts.get("hashes") or {}).items():
         page.chip(hash_title(name), value)
-    page.data["image"] = preview(trained.get("preview") or {}, facts.get("metadata") or {})
+    page.data["image"] = _preview(trained.get("preview") or {}, facts.get("metadata") or {})
     lines = (
         [name.replace("_", " "), training_value(name, value)]
         for name, value in trained.items()
@@ -245,3 +249,31 @@ def _file_row(facts: Values) -> list[Any]:
     made_for = facts.get("architecture") or facts.get("made_for")
     return [facts["path"], facts["kind"], made_for, match.get("adapter"), match.get("matched"), match.get("total"),
             facts["tensors"], facts["bytes"]]  # fmt: skip
+
+
+# The preview picture of an adapter: from its metadata, or from a file next to it.
+
+MOST_PICTURE_BYTES: Final = 1_000_000  # bytes of a picture in a page
+PICTURE_DATA: Final = re.compile(r"data:image/(?:png|jpeg|webp|gif|avif);base64,[A-Za-z0-9+/]+={0,2}")
+"""A picture in the metadata. Kinds that are programs, such as SVG, are not shown."""
+PICTURE_KINDS: Final = {
+    "png": rb"\x89PNG\r\n\x1a\n", "jpeg": rb"\xff\xd8\xff", "webp": rb"RIFF....WEBP", "gif": rb"GIF8[79]a",
+}  # fmt: skip
+"""Kind of a picture → the beginning of its file. A file next to an adapter may be a link to anything: a page holds only
+pictures."""
+
+
+def _preview(picture: Mapping[str, Any], metadata: Mapping[str, str]) -> str:
+    """Return a picture as an address that holds it; "" if there is none, or it is too large for a page."""
+    if picture.get("in") == THUMBNAIL:
+        text = metadata.get(THUMBNAIL, "")
+        return text if len(text) <= MOST_PICTURE_BYTES * 4 // 3 and PICTURE_DATA.fullmatch(text) else ""
+    path = Path(str(picture.get("in", "")))
+    try:
+        with open_regular(path) as f:
+            content = f.read(MOST_PICTURE_BYTES + 1)
+    except (OSError, MergeError):
+        return ""
+    kinds = (kind for kind, start in PICTURE_KINDS.items() if re.match(start, content, re.DOTALL))
+    kind = next(kinds, "") if len(content) <= MOST_PICTURE_BYTES else ""
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}" if kind else ""

@@ -1,32 +1,84 @@
-"""Makes the tensors of one layer of the output: the changes are combined, cut to a rank, and rounded once."""
+"""Δ of one layer, with torch: changes are combined, cut to a rank, rounded once, and become the tensors of a module."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..disk.draft import Draft, Heap
+from ..disk.files import StoredTensor
+from ..disk.reader import Reader
 from ..engine.coefficients import PRODUCT_METHODS, coefficients
 from ..engine.combination import combined_rows
 from ..engine.module_change import ModuleChange
 from ..engine.row_matrix import RowMatrix
-from ..engine.tensor_moves import FILE_DTYPES, HOST, Placement, finite, odd
+from ..engine.tensor_moves import FILE_DTYPES, HOST, TORCH_DTYPES, Placement, finite, odd
 from ..errors import beyond_dtype
+from ..matching.patch import Patch
 from ..merge_methods import COMBINATIONS
-from .change import Change, largest_rank
-from .decomposition.factors import Triples, decomposing, inner_products, stacked
-from .decomposition.matrix_svd import of_dense, values_of
-from .decomposition.storage_rounding import apart_from, rounded
-from .decomposition.stored_factors import Cut, FactoredDelta, StoredFactors, exact, leading_pair, spectrum_of, truncated
-from .groups import Target
+from .change import Change, Evaluator, cache_of, largest_rank, norms_of, squares_between
+from .factored_modules import StoredNumbers
+from .factors import (
+    Cut,
+    FactoredDelta,
+    StoredFactors,
+    Triples,
+    decomposing,
+    exact,
+    inner_products,
+    leading_pair,
+    spectrum_of,
+    stacked,
+    truncated,
+)
+from .groups import Place, Target
 from .job import AUTO, FACTORS, WHOLE, AdapterJob
-from .module_tensors import Layer, Norms
+from .matrix_svd import of_dense, values_of
+from .module_tensors import ChangeOfMean, Layer, Norms, StoredModule, waiting, without_bytes
+from .output_file import Entry
 from .rank_rules import EXACT, LayerSpectrum, Rule
-from .rounding import Array, Effect, Totals, totals_of_rows
+from .rounding import ZERO_TOTALS, Array, Effect, Totals, squares, squares_of_rows, totals_of, totals_of_rows
+from .sources import Sources
+
+LOST_IN_FP32: Final = 1e-10
+"""The share of ‖Δ‖² from which on a difference that is formed in fp32 has digits enough."""
+
+
+def apart_from(whole: RowMatrix, up: Tensor, down: Tensor, total: float, dtype: torch.dtype | None = None) -> float:
+    """Return ‖Δ − B A‖² of a matrix Δ, number by number, some rows at a time, which stay in the caches. In fp32 that is
+    exact to a thousandth from LOST_IN_FP32 · ‖Δ‖² on; for less it is computed in fp64. `total`: ‖Δ‖². `dtype`: default:
+    that of Δ."""
+    off, wide = 0.0, torch.float64
+    dtype_of_sums = dtype or whole.read(slice(0, 0)).dtype
+    left, right = up.to(dtype_of_sums), down.to(dtype_of_sums)
+    for rows, block in whole.blocks(owned=False):
+        off += squares(torch.addmm(block.to(dtype_of_sums), left[rows], right, alpha=-1))
+    return off if off > LOST_IN_FP32 * total or dtype_of_sums == wide else apart_from(whole, up, down, total, wide)
+
+
+class Rounded(NamedTuple):
+    """A matrix as it is stored, the totals of the exact one, and ‖Δ − Δ̂‖²."""
+
+    numbers: Tensor
+    totals: Totals
+    lost: float  # ‖Δ − Δ̂‖²
+
+
+def rounded(exact: RowMatrix, dtype: torch.dtype) -> Rounded:
+    """Return a matrix that is rounded once, some rows at a time."""
+    numbers = torch.empty(exact.shape, dtype=dtype)
+    totals, lost = ZERO_TOTALS, 0.0
+    for rows, block in exact.blocks(owned=False):
+        numbers[rows] = block
+        totals += totals_of(block)
+        lost += squares(numbers[rows].double() - block.double())
+    return Rounded(numbers, totals, lost)
 
 
 @dataclass(frozen=True)
@@ -188,3 +240,108 @@ class Storage:
 def tensor_of(bits: Array, dtype: torch.dtype) -> Tensor:
     """Return stored numbers as a tensor, in the same memory."""
     return torch.from_numpy(np.ascontiguousarray(bits)).view(dtype)
+
+
+@dataclass(frozen=True)
+class ModuleTensors:
+    """The stored tensors of one module by their ending, and the facts of its layer."""
+
+    place: Place
+    tensors: Mapping[str, Tensor]
+    layer: Layer
+    copied: bool = False  # whether the tensors are those of the input: nothing is known of the size of its change
+
+
+def rounded_change(place: Place, ending: str, change: RowMatrix, dtype: torch.dtype) -> ModuleTensors:
+    """Return a parameter's whole change, rounded once."""
+    stored = rounded(change, dtype)
+    tensors = {ending: stored.numbers.reshape(place.view.shape)}
+    return ModuleTensors(place, tensors, Layer(tensors, WHOLE, 0, 0, None, stored.totals.squares, stored.lost))
+
+
+def rounded_value(place: Place, value: RowMatrix, change: RowMatrix, dtype: torch.dtype) -> ModuleTensors:
+    """Return a parameter's new value, rounded once, where the dialect stores no changes of it."""
+    stored = rounded(value, dtype)
+    tensors = {f".{place.parameter}": as_value(place, stored.numbers)}
+    return ModuleTensors(place, tensors, Layer(tensors, WHOLE, 0, 0, None, squares_of_rows(change), stored.lost))
+
+
+def as_value(place: Place, numbers: Tensor) -> Tensor:
+    """Return a parameter as the model has it, which may be [in, out], such as Conv1D of GPT-2."""
+    value = numbers.reshape(place.view.shape)
+    return (value.mT if is_turned(place) else value).contiguous()
+
+
+def is_turned(place: Place) -> bool:
+    """Return whether the base stores a matrix [in, out]."""
+    return place.view.row_slices[0].transposed and len(place.view.shape) == 2
+
+
+def holds(dtype: torch.dtype, value: Tensor) -> bool:
+    """Return whether a dtype holds all numbers of a tensor."""
+    return not value.is_floating_point() or value.dtype == dtype or torch.equal(value.to(dtype).to(value.dtype), value)
+
+
+def stored_magnitude(patch: Patch) -> tuple[int, ...]:
+    """Return the stored shape of a magnitude, which shows its axis."""
+    assert patch.magnitude is not None, "the caller looked"
+    _, shape = patch.magnitude
+    ones = (1,) * (len(patch.view.shape) - 2)
+    return (*shape, *ones)
+
+
+def in_memory(module: ModuleTensors) -> StoredModule:
+    """Return a module whose tensors are written as they are in memory."""
+    entries = {ending: entry(ending, tensor) for ending, tensor in module.tensors.items()}
+    return StoredModule(module.place, entries, without_bytes(module.layer), module.copied)
+
+
+def stored_module(module: ModuleTensors, put: Heap | Draft) -> StoredModule:
+    """Return a module whose bytes wait, or are in the draft of the output."""
+    return waiting(in_memory(module), put)
+
+
+def entry(name: str, tensor: Tensor) -> Entry:
+    """Return a tensor as it is written."""
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
+    return Entry(name, FILE_DTYPES[tensor.dtype], tuple(tensor.shape), memoryview(raw))  # type: ignore[arg-type]
+
+
+class AveragedMatrices:
+    """Computes both changes of weights of one job: the average of the changes, and that by the averaged tensors."""
+
+    def __init__(
+        self, job: AdapterJob, sources: Sources, reader: Reader, read: Callable[[StoredTensor], StoredNumbers]
+    ) -> None:
+        """`read`: returns the average of a tensor of the snapshots."""
+        self._job, self._read = job, read
+        self._files = {file for adapter in sources.adapters for file in adapter.index.files}
+        self._cache = cache_of(job, reader, sources)
+        self._stored = Evaluator(sources, self._cache, HOST)
+        self._averaged = Evaluator(sources, self._cache, HOST, fetch=self._fetch)
+
+    def _fetch(self, info: StoredTensor) -> Tensor:
+        """Return the average of a tensor of the snapshots; the base's as it is."""
+        if info.file not in self._files:
+            return self._cache.fetch(info)
+        bits, dtype = self._read(info)
+        return tensor_of(bits, TORCH_DTYPES[dtype]).reshape(info.shape)
+
+    def layers(self, target: Target, alone: Target) -> Iterator[tuple[Target, ChangeOfMean]]:
+        """Yield the layers that a weight is stored as. `alone`: the weight with the first snapshot's uses alone."""
+        changes = self._stored.changes(target)
+        delta = combine(self._job, target, changes, [""] * len(changes))
+        written, norms = combine(self._job, alone, self._averaged.changes(alone), [""]), norms_of(changes, target)
+        for part, only in zip(target.stored, alone.stored, strict=True):
+            rows, real = delta.of(part), written.of(only)
+            yield part, ChangeOfMean(rows.before, real.before, rows.squares, _apart(rows, real), rows.effect,
+                                     norms[part.label])  # fmt: skip
+        self._stored.forget()
+        self._averaged.forget()
+
+
+def _apart(delta: Delta, written: Delta) -> float:
+    """Return ‖Δ − Δ̂‖²."""
+    if delta.whole is None and written.whole is None:
+        return delta.factored.apart(written.factored)
+    return squares_between(delta.rows, written.rows)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 from ...disk.files import StoredTensor
 from ...dtypes import ITEM_BYTES, Shape
 from .base import CODES, SCALE_DTYPES, Encoding, Packing, PartNumbers, WeightPart, finite
-from .scaled import SCALE, ZERO
+from .scaled_codes import SCALE, ZERO
 
 if TYPE_CHECKING:
     from torch import Tensor

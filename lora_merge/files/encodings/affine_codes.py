@@ -7,7 +7,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from .base import CODES, DRAW, Encoding, OutOfRange, PartNumbers, end_margin, finite
-from .scaled import REFIT_BELOW, SCALE
+from .scaled_codes import REFIT_BELOW, SCALE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +39,7 @@ class Affine(Encoding):
 
     def encode(self, values: Tensor, parts: PartNumbers, first: int) -> PartNumbers | None:
         """Return codes, scales and biases; those of a group are kept where they cover the new numbers."""
-        from . import bit_packing, rounding
+        from . import bit_packing, stochastic_rounding
 
         groups = values.view(-1, self.group)
         scale, bias = self._fitted(
@@ -47,7 +47,7 @@ class Affine(Encoding):
         )
         levels = (groups - bias) / scale.to(values.dtype).where(scale != 0, inf)
         if DRAW in parts:
-            levels = rounding.to_integers(levels, parts[DRAW].view(levels.shape))
+            levels = stochastic_rounding.to_integers(levels, parts[DRAW].view(levels.shape))
         codes = bit_packing.in_stream(levels.round().clamp(0, self._most), self.bits)
         stored = {role: numbers.to(parts[role].dtype).reshape(-1) for role, numbers in ((SCALE, scale), (BIAS, bias))}
         return {CODES: codes, **stored}

@@ -1,26 +1,213 @@
-"""The metadata of an output: the inputs' entries that stay true of it, its ranks, hashes, and the recipe. No torch.
+"""What an output says of itself: the metadata entries of its header, the hashes and configurations that loaders read
+there, and the size of a file before its tensors are made. No torch.
 
 Names of models in the metadata that trainers write into adapters. Facts: sd-scripts 48d368f
 (library/sai_model_spec.py, library/train_util.py, networks/), musubi-tuner 30c658c (src/musubi_tuner/networks,
-dataset/architectures).
+dataset/architectures). The legacy hash is the one by which webui's Additional Networks knows a file; its other one is
+the SHA-256 of the data: library/train_util.py, `precalculate_safetensors_hashes`, `addnet_hash_safetensors`,
+`addnet_hash_legacy`. What diffusers' loader takes for the configuration of an adapter: diffusers 0.42,
+loaders/lora_base.py and utils/peft_utils.py.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
-from ...adapters.peft.rules import ADAPTER_METADATA
-from ...files.checkpoint import Index
-from ...paths import input_name
-from ...planning.header_entries import TITLE
-from ...planning.recipe import KEY
-from ..job import FACTORS, WHOLE, AdapterJob
-from .hashes import HASHES, ONE, HashedTensor, legacy_hash
-from .loaders import adapter_metadata
+from ..adapters.peft.rules import ADAPTER_METADATA
+from ..dtypes import ITEM_BYTES, Shape
+from ..files.checkpoint import Index
+from ..files.safetensors import LEGACY_HASH, layout
+from ..paths import input_name
+from ..planning.header_entries import TITLE
+from ..planning.recipe import KEY
+from .job import FACTORS, WHOLE, AdapterJob
+from .rank_rules import SIZE, Rule
+
+BIASED: Final = "lora_bias"
+"""The entry of PEFT's configuration that says whether up factors have biases."""
+
+COMPONENT: Final = re.compile(r"(unet|transformer(?:_2)?|text_encoder(?:_[23])?)\.(.+)\.(lora_[AB]\.weight|lora_B\.bias"
+                              r"|lora_magnitude_vector)")  # fmt: skip
+"""Keys of diffusers' dialect: component, module, tensor."""
+
+
+CLIP_LEVEL: Final = "text_model."
+"""The level of the layers of CLIP that transformers has until 5.5. diffusers takes it from keys where the encoder lacks
+it, but not from this entry; PEFT finds a target without it by the end of its name."""
+
+
+class Named(Protocol):
+    """One tensor of a file."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def adapter_metadata(tensors: Iterable[Named]) -> str:
+    """Return the entry for a file in diffusers' dialect, where α is the rank; "" for another file."""
+    parts_of: dict[str, dict[str, int]] = {}
+    more: dict[str, set[str]] = {}
+    for tensor in tensors:
+        if (m := COMPONENT.fullmatch(tensor.name)) is None:
+            return ""
+        more.setdefault(m[1], set()).add(m[3])
+        if m[3] == "lora_A.weight":
+            parts_of.setdefault(m[1], {})[m[2]] = tensor.shape[0]
+    parts = ((part, _config(ranks, more[part])) for part, ranks in parts_of.items())
+    return json.dumps(dict(_prefixed(parts)), sort_keys=True) if parts_of else ""
+
+
+def _config(ranks: dict[str, int], kinds: set[str]) -> dict[str, Any]:
+    usual = Counter(ranks.values()).most_common(1)[0][0]
+    others = {_pattern(name): rank for name, rank in ranks.items() if rank != usual}
+    targets = sorted(name.removeprefix(CLIP_LEVEL) for name in ranks)
+    return {"r": usual, "lora_alpha": usual, "rank_pattern": others, "alpha_pattern": others,
+            "target_modules": targets, "use_dora": "lora_magnitude_vector" in kinds,
+            BIASED: "lora_B.bias" in kinds}  # fmt: skip
+
+
+def _pattern(name: str) -> str:
+    """Return the pattern of a module with or without the level."""
+    level = f"(?:{re.escape(CLIP_LEVEL)})?" if name.startswith(CLIP_LEVEL) else ""
+    return f"^{level}{re.escape(name.removeprefix(CLIP_LEVEL))}$"
+
+
+def _prefixed(parts: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[tuple[str, Any]]:
+    for part, config in parts:
+        yield from ((f"{part}.{name}", value) for name, value in config.items())
+
+
+HASHES: Final = ("sshs_model_hash", "sshs_legacy_hash")
+
+ONE: Final = ("resize", "convert")
+"""Commands whose output is the same adapter in another form: it keeps all entries."""
+
+
+DTYPE_ORDER: Final = (
+    *("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "I16", "U16", "F16", "BF16"),
+    *("I32", "U32", "F32", "F64", "I64", "U64"),
+)
+"""dtypes as safetensors sorts tensors: the last ones first, and by name within a dtype."""
+
+
+class HashedTensor(Protocol):
+    """One tensor of a file."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    def pieces(self) -> Iterable[memoryview]:
+        """Yield its bytes in order."""
+
+
+def has_hashes(command: str, inputs: Sequence[Index]) -> bool:
+    """Return whether the metadata of an output may have these hashes."""
+    return command not in ONE or any(name in index.metadata for index in inputs for name in HASHES)
+
+
+def legacy_hash(tensors: Sequence[HashedTensor], metadata: Mapping[str, str]) -> str:
+    """Return eight digits of the SHA-256 of 64 KiB behind the first MiB of the file.
+
+    The file is the one that safetensors would write with the `ss_` entries alone.
+    """
+    ordered = sorted(tensors, key=lambda t: (-DTYPE_ORDER.index(t.dtype), t.name))
+    of_trainer = {name: value for name, value in metadata.items() if name.startswith("ss_")}
+    digest, at, (first, count) = hashlib.sha256(), 0, LEGACY_HASH
+    header = _header(ordered, of_trainer)
+    for pieces in ([memoryview(header)], *(tensor.pieces() for tensor in ordered)):
+        for piece in pieces:
+            low, high = max(first - at, 0), min(first + count - at, len(piece))
+            if low < high:
+                digest.update(piece[low:high])
+            at += len(piece)
+            if at >= first + count:
+                return digest.hexdigest()[:8]
+    return digest.hexdigest()[:8]
+
+
+def _header(tensors: Sequence[HashedTensor], metadata: Mapping[str, str]) -> bytes:
+    """Return the header as safetensors writes it: padded with spaces to 8 bytes."""
+    aligned = layout([(t.name, t.dtype, t.shape) for t in tensors], metadata, 0)
+    text = aligned[8:].rstrip(b" ")
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+METADATA_BYTES: Final = 4096
+"""Bytes that the metadata of a file usually takes in its header."""
+
+Tensor = tuple[str, str, Shape]
+"""Name, dtype and shape, as in the header."""
+
+
+def factor_shapes(shape: Shape, rank: int) -> dict[str, Shape]:
+    """Return the shapes of both factors of a weight by their slots: of a linear layer, or of a convolution."""
+    return {"down": (rank, *shape[1:]), "up": (shape[0], rank, *(1 for _ in shape[2:]))}
+
+
+@dataclass(frozen=True)
+class PlannedLayer:
+    """One layer of a plan: its tensors (name, dtype, shape), and its rank, 0 for a whole matrix."""
+
+    tensors: Sequence[Tensor]
+    rank: int = 0
+
+
+def tensors_of(layers: Iterable[PlannedLayer]) -> list[Tensor]:
+    """Return the tensors of all layers."""
+    return [tensor for layer in layers for tensor in layer.tensors]
+
+
+class _Named(NamedTuple):
+    name: str
+    dtype: str
+    shape: Shape
+
+
+def _entries(tensors: Sequence[Tensor]) -> dict[str, str]:
+    """Return what diffusers' loader reads of the tensors, which may be longer than their part of the header."""
+    text = adapter_metadata(_Named(*tensor) for tensor in tensors)
+    return {ADAPTER_METADATA: text} if text else {}
+
+
+def planned_size(layers: Iterable[PlannedLayer], rule: Rule, inputs: Sequence[Index] = ()) -> int:
+    """Return the bytes of a file, at most, where numbers decide its ranks: `--rank size:` bounds all factors together,
+    of which each layer has one direction at least. `inputs`: those whose metadata it keeps where they agree."""
+    tensors, factors, least, others = list[Tensor](), 0, 0, 0
+    for layer in layers:
+        tensors += layer.tensors
+        size = sum(prod(shape) * ITEM_BYTES[dtype] for _, dtype, shape in layer.tensors if shape)
+        others += sum(ITEM_BYTES[dtype] for _, dtype, shape in layer.tensors if not shape)
+        if layer.rank:
+            factors, least = factors + size, least + size // layer.rank
+        else:
+            others += size
+    if rule.name == SIZE:
+        factors = min(factors, max(least, int(rule.value)))
+    first, *more = [index.metadata for index in inputs] or [{}]
+    same = {name: value for name, value in first.items() if all(other.get(name) == value for other in more)}
+    return len(layout(tensors, {**same, **_entries(tensors)}, 0)) + METADATA_BYTES + factors + others
+
+
+def header_room(tensors: Iterable[Tensor], inputs: Sequence[Index]) -> int:
+    """Return the bytes that the header of a file probably takes at most. `inputs`: those whose metadata it keeps."""
+    entries: Mapping[str, str] = {name: value for index in inputs for name, value in index.metadata.items()}
+    tensors = [*tensors]
+    return len(layout(tensors, {**entries, **_entries(tensors)}, 0)) + METADATA_BYTES * (1 + len(inputs))
+
 
 PLAIN_MODULE: Final = "networks.lora"
 """The network module of a plain LoRA where the model has no other."""

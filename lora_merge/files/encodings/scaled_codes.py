@@ -179,13 +179,13 @@ class Scaled(Encoding):
 
     def _drawn(self, levels: Tensor, parts: PartNumbers) -> Tensor:
         """Return the levels, those of stochastic rounding where draws are given."""
-        from . import rounding
+        from . import stochastic_rounding
 
         if DRAW not in parts:
             return levels
         if self.dtype == "I8":
-            return rounding.to_integers(levels, parts[DRAW]).clamp_(*self.ends)
-        return rounding.to_floats(levels, self.dtype, parts[DRAW])
+            return stochastic_rounding.to_integers(levels, parts[DRAW]).clamp_(*self.ends)
+        return stochastic_rounding.to_floats(levels, self.dtype, parts[DRAW])
 
     def refit(self, parts: PartNumbers, largest: float) -> PartNumbers:
         """Return the scale at which the largest magnitude becomes the largest code."""

@@ -1,1 +1,0 @@
-"""Low-rank factors of matrices and of products of factors."""

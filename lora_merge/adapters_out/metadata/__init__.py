@@ -1,1 +1,0 @@
-"""The entries that an output says of itself."""
