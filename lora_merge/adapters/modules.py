@@ -335,7 +335,7 @@ def looks_like_adapter(index: Index) -> bool:
 def two_in_one_slot(path: Path, first: StoredTensor, second: StoredTensor) -> InputError:
     """Return the error for two tensors in one slot."""
     return InputError(
-        "two tensors claim the same place", f"{path}: {first.name} and {second.name}",
+        "two adapter tensors are for the same part of a layer", f"{path}: {first.name} and {second.name}",
         "remove one of the two; applying both would double the effect",
     )  # fmt: skip
 

@@ -83,7 +83,7 @@ def _power(sigma: float) -> float:
     """Return γ ≥ 0 with (γ + 1)^½ (γ + 2)⁻¹ (γ + 3)^-½ = σ, by bisection; the left side falls with γ."""
     if not is_finite(sigma) or not 0 < sigma <= WIDEST_SIGMA:
         raise UsageError(
-            "no average has this width", f"--sigma-rel {shown(sigma)}", "use a number above 0, up to 0.288"
+            "the width is out of range", f"--sigma-rel {shown(sigma)}", "use a number above 0, up to 0.288"
         )
     low, high = 0.0, 1.0
     while _width(high) > sigma:

@@ -241,7 +241,7 @@ def _stated_again(job: AdapterJob, modules: Sequence[StoredModule]) -> list[Note
             needed |= stated.keys() & ALGORITHMS[module.layer.algorithm].settings.keys()
             needed |= {ALPHA_SETTING} & stated.keys() if ".alpha" not in module.tensors else set()
     again = " ".join(f"--setting {name}={stated[name]}" for name in sorted(needed))
-    return [Note(f"whoever reads the output has to state {again} again")] if again else []
+    return [Note(f"state {again} again when the output is merged or converted")] if again else []
 
 
 def _weights(conversion: Conversion) -> int:

@@ -31,7 +31,7 @@ from .peft.demands import Parameter, Places, by_module, demands, is_pair, new_bi
 from .rank_rules import COUNT, EXACT, SAME, Rule
 from .sources import NOWHERE, Sources
 
-NOT_LOW_RANK: Final = "the result is not low-rank, so it has no exact factors"
+NOT_LOW_RANK: Final = "the result is no product of two small factors, so no LoRA stores it exactly"
 NO_FACTORS_OF_STACKS: Final = "the weights of stacked experts have no factors in these formats"
 
 FOR_KOHYA: Final = f"{GIVE_RANK} --to kohya"
@@ -161,7 +161,7 @@ def form_of_module(job: AdapterJob, to: Dialect, module: Filled) -> Form:
         patches = [replace(p, magnitude=None) for p in patches]  # it stays next to the factors
     # Step 3: a change of a matrix.
     if algorithm == WHOLE and "diff" not in to.endings and not to.whole:
-        raise FitError(f"{to.name} has no place for whole matrices", place.name,
+        raise FitError(f"{to.name} cannot store whole matrices", place.name,
                        "give --rank, or convert to kohya or comfy")  # fmt: skip
     matrix, name = place.view.matrix, place.name
     if job.combines:
@@ -190,10 +190,10 @@ def _form_of_vector(to: Dialect, module: Filled, rule: Rule) -> Form:
     if module.value is not None:
         ending, (_, strength) = "diff" if place.parameter == "weight" else "diff_b", module.value
         if ending not in to.endings and (not to.whole or strength != 1):
-            raise FitError(f"{to.name} has no place for whole tensors", place.name, "convert to kohya, comfy or peft")
+            raise FitError(f"{to.name} cannot store whole tensors", place.name, "convert to kohya, comfy or peft")
         return Form("value", WHOLE, rule)
     if vector_ending(place, to) is None and (place.bare or not to.whole):
-        raise FitError(f"{to.name} has no place for biases and norms", place.name, "convert to kohya or comfy")
+        raise FitError(f"{to.name} cannot store biases and norms", place.name, "convert to kohya or comfy")
     return Form("vector", WHOLE, rule)
 
 
@@ -220,10 +220,10 @@ def holds_columns(module: Filled, to: Dialect) -> bool:
 
 
 def _expect_magnitudes(module: Filled, to: Dialect) -> None:
-    """Raise FitError for a dialect that has no place for the magnitudes of DoRA of a module."""
+    """Raise FitError for a dialect that cannot store the magnitudes of DoRA of a module."""
     of_rows = all(s.patch.magnitude is not None and s.patch.magnitude[0] == "out" for s in module.shares)
     if not holds_columns(module, to) and not (of_rows and "magnitude" in to.endings):
-        raise FitError(f"{to.name} has no place for this magnitude of DoRA", module.place.name,
+        raise FitError(f"{to.name} cannot store this magnitude of DoRA", module.place.name,
                        TO_LORA)  # fmt: skip
 
 
@@ -363,7 +363,7 @@ def _ending(module: Filled, to: Dialect) -> str:
 
 
 def _pair_of(module: Filled, conversion: Conversion, dtype: str, rank: int) -> dict[str, tuple[str, Shape]]:
-    """Return the factors of a layer, or of an embedding; FitError for a dialect that has no place for these."""
+    """Return the factors of a layer, or of an embedding; FitError for a dialect that cannot store these."""
     to, (out, *cols) = conversion.to, module.place.view.shape
     if "up_bias" in to.endings and is_table(module.place, module.shares):
         expect_table(module.place, to)

@@ -198,8 +198,8 @@ def adapter_job(request: Request, rows: Rows) -> AdapterJob:
         raise UsageError(f"layers cannot be stored as {shown(algorithm)!r}", "--algorithm",
                          f"use one of {', '.join(known)}")  # fmt: skip
     if not COMBINATIONS[method].linear and algorithm == FACTORS and EXACT in (rules.linear.name, rules.kernels.name):
-        raise FitError(f"the result of {method} is not low-rank, so it has no exact factors", f"--method {method}",
-                       GIVE_RANK)  # fmt: skip
+        what = f"the result of {method} is no product of two small factors, so no LoRA stores it exactly"
+        raise FitError(what, f"--method {method}", GIVE_RANK)
     return AdapterJob(
         command, job, base=None if base is None else job.base, rules=rules, ranked=values["rank"] is not None,
         method=method, numbers=numbers, algorithm=algorithm, alpha=_alpha(values["alpha"]), include=values["include"],
@@ -266,7 +266,7 @@ def conversion_job(request: Request, rows: Rows) -> AdapterJob:
 def _stated_rules(ranks: Mapping[str, Any]) -> RankRules:
     """Return the rules that the options of `convert` state."""
     if "rank" not in ranks:
-        raise UsageError("a rule for some layers, and none for the others", "--rank", "give --rank too, such as exact")
+        raise UsageError("convert needs a rank for all layers", "--rank", "give --rank too, such as exact")
     part_rules = pairs(ranks.get("rank_for", ()), "--rank-for")
     rules = RankRules.of(ranks["rank"], ranks.get("conv_rank"), ranks.get("max_rank"), part_rules)
     if rules.has(NOISE):

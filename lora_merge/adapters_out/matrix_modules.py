@@ -308,7 +308,7 @@ class Converter:
         return self._factored(filled, form, rank)
 
     def _copy(self, filled: Filled) -> StoredModule:
-        """Return the module with its tensors as they are; FitError if the dialect has no place for its scale."""
+        """Return the module with its tensors as they are; FitError if the dialect cannot store its scale."""
         place, shares = filled.place, filled.shares
         (share, *others) = shares
         patch, row = share.patch, ALGORITHMS[share.patch.algorithm]
@@ -323,7 +323,7 @@ class Converter:
             moved = in_a_factor(share, number, self.evaluator, self._dtype(()))
             alpha = entries if moved else None
         if alpha is None and share.strength != 1:
-            raise FitError(f"the tensors of {patch.algorithm} have no place for a strength", place.name,
+            raise FitError(f"the tensors of {patch.algorithm} cannot store a strength", place.name,
                            "store whole matrices: --algorithm full, or give --algorithm lora --rank RULE")  # fmt: skip
         if alpha is None:
             raise FitError(f"{self.to.name} cannot hold {patch.algorithm} in this place", place.name, TO_LORA)
@@ -448,7 +448,7 @@ class Converter:
         for s in shares:
             axis, shape = s.patch.magnitude or ("in", ())
             if axis != "out" or "magnitude" not in self.to.endings:
-                raise FitError(f"{self.to.name} has no place for this magnitude of DoRA", place.name,
+                raise FitError(f"{self.to.name} cannot store this magnitude of DoRA", place.name,
                                TO_LORA)  # fmt: skip
             value = self.evaluator.cache.fetch(s.patch.module.shared["magnitude"]).double().reshape(shape)
             total += placed(value, s, out)

@@ -42,7 +42,7 @@ REQUIRED: Final = {
 """Required field → how it is written."""
 
 STRENGTH_WORDS: Final = dict.fromkeys(
-    ("strength", "strengths", "weight", "ratio"), "write it behind the adapter: style.safetensors:0.8"
+    ("strength", "strengths", "weight", "ratio"), "write it after the adapter: style.safetensors:0.8"
 )
 """Field of a job or of the defaults that people mean a strength by → how it is written."""
 
@@ -63,7 +63,7 @@ def failure(value: Any, name: str, lines: Sequence[str], count: int) -> UsageErr
     """
     fields = value.keys() if isinstance(value, Mapping) else frozenset()
     if "jobs" not in fields and MERGEKIT & fields:
-        return UsageError("a mergekit configuration, which merges checkpoints, and not a jobs file", name, SHAPE)
+        return UsageError("a mergekit configuration, which merges checkpoints, not a jobs file", name, SHAPE)
     what, where = (f"{count} mistakes" if count > 1 else "a mistake"), [*lines]
     fix = f"correct {'them' if count > 1 else 'it'}; lora-merge schema jobs prints what is allowed"
     if not isinstance(value, Mapping):

@@ -203,7 +203,7 @@ def refused(error: Exception, commands: Container[str] = ()) -> UsageError:
     shown = re.search(
         r"^  (lora-merge .*)", getattr(getattr(context, "command", None), "epilog", None) or "", re.MULTILINE
     )
-    such = f"such as {shown[1]}; " if shown else "write its value behind it; " if "requires an arg" in text else ""
+    such = f"such as {shown[1]}; " if shown else "write its value after it; " if "requires an arg" in text else ""
     return UsageError(f"{text[:1].lower()}{text[1:]}".rstrip("."), typed(), f"{such}{see}")
 
 

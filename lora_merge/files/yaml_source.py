@@ -163,7 +163,7 @@ class _Values:
 
     def _table(self, node: Node, depth: int) -> tuple[Any, int]:
         if node.tag not in _TABLES:
-            self._note(node, f"the tag {node.tag} is not known here")
+            self._note(node, f"the tag {node.tag} is unknown")
         count = 1
         if isinstance(node, SequenceNode):
             items = []

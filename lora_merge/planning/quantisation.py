@@ -87,7 +87,7 @@ def quantising(job: Job, base: Index, names: Names) -> Quantising:
     """Return which weights the output stores as codes, and how; UsageError where no loader would read the output."""
     if job.dtype not in QUANTISED_DTYPES:
         if job.keep_precision:
-            raise UsageError("nothing is quantised", f"--keep-precision {job.keep_precision[0]}",
+            raise UsageError("--keep-precision needs a quantised --dtype", f"--keep-precision {job.keep_precision[0]}",
                              f"leave it out, or write --dtype {', '.join(QUANTISED_DTYPES)}")  # fmt: skip
         return NO_QUANTISING
     form = _form(job, base)
@@ -200,12 +200,14 @@ def _form(job: Job, base: Index) -> OutputFormat:
         types = ", ".join(GGUF_TYPES)
         raise UsageError("GGUF has no such type", where, f"write --dtype {types}")
     table, reader = (
-        (FOLDER_FORMATS, "transformers reads no folder") if folder else (FILE_FORMATS, "ComfyUI reads no file")
+        (FOLDER_FORMATS, "transformers cannot read a folder")
+        if folder
+        else (FILE_FORMATS, "ComfyUI cannot read a file")
     )
     if folder and (base.components or "_class_name" in base.config):
-        table, reader = {name: FOLDER_FORMATS[name] for name in BITSANDBYTES}, "diffusers reads no folder"
+        table, reader = {name: FOLDER_FORMATS[name] for name in BITSANDBYTES}, "diffusers cannot read a folder"
     if job.dtype not in table:
-        raise UsageError(f"{reader} of {job.dtype}", where, f"write --dtype {' or '.join(table)}")
+        raise UsageError(f"{reader} in {job.dtype}", where, f"write --dtype {' or '.join(table)}")
     if folder and not base.config:
         raise UsageError("a folder without config.json does not show how it is quantised", f"{base.path}: {where}",
                          "write --dtype keep, give the file in it, or add its config.json")  # fmt: skip

@@ -33,7 +33,7 @@ MOST_PARTS: Final = 9_000
 RIGHTS: Final = "PutObject, GetObject, ListBucket, DeleteObject and AbortMultipartUpload"
 
 FAILURES: Final[tuple[tuple[str, str, str], ...]] = (
-    ("PermissionDeniedError", "the store does not let you write there", f"the role needs the rights {RIGHTS}"),
+    ("PermissionDeniedError", "the store refuses write access", f"the role needs the rights {RIGHTS}"),
     ("UnauthenticatedError", "the store wants credentials", "set the variables of the provider, or log in"),
     ("NotFoundError", "there is no such bucket", "create it, or check the address and the region"),
     ("FileNotFoundError", "there is no such bucket", "create it, or check the address and the region"),
@@ -143,8 +143,8 @@ class ObjectSink:
                         advance(count)
                 # Step 2: the names, together.
                 if not overwrite and _names_at(address, folder=copy.is_dir()):
-                    raise UsageError("the output appeared while it was made", str(address),
-                                     "choose another -o; is another run at it?")  # fmt: skip
+                    raise UsageError("another program created the output during the run", str(address),
+                                     "choose another -o, or wait for the other run")  # fmt: skip
                 begin_commit()
                 for upload in uploads:
                     upload.complete()

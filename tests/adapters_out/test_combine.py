@@ -268,8 +268,8 @@ def test_auto_stores_whatever_is_smaller(rule: str, pair: tuple[Path, Path], tmp
 
 
 @pytest.mark.parametrize(("command", "options", "told"), [
-    ("resize", {"rank": "energy:0.9"}, "the numbers decide the rank"), ("resize", {"rank": 2}, "rank 2"),
-    ("convert", {"rank": "energy:0.9"}, "the numbers decide the rank"), ("convert", {"rank": 2}, "rank 2"),
+    ("resize", {"rank": "energy:0.9"}, "the rank is chosen from the values"), ("resize", {"rank": 2}, "rank 2"),
+    ("convert", {"rank": "energy:0.9"}, "the rank is chosen from the values"), ("convert", {"rank": 2}, "rank 2"),
     ("convert", {"algorithm": "full"}, "whole matrices"), ("convert", {"dtype": "bf16"}, "rank 4"),
 ])  # fmt: skip
 def test_plan_shows_ranks_that_headers_show(

@@ -499,7 +499,7 @@ def test_no_job_replaces_what_another_job_reads(
     reader = {"base": "base.safetensors", "adapters": ["ink.safetensors"], "output": "x.safetensors", **reads}
     writer = {"base": "base.safetensors", "adapters": ["ink.safetensors"], "output": writes}
     before = {file: file.read_bytes() for file in models.rglob("*") if file.is_file()}
-    with pytest.raises(UsageError, match="in the place of what other jobs read") as caught:
+    with pytest.raises(UsageError, match="with inputs of other jobs") as caught:
         run([reader, writer][::order], overwrite=True)
     where = [f"jobs[{n}]" for n in range(2)][::order]
     assert all(name in str(caught.value.where) for name in where)
@@ -512,7 +512,7 @@ def test_base_is_replaced_for_the_jobs_that_read_it_where_it_is_of_an_earlier_ru
     changed = [{**jobs[0], "adapters": [str(models / "ink.safetensors:0.25")]}, jobs[1]]
     assert fates(run(changed, overwrite=True)) == ["merged"] * 2
     shutil.copy(models / "base.safetensors", models / "out" / "first.safetensors")
-    with pytest.raises(UsageError, match="in the place of what other jobs read"):
+    with pytest.raises(UsageError, match="with inputs of other jobs"):
         run(changed, overwrite=True)
 
 

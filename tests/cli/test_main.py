@@ -617,6 +617,17 @@ def test_files_without_an_alpha_say_so_and_take_one(run: Run, tmp_path: Path) ->
         torch.testing.assert_close(got, base["layers.0.attn.q_proj.weight"] + factor * product)
 
 
+def test_alpha_that_trainers_store_is_missed_with_a_warning(run: Run, model: Path, style: Path, tmp_path: Path) -> None:
+    """Names of kohya's trainers without alpha; not if metadata is of a trainer from before alpha, or for other names."""
+    factors = {key: value for key, value in load(style).items() if not key.endswith(".alpha")}
+    for entries, label in (({}, "warning"), ({"ss_network_module": "networks.lora"}, "note")):
+        save(factors, tmp_path / "a.safetensors", entries)
+        code, out, err = run(model, tmp_path / "a.safetensors", "--dry-run")
+        assert code == 0, err
+        (line,) = [line for line in (out + err).splitlines() if "no alpha is stored" in line]
+        assert line.split()[0].rstrip(":") == label
+
+
 @pytest.mark.parametrize("part", ["te3", "te2", "re:attn7"])
 def test_part_that_the_base_does_not_have(run: Run, tmp_path: Path, model: Path, style: Path, part: str) -> None:
     code, _, err = run(model, style, "-o", tmp_path / "o.safetensors", "--strength-for", f"{part}=0.5")

@@ -57,7 +57,7 @@ TYPED: Final[Mapping[str, str]] = {
     "name the base; lora-merge inspect … shows what the adapter changes":
         "tests/cli/test_errors.py::test_errors_name_the_mistake_and_the_fix[parts lora.safetensors-2-an adapter, and parts are those of a base-lora-merge inspect lora.safetensors]",
     "one merge needs no file: lora-merge BASE ADAPTER:0.8":
-        "tests/cli/test_errors.py::test_errors_name_the_mistake_and_the_fix[batch base.safetensors-2-a model, and not a jobs file-lora-merge BASE ADAPTER]",
+        "tests/cli/test_errors.py::test_errors_name_the_mistake_and_the_fix[batch base.safetensors-2-this is a model, not a jobs file-lora-merge BASE ADAPTER]",
     "merge again with --compute-dtype fp32":
         "tests/proof/test_verify.py::test_sums_in_16_bits_that_prove_nothing_are_noted_where_they_were_asked_for",
     "name the folder: --tokenizer …":
@@ -100,7 +100,7 @@ TYPED: Final[Mapping[str, str]] = {
 UNTYPED: Final[Mapping[str, tuple[str, ...]]] = {
     "a GPU or a system that fails so is needed": (
         "choose another -o: without < > : \" | ? *, a point at the end, and names such as CON and NUL",
-        "choose another -o; is another run at it?",
+        "choose another -o, or wait for the other run",
         "make room, or write to another disk with -o",
         "remove files, or give --cache a folder on another disk",
         "end other programs that use the device, or use --device cpu",

@@ -79,7 +79,7 @@ def test_changes_that_depend_on_the_base_are_refused_and_the_base_is_named(files
     merged = tmp_path / "m.safetensors"
     lora_merge.merge(files / "base.safetensors", files / "dora.safetensors", merged)
     for adapters in ([files / "dora.safetensors"], []):
-        with pytest.raises(FitError, match="cannot be taken back") as caught:
+        with pytest.raises(FitError, match="cannot be undone") as caught:
             lora_merge.unmerge(merged, adapters, tmp_path / "out.safetensors", search=[files])
         assert "base.safetensors" in caught.value.fix
     with pytest.raises(FitError, match="ties"):

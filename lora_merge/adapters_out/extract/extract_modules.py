@@ -485,7 +485,7 @@ class Extractor:
         target = Target(where.name, where.parameter, shape, (), (), "")
         tensors, layer = self._layer(target, difference, rank, triples)
         if layer.algorithm == WHOLE and "diff" not in self.to.endings:
-            raise FitError("the format has no place for whole matrices", where.name,
+            raise FitError("the format cannot store whole matrices", where.name,
                            "use --algorithm lora, or --format kohya")  # fmt: skip
         return self._spelled(where, {self.to.endings[slot]: value for slot, value in tensors.items()}, layer)
 
@@ -570,6 +570,6 @@ class Extractor:
         if ending is None and self.to.whole and not where.bare:
             return rounded_value(where, difference.value, difference.change, self.storage.dtype)
         if ending is None:
-            raise FitError(f"{self.to.name} has no place for biases and norms", where.name,
+            raise FitError(f"{self.to.name} cannot store biases and norms", where.name,
                            "drop them with --others skip, or use --format kohya")  # fmt: skip
         return rounded_change(where, ending, difference.change, self.storage.dtype)

@@ -213,6 +213,7 @@ def _completed(
 def _coverage(extraction: Extraction, layers: int) -> dict[str, Any]:
     return {
         extraction.tuned.path.name: {
+            "base": extraction.base.path.name,
             "modules": len(extraction.pairs.pairs),
             "layers": layers,
             "strength": 1.0,
@@ -236,7 +237,7 @@ def _extracted_modules(
         [Filled(pair.place, ()) for pair in batch]
         for batch in batches([*pairs.values()], room, job.inputs.max_memory // 2)
     ]
-    nothing = InputError("nothing to extract: no weight that is compared differs",
+    nothing = InputError("nothing to extract: all compared weights are equal",
                          f"{extraction.base.path} and {extraction.tuned.path}",
                          "give the tuned checkpoint second")  # fmt: skip
     # Step 2: the modules that changed, in the order of the base.
@@ -250,7 +251,8 @@ def _extracted_modules(
     notes += _above_noise([module.layer for module in changed])
     skipped = [place.label for place in zeros if id(place) in extractor.skipped]
     equal = len(zeros) - len(skipped)
-    notes += [Note(f"{plural(equal, 'parameter is', 'parameters are')} equal in both")] if equal else []
+    same = plural(equal, "parameter is", "parameters are")
+    notes += [Note(f"{same} the same in both checkpoints, and not in the adapter")] if equal else []
     names = ", ".join(skipped[:3])
     notes += [Note(f"not written: {plural(len(skipped), 'changed vector')}: {names}")] if skipped else []
     return changed, heads, notes
@@ -261,8 +263,8 @@ def _above_noise(layers: Sequence[Layer]) -> list[Note]:
     known = [(layer.squares, layer.noise) for layer in layers if layer.noise is not None]
     whole = fsum(squares for squares, _ in known)
     above = 1 - fsum(squares * share**2 for squares, share in known) / (whole or 1.0)
-    return [Note(f"both checkpoints are in 16 bits: {100 * max(0.0, above):.4g}% of the energy is above the noise of "
-                 f"rounding")] if known else []  # fmt: skip
+    share = f"{100 * max(0.0, above):.4g} %"
+    return [Note(f"both checkpoints are 16-bit: {share} of the difference is larger than rounding noise")] * bool(known)
 
 
 def _changed_nameless(extraction: Extraction, sides: tuple[Side, Side]) -> list[Note]:

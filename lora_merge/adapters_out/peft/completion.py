@@ -107,7 +107,7 @@ def completed(
     modules: Sequence[StoredModule], all_places: Iterable[Place], to: Dialect, value: Callable[[Place], Tensor] | None,
     put: Heap | Draft,
 ) -> list[StoredModule]:  # fmt: skip
-    """Return the modules with what PEFT asks for in addition; FitError where it has no place for them.
+    """Return the modules with what PEFT asks for in addition; FitError where it cannot store them.
 
     `all_places`: all parameters in the words of the dialect. `value`: gives that of a parameter that did not change;
     None if the base is not known. `put`: what keeps the bytes of an added one.
