@@ -35,7 +35,7 @@ STORED_AS: Final = (FACTORS, WHOLE, AUTO)
 """The values of `--algorithm`: how a layer is stored."""
 
 IN_FULL: Final = "store whole matrices: --algorithm full"
-GIVE_RANK: Final = f"give --rank, such as 32 or energy:0.99, or {IN_FULL}"
+GIVE_RANK: Final = f"write --rank 32 or --rank energy:0.99, or {IN_FULL}"
 GIVE_BASE: Final = "give the base model of the training: --base MODEL"
 
 

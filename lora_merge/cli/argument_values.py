@@ -61,7 +61,9 @@ def expanded(words: Sequence[str]) -> Iterator[str]:
         paths = sorted(glob(word)) or sorted(glob(pattern))  # noqa: PTH207
         if not paths:
             check_adapter(word)
-            raise UsageError("the pattern fits no file", word[:200], "check the folder and the ending")
+            folder = Path(pattern).parent
+            fix = "check the name and the ending" if exists(folder) else f"check the folder: there is no {folder} here"
+            raise UsageError(f"no file matches {pattern[:200]}", word[:200], fix)
         behind = "" if strength is None else f":{strength:g}"
         yield from [f"{path}{behind}" for path in paths] or [word]
 
@@ -113,12 +115,21 @@ def check_adapter(text: str, parts: str = "") -> None:
         raise UsageError("a strength has another syntax", text[:200], f"write {typed([f'{path}:{value}{parts}'])}")
 
 
+PART_WORDS: Final = frozenset({"unet", "transformer", "te", "vae", "lbw", "IN", "OUT", "MID", "BASE", "CLIP"})
+"""Parts of a model whose names are letters alone."""
+
+
 def check_parts(text: str) -> None:
     """Raise UsageError for adapters in one word, and for an adapter with its parts in another spelling."""
     several = [word for word in re.split(r"[,;\s]+", text) if word]
     if several not in ([], [text]) and all(exists(with_found_ending(split_strength(word)[0])) for word in several):
         raise UsageError("several adapters are written in one word", text[:200], f"write {typed(several)}")
-    if right := with_parts(text):
+    right = with_parts(text)
+    if right and (word := re.fullmatch(r"(.+):([A-Za-z]+)", text)) and word[2] not in PART_WORDS:
+        path = typed([with_found_ending(word[1])])
+        raise UsageError(f"{word[2]!r} is neither a strength nor a part of a model", text[:200],
+                         f"write {path}:0.8, or by part {path}:1,te=0.5")  # fmt: skip
+    if right:
         raise UsageError("a factor for a part has another syntax", text[:200], f"write {typed([right])}")
 
 

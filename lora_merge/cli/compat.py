@@ -142,7 +142,7 @@ _SHARE: Final = "use --rank with the share in its rule, such as --rank fro:0.9"
 _BEFORE: Final = "the model before the training comes first: lora-merge extract BASE TUNED"
 _AFTER: Final = "the model after the training comes second: lora-merge extract BASE TUNED"
 _QUIET: Final = "use -q"
-_SAME_RANK: Final = "the rank is that of the adapter; another one: lora-merge resize ADAPTER --rank N"
+_SAME_RANK: Final = "the rank is that of the adapter; another one: lora-merge resize ADAPTER --rank 16"
 _LBW: Final = "use --strength-for lbw=1,0,0,… with a number for each block; lora-merge parts BASE lists them"
 
 FOREIGN_FACTORS: Final = {

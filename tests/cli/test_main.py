@@ -935,10 +935,10 @@ def test_names_that_the_console_cannot_show(
     assert json.loads(run("verify", "o.safetensors", "--json"))["proven"]
 
 
-@pytest.mark.parametrize("name", ["base", "lora", "merged"])
+@pytest.mark.parametrize("name", ["base.safetensors", "style.safetensors", "merged.safetensors", "jobs.yaml"])
 def test_demo_takes_the_place_of_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr("lora_merge.cli.demo.command", lambda *_: [sys.executable, "-c", ""])  # a merge takes seconds
-    mine = save({"x.weight": rand(2)}, tmp_path / f"{name}.safetensors")
+    mine = save({"x.weight": rand(2)}, tmp_path / name)
     before = mine.read_bytes()
     _refused(run("demo", tmp_path), 2, tmp_path, mine.name)
     assert mine.read_bytes() == before and list(tmp_path.iterdir()) == [mine]
@@ -947,9 +947,8 @@ def test_demo_takes_the_place_of_nothing(run: Run, tmp_path: Path, monkeypatch: 
 @pytest.mark.slow
 def test_demo_can_be_run_again_and_needs_a_folder(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("demo", tmp_path / "demo")[0] == 0
-    looks = [sys.executable, "-c", "import sys; sys.exit('--overwrite' not in sys.argv)"]  # a merge takes seconds
-    monkeypatch.setattr("lora_merge.cli.demo.command", lambda *_: looks)
-    assert run("demo", tmp_path / "demo")[0] == 0
+    code, out, err = run("demo", tmp_path / "demo")
+    assert (code, err) == (0, "") and out.count("lora-merge base.safetensors style.safetensors:0.8") == 2
     _refused(run("demo", tmp_path / "demo" / "base.safetensors"), 2, tmp_path, "base.safetensors")
 
 
