@@ -194,7 +194,7 @@ class ObjectUpload:
             # Step 2: the names, together.
             if not self._overwrite and _names_at(self.address, folder=self._copy.is_dir()):
                 raise UsageError("the output appeared while it was made", str(self.address),
-                                 "choose another -o; is another run at it?")  # fmt: skip
+                                 "choose another -o, or wait for the other run")  # fmt: skip
             begin_commit()
             for upload in uploads:
                 upload.complete()
