@@ -20,8 +20,11 @@ REPEATED = re.compile(
 """Layers whose like the tiny checkpoint has already: each merge and each proof takes a millisecond for a layer."""
 
 
-def sd1(dtype: torch.dtype = torch.float16) -> Tensors:
-    """A tiny checkpoint in the single-file layout of Stable Diffusion 1: linear layers, convolutions, norms, integers."""
+def sd1(dtype: torch.dtype = torch.float16, *, repeated: bool = False) -> Tensors:
+    """A tiny checkpoint in the single-file layout of Stable Diffusion 1: linear layers, convolutions, norms, integers.
+
+    With `repeated`, its second block and second text layer are whole.
+    """
     c, text = 16, 24
     shapes: dict[str, tuple[int, ...]] = {
         f"{UNET}input_blocks.0.0.weight": (c, 4, 3, 3),
@@ -50,7 +53,7 @@ def sd1(dtype: torch.dtype = torch.float16) -> Tensors:
     tensors = {
         name: rand(*shape, seed=n).to(dtype)
         for n, (name, shape) in enumerate(shapes.items())
-        if not REPEATED.search(name)
+        if repeated or not REPEATED.search(name)
     }
     tensors[f"{TE}text_model.embeddings.position_ids"] = torch.arange(77).unsqueeze(0)
     return tensors

@@ -45,7 +45,7 @@ def folder(path: Path, tensors: Tensors, config: dict[str, Any]) -> Path:
 
 def kohya_scene(at: Path) -> Scene:
     """Two networks of kohya on Stable Diffusion 1, one with DoRA on either axis and with a scale of its own."""
-    base = sd1(torch.float32)
+    base = sd1(torch.float32, repeated=True)
     first, second = kohya(base, alpha=2.0), kohya(base, te=False, alpha=3.0, seed=300)
     block = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1"
     first |= {
