@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from .base import ON_CPU, SEEDED, Algorithm, Checks, Loaded, Rebuild, Shape, Shapes, expect, flat
 from .bounds import below
-from .low_rank import low_rank_svd
+from .low_rank_svd import low_rank_svd
 from .peft_oft import TERMS, block_size, bounded, cayley, series, skew_blocks
 
 if TYPE_CHECKING:

@@ -4,22 +4,36 @@ The positions of the entries are not stored: they are the first n of a random pe
 `random_loc_seed` on the CPU. For the inverse wavelet transform, S is the middle of a matrix with f − 2 more rows
 and columns, rounded up to even numbers, where f is the length of the filter; its quarters are the four bands. PEFT
 tuners/waveft/layer.py.
+
+wavelets.json has the filters by the names that PyWavelets gives them. Their numbers are those of PyWavelets 1.8.0
+(`pywt.Wavelet(name).rec_lo`), except for coif4: PEFT 0.21.2 (tuners/waveft/wavelet.py) trains with other numbers, which
+differ by up to 0.012, so the file has PEFT's. PEFT 0.21.2 computes db1 to db10, sym2 to sym10 and coif1 to coif4; its
+configuration accepts the others, but training fails.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .base import SEEDED, Algorithm, Checks, Shape, Shapes, alpha_by, expect
 from .fourierft import fitted_shapes, places
-from .wavelets import low_pass
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from .base import Indices, Scalar
+
+
+@cache
+def low_pass() -> Mapping[str, list[float]]:
+    """Return name → low-pass filter; the high-pass filter is its reverse with every second sign changed."""
+    table: Mapping[str, list[float]] = json.loads(Path(__file__).with_name("wavelets.json").read_text(encoding="ascii"))
+    return table
 
 
 @dataclass(frozen=True)

@@ -203,7 +203,9 @@ LONGEST_ADDRESS: Final = 4000
 def _split(text: str) -> tuple[Address, str]:
     if re.match("(?i)hf:/+(?:datasets|spaces|buckets)/|https?://[^/]*huggingface.co/(?:datasets|spaces)/(?!.*/resolve/)",
                 text):  # fmt: skip
-        raise UsageError("a data set, a Space or a bucket, and no model", text[:200], "name a model: hf://owner/name")
+        raise UsageError(
+            "the address is a data set, a Space or a bucket, not a model", text[:200], "name a model: hf://owner/name"
+        )
     for pattern, make in ADDRESS_FORMS:
         if match := re.fullmatch(f"(?i:{pattern}){_TAIL}", text):
             address = make(match.groupdict())
@@ -214,8 +216,10 @@ def _split(text: str) -> tuple[Address, str]:
             return address, match["tail"]
     if text.lower().startswith("http:"):
         fix = "write https://, or download it first: curl -L -O -J URL"
-        raise UsageError("an address without encryption: anybody on the way can change the weights", text[:200], fix)
-    raise UsageError("an address of a form that is not known", _shown(text), f"write it like one of {ADDRESS_EXAMPLES}")
+        raise UsageError(
+            "the address has no encryption: anyone on the network could change the weights", text[:200], fix
+        )
+    raise UsageError("unknown form of address", _shown(text), f"write it like one of {ADDRESS_EXAMPLES}")
 
 
 def _shown(text: str) -> str:

@@ -149,7 +149,7 @@ def percent(share: float) -> str:
 
 
 class Facts(Mapping[str, Any]):
-    """A table of names and values, all of which JSON can hold; it shows itself as the text of the command line.
+    """A table of names and values that JSON can hold; it shows itself as the text of the command line.
 
     Examples:
         >>> facts = lora_merge.inspect("style.safetensors")

@@ -250,7 +250,7 @@ def _whose(value: Any) -> str:
 def numbers(job: Job) -> MethodParameters:
     """Return the numbers of the job's method; UsageError where one is wrong."""
     if job.method == SUM and job.scale != 1:
-        raise UsageError("sum has no scale", "--scale", "write a strength behind each file: ADAPTER:0.8")
+        raise UsageError("sum has no scale", "--scale", "write a strength after each file: ADAPTER:0.8")
     return numbers_of(job.method, vars(job), [a.strength for a in job.adapters])
 
 

@@ -166,8 +166,8 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({
         Option("tokenizer", "folder", None, "Take tokenizer and chat template from adapter, base or a folder. "
                "[default: adapter if the embeddings grew to its size, else base]", "given",
                metavar="WHOSE"),
-        Option("cache", "path", None, "Keep files of addresses here; object stores and URLs are else read without a "
-               "copy.", "never", metavar="DIR", group="Input"),
+        Option("cache", "path", None, "Store downloads in this folder; without it, object stores and URLs are read "
+               "in place.", "never", metavar="DIR", group="Input"),
         Option("overwrite", "switch", default=False, help="Replace the output if it exists.", recorded="never"),
         Option("max_memory", "size", "1GiB", "Limit the memory of weights in flight, e.g. 512MiB.", "never",
                together=True,

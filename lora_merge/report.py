@@ -19,6 +19,12 @@ ENLARGED: Final = "A share above 100% is no mistake: the steps of the output's d
 ADAPTER_PROOF: Final = "lora-merge/adapter-proof/1"
 """The schema of the proof of a written adapter."""
 
+LOST_ALPHA: Final = Note(
+    "no alpha is stored, but trainers that write such names store it; merged as alpha = rank (scale 1), and if the "
+    "training had another, state it with --setting lora_alpha=VALUE"
+)
+"""The note on an adapter whose alpha was probably lost: the strength of its change is uncertain."""
+
 LEFT_OUT: Final = Note("it does not fit the base, and is left out because its strength is 0")
 """The end of a note that is shown with -v only: the user asked for it, and the strengths say it."""
 
@@ -210,7 +216,8 @@ def survival_rows(
     known = [(share, name) for name, _, _, share in rows if share is not None]
     if (least := worst(share for share, _ in known)) is not None:
         name = next(name for share, name in known if share == least)
-        yield survives(least, f"the change of {name}, the lowest")
+        of_each = judged(least, "each adapter's change")
+        yield Fact("survives", f"at least {of_each}; lowest: {name}", style=grade(least).style)
 
 
 def _applied(strengths: Mapping[str, Mapping[Any, int]]) -> tuple[str, str]:
@@ -262,7 +269,12 @@ def adapter_notes(name: str, left_out: Mapping[str, str], notes: Iterable[str] =
     for reason in dict.fromkeys(left_out.values()):
         names = [key for key, why in left_out.items() if why == reason]
         yield line("note", f"{name}: left out {len(names)}: {counted(by_pattern(names))}: {reason}")
-    yield from (line("note", f"{name}: {note}") for note in notes)
+    yield from (note_row(f"{name}: {note}") for note in notes)
+
+
+def note_row(note: str) -> Fact:
+    """Return the row of a note; a warning if the result is uncertain."""
+    return line("warning" if note.endswith(LOST_ALPHA) else "note", note)
 
 
 def disk_rows(disk: Mapping[str, Any] | None, output: str) -> Iterator[Fact]:
@@ -279,7 +291,8 @@ def brief_proof(proof: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield in short what the proof of a merge found."""
     same = proof["untouched"]
     sampled = " (sampled)" * (same["bytes"] < same["of"])
-    rest = f"; rest equals the base{sampled}" if same["of"] else ""
+    equals = "is the base rounded to the output's dtype" if same.get("converted") else "equals the base"
+    rest = f"; the rest {equals}{sampled}" if same["of"] else ""
     words = recomputed(proof)
     if proof["changed"]:
         rows = "all rows" if proof["full"] else plural(proof["rows"], "row")
@@ -310,7 +323,10 @@ def proof_rows(proof: Mapping[str, Any], *, verbose: bool = False) -> Iterator[F
 def _cut_rows(proof: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield the row about numbers that were cut, as `--on-overflow saturate` asks."""
     if cut := proof["saturated"]:
-        yield line("cut", f"{cut} of the numbers compared, too large for their dtype, as it was asked for")
+        yield line(
+            "cut",
+            f"{cut} of the numbers compared, too large for their dtype and cut to its largest (--on-overflow saturate)",
+        )
 
 
 def verify_rows(proof: Mapping[str, Any], *, verbose: bool = False) -> Iterator[Fact]:
@@ -331,17 +347,19 @@ def verify_rows(proof: Mapping[str, Any], *, verbose: bool = False) -> Iterator[
         yield from brief_proof(proof)
 
 
-def survives(share: float, of: str = "the change") -> Fact:
+def survives(share: float) -> Fact:
     """Return the row about the share of a change that survives, in the colour of its judgement."""
-    return Fact("survives", judged(share, of), style=grade(share).style)
+    return Fact("survives", judged(share, "the change"), style=grade(share).style)
 
 
 def layers_recomputed(proof: Mapping[str, Any], *, verbose: bool = False) -> str:
     """Return how much of a written adapter was computed again; `verbose`: with the largest loss of a layer."""
     if not proof["recomputed"]:
-        return "every tensor is in the file; what this method makes is not computed a second time"
-    layers = f"{proof['recomputed']} of {plural(proof['layers'], 'layer')} computed again in fp64"
-    return f"{layers}: worst residual {proof['worst_residual']:.3g}" if verbose else f"{layers}, each as reported"
+        return "every tensor is in the file; this method has no second computation to compare with"
+    layers = f"{proof['recomputed']} of {plural(proof['layers'], 'layer')} recomputed in fp64"
+    return (
+        f"{layers}: worst residual {proof['worst_residual']:.3g}" if verbose else f"{layers}; each loss is as reported"
+    )
 
 
 def cut_numbers(counts: Mapping[str, int]) -> str:
@@ -355,10 +373,10 @@ def cut_numbers(counts: Mapping[str, int]) -> str:
 def recomputed(proof: Mapping[str, Any]) -> str:
     """Return how much of a merge was computed again, and how far the output is from the exact numbers."""
     if not proof["changed"]:
-        return "all tensors were copied, from the base or an adapter; none had to be computed again"
+        return "all tensors were copied, from the base or an adapter; none had to be recomputed"
     rows = "every row" if proof["full"] else plural(proof["rows"], "row")
     return (
-        f"{proof['tensors']} of {plural(proof['changed'], 'merged tensor')} computed again in fp64, {rows}: at most "
+        f"{proof['tensors']} of {plural(proof['changed'], 'merged tensor')} recomputed in fp64, {rows}: at most "
         f"{proof['worst_ulp']:.2f} ulp from the exact numbers (the nearest has 0.50 at most, a stochastic one 1.00), "
         f"judged by the bound of {proof['bound']['compute_dtype']}"
     )
@@ -367,7 +385,8 @@ def recomputed(proof: Mapping[str, Any]) -> str:
 def unchanged(same: Mapping[str, int]) -> str:
     """Return how much of the unchanged tensors was compared with the base."""
     share = "every byte" if same["bytes"] == same["of"] else f"a sample of {size(same['bytes'])} of {size(same['of'])}"
-    return f"unchanged tensors are those of the base: {share}"
+    rounded = ", rounded to the output's dtype" if same.get("converted") else ""
+    return f"unchanged tensors equal the base{rounded}: {share}"
 
 
 def effect(numbers: Mapping[str, Any]) -> str:
@@ -385,14 +404,14 @@ def effect(numbers: Mapping[str, Any]) -> str:
 def moved(numbers: Mapping[str, Any]) -> str:
     """Return how far a merge moves the weights that it changes."""
     ratio = numbers["all"]["ratio"] if numbers else None
-    return "" if ratio is None else f"; their values move by {100 * ratio:.3g} %"
+    return "" if ratio is None else f", by {100 * ratio:.2g} % of their weights"
 
 
 def placed(matching: Mapping[str, Any]) -> str:
     """Return in short for how many modules a second reading of the adapters found the plan's place and numbers."""
     known = f"placement cross-checked for {matching['proven']} of {plural(matching['modules'], 'module')}"
     unknown = " and ".join(matching.get("why", {}))
-    return known + (f" (the second reading does not know {unknown})" if unknown else "")
+    return known + (f" (the independent check cannot resolve {unknown})" if unknown else "")
 
 
 def unused(account: Mapping[str, Any]) -> str:
@@ -408,6 +427,6 @@ def second_reading(matching: Mapping[str, Any]) -> str:
     left, first = matching["modules"] - matching["proven"], matching["alone"][:3]
     names = ", ".join(first) + (f" and {left - len(first)} more" if left > len(first) else "")
     unknown = " and ".join(f"{what} ({count})" for what, count in matching.get("why", {}).items())
-    more = f"; {left} checked by numbers but not by place: {names}; the second reading does not know {unknown}"
+    more = f"; of {left} the values but not the placement: {names}; the independent check cannot resolve {unknown}"
     more = more if left else ""
-    return f"proven a second way for {matching['proven']} of {plural(matching['modules'], 'module')}{more}"
+    return f"placement cross-checked for {matching['proven']} of {plural(matching['modules'], 'module')}{more}"

@@ -82,6 +82,11 @@ def listed(names: Iterable[str], limit: int = 5) -> str:
     return ", ".join(every[:limit]) + more
 
 
+def several(modules: Sequence[str]) -> str:
+    """Return the names of one or two modules, or how many there are and the first of them."""
+    return listed(modules) if len(modules) < 3 else f"{len(modules)} modules such as {modules[0]}"
+
+
 def by_component(strengths: Mapping[str, Mapping[float, int]]) -> dict[str, dict[str, int]]:
     """Return component → strength as text → modules, for JSON."""
     return {part: {f"{s:g}": n for s, n in sorted(c.items())} for part, c in strengths.items()}

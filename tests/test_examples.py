@@ -40,7 +40,7 @@ def test_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last line of a cell is shown, as Jupyter does."""
     (tmp_path / "demo").mkdir()
     save(sd1(), tmp_path / "demo" / "base.safetensors")
-    for n, name in enumerate(("lora", "loha")):
+    for n, name in enumerate(("style", "ink")):
         save(kohya(sd1(), seed=n), tmp_path / "demo" / f"{name}.safetensors")
     monkeypatch.chdir(tmp_path)
     notebook = json.loads((EXAMPLES / "merge.ipynb").read_text(encoding="utf-8"))

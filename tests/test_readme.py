@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from lora_merge.cli import demo
 from lora_merge.cli import main as program
-from tests.kit.adapters import kohya
-from tests.kit.files import load, save
-from tests.kit.models import sd1_sample
+from tests.kit.files import load
 from tests.kit.readme import PAGES, README, ROOT, current
 
 TEXT = README.read_text(encoding="utf-8")
@@ -46,24 +45,45 @@ def test_readme_is_short() -> None:
     assert len(TEXT.splitlines()) <= 120
 
 
+COMMANDS = [
+    line.partition("  #")[0].strip()
+    for line in re.findall(r"work in the folder of the demo.*?```bash\n(.*?)```", TEXT, re.DOTALL)[0].splitlines()
+]
+"""The lines of README that work on the demo's files."""
+
+
+def test_readme_commands_are_understood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As far as their plan; `test_readme_commands_run` runs them."""
+    monkeypatch.chdir(tmp_path)
+    demo.write_files(tmp_path)
+    (tmp_path / "styled.safetensors").write_bytes((tmp_path / demo.BASE).read_bytes())  # of the second line
+    for command in COMMANDS:
+        words = shlex.split(command)
+        if words[1] in ("inspect", "compare"):
+            continue
+        words += ["--dry-run"] if words[1] == "batch" else ["--dry-run", "--overwrite"]
+        monkeypatch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit) as e:
+            program.main()
+        assert e.value.code in (0, None), (command, capsys.readouterr().err)
+
+
+@pytest.mark.slow
 def test_readme_commands_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    save(sd1_sample(), tmp_path / "sdxl.safetensors")
-    for n, name in enumerate(("style", "detail")):
-        save(kohya(sd1_sample(), seed=n), tmp_path / f"{name}.safetensors")
-    commands = [
-        c for c in re.findall(r"^(lora-merge .*?)(?:\s+#.*)?$", TEXT, re.MULTILINE) if "sdxl" in c or "inspect" in c
-    ]
-    assert len(commands) == 5
-    for command in commands:
+    demo.write_files(tmp_path)
+    for command in COMMANDS:
         monkeypatch.setattr(sys, "argv", shlex.split(command))
         with pytest.raises(SystemExit) as e:
             program.main()
-        assert e.value.code in (0, None), capsys.readouterr().err
-    assert load(tmp_path / "sdxl+style.safetensors")
-    assert load(tmp_path / "styled.safetensors")
+        assert e.value.code in (0, None), (command, capsys.readouterr().err)
+    for output in re.findall(r"-o (\S+)", "\n".join(COMMANDS)):
+        assert load(tmp_path / output)
+    assert load(tmp_path / "base+style.safetensors")
 
 
 def test_every_option_of_its_table_exists(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

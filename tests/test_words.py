@@ -24,7 +24,8 @@ INSTEAD: Final = {
     r"stands?|stood|lies?": "is, belongs, means",
     r"besides?": "next to, with, compared with",
     r"where": "if, when; it is for places",
-    r"those that|none of": "which, no",
+    r"those (?:that|who|whose)|none of": "which, no",
+    r"whoever|nobody|anybody|everybody|of which|so many": "a subject and a verb: anyone, no file, this many",
     r"wanted": "required, needed",
     r"folders? of (?:PEFT|transformers|diffusers)|torch for CPUs": "PEFT folder, CPU-only torch",
     r"of (?:(?:the|a|an|its|this|all) )?[\w-]+ of (?:(?:the|a|an|its|this|all) )?[\w-]+": "compounds",
@@ -32,7 +33,7 @@ INSTEAD: Final = {
 """Words that strings do not have → what to write."""
 
 ALLOWED: Final = (
-    "where: ", "the site wanted a login", "where it fits", "Where it fits", "where two models", "where they differ",
+    "where: ", "the site wanted a login", "Where it fits", "where two models", "where they differ",
     "where it differs", "Where they differ", "Where it was", "‖Δ‖, where Δ̂", "`where`", "where Δ̂", "Where the original",
     "Where is the output", "| where |", "goes on where it stopped", "Where to add", "None of an output", "where a weight is",
     "where you are", "Where.",

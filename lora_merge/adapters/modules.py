@@ -54,8 +54,8 @@ MODEL_PREFIX: Final = "a model: "
 NO_ADAPTER: Final = "name a LoRA or another adapter in its place"
 
 OF_MODELS: Final = (
-    "name a LoRA or another adapter; adapters with their model are written so: lora-merge combine ADAPTER ADAPTER2 "
-    "--base {0}; the difference of two models becomes an adapter by lora-merge extract BASE {0}"
+    "name a LoRA or another adapter; to merge one into this model: lora-merge {0} ADAPTER; to write the "
+    "difference of two models as an adapter: lora-merge extract BASE {0}"
 )
 """The advice on a model in the place of an adapter."""
 
@@ -335,7 +335,7 @@ def looks_like_adapter(index: Index) -> bool:
 def two_in_one_slot(path: Path, first: StoredTensor, second: StoredTensor) -> InputError:
     """Return the error for two tensors in one slot."""
     return InputError(
-        "two tensors claim the same place", f"{path}: {first.name} and {second.name}",
+        "two adapter tensors are for the same part of a layer", f"{path}: {first.name} and {second.name}",
         "remove one of the two; applying both would double the effect",
     )  # fmt: skip
 

@@ -197,7 +197,7 @@ class Statement:
 
 def aside_remark(place: str) -> Note:
     """Return the remark on a scale that is stated at a place which not all programs read."""
-    return Note(f"scaled by {Path(place).name}, as it was trained; a program that does not read that takes scale 1")
+    return Note(f"scaled by {Path(place).name}, as it was trained; a program that does not read it uses scale 1")
 
 
 def rules_of(file: AdapterFile) -> PeftRules:
@@ -306,7 +306,7 @@ def _read(tables: Sequence[EntryTable], file_ranks: tuple[int, ...]) -> Statemen
             elif meaning is Meaning.RANK and (not scales or not is_finite(value)):
                 continue  # of another thing than the adapter
             elif meaning is Meaning.UNKNOWN and _words(key).isdisjoint(FACTOR_WORDS):
-                what = "an entry next to the adapter's tensors may mean a formula that is not known"
+                what = "an entry next to the adapter's tensors may mean a formula unknown to lora-merge"
                 variant = variant or InputError(what, f"{place} = {shown(value)}", REMOVE)
             elif meaning is Meaning.UNKNOWN or not is_finite(value) or not (table.describes and table.certain):
                 harmless = meaning is Meaning.UNKNOWN and value == 1  # a scale of 1 is that of no scale
@@ -319,7 +319,7 @@ def _read(tables: Sequence[EntryTable], file_ranks: tuple[int, ...]) -> Statemen
 
 def _refusal(table: EntryTable, key: str, value: Any, file_ranks: tuple[int, ...]) -> InputError:
     """Return the error for an entry that may give the scale and is not used."""
-    what = "an entry may give the adapter's scale, and its meaning is not known"
+    what = "an entry may give the adapter's scale, but its meaning is unknown"
     if not table.certain:
         what = "alpha is stated next to several adapters, and may be that of another one"
     elif key.rpartition(".")[2].lower() in ENTRY_MEANINGS and not is_finite(value):

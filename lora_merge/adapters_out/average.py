@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any, Final
 
-from ..adapter_options import KEEP
+from ..adapter_options import KEEP, Request, Rows
 from ..errors import UsageError
 from ..files.checkpoint import open_checkpoint
 from ..job import Adapter, is_pair
@@ -21,8 +21,7 @@ from ..paths import is_folder
 from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Progress, unwatched
 from ..text import plural
-from .averaged_tensors import expect_alike
-from .job import OF_CHANGES, OF_TENSORS, SPACES, AdapterJob, Request, Rows, adapter_job
+from .job import OF_CHANGES, OF_TENSORS, SPACES, AdapterJob, adapter_job
 from .rank_rules import SAME
 from .report import AdapterReport
 
@@ -84,7 +83,7 @@ def _power(sigma: float) -> float:
     """Return γ ≥ 0 with (γ + 1)^½ (γ + 2)⁻¹ (γ + 3)^-½ = σ, by bisection; the left side falls with γ."""
     if not is_finite(sigma) or not 0 < sigma <= WIDEST_SIGMA:
         raise UsageError(
-            "no average has this width", f"--sigma-rel {shown(sigma)}", "use a number above 0, up to 0.288"
+            "the width is out of range", f"--sigma-rel {shown(sigma)}", "use a number above 0, up to 0.288"
         )
     low, high = 0.0, 1.0
     while _width(high) > sigma:
@@ -139,22 +138,22 @@ def average_job(request: Request, rows: Rows) -> AdapterJob:
 
 def plan(job: AdapterJob, cache: CheckpointCache | None = None) -> AdapterReport:
     """Return what `run` would do, from headers."""
-    from .combine import plan as plan_of_changes
+    from . import averaged_tensors, combine
 
     if job.space == OF_TENSORS:
-        expect_alike([open_checkpoint(a.path, adapter=True) for a in job.adapters])
-    return plan_of_changes(job, cache)
+        averaged_tensors.expect_alike([open_checkpoint(a.path, adapter=True) for a in job.adapters])
+    return combine.plan(job, cache)
 
 
-def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
+def run(job: AdapterJob, progress: Progress = unwatched, _: CheckpointCache | None = None) -> AdapterReport:
     """Write the average."""
     if job.space == OF_CHANGES:
-        from .combine import run as run_on_changes
+        from . import combine
 
-        return run_on_changes(job, progress)
-    from .averaged_tensors import run as run_on_tensors
+        return combine.run(job, progress)
+    from . import averaged_tensors
 
-    return run_on_tensors(job, progress)
+    return averaged_tensors.run(job, progress)
 
 
 def _weighted(adapter: Any, weight: float) -> Any:

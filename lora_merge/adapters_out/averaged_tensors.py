@@ -177,7 +177,7 @@ def _layers(
             matrices = matrices or _matrices(job, sources, means)
             layers = matrices.layers(target, alone)
         for part, mean in layers:
-            yield part.label, Layer({}, kind, mean.rank, mean.before, None, mean.squares, mean.lost,
+            yield part.label, Layer(kind, mean.rank, mean.before, None, mean.squares, mean.lost,
                                     effect=mean.effect, norms=mean.norms, weight=weight(part))  # fmt: skip
         count(itemsize * prod(target.shape))
 

@@ -13,9 +13,8 @@ from ..errors import FitError
 from ..models.part_factors import or_leave_out
 from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Progress, unwatched
-from .adapter_dialect import spelling_of
-from .convert import grouped, write
-from .convert import plan as plan_of_modules
+from .adapter_dialect import spelling_of, without_base
+from .convert import grouped, planned_report, write
 from .dialects import Dialect, dialect
 from .form import Conversion, form_of_module
 from .groups import layers_of_weights
@@ -32,11 +31,10 @@ TRAINED_APART: Final = (
 def plan(job: AdapterJob, cache: CheckpointCache | None = None) -> AdapterReport:
     """Return what `run` would do, from headers: layers, and ranks if headers show them."""
     job = replace(job, inputs=replace(job.inputs, overwrite=True))
-    conversion = _conversion(job, open_sources(job, cache))
-    return plan_of_modules(conversion.job, conversion)
+    return planned_report(_conversion(job, open_sources(job, cache)))
 
 
-def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
+def run(job: AdapterJob, progress: Progress = unwatched, _: CheckpointCache | None = None) -> AdapterReport:
     """Run a job: the output appears under its name when it is complete and verified, or not at all."""
     with AdapterRun(job, progress) as this:
         return write(_conversion(job, open_sources(job, this.hash_adapters())), this)
@@ -51,8 +49,6 @@ def _conversion(job: AdapterJob, sources: Sources) -> Conversion:
     if name != KEEP:
         to = _dialect(name, job, sources)
         if job.base is None:
-            from .adapter_dialect import without_base
-
             sources = chosen_of(job, without_base(job, sources.adapters, to))
         return grouped(replace(job, format=to.name), sources, to)
     check_output(job.output, [p for i in sources.indexes for p in i.files], overwrite=job.inputs.overwrite)

@@ -10,14 +10,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias
 
-from ..adapter_options import ADAPTER_OPTIONS, KEEP, OF_MERGE
+from ..adapter_options import ADAPTER_OPTIONS, KEEP, OF_MERGE, Request, Rows
 from ..errors import MergeError
 from ..merge_methods import COMBINATIONS
 from ..method_parameters import PARAMETER_NAMES
 from ..options import OPTIONS, Option
-from .job import Request, Rows
 
 if TYPE_CHECKING:
     from ..planning.checkpoint_cache import CheckpointCache
@@ -34,8 +33,18 @@ Torch: TypeAlias = Literal["first", "beside", "rarely"]
 if a layer needs it."""
 
 Make: TypeAlias = "Callable[[Request, Rows, CheckpointCache | None], AdapterJob]"
-Plan: TypeAlias = "Callable[[AdapterJob, CheckpointCache | None], AdapterReport]"
-Run: TypeAlias = "Callable[[AdapterJob, Progress, CheckpointCache | None], AdapterReport]"
+
+
+class Runner(Protocol):
+    """The module that plans and runs a command. `cache`: the checkpoints that are open."""
+
+    def plan(self, job: AdapterJob, cache: CheckpointCache | None, /) -> AdapterReport:
+        """Return what `run` would do, from headers."""
+        ...
+
+    def run(self, job: AdapterJob, progress: Progress, cache: CheckpointCache | None, /) -> AdapterReport:
+        """Write the output."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -47,8 +56,7 @@ class Command:
     inputs: Inputs
     options: Rows  # with the defaults that they have here; None: no rule, or a value that depends on the inputs
     make: Make  # request → checked job
-    plan: Plan  # from headers
-    run: Run
+    runner: Callable[[], Runner]
     torch: Torch
     effort: float = 1.0
     """The time for a byte of the weights, relative to a byte that a merge writes. Measured with adapters of SDXL."""
@@ -66,6 +74,16 @@ class Command:
         `cache`: the checkpoints that are open. With one, headers are read where they decide the output's name.
         """
         return self.make(Request(self.name, adapters, output, base, options), self.options, cache)
+
+    def plan(self, job: AdapterJob, cache: CheckpointCache | None) -> AdapterReport:
+        """Return what `run` would do, from headers."""
+        return self.runner().plan(job, cache)
+
+    def run(self, job: AdapterJob, progress: Progress, cache: CheckpointCache | None) -> AdapterReport:
+        """Write the output; return the report, with what it advises for the job."""
+        from .report import judging
+
+        return judging(job, self.runner().run(job, progress, cache))
 
 
 _ROWS: Final = {
@@ -121,55 +139,16 @@ def _adapter_job(request: Request, rows: Rows, _: CheckpointCache | None) -> Ada
     return adapter_job(request, rows)
 
 
-def _plan(job: AdapterJob, cache: CheckpointCache | None) -> AdapterReport:
-    from .combine import plan
-
-    return plan(job, cache)
-
-
-def _run(job: AdapterJob, progress: Progress, _: CheckpointCache | None) -> AdapterReport:
-    from .combine import run
-    from .report import judging
-
-    return judging(job, run(job, progress))
-
-
 def _conversion_job(request: Request, rows: Rows, _: CheckpointCache | None) -> AdapterJob:
     from .job import conversion_job
 
     return conversion_job(request, rows)
 
 
-def _plan_conversion(job: AdapterJob, cache: CheckpointCache | None) -> AdapterReport:
-    from .convert import plan
-
-    return plan(job, cache=cache)
-
-
-def _run_conversion(job: AdapterJob, progress: Progress, _: CheckpointCache | None) -> AdapterReport:
-    from .convert import run
-    from .report import judging
-
-    return judging(job, run(job, progress))
-
-
 def _average_job(request: Request, rows: Rows, _: CheckpointCache | None) -> AdapterJob:
     from .average import average_job
 
     return average_job(request, rows)
-
-
-def _plan_average(job: AdapterJob, cache: CheckpointCache | None) -> AdapterReport:
-    from .average import plan
-
-    return plan(job, cache)
-
-
-def _run_average(job: AdapterJob, progress: Progress, _: CheckpointCache | None) -> AdapterReport:
-    from .average import run
-    from .report import judging
-
-    return judging(job, run(job, progress))
 
 
 def _extraction_job(request: Request, rows: Rows, cache: CheckpointCache | None) -> AdapterJob:
@@ -184,17 +163,28 @@ def _extraction_job(request: Request, rows: Rows, cache: CheckpointCache | None)
     return job
 
 
-def _plan_extraction(job: AdapterJob, cache: CheckpointCache | None) -> AdapterReport:
-    from .extract.run import plan
+def _combine() -> Runner:
+    from . import combine
 
-    return plan(job, cache)
+    return combine
 
 
-def _run_extraction(job: AdapterJob, progress: Progress, cache: CheckpointCache | None) -> AdapterReport:
-    from .extract.run import run
-    from .report import judging
+def _convert() -> Runner:
+    from . import convert
 
-    return judging(job, run(job, progress, cache))
+    return convert
+
+
+def _average() -> Runner:
+    from . import average
+
+    return average
+
+
+def _extract() -> Runner:
+    from .extract import run
+
+    return run
 
 
 COMMANDS: Final[Mapping[str, Command]] = MappingProxyType({
@@ -205,19 +195,19 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType({
             _options("rank", *_METHOD, *_FORM[1:], "format", *_ADAPTERS,
                      rank="exact", algorithm="lora", alpha="rank", format=KEEP,
                      help={"rank": "Set the rank: 32, same, energy:0.99 … [default: exact]"}),
-            _adapter_job, _plan, _run, torch="rarely",
+            _adapter_job, _combine, torch="rarely",
         ),
         Command(
             "resize", "resized", "adapter",
             _options(*_FORM, "format", *_ADAPTERS, algorithm="lora", alpha=KEEP, format=KEEP, required=("rank",),
                      help={"rank": "Set the rank: 16, energy:0.99, fro:0.9, size:50MiB …"}),
-            _adapter_job, _plan, _run, torch="beside",
+            _adapter_job, _combine, torch="beside",
         ),
         Command(
             "convert", "converted", "adapter",
             _options("to", *_FORM, *_ADAPTERS, to=KEEP, algorithm=KEEP, alpha=KEEP, recorded=("alpha",),
                      help={"rank": "Bring every module to LoRA at this rank."}),
-            _conversion_job, _plan_conversion, _run_conversion, torch="rarely", effort=0.25,
+            _conversion_job, _convert, torch="rarely", effort=0.25,
         ),
         Command(
             "average", "averaged", "adapters",
@@ -225,14 +215,14 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType({
                      *_ADAPTERS[1:], rank="same", space="delta", alpha="rank", format=KEEP, recorded=("rank",),
                      help={"weights": "Weight the snapshots: 0.7,0.3. [default: equal]",
                            "rank": "Set the rank. [default: same as the snapshots]"}),
-            _average_job, _plan_average, _run_average, torch="beside",
+            _average_job, _average, torch="beside",
         ),
         Command(
             "extract", "extracted", "checkpoints",
             _options(*_FORM, "others", "factor", "format", rank=32, algorithm="lora", alpha="rank", others="diff",
                      factor=-1, format="auto", recorded=("rank",),
                      help={"rank": "Set the rank: 32, energy:0.99, noise … [default: 32]"}),
-            _extraction_job, _plan_extraction, _run_extraction, torch="first", effort=5.0,
+            _extraction_job, _extract, torch="first", effort=5.0,
         ),
     )
 })  # fmt: skip

@@ -18,7 +18,6 @@ from ..disk.draft import Heap
 from ..disk.reader import Reader
 from ..dtypes import spoken
 from ..engine.torch_preload import load_library
-from ..errors import FitError
 from ..files.folder_layouts import PEFT_PREFIX
 from ..matching.formula import ALPHA_SETTING
 from ..models.blocks import network_of
@@ -26,16 +25,16 @@ from ..models.names import Names
 from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Progress, unwatched
 from ..text import Note
-from .adapter_dialect import heads, in_memory, input_dialect, input_places
+from .adapter_dialect import as_named, heads, in_memory, input_dialect, input_places, without_base
 from .dialects import DIALECTS, Dialect
 from .factored_modules import Copies, FactoredModules, factored_modules
 from .form import Conversion, Form, facts_of, form_of_module, memory_note, planned_modules, without_data
-from .groups import Filled, Place, components, filled, places, regrouped
-from .job import FACTORS, GIVE_BASE, AdapterJob, algorithm_in, one_rank
-from .metadata import planned_size, tensors_of
+from .groups import Filled, components, filled, places, regrouped
+from .job import FACTORS, AdapterJob, algorithm_in, one_rank
+from .metadata import planned_size
 from .module_tensors import StoredModule
-from .output_file import CONTENTS, Entry, drafted, expect_room, text_of, unique, unread
-from .output_modules import Maker, bundled, module_groups, named, stored_modules, weight_of
+from .output_file import CONTENTS, drafted, expect_room, text_of, unread
+from .output_modules import Maker, bundled, entries_of, module_groups, named, prefix_name, stored_modules, weight_of
 from .peft.config import FAN_IN_FAN_OUT, config, differing_ranks, expect_one, task_type
 from .pipeline import (
     AdapterRun,
@@ -56,7 +55,7 @@ from .report import AdapterReport
 from .sources import NOWHERE, Sources, chosen_of, open_sources
 
 
-def run(job: AdapterJob, progress: Progress = unwatched) -> AdapterReport:
+def run(job: AdapterJob, progress: Progress = unwatched, _: CheckpointCache | None = None) -> AdapterReport:
     """Run a conversion: the output appears under its name when it is complete and verified, or not at all."""
     with AdapterRun(job, progress) as this:
         return write(opened(job, this.hash_adapters()), this)
@@ -70,7 +69,7 @@ def write(conversion: Conversion, this: AdapterRun) -> AdapterReport:
         job, to, sources, modules, all_modules, forms = conversion
         this.name(job.output)
         inputs = [a.index for a in sources.adapters]
-        rows = tensors_of(layer for _, layer in planned_modules(conversion))
+        rows = [tensor for _, layer in planned_modules(conversion) for tensor in layer.tensors]
         if not job.ranked or (job.command == "combine" and job.rules.all_are(EXACT)):  # else numbers decide
             expect_room(job, rows)
         # Step 2: the modules are written to the draft: copied, or else computed.
@@ -121,9 +120,13 @@ def _without_torch(
     return partial(Copies, to, reader) if copied else None
 
 
-def plan(job: AdapterJob, conversion: Conversion | None = None, cache: CheckpointCache | None = None) -> AdapterReport:
-    """Return what `run` would do, from headers alone. `conversion`: the opened one, if there is one."""
-    conversion = conversion or opened(job, cache or CheckpointCache())
+def plan(job: AdapterJob, cache: CheckpointCache | None = None) -> AdapterReport:
+    """Return what `run` would do, from headers alone."""
+    return planned_report(opened(job, cache or CheckpointCache()))
+
+
+def planned_report(conversion: Conversion) -> AdapterReport:
+    """Return what `write` would do, from headers alone."""
     job, to, sources, modules, all_modules, forms = conversion
     planned_layers = planned_modules(conversion)
     facts = [facts_of(form, layer, to) for form, (_, layer) in zip(forms, planned_layers, strict=False)]
@@ -159,8 +162,6 @@ def opened(job: AdapterJob, cache: CheckpointCache) -> Conversion:
     file = cache.adapter(job.adapters[0].path)
     to = input_dialect(file) if job.format == KEEP else DIALECTS[job.format]
     if job.base is None:
-        from .adapter_dialect import as_named, without_base
-
         sources = chosen_of(job, as_named(job, [file]) if job.format == KEEP else without_base(job, [file], to))
     else:
         sources = open_sources(job, cache)
@@ -240,7 +241,7 @@ def _stated_again(job: AdapterJob, modules: Sequence[StoredModule]) -> list[Note
             needed |= stated.keys() & ALGORITHMS[module.layer.algorithm].settings.keys()
             needed |= {ALPHA_SETTING} & stated.keys() if ".alpha" not in module.tensors else set()
     again = " ".join(f"--setting {name}={stated[name]}" for name in sorted(needed))
-    return [Note(f"whoever reads the output has to state {again} again")] if again else []
+    return [Note(f"state {again} again when the output is merged or converted")] if again else []
 
 
 def _weights(conversion: Conversion) -> int:
@@ -249,22 +250,3 @@ def _weights(conversion: Conversion) -> int:
     if job.combines:
         return weights_of(job, conversion.sources, output_dtype(job, conversion.sources.adapters))
     return sum(map(weight_of, conversion.modules))
-
-
-def prefix_name(to: Dialect, place: Place) -> str:
-    """Return the name of a module in the report: as in the output, without PEFT's own prefix."""
-    name = to.key(place.prefix, place.module, "")
-    name = name.removeprefix(DIALECTS["peft"].denoiser) if to.folder else name
-    return name if place.parameter == "weight" else f"{name}.{place.parameter}"
-
-
-def entries_of(to: Dialect, modules: Sequence[StoredModule]) -> list[Entry]:
-    """Return the tensors of all modules under their keys; FitError where two have one."""
-    entries = [
-        replace(m.tensors[ending], name=to.key(m.place.prefix, m.place.module, ending))
-        for m in modules for ending in sorted(m.tensors)
-    ]  # fmt: skip
-    if twice := next(unique(entries), None):
-        raise FitError("two layers of the output would have one name", twice,
-                       GIVE_BASE if to.name == KEEP else "convert to another dialect")  # fmt: skip
-    return entries

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..disk.draft import Draft, Heap
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
 from ..engine.coefficients import PRODUCT_METHODS, coefficients
@@ -19,6 +18,7 @@ from ..engine.combination import combined_rows
 from ..engine.module_change import ModuleChange
 from ..engine.row_matrix import RowMatrix
 from ..engine.tensor_moves import FILE_DTYPES, HOST, TORCH_DTYPES, Placement, finite, odd
+from ..engine.tensors import view_bytes
 from ..errors import beyond_dtype
 from ..matching.patch import Patch
 from ..merge_methods import COMBINATIONS
@@ -40,7 +40,7 @@ from .factors import (
 from .groups import Place, Target
 from .job import AUTO, FACTORS, WHOLE, AdapterJob
 from .matrix_svd import of_dense, values_of
-from .module_tensors import ChangeOfMean, Layer, Norms, StoredModule, waiting, without_bytes
+from .module_tensors import ChangeOfMean, Layer, Norms, StoredModule
 from .output_file import Entry
 from .rank_rules import EXACT, LayerSpectrum, Rule
 from .rounding import ZERO_TOTALS, Array, Effect, Totals, squares, squares_of_rows, totals_of, totals_of_rows
@@ -169,10 +169,16 @@ def spectra(layers: Iterable[tuple[str, Delta]], itemsize: int, noise: float) ->
             yield LayerSpectrum(name, values.tolist(), sum(delta.matrix) * itemsize)
 
 
-def expect_finite(tensors: Iterable[Tensor], where: str) -> None:
-    """Raise TooLarge, with the name of a layer, if a number that was cast to the dtype of the output is not finite."""
+def expect_finite(entries: Iterable[Entry], where: str) -> None:
+    """Raise TooLarge, with the name of a layer, if a number that was cast to the dtype of the output is not finite.
+    `entries`: tensors in memory."""
+    tensors = (view_bytes(e.data, e.dtype, e.shape) for e in entries if isinstance(e.data, memoryview))
     if any(odd(t) and not bool(finite(t).all()) for t in tensors):
         raise beyond_dtype(where)
+
+
+Slots: TypeAlias = Mapping[str, Tensor]
+"""Slot → stored tensor of a layer."""
 
 
 @dataclass(frozen=True)
@@ -184,17 +190,18 @@ class Storage:
     noise: float  # singular values below this share of the largest one are noise of the inputs
     at: Placement = HOST  # where matrices are decomposed
 
-    def layer(self, target: Target, delta: Delta, cut: Cut, triples: Triples | None = None) -> Layer:
-        """Return the stored tensors of a layer. `triples`: of Δ, as many as the rule needs, if they are known."""
+    def layer(self, target: Target, delta: Delta, cut: Cut, triples: Triples | None = None) -> tuple[Slots, Layer]:
+        """Return the stored tensors of a layer, and its facts. `triples`: of Δ, as many as the rule needs, if they are
+        known."""
         if target.vector or self.algorithm == WHOLE:
             return self._whole(target, delta)
-        layer = self._factored(target, delta, cut, triples)
+        tensors, layer = self._factored(target, delta, cut, triples)
         out, cols = delta.matrix
         if self.algorithm == AUTO and layer.algorithm == FACTORS and layer.rank * (out + cols) >= out * cols:
             return self._whole(target, delta)  # smaller, and nothing is cut
-        return layer
+        return tensors, layer
 
-    def _factored(self, target: Target, delta: Delta, cut: Cut, triples: Triples | None) -> Layer:
+    def _factored(self, target: Target, delta: Delta, cut: Cut, triples: Triples | None) -> tuple[Slots, Layer]:
         """Return the layer as factors; as a whole matrix if it has none, which headers show (form.py)."""
         if cut.rule.name == EXACT and cut.rank is None:
             if delta.whole is not None:
@@ -208,14 +215,14 @@ class Storage:
             return self.pair(target.shape, delta.before, truncated(delta.factored, leading, cut, self.kind))
         return self._cut(target, delta.whole, delta.before, leading, cut)
 
-    def _whole(self, target: Target, delta: Delta) -> Layer:
+    def _whole(self, target: Target, delta: Delta) -> tuple[Slots, Layer]:
         """Return the whole matrix, rounded once."""
         stored = rounded(delta.rows, self.dtype)
         effect = None if delta.whole is None else stored.totals.effect
-        tensors = {"diff": stored.numbers.reshape(target.shape)}
-        return Layer(tensors, WHOLE, 0, delta.before, None, stored.totals.squares, stored.lost, effect=effect)
+        layer = Layer(WHOLE, 0, delta.before, None, stored.totals.squares, stored.lost, effect=effect)
+        return {"diff": stored.numbers.reshape(target.shape)}, layer
 
-    def _cut(self, target: Target, whole: RowMatrix, before: int, triples: Triples, cut: Cut) -> Layer:
+    def _cut(self, target: Target, whole: RowMatrix, before: int, triples: Triples, cut: Cut) -> tuple[Slots, Layer]:
         """Return the leading triples of a matrix as factors."""
         pair = leading_pair(triples, cut.chosen(triples, before), cut, self.kind)
         up, down = map(torch.from_numpy, pair.real)
@@ -229,12 +236,12 @@ class Storage:
         """The dtype as files name it."""
         return FILE_DTYPES[self.dtype]
 
-    def pair(self, shape: Sequence[int], before: int, factors: StoredFactors) -> Layer:
+    def pair(self, shape: Sequence[int], before: int, factors: StoredFactors) -> tuple[Slots, Layer]:
         """Return both factors in the shapes of a linear layer or of a convolution."""
         tensors = {slot: tensor_of(bits, self.dtype).reshape(stored)
                    for slot, (bits, stored) in factors.of_shape(shape).items()}  # fmt: skip
-        return Layer(tensors, FACTORS, factors.rank, before, factors.alpha, factors.squares, factors.lost,
-                     spectrum=factors.spectrum)  # fmt: skip
+        return tensors, Layer(FACTORS, factors.rank, before, factors.alpha, factors.squares, factors.lost,
+                              spectrum=factors.spectrum)  # fmt: skip
 
 
 def tensor_of(bits: Array, dtype: torch.dtype) -> Tensor:
@@ -242,28 +249,18 @@ def tensor_of(bits: Array, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(bits)).view(dtype)
 
 
-@dataclass(frozen=True)
-class ModuleTensors:
-    """The stored tensors of one module by their ending, and the facts of its layer."""
-
-    place: Place
-    tensors: Mapping[str, Tensor]
-    layer: Layer
-    copied: bool = False  # whether the tensors are those of the input: nothing is known of the size of its change
-
-
-def rounded_change(place: Place, ending: str, change: RowMatrix, dtype: torch.dtype) -> ModuleTensors:
+def rounded_change(place: Place, ending: str, change: RowMatrix, dtype: torch.dtype) -> StoredModule:
     """Return a parameter's whole change, rounded once."""
     stored = rounded(change, dtype)
-    tensors = {ending: stored.numbers.reshape(place.view.shape)}
-    return ModuleTensors(place, tensors, Layer(tensors, WHOLE, 0, 0, None, stored.totals.squares, stored.lost))
+    layer = Layer(WHOLE, 0, 0, None, stored.totals.squares, stored.lost)
+    return stored_module(place, {ending: stored.numbers.reshape(place.view.shape)}, layer)
 
 
-def rounded_value(place: Place, value: RowMatrix, change: RowMatrix, dtype: torch.dtype) -> ModuleTensors:
+def rounded_value(place: Place, value: RowMatrix, change: RowMatrix, dtype: torch.dtype) -> StoredModule:
     """Return a parameter's new value, rounded once, where the dialect stores no changes of it."""
     stored = rounded(value, dtype)
-    tensors = {f".{place.parameter}": as_value(place, stored.numbers)}
-    return ModuleTensors(place, tensors, Layer(tensors, WHOLE, 0, 0, None, squares_of_rows(change), stored.lost))
+    layer = Layer(WHOLE, 0, 0, None, squares_of_rows(change), stored.lost)
+    return stored_module(place, {f".{place.parameter}": as_value(place, stored.numbers)}, layer)
 
 
 def as_value(place: Place, numbers: Tensor) -> Tensor:
@@ -290,15 +287,9 @@ def stored_magnitude(patch: Patch) -> tuple[int, ...]:
     return (*shape, *ones)
 
 
-def in_memory(module: ModuleTensors) -> StoredModule:
-    """Return a module whose tensors are written as they are in memory."""
-    entries = {ending: entry(ending, tensor) for ending, tensor in module.tensors.items()}
-    return StoredModule(module.place, entries, without_bytes(module.layer), module.copied)
-
-
-def stored_module(module: ModuleTensors, put: Heap | Draft) -> StoredModule:
-    """Return a module whose bytes wait, or are in the draft of the output."""
-    return waiting(in_memory(module), put)
+def stored_module(place: Place, tensors: Mapping[str, Tensor], layer: Layer, *, copied: bool = False) -> StoredModule:
+    """Return a module whose tensors, by their endings, are written as they are in memory."""
+    return StoredModule(place, {ending: entry(ending, tensor) for ending, tensor in tensors.items()}, layer, copied)
 
 
 def entry(name: str, tensor: Tensor) -> Entry:

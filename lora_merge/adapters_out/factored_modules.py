@@ -395,7 +395,7 @@ class FactoredModules:
             entries[to.endings.get("alpha", ".alpha")] = Entry("alpha", "F32", (), alpha)
         norms = norms_of_parts((part, self.weights[id(part.whole)]) for part in filled.parts)
         weight = self.weight_of(filled) if factors.squares and factors.rank else None
-        layer = Layer({}, FACTORS, factors.rank, delta.before, factors.alpha, factors.squares, factors.lost,
+        layer = Layer(FACTORS, factors.rank, delta.before, factors.alpha, factors.squares, factors.lost,
                       effect=delta.effect, norms=norms, weight=weight, spectrum=factors.spectrum)  # fmt: skip
         return StoredModule(place, entries, layer)
 
@@ -538,7 +538,7 @@ def copy_of(module: Filled, to: Dialect, reader: Reader) -> StoredModule:
         to.endings.get("alpha", ".alpha"): ("F32", (), data_of(alpha)),
     }
     entries = {name: Entry(name, *row) for name, row in rows.items()}
-    return StoredModule(place, entries, Layer({}, FACTORS, rank, rank, rank * scale, squares, 0.0))
+    return StoredModule(place, entries, Layer(FACTORS, rank, rank, rank * scale, squares, 0.0))
 
 
 class Copies:

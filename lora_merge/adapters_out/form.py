@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from operator import itemgetter
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from ..adapter_options import KEEP
@@ -30,7 +31,7 @@ from .peft.demands import Parameter, Places, by_module, demands, is_pair, new_bi
 from .rank_rules import COUNT, EXACT, SAME, Rule
 from .sources import NOWHERE, Sources
 
-NOT_LOW_RANK: Final = "the result is not low-rank, so it has no exact factors"
+NOT_LOW_RANK: Final = "the result is no product of two small factors, so no LoRA stores it exactly"
 NO_FACTORS_OF_STACKS: Final = "the weights of stacked experts have no factors in these formats"
 
 FOR_KOHYA: Final = f"{GIVE_RANK} --to kohya"
@@ -160,8 +161,8 @@ def form_of_module(job: AdapterJob, to: Dialect, module: Filled) -> Form:
         patches = [replace(p, magnitude=None) for p in patches]  # it stays next to the factors
     # Step 3: a change of a matrix.
     if algorithm == WHOLE and "diff" not in to.endings and not to.whole:
-        raise FitError(f"{to.name} has no place for whole matrices", place.name,
-                       "give --rank, or convert to kohya or comfy")  # fmt: skip
+        raise FitError(f"{to.name} cannot store whole matrices", place.name,
+                       "write --rank 32, or choose the format kohya or comfy")  # fmt: skip
     matrix, name = place.view.matrix, place.name
     if job.combines:
         (first, *others) = module.parts  # the factors of one change in several weights have equal rows
@@ -189,10 +190,10 @@ def _form_of_vector(to: Dialect, module: Filled, rule: Rule) -> Form:
     if module.value is not None:
         ending, (_, strength) = "diff" if place.parameter == "weight" else "diff_b", module.value
         if ending not in to.endings and (not to.whole or strength != 1):
-            raise FitError(f"{to.name} has no place for whole tensors", place.name, "convert to kohya, comfy or peft")
+            raise FitError(f"{to.name} cannot store whole tensors", place.name, "convert to kohya, comfy or peft")
         return Form("value", WHOLE, rule)
     if vector_ending(place, to) is None and (place.bare or not to.whole):
-        raise FitError(f"{to.name} has no place for biases and norms", place.name, "convert to kohya or comfy")
+        raise FitError(f"{to.name} cannot store biases and norms", place.name, "convert to kohya or comfy")
     return Form("vector", WHOLE, rule)
 
 
@@ -219,10 +220,10 @@ def holds_columns(module: Filled, to: Dialect) -> bool:
 
 
 def _expect_magnitudes(module: Filled, to: Dialect) -> None:
-    """Raise FitError for a dialect that has no place for the magnitudes of DoRA of a module."""
+    """Raise FitError for a dialect that cannot store the magnitudes of DoRA of a module."""
     of_rows = all(s.patch.magnitude is not None and s.patch.magnitude[0] == "out" for s in module.shares)
     if not holds_columns(module, to) and not (of_rows and "magnitude" in to.endings):
-        raise FitError(f"{to.name} has no place for this magnitude of DoRA", module.place.name,
+        raise FitError(f"{to.name} cannot store this magnitude of DoRA", module.place.name,
                        TO_LORA)  # fmt: skip
 
 
@@ -276,14 +277,11 @@ NUMBER_BYTES: Final = 4
 FACTOR_BYTES: Final = 40
 """Bytes of each number of its factors: in fp64 as they are found, scaled, stored, and compared."""
 
-Task = tuple[str, tuple[int, int], Rule]
-"""The name of a layer, (out, cols), and its rule."""
 
-
-def bytes_for(task: Task) -> int:
+def svd_bytes(matrix: tuple[int, int], rule: Rule) -> int:
     """Return about how many bytes the decomposition of a ΔW without factors holds at most; a rank that numbers decide
     may be the highest."""
-    _, (out, cols), rule = task
+    out, cols = matrix
     rank = min(out, cols, rule.ceiling or min(out, cols))
     return NUMBER_BYTES * out * cols + FACTOR_BYTES * (out + cols) * rank
 
@@ -291,13 +289,12 @@ def bytes_for(task: Task) -> int:
 def memory_note(layers: Iterable[tuple[str, tuple[int, int], Form]], limit: int) -> list[Note]:
     """Return the note about a layer whose decomposition as a whole matrix may hold more than a limit of bytes, if there
     is one. `layers`: name, (out, cols) and form of each."""
-    tasks = ((name, matrix, form.rule) for name, matrix, form in layers if form.dense)
-    largest = max(tasks, key=bytes_for, default=None)
-    if largest is None or bytes_for(largest) <= limit:
+    dense = ((svd_bytes(matrix, form.rule), name, form.rule) for name, matrix, form in layers if form.dense)
+    nbytes, name, rule = max(dense, key=itemgetter(0), default=(0, "", Rule(EXACT)))
+    if nbytes <= limit:
         return []
-    name, _, rule = largest
     fix = "" if rule.ceiling is not None else "; --max-rank makes that less"
-    return [Note(f"{name} is decomposed as a whole matrix, which takes up to {size(bytes_for(largest))} of memory at "
+    return [Note(f"{name} is decomposed as a whole matrix, which takes up to {size(nbytes)} of memory at "
                  f"once, more than --max-memory{fix}")]  # fmt: skip
 
 
@@ -366,7 +363,7 @@ def _ending(module: Filled, to: Dialect) -> str:
 
 
 def _pair_of(module: Filled, conversion: Conversion, dtype: str, rank: int) -> dict[str, tuple[str, Shape]]:
-    """Return the factors of a layer, or of an embedding; FitError for a dialect that has no place for these."""
+    """Return the factors of a layer, or of an embedding; FitError for a dialect that cannot store these."""
     to, (out, *cols) = conversion.to, module.place.view.shape
     if "up_bias" in to.endings and is_table(module.place, module.shares):
         expect_table(module.place, to)
@@ -464,7 +461,7 @@ def without_data(place: Place, layer: PlannedLayer, algorithm: str, to: Dialect)
     stem = to.key(place.prefix, place.module, "")
     entries = {n.removeprefix(stem): Entry(n, dtype, shape, memoryview(b"")) for n, dtype, shape in layer.tensors}
     rank = rank_of({e: entry.shape for e, entry in entries.items()}) if algorithm in to.products else layer.rank
-    return StoredModule(place, entries, Layer({}, algorithm, rank, rank, float(rank), 0.0, 0.0))
+    return StoredModule(place, entries, Layer(algorithm, rank, rank, float(rank), 0.0, 0.0))
 
 
 def _parameter(layer: PlannedLayer, place: Place, to: Dialect) -> Parameter:

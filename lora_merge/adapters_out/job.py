@@ -1,4 +1,4 @@
-"""What is asked of a command that writes an adapter, and the same, checked and frozen. No tensor is read for that."""
+"""The request of one command that writes an adapter, checked and frozen. No tensor is read for that."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import sep
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
-from ..adapter_options import ADAPTER_OPTIONS, KEEP, OF_MERGE
+from ..adapter_options import ADAPTER_OPTIONS, KEEP, OF_MERGE, Request, Rows
 from ..algorithms.lokr import LOKR
 from ..algorithms.lora import LORA
 from ..algorithms.whole import FULL
@@ -19,7 +19,7 @@ from ..job import Adapter, Job, make_job
 from ..merge_methods import COMBINATIONS, SAME_COMBINATION, SUM
 from ..method_parameters import PARAMETER_NAMES, MethodParameters, numbers_of
 from ..models.part_factors import parts
-from ..options import MEANT, OPTIONS, Option, dtype_name, pairs, shown
+from ..options import MEANT, OPTIONS, dtype_name, pairs, shown
 from ..paths import absolute, is_file, is_folder, names_folder, output_file, output_path
 from ..text import plural
 from .dialects import DIALECTS, OF_INPUT, Dialect, stated_dialect
@@ -30,37 +30,12 @@ if TYPE_CHECKING:
     from ..progress import Progress
     from ..sources.inputs import Download
 
-Rows: TypeAlias = Mapping[str, Option]
-"""The options of a command by name, with its defaults."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """One run of a command, as plain data that can go to another process."""
-
-    command: str
-    adapters: Any  # paths, pairs of a path and a strength, or `Adapter` objects; of `extract` the tuned checkpoint
-    output: str | Path | None
-    base: str | Path | None
-    options: Mapping[str, Any]
-
-    @property
-    def inputs(self) -> tuple[Path, ...]:
-        """The paths that are read, of `Adapter` objects."""
-        return (*(a.path for a in self.adapters), *([] if self.base is None else [Path(self.base)]))
-
-    @property
-    def stated(self) -> dict[str, Any]:
-        """The options that have a value."""
-        return {name: value for name, value in self.options.items() if value is not None}
-
-
 FACTORS, WHOLE, AUTO = LORA.name, FULL.name, "auto"
 STORED_AS: Final = (FACTORS, WHOLE, AUTO)
 """The values of `--algorithm`: how a layer is stored."""
 
 IN_FULL: Final = "store whole matrices: --algorithm full"
-GIVE_RANK: Final = f"give --rank, such as 32 or energy:0.99, or {IN_FULL}"
+GIVE_RANK: Final = f"write --rank 32 or --rank energy:0.99, or {IN_FULL}"
 GIVE_BASE: Final = "give the base model of the training: --base MODEL"
 
 
@@ -223,8 +198,8 @@ def adapter_job(request: Request, rows: Rows) -> AdapterJob:
         raise UsageError(f"layers cannot be stored as {shown(algorithm)!r}", "--algorithm",
                          f"use one of {', '.join(known)}")  # fmt: skip
     if not COMBINATIONS[method].linear and algorithm == FACTORS and EXACT in (rules.linear.name, rules.kernels.name):
-        raise FitError(f"the result of {method} is not low-rank, so it has no exact factors", f"--method {method}",
-                       GIVE_RANK)  # fmt: skip
+        what = f"the result of {method} is no product of two small factors, so no LoRA stores it exactly"
+        raise FitError(what, f"--method {method}", GIVE_RANK)
     return AdapterJob(
         command, job, base=None if base is None else job.base, rules=rules, ranked=values["rank"] is not None,
         method=method, numbers=numbers, algorithm=algorithm, alpha=_alpha(values["alpha"]), include=values["include"],
@@ -291,7 +266,7 @@ def conversion_job(request: Request, rows: Rows) -> AdapterJob:
 def _stated_rules(ranks: Mapping[str, Any]) -> RankRules:
     """Return the rules that the options of `convert` state."""
     if "rank" not in ranks:
-        raise UsageError("a rule for some layers, and none for the others", "--rank", "give --rank too, such as exact")
+        raise UsageError("convert needs a rank for all layers", "--rank", "give --rank too, such as exact")
     part_rules = pairs(ranks.get("rank_for", ()), "--rank-for")
     rules = RankRules.of(ranks["rank"], ranks.get("conv_rank"), ranks.get("max_rank"), part_rules)
     if rules.has(NOISE):

@@ -22,7 +22,7 @@ from ..algorithms import ALGORITHMS, dora
 from ..disk.draft import Draft, Heap
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import FLOATS
+from ..dtypes import FLOATS, ITEM_BYTES
 from ..engine.devices import places
 from ..engine.row_matrix import RowMatrix
 from ..engine.tensor_moves import HOST, TORCH_DTYPES, Placement
@@ -49,13 +49,12 @@ from .change import (
 )
 from .delta import (
     Delta,
-    ModuleTensors,
+    Slots,
     Storage,
     combine,
     entry,
     expect_finite,
     holds,
-    in_memory,
     is_turned,
     rounded_change,
     rounded_value,
@@ -295,10 +294,10 @@ class Converter:
         module = self.tensors_of(filled, form, rank)
         if not isfinite(module.layer.squares):
             raise beyond_fp64(filled.shares[0].patch.module.name if filled.shares else filled.place.name)
-        expect_finite((t for t in module.tensors.values() if t.dtype.itemsize > 1), self.where(filled))
-        return in_memory(module)
+        expect_finite((e for e in module.tensors.values() if ITEM_BYTES[e.dtype] > 1), self.where(filled))
+        return module
 
-    def tensors_of(self, filled: Filled, form: Form, rank: int | None = None) -> ModuleTensors:
+    def tensors_of(self, filled: Filled, form: Form, rank: int | None = None) -> StoredModule:
         """Return the tensors of one module whose numbers or names change, at a rank that is decided already."""
         if form.kind == "value":
             return self._value(filled)
@@ -308,8 +307,8 @@ class Converter:
             return self._copy(filled)
         return self._factored(filled, form, rank)
 
-    def _copy(self, filled: Filled) -> ModuleTensors:
-        """Return the module with its tensors as they are; FitError if the dialect has no place for its scale."""
+    def _copy(self, filled: Filled) -> StoredModule:
+        """Return the module with its tensors as they are; FitError if the dialect cannot store its scale."""
         place, shares = filled.place, filled.shares
         (share, *others) = shares
         patch, row = share.patch, ALGORITHMS[share.patch.algorithm]
@@ -324,8 +323,8 @@ class Converter:
             moved = in_a_factor(share, number, self.evaluator, self._dtype(()))
             alpha = entries if moved else None
         if alpha is None and share.strength != 1:
-            raise FitError(f"the tensors of {patch.algorithm} have no place for a strength", place.name,
-                           "store whole matrices: --algorithm full, or give --algorithm lora --rank RULE")  # fmt: skip
+            raise FitError(f"the tensors of {patch.algorithm} cannot store a strength", place.name,
+                           "store whole matrices: --algorithm full, or give --algorithm lora --rank 32")  # fmt: skip
         if alpha is None:
             raise FitError(f"{self.to.name} cannot hold {patch.algorithm} in this place", place.name, TO_LORA)
         tensors = {str(endings[slot]): self._stored(info) for slot, info in patch.module.slots.items()}
@@ -342,9 +341,8 @@ class Converter:
             number = patch.numbers.get("scale", 1.0) * share.strength * rank
         squares, lost = (moved.squares, moved.lost) if moved else self._rounding(patch)
         notes = (IN_A_FACTOR,) if moved else ()
-        return ModuleTensors(
-            place, tensors, Layer(tensors, patch.algorithm, rank, rank, number, squares, lost, notes), copied=True
-        )
+        layer = Layer(patch.algorithm, rank, rank, number, squares, lost, notes)
+        return stored_module(place, tensors, layer, copied=True)
 
     def _rounding(self, patch: Patch) -> tuple[float, float]:
         """Return ‖Δ‖² and ‖Δ − Δ̂‖² of a module whose tensors get another dtype; zeros where nothing is rounded."""
@@ -370,7 +368,7 @@ class Converter:
         dtype = written_dtype(self.job, shares)
         return None if dtype is None else TORCH_DTYPES[dtype]
 
-    def _factored(self, filled: Filled, form: Form, rank: int | None) -> ModuleTensors:
+    def _factored(self, filled: Filled, form: Form, rank: int | None) -> StoredModule:
         """Return up and down: kept, cut, fused, or found by a rank rule."""
         place, with_magnitudes = filled.place, filled.shares
         magnitude = None
@@ -381,18 +379,20 @@ class Converter:
         shares, delta = filled.shares, self.delta(filled)
         target = Target(place.name, place.parameter, place.view.shape, (), (), "")
         storage = Storage(form.algorithm, self._dtype(shares), self.noise, self.at)
-        layer = storage.layer(target, delta, self.cut(filled, delta, form.rule, rank))
+        slots, layer = storage.layer(target, delta, self.cut(filled, delta, form.rule, rank))
         if layer.algorithm == WHOLE and "diff" not in self.to.endings:
             return self._new_value(place, shares, delta.rows)
-        tensors = {self.to.endings[slot]: value for slot, value in layer.tensors.items()}
+        tensors = {self.to.endings[slot]: value for slot, value in slots.items()}
         if layer.rank and self.to.alpha:
             tensors[self.to.endings.get("alpha", ".alpha")] = torch.tensor(layer.alpha, dtype=torch.float32)
         if magnitude is not None:
             tensors[self.to.endings["magnitude"]] = magnitude
-            layer = self._with_magnitude(place, with_magnitudes, layer, magnitude)
-        return ModuleTensors(place, tensors, layer)
+            layer = self._with_magnitude(place, with_magnitudes, slots, layer, magnitude)
+        return stored_module(place, tensors, layer)
 
-    def _with_magnitude(self, place: Place, shares: Sequence[PlaceChange], layer: Layer, magnitude: Tensor) -> Layer:
+    def _with_magnitude(
+        self, place: Place, shares: Sequence[PlaceChange], slots: Slots, layer: Layer, magnitude: Tensor
+    ) -> Layer:
         """Return a layer of DoRA with the loss of its whole change: rounding of a magnitude moves whole rows of the
         weight. Without a base that is not known."""
         stored = [self.evaluator.cache.fetch(s.patch.module.shared["magnitude"]) for s in shares]
@@ -401,7 +401,7 @@ class Converter:
             return layer
         terms = [(s.strength, placed_rows(whole_change(s.patch, self.evaluator), s, place)) for s in shares]
         delta, (axis, _) = sum_of(place.view.matrix, terms), shares[0].patch.magnitude or ("out", ())
-        up, down = (layer.tensors[slot].double() for slot in ("up", "down"))
+        up, down = (slots[slot].double() for slot in ("up", "down"))
         product = up.reshape(-1, layer.rank) @ down.reshape(layer.rank, -1) * ((layer.alpha or layer.rank) / layer.rank)
         weight = self.value(place).reshape(place.view.matrix).double()
         change = dora.rescale(weight[None], product[None], magnitude.double().reshape(1, *_ROWS[axis]), axis)[0]
@@ -448,7 +448,7 @@ class Converter:
         for s in shares:
             axis, shape = s.patch.magnitude or ("in", ())
             if axis != "out" or "magnitude" not in self.to.endings:
-                raise FitError(f"{self.to.name} has no place for this magnitude of DoRA", place.name,
+                raise FitError(f"{self.to.name} cannot store this magnitude of DoRA", place.name,
                                TO_LORA)  # fmt: skip
             value = self.evaluator.cache.fetch(s.patch.module.shared["magnitude"]).double().reshape(shape)
             total += placed(value, s, out)
@@ -461,7 +461,7 @@ class Converter:
             magnitude_shape(place) if not self.to.alpha else (-1, *(1 for _ in place.view.shape[1:]))
         )
 
-    def _vector(self, filled: Filled) -> ModuleTensors:
+    def _vector(self, filled: Filled) -> StoredModule:
         """Return the change of a bias or a norm."""
         place, ending, change = filled.place, vector_ending(filled.place, self.to), self.rows(filled)
         if ending is None and self.to.whole and not place.bare:
@@ -469,7 +469,7 @@ class Converter:
         assert ending is not None, "else it has no form"
         return rounded_change(place, ending, change, self._dtype(filled.shares))
 
-    def renewed(self, filled: Filled) -> ModuleTensors:
+    def renewed(self, filled: Filled) -> StoredModule:
         """Return the new value of a vector, for a dialect that cannot hold its change."""
         return self._new_value(filled.place, filled.shares, self.rows(filled))
 
@@ -479,7 +479,7 @@ class Converter:
         changes = [(s.strength, placed_rows(whole_change(s.patch, self.evaluator), s, place)) for s in filled.shares]
         return sum_of(place.view.matrix, changes)
 
-    def _new_value(self, place: Place, shares: Sequence[PlaceChange], change: RowMatrix) -> ModuleTensors:
+    def _new_value(self, place: Place, shares: Sequence[PlaceChange], change: RowMatrix) -> StoredModule:
         """Return the new value of a parameter, in a dtype that holds those of the base and of the change."""
         dtype = self._dtype(shares)
         if self.job.inputs.dtype == KEEP:
@@ -508,7 +508,7 @@ class Converter:
     def _rows(self, piece: RowSlice) -> Tensor:
         return self.evaluator.values(piece.key).reshape(-1, piece.cols)
 
-    def _value(self, filled: Filled) -> ModuleTensors:
+    def _value(self, filled: Filled) -> StoredModule:
         """Return the change of a parameter that the adapter replaces, X − W, or X where the dialect stores values."""
         place = filled.place
         assert filled.value is not None, "the caller looked"
@@ -517,7 +517,7 @@ class Converter:
         stored = place.view.shape[::-1] if is_turned(place) else place.view.shape
         if self.to.whole and strength == 1:
             tensors = {f".{place.parameter}": value.reshape(stored)}
-            return ModuleTensors(place, tensors, Layer(tensors, WHOLE, 0, 0, None, 0.0, 0.0))
+            return stored_module(place, tensors, Layer(WHOLE, 0, 0, None, 0.0, 0.0))
         ending = self.to.endings["diff" if place.parameter == "weight" else "diff_b"]  # form_of_module has looked
         shape, at = place.view.matrix, self.evaluator.at
         base = self.evaluator.stored_values(place.view.row_slices[0].key)
@@ -545,15 +545,12 @@ def computed(
     here.at  # noqa: B018  # refuses a device that is not there
     changed, _, zeros, _, notes = stored_modules(module_groups(conversion), make, put, begin)
 
-    def renewed(place: Place) -> ModuleTensors:
+    def renewed(place: Place) -> StoredModule:
         return here.renewed(next(module for module in modules if module.place == place))
 
     at_hand = sources.inputs is not None and sources.inputs.base.path != NOWHERE
-    changed = with_biases(
-        changed, all_modules, to, renewed if at_hand else None, lambda module: stored_module(module, put)
-    )
-    value = here.value if at_hand else None
-    whole = completed(changed, all_modules, to, value, lambda module: stored_module(module, put))
+    changed = with_biases(changed, all_modules, to, renewed if at_hand else None, put)
+    whole = completed(changed, all_modules, to, here.value if at_hand else None, put)
     cache = cache_of(job, reader, sources)
     embeddings = [] if job.combines else [entry(i.name, cache.fetch(i)) for i in bundled(sources.adapters[0], to)]
     return WrittenModules(changed, whole, zeros, embeddings, notes)
@@ -646,7 +643,7 @@ class Combiner(Converter):
         known = self.factored.spectrum(filled)
         return super().spectrum(filled) if known is None else known
 
-    def tensors_of(self, filled: Filled, form: Form, rank: int | None = None) -> ModuleTensors:
+    def tensors_of(self, filled: Filled, form: Form, rank: int | None = None) -> StoredModule:
         """Return the tensors of one module, with the facts of its change."""
         tensors, delta = super().tensors_of(filled, form, rank), self.delta(filled)
         facts = replace(tensors.layer, effect=tensors.layer.effect or delta.effect, before=delta.before,

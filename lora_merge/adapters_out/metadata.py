@@ -44,25 +44,17 @@ CLIP_LEVEL: Final = "text_model."
 it, but not from this entry; PEFT finds a target without it by the end of its name."""
 
 
-class Named(Protocol):
-    """One tensor of a file."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-def adapter_metadata(tensors: Iterable[Named]) -> str:
-    """Return the entry for a file in diffusers' dialect, where α is the rank; "" for another file."""
+def adapter_metadata(shapes: Mapping[str, Shape]) -> str:
+    """Return the entry for a file in diffusers' dialect, where α is the rank; "" for another file. `shapes`: tensor →
+    its shape."""
     parts_of: dict[str, dict[str, int]] = {}
     more: dict[str, set[str]] = {}
-    for tensor in tensors:
-        if (m := COMPONENT.fullmatch(tensor.name)) is None:
+    for name, shape in shapes.items():
+        if (m := COMPONENT.fullmatch(name)) is None:
             return ""
         more.setdefault(m[1], set()).add(m[3])
         if m[3] == "lora_A.weight":
-            parts_of.setdefault(m[1], {})[m[2]] = tensor.shape[0]
+            parts_of.setdefault(m[1], {})[m[2]] = shape[0]
     parts = ((part, _config(ranks, more[part])) for part, ranks in parts_of.items())
     return json.dumps(dict(_prefixed(parts)), sort_keys=True) if parts_of else ""
 
@@ -166,20 +158,9 @@ class PlannedLayer:
     rank: int = 0
 
 
-def tensors_of(layers: Iterable[PlannedLayer]) -> list[Tensor]:
-    """Return the tensors of all layers."""
-    return [tensor for layer in layers for tensor in layer.tensors]
-
-
-class _Named(NamedTuple):
-    name: str
-    dtype: str
-    shape: Shape
-
-
 def _entries(tensors: Sequence[Tensor]) -> dict[str, str]:
     """Return what diffusers' loader reads of the tensors, which may be longer than their part of the header."""
-    text = adapter_metadata(_Named(*tensor) for tensor in tensors)
+    text = adapter_metadata({name: shape for name, _, shape in tensors})
     return {ADAPTER_METADATA: text} if text else {}
 
 
@@ -301,7 +282,7 @@ class Known:
             entries |= dict(self._network(entries))
         entries |= dict(self._spec(entries))
         entries[KEY] = json.dumps(recipe(dropped), ensure_ascii=False, separators=(",", ":"))
-        if (loader := adapter_metadata(self.tensors)) != "":
+        if (loader := adapter_metadata({t.name: t.shape for t in self.tensors})) != "":
             entries[ADAPTER_METADATA] = loader
         if bool(names & {*HASHES}) if self.job.command in ONE else trained and read:
             entries |= {HASHES[0]: digest(), HASHES[1]: legacy_hash(self.tensors, entries)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from ..disk.draft import Draft, Heap
 from ..survival import TARGETS
@@ -15,9 +15,6 @@ from .job import FACTORS
 from .output_file import Entry
 from .rank_rules import Rule, reached
 from .rounding import Effect
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Norms: TypeAlias = Mapping[int, float]
 """Adapter → the norm of its change of a layer at its strength, if it changes it."""
@@ -51,9 +48,8 @@ class Spectrum(NamedTuple):
 
 @dataclass(frozen=True)
 class Layer:
-    """The stored tensors of one layer, by slot, and what was lost."""
+    """The facts of one layer as it is stored, and what was lost."""
 
-    tensors: Mapping[str, Tensor]
     algorithm: str
     rank: int
     before: int
@@ -82,11 +78,6 @@ class ChangeOfMean(NamedTuple):
     lost: float  # ‖Δ − Δ̂‖², with the change by the averaged tensors
     effect: Effect
     norms: Norms
-
-
-def without_bytes(layer: Layer) -> Layer:
-    """Return the facts of a layer alone."""
-    return replace(layer, tensors={})
 
 
 def numbers_of(layer: Layer, adapters: int) -> dict[str, Any]:
@@ -131,7 +122,7 @@ def waiting_entry(entry: Entry, put: Heap | Draft) -> Entry:
 
 @dataclass(frozen=True)
 class StoredModule:
-    """The stored tensors of one module by their ending, and the facts of its layer, which holds no tensors."""
+    """The stored tensors of one module by their ending, and the facts of its layer."""
 
     place: Place
     tensors: Mapping[str, Entry]

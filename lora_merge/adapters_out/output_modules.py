@@ -1,4 +1,4 @@
-"""The modules of an output: how an opened conversion plans them, makes them and stores them.
+"""The modules of an output: how they are made, stored and named.
 
 Modules are made several at a time; modules that share a weight are one task. No torch, unless what makes them takes it.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -14,16 +15,16 @@ from ..adapter_options import KEEP
 from ..adapters.modules import BUNDLE, AdapterFile
 from ..disk.draft import Draft, Heap
 from ..disk.files import StoredTensor
-from ..errors import InputError
+from ..errors import FitError, InputError
 from ..paths import is_folder
 from ..progress import Counting
 from ..text import Note
-from .dialects import Dialect
+from .dialects import DIALECTS, Dialect
 from .form import Conversion
 from .groups import Filled, Place, components
-from .job import FILE, AdapterJob
+from .job import FILE, GIVE_BASE, AdapterJob
 from .module_tensors import StoredModule, waiting
-from .output_file import Entry
+from .output_file import Entry, unique
 from .parallel import PerThread, side_by_side
 from .rank_rules import LayerSpectrum, shared_out
 
@@ -135,3 +136,22 @@ def _changes_nothing(job: AdapterJob) -> InputError:
     if job.combines:
         return InputError("the result changes nothing", str(job.output), "check the adapters and their strengths")
     return InputError("the adapter changes nothing", str(job.adapters[0].path), "check its strength")
+
+
+def prefix_name(to: Dialect, place: Place) -> str:
+    """Return the name of a module in the report: as in the output, without PEFT's own prefix."""
+    name = to.key(place.prefix, place.module, "")
+    name = name.removeprefix(DIALECTS["peft"].denoiser) if to.folder else name
+    return name if place.parameter == "weight" else f"{name}.{place.parameter}"
+
+
+def entries_of(to: Dialect, modules: Sequence[StoredModule]) -> list[Entry]:
+    """Return the tensors of all modules under their keys; FitError where two have one."""
+    entries = [
+        replace(m.tensors[ending], name=to.key(m.place.prefix, m.place.module, ending))
+        for m in modules for ending in sorted(m.tensors)
+    ]  # fmt: skip
+    if twice := next(unique(entries), None):
+        raise FitError("two layers of the output would have one name", twice,
+                       GIVE_BASE if to.name == KEEP else "convert to another dialect")  # fmt: skip
+    return entries

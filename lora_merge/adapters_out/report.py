@@ -11,7 +11,7 @@ from typing import Any, Final
 from ..adapter_options import KEEP
 from ..change_statistics import Groups
 from ..facts import Fact, line
-from ..report import NOT_VERIFIED, adapter_notes, disk_rows, layers_recomputed, survives, without_tensors
+from ..report import NOT_VERIFIED, adapter_notes, disk_rows, layers_recomputed, note_row, survives, without_tensors
 from ..survival import ENOUGH, grade, judged, lost, percent, spoken, target
 from ..text import Note, Shown, json_text, listed, plural, size
 from .job import FACTORS, RANK_OPTIONS, STORED_AS, WHOLE, AdapterJob
@@ -125,7 +125,7 @@ def adapter_rows(report: Mapping[str, Any], *, verbose: bool = False) -> Iterato
         yield line("verified", layers_recomputed(proof, verbose=verbose))
     elif not planned:
         yield NOT_VERIFIED
-    yield from (line("note", note) for note in report["notes"])
+    yield from (note_row(note) for note in report["notes"])
     yield from disk_rows(report["disk"], report["output"])
 
 
@@ -134,7 +134,7 @@ def _split(report: Mapping[str, Any]) -> str:
     where its format has them apart."""
     modules = [row["modules"] for row in report["coverage"].values()]
     more = len(modules) == 1 and 0 < modules[0] < len(report["layers"])
-    return f"; {modules[0]} modules, of which fused ones (q, k, v …) are split" if more else ""
+    return f"; {modules[0]} modules; fused ones (q, k, v …) are split" if more else ""
 
 
 MOST_INPUTS: Final = 2
@@ -145,7 +145,10 @@ def _inputs(coverage: Mapping[str, Any], *, each: bool) -> Iterator[Fact]:
     """Yield what was read; `each`: with a row for each adapter, however many there are."""
     if each or len(coverage) <= MOST_INPUTS:
         for name, row in coverage.items():
-            yield line("input", f"{row['strength']:.4g} × {name}: {plural(row['modules'], 'module')}")
+            if "base" in row:
+                yield line("input", f"{name} − {row['base']}: {plural(row['modules'], 'weight')} compared")
+            else:
+                yield line("input", f"{row['strength']:.4g} × {name}: {plural(row['modules'], 'module')}")
     else:
         yield line("inputs", listed(f"{row['strength']:.3g} × {name}" for name, row in coverage.items()))
     for name, row in coverage.items():
@@ -193,7 +196,7 @@ def _ranks(report: Mapping[str, Any]) -> str:
     if not report["planned"]:
         return text
     decided_later = any(not layer["rank"] and layer["algorithm"] != WHOLE for layer in layers.values())
-    return f"{f'{text}; ' if ranks else ''}the numbers decide the rank" if decided_later else text
+    return f"{f'{text}; ' if ranks else ''}the rank is chosen from the values" if decided_later else text
 
 
 def judging(job: AdapterJob, report: AdapterReport) -> AdapterReport:
@@ -219,7 +222,7 @@ def _advice(job: AdapterJob, report: AdapterReport, better: float) -> dict[str, 
     ranks = None
     if not nearest and (left_out < (1 - report.energy) / 2 if cut else exactly):  # rounding took more than the ranks
         fix = None if report.dtype in ("fp32", "fp64") else "--dtype fp32"
-        where, needs = f"in {report.dtype}", f"{percent(better):g} % needs more digits"
+        where, needs = f"in {report.dtype}", f"{percent(better):g} % needs a wider dtype"
     else:
         others = [f"--{name.replace('_', '-')}" for name, _ in job.options if name in RANK_OPTIONS[1:]]
         algorithm = f"--algorithm {FACTORS} " * nearest

@@ -30,7 +30,7 @@ from ..models.part_factors import Chosen
 from ..models.parts import NOT_CHANGED
 from ..models.weights import Weight, whole
 from ..planning.checkpoint_cache import CheckpointCache
-from ..text import Note, listed, plural
+from ..text import Note, listed, plural, several
 from .groups import Target
 from .job import GIVE_BASE, AdapterJob
 from .output_names import body_of, joined, shape_of
@@ -215,7 +215,7 @@ def _without_base(job: AdapterJob, opened: CheckpointCache) -> Sources:
         check_scales((u.patch for u in uses), context.adapter.path, context.rules)
     notes = (
         *(note for f in files for note in f.notes),
-        *(Note(f"{listed(m, 2)}: {text}") for text, m in remarks.items()),
+        *(Note(f"{several([*m])}: {text}") for text, m in remarks.items()),
     )
     return Sources(files, tuple(targets), weights, tuple(f.index for f in files), notes)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..adapter_arguments import in_jobs_file
+from ..adapter_options import Request
 from ..adapters_out.commands import COMMANDS
-from ..adapters_out.job import Request
 from ..disk.destination import check_output, files_under
 from ..disk.volumes import CLONES, existing, file_system, ignores_case, same, share_blocks
 from ..disk.writer import Room
@@ -107,7 +107,8 @@ class _Outputs:
             template = next((e.template for e in self._by_path.values() if e.template), "")
             fix = "give every job an output of its own"
             fix += f", with the names of its matrix in it: output: out/{template}.safetensors" if template else ""
-            raise UsageError(f"{plural(len(clashes), 'output')} in the place of another job's", _listed(clashes), fix)
+            what = plural(len(clashes), "output collides", "outputs collide")
+            raise UsageError(f"{what} with the output of another job", _listed(clashes), fix)
 
     def maker(self, path: Path) -> BatchJob | None:
         """Return the job whose output an input is, or is inside of."""
@@ -146,7 +147,8 @@ class _Sources:
         replacing = [e for e in self.writers if os.path.lexists(e.job.output)]
         clashes = [*(self._replaced(replacing) if replacing else ()), *self._entered()]
         if clashes:
-            raise UsageError(f"{plural(len(clashes), 'output')} in the place of what other jobs read", _listed(clashes),
+            what = plural(len(clashes), "output collides", "outputs collide")
+            raise UsageError(f"{what} with inputs of other jobs", _listed(clashes),
                              "give each of these outputs a name that is free, outside the folders that are read"
                              )  # fmt: skip
 

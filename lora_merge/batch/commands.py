@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
+from ..adapter_options import Request
 from ..adapters_out.commands import COMMANDS
-from ..adapters_out.job import Request
 from ..errors import UsageError
 from ..method_parameters import PARAMETER_NAMES
 from ..options import OPTIONS

@@ -83,7 +83,7 @@ def _check_ray() -> None:
         raise UsageError("Ray is not installed", "--executor ray", INSTALL_RAY) from e
     version = getattr(ray, "__version__", "0")
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < RAY:
-        raise UsageError(f"Ray {version} is too old: its clusters let everybody in", "--executor ray",
+        raise UsageError(f"Ray {version} is too old: its clusters accept connections from anyone", "--executor ray",
                          INSTALL_RAY)  # fmt: skip
 
 

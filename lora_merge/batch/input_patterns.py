@@ -49,7 +49,7 @@ class Search:
         if pattern.endswith("/"):
             matches = [path for path in matches if (self.folder / path).is_dir()]
         if not (paths := sorted(str(path) for path in matches if path != start)):
-            raise NoSuchName(f"nothing in {self.folder} matches the pattern; check the folder and the ending")
+            raise NoSuchName(f"no file matches {pattern[:200]} in {self.folder}; check the folder and the ending")
         return paths
 
     def _named(self, folders_in: Iterable[Path], step: str, *, folders: bool) -> Iterator[Path]:

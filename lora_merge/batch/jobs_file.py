@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from pydantic import ValidationError
 
 from ..adapter_arguments import in_jobs_file
-from ..adapters_out.job import Request
+from ..adapter_options import Request
 from ..addresses import downloads_folder, downloads_in, is_spelled_out, output_address, parse
 from ..errors import MergeError, UsageError
 from ..files.yaml_source import Document, Place
@@ -33,10 +33,11 @@ from ..planning.downloads import job_at
 from ..planning.plan import protected
 from ..recipes.unmerge import opposite
 from ..sources.inputs import locate
+from ..text import plural
 from .commands import MERGE, TAKES, UNMERGE, adapter_job
 from .input_patterns import Search
 from .schema import JOB_OPTIONS, AdapterEntry, Axis, Glob, JobDefaults, JobEntry, JobsFile, stated_fields
-from .schema_errors import REQUIRED, failure, nearest, problems
+from .schema_errors import OTHER_NAMES, REQUIRED, failure, flow, nearest, problems
 from .short_form import read_jobs
 from .templates import NoSuchName, distinct, render, render_output, render_word, split_adapter
 
@@ -201,6 +202,7 @@ class _Loader:
 
     def _validated(self) -> tuple[JobDefaults, list[tuple[int, JobEntry]]]:
         """Return what is right in the file, with the number of each job; note the rest."""
+        self._move_to_defaults()
         try:
             file = JobsFile.model_validate(self.value)
         except ValidationError as e:
@@ -216,9 +218,25 @@ class _Loader:
         defaults = self._sound(JobDefaults, top.get("defaults", {}), ("defaults",))
         return defaults or JobDefaults(), [(n, entry) for n, entry in sound if entry is not None]
 
+    def _move_to_defaults(self) -> None:
+        """Read fields of the defaults at the top of the file as defaults, and note that as one mistake."""
+        stray = (
+            {name: v for name, v in self.value.items() if name in JobDefaults.model_fields} if self._has_jobs else {}
+        )
+        if stray:
+            defaults = {**stray, **(self.value.get("defaults") or {})}
+            what = f"move {' and '.join(stray)} under defaults; write defaults: {flow(defaults)}"
+            self._note((next(iter(stray)),), what)
+            self.value = {name: v for name, v in self.value.items() if name not in stray} | {"defaults": defaults}
+
+    @property
+    def _has_jobs(self) -> bool:
+        table = isinstance(self.value, dict) and isinstance(self.value.get("defaults") or {}, dict)
+        return table and "jobs" in self.value
+
     def _sound(self, kind: type[Entered], raw: Any, place: Place) -> Entered | None:
         """Return a table without the fields that are wrong, so that its other mistakes are reported as well."""
-        bad = self._wrong[place]
+        bad = self._wrong[place] | {OTHER_NAMES[JobEntry].get(name) for name in self._wrong[place]}
         if not isinstance(raw, dict) or "matrix" in bad:
             return None
         stand_ins = {k: v for k, v in PLACEHOLDERS.items() if k in bad and k in kind.model_fields}
@@ -442,9 +460,14 @@ class _Loader:
 
     def _failure(self) -> UsageError:
         early = self.document.mistakes if self.document is not None else ()
-        count = len(early) + len(self.mistakes)
+        alike: dict[tuple[Place, str], list[Place]] = defaultdict(list)  # one mistake in several jobs is listed once
+        for place, what in self.mistakes:
+            alike[place[:1] + place[2:], what].append(place)
+        count = len(early) + len(alike)
         lines = [f"{self.name}:{line}: {what}" for line, what in early[:LISTED_MISTAKES]]
-        lines += [f"{self._where(place)}: {what}" for place, what in itertools.islice(self.mistakes, LISTED_MISTAKES)]
+        for (_, what), (place, *more) in itertools.islice(alike.items(), LISTED_MISTAKES):
+            others = f" and {plural(len(more), 'more job')}" if more else ""
+            lines.append(f"{self._where(place)}{others}: {what}")
         lines = [line if len(line) <= LONGEST_SENTENCE else f"{line[:LONGEST_SENTENCE]}…" for line in lines]
         lines[LISTED_MISTAKES:] = [f"and {count - LISTED_MISTAKES} more"] if count > LISTED_MISTAKES else []
         return failure(self.value, self.name, lines, count)

@@ -56,7 +56,7 @@ def token_demanded() -> Iterator[None]:
     names = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")  # Ray sets the first one itself
     before = {name: os.environ.get(name) for name in names}
     if (before["RAY_AUTH_MODE"] or "").lower() == "disabled":
-        raise UsageError("without a token, anybody on the network could run code on a cluster started here",
+        raise UsageError("without a token, anyone on the network could run code on a cluster started here",
                          "RAY_AUTH_MODE=disabled", "unset it, or name a cluster of yours: --ray-address")  # fmt: skip
     if not (before["RAY_AUTH_TOKEN"] or os.environ.get("RAY_AUTH_TOKEN_PATH")):
         os.environ["RAY_AUTH_TOKEN"] = _token()

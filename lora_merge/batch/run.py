@@ -122,15 +122,15 @@ class Batch:
     def _level(self, ready: Sequence[PlannedJob], progress: Progress) -> Iterator[JobReport]:
         """Run jobs whose inputs are there. Those that another process claims come last, when it has released them."""
         run, taken = self.executor.run, set[int]()
-        for report in run(self._grouped(ready), self.workers, progress) if ready else ():
+        for report in run(self.grouped(ready), self.workers, progress) if ready else ():
             if report.status == "taken":
                 taken.add(report.number)
             else:
                 yield report
         if left := [s for s in ready if s.entry.number in taken]:
-            yield from run([replace(g, wait=True) for g in self._grouped(left)], self.workers, progress)
+            yield from run([replace(g, wait=True) for g in self.grouped(left)], self.workers, progress)
 
-    def _grouped(self, planned: Sequence[PlannedJob]) -> list[JobGroup]:
+    def grouped(self, planned: Sequence[PlannedJob]) -> list[JobGroup]:
         """Return groups of jobs that can share a read of their base, small enough that every worker has something to
         do."""
         groups: dict[Any, list[BatchJob]] = {}
@@ -264,7 +264,7 @@ def run_batch(  # noqa: PLR0913  # the options of the command
         fail_fast: Whether the first failure ends the batch; jobs that have not ended then have no report.
         on_report: A function that is called with each job's report as soon as the job ends.
         progress: True for a bar that counts jobs (tqdm), or a function that is called with each `lora_merge.Step` of
-            every job, whose `output` says of which; with several workers about ten times a second. As for `merge`, its
+            every job, named by its `output`; with several workers about ten times a second. As for `merge`, its
             errors and its slowness do not concern the jobs.
 
     Returns:

@@ -116,7 +116,7 @@ def _device(value: Any) -> Any:
 
 def _version(value: Any) -> Any:
     if type(value) is not int:
-        raise ValueError(f"should be 1, not {value!r}")
+        raise ValueError(f"should be 1, not {value!r}; write version: 1")
     return value
 
 
@@ -290,6 +290,6 @@ class JobEntry(JobDefaults):
 class JobsFile(_Strict):
     """A batch of merges and other commands."""
 
-    version: Annotated[Literal[1], BeforeValidator(_version), PlainSerializer(int)]
+    version: Annotated[Literal[1], BeforeValidator(_version), PlainSerializer(int)] = 1
     defaults: JobDefaults = JobDefaults()
     jobs: list[JobEntry] = Field(min_length=1)

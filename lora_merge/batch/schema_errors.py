@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+import yaml
 from pydantic import BaseModel, ValidationError
 
 from ..errors import UsageError
@@ -18,7 +19,6 @@ from .schema import LONGEST_PATH, AdapterEntry, Glob, JobDefaults, JobEntry, Job
 _SENTENCES: Final = {
     "model_type": "should be a table of fields, in YAML or JSON: version: 1, and jobs",
     "dict_type": "should be a table of names and values",
-    "list_type": 'should be a list: [a, b]; of files: {glob: "loras/*.safetensors"}',
     "string_type": "should be text; quote it",
     "bool_type": "should be true or false",
     "too_short": "should not be empty; write one entry or more",
@@ -42,18 +42,25 @@ REQUIRED: Final = {
 """Required field → how it is written."""
 
 STRENGTH_WORDS: Final = dict.fromkeys(
-    ("strength", "strengths", "weight", "ratio"), "write it behind the adapter: style.safetensors:0.8"
+    ("strength", "strengths", "weight", "weights", "scale", "ratio", "multiplier"),
+    "write it after the adapter: style.safetensors:0.8",
 )
 """Field of a job or of the defaults that people mean a strength by → how it is written."""
 
-FIELD_WORDS: Final = {
-    **STRENGTH_WORDS,
-    **dict.fromkeys(("model", "checkpoint", "ckpt"), "did you mean base?"),
-    **dict.fromkeys(("loras", "adapter"), "did you mean adapters?"),
-    **dict.fromkeys(("out", "save_to", "name"), "did you mean output?"),
-    "precision": "did you mean dtype?",
+OTHER_NAMES: Final[Mapping[type[BaseModel], Mapping[str, str]]] = {
+    JobsFile: dict.fromkeys(("merges", "job", "tasks", "runs"), "jobs"),
+    JobEntry: {
+        **dict.fromkeys(("model", "checkpoint", "ckpt", "base_model"), "base"),
+        **dict.fromkeys(("loras", "adapter", "lora"), "adapters"),
+        **dict.fromkeys(("out", "save_to", "name"), "output"),
+        "precision": "dtype",
+    },
+    AdapterEntry: {
+        **dict.fromkeys(("file", "filename", "model", "lora", "adapter", "name"), "path"),
+        **dict.fromkeys(("weight", "scale", "ratio", "multiplier", "strength_model", "parameters"), "strength"),
+    },
 }
-"""Field of a job that people write from habit → what it is called here."""
+"""Field that people write from habit → what it is called here."""
 
 
 def failure(value: Any, name: str, lines: Sequence[str], count: int) -> UsageError:
@@ -63,7 +70,8 @@ def failure(value: Any, name: str, lines: Sequence[str], count: int) -> UsageErr
     """
     fields = value.keys() if isinstance(value, Mapping) else frozenset()
     if "jobs" not in fields and MERGEKIT & fields:
-        return UsageError("a mergekit configuration, which merges checkpoints, and not a jobs file", name, SHAPE)
+        what = "a mergekit configuration, which merges checkpoints, not a jobs file"
+        return UsageError(f"{what}: lora-merge merges adapters into a checkpoint", name, SHAPE)
     what, where = (f"{count} mistakes" if count > 1 else "a mistake"), [*lines]
     fix = f"correct {'them' if count > 1 else 'it'}; lora-merge schema jobs prints what is allowed"
     if not isinstance(value, Mapping):
@@ -81,29 +89,58 @@ MOST_SUGGESTED: Final = 200  # mistakes that come with the nearest right name
 
 
 def problems(error: ValidationError) -> Iterator[tuple[Place, str]]:
-    """Return where each mistake is, and what it is in one sentence, with the nearest right name."""
-    for n, e in enumerate(error.errors(include_url=False)):
+    """Return where each mistake is, and what it is in one sentence, with the nearest right name.
+
+    A required field that has another name in the file is no second mistake.
+    """
+    errors = error.errors(include_url=False)
+    extra = [e for e in errors if e["type"] == "extra_forbidden"]
+    renamed = {(*e["loc"][:-1], _right_name(e["loc"])) for e in extra}
+    pairs = {e["loc"][:-1] for e in extra if _pair(e["loc"], e["input"])}
+    for n, e in enumerate(errors):
         place: Place = e["loc"]
         if len(place) > 4 and place[2] == "matrix" and place[3] != "exclude":
             place = (*place[:4], *place[5:])  # pydantic names the kind of axis there
-        kind, context = e["type"], e.get("ctx", {})
-        if kind == "extra_forbidden":
-            model, word = _model(place), str(place[-1])
-            known = FIELD_WORDS if model is JobEntry else STRENGTH_WORDS if model is JobDefaults else {}
-            near = f"; {known[word]}" if word in known else ""
-            near = near or (nearest(word, model.model_fields) if n < MOST_SUGGESTED else "")
-            yield place, f"no field is called {word!r}{near}"
+        kind = e["type"]
+        if place[:-1] in pairs:
+            if kind == "extra_forbidden":
+                yield place[:-1], _pair(place, e["input"])
+        elif kind == "extra_forbidden":
+            yield place, _unknown_field(place, suggest=n < MOST_SUGGESTED)
         elif kind == "missing":
-            yield place, f"this field is required{f'; {how}' if (how := REQUIRED.get(str(place[-1]))) else ''}"
-        elif kind == "literal_error":
-            allowed = str(context["expected"])
-            options = [o.strip(" '") for o in allowed.replace(" or ", ",").split(",")]
-            near = nearest(str(e["input"]), options, every=False) if n < MOST_SUGGESTED else ""
-            yield place, f"should be {allowed}, not {e['input']!r}{near}"
-        elif kind == "value_error":
-            yield place, str(context["error"])
+            if place not in renamed:
+                yield place, f"this field is required{f'; {how}' if (how := REQUIRED.get(str(place[-1]))) else ''}"
         else:
-            yield place, _SENTENCES.get(kind, e["msg"])
+            yield place, _wrong_value(place, e, suggest=n < MOST_SUGGESTED)
+
+
+def _wrong_value(place: Place, error: Mapping[str, Any], *, suggest: bool) -> str:
+    """Return the sentence for a value that a field cannot have."""
+    kind, value, context = error["type"], error["input"], error.get("ctx", {})
+    if kind == "literal_error":
+        allowed = str(context["expected"])
+        options = [o.strip(" '") for o in allowed.replace(" or ", ",").split(",")]
+        near = nearest(str(value), options, every=False) if suggest else ""
+        return f"should be {allowed}, not {value!r}{near}"
+    if kind == "list_type":
+        return f"should be a list{_as_list(str(place[-1]), value, axis=len(place) > 3)}"
+    return str(context["error"]) if kind == "value_error" else _SENTENCES.get(kind, error["msg"])
+
+
+def _unknown_field(place: Place, *, suggest: bool) -> str:
+    """Return the sentence for a field that no model has, with the right name or place."""
+    model, word = _model(place), str(place[-1])
+    sentence = f"no field is called {word!r}"
+    if model in (JobEntry, JobDefaults) and word in STRENGTH_WORDS:
+        return f"{sentence}; {STRENGTH_WORDS[word]}"
+    if right := _right_name(place):
+        return f"{sentence}; did you mean {right}?"
+    return sentence + (nearest(word, model.model_fields) if suggest else "")
+
+
+def _right_name(place: Place) -> str:
+    """Return what a field that people write from habit is called here; "" for another."""
+    return OTHER_NAMES.get(_model(place), {}).get(str(place[-1]), "")
 
 
 def _model(place: Place) -> type[BaseModel]:
@@ -111,6 +148,34 @@ def _model(place: Place) -> type[BaseModel]:
     if len(place) <= 3:
         return (JobsFile, JobDefaults, JobEntry)[len(place) - 1]
     return Glob if place[2] == "matrix" else AdapterEntry
+
+
+def _pair(place: Place, value: Any) -> str:
+    """Return what is wrong in an adapter that is a name and its value: `style.safetensors: 0.8`, or `{lora}`; "" for
+    another table."""
+    name = str(place[-1])
+    if len(place) != 5 or place[2] != "adapters":
+        return ""
+    if value is None:
+        return f'a name in braces needs quotes; write "{{{name}}}"'
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and not _right_name(place)
+    return f"a strength follows the path without a space; write {name}:{value:g}" if is_number else ""
+
+
+def _as_list(name: str, value: Any, *, axis: bool) -> str:
+    """Return the end of a sentence: how a value that should be a list is written."""
+    if isinstance(value, Mapping) and name == "adapters" and all(isinstance(v, int | float) for v in value.values()):
+        return f"; write adapters: {flow([f'{path}:{strength:g}' for path, strength in value.items()])}"
+    if isinstance(value, Mapping) and name == "jobs":
+        return "; write a dash before the first field of each job, and indent its other fields by two spaces more"
+    if not isinstance(value, str):
+        return ': [a, b]; of files: {glob: "loras/*.safetensors"}'
+    return f"; write {name}: {flow({'glob': value} if axis and '*' in value else [value])}"
+
+
+def flow(value: Any) -> str:
+    """Return a value as YAML in one line."""
+    return yaml.safe_dump(value, default_flow_style=True, width=1 << 20, sort_keys=False, allow_unicode=True).strip()
 
 
 def nearest(word: str, known: Iterable[str], *, every: bool = True) -> str:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
+from ..adapter_options import Request
 from ..adapters_out.commands import COMMANDS
-from ..adapters_out.job import Request
 from ..adapters_out.report import AdapterReport
 from ..disk.locks import claimed
 from ..engine.merge import run_together

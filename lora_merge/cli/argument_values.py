@@ -61,7 +61,9 @@ def expanded(words: Sequence[str]) -> Iterator[str]:
         paths = sorted(glob(word)) or sorted(glob(pattern))  # noqa: PTH207
         if not paths:
             check_adapter(word)
-            raise UsageError("the pattern fits no file", word[:200], "check the folder and the ending")
+            folder = Path(pattern).parent
+            fix = "check the name and the ending" if exists(folder) else f"check the folder: there is no {folder} here"
+            raise UsageError(f"no file matches {pattern[:200]}", word[:200], fix)
         behind = "" if strength is None else f":{strength:g}"
         yield from [f"{path}{behind}" for path in paths] or [word]
 
@@ -70,7 +72,7 @@ def check_numbers(words: Sequence[str], strengths: Sequence[str]) -> None:
     """Raise UsageError for numbers among the adapters. `strengths`: those of `--strength`, as in `-s 0.8 0.5`."""
     joining = [word for word in words if word in ("+", "&", "and", "with") and not exists(word)]
     if joining:
-        raise UsageError("a word in the place of an adapter", joining[0], f"leave it out; {ADAPTER_ORDER}")
+        raise UsageError("a word is not an adapter", joining[0], f"leave it out; {ADAPTER_ORDER}")
     bare = {word: re.sub("^(?:strength|weight|scale|ratio|multiplier)=", "", word) for word in words}
     values = {word: right_form(bare[word]) for word in words if right_form(bare[word]) and not exists(word)}
     if not values:
@@ -82,7 +84,7 @@ def check_numbers(words: Sequence[str], strengths: Sequence[str]) -> None:
         fix = f"write -s {','.join([*strengths, *numbers])}" if many else "give one strength for each adapter"
     elif len(paths) == len(numbers):
         fix = f"write {' '.join(f'{path}:{value}' for path, value in zip(paths, numbers, strict=True))}"
-    raise UsageError("a number in the place of an adapter", " ".join(values), fix)
+    raise UsageError("a number is not an adapter", " ".join(values), fix)
 
 
 def check_last(words: Sequence[str]) -> None:
@@ -103,41 +105,48 @@ def check_two(text: str) -> None:
     """Raise UsageError for an adapter with two strengths."""
     if (two := re.fullmatch(_TWO, text)) and not exists(f"{two['path']}:{two['unet']}"):
         fix = f"write {two['path']}:{two['unet']}, or by part {two['path']}:1,unet={two['unet']},te={two['te']}"
-        raise UsageError("two strengths behind one file", text[:200], fix)
+        raise UsageError("two strengths after one file", text[:200], fix)
 
 
 def check_adapter(text: str, parts: str = "") -> None:
     """Raise UsageError for an adapter with its strength as other programs write it. `parts`: what follows it."""
     if reading := strange(text):
         path, value = reading
-        raise UsageError(
-            "a strength is not written like this", text[:200], f"write {typed([f'{path}:{value}{parts}'])}"
-        )
+        raise UsageError("a strength has another syntax", text[:200], f"write {typed([f'{path}:{value}{parts}'])}")
+
+
+PART_WORDS: Final = frozenset({"unet", "transformer", "te", "vae", "lbw", "IN", "OUT", "MID", "BASE", "CLIP"})
+"""Parts of a model whose names are letters alone."""
 
 
 def check_parts(text: str) -> None:
     """Raise UsageError for adapters in one word, and for an adapter with its parts in another spelling."""
     several = [word for word in re.split(r"[,;\s]+", text) if word]
     if several not in ([], [text]) and all(exists(with_found_ending(split_strength(word)[0])) for word in several):
-        raise UsageError("adapters are words of their own", text[:200], f"write {typed(several)}")
-    if right := with_parts(text):
-        raise UsageError("parts are not written like this", text[:200], f"write {typed([right])}")
+        raise UsageError("several adapters are written in one word", text[:200], f"write {typed(several)}")
+    right = with_parts(text)
+    if right and (word := re.fullmatch(r"(.+):([A-Za-z]+)", text)) and word[2] not in PART_WORDS:
+        path = typed([with_found_ending(word[1])])
+        raise UsageError(f"{word[2]!r} is neither a strength nor a part of a model", text[:200],
+                         f"write {path}:0.8, or by part {path}:1,te=0.5")  # fmt: skip
+    if right:
+        raise UsageError("a factor for a part has another syntax", text[:200], f"write {typed([right])}")
 
 
 def check_tag(text: str) -> None:
     """Raise UsageError for an adapter as a prompt of a web interface names it."""
     if tags := of_tags(text):
         words = (f"{path}:{strength}{parts and f',{parts}'}" for path, strength, parts in tags)
-        raise UsageError("a strength is not written like this", text[:200], f"write {typed(words)}")
+        raise UsageError("a strength has another syntax", text[:200], f"write {typed(words)}")
 
 
 def named_base(text: str) -> str:
     """Return the base of a merge; UsageError for an adapter with its strength in its place."""
     if (parts := split(text)) is not None and parts[1]:
-        raise UsageError("a strength behind the base", text[:200], "name the base first: lora-merge BASE ADAPTER:0.8")
+        raise UsageError("a strength after the base", text[:200], "name the base first: lora-merge BASE ADAPTER:0.8")
     path, strength = ("", None) if parts is not None else split_strength(text)
     if strength is not None and not exists(text) and exists(completed(path)):
-        raise UsageError("a strength behind the base", text[:200], "name the base first: lora-merge BASE ADAPTER:0.8")
+        raise UsageError("a strength after the base", text[:200], "name the base first: lora-merge BASE ADAPTER:0.8")
     return completed(text)
 
 

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 def batch(
     jobs: Annotated[str | None, typer.Argument(metavar="JOBS.yaml", help="The jobs file.")] = None,
     workers: Annotated[
-        str | None, typer.Option(metavar="NUMBER", help="Run so many processes here, or tasks on the cluster.")
+        str | None, typer.Option(metavar="NUMBER", help="Run this many jobs at a time, in processes or on the cluster.")
     ] = None,
     executor: Annotated[
         Literal["local", "ray"], typer.Option(help="Run the jobs on this machine or on a Ray cluster.")
@@ -60,10 +60,14 @@ def batch(
         str | None, typer.Option(metavar="ADDRESS", help="Use this running Ray cluster. [default: a local one]")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan only, from headers; write nothing.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace outputs of other recipes.")] = False,
-    redo: Annotated[bool, typer.Option("--redo", help="Write outputs of the same recipe again.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace existing outputs that were made differently.")
+    ] = False,
+    redo: Annotated[
+        bool, typer.Option("--redo", help="Write finished outputs again instead of skipping them.")
+    ] = False,
     card: Annotated[
-        bool | None, typer.Option("--card/--no-card", help="Write model cards, if the jobs file does not decide.")
+        bool | None, typer.Option("--card/--no-card", help="Write model cards, unless the jobs file says otherwise.")
     ] = None,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first failure.")] = False,
     report: Annotated[
@@ -98,7 +102,9 @@ def batch(
 
     pictures = PageFiles(html, None, quiet=quiet, dry_run=dry_run)
     if Path(jobs).suffix in ENDINGS:
-        raise UsageError("a model, and not a jobs file", jobs, "one merge needs no file: lora-merge BASE ADAPTER:0.8")
+        raise UsageError(
+            "this is a model, not a jobs file", jobs, "one merge needs no file: lora-merge BASE ADAPTER:0.8"
+        )
     number = None if workers is None else whole_number(workers, "--workers")
     with watching(quiet=quiet, doing="planning the jobs"):  # from here on, as the imports take a second
         from ..batch.executors import Workers

@@ -47,7 +47,7 @@ def check_dashes(args: Sequence[str], known: Collection[str]) -> None:
             raise UsageError("an option begins with hyphens", word, f"write {right}")
         if re.match("-[A-Za-z]=.", word) and word[:2] in known and not exists(word):
             raise UsageError(
-                "a short option has its value behind a space",
+                "a short option needs a space before its value",
                 word,
                 f"write {word[:2]} {right_form(word[3:]) or word[3:]}",
             )
@@ -82,7 +82,7 @@ def check_once(args: Sequence[str], parameters: Iterable[Any]) -> None:
 def check_command(word: str, commands: Mapping[str, str]) -> None:
     """Raise UsageError for a first word that is neither a command nor a file. `commands`: name → what it does."""
     if word.endswith((".yaml", ".yml", ".csv")) and exists(word):
-        raise UsageError("a jobs file, and not a base", word[:200], f"write {typed(['lora-merge', 'batch', word])}")
+        raise UsageError("this is a jobs file, not a base", word[:200], f"write {typed(['lora-merge', 'batch', word])}")
     if exists(word) or not (word in FOREIGN_COMMANDS or re.fullmatch(r"[A-Za-z][A-Za-z-]*", word)):
         return
     if completed(word) != word:
@@ -117,7 +117,7 @@ def _check_drive(path: str) -> None:
     """Raise UsageError for a path of Windows on another system, where it would be one odd name."""
     if not WINDOWS and (drive := re.fullmatch(_WINDOWS, path)) and not exists(path):
         here = f"/mnt/{drive['drive'].lower()}{drive['rest']}".replace("\\", "/")
-        raise UsageError("a path of Windows, on another system", path[:200], f"under WSL it is {here[:200]}")
+        raise UsageError("a Windows path on another system", path[:200], f"under WSL it is {here[:200]}")
 
 
 def checked_output(output: str | None) -> str | None:
@@ -142,7 +142,7 @@ _SHARE: Final = "use --rank with the share in its rule, such as --rank fro:0.9"
 _BEFORE: Final = "the model before the training comes first: lora-merge extract BASE TUNED"
 _AFTER: Final = "the model after the training comes second: lora-merge extract BASE TUNED"
 _QUIET: Final = "use -q"
-_SAME_RANK: Final = "the rank is that of the adapter; another one: lora-merge resize ADAPTER --rank N"
+_SAME_RANK: Final = "the rank is that of the adapter; another one: lora-merge resize ADAPTER --rank 16"
 _LBW: Final = "use --strength-for lbw=1,0,0,… with a number for each block; lora-merge parts BASE lists them"
 
 FOREIGN_FACTORS: Final = {
@@ -312,7 +312,7 @@ def _usage(command: str, parameters: Iterable[Any]) -> str:
     if command == "merge":
         return f"{_BASE}; {ADAPTER_ORDER}"
     files = [p.metavar or p.name.upper() for p in parameters if p.param_type_name == "argument"]
-    return f"files go behind the command: lora-merge {' '.join((command, *files))}"
+    return f"files go after the command: lora-merge {' '.join((command, *files))}"
 
 
 def _hyphened(arg: str) -> str:

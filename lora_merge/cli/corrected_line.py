@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -53,12 +54,74 @@ def correct(error: BaseException, commands: Mapping[str, Any]) -> None:
         known = {name: flags(commands[name].params) for name in ("merge", "combine")}
         fix = _in_order(rest, known)
     else:
-        right = [*_corrected(words, error.suggestion)] if len(error.suggestion) > 1 else words
+        parameters = commands[command].params
+        stated = [] if "lora-merge " in error.fix else [*_stated(error.fix, parameters)]
+        right = words
+        if len(error.suggestion) > 1:
+            right = [*_corrected(words, error.suggestion)]
+        elif stated:
+            right = _with_options(words, stated, parameters)
         twice = len({*map(_whole, right)}) < len({*map(_whole, words)})  # such as the base in the place of an adapter
         fix = f"{error.fix}{'' if error.fix.endswith('?') else ';'} write {line(right)}" if right != words else ""
-        fix = "" if twice else fix
+        fix = _filled(error.fix, rest, parameters) if twice or not fix else fix
     if fix and len(fix) < LONGEST_LINE + len(error.fix):
         error.reword(lambda text: fix if text is error.fix else text)
+
+
+def _filled(fix: str, words: Sequence[str], parameters: Sequence[Any]) -> str:
+    """Return a fix with the user's own files in the place of BASE, ADAPTER and ADAPTER2 of its commands."""
+    if not re.search(r"lora-merge [^;]*\b(?:BASE|ADAPTER)\b", fix):
+        return fix
+    plain, _ = split_words(words, flags(parameters))
+    paths = {word: split_strength(word.partition(",")[0])[0] or word for word in plain}
+    paths = {word: path for word, path in paths.items() if exists(with_found_ending(path))}
+    adapters = [word for word, path in paths.items() if _is_adapter(path)]
+    models = [path for word, path in paths.items() if word not in adapters]
+
+    def fill(match: re.Match[str]) -> str:
+        command = match[0]
+        for path in paths.values():
+            whole = str(expand(with_found_ending(path)))
+            command = command.replace(whole, path) if typed([whole]) == whole and typed([path]) == path else command
+        free = [
+            model
+            for model in models
+            if model not in command.split() and str(expand(with_found_ending(model))) not in command
+        ]
+        command = re.sub(r"\bBASE\b", lambda m: typed(free[:1]) or m[0], command)
+        for name, word in zip((r"\bADAPTER\b", r"\bADAPTER2\b"), adapters, strict=False):
+            command = re.sub(rf"{name}(?::[0-9.]+)?", lambda _, word=word: typed([word]), command)  # type: ignore[misc]
+        return command
+
+    return re.sub(r"lora-merge [^;]*", fill, fix)
+
+
+def _stated(fix: str, parameters: Sequence[Any]) -> Iterator[tuple[str, str]]:
+    """Yield the options of a command, each with its value, of the first way that a fix has."""
+    first = re.split(r"[;,] (?!--)|,? or ", fix)[0]
+    known = flags(parameters)
+    for flag, value in re.findall(r"(?<![\w-])(--?[a-z][a-z-]*) ('[^']*'|[\w./:=*+-]*\w)", first):
+        if known.get(flag) is False:
+            yield flag, value.strip("'")
+
+
+def _with_options(words: Sequence[str], stated: Sequence[tuple[str, str]], parameters: Sequence[Any]) -> list[str]:
+    """Return the words with these options in place of those of the same name; the words as they are if they have other
+    mistakes, or an option that may be repeated, of which any may be the wrong one."""
+    known = flags(parameters)
+    names = {name: {*p.opts} for p in parameters if p.param_type_name == "option" for name in p.opts}
+    repeatable = {name for p in parameters if p.multiple for name in p.opts}
+    typed_options = {word.partition("=")[0] for word in words if word.startswith("-")}
+    if not typed_options <= known.keys() or typed_options & repeatable & {flag for flag, _ in stated}:
+        return [*words]
+    replaced = {name for flag, _ in stated for name in names[flag]}
+    replaced |= {"--overwrite"} if "-o" in replaced else set()  # the new name is free
+    kept, is_value = list[str](), False
+    for word in words:
+        flag, equals, _ = word.partition("=")
+        kept += [word] * (not is_value and flag not in replaced)
+        is_value = flag in replaced and not equals and not known[flag]
+    return [*kept, *(word for option in stated for word in option)]
 
 
 def _corrected(words: Sequence[str], suggestion: tuple[str, ...]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The command `lora-merge demo`: makes a small model and three adapters, merges them as users do, checks the result.
+"""The command `lora-merge demo`: makes a small model and three adapters, merges two as users do, checks the result.
 
 Offline and quick. The check is written out here once more in fp64, apart from everything that merges.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 import torch
@@ -26,134 +26,187 @@ from ..paths import typed
 from ..process import command
 from .reports import nearest
 
-WIDTHS: Final = (32, 64, 128)  # channels per level; the real model has 320, 640, 1280
-TEXT_WIDTH: Final = 96  # width of the text encoder; the real one has 768
+WIDTHS: Final = (16, 32, 64, 64)  # channels per level; the real model has 320, 640, 1280, 1280
+TEXT_WIDTH: Final = 768  # width of the text encoder, as in the real model: adapters are known by it
+TEXT_LAYERS: Final = 2  # layers of the text encoder; the real one has 12
+UNET: Final = "model.diffusion_model."
+TEXT: Final = "cond_stage_model.transformer."
 RANK: Final = 8
 DEMO_ALPHA: Final = 4.0
 
-DEMO_METADATA: Final = {"format": "pt", "lora_merge.demo": "1"}
-"""Of every file that is made here; a merge keeps that of its base."""
+DEMO_ENTRY: Final = MappingProxyType({"lora_merge.demo": "1"})
+"""In the header of every file that is made here; a merge keeps that of its base."""
+
+BASE, STYLE, DETAIL, INK, MERGED = (f"{n}.safetensors" for n in ("base", "style", "detail", "ink", "merged"))
+
+STRENGTHS: Final = MappingProxyType({STYLE: 0.8, INK: 0.5})
+"""The adapters that the demo merges, each with its strength."""
+
+COMMAND: Final = [BASE, *(f"{name}:{strength:g}" for name, strength in STRENGTHS.items()), "-o", MERGED]
+
+JOBS: Final = "jobs.yaml"
+JOBS_TEXT: Final = f"""\
+# Every adapter of the list at every strength: four merges. Run it with:  lora-merge batch {JOBS}
+version: 1
+jobs:
+  - base: {BASE}
+    adapters: ["{{lora}}:{{strength}}"]
+    matrix:
+      lora: [{STYLE}, {INK}]
+      strength: [0.5, 1]
+    output: "out/{{lora.stem}}-{{strength}}.safetensors"
+"""
+
+FURTHER: Final = (
+    (["inspect", BASE, STYLE], "does it match the model, and in which blocks?"),
+    ([BASE, f"{STYLE}:0.8,IN04-IN08=0.5", "-o", "half.safetensors"], "half the strength in some blocks"),
+    (["batch", JOBS], "four merges in one run"),
+)
+"""Commands that work on the demo's files, with what they are for."""
 
 Tensors = dict[str, Tensor]
 
 
 def demo(folder: Path, echo: Callable[[str], None]) -> None:
     """Run the whole demonstration in `folder`; VerificationFailed if the result is not what it must be."""
-    started = time.monotonic()
-    base, *adapters, output = (folder / f"{n}.safetensors" for n in ("base", "lora", "loha", "glora", "merged"))
-    _require_ours(base, *adapters, output)
-    model = _model(torch.Generator().manual_seed(1))
-    parts = [make(torch.Generator().manual_seed(2 + n)) for n, make in enumerate((_lora, _loha, _glora))]
-    _save(model, base)
-    for adapter, path in zip(parts, adapters, strict=True):
-        _save(adapter, path)
-    echo(f"Made a small checkpoint in the layout of Stable Diffusion 1.5 and three adapters in {nearest(str(folder))}:")
-    for path in (base, *adapters):
-        echo(f"  {path.name}  {path.stat().st_size / 2**20:.1f} MiB")
-    named = [nearest(str(path)) for path in (base, *adapters, output)]
-    merged = (f"{path}:{strength:g}" for path, strength in zip(named[1:-1], DEMO_STRENGTHS, strict=True))
-    arguments = [named[0], *merged, "--dtype", "bf16", "-o", named[-1], "--overwrite"]
+    output, here = folder / MERGED, nearest(str(folder))
+    files = write_files(folder)
+    echo(f"New in {here}: a small model with the layers of Stable Diffusion 1.5 and three adapters.")
     echo("")
-    echo(f"$ lora-merge {typed(arguments)}")
-    code = subprocess.run([*command("lora_merge.__main__", "start"), *arguments], check=False).returncode
+    echo(f"$ cd {typed([here])}")
+    echo(f"$ lora-merge {typed(COMMAND)}")
+    program = [*command("lora_merge.__main__", "start"), *COMMAND]
+    code = subprocess.run(program, cwd=folder, check=False).returncode
     if code:
         raise SystemExit(code)  # the error is printed
-    wrong, total = _check(model, parts, output)
     echo("")
-    exact = f"{total - wrong} are rounded perfectly, {wrong} are the number next to that"
-    echo(f"Checked all {total} numbers against fp64: {exact}.")
-    if wrong > total // 1000:
-        raise VerificationFailed("the demo's result is wrong", str(output), "report this with lora-merge doctor's text")
-    echo(f"All in {time.monotonic() - started:.1f} s. Now with your own files:")
+    if wrong := _wrong(files, output):
+        raise VerificationFailed(f"{wrong} values of the demo's result are wrong", str(output),
+                                 "report this with lora-merge doctor's text")  # fmt: skip
+    echo(f"Right: every value of {MERGED} is the exact sum, computed separately in fp64, to within one step of fp16.")
     echo("")
-    echo("$ lora-merge MODEL.safetensors LORA.safetensors")
+    echo("Next, on these files, and then the same on your own:")
+    echo(f"  cd {typed([here])}")
+    for words, purpose in FURTHER:
+        echo(f"  lora-merge {typed(words)}")
+        echo(f"    {purpose}")
 
 
-DEMO_STRENGTHS: Final = (0.8, 0.5, 1.0)
+def write_files(folder: Path) -> dict[str, Tensors]:
+    """Write the demo's inputs, remove the output of an earlier demo, and return the tensors of each input."""
+    for name in (BASE, STYLE, DETAIL, INK, MERGED, JOBS):
+        _require_ours(folder / name)
+    files = {BASE: _model(torch.Generator().manual_seed(1))}
+    for n, (name, make) in enumerate({STYLE: _lora, DETAIL: _lora_of_the_unet, INK: _loha}.items(), 2):
+        files[name] = make(torch.Generator().manual_seed(n))
+    for name, tensors in files.items():
+        _save(tensors, folder / name, METADATA[name])
+    jobs = folder / JOBS
+    with failures(jobs), replacing(jobs, overwrite=True) as part:
+        part.write_text(JOBS_TEXT, encoding="utf-8")
+    (folder / MERGED).unlink(missing_ok=True)
+    return files
+
+
+def _trained(module: str, **entries: str) -> dict[str, str]:
+    """Return the metadata of an adapter as its trainer writes them."""
+    return {
+        "ss_base_model_version": "sd_v1", "ss_sd_model_name": BASE, "ss_network_module": module,
+        "ss_network_dim": str(RANK), "ss_network_alpha": str(DEMO_ALPHA), **entries, **DEMO_ENTRY,
+    }  # fmt: skip
+
+
+METADATA: Final[Mapping[str, dict[str, str]]] = MappingProxyType({
+    BASE: {"format": "pt", **DEMO_ENTRY},
+    STYLE: _trained("networks.lora", ss_output_name="style", **{"modelspec.trigger_phrase": "demo style"}),
+    DETAIL: _trained("networks.lora", ss_output_name="detail"),
+    INK: _trained("lycoris.kohya", ss_output_name="ink", ss_network_args='{"algo": "loha"}'),
+})  # fmt: skip
+
+
+def _transformers() -> Iterator[tuple[str, str, int]]:
+    """Yield (name in diffusers, key in the checkpoint, level) of every transformer of the U-Net."""
+    for level in range(3):
+        yield from (
+            (f"down_blocks_{level}_attentions_{n}", f"input_blocks.{3 * level + n + 1}.1", level) for n in range(2)
+        )
+    yield "mid_block_attentions_0", "middle_block.1", 3
+    for level in range(3):
+        yield from (
+            (f"up_blocks_{3 - level}_attentions_{n}", f"output_blocks.{11 - 3 * level - 2 + n}.1", level)
+            for n in range(3)
+        )
 
 
 def _layers() -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Return (diffusers name as kohya flattens it, key in the checkpoint, shape) of every layer that is trained."""
-    for level, width in enumerate(WIDTHS):
-        for n in range(2):
-            block, at = f"down_blocks_{level}", f"model.diffusion_model.input_blocks.{3 * level + n + 1}"
-            before = WIDTHS[max(level - 1, 0)] if n == 0 else width
-            yield f"lora_unet_{block}_resnets_{n}_conv1", f"{at}.0.in_layers.2", (width, before, 3, 3)
-            body = f"{block}_attentions_{n}_transformer_blocks_0"
-            inner = f"{at}.1.transformer_blocks.0"
-            for attention, inputs in (("attn1", width), ("attn2", TEXT_WIDTH)):
-                for name, size in (("to_q", width), ("to_k", inputs), ("to_v", inputs)):
-                    yield f"lora_unet_{body}_{attention}_{name}", f"{inner}.{attention}.{name}", (width, size)
-            yield f"lora_unet_{body}_ff_net_0_proj", f"{inner}.ff.net.0.proj", (8 * width, width)
-    for n in range(4):
-        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            path = f"text_model.encoder.layers.{n}.self_attn.{name}"
-            yield f"lora_te_{path.replace('.', '_')}", f"cond_stage_model.transformer.{path}", (TEXT_WIDTH, TEXT_WIDTH)
+    """Yield (name as kohya writes it, key in the checkpoint, shape) of every layer that is trained."""
+    for name, key, level in _transformers():
+        width, inner = WIDTHS[level], "transformer_blocks.0"
+        yield f"lora_unet_{name}_proj_in", f"{UNET}{key}.proj_in", (width, width, 1, 1)
+        for attention, inputs in (("attn1", width), ("attn2", TEXT_WIDTH)):
+            for layer, size in (("to_q", width), ("to_k", inputs), ("to_v", inputs), ("to_out.0", width)):
+                path = f"{inner}.{attention}.{layer}"
+                yield f"lora_unet_{name}_{path.replace('.', '_')}", f"{UNET}{key}.{path}", (width, size)
+        for layer, shape in (("ff.net.0.proj", (8 * width, width)), ("ff.net.2", (width, 4 * width))):
+            path = f"{inner}.{layer}"
+            yield f"lora_unet_{name}_{path.replace('.', '_')}", f"{UNET}{key}.{path}", shape
+        yield f"lora_unet_{name}_proj_out", f"{UNET}{key}.proj_out", (width, width, 1, 1)
+    for n in range(TEXT_LAYERS):
+        for layer in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            path = f"text_model.encoder.layers.{n}.self_attn.{layer}"
+            yield f"lora_te_{path.replace('.', '_')}", f"{TEXT}{path}", (TEXT_WIDTH, TEXT_WIDTH)
 
 
 def _model(random: torch.Generator) -> Tensors:
     """Return a checkpoint in fp16 with the layers above and some that nobody trains."""
-    tensors = {f"{key}.weight": torch.randn(shape, generator=random) * 0.02 for _, key, shape in _layers()}
-    tensors |= {f"{key}.bias": torch.zeros(shape[0]) for _, key, shape in _layers() if "attn" not in key}
-    first = "model.diffusion_model.input_blocks.0.0"
-    tensors[f"{first}.weight"] = torch.randn(WIDTHS[0], 4, 3, 3, generator=random)
-    tensors[f"{first}.bias"] = torch.zeros(WIDTHS[0])
-    tensors["cond_stage_model.transformer.text_model.embeddings.token_embedding.weight"] = torch.randn(
-        4096, TEXT_WIDTH, generator=random
-    )
-    tensors["first_stage_model.decoder.conv_out.weight"] = torch.randn(3, WIDTHS[0], 3, 3, generator=random)
+    shapes = {f"{key}.weight": shape for _, key, shape in _layers()} | {
+        f"{UNET}input_blocks.0.0.weight": (WIDTHS[0], 4, 3, 3),
+        f"{UNET}out.2.weight": (4, WIDTHS[0], 3, 3),
+        f"{TEXT}text_model.embeddings.token_embedding.weight": (512, TEXT_WIDTH),
+        "first_stage_model.decoder.conv_out.weight": (3, WIDTHS[0], 3, 3),
+    }
+    return {key: host(torch.randn(shape, generator=random) * 0.02, torch.float16) for key, shape in shapes.items()}
+
+
+def _lora(random: torch.Generator, prefix: str = "") -> Tensors:
+    """Return a LoRA of every layer, in fp16; convolutions have a 1×1 up."""
+    tensors: Tensors = {}
+    for name, _, (out, *rest) in _layers():
+        if name.startswith(prefix):
+            tensors[f"{name}.lora_up.weight"] = torch.randn(out, RANK, *[1] * (len(rest) - 1), generator=random) * 0.02
+            tensors[f"{name}.lora_down.weight"] = torch.randn(RANK, *rest, generator=random) * 0.1
+            tensors[f"{name}.alpha"] = torch.tensor(DEMO_ALPHA)
     return {key: host(t, torch.float16) for key, t in tensors.items()}
 
 
-def _lora(random: torch.Generator) -> Tensors:
-    """Return a LoRA of every layer, in fp32; convolutions have a 1×1 up."""
-    tensors: Tensors = {}
-    for name, _, (out, *rest) in _layers():
-        tensors[f"{name}.lora_up.weight"] = torch.randn(out, RANK, *[1] * (len(rest) - 1), generator=random) * 0.02
-        tensors[f"{name}.lora_down.weight"] = torch.randn(RANK, *rest, generator=random) * 0.1
-        tensors[f"{name}.alpha"] = torch.tensor(DEMO_ALPHA)
-    return tensors
+def _lora_of_the_unet(random: torch.Generator) -> Tensors:
+    return _lora(random, "lora_unet_")
 
 
 def _loha(random: torch.Generator) -> Tensors:
-    """Return a LoHa of the convolutions, in bf16."""
+    """Return a LoHa of the cross-attention, in bf16."""
     tensors: Tensors = {}
-    for name, _, shape in _layers():
-        if len(shape) == 4:
+    for name, _, (out, *rest) in _layers():
+        if "attn2" in name:
             for k in ("1", "2"):
-                tensors[f"{name}.hada_w{k}_a"] = torch.randn(shape[0], RANK, generator=random) * 0.1
-                tensors[f"{name}.hada_w{k}_b"] = torch.randn(RANK, shape[1] * 9, generator=random) * 0.1
+                tensors[f"{name}.hada_w{k}_a"] = torch.randn(out, RANK, generator=random) * 0.1
+                tensors[f"{name}.hada_w{k}_b"] = torch.randn(RANK, *rest, generator=random) * 0.1
             tensors[f"{name}.alpha"] = torch.tensor(DEMO_ALPHA)
     return {key: host(t, torch.bfloat16) for key, t in tensors.items()}
 
 
-def _glora(random: torch.Generator) -> Tensors:
-    """Return a GLoRA of the cross-attention, in fp32 on an fp16 base."""
-    tensors: Tensors = {}
-    for name, _, shape in _layers():
-        if "attn2" in name:
-            out, width = shape
-            sizes = {"a1": (width, RANK), "a2": (RANK, width), "b1": (out, RANK), "b2": (RANK, width)}
-            for slot, size in sizes.items():
-                tensors[f"{name}.{slot}.weight"] = torch.randn(size, generator=random) * 0.05
-            tensors[f"{name}.alpha"] = torch.tensor(DEMO_ALPHA)
-    return tensors
-
-
-def _check(model: Tensors, parts: list[Tensors], output: Path) -> tuple[int, int]:
-    """Return (elements that differ from the correctly rounded fp64 result, all elements)."""
-    names = {f"{key}.weight": name for name, key, _ in _layers()}
-    wrong = total = 0
+def _wrong(files: Mapping[str, Tensors], output: Path) -> int:
+    """Return how many values of the output are neither the rounded fp64 result nor the next number to it."""
+    names, wrong = {f"{key}.weight": name for name, key, _ in _layers()}, 0
     for key, info in parse_file(output).tensors.items():
-        exact = host(model[key], torch.float64)
-        for tensors, strength in zip(parts, DEMO_STRENGTHS, strict=True):
-            if key in names:
-                exact = exact + strength * _delta(names[key], tensors, host(model[key], torch.float64))
-        got = _load(info)
-        rounded = host(host(exact, torch.float32), got.dtype)
-        wrong += int((got != rounded).sum())
-        total += got.numel()
-    return wrong, total
+        weight = files[BASE][key]
+        exact = host(weight, torch.float64)
+        for adapter, strength in STRENGTHS.items():
+            exact = exact + strength * _delta(names.get(key, ""), files[adapter], weight)
+        values, rounded = _load(info), host(exact, torch.float16)
+        steps = values.view(torch.int16).int() - rounded.view(torch.int16).int()
+        wrong += int(((steps.abs() > 1) & (values != rounded)).sum())
+    return wrong
 
 
 def _delta(name: str, tensors: Tensors, weight: Tensor) -> Tensor:
@@ -166,30 +219,29 @@ def _delta(name: str, tensors: Tensors, weight: Tensor) -> Tensor:
     if "hada_w1_a" in t:
         product = (t["hada_w1_a"] @ t["hada_w1_b"]) * (t["hada_w2_a"] @ t["hada_w2_b"])
         return scale * product.reshape(weight.shape)
-    if "a1.weight" in t:
-        return scale * (weight @ t["a1.weight"] @ t["a2.weight"] + t["b1.weight"] @ t["b2.weight"])
-    return torch.zeros_like(weight)
+    return torch.zeros_like(weight, dtype=torch.float64)
 
 
-def _require_ours(*paths: Path) -> None:
-    """Raise UsageError if anything but the files of an earlier demo has one of these names."""
-    for path in paths:
-        if os.path.lexists(path) and not _is_ours(path):
-            raise UsageError("a file of yours has the name of one that the demo makes", str(path),
-                             "name another folder: lora-merge demo DIR")  # fmt: skip
+def _require_ours(path: Path) -> None:
+    """Raise UsageError if a file with this name is not from an earlier demo."""
+    if os.path.lexists(path) and not _is_ours(path):
+        raise UsageError("a file of yours has the name of one that the demo makes", str(path),
+                         "name another folder: lora-merge demo DIR")  # fmt: skip
 
 
 def _is_ours(path: Path) -> bool:
     try:
-        return parse_file(path).metadata.items() >= DEMO_METADATA.items()
-    except MergeError:
+        if path.name == JOBS:
+            return path.read_text(encoding="utf-8") == JOBS_TEXT
+        return parse_file(path).metadata.items() >= DEMO_ENTRY.items()
+    except (MergeError, OSError, ValueError):
         return False
 
 
-def _save(tensors: Tensors, path: Path) -> None:
+def _save(tensors: Tensors, path: Path, metadata: Mapping[str, str]) -> None:
     entries = [(key, FILE_DTYPES[t.dtype], tuple(t.shape)) for key, t in tensors.items()]
     with failures(path), replacing(path, overwrite=True) as part, part.open("wb") as f:
-        f.write(layout(entries, DEMO_METADATA, 0))
+        f.write(layout(entries, metadata, 0))
         for t in tensors.values():
             f.write(t.contiguous().flatten().view(torch.uint8).numpy().tobytes())
 

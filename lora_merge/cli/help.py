@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Final
 
 import typer
@@ -16,7 +17,8 @@ from typer.core import TyperCommand, TyperGroup
 from ..errors import UsageError
 from ..options import OPTIONS
 from .compat import FOREIGN_OPTIONS, advice_on
-from .terminal import COLOR_FLAG, DEBUG, EVERYWHERE, Color
+from .corrected_line import flags, line, split_words
+from .terminal import COLOR_FLAG, DEBUG, EVERYWHERE, Color, without_global_options
 
 UNRECORDED: Final = "If the output has no recipe"
 """Heading of the options of a merge that `verify` reads from a recipe, if there is one."""
@@ -186,7 +188,7 @@ def typed() -> str:
     return " ".join(["lora-merge", *sys.argv[1:]])[:200]
 
 
-def refused(error: Exception, commands: Container[str] = ()) -> UsageError:
+def refused(error: Exception, commands: Mapping[str, Any] = MappingProxyType({})) -> UsageError:
     """Return the error for arguments that click cannot take, in our three lines."""
     context, parameter = getattr(error, "ctx", None), getattr(getattr(error, "param", None), "name", "")
     command = context.info_name if context is not None and context.parent is not None else ""
@@ -200,11 +202,36 @@ def refused(error: Exception, commands: Container[str] = ()) -> UsageError:
     if name := getattr(error, "option_name", "") if text.startswith("No such") else "":
         near, advice = _advice(name, context)
         return UsageError(f"there is no option {name}", typed(), advice + see).instead(name, *near[:1])
-    shown = re.search(
-        r"^  (lora-merge .*)", getattr(getattr(context, "command", None), "epilog", None) or "", re.MULTILINE
-    )
-    such = f"such as {shown[1]}; " if shown else "write its value behind it; " if "requires an arg" in text else ""
-    return UsageError(f"{text[:1].lower()}{text[1:]}".rstrip("."), typed(), f"{such}{see}")
+    known = context.command if context is not None else commands.get(command)
+    fix = f"{_own_line(error, text, command, known)}{see}"
+    return UsageError(f"{text[:1].lower()}{text[1:]}".rstrip("."), typed(), fix)
+
+
+def _own_line(error: Exception, text: str, command: str, known: Any) -> str:
+    """Return how to correct a line that lacks a word, or has one too many: the line itself, with values as in the
+    example of the command's help."""
+    epilog = getattr(known, "epilog", None) or ""
+    example = next(iter(re.findall(r"^  (lora-merge .*)", epilog, re.MULTILINE)), "")
+    words = without_global_options(sys.argv[1:], checked=False)
+    flag = next(iter(re.findall(r"[Oo]ption '(--?[\w-]+)", text)), "")
+    value = next(iter(re.findall(rf"{re.escape(flag)} (\S+)", example)), "") if flag else ""
+    missing = getattr(error, "param", None) if "issing" in type(error).__name__ else None
+    if value and missing is not None:
+        return f"write {line([*words, flag, value])}; "
+    if value and words[-1:] == [flag]:
+        return f"write {line([*words, value])}; "
+    if words[:1] == [command] and known is not None:
+        plain, options = split_words(words[1:], flags(known.params))
+        if missing is not None and missing.param_type_name == "argument":
+            name = f"{missing.metavar or missing.name}".partition("[")[0].upper()
+            return f"write {line([command, *plain, name, *options])}; "
+        if extra := re.fullmatch(
+            r"Got unexpected extra arguments? \((.*)\)\.?", text.replace("argument(s)", "argument")
+        ):
+            kept = plain[: len(plain) - len(extra[1].split(" "))]
+            if plain[len(kept) :] == extra[1].split(" "):
+                return f"leave the rest out: {line([command, *kept, *options])}; "
+    return "write its value after it; " if "requires an arg" in text else f"such as {example}; " if example else ""
 
 
 def _advice(name: str, context: Any) -> tuple[list[str], str]:

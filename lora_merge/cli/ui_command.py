@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +11,9 @@ from .argument_values import whole_number
 from .help import add
 from .options import with_options
 from .reports import echo
+
+if TYPE_CHECKING:
+    from ..ui.previews import Previews
 
 
 def add_to(app: typer.Typer) -> None:
@@ -40,16 +43,21 @@ def ui(
         fix = "pip install starlette uvicorn"
         raise UsageError("the page needs starlette and uvicorn", "lora-merge ui", fix) from e
     from ..ui.library import Library
-    from ..ui.runs import Queue
-    from ..viewing.pages.page import drawable
 
     library = Library(folders or ["."], output_folder)
-    with Queue(pictures=drawable()) as queue:
-        server = Server(library, queue, whole_number(port, "--port"))
-        echo(f"open     {server.address}")
-        echo("end      Ctrl-C")
-        if browser:
-            import webbrowser
 
-            webbrowser.open(server.address)
-        server.run()
+    def previews() -> Previews:
+        from ..ui.previews import Previews
+        from ..ui.runs import Queue
+        from ..viewing.pages.page import drawable
+
+        return Previews(library, Queue(pictures=drawable()))
+
+    server = Server(library, previews, whole_number(port, "--port"))
+    echo(f"open     {server.address}")
+    echo("end      Ctrl-C")
+    if browser:
+        import webbrowser
+
+        webbrowser.open(server.address)
+    server.run()

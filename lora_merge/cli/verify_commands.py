@@ -233,7 +233,7 @@ def doctor(
 
     where = expand(folder)
     if not where.is_dir():
-        raise UsageError("a folder is missing whose disk could be measured", str(where), "name a folder that is there")
+        raise UsageError("there is no such folder", str(where), "name a folder that is there")
     with watching(quiet=as_json or quiet, doing="measuring the devices and the disk"):
         from .doctor import examine, lines, show_findings
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, Final
 
 import folder_paths
+import nodes
 from comfy import model_management
 from comfy.utils import ProgressBar
 from comfy_api.latest import ComfyExtension, io, ui
@@ -22,6 +24,9 @@ __all__ = ["ComfyExtension", "io", "ui"]
 
 CHECKPOINTS: Final = ("checkpoints", "diffusion_models", "text_encoders")
 """ComfyUI's model folders that have bases."""
+
+ANY: Final = ("*", "COMFY_MATCHTYPE_V3")
+"""Types of outputs that may be anything: those of reroutes and switches."""
 
 LORAS: Final = ("loras",)
 """ComfyUI's model folders that have adapters."""
@@ -75,16 +80,38 @@ def _names(root: str) -> Iterator[str]:
             yield Path(name).as_posix()
 
 
-def preview(text: str, picture: Image | None) -> dict[str, Any]:
+def preview(text: str, draw: Callable[[], Image] | None) -> dict[str, Any]:
     """Return what a node shows: its report as text, and a picture of it, written into ComfyUI's folder for such files,
-    if there is one."""
+    if one can be drawn: the work of the node is done, whatever becomes of its picture."""
     shown: dict[str, Any] = ui.PreviewText(text).as_dict()
-    if picture is not None:
+    if draw is not None:
         folder, name = Path(folder_paths.get_temp_directory()), f"lora-merge-{token_hex(8)}.png"
-        folder.mkdir(parents=True, exist_ok=True)
-        picture.save(folder / name)
-        shown["images"] = [{"filename": name, "subfolder": "", "type": "temp"}]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            draw().save(folder / name)
+        except Exception as e:  # noqa: BLE001  # Pillow without fonts, a full disk, anything
+            logging.getLogger(__name__).warning("lora-merge: no picture of the report: %s", e)
+        else:
+            shown["images"] = [{"filename": name, "subfolder": "", "type": "temp"}]
     return shown
+
+
+class ComfyWorkflow:
+    """What runs, with the nodes that other nodes make while it runs: ComfyUI's DYNPROMPT."""
+
+    def __init__(self, dynprompt: Any) -> None:
+        self._nodes = dynprompt
+
+    def node(self, name: str) -> Mapping[str, Any] | None:
+        """Return the `class_type` and the `inputs` of a node; None if there is no such node."""
+        return self._nodes.get_node(name) if self._nodes.has_node(name) else None
+
+    def gives_model(self, name: str, output: int) -> bool | None:
+        """Return whether an output of a node is a model; None if it may be anything."""
+        node = self.node(name)
+        kinds = getattr(nodes.NODE_CLASS_MAPPINGS.get(node["class_type"]), "RETURN_TYPES", ()) if node else ()
+        kind = kinds[output] if output < len(kinds) else ANY[0]
+        return None if kind in ANY else bool(kind == "MODEL")
 
 
 def search_words(words: tuple[str, ...]) -> dict[str, list[str]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 Stacked: TypeAlias = tuple[str, float, float]
 """A LoRA as stacks have it: its name, its strength for the denoiser and for the text encoders."""
@@ -20,28 +20,72 @@ MODEL: Final = "model"
 """The input by which loaders are chained."""
 
 
-def loaded(workflow: Mapping[str, Mapping[str, Any]], link: list[Any]) -> tuple[list[Stacked], list[str]]:
-    """Return the LoRAs on the way to an output of type MODEL, in the order in which they are loaded, and the other
-    nodes on that way. `workflow`: node → `class_type` and `inputs`; `link`: the node and its output.
+class Workflow(Protocol):
+    """What runs, with the nodes that other nodes make while it runs."""
 
-    ValueError if there is none, or if one of their values comes from another node, which does not run here.
+    def node(self, name: str) -> Mapping[str, Any] | None:
+        """Return the `class_type` and the `inputs` of a node; None if there is no such node."""
+
+    def gives_model(self, name: str, output: int) -> bool | None:
+        """Return whether an output of a node is a model; None if it may be anything."""
+
+
+class Way(NamedTuple):
+    """The way through a workflow to a model."""
+
+    loras: list[Stacked]
+    """The LoRAs, in the order in which they are loaded."""
+    others: list[str]
+    """The other nodes on the way."""
+    end: str
+    """Why what comes before is not read; "" if nothing comes before."""
+
+
+def loaded(workflow: Workflow, link: list[Any]) -> Way:
+    """Return the way to an output of type MODEL, by its node and its number.
+
+    ValueError if no LoRA is on it, or if one of their values comes from another node, which does not run here.
     """
-    stack: list[Stacked] = []
+    loras: list[Stacked] = []
     others: list[str] = []
-    before: Any = link
-    while isinstance(before, list) and (node := workflow.get(str(before[0]))) is not None:  # a text is a file's name
+    passed: set[str] = set()
+    before, end = link, ""
+    while before:
+        place = str(before[0])
+        node = workflow.node(place) if place not in passed else None
+        if node is None:
+            end = f"node {place} is not in the workflow"
+            break
         name, inputs = node["class_type"], node["inputs"]
+        passed.add(place)
         if name in LOADERS:
-            stack = [*_typed(name, LOADERS[name](inputs)), *stack]
+            loras = [*_typed(name, LOADERS[name](inputs)), *loras]
         else:
             others.append(name)
-        before = inputs.get(MODEL)
-    if not stack:
+        before, end = _before(workflow, name, inputs)
+    if not loras:
+        why = f"; {end}" if end else ""
         raise ValueError(
-            f"no LoRA is loaded on the way to this model ({', '.join(others)}); connect the output of Load LoRA or of "
-            "Power Lora Loader (rgthree)"
+            f"no LoRA is loaded on the way to this model ({', '.join(others)}{why}); connect the output of Load LoRA "
+            "or of Power Lora Loader (rgthree)"
         )
-    return stack, others
+    return Way(loras, others, end)
+
+
+def _before(workflow: Workflow, name: str, inputs: Inputs) -> tuple[list[Any], str]:
+    """Return the link of the model that a node passes through, [] if it takes none; and why it cannot be known."""
+    links = {key: value for key, value in inputs.items() if isinstance(value, list)}  # a text is a file's name
+    if MODEL in inputs:
+        return links.get(MODEL, []), ""
+    # Any name: the inputs that are models; without one, those that may be anything, as of a switch or a reroute.
+    gives = {key: workflow.gives_model(str(link[0]), link[1]) for key, link in links.items()}
+    models = [key for key, is_model in gives.items() if is_model]
+    models = models or [key for key, is_model in gives.items() if is_model is None]
+    if name in SWITCHES and (chosen := SWITCHES[name](inputs)) in models:
+        models = [chosen]
+    if len(models) > 1:
+        return [], f"{name} takes several models ({', '.join(models)}), and what is before it is not read"
+    return links[models[0]] if models else [], ""
 
 
 def _typed(loader: str, entries: Iterator[tuple[Any, Any, Any]]) -> Iterator[Stacked]:
@@ -80,3 +124,18 @@ LOADERS: Final[Mapping[str, Callable[[Inputs], Iterator[tuple[Any, Any, Any]]]]]
     }
 )
 """Class of a loader node → the LoRAs of its inputs."""
+
+
+def _by_truth(inputs: Inputs) -> str:
+    switch = inputs.get("switch")
+    return f"on_{str(switch).lower()}" if isinstance(switch, bool) else ""
+
+
+def _first(inputs: Inputs) -> str:
+    return min((name for name, value in inputs.items() if isinstance(value, list)), default="")
+
+
+SWITCHES: Final[Mapping[str, Callable[[Inputs], str]]] = MappingProxyType(
+    {"ComfySwitchNode": _by_truth, "ComfySoftSwitchNode": _by_truth, "Any Switch (rgthree)": _first}
+)
+"""Class of a node that passes one of several inputs through → which one; "" if that is known only when it runs."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -76,7 +77,7 @@ class Node:
     """The file that it writes."""
     gives_adapters: bool = False
     reads_workflow: bool = False
-    """Whether `run` gets the `workflow`, and the node's own name in it as `self`."""
+    """Whether `run` gets the `workflow`, and the node's name in it as `self`."""
     aliases: tuple[str, ...] = ()
     """Words by which people search for it."""
 
@@ -265,20 +266,22 @@ def _adapter(values: Values) -> Result:
 
 def _stack(values: Values) -> Result:
     """Return the adapters of a stack, and of the loaders on the way to a model."""
-    stack, others = [*(values.get("stack") or ())], list[str]()
-    inputs = values["workflow"][values["self"]]["inputs"] if values.get("workflow") else {}
-    if MODEL in inputs:
-        loaders, others = loaded(values["workflow"], inputs[MODEL])
-        stack += loaders
+    stack, remarks = [*(values.get("stack") or ())], list[str]()
+    workflow = values["workflow"]
+    inputs = (workflow.node(values["self"]) or {}).get("inputs", {})
+    if isinstance(link := inputs.get(MODEL), list):
+        loras, others, end = loaded(workflow, link)
+        stack += loras
+        remarks += [f"on the way, without LoRAs: {', '.join(others)}"] if others else []
+        remarks += [f"the way ends: {end}"] if end else []
     if not stack:
-        raise ValueError("nothing is connected; connect a LORA_STACK, or the model behind loaders of LoRAs")
+        raise ValueError("nothing is connected; connect a LORA_STACK, or the model after LoRA loaders")
     adapters = [
         {"path": str(host.path(name, LORAS)), "denoiser": denoiser, "encoders": encoders}
         for name, denoiser, encoders in stack if denoiser or encoders
     ]  # fmt: skip
     lines = [f"{a['path']}: {a['denoiser']:g}, text encoders {a['encoders']:g}" for a in adapters]
-    passed = [f"on the way, without LoRAs: {', '.join(others)}"] if others else []
-    return Result(adapters, "\n".join([*lines, *passed]))
+    return Result(adapters, "\n".join([*lines, *remarks]))
 
 
 NODES: Final = (
@@ -341,7 +344,7 @@ def _schema(node: Node) -> Any:
     return io.Schema(
         node_id=f"LoraMerge{node.name}", display_name=node.title, category="lora-merge", description=node.about,
         inputs=[*node.inputs()], outputs=[first, io.String.Output("report")],
-        hidden=[io.Hidden.prompt, io.Hidden.unique_id] if node.reads_workflow else [],
+        hidden=[io.Hidden.dynprompt, io.Hidden.unique_id] if node.reads_workflow else [],
         is_output_node=not node.gives_adapters, **host.search_words(node.aliases),
     )  # fmt: skip
 
@@ -351,18 +354,27 @@ def _fingerprint(node: Node, values: Values) -> Any:
     missing."""
     if node.output is not None and not exists(with_found_ending(str(node.output(values)))):
         return float("nan")
-    states = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in node.files(values)]
-    return str(states)
+    return str([(str(path), *_state(path)) for path in node.files(values)])
+
+
+def _state(path: Path) -> tuple[int, ...]:
+    """Return what changes when a file does; nothing for a link that leads nowhere, which ComfyUI lists too."""
+    try:
+        status = path.stat()
+    except OSError:
+        return ()
+    return status.st_size, status.st_mtime_ns
 
 
 def _class(node: Node) -> Any:
     """Return ComfyUI's class of a node."""
 
     def execute(cls: Any, /, **values: Any) -> Any:
-        of_workflow = {"workflow": cls.hidden.prompt, "self": str(cls.hidden.unique_id)} if node.reads_workflow else {}
-        result = node.run({**values, **of_workflow})
+        if node.reads_workflow:
+            values |= {"workflow": host.ComfyWorkflow(cls.hidden.dynprompt), "self": str(cls.hidden.unique_id)}
+        result = node.run(values)
         drawn = node.reads_workflow or not node.gives_adapters
-        shown = host.preview(result.text, picture(result.text, result.blocks) if drawn else None)
+        shown = host.preview(result.text, partial(picture, result.text, result.blocks) if drawn else None)
         return io.NodeOutput(result.value, result.text, ui=shown)
 
     return type(f"LoraMerge{node.name}", (io.ComfyNode,), {

@@ -102,7 +102,7 @@ def check_kind(target: Path, *, overwrite: bool, folder: bool = False) -> None:
     if target.is_dir() and not folder:
         raise UsageError("the output is a folder", str(target), "name a file in it: -o FOLDER/NAME.safetensors")
     if folder and not target.is_dir():
-        raise UsageError("the output is a file, the base a folder", str(target), "name a folder with -o")
+        raise UsageError("the base is a folder, so the output must be a folder", str(target), "name a folder with -o")
     if not overwrite:
         raise UsageError("the output exists", str(target), "choose another -o, or give --overwrite")
     _check_writable(target.parent, target)

@@ -130,7 +130,7 @@ def open_regular(path: Path) -> BinaryIO:
     mode = os.fstat(fd).st_mode
     if stat.S_ISDIR(mode):
         os.close(fd)
-        raise InputError("a folder in the place of a file", str(path), "name a file in it")
+        raise InputError("a folder, but a file is needed", str(path), "name a file in it")
     if not stat.S_ISREG(mode):
         os.close(fd)
         raise InputError(

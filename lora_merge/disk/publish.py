@@ -476,8 +476,8 @@ def _keep_modes(old: Path, new: Path) -> None:
 
 
 def _appeared(target: Path) -> MergeError:
-    what = "the output appeared while it was made"
-    return UsageError(what, str(target), "choose another -o; is another run at it?")
+    what = "another program created the output during the run"
+    return UsageError(what, str(target), "choose another -o, or wait for the other run")
 
 
 def _publish_folder(part: Path, target: Path, *, overwrite: bool) -> None:

@@ -150,7 +150,7 @@ def failure(e: OSError, path: Path, needed: int, *, written: int = 0, most: bool
     """
     if e.errno == errno.EFBIG:
         return ResourceError(
-            f"files of {needed} bytes are not allowed here: {e.strerror}",
+            f"files of {needed} bytes are not allowed on this disk: {e.strerror}",
             str(path),
             "raise the limit (ulimit -f), or write to a file system that allows large files",
         )

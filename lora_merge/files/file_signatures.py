@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
 from typing import Final
 
+from ..dtypes import Shape
 from ..errors import InputError
 from ..paths import ENDINGS
 from ..text import listed, quoted
@@ -43,7 +44,7 @@ LOAD_AT_GENERATION: Final = (
 
 TEXTUAL_INVERSION: Final = "an embedding (textual inversion)"
 
-CLONEOFSIMO: Final = "a LoRA of cloneofsimo/lora, whose layers have numbers in place of names"
+CLONEOFSIMO: Final = "a LoRA of cloneofsimo/lora, whose layers have numbers instead of names"
 
 BY_NUMBERS: Final = (
     "merge it with `lora_add` of the package that wrote it (lora_diffusion), which knows the order of the layers, or "
@@ -87,6 +88,42 @@ def foreign(keys: Iterable[str]) -> str:
     keys = [*keys]
     of_tokens = TEXTUAL_INVERSION if keys and not any("." in key for key in keys) else ""  # or names of encoders
     return next((what for pattern, what in FOREIGN_KEYS for key in keys if pattern.match(key)), of_tokens)
+
+
+COMPONENTS: Final = tuple(
+    (re.compile(pattern), what)
+    for pattern, what in (
+        # a key looks so                                                                  what the file is
+        (r"(?:taesd_)?(?:en|de)coder\.(?:layers\.)?\d+\.(?:weight$|conv\.\d)",          "VAE (tiny, TAESD)"),
+        (r"(?:first_stage_model\.|vae\.)?(?:en|de)coder\.conv(?:_in|_out|1)\.",           "VAE"),
+        (r"(?:first_stage_model\.|vae\.)?(?:en|de)coder\.(?:down|up)(?:_blocks|samples)?\.\d", "VAE"),
+        (r"(?:first_stage_model\.|vae\.)?(?:post_)?quant_conv\.",                          "VAE"),
+        (r"model\.\d+\.sub\.\d+\.rdb\d|(?:model\.)?conv_first\.|body\.\d+\.rdb\d",      "upscaler (ESRGAN)"),
+    )
+)  # fmt: skip
+"""Key pattern → the component of a pipeline that a file of no known architecture is."""
+
+
+def component(keys: Iterable[str]) -> str:
+    """Return the component of a pipeline that a file is by its keys; "" if they do not show it."""
+    keys = [*keys]
+    return next((what for pattern, what in COMPONENTS for key in keys if pattern.match(key.lower())), "")
+
+
+TEXT_WIDTHS: Final = {768: "Stable Diffusion 1", 1024: "Stable Diffusion 2", 2048: "Stable Diffusion XL"}
+"""Width of the text states that a U-Net's cross-attention reads → the model."""
+
+READS_TEXT: Final = re.compile(r"\.attn2\.to_k\.weight$|\.to_k_ip\.weight$")
+
+
+def network_for(shapes: Mapping[str, Shape]) -> str:
+    """Return the model of Stable Diffusion that a ControlNet, an IP-Adapter or an embedding is for, by the width of
+    the text states that it reads; "" if no shape shows it."""
+    widths = {shape[-1] for key, shape in shapes.items() if READS_TEXT.search(key)}
+    if not widths and foreign(shapes) == TEXTUAL_INVERSION:
+        widths = {shape[-1] for shape in shapes.values() if shape}
+        widths = {2048} if widths == {768, 1280} else widths
+    return TEXT_WIDTHS.get(widths.pop(), "") if len(widths) == 1 else ""
 
 
 def instead(what: str) -> str:
@@ -143,13 +180,18 @@ def refusal(path: Path, start: bytes, size: int, why: str) -> InputError:
 def missing(path: Path) -> InputError:
     """Return the error for a file that is not there, with the names of those that may be meant."""
     if path.is_symlink():
-        return InputError("a link that points nowhere", str(path), "download the model again")
+        return InputError("a broken symbolic link", str(path), "download the model again")
     if not path.parent.is_dir():
         folder = next((p for p in path.parents if p.is_dir()), Path())
-        return InputError("file not found", str(path), f"check the path; of its folders only {folder} is there")
+        lost, *rest = path.relative_to(folder).parts
+        near = difflib.get_close_matches(lost, [entry.name for entry in entries(folder) if entry.is_dir()], 1)
+        meant = f"; did you mean {folder.joinpath(*near, *rest)}?" if near else ""
+        return InputError("file not found", str(path), f"check the path: there is no folder {lost} in {folder}{meant}")
     if set(path.name) & set("*?[") and any(fnmatch(entry.name, path.name) for entry in entries(path.parent)):
         fix = f'name each file; in a jobs file write matrix: {{lora: {{glob: "{path}"}}}} and adapters: ["{{lora}}"]'
         return InputError("a pattern, and not a file", str(path), fix)
+    if set(path.name) & set("*?"):
+        return InputError(f"no file matches {path.name}", str(path), "name one file; check its ending")
     stems: dict[str, list[str]] = {}  # endings are alike and would make all names alike
     for entry in entries(path.parent):
         if entry.suffix in {*ENDINGS, path.suffix} or path.suffix.lower() == entry.suffix or entry.is_dir():

@@ -54,7 +54,7 @@ ONNX, MLX, Paddle, OpenVINO."""
 
 SECOND_SET_OF_MODEL: Final = "a second set of the model's weights"
 SECOND_SET_OF_ADAPTER: Final = "a second set of the adapter's weights"
-UNPLACED: Final = "whether it has a place is seen with a base"
+UNPLACED: Final = "whether it matches is known only with a base"
 OF_TRAINING: Final = "a state of the training, not a weight"
 OF_MODEL: Final = "the model in the adapter's folder"
 ANOTHER: Final = "another checkpoint of a training"

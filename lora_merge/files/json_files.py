@@ -45,4 +45,4 @@ def read_index(path: Path) -> dict[str, Any]:
 
 def bad_index(path: Path, why: str) -> InputError:
     """Return the error for an index that no shards can be found by."""
-    return InputError("index and shards do not agree", f"{path}: {why}", "download the folder again, all files of it")
+    return InputError("the shard index is wrong", f"{path}: {why}", "download the folder again, all files of it")

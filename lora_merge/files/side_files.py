@@ -159,7 +159,7 @@ def _require_file(path: Path) -> None:
     try:
         regular = stat.S_ISREG(path.stat().st_mode)
     except OSError as e:
-        what = "a link that points nowhere" if path.is_symlink() else f"file cannot be read: {e.strerror}"
+        what = "a broken symbolic link" if path.is_symlink() else f"file cannot be read: {e.strerror}"
         raise InputError(what, str(path), "download the model again, all files of it, or remove this one") from e
     if not regular:
         raise InputError(

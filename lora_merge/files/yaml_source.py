@@ -77,11 +77,27 @@ class Document:
         return self._fields[id(node)]
 
 
-def _advice(text: str, mark: Any) -> str:
+def _advice(text: str, mark: Any, problem: str) -> str:
     """Return what to do about a line that is not YAML."""
-    line = "" if mark is None else [*text.splitlines(), ""][min(mark.line, len(text.splitlines()))]
-    indent = line[: len(line) - len(line.lstrip())]
-    return "indent with spaces, not with tabs" if "\t" in indent else "check indentation, colons and quotes there"
+    lines = ["", *text.splitlines(), ""]
+    before, line = ("", "") if mark is None else lines[min(mark.line, len(lines) - 2) :][:2]
+    if "\t" in _INDENT.match(line)[0]:  # type: ignore[index]  # it matches every line
+        return "indent with spaces, not with tabs"
+    if "escape" in problem and (path := re.search(r'"([^"]*)"', line)):
+        return f"a backslash in double quotes begins an escape; write '{path[1]}', in single quotes"
+    for glued in filter(None, map(_GLUED.match, (before, line))):
+        return f"a space belongs behind the colon; write {glued[1]}: {glued[2]}"
+    columns = [len(_INDENT.match(t)[0]) for t in (before, line)]  # type: ignore[index]
+    if columns[0] != columns[1] and ":" in before and ":" in line and not line.lstrip().startswith("-"):
+        return f"indent this line by {columns[0]} spaces, as the field above it"
+    return "check indentation, colons and quotes there"
+
+
+_INDENT: Final = re.compile(r"\s*(?:- +)*")
+"""What is before the first field of a line, the dashes of lists included."""
+
+_GLUED: Final = re.compile(r"\s*(?:- +)*([A-Za-z_]{2,}):([^\s/].*)")
+"""A field whose value follows the colon without a space."""
 
 
 def parse(text: str, name: str) -> Document:
@@ -92,8 +108,8 @@ def parse(text: str, name: str) -> Document:
     except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None)
         line = f":{mark.line + 1}" if mark is not None else ""
-        raise UsageError(f"not valid YAML: {getattr(e, 'problem', None) or str(e).splitlines()[0]}", f"{name}{line}",
-                         _advice(text, mark)) from e  # fmt: skip
+        problem = getattr(e, "problem", None) or str(e).splitlines()[0]
+        raise UsageError(f"not valid YAML: {problem}", f"{name}{line}", _advice(text, mark, problem)) from e
     if root is None:
         raise UsageError("the jobs file is empty", name, "lora-merge batch --init OTHER.yaml writes a first one")
     values = _Values(name)
@@ -163,7 +179,7 @@ class _Values:
 
     def _table(self, node: Node, depth: int) -> tuple[Any, int]:
         if node.tag not in _TABLES:
-            self._note(node, f"the tag {node.tag} is not known here")
+            self._note(node, f"the tag {node.tag} is unknown")
         count = 1
         if isinstance(node, SequenceNode):
             items = []

@@ -23,7 +23,7 @@ from ..models.prefixes import prefixed
 from ..models.weights import RowSlice
 from ..paths import input_name
 from ..row_ranges import Ranges
-from ..text import Note, listed
+from ..text import Note, listed, several
 from .patch import Match, Patch
 
 TIED_NAMES: Final = re.compile(
@@ -160,7 +160,7 @@ def _overlap_notes(job: Job, match: Match, changed: Sequence[_Changed]) -> Itera
             modules_by_earlier.setdefault(before, []).append(patch.module.where)
     for numbers, modules in modules_by_earlier.items():
         earlier = listed([input_name(job.adapters[n].path) for n in numbers])
-        yield Note(READS_CHANGED_WEIGHTS.format(modules=listed(dict.fromkeys(modules), 2), earlier=earlier))
+        yield Note(READS_CHANGED_WEIGHTS.format(modules=several([*dict.fromkeys(modules)]), earlier=earlier))
 
 
 def _reading(match: Match) -> Iterator[tuple[Patch, str]]:
@@ -219,5 +219,5 @@ def _check_same_values(adapters: Sequence[Adapter], matches: Sequence[Match], va
                 if other is not match and (copy.shape != info.shape or values.differing(copy, info)):
                     raise FitError("two adapters were trained on different values of a tensor",
                                    f"{key}: {adapter.path}: {info.name}, {other_adapter.path}: {copy.name}",
-                                   "merge one of them, or remove that tensor from the one whose values shall not count"
+                                   "merge one of them, or remove that tensor from the one to ignore"
                                    )  # fmt: skip

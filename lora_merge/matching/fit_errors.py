@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from ..adapters.modules import weight_shapes
 from ..adapters.peft.rules import PeftRules
@@ -72,12 +72,35 @@ PART_TITLES: Final = {
 }
 
 
-def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape], adapter: Index) -> str:
-    """Return the likely reason why modules have no place in the base, in one sentence that names both models.
+MisfitKind: TypeAlias = Literal["model", "architecture", "variant", "network", "size", "layer", "name"]
+"""What is wrong: the adapter is for another model by its metadata or names, or by the shapes of its layers; for another
+variant; for a network, a block or a layer that the base lacks; or its names differ from the base's."""
+
+
+class Misfit(NamedTuple):
+    """The likely reason why an adapter does not match a base."""
+
+    kind: MisfitKind
+    reason: str  # "" if the advice says all
+    advice: str
+    adapter: str = ""  # the model that the adapter is for, if that is the reason
+    base: str = ""  # the model of the base, if the reason names it
+
+    @property
+    def text(self) -> str:
+        """The reason and the advice in one sentence."""
+        return "; ".join(filter(None, (self.reason, self.advice)))
+
+
+NO_MODULES: Final = Misfit("layer", "", "use another save of the adapter: this one contains no modules")
+
+
+def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape], adapter: Index) -> Misfit | None:
+    """Return the likely reason why modules match nothing in the base.
 
     `shapes`: module → shape of the weight that it changes, as `weight_shapes` returns them. Without `unmatched` names
-    (where shapes do not fit) "" if nothing looks wrong. `adapter`: its metadata count where names and shapes show no
-    other model.
+    (if shapes differ) None if nothing looks wrong. `adapter`: its metadata count if names and shapes show no other
+    model.
     """
     # A network that the base does not have, another model, another kind of model.
     if names.second and any(m.startswith("transformer.") for m in unmatched):
@@ -89,7 +112,7 @@ def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape],
     if why := by_shapes or _stated_other(adapter, known):
         return why
     if other := _for_pictures(names, unmatched, shapes):
-        return f"the adapter is for {other}, the base is {_kind_of_model(names.architecture)}; {OWN_BASE}"
+        return _for_another("model", other, names.architecture)
     if absent := sorted(set(networks) - labels):
         return missing_networks(absent, sorted(labels))
     # The network that most of these modules are for.
@@ -101,12 +124,18 @@ def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape],
     )
 
 
-def _stated_other(adapter: Index, base: Architecture | None) -> str:
-    """Return the sentence on both models if the metadata of an adapter name another one; else ""."""
+def _stated_other(adapter: Index, base: Architecture | None) -> Misfit | None:
+    """Return the misfit if the metadata of an adapter names another model; else None."""
     stated, _ = stated_model(adapter)
     if base is None or not stated or stated in base.title or base.title in stated:
-        return ""
-    return f"the adapter is for {stated} (by its metadata), the base is {_kind_of_model(base.title)}; {OWN_BASE}"
+        return None
+    return _for_another("model", f"{stated} (by its metadata)", base.title)
+
+
+def _for_another(kind: MisfitKind, model: str, base: str) -> Misfit:
+    """Return the misfit of an adapter for another model."""
+    trained = f"is for {model}" if kind == "model" else f"looks made for {_kind_of_model(model)}"
+    return Misfit(kind, f"the adapter {trained}, the base is {_kind_of_model(base)}", OWN_BASE, model, base)
 
 
 def _for_pictures(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape]) -> str:
@@ -127,23 +156,23 @@ def _for_pictures(names: Names, unmatched: Sequence[str], shapes: Mapping[str, S
     return ""
 
 
-def variant_doubt(names: Names, shapes: Callable[[], Mapping[str, Shape]]) -> str:
-    """Return a sentence that names both models if the adapter looks made for another variant of the base, else "".
+def variant_doubt(names: Names, shapes: Callable[[], Mapping[str, Shape]]) -> Misfit | None:
+    """Return the misfit if the adapter looks made for another variant of the base, else None.
 
     The names may fit all the same, as those of a text-to-video adapter on a Wan 2.1 image-to-video base. `shapes`
     returns the shapes for `explain`, and is called only where the base has variants.
     """
     known = names.known
     if known is None or not known.variants:
-        return ""
+        return None
     return other_variant(of_the_denoiser(shapes()), known, names.weights())
 
 
-def missing_networks(absent: Sequence[str], present_labels: Sequence[str]) -> str:
-    """Return the sentence on modules of networks that the base does not hold."""
+def missing_networks(absent: Sequence[str], present_labels: Sequence[str]) -> Misfit:
+    """Return the misfit of modules for networks that the base lacks."""
     missing, present = (listed(map(_part, labels)) for labels in (absent, present_labels))
-    holds = "is a single network without one" if list(present_labels) == ["model"] else f"holds only {present}"
-    return f"some modules are for {missing}, the base {holds}; {WHOLE_BASE}"
+    holds = "is a single network without one" if list(present_labels) == ["model"] else f"contains only {present}"
+    return Misfit("network", f"some modules are for {missing}, the base {holds}", WHOLE_BASE)
 
 
 def _part(label: str) -> str:
@@ -152,8 +181,8 @@ def _part(label: str) -> str:
 
 def _likely_reason(
     names: Names, part: Component | None, lost: Mapping[str, Shape], modules: Mapping[str, Shape]
-) -> str:
-    """Return the likely reason, "" if nothing is unmatched and nothing looks wrong.
+) -> Misfit | None:
+    """Return the likely reason, None if nothing is unmatched and nothing looks wrong.
 
     `lost`: the unmatched modules, with the shapes of the weights that they change, () if their tensors do not show
     them. `modules`: the adapter's modules without their prefixes.
@@ -168,27 +197,29 @@ def _likely_reason(
     )
 
 
-def other_variant(modules: Mapping[str, Shape], base: Architecture | None, stored: Mapping[str, Shape]) -> str:
-    """Return the sentence on both models if the adapter is for another variant of this architecture; else ""."""
+def other_variant(
+    modules: Mapping[str, Shape], base: Architecture | None, stored: Mapping[str, Shape]
+) -> Misfit | None:
+    """Return the misfit if the adapter is for another variant of this architecture; else None."""
     in_adapter, in_base = modules_of(modules), modules_of(stored)
     if base is None or base not in architectures(in_adapter):
-        return ""
+        return None
     if not set(variants(base, in_adapter)) - set(variants(base, in_base)):
-        return ""
-    return _sentence(described([base], in_adapter), described([base], in_base))
+        return None
+    return _for_another("variant", described([base], in_adapter), described([base], in_base))
 
 
-def other_model(modules: Mapping[str, Shape], base: Architecture | None, stored: Mapping[str, Shape]) -> str:
-    """Return the sentence on both models if the adapter is for another architecture; else ""."""
+def other_model(modules: Mapping[str, Shape], base: Architecture | None, stored: Mapping[str, Shape]) -> Misfit | None:
+    """Return the misfit if the adapter is for another architecture; else None."""
     in_adapter, in_base = modules_of(modules), modules_of(stored)
     of_adapter, of_base = architectures(in_adapter), (base,) if base else architectures(in_base)
     if not of_adapter or any(a in of_adapter for a in of_base):
-        return ""
+        return None
     if not all(names_all(a, modules) for a in of_adapter if has_words(a)):
-        return ""  # a guess that the adapter's own names do not confirm
+        return None  # a guess that the adapter's own names do not confirm
     if base is None and {shape for shape in modules.values() if shape} <= {flat(shape) for shape in stored.values()}:
-        return ""  # the base may have the same layers by other names
-    return _sentence(described(of_adapter, in_adapter), described(of_base, in_base))
+        return None  # the base may have the same layers by other names
+    return _for_another("architecture", described(of_adapter, in_adapter), described(of_base, in_base))
 
 
 def _kind_of_model(model: str) -> str:
@@ -198,47 +229,39 @@ def _kind_of_model(model: str) -> str:
     return f"a {model}" if model[:1].islower() else model
 
 
-def _sentence(made_for: str, base: str) -> str:
-    trained, other = _kind_of_model(made_for), _kind_of_model(base)
-    return f"the adapter looks made for {trained}, the base is {other}; {OWN_BASE}"
-
-
-def _other_size(deeper: Sequence[str], stored: Mapping[str, Shape]) -> str:
-    """Return the sentence on a base with fewer blocks than the adapter changes; else ""."""
+def _other_size(deeper: Sequence[str], stored: Mapping[str, Shape]) -> Misfit | None:
+    """Return the misfit of a base with fewer blocks than the adapter changes; else None."""
     highest = max((int(n) for m in deeper for n in _BLOCK.findall(m)), default=-1)
     last = max((int(n) for m in stored for n in _BLOCK.findall(m)), default=-1)
     if highest <= last or last < 0:
-        return ""
+        return None
     why = f"the adapter changes block {highest}, the base ends with block {last}: it is a smaller or pruned model"
-    return f"{why}; {OWN_BASE}"
+    return Misfit("size", why, OWN_BASE)
 
 
-def _other_names(unmatched: Mapping[str, Shape], title: str, stored: Mapping[str, Shape]) -> str:
-    """Return the sentence on names that the base does not have; "" without names."""
+def _other_names(unmatched: Mapping[str, Shape], title: str, stored: Mapping[str, Shape]) -> Misfit | None:
+    """Return the misfit of names that the base lacks; None without names."""
     if not unmatched:
-        return ""
+        return None
     # Heads and embeddings that the base does not store.
     tied = any("embed" in name or "wte" in name for name in stored)
     names = [name.removesuffix(".weight").removesuffix(".bias") for name in unmatched]
     if all(TASK.search(name) for name in names):
-        return (
-            f"{names[0].removeprefix(PEFT_PREFIX)} is a head that a model for a task has "
-            "(…ForSequenceClassification, …ForTokenClassification) and the base has not: load the base as that model, "
-            "save it, and merge into this"
-        )
+        head = names[0].removeprefix(PEFT_PREFIX)
+        return Misfit("layer", f"{head} is a head of models for a task (…ForSequenceClassification …)",
+                      "load the base as such a model, save it, and merge into that")  # fmt: skip
     if all(name.endswith("embed_tokens") for name in names) and any(T5_EMBEDDINGS.search(name) for name in stored):
-        return "encoder, decoder and head of the base share one tensor, and the adapter was trained with them apart"
+        return Misfit("layer", "encoder, decoder and head of the base share one tensor, but the adapter was trained "
+                      "with separate ones", OWN_BASE)  # fmt: skip
     if tied and all(name.endswith("lm_head") for name in names):
-        return (
-            "the base has no lm_head of its own, it uses its input embeddings (tie_word_embeddings), which the adapter "
-            "trained apart from it; save the base untied first"
-        )
+        return Misfit("layer", "the base has no lm_head: it uses its input embeddings (tie_word_embeddings), but the "
+                      "adapter was trained with a separate lm_head", "save the base untied first")  # fmt: skip
     # The nearest names, and the rows of a map if these are the same layers.
     base = f"the base is {_kind_of_model(title)}"
     name, shape = next(((n, s) for n, s in unmatched.items() if s), (next(iter(unmatched)), ()))
     alike = {key: size for key, size in stored.items() if not shape or flat(size) == shape}
     if not alike:
-        return f"{base}, in which no weight is {list(shape)} as {name} needs it; {OWN_BASE}"
+        return Misfit("name", f"{base}, in which no weight is {list(shape)} as {name} needs it", OWN_BASE, base=title)
     near = nearest(innermost(name)[1], alike)
     of_shape, are = f"of {list(shape)} " if shape else "", "are" if len(near) > 1 else "is"
     why = f"{base}, with no such name as {name}: the nearest {of_shape}{are} {' and '.join(near)}"
@@ -249,7 +272,8 @@ def _other_names(unmatched: Mapping[str, Shape], title: str, stored: Mapping[str
     fix = (
         f"if they are the same, write `spellings: {{{', '.join(rows)}}}` to names.yaml and add --map names.yaml{every}"
     )
-    return f"{why}; {fix}, else write the names that are right, or use a base that has these layers"
+    advice = f"{fix}, else write the right names, or use a base that has these layers"
+    return Misfit("name", why, advice, base=title)
 
 
 def nearest(name: str, stored: Iterable[str]) -> list[str]:
@@ -321,18 +345,18 @@ def raise_problems(
     if failures:
         worst = failures[0]
         same = [e.where.removeprefix(f"{path}: ") for e in failures if type(e) is type(worst)]
-        reason = explain(names, [], shapes, index) if isinstance(worst, ShapeMismatch) else ""
-        why = _why(reason)
+        misfit = explain(names, [], shapes, index) if isinstance(worst, ShapeMismatch) else None
+        why = misfit.reason if misfit else ""
         if (
             isinstance(worst, ShapeMismatch) and not why and result.unmatched
         ):  # the names may give the reason where the shapes do not
-            reason = explain(names, list(result.unmatched), shapes, index)
-            why = _why(reason)
-            if why.startswith("the base is "):
-                no_place = f"{plural(len(result.unmatched), 'module')} of the adapter with no place there"
+            misfit = explain(names, list(result.unmatched), shapes, index)
+            why = misfit.reason if misfit else ""
+            if misfit and misfit.kind == "name":
+                no_place = f"{plural(len(result.unmatched), 'module')} of the adapter match nothing there"
                 why = f"the base is {_kind_of_model(names.architecture)}, and {no_place}"
             why = f"{worst.what}: {why}"
-        fix = _advice(reason) or worst.fix
+        fix = misfit.advice if misfit else worst.fix
         if not why and result.modules > len(failures) == len(unfit):
             fix = or_strength_zero(fix, (key for keys in unfit for key in keys))
         count = f"{len(same)} of {len(result.adapter.modules)} modules, such as " if len(same) > 1 else ""
@@ -341,9 +365,9 @@ def raise_problems(
     left = counted(by_pattern(result.unmatched), LISTED_PATTERNS)
     if result.modules == 0 and (what := foreign(result.adapter.index.tensors)):
         raise UnmatchedModules(f"this file is {what}", f"{path}: {left}", instead(what))
-    reason = explain(names, list(result.unmatched), shapes, index)
-    why, fix = _why(reason), _advice(reason)
-    where = f"{path}: {left}" + ("" if "the base is " in why else f"; the base is {_kind_of_model(names.architecture)}")
+    misfit = explain(names, list(result.unmatched), shapes, index) or NO_MODULES
+    why, fix = misfit.reason, misfit.advice
+    where = f"{path}: {left}" + ("" if misfit.base else f"; the base is {_kind_of_model(names.architecture)}")
     if result.modules == 0:
         raise UnmatchedModules(
             f"no module of the adapter is in the base (0 of {result.total}){why and ': '}{why}",
@@ -352,21 +376,21 @@ def raise_problems(
         )
     if unmatched == "error" and set(result.unmatched.values()) == {STRANGE}:
         # their names are not names of layers, which could be compared with the base's
-        advice = "correct their names" if why.startswith("the base is ") else reason
+        advice = "correct their names" if misfit.kind == "name" else misfit.text
         raise UnmatchedModules(
             f"the meaning of {len(result.unmatched)} of the adapter's tensors is unknown",
             f"{path}: {left}: neither a parameter of the base nor a tensor of any known method",
             f"{advice}; or leave them out with --unmatched skip",
         ).instead(str(path), str(path), "--unmatched", "skip")
     if result.unmatched and unmatched == "error":
-        raise _some_without_place(result, why, where, fix)
+        raise _some_unmatched(result, why, where, fix, for_another=misfit.kind == "model")
 
 
-def _some_without_place(result: Match, why: str, where: str, fix: str) -> MergeError:
-    """Return the error for some modules without a place. Of an adapter for another model, the rest is of no use."""
+def _some_unmatched(result: Match, why: str, where: str, fix: str, *, for_another: bool) -> MergeError:
+    """Return the error for some modules without a match. Of an adapter for another model, the rest is of no use."""
     path = str(result.adapter.path)
-    what = f"{len(result.unmatched)} of {result.total} adapter modules have no place in the base{why and ': '}{why}"
-    if "the adapter is for " in why:
+    what = f"{len(result.unmatched)} of {result.total} adapter modules match nothing in the base{why and ': '}{why}"
+    if for_another:
         return UnmatchedModules(what, where, fix)
     error = UnmatchedModules(what, where, f"{fix}; or leave them out with --unmatched skip")
     return error.instead(path, path, "--unmatched", "skip")
@@ -386,22 +410,13 @@ def check_scales(patches: Iterable[Patch], path: Path, rules: PeftRules) -> None
         raise NoChange(f"the adapter changes nothing: {why}", str(path), f"{fix}; {WITHOUT}")
 
 
-def _why(reason: str) -> str:
-    """Return the reason of a text `reason; advice`; a text without a semicolon is all advice."""
-    return reason.rpartition("; ")[0]
-
-
-def _advice(reason: str) -> str:
-    return reason.rpartition("; ")[2]
-
-
 def check_variant(result: Match, names: Names, unmatched: Unmatched) -> Note | None:
     """Return the sentence on an adapter that looks made for another variant; FitError unless `unmatched` is "skip"."""
     if result.grown:  # the adapter resizes the base to the variant that it was made for
         return None
-    why = variant_doubt(names, lambda: weight_shapes(result.adapter.modules))
-    if why and unmatched == "error":
+    misfit = variant_doubt(names, lambda: weight_shapes(result.adapter.modules))
+    if misfit and unmatched == "error":
         what = "the adapter looks made for another variant of the model"
         fix = "use the base it was trained on, or merge all the same with --unmatched skip"
-        raise FitError(what, f"{result.adapter.path}: {why}", fix)
-    return Note(why) if why else None
+        raise FitError(what, f"{result.adapter.path}: {misfit.text}", fix)
+    return Note(misfit.text) if misfit else None

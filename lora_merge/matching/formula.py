@@ -21,6 +21,7 @@ The first row that passes all of them is the formula of the module; if none does
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -44,11 +45,16 @@ from ..dtypes import WHOLE_DTYPES, Shape, flat, spoken
 from ..errors import InputError, MergeError, ShapeMismatch, UsageError
 from ..job import SETTING
 from ..models.weights import WeightView, turned
+from ..report import LOST_ALPHA
 from ..text import Note
 from .fit_errors import advice_for_groups
 from .missing_tensors import UNGATHERED, incomplete, lacks
 from .orientation import NO_FACTS, STATE_ORIENTATION, BaseLayers, Orientation, Undecided
 from .patch import Patch
+
+FLAT_NAME: Final = re.compile(r"(?:lora_(?:unet|te[1-4]?|prior_unet|prior_te|transformer)|lycoris)_[^.]+$")
+"""A module's name as sd-scripts, LyCORIS, OneTrainer and musubi-tuner write it: all of these store alpha. Versions of
+sd-scripts before alpha existed wrote an entry `ss_network_module` into the metadata, and trained with scale 1."""
 
 NO_ALPHA: Final = Note(
     "no alpha is stored, so it counts as trained with scale 1 (alpha = rank); if it was another, state it with "
@@ -579,7 +585,8 @@ class Candidate:
         elif self.context.stated.used:
             self.remarks.append(aside_remark(self.context.stated.used))
         else:
-            self.remarks.append(NO_ALPHA)
+            lost = FLAT_NAME.match(self.module.name) and "ss_network_module" not in self.context.adapter.index.metadata
+            self.remarks.append(LOST_ALPHA if lost else NO_ALPHA)
 
 
 FILTERS: Final[tuple[tuple[str, Callable[[Candidate], None]], ...]] = (

@@ -30,7 +30,7 @@ from ..models.weights import RowSlice, WeightView, whole
 from ..options import Unmatched
 from ..report import LEFT_OUT
 from ..row_ranges import RowNumbers
-from ..text import Note, listed
+from ..text import Note, listed, several
 from .conflicts import TWICE, DuplicateCheck
 from .factor_pairs import pairs
 from .fit_errors import STRANGE, ZERO_OF_INTEGERS, check_scales, check_variant, raise_problems
@@ -59,7 +59,7 @@ GIVE_BIAS: Final = (
 NEW_BIAS: Final = "{names}: the base has no such bias; a model whose layers have none ignores it"
 
 TRAINED_TWICE: Final = (
-    "modules_to_save names a module and one inside it, of which the model used another copy than was saved"
+    "modules_to_save names a module and one inside it, and the model used another copy of the inner one than was saved"
 )
 TRAIN_ONE_COPY: Final = (
     "train it again with modules_to_save naming one of the two; PEFT cannot load this adapter either"
@@ -190,7 +190,7 @@ class ModulePlacer:
         match = separate(self.pair, draft.ends, match, self.strengths, unmatched)
         # The notes: on the variant of the model, on single modules, on new tensors.
         variant = check_variant(match, self.names, unmatched)
-        remarks = [Note(f"{listed(modules, 2)}: {text}") for text, modules in draft.remarks.items()]
+        remarks = [Note(f"{several([*modules])}: {text}") for text, modules in draft.remarks.items()]
         new = [name for name in draft.created if name in draft.uses]
         remarks += [Note(NEW_BIAS.format(names=listed(new, 2)))] if new else []
         return replace(match, notes=(*match.notes, *([variant] if variant else []), *remarks))

@@ -22,7 +22,7 @@ from ..models.fused_weights import Split, agreed
 from ..models.weights import RowSlice, WeightView, rows_of
 from ..row_ranges import RowNumbers
 
-PARTLY: Final = "a part of a split module has no place in the weight"
+PARTLY: Final = "a part of a split module matches no rows of the weight"
 ALL_PARTS: Final = (
     "put the base's config.json next to it, merge into the model that the adapter was trained on in a layout that is "
     "known, or give an adapter that has all of the parts"

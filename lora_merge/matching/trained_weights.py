@@ -29,7 +29,7 @@ from ..paths import real_path
 from ..text import Note, listed, plural, quoted
 
 NO_PLACE: Final = "no tensor of the base has these names"
-UNPLACED_LEFT_OUT: Final = "it has no place in the base, and --unmatched skip leaves it out"
+UNPLACED_LEFT_OUT: Final = "it matches nothing in the base, and --unmatched skip leaves it out"
 IS_BASE: Final = "it is the base"
 MOST_DROPPED_LEVELS: Final = 6  # of a name that are taken off
 APPENDED: Final = frozenset({"input_embeddings", "output_embeddings"})
@@ -117,10 +117,10 @@ def _placed(
         return _renamed(infos, keys), _Problem()
     if any(known):
         count = f"{sum(map(bool, known))} of {plural(len(infos), 'tensor')}"
-        return [], _Problem(f"have only in part a place in the base: {count}")
+        return [], _Problem(f"match the base only in part: {count}")
     if APPENDED.issuperset(header.tensors) and infos:
-        return [], _Problem("are rows of new tokens, which belong behind those of the base", APPEND)
-    return [], _Problem("have no place in the base" if TRAINED_FILES.fullmatch(path.name) and infos else "")
+        return [], _Problem("are rows of new tokens, which belong after those of the base", APPEND)
+    return [], _Problem("match nothing in the base" if TRAINED_FILES.fullmatch(path.name) and infos else "")
 
 
 def _renamed(infos: Sequence[StoredTensor], keys: Sequence[str]) -> list[StoredTensor]:

@@ -70,6 +70,9 @@ NO_ID: Final = "transformer"
 """The level in place of an encoder's name in `text_encoders.transformer.…`: ComfyUI maps such names to every encoder
 but CLIP (comfy/lora.py, model_lora_keys_clip)."""
 
+MOST_PLACES: Final = 2**14
+"""Names whose places are kept."""
+
 MOST_COMPARED_LEVELS: Final = 32
 """The most levels of a name that is compared with others level by level."""
 
@@ -106,6 +109,7 @@ class Names:
         ]
         self._numbers = numbers((*dict(PREFIXES), *dict(self._prefixes)))
         self._by_pattern: dict[tuple[str, str], list[tuple[int, list[Component]]]] = {}
+        self._places: dict[tuple[str, str], WeightView | None] = {}  # for adapters whose names are the same
         main = parts[0] if parts else None
         self.known = known = main.architecture if main else None
         self.architecture = known.title if known else (main and main.title) or UNKNOWN_TITLE
@@ -126,7 +130,7 @@ class Names:
                 (m.expand(new) for pattern, new in self._renames if (m := pattern.fullmatch(module))),
                 module,
             )
-        if (view := self._find(module, parameter)) is not None:
+        if (view := self._place(module, parameter)) is not None:
             return view
         views = [view for name in parts_of(module) if (view := self._find(name, parameter)) is not None]
         complete = views and len(views) == len(parts_of(module))
@@ -138,6 +142,15 @@ class Names:
             return self.find(module, parameter)
         except AmbiguousName:
             return None
+
+    def _place(self, module: str, parameter: str) -> WeightView | None:
+        """Return what `_find` does, from what it has returned before if possible."""
+        name = module, parameter
+        if name not in self._places:
+            if len(self._places) >= MOST_PLACES:
+                self._places.clear()
+            self._places[name] = self._find(module, parameter)
+        return self._places[name]
 
     def _find(self, module: str, parameter: str) -> WeightView | None:
         for name in written(module):

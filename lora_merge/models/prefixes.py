@@ -102,6 +102,7 @@ def prefixed(name: str) -> tuple[tuple[str, str], ...]:
     return tuple(readings)
 
 
+@lru_cache(maxsize=2**14)
 def innermost(name: str) -> tuple[str, str]:
     """Return (network, rest) of a name without any of its prefixes."""
     if not name.startswith(_STARTS):

@@ -39,7 +39,7 @@ class CheckpointCache:
             lookup = self.names(path, table) if parts is None else names(index, table)
             return replace(index, notes=(*index.notes, *lookup.notes, *index.quantised.notes)), lookup
 
-        base: tuple[Index, Names] = self._parsed(("base", path, table, plain), self.index(path, adapter=False), read)
+        base: tuple[Index, Names] = self.parsed(("base", path, table, plain), self.index(path, adapter=False), read)
         return base
 
     def own_adapter(self, path: Path) -> AdapterFile:
@@ -67,16 +67,16 @@ class CheckpointCache:
 
     def names(self, path: Path, table: Path | None = None) -> Names:
         """Return the names of the weights of a model. `table`: the user's name table."""
-        lookup: Names = self._parsed(("names", path, table), self.index(path, adapter=False), lambda i: names(i, table))
+        lookup: Names = self.parsed(("names", path, table), self.index(path, adapter=False), lambda i: names(i, table))
         return lookup
 
     def adapter(self, path: Path) -> AdapterFile:
         """Return an adapter as modules; InputError if the file is not an adapter."""
-        file: AdapterFile = self._parsed(("adapter", path), self.index(path), group)
+        file: AdapterFile = self.parsed(("adapter", path), self.index(path), group)
         return file
 
-    def _parsed(self, key: tuple[Any, ...], index: Index, parse: Callable[[Index], Any]) -> Any:
-        """Return what a function makes of a kept index, which is kept too."""
+    def parsed(self, key: tuple[Any, ...], index: Index, parse: Callable[[Index], Any]) -> Any:
+        """Return what a function makes of a kept index, which is kept too. `key`: what it is, and of which path."""
         entry = self._get(key)
         if entry is None or entry[0] is not index:
             entry = self._keep(key, index, parse(index))

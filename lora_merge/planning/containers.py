@@ -223,8 +223,8 @@ def check_name(container: OutputContainer) -> None:
             raise UsageError("the output is a folder with the parts of the base", f"-o {output}",
                              f"write -o {typed([str(output.with_suffix(''))])}")  # fmt: skip
     if not container.fits(output):
-        right = output.with_suffix(container.suffix)
-        what = "the output is GGUF" if container.is_gguf else "the output is an ordinary checkpoint"
+        right, kind = output.with_suffix(container.suffix), "GGUF" if container.is_gguf else "safetensors"
+        what = f"a {kind} file cannot be named {output.suffix}" if output.suffix else f"a {kind} file needs an ending"
         other = ", or write --dtype bf16 for .safetensors" if container.is_gguf and base.gguf is not None else ""
         error = UsageError(what, str(output), f"name it {container.suffix}{other}")
         raise error.instead(str(output), str(right))
@@ -246,14 +246,14 @@ def _new_file(job: Job, base: Index) -> DiffusionFile:
     """Return the GGUF file that is made of a base; UsageError for a base of which none can be made."""
     where = f"{base.path}: {job.output.name}, --dtype {job.dtype}"
     if base.path.is_dir():
-        raise UsageError("no GGUF file is made of a folder: a language model needs its tokenizer in it, and a "
+        raise UsageError("a folder cannot be converted to GGUF: a language model needs its tokenizer in it, and a "
                          "diffusion model the names of its own checkpoint", where,
                          "convert the base by llama.cpp's convert_hf_to_gguf.py and merge into that file; or give the "
                          "diffusion model as one file, as ComfyUI has it")  # fmt: skip
     file = diffusion_file(base.tensors)
     if file is None:
         known = ", ".join(sorted(kind.name for kind in DIFFUSION_MODELS))
-        raise UsageError("the names of the base are of no diffusion model that ComfyUI-GGUF loads", where,
+        raise UsageError("ComfyUI-GGUF loads no model with the names of this base", where,
                          f"name the output .safetensors; or give the model as ComfyUI has it, not as diffusers has it "
                          f"({known}); a language model is converted first by llama.cpp's convert_hf_to_gguf.py"
                          )  # fmt: skip

@@ -63,7 +63,7 @@ from .recipe import blanks, entries
 CHECKED_BYTES: Final = 64
 """Parts of quantised weights of up to so many bytes are checked here, larger ones when they are read."""
 
-MERGED: Final = "the output has the change of this adapter already"
+MERGED: Final = "the output already contains this adapter"
 
 USUAL: Final = 4  # a larger strength is probably a mistake: 80 instead of 0.8
 
@@ -261,7 +261,7 @@ def matches(inputs: Inputs, values: Values, *, every_setting: bool = True) -> tu
 def _unusual(match: Match, adapter: Adapter, *, again: bool) -> Iterator[Note]:
     """Yield notes on a probable mistake of the user: an adapter that is named again, an unusual strength."""
     if again:
-        yield Note("the same adapter is named before: its change is added again")
+        yield Note("the adapter is listed more than once: its change is added each time")
     if not adapter.strength:
         yield Note("strength 0: it changes nothing")
     largest = max((use.strength for uses in match.uses.values() for use in uses), key=abs, default=adapter.strength)

@@ -200,12 +200,14 @@ def _form(job: Job, base: Index) -> OutputFormat:
         types = ", ".join(GGUF_TYPES)
         raise UsageError("GGUF has no such type", where, f"write --dtype {types}")
     table, reader = (
-        (FOLDER_FORMATS, "transformers reads no folder") if folder else (FILE_FORMATS, "ComfyUI reads no file")
+        (FOLDER_FORMATS, "transformers cannot read a folder")
+        if folder
+        else (FILE_FORMATS, "ComfyUI cannot read a file")
     )
     if folder and (base.components or "_class_name" in base.config):
-        table, reader = {name: FOLDER_FORMATS[name] for name in BITSANDBYTES}, "diffusers reads no folder"
+        table, reader = {name: FOLDER_FORMATS[name] for name in BITSANDBYTES}, "diffusers cannot read a folder"
     if job.dtype not in table:
-        raise UsageError(f"{reader} of {job.dtype}", where, f"write --dtype {' or '.join(table)}")
+        raise UsageError(f"{reader} in {job.dtype}", where, f"write --dtype {' or '.join(table)}")
     if folder and not base.config:
         raise UsageError("a folder without config.json does not show how it is quantised", f"{base.path}: {where}",
                          "write --dtype keep, give the file in it, or add its config.json")  # fmt: skip

@@ -104,9 +104,7 @@ def _names(index: Index, base: Index) -> Iterator[str]:
             if file in base.headers and (file, stored) not in named:
                 continue
             if (file, stored) not in named:
-                raise VerificationFailed(
-                    "a tensor of the adapter was not read", f"{file}: {quoted(stored)}", REPORT_HEADERS
-                )
+                raise VerificationFailed("an adapter tensor was not read", f"{file}: {quoted(stored)}", REPORT_HEADERS)
             yield named[file, stored]
 
 
@@ -150,7 +148,7 @@ def _unused(
             yield name, why
         # RandLoRA stores its shared bases with each layer too
         elif _is_for_all(name) and (shared or copies.has(tensors[name])):
-            yield name, "kept for all layers, of which none needs it"
+            yield name, "kept for all layers, but no layer needs it"
         else:
             lost.append(name)
     if lost:

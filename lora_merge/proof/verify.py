@@ -70,7 +70,7 @@ def verify(  # noqa: PLR0913  # what is proven, how far, and who sees the progre
 
     `measured`: what the merge measured of the change of each adapter: warnings judge that, and not the sample.
     """
-    started, compared = time.monotonic(), {"bytes": 0, "of": 0}
+    started, compared = time.monotonic(), {"bytes": 0, "of": 0, "converted": 0}
     matching, tensors = read_again(plan, reader).to_dict(), account(plan, reader).to_dict()
     with one_core(), ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="proof") as pool:
         report = _byte_counter(plan, progress, full=full)
@@ -185,6 +185,7 @@ def _unmerged(
     plain = [t for t in targets if not t.uses and t.nbytes and t.name not in scales]
     total = sum([t.nbytes for t in plain])
     compared["of"] += total
+    compared["converted"] += sum(t.nbytes for t in plain if not t.copied)
     pieces = list(ranges(plain, total, full=full or total <= ALL_BELOW))
     compared["bytes"] += sum(count for _, _, count in pieces)
     return pieces
@@ -301,8 +302,8 @@ def _expect_evidence(plan: Plan, merged: Recomputation, part: Path) -> Iterator[
     if coarse or not (chosen or merged.judged == "fp64"):
         fix = f"merge again with --compute-dtype {'fp32' if coarse else 'fp64'}"
     if not (merged.asked and (coarse or chosen)):
-        raise VerificationFailed(f"{are} not proven: the bound is above the change itself", where, fix)
-    yield Note(f"{are} not proven: the bound is above the change itself ({where}); {fix}")
+        raise VerificationFailed(f"{are} not verifiable: the rounding bound is larger than the change", where, fix)
+    yield Note(f"{are} not verifiable: the rounding bound is larger than the change ({where}); {fix}")
 
 
 def _check_sums(paths: Sequence[Path], targets: Sequence[Sequence[OutputTensor]]) -> None:

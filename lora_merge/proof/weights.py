@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -12,13 +12,13 @@ import numpy as np
 
 from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import Shape
+from ..dtypes import FLOATS, Shape
 from ..errors import VerificationFailed
 from ..files.checkpoint import Index
 from ..files.encodings.base import CODES, Packing
 from ..planning.plan import OutputTensor
 from .decoders import DECODERS, BadPart, alone
-from .grids import Grid, joined
+from .grids import DECODED, Grid, joined, plain_grid
 from .reference.floats import Array, decode
 from .sampling import runs
 
@@ -114,3 +114,23 @@ def coded_output(target: OutputTensor, places: Mapping[str, tuple[Path, OutputTe
     parts = {role: part._replace(info=in_output(part.info, part.info.name)) for role, part in packing.parts.items()}
     moved = packing._replace(codes=in_output(packing.codes, target.name), parts=parts)
     return Coded(moved, prod(target.shape), read)
+
+
+def within_rounding(reader: Reader, sides: Sequence[tuple[Index, StoredTensor, Array]], low: int, high: int) -> int:
+    """Return how many of the values [low, high) of two tensors differ by no more than half a step of each format; 0 for
+    a format that rotates weights, or is not one of floating-point numbers.
+
+    `sides`: model, tensor and its values there in float64.
+    """
+    steps, (first, other) = np.zeros(high - low), (values for _, _, values in sides)
+    for (index, info, _), values in zip(sides, (other, first), strict=True):  # the step around the unrounded value
+        if (coded := WeightReader(reader, index).coded(info)) is not None:
+            grid = coded.span(low, high)[1]
+            if grid.turn is not None:
+                return 0
+            steps += (1 + DECODED) * grid.step(values) / 2 + grid.lost(values)
+        elif info.dtype in FLOATS:
+            steps += plain_grid(info.dtype).step(values) / 2
+        else:
+            return 0
+    return int((np.abs(first - other) <= steps).sum())

@@ -83,7 +83,7 @@ def read_recipe(index: Index, instead: str = MERGE_FROM_INPUTS) -> Recipe:
         if value is None:
             raise ValueError("it is not a JSON object")
         if isinstance(command := value.get("command"), str):
-            raise InputError(f"an adapter that {command} has written, and no merged checkpoint", str(index.path),
+            raise InputError(f"an adapter that {command} has written, not a merged checkpoint", str(index.path),
                              "verify and replay take an adapter alone; name a merged checkpoint")  # fmt: skip
         recipe = _recipe_of(value)
         recipe.job([index.path] * len(recipe.inputs), index.path)  # checks its values before a user adds others

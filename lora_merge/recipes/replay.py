@@ -84,7 +84,9 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
             folders = around(output, search)
             job = _job(recipe, find(recipe.inputs, folders, progress, announce), output, stack, folders)
         elif base is None or not adapters:
-            raise UsageError("half of the inputs are named", "--base and --adapter", "name the base and all adapters")
+            raise UsageError(
+                "only some of the inputs are named", "--base and --adapter", "name the base and all adapters"
+            )
         else:
             job = downloaded_job(_job_of(index, base, adapters, options, stack), progress, announce)
         plan = _followed(job, index)
@@ -171,7 +173,7 @@ def refuse_to_unmerge(merged: Path) -> NoReturn:
     recipe = read_recipe(open_checkpoint(merged))
     base, adapters = recipe.base, ", ".join(quoted(a.name) for a, _, _ in recipe.adapters)
     raise UsageError(
-        "a merge cannot be taken back: its sums were rounded, and a difference of rounded sums is not the base",
+        "a merge cannot be undone exactly: its sums were rounded, and a difference of rounded sums is not the base",
         f"{merged}: {quoted(base.name)} with {adapters}",
         f"use the base itself ({quoted(base.name)}, SHA-256 {base.files[0][2]}); to change a strength or leave an "
         "adapter out, merge again from it",
@@ -371,7 +373,7 @@ def _prove_adapter(  # noqa: PLR0913  # the options of `lora-merge verify`
         report = COMMANDS[job.command].run(job, progress, None)
         pairs = zip(_files(Path(report.output)), _files(adapter), strict=True)
         if any(sha256(a) != sha256(b) for a, b in pairs):
-            raise VerificationFailed("its inputs and its recipe give other bytes", str(adapter),
+            raise VerificationFailed("its inputs and its recipe give different bytes", str(adapter),
                                      "it was changed after it was made, or made by another version")  # fmt: skip
     return {"output": with_addresses(str(adapter)), "proven": True, "full": full, "same_bytes": True,
             **(report.verified or {}), "survival": report.survival, "schema": ADAPTER_PROOF}  # fmt: skip

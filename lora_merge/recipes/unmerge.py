@@ -66,7 +66,7 @@ def plan_unmerge(
 def _expect_sum(recipe: Recipe, merged: Path) -> None:
     """Raise FitError for a merge that is no sum, or that may have cut numbers."""
     if (method := recipe.options.get("method", SUM)) != SUM:
-        raise FitError(f"the merge was no sum but {method}, which nothing takes back", str(merged), _instead(recipe))
+        raise FitError(f"the merge used --method {method}, which cannot be undone", str(merged), _instead(recipe))
     if recipe.options.get("on_overflow", "error") == "saturate":
         raise FitError(
             "the merge may have cut values that are too large for the dtype (--on-overflow saturate): nothing "
@@ -79,7 +79,7 @@ def opposite(job: Job) -> Job:
     """Return the job with the opposite strengths; FitError for a method that is no sum."""
     if job.method != SUM:
         raise FitError(
-            f"nothing takes back {job.method}", f"--method {job.method}", "take the base from before the merge"
+            f"--method {job.method} cannot be undone", f"--method {job.method}", "take the base from before the merge"
         )
     return replace(job, adapters=tuple(replace(a, strength=-a.strength) for a in job.adapters))
 
@@ -96,7 +96,7 @@ def taken_back(plan: Plan, recipe: Recipe | None = None) -> Plan:
         wrong += [f"{key} was replaced or enlarged" for key in (*match.replaced, *match.grown, *match.separated)]
         if wrong:
             raise FitError(
-                "the change by an adapter cannot be taken back", f"{match.adapter.path}: {wrong[0]}", _instead(recipe)
+                "the change by an adapter cannot be undone", f"{match.adapter.path}: {wrong[0]}", _instead(recipe)
             )
     notes = [*_otherwise(plan, recipe)] or [_inexact(plan, recipe)]
     return replace(plan, base=replace(plan.base, notes=(*plan.base.notes, *notes)))

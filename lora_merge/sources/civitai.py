@@ -154,8 +154,8 @@ def _kind(version: Mapping[str, Any]) -> str:
 
 
 ADVICE: Final[Mapping[int, str]] = {
-    401: "set CIVITAI_API_TOKEN to a token of your account (civitai.com/user/account); files in early access are open "
-    "only to those who have bought them",
+    401: "set CIVITAI_API_TOKEN to a token of your account (civitai.com/user/account); files in early access have "
+    "to be bought first",
     403: "its page on civitai.com says who may download it",
     404: "check the number: that of a version is the modelVersionId in the address of its page",
 }

@@ -87,7 +87,7 @@ def switches() -> str:
 def switched_off(address: Address) -> MergeError:
     """Return the error for a model that is not on this machine, if requests are switched off."""
     names = switches()
-    what = "the model is not on this machine, and downloads are switched off"
+    what = "the model is not on this machine, but downloads are switched off"
     if address.scheme == HUB:
         what = "neither a file nor a folder here, nor in the cache of the hub, and downloads are switched off"
     return UsageError(what, str(address), f"download it first: {address.download()}; or unset {names}")

@@ -176,14 +176,14 @@ def _bar(advance: Advance) -> Any:
 
 FAILURES: Final[tuple[tuple[str, int, type[MergeError], str, str], ...]] = (
     # kind of error, status, ours, what is wrong, what to do or the status whose advice it is
-    ("GatedRepoError", 0, InputError, "the model is open only to those who accept its terms", "403"),
+    ("GatedRepoError", 0, InputError, "the model requires its terms to be accepted", "403"),
     ("RevisionNotFoundError", 0, InputError, "the repository has no such revision", "name a branch, tag or commit"),
     ("LocalEntryNotFoundError", 0, ResourceError, "the hub cannot be reached", NETWORK),
     ("EntryNotFoundError", 0, InputError, "the repository has no such file", "see its page for its files"),
     ("RepositoryNotFoundError", 0, InputError, NOWHERE, "404"),
     ("HFValidationError", 0, UsageError, "not a name of a model on the hub", "write owner/name"),
     ("", 401, InputError, NOWHERE, "404"),
-    ("", 403, InputError, "the hub does not let you have this model", "403"),
+    ("", 403, InputError, "the hub refuses access to this model", "403"),
     ("", 404, InputError, NOWHERE, "404"),
     ("", 429, ResourceError, "the hub limits requests", "log in (hf auth login), or run again later"),
 )  # fmt: skip

@@ -220,7 +220,7 @@ def _require_owner(api: Any, address: Address) -> None:
     from huggingface_hub import get_token
 
     if not get_token():
-        raise UsageError("the hub has no such repository that you may see, and without a token none is created",
+        raise UsageError("the hub has no such repository that you may see; creating one requires a token",
                          str(address), LOGIN)  # fmt: skip
     me = api.whoami()
     owner, role = address.name.partition("/")[0], me.get("auth", {}).get("accessToken", {}).get("role")
@@ -315,9 +315,9 @@ def _failed(address: Address, e: Exception, network: str = CONTINUED) -> MergeEr
     if isinstance(cause, MergeError):
         return cause
     if status in (401, 403):
-        return UsageError("the hub does not let you write there", str(address),
+        return UsageError("the hub refuses write access", str(address),
                           f"{LOGIN}; if it has that, see the storage limit of your account")  # fmt: skip
     if status in (409, 412):
-        return UsageError("the repository was changed by somebody else meanwhile", str(address), "run again")
+        return UsageError("someone else changed the repository during the run", str(address), "run again")
     error = failed(address, cause)
     return ResourceError(error.what, error.where, network) if isinstance(error, ResourceError) else error

@@ -42,7 +42,7 @@ MOST_PARTS: Final = 9_000
 RIGHTS: Final = "PutObject, GetObject, ListBucket, DeleteObject and AbortMultipartUpload"
 
 FAILURES: Final[tuple[tuple[str, str, str], ...]] = (
-    ("PermissionDeniedError", "the store does not let you write there", f"the role needs the rights {RIGHTS}"),
+    ("PermissionDeniedError", "the store refuses write access", f"the role needs the rights {RIGHTS}"),
     ("UnauthenticatedError", "the store wants credentials", "set the variables of the provider, or log in"),
     ("NotFoundError", "there is no such bucket", "create it, or check the address and the region"),
     ("FileNotFoundError", "there is no such bucket", "create it, or check the address and the region"),

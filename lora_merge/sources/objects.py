@@ -25,7 +25,7 @@ PIECE: Final = 16 << 20  # bytes of one range
 FAILURES: Final[tuple[tuple[str, type[MergeError], str, str], ...]] = (
     ("NotFoundError", RemoteError, "the store has no such object", "check the address and the region"),
     ("FileNotFoundError", RemoteError, "the store has no such object", "check the address and the region"),
-    ("PermissionDeniedError", RemoteError, "the store does not let you have the object", "see the rights of your role"),
+    ("PermissionDeniedError", RemoteError, "the store refuses access to the object", "see the rights of your role"),
     ("UnauthenticatedError", RemoteError, "the store wants credentials", "set the provider's variables, or log in"),
     ("PreconditionError", RemoteError, "the object was changed while it was read", "run again"),
 )  # fmt: skip

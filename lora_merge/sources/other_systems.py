@@ -110,8 +110,8 @@ def _failed(address: Address, e: Exception) -> MergeError:
     if isinstance(e, MergeError):
         return e
     if isinstance(e, FileNotFoundError):
-        return RemoteError("the other machine has no such file", str(address), "check the address")
+        return RemoteError("the remote machine has no such file", str(address), "check the address")
     if isinstance(e, PermissionError):
-        return RemoteError("the other machine does not let you have the file", str(address), "check the rights there")
-    return ResourceError("the other machine cannot be reached", f"{address}: {type(e).__name__}",
+        return RemoteError("the remote machine refuses access to the file", str(address), "check the rights there")
+    return ResourceError("the remote machine cannot be reached", f"{address}: {type(e).__name__}",
                          "check the network, the address and the login")  # fmt: skip

@@ -50,7 +50,7 @@ def stage(address: Address) -> Path:
     whichever has more space.
     """
     if is_offline():
-        raise UsageError("requests are switched off, and the output is on another machine", str(address),
+        raise UsageError("network access is switched off, but the output is on another machine", str(address),
                          f"unset {switches()}, or write a file here with -o NAME")  # fmt: skip
     return upload_path(address, outbox(Store.of_user()))
 

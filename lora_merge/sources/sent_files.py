@@ -177,4 +177,4 @@ def compare(read: ReadRange, source: Source, where: Address, *, whole: bool = Fa
 def differs(where: Address, what: str) -> VerificationFailed:
     """Return the error for an upload that is not what was sent."""
     return VerificationFailed(f"the uploaded file is not the one that was sent: {what} differ", str(where),
-                              "run again; if it happens again, ask those who run the store")  # fmt: skip
+                              "run again; if it happens again, ask the operator of the store")  # fmt: skip

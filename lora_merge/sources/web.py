@@ -257,11 +257,11 @@ def refused(place: Endpoint, status: int) -> MergeError:
     address = place.address
     what, fix = {
         401: ("the server wants a token, or does not accept the one it got", f"download it in a browser: {address}"),
-        403: ("the server does not let you have this file", "ask those who publish it for access"),
+        403: ("the server refuses access to this file", "ask its publisher for access"),
         404: ("the server has no such file", "check the address"),
         410: ("the server does not have this file any more", "look for another source of it"),
         416: ("the file has become shorter than it was", "run again"),
-        310: ("the server redirects for ever", "check the address"),
+        310: ("the server redirects in a loop", "check the address"),
         INSECURE: ("the server redirects to an address without encryption", "get the file from another place"),
     }.get(status, (f"the server answers with an error ({status})", "run again later"))  # fmt: skip
     fix = place.advice.get(status, fix)

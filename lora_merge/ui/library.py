@@ -16,10 +16,8 @@ from typing import Any, Final
 
 from .. import MergeError
 from ..errors import InputError, ResourceError, UsageError
-from ..files.checkpoint import open_checkpoint
 from ..paths import ENDINGS, expand, real_path
 from ..text import size
-from ..viewing.inspect import is_adapter
 
 BASE: Final = "base"
 ADAPTER: Final = "adapter"
@@ -171,7 +169,7 @@ class Library:
             with self._lock:
                 known = self._kinds.get(key)
             if known is None:
-                known = (ADAPTER if is_adapter(open_checkpoint(path)) else BASE,)
+                known = (ADAPTER if _is_adapter(path) else BASE,)
                 with self._lock:
                     self._kinds[key] = known
             return known
@@ -197,14 +195,21 @@ class Upload:
             if left:
                 raise InputError("the file did not arrive as a whole", self.target.name, "choose the file again")
         try:
-            adapter = is_adapter(open_checkpoint(self.target))
-            if not adapter:
+            if not _is_adapter(self.target):
                 raise InputError("only adapters can be dropped, and this is a model", self.target.name,
                                  "move it into a folder of this page, and choose it there")  # fmt: skip
         except MergeError:
             remove(self.target)
             raise
         return self.target
+
+
+def _is_adapter(path: Path) -> bool:
+    """Return whether a file with weights is an adapter, from its header."""
+    from ..files.checkpoint import open_checkpoint  # the server begins without it
+    from ..viewing.inspect import is_adapter
+
+    return is_adapter(open_checkpoint(path))
 
 
 def _names(path: Path, at: Path, folder: Path) -> tuple[str, str]:

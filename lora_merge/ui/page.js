@@ -9,7 +9,7 @@ const PART = { min: 0, max: 2, step: 0.05 };
 const STRENGTH = { min: -2, max: 2, step: 0.05 };
 
 const byId = (id) => document.getElementById(id);
-const state = { forms: {}, form: null, entries: [], output: "", pictures: false, adapters: [], base: null, product: null, other: null, options: {}, parts: null, components: {}, files: null, preview: null, named: false };
+const state = { forms: {}, form: null, entries: [], output: "", pictures: false, adapters: [], base: null, product: null, aside: [], other: null, options: {}, parts: null, components: {}, files: null, preview: null, named: false };
 let turn = 0; // of previews, so that a late answer is dropped
 let timer = 0;
 
@@ -57,8 +57,10 @@ function field(name, control, help = "") {
   return h("div", { class: "field" }, h("label", { class: "name", for: id }, name), control, help ? h("p", { class: "help", id: `${id}-help` }, help) : null);
 }
 
+const offered = (entry, kind) => kind === "any" || entry.kinds.includes(kind);
+
 function chooser(kind, chosen, change, empty) {
-  const list = state.entries.filter((entry) => kind === "any" || entry.kinds.includes(kind));
+  const list = state.entries.filter((entry) => offered(entry, kind));
   const groups = new Map();
   for (const entry of list) groups.set(entry.group, [...(groups.get(entry.group) || []), h("option", { value: entry.path, selected: entry.path === chosen }, `${entry.label} · ${size(entry.bytes)}`)]);
   const boxes = [...groups].map(([label, options]) => h("optgroup", { label }, ...options));
@@ -106,10 +108,12 @@ function taken(option) {
   return option.name === "seed" || !numbers.has(option.name) || (state.form.methods[method] || []).includes(option.name);
 }
 
+const singular = (form) => form.inputs.split(",")[0].replace(/s$/, "");
+
 function adapterBox(adapter, place) {
   const form = state.form;
   const many = form.most > 1;
-  const name = many ? `${form.inputs.split(",")[0].replace(/s$/, "")} ${place + 1}` : form.inputs;
+  const name = many ? `${singular(form)} ${place + 1}` : form.inputs;
   const choice = chooser(form.of, adapter.path, (path) => { adapter.path = path; drawParts(); changed(); }, "choose…");
   choice.setAttribute("aria-label", name);
   const box = h("fieldset", {}, h("legend", {}, name), choice);
@@ -175,7 +179,7 @@ function draw() {
   }
   boxes.push(...state.adapters.map(adapterBox));
   if (form.help) boxes.push(h("p", { class: "field help" }, form.help));
-  if (state.adapters.length < form.most) boxes.push(h("div", { class: "row field" }, h("button", { type: "button", id: "add", onclick: () => { state.adapters.push(fresh()); draw(); } }, `Add ${{ base: "a checkpoint", adapter: "an adapter", any: "a file" }[form.of]}`)));
+  if (state.adapters.length < form.most) boxes.push(h("div", { class: "row field" }, h("button", { type: "button", id: "add", onclick: () => { state.adapters.push(fresh()); draw(); } }, `Add ${/^[AEIOU]/.test(form.inputs) ? "an" : "a"} ${singular(form).toLowerCase()}`)));
   const shown = form.options.filter(taken);
   boxes.push(h("div", { class: "grid" }, ...shown.filter((option) => option.main).map(optionField)));
   if (form.writes) {
@@ -193,7 +197,7 @@ function draw() {
   if (focused) (byId(focused) || byId("fields").querySelector(`[aria-label="${CSS.escape(focused)}"]`))?.focus();
   byId("about").textContent = form.about;
   byId("run").textContent = form.title;
-  byId("copy-jobs").hidden = !form.writes;
+  byId("copy-jobs").hidden = !form.writes || Boolean(form.product); // what a recipe names is no job of a jobs file
   changed();
 }
 
@@ -282,8 +286,12 @@ function missing() {
   const { product, base, base_needed: needed, inputs, least } = state.form;
   if (product && !state.product) return product;
   if (needed && !state.base) return base;
-  return state.adapters.filter((adapter) => adapter.path).length < least ? inputs : "";
+  if (state.adapters.filter((adapter) => adapter.path).length < least) return inputs;
+  const open = state.form.options.find((option) => option.required && taken(option) && !(state.options[option.name] || "").trim());
+  return open ? title(open) : "";
 }
+
+const title = (option) => option.name[0].toUpperCase() + option.name.slice(1).replaceAll("_", " ");
 
 function showPlan(preview, filled) {
   const plan = byId("plan");
@@ -297,7 +305,7 @@ function showPlan(preview, filled) {
   plan.dataset.state = empty ? "empty" : error ? "error" : "ready";
   let summary = "Nothing is written.";
   if (empty) {
-    summary = `Next: choose ${empty[0].toLowerCase()}${empty.slice(1)}.`;
+    summary = `Still to choose: ${empty}.`;
     plan.replaceChildren(h("p", { class: "help" }, "Choose files: what they are, whether they fit and what will be written is shown here."));
   } else if (error) {
     summary = `It cannot run: ${error.what}.`;
@@ -344,6 +352,7 @@ async function run(event) {
   const answer = await call("run", values());
   if (answer.error) { byId("plan").replaceChildren(errorBox(answer.error)); say(answer.error.what); return; }
   say("added to the queue");
+  state.started = answer.number;
   watch();
 }
 
@@ -370,6 +379,7 @@ function showRun(one) {
     row.item = h("li", { "data-number": String(one.number) }, h("div", { class: "row" }, title, row.state, row.cancel), row.bar, row.body);
     byId("runs").prepend(row.item);
     rows.set(one.number, row);
+    if (one.number === state.started) row.item.scrollIntoView({ block: "nearest" });
   }
   const stages = { load: "opening", fetch: "downloading", merge: "merging", make: "computing", flush: "writing", prove: "verifying", look: "measuring" };
   row.state.textContent = one.state === "running" ? `${stages[one.stage] || "planning"}${one.total ? ` ${Math.floor((100 * one.done) / one.total)} %` : ""}` : one.state + (one.state === "done" ? ` in ${one.seconds.toFixed(1)} s` : "");
@@ -450,14 +460,18 @@ async function copy(name, what) {
 function select(command) {
   // What was chosen goes from form to form, but between those for new files and those about a finished file.
   if (state.form && (state.form.places === 0) !== (state.forms[command].places === 0)) {
-    const chosen = { base: state.base, product: state.product, adapters: state.adapters };
-    Object.assign(state, state.other || { base: null, product: null, adapters: [] }, { other: chosen });
+    const chosen = { base: state.base, product: state.product, adapters: state.adapters, aside: state.aside };
+    Object.assign(state, state.other || { base: null, product: null, adapters: [], aside: [] }, { other: chosen });
     loadParts();
   }
   state.form = state.forms[command];
   state.named = false;
   for (const button of byId("commands").children) button.setAttribute("aria-current", String(button.dataset.command === command));
-  state.adapters = state.adapters.filter((adapter) => adapter.path);
+  // Files that the lists of this form do not offer are put aside for the next one that does.
+  const every = [...state.adapters, ...state.aside].filter((adapter) => adapter.path);
+  const fits = (adapter) => state.entries.some((entry) => entry.path === adapter.path && offered(entry, state.form.of));
+  state.adapters = every.filter(fits);
+  state.aside = every.filter((adapter) => !fits(adapter));
   state.options = Object.fromEntries(Object.entries(state.options).filter(([name]) => state.form.options.some((option) => option.name === name)));
   if (state.options.method && !state.form.methods[state.options.method]) delete state.options.method;
   draw();
@@ -465,6 +479,7 @@ function select(command) {
 
 async function start() {
   const given = await call("start");
+  if (given.error) { byId("plan").replaceChildren(errorBox(given.error)); return; }
   state.forms = Object.fromEntries(given.forms.map((form) => [form.command, form]));
   Object.assign(state, { entries: given.entries, output: given.output, pictures: given.pictures, overwriteHelp: given.overwrite });
   byId("where").textContent = `${given.version} · ${given.folders.join(" · ")}`;

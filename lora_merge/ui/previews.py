@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -21,7 +22,7 @@ from ..planning.recipe import KEY
 from ..version import __version__
 from ..viewing.parts import parts_of, presets_of
 from .forms import FORMS, by_recipe, command_line, entry, in_jobs_file, jobs_file, runnable
-from .library import ADAPTER, BASE, Library
+from .library import ADAPTER, BASE, Library, LibraryFile
 from .runs import Queue
 
 KEPT: Final = 200
@@ -32,6 +33,14 @@ WITHOUT_RECIPE: Final = {
     UNMERGE: "choose the adapters, too",
 }  # fmt: skip
 """Command → what to do with a file that has no recipe."""
+
+TRIED: Final = 3
+"""Adapters that are looked at on a base before somebody chooses one."""
+
+OF_JOB: Final = re.compile(r"jobs \(jobs\[0\](?:\.([^)]*))?\)(?(1)(: )|: )")
+"""The place of a mistake in a jobs file of one job: jobs (jobs[0].seed): …"""
+SCHEMA: Final = "schema jobs"
+"""What a fix for a jobs file names, and a form has no use for."""
 
 FileStates: TypeAlias = tuple[str, float, int]
 """A path, and the latest time and the bytes of the files there."""
@@ -44,6 +53,7 @@ class Previews:
         self.library, self.queue = library, queue
         self._former, self._turn = FormerPlans(), threading.Lock()
         self._facts = lru_cache(KEPT)(self._inspected)
+        self._ahead: dict[str, threading.Thread] = {}  # base → the thread that looks at adapters on it
 
     def start(self) -> dict[str, Any]:
         """Return the forms and the library, as the page begins."""
@@ -54,17 +64,32 @@ class Previews:
         }  # fmt: skip
 
     def warm_up(self) -> None:
-        """Look at the smallest base and adapter, which loads tables and modules, and measure the disk, before somebody
-        waits for it."""
-        entries = sorted(self.library.entries(), key=lambda entry: entry.bytes)
-        base, adapter = (next((e.path for e in entries if e.kinds == (kind,)), "") for kind in (BASE, ADAPTER))
-        with suppress(OSError):  # it is reported when somebody chooses the file
-            self.files({"base": base, "adapters": [{"path": adapter}]})
+        """Look at the smallest base, which loads tables and modules, and measure the disk, before somebody waits for
+        it."""
+        base = next((entry.path for entry in self._smallest(BASE)), "")
+        self._look_ahead(base)
         self.queue.estimate(self.library.output)
 
     def files(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the files of a form are, and whether adapters fit the base."""
-        return {"files": [*self._files(values)]}
+        rows, base = [*self._files(values)], str(values.get("base") or "")
+        if base and base not in self._ahead:
+            self._ahead[base] = threading.Thread(target=self._look_ahead, args=(base,), name="ahead", daemon=True)
+            self._ahead[base].start()
+        return {"files": rows}
+
+    def _look_ahead(self, base: str) -> None:
+        """Look at adapters on a base until one fits: this works out the names that most adapters for it share."""
+        with suppress(OSError):  # it is reported when somebody chooses the file
+            list(self._files({"base": base}))
+            for adapter in self._smallest(ADAPTER)[:TRIED]:
+                *_, row = self._files({"base": base, "adapters": [{"path": adapter.path}]})
+                if row.get("fits"):
+                    break
+
+    def _smallest(self, kind: str) -> list[LibraryFile]:
+        """Return the files of a kind, the smallest first."""
+        return sorted((e for e in self.library.entries() if e.kinds == (kind,)), key=lambda entry: entry.bytes)
 
     def preview(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the plan of a filled form, its command and its jobs file; or its `error`."""
@@ -106,8 +131,11 @@ class Previews:
             return self._plan_by_recipe(job, overwrite=overwrite)
         if not in_jobs_file(job):
             return {}
-        with self._turn:
-            (planned,) = plan_batch([runnable(job)], overwrite=overwrite, former=self._former)
+        try:
+            with self._turn:
+                (planned,) = plan_batch([runnable(job)], overwrite=overwrite, former=self._former)
+        except UsageError as e:
+            raise _of_form(e) from e
         return {**planned.to_dict(), "effort": planned.effort}
 
     def _plan_by_recipe(self, job: Mapping[str, Any], *, overwrite: bool) -> dict[str, Any]:
@@ -158,3 +186,11 @@ class Previews:
     def _inspected(self, *states: FileStates) -> Facts:
         with self._turn:
             return inspect(*(Path(path) for path, *_ in states), hashes=None, former=self._former)
+
+
+def _of_form(e: UsageError) -> UsageError:
+    """Return an error about a job, which is the only one of its jobs file, as one about a form."""
+    if not OF_JOB.search(e.where):
+        return e
+    fix = "correct it in the form" if SCHEMA in e.fix else e.fix
+    return UsageError(e.what.replace("jobs file", "form"), OF_JOB.sub(r"\1\2", e.where), fix)

@@ -13,8 +13,10 @@ import secrets
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack
 from importlib.resources import files
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote
 
 import uvicorn
@@ -28,8 +30,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ..errors import MergeError, UsageError, as_merge_error, failure
 from ..text import json_text
 from .library import Library
-from .previews import Previews
-from .runs import Queue, report_page
+
+if TYPE_CHECKING:
+    from .previews import Previews
+    from .runs import Queue
 
 HOST: Final = "127.0.0.1"
 NAMES: Final = (HOST, "localhost", "[::1]")
@@ -86,25 +90,27 @@ class LoopbackGuard:
         return None
 
 
-def application(previews: Previews, token: str, port: int) -> ASGIApp:
-    """Return the application below `/token/`."""
-    library, queue = previews.library, previews.queue
-    calls: Mapping[str, Callable[[Any], Any]] = {
-        "start": lambda _: previews.start(),
-        "library": lambda _: library.to_dict(),
-        "files": previews.files,
-        "preview": previews.preview,
-        "parts": lambda values: previews.parts(str(values.get("path"))),
-        "run": previews.run,
-        "queue": lambda _: queue.to_dict(),
-        "cancel": lambda values: _cancel(queue, values),
-        "find": lambda values: previews.find(str(values.get("name")), int(values.get("size") or 0)),
-    }
+CALLS: Final[Mapping[str, Callable[[Previews, Mapping[str, Any]], Any]]] = {
+    "start": lambda page, _: page.start(),
+    "library": lambda page, _: page.library.to_dict(),
+    "files": lambda page, values: page.files(values),
+    "preview": lambda page, values: page.preview(values),
+    "parts": lambda page, values: page.parts(str(values.get("path"))),
+    "run": lambda page, values: page.run(values),
+    "queue": lambda page, _: page.queue.to_dict(),
+    "cancel": lambda page, values: _cancel(page.queue, values),
+    "find": lambda page, values: page.find(str(values.get("name")), int(values.get("size") or 0)),
+}
+"""Call of the script → what answers it."""
+
+
+def application(library: Library, previews: Future[Previews], token: str, port: int) -> ASGIApp:
+    """Return the application below `/token/`. Its calls wait for `previews`; its files do not."""
     root = f"/{token}"
     routes = [Route(f"{root}/{name}", _static(*file)) for name, file in STATIC.items()]
-    routes += [Route(f"{root}/api/{name}", _call(call), methods=["POST"]) for name, call in calls.items()]
+    routes += [Route(f"{root}/api/{name}", _call(call, previews), methods=["POST"]) for name, call in CALLS.items()]
     routes.append(Route(f"{root}/api/upload", _uploading(library), methods=["POST"]))
-    routes.append(Route(f"{root}/report/{{number:int}}", _reports(queue)))
+    routes.append(Route(f"{root}/report/{{number:int}}", _reports(previews)))
     hosts = frozenset(f"{name}:{port}" for name in NAMES)
     return LoopbackGuard(Starlette(routes=routes), hosts)
 
@@ -122,7 +128,9 @@ def _failed(error: Exception) -> Response:
     return _answer(failure(as_merge_error(error, "lora-merge ui")), 422)
 
 
-def _call(function: Callable[[Any], Any]) -> Callable[[Request], Awaitable[Response]]:
+def _call(
+    function: Callable[[Previews, Mapping[str, Any]], Any], previews: Future[Previews]
+) -> Callable[[Request], Awaitable[Response]]:
     """Return the endpoint that gives the JSON of a request to a function, and answers with its result."""
 
     async def endpoint(request: Request) -> Response:
@@ -133,12 +141,13 @@ def _call(function: Callable[[Any], Any]) -> Callable[[Request], Awaitable[Respo
                 return Response("too long\n", 413, HEADERS, "text/plain")
         try:
             values = json.loads(bytes(body) or b"{}")
-            if not isinstance(values, dict):
-                raise UsageError("the call is no table", type(values).__name__, "load the page again")
-            return _answer(await run_in_threadpool(function, values))
         except (ValueError, RecursionError) as e:
             return _failed(UsageError(f"the call is not valid JSON: {e}", "lora-merge ui", "load the page again"))
-        except (MergeError, OSError, LookupError, TypeError, AttributeError) as e:
+        if not isinstance(values, dict):
+            return _failed(UsageError("the call is no table", type(values).__name__, "load the page again"))
+        try:
+            return _answer(await run_in_threadpool(lambda: function(previews.result(), values)))
+        except Exception as e:  # noqa: BLE001  # whatever it is, the page shows it
             return _failed(e)
 
     return endpoint
@@ -168,11 +177,13 @@ def _uploading(library: Library) -> Callable[[Request], Awaitable[Response]]:
     return endpoint
 
 
-def _reports(queue: Queue) -> Callable[[Request], Response]:
+def _reports(previews: Future[Previews]) -> Callable[[Request], Response]:
     """Return the endpoint of the page about a run, which the page shows in a frame."""
 
     def endpoint(request: Request) -> Response:
-        run = queue.run(request.path_params["number"])
+        from .runs import report_page
+
+        run = previews.result().queue.run(request.path_params["number"])
         if run is None or run.result is None:
             return Response("there is no such report\n", 404, HEADERS, "text/plain")
         try:
@@ -194,29 +205,46 @@ def _cancel(queue: Queue, values: Mapping[str, Any]) -> dict[str, Any]:
 class Server:
     """The server on a port of the loopback interface. `address` is what a browser opens."""
 
-    def __init__(self, library: Library, queue: Queue, port: int = 0) -> None:
-        """Bind the port, 0 for any free one; UsageError if another program has it."""
+    def __init__(self, library: Library, previews: Callable[[], Previews], port: int = 0) -> None:
+        """Bind the port, 0 for any free one; UsageError if another program has it.
+
+        `previews`: makes what answers the calls. It is called by `run`, while the browser loads the page: to import all
+        that merges takes a second.
+        """
         try:
             self._socket = socket.create_server((HOST, port))
         except (OSError, OverflowError) as e:
             raise UsageError(f"the port cannot be used: {e}", f"--port {port}", "name another port") from e
         number, token = self._socket.getsockname()[1], secrets.token_urlsafe(32)
-        self._previews = Previews(library, queue)
+        self._make, self._ends = previews, ExitStack()
+        self._previews: Future[Previews] = Future()
         self.address = f"http://{HOST}:{number}/{token}/"
         config = uvicorn.Config(
-            application(self._previews, token, number), log_level="error", access_log=False, server_header=False,
-            lifespan="off", ws="none", timeout_graceful_shutdown=1,
+            application(library, self._previews, token, number), log_level="error", access_log=False,
+            server_header=False, lifespan="off", ws="none", timeout_graceful_shutdown=1,
         )  # fmt: skip
         self._server = uvicorn.Server(config)
 
     def run(self) -> None:
-        """Answer requests until a signal ends the program, or `stop` is called."""
-        threading.Thread(target=self._previews.warm_up, name="warm-up", daemon=True).start()
+        """Answer requests until a signal ends the program, or `stop` is called; then end what runs."""
+        threading.Thread(target=self._open, name="opening", daemon=True).start()
         try:
             self._server.run(sockets=[self._socket])
         finally:
             self._socket.close()
+            self._ends.close()
 
     def stop(self) -> None:
         """End `run`, from any thread."""
         self._server.should_exit = True
+
+    def _open(self) -> None:
+        """Make what answers the calls, and let it look ahead."""
+        try:
+            previews = self._make()
+            self._ends.enter_context(previews.queue)
+        except Exception as e:  # noqa: BLE001  # every call answers with it
+            self._previews.set_exception(e)
+            return
+        self._previews.set_result(previews)
+        previews.warm_up()

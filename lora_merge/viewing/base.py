@@ -12,7 +12,7 @@ from ..disk.files import StoredTensor
 from ..dtypes import spoken
 from ..errors import MergeError
 from ..files.checkpoint import Index, open_checkpoint
-from ..files.file_signatures import foreign
+from ..files.file_signatures import component, foreign, network_for
 from ..models.blocks import blocks
 from ..models.names import Names
 from ..planning.recipe import KEY, parsed
@@ -26,11 +26,15 @@ FORMER: Final = 20  # merges that are listed one by one, of a chain of outputs t
 def base_facts(index: Index, lookup: Names) -> dict[str, Any]:
     """Return what the header and the configuration of a model contain. `lookup`: the names of its weights."""
     recipe = parsed(index.metadata.get(KEY, ""))
-    other = foreign(index.tensors) if lookup.architecture == "unknown" else ""
+    unknown = lookup.architecture == "unknown"
+    other = foreign(index.tensors) if unknown else ""
+    part = component(index.tensors) if unknown and not other else ""
+    made_for = network_for({name: info.shape for name, info in index.tensors.items()}) if other else ""
     parameters = sum(prod(t.shape) for t in index.parameters.values())
     stored = 8 * sum(t.nbytes for header in index.headers.values() for t in header.tensors.values())
     return {
-        **({"looks_like": other} if other else {}),
+        **({"looks_like": other} if other else {"component": part} if part else {}),
+        **({"made_for": made_for} if made_for else {}),
         "architecture": lookup.architecture, "layout": lookup.layout, "components": _components(index, lookup),
         **({"model": model} if (model := model_of(index.config, parameters)) else {}),
         "parameters": parameters, "bits_per_weight": round(stored / parameters, 2) if parameters else 0,

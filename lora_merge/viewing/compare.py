@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ..disk.files import StoredTensor
-from ..dtypes import spoken
+from ..dtypes import DTYPE_ROWS, spoken
 from ..errors import UsageError
 from ..facts import THOUSANDS, Fact, by_block, cut_rows, line, table
 from ..files.checkpoint import Index, open_checkpoint
+from ..options import is_finite
 from ..planning.downloads import Announce, downloaded_paths, downloads
+from ..planning.recipe import KEY, parsed
 from ..progress import Progress, counted, unwatched
 from ..text import by_reason, listed, plural, size
 from .compare_verdict import adapter_verdict, model_verdict, signed
@@ -74,16 +76,17 @@ def _checkpoints(a: Index, b: Index, *, pictures: bool, progress: Progress) -> d
 
     lookup = names(a)
     model = groups(lookup)
-    rows: dict[str, DifferenceSums] = {}
+    rows: dict[str, dict[bool, list[DifferenceSums]]] = {}  # block → whether changed → tensors
     tensors: dict[str, Any] = {}
     total, equal, others, only_b = DifferenceSums(), list[str](), dict[str, str](), list[str]()
+    change, rounded = DifferenceSums(), Counter[str]()
     dtypes: Counter[str] = Counter()
     keys: set[str] = set()
     advance = counted(progress, "look", str(b.path), sum(t.nbytes for t in b.parameters.values()))
     for pair in differences(a, b, lookup):
         advance(b.tensors[pair.name].nbytes)
         keys.update(pair.keys)
-        dtypes.update({_dtypes(a.tensors[key], b.tensors[pair.name]) for key in pair.keys[:1]})
+        dtypes.update({_dtypes(a, key, b, pair.name) for key in pair.keys[:1]})
         if not pair.keys:
             only_b.append(pair.name)
         elif pair.why:
@@ -91,28 +94,87 @@ def _checkpoints(a: Index, b: Index, *, pictures: bool, progress: Progress) -> d
         else:
             total.add(pair.sums)
             group = model.block(pair.keys[0])
-            rows.setdefault(group, DifferenceSums()).add(pair.sums)
+            changed = not (pair.sums.equal or pair.sums.rounded)
+            rows.setdefault(group, {}).setdefault(changed, []).append(pair.sums)
             if pair.sums.equal:
                 equal.append(pair.name)
+                continue
+            tensors[pair.name] = {"block": group, "rounded": pair.sums.rounded, **pair.sums.to_dict()}
+            if changed:
+                change.add(pair.sums)
             else:
-                tensors[pair.name] = {"block": group, **pair.sums.to_dict()}
+                rounded[_coarser(a, pair.keys[0], b, pair.name)] += 1
     if pictures:
         for name, charts in difference_pictures(a, b, lookup, evenly([*tensors])):
             tensors[name] |= charts
     return {
-        "compared": len(equal) + len(tensors), "equal": len(equal), "different": len(tensors), "other_shapes": others,
+        "compared": len(equal) + len(tensors), "equal": len(equal), "rounded": dict(rounded.most_common()),
+        "different": len(tensors) - rounded.total(), "other_shapes": others,
         "only_a": [key for key in a.parameters if key not in keys], "only_b": only_b,
-        "dtypes": {both: n for both, n in dtypes.most_common() if both}, "rounding": not total.beyond_rounding,
+        "dtypes": {both: n for both, n in dtypes.most_common() if both},
         "architectures": [lookup.architecture, names(b).architecture],
-        "total": total.to_dict(), "blocks": {name: rows[name].to_dict() for name in sorted(rows, key=model.place)},
-        "tensors": tensors, "equal_tensors": equal,
+        "total": total.to_dict(), "change": change.to_dict(),
+        "blocks": {name: _block_sums(rows[name]) for name in sorted(rows, key=model.place)},
+        "tensors": tensors, "equal_tensors": equal, "merges": [_merge(a, b), _merge(b, a)],
         "metadata": sorted(k for k in {**a.metadata, **b.metadata} if a.metadata.get(k) != b.metadata.get(k)),
     }  # fmt: skip
 
 
-def _dtypes(a: StoredTensor, b: StoredTensor) -> str:
-    """Return the dtypes of two tensors in words, where they differ."""
-    return f"{spoken(a.dtype)} in A, {spoken(b.dtype)} in B" if a.dtype != b.dtype else ""
+def _block_sums(tensors: Mapping[bool, list[DifferenceSums]]) -> dict[str, Any]:
+    """Return the sums over the changed tensors of a block, or over all of them if none is changed."""
+    from .compare_models import DifferenceSums
+
+    changed, total = tensors.get(True, []), DifferenceSums()
+    for sums in changed or tensors[False]:
+        total.add(sums)
+    return {"different": len(changed), **total.to_dict()}
+
+
+def _dtypes(a: Index, key: str, b: Index, name: str) -> str:
+    """Return the formats of two tensors in words, if they differ."""
+    first, other = _format(a, key), _format(b, name)
+    return f"{first} in A, {other} in B" if first != other else ""
+
+
+def _format(index: Index, name: str) -> str:
+    """Return the dtype of a tensor in words, or the format of a quantised weight."""
+    packing, info = index.packed.get(name), index.tensors[name]
+    return packing.encoding.title if packing and packing.encoding.quantised else spoken(info.dtype)
+
+
+def _coarser(a: Index, key: str, b: Index, name: str) -> str:
+    """Return which of two tensors is rounded, and to what: "B is A in bf16"; "" if both have one format."""
+    first, other = _format(a, key), _format(b, name)
+    if first == other:
+        return ""
+    return f"A is B in {first}" if _precision(a, key) < _precision(b, name) else f"B is A in {other}"
+
+
+def _precision(index: Index, name: str) -> tuple[bool, float]:
+    """Return the order of a tensor's format among all: quantised ones by bits, then dtypes by significand."""
+    info, packing = index.tensors[name], index.packed.get(name)
+    if packing and packing.encoding.quantised:
+        return False, info.nbytes / max(prod(info.shape), 1)
+    return True, DTYPE_ROWS[info.dtype].significand if info.dtype in DTYPE_ROWS else 0
+
+
+def _merge(index: Index, base: Index) -> list[str]:
+    """Return the adapters that were merged into a base to get a model, with their strengths, by the model's recipe; []
+    if its recipe does not name this base."""
+    recipe = parsed(index.metadata.get(KEY, "")) or {}
+    named, adapters = recipe.get("base"), recipe.get("adapters")
+    if not isinstance(named, Mapping) or not isinstance(adapters, list):
+        return []
+    files = named.get("files") if isinstance(named.get("files"), list) else []
+    stated = {(f.get("name"), f.get("size")) for f in files or [] if isinstance(f, Mapping)}
+    folder = base.path.is_dir()
+    present = {
+        (f.relative_to(base.path).as_posix() if folder else f.name, base.headers[f].state.size) for f in base.files
+    }
+    if stated != present:
+        return []
+    refs = [a for a in adapters if isinstance(a, Mapping) and is_finite(a.get("strength"))]
+    return [f"{a.get('name')}:{a['strength']:g}" for a in refs]
 
 
 def compare_rows(result: Mapping[str, Any], *, pictured: bool = False) -> Iterator[Fact]:
@@ -120,10 +182,10 @@ def compare_rows(result: Mapping[str, Any], *, pictured: bool = False) -> Iterat
     yield from cut_rows(compare_summary(result))
     others = result.get("other_shapes", {})
     yield from table(others.items() if len(others) <= MOST_SHAPES else ())
-    if pictured:
+    if pictured or result["verdict"]["kind"] in ("equal", "rounding"):
         return
     if result["kind"] == "checkpoints":
-        yield from by_block((name, _difference(d)) for name, d in result["blocks"].items() if d["difference"] != 0)
+        yield from by_block((name, _difference(d)) for name, d in result["blocks"].items() if d["different"])
     else:
         yield from by_block((name, _similarity(row)) for name, row in result["blocks"].items())
 
@@ -146,41 +208,46 @@ def compare_summary(result: Mapping[str, Any]) -> Iterator[Fact]:
 
 
 def _model_rows(result: Mapping[str, Any]) -> Iterator[Fact]:
-    yield line("tensors", f"{result['compared']} compared: {result['equal']} equal, {result['different']} different")
+    rounded = sum(result["rounded"].values())
+    kinds = {"equal": result["equal"], "equal but for rounding": rounded, "changed": result["different"]}
+    yield line("tensors", f"{result['compared']}: {listed(f'{n} {kind}' for kind, n in kinds.items() if n)}")
     for both, count in result["dtypes"].items():
         yield line("dtypes", f"{both}: {plural(count, 'tensor')}")
     if result["different"]:
-        yield line("difference", _difference(result["total"]))
+        yield line("change", _difference(result["change"]))
+    elif rounded:
+        yield line("rounding", _difference(result["total"]))
 
 
 def _difference(d: Mapping[str, Any]) -> str:
-    share = f"{100 * d['relative']:.3g} % of A" if d["relative"] is not None else "A is 0"
+    share = f"{100 * d['relative']:.3g} % of the weights" if d["relative"] is not None else "A is 0"
     changed = f"{size(d['changed'], *THOUSANDS)} of {size(d['of'], *THOUSANDS)} values differ"
-    return f"{share}; at most {d['largest']:.3g}; {changed}"
+    return f"{share}; {changed}, by at most {d['largest']:.3g}"
 
 
 def _adapter_rows(result: Mapping[str, Any]) -> Iterator[Fact]:
     yield line("modules", f"{result['common']} in both")
     if result["common"]:
-        yield line("alike", _similarity(result["total"]))
-        yield line("fight", opposed_blocks(result))
+        yield line("change", _similarity(result["total"]))
+        if result["fight"]:
+            yield line("opposed", opposed_blocks(result))
     if whole := result.get("whole"):
         equal, both = whole["equal"], len(whole["tensors"])
         differ = f"; {_difference(whole['total'])}" if equal < both else ""
-        stored = f"{plural(both, 'tensor')} that both store whole"
+        stored = f"{plural(both, 'tensor')} stored whole in both"
         yield line("whole", f"{stored}: {equal} equal, {both - equal} different{differ}")
     for left, why in by_reason(result["not_compared"]):
         yield line("not compared", f"{left}: {why}")
 
 
 def opposed_blocks(result: Mapping[str, Any]) -> str:
-    """Return in how many blocks the changes of two adapters point against each other, in words."""
+    """Return in how many blocks two adapters change the weights in opposite directions, in words."""
     fight = result["fight"]
     most = ", ".join(sorted(fight, key=lambda name: result["blocks"][name]["cosine"])[:3])
-    return f"in {len(fight)} of {plural(len(result['blocks']), 'block')}" + (f", most in {most}" if fight else "")
+    return f"opposite directions in {len(fight)} of {plural(len(result['blocks']), 'block')}, most in {most}"
 
 
 def _similarity(row: Mapping[str, Any]) -> str:
     cosine = f"cosine {'?' if row['cosine'] is None else signed(row['cosine'])}"
-    overlap = "" if row.get("overlap") is None else f", common directions {row['overlap']:.1%}"
-    return f"{cosine}, size {row['a']:.3g} and {row['b']:.3g}{overlap}"
+    overlap = "" if row.get("overlap") is None else f", {100 * row['overlap']:.3g} % of the directions in common"
+    return f"{cosine}, norm {row['a']:.3g} in A and {row['b']:.3g} in B{overlap}"

@@ -22,8 +22,15 @@ from ..files.checkpoint import Index
 from ..models.names import Names
 from ..models.weights import Weight, WeightView
 from ..process import cores
+from ..proof.weights import within_rounding
 from .hashes import READ_BYTES
 from .pictures import HISTOGRAM_ROWS, SPECTRUM_NUMBERS, histogram, matrix_pictures
+
+WINDOWS: Final = 8  # parts of a quantised tensor whose rounding is judged
+WINDOW_NUMBERS: Final = 1 << 12  # numbers of such a part
+ROUNDED_SHARE: Final = 0.98
+"""The least share of numbers within half a step of their quantised values: scales that are searched for the least error
+cut off the largest numbers of some groups. Of a merge that is quantised anew more numbers are further away."""
 
 COMPARED_NUMBERS: Final = 1 << 17  # numbers that are compared at once, which a core's cache holds
 AT_ONCE: Final = 4  # tensors; quantised ones, and those with other names, are read whole
@@ -47,6 +54,11 @@ class DifferenceSums:
     def equal(self) -> bool:
         """Whether no number differs."""
         return not self.changed
+
+    @property
+    def rounded(self) -> bool:
+        """Whether numbers differ, but by no more than the rounding to a coarser format explains."""
+        return self.changed > 0 and not self.beyond_rounding
 
     def add(self, other: DifferenceSums) -> None:
         """Add the sums of other numbers."""
@@ -177,10 +189,25 @@ class _Pair:
         """Return the sums of two tensors of one shape; plain ones are read in pieces."""
         packed = same.name in self.a.packed or info.name in self.b.packed
         if packed or not {same.dtype, info.dtype} <= FLOATS:
-            sums = _of_values(self._whole(self.a, same).reshape(-1), self._whole(self.b, info).reshape(-1))
+            first, other = self._whole(self.a, same).reshape(-1), self._whole(self.b, info).reshape(-1)
+            sums = _of_values(first, other, rounding=not packed)
+            if packed:
+                sums.beyond_rounding = not self._quantised_alike(same, info, first, other)
             sized = packed or {same.dtype, info.dtype} & FLOATS  # the sizes of positions and counts mean nothing
             return sums if sized else DifferenceSums(sums.of, sums.changed)
         return plain_sums(same, info, self.reader)
+
+    def _quantised_alike(self, a: StoredTensor, b: StoredTensor, first: Tensor, other: Tensor) -> bool:
+        """Return whether the values of two tensors differ by no more than the rounding to their formats, in windows of
+        consecutive values."""
+        within = of = 0
+        count = first.numel()
+        for low in range(0, count, max(-(-count // WINDOWS), 1)):
+            high = min(low + WINDOW_NUMBERS, count)
+            sides = [(index, info, _numbers(values[low:high]).numpy())
+                     for index, info, values in ((self.a, a, first), (self.b, b, other))]  # fmt: skip
+            within, of = within + within_rounding(self.reader, sides, low, high), of + high - low
+        return within >= ROUNDED_SHARE * of
 
 
 def plain_sums(a: StoredTensor, b: StoredTensor, reader: Reader) -> DifferenceSums:

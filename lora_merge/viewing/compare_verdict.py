@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from math import sqrt
 from typing import Any, Final
 
+from ..survival import spoken
 from ..text import listed, plural
 
 SAME_CHANGE: Final = 0.005
@@ -36,30 +37,57 @@ def signed(cosine: float) -> str:
 
 def model_verdict(result: Mapping[str, Any]) -> dict[str, Any]:
     """Return the verdict about two models, from their comparison."""
-    compared, different, total = result["compared"], result["different"], result["total"]
+    compared, different, rounded = result["compared"], result["different"], sum(result["rounded"].values())
     only_a, only_b = len(result["only_a"]), len(result["only_b"])
     first, other = result["architectures"]
     alone = [f"{plural(count, 'tensor')} only in {side}" for side, count in (("A", only_a), ("B", only_b)) if count]
     if result["other_shapes"]:
         alone.append(f"{plural(len(result['other_shapes']), 'tensor')} of other shapes")
-    besides = f"; {listed(alone)}" if alone else ""
     if not compared or len(result["other_shapes"]) > compared:
         models = f": A is {first}, B is {other}" if first != other else ""
         return _verdict("different models", "bad", f"Different models{models}; {compared} tensors can be compared.")
-    if not different:
-        return _equal(result, alone)
-    if result["rounding"]:
-        text = f"The same but for rounding: no value differs by more than one step of its dtype{besides}."
-        return _verdict("rounding", "good", text)
-    share = total["relative"]
-    if share is None or share >= UNRELATED:
+    return _different(result, f"; {listed(alone)}" if alone else "") if different or rounded else _equal(result, alone)
+
+
+def _different(result: Mapping[str, Any], besides: str) -> dict[str, Any]:
+    """Return the verdict about two models with common tensors that are not all equal. `besides`: what only one has."""
+    compared, different, rounded = result["compared"], result["different"], sum(result["rounded"].values())
+    first, other = result["architectures"]
+    merged = next((side for side, adapters in zip("AB", result["merges"], strict=True) if adapters), "")
+    if not different and not merged:
+        of = next(iter(result["rounded"]))
+        same = f"The same model: {of}, and nothing else differs" if of else _rounded_anew(rounded, compared)
+        return _verdict("rounding", "good", f"{same}{besides}.")
+    share = result["total"]["relative"]
+    if different and (share is None or share >= UNRELATED):
         if first != other:
             return _verdict("different models", "bad", f"Different models: A is {first}, B is {other}.")
         text = "Different weights: the models have the same layers, and nothing in common in them"
         return _verdict("different weights", "bad", f"{text}{besides}.")
-    parts = dict.fromkeys(name.partition(" ")[0] for name, d in result["blocks"].items() if d["difference"])
-    text = f"B is A with {different} of {compared} tensors changed, by {100 * share:.3g} % in all, in {listed(parts)}"
-    return _verdict("changed", "warning", f"{text}{besides}.")
+    changes = _changes(result, different, rounded)
+    if merged:
+        base = "A" if merged == "B" else "B"
+        adapters = listed(result["merges"]["AB".index(merged)], 3)
+        text = f"{merged} is {base} with {adapters} merged, by the recipe in {merged}: {changes}"
+        return {**_verdict("merged", "good", f"{text}{besides}."), "inner": base}
+    return _verdict("changed", "warning", f"B is A with changes: {changes}{besides}.")
+
+
+def _rounded_anew(rounded: int, compared: int) -> str:
+    return f"The same but for rounding: {rounded} of {compared} tensors differ, by at most one step of their dtype"
+
+
+def _changes(result: Mapping[str, Any], different: int, rounded: int) -> str:
+    """Return which tensors are changed and by how much, and which are only rounded."""
+    compared, share = result["compared"], result["change"]["relative"]
+    parts = dict.fromkeys(name.partition(" ")[0] for name, d in result["blocks"].items() if d["different"])
+    moved = f", by {100 * share:.3g} % of their weights" if share is not None else ""
+    changed = f"{different} of {plural(compared, 'tensor')} changed in {listed(parts)}{moved}"
+    of = next(iter(result["rounded"]), "")
+    rest = f"the rest differs by rounding alone ({of})" if of else f"{rounded} more differ by rounding alone"
+    if not different:
+        return f"no tensor changed by more than rounding{f' ({of})' if of else ''}"
+    return f"{changed}; {rest}" if rounded else changed
 
 
 def _equal(result: Mapping[str, Any], alone: Sequence[str]) -> dict[str, Any]:
@@ -81,8 +109,14 @@ def adapter_verdict(result: Mapping[str, Any]) -> dict[str, Any]:
     whole = result.get("whole", {})
     if not rows and not whole:
         a, b = result["made_for"]
-        models = f"A is for {a}, and B for {b}" if a != b else "their modules have different names"
-        return _verdict("different models", "bad", f"Different models: {models}; no module is in both.")
+        if a == b:
+            text = (
+                "No module has the same name in both. If they are for the same model, compare them with --base MODEL."
+            )
+            return _verdict("unknown", "warning", text)
+        first, other = ("an unknown model" if model == "unknown" else model for model in (a, b))
+        text = f"Different models: A is for {first}, B for {other}; no module is in both."
+        return _verdict("different models", "bad", text)
     if result.get("identical"):
         return _verdict("equal", "good", "Equal: both have the same tensors.")
     if total["cosine"] is None:
@@ -110,10 +144,15 @@ def _contained(result: Mapping[str, Any]) -> dict[str, Any] | None:
     _, inner, outer, strength = contained[0] if same else min(contained)  # what is more is at right angles to the inner
     if strength < 0:
         text = f"Opposite: {outer} contains {strength:.3g} × {inner}. Merged together, they cancel."
+    elif same and abs(strength - 1) < STRENGTH_SPREAD:
+        text = f"The same change but for rounding ({spoken(strength)} of A's change is in B): merge only one of them."
+        return _verdict("rounding", "good", text)
     elif same:
         text = f"The same change at another strength: {outer} is {strength:.3g} × {inner}. Merge only one."
     else:
-        text = f"{outer} contains {inner} at strength {strength:.3g}: do not merge both."
+        sizes = (a, b) if inner == "A" else (b, a)
+        part = spoken((strength * sizes[0] / sizes[1]) ** 2)
+        text = f"{outer} contains {inner} at strength {strength:.3g} ({part} of {outer}'s change): do not merge both."
     return {**_verdict("contains", "warning", text), "strength": strength, "inner": inner}
 
 
@@ -122,7 +161,8 @@ def _common(result: Mapping[str, Any]) -> dict[str, Any]:
     a, b, cosine = (result["total"][name] for name in ("a", "b", "cosine"))
     if result["fight"]:
         blocks = sorted(result["fight"], key=lambda name: result["blocks"][name]["cosine"])
-        text = f"They work against each other in {plural(len(blocks), 'block')} ({listed(blocks, 3)}): lower one there."
+        opposed = f"{plural(len(blocks), 'block')} in opposite directions ({listed(blocks, 3)})"
+        text = f"Opposed: they change {opposed}; lower one of their strengths there (--strength-for)."
         return _verdict("opposed", "warning", text)
     if abs(cosine) < INDEPENDENT:
         return _verdict("independent", "good", "Independent: both can be merged at full strength.")

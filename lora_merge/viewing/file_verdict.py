@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from ..algorithms import ALGORITHMS
 from ..facts import THOUSANDS, Fact, counts_by_kind, line
+from ..files.file_signatures import instead
 from ..text import listed, plural, size
 
 CLASS_ENDS: Final = re.compile(r"(?:For[A-Z]\w+|LMHeadModel|Model|2DModel|Transformer\w*)$")
@@ -79,7 +80,7 @@ def _adapter(facts: Mapping[str, Any]) -> str:
     rank = f", rank {ranks[0]}" if len(ranks) == 1 else f", ranks {min(ranks)} to {max(ranks)}" if ranks else ""
     parts = listed(NETWORK_TITLES.get(name, name) for name in facts["parts"])
     model = _base_of(facts)
-    made_for = f", for {model}" if model != "unknown" else ", for a model that is not known"
+    made_for = f", for {model}" if model != "unknown" else ", for an unknown model"
     return f"{kinds}{rank}{made_for}{f' ({parts})' if parts else ''}, {size(facts['bytes'])}."
 
 
@@ -103,12 +104,30 @@ MOST_WORDS: Final = 2  # of a title
 def _model(facts: Mapping[str, Any]) -> str:
     model = facts.get("model")
     name = f"{model['name']}, {model['size']}" if model else facts["architecture"]
-    if name == "unknown":
-        name = facts.get("looks_like") or "Model of an architecture that is not known"
     networks = [NETWORK_TITLES.get(part, part) for part in facts["components"] if part not in ("model", "transformer")]
+    if name == "unknown":
+        name = _unknown(facts)
+    elif len(networks) == 1 and ONE_COMPONENT.search(name):
+        networks = []
     dtype = next(iter(facts["dtypes"]), "")
     stored = facts.get("quantised") or dtype
-    return f"{name}{f' ({listed(networks)})' if networks else ''}, {stored}, {size(facts['bytes'])}."
+    text = f"{name}{f' ({listed(networks)})' if networks else ''}, {stored}, {size(facts['bytes'])}."
+    return f"{text} {_capital(instead(what))}." if (what := facts.get("looks_like")) else text
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+ONE_COMPONENT: Final = re.compile("encoder|module|VAE")
+"""Words of an architecture's title that name a component of a pipeline."""
+
+
+def _unknown(facts: Mapping[str, Any]) -> str:
+    """Return what a file of no known architecture is, by its names, and for which model."""
+    what = facts.get("looks_like", "").removeprefix("an ").removeprefix("a ") or facts.get("component")
+    made_for = f" for {facts['made_for']}" if "made_for" in facts else ""
+    return f"{_capital(what)}{made_for}" if what else "Model of an unknown architecture"
 
 
 def top(facts: Mapping[str, Any]) -> Iterator[Fact]:
@@ -120,8 +139,6 @@ def top(facts: Mapping[str, Any]) -> Iterator[Fact]:
         yield line("trigger words", ", ".join(words))
     if facts.get("kind") == "adapter" and (how := [*_training(facts, trained)]):
         yield line("trained", ", ".join(how))
-    if warning := facts.get("looks_like"):
-        yield line("looks like", warning)
 
 
 def _training(facts: Mapping[str, Any], trained: Mapping[str, Any]) -> Iterator[str]:
@@ -145,7 +162,7 @@ def table_of_files(files: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ..
         kinds = counts_by_kind(facts["algorithms"]) if adapter else facts["kind"]
         model = facts.get("model")
         named = f"{model['name']}, {model['size']}" if model else facts.get("architecture", "")
-        named = facts.get("looks_like") or named if named == "unknown" else named
+        named = _unknown(facts) if named == "unknown" else named
         every = list(facts.get("ranks", ()))
         ranks = f"{every[0]:g}" if len(every) == 1 else f"{min(every):g} to {max(every):g}" if every else ""
         words = (facts.get("trained") or {}).get("trigger_words") or ()

@@ -64,8 +64,8 @@ def _plain(index: Index) -> dict[str, int]:
 def format_line(row: Mapping[str, Any]) -> str:
     """Return one format as text."""
     block: Sequence[int] = row.get("block", ())
-    scale = f", a scale for {' × '.join(map(str, block))} numbers" if block else ""
-    return f"{plural(row['weights'], 'weight')} as {row['format']}: {row['bits']:g} bits a number{scale}"
+    scale = f", one scale per {' × '.join(map(str, block))} values" if block else ""
+    return f"{plural(row['weights'], 'weight')} as {row['format']}: {row['bits']:g} bits per value{scale}"
 
 
 def plain_line(counts: Mapping[str, int]) -> str:

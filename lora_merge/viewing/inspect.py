@@ -56,39 +56,46 @@ def inspect(  # noqa: PLR0913  # two for pages and progress
         refs = [] if ref is None else [ref.path]
         places = downloaded_paths([path], refs, progress=progress, announce=announce)
         path, ref = places[path], ref and replace(ref, path=places[ref.path])
-    opened = opened or CheckpointCache()
-    index = opened.index(path, adapter=False)
-    folder = _folder(index)
+    cache = opened or CheckpointCache()
+    index = cache.index(path, adapter=False)
+    of_adapter: bool = cache.parsed(("kind", path), index, is_adapter)
+    folder = _folder(index, of_adapter=of_adapter)
+
+    def of_base(index: Index) -> dict[str, Any]:
+        return base_facts(index, cache.names(path))
+
     facts: dict[str, Any] = {
         "schema": SCHEMA, "path": address, "kind": "checkpoint", "files": len(index.files),
         "bytes": sum(f.stat().st_size for f in index.files), "tensors": len(index.tensors),
         "dtypes": dtypes(index.tensors), **({"folder": folder.to_dict()} if folder else {}),
     }  # fmt: skip
     if ref is not None:
-        if is_adapter(index):
-            raise UsageError("two adapters, and no base", str(path), "use lora-merge compare A B, or name a base first")
+        if of_adapter:
+            raise UsageError(
+                "two adapters are given without a base", str(path), "use lora-merge compare A B, or name a base first"
+            )
         numbers: Callable[[Plan], dict[str, Any]] | None = None
         if weights:
             from .numbers import merge_numbers  # torch
 
             numbers = partial(merge_numbers, pictures=pictures, progress=progress)
-        facts |= base_facts(index, opened.names(path))
-        facts |= {"match": _fit(path, ref, opened, numbers)}
+        facts |= cache.parsed(("facts", path), index, of_base)
+        facts |= {"match": _fit(path, ref, cache, numbers)}
         return _with_verdict(facts)
-    if is_adapter(index):
-        file = opened.adapter(path)
+    if of_adapter:
+        file = cache.adapter(path)
         facts |= adapter_facts(file)
         if weights:
             from .numbers import adapter_numbers  # torch
 
             facts["weights"] = adapter_numbers(file, pictures=pictures, progress=progress)
     else:
-        facts |= base_facts(index, opened.names(path))
+        facts |= cache.parsed(("facts", path), index, of_base)
         if weights:
             from .numbers import base_sizes  # torch
 
             facts["sizes"] = base_sizes(index, pictures=pictures, progress=progress)
-    hashed = hashes if hashes is None else hashes or is_adapter(index)
+    hashed = hashes if hashes is None else hashes or of_adapter
     digests = hashes_of(index, always=bool(hashes)) if hashed else {}
     facts |= {"hashes": {**digests, **{f"stored {k}": v for k, v in stored_hashes(index).items()}}}
     left = folder.warning() if folder else ()
@@ -100,11 +107,11 @@ def _with_verdict(facts: dict[str, Any]) -> dict[str, Any]:
     return facts | {"verdict": verdict(facts)}
 
 
-def _folder(index: Index) -> Folder | None:
+def _folder(index: Index, *, of_adapter: bool) -> Folder | None:
     """Return the files of the folder that is looked at; None for a file."""
     if not index.path.is_dir():
         return None
-    return adapter_folder(index) if is_adapter(index) else base_folder(index)
+    return adapter_folder(index) if of_adapter else base_folder(index)
 
 
 def is_adapter(index: Index) -> bool:
@@ -132,7 +139,8 @@ def _fit(
     (matching,) = matched.adapters
     why = ""
     if matching.unmatched:
-        why = explain(lookup, list(matching.unmatched), weight_shapes(file.modules), file.index)
+        misfit = explain(lookup, list(matching.unmatched), weight_shapes(file.modules), file.index)
+        why = misfit.text if misfit else ""
     plan = make_plan(Matched(matched.inputs, matched.adapters))
     return {
         **facts, "fits": not matching.unmatched and bool(matching.modules), "algorithms": list(matching.algorithms),

@@ -26,6 +26,7 @@ from ..facts import (
     strengths,
     table,
 )
+from ..report import note_row
 from ..survival import judged, spoken
 from ..text import by_reason, json_text, listed, plural, size
 from .file_verdict import top
@@ -48,7 +49,7 @@ LISTED_VALUES: Final = 12  # values of a list
 
 FACT_NAMES: Final = {
     "path": "file", "kind": "", "files": "", "bytes": "size", "tensors": "", "parameters": "", "dtypes": "",
-    "looks_like": "", "architecture": "", "layout": "", "components": "", "bits_per_weight": "", "quantised": "",
+    "architecture": "", "layout": "", "components": "", "bits_per_weight": "", "quantised": "",
     "algorithms": "", "dora": "DoRA", "modules": "", "trainer": "", "names": "", "made_for": "", "configuration": "",
 }  # fmt: skip
 """Fact that is shown as it is → its name, if that is another one."""
@@ -96,7 +97,7 @@ def summary(facts: Mapping[str, Any]) -> Iterator[Fact]:
         if facts.get(key):
             yield line(key, _numbers(facts[key], facts.get(f"{key[:-1]}_range", {})))
     if whole := facts.get("whole"):
-        yield line("whole", f"{plural(len(whole), 'tensor')} in place of the base's own: {listed(whole)}")
+        yield line("whole", f"{plural(len(whole), 'tensor replaces', 'tensors replace')} the base's: {listed(whole)}")
     yield from _stored(facts)
     if incomplete := facts.get("incomplete"):
         are = plural(len(incomplete), "module is", "modules are")
@@ -134,9 +135,9 @@ def _sized(sizes: Mapping[str, Any]) -> Iterator[Fact]:
     if not sizes:
         return
     every = sizes["all"]
-    yield line("weights", f"{size_line(every)}; {every['zeros']:,} of {every['of']:,} numbers are zero")
+    yield line("weights", f"{size_line(every)}; {every['zeros']:,} of {every['of']:,} values are zero")
     if broken := every["broken"]:
-        yield line("warning", f"{broken:,} numbers are NaN or infinite: a merge copies them")
+        yield line("warning", f"{broken:,} values are NaN or infinite: a merge copies them")
 
 
 def match_rows(match: Mapping[str, Any], *, pictured: bool = False, verbose: bool = False) -> Iterator[Fact]:
@@ -145,10 +146,10 @@ def match_rows(match: Mapping[str, Any], *, pictured: bool = False, verbose: boo
     if match["matched"] is None:
         return
     if match["patterns"] and verbose:
-        yield line("where it fits", plural(len(match["patterns"]), "pattern") + " of names")
+        yield line("matches", plural(len(match["patterns"]), "pattern") + " of names")
         yield from table((pattern, f"× {n}") for pattern, n in match["patterns"].items())
     for left, reason in by_reason(match["unmatched"]):
-        yield line("no place", f"{left}: {reason}")
+        yield line("no match", f"{left}: {reason}")
     blocks = {} if pictured else match.get("numbers", {}).get("blocks", {})
     yield from by_block((name, f"{_share(n)}, {spoken(n['retained'])} survives") for name, n in blocks.items())
 
@@ -163,7 +164,7 @@ def match_summary(match: Mapping[str, Any]) -> Iterator[Fact]:
         by_part = f" ({counts_by_kind(match['components'])})" if match["components"] else ""
         yield line("match", f"{match['matched']} of {plural(match['total'], 'module')}{by_part}")
     if match["why"]:
-        yield line("warning", f"the adapter does not fit this base whole: {match['why']}")
+        yield line("warning", f"the adapter matches this base only in part: {match['why']}")
     if match["matched"] is None:
         return
     if match["effective"]:
@@ -180,7 +181,7 @@ def match_summary(match: Mapping[str, Any]) -> Iterator[Fact]:
         yield from (line("warning", warning) for warning in numbers["warnings"])
     elif numbers is None:
         yield line("survives", "run with --weights to see how much of the change survives in the base's dtype")
-    yield from (line("note", note) for note in match["notes"])
+    yield from (note_row(note) for note in match["notes"])
 
 
 def _share(n: Mapping[str, Any]) -> str:

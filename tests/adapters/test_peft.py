@@ -220,7 +220,7 @@ def test_two_values_for_one_parameter_are_refused_unless_they_are_equal(tmp_path
         told = folder(place, {**LORA, "bias": "all", "modules_to_save": ["a"]}, tensors)
         base = {"a.b.weight": torch.randn(6, 5), "a.b.bias": torch.randn(6)}
         if number:
-            with pytest.raises(InputError, match="claim the same place"):
+            with pytest.raises(InputError, match="are for the same part of a layer"):
                 lora_merge.merge_state_dict(base, told)
         else:
             assert torch.equal(lora_merge.merge_state_dict(base, told)["a.b.bias"], value)

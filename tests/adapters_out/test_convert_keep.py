@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 import lora_merge
 from lora_merge.adapters_out import matrix_modules
 from lora_merge.adapters_out.combine import plan
 from lora_merge.adapters_out.commands import COMMANDS
-from lora_merge.adapters_out.delta import ModuleTensors, in_memory
+from lora_merge.adapters_out.delta import stored_module
+from lora_merge.adapters_out.groups import Place
 from lora_merge.adapters_out.module_tensors import StoredModule
 from lora_merge.errors import FitError, VerificationFailed
 from tests.kit.command_line import run
@@ -160,13 +163,13 @@ def test_ai_toolkit_writes_what_it_writes_for_the_model(tmp_path: Path) -> None:
 def test_fault_of_the_output_is_detected_and_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def faulty(made: ModuleTensors) -> StoredModule:
-        tensors = {ending: value.clone() for ending, value in made.tensors.items()}
-        if made.place.module.endswith("linear2"):
+    def faulty(place: Place, tensors: Mapping[str, Tensor], *facts: Any, **options: Any) -> StoredModule:
+        tensors = {ending: value.clone() for ending, value in tensors.items()}
+        if place.module.endswith("linear2"):
             tensors[".lora_B.weight"].view(-1)[0] += 64
-        return in_memory(replace(made, tensors=tensors))
+        return stored_module(place, tensors, *facts, **options)
 
-    monkeypatch.setattr(matrix_modules, "in_memory", faulty)
+    monkeypatch.setattr(matrix_modules, "stored_module", faulty)
     with pytest.raises(VerificationFailed, match="not what the report says"):
         lora_merge.convert(stored(tmp_path, of_flux()), tmp_path / "b.safetensors", to="comfy", dtype="bf16")
     assert not (tmp_path / "b.safetensors").exists()

@@ -112,7 +112,7 @@ def test_new_head_is_stored_whole_and_layers_behind_the_last_are_refused(tmp_pat
     stored = load_file(tmp_path / "o" / "adapter_model.safetensors")
     assert torch.equal(stored["base_model.model.score.weight"], tuned["score.weight"])
     assert any("score" in note for note in report.notes)
-    with pytest.raises(FitError, match="tuned checkpoint alone"):
+    with pytest.raises(FitError, match="only in the tuned checkpoint"):
         lora_merge.extract(paths[0], paths[2], tmp_path / "p", format="peft")
     with pytest.raises(FitError, match='format="peft"'):
         lora_merge.extract(paths[0], paths[1], tmp_path / "p.safetensors")

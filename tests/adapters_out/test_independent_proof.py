@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 import lora_merge
 from lora_merge.adapters.modules import group
 from lora_merge.adapters_out import averaged_tensors, change, convert
-from lora_merge.adapters_out.convert import entries_of
 from lora_merge.adapters_out.dialects import Dialect
 from lora_merge.adapters_out.extract import run as extract_run
 from lora_merge.adapters_out.extract.extract_modules import Side
 from lora_merge.adapters_out.groups import Target
 from lora_merge.adapters_out.module_tensors import StoredModule
 from lora_merge.adapters_out.output_file import Entry
+from lora_merge.adapters_out.output_modules import entries_of
 from lora_merge.adapters_out.proof import _change_of as change_of
 from lora_merge.algorithms import loha
 from lora_merge.algorithms.base import AlphaOverRank

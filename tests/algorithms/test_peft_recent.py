@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
-from lora_merge.algorithms.kmeans import PEFT_SEED, ROUNDS, kmeans
-from lora_merge.algorithms.low_rank import low_rank_svd
-from lora_merge.algorithms.wavelets import low_pass
+from lora_merge.algorithms.adamss import PEFT_SEED, ROUNDS, kmeans
+from lora_merge.algorithms.low_rank_svd import low_rank_svd
+from lora_merge.algorithms.waveft import low_pass
 from lora_merge.errors import MergeError, VerificationFailed
 from lora_merge.files.safetensors import parse_file
 from lora_merge.matching.patch import ZEROS

@@ -370,10 +370,14 @@ def test_bug_in_one_job_is_reported_and_stays_there(models: Path, monkeypatch: p
 
 @pytest.mark.parametrize(
     ("second", "word"),
-    [("one", "place of another"), ("x/../one", "place of another"), ("one.safetensors/inside", "inside the output")],
+    [
+        ("one", "output of another job"),
+        ("x/../one", "output of another job"),
+        ("one.safetensors/inside", "inside the output"),
+    ],
 )
 def test_two_jobs_with_one_output_are_refused(models: Path, second: str, word: str) -> None:
-    with pytest.raises(UsageError, match="place of another") as caught:
+    with pytest.raises(UsageError, match="with the output of another") as caught:
         run([job(models, "one"), job(models, second, "oil.safetensors")])
     assert word in f"{caught.value.what} {caught.value.where}"
 
@@ -393,7 +397,7 @@ def test_outputs_that_differ_in_case_are_one_where_the_disk_says_so(
     jobs = [job(models, "one"), job(models, "ONE")]
     assert len(make_batch(jobs).planned) == 2
     monkeypatch.setattr(batch_plan, "ignores_case", lambda _: True)
-    with pytest.raises(UsageError, match="place of another"):
+    with pytest.raises(UsageError, match="with the output of another"):
         make_batch(jobs)
 
 
@@ -499,7 +503,7 @@ def test_no_job_replaces_what_another_job_reads(
     reader = {"base": "base.safetensors", "adapters": ["ink.safetensors"], "output": "x.safetensors", **reads}
     writer = {"base": "base.safetensors", "adapters": ["ink.safetensors"], "output": writes}
     before = {file: file.read_bytes() for file in models.rglob("*") if file.is_file()}
-    with pytest.raises(UsageError, match="in the place of what other jobs read") as caught:
+    with pytest.raises(UsageError, match="with inputs of other jobs") as caught:
         run([reader, writer][::order], overwrite=True)
     where = [f"jobs[{n}]" for n in range(2)][::order]
     assert all(name in str(caught.value.where) for name in where)
@@ -512,7 +516,7 @@ def test_base_is_replaced_for_the_jobs_that_read_it_where_it_is_of_an_earlier_ru
     changed = [{**jobs[0], "adapters": [str(models / "ink.safetensors:0.25")]}, jobs[1]]
     assert fates(run(changed, overwrite=True)) == ["merged"] * 2
     shutil.copy(models / "base.safetensors", models / "out" / "first.safetensors")
-    with pytest.raises(UsageError, match="in the place of what other jobs read"):
+    with pytest.raises(UsageError, match="with inputs of other jobs"):
         run(changed, overwrite=True)
 
 

@@ -175,7 +175,7 @@ def test_changes_that_depend_on_the_base_are_not_taken_back_in_a_batch(files: Pa
     job = {"command": "unmerge", "base": str(files / "base.safetensors"), "adapters": [str(files / "dora.safetensors")],
            "output": "x.safetensors"}  # fmt: skip
     (report,) = lora_merge.run_batch(batch(files, job))
-    assert report.error is not None and "cannot be taken back" in str(report.error)
+    assert report.error is not None and "cannot be undone" in str(report.error)
     assert not (files / "x.safetensors").exists()
 
 

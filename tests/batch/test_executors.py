@@ -381,7 +381,7 @@ def test_ray_gives_the_same_bytes_and_survives_a_worker_killed_in_mid_job(models
     thread = threading.Thread(target=kill_one)
     thread.start()
     reports, written, alone = [], [0], 0
-    planned = make_batch(mine, workers=2)
+    planned = make_batch(mine, workers=Workers(2))
     for report in planned.run(
         Workers(2, cluster),
         name="ray",
@@ -503,17 +503,17 @@ def test_memory_is_shared_by_as_many_workers_as_have_jobs(models: Path) -> None:
     some = [j | {"max_memory": "64MiB"} for j in jobs(models, 4)]
     for name, shares in (("local", 4), ("ray", 1)):
         pytest.importorskip("ray") if name == "ray" else None
-        batched = make_batch(some, workers=500, executor=name)
+        batched = make_batch(some, workers=Workers(500), executor=name)
         assert [s.error for s in batched.planned] == [None] * 4
-        assert {p.workers for p in batch.grouped(batched.planned, 500, executor(name))} == {shares}
-    narrow = make_batch([j | {"max_memory": "20MiB"} for j in some], workers=4)
+        assert {p.workers for p in batched.grouped(batched.planned)} == {shares}
+    narrow = make_batch([j | {"max_memory": "20MiB"} for j in some], workers=Workers(4))
     assert all("5242880, the share of one of 4 workers" in str(s.error) for s in narrow.planned)
 
 
 def test_jobs_with_other_bounds_go_through_passes_of_their_own(models: Path) -> None:
     bounds: list[dict[str, Any]] = [{}, {}, {"max_vram": "4GiB"}, {"max_vram": "2GiB"}, {"max_memory": "512MiB"}]
     batched = make_batch([j | more for j, more in zip(jobs(models, 5), bounds, strict=True)])
-    found = batch.grouped(batched.planned, None, executor("local"))
+    found = batched.grouped(batched.planned)
     assert [[e.number for e in p.entries] for p in found] == [[1, 2], [3], [4], [5]]
 
 
@@ -568,7 +568,7 @@ def test_cluster_that_is_named_keeps_its_own_rules(models: Path, monkeypatch: py
 def test_cluster_without_a_token_is_not_started(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "Disabled")
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(__version__="2.60.0", is_initialized=lambda: False))
-    with pytest.raises(UsageError, match="anybody on the network"):
+    with pytest.raises(UsageError, match="anyone on the network"):
         lora_merge.run_batch(jobs(models, 1), executor="ray")
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(__version__="2.59.2"))
     with pytest.raises(UsageError, match=r"Ray 2\.59\.2 is too old"):

@@ -6,7 +6,7 @@ import json
 import time
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Final, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -79,7 +79,7 @@ def test_strength_among_the_defaults_is_sent_to_the_adapter(tmp_path: Path, word
     text = f"version: 1\ndefaults: {{{word}: 0.5}}\njobs: [{{base: b, adapters: [a], output: o}}]\n"
     with pytest.raises(UsageError) as caught:
         read(tmp_path, text)
-    assert caught.value.fix == "write it behind the adapter: style.safetensors:0.8"
+    assert caught.value.fix == "write it after the adapter: style.safetensors:0.8"
 
 
 def test_file_of_the_contract(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ jobs:
         ),
         ("version: 1\njobs: [{base: b, adapters: [a], output: o, matrix: {x: [1], exclude: [{}]}}]", "an empty row"),
         ("version: 2\njobs: [{base: b, adapters: [a], output: o}]", "should be 1"),
-        ("jobs: [{base: b, adapters: [a], output: o}]", "version"),
+        ("version: one\njobs: [{base: b, adapters: [a], output: o}]", "version"),
         ("version: 1\njobs: [{base: b, adapters: [a, output: o}]", "valid YAML"),
         ("version: 1\nversion: 1\njobs: []", "twice"),
         ("version: 1\njobs: [{command: unmerge, base: b, output: o}]", "adapters"),
@@ -435,3 +435,44 @@ def test_schema_and_the_options_say_the_same() -> None:
     for table, field in ((("keep", *DTYPES, *QUANTISED_DTYPES), "dtype"), (tuple(COMPUTE_DTYPES), "compute_dtype")):
         literal = next(a for a in get_args(Options.model_fields[field].annotation) if get_args(a))
         assert get_args(get_args(literal)[0]) == table, fields
+
+
+HABITS: Final = {
+    "base: m\ndtype: bf16\njobs:\n- {adapters: [a], output: o}\n- {adapters: [b], output: p}":
+        (1, "move base and dtype under defaults", "write defaults: {base: m, dtype: bf16}"),
+    "jobs:\n- {adapters: [a], output: o}\n- {adapters: [b], output: p}": (1, "and 1 more job: this field is required", "write base: FILE"),
+    "jobs:\n- {model: m, loras: [a], out: o}": (3, "'model'; did you mean base?", "correct them"),
+    "jobs:\n- {base: m, adapters: [{path: a, weight: 0.8}], output: o}": (1, "'weight'", "did you mean strength?"),
+    "jobs:\n- {base: m, adapters: [{file: a}], output: o}": (1, "'file'", "did you mean path?"),
+    "jobs:\n- {base: m, adapters: a.safetensors, output: o}": (1, "a list", "write adapters: [a.safetensors]"),
+    "jobs:\n- {base: m, adapters: {a: 0.8}, output: o}": (1, "a list", "write adapters: ['a:0.8']"),
+    "jobs:\n- {base: m, adapters: [a.safetensors: 0.8], output: o}": (1, "without a space", "write a.safetensors:0.8"),
+    "jobs:\n- {base: m, adapters: [{lora}], matrix: {lora: [a]}, output: o}": (1, "needs quotes", 'write "{lora}"'),
+    "jobs:\n- {base: m, adapters: ['{l}'], matrix: {l: 'x/*'}, output: o}": (1, "a list", "write l: {glob: x/*}"),
+    "jobs: {base: m, adapters: [a], output: o}": (1, "a list", "write a dash before the first field of each job"),
+    "merges:\n- {base: m, adapters: [a], output: o}": (1, "'merges'", "did you mean jobs?"),
+    "jobs:\n- base: m\n  adapters: ['{l}']\n  matrix: {l: {glob: 'none/*.safetensors'}}\n  output: o":
+        (1, "no file matches none/*.safetensors", "check the folder"),
+    'jobs:\n- base: "C:\\models\\m"\n  adapters: [a]': (1, "escape", "write 'C:\\models\\m', in single quotes"),
+    "jobs:\n- base:m.safetensors\n  adapters: [a]": (1, "not valid YAML", "write base: m.safetensors"),
+    "jobs:\n  - base: m\n  adapters: [a]": (1, "not valid YAML", "indent this line by 4 spaces"),
+}  # fmt: skip
+"""A jobs file with a mistake of beginners → number of its mistakes, a part of the message, and of the fix."""
+
+
+@pytest.mark.parametrize("text", HABITS)
+def test_mistake_of_beginners_is_answered_once(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "jobs.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError) as caught:
+        load(path)
+    count, what, fix = HABITS[text]
+    error = caught.value
+    assert what in f"{error.what} {error.where}" and fix in error.fix
+    assert len(error.where.splitlines()) == count
+
+
+def test_file_without_a_version_is_of_the_first(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.yaml"
+    path.write_text("jobs: [{base: b, adapters: [a], output: o}]", encoding="utf-8")
+    assert len(load(path)) == 1

@@ -112,7 +112,7 @@ def test_rank_in_words_of_another_program_is_answered_for_the_command(run: Run, 
     code, _, err = run(*command.split(), option, "16")
     assert code == 2 and err.endswith(f"fix:   write lora-merge {command} --rank 16\n")
     code, _, err = run("base.safetensors", "lora.safetensors", option, "16")
-    assert code == 2 and "resize ADAPTER --rank N" in err
+    assert code == 2 and "resize lora.safetensors --rank 16" in err
 
 
 @pytest.mark.few(6)
@@ -159,10 +159,10 @@ def test_no_command_is_invented(run: Run, words: str) -> None:
     ("base + lora", "leave it out"), ("base lora.safetensors:0.8:0.5", "write lora.safetensors:0.8, or by part lora.safetensors:1,unet=0.8,te=0.5"),
     ("base lora --no_verify", "did you mean --no-verify?"), ("base lora --no-overwrite", "leave it out: nothing is overwritten"),
     ("base lora --no-overwrte", "leave it out: nothing is overwritten"), ("base lora --fp8", "write lora-merge base lora --dtype fp8_scaled"),
-    ("base lora --rank 16", "the rank is that of the adapter; another one: lora-merge resize ADAPTER --rank N"),
-    ("base lora -o=x", "write -o x"), ("base lora --scale 0.8", "write a strength behind each file: ADAPTER:0.8"),
+    ("base lora --rank 16", "the rank is that of the adapter; another one: lora-merge resize lora --rank 16"),
+    ("base lora -o=x", "write -o x"), ("base lora --scale 0.8", "write a strength after each file: ADAPTER:0.8"),
     ("base lora -o civitai:12345", "write a file here with -o NAME"), ("base lora -o out.safetensor", "name it out.safetensors"),
-    ("base lora -o x.safetensors.", "name it x.safetensors"), ("lora.safetensors:0.8 base.safetensors", "name the base first: lora-merge BASE"),
+    ("base lora -o x.safetensors.", "name it x.safetensors"), ("lora.safetensors:0.8 base.safetensors", "name the base first: lora-merge base.safetensors lora.safetensors:0.8"),
     ("svd_merge_lora lora", "did you mean lora-merge combine"), ("resize lora --new_rank 4", "write lora-merge resize lora --rank 4"), ("BASE.SAFETENSORS lora", "did you mean base.safetensors"),
 ])  # fmt: skip
 def test_mistakes_of_beginners_are_answered(run: Run, words: str, fix: str) -> None:

@@ -617,6 +617,17 @@ def test_files_without_an_alpha_say_so_and_take_one(run: Run, tmp_path: Path) ->
         torch.testing.assert_close(got, base["layers.0.attn.q_proj.weight"] + factor * product)
 
 
+def test_alpha_that_trainers_store_is_missed_with_a_warning(run: Run, model: Path, style: Path, tmp_path: Path) -> None:
+    """Names of kohya's trainers without alpha; not if metadata is of a trainer from before alpha, or for other names."""
+    factors = {key: value for key, value in load(style).items() if not key.endswith(".alpha")}
+    for entries, label in (({}, "warning"), ({"ss_network_module": "networks.lora"}, "note")):
+        save(factors, tmp_path / "a.safetensors", entries)
+        code, out, err = run(model, tmp_path / "a.safetensors", "--dry-run")
+        assert code == 0, err
+        (line,) = [line for line in (out + err).splitlines() if "no alpha is stored" in line]
+        assert line.split()[0].rstrip(":") == label
+
+
 @pytest.mark.parametrize("part", ["te3", "te2", "re:attn7"])
 def test_part_that_the_base_does_not_have(run: Run, tmp_path: Path, model: Path, style: Path, part: str) -> None:
     code, _, err = run(model, style, "-o", tmp_path / "o.safetensors", "--strength-for", f"{part}=0.5")
@@ -924,10 +935,10 @@ def test_names_that_the_console_cannot_show(
     assert json.loads(run("verify", "o.safetensors", "--json"))["proven"]
 
 
-@pytest.mark.parametrize("name", ["base", "lora", "merged"])
+@pytest.mark.parametrize("name", ["base.safetensors", "style.safetensors", "merged.safetensors", "jobs.yaml"])
 def test_demo_takes_the_place_of_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr("lora_merge.cli.demo.command", lambda *_: [sys.executable, "-c", ""])  # a merge takes seconds
-    mine = save({"x.weight": rand(2)}, tmp_path / f"{name}.safetensors")
+    mine = save({"x.weight": rand(2)}, tmp_path / name)
     before = mine.read_bytes()
     _refused(run("demo", tmp_path), 2, tmp_path, mine.name)
     assert mine.read_bytes() == before and list(tmp_path.iterdir()) == [mine]
@@ -936,9 +947,8 @@ def test_demo_takes_the_place_of_nothing(run: Run, tmp_path: Path, monkeypatch: 
 @pytest.mark.slow
 def test_demo_can_be_run_again_and_needs_a_folder(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("demo", tmp_path / "demo")[0] == 0
-    looks = [sys.executable, "-c", "import sys; sys.exit('--overwrite' not in sys.argv)"]  # a merge takes seconds
-    monkeypatch.setattr("lora_merge.cli.demo.command", lambda *_: looks)
-    assert run("demo", tmp_path / "demo")[0] == 0
+    code, out, err = run("demo", tmp_path / "demo")
+    assert (code, err) == (0, "") and out.count("lora-merge base.safetensors style.safetensors:0.8") == 2
     _refused(run("demo", tmp_path / "demo" / "base.safetensors"), 2, tmp_path, "base.safetensors")
 
 

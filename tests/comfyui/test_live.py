@@ -23,6 +23,25 @@ pytestmark = [
 ]
 
 
+LOOP = """
+from comfy_execution.graph_utils import GraphBuilder
+
+class Loop:
+    RETURN_TYPES, FUNCTION, CATEGORY = ("LORA_MERGE_ADAPTERS",), "run", "loops"
+    INPUT_TYPES = classmethod(lambda cls: {"required": {"lora": ("STRING", {})}})
+
+    def run(self, lora):
+        graph = GraphBuilder()
+        unet = graph.node("UNETLoader", unet_name="sd3.safetensors", weight_dtype="default")
+        loader = graph.node("LoraLoaderModelOnly", model=unet.out(0), lora_name=lora, strength_model=0.5)
+        stack = graph.node("LoraMergeStack", model=loader.out(0))
+        return {"result": (stack.out(0),), "expand": graph.finalize()}
+
+NODE_CLASS_MAPPINGS = {"Loop": Loop}
+"""
+"""A node pack that makes nodes while a workflow runs, as loops do."""
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("comfyui")
@@ -34,6 +53,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     up, down = torch.randn(out, 4).mul(0.1), torch.randn(4, inner).mul(0.1)
     prefix = f"diffusion_model.{name.removesuffix('.weight')}"
     save({f"{prefix}.lora_A.weight": down, f"{prefix}.lora_B.weight": up}, folder / "models/loras/a.safetensors")
+    (folder / "custom_nodes/loop.py").write_text(LOOP)
     (folder / "more").mkdir()
     save({f"{prefix}.lora_A.weight": -down, f"{prefix}.lora_B.weight": up}, folder / "more/b.safetensors")
     (folder / "more/flux.gguf").write_bytes(b"GGUF")
@@ -98,6 +118,30 @@ def test_loras_of_a_loader_and_of_another_folder_meet_by_a_method(server: Server
     baked = load_file(models / "diffusion_models/ties.safetensors")
     for name, tensor in load_file(expected).items():
         torch.testing.assert_close(baked[name], tensor, rtol=0, atol=0)
+
+
+def test_nodes_that_a_loop_makes_are_read(server: Server) -> None:
+    plain, made = bake(name="plain"), bake(name="made")
+    made["1"] = {"class_type": "Loop", "inputs": {"lora": "a.safetensors"}}
+    for workflow in (plain, made):
+        status, said = server.post(workflow)
+        assert status == "success", said
+    first, second = (load_file(server.folder / f"models/diffusion_models/{n}.safetensors") for n in ("plain", "made"))
+    for name, tensor in first.items():
+        torch.testing.assert_close(second[name], tensor, rtol=0, atol=0)
+
+
+def test_switch_of_comfyui_is_passed_through(server: Server) -> None:
+    """Its outputs have the type of what is connected, which ComfyUI does not say."""
+    unet = {"class_type": "UNETLoader", "inputs": {"unet_name": "sd3.safetensors", "weight_dtype": "default"}}
+    loader = {"class_type": "LoraLoaderModelOnly", "inputs": {
+        "model": ["u", 0], "lora_name": "a.safetensors", "strength_model": 0.5,
+    }}  # fmt: skip
+    switch = {"class_type": "ComfySwitchNode", "inputs": {"switch": True, "on_true": ["l", 0], "on_false": ["u", 0]}}
+    workflow = {"u": unet, "l": loader, "s": switch, "1": node("Stack", model=["s", 0])}
+    status, said = server.post({**bake(name="switched"), **workflow})
+    assert status == "success", said
+    assert "a.safetensors: 0.5" in said["1"] and "ComfySwitchNode, UNETLoader" in said["1"]
 
 
 def test_second_queue_bakes_nothing(server: Server) -> None:

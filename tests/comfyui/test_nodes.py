@@ -15,10 +15,10 @@ from safetensors import safe_open
 
 import lora_merge
 from lora_merge.comfyui import pack
-from lora_merge.comfyui.loaders import loaded
+from lora_merge.comfyui.loaders import Way, loaded
 from lora_merge.merge_methods import COMBINATIONS, METHODS
 from tests.kit.adapters import kohya
-from tests.kit.comfy import HOST, Host, comfyui, lora, node
+from tests.kit.comfy import HOST, DynamicPrompt, Host, comfyui, lora, node
 from tests.kit.command_line import run
 from tests.kit.files import save
 from tests.kit.models import sd1_sample
@@ -215,13 +215,22 @@ def test_loras_of_loaders_are_read_from_the_workflow(host: Host) -> None:
     )
 
 
+def way(workflow: dict[str, Any], node: str) -> Way:
+    """The way to the model of a node, as the pack sees the workflow in ComfyUI."""
+    from lora_merge.comfyui.host import ComfyWorkflow
+
+    return loaded(ComfyWorkflow(DynamicPrompt(workflow, {})), [node, 0])
+
+
+@pytest.mark.usefixtures("host")
 def test_power_lora_loader_without_text_encoders() -> None:
     """It loads the denoiser's part alone, whatever the second strength is."""
     inputs = {name: value for name, value in LOADERS["p"]["inputs"].items() if name != "clip"}
     workflow = {**LOADERS, "p": {**LOADERS["p"], "inputs": inputs}}
-    assert loaded(workflow, ["p", 0]) == ([("a0.safetensors", 0.8, 0.0)], ["CheckpointLoaderSimple"])
+    assert way(workflow, "p") == ([("a0.safetensors", 0.8, 0.0)], ["CheckpointLoaderSimple"], "")
 
 
+@pytest.mark.usefixtures("host")
 def test_name_of_a_model_is_no_link() -> None:
     """Loaders of models call their file `model` too, and its name may begin with the number of a node."""
     unrelated, last = (
@@ -233,7 +242,83 @@ def test_name_of_a_model_is_no_link() -> None:
         "w": {"class_type": "ModelLoader", "inputs": {"model": "720p.gguf"}},
         "m": last,
     }
-    assert loaded(workflow, ["m", 0]) == ([("a1.safetensors", 0.5, 0.0)], ["ModelLoader"])
+    assert way(workflow, "m") == ([("a1.safetensors", 0.5, 0.0)], ["ModelLoader"], "")
+
+
+def lora_loader(model: Any) -> dict[str, Any]:
+    """ComfyUI's own loader of LoRAs."""
+    return {"class_type": "LoraLoaderModelOnly", "inputs": {
+        "model": model, "lora_name": "a1.safetensors", "strength_model": 0.5,
+    }}  # fmt: skip
+
+
+def other(kind: str, **inputs: Any) -> dict[str, Any]:
+    """A node of ComfyUI or of another pack."""
+    return {"class_type": kind, "inputs": inputs}
+
+
+PASSING = {
+    "reroute": other("Reroute", **{"": ["p", 0]}),
+    "patch": other("Patch of a pack", unet=["p", 0], latent=["l", 0]),
+    "switch on": other("ComfySwitchNode", switch=True, on_true=["p", 0], on_false=["c", 0]),
+    "switch off": other("ComfySwitchNode", switch=False, on_true=["c", 0], on_false=["p", 0]),
+    "first": other("Any Switch (rgthree)", any_02=["c", 0], any_01=["p", 0]),
+}
+"""Nodes that pass the model of Power Lora Loader through, by inputs of other names than `model`."""
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("name", [*PASSING])
+def test_way_goes_on_through_what_passes_a_model(name: str) -> None:
+    workflow = {**LOADERS, "l": other("Latent"), "x": PASSING[name], "m": lora_loader(["x", 0])}
+    passed = [PASSING[name]["class_type"], "CheckpointLoaderSimple"]
+    both = [("a0.safetensors", 0.8, 0.4), ("a1.safetensors", 0.5, 0.0)]
+    assert way(workflow, "m") == (both, passed, "")
+
+
+STOPPING = {
+    "ModelMergeSimple takes several models (model1, model2)": other(
+        "ModelMergeSimple", model1=["p", 0], model2=["c", 0]
+    ),
+    "ComfySwitchNode takes several models": other(
+        "ComfySwitchNode", switch=["b", 0], on_true=["p", 0], on_false=["c", 0]
+    ),
+    "node 99 is not in the workflow": other("Reroute", **{"": ["99", 0]}),
+}  # fmt: skip
+"""What is said → a node at which the way ends although something is before it."""
+
+
+@pytest.mark.parametrize("said", [*STOPPING])
+def test_report_says_where_the_way_ends(said: str, host: Host) -> None:
+    workflow = {**LOADERS, "x": STOPPING[said], "m": lora_loader(["x", 0]), "1": node("Stack", model=["m", 0])}
+    result = host.post(workflow)["1"]
+    assert [a["path"] for a in result.values[0]] == [str(host.models / "loras/a1.safetensors")]
+    assert f"the way ends: {said}" in result.values[1]
+    with pytest.raises(ValueError, match=r"no LoRA is loaded .*" + re.escape(said)):
+        host.post({**workflow, "1": node("Stack", model=["x", 0])})
+
+
+def test_nodes_of_a_loop_are_read(host: Host) -> None:
+    """Loops make copies of nodes while they run; the workflow that was posted does not have them."""
+    made = {"7.0.m": lora_loader(["p", 0]), "7.0.1": node("Stack", model=["7.0.m", 0])}
+    posted = host.post(LOADERS, made)
+    assert [Path(a["path"]).name for a in posted["7.0.1"].values[0]] == ["a0.safetensors", "a1.safetensors"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="links need a right there")
+def test_link_that_leads_nowhere_does_not_make_a_stack_run_again(host: Host) -> None:
+    (host.models / "loras/gone.safetensors").symlink_to(host.models / "nowhere.safetensors")
+    workflow = {**LOADERS, "1": node("Stack", model=["m", 0])}
+    host.post(workflow)
+    host.post(workflow)
+    assert host.runs == []
+
+
+def test_picture_that_cannot_be_drawn_is_left_out(host: Host) -> None:
+    """The file is there by then."""
+    (host.models / "temp").write_text("no folder")
+    output = host.post(bake())["3"]
+    assert Path(output.values[0]).exists() and "images" not in output.ui and output.ui["text"] == (output.values[1],)
 
 
 @pytest.mark.parametrize(

@@ -166,13 +166,13 @@ def test_header_says_that_weights_were_quantised_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "what"),
     [
-        ("names of diffusers", UsageError, "no diffusion model that ComfyUI-GGUF loads"),
-        ("a folder", UsageError, "no GGUF file is made of a folder"),
+        ("names of diffusers", UsageError, "ComfyUI-GGUF loads no model with the names of this base"),
+        ("a folder", UsageError, "a folder cannot be converted to GGUF"),
         ("another type", UsageError, "GGUF has no such type"),
         ("scaled codes kept", UsageError, "no type for the quantised weights"),
         ("bytes", InputError, "GGUF has no type for uint8"),
         ("a text encoder", FitError, "a network that the GGUF file lacks"),
-        ("another suffix", UsageError, "the output is GGUF"),
+        ("another suffix", UsageError, "a GGUF file cannot be named .safetensors"),
     ],
 )
 def test_gguf_refuses_what_it_has_no_place_for(tmp_path: Path, change: str, error: type[MergeError], what: str) -> None:

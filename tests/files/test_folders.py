@@ -141,7 +141,7 @@ def test_adapter_of_both_experts_gives_a_folder_of_one_its_own_half(tmp_path: Pa
     with pytest.raises(FitError, match="1 of 2 adapter modules") as error:
         lora_merge.merge(tmp_path / expert, file, tmp_path / "out")
     other = "the transformer" if expert == "transformer_2" else r"the second transformer \(low noise\)"
-    assert re.search(f"some modules are for {other}, the base holds only", error.value.what)
+    assert re.search(f"some modules are for {other}, the base contains only", error.value.what)
     lora_merge.merge(tmp_path / expert, file, tmp_path / "out", unmatched="skip")
     mine = {k.removeprefix(f"{expert}."): v for k, v in lora.items() if k.startswith(f"{expert}.")}
     wanted = model.state_dict()[f"{key}.weight"] + mine[f"{key}.lora_B.weight"] @ mine[f"{key}.lora_A.weight"]

@@ -110,12 +110,12 @@ def test_container_follows_from_the_base(tmp_path: Path, adapter: Path, monkeypa
     base = by_library.write(tmp_path / "flux.gguf", "flux", flux("Q8_0"))
     assert Path(lora_merge.merge(base, adapter).output).name == "flux+style.gguf"
     assert Path(lora_merge.merge(base, adapter, dtype="bf16").output).name == "flux+style.safetensors"
-    with pytest.raises(UsageError, match="ordinary checkpoint"):
+    with pytest.raises(UsageError, match="a safetensors file cannot be named"):
         lora_merge.merge(base, adapter, "x.gguf", dtype="bf16")
-    with pytest.raises(UsageError, match="is GGUF"):
+    with pytest.raises(UsageError, match="a GGUF file cannot be named"):
         lora_merge.merge(base, adapter, "x.safetensors")
     save_file({f"{n}.weight": rand(96, 256) for n in LAYERS}, tmp_path / "plain.safetensors")
-    with pytest.raises(UsageError, match="no diffusion model that ComfyUI-GGUF loads"):
+    with pytest.raises(UsageError, match="ComfyUI-GGUF loads no model with the names of this base"):
         lora_merge.merge("plain.safetensors", adapter, "x.gguf")
 
 

@@ -141,8 +141,8 @@ def test_paths_that_are_no_checkpoints(tmp_path: Path) -> None:
     cases = {
         tmp_path / "missing": "not found",
         tmp_path / "fifo": "not a regular file",
-        tmp_path / "loop": "link that points nowhere|cannot be read",
-        tmp_path / "dangling": "link that points nowhere",
+        tmp_path / "loop": "a broken symbolic link|cannot be read",
+        tmp_path / "dangling": "a broken symbolic link",
         Path("/dev/zero"): "not a regular file",
         tmp_path / ("n" * 300): "name too long",
         tmp_path / "nul\0": "not found",

@@ -54,8 +54,8 @@ ODD: dict[str, tuple[Callable[[Path], object], str]] = {
     "a pipe": (os.mkfifo, "an entry that is not a file"),
     "a link to a device": (lambda path: path.symlink_to("/dev/zero"), "an entry that is not a file"),
     "a socket": (bind, "an entry that is not a file"),
-    "a link to nowhere": (lambda path: path.symlink_to("gone"), "points nowhere"),
-    "a link to itself": (lambda path: path.symlink_to(path.name), "points nowhere"),
+    "a link to nowhere": (lambda path: path.symlink_to("gone"), "a broken symbolic link"),
+    "a link to itself": (lambda path: path.symlink_to(path.name), "a broken symbolic link"),
     "a link to a folder": (lambda path: path.symlink_to("/usr"), "link to a folder"),
     "a link to the folder": (lambda path: path.symlink_to("."), "link to a folder"),
 }
@@ -177,7 +177,7 @@ def test_component_keeps_its_files_whatever_its_weights_are(model: Path) -> None
 
 @pytest.mark.parametrize("inside", [5, "text", [1], True])
 def test_index_with_odd_metadata_is_refused(model: Path, inside: Any) -> None:
-    with pytest.raises(InputError, match="index and shards do not agree"):
+    with pytest.raises(InputError, match="the shard index is wrong"):
         merge(indexed(model, inside))
 
 

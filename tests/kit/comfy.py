@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 HOST = Path(__file__).parent / "comfy_host"
-MODULES = ("comfy", "comfy_api", "folder_paths", "lora_merge.comfyui.host", "lora_merge.comfyui.nodes")
+MODULES = ("comfy", "comfy_api", "folder_paths", "nodes", "lora_merge.comfyui.host", "lora_merge.comfyui.nodes")
 KINDS = ("checkpoints", "diffusion_models", "text_encoders", "loras")
 
 Workflow = Mapping[str, Mapping[str, Any]]
@@ -27,11 +27,11 @@ class Host:
         self.runs: list[str] = []  # nodes that have run, of the last workflow
         self._cache: dict[str, tuple[str, Any]] = {}
 
-    def post(self, workflow: Workflow) -> dict[str, Any]:
-        """The output of each node of a workflow."""
+    def post(self, workflow: Workflow, made: Workflow | None = None) -> dict[str, Any]:
+        """The output of each node of a workflow. `made`: nodes that other nodes make while it runs."""
         outputs: dict[str, Any] = {}
         self.runs = []
-        for name, entry in workflow.items():
+        for name, entry in {**workflow, **(made or {})}.items():
             if entry["class_type"] not in self.nodes:  # only lazy inputs lead to it, which do not make it run
                 continue
             node = self.nodes[entry["class_type"]]
@@ -39,7 +39,7 @@ class Host:
             assert not lazy or node.check_lazy_status(**dict.fromkeys(lazy)) == []
             inputs = {key: value for key, value in entry["inputs"].items() if key not in lazy}
             ancestors = [entry["inputs"][key] for key in lazy if key in entry["inputs"]]
-            node.hidden = SimpleNamespace(prompt=workflow, unique_id=name)
+            node.hidden = SimpleNamespace(dynprompt=DynamicPrompt(workflow, made or {}), unique_id=name)
             constants = {key: value for key, value in inputs.items() if not isinstance(value, list)}
             print_of = node.fingerprint_inputs(**nested(node, constants))
             key = f"{entry['class_type']} {inputs} {print_of} {ancestors and workflow} {[outputs[v[0]].values for v in inputs.values() if isinstance(v, list)]}"
@@ -49,6 +49,19 @@ class Host:
                 self.runs.append(name)
             outputs[name] = self._cache[name][1]
         return outputs
+
+
+class DynamicPrompt:
+    """What ComfyUI passes to nodes that ask for DYNPROMPT."""
+
+    def __init__(self, workflow: Workflow, made: Workflow) -> None:
+        self._nodes = {**workflow, **made}
+
+    def has_node(self, name: str) -> bool:
+        return name in self._nodes
+
+    def get_node(self, name: str) -> Mapping[str, Any]:
+        return self._nodes[name]
 
 
 def nested(node: Any, values: Mapping[str, Any], *, check: bool = False) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Final
 TYPED: Final[Mapping[str, str]] = {
     "average changes, for which they need not be alike: --space delta":
         "tests/adapters_out/test_averages.py::test_snapshots_that_are_not_alike_have_no_averaged_factors[shape]",
-    "bring it to LoRA: --algorithm lora --rank RULE, or write another format (kohya)":
+    "bring it to LoRA: --algorithm lora --rank 32, or write another format (kohya)":
         "tests/adapters_out/test_experts.py::test_peft_gets_no_whole_values_of_an_expert_which_it_would_leave_out[qwen3_moe]",
     "bring it to LoRA: --algorithm lora, with --rank if it is not low-rank":
         "tests/adapters_out/test_convert.py::test_dialect_refuses_what_it_cannot_hold",
@@ -20,7 +20,7 @@ TYPED: Final[Mapping[str, str]] = {
         "tests/proof/test_unmerge.py::test_unmerge_has_the_manners_of_a_merge",
     "choose another name: -o …-new…":
         "tests/planning/test_folders.py::test_folder_of_the_tokenizer_is_not_replaced",
-    "give --rank, or convert to kohya or comfy":
+    "write --rank 32, or choose the format kohya or comfy":
         "tests/adapters_out/test_convert.py::test_whole_matrices_go_through_every_dialect_that_has_a_place_for_them",
     "give the base model of the training: --base MODEL":
         "tests/adapters_out/test_combine.py::test_merging_the_combination_is_merging_all_also_with_dora_and_biases",
@@ -49,15 +49,15 @@ TYPED: Final[Mapping[str, str]] = {
     "name a folder: -o …":
         "tests/cli/test_main.py::test_outputs_of_odd_names",
     "name another folder: lora-merge demo DIR":
-        "tests/cli/test_main.py::test_demo_takes_the_place_of_nothing[base]",
+        "tests/cli/test_main.py::test_demo_takes_the_place_of_nothing[base.safetensors]",
     "name it: -o merged.safetensors":
         "tests/cli/test_errors.py::test_errors_name_the_mistake_and_the_fix[base.safetensors lora.safetensors -o --2-the output is a file, not a stream--o merged.safetensors]",
     "name the base first: lora-merge BASE ADAPTER:0.8":
-        "tests/cli/test_habits.py::test_mistakes_of_beginners_are_answered[lora.safetensors:0.8 base.safetensors-name the base first: lora-merge BASE]",
+        "tests/cli/test_habits.py::test_mistakes_of_beginners_are_answered[lora.safetensors:0.8 base.safetensors-name the base first: lora-merge base.safetensors lora.safetensors:0.8]",
     "name the base; lora-merge inspect … shows what the adapter changes":
         "tests/cli/test_errors.py::test_errors_name_the_mistake_and_the_fix[parts lora.safetensors-2-an adapter, and parts are those of a base-lora-merge inspect lora.safetensors]",
     "one merge needs no file: lora-merge BASE ADAPTER:0.8":
-        "tests/cli/test_errors.py::test_errors_name_the_mistake_and_the_fix[batch base.safetensors-2-a model, and not a jobs file-lora-merge BASE ADAPTER]",
+        "tests/cli/test_errors.py::test_errors_name_the_mistake_and_the_fix[batch base.safetensors-2-this is a model, not a jobs file-lora-merge BASE ADAPTER]",
     "merge again with --compute-dtype fp32":
         "tests/proof/test_verify.py::test_sums_in_16_bits_that_prove_nothing_are_noted_where_they_were_asked_for",
     "name the folder: --tokenizer …":
@@ -70,7 +70,7 @@ TYPED: Final[Mapping[str, str]] = {
         "tests/files/test_quantising.py::test_formats_that_no_loader_reads_are_refused_with_what_to_write_instead",
     "write --dtype keep, as what the adapter changes is not quantised; or …":
         "tests/files/test_quantised.py::test_dtype_other_than_keep_is_refused",
-    "give --rank, such as 32 or energy:0.99, or store whole matrices: --algorithm full --to kohya":
+    "write --rank 32 or --rank energy:0.99, or store whole matrices: --algorithm full --to kohya":
         "tests/adapters_out/test_convert.py::test_dialect_refuses_what_it_cannot_hold",
     "state whether weights are [in, out] with --setting fan_in_fan_out=true or false; the wrong one transposes the change":
         "tests/matching/test_conv1d.py::test_conv1d_that_was_wrapped_first_is_refused_until_the_user_says_it[lora]",
@@ -100,7 +100,7 @@ TYPED: Final[Mapping[str, str]] = {
 UNTYPED: Final[Mapping[str, tuple[str, ...]]] = {
     "a GPU or a system that fails so is needed": (
         "choose another -o: without < > : \" | ? *, a point at the end, and names such as CON and NUL",
-        "choose another -o; is another run at it?",
+        "choose another -o, or wait for the other run",
         "make room, or write to another disk with -o",
         "remove files, or give --cache a folder on another disk",
         "end other programs that use the device, or use --device cpu",

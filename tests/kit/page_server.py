@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from lora_merge.ui.library import Library
+from lora_merge.ui.previews import Previews
 from lora_merge.ui.runs import ENDED, Queue
 from lora_merge.ui.server import Server
 
@@ -68,14 +69,13 @@ class Page:
 @contextmanager
 def serving(*folders: Path, output: Path | None = None, pictures: bool = False) -> Iterator[Page]:
     """The page for these folders."""
-    library = Library(folders, output)
-    with Queue(pictures=pictures) as queue:
-        queue.estimate = lambda _: None  # type: ignore[method-assign]  # 32 MiB are written by `measured` alone
-        server = Server(library, queue)
-        thread = threading.Thread(target=server.run)
-        thread.start()
-        try:
-            yield Page(library, queue, server.address)
-        finally:
-            server.stop()
-            thread.join()
+    library, queue = Library(folders, output), Queue(pictures=pictures)
+    queue.estimate = lambda _: None  # type: ignore[method-assign]  # 32 MiB are written by `measured` alone
+    server = Server(library, lambda: Previews(library, queue))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        yield Page(library, queue, server.address)
+    finally:
+        server.stop()
+        thread.join()

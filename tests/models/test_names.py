@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -625,7 +626,8 @@ def test_comfyuis_name_of_an_encoder_means_the_only_one_of_a_folder_that_it_can(
     assert two.find(name("transformer").replace("transformer.transformer", "transformer")) == view
     both = names(pipeline(transformer=header("diffusers/zimage"), text_encoder=llm, text_encoder_2=llm))
     assert both.find(name("qwen3_4b")) is None
-    assert "text encoder qwen3_4b" in explain(both, [name("qwen3_4b")], {}, NO_METADATA)
+    misfit = explain(both, [name("qwen3_4b")], {}, NO_METADATA)
+    assert misfit is not None and "text encoder qwen3_4b" in misfit.reason
 
 
 @pytest.mark.few(2)
@@ -781,8 +783,10 @@ def test_wrong_pair_is_explained_with_both_sides(made_for: str, prefix: str, nam
     views = {m: found.find(m) for m in modules}
     wrong = [m for m, view in views.items() if view is None or view.shape[:2] != modules[m][:2]]
     assert wrong
-    text = explain(found, wrong, modules, NO_METADATA)
-    assert all(title in text for title in both), text
+    misfit = explain(found, wrong, modules, NO_METADATA)
+    assert misfit is not None
+    assert all(title in misfit.text for title in both), misfit
+    assert (misfit.kind in ("model", "architecture", "variant")) == bool(misfit.adapter and misfit.base)
 
 
 @pytest.mark.few(8)
@@ -828,13 +832,14 @@ def test_adapter_of_some_layers_is_not_taken_for_another_models(name: str, part:
 def test_doubt_where_names_fit_all_the_same() -> None:
     t2v, base_i2v = adapter("native/wan-t2v-14B", "diffusion_model."), base("native/wan-i2v-14B")
     assert all(base_i2v.find(m) for m in t2v)
-    assert "without image embeddings" in variant_doubt(base_i2v, lambda: t2v)
+    misfit = variant_doubt(base_i2v, lambda: t2v)
+    assert misfit is not None
+    assert (misfit.kind, "without image embeddings" in misfit.adapter) == ("variant", True)
     assert not variant_doubt(base_i2v, lambda: adapter("diffusers/wan-i2v-14B", "transformer."))
     assert not variant_doubt(base_i2v, lambda: adapter("native/wan-i2v-14B", "lora_unet_", "self_attn"))
     assert not variant_doubt(base("native/wan-t2v-14B"), lambda: t2v)
-    assert "without image embeddings" in variant_doubt(
-        base_i2v, lambda: adapter("diffusers/wan", "transformer.", "blocks")
-    )
+    misfit = variant_doubt(base_i2v, lambda: adapter("diffusers/wan", "transformer.", "blocks"))
+    assert misfit is not None and "without image embeddings" in misfit.adapter
     for there in (base_i2v, base("diffusers/wan-i2v-14B")):  # their trainers' default: to_q, to_k, to_v, to_out.0
         assert not variant_doubt(there, lambda: adapter("diffusers/wan-i2v-14B", "transformer.", ".to_"))
     for name in ("sdxl", "sd15", "flux-dev", "sd35-medium", "chroma", "mochi"):
@@ -842,18 +847,21 @@ def test_doubt_where_names_fit_all_the_same() -> None:
 
 
 def test_reasons_of_a_mismatch() -> None:
-    text = explain(base("native/sdxl"), ["lora_te1_text_model_encoder_layers_0_mlp_fc1"], {}, NO_METADATA)
-    assert "first text encoder" in text
-    assert "unet" in text
-    text = explain(base("transformers/llama-3.2-1b"), ["base_model.model.lm_head"], {}, NO_METADATA)
-    assert "input embeddings" in text
+    def reason(*args: Any) -> tuple[str, str]:
+        misfit = explain(*args, NO_METADATA)
+        assert misfit is not None
+        return misfit.kind, misfit.reason
+
+    kind, text = reason(base("native/sdxl"), ["lora_te1_text_model_encoder_layers_0_mlp_fc1"], {})
+    assert (kind, "first text encoder" in text, "unet" in text) == ("network", True, True)
+    kind, text = reason(base("transformers/llama-3.2-1b"), ["base_model.model.lm_head"], {})
+    assert (kind, "input embeddings" in text) == ("layer", True)
     modules = adapter("transformers/llama-3.1-8b", "base_model.model.", "self_attn.q_proj")
     found = base("transformers/llama-3.2-1b")
-    assert "block 31" in explain(found, [m for m in modules if not found.find(m)], modules, NO_METADATA)
-    text = explain(
-        base("single-file/sdxl"), ["lora_te2_text_model_encoder_layers_40_self_attn_q_proj"], {}, NO_METADATA
-    )
-    assert "block 40" in text
+    kind, text = reason(found, [m for m in modules if not found.find(m)], modules)
+    assert (kind, "block 31" in text) == ("size", True)
+    kind, text = reason(base("single-file/sdxl"), ["lora_te2_text_model_encoder_layers_40_self_attn_q_proj"], {})
+    assert (kind, "block 40" in text) == ("size", True)
     assert "block 31" in text, "of the same encoder, not of the denoiser"
     assert guess({"strange.module": (3, 3)}) == "unknown"
 
@@ -950,8 +958,8 @@ def test_views_join_and_turn() -> None:
 
 
 def test_model_of_one_network_is_not_called_one_of_several() -> None:
-    assert "single network" in missing_networks(["te"], ["model"])
-    assert "holds only the unet" in missing_networks(["te"], ["unet"])
+    assert "single network" in missing_networks(["te"], ["model"]).reason
+    assert "contains only the unet" in missing_networks(["te"], ["unet"]).reason
 
 
 ALIKE = {

@@ -175,7 +175,7 @@ def test_tokens_that_peft_saves_under_all_names_of_one_table(tmp_path: Path, cha
     if changed:
         stored[f"base_model.model.{changed}.trainable_tokens_delta"] += 1
         save_file(stored, file)
-        with pytest.raises(lora_merge.MergeError, match="two tensors claim the same place"):
+        with pytest.raises(lora_merge.MergeError, match="two adapter tensors are for the same part of a layer"):
             lora_merge.plan(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
         return
     lora_merge.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")

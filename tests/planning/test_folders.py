@@ -133,7 +133,7 @@ def test_part_by_its_own_names_goes_below_the_module_that_its_folder_names(model
 REFUSED = {
     "several modules": ("part.bin", CONNECTOR),
     "rows of new tokens": ("new_embeddings.safetensors", {"input_embeddings": torch.ones(2, HIDDEN)}),
-    "have no place in": ("non_lora_trainables.bin", {"base_model.model.other.weight": torch.ones(3)}),
+    "match nothing in": ("non_lora_trainables.bin", {"base_model.model.other.weight": torch.ones(3)}),
     "only in part": ("x.safetensors", {"model.embed_tokens.weight": torch.ones(12, HIDDEN), "strange": torch.ones(2)}),
 }
 

@@ -12,8 +12,8 @@ import torch
 
 import lora_merge
 from lora_merge.algorithms import ALGORITHMS, Loaded
-from lora_merge.algorithms.kmeans import kmeans
-from lora_merge.algorithms.low_rank import low_rank_svd
+from lora_merge.algorithms.adamss import kmeans
+from lora_merge.algorithms.low_rank_svd import low_rank_svd
 from lora_merge.errors import VerificationFailed
 from lora_merge.proof.peft_initialisation import CHECKS, RebuiltSlots
 from lora_merge.proof.reference.floats import Array, as_dtype

@@ -219,7 +219,7 @@ def test_recipe_that_gives_another_model_is_not_replayed(files: Path) -> None:
 
 def test_unmerging_is_refused_with_advice(files: Path) -> None:
     out = merged(files)
-    with pytest.raises(UsageError, match="cannot be taken back") as refusal:
+    with pytest.raises(UsageError, match="cannot be undone") as refusal:
         refuse_to_unmerge(out)
     assert sha(files / "base.safetensors") in refusal.value.fix
     for command, named in ((prove, True), (refuse_to_unmerge, False)):  # the other one has no such options

@@ -269,7 +269,7 @@ def test_files_of_other_programs_are_proven_from_named_inputs(made: Path) -> Non
         prove(out, **inputs(made, (0.6, 0.3)))
     with pytest.raises(InputError, match="says nothing about how it was made"):
         prove(out)
-    with pytest.raises(UsageError, match="half of the inputs"):
+    with pytest.raises(UsageError, match="only some of the inputs"):
         prove(out, base=made / "base.safetensors")
 
 
@@ -560,12 +560,12 @@ def of_recipe(path: Path, **changes: Any) -> dict[str, str]:
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize(("changes", "forged", "refused"), [
-    ({"more": (1e7, -1e7)}, noisy, "not proven: the bound is above the change"),
+    ({"more": (1e7, -1e7)}, noisy, "not verifiable: the rounding bound is larger than the change"),
     ({"compute_dtype": "bf16"}, noisy, "by the bound of fp32"),
     ({"compute_dtype": "bf16", "rounding": "stochastic"}, noisy, "by the bound of fp32"),
     ({"rounding": "stochastic"}, further, "not what base and adapters give"),
     ({"rounding": "stochastic", "seed": 7}, further, "not what base and adapters give"),
-    ({"method": "ties", "density": 1.0, "more": (-1.0,)}, without, "not proven: the bound is above the change"),
+    ({"method": "ties", "density": 1.0, "more": (-1.0,)}, without, "not verifiable: the rounding bound is larger than the change"),
 ], ids=["cancelling", "bf16", "bf16-stochastic", "stochastic", "seed", "ties"])  # fmt: skip
 @pytest.mark.parametrize("named", [False, True])
 def test_recipe_does_not_decide_how_strictly_it_is_judged(
@@ -609,7 +609,7 @@ def test_sums_in_16_bits_that_prove_nothing_are_noted_where_they_were_asked_for(
     lora, out = save(factors, tmp_path / "lora.safetensors"), tmp_path / "out.safetensors"
     done = lora_merge.merge(base, (lora, 0.1), out, compute_dtype="bf16")
     assert done.verified is not None
-    (note,) = [text for text in done.verified["warnings"] if "1 merged tensor is not proven" in text]
+    (note,) = [text for text in done.verified["warnings"] if "1 merged tensor is not verifiable" in text]
     assert f"({out}: a.weight," in note
-    with pytest.raises(VerificationFailed, match="not proven: the bound is above the change"):
+    with pytest.raises(VerificationFailed, match="not verifiable: the rounding bound is larger than the change"):
         lora_merge.verify(out, full=True, compute_dtype="bf16")

@@ -14,7 +14,7 @@ import pytest
 
 from lora_merge import merge
 from lora_merge.ui.runs import Run
-from tests.kit.browser import Window, window
+from tests.kit.browser import Window, wait, window
 from tests.kit.page_server import Page, serving
 from tests.ui.test_forms import TINY, A
 
@@ -85,6 +85,26 @@ def test_finished_file_is_verified_and_its_adapter_taken_out(page: Page, comfy: 
             w.until(f"$('#runs h3')?.textContent.startsWith(arguments[0]) && {FIRST} === 'done'", command.title())
         assert w.errors() == []
     assert (comfy / "models/checkpoints/product-without.safetensors").exists()
+
+
+def test_form_asks_for_what_is_missing_and_offers_only_what_it_takes(page: Page) -> None:
+    """A file that a form has no use for is put aside, and comes back with the next form that takes it."""
+    still = "$('#summary').textContent"
+    with window(page.address, 1060, 700) as w:
+        w.open()
+        assert w.js(f"return {still}") == "Still to choose: Base."
+        choose(w)
+        w.until(READY)
+        for command, missing in (("extract", "Tuned checkpoint"), ("resize", "Rank")):
+            w.js("$(`[data-command=${arguments[0]}]`).click()", command)
+            w.until(f"{still} === arguments[0]", f"Still to choose: {missing}.")
+            assert w.js("return $('#run').disabled && !$('#plan .error')")
+        assert "a {x}" in w.js("return $('fieldset select').selectedOptions[0].text")
+        w.js("const r = $('[name=rank]'); r.value = 2; r.dispatchEvent(new Event('input'))")
+        w.until(READY)
+        w.js("$('#run').click()")
+        w.until("$('#runs > li') && $('#runs > li').getBoundingClientRect().top < innerHeight")
+        assert w.errors() == []
 
 
 def test_cancel_leaves_nothing(page: Page, comfy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,8 +178,7 @@ def test_page_of_another_origin_cannot_start_a_merge(page: Page, comfy: Path) ->
                     "const i = document.createElement('iframe'); i.src = arguments[0]; document.body.append(i)",
                     page.address,
                 )
-                w.driver.implicitly_wait(1)
-                assert any("frame-ancestors" in line for line in w.until("1") and w.errors())
+                wait(lambda: any("frame-ancestors" in line for line in w.errors()), "the refusal")
         finally:
             evil.shutdown()
     assert page.call("queue")["runs"] == []

@@ -66,6 +66,16 @@ def test_warm_up_looks_at_a_base_and_an_adapter(comfy: Path, opened: Counter[Pat
     assert before.total() <= opened.total() <= before.total() + 2
 
 
+def test_chosen_base_has_its_names_before_an_adapter_is_chosen(comfy: Path, opened: Counter[Path]) -> None:
+    """The names of adapters are worked out while somebody looks for an adapter, with one that fits."""
+    page, base = previews(comfy), str(comfy / "models" / TINY)
+    page.files({"base": base})
+    page._ahead[base].join()
+    assert opened[Path(base)] == 1 and len(opened) == 2 and page._facts.cache_info().misses == 3
+    page.files({"base": base})
+    assert len(page._ahead) == 1 and page._facts.cache_info().misses == 3
+
+
 def test_changed_configuration_is_read_again(tmp_path: Path) -> None:
     base, folder, former = sd1(), tmp_path / "adapter", lora_merge.FormerPlans()
     name = next(key for key in base if key.endswith("attn1.to_q.weight"))

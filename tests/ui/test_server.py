@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from http.client import HTTPConnection
 from pathlib import Path
@@ -114,6 +115,15 @@ def test_error_of_a_form_comes_before_the_run(page: Page, comfy: Path) -> None:
     assert preview["plan"]["error"]["kind"] == "UnmatchedModules" and preview["plan"]["error"]["fix"]
     assert page.call("run", **filled)["error"]["kind"] == "UnmatchedModules"
     assert page.call("queue")["runs"] == []
+
+
+def test_mistake_in_a_form_is_not_called_one_of_a_jobs_file(page: Page, comfy: Path) -> None:
+    filled = {"command": "resize", "adapters": [{"path": str(comfy / "models" / A)}], "output": "small"}
+    for rank, where in (("", "resize needs"), ("many", "'many' is not a rule")):
+        for call in ("preview", "run"):
+            error = page.call(call, **filled, options={"rank": rank})["error"]
+            assert error["what"] == "a mistake in the form" and error["where"].startswith(where), error
+            assert "schema" not in error["fix"]
 
 
 def test_cancelled_runs_leave_nothing(page: Page, comfy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,6 +238,35 @@ def test_report_has_an_origin_of_its_own(comfy: Path) -> None:
         assert reply.status == 200 and b"histogram" in reply.body
         assert reply.headers["content-security-policy"].startswith("sandbox allow-scripts;")
         assert page.send("GET", f"{page.root}report/99").status == 404
+
+
+def test_page_is_answered_while_the_program_is_imported(comfy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To import all that merges takes a second: the calls wait for it, the page does not."""
+    for name in [m for m in sys.modules if m.startswith("lora_merge.ui")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("lora_merge.files.checkpoint", "lora_merge.viewing.inspect", "lora_merge.batch.run"):
+        monkeypatch.setitem(sys.modules, name, None)  # an import of one of these fails
+    from lora_merge.ui.library import Library
+    from lora_merge.ui.server import Server
+
+    imported = threading.Event()
+
+    def broken() -> Any:
+        imported.wait(30)
+        raise ImportError("no numpy")
+
+    library = Library([comfy])
+    server = Server(library, broken)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    page = Page(library, None, server.address)  # type: ignore[arg-type]  # there is none
+    for name in ("", "page.css", "page.js"):
+        assert page.send("GET", f"{page.root}{name}").status == 200
+    imported.set()
+    answer = page.send("POST", f"{page.root}api/start", b"{}", Content__Type=JSON)
+    assert answer.status == 422 and "no numpy" in json.loads(answer.body)["error"]["what"]
+    server.stop()
+    thread.join()
 
 
 def test_command_without_its_libraries_names_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

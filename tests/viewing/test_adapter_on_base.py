@@ -134,5 +134,5 @@ def test_tensor_that_takes_the_place_of_the_base_s_has_its_numbers(tmp_path: Pat
     assert "run with --weights" not in "\n".join(lines(facts))
     assert "run with --weights" in "\n".join(lines(inspect(tmp_path / "base.safetensors", adapter)))
     told = "\n".join(lines(inspect(adapter, weights=True)))
-    assert "whole         1 tensor in place of the base's own" in told
+    assert "whole         1 tensor replaces the base's: " in told
     assert "‖ΔW‖" not in told

@@ -106,9 +106,9 @@ def test_adapter_is_its_own_double_and_the_opposite_of_its_negative(scene: Scene
         found = compare(scene.ink, other)
         assert found["total"]["cosine"] == pytest.approx(cosine, abs=1e-5)
         assert found["fight"] == (list(found["blocks"]) if cosine < 0 else [])
-        assert any(
-            f"in {len(found['fight'])} of {len(found['blocks'])} blocks" in line
-            for line in map(str, compare_rows(found))
+        opposed = [line for line in map(str, compare_rows(found)) if line.startswith("opposed")]
+        assert [f"opposite directions in {len(found['blocks'])} of" in line for line in opposed] == [True] * (
+            cosine < 0
         )
         assert found["total"]["overlap"] == pytest.approx(1, abs=1e-5)
 
@@ -247,6 +247,44 @@ def test_verdict_about_two_models(scene: Scene, tmp_path: Path) -> None:
     }
     for kind, tensors in changed.items():
         assert _verdict(scene.base, save(tensors, tmp_path / "b.safetensors"))["kind"] == kind
+
+
+def test_changed_tensors_of_a_rounded_model_are_separate(tmp_path: Path) -> None:
+    """bf16 of an fp32 model in which one tensor is scaled: the change is measured in that tensor alone, as by a merge."""
+    wide = {f"x{n}.weight": rand(64, 64, seed=n) * 100**n for n in range(3)}
+    a = save(wide, tmp_path / "a.safetensors")
+    b = save({k: (v * 1.1 if k[1] == "0" else v).bfloat16() for k, v in wide.items()}, tmp_path / "b.safetensors")
+    found = compare(a, b)
+    assert (found["different"], found["rounded"], found["equal"]) == (1, {"B is A in bf16": 2}, 0)
+    assert found["change"]["relative"] == pytest.approx(0.1, rel=0.01)
+    assert "1 of 3 tensors changed" in found["verdict"]["text"]
+    assert "by 10 % of their weights" in found["verdict"]["text"]
+
+
+@pytest.mark.parametrize("dtype", ["fp8_scaled", "nf4"])
+def test_quantised_copy_is_the_same_model_and_a_merge_is_not(tmp_path: Path, dtype: str) -> None:
+    base = save({f"layers.{n}.q_proj.weight": rand(128, 128, seed=n) for n in range(2)}, tmp_path / "b.safetensors")
+    factors = {f"layers.0.q_proj.lora_{end}.weight": rand(128, 128, seed=5)[:, :4] for end in ("B", "A")}
+    factors["layers.0.q_proj.lora_A.weight"] = factors["layers.0.q_proj.lora_A.weight"].T * 0.1
+    adapter = save(factors, tmp_path / "a.safetensors")
+    for strength in (0, 1):
+        out = tmp_path / f"{strength}.safetensors"
+        lora_merge.merge(base, (adapter, strength), out, dtype=dtype, no_metadata=True)
+        found = compare(base, out)
+        assert found["rounded"] == {f"B is A in {'bitsandbytes ' * (dtype == 'nf4')}{dtype}": 2 - strength}
+        assert (found["verdict"]["kind"], found["different"]) == (("rounding", "changed")[strength], strength)
+
+
+def test_merge_on_a_base_is_named_by_its_recipe(scene: Scene, tmp_path: Path) -> None:
+    out, other = tmp_path / "o.safetensors", tmp_path / "other" / "c.safetensors"
+    report = lora_merge.merge(scene.base, (scene.ink, 0.8), out)
+    verdict = _verdict(scene.base, out)
+    assert verdict["text"].startswith(
+        f"B is A with {scene.ink.name}:0.8 merged, by the recipe in B: {report.changed} of"
+    )
+    assert _verdict(out, scene.base)["text"].startswith("A is B with")
+    other.parent.mkdir()
+    assert _verdict(save(load(scene.base), other), out)["kind"] == "changed"  # a base of another name
 
 
 def test_one_value_two_steps_away_is_no_rounding(tmp_path: Path) -> None:

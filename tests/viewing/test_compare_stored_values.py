@@ -51,10 +51,12 @@ def test_values_that_both_store_are_compared_as_they_are_without_a_base(tmp_path
     assert row["difference"] == pytest.approx(float((b - a).double().norm()))
     assert row["relative"] == pytest.approx(float((b - a).double().norm() / a.double().norm()))
     assert (found["whole"]["equal"], found["not_compared"], found["only_a"], found["only_b"]) == (0, {}, [], [])
-    assert f"1 tensor that both store whole: 0 equal, 1 different; {100 * row['relative']:.3g} % of A" in str(found)
+    assert f"1 tensor stored whole in both: 0 equal, 1 different; {100 * row['relative']:.3g} % of the weights" in str(
+        found
+    )
     same = lora_merge.compare(files[0], files[0])
     assert same["whole"]["equal"] == 1
-    assert str(same).rstrip().endswith("1 tensor that both store whole: 1 equal, 0 different")
+    assert str(same).rstrip().endswith("1 tensor stored whole in both: 1 equal, 0 different")
 
 
 def test_changes_are_compared_with_a_base(base: Path, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_formats_are_reported_with_blocks_and_bits(name: str, tmp_path: Path) ->
     assert facts["not_quantised"] == {"model.layers.*.mlp.up_proj.weight": 2}
     assert facts["parameters"] == 3 * 160 * 192 + 8 + 2 * 64, "scales and marks are no parameters"
     text = [*lines(facts)]
-    assert any(line.startswith("format") and f"{told['bits']:g} bits a number" in line for line in text)
+    assert any(line.startswith("format") and f"{told['bits']:g} bits per value" in line for line in text)
     assert any(line.startswith("not quantised") and "model.layers.*.mlp.up_proj.weight (2)" in line for line in text)
 
 

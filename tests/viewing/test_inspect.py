@@ -93,6 +93,22 @@ def test_ia3_is_an_adapter_and_an_embedding_is_called_one(tmp_path: Path) -> Non
     assert "textual inversion" in facts["looks_like"]
 
 
+@pytest.mark.parametrize(("keys", "start", "level"), [
+    (("encoder.conv_in.weight", "decoder.conv_in.weight", "quant_conv.weight"), "VAE, fp32", "good"),
+    (("decoder.layers.1.weight", "decoder.layers.3.conv.0.weight"), "VAE (tiny, TAESD), fp32", "good"),
+    (("model.0.weight", "model.1.sub.0.RDB1.conv1.0.weight"), "Upscaler (ESRGAN), fp32", "good"),
+    (("controlnet_cond_embedding.conv_in.weight", "a.attn2.to_k.weight"), "ControlNet for Stable Diffusion 1, fp32", "warning"),
+    (("image_proj.norm.weight", "ip_adapter.1.to_k_ip.weight"), "IP-Adapter for Stable Diffusion 1, fp32", "warning"),
+    (("emb_params",), "Embedding (textual inversion) for Stable Diffusion 1, fp32", "warning"),
+    (("strange.weight",), "Model of an unknown architecture, fp32", "good"),
+])  # fmt: skip
+def test_component_of_a_pipeline_is_named_first(tmp_path: Path, keys: tuple[str, ...], start: str, level: str) -> None:
+    facts = inspect(save({key: torch.ones(2, 768) for key in keys}, tmp_path / "a.safetensors"))
+    assert facts["verdict"]["level"] == level
+    assert facts["verdict"]["text"].startswith(f"{start}, ")
+    assert facts["verdict"]["text"].endswith("nothing to merge.") == (level == "warning")
+
+
 def test_pair_shows_what_fits_and_what_does_not(tmp_path: Path) -> None:
     base = save({k: v for k, v in sd1().items() if k.startswith("model.")}, tmp_path / "unet.safetensors")
     match = inspect(base, save(kohya(sd1()), tmp_path / "a.safetensors"))["match"]
@@ -290,7 +306,7 @@ def test_values_begin_in_one_column(scene: Scene) -> None:
 
 def test_patterns_of_names_are_shown_on_request(scene: Scene) -> None:
     plain, verbose = run("inspect", scene.base, scene.ink)[1], run("inspect", scene.base, scene.ink, "-v")[1]
-    assert "where it fits" not in plain and "where it fits" in verbose
+    assert "\nmatches " not in plain and "\nmatches " in verbose
 
 
 def test_folder_of_many_lists_the_folders_in_it(scene: Scene, tmp_path: Path) -> None:

@@ -349,7 +349,7 @@ def test_pages_of_adapters_have_the_numbers_of_the_report(scene: Scene, tmp_path
     words = (["extract", scene.base, tuned, "--rank", "2"], ["combine", scene.ink, f"{scene.oil}:0.5"],
              ["combine", scene.ink, scene.oil, "--method", "ties", "--density", "0.3", "--rank", "2"])  # fmt: skip
     for given, titles in zip(
-        words, (["‖ΔW‖ / ‖W‖", "‖ΔW‖"], ["‖ΔW‖"], ["‖ΔW‖", "numbers that are not zero"]), strict=True
+        words, (["‖ΔW‖ / ‖W‖", "‖ΔW‖"], ["‖ΔW‖"], ["‖ΔW‖", "values that are not zero"]), strict=True
     ):
         code, text, _ = run(
             *given, "-o", tmp_path / f"{given[0]}{len(given)}.safetensors", "--html", page, "--json", "--json-tensors"
@@ -358,7 +358,7 @@ def test_pages_of_adapters_have_the_numbers_of_the_report(scene: Scene, tmp_path
         report, made = json.loads(text), content(page.read_text(encoding="utf-8"))
         (heat_map,), every = made["heat_maps"], report["numbers"]["all"]
         keys = {m["title"]: m["key"] for m in heat_map["metrics"]}
-        assert [title for title in keys if title in ("‖ΔW‖ / ‖W‖", "‖ΔW‖", "numbers that are not zero")][
+        assert [title for title in keys if title in ("‖ΔW‖ / ‖W‖", "‖ΔW‖", "values that are not zero")][
             : len(titles)
         ] == titles
         for name, layer in report["layers"].items():
@@ -600,7 +600,7 @@ def many_differences() -> dict[str, Any]:
     one = {"relative": 0.1234567891, "difference": 1.123456789, "largest": 0.123456789, "changed": 1, "of": 2}
     tensors = {f"model.layers.{n}.self_attn.{'q' * (n % 9)}_proj.weight": one for n in range(3000)}
     blocks = {f"model.layers.{n}.{'x' * 99}": one for n in range(4000)}
-    return {"schema": "lora-merge/compare/1", "kind": "checkpoints", "a": "a", "b": "b", "equal": 1, "compared": 2, "different": 1, "dtypes": {}, "only_b": [], "total": one, "blocks": blocks,
+    return {"schema": "lora-merge/compare/1", "kind": "checkpoints", "a": "a", "b": "b", "equal": 1, "compared": 2, "different": 1, "dtypes": {}, "only_b": [], "total": one, "change": one, "rounded": {}, "blocks": blocks,
             "tensors": tensors, "only_a": [f"{n}.{'y' * 200}" for n in range(3000)]}  # fmt: skip
 
 

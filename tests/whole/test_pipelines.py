@@ -50,7 +50,7 @@ def test_single_component_takes_its_own_part(tmp_path: Path) -> None:
     unet, out = tmp_path / "unet.safetensors", tmp_path / "out.safetensors"
     torch.manual_seed(0)
     save(dict(stable_diffusion().unet.state_dict()), unet)
-    with pytest.raises(FitError, match="some modules are for the first text encoder, the base holds only the unet"):
+    with pytest.raises(FitError, match="some modules are for the first text encoder, the base contains only the unet"):
         lora_merge.merge(unet, lora, out)
     report = lora_merge.merge(unet, lora, out, unmatched="skip")
     covered = report.coverage[lora.name]

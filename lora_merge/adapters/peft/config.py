@@ -239,7 +239,7 @@ def refuse_lora(fields: PeftConfig) -> None:
     for name, value in fields.values.items():
         switch = name.startswith("use_") or name.endswith("_config")
         if value and switch and name not in KNOWN_SWITCHES:
-            why = "its effect on the weights is not known here"
+            why = "its effect on the weights is unknown to lora-merge"
             raise refuse(f"LoRA with {name[:40]!r}", why, CONVERT, fields.where)
 
 
@@ -254,4 +254,4 @@ def refuse_start(fields: PeftConfig, start: object) -> None:
         if start.lower().startswith(prefix):
             raise refuse(method, CHANGED_BASE, RESAVE, where)
     if start.lower() not in PLAIN_INIT | REPEATED_INIT:
-        raise refuse("LoRA", "how its factors started is not known here", RESAVE, where)
+        raise refuse("LoRA", "how its factors were initialised is unknown to lora-merge", RESAVE, where)

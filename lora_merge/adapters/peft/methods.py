@@ -293,7 +293,7 @@ def _ia3(fields: PeftConfig, module: str, _: Sequence[str], __: WeightView | Non
 
 def _seeded(fields: PeftConfig) -> None:
     if "random_loc_seed" in fields.values and fields.get("random_loc_seed") is None:
-        why = "it was trained without a seed, so nobody knows its frequencies"
+        why = "it was trained without a seed, so its frequencies cannot be restored"
         raise refuse("FOURIERFT", why, CONVERT, fields.where)
 
 

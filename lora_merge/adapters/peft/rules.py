@@ -276,7 +276,7 @@ def rules(config: Mapping[str, Any], where: str, metadata: Mapping[str, str] = M
     kind = peft_type.rpartition(".")[2].upper()  # some dumps have "PeftType.LORA"
     if kind not in PEFT_METHODS:
         what = f"peft_type {kind[:40]!r}" if kind else "a configuration without peft_type"
-        raise refuse(what, "this tool does not know it", CONVERT, where)
+        raise refuse(what, "lora-merge does not support it", CONVERT, where)
     if refusal := PEFT_METHODS[kind].refuses:
         raise refuse(kind, *refusal, where)
     PEFT_METHODS[kind].check(fields)

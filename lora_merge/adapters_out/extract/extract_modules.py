@@ -34,13 +34,13 @@ from ...models.weights import RowSlice, Weight, WeightView
 from ...text import Note
 from ..delta import (
     Delta,
-    ModuleTensors,
+    Slots,
     Storage,
     expect_finite,
-    in_memory,
     rounded_change,
     rounded_value,
     spectra,
+    stored_module,
     tensor_of,
 )
 from ..dialects import COPIED_ENDINGS, Dialect
@@ -290,8 +290,10 @@ def factored(size: int, factor: int) -> tuple[int, int]:
     return small, size // small
 
 
-def kronecker(change: RowMatrix, shape: tuple[int, ...], factor: int, dtype: torch.dtype, choose: Choose) -> Layer:
-    """Return the stored tensors of the nearest product, by slot.
+def kronecker(
+    change: RowMatrix, shape: tuple[int, ...], factor: int, dtype: torch.dtype, choose: Choose
+) -> tuple[Slots, Layer]:
+    """Return the stored tensors of the nearest product, by slot, and its facts.
 
     Parameters:
         change: Δ [out, cols].
@@ -321,7 +323,7 @@ def kronecker(change: RowMatrix, shape: tuple[int, ...], factor: int, dtype: tor
     lost, column, line = 0.0, w1.double().reshape(-1, 1), whole.reshape(1, -1)
     for rows, block in turned.blocks():
         lost += float((block.double() - column[rows] @ line).square().sum())
-    return Layer(tensors, LOKR.name, rank, 0, float(rank) if rank else None, squares, lost)
+    return tensors, Layer(LOKR.name, rank, 0, float(rank) if rank else None, squares, lost)
 
 
 def _turned(change: RowMatrix, outs: tuple[int, int], ins: tuple[int, int, int]) -> RowMatrix:
@@ -376,7 +378,7 @@ def _expect_one_matrix(difference: Difference) -> None:
         raise FitError(NO_FACTORS_OF_STACKS, difference.pair.name, or_leave_out(IN_FULL, place.keys, alike=True))
 
 
-def measured(module: ModuleTensors, difference: Difference) -> ModuleTensors:
+def measured(module: StoredModule, difference: Difference) -> StoredModule:
     """Return the tensors of a parameter with the numbers of its change and of its weight, and the share that rounding
     errors have in the change, where it is known."""
     known = replace(
@@ -429,24 +431,23 @@ class Extractor:
             )
         return [() if c is None else self._stored(c, next(modules)) for c in changed]
 
-    def _stored(self, difference: Difference, module: ModuleTensors | None) -> Sequence[StoredModule]:
+    def _stored(self, difference: Difference, module: StoredModule | None) -> Sequence[StoredModule]:
         """Return a changed parameter as it is stored; () for a vector that is left out."""
         if module is None:
             self.skipped.add(id(difference.pair.place))
             return ()
         module = measured(module, difference)
         expect_finite(module.tensors.values(), difference.pair.name)
-        stored = as_table(in_memory(module), self.to, table=is_table(module.place))
-        return stored, *map(in_memory, self._head(difference.pair, module))
+        return as_table(module, self.to, table=is_table(module.place)), *self._head(difference.pair, module)
 
-    def _head(self, pair: Pair, module: ModuleTensors) -> Iterator[ModuleTensors]:
+    def _head(self, pair: Pair, module: StoredModule) -> Iterator[StoredModule]:
         """Yield the factors or the value of the embeddings once more for the head that shares their weight: PEFT adds
         each to one layer."""
         head, view = self.head, pair.before or pair.place.view
         if head is not None and (module.layer.rank or pair.fresh) and view.row_slices[0].key == head.info.name:
             yield replace(module, place=module.place._replace(module=head.head))
 
-    def tensors_of_batch(self, differences: Sequence[Difference], *, alone: bool) -> list[ModuleTensors | None]:
+    def tensors_of_batch(self, differences: Sequence[Difference], *, alone: bool) -> list[StoredModule | None]:
         """Return the tensors of the changed parameters of a batch, all of one shape. `alone`: the batch is one pair."""
         triples = [None] * len(differences) if alone else self.together(differences)
         return [
@@ -467,7 +468,7 @@ class Extractor:
 
     def tensors_of(
         self, difference: Difference, rank: int | None = None, triples: Triples | None = None
-    ) -> ModuleTensors | None:
+    ) -> StoredModule | None:
         """Return the tensors of one parameter; None for a vector that `--others skip` leaves out.
 
         `rank`: what the rule `size` gave it. `triples`: its singular triples, where they are known. FitError where the
@@ -482,40 +483,40 @@ class Extractor:
         if self.storage.algorithm == LOKR.name:
             return self._product(difference)
         target = Target(where.name, where.parameter, shape, (), (), "")
-        layer = self._layer(target, difference, rank, triples)
+        tensors, layer = self._layer(target, difference, rank, triples)
         if layer.algorithm == WHOLE and "diff" not in self.to.endings:
-            raise FitError("the format has no place for whole matrices", where.name,
+            raise FitError("the format cannot store whole matrices", where.name,
                            "use --algorithm lora, or --format kohya")  # fmt: skip
-        return self._spelled(where, layer)
+        return self._spelled(where, {self.to.endings[slot]: value for slot, value in tensors.items()}, layer)
 
     def _form(self, pair: Pair) -> Form:
         return form_of_difference(self.job, self.to, pair.place, fresh=pair.fresh)
 
-    def _spelled(self, where: Place, layer: Layer) -> ModuleTensors:
-        tensors = {self.to.endings[slot]: value for slot, value in layer.tensors.items()}
+    def _spelled(self, where: Place, tensors: dict[str, Tensor], layer: Layer) -> StoredModule:
+        """Return a module of tensors by their endings, with its α."""
         if layer.rank and self.to.alpha:
             tensors[".alpha"] = torch.tensor(layer.alpha, dtype=torch.float32)
-        return ModuleTensors(where, tensors, layer)
+        return stored_module(where, tensors, layer)
 
-    def _product(self, difference: Difference) -> ModuleTensors:
+    def _product(self, difference: Difference) -> StoredModule:
         """Return the nearest Kronecker product."""
         where, rule = difference.pair.place, self.rule(difference).of_inputs(0)
         if not self.to.copies:
             raise FitError(f"{self.to.name} cannot hold lokr", where.name, "use --format kohya, lycoris or comfy")
         _expect_one_matrix(difference)
-        layer = kronecker(difference.change, where.view.shape, self.job.factor, self.storage.dtype,
-                          lambda values, squares: choose(rule, values, total=squares))  # fmt: skip
-        tensors = {COPIED_ENDINGS[LOKR.name, where.parameter, slot]: value for slot, value in layer.tensors.items()}
-        if layer.rank:
-            tensors[".alpha"] = torch.tensor(layer.alpha, dtype=torch.float32)
-        return ModuleTensors(where, tensors, layer)
+        tensors, layer = kronecker(difference.change, where.view.shape, self.job.factor, self.storage.dtype,
+                                   lambda values, squares: choose(rule, values, total=squares))  # fmt: skip
+        endings = {slot: COPIED_ENDINGS[LOKR.name, where.parameter, slot] for slot in tensors}
+        return self._spelled(where, {endings[slot]: value for slot, value in tensors.items()}, layer)
 
     @property
     def alpha(self) -> float | None:
         """α of every layer; None where each has its own."""
         return None if isinstance(self.job.alpha, str) or not self.to.alpha else float(self.job.alpha)
 
-    def _layer(self, target: Target, difference: Difference, rank: int | None, triples: Triples | None) -> Layer:
+    def _layer(
+        self, target: Target, difference: Difference, rank: int | None, triples: Triples | None
+    ) -> tuple[Slots, Layer]:
         delta = Delta(None, None, difference.change, 0, known=difference.scanned[0])
         if self.storage.algorithm != WHOLE:
             _expect_one_matrix(difference)
@@ -554,7 +555,7 @@ class Extractor:
         out, cols = view.matrix
         return replace(rule, name="above", value=math.sqrt(noise) * (math.sqrt(out) + math.sqrt(cols)))
 
-    def _vector(self, difference: Difference) -> ModuleTensors | None:
+    def _vector(self, difference: Difference) -> StoredModule | None:
         """Return the change of a bias, a norm or another vector, as `--others` says."""
         where = difference.pair.place
         if self.job.others == SKIP:
@@ -569,6 +570,6 @@ class Extractor:
         if ending is None and self.to.whole and not where.bare:
             return rounded_value(where, difference.value, difference.change, self.storage.dtype)
         if ending is None:
-            raise FitError(f"{self.to.name} has no place for biases and norms", where.name,
+            raise FitError(f"{self.to.name} cannot store biases and norms", where.name,
                            "drop them with --others skip, or use --format kohya")  # fmt: skip
         return rounded_change(where, ending, difference.change, self.storage.dtype)

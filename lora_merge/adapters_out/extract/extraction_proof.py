@@ -70,7 +70,7 @@ def prove_extraction(claim: ExtractionClaims, reader: Reader, path: Path, begin:
     pair_by_place = {id(p.place): p for p in claim.pairs.pairs}
     pairs = [(module, pair_by_place[id(module.place)]) for module in claim.modules]
     inputs = replace(job.inputs, adapters=(Adapter(path),), base=job.base or path, method="sum")
-    if any(pair.fresh for _, pair in pairs):  # the base has no place for a module that it lacks
+    if any(pair.fresh for _, pair in pairs):  # the base cannot store a module that it lacks
         inputs = replace(inputs, unmatched="skip")
     check = replace(job, inputs=inputs, include=(), exclude=())
     again = open_sources(check, claim.cache)

@@ -170,11 +170,11 @@ def paired(
     if alone and not lenient:
         are = plural(len(alone), "parameter is", "parameters are")
         raise FitError(
-            f"{are} in the tuned checkpoint alone",
+            f"{are} only in the tuned checkpoint",
             listed(alone, 3),
             _fix(in_folder=len(added(extra, here)) == len(extra)),
         )
-    kinds = {"in the tuned checkpoint alone": alone, "of another shape in the tuned checkpoint": resized}
+    kinds = {"only in the tuned checkpoint": alone, "of another shape in the tuned checkpoint": resized}
     notes += [Note(f"{what}, left out: {listed(keys, 3)}") for what, keys in kinds.items() if keys]
     if left:
         notes.append(Note(f"{', '.join(sorted({*left}))} is left out; --include {min(left)} extracts it, too"))

@@ -28,8 +28,7 @@ from ...paths import names_folder, typed, with_ending
 from ...planning.checkpoint_cache import CheckpointCache
 from ...progress import Counting, Progress, unwatched
 from ...text import Note, listed, plural
-from ..convert import entries_of, prefix_name
-from ..delta import ModuleTensors, Storage, rounded_value, stored_module
+from ..delta import Storage, rounded_value
 from ..dialects import DIALECTS, Dialect
 from ..form import Form, form_of_difference, memory_note, planned_difference
 from ..groups import Filled, Place
@@ -37,7 +36,7 @@ from ..job import AUTO_FORMAT, SKIP, WHOLE, AdapterJob, algorithm_in, extraction
 from ..metadata import PlannedLayer, planned_size
 from ..module_tensors import Layer, StoredModule
 from ..output_file import CONTENTS, drafted, expect_room, unread
-from ..output_modules import ModuleGroups, stored_modules
+from ..output_modules import ModuleGroups, entries_of, prefix_name, stored_modules
 from ..peft.completion import completed, with_biases
 from ..peft.config import config, differing_ranks, expect_one, task_type
 from ..pipeline import AdapterRun, Outcome, RunFacts, idle_alpha, planned
@@ -202,20 +201,19 @@ def _completed(
     def value(place: Place) -> torch.Tensor:
         return sides[1].rows(pair_by_label[place.label].tuned).to(extraction.dtype)
 
-    def renewed(place: Place) -> ModuleTensors:
+    def renewed(place: Place) -> StoredModule:
         changed = difference(pair_by_label[place.label], *sides, extraction.job.compute_dtype)
         assert changed is not None, "its change was made"
         return rounded_value(place, changed.value, changed.change, extraction.dtype)
 
-    changed_modules = with_biases(modules, places, extraction.to, renewed, lambda module: stored_module(module, heap))
-    return changed_modules, completed(
-        [*changed_modules, *heads], places, extraction.to, value, lambda module: stored_module(module, heap)
-    )
+    changed_modules = with_biases(modules, places, extraction.to, renewed, heap)
+    return changed_modules, completed([*changed_modules, *heads], places, extraction.to, value, heap)
 
 
 def _coverage(extraction: Extraction, layers: int) -> dict[str, Any]:
     return {
         extraction.tuned.path.name: {
+            "base": extraction.base.path.name,
             "modules": len(extraction.pairs.pairs),
             "layers": layers,
             "strength": 1.0,
@@ -239,7 +237,7 @@ def _extracted_modules(
         [Filled(pair.place, ()) for pair in batch]
         for batch in batches([*pairs.values()], room, job.inputs.max_memory // 2)
     ]
-    nothing = InputError("nothing to extract: no weight that is compared differs",
+    nothing = InputError("nothing to extract: all compared weights are equal",
                          f"{extraction.base.path} and {extraction.tuned.path}",
                          "give the tuned checkpoint second")  # fmt: skip
     # Step 2: the modules that changed, in the order of the base.
@@ -253,7 +251,8 @@ def _extracted_modules(
     notes += _above_noise([module.layer for module in changed])
     skipped = [place.label for place in zeros if id(place) in extractor.skipped]
     equal = len(zeros) - len(skipped)
-    notes += [Note(f"{plural(equal, 'parameter is', 'parameters are')} equal in both")] if equal else []
+    same = plural(equal, "parameter is", "parameters are")
+    notes += [Note(f"{same} the same in both checkpoints, and not in the adapter")] if equal else []
     names = ", ".join(skipped[:3])
     notes += [Note(f"not written: {plural(len(skipped), 'changed vector')}: {names}")] if skipped else []
     return changed, heads, notes
@@ -264,8 +263,8 @@ def _above_noise(layers: Sequence[Layer]) -> list[Note]:
     known = [(layer.squares, layer.noise) for layer in layers if layer.noise is not None]
     whole = fsum(squares for squares, _ in known)
     above = 1 - fsum(squares * share**2 for squares, share in known) / (whole or 1.0)
-    return [Note(f"both checkpoints are in 16 bits: {100 * max(0.0, above):.4g}% of the energy is above the noise of "
-                 f"rounding")] if known else []  # fmt: skip
+    share = f"{100 * max(0.0, above):.4g} %"
+    return [Note(f"both checkpoints are 16-bit: {share} of the difference is larger than rounding noise")] * bool(known)
 
 
 def _changed_nameless(extraction: Extraction, sides: tuple[Side, Side]) -> list[Note]:

@@ -253,8 +253,8 @@ def is_table(place: Place, shares: Sequence[PlaceChange] = ()) -> bool:
 
 
 def expect_table(place: Place, to: Dialect) -> None:
-    """Raise FitError for a dialect that has no place for factors of an embedding: its loader puts factors on layers
+    """Raise FitError for a dialect that cannot store factors of an embedding: its loader puts factors on layers
     alone."""
     if "up_bias" in to.endings and "table_up" not in to.endings:
-        raise FitError(f"{to.name} has no place for factors of an embedding", place.label,
+        raise FitError(f"{to.name} cannot store factors of an embedding", place.label,
                        or_leave_out("use kohya or comfy", place.keys))  # fmt: skip

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..module_tensors import StoredModule
 
 USE_KOHYA: Final = "use kohya or comfy"
-NO_FORM: Final = "without the base, PEFT has no place for the change of this bias"
+NO_FORM: Final = "without the base, PEFT cannot store the change of this bias"
 NEEDS_BASE_FOR_DORA: Final = "without the base, a layer without DoRA has no form if others have it"
 
 EXPERT_PROJECTIONS: Final = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
@@ -79,7 +79,7 @@ def new_biases(parameters: Sequence[Parameter], places: Places, to: Dialect, *, 
         return []
     if not to.folder:
         if any(to.endings["magnitude"] in m.endings for m in parameters):
-            raise FitError(f"{to.name} has no place for biases together with DoRA", changed[0].label, USE_KOHYA)
+            raise FitError(f"{to.name} cannot store biases together with DoRA", changed[0].label, USE_KOHYA)
         return []
     factored = {m.place.module for m in parameters if m.rank}
     whole = whole_modules(((m.place, m.endings) for m in parameters), places.values())
@@ -100,7 +100,7 @@ def _refuses(parameters: Sequence[Parameter], changed: Sequence[Place], factored
 
 
 def demands(parameters: Sequence[Parameter], places: Places, to: Dialect, *, known: bool) -> Demands:
-    """Return what the modules need in addition; FitError if a dialect has no place for it.
+    """Return what the modules need in addition; FitError if a dialect cannot store it.
 
     `places`: all parameters in the words of the dialect. `known`: whether the base is; UsageError if it has to be.
     """
@@ -124,11 +124,11 @@ def demands(parameters: Sequence[Parameter], places: Places, to: Dialect, *, kno
 
 
 def _check(factored: set[str], whole: set[str], to: Dialect) -> None:
-    """Raise FitError where a dialect has no place for these modules."""
+    """Raise FitError where a dialect cannot store these modules."""
     if expert := next((m for m in sorted(whole) if to.whole and EXPERT.search(m)), None):
         raise FitError(f"{to.name} has no module for whole values of one expert: transformers stacks all of them",
                        expert,
-                       "bring it to LoRA: --algorithm lora --rank RULE, or write another format (kohya)")  # fmt: skip
+                       "bring it to LoRA: --algorithm lora --rank 32, or write another format (kohya)")  # fmt: skip
     if both := next((m for m in sorted(whole & factored)), None):
         raise FitError(f"{to.name} stores a layer as factors or as whole tensors; this one needs both", both, USE_KOHYA)
 

@@ -42,7 +42,7 @@ def of_cache(tensors: Tensors, config: Mapping[str, Any]) -> Iterator[str]:
 def activation_notes(changed: Iterable[str], packed: Mapping[str, Packing]) -> Iterator[Note]:
     """Yield a note for the user if weights that change have scales of activations beside them, which do not change."""
     if any(name.endswith(ACTIVATION_SCALES) for key in changed if key in packed for name in packed[key].names):
-        yield Note("scales of activations stay as they are, which were measured without the adapters")
+        yield Note("activation scales stay as they are; they were measured without the adapters")
 
 
 def section(config: Mapping[str, Any]) -> Mapping[str, Any]:

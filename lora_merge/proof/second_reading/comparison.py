@@ -37,9 +37,9 @@ from .scales import AdapterTexts, ModuleScales, Number
 SCALE_TOLERANCE: Final = 1e-9  # relative difference of scales that are the same sum in another order
 
 
-SPELLING: Final = "how their tensors are called"
-UNKNOWN_NAMES: Final = "the one layer that their names mean"
-UNKNOWN_PARTS: Final = "the blocks or parts that their strengths are for"
+SPELLING: Final = "their tensor names"
+UNKNOWN_NAMES: Final = "their layer names"
+UNKNOWN_PARTS: Final = "the blocks or parts of their strengths"
 UNKNOWN_NUMBERS: Final = "their formula, scale or rows"
 """What the second reading may not know of a module, in the words of the report."""
 

@@ -53,7 +53,7 @@ CHANGED: Final = (
     Metric("ratio", "‖ΔW‖ / ‖W‖", "%"),
     Metric("change", "‖ΔW‖", join=root),
     Metric("retained", SURVIVES, "%"),
-    Metric("changed", "numbers that differ", "%"),
+    Metric("changed", "values that differ", "%"),
     Metric("noise", "noise / change", "%"),
     Metric("largest", "largest |ΔW|", join=max),
     Metric("rank", "rank", join=max),

@@ -135,7 +135,7 @@ def _sized(page: PageContent, sizes: Values) -> None:
 def _matched(page: PageContent, facts: Values, match: Values) -> None:
     """Add tables and pictures of how an adapter fits a base."""
     page.table(
-        "Modules without a place",
+        "Modules without a match",
         ["module", "why"],
         ([n, w if isinstance(w, str) else ", ".join(w)] for n, w in (match.get("unmatched") or {}).items()),
     )
@@ -155,7 +155,7 @@ def comparison_page(result: Values) -> dict[str, Any]:
     (_alike if result["kind"] == "adapters" else _different)(page, result)
     whole = result.get("whole", {}).get("tensors", {})
     columns = [{"title": m.title, "unit": m.unit, "bar": m.key == "relative"} for m in DIFFERENT]
-    page.table("Stored whole in both", ["tensor", *columns, "numbers that differ", "of"],
+    page.table("Stored whole in both", ["tensor", *columns, "values that differ", "of"],
                ([n, *(d[m.key] for m in DIFFERENT), d["changed"], d["of"]] for n, d in whole.items()))  # fmt: skip
     page.table("Not compared", ["name", "why"], map(list, result.get("not_compared", {}).items()))
     page.table("Of other shapes", ["name", "why"], ([n, why] for n, why in result.get("other_shapes", {}).items()))
@@ -172,7 +172,7 @@ def comparison_page(result: Values) -> dict[str, Any]:
 def _alike(page: PageContent, result: Values) -> None:
     page.heat_map(
         "How alike they are, by block and layer",
-        "Cosine 1: the same direction; 0: independent; −1: they fight. Click a cell for its modules.",
+        "Cosine 1: the same direction; 0: independent; −1: opposite directions. Click a cell for its modules.",
         SIMILARITY_METRICS,
         result["modules"],
         result["blocks"],
@@ -200,7 +200,7 @@ def _blocks_that_differ(page: PageContent, blocks: Values) -> None:
     """Add a table of the blocks of two models, the equal ones too."""
     columns = [{"title": m.title, "unit": m.unit, "bar": m.key == "relative"} for m in DIFFERENT]
     rows = ([n, *(d[m.key] for m in DIFFERENT), d["changed"], d["of"]] for n, d in blocks.items())
-    page.table("By block", ["block", *columns, "numbers that differ", "of"], rows)
+    page.table("By block", ["block", *columns, "values that differ", "of"], rows)
 
 
 def files_page(files: Sequence[Values]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ LAYER_METRICS: Final = (
     Metric("ratio", "‖ΔW‖ / ‖W‖", "%"),
     Metric("norm", "‖ΔW‖", join=root),
     Metric("energy", SURVIVES, "%"),
-    Metric("changed", "numbers that are not zero", "%"),
+    Metric("changed", "values that are not zero", "%"),
     Metric("largest", "largest |ΔW|", join=max),
     Metric("rank", "rank", join=max),
     Metric("rank_before", "rank before", join=max),

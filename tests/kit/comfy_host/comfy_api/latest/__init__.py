@@ -13,7 +13,7 @@ class ComfyExtension:
 
 
 class ComfyNode:
-    hidden = SimpleNamespace(prompt=None, unique_id=None)
+    hidden = SimpleNamespace(dynprompt=None, unique_id=None)
 
     @classmethod
     def define_schema(cls) -> Schema:
@@ -108,7 +108,7 @@ io = SimpleNamespace(
     Boolean=SimpleNamespace(Input=Input), Int=SimpleNamespace(Input=Number), Float=SimpleNamespace(Input=Number),
     String=SimpleNamespace(Input=Input, Output=lambda id: Output("STRING", id)),
     Combo=SimpleNamespace(Input=Choice),
-    Model=custom("MODEL"), Hidden=SimpleNamespace(prompt="PROMPT", unique_id="UNIQUE_ID"),
+    Model=custom("MODEL"), Hidden=SimpleNamespace(dynprompt="DYNPROMPT", unique_id="UNIQUE_ID"),
     Autogrow=SimpleNamespace(Input=Growing, TemplatePrefix=TemplatePrefix),
     DynamicCombo=SimpleNamespace(Input=Dynamic, Option=Option),
 )  # fmt: skip
