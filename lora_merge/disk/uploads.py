@@ -18,7 +18,7 @@ from ..progress import Progress
 from ..text import Note
 
 
-class Upload(Protocol):
+class OutputUpload(Protocol):
     """The upload of a local copy that is being written."""
 
     def ready(self, name: str, size: int, end: int) -> None:
@@ -45,13 +45,13 @@ class Sink(Protocol):
 
     def begin(
         self, copy: Path, target: Path, *, overwrite: bool, progress: Progress
-    ) -> AbstractContextManager[Upload]:  # fmt: skip
+    ) -> AbstractContextManager[OutputUpload]:  # fmt: skip
         """Give the block the upload of the local copy that it writes. If the block fails, nothing of the upload is
         left, but for what the error names."""
 
 
 _finders: list[Callable[[Path], Sink | None]] = []
-_uploads: dict[Path, Upload] = {}
+_uploads: dict[Path, OutputUpload] = {}
 """Local copy under its temporary name → its upload."""
 _cards: dict[Path, bytes] = {}
 _notes: dict[Path, Sequence[Note]] = {}
@@ -103,7 +103,7 @@ def uploading(copy: Path, target: Path, *, overwrite: bool, progress: Progress) 
         _notes[target] = notes
 
 
-def upload_of(copy: Path) -> Upload | None:
+def upload_of(copy: Path) -> OutputUpload | None:
     """Return the upload of a local copy with this temporary name; None for an output of this machine."""
     return _uploads.get(copy)
 

@@ -134,7 +134,7 @@ class HubUpload:
                         raise
         except Exception as e:  # noqa: BLE001  # the library has dozens of errors, in two versions of its HTTP client
             raise _failed(address, e) from None
-        self._sending.sent += file.size
+        self._sending.count(file.size)
         return operation
 
     def finish(self, card: bytes | None) -> Sequence[Note]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
@@ -171,7 +171,7 @@ class ObjectUpload:
             raise failed(self.address, e) from None
         try:
             for count in upload.write():
-                self._sending.sent += count
+                self._sending.count(count)
         except BaseException as e:
             self._remove(upload)
             if isinstance(e, Exception):
@@ -216,10 +216,10 @@ class ObjectUpload:
         return self._remains
 
     def _remove(self, upload: ObjectWriter) -> None:
-        try:
+        self._remains.append(upload.key)
+        with suppress(Exception):  # the store is out of reach: the error that led here counts
             upload.remove()
-        except Exception:  # noqa: BLE001  # the store is out of reach: the error that led here counts
-            self._remains.append(upload.key)
+            self._remains.remove(upload.key)
 
 
 class ObjectSink:

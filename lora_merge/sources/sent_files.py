@@ -112,9 +112,9 @@ class Sending(Generic[Sent]):
     """Files of an output that a thread sends one after another, as their bytes become final."""
 
     def __init__(self, send: Callable[[str, GrowingFile], Sent]) -> None:
-        """`send`: sends a file, adds its bytes to `sent`, and returns what there is to do with it at the end."""
+        """`send`: sends a file, counts its bytes with `count`, and returns what there is to do with it at the end."""
         self._send = send
-        self.sent = 0
+        self._sent = 0
         self._files: dict[str, GrowingFile] = {}
         self._results: dict[str, Future[Sent]] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="upload")
@@ -129,13 +129,17 @@ class Sending(Generic[Sent]):
             if result.done():
                 result.result()
 
+    def count(self, sent: int) -> None:
+        """Take note of bytes that were sent."""
+        self._sent += sent
+
     def results(self, names: Iterable[str], advance: Callable[[int], object]) -> list[Sent]:
         """Wait until files are sent; return the results in the order of the names."""
         reported, results = 0, list[Sent]()
         for name in names:
             while True:
                 waited = wait([self._results[name]], STEP_SECONDS)
-                advance((now := self.sent) - reported)
+                advance((now := self._sent) - reported)
                 reported = now
                 if waited.done:
                     results.append(self._results[name].result())

@@ -40,6 +40,7 @@ LIBRARIES = {
     "platformdirs": {"disk", "sources"},
     "huggingface_hub": {"sources"},
     "obstore": {"sources"},
+    "modelscope": {"sources"},
     "fsspec": {"sources"},
     "safetensors": {"proof"},
     "threadpoolctl": {"proof"},
