@@ -21,7 +21,6 @@ from ..paths import is_folder
 from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Progress, unwatched
 from ..text import plural
-from .averaged_tensors import expect_alike
 from .job import OF_CHANGES, OF_TENSORS, SPACES, AdapterJob, adapter_job
 from .rank_rules import SAME
 from .report import AdapterReport
@@ -139,10 +138,10 @@ def average_job(request: Request, rows: Rows) -> AdapterJob:
 
 def plan(job: AdapterJob, cache: CheckpointCache | None = None) -> AdapterReport:
     """Return what `run` would do, from headers."""
-    from . import combine
+    from . import averaged_tensors, combine
 
     if job.space == OF_TENSORS:
-        expect_alike([open_checkpoint(a.path, adapter=True) for a in job.adapters])
+        averaged_tensors.expect_alike([open_checkpoint(a.path, adapter=True) for a in job.adapters])
     return combine.plan(job, cache)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from operator import itemgetter
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from ..adapter_options import KEEP
@@ -276,14 +277,11 @@ NUMBER_BYTES: Final = 4
 FACTOR_BYTES: Final = 40
 """Bytes of each number of its factors: in fp64 as they are found, scaled, stored, and compared."""
 
-Task = tuple[str, tuple[int, int], Rule]
-"""The name of a layer, (out, cols), and its rule."""
 
-
-def bytes_for(task: Task) -> int:
+def svd_bytes(matrix: tuple[int, int], rule: Rule) -> int:
     """Return about how many bytes the decomposition of a ΔW without factors holds at most; a rank that numbers decide
     may be the highest."""
-    _, (out, cols), rule = task
+    out, cols = matrix
     rank = min(out, cols, rule.ceiling or min(out, cols))
     return NUMBER_BYTES * out * cols + FACTOR_BYTES * (out + cols) * rank
 
@@ -291,13 +289,12 @@ def bytes_for(task: Task) -> int:
 def memory_note(layers: Iterable[tuple[str, tuple[int, int], Form]], limit: int) -> list[Note]:
     """Return the note about a layer whose decomposition as a whole matrix may hold more than a limit of bytes, if there
     is one. `layers`: name, (out, cols) and form of each."""
-    tasks = ((name, matrix, form.rule) for name, matrix, form in layers if form.dense)
-    largest = max(tasks, key=bytes_for, default=None)
-    if largest is None or bytes_for(largest) <= limit:
+    dense = ((svd_bytes(matrix, form.rule), name, form.rule) for name, matrix, form in layers if form.dense)
+    nbytes, name, rule = max(dense, key=itemgetter(0), default=(0, "", Rule(EXACT)))
+    if nbytes <= limit:
         return []
-    name, _, rule = largest
     fix = "" if rule.ceiling is not None else "; --max-rank makes that less"
-    return [Note(f"{name} is decomposed as a whole matrix, which takes up to {size(bytes_for(largest))} of memory at "
+    return [Note(f"{name} is decomposed as a whole matrix, which takes up to {size(nbytes)} of memory at "
                  f"once, more than --max-memory{fix}")]  # fmt: skip
 
 

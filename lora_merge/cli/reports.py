@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ..addresses import output_address, with_addresses
 from ..errors import BatchFailed, MergeError, UsageError, cause
 from ..facts import STYLES, Fact, aligned, line, strengths
-from ..paths import exists, input_name, typed
+from ..paths import input_name, typed
 from ..process import kept_objects
 from ..progress import unwatched
 from ..report import Report, disk_rows, merge_rows
@@ -299,7 +299,6 @@ def merge_and_report(
 
     `make_plan`: for a dry run of an output that may exist. `file`: the file for the report.
     """
-    from ..disk.uploads import is_taken
     from ..engine.torch_preload import preload
 
     with watching(quiet=options.quiet) as display:
@@ -309,17 +308,15 @@ def merge_and_report(
         if file is not None:
             file.protect(plan.inputs, [plan.job.output])
             file.begin()
-        contents = plan.contents if plan.is_folder else None
-        replaced = exists(plan.job.output) or (options.dry_run and is_taken(plan.job.output, contents))
         with paused(display):
             show_plan(plan, options)
         report = None if options.dry_run else carry_out(plan, display)
     if report is None:
-        _show_dry_run(plan, file, options, replaced=replaced)
+        _show_dry_run(plan, file, options)
         return None
     if file is not None:
         file.replace(report.to_json(tensors=options.tensors))
-    show_merge(report, plan, options, replaced=replaced)
+    show_merge(report, plan, options)
     return report, plan
 
 
@@ -352,7 +349,7 @@ def show_plan(plan: Plan, options: ReportOptions) -> None:
         show_rows(row for row in rows if options.dry_run or options.verbose or row.name not in AFTER)
 
 
-def _show_dry_run(plan: Plan, file: ReportFile | None, options: ReportOptions, *, replaced: bool) -> None:
+def _show_dry_run(plan: Plan, file: ReportFile | None, options: ReportOptions) -> None:
     """Print what a dry run reports below its plan: memory, disk, and whether the output exists."""
     from ..engine.admission import require_device
     from ..planning.plan import plan_rows
@@ -363,7 +360,7 @@ def _show_dry_run(plan: Plan, file: ReportFile | None, options: ReportOptions, *
     if options.quiet:
         show_remarks([*plan_rows(plan), *rows])
     elif not options.as_json:
-        if replaced and not options.overwrite:
+        if plan.replaces and not options.overwrite:
             rows.insert(0, line("note", "the output exists: the merge will need --overwrite, or another -o"))
         show_rows(rows)
     plan_text = json_text(values)
@@ -396,8 +393,8 @@ def dry(plan: Plan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def show_merge(report: Report, plan: Plan, options: ReportOptions, *, replaced: bool = False) -> None:
-    """Print what was merged; plain lines leave out those of the plan. `replaced`: whether the output existed before."""
+def show_merge(report: Report, plan: Plan, options: ReportOptions) -> None:
+    """Print what was merged; plain lines leave out those of the plan."""
     from ..planning.plan import plan_rows
 
     rows = [*merge_rows(vars(report), verbose=options.verbose)]
@@ -406,7 +403,7 @@ def show_merge(report: Report, plan: Plan, options: ReportOptions, *, replaced: 
     elif options.quiet:
         show_remarks(rows)
     else:
-        rows += undo(report.output, f"{Path(report.base).name} is as it was", replaced=replaced)
+        rows += undo(report.output, f"{Path(report.base).name} is as it was", replaced=plan.replaces)
         known = {*plan_rows(plan, verbose=options.verbose)}  # what was shown above
         rows = [row for row in rows if row not in known and (row.name or not styled(sys.stdout))]
         show_closing(options.done, rows, whole=options.verbose)

@@ -96,7 +96,7 @@ def preview(text: str, draw: Callable[[], Image] | None) -> dict[str, Any]:
     return shown
 
 
-class Workflow:
+class ComfyWorkflow:
     """What runs, with the nodes that other nodes make while it runs: ComfyUI's DYNPROMPT."""
 
     def __init__(self, dynprompt: Any) -> None:

@@ -81,7 +81,7 @@ def _before(workflow: Workflow, name: str, inputs: Inputs) -> tuple[list[Any], s
     gives = {key: workflow.gives_model(str(link[0]), link[1]) for key, link in links.items()}
     models = [key for key, is_model in gives.items() if is_model]
     models = models or [key for key, is_model in gives.items() if is_model is None]
-    if len(models) > 1 and (chosen := SWITCHES.get(name, lambda _: "")(inputs)) in models:
+    if name in SWITCHES and (chosen := SWITCHES[name](inputs)) in models:
         models = [chosen]
     if len(models) > 1:
         return [], f"{name} takes several models ({', '.join(models)}), and what is before it is not read"
@@ -132,7 +132,7 @@ def _by_truth(inputs: Inputs) -> str:
 
 
 def _first(inputs: Inputs) -> str:
-    return min(name for name, value in inputs.items() if isinstance(value, list))
+    return min((name for name, value in inputs.items() if isinstance(value, list)), default="")
 
 
 SWITCHES: Final[Mapping[str, Callable[[Inputs], str]]] = MappingProxyType(

@@ -371,7 +371,7 @@ def _class(node: Node) -> Any:
 
     def execute(cls: Any, /, **values: Any) -> Any:
         if node.reads_workflow:
-            values |= {"workflow": host.Workflow(cls.hidden.dynprompt), "self": str(cls.hidden.unique_id)}
+            values |= {"workflow": host.ComfyWorkflow(cls.hidden.dynprompt), "self": str(cls.hidden.unique_id)}
         result = node.run(values)
         drawn = node.reads_workflow or not node.gives_adapters
         shown = host.preview(result.text, partial(picture, result.text, result.blocks) if drawn else None)

@@ -24,16 +24,15 @@ def check_output(
     overwrite: bool = False,
     folder: bool = False,
     contents: Iterable[str] = (),
-) -> None:
-    """Raise UsageError unless `target` may be written.
+) -> bool:
+    """Return whether an output at `target` replaces something; UsageError unless it may be written.
 
     It must not be an input, must be a file or a folder as `folder` says, and must be free unless `overwrite` is given.
     An output folder may replace only `contents`.
     """
     if (sink := sink_of(target)) is not None:
         _check_suffix(target, folder=folder)
-        sink.check(target, [*inputs], overwrite=overwrite, contents=[*contents] if folder else None)
-        return
+        return sink.check(target, [*inputs], overwrite=overwrite, contents=[*contents] if folder else None)
     with failures(target):
         if ".." in target.parent.parts:  # new/../name exists as soon as new is made
             target = real_path(target.parent) / target.name
@@ -47,6 +46,7 @@ def check_output(
             f"{target}: {listed(lost)}",
             "choose another -o, or move them away",
         )
+    return exists(target)
 
 
 def protect(target: Path, inputs: Iterable[Path]) -> None:

@@ -24,13 +24,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from threading import Event
+from threading import Event, Lock
 from types import TracebackType
 from typing import Final
 
 from ..errors import MergeError
 from ..safe_regex import from_json
-from .files import Memory, Source, open_regular
+from .files import FileState, Memory, Source, open_regular
 from .pages import PAGE
 from .publish import put_file
 from .reader import Reader
@@ -80,8 +80,27 @@ def state(path: Path) -> str | None:
     return f"{s.st_dev}:{s.st_ino}:{s.st_size}:{s.st_mtime_ns}:{s.st_ctime_ns}"
 
 
+_known: dict[Path, tuple[FileState | None, str]] = {}
+"""File → its state and digest, of those that this process has hashed."""
+
+
+def know(path: Path, digest: str) -> None:
+    """Take note of the digest of a file that was just downloaded or read."""
+    _known[path] = FileState.at(path), digest
+
+
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of a file; it need not be computed again while the file stays as it is."""
+    digest = hashlib.sha256()
+    with open_regular(path) as f:
+        while data := f.read(1 << 24):
+            digest.update(data)
+    know(path, digest.hexdigest())
+    return digest.hexdigest()
+
+
 class RememberedHashes:
-    """The remembered digests. They are read once, at the first call of `digest`."""
+    """The remembered digests. They are read once, when the first is needed."""
 
     @cached_property
     def _remembered(self) -> tuple[dict[str, str], bytes | None]:
@@ -89,6 +108,9 @@ class RememberedHashes:
 
     def digest(self, path: Path) -> str | None:
         """Return the hex digest of a file; None if it is not known, or if its signature is wrong."""
+        seen, digest = _known.get(path, (None, ""))
+        if seen is not None and seen == FileState.at(path):
+            return digest
         now = state(path)
         if now is None:
             return None
@@ -193,7 +215,7 @@ class RunningHashes:
         self._sizes = {path: path.stat().st_size for path in files if path not in self._done}
         self._digests = {path: hashlib.sha256() for path in self._sizes}
         self._at = dict.fromkeys(self._sizes, 0)
-        self._fed, self._closed = Event(), Event()
+        self._fed, self._closed, self._turn = Event(), Event(), Lock()
         ahead = ahead and not any(map(remote, self._base))  # such bytes would come twice
         self.hashing = bool(self._base)
         """Whether the digest of some base file is not known yet."""
@@ -220,17 +242,19 @@ class RunningHashes:
         if isinstance(file, Memory) or file not in self._base:  # the file behind a `Memory` is read instead
             return
         self._stop_reading_ahead()
-        self._read_up_to(file, offset)
-        fresh = data[max(self._at[file] - offset, 0) :]
-        self._digests[file].update(fresh)
-        self._at[file] += len(fresh)
+        with self._turn:
+            self._read_up_to(file, offset)
+            fresh = data[max(self._at[file] - offset, 0) :]
+            self._digests[file].update(fresh)
+            self._at[file] += len(fresh)
 
     def hexdigest(self, file: Path) -> str:
         """Return the digest of the whole file; the bytes that were not fed are read."""
         if file not in self._done:
             self._stop_reading_ahead()
             self._rest.result()
-            self._read_up_to(file, self._sizes[file])
+            with self._turn:
+                self._read_up_to(file, self._sizes[file])
             digest = self._done[file] = self._digests[file].hexdigest()
             before = self._states[file]
             if before is not None and before == state(file):

@@ -34,7 +34,7 @@ from ..process import begin_commit, kept_back, uninterrupted
 from ..progress import Progress, unwatched
 from .destination import check_kind, check_output, failures
 from .system import CAN_LOCK, CAN_OPEN_FOLDERS, PLAIN_FLAGS, lock_now, path_of, swap_names
-from .uploads import sink_of, take_card, upload
+from .uploads import take_card, uploading
 
 OLD: Final = ".old"
 """Ending of a replaced folder, after the name of the temporary folder that replaces it."""
@@ -231,7 +231,7 @@ def replacing(  # noqa: PLR0913  # what an output is, and what may be replaced
 ) -> Iterator[Path]:
     """Yield a temporary file or folder, empty, that becomes `target` only if the block succeeds.
 
-    The local copy of an output of another machine is uploaded in place of that, and removed. Missing parents are made,
+    The local copy of an output of another machine is uploaded, and removed, in place of that. Missing parents are made,
     and removed again on failure. `contents` are the names that an output folder will hold; a folder with other files is
     not replaced. Raises the errors of `check_output` and of `writer.failure`.
     """
@@ -253,10 +253,9 @@ def replacing(  # noqa: PLR0913  # what an output is, and what may be replaced
                 except FileNotFoundError:
                     if not left:
                         raise
-        yield part
-        if (sink := sink_of(target)) is not None:
-            upload(sink, part, target, overwrite=overwrite, progress=progress)
-        else:
+        with uploading(part, target, overwrite=overwrite, progress=progress) as far:
+            yield part
+        if not far:
             old = _rename(part, lock, target, overwrite=overwrite, contents=contents if folder else None)
             done = True
         if old is not None:

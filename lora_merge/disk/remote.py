@@ -34,7 +34,8 @@ NEAR_BYTES: Final = 256 << 10
 a request takes."""
 
 EXPECTED: Final = 64 << 20
-"""Bytes of small reads that are begun before they are needed; later ones are read when they are."""
+"""Bytes of small reads of all files that are begun before they are needed; later ones are read when they are, and those
+that were begun first are dropped for new ones."""
 
 RANGES_AT_ONCE: Final = 8
 """Ranges of one read that are read side by side: object stores give one of them about 100 MB/s."""
@@ -47,6 +48,10 @@ ReadRange: TypeAlias = Callable[[int, int], "bytes | memoryview"]
 
 
 _received, _counting = 0, threading.Lock()
+
+_begun: deque[tuple[RemoteFile, int, int]] = deque()
+"""The small reads that were begun, in their order: file, first byte, the byte behind the last."""
+_expecting = threading.Lock()
 
 
 def received() -> int:
@@ -80,13 +85,21 @@ class RemoteFile:
                 groups[-1] = groups[-1][0], max(groups[-1][1], offset + size)
             elif size <= WEIGHT_RANGE:
                 groups.append((offset, offset + size))
-        with self._lock:
-            room = EXPECTED - sum(end - start for start, (end, _) in self._expected.items())
+        with _expecting:
+            room = EXPECTED
             for start, end in groups:
                 room -= end - start
                 if room >= 0 and start not in self._expected:
+                    _begun.append((self, start, end))
                     self._expected[start] = end, _connections().submit(self._read, start, end - start)
+            while sum(end - start for _, start, end in _begun) > EXPECTED:
+                file, start, _ = _begun.popleft()
+                file._drop(start)
             self._starts = sorted(self._expected)
+
+    def _drop(self, start: int) -> None:
+        self._expected.pop(start, None)
+        self._starts = sorted(self._expected)
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
         """Fill a buffer from an offset on; return the number of bytes, which are fewer at the end of the file."""
@@ -114,7 +127,7 @@ class RemoteFile:
             buffer[at : at + len(piece)] = piece
 
     def _of_expected(self, offset: int, count: int) -> bytes | memoryview | None:
-        with self._lock:
+        with _expecting:
             number = bisect_right(self._starts, offset) - 1
             if number < 0:
                 return None
@@ -125,9 +138,8 @@ class RemoteFile:
         try:
             return future.result()[offset - start : offset - start + count]
         except Exception:  # the next read, as of a second try, asks the other machine again
-            with self._lock:
-                self._expected.pop(start, None)
-                self._starts = sorted(self._expected)
+            with _expecting:
+                self._drop(start)
             raise
 
     def _from_chunks(self, buffer: memoryview, offset: int) -> None:

@@ -1,20 +1,34 @@
-"""Outputs of other machines: a local copy is written and proven like any output, and is then uploaded.
+"""Outputs of other machines: a local copy is written and proven like any output, and is uploaded.
 
-The path of a local copy is below a folder `addresses.UPLOADS`, and is that of an address. `replacing` hands the
-finished copy to the sink of that address in place of a rename, and removes it.
+The path of a local copy is below a folder `addresses.UPLOADS`, and is that of an address. Its upload begins with it:
+what is final of its files is sent while the rest is written and proven. In place of a rename, `replacing` ends the
+upload, which gives the files their names there, and removes the local copy.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
 from ..addresses import UPLOADS
-from ..errors import UsageError
 from ..progress import Progress
 from ..text import Note
+
+
+class Upload(Protocol):
+    """The upload of a local copy that is being written."""
+
+    def ready(self, name: str, size: int, end: int) -> None:
+        """Take note that the first `end` bytes of a file of this size are final, so they may be sent.
+
+        `name`: the file's in an output folder; "" for an output file. MergeError if what was sent before has failed.
+        """
+
+    def finish(self, card: bytes | None) -> Sequence[Note]:
+        """Send the rest of the finished local copy, give all files their names, and prove the upload; return notes."""
 
 
 class Sink(Protocol):
@@ -23,17 +37,22 @@ class Sink(Protocol):
     def card_of(self, target: Path) -> Path | None:
         """Return the path of the model card that an output file has unless its job has none; None: as on a disk."""
 
-    def check(self, target: Path, inputs: Sequence[Path], *, overwrite: bool, contents: Sequence[str] | None) -> None:
-        """Raise MergeError unless an output may be uploaded. `contents`: the files of a folder; None: it is a file."""
+    def check(self, target: Path, inputs: Sequence[Path], *, overwrite: bool, contents: Sequence[str] | None) -> bool:
+        """Return whether an upload replaces something; MergeError unless it may be made.
 
-    def send(
-        self, copy: Path, target: Path, card: bytes | None, *, overwrite: bool, progress: Progress
-    ) -> Sequence[Note]:  # fmt: skip
-        """Upload a local copy and prove the upload; return notes on it. After a failure nothing of it is left there,
-        but for what the error names."""
+        `contents`: the files of a folder; None: it is a file.
+        """
+
+    def begin(
+        self, copy: Path, target: Path, *, overwrite: bool, progress: Progress
+    ) -> AbstractContextManager[Upload]:  # fmt: skip
+        """Give the block the upload of the local copy that it writes. If the block fails, nothing of the upload is
+        left, but for what the error names."""
 
 
 _finders: list[Callable[[Path], Sink | None]] = []
+_uploads: dict[Path, Upload] = {}
+"""Local copy under its temporary name → its upload."""
 _cards: dict[Path, bytes] = {}
 _notes: dict[Path, Sequence[Note]] = {}
 _lock = threading.Lock()
@@ -52,13 +71,8 @@ def sink_of(path: Path) -> Sink | None:
 def is_taken(target: Path, contents: Sequence[str] | None) -> bool:
     """Return whether an upload would replace something: a repository may have other files alone. False for an output of
     this machine. `contents`: as for `Sink.check`."""
-    if (sink := sink_of(target)) is None:
-        return False
-    try:
-        sink.check(target, (), overwrite=False, contents=contents)
-    except UsageError:
-        return True
-    return False
+    sink = sink_of(target)
+    return sink is not None and sink.check(target, (), overwrite=True, contents=contents)
 
 
 def take_card(path: Path, content: bytes) -> bool:
@@ -70,13 +84,28 @@ def take_card(path: Path, content: bytes) -> bool:
     return True
 
 
-def upload(sink: Sink, copy: Path, target: Path, *, overwrite: bool, progress: Progress) -> None:
-    """Upload a local copy, with its card."""
-    with _lock:
-        card = _cards.pop(sink.card_of(target) or target.with_suffix(".md"), None)
-    notes = sink.send(copy, target, card, overwrite=overwrite, progress=progress)
+@contextmanager
+def uploading(copy: Path, target: Path, *, overwrite: bool, progress: Progress) -> Iterator[bool]:
+    """Upload the local copy that the block writes, with its card. Yields False for an output of this machine."""
+    if (sink := sink_of(target)) is None:
+        yield False
+        return
+    with sink.begin(copy, target, overwrite=overwrite, progress=progress) as upload:
+        _uploads[copy] = upload
+        try:
+            yield True
+        finally:
+            del _uploads[copy]
+        with _lock:
+            card = _cards.pop(sink.card_of(target) or target.with_suffix(".md"), None)
+        notes = upload.finish(card)
     with _lock:
         _notes[target] = notes
+
+
+def upload_of(copy: Path) -> Upload | None:
+    """Return the upload of a local copy with this temporary name; None for an output of this machine."""
+    return _uploads.get(copy)
 
 
 def upload_notes(target: Path) -> Sequence[Note]:

@@ -41,7 +41,10 @@ def admit(plan: Plan, *, dry: bool = False) -> Plan:
     window_room(job)
     if text := announcement(job.output, plan.size):
         plan = replace(plan, base=replace(plan.base, notes=(*plan.base.notes, Note(text))))
-    check_output(job.output, plan.read, overwrite=job.overwrite, folder=plan.is_folder, contents=plan.contents)
+    replaces = check_output(
+        job.output, plan.read, overwrite=job.overwrite, folder=plan.is_folder, contents=plan.contents
+    )
+    plan = replace(plan, replaces=replaces)
     _require_room(plan)
     if dry:
         return plan

@@ -23,10 +23,11 @@ from ..change_statistics import Measures
 from ..disk.hashes import RunningHashes
 from ..disk.pages import PAGE
 from ..disk.remote import has_remote
+from ..disk.uploads import upload_of
 from ..disk.volumes import CLONES, SPARSE_SYSTEMS, file_system
 from ..disk.writer import Writer, amend
 from ..planning.header_entries import final_headers
-from ..planning.output_checksums import Checksums
+from ..planning.output_checksums import Checksums, summed
 from ..planning.plan import Plan
 from ..process import deliver_pending
 from ..progress import STEP_SECONDS, Progress, Step
@@ -76,6 +77,12 @@ class Pipeline:
         self.shares = file_system(parts[0]) in CLONES and not any(map(has_remote, self.reader.paths))
         """Whether the output may share blocks with the base; False once the system has refused."""
         self.readers: list[Future[Merged]] = []  # blocks under way that read the base bytes of the current window
+        self.uploads = [upload_of(part) for part in parts]
+        self.steady = [not any(summed([f.targets for f in plan.files])) for plan in plans]
+        """For each plan whether its files are final when they are written, but for their headers: no scales and sums of
+        codes follow."""
+        self.headed: set[tuple[int, int]] = set()
+        """Plan and file of those whose headers are final."""
         self.sums = [Checksums(plan) for plan in plans]
         self.entries: dict[int, Sequence[Mapping[str, str]]] = {}  # number of a plan → what its sums are
         self.failed: dict[int, Exception] = {}
@@ -128,10 +135,11 @@ class Pipeline:
     def _ordered(self, every: Iterator[Window]) -> Iterator[Window]:
         """Yield the windows; until torch is imported, those of a file that do not need it come before the others.
 
-        The order is kept if the base is hashed, as its bytes must come in order, or if there are several outputs, whose
-        stages are busy enough.
+        The order is kept if the base is hashed or the output uploaded, as the bytes must come in order, or if there are
+        several outputs, whose stages are busy enough.
         """
         in_order = self.digests.hashing or len(self.plans) > 1 or file_system(self.parts[0]) not in SPARSE_SYSTEMS
+        in_order = in_order or any(self.uploads)
         waiting: deque[Window] = deque()
         for window in every:
             while waiting and (self._merger.done() or len(waiting) == MOST_WAITING or waiting[0].file != window.file):
@@ -233,6 +241,7 @@ class Pipeline:
                 self.sums[task.plan].feed(task.window.file, at + first, view[first : first + WRITTEN_BYTES])
 
             self._paced(task, map(put, pieces), len(pieces))
+            self._upload(task.plan, task.window.file, (at + task.window.size) // PAGE * PAGE)
             return
         for r in task.window.direct:
             assert isinstance(r.source, Path), "only files have blocks to share"
@@ -258,13 +267,44 @@ class Pipeline:
         again = self.merger.complete(number, self.parts[number])
         self.entries[number] = self.sums[number].entries(self.parts[number], again)
         for n, header in enumerate(final_headers(plan, self.digests.of(plan.inputs), self.entries[number])):
-            amend(self.writers[number, n].path, header)
+            if (number, n) not in self.headed:
+                self._head(number, n, header)
+            self._upload(number, n, plan.files[n].size)
 
     def _leave(self, number: int, file: int) -> None:
         """Finish a plan's file, so that each plan has at most one shard open."""
         writer = self._writer(number, file)
         writer.finish()
         writer.close()
+        if self._is_early(number, file):
+            if (number, file) not in self.headed:
+                self._head(number, file, self._header(number, file))
+            self._upload(number, file, self.plans[number].files[file].size)
+
+    def _head(self, number: int, file: int, header: bytes) -> None:
+        """Complete a plan's file with its final header."""
+        amend(self.writers[number, file].path, header)
+        self.headed.add((number, file))
+
+    def _is_early(self, number: int, file: int) -> bool:
+        """Return whether the header of a file that is uploaded is final when the file is written.
+
+        The first file's has the digests of all files of the base, every other one's that of its own.
+        """
+        return self.uploads[number] is not None and self.steady[number] and (file > 0 or not self.digests.hashing)
+
+    def _header(self, number: int, file: int) -> bytes:
+        """Return the final header of such a file."""
+        plan = self.plans[number]
+        others = {*plan.base.files} - {plan.base.files[file]} if file else set[Path]()
+        digests = ["" if path in others else self.digests.hexdigest(path) for path in plan.inputs]
+        return next(final_headers(plan, digests, [{} for _ in plan.files], first=file))
+
+    def _upload(self, number: int, file: int, end: int) -> None:
+        """Let a file be uploaded up to a byte if its header is final."""
+        upload, planned = self.uploads[number], self.plans[number].files[file]
+        if upload is not None and (number, file) in self.headed:
+            upload.ready(planned.name, planned.size, end)
 
     def _writer(self, number: int, file: int) -> Writer:
         """Return the writer of a plan's output file; the first call closes the file before and writes the header."""
@@ -275,8 +315,12 @@ class Pipeline:
             writer = Writer(part / planned.name if planned.name else part, planned.size)
             self.writers[number, file] = writer
             self.opened.callback(writer.close)
-            writer.write(memoryview(planned.header), 0)
-            self._written_now(number, len(planned.header))
+            header = planned.header
+            if self._is_early(number, file) and not self.digests.hashing:
+                header = self._header(number, file)
+                self.headed.add((number, file))
+            writer.write(memoryview(header), 0)
+            self._written_now(number, len(header))
         return self.writers[number, file]
 
     def _shift(self, task: WindowTask) -> int:

@@ -92,6 +92,9 @@ class Misfit(NamedTuple):
         return "; ".join(filter(None, (self.reason, self.advice)))
 
 
+NO_MODULES: Final = Misfit("layer", "", "use another save of the adapter: this one contains no modules")
+
+
 def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape], adapter: Index) -> Misfit | None:
     """Return the likely reason why modules match nothing in the base.
 
@@ -362,10 +365,9 @@ def raise_problems(
     left = counted(by_pattern(result.unmatched), LISTED_PATTERNS)
     if result.modules == 0 and (what := foreign(result.adapter.index.tensors)):
         raise UnmatchedModules(f"this file is {what}", f"{path}: {left}", instead(what))
-    misfit = explain(names, list(result.unmatched), shapes, index)
-    why, fix = (misfit.reason, misfit.advice) if misfit else ("", OWN_BASE)
-    names_base = misfit is not None and misfit.base
-    where = f"{path}: {left}" + ("" if names_base else f"; the base is {_kind_of_model(names.architecture)}")
+    misfit = explain(names, list(result.unmatched), shapes, index) or NO_MODULES
+    why, fix = misfit.reason, misfit.advice
+    where = f"{path}: {left}" + ("" if misfit.base else f"; the base is {_kind_of_model(names.architecture)}")
     if result.modules == 0:
         raise UnmatchedModules(
             f"no module of the adapter is in the base (0 of {result.total}){why and ': '}{why}",
@@ -374,15 +376,14 @@ def raise_problems(
         )
     if unmatched == "error" and set(result.unmatched.values()) == {STRANGE}:
         # their names are not names of layers, which could be compared with the base's
-        advice = misfit.text if misfit and misfit.kind != "name" else "correct their names"
+        advice = "correct their names" if misfit.kind == "name" else misfit.text
         raise UnmatchedModules(
             f"the meaning of {len(result.unmatched)} of the adapter's tensors is unknown",
             f"{path}: {left}: neither a parameter of the base nor a tensor of any known method",
             f"{advice}; or leave them out with --unmatched skip",
         ).instead(str(path), str(path), "--unmatched", "skip")
     if result.unmatched and unmatched == "error":
-        for_another = misfit is not None and misfit.kind == "model"
-        raise _some_unmatched(result, why, where, fix, for_another=for_another)
+        raise _some_unmatched(result, why, where, fix, for_another=misfit.kind == "model")
 
 
 def _some_unmatched(result: Match, why: str, where: str, fix: str, *, for_another: bool) -> MergeError:

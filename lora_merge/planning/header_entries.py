@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -49,8 +50,10 @@ def kept_entries(container: OutputContainer, path: Path) -> dict[str, str]:
     return entries_left | of_user
 
 
-def final_headers(plan: Plan, digests: Sequence[str], sums: Sequence[Mapping[str, str]]) -> Iterator[bytes]:
-    """Yield the final header of every file of the plan, as long as the planned header.
+def final_headers(
+    plan: Plan, digests: Sequence[str], sums: Sequence[Mapping[str, str]], *, first: int = 0
+) -> Iterator[bytes]:
+    """Yield the final header of every file of the plan from the `first` on, as long as the planned header.
 
     A header is planned before any weight is read; the digests of the inputs are known after. Our own entries are
     made a second time, because names and texts of the base may look like the placeholders in the planned header.
@@ -59,6 +62,6 @@ def final_headers(plan: Plan, digests: Sequence[str], sums: Sequence[Mapping[str
     """
     adapters = [m.adapter.index for m in plan.adapters]
     written = entries(plan.job, plan.base, adapters, digests, [m.strengths for m in plan.adapters])
-    for file, of_merge, of_sums in zip(plan.files, written, sums, strict=True):
+    for file, of_merge, of_sums in islice(zip(plan.files, written, sums, strict=True), first, None):
         header = with_metadata(file.header, {**file.entries, **of_merge, **of_sums})
         yield sealed(header) if SEAL in of_merge else header

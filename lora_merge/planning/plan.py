@@ -156,6 +156,7 @@ class Plan(Shown):
         indexes: Name of every `*.index.json`.
         quantising: What the output's format does to the weights.
         folders: The files of every input folder: read, copied, or left out for a reason.
+        replaces: Whether the output replaces something.
 
     Examples:
         >>> plan = lora_merge.plan("base.safetensors", ["style.safetensors", "detail.safetensors"])
@@ -173,6 +174,7 @@ class Plan(Shown):
     indexes: tuple[str, ...] = ()
     quantising: Quantising = NO_QUANTISING
     folders: tuple[Folder, ...] = ()
+    replaces: bool = False
 
     def _heading(self) -> str:
         return f"Plan: {self.job.output.name}"

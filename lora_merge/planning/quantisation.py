@@ -87,7 +87,7 @@ def quantising(job: Job, base: Index, names: Names) -> Quantising:
     """Return which weights the output stores as codes, and how; UsageError where no loader would read the output."""
     if job.dtype not in QUANTISED_DTYPES:
         if job.keep_precision:
-            raise UsageError("--keep-precision needs a quantised --dtype", f"--keep-precision {job.keep_precision[0]}",
+            raise UsageError("nothing is quantised", f"--keep-precision {job.keep_precision[0]}",
                              f"leave it out, or write --dtype {', '.join(QUANTISED_DTYPES)}")  # fmt: skip
         return NO_QUANTISING
     form = _form(job, base)

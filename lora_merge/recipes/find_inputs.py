@@ -110,7 +110,7 @@ def _find(sought: Input, present: Iterable[Path], progress: Progress, announce: 
                                  f"{[*others, namesake][0]} is not that of {quoted(sought.name)} then, "
                                  f"whose weights have the SHA-256 {digest}",
                                  f"merge again, or {SEARCH}")  # fmt: skip
-    raise InputError(f"the input {quoted(sought.name)} was not found", f"SHA-256 {digest}, {size} bytes",
+    raise InputError(f"the input {quoted(sought.name)} is not found", f"SHA-256 {digest}, {size} bytes",
                      SEARCH)  # fmt: skip
 
 

@@ -7,7 +7,6 @@ other program finds them.
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
@@ -16,7 +15,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from ..addresses import HUB, Address
-from ..disk.files import open_regular
+from ..disk.hashes import hash_file
 from ..disk.remote import ReadRange
 from ..errors import InputError, MergeError, ResourceError, UsageError
 from ..paths import real_path
@@ -27,7 +26,6 @@ from .store import Store
 from .web import Endpoint, ranges
 
 NAME: Final = "lora-merge"
-BLOCK: Final = 1 << 24  # bytes that are hashed at once
 SITE: Final = "https://huggingface.co"
 INSTALL: Final = "pip install huggingface_hub"
 NOWHERE: Final = "neither a file nor a folder here, nor a model on the hub that you may see"
@@ -130,11 +128,7 @@ def _check(path: Path, file: Listed, address: Address) -> None:
     """Raise InputError for a downloaded file of another length or hash than the hub states, which is then removed."""
     wrong = "length" if path.stat().st_size != file.size else ""
     if not wrong and file.sha256:
-        digest = hashlib.sha256()
-        with open_regular(path) as f:
-            while data := f.read(BLOCK):
-                digest.update(data)
-        wrong = "SHA-256" if digest.hexdigest() != file.sha256 else ""
+        wrong = "SHA-256" if hash_file(path) != file.sha256 else ""
     if wrong:
         blob = real_path(path)
         path.unlink()

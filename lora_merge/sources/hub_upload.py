@@ -1,7 +1,8 @@
 """Uploads to the Hugging Face hub, by huggingface_hub: one commit, made when all its files are on the hub.
 
-Files of weights are sent one by one before the commit. What the hub has already, by its SHA-256, is not sent again: so
-a run that is repeated after a failure continues the upload, as the same inputs give the same bytes.
+Files of weights are sent one by one before the commit, each as soon as it is final. What the hub has already, by its
+SHA-256, is not sent again: so a run that is repeated after a failure continues the upload, as the same inputs give the
+same bytes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from threading import Lock
 from typing import Any, Final, NamedTuple
 from urllib.parse import quote
 
@@ -23,7 +25,7 @@ from ..text import Note, listed
 from ..version import __version__
 from .hub import INSTALL, NAME, SITE, endpoint, failed, is_installed
 from .inputs import forget
-from .sent_files import Source, address_of, compare, differs, files_of, pieces, size_of
+from .sent_files import GrowingFile, Sending, Source, address_of, compare, differs, files_of, size_of
 from .web import Endpoint, ranges
 
 MAIN: Final = "main"
@@ -44,8 +46,9 @@ class HubSink:
         depth = address_of(target).path.count("/") + 1
         return target.parents[depth - 1] / CARD
 
-    def check(self, target: Path, inputs: Sequence[Path], *, overwrite: bool, contents: Sequence[str] | None) -> None:
-        """Raise MergeError if there are files that may not be replaced, or if the token may not write."""
+    def check(self, target: Path, inputs: Sequence[Path], *, overwrite: bool, contents: Sequence[str] | None) -> bool:
+        """Return whether there are files that are replaced; MergeError if they may not be, or if the token may not
+        write."""
         address = address_of(target)
         if not is_installed():
             raise UsageError("outputs to the hub need huggingface_hub", str(address), INSTALL)
@@ -54,53 +57,118 @@ class HubSink:
             state = _state(api, address)
             if state is None:
                 _require_owner(api, address)
-                return
+                return False
             _require_right(api, address)
         except Exception as e:  # noqa: BLE001  # the library has dozens of errors, in two versions of its HTTP client
             raise _failed(address, e, NETWORK) from None
         names = [_inside(address, name) for name in contents or [""]]
-        if not overwrite:
-            _require_free(address, state, names)
+        taken = _taken(state, names)
+        if taken and not overwrite:
+            raise _exists(address, taken)
         folder = f"{address.path}/" if address.path else ""
         others = [n for n in state.files if n.startswith(folder) and "/" not in n[len(folder) :] and n not in names]
         if contents is not None and (lost := sorted(n for n in others if Path(n).suffix.lower() in WEIGHT_SUFFIXES)):
             raise UsageError("the repository holds weights that the merged model does not have",
                              f"{address}: {listed(lost)}",
                              "choose another repository, or a folder in it")  # fmt: skip
+        return bool(taken)
 
-    def send(
-        self, copy: Path, target: Path, card: bytes | None, *, overwrite: bool, progress: Progress
-    ) -> Sequence[Note]:  # fmt: skip
-        """Upload a file or a folder in one commit, and compare what is there with the local copy."""
-        address, api, notes = address_of(target), _api(), list[Note]()
+    @contextmanager
+    def begin(self, copy: Path, target: Path, *, overwrite: bool, progress: Progress) -> Iterator[HubUpload]:
+        """Give the block the upload of the local copy that it writes."""
+        upload = HubUpload(copy, target, overwrite=overwrite, progress=progress)
+        with _silent():
+            try:
+                yield upload
+            finally:
+                upload.stop()
+
+
+class HubUpload:
+    """The upload of a file or a folder, which ends with one commit."""
+
+    def __init__(self, copy: Path, target: Path, *, overwrite: bool, progress: Progress) -> None:
+        self.address = address_of(target)
+        self._copy, self._overwrite, self._progress, self._api = copy, overwrite, progress, _api()
+        self._sending = Sending(self._send)
+        self._notes: list[Note] = []
+        self._opened = False
+        self._first: str | None = None
+        """The commit with which a repository or branch begins that this upload has created."""
+
+    def ready(self, name: str, size: int, end: int) -> None:
+        """Send a file of weights that is final."""
+        if end == size and Path(name or self.address.path).suffix.lower() in WEIGHT_SUFFIXES:
+            self._sending.ready(_inside(self.address, name), self._copy / name, size, end)
+
+    def _open(self) -> None:
+        """Create the repository and the branch if they are not there."""
+        state = _state(self._api, self.address)
+        if state is None:
+            self._api.create_repo(self.address.name, private=True, exist_ok=True)
+            self._notes.append(Note(f"a private repository was created: {self.address.name}"))
+            state = _state(self._api, self.address) or State([], None)
+            self._first = state.head
+        if not state.branch:
+            self._api.create_branch(self.address.name, branch=self.address.revision)
+            self._first = state.head
+        self._opened = True
+
+    def _send(self, name: str, file: GrowingFile) -> Any:
+        """Send the content of a large file; return what the commit says of it."""
+        from huggingface_hub import CommitOperationAdd
+
+        address, source = self.address, file.source
         try:
-            with _silent():
-                # Step 1: the repository and the branch.
-                files: dict[str, Source] = {_inside(address, name): path for name, path in files_of(copy)}
-                state = _state(api, address)
-                if state is None:
-                    api.create_repo(address.name, private=True, exist_ok=True)
-                    notes.append(Note(f"a private repository was created: {address.name}"))
-                    state = _state(api, address) or State([], None)
-                if not overwrite:
-                    _require_free(address, state, files)
-                if not state.branch:
-                    api.create_branch(address.name, branch=address.revision)
-                # Step 2: the weights.
-                if card is not None:
-                    files[CARD] = card
-                operations = _sent(api, address, files, progress)
-                # Step 3: the commit.
-                begin_commit()
-                pinned = Address(HUB, address.name, _commit(api, address, operations, state.head))
-                # Step 4: what is there now.
-                progress(Step("prove", str(address)))
-                _prove(api, pinned, files)
+            if not self._opened:
+                self._open()
+            operation = CommitOperationAdd(name, source if isinstance(source, bytes) else str(source))
+            for left in reversed(range(TRIES)):
+                try:
+                    self._api.preupload_lfs_files(
+                        address.name, [operation], revision=address.revision or MAIN, free_memory=False
+                    )
+                    break
+                except Exception as e:
+                    if not left or not isinstance(_failed(address, e), ResourceError):
+                        raise
+        except Exception as e:  # noqa: BLE001  # the library has dozens of errors, in two versions of its HTTP client
+            raise _failed(address, e) from None
+        self._sending.sent += file.size
+        return operation
+
+    def finish(self, card: bytes | None) -> Sequence[Note]:
+        """Send the rest, commit all files, and compare what is there with the local copy."""
+        address, api = self.address, self._api
+        # Step 1: the content of all files.
+        files: dict[str, Source] = {_inside(address, name): path for name, path in files_of(self._copy)}
+        if card is not None:
+            files[CARD] = card
+        advance = counted(self._progress, "upload", str(address), sum(map(size_of, files.values())))
+        for name, source in files.items():
+            self._sending.ready(name, source, size_of(source), size_of(source))
+        operations = self._sending.results(files, advance)
+        try:
+            # Step 2: the commit.
+            state = _state(api, address) or State([], None)
+            free = self._overwrite or (state.head is not None and state.head == self._first)
+            if not free and (taken := _taken(state, files)):
+                raise _exists(address, taken)
+            begin_commit()
+            pinned = Address(HUB, address.name, _commit(api, address, operations, state.head))
+            # Step 3: what is there now.
+            self._progress(Step("prove", str(address)))
+            _prove(api, pinned, dict(zip(files.values(), operations, strict=True)))
         except Exception as e:  # noqa: BLE001  # as above
             raise _failed(address, e) from None
         forget(address)
         text = f"uploaded to {address} as commit {pinned.revision}"
-        return [*notes, Note(f"{text}: hashes, headers and samples there are those of the local copy")]
+        return [*self._notes, Note(f"{text}: hashes, headers and samples there are those of the local copy")]
+
+    def stop(self) -> None:
+        """End the upload. What the hub has by then is no file of the repository, and a later upload uses it."""
+        for _ in self._sending.stop():
+            pass
 
 
 def _inside(address: Address, name: str) -> str:
@@ -137,11 +205,14 @@ def _state(api: Any, address: Address) -> State | None:
     return State([f.rfilename for f in info.siblings or ()], str(info.sha), branch)
 
 
-def _require_free(address: Address, state: State, names: Iterable[str]) -> None:
-    """Raise UsageError if a branch has files of these names."""
-    if state.branch and (taken := sorted({*state.files} & {*names})):
-        raise UsageError("the output exists", f"{address}: {listed(taken)}",
-                         "choose another repository, branch or name, or give --overwrite")  # fmt: skip
+def _taken(state: State, names: Iterable[str]) -> list[str]:
+    """Return those of these names that files of a branch have."""
+    return sorted({*state.files} & {*names}) if state.branch else []
+
+
+def _exists(address: Address, taken: Sequence[str]) -> UsageError:
+    return UsageError("the output exists", f"{address}: {listed(taken)}",
+                      "choose another repository, branch or name, or give --overwrite")  # fmt: skip
 
 
 def _require_owner(api: Any, address: Address) -> None:
@@ -169,26 +240,6 @@ def _require_right(api: Any, address: Address) -> None:
         api.auth_check(address.name, write=True)
 
 
-def _sent(api: Any, address: Address, files: dict[str, Source], progress: Progress) -> list[Any]:
-    """Send the content of large files; return what the commit is made of."""
-    from huggingface_hub import CommitOperationAdd
-
-    advance = counted(progress, "upload", str(address), sum(map(size_of, files.values())))
-    operations = []
-    for name, source in files.items():
-        operation = CommitOperationAdd(name, source if isinstance(source, bytes) else str(source))
-        for left in reversed(range(TRIES)):
-            try:
-                api.preupload_lfs_files(address.name, [operation], revision=address.revision or MAIN, free_memory=False)
-                break
-            except Exception as e:
-                if not left or not isinstance(_failed(address, e), ResourceError):
-                    raise
-        operations.append(operation)
-        advance(size_of(source))
-    return operations
-
-
 def _commit(api: Any, address: Address, operations: list[Any], head: str | None) -> str:
     """Commit files behind a commit; return the new one."""
     try:
@@ -205,49 +256,56 @@ def _commit(api: Any, address: Address, operations: list[Any], head: str | None)
     return str(commit.oid)
 
 
-def _prove(api: Any, pinned: Address, files: dict[str, Source]) -> None:
-    """Compare the files of a commit with the local copy; VerificationFailed if any differ."""
+def _prove(api: Any, pinned: Address, sources: dict[Source, Any]) -> None:
+    """Compare the files of a commit with the local copy; VerificationFailed if any differ. `sources`: file of the local
+    copy → what the commit says of it."""
     from huggingface_hub import get_token
 
-    uploaded = {f.path: f for f in api.get_paths_info(pinned.name, [*files], revision=pinned.revision)}
-    for name, source in files.items():
-        where, size, info = Address(HUB, pinned.name, pinned.revision, name), size_of(source), uploaded.get(name)
+    names = [operation.path_in_repo for operation in sources.values()]
+    uploaded = {f.path: f for f in api.get_paths_info(pinned.name, names, revision=pinned.revision)}
+    for source, operation in sources.items():
+        name, size, info = operation.path_in_repo, size_of(source), uploaded.get(operation.path_in_repo)
+        where = Address(HUB, pinned.name, pinned.revision, name)
         if info is None or info.size != size:
             raise differs(where, "size")
-        if (info.lfs.sha256 != _sha256(source)) if info.lfs else (info.blob_id != _git_hash(source)):
+        if (info.lfs.sha256 != operation.upload_info.sha256.hex()) if info.lfs else (info.blob_id != _git_hash(source)):
             raise differs(where, "hash")
         url = f"{endpoint() or SITE}/{pinned.name}/resolve/{pinned.revision}/{quote(name)}"
         compare(ranges(Endpoint(where, url, get_token() or ""), size), source, where)
 
 
-def _sha256(source: Source) -> str:
-    digest = hashlib.sha256()
-    for data in pieces(source):
-        digest.update(data)
-    return digest.hexdigest()
-
-
 def _git_hash(source: Source) -> str:
-    digest = hashlib.sha1(f"blob {size_of(source)}\0".encode(), usedforsecurity=False)
-    for data in pieces(source):
+    size = size_of(source)
+    digest = hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
+    for data in GrowingFile(source, size, size).pieces():
         digest.update(data)
     return digest.hexdigest()
+
+
+_silent_uploads, _lock = 0, Lock()
 
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Let the library draw no bars of its own."""
+    """Let the library draw no bars of its own while there are uploads, unless the user has decided on that."""
     from huggingface_hub import constants
 
+    global _silent_uploads
     bars: Any = import_module("huggingface_hub.utils")
-    if constants.HF_HUB_DISABLE_PROGRESS_BARS is not None or bars.are_progress_bars_disabled():
-        yield  # as the user says
+    chosen = constants.HF_HUB_DISABLE_PROGRESS_BARS is not None
+    if chosen or (not _silent_uploads and bars.are_progress_bars_disabled()):
+        yield
         return
-    bars.disable_progress_bars()
+    with _lock:
+        _silent_uploads += 1
+        bars.disable_progress_bars()
     try:
         yield
     finally:
-        bars.enable_progress_bars()
+        with _lock:
+            _silent_uploads -= 1
+            if not _silent_uploads:
+                bars.enable_progress_bars()
 
 
 def _failed(address: Address, e: Exception, network: str = CONTINUED) -> MergeError:

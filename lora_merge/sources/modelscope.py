@@ -1,5 +1,8 @@
 """Repositories of ModelScope, by the file API that its own library uses.
 
+If that library (modelscope) is installed, its login counts, and it downloads the files; headers are read by ranges of
+our own client in either case.
+
 A file is pinned by the commit that changed it last, a folder by the revision that the user names and by the hashes in
 the recipe: the API states no commit of a branch. Source: github.com/modelscope/modelscope, hub/api.py and
 hub/file_download.py.
@@ -10,16 +13,21 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import redirect_stderr
+from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 from urllib.parse import quote, urlencode
 
 from ..addresses import MODELSCOPE, Address
+from ..disk.hashes import hash_file
 from ..disk.remote import ReadRange
 from ..errors import InputError
 from .contents import Advance, Listed, SourceFiles, is_offline, switched_off
-from .store import Store, keep, stored_file
-from .web import Endpoint, json_at, ranges
+from .store import Store, file_name, keep, note, stored_file
+from .web import Endpoint, json_at, ranges, refused, unreachable
 
 SITE: Final = "https://www.modelscope.cn"
 BRANCH: Final = "master"
@@ -88,7 +96,33 @@ class ModelScope:
     def fetch(self, contents: SourceFiles, names: Iterable[str], advance: Advance) -> None:
         """Download files, and check the SHA-256 that the API states."""
         for name in names:
-            keep(_file(contents, name), self.folder(contents), name, contents, advance)
+            if find_spec("modelscope") is None:
+                keep(_file(contents, name), self.folder(contents), name, contents, advance)
+            else:
+                _fetch_by_library(contents, name, self.folder(contents))
+                advance(contents.files[name].size)
+
+
+def _fetch_by_library(contents: SourceFiles, name: str, folder: Path) -> None:
+    """Download a file by the library of ModelScope, which draws no bar; InputError for other bytes than are stated."""
+    from modelscope.hub.file_download import model_file_download
+
+    address, file = contents.address, contents.files[name]
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent) as part:
+        try:
+            with redirect_stderr(StringIO()):
+                path = Path(model_file_download(address.name, name, address.revision, local_dir=part, endpoint=site()))
+        except Exception as e:  # noqa: BLE001  # its errors are those of its HTTP client, whose texts hold URLs
+            status = getattr(getattr(e, "response", None), "status_code", 0)
+            place = _file(contents, name)
+            raise (refused(place, status) if status else unreachable(address, OSError(type(e).__name__))) from None
+        digest = hash_file(path)
+        if path.stat().st_size != file.size or (file.sha256 and digest != file.sha256.lower()):
+            raise InputError("the downloaded file has other bytes than ModelScope states", str(address), "run again")
+        (target := folder / file_name(name)).parent.mkdir(parents=True, exist_ok=True)
+        path.replace(target)
+    note(folder, name, contents, digest)
 
 
 def _file(contents: SourceFiles, name: str) -> Endpoint:
@@ -98,7 +132,17 @@ def _file(contents: SourceFiles, name: str) -> Endpoint:
 
 def _endpoint(address: Address, path: str) -> Endpoint:
     url = f"{site()}/api/v1/models/{quote(address.name)}/{path}"
-    return Endpoint(address, url, os.environ.get("MODELSCOPE_API_TOKEN", "").strip(), ADVICE)
+    return Endpoint(address, url, _token(), ADVICE)
+
+
+def _token() -> str:
+    """Return the token of the environment, or else of the library's login."""
+    token = os.environ.get("MODELSCOPE_API_TOKEN", "").strip()
+    if token or find_spec("modelscope") is None:
+        return token
+    from modelscope.hub.api import ModelScopeConfig
+
+    return str(ModelScopeConfig.get_token() or "")
 
 
 ADVICE: Final[Mapping[int, str]] = {

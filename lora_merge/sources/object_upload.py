@@ -1,8 +1,8 @@
 """Uploads to S3, Google Cloud Storage and Azure, by obstore.
 
 All files of an output are uploaded in parts, and get their names together at the end: weights first, indexes last. So
-a half-written model is never visible. An upload that fails leaves neither parts nor objects, but one whose completion
-the store has confirmed in a reply that was lost.
+a half-written model is never visible. An upload that fails leaves neither parts nor objects; the error names what may
+be left where the store is out of reach by then.
 """
 
 from __future__ import annotations
@@ -10,22 +10,31 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
-from types import TracebackType
 from typing import Any, Final
 
 from ..addresses import Address
-from ..errors import MergeError, UsageError
+from ..errors import MergeError, UsageError, VerificationFailed
 from ..process import begin_commit, deliver_pending
 from ..progress import Progress, Step, counted
 from ..text import Note, listed, plural
 from .inputs import forget
 from .objects import INSTALL, kinds_of, store_of
 from .objects import failed as failed_read
-from .sent_files import Source, address_of, compare, differs, files_of, pieces, refuse_input, size_of
+from .sent_files import (
+    GrowingFile,
+    Sending,
+    Source,
+    address_of,
+    compare,
+    differs,
+    files_of,
+    refuse_input,
+    size_of,
+)
 
 PART: Final = 8 << 20  # bytes of a part, of which stores take 10 000
 MOST_PARTS: Final = 9_000
@@ -53,50 +62,164 @@ def failed(address: Address, e: Exception) -> MergeError:
 class ObjectWriter:
     """One object that is written in parts, and gets its name when it is complete."""
 
-    def __init__(self, store: Any, key: str, source: Source) -> None:
+    def __init__(self, address: Address, key: str, file: GrowingFile) -> None:
         import obstore
 
-        self.key, self.source, self.size = key, source, size_of(source)
-        self._part = max(PART, -(-self.size // MOST_PARTS))
-        self._writer = obstore.open_writer(store, key, buffer_size=self._part)
-        self._whole, self._parts = _md5(), b""
+        self.key, self.file = key, file
+        self._where = replace(address, name=f"{address.name.partition('/')[0]}/{key}")
+        self._store = store_of(address)
+        self._part = max(PART, -(-file.size // MOST_PARTS))
+        self._writer = obstore.open_writer(self._store, key, buffer_size=self._part)
+        self._digests = b""  # the MD5 of each part
+        self._asked = self._named = False
 
     def write(self) -> Iterator[int]:
-        """Upload the bytes; yield their number as they go."""
+        """Upload the bytes as they become final; yield their number as they go."""
         digest, left = _md5(), self._part
-        for data in pieces(self.source):
+        for data in self.file.pieces():
             self._writer.write(data)
-            self._whole.update(data)
             view = memoryview(data)
             while len(view) >= left:
                 digest.update(view[:left])
-                self._parts += digest.digest()
+                self._digests += digest.digest()
                 view, left, digest = view[left:], self._part, _md5()
             digest.update(view)
             left -= len(view)
             yield len(data)
-        if left != self._part:
-            self._parts += digest.digest()
+        if left != self._part or not self._digests:
+            self._digests += digest.digest()
 
     def complete(self) -> None:
-        """Give the object its name."""
-        self._writer.close()
+        """Give the object its name. An error is none if the object is there: the reply alone was lost."""
+        self._asked = True
+        try:
+            self._writer.close()
+        except Exception:
+            if not self._is_there():
+                raise
+        self._named = True
 
-    def abort(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
-        """After an exception remove the parts of an object that is not complete."""
-        if e is not None and not self._writer.closed():
-            with suppress(Exception):  # the store is out of reach: the error that led here counts
-                self._writer.__exit__(kind, e, tb)
+    def _is_there(self) -> bool:
+        try:
+            self.prove()
+        except (FileNotFoundError, VerificationFailed):
+            return False
+        return True
+
+    def prove(self) -> bool:
+        """Compare the object with its local copy; VerificationFailed if they differ.
+
+        Returns whether the MD5 of all bytes is compared, and not only samples.
+        """
+        import obstore
+
+        meta = obstore.head(self._store, self.key)
+        etag = str(meta.get("e_tag") or "").strip('"')
+        if int(meta["size"]) != self.file.size:
+            raise differs(self._where, "its size")
+        proven = etag in self.etags
+        hashes = self._where.scheme == "s3" and re.fullmatch(r"[0-9a-f]{32}(-\d+)?", etag) is not None
+
+        def read(offset: int, count: int) -> bytes:
+            return bytes(obstore.get_range(self._store, self.key, start=offset, length=count)) if count else b""
+
+        compare(read, self.file.source, self._where, whole=hashes and not proven)
+        return proven
+
+    def remove(self) -> None:
+        """Remove the object, or the parts of one without a name. Another object that has the name stays."""
+        import obstore
+
+        if self._named or (self._asked and self._is_there()):
+            obstore.delete(self._store, self.key)
+        elif not self._writer.closed():
+            self._writer.__exit__(InterruptedError, InterruptedError(), None)
 
     @property
     def etags(self) -> tuple[str, str]:
-        """What S3 states of these bytes: their MD5, or the MD5 of the MD5 of all parts with the number of these."""
-        joined = hashlib.md5(self._parts, usedforsecurity=False).hexdigest()
-        return self._whole.hexdigest(), f"{joined}-{len(self._parts) // 16}"
+        """What S3 states of these bytes: their MD5 if they are one part, or the MD5 of the MD5 of all parts with the
+        number of these."""
+        joined = hashlib.md5(self._digests, usedforsecurity=False).hexdigest()
+        return self._digests.hex(), f"{joined}-{len(self._digests) // 16}"
 
 
 def _md5() -> Any:
     return hashlib.md5(usedforsecurity=False)
+
+
+class ObjectUpload:
+    """The upload of an object, or of a folder of them."""
+
+    def __init__(self, copy: Path, target: Path, *, overwrite: bool, progress: Progress) -> None:
+        self.address = address_of(target)
+        self._copy, self._overwrite, self._progress = copy, overwrite, progress
+        self._key = self.address.name.partition("/")[2]
+        self._sending = Sending(self._send)
+        self._remains: list[str] = []
+
+    def ready(self, name: str, size: int, end: int) -> None:
+        """Send a file up to a byte."""
+        self._sending.ready(self._key_of(name), self._copy / name, size, end)
+
+    def _key_of(self, name: str) -> str:
+        return f"{self._key}/{name}".strip("/") if name else self._key
+
+    def _send(self, key: str, file: GrowingFile) -> ObjectWriter:
+        try:
+            upload = ObjectWriter(self.address, key, file)
+        except Exception as e:  # noqa: BLE001  # the library's errors have no common base
+            raise failed(self.address, e) from None
+        try:
+            for count in upload.write():
+                self._sending.sent += count
+        except BaseException as e:
+            self._remove(upload)
+            if isinstance(e, Exception):
+                raise failed(self.address, e) from None
+            raise
+        return upload
+
+    def finish(self, card: bytes | None) -> Sequence[Note]:
+        """Send the rest, name all objects together, and compare them with the local copy."""
+        # Step 1: all bytes, in parts.
+        files: dict[str, Source] = {self._key_of(name): path for name, path in files_of(self._copy)}
+        if card is not None:
+            files[str(PurePosixPath(self._key).with_suffix(".md"))] = card
+        total = sum(map(size_of, files.values()))
+        advance = counted(self._progress, "upload", str(self.address), total)
+        for key, source in files.items():
+            self._sending.ready(key, source, size_of(source), size_of(source))
+        uploads = self._sending.results(files, advance)
+        try:
+            # Step 2: the names, together.
+            if not self._overwrite and _names_at(self.address, folder=self._copy.is_dir()):
+                raise UsageError("the output appeared while it was made", str(self.address),
+                                 "choose another -o; is another run at it?")  # fmt: skip
+            begin_commit()
+            for upload in uploads:
+                upload.complete()
+            # Step 3: what is there now.
+            deliver_pending()
+            self._progress(Step("prove", str(self.address)))
+            hashed = [upload.prove() for upload in uploads]
+            begin_commit()
+        except Exception as e:  # noqa: BLE001
+            raise failed(self.address, e) from None
+        forget(self.address)
+        how = "the MD5 of all bytes there is that" if all(hashed) else "sizes, headers and samples there are those"
+        return [Note(f"uploaded to {self.address}: {how} of the local copy")]
+
+    def stop(self) -> Sequence[str]:
+        """End the upload, and remove what was uploaded; return the names of what may be left."""
+        for upload in self._sending.stop():
+            self._remove(upload)
+        return self._remains
+
+    def _remove(self, upload: ObjectWriter) -> None:
+        try:
+            upload.remove()
+        except Exception:  # noqa: BLE001  # the store is out of reach: the error that led here counts
+            self._remains.append(upload.key)
 
 
 class ObjectSink:
@@ -105,8 +228,9 @@ class ObjectSink:
     def card_of(self, _: Path) -> None:
         """Return None: an object has no card unless a job asks for one."""
 
-    def check(self, target: Path, inputs: Sequence[Path], *, overwrite: bool, contents: Sequence[str] | None) -> None:
-        """Raise MergeError if there is something that may not be replaced, or if that cannot be found out."""
+    def check(self, target: Path, inputs: Sequence[Path], *, overwrite: bool, contents: Sequence[str] | None) -> bool:
+        """Return whether there is something that is replaced; MergeError if it may not be, or if that cannot be found
+        out."""
         address = address_of(target)
         if find_spec("obstore") is None:
             raise UsageError("outputs to object stores need obstore", str(address), INSTALL)
@@ -117,53 +241,19 @@ class ObjectSink:
         if contents is not None and (lost := sorted({*names} - {*contents})):
             raise UsageError(f"the output folder holds {plural(len(lost), 'file')} that the merged model does not have",
                              f"{address}: {listed(lost)}", "choose another -o, or move them away")  # fmt: skip
+        return bool(names)
 
-    def send(
-        self, copy: Path, target: Path, card: bytes | None, *, overwrite: bool, progress: Progress
-    ) -> Sequence[Note]:  # fmt: skip
-        """Upload a file or a folder, and compare it with the local copy. After a failure no object is left."""
-        import obstore
-
-        address = address_of(target)
-        store = store_of(address)
-        key = address.name.partition("/")[2]
-        files: list[tuple[str, Source]] = [(f"{key}/{n}".strip("/") if n else key, p) for n, p in files_of(copy)]
-        if card is not None:
-            files.append((str(PurePosixPath(key).with_suffix(".md")), card))
-        advance = counted(progress, "upload", str(address), sum(size_of(source) for _, source in files))
-        done: list[ObjectWriter] = []
+    @contextmanager
+    def begin(self, copy: Path, target: Path, *, overwrite: bool, progress: Progress) -> Iterator[ObjectUpload]:
+        """Give the block the upload of the local copy that it writes."""
+        upload = ObjectUpload(copy, target, overwrite=overwrite, progress=progress)
         try:
-            with ExitStack() as unfinished:
-                # Step 1: all bytes, in parts.
-                uploads = []
-                for name, source in files:
-                    uploads.append(upload := ObjectWriter(store, name, source))
-                    unfinished.push(upload.abort)
-                    for count in upload.write():
-                        advance(count)
-                # Step 2: the names, together.
-                if not overwrite and _names_at(address, folder=copy.is_dir()):
-                    raise UsageError("another program created the output during the run", str(address),
-                                     "choose another -o, or wait for the other run")  # fmt: skip
-                begin_commit()
-                for upload in uploads:
-                    upload.complete()
-                    done.append(upload)
-            # Step 3: what is there now.
-            deliver_pending()
-            progress(Step("prove", str(address)))
-            hashed = [_prove(store, upload, address) for upload in uploads]
-            begin_commit()
+            yield upload
         except BaseException as e:
-            for upload in done:
-                with suppress(Exception):  # the store is out of reach: the error that led here counts
-                    obstore.delete(store, upload.key)
-            if isinstance(e, Exception):
-                raise failed(address, e) from None
+            remains = upload.stop()
+            if isinstance(e, MergeError) and remains:
+                raise type(e)(e.what, f"{e.where}; may be left there: {listed(remains)}", e.fix) from None
             raise
-        forget(address)
-        how = "the MD5 of all bytes there is that" if all(hashed) else "sizes, headers and samples there are those"
-        return [Note(f"uploaded to {address}: {how} of the local copy")]
 
 
 def _names_at(address: Address, *, folder: bool) -> list[str]:
@@ -183,22 +273,3 @@ def _names_at(address: Address, *, folder: bool) -> list[str]:
     except Exception as e:  # noqa: BLE001  # the library's errors have no common base
         raise failed(address, e) from None
     return [""]
-
-
-def _prove(store: Any, upload: ObjectWriter, address: Address) -> bool:
-    """Compare an object with its local copy; return whether the MD5 of all bytes is compared, and not only samples."""
-    import obstore
-
-    meta = obstore.head(store, upload.key)
-    bucket = address.name.partition("/")[0]
-    etag, where = str(meta.get("e_tag") or "").strip('"'), replace(address, name=f"{bucket}/{upload.key}")
-    if int(meta["size"]) != upload.size:
-        raise differs(where, "its size")
-    proven = etag in upload.etags
-    hashes = address.scheme == "s3" and re.fullmatch(r"[0-9a-f]{32}(-\d+)?", etag) is not None
-
-    def read(offset: int, count: int) -> bytes:
-        return bytes(obstore.get_range(store, upload.key, start=offset, length=count)) if count else b""
-
-    compare(read, upload.source, where, whole=hashes and not proven)
-    return proven

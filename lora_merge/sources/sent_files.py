@@ -1,18 +1,22 @@
-"""What is uploaded: the files of a local copy, and how what is at an address then is compared with them."""
+"""What is uploaded: the files of a local copy, sent while they are written, and how what is at an address then is
+compared with them."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from io import BytesIO
 from pathlib import Path
-from typing import IO, Final, TypeAlias
+from threading import Condition
+from typing import IO, Final, Generic, TypeAlias, TypeVar
 
 from ..addresses import Address, upload_address
 from ..disk.files import open_regular
 from ..disk.remote import ReadRange
 from ..errors import UsageError, VerificationFailed
 from ..paths import WEIGHT_SUFFIXES
+from ..progress import STEP_SECONDS
 from .inputs import origin
 
 SAMPLES: Final = 16  # ranges of each file that are read back
@@ -20,6 +24,8 @@ SAMPLE: Final = 64 << 10  # bytes of one
 HEAD: Final = 1 << 20  # bytes at the beginning of a file, with its header, that are read back
 PIECE: Final = 8 << 20  # bytes that are read at once
 SEED: Final = 45
+
+Sent = TypeVar("Sent")
 
 
 def refuse_input(address: Address, inputs: Sequence[Path]) -> None:
@@ -66,11 +72,84 @@ def _opened(source: Source) -> IO[bytes]:
     return BytesIO(source) if isinstance(source, bytes) else open_regular(source)
 
 
-def pieces(source: Source) -> Iterator[bytes]:
-    """Yield the bytes of a file or of a card."""
-    with _opened(source) as f:
-        while data := f.read(PIECE):
-            yield data
+class GrowingFile:
+    """A file of a local copy, of which more and more of the first bytes are final."""
+
+    def __init__(self, source: Source, size: int, end: int = 0) -> None:
+        self.source, self.size = source, size
+        self._end, self._stopped, self._changed = end, False, Condition()
+
+    def grow(self, end: int) -> None:
+        """Take note that the bytes before `end` are final."""
+        with self._changed:
+            self._end = max(self._end, end)
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """End `pieces`: no more bytes will come."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def pieces(self) -> Iterator[bytes]:
+        """Yield the bytes in their order; waits until they are final. InterruptedError after `stop`."""
+        at = 0
+        with _opened(self.source) as f:
+            while at < self.size:
+                self._wait_for(count := min(PIECE, self.size - at), at)
+                f.seek(at)
+                yield f.read(count)
+                at += count
+
+    def _wait_for(self, count: int, at: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._end >= at + count or self._stopped)
+            if self._stopped:
+                raise InterruptedError("the upload was stopped")
+
+
+class Sending(Generic[Sent]):
+    """Files of an output that a thread sends one after another, as their bytes become final."""
+
+    def __init__(self, send: Callable[[str, GrowingFile], Sent]) -> None:
+        """`send`: sends a file, adds its bytes to `sent`, and returns what there is to do with it at the end."""
+        self._send = send
+        self.sent = 0
+        self._files: dict[str, GrowingFile] = {}
+        self._results: dict[str, Future[Sent]] = {}
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="upload")
+
+    def ready(self, name: str, source: Source, size: int, end: int) -> None:
+        """Send a file up to a byte; raises the error of one that was to be sent before."""
+        if name not in self._files:
+            self._files[name] = GrowingFile(source, size)
+            self._results[name] = self._pool.submit(self._send, name, self._files[name])
+        self._files[name].grow(end)
+        for result in self._results.values():
+            if result.done():
+                result.result()
+
+    def results(self, names: Iterable[str], advance: Callable[[int], object]) -> list[Sent]:
+        """Wait until files are sent; return the results in the order of the names."""
+        reported, results = 0, list[Sent]()
+        for name in names:
+            while True:
+                waited = wait([self._results[name]], STEP_SECONDS)
+                advance((now := self.sent) - reported)
+                reported = now
+                if waited.done:
+                    results.append(self._results[name].result())
+                    break
+        return results
+
+    def stop(self) -> Iterator[Sent]:
+        """Send no more; yield the results of the files that were sent whole."""
+        for file in self._files.values():
+            file.stop()
+        self._pool.shutdown(cancel_futures=True)
+        for result in self._results.values():
+            if not result.cancelled() and result.exception() is None:
+                yield result.result()
 
 
 def compare(read: ReadRange, source: Source, where: Address, *, whole: bool = False) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
-from lora_merge.adapters_out.form import bytes_for
+from lora_merge.adapters_out.form import svd_bytes
 from lora_merge.adapters_out.rank_rules import Rule
 from tests.kit.tensors import rand
 
@@ -106,4 +106,4 @@ def test_decomposition_of_whole_rank_takes_no_more_than_its_plan_says(folder: Pa
     ((grown, same),) = measured(folder, WHOLE_RANK).values()
     assert same
     read = OUT * COLS * 2  # of both checkpoints, a window each
-    assert grown <= (bytes_for(("", (OUT, COLS), Rule("above"))) + 2 * read) >> 20
+    assert grown <= (svd_bytes((OUT, COLS), Rule("above")) + 2 * read) >> 20

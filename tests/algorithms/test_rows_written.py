@@ -128,7 +128,7 @@ def test_row_in_its_own_words_means_the_same_at_a_strength_or_is_refused(row: st
             assert strength != 1
             assert not options
             continue
-        again = told if any("has to state" in note for note in report.notes) else {}
+        again = told if any("when the output is merged or converted" in note for note in report.notes) else {}
         expect = merged(job.base, [(path, strength)], **told)
         expect_same(job.base, expect, merged(job.base, [(out, 1.0)], **again), 3e-5)
 

@@ -370,10 +370,14 @@ def test_bug_in_one_job_is_reported_and_stays_there(models: Path, monkeypatch: p
 
 @pytest.mark.parametrize(
     ("second", "word"),
-    [("one", "place of another"), ("x/../one", "place of another"), ("one.safetensors/inside", "inside the output")],
+    [
+        ("one", "output of another job"),
+        ("x/../one", "output of another job"),
+        ("one.safetensors/inside", "inside the output"),
+    ],
 )
 def test_two_jobs_with_one_output_are_refused(models: Path, second: str, word: str) -> None:
-    with pytest.raises(UsageError, match="place of another") as caught:
+    with pytest.raises(UsageError, match="with the output of another") as caught:
         run([job(models, "one"), job(models, second, "oil.safetensors")])
     assert word in f"{caught.value.what} {caught.value.where}"
 
@@ -393,7 +397,7 @@ def test_outputs_that_differ_in_case_are_one_where_the_disk_says_so(
     jobs = [job(models, "one"), job(models, "ONE")]
     assert len(make_batch(jobs).planned) == 2
     monkeypatch.setattr(batch_plan, "ignores_case", lambda _: True)
-    with pytest.raises(UsageError, match="place of another"):
+    with pytest.raises(UsageError, match="with the output of another"):
         make_batch(jobs)
 
 

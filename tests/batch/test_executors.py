@@ -568,7 +568,7 @@ def test_cluster_that_is_named_keeps_its_own_rules(models: Path, monkeypatch: py
 def test_cluster_without_a_token_is_not_started(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "Disabled")
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(__version__="2.60.0", is_initialized=lambda: False))
-    with pytest.raises(UsageError, match="anybody on the network"):
+    with pytest.raises(UsageError, match="anyone on the network"):
         lora_merge.run_batch(jobs(models, 1), executor="ray")
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(__version__="2.59.2"))
     with pytest.raises(UsageError, match=r"Ray 2\.59\.2 is too old"):

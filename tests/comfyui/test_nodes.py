@@ -217,9 +217,9 @@ def test_loras_of_loaders_are_read_from_the_workflow(host: Host) -> None:
 
 def way(workflow: dict[str, Any], node: str) -> Way:
     """The way to the model of a node, as the pack sees the workflow in ComfyUI."""
-    from lora_merge.comfyui.host import Workflow
+    from lora_merge.comfyui.host import ComfyWorkflow
 
-    return loaded(Workflow(DynamicPrompt(workflow, {})), [node, 0])
+    return loaded(ComfyWorkflow(DynamicPrompt(workflow, {})), [node, 0])
 
 
 @pytest.mark.usefixtures("host")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lora_merge.disk import pages, reader
+from lora_merge.disk import pages, reader, remote
 from lora_merge.disk.pages import PAGE, ReadAhead
 from lora_merge.disk.remote import RemoteFile
 from lora_merge.errors import InputError, ResourceError
@@ -52,3 +52,22 @@ def test_range_read_ahead_that_failed_is_read_again() -> None:
     with pytest.raises(ResourceError):
         file.read_into(memoryview(buffer), 16)
     assert file.read_into(memoryview(buffer), 16) == 8 and bytes(buffer) == content[16:24]
+
+
+def test_reads_that_were_begun_share_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest are dropped, and read when they are needed."""
+    monkeypatch.setattr(remote, "EXPECTED", 32)
+    content, reads = bytes(range(64)), list[int]()
+
+    def read(offset: int, count: int) -> bytes:
+        reads.append(offset)
+        return content[offset : offset + count]
+
+    files = [RemoteFile(len(content), read) for _ in range(4)]
+    for number, file in enumerate(files):
+        file.expect([(number, 16)])
+    assert [len(file._expected) for file in files] == [0, 0, 1, 1]
+    for number, file in enumerate(files):
+        buffer = bytearray(16)
+        file.read_into(memoryview(buffer), number)
+        assert bytes(buffer) == content[number : number + 16]

@@ -311,7 +311,7 @@ def test_formats_that_no_loader_reads_are_refused_with_what_to_write_instead(tmp
     assert "llama.cpp" in refused(file, dtype="q4_0")
     assert "keep_precision" in refused(file, dtype="nvfp4", keep_precision=["*"])
     assert "regular expression is not valid" in refused(file, dtype="int8", keep_precision=["re:("])
-    assert "needs a quantised --dtype" in refused(file, keep_precision=["re:x"])
+    assert "nothing is quantised" in refused(file, keep_precision=["re:x"])
     (folder / "config.json").write_text(json.dumps({"_class_name": "FluxTransformer2DModel"}))
     for name in ("fp8_block", "mxfp8", "nvfp4"):
         assert "nf4" in refused(folder, dtype=name)

@@ -49,5 +49,5 @@ LIBRARIES = {
 }
 """Library → the rooms that may import it, at the top of a file or inside a function."""
 
-HOSTS = {"comfy": {"comfyui"}, "comfy_api": {"comfyui"}, "folder_paths": {"comfyui"}, "PIL": {"comfyui"}}
+HOSTS = {name: {"comfyui"} for name in ("comfy", "comfy_api", "folder_paths", "nodes", "PIL")}
 """Library of the program that a room runs in, or that it brings → the rooms that may import it."""

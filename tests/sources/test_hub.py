@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import lora_merge
+from lora_merge.disk.hashes import RunningHashes
 from lora_merge.planning.recipe import KEY
 from lora_merge.sources import hub, inputs
 from tests.kit import command_line
@@ -18,7 +19,7 @@ from tests.kit.adapters import kohya
 from tests.kit.files import load, load_all, metadata, save
 from tests.kit.models import sd1_sample
 from tests.kit.tensors import rand
-from tests.sources.server import COMMIT, SIGNATURE, TOKEN, Machines, serving
+from tests.sources.server import COMMIT, SIGNATURE, TOKEN, Machines, serving, sha256
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -48,8 +49,8 @@ def published(machines: Machines, tmp_path: Path) -> Machines:
     return machines
 
 
-def llama_folder(folder: Path) -> dict[str, bytes]:
-    """A model of transformers in two shards, next to the same weights as a pickle."""
+def llama_folder(folder: Path, shards: int = 2) -> dict[str, bytes]:
+    """A model of transformers in shards, next to the same weights as a pickle."""
     folder.mkdir()
     tensors = {
         "model.embed_tokens.weight": rand(32, 16),
@@ -59,7 +60,7 @@ def llama_folder(folder: Path) -> dict[str, bytes]:
     for n in range(2):
         tensors |= {f"model.layers.{n}.self_attn.{name}_proj.weight": rand(16, 16, seed=n) for name in "qkvo"}
     names = sorted(tensors)
-    parts = {f"model-0000{n + 1}-of-00002.safetensors": names[n::2] for n in range(2)}
+    parts = {f"model-0000{n + 1}-of-0000{shards}.safetensors": names[n::shards] for n in range(shards)}
     for file, part in parts.items():
         save({name: tensors[name] for name in part}, folder / file)
     weight_map = {name: file for file, part in parts.items() for name in part}
@@ -81,6 +82,16 @@ def peft_folder(folder: Path) -> dict[str, bytes]:
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+def test_downloaded_base_is_hashed_once(published: Machines, run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashing = list[bool]()
+    begin = RunningHashes.__enter__
+    monkeypatch.setattr(RunningHashes, "__enter__", lambda hashes: (hashing.append(hashes.hashing), begin(hashes))[1])
+    assert run("hf://me/sd/sd.safetensors", "style.safetensors", "-o", "a.safetensors")[0] == 0
+    assert hashing == [False]
+    base = json.loads(metadata(Path("a.safetensors"))[KEY])["base"]
+    assert base["files"][0]["sha256"] == sha256(published.repositories["me/sd"]["sd.safetensors"])
 
 
 def test_merge_of_repositories_is_the_merge_of_their_files(published: Machines, run: Command) -> None:

@@ -129,8 +129,8 @@ def test_adapter_is_written_to_a_repository(hub: Machines, run: Command, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("token", "to", "what"), [
-    ("", "hf://me/merged", "without a token"), ("hf_reader", "hf://me/merged", "may read only"),
-    (TOKEN, "hf://you/merged", "may not create a repository there"), ("hf_reader", "hf://me/sd", "let you write"),
+    ("", "hf://me/merged", "requires a token"), ("hf_reader", "hf://me/merged", "may read only"),
+    (TOKEN, "hf://you/merged", "may not create a repository there"), ("hf_reader", "hf://me/sd", "refuses write access"),
 ])  # fmt: skip
 def test_token_that_may_not_write_is_named_before_the_merge(  # noqa: PLR0917
     hub: Machines, run: Command, monkeypatch: pytest.MonkeyPatch, token: str, to: str, what: str

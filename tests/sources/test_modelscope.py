@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -63,3 +66,32 @@ def test_folder_is_merged_as_a_local_folder(machines: Machines, run: Command, tm
 def test_repository_that_is_not_there_is_an_input_error(machines: Machines, run: Command) -> None:
     code, _, err = run("inspect", "ms://me/nothing")
     assert code == 3 and "MODELSCOPE_API_TOKEN" in err
+
+
+@pytest.mark.parametrize("wrong", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_library_downloads_with_its_login_if_it_is_installed(
+    machines: Machines, run: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, wrong: bool
+) -> None:
+    """A file of other bytes than ModelScope states is exit 3 and leaves nothing."""
+    save(sd1_sample(), tmp_path / "base.safetensors")
+    machines.repositories["me/style"] = {"style.safetensors": save(kohya(sd1_sample()), tmp_path / "x").read_bytes()}
+    calls = list[tuple[str, ...]]()
+
+    def model_file_download(name: str, path: str, revision: str, *, local_dir: str, endpoint: str) -> str:
+        calls.append((name, path, revision, endpoint))
+        (file := Path(local_dir, path)).write_bytes(machines.repositories[name][path] + b"x" * wrong)
+        return str(file)
+
+    modules = {name: ModuleType(name) for name in ("modelscope", "modelscope.hub", "modelscope.hub.file_download",
+                                                   "modelscope.hub.api")}  # fmt: skip
+    modules["modelscope"].__spec__ = ModuleSpec("modelscope", None)
+    vars(modules["modelscope.hub.file_download"])["model_file_download"] = model_file_download
+    vars(modules["modelscope.hub.api"])["ModelScopeConfig"] = SimpleNamespace(get_token=lambda: "ms-login")
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    code, out, err = run("base.safetensors", "ms://me/style", "-o", "a.safetensors")
+    assert code == (3 if wrong else 0) and "ms-login" not in out + err, err
+    assert calls == [("me/style", "style.safetensors", "master", machines.url)]
+    assert all(r.token == "ms-login" for r in machines.requests if r.path.startswith("/api/v1/models/"))
+    kept = [p.name for p in (tmp_path / "store").rglob("*") if p.is_file()]
+    assert sorted(kept) == ([] if wrong else ["source.json", "style.safetensors"])

@@ -7,6 +7,7 @@ import select
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,11 @@ from typing import Any
 import pytest
 
 import lora_merge
-from lora_merge.sources import object_upload
+from lora_merge.disk import hashes
+from lora_merge.engine.pipeline import Pipeline
+from lora_merge.sources import object_upload, sent_files
+from tests.kit.files import load
+from tests.sources.server import sha256
 from tests.sources.test_hub import llama_folder, peft_folder
 from tests.sources.test_objects import Command, bucket, run, server
 
@@ -79,6 +84,60 @@ def test_upload_that_ends_early_leaves_neither_objects_nor_parts(
     code, _, err = run(*MERGE, "-o", "s3://models/out/a")
     assert code == (130 if isinstance(stop, KeyboardInterrupt) else 5), err
     assert not names() and not unfinished(server)
+
+
+def test_files_are_sent_while_the_rest_is_written(
+    out: Any, run: Command, server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A shard is sent when it is written, and a file whose base has a known hash while it is; a proof that fails then
+    leaves nothing."""
+    llama_folder(tmp_path / "tiny", 3), peft_folder(tmp_path / "peft")
+    monkeypatch.setattr(object_upload, "PART", 1 << 10)
+    monkeypatch.setattr(sent_files, "PIECE", 1 << 12)
+    finish, under_way = Pipeline._finish, list[list[str]]()
+
+    def waiting(pipeline: Pipeline, number: int) -> None:
+        end = time.monotonic() + 30
+        while not (keys := unfinished(server)) and time.monotonic() < end:
+            time.sleep(0.01)
+        under_way.append(keys)
+        finish(pipeline, number)
+
+    monkeypatch.setattr(Pipeline, "_finish", waiting)
+    code, _, err = run("tiny", "peft:0.5", "-o", "s3://models/out/tiny")
+    assert code == 0 and under_way == [["out/tiny/model-00002-of-00003.safetensors"]], err
+    base = tmp_path / MERGE[0]
+    hashes.know(base, sha256(base.read_bytes()))
+    monkeypatch.setattr("lora_merge.engine.merge.verify", lambda *_, **__: (_ for _ in ()).throw(OSError("no proof")))
+    code, _, err = run(*MERGE, "-o", "s3://models/out/a")
+    assert code and under_way[1:] == [["out/a.safetensors"]], err
+    assert not unfinished(server) and "out/a.safetensors" not in names()
+
+
+@pytest.mark.parametrize("reachable", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_name_whose_reply_is_lost_is_looked_up(
+    out: Any, run: Command, monkeypatch: pytest.MonkeyPatch, *, reachable: bool
+) -> None:
+    """The upload has succeeded if the object is there; if that cannot be found out, the error names it."""
+    complete = object_upload.ObjectWriter.complete
+
+    def lose(upload: Any) -> None:
+        writer = upload._writer
+
+        class Losing:
+            def close(self) -> None:
+                writer.close()
+                if not reachable:
+                    monkeypatch.setattr("obstore.head", lambda *_: (_ for _ in ()).throw(OSError("no network")))
+                raise OSError("the reply is lost")
+
+        upload._writer = Losing()
+        complete(upload)
+
+    monkeypatch.setattr(object_upload.ObjectWriter, "complete", lose)
+    code, _, err = run(*MERGE, "-o", "s3://models/out/a")
+    assert code == (0 if reachable else 5) and names() == ["out/a.safetensors"], err
+    assert reachable or "may be left there: out/a.safetensors" in err
 
 
 @pytest.mark.slow
@@ -235,3 +294,37 @@ def test_bucket_that_is_missing_is_named(out: Any, run: Command) -> None:
     for output in ("s3://nobody/x.safetensors", "s3://nobody/folder/"):
         code, _, err = run(*MERGE, "-o", output)
         assert code == 2 and "there is no such bucket" in err
+
+
+@pytest.mark.slow
+def test_merge_from_and_to_google(
+    out: Any, run: Command, server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its API for objects is that of S3, so moto serves it."""
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication
+
+    key = {"gcs_base_url": server, "disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
+    (tmp_path / "key.json").write_text(json.dumps(key))
+    everyone = {"Effect": "Allow", "Principal": "*", "Action": "*", "Resource": "arn:aws:s3:::models/*"}
+    policy = json.dumps({"Version": "2012-10-17", "Statement": [everyone]})
+    boto3.client("s3", endpoint_url=server).put_bucket_policy(Bucket="models", Policy=policy)
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "key.json"))
+    infer = DomainDispatcherApplication.infer_service_region_host
+
+    def without_token(app: Any, environ: dict[str, str], path: str) -> Any:
+        if environ.get("HTTP_AUTHORIZATION", "").strip() == "Bearer":  # with which moto fails
+            del environ["HTTP_AUTHORIZATION"]
+        return infer(app, environ, path)
+
+    monkeypatch.setattr(DomainDispatcherApplication, "infer_service_region_host", without_token)
+    assert run(*MERGE, "-o", "a.safetensors")[0] == 0
+    code, _, err = run(
+        "gs://models/sd/base.safetensors", "gs://models/sd/style.safetensors:0.5", "-o", "gs://models/out/a"
+    )
+    assert code == 0 and names() == ["out/a.safetensors"] and not unfinished(server), err
+    code, _, err = run("verify", "gs://models/out/a.safetensors")
+    assert code == 0, err
+    tensors, uploaded = load(Path("a.safetensors")), tmp_path / "uploaded.safetensors"
+    uploaded.write_bytes(bytes(obstore.get(out, "out/a.safetensors").bytes()))
+    assert all((load(uploaded)[name] == tensor).all() for name, tensor in tensors.items())
+    assert run(*MERGE, "-o", "gs://nobody/out/a")[0] == 2

@@ -121,7 +121,7 @@ def test_redirect_to_an_address_without_encryption_is_refused(
 ) -> None:
     machines.civitai(1, [{"id": 2, "name": "x", "content": b"x"}])
     url = f"{machines.url}/api/download/models/1?fileId=2"
-    for host, code in (("http://example.org", "no encryption"), ("ftp://example.org", "no encryption")):
+    for host, code in (("http://example.org", "without encryption"), ("ftp://example.org", "without encryption")):
         machines.store = host
         with pytest.raises(InputError, match=code):
             ranges(Endpoint(Address("https", url), url), 1)(0, 1)

@@ -160,7 +160,7 @@ def test_adapter_that_is_named_twice_or_has_an_odd_strength_is_noted(files: Path
     )
     first, second = (" ".join(m.notes) for m in plan.adapters)
     assert "strength 80 is unusual" in first and "again" not in first
-    assert "added again" in second and "unusual" not in second
+    assert "added each time" in second and "unusual" not in second
     (files / "link.safetensors").symlink_to(files / "one.safetensors")
     parts = (("model", 10.0),)
     linked = [lora_merge.Adapter(files / "one.safetensors", 0.5, parts), files / "link.safetensors"]
@@ -171,7 +171,7 @@ def test_adapter_that_is_named_twice_or_has_an_odd_strength_is_noted(files: Path
         files / "base.safetensors", [(files / "one.safetensors", 0)], files / "x.safetensors"
     ).adapters
     assert "strength 0: it changes nothing" in none.notes
-    assert "added again" in second
+    assert "added each time" in second
 
 
 def test_map_may_hold_presets_of_the_users_own(files: Path) -> None:
