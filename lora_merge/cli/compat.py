@@ -329,6 +329,8 @@ def translated(args: Sequence[str], command: str, parameters: Sequence[Any]) -> 
     required = sum(p.param_type_name == "argument" and p.required for p in parameters)
     if len(files) < max(required, 2 * (command == "merge")) or not all(files) or not all(strengths):
         return ""
+    if command == "extract" and by_role["adapters"]:  # it takes two models
+        return ""
     options = _options(by_role)
     if strengths and command == "average":
         options["--weights"] = ",".join(strengths)

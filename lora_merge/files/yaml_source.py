@@ -84,9 +84,9 @@ def _advice(text: str, mark: Any, problem: str) -> str:
     if "\t" in _INDENT.match(line)[0]:  # type: ignore[index]  # it matches every line
         return "indent with spaces, not with tabs"
     if "escape" in problem and (path := re.search(r'"([^"]*)"', line)):
-        return f"a backslash in double quotes begins an escape; write '{path[1]}', in single quotes"
+        return f"write '{path[1]}', in single quotes: a backslash in double quotes begins an escape"
     for glued in filter(None, map(_GLUED.match, (before, line))):
-        return f"a space belongs behind the colon; write {glued[1]}: {glued[2]}"
+        return f"write {glued[1]}: {glued[2]}, with a space after the colon"
     columns = [len(_INDENT.match(t)[0]) for t in (before, line)]  # type: ignore[index]
     if columns[0] != columns[1] and ":" in before and ":" in line and not line.lstrip().startswith("-"):
         return f"indent this line by {columns[0]} spaces, as the field above it"

@@ -37,7 +37,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "mixed.yaml").write_text(
         "version: 1\nbase: b.safetensors\nadapters: [lora.safetensors]\noutput: o.safetensors\n"
     )
-    (folder / "unversioned.yaml").write_text("jobs: [{base: base.safetensors, adapters: [a], output: o}]\n")
     (folder / "strength.csv").write_text("base,adapters,strength,output\nbase.safetensors,lora.safetensors,1,o\n")
     (folder / "jobs.csv").write_text("base,adapter,output\nbase.safetensors,lora.safetensors,o.safetensors\n")
     (folder / "twice.yaml").write_text("version: 1\njobs:\n- base: base.safetensors\n  adapters: ['{l}']\n  output: o.safetensors\n"
@@ -90,7 +89,7 @@ def run(monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
     ("base.safetensors lora.safetensors --dtpye bf16", 2, "there is no option --dtpye", "did you mean --dtype? see lora-merge help merge"),
     ("base.safetensors lora.safetensors --wieght 3", 2, "there is no option --wieght", "write the strength after the file name"),
     ("base.safetensors lora.safetensors -z", 2, "there is no option -z", "see lora-merge help merge"),
-    ("extract --base base.safetensors --lora lora.safetensors", 2, "there is no option --base nor --lora", "write lora-merge extract base.safetensors lora.safetensors"),
+    ("extract --base base.safetensors --lora lora.safetensors", 2, "there is no option --base nor --lora", "lora-merge extract base.safetensors TUNED"),
     ("unmerge base.safetensors --base base.safetensors", 2, "there is no option --base", "lora-merge unmerge MERGED ADAPTER[:STRENGTH]..."),
     ("inspect base.safetensors --weight", 2, "there is no option --weight", "did you mean --weights?"),
     ("base.safetensors lora.safetensors --strength", 2, "requires an argument", "write its value after it"),
@@ -103,7 +102,7 @@ def run(monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
     ("resize base.safetensors --rank 2", 3, "it is a model: Stable Diffusion 1", "lora-merge base.safetensors ADAPTER"),
     ("base.safetensors lora.safetensors --strength-for foo=1", 2, "the base has no such part or block", "this base has te, unet, vae, and the blocks BASE"),
     ("base.safetensors lora.safetensors --strength-for unte=1", 2, "the base has no such part or block", "did you mean unet?"),
-    ("base.safetensors lora.safetensors --strength-for b/c=1", 2, "no part is called 'b/c'", "lora-merge parts BASE lists"),
+    ("base.safetensors lora.safetensors --strength-for b/c=1", 2, "no part is called 'b/c'", "lora-merge parts base.safetensors lists"),
     ("extract base.safetensors", 2, "missing argument 'TUNED'", "write lora-merge extract base.safetensors TUNED"),
     ("resize lora.safetensors", 2, "missing option '--rank'", "write lora-merge resize lora.safetensors --rank 16"),
     ("base.safetensors lora.safetensors -o -", 2, "the output is a file, not a stream", "-o merged.safetensors"),
@@ -111,13 +110,12 @@ def run(monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
     ("base.safetensors none/here/lora.safetensors", 3, "file not found", "check the path: there is no folder none in "),
     ("base.safetensors none/*.safetensors", 2, "no file matches none/*.safetensors", "check the folder: there is no none here"),
     ("base.safetensors lora.safetensors:high", 2, "neither a strength nor a part", "write lora.safetensors:0.8"),
-    ("combine lora.safetensors ink.safetensors --method ties -o x", 4, "not low-rank", "write lora-merge combine lora.safetensors ink.safetensors --method ties -o x --rank 32"),
+    ("combine lora.safetensors ink.safetensors --method ties -o x", 4, "--method ties", "write lora-merge combine lora.safetensors ink.safetensors --method ties -o x --rank 32"),
     ("resize lora.safetensors ink.safetensors --rank 2", 2, "unexpected extra argument", "lora-merge resize lora.safetensors --rank 2"),
     ("combine base.safetensors lora.safetensors:0.5", 3, "it is a model", "to merge one into this model: lora-merge base.safetensors lora.safetensors:0.5;"),
     ("batch kit.yaml", 2, "a mergekit configuration, which merges checkpoints, not a jobs file", "write version: 1 and jobs: [{base: FILE"),
     ("batch mixed.yaml", 2, "mistakes in the jobs file", "belong below jobs"),
     ("base.safetensors llm.safetensors", 3, "it is a model: transformers language model", "lora-merge extract BASE /"),
-    ("batch unversioned.yaml", 2, "a mistake in the jobs file", "write version: 1 in the first line"),
     ("batch strength.csv", 2, "no field is called 'strength'", "write it after the adapter: style.safetensors:0.8"),
     ("batch jobs.csv", 2, "jobs.csv:2 (jobs[0].adapter): no field is called 'adapter'", "did you mean adapters?"),
     ("batch twice.yaml", 2, "1 output collides with the output of another job", "output: out/{l.stem}.safetensors"),

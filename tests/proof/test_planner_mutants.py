@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from lora_merge.adapters.peft import config as peft_config
 from lora_merge.adapters.peft import rules as peft
 from lora_merge.algorithms import lora_sparse
 from lora_merge.errors import VerificationFailed
+from lora_merge.matching import formula
 from lora_merge.matching import weight_finder as matching
 from lora_merge.matching.conflicts import DuplicateCheck
 from lora_merge.matching.formula import Candidate
@@ -106,15 +108,28 @@ def uses(change: Callable[[str, PatchPart], PatchPart | None]) -> Break:
     return matched(every)
 
 
+def after(name: str, change: Callable[[Candidate], None]) -> Break:
+    """What a filter of formulas has decided is changed."""
+
+    def apply(patch: MonkeyPatch) -> None:
+        def changed(decide: Callable[[Candidate], None], candidate: Candidate) -> None:
+            decide(candidate)
+            change(candidate)
+
+        rows = ((row, partial(changed, decide) if row == name else decide) for row, decide in formula.FILTERS)
+        patch.setattr(formula, "FILTERS", tuple(rows))
+
+    return apply
+
+
 def numbers(change: Callable[[dict[str, float], Any], None]) -> Break:
     """The numbers of a formula are others; `change` sees them and the module."""
 
-    def numbers_of(original: Any, self: Candidate, *arguments: Any) -> dict[str, float]:
-        found = dict(original(self, *arguments))
-        change(found, self.module)
-        return found
+    def of(candidate: Candidate) -> None:
+        candidate.numbers = dict(candidate.numbers)
+        change(candidate.numbers, candidate.module)
 
-    return around(Candidate, "numbers_of", numbers_of)
+    return after("scale", of)
 
 
 def scaled(factor: Callable[[Any], float]) -> Break:
@@ -126,7 +141,7 @@ def scaled(factor: Callable[[Any], float]) -> Break:
 
 def unread(slot: str) -> Break:
     """A number beside the factors is not there."""
-    return around(Candidate, "number", lambda read, self, name: None if name == slot else read(self, name))
+    return around(Candidate, "_number", lambda read, self, name: None if name == slot else read(self, name))
 
 
 def suffix(ending: str, **changed: Any) -> Break:
@@ -222,10 +237,10 @@ def strength(change: Callable[[Any, Strengths, str, str], float]) -> Break:
 
 
 def magnitude(change: Callable[[Any, Any], Any]) -> Break:
-    def found(original: Any, self: Candidate, *arguments: Any) -> Any:
-        return change(original(self, *arguments), self.module)
+    def of(candidate: Candidate) -> None:
+        candidate.magnitude = change(candidate.magnitude, candidate.module)
 
-    return around(Candidate, "magnitude_of", found)
+    return after("magnitude", of)
 
 
 def other_axis(found: Any, _: Any) -> Any:
@@ -311,7 +326,7 @@ MUTANTS = (
     Mutant("kohya", "a scale beside α is not read", unread("scale_override")),
     Mutant("kohya", "the rank is that of the other axis", scaled(lambda m: m.shapes["down"][0] / m.shapes["down"][1])),
     Mutant("kohya", "√r for r", scaled(lambda m: m.shapes["down"][0] ** 0.5)),
-    Mutant("kohya", "α is that of another module", around(Candidate, "number", lambda read, self, slot: read(
+    Mutant("kohya", "α is that of another module", around(Candidate, "_number", lambda read, self, slot: read(
         Candidate(self.site._replace(module=self.context.adapter.modules[-1]), self.formula, self.view, set(), alone=True) if slot == "alpha" and "to_out" in self.module.name
         else self, slot))),
     Mutant("kohya", "α counts twice", scaled(lambda m: 2.0 if "conv1" in m.name else 1.0)),
