@@ -125,7 +125,7 @@ class Library:
         same = (e for e in self.entries() if Path(e.path).name == name and e.bytes == size)
         return next(same, None)
 
-    def upload(self, name: str, length: int) -> Upload:
+    def upload(self, name: str, length: int) -> DroppedAdapter:
         """Begin to write a dropped adapter; UsageError for its name or size, ResourceError if the disk is full."""
         if Path(name).suffix.lower() not in (*ENDINGS, ".sft") or name != Path(name.replace("\\", "/")).name:
             raise UsageError(
@@ -138,7 +138,7 @@ class Library:
         if free < length:
             raise ResourceError("the disk is too full for the file", f"{size(length)} of {size(free)} free",
                                 f"delete files on the disk of {self.output}")  # fmt: skip
-        return Upload(self.target(f"{DROPPED}/{name}"), length)
+        return DroppedAdapter(self.target(f"{DROPPED}/{name}"), length)
 
     def _inside(self, path: Path) -> bool:
         """Return whether a path, and what it links to, is below a named folder."""
@@ -176,7 +176,7 @@ class Library:
         return ()
 
 
-class Upload:
+class DroppedAdapter:
     """A dropped adapter on its way to the disk: complete under its name, or not there."""
 
     def __init__(self, target: Path, length: int) -> None:
