@@ -16,6 +16,9 @@ from .terminal import without_global_options
 LONGEST_LINE: Final = 400
 """Characters of a line that is printed; a longer one shows nothing that its fix does not show."""
 
+WITH_PLACE: Final = r"lora-merge [^;]*\b(?:BASE|ADAPTER)\b"
+"""A command with a place for a file."""
+
 
 def line(words: Sequence[str]) -> str:
     """Return words behind `lora-merge` as they are typed."""
@@ -69,8 +72,9 @@ def correct(error: BaseException, commands: Mapping[str, Any]) -> None:
 
 
 def _filled(fix: str, words: Sequence[str], parameters: Sequence[Any]) -> str:
-    """Return a fix with the user's own files in the place of BASE, ADAPTER and ADAPTER2 of its commands."""
-    if not re.search(r"lora-merge [^;]*\b(?:BASE|ADAPTER)\b", fix):
+    """Return a fix with the user's own files in the place of BASE, ADAPTER and ADAPTER2 of its commands; without the
+    ways for which the line has no file, or none that fits, if it has others."""
+    if not re.search(WITH_PLACE, fix):
         return fix
     plain, _ = split_words(words, flags(parameters))
     paths = {word: split_strength(word.partition(",")[0])[0] or word for word in plain}
@@ -88,12 +92,16 @@ def _filled(fix: str, words: Sequence[str], parameters: Sequence[Any]) -> str:
             for model in models
             if model not in command.split() and str(expand(with_found_ending(model))) not in command
         ]
+        if command.startswith("lora-merge extract BASE"):
+            tuned = [model for model in models if model not in free]
+            free = [model for model in free if all(_are_alike(model, other) for other in tuned)]
         command = re.sub(r"\bBASE\b", lambda m: typed(free[:1]) or m[0], command)
         for name, word in zip((r"\bADAPTER\b", r"\bADAPTER2\b"), adapters, strict=False):
             command = re.sub(rf"{name}(?::[0-9.]+)?", lambda _, word=word: typed([word]), command)  # type: ignore[misc]
         return command
 
-    return re.sub(r"lora-merge [^;]*", fill, fix)
+    ways = re.sub(r"lora-merge [^;]*", fill, fix).split("; ")
+    return "; ".join([way for way in ways if not re.search(WITH_PLACE, way)] or ways)
 
 
 def _stated(fix: str, parameters: Sequence[Any]) -> Iterator[tuple[str, str]]:
@@ -169,6 +177,18 @@ def _in_order(words: Sequence[str], known: Mapping[str, Mapping[str, bool]]) -> 
     all_known = all(word.partition("=")[0] in known["combine"] for word in options if word.startswith("-"))
     joined = line(["combine", *plain, *(both if all_known else ["-o", "both.safetensors"])])
     return f"name the base first: {line(['BASE', *words])}; or combine the adapters: {joined}"
+
+
+def _are_alike(one: str, other: str) -> bool:
+    """Return whether two models have one architecture, so that the difference of them can be an adapter."""
+    from ..files.checkpoint import open_checkpoint
+    from ..models.names import names
+
+    try:
+        first, second = (names(open_checkpoint(expand(with_found_ending(word)))) for word in (one, other))
+    except MergeError:
+        return False
+    return first.architecture == second.architecture
 
 
 def _is_adapter(word: str) -> bool:

@@ -42,6 +42,11 @@ LOAD_AT_GENERATION: Final = (
     "load it at generation time: this file contains no weight changes, so there is nothing to merge"
 )
 
+PIPELINE_PARTS: Final = {"vae": "VAE", "te": "text encoder"}
+"""Role of a network that pipelines also load from a file of its own → what it is."""
+
+NOT_REPLACED: Final = "load it at generation time: lora-merge does not replace the {} of a checkpoint"
+
 TEXTUAL_INVERSION: Final = "an embedding (textual inversion)"
 
 CLONEOFSIMO: Final = "a LoRA of cloneofsimo/lora, whose layers have numbers instead of names"
@@ -128,6 +133,8 @@ def network_for(shapes: Mapping[str, Shape]) -> str:
 
 def instead(what: str) -> str:
     """Return what to do with such a file."""
+    if part := next((part for part in PIPELINE_PARTS.values() if part in what), ""):
+        return NOT_REPLACED.format(part)
     return BY_NUMBERS if what == CLONEOFSIMO else UNPACKED if what == NUNCHAKU else LOAD_AT_GENERATION
 
 

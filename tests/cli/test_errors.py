@@ -15,7 +15,7 @@ from tests.kit.adapters import kohya
 from tests.kit.architectures import header
 from tests.kit.files import save
 from tests.kit.hollow import hollow
-from tests.kit.models import sd1
+from tests.kit.models import TE, sd1
 from tests.kit.tensors import Tensors, rand
 
 Run = Callable[..., tuple[int, str]]
@@ -42,6 +42,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "twice.yaml").write_text("version: 1\njobs:\n- base: base.safetensors\n  adapters: ['{l}']\n  output: o.safetensors\n"
                                        "  matrix: {l: [lora.safetensors, ink.safetensors]}\n")  # fmt: skip
     hollow(header("native/vae-sd"), folder / "vae.safetensors")
+    save({f"model.0.sub.{n}.rdb1.weight": rand(4, 4) for n in range(3)}, folder / "upscaler.safetensors")
+    (folder / "other").mkdir()
+    save(sd1(), folder / "other" / "tuned.safetensors")
+    save({name.removeprefix(TE): t for name, t in sd1().items() if name.startswith(TE)}
+         | {"text_model.embeddings.token_embedding.weight": rand(77, 24)}, folder / "other" / "clip.safetensors")  # fmt: skip
     (folder / "oldest.ckpt").write_bytes(b"cposix\nsystem\np0\n(Vid\np1\ntp2\nRp3\n.")
     (folder / "words.ckpt").write_bytes(b"Not Found")
     (folder / "evil.ckpt").write_bytes(
@@ -99,7 +104,7 @@ def run(monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
     ("extract lora.safetensors base.safetensors -o x", 3, "extract takes two checkpoints", "merge it first"),
     ("batch base.safetensors", 2, "this is a model, not a jobs file", "lora-merge base.safetensors ADAPTER:0.8"),
     ("parts lora.safetensors", 2, "an adapter, and parts are those of a base", "lora-merge inspect lora.safetensors"),
-    ("resize base.safetensors --rank 2", 3, "it is a model: Stable Diffusion 1", "lora-merge base.safetensors ADAPTER"),
+    ("resize base.safetensors --rank 2", 3, "it is a model: Stable Diffusion 1", "name a LoRA or another adapter\n"),
     ("base.safetensors lora.safetensors --strength-for foo=1", 2, "the base has no such part or block", "this base has te, unet, vae, and the blocks BASE"),
     ("base.safetensors lora.safetensors --strength-for unte=1", 2, "the base has no such part or block", "did you mean unet?"),
     ("base.safetensors lora.safetensors --strength-for b/c=1", 2, "no part is called 'b/c'", "lora-merge parts base.safetensors lists"),
@@ -112,15 +117,15 @@ def run(monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
     ("base.safetensors lora.safetensors:high", 2, "neither a strength nor a part", "write lora.safetensors:0.8"),
     ("combine lora.safetensors ink.safetensors --method ties -o x", 4, "--method ties", "write lora-merge combine lora.safetensors ink.safetensors --method ties -o x --rank 32"),
     ("resize lora.safetensors ink.safetensors --rank 2", 2, "unexpected extra argument", "lora-merge resize lora.safetensors --rank 2"),
-    ("combine base.safetensors lora.safetensors:0.5", 3, "it is a model", "to merge one into this model: lora-merge base.safetensors lora.safetensors:0.5;"),
+    ("combine base.safetensors lora.safetensors:0.5", 3, "it is a model", "to merge one into this model: lora-merge base.safetensors lora.safetensors:0.5\n"),
     ("batch kit.yaml", 2, "a mergekit configuration, which merges checkpoints, not a jobs file", "write version: 1 and jobs: [{base: FILE"),
     ("batch mixed.yaml", 2, "mistakes in the jobs file", "belong below jobs"),
-    ("base.safetensors llm.safetensors", 3, "it is a model: transformers language model", "lora-merge extract base.safetensors llm.safetensors"),
+    ("base.safetensors llm.safetensors", 3, "it is a model: transformers language model", "name a LoRA or another adapter\n"),
     ("batch strength.csv", 2, "no field is called 'strength'", "write it after the adapter: style.safetensors:0.8"),
     ("batch jobs.csv", 2, "jobs.csv:2 (jobs[0].adapter): no field is called 'adapter'", "did you mean adapters?"),
     ("batch twice.yaml", 2, "1 output collides with the output of another job", "output: out/{l.stem}.safetensors"),
     ("batch", 2, "no jobs file was given", "--init writes a first one"),
-    ("base.safetensors vae.safetensors", 3, "contains no adapter tensors, it is a model: VAE (AutoencoderKL)", "name a LoRA"),
+    ("base.safetensors vae.safetensors", 3, "contains no adapter tensors, it is a VAE (AutoencoderKL)", "load it at generation time: lora-merge does not replace the VAE of a checkpoint\n"),
     ("evil.ckpt lora.safetensors", 3, "wants to run code", ".safetensors version"),
     ("base.safetensors evil.ckpt", 3, "it names posix.system", ".safetensors version"),
     ("base.safetensors oldest.ckpt", 3, "it names posix.system", ".safetensors version"),
@@ -140,6 +145,19 @@ def test_errors_name_the_mistake_and_the_fix(run: Run, words: str, code: int, wh
     assert what in head + rest
     assert fix in advice
     assert len(rest.partition("  fix:")[0]) < 400, "what to do is not below a page of names"
+
+
+@pytest.mark.parametrize(("name", "what", "fix"), [
+    ("vae", "a VAE (AutoencoderKL)", "load it at generation time: lora-merge does not replace the VAE of a checkpoint"),
+    ("other/clip", "a CLIP text encoder", "load it at generation time: lora-merge does not replace the text encoder of a checkpoint"),
+    ("upscaler", "an upscaler (ESRGAN)", "load it at generation time: this file contains no weight changes, so there is nothing to merge"),
+    ("llm", "a model: transformers language model", "name a LoRA or another adapter"),
+    ("other/tuned", "a model: Stable Diffusion 1", "name a LoRA or another adapter; to write the difference of two models as an "
+     "adapter: lora-merge extract base.safetensors other/tuned.safetensors"),
+])  # fmt: skip
+def test_extract_is_proposed_for_models_that_fit_alone(run: Run, name: str, what: str, fix: str) -> None:
+    text = run("base.safetensors", f"{name}.safetensors")[1]
+    assert f"no adapter tensors, it is {what}\n" in text and text.endswith(f"fix:   {fix}\n")
 
 
 def test_program_alone_shows_its_help(run: Run) -> None:
