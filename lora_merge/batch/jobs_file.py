@@ -464,10 +464,12 @@ class _Loader:
         for place, what in self.mistakes:
             alike[place[:1] + place[2:], what].append(place)
         count = len(early) + len(alike)
-        lines = [f"{self.name}:{line}: {what}" for line, what in early[:LISTED_MISTAKES]]
-        for (_, what), (place, *more) in itertools.islice(alike.items(), LISTED_MISTAKES):
+        found = [(line, f"{self.name}:{line}: {what}") for line, what in early]
+        for (_, what), (place, *more) in alike.items():
             others = f" and {plural(len(more), 'more job')}" if more else ""
-            lines.append(f"{self._where(place)}{others}: {what}")
+            line = self.document.line(place) if self.document is not None else 0
+            found.append((line, f"{self._where(place)}{others}: {what}"))
+        lines = [text for _, text in sorted(found, key=lambda mistake: mistake[0])]  # stable
         lines = [line if len(line) <= LONGEST_SENTENCE else f"{line[:LONGEST_SENTENCE]}…" for line in lines]
         lines[LISTED_MISTAKES:] = [f"and {count - LISTED_MISTAKES} more"] if count > LISTED_MISTAKES else []
         return failure(self.value, self.name, lines, count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -17,7 +18,6 @@ from ..text import Lines
 from .schema import LONGEST_PATH, AdapterEntry, Glob, JobDefaults, JobEntry, JobsFile
 
 _SENTENCES: Final = {
-    "model_type": "should be a table of fields, in YAML or JSON: version: 1, and jobs",
     "dict_type": "should be a table of names and values",
     "string_type": "should be text; quote it",
     "bool_type": "should be true or false",
@@ -26,6 +26,8 @@ _SENTENCES: Final = {
     "string_too_long": f"should have at most {LONGEST_PATH} characters",
     "too_long": f"should have at most {MOST_ADAPTERS} entries",
 }
+
+NUMBER: Final = r"-?[0-9]{1,9}(?:\.[0-9]{1,9})?"
 
 SHAPE: Final = "write version: 1 and jobs: [{base: FILE, adapters: [FILE], output: FILE}]"
 
@@ -41,11 +43,15 @@ REQUIRED: Final = {
 }
 """Required field → how it is written."""
 
-STRENGTH_WORDS: Final = dict.fromkeys(
-    ("strength", "strengths", "weight", "weights", "scale", "ratio", "multiplier"),
-    "write it after the adapter: style.safetensors:0.8",
-)
-"""Field of a job or of the defaults that people mean a strength by → how it is written."""
+TABLES: Final[Mapping[type[BaseModel], str]] = {
+    JobsFile: "should be a table of fields, in YAML or JSON: version: 1, and jobs",
+    JobDefaults: "should be a table of fields that all jobs have, such as base: FILE",
+    JobEntry: "should be a table of fields: base, adapters, output",
+}
+"""Table of a jobs file → what it should be where it is something else."""
+
+STRENGTH_WORDS: Final = frozenset({"strength", "strengths", "weight", "weights", "scale", "ratio", "multiplier"})
+"""Fields of a job or of the defaults that people mean a strength by."""
 
 OTHER_NAMES: Final[Mapping[type[BaseModel], Mapping[str, str]]] = {
     JobsFile: dict.fromkeys(("merges", "job", "tasks", "runs"), "jobs"),
@@ -96,7 +102,8 @@ def problems(error: ValidationError) -> Iterator[tuple[Place, str]]:
     errors = error.errors(include_url=False)
     extra = [e for e in errors if e["type"] == "extra_forbidden"]
     renamed = {(*e["loc"][:-1], _right_name(e["loc"])) for e in extra}
-    pairs = {e["loc"][:-1] for e in extra if _pair(e["loc"], e["input"])}
+    pathless = {e["loc"] for e in errors if e["type"] == "missing"} - renamed
+    pairs = {e["loc"][:-1] for e in extra if (*e["loc"][:-1], "path") in pathless and _pair(e["loc"], e["input"])}
     for n, e in enumerate(errors):
         place: Place = e["loc"]
         if len(place) > 4 and place[2] == "matrix" and place[3] != "exclude":
@@ -106,7 +113,7 @@ def problems(error: ValidationError) -> Iterator[tuple[Place, str]]:
             if kind == "extra_forbidden":
                 yield place[:-1], _pair(place, e["input"])
         elif kind == "extra_forbidden":
-            yield place, _unknown_field(place, suggest=n < MOST_SUGGESTED)
+            yield place, _unknown_field(place, e["input"], suggest=n < MOST_SUGGESTED)
         elif kind == "missing":
             if place not in renamed:
                 yield place, f"this field is required{f'; {how}' if (how := REQUIRED.get(str(place[-1]))) else ''}"
@@ -121,18 +128,30 @@ def _wrong_value(place: Place, error: Mapping[str, Any], *, suggest: bool) -> st
         allowed = str(context["expected"])
         options = [o.strip(" '") for o in allowed.replace(" or ", ",").split(",")]
         near = nearest(str(value), options, every=False) if suggest else ""
-        return f"should be {allowed}, not {value!r}{near}"
+        field = next((step for step in reversed(place) if isinstance(step, str)), "value")
+        return f"there is no {field} {value!r}{near}" if near else f"should be {allowed}, not {value!r}"
+    if kind == "model_type":
+        return _as_table(place, value)
     if kind == "list_type":
         return f"should be a list{_as_list(str(place[-1]), value, axis=len(place) > 3)}"
     return str(context["error"]) if kind == "value_error" else _SENTENCES.get(kind, error["msg"])
 
 
-def _unknown_field(place: Place, *, suggest: bool) -> str:
+def _as_table(place: Place, value: Any) -> str:
+    """Return the sentence for a value that should be a table of the file's, the defaults' or a job's fields."""
+    model = _model((*place, ""))
+    sentence = TABLES.get(model, _SENTENCES["dict_type"])
+    name, _, rest = value.strip().partition(" ") if isinstance(value, str) else ("", "", "")
+    return f"{sentence}; write {name}: {rest.strip()}" if rest and name in model.model_fields else sentence
+
+
+def _unknown_field(place: Place, value: Any, *, suggest: bool) -> str:
     """Return the sentence for a field that no model has, with the right name or place."""
     model, word = _model(place), str(place[-1])
     sentence = f"no field is called {word!r}"
     if model in (JobEntry, JobDefaults) and word in STRENGTH_WORDS:
-        return f"{sentence}; {STRENGTH_WORDS[word]}"
+        strength = str(value) if re.fullmatch(NUMBER, str(value)) else "0.8"
+        return f"{sentence}; write it after the adapter: style.safetensors:{strength}"
     if right := _right_name(place):
         return f"{sentence}; did you mean {right}?"
     return sentence + (nearest(word, model.model_fields) if suggest else "")
@@ -158,7 +177,10 @@ def _pair(place: Place, value: Any) -> str:
         return ""
     if value is None:
         return f'a name in braces needs quotes; write "{{{name}}}"'
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and not _right_name(place)
+    is_field = _right_name(place) or (
+        re.fullmatch(r"\w+", name) and nearest(name, AdapterEntry.model_fields, every=False)
+    )
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and not is_field
     return f"a strength follows the path without a space; write {name}:{value:g}" if is_number else ""
 
 

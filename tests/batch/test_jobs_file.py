@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -79,7 +80,7 @@ def test_strength_among_the_defaults_is_sent_to_the_adapter(tmp_path: Path, word
     text = f"version: 1\ndefaults: {{{word}: 0.5}}\njobs: [{{base: b, adapters: [a], output: o}}]\n"
     with pytest.raises(UsageError) as caught:
         read(tmp_path, text)
-    assert caught.value.fix == "write it after the adapter: style.safetensors:0.8"
+    assert caught.value.fix == "write it after the adapter: style.safetensors:0.5"
 
 
 def test_file_of_the_contract(tmp_path: Path) -> None:
@@ -447,6 +448,12 @@ HABITS: Final = {
     "jobs:\n- {base: m, adapters: a.safetensors, output: o}": (1, "a list", "write adapters: [a.safetensors]"),
     "jobs:\n- {base: m, adapters: {a: 0.8}, output: o}": (1, "a list", "write adapters: ['a:0.8']"),
     "jobs:\n- {base: m, adapters: [a.safetensors: 0.8], output: o}": (1, "without a space", "write a.safetensors:0.8"),
+    "jobs:\n- {base: m, adapters: [{path: a.safetensors, strenght: 0.5}], output: o}": (1, "no field is called 'strenght'", "did you mean strength?"),
+    "jobs:\n- {base: m, adapters: [{lora: a, strenght: 0.5}], output: o}": (2, "no field is called 'strenght'; did you mean strength?", "correct them"),
+    "jobs:\n- base m.safetensors": (1, "jobs[0]): should be a table of fields: base, adapters, output", "write base: m.safetensors"),
+    "jobs:\n- {base: m, adapters: [a], output: o, dtype: bf61}": (1, "there is no dtype 'bf61'", "did you mean bf16?"),
+    "jobs:\n- {base: m, adapters: [a], outptu: o}\n- {base: m, adapters: ['{x}'], output: o}\n- {base: m, adapters: [a], output: o, whne: 1}":
+        (3, "jobs.yaml:3 (jobs[1].adapters[0].path): no value for {x}", "correct them"),
     "jobs:\n- {base: m, adapters: [{lora}], matrix: {lora: [a]}, output: o}": (1, "needs quotes", 'write "{lora}"'),
     "jobs:\n- {base: m, adapters: ['{l}'], matrix: {l: 'x/*'}, output: o}": (1, "a list", "write l: {glob: x/*}"),
     "jobs: {base: m, adapters: [a], output: o}": (1, "a list", "write a dash before the first field of each job"),
@@ -470,6 +477,8 @@ def test_mistake_of_beginners_is_answered_once(tmp_path: Path, text: str) -> Non
     error = caught.value
     assert what in f"{error.what} {error.where}" and fix in error.fix
     assert len(error.where.splitlines()) == count
+    lines = [int(line) for line in re.findall(r"jobs\.yaml:(\d+)", error.where)]
+    assert lines == sorted(lines)
 
 
 def test_file_without_a_version_is_of_the_first(tmp_path: Path) -> None:

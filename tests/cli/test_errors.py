@@ -121,7 +121,7 @@ def run(monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
     ("batch kit.yaml", 2, "a mergekit configuration, which merges checkpoints, not a jobs file", "write version: 1 and jobs: [{base: FILE"),
     ("batch mixed.yaml", 2, "mistakes in the jobs file", "belong below jobs"),
     ("base.safetensors llm.safetensors", 3, "it is a model: transformers language model", "name a LoRA or another adapter\n"),
-    ("batch strength.csv", 2, "no field is called 'strength'", "write it after the adapter: style.safetensors:0.8"),
+    ("batch strength.csv", 2, "no field is called 'strength'", "write it after the adapter: style.safetensors:1\n"),
     ("batch jobs.csv", 2, "jobs.csv:2 (jobs[0].adapter): no field is called 'adapter'", "did you mean adapters?"),
     ("batch twice.yaml", 2, "1 output collides with the output of another job", "output: out/{l.stem}.safetensors"),
     ("batch", 2, "no jobs file was given", "--init writes a first one"),
