@@ -102,8 +102,8 @@ def problems(error: ValidationError) -> Iterator[tuple[Place, str]]:
     errors = error.errors(include_url=False)
     extra = [e for e in errors if e["type"] == "extra_forbidden"]
     renamed = {(*e["loc"][:-1], _right_name(e["loc"])) for e in extra}
-    pathless = {e["loc"] for e in errors if e["type"] == "missing"} - renamed
-    pairs = {e["loc"][:-1] for e in extra if (*e["loc"][:-1], "path") in pathless and _pair(e["loc"], e["input"])}
+    pathless = {e["loc"][:-1] for e in errors if e["type"] == "missing" and e["loc"][-1] == "path"}
+    pairs = {e["loc"][:-1] for e in extra if e["loc"][:-1] in pathless and _pair(e["loc"], e["input"])}
     for n, e in enumerate(errors):
         place: Place = e["loc"]
         if len(place) > 4 and place[2] == "matrix" and place[3] != "exclude":

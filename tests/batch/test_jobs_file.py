@@ -452,7 +452,7 @@ HABITS: Final = {
     "jobs:\n- {base: m, adapters: [{lora: a, strenght: 0.5}], output: o}": (2, "no field is called 'strenght'; did you mean strength?", "correct them"),
     "jobs:\n- base m.safetensors": (1, "jobs[0]): should be a table of fields: base, adapters, output", "write base: m.safetensors"),
     "jobs:\n- {base: m, adapters: [a], output: o, dtype: bf61}": (1, "there is no dtype 'bf61'", "did you mean bf16?"),
-    "jobs:\n- {base: m, adapters: [a], outptu: o}\n- {base: m, adapters: ['{x}'], output: o}\n- {base: m, adapters: [a], output: o, whne: 1}":
+    "jobs:\n- {base: m, adapters: [a], output: o, dtype: bf61}\n- {base: m, adapters: ['{x}'], output: o}\n- {base: m, adapters: [a], output: o, whne: 1}":
         (3, "jobs.yaml:3 (jobs[1].adapters[0].path): no value for {x}", "correct them"),
     "jobs:\n- {base: m, adapters: [{lora}], matrix: {lora: [a]}, output: o}": (1, "needs quotes", 'write "{lora}"'),
     "jobs:\n- {base: m, adapters: ['{l}'], matrix: {l: 'x/*'}, output: o}": (1, "a list", "write l: {glob: x/*}"),
