@@ -14,6 +14,7 @@ from ..errors import InputError, UsageError
 from ..options import BLOCK_WEIGHTS, REGEX, factor, number
 from ..paths import ENDINGS, exists, expand, split_strength, typed, with_found_ending
 from .compat import ADAPTER_ORDER, completed
+from .corrected_line import STRENGTH_AFTER_BASE
 
 if TYPE_CHECKING:
     from ..job import Adapter
@@ -142,11 +143,10 @@ def check_tag(text: str) -> None:
 
 def named_base(text: str) -> str:
     """Return the base of a merge; UsageError for an adapter with its strength in its place."""
-    if (parts := split(text)) is not None and parts[1]:
-        raise UsageError("a strength after the base", text[:200], "name the base first: lora-merge BASE ADAPTER:0.8")
-    path, strength = ("", None) if parts is not None else split_strength(text)
-    if strength is not None and not exists(text) and exists(completed(path)):
-        raise UsageError("a strength after the base", text[:200], "name the base first: lora-merge BASE ADAPTER:0.8")
+    address = split(text)
+    path, strength = ("", None) if address is not None else split_strength(text)
+    if (address and address[1]) or (strength is not None and not exists(text) and exists(completed(path))):
+        raise UsageError(STRENGTH_AFTER_BASE, text[:200], "name the base first: lora-merge BASE ADAPTER:0.8")
     return completed(text)
 
 

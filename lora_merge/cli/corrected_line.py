@@ -16,6 +16,9 @@ from .terminal import without_global_options
 LONGEST_LINE: Final = 400
 """Characters of a line that is printed; a longer one shows nothing that its fix does not show."""
 
+STRENGTH_AFTER_BASE: Final = "a strength after the base"
+"""The mistake of a line whose first word is an adapter with its strength, or a base with one."""
+
 WITH_PLACE: Final = r"lora-merge [^;]*\b(?:BASE|ADAPTER)\b"
 """A command with a place for a file."""
 
@@ -53,7 +56,8 @@ def correct(error: BaseException, commands: Mapping[str, Any]) -> None:
     if not isinstance(error, MergeError) or not words:
         return
     command, rest = (words[0], words[1:]) if words[0] in commands else ("merge", words)
-    if isinstance(error, AdapterAsBase) and command == "merge":
+    as_base = isinstance(error, AdapterAsBase) or (error.what == STRENGTH_AFTER_BASE and _is_adapter_file(error.where))
+    if as_base and command == "merge":
         known = {name: flags(commands[name].params) for name in ("merge", "combine")}
         fix = _in_order(rest, known)
     else:
@@ -189,6 +193,12 @@ def _are_alike(one: str, other: str) -> bool:
     except MergeError:
         return False
     return first.architecture == second.architecture
+
+
+def _is_adapter_file(word: str) -> bool:
+    """Return whether a word is an adapter's file with a strength."""
+    path = split_strength(word)[0]
+    return exists(with_found_ending(path)) and _is_adapter(path)
 
 
 def _is_adapter(word: str) -> bool:

@@ -643,6 +643,10 @@ def test_options_in_a_message_are_keywords_in_python(text: str, right: str) -> N
     ("lora", "name the base first: lora-merge BASE lora"),
     ("lora loras/ink:0.5 -o both.safetensors", "name the base first: lora-merge BASE lora loras/ink:0.5 -o both.safetensors; "
      "or combine the adapters: lora-merge combine lora loras/ink:0.5 -o both.safetensors"),
+    ("lora:0.5 loras/ink -o both.safetensors", "name the base first: lora-merge BASE lora:0.5 loras/ink -o both.safetensors; "
+     "or combine the adapters: lora-merge combine lora:0.5 loras/ink -o both.safetensors"),
+    ("lora:0.5 base --dtype bf16", "name the base first: lora-merge base lora:0.5 --dtype bf16"),
+    ("base:0.5 lora", "name the base first: lora-merge base lora"),
     ("base", "name an adapter; write lora-merge base ADAPTER:0.8"),
     ("average lora:0.7 loras/ink:0.3", "write lora-merge average lora.safetensors loras/ink.safetensors --weights 0.7,0.3"),
     ("average -s 0.7 -s 0.3 lora loras/ink", "write lora-merge average lora loras/ink --weights 0.7,0.3"),
