@@ -37,7 +37,7 @@ TARGETS: Final = (GRADES[2].least, GRADES[1].least, GRADES[0].least)
 CHANCE_SHARE: Final = 1.1
 """A share up to which rounding adds to a change, or takes from nothing, by chance alone."""
 
-NOTHING: Final = "nothing (lost in rounding)"
+BELOW_ROUNDING: Final = "rounding is larger than the change"
 
 
 def grade(share: float) -> Grade:
@@ -62,25 +62,18 @@ def percent(share: float) -> float:
 
 
 def spoken(share: float | None) -> str:
-    """Return a share in words: "99.8 %", never above all; where rounding is larger than the change, that."""
+    """Return a share in words: "99.8 %"; where rounding is larger than the change, that."""
     if share is None:
         return "?"
-    return f"{percent(min(max(share, 0.0), 1.0)):g} %" if _sound(share) else NOTHING
-
-
-def _sound(share: float) -> bool:
-    """Return whether rounding is smaller than the change."""
-    return 1 - CHANCE_SHARE <= share <= CHANCE_SHARE
-
-
-def with_grade(share: float) -> str:
-    """Return a share with its judgement: "60 % (poor)"."""
-    return f"{spoken(share)} ({grade(share).word})" if _sound(share) else NOTHING
+    if share > CHANCE_SHARE:
+        return f"{100 * share:.0f} % ({BELOW_ROUNDING})"
+    return f"{percent(share):g} %" if share >= 1 - CHANCE_SHARE else f"none ({BELOW_ROUNDING})"
 
 
 def judged(share: float, of: str) -> str:
     """Return a share of something with its judgement: "60 % of the change (poor)"."""
-    return with_grade(share).replace(" (", f" of {of} (")
+    sound = 1 - CHANCE_SHARE <= share <= CHANCE_SHARE
+    return f"{spoken(share)} of {of} ({grade(share).word})" if sound else f"{spoken(share)} of {of}"
 
 
 def lost(share: float) -> str:
