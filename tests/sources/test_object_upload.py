@@ -9,6 +9,7 @@ import socketserver
 import threading
 import time
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,21 @@ def test_name_whose_reply_is_lost_is_looked_up(
     code, _, err = run(*MERGE, "-o", "s3://models/out/a")
     assert code == (0 if reachable else 5) and names() == ["out/a.safetensors"], err
     assert reachable or "may be left there: out/a.safetensors" in err
+
+
+def test_parts_of_an_object_that_gets_no_name_are_named(
+    out: Any, run: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """obstore forgets the parts of an object that it could not complete, so nothing can remove them."""
+
+    def forget(upload: Any) -> None:
+        upload._asked = True
+        upload._writer.__exit__(OSError, OSError(), None)
+        upload._writer.close()
+
+    monkeypatch.setattr(object_upload.ObjectWriter, "complete", forget)
+    code, _, err = run(*MERGE, "-o", "s3://models/out/a")
+    assert code == 5 and "may be left there: out/a.safetensors" in err and not names(), err
 
 
 @pytest.mark.slow
@@ -328,3 +344,13 @@ def test_merge_from_and_to_google(
     uploaded.write_bytes(bytes(obstore.get(out, "out/a.safetensors").bytes()))
     assert all((load(uploaded)[name] == tensor).all() for name, tensor in tensors.items())
     assert run(*MERGE, "-o", "gs://nobody/out/a")[0] == 2
+
+
+def test_pieces_are_all_bytes_of_a_file_if_reads_return_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Short(BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            return super().read(min(size or 0, 7))
+
+    monkeypatch.setattr(sent_files, "BytesIO", Short)
+    content = bytes(range(100))
+    assert b"".join(sent_files.GrowingFile(content, 100, 100).pieces()) == content
