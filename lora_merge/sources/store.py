@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ..addresses import WEB, Address, downloads_folder, parse
-from ..disk.hashes import know
 from ..disk.publish import put_file
 from ..errors import InputError, MergeError
 from ..paths import forbidden
@@ -149,6 +148,8 @@ def arrive(folder: Path, name: str, contents: SourceFiles) -> Iterator[Callable[
 
 def note(folder: Path, name: str, contents: SourceFiles, digest: str) -> None:
     """Write down that a file was downloaded whole."""
+    from ..disk.hashes import know  # its threads take six modules, and most commands download nothing
+
     know(folder / file_name(name), digest)
     files = {**note_at(folder).get("files", {}), name: {"size": contents.files[name].size, "sha256": digest}}
     put_file(folder.parent / NOTE, json.dumps({"source": str(contents.address), "files": files}, indent=1).encode())
