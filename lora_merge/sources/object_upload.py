@@ -257,8 +257,9 @@ class ObjectSink:
             yield upload
         except BaseException as e:
             remains = upload.stop()
-            if isinstance(e, MergeError) and remains:
-                raise type(e)(e.what, f"{e.where}; may be left there: {listed(remains)}", e.fix) from None
+            if isinstance(e, MergeError) and remains:  # the same error: the other jobs of a group go on
+                e.where = f"{e.where}; may be left there: {listed(remains)}"
+                e.args = e.what, e.where, e.fix
             raise
 
 

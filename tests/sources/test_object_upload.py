@@ -18,6 +18,7 @@ import pytest
 import lora_merge
 from lora_merge.disk import hashes
 from lora_merge.engine.pipeline import Pipeline
+from lora_merge.errors import ResourceError
 from lora_merge.sources import object_upload, sent_files
 from tests.kit.files import load
 from tests.sources.server import sha256
@@ -286,6 +287,29 @@ def test_batch_writes_to_a_bucket_and_skips_what_is_there(out: Any, run: Command
     obstore.delete(out, "out/style-0.5.safetensors")
     code, text, err = run("batch", "jobs.yaml", "--json", "--workers", "2")
     assert code == 0 and len(names()) == 3, err
+
+
+def test_parts_that_may_be_left_end_one_job_of_a_group_alone(
+    out: Any, run: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    finish = Pipeline._finish
+    hashes.know(base := tmp_path / MERGE[0], sha256(base.read_bytes()))
+
+    def fail_first(pipeline: Pipeline, number: int) -> None:
+        finish(pipeline, number)
+        if not number:
+            monkeypatch.setattr(object_upload.ObjectWriter, "remove", lambda _: False)
+            raise ResourceError("no memory", "this machine", "try again")
+
+    monkeypatch.setattr(Pipeline, "_finish", fail_first)
+    job = {"base": MERGE[0], "adapters": ["style.safetensors:{s}"], "matrix": {"s": [0.25, 0.5]},
+           "output": "s3://models/out/style-{s}.safetensors"}  # fmt: skip
+    Path("jobs.yaml").write_text(json.dumps({"version": 1, "jobs": [job]}))
+    code, text, err = run("batch", "jobs.yaml", "--json")
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert code and [row["status"] for row in rows[:2]] == ["failed", "merged"], err + text
+    assert "may be left there: out/style-0.25.safetensors" in rows[0]["error"]["where"]
+    assert names() == ["out/style-0.5.safetensors"]
 
 
 @pytest.mark.slow
