@@ -30,7 +30,7 @@ def test_every_library_that_is_imported_is_declared() -> None:
     declared = " ".join(
         [
             *PROJECT["project"]["dependencies"],
-            *(d for name in ("plots", "ray", "hub", "cloud", "systems", "ui") for d in extras[name]),
+            *(d for name in ("plots", "ray", "hub", "cloud", "systems", "modelscope", "ui") for d in extras[name]),
         ]
     )
     for library in LIBRARIES:

@@ -170,7 +170,7 @@ def test_no_input_is_overwritten(tmp_path: Path, name: str) -> None:
 
 
 def test_output_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="appeared"), replacing(tmp_path / "x") as part:
+    with pytest.raises(UsageError, match="created the output during the run"), replacing(tmp_path / "x") as part:
         part.write_bytes(b"mine")
         (tmp_path / "x").write_bytes(b"theirs")
     assert (tmp_path / "x").read_bytes() == b"theirs"

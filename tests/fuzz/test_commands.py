@@ -99,7 +99,7 @@ def carried_out(folder: Path) -> None:
         word in told
         for word in (
             "--base",
-            "lora-merge inspect BASE ADAPTER",
+            "lora-merge inspect ",
             "--weights",
             "--strength-for",
             "--dtype ",

@@ -258,7 +258,7 @@ def test_error_without_a_row_for_all_modules_says_what_is_true_for_any_base(tmp_
     renamed = {key.replace("core.one", "net.0").replace("core.two", "net.1"): value for key, value in tensors.items()}
     with pytest.raises(FitError) as error:
         lora_merge.merge_state_dict(base, renamed)
-    assert ", with a row for every such name, else write the names that are right, or use a base" in error.value.fix
+    assert ", with a row for every such name, else write the right names, or use a base" in error.value.fix
     rows = map_of(error.value, tmp_path)
     with pytest.raises(UnmatchedModules, match="1 of 2"):
         lora_merge.merge_state_dict(base, renamed, map=rows)

@@ -210,9 +210,9 @@ def test_impossible_forms_are_not_worked_out() -> None:
         "model.layers.9.self_attn.x",
     ):
         found.find(module)
-    assert not table._made
+    assert not table._by_form
     stack = found.find("model.layers.2.mlp.experts", "gate_up_proj")
-    assert stack is not None and len(stack.row_slices) == 64 and len(table._made) == 1
+    assert stack is not None and len(stack.row_slices) == 64 and len(table._by_form) == 1
 
 
 @pytest.mark.parametrize("inner", INNER)
