@@ -258,8 +258,8 @@ class ObjectSink:
         except BaseException as e:
             remains = upload.stop()
             if isinstance(e, MergeError) and remains:  # the same error: the other jobs of a group go on
-                e.where = f"{e.where}; may be left there: {listed(remains)}"
-                e.args = e.what, e.where, e.fix
+                where, left = e.where, listed(remains)
+                e.reword(lambda text: f"{text}; may be left there: {left}" if text == where else text)
             raise
 
 
