@@ -229,7 +229,7 @@ def test_failed_device_is_replaced_by_another_process(
 
 
 BROKEN = """
-    from lora_merge.batch import groups, worker
+    from lora_merge.batch import shared_reads, worker
     from lora_merge.errors import DeviceFailed
 
     def run_together(plans, progress):
@@ -237,7 +237,7 @@ BROKEN = """
             bad = len(plans) > 1 or plan.job.output.name == "1.safetensors"
             yield n, DeviceFailed("cuda:0", "CUDA error") if bad else next(real([plan], progress))[1]
 
-    real, groups.run_together = groups.run_together, run_together
+    real, shared_reads.run_together = shared_reads.run_together, run_together
     worker.main()
 """
 """A worker whose device fails under every group with the first job."""

@@ -30,7 +30,7 @@ JOB = "base: b, adapters: [a], output: o"
 TAKEN = (
     f"{{{JOB}}}", f"[{{{JOB}}}]", f"[{{{JOB}}}, {{{JOB}, dtype: fp16, command: null, rank: null}}]",
     "base: b\nadapters: ['a:0.8', {path: c}]\noutput: o", "{command: combine, adapters: [a, b:-1], rank: 4, output: o}",
-    f"{{version: 1, jobs: [{{{JOB}}}]}}", f"{{version: 1, defaults: {{}}, jobs: [{{{JOB}}}]}}",
+    f"{{jobs: [{{{JOB}}}]}}", f"{{version: 1, jobs: [{{{JOB}}}]}}", f"{{version: 1, defaults: {{}}, jobs: [{{{JOB}}}]}}",
     "{version: 1, defaults: {base: b, adapters: [a]}, jobs: [{output: o}, {output: p, base: null, adapters: null}]}",
     "{version: 1, defaults: {command: combine, adapters: [a, c], rank: 8}, jobs: [{output: o}, {output: p, method: ties, density: 0.5}]}",
     "{version: 1, defaults: {command: combine, adapters: [a, c]}, jobs: [{command: merge, base: b, output: o}]}",
@@ -46,7 +46,7 @@ TAKEN = (
 )  # fmt: skip
 REFUSED = (
     "5", "text", "[]", "[5]", "{}", "[{}]", "{version: 1}", "{version: 1, jobs: []}", "{version: 1, jobs: {a: 1}}",
-    f"{{version: 2, jobs: [{{{JOB}}}]}}", f"{{version: '1', jobs: [{{{JOB}}}]}}", f"{{jobs: [{{{JOB}}}]}}", f"{{version: 1, {JOB}}}",
+    f"{{version: 2, jobs: [{{{JOB}}}]}}", f"{{version: '1', jobs: [{{{JOB}}}]}}", f"{{version: 1, {JOB}}}",
     f"{{version: true, jobs: [{{{JOB}}}]}}", f"{{version: 1, jobs: [{{{JOB}}}], more: 1}}", f"{{version: 1, defaults: 5, jobs: [{{{JOB}}}]}}",
     "{base: b, adapters: [a]}", "{adapters: [a], output: o}", "{command: combine, output: o}",
     "{base: b, adapters: a, output: o}", "{base: b, adapters: [[a, 0.5]], output: o}",

@@ -455,12 +455,17 @@ GROUPS: dict[str, tuple[Callable[[int], Iterator[tuple[str, Files]]], Act]] = {
 }  # fmt: skip
 
 
-def inputs(limit: int, word: str = "") -> Iterator[tuple[str, Files, Act]]:
-    """(name, files, what to do with their folder) of one group, or of all."""
+def groups() -> dict[str, tuple[Callable[[int], Iterator[tuple[str, Files]]], Act]]:
+    """All groups: of names, of the commands that write adapters, and of what is shown."""
     from tests.kit.hostile_commands import GROUPS as COMMANDS
     from tests.kit.hostile_views import GROUPS as VIEWS
 
-    for group, (made, act) in {**GROUPS, **COMMANDS, **VIEWS}.items():
+    return {**GROUPS, **COMMANDS, **VIEWS}
+
+
+def inputs(limit: int, word: str = "") -> Iterator[tuple[str, Files, Act]]:
+    """(name, files, what to do with their folder) of one group, or of all."""
+    for group, (made, act) in groups().items():
         if group.startswith(word):
             for name, files in made(limit):
                 yield f"{group}: {name}", files, act
