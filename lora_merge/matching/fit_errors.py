@@ -20,7 +20,7 @@ from ..errors import FitError, MergeError, NoChange, ShapeMismatch, UnmatchedMod
 from ..files.checkpoint import Index
 from ..files.file_signatures import foreign, instead
 from ..files.folder_layouts import PEFT_PREFIX
-from ..models.adapter_architecture import architectures, described, modules_of, variants
+from ..models.adapter_architecture import architectures, described, modules_of, named_so, variants
 from ..models.architectures import Architecture
 from ..models.inferred_base import has_words, names_all
 from ..models.names import UNKNOWN_TITLE, Names, of_the_denoiser
@@ -36,6 +36,8 @@ _BLOCK: Final = re.compile(r"(?:^|[._])(?:[a-z]{1,12}_){0,3}(?:(?:res)?blocks|la
 TASK: Final = re.compile(r"(?:^|\.)(?:score|classifier|qa_outputs|pre_classifier|classification_head)(?:\.|$)")
 TASK_CLASS: Final = re.compile(r"\wFor[A-Z]\w*$")
 """The end of the class of a transformers model for a task: LlamaForCausalLM."""
+
+TEXT_ENCODER: Final = re.compile(r"te\d?")
 
 T5_EMBEDDINGS: Final = re.compile(r"(?:^|\.)shared$")
 
@@ -114,7 +116,7 @@ def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape],
     if other := _for_pictures(names, unmatched, shapes):
         return _for_another("model", other, names.architecture)
     if absent := sorted(set(networks) - labels):
-        return missing_networks(absent, sorted(labels))
+        return _for_other_encoders(known, modules, shapes) or missing_networks(absent, sorted(labels))
     # The network that most of these modules are for.
     part = max(names.parts, key=lambda p: (networks[p.label], p is names.parts[0]), default=None)
     if part is None or part is names.parts[0]:
@@ -173,6 +175,22 @@ def missing_networks(absent: Sequence[str], present_labels: Sequence[str]) -> Mi
     missing, present = (listed(map(_part, labels)) for labels in (absent, present_labels))
     holds = "is a single network without one" if list(present_labels) == ["model"] else f"contains only {present}"
     return Misfit("network", f"some modules are for {missing}, the base {holds}", WHOLE_BASE)
+
+
+def _for_other_encoders(
+    base: Architecture | None, modules: Mapping[str, Shape], shapes: Mapping[str, Shape]
+) -> Misfit | None:
+    """Return the misfit if an adapter's names are those of a model with its text encoders, and not of the base's; else
+    None. `modules`: those of the denoiser, without their prefixes."""
+    labels = {hint for module in shapes if TEXT_ENCODER.fullmatch(hint := innermost(module)[0])}
+
+    def fits(model: Architecture) -> bool:
+        return len({kind for label, kind in model.text_encoders.items() if label in labels}) == len(labels)
+
+    others = [a for a in named_so(modules_of(modules)) if fits(a)] if labels and modules else []
+    if base is None or fits(base) or not others:
+        return None
+    return _for_another("architecture", described(others, modules_of(modules)), base.title)
 
 
 def _part(label: str) -> str:

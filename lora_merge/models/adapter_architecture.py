@@ -33,6 +33,11 @@ def architectures(modules: FlatModules) -> tuple[Architecture, ...]:
     return tuple(a for a in shipped() if a.adapter and all(_holds(c, modules) for c in a.adapter))
 
 
+def named_so(modules: FlatModules) -> list[Architecture]:
+    """Return all architectures that the names fit, whatever the shapes."""
+    return [a for a in shipped() if a.adapter and all(_holds(c, modules) for c in a.adapter if parsed(c)[2] is None)]
+
+
 def variants(architecture: Architecture, modules: FlatModules) -> list[str]:
     """Return the variants of an architecture that the names and widths fit."""
     return [name for name, conditions in architecture.variants.items() if all(_holds(c, modules) for c in conditions)]

@@ -957,6 +957,18 @@ def test_views_join_and_turn() -> None:
     assert transposed(transposed(whole("x", (5, 3)))) == whole("x", (5, 3))
 
 
+@pytest.mark.parametrize("block", ["input_blocks_4_1", "down_blocks_1_attentions_1"])
+def test_text_encoders_show_the_model_where_shapes_do_not(block: str) -> None:
+    unet = f"lora_unet_{block}_transformer_blocks_0_attn2_to_k"
+    te = [f"lora_te{n}_text_model_encoder_layers_0_self_attn_q_proj" for n in (1, 2)]
+    shapes = {name: (24, 24) for name in (unet, *te)}
+    misfit = explain(base("single-file/sd1"), te[1:], shapes, NO_METADATA)
+    assert misfit and misfit.kind == "architecture"
+    assert misfit.reason == "the adapter looks made for Stable Diffusion XL, the base is Stable Diffusion 1"
+    misfit = explain(base("native/sdxl"), te, shapes, NO_METADATA)
+    assert misfit and misfit.kind == "network", "a file of the U-Net alone"
+
+
 def test_model_of_one_network_is_not_called_one_of_several() -> None:
     assert "single network" in missing_networks(["te"], ["model"]).reason
     assert "contains only the unet" in missing_networks(["te"], ["unet"]).reason
