@@ -13,6 +13,7 @@ from ..addresses import split
 from ..errors import InputError, UsageError
 from ..options import BLOCK_WEIGHTS, REGEX, factor, number
 from ..paths import ENDINGS, exists, expand, split_strength, typed, with_found_ending
+from ..text import plural
 from .compat import ADAPTER_ORDER, completed
 from .corrected_line import STRENGTH_AFTER_BASE
 
@@ -241,17 +242,21 @@ def _check_named(text: str, adapters: Sequence[Path]) -> None:
             raise UsageError("an adapter has its number here", f"--strength-for {text[:80]}", f"write {fix}")
 
 
-def strengths(texts: Sequence[str], adapters: int) -> list[float] | None:
-    """Return [0.8, 0.5] for `-s 0.8 -s 0.5` or `-s 0.8,0.5`; None without any. UsageError for another count."""
+def strengths(texts: Sequence[str], adapters: Sequence[str]) -> list[float] | None:
+    """Return [0.8, 0.5] for `-s 0.8 -s 0.5` or `-s 0.8,0.5`; None without any. UsageError for another count.
+
+    `adapters`: their paths.
+    """
     texts = [word for text in texts for word in text.strip("[]()").replace(", ", " ").split() or [text]]
     numbers = [_strength(part) for text in texts for part in text.split(",")]
-    if numbers and len(numbers) != adapters:
-        if len(texts) == adapters and all(map(right_form, texts)):  # -s 0,8
+    if numbers and len(numbers) != len(adapters):
+        if len(texts) == len(adapters) and all(map(right_form, texts)):  # -s 0,8
             fix = " ".join(f"-s {right_form(text)}" for text in texts)
             raise UsageError(f"a comma in the number {texts[0]}", "--strength", f"write a point: {fix}")
-        each = " ".join(f"-s {numbers[min(n, len(numbers) - 1)]:g}" for n in range(adapters))
-        few = f"{len(numbers)} strength{'s' * (len(numbers) > 1)} for {adapters} adapter{'s' * (adapters > 1)}"
-        raise UsageError(few, "--strength", f"give one for each, in order: {each}; or write ADAPTER:{numbers[0]:g}")
+        each = " ".join(f"-s {numbers[min(n, len(numbers) - 1)]:g}" for n in range(len(adapters)))
+        few = f"{len(numbers)} strength{'s' * (len(numbers) > 1)} for {plural(len(adapters), 'adapter')}"
+        behind = typed([f"{path}:{numbers[min(n, len(numbers) - 1)]:g}" for n, path in enumerate(adapters)])
+        raise UsageError(few, "--strength", f"give one for each, in order: {each}; or write {behind}")
     return numbers or None
 
 

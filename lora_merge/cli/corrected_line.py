@@ -68,6 +68,8 @@ def correct(error: BaseException, commands: Mapping[str, Any]) -> None:
             right = [*_corrected(words, error.suggestion)]
         elif stated:
             right = _with_options(words, stated, parameters)
+        elif (added := re.search(r"\bgive (--[a-z-]+)$", error.fix)) and flags(parameters).get(added[1]):
+            right = [*words, added[1]]
         twice = len({*map(_whole, right)}) < len({*map(_whole, words)})  # such as the base in the place of an adapter
         fix = f"{error.fix}{'' if error.fix.endswith('?') else ';'} write {line(right)}" if right != words else ""
         fix = _filled(error.fix, rest, parameters) if twice or not fix else fix

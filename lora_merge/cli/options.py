@@ -125,13 +125,15 @@ def _parameter(option: Option, *, stated: bool) -> inspect.Parameter:
     )
 
 
-def read(options: Mapping[str, Any], adapters: int, rows: Mapping[str, Option] = OPTIONS) -> dict[str, Any]:
-    """Return the values of options as `make_job` takes them, for so many adapters; UsageError for a wrong text."""
+def read(
+    options: Mapping[str, Any], adapters: Sequence[NamedAdapter], rows: Mapping[str, Option] = OPTIONS
+) -> dict[str, Any]:
+    """Return the values of options as `make_job` takes them, for these adapters; UsageError for a wrong text."""
     values = dict(options)
     for option in (rows[name] for name in values if name in rows):
         if option.kind in ("whole", "number") and isinstance(values[option.name], str):
             values[option.name] = as_number(values[option.name], option.flag, whole=option.kind == "whole")
-    values["strength"] = strengths(values.get("strength") or (), adapters)
+    values["strength"] = strengths(values.get("strength") or (), [adapter.path for adapter in adapters])
     values["setting"] = [parsed_setting(text) for text in values.get("setting") or ()]
     values["metadata"] = [metadata_entry(text) for text in values.get("metadata") or ()]
     return {name: value for name, value in values.items() if value not in (None, (), [])}
@@ -143,7 +145,7 @@ def read_with_adapters(
     """Return the adapters with their strengths and parts as `make_job` takes them, and the values of the other options,
     see `read`."""
     others = {name: value for name, value in options.items() if name != "strength_for"}
-    values = read(others, len(adapters), rows)
+    values = read(others, adapters, rows)
     named, parts = named_parts(with_strengths(adapters, values), options.get("strength_for") or ())
     refs = [adapter.for_job for adapter in named]
     return refs, {"strength_for": parts, **values} if "strength_for" in options else values

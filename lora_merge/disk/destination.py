@@ -83,8 +83,9 @@ def _check_suffix(target: Path, *, folder: bool) -> None:
         raise UsageError("the output is a folder, but its name is that of a file", str(target),
                          f"name a folder: -o {target.stem}")  # fmt: skip
     if not folder and target.suffix.lower() in WEIGHT_SUFFIXES - {".safetensors", ".gguf"}:
-        raise UsageError("outputs are .safetensors files, never pickles or other formats", str(target),
-                         f"name it {target.stem}.safetensors")  # fmt: skip
+        error = UsageError("outputs are .safetensors files, never pickles or other formats", str(target),
+                           f"name it {target.stem}.safetensors")  # fmt: skip
+        raise error.instead(str(target), str(target.with_suffix(".safetensors")))
 
 
 def check_kind(target: Path, *, overwrite: bool, folder: bool = False) -> None:

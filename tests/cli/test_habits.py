@@ -646,6 +646,11 @@ def test_options_in_a_message_are_keywords_in_python(text: str, right: str) -> N
     ("lora:0.5 loras/ink -o both.safetensors", "name the base first: lora-merge BASE lora:0.5 loras/ink -o both.safetensors; "
      "or combine the adapters: lora-merge combine lora:0.5 loras/ink -o both.safetensors"),
     ("lora:0.5 base --dtype bf16", "name the base first: lora-merge base lora:0.5 --dtype bf16"),
+    ("base lora loras/ink -s 0.5", "give one for each, in order: -s 0.5 -s 0.5; or write lora.safetensors:0.5 loras/ink.safetensors:0.5"),
+    ("base lora -o x.ckpt", "name it x.safetensors; write lora-merge base lora -o x.safetensors"),
+    ("base lora -o loras/ink.safetensors", "choose another -o, or give --overwrite; write lora-merge base lora -o loras/ink.safetensors --overwrite"),
+    ("combine base lora -o x", "name a LoRA or another adapter; to merge one into this model: lora-merge base lora"),
+    ("resize base --rank 2", "name a LoRA or another adapter"),
     ("base:0.5 lora", "name the base first: lora-merge base lora"),
     ("base", "name an adapter; write lora-merge base ADAPTER:0.8"),
     ("average lora:0.7 loras/ink:0.3", "write lora-merge average lora.safetensors loras/ink.safetensors --weights 0.7,0.3"),
