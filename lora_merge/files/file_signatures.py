@@ -45,7 +45,7 @@ LOAD_AT_GENERATION: Final = (
 PIPELINE_PARTS: Final = {"vae": "VAE", "te": "text encoder"}
 """Role of a network that pipelines also load from a file of its own → what it is."""
 
-NOT_REPLACED: Final = "load it at generation time: lora-merge does not replace the {} of a checkpoint"
+NOT_REPLACED: Final = "load it at generation time: a merge does not replace the {} of a checkpoint"
 
 TEXTUAL_INVERSION: Final = "an embedding (textual inversion)"
 

@@ -125,7 +125,7 @@ def run(monkeypatch: pytest.MonkeyPatch, files: Path) -> Run:
     ("batch jobs.csv", 2, "jobs.csv:2 (jobs[0].adapter): no field is called 'adapter'", "did you mean adapters?"),
     ("batch twice.yaml", 2, "1 output collides with the output of another job", "output: out/{l.stem}.safetensors"),
     ("batch", 2, "no jobs file was given", "--init writes a first one"),
-    ("base.safetensors vae.safetensors", 3, "contains no adapter tensors, it is a VAE (AutoencoderKL)", "load it at generation time: lora-merge does not replace the VAE of a checkpoint\n"),
+    ("base.safetensors vae.safetensors", 3, "contains no adapter tensors, it is a VAE (AutoencoderKL)", "load it at generation time: a merge does not replace the VAE of a checkpoint\n"),
     ("evil.ckpt lora.safetensors", 3, "wants to run code", ".safetensors version"),
     ("base.safetensors evil.ckpt", 3, "it names posix.system", ".safetensors version"),
     ("base.safetensors oldest.ckpt", 3, "it names posix.system", ".safetensors version"),
@@ -148,8 +148,8 @@ def test_errors_name_the_mistake_and_the_fix(run: Run, words: str, code: int, wh
 
 
 @pytest.mark.parametrize(("name", "what", "fix"), [
-    ("vae", "a VAE (AutoencoderKL)", "load it at generation time: lora-merge does not replace the VAE of a checkpoint"),
-    ("other/clip", "a CLIP text encoder", "load it at generation time: lora-merge does not replace the text encoder of a checkpoint"),
+    ("vae", "a VAE (AutoencoderKL)", "load it at generation time: a merge does not replace the VAE of a checkpoint"),
+    ("other/clip", "a CLIP text encoder", "load it at generation time: a merge does not replace the text encoder of a checkpoint"),
     ("upscaler", "an upscaler (ESRGAN)", "load it at generation time: this file contains no weight changes, so there is nothing to merge"),
     ("llm", "a model: transformers language model", "name a LoRA or another adapter"),
     ("other/tuned", "a model: Stable Diffusion 1", "name a LoRA or another adapter; to write the difference of two models as an "
