@@ -79,7 +79,7 @@ def correct(error: BaseException, commands: Mapping[str, Any]) -> None:
 
 def _filled(fix: str, words: Sequence[str], parameters: Sequence[Any]) -> str:
     """Return a fix with the user's own files in the place of BASE, ADAPTER and ADAPTER2 of its commands; without the
-    ways for which the line has no file, or none that fits, if it has others."""
+    other purposes ("to …") for which the line has no file, or none that fits."""
     if not re.search(WITH_PLACE, fix):
         return fix
     plain, _ = split_words(words, flags(parameters))
@@ -107,7 +107,7 @@ def _filled(fix: str, words: Sequence[str], parameters: Sequence[Any]) -> str:
         return command
 
     ways = re.sub(r"lora-merge [^;]*", fill, fix).split("; ")
-    return "; ".join([way for way in ways if not re.search(WITH_PLACE, way)] or ways)
+    return "; ".join(way for way in ways if not (way.startswith("to ") and re.search(WITH_PLACE, way)))
 
 
 def _stated(fix: str, parameters: Sequence[Any]) -> Iterator[tuple[str, str]]:
