@@ -55,6 +55,6 @@ def test_page_explains_shares_above_all(tmp_path: Path) -> None:
     facts = inspect(base, lora_merge.Adapter(adapter, 1.0), weights=True)
     assert facts["match"]["numbers"]["all"]["retained"] > 1.1
     assert ENLARGED in content(facts)["notes"]
-    assert "(rounding is larger than the change) of it survives in the base's dtype" in "\n".join(lines(facts))
+    assert "nothing of it (lost in rounding) survives in the base's dtype" in "\n".join(lines(facts))
     ink = save({f"{KEY}.diff": torch.full((64, 64), 0.5)}, tmp_path / "b.safetensors")
     assert ENLARGED not in content(inspect(base, lora_merge.Adapter(ink, 1.0), weights=True))["notes"]
