@@ -210,7 +210,8 @@ def compare_summary(result: Mapping[str, Any]) -> Iterator[Fact]:
 def _model_rows(result: Mapping[str, Any]) -> Iterator[Fact]:
     rounded = sum(result["rounded"].values())
     kinds = {"equal": result["equal"], "equal but for rounding": rounded, "changed": result["different"]}
-    yield line("tensors", f"{result['compared']}: {listed(f'{n} {kind}' for kind, n in kinds.items() if n)}")
+    shares = listed(f"{n} {kind}" for kind, n in kinds.items() if n)
+    yield line("tensors", f"{result['compared']}: {shares}" if shares else "no tensor is in both")
     for both, count in result["dtypes"].items():
         yield line("dtypes", f"{both}: {plural(count, 'tensor')}")
     if result["different"]:

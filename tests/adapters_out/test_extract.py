@@ -180,6 +180,12 @@ def test_checkpoints_that_are_not_of_one_model_are_refused_by_name(
     assert not output.exists()
 
 
+def test_checkpoints_of_two_models_are_named(folder: Path, tmp_path: Path) -> None:
+    save_file(flux(), tmp_path / "flux.safetensors")
+    with pytest.raises(FitError, match=r"different models: Stable Diffusion 1 and .*Flux\.1"):
+        lora_merge.extract(folder / "base.safetensors", tmp_path / "flux.safetensors", tmp_path / "a.safetensors")
+
+
 def test_weights_that_grew_are_left_out_and_named_where_that_is_asked_for(folder: Path, tmp_path: Path) -> None:
     other = changed(folder, tmp_path, {KEY: torch.zeros(20, 16)})
     report = lora_merge.extract(

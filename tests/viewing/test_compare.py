@@ -247,6 +247,7 @@ def test_verdict_about_two_models(scene: Scene, tmp_path: Path) -> None:
     }
     for kind, tensors in changed.items():
         assert _verdict(scene.base, save(tensors, tmp_path / "b.safetensors"))["kind"] == kind
+    assert "tensors       no tensor is in both" in map(str, compare_rows(compare(scene.base, tmp_path / "b.safetensors")))
 
 
 def test_changed_tensors_of_a_rounded_model_are_separate(tmp_path: Path) -> None:
@@ -310,6 +311,9 @@ def test_verdict_about_two_adapters(scene: Scene, tmp_path: Path) -> None:
     for_llm = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": rand(2, 8),
                "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight": rand(8, 2)}  # fmt: skip
     assert _verdict(a, save(for_llm, out))["kind"] == "different models"
+    nowhere = {f"lora_unet_nowhere.lora_{end}.weight": rand(2, 2) for end in ("up", "down")}
+    stated = save(nowhere, out, metadata={"modelspec.architecture": "stable-diffusion-xl-v1-base/lora"})
+    assert "B for Stable Diffusion XL" in _verdict(a, stated)["text"]
 
 
 def test_cosine_of_zero_has_no_sign() -> None:
