@@ -54,6 +54,8 @@ FACT_NAMES: Final = {
 }  # fmt: skip
 """Fact that is shown as it is → its name, if that is another one."""
 
+FACTS_OF_MODELS: Final = frozenset(("architecture", "layout", "components", "blocks"))
+
 
 def lines(facts: Mapping[str, Any]) -> Iterator[str]:
     """Yield the facts as text, a line each; long values are cut, and JSON has everything."""
@@ -87,6 +89,8 @@ def rows(facts: Mapping[str, Any], *, pictured: bool = False, verbose: bool = Fa
 
 def summary(facts: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield what a file is, its sizes, and how it was made."""
+    if what := facts.get("looks_like"):  # neither a model nor an adapter
+        facts = {"kind": what, **{name: fact for name, fact in facts.items() if name not in (*FACTS_OF_MODELS, "kind")}}
     if model := facts.get("model"):
         yield line("model", _class(model))
     for key, name in FACT_NAMES.items():
