@@ -247,7 +247,9 @@ def test_verdict_about_two_models(scene: Scene, tmp_path: Path) -> None:
     }
     for kind, tensors in changed.items():
         assert _verdict(scene.base, save(tensors, tmp_path / "b.safetensors"))["kind"] == kind
-    assert "tensors       no tensor is in both" in map(str, compare_rows(compare(scene.base, tmp_path / "b.safetensors")))
+    assert "tensors       no tensor is in both" in map(
+        str, compare_rows(compare(scene.base, tmp_path / "b.safetensors"))
+    )
 
 
 def test_changed_tensors_of_a_rounded_model_are_separate(tmp_path: Path) -> None:
