@@ -358,9 +358,8 @@ def layers_recomputed(proof: Mapping[str, Any], *, verbose: bool = False) -> str
     if not proof["recomputed"]:
         return "every tensor is in the file; this method has no second computation to compare with"
     layers = f"{proof['recomputed']} of {plural(proof['layers'], 'layer')} recomputed in fp64"
-    return (
-        f"{layers}: worst residual {proof['worst_residual']:.3g}" if verbose else f"{layers}; each loss is as reported"
-    )
+    worst_layer = f"worst residual {proof['worst_residual']:.3g}"
+    return f"{layers}: {worst_layer if verbose else 'the share that survives is right'}"
 
 
 def cut_numbers(counts: Mapping[str, int]) -> str:
@@ -411,8 +410,9 @@ def moved(numbers: Mapping[str, Any]) -> str:
 def placed(matching: Mapping[str, Any]) -> str:
     """Return in short for how many modules a second reading of the adapters found the plan's place and numbers."""
     known = f"placement cross-checked for {matching['proven']} of {plural(matching['modules'], 'module')}"
-    unknown = " and ".join(matching.get("why", {}))
-    return known + (f" (the independent check cannot resolve {unknown})" if unknown else "")
+    unknown, left = " and ".join(matching.get("why", {})), matching["modules"] - matching["proven"]
+    others = f"; for {left} more, the values alone (the independent check cannot resolve {unknown})"
+    return known + (others if unknown else "")
 
 
 def unused(account: Mapping[str, Any]) -> str:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 SCHEMA: Final = schema("compare")
 
+BY_CHANCE: Final = 0.01
+"""Share of common directions from which on a report says that independent changes have some, too."""
+
 MOST_SHAPES: Final = 12
 """Tensors of other shapes that have a row each; of more, the first have their names in one row."""
 
@@ -229,7 +232,9 @@ def _difference(d: Mapping[str, Any]) -> str:
 def _adapter_rows(result: Mapping[str, Any]) -> Iterator[Fact]:
     yield line("modules", f"{result['common']} in both")
     if result["common"]:
-        yield line("change", _similarity(result["total"]))
+        independent = result["verdict"]["kind"] == "independent" and (result["total"]["overlap"] or 0) >= BY_CHANCE
+        chance = " (independent changes share some by chance, more at high ranks)" * independent
+        yield line("change", _similarity(result["total"]) + chance)
         if result["fight"]:
             yield line("opposed", opposed_blocks(result))
     if whole := result.get("whole"):

@@ -54,6 +54,8 @@ FACT_NAMES: Final = {
 }  # fmt: skip
 """Fact that is shown as it is → its name, if that is another one."""
 
+BESIDE_WEIGHTS: Final = "; as a share of the weights: inspect BASE ADAPTER --weights"
+
 FACTS_OF_MODELS: Final = frozenset(("architecture", "layout", "components", "blocks"))
 
 
@@ -316,9 +318,9 @@ def _changed(numbers: Mapping[str, Any]) -> Iterator[Fact]:
         if numbers.get("unmeasured")
         else ""
     )
-    yield line("change", f"norm {norm}{more}")
+    yield line("change", f"norm {norm}{more or BESIDE_WEIGHTS}")
     if numbers["stable_rank"]:
-        yield line("stable rank", between(numbers["stable_rank"]))
+        yield line("stable rank", f"{between(numbers['stable_rank'])} (directions that hold the most of a change)")
     for share, rank in numbers.get("rank_for_energy", {}).items():
         yield line("energy", f"{share} is in rank {rank['median']:g} (median), {rank['max']:g} at most")
 

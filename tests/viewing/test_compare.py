@@ -304,6 +304,7 @@ def test_verdict_about_two_adapters(scene: Scene, tmp_path: Path) -> None:
     a, other = save(first, tmp_path / "a.safetensors"), save(kohya(sd1(), seed=8), tmp_path / "c.safetensors")
     assert _verdict(a, a)["kind"] == "equal"
     assert _verdict(a, other)["kind"] == "independent"
+    assert any("independent changes share some by chance" in row for row in map(str, compare_rows(compare(a, other))))
     assert _verdict(a, save({k: v.bfloat16() for k, v in first.items()}, out))["kind"] == "rounding"
     half = _verdict(a, save({k: v * 0.5 if "up" in k else v for k, v in first.items()}, out))
     assert (half["kind"], half["inner"], half["strength"]) == ("contains", "A", pytest.approx(0.5))
