@@ -85,17 +85,17 @@ _known: dict[Path, tuple[FileState | None, str]] = {}
 
 
 def know(path: Path, digest: str) -> None:
-    """Take note of the digest of a file that was just downloaded or read."""
+    """Take note of the digest of a file that was just downloaded."""
     _known[path] = FileState.at(path), digest
 
 
 def hash_file(path: Path) -> str:
     """Return the SHA-256 of a file; it need not be computed again while the file stays as it is."""
-    digest = hashlib.sha256()
+    before, digest = FileState.at(path), hashlib.sha256()
     with open_regular(path) as f:
         while data := f.read(1 << 24):
             digest.update(data)
-    know(path, digest.hexdigest())
+    _known[path] = before, digest.hexdigest()
     return digest.hexdigest()
 
 

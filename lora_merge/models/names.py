@@ -145,12 +145,12 @@ class Names:
 
     def _place(self, module: str, parameter: str) -> WeightView | None:
         """Return what `_find` does, from what it has returned before if possible."""
-        name = module, parameter
-        if name not in self._places:
-            if len(self._places) >= MOST_PLACES:
-                self._places.clear()
-            self._places[name] = self._find(module, parameter)
-        return self._places[name]
+        places, name = self._places, (module, parameter)
+        if name not in places:
+            if len(places) >= MOST_PLACES:
+                self._places = places = {}  # another thread may read the old ones
+            places[name] = self._find(module, parameter)
+        return places[name]
 
     def _find(self, module: str, parameter: str) -> WeightView | None:
         for name in written(module):

@@ -166,9 +166,11 @@ class HubUpload:
         return [*self._notes, Note(f"{text}: hashes, headers and samples there are those of the local copy")]
 
     def stop(self) -> None:
-        """End the upload. What the hub has by then is no file of the repository, and a later upload uses it."""
-        for _ in self._sending.stop():
-            pass
+        """End the upload. What the hub has by then is no file of the repository, and a later upload uses it.
+
+        The library cannot be interrupted: nothing waits for the file that it sends.
+        """
+        self._sending.stop()
 
 
 def _inside(address: Address, name: str) -> str:

@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import redirect_stderr
+from functools import partial
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
@@ -26,7 +27,7 @@ from ..disk.hashes import hash_file
 from ..disk.remote import ReadRange
 from ..errors import InputError
 from .contents import Advance, Listed, SourceFiles, is_offline, switched_off
-from .store import Store, file_name, keep, note, stored_file
+from .store import Store, keep, stored_file
 from .web import Endpoint, json_at, ranges, refused, unreachable
 
 SITE: Final = "https://www.modelscope.cn"
@@ -96,33 +97,35 @@ class ModelScope:
     def fetch(self, contents: SourceFiles, names: Iterable[str], advance: Advance) -> None:
         """Download files, and check the SHA-256 that the API states."""
         for name in names:
-            if find_spec("modelscope") is None:
-                keep(_file(contents, name), self.folder(contents), name, contents, advance)
-            else:
-                _fetch_by_library(contents, name, self.folder(contents))
-                advance(contents.files[name].size)
+            library = partial(self._fetch_by_library, contents, name, advance) if find_spec("modelscope") else None
+            keep(_file(contents, name), self.folder(contents), name, contents, advance, library)
 
+    def _fetch_by_library(self, contents: SourceFiles, name: str, advance: Advance, target: Path) -> str:
+        """Download a file by the library of ModelScope, which draws no bar; return its SHA-256.
 
-def _fetch_by_library(contents: SourceFiles, name: str, folder: Path) -> None:
-    """Download a file by the library of ModelScope, which draws no bar; InputError for other bytes than are stated."""
-    from modelscope.hub.file_download import model_file_download
+        InputError for other bytes than are stated.
+        """
+        from modelscope.hub.file_download import model_file_download
 
-    address, file = contents.address, contents.files[name]
-    folder.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder.parent) as part:
-        try:
-            with redirect_stderr(StringIO()):
-                path = Path(model_file_download(address.name, name, address.revision, local_dir=part, endpoint=site()))
-        except Exception as e:  # noqa: BLE001  # its errors are those of its HTTP client, whose texts hold URLs
-            status = getattr(getattr(e, "response", None), "status_code", 0)
-            place = _file(contents, name)
-            raise (refused(place, status) if status else unreachable(address, OSError(type(e).__name__))) from None
-        digest = hash_file(path)
-        if path.stat().st_size != file.size or (file.sha256 and digest != file.sha256.lower()):
-            raise InputError("the downloaded file has other bytes than ModelScope states", str(address), "run again")
-        (target := folder / file_name(name)).parent.mkdir(parents=True, exist_ok=True)
-        path.replace(target)
-    note(folder, name, contents, digest)
+        address, file = contents.address, contents.files[name]
+        with TemporaryDirectory(dir=self.folder(contents).parent) as part:
+            try:
+                with redirect_stderr(StringIO()):
+                    path = Path(
+                        model_file_download(address.name, name, address.revision, local_dir=part, endpoint=site())
+                    )
+            except Exception as e:  # noqa: BLE001  # its errors are those of its HTTP client, whose texts hold URLs
+                status = getattr(getattr(e, "response", None), "status_code", 0)
+                place = _file(contents, name)
+                raise (refused(place, status) if status else unreachable(address, OSError(type(e).__name__))) from None
+            digest = hash_file(path)
+            if path.stat().st_size != file.size or (file.sha256 and digest != file.sha256.lower()):
+                raise InputError(
+                    "the downloaded file has other bytes than ModelScope states", str(address), "run again"
+                )
+            path.replace(target)
+        advance(file.size)
+        return digest
 
 
 def _file(contents: SourceFiles, name: str) -> Endpoint:

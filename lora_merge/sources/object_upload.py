@@ -126,14 +126,20 @@ class ObjectWriter:
         compare(read, self.file.source, self._where, whole=hashes and not proven)
         return proven
 
-    def remove(self) -> None:
-        """Remove the object, or the parts of one without a name. Another object that has the name stays."""
+    def remove(self) -> bool:
+        """Remove the object, or the parts of one without a name. Another object that has the name stays.
+
+        Returns False if parts may be left: the library forgets those of an object that could not get its name.
+        """
         import obstore
 
         if self._named or (self._asked and self._is_there()):
             obstore.delete(self._store, self.key)
-        elif not self._writer.closed():
+        elif not self._asked:
             self._writer.__exit__(InterruptedError, InterruptedError(), None)
+        else:
+            return self.file.size <= self._part
+        return True
 
     @property
     def etags(self) -> tuple[str, str]:
@@ -216,10 +222,10 @@ class ObjectUpload:
         return self._remains
 
     def _remove(self, upload: ObjectWriter) -> None:
-        self._remains.append(upload.key)
         with suppress(Exception):  # the store is out of reach: the error that led here counts
-            upload.remove()
-            self._remains.remove(upload.key)
+            if upload.remove():
+                return
+        self._remains.append(upload.key)
 
 
 class ObjectSink:
@@ -251,8 +257,9 @@ class ObjectSink:
             yield upload
         except BaseException as e:
             remains = upload.stop()
-            if isinstance(e, MergeError) and remains:
-                raise type(e)(e.what, f"{e.where}; may be left there: {listed(remains)}", e.fix) from None
+            if isinstance(e, MergeError) and remains:  # the same error: the other jobs of a group go on
+                where, left = e.where, listed(remains)
+                e.reword(lambda text: f"{text}; may be left there: {left}" if text == where else text)
             raise
 
 

@@ -95,17 +95,18 @@ class GrowingFile:
         """Yield the bytes in their order; waits until they are final. InterruptedError after `stop`."""
         at = 0
         with _opened(self.source) as f:
-            while at < self.size:
-                self._wait_for(count := min(PIECE, self.size - at), at)
-                f.seek(at)
-                yield f.read(count)
-                at += count
+            while data := f.read(self._final_bytes(at)):  # some file systems return fewer at once
+                yield data
+                at += len(data)
 
-    def _wait_for(self, count: int, at: int) -> None:
+    def _final_bytes(self, at: int) -> int:
+        """Wait until the next piece is final; return its size."""
+        count = min(PIECE, self.size - at)
         with self._changed:
             self._changed.wait_for(lambda: self._end >= at + count or self._stopped)
             if self._stopped:
                 raise InterruptedError("the upload was stopped")
+        return count
 
 
 class Sending(Generic[Sent]):
@@ -144,16 +145,17 @@ class Sending(Generic[Sent]):
                 if waited.done:
                     results.append(self._results[name].result())
                     break
+        self._pool.shutdown(wait=False)
         return results
 
     def stop(self) -> Iterator[Sent]:
-        """Send no more; yield the results of the files that were sent whole."""
+        """Send no more; return the results of the files that were sent whole. The first waits for the file under
+        way."""
         for file in self._files.values():
             file.stop()
-        self._pool.shutdown(cancel_futures=True)
-        for result in self._results.values():
-            if not result.cancelled() and result.exception() is None:
-                yield result.result()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        started = [result for result in self._results.values() if not result.cancelled()]
+        return (result.result() for result in started if result.exception() is None)
 
 
 def compare(read: ReadRange, source: Source, where: Address, *, whole: bool = False) -> None:

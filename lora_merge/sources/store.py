@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ..addresses import WEB, Address, downloads_folder, parse
-from ..disk.hashes import know
 from ..disk.publish import put_file
 from ..errors import InputError, MergeError
 from ..paths import forbidden
@@ -93,8 +92,14 @@ def stored_file(folder: Path, name: str, size: int) -> Path | None:
     return None
 
 
-def keep(place: Endpoint, folder: Path, name: str, contents: SourceFiles, advance: Advance) -> None:
-    """Download a file of an address into its folder. Two processes take turns."""
+def keep(  # noqa: PLR0913, PLR0917  # where the file is, where it goes, and who brings it
+    place: Endpoint, folder: Path, name: str, contents: SourceFiles, advance: Advance,
+    fetch: Callable[[Path], str] | None = None,
+) -> None:  # fmt: skip
+    """Download a file of an address into its folder. Two processes take turns.
+
+    `fetch`: the function of a library that downloads it to a path and returns its SHA-256; None: our own client does.
+    """
     from filelock import FileLock
 
     from .web import download
@@ -105,7 +110,10 @@ def keep(place: Endpoint, folder: Path, name: str, contents: SourceFiles, advanc
     with FileLock(folder.parent / ".lock"):
         if stored_file(folder, name, file.size) is not None:
             return
-        digest = download(place, path, file.size, advance, sha256=file.sha256, etag=file.etag)
+        if fetch is not None:
+            digest = fetch(path)
+        else:
+            digest = download(place, path, file.size, advance, sha256=file.sha256, etag=file.etag)
         note(folder, name, contents, digest)
 
 
@@ -140,6 +148,8 @@ def arrive(folder: Path, name: str, contents: SourceFiles) -> Iterator[Callable[
 
 def note(folder: Path, name: str, contents: SourceFiles, digest: str) -> None:
     """Write down that a file was downloaded whole."""
+    from ..disk.hashes import know  # its threads take six modules, and most commands download nothing
+
     know(folder / file_name(name), digest)
     files = {**note_at(folder).get("files", {}), name: {"size": contents.files[name].size, "sha256": digest}}
     put_file(folder.parent / NOTE, json.dumps({"source": str(contents.address), "files": files}, indent=1).encode())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -61,6 +62,18 @@ def test_upload_that_breaks_makes_no_commit_and_is_continued(hub: Machines, run:
     hub.upload_breaks = []
     assert run(*MERGE, "-o", TO)[0] == 0
     assert len(hub.uploads) == 1 and len(commits(hub)) == 1
+
+
+def test_run_that_fails_does_not_wait_for_the_library(
+    hub: Machines, run: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The library cannot be interrupted while it sends a file, which may take hours."""
+    end, waited = Event(), list[bool]()
+    monkeypatch.setattr("huggingface_hub.HfApi.preupload_lfs_files", lambda *_, **__: waited.append(end.wait(20)))
+    monkeypatch.setattr("lora_merge.engine.merge.verify", lambda *_, **__: (_ for _ in ()).throw(OSError("no proof")))
+    code, _, err = run(*MERGE, "-o", TO)
+    assert code and not waited and commits(hub) == [] and nothing_is_left(tmp_path), err
+    end.set()
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import socketserver
 import threading
 import time
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import lora_merge
 from lora_merge.disk import hashes
 from lora_merge.engine.pipeline import Pipeline
+from lora_merge.errors import ResourceError
 from lora_merge.sources import object_upload, sent_files
 from tests.kit.files import load
 from tests.sources.server import sha256
@@ -138,6 +140,21 @@ def test_name_whose_reply_is_lost_is_looked_up(
     code, _, err = run(*MERGE, "-o", "s3://models/out/a")
     assert code == (0 if reachable else 5) and names() == ["out/a.safetensors"], err
     assert reachable or "may be left there: out/a.safetensors" in err
+
+
+def test_parts_of_an_object_that_gets_no_name_are_named(
+    out: Any, run: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """obstore forgets the parts of an object that it could not complete, so nothing can remove them."""
+
+    def forget(upload: Any) -> None:
+        upload._asked = True
+        upload._writer.__exit__(OSError, OSError(), None)
+        upload._writer.close()
+
+    monkeypatch.setattr(object_upload.ObjectWriter, "complete", forget)
+    code, _, err = run(*MERGE, "-o", "s3://models/out/a")
+    assert code == 5 and "may be left there: out/a.safetensors" in err and not names(), err
 
 
 @pytest.mark.slow
@@ -272,6 +289,29 @@ def test_batch_writes_to_a_bucket_and_skips_what_is_there(out: Any, run: Command
     assert code == 0 and len(names()) == 3, err
 
 
+def test_parts_that_may_be_left_end_one_job_of_a_group_alone(
+    out: Any, run: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    finish = Pipeline._finish
+    hashes.know(base := tmp_path / MERGE[0], sha256(base.read_bytes()))
+
+    def fail_first(pipeline: Pipeline, number: int) -> None:
+        finish(pipeline, number)
+        if not number:
+            monkeypatch.setattr(object_upload.ObjectWriter, "remove", lambda _: False)
+            raise ResourceError("no memory", "this machine", "try again")
+
+    monkeypatch.setattr(Pipeline, "_finish", fail_first)
+    job = {"base": MERGE[0], "adapters": ["style.safetensors:{s}"], "matrix": {"s": [0.25, 0.5]},
+           "output": "s3://models/out/style-{s}.safetensors"}  # fmt: skip
+    Path("jobs.yaml").write_text(json.dumps({"version": 1, "jobs": [job]}))
+    code, text, err = run("batch", "jobs.yaml", "--json")
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert code and [row["status"] for row in rows[:2]] == ["failed", "merged"], err + text
+    assert "may be left there: out/style-0.25.safetensors" in rows[0]["error"]["where"]
+    assert names() == ["out/style-0.5.safetensors"]
+
+
 @pytest.mark.slow
 def test_output_in_place_of_an_object_that_is_read_is_refused(out: Any, run: Command) -> None:
     where = "s3://models/sd/base.safetensors"
@@ -328,3 +368,13 @@ def test_merge_from_and_to_google(
     uploaded.write_bytes(bytes(obstore.get(out, "out/a.safetensors").bytes()))
     assert all((load(uploaded)[name] == tensor).all() for name, tensor in tensors.items())
     assert run(*MERGE, "-o", "gs://nobody/out/a")[0] == 2
+
+
+def test_pieces_are_all_bytes_of_a_file_if_reads_return_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Short(BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            return super().read(min(size or 0, 7))
+
+    monkeypatch.setattr(sent_files, "BytesIO", Short)
+    content = bytes(range(100))
+    assert b"".join(sent_files.GrowingFile(content, 100, 100).pieces()) == content
