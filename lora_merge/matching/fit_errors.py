@@ -109,7 +109,8 @@ def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape],
     known, modules = names.known, of_the_denoiser({m: () for m in unmatched} | dict(shapes))
     title = _title(names)
     by_shapes = known and names.parts[0].label in networks and other_model(modules, known, names.weights(), title)
-    if why := by_shapes or _stated_other(adapter, known):
+    strange = _of_no_model(modules, names, title) if unmatched and title != names.architecture else None
+    if why := by_shapes or _stated_other(adapter, known) or strange:
         return why
     if other := _for_pictures(names, unmatched, shapes):
         return _for_another("model", other, names.architecture)
@@ -122,6 +123,12 @@ def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape],
     return _likely_reason(
         names, part, {m: shapes.get(m, ()) for m in unmatched if names.network_of(m) == part.label}, {}
     )
+
+
+def _of_no_model(modules: Mapping[str, Shape], names: Names, title: str) -> Misfit:
+    """Return the misfit of a base that is a file of another kind, `title`."""
+    of_another = other_model(modules, None, names.weights(), title)
+    return of_another or Misfit("model", f"the base is {title}", OWN_BASE, base=title)
 
 
 def _stated_other(adapter: Index, base: Architecture | None) -> Misfit | None:

@@ -245,6 +245,10 @@ def test_unknown_base_is_not_said_to_be_the_wrong_one_where_all_shapes_are_in_it
     control = {f"control_model.{key}": value for key, value in lacking.items()}
     with pytest.raises(UnmatchedModules, match=r"looks made for .*Flux.1, the base is a ControlNet"):
         lora_merge.merge_state_dict(control, tensors)
+    of_encoder = {f"lora_te_x.lora_{end}.weight": torch.ones(2, 2) for end in ("up", "down")}
+    with pytest.raises(UnmatchedModules, match="the base is a ControlNet") as error:
+        lora_merge.merge_state_dict(control, of_encoder)
+    assert error.value.fix.startswith("use the base the adapter was trained on")
 
 
 @pytest.mark.parametrize("text", ["spellings: {a.{i}.q: b.{j}.q}", "spellings: {a.{i}.{i}: b.{i}.q}", "spellings: [a]"])
