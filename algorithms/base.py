@@ -343,6 +343,12 @@ def same_inputs(stored: Shape, target: Shape) -> bool:
     return a == b or (prod(a) == prod(b) and min(len(a), len(b)) <= 1)
 
 
+def other_inputs(slot: str, stored: Shape, target: Shape) -> str:
+    """Return the sentence on a factor whose input shape is not the weight's."""
+    ours, theirs = ("×".join(map(str, side)) for side in (stored, target))
+    return f"{slot} reads {ours} inputs, the weight of the base has {theirs}"
+
+
 def length(values: Tensor, axes: tuple[int, ...]) -> Tensor:
     """Return ‖values‖₂ over these axes, kept with length 1; NaN where the norm overflows, because dividing by infinity
     would give 0 without any error."""

@@ -12,7 +12,19 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Final
 
-from .base import Algorithm, Bypass, Factorisation, Shape, Shapes, alpha_over, expect, flat, same_inputs, tucker
+from .base import (
+    Algorithm,
+    Bypass,
+    Factorisation,
+    Shape,
+    Shapes,
+    alpha_over,
+    expect,
+    flat,
+    other_inputs,
+    same_inputs,
+    tucker,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,7 +70,7 @@ def _half(i: str, shapes: Shapes, target: Shape) -> dict[str, Shape]:
     if t not in shapes:
         expect(
             holds=same_inputs(shapes[b][1:], inputs),
-            otherwise=f"{b} is {list(shapes[b])}, the weight has {list(inputs)} inputs",
+            otherwise=other_inputs(b, shapes[b][1:], inputs),
         )
         return {a: rows, b: (rank, cols)}
     core = rank, rank, *target[2:]

@@ -26,6 +26,7 @@ from .base import (
     expect,
     flat,
     of_factors,
+    other_inputs,
     rank_of,
     same_inputs,
     shape_of_pair,
@@ -57,7 +58,7 @@ def fitted_shapes(shapes: Shapes, target: Shape) -> Shapes:
     if "mid" not in shapes:
         expect(
             holds=same_inputs(shapes["down"][1:], target[1:]),
-            otherwise=f"down is {list(shapes['down'])}, the weight has {list(target[1:])} inputs",
+            otherwise=other_inputs("down", shapes["down"][1:], target[1:]),
         )
         return {"up": (out, rank), "down": (rank, cols)}
     core = shapes["mid"]

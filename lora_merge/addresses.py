@@ -60,9 +60,9 @@ class Address:
             revision, path = self.revision and f"@{self.revision}", self.path and f"/{self.path}"
             return f"{self.scheme}://{self.name}{revision}{path}"
         if self.scheme == CIVITAI:
-            number = f"{self.model}@{self.name}" if self.model and self.name else self.name or f"{self.model}@"
-            air = f"urn:air:{self.kind}:civitai:{number.rstrip('@')}" if self.kind else f"civitai:{number}"
-            return air + (self.file and f"#{self.file}")
+            number = "@".join(filter(None, (self.model, self.name)))
+            scheme = "civitai:" if self.name else "https://civitai.com/models/"  # a number alone is that of a version
+            return (f"urn:air:{self.kind}:civitai:" if self.kind else scheme) + number + (self.file and f"#{self.file}")
         if self.scheme == WEB:
             return without_secrets(self.name)
         if self.scheme in OTHERS:  # the user of sftp and the container of abfs belong to the name

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from .facts import Fact, line, percent, strengths
 from .merge_methods import SUM
-from .survival import grade, judged, spoken, worst
+from .survival import grade, is_noise, judged, worst
 from .text import Note, Shown, by_pattern, codes_line, counted, json_text, listed, plural, size, stored
 
 ENLARGED: Final = "A share above 100% is no mistake: the steps of the output's dtype are larger than the change there."
@@ -208,7 +208,7 @@ def survival_rows(
     if each or len(rows) <= ADAPTER_ROWS:
         for name, strength, parts, share in rows:
             what = f"{strength} × {name}{f' ({parts})' * bool(parts)}"
-            judged_first = "" if share is None else f"{spoken(share)} ({grade(share).word}): "
+            judged_first = "" if share is None else f"{judged(share)}: "
             yield Fact("survives" if judged_first else "adapter", judged_first + what,
                        style="" if share is None else grade(share).style)  # fmt: skip
         return
@@ -217,7 +217,8 @@ def survival_rows(
     if (least := worst(share for share, _ in known)) is not None:
         name = next(name for share, name in known if share == least)
         of_each = judged(least, "each adapter's change")
-        yield Fact("survives", f"at least {of_each}; lowest: {name}", style=grade(least).style)
+        words = judged(least, f"the change of {name}") if is_noise(least) else f"at least {of_each}; lowest: {name}"
+        yield Fact("survives", words, style=grade(least).style)
 
 
 def _applied(strengths: Mapping[str, Mapping[Any, int]]) -> tuple[str, str]:
@@ -357,9 +358,8 @@ def layers_recomputed(proof: Mapping[str, Any], *, verbose: bool = False) -> str
     if not proof["recomputed"]:
         return "every tensor is in the file; this method has no second computation to compare with"
     layers = f"{proof['recomputed']} of {plural(proof['layers'], 'layer')} recomputed in fp64"
-    return (
-        f"{layers}: worst residual {proof['worst_residual']:.3g}" if verbose else f"{layers}; each loss is as reported"
-    )
+    worst_layer = f"worst residual {proof['worst_residual']:.3g}"
+    return f"{layers}: {worst_layer if verbose else 'the share that survives is right'}"
 
 
 def cut_numbers(counts: Mapping[str, int]) -> str:
@@ -410,8 +410,9 @@ def moved(numbers: Mapping[str, Any]) -> str:
 def placed(matching: Mapping[str, Any]) -> str:
     """Return in short for how many modules a second reading of the adapters found the plan's place and numbers."""
     known = f"placement cross-checked for {matching['proven']} of {plural(matching['modules'], 'module')}"
-    unknown = " and ".join(matching.get("why", {}))
-    return known + (f" (the independent check cannot resolve {unknown})" if unknown else "")
+    unknown, left = " and ".join(matching.get("why", {})), matching["modules"] - matching["proven"]
+    others = f"; for {left} more, the values alone (the independent check cannot resolve {unknown})"
+    return known + (others if unknown else "")
 
 
 def unused(account: Mapping[str, Any]) -> str:

@@ -37,7 +37,8 @@ TARGETS: Final = (GRADES[2].least, GRADES[1].least, GRADES[0].least)
 CHANCE_SHARE: Final = 1.1
 """A share up to which rounding adds to a change, or takes from nothing, by chance alone."""
 
-BELOW_ROUNDING: Final = "rounding is larger than the change"
+LOST: Final = "lost in rounding"
+"""The judgement on a share that no change has: the noise of rounding is larger than the change."""
 
 
 def grade(share: float) -> Grade:
@@ -55,30 +56,33 @@ def target(share: float) -> float:
     return next(least for least in TARGETS if share < least)
 
 
+def is_noise(share: float) -> bool:
+    """Return whether a share is one of noise: no change has it, as rounding is larger than the change."""
+    return not 1 - CHANCE_SHARE <= share <= CHANCE_SHARE
+
+
 def percent(share: float) -> float:
-    """Return a share in percent with few digits, which lead to the same judgement as the share itself."""
+    """Return a share in percent, 0 to 100, with few digits, which lead to the same judgement as the share itself."""
+    share = min(max(share, 0.0), 1.0)
     rounded = round(100 * share, 0 if 0.01 <= share < GRADES[2].least else 1)
     return rounded if grade(rounded / 100) is grade(share) else math.floor(1000 * share) / 10
 
 
 def spoken(share: float | None) -> str:
-    """Return a share in words: "99.8 %"; where rounding is larger than the change, that."""
+    """Return a share in words: "99.8 %"; "nothing" where rounding is larger than the change."""
     if share is None:
         return "?"
-    if share > CHANCE_SHARE:
-        return f"{100 * share:.0f} % ({BELOW_ROUNDING})"
-    return f"{percent(share):g} %" if share >= 1 - CHANCE_SHARE else f"none ({BELOW_ROUNDING})"
+    return "nothing" if is_noise(share) else f"{percent(share):g} %"
 
 
-def judged(share: float, of: str) -> str:
+def judged(share: float, of: str = "") -> str:
     """Return a share of something with its judgement: "60 % of the change (poor)"."""
-    sound = 1 - CHANCE_SHARE <= share <= CHANCE_SHARE
-    return f"{spoken(share)} of {of} ({grade(share).word})" if sound else f"{spoken(share)} of {of}"
+    return f"{spoken(share)}{f' of {of}' * bool(of)} ({LOST if is_noise(share) else grade(share).word})"
 
 
 def lost(share: float) -> str:
     """Return the share of a change that does not survive: "40 %"."""
-    return f"{100 - percent(min(max(share, 0.0), 1.0)):.3g} %"
+    return f"{100 - percent(share):.3g} %"
 
 
 def lost_in_rounding(share: float, adapter: str, dtypes: str, wider: str, fix: str) -> Note:

@@ -37,7 +37,7 @@ from .compat import (
 from .corrected_line import correct
 from .help import COMMAND_GROUPS, REFUSED, GroupedCommand, add, everywhere, examples, files, refused, take_text
 from .options import AS_JSON, DRY_RUN, HTML, JSON_TENSORS, OUTPUT, PLOT, QUIET, REPORT, read_with_adapters, with_options
-from .progress_display import Display, watching
+from .progress_display import LOADING, Display, watching
 from .reports import PageFiles, ReportOptions, announcing, echo, merge_and_report, pictured, put
 from .terminal import debugging, show_error, styled, without_global_options
 
@@ -216,7 +216,7 @@ def demo(
     """Merge three small adapters into a small model, offline, in seconds."""
 
     where = expand(folder)
-    with watching(quiet=False, doing="loading torch"):
+    with watching(quiet=False, doing=LOADING):
         from .demo import demo as run_demo
     run_demo(where, echo)
 

@@ -43,9 +43,14 @@ PROOF: Final = {"prove": 1.0}
 """The weights where a file is proven and nothing is written."""
 
 LIMITS: Final = {
-    "start": "loading torch", "read": "reading", "hash": "hashing", "fold": "computing", "write": "writing",
-}  # fmt: skip
-"""Stage of the pipeline → what the merge spends most time on, for people."""
+    "read": "mostly reading",
+    "hash": "mostly hashing",
+    "fold": "mostly computing",
+    "write": "mostly writing",
+}
+"""Stage of the pipeline → what the merge spends most time on, for people; the start of torch is none, as it ends."""
+
+LOADING: Final = "loading torch, the library that computes"
 
 LEAST_PROGRESS: Final = 0.002
 """Share of the work that must be done before the remaining time is shown; before that it would be a guess."""
@@ -235,11 +240,11 @@ class Display:
         if output.stage in TRANSFERS:
             return self._transfer(output, now, width)
         if self.working is None:
-            facts.append(self.doing if not output.name else "opening the inputs, loading torch")
+            facts.append(self.doing if not output.name else f"opening the inputs, {LOADING}")
             return self._line(f"{output.stage:<5}", facts, None, width)
         if output.stage == "merge":
             facts = [done_of(output.written, output.total), self._rate(), self._received()]
-            limit = f"mostly {LIMITS[output.limit]}" if output.limit else ""
+            limit = LIMITS.get(output.limit, "")
             return self._line("merge", [*facts, self._left(share, now), limit], share, width)
         if output.stage in ("make", "look"):
             facts = [f"{done_of(output.computed, output.to_compute)} of weights", self._rate()]
@@ -284,12 +289,12 @@ class Display:
 
     def _batch(self, jobs: BatchJobs, now: float, width: int) -> str:
         share = self._share()
-        limits = [LIMITS[o.limit] for o in self.outputs.values() if o.limit and o.stage == "merge"]
-        limit = f"mostly {max(limits, key=limits.count)}" if limits else ""
+        limits = [LIMITS[o.limit] for o in self.outputs.values() if o.limit in LIMITS and o.stage == "merge"]
+        limit = max(limits, key=limits.count, default="")
         of = done_of(self.bytes, jobs.size)
         facts = [of, self._rate(), self._left(share, now), limit]
         if self.working is None:
-            facts = [f"{interval(now - self.began)} so far", "loading torch"]
+            facts = [f"{interval(now - self.began)} so far", LOADING]
         return self._line(f"{self.ended}/{plural(jobs.count, 'job')}", facts, share, width)
 
     def _line(self, head: str, facts: list[str], share: float | None, width: int, *, beats: bool = True) -> str:

@@ -466,7 +466,7 @@ class BatchDisplay:
     def flush(self) -> None:
         """Print how many jobs were skipped since the last line."""
         if self._skipped and not self.quiet:
-            echo(f"{self._skipped} skipped: {SKIPPED}; their recipes and headers are right, verify reads the weights")
+            echo(f"{self._skipped} skipped: {SKIPPED}, by recipes and headers; lora-merge verify checks the weights")
         self._skipped = 0
 
     def _line(self, job: JobReport) -> str:

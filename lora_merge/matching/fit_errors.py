@@ -42,7 +42,6 @@ TEXT_ENCODER: Final = re.compile(r"te\d?")
 T5_EMBEDDINGS: Final = re.compile(r"(?:^|\.)shared$")
 
 OWN_BASE: Final = "use the base the adapter was trained on"
-WHOLE_BASE: Final = "use a checkpoint or folder that contains all of these"
 
 GROUPED: Final = (
     "; if this is that checkpoint, the layer may be a convolution in {groups} groups: the adapter joins channels of "
@@ -110,8 +109,10 @@ def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape],
     networks = Counter(names.network_of(m) for m in unmatched)
     labels = {part.label for part in names.parts}
     known, modules = names.known, of_the_denoiser({m: () for m in unmatched} | dict(shapes))
-    by_shapes = known and names.parts[0].label in networks and other_model(modules, known, names.weights())
-    if why := by_shapes or _stated_other(adapter, known):
+    title = _title(names)
+    by_shapes = known and names.parts[0].label in networks and other_model(modules, known, names.weights(), title)
+    strange = _of_no_model(modules, names, title) if unmatched and title != names.architecture else None
+    if why := by_shapes or _stated_other(adapter, known) or strange:
         return why
     if other := _for_pictures(names, unmatched, shapes):
         return _for_another("model", other, names.architecture)
@@ -124,6 +125,12 @@ def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape],
     return _likely_reason(
         names, part, {m: shapes.get(m, ()) for m in unmatched if names.network_of(m) == part.label}, {}
     )
+
+
+def _of_no_model(modules: Mapping[str, Shape], names: Names, title: str) -> Misfit:
+    """Return the misfit of a base that is a file of another kind, `title`."""
+    of_another = other_model(modules, None, names.weights(), title)
+    return of_another or Misfit("model", f"the base is {title}", OWN_BASE, base=title)
 
 
 def _stated_other(adapter: Index, base: Architecture | None) -> Misfit | None:
@@ -174,7 +181,8 @@ def missing_networks(absent: Sequence[str], present_labels: Sequence[str]) -> Mi
     """Return the misfit of modules for networks that the base lacks."""
     missing, present = (listed(map(_part, labels)) for labels in (absent, present_labels))
     holds = "is a single network without one" if list(present_labels) == ["model"] else f"contains only {present}"
-    return Misfit("network", f"some modules are for {missing}, the base {holds}", WHOLE_BASE)
+    return Misfit("network", f"some modules are for {missing}, the base {holds}",
+                  f"use a checkpoint or folder that contains {missing}, too")  # fmt: skip
 
 
 def _for_other_encoders(
@@ -206,9 +214,9 @@ def _likely_reason(
     them. `modules`: the adapter's modules without their prefixes.
     """
     base, stored = part.architecture if part else None, names.weights(part)
-    title = base.title if base else (part and part.title) or names.architecture
+    title = base.title if base else (part and part.title) or _title(names)
     return (
-        other_model(modules, base, stored)
+        other_model(modules, base, stored, title)
         or other_variant(modules, base, stored)
         or _other_size([m for m in lost if names.knows(m)], stored)
         or _other_names(lost, title, stored)
@@ -227,8 +235,11 @@ def other_variant(
     return _for_another("variant", described([base], in_adapter), described([base], in_base))
 
 
-def other_model(modules: Mapping[str, Shape], base: Architecture | None, stored: Mapping[str, Shape]) -> Misfit | None:
-    """Return the misfit if the adapter is for another architecture; else None."""
+def other_model(
+    modules: Mapping[str, Shape], base: Architecture | None, stored: Mapping[str, Shape], title: str
+) -> Misfit | None:
+    """Return the misfit if the adapter is for another architecture; else None. `title`: what the base is, if its
+    architecture is unknown."""
     in_adapter, in_base = modules_of(modules), modules_of(stored)
     of_adapter, of_base = architectures(in_adapter), (base,) if base else architectures(in_base)
     if not of_adapter or any(a in of_adapter for a in of_base):
@@ -237,11 +248,19 @@ def other_model(modules: Mapping[str, Shape], base: Architecture | None, stored:
         return None  # a guess that the adapter's own names do not confirm
     if base is None and {shape for shape in modules.values() if shape} <= {flat(shape) for shape in stored.values()}:
         return None  # the base may have the same layers by other names
-    return _for_another("architecture", described(of_adapter, in_adapter), described(of_base, in_base))
+    ours = described(of_base, in_base) if of_base else title
+    return _for_another("architecture", described(of_adapter, in_adapter), ours)
+
+
+def _title(names: Names) -> str:
+    """Return what a base is: its architecture, or a file of another kind, such as "a ControlNet"."""
+    return names.architecture if names.architecture != UNKNOWN_TITLE else foreign(names.shapes) or UNKNOWN_TITLE
 
 
 def _kind_of_model(model: str) -> str:
     """Return "a transformers language model" for a kind of model, the name of a model as it is."""
+    if model.startswith(("a ", "an ")):
+        return model
     if model in ("", UNKNOWN_TITLE):
         return "a model unknown to lora-merge"
     return f"a {model}" if model[:1].islower() else model
@@ -372,7 +391,7 @@ def raise_problems(
             why = misfit.reason if misfit else ""
             if misfit and misfit.kind == "name":
                 no_place = f"{plural(len(result.unmatched), 'module')} of the adapter match nothing there"
-                why = f"the base is {_kind_of_model(names.architecture)}, and {no_place}"
+                why = f"the base is {_kind_of_model(_title(names))}, and {no_place}"
             why = f"{worst.what}: {why}"
         fix = misfit.advice if misfit else worst.fix
         if not why and result.modules > len(failures) == len(unfit):
@@ -385,7 +404,7 @@ def raise_problems(
         raise UnmatchedModules(f"this file is {what}", f"{path}: {left}", instead(what))
     misfit = explain(names, list(result.unmatched), shapes, index) or NO_MODULES
     why, fix = misfit.reason, misfit.advice
-    where = f"{path}: {left}" + ("" if misfit.base else f"; the base is {_kind_of_model(names.architecture)}")
+    where = f"{path}: {left}" + ("" if misfit.base else f"; the base is {_kind_of_model(_title(names))}")
     if result.modules == 0:
         raise UnmatchedModules(
             f"no module of the adapter is in the base (0 of {result.total}){why and ': '}{why}",

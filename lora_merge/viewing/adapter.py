@@ -87,7 +87,7 @@ def adapter_facts(file: AdapterFile) -> dict[str, Any]:
         "modules": len(file.modules), "ranks": _by_count(numbers), "alphas": _by_count(alphas),
         "rank_range": spread([*ranks.values()]), "alpha_range": spread([a for some in alpha.values() for a in some]),
         "trainer": trainer(index), "names": dialect(file.modules),
-        **_model(file),
+        **made_for(file),
         "parameters": sum(prod(t.shape) for t in index.tensors.values()),
         "patterns": _patterns(algorithms, ranks, alpha), "blocks": _blocks(file, ranks, alpha),
         "trained": training(index),
@@ -185,14 +185,10 @@ def _patterns(
     }  # fmt: skip
 
 
-def made_for(file: AdapterFile) -> str:
-    """Return the model that an adapter is for; "unknown" if its names and shapes do not show it."""
-    return guess(_shapes(file.modules))
-
-
-def _model(file: AdapterFile) -> dict[str, str]:
-    """Return the model that an adapter is for, and what shows it: its shapes, or an entry of its metadata."""
-    shown, (stated, entry_name) = made_for(file), stated_model(file.index)
+def made_for(file: AdapterFile) -> dict[str, str]:
+    """Return the model that an adapter is for, "unknown" if nothing shows it, and what shows it: its names and shapes,
+    or an entry of its metadata."""
+    shown, (stated, entry_name) = guess(_shapes(file.modules)), stated_model(file.index)
     if stated and shown != stated and (shown == "unknown" or stated in shown.split(" or ")):
         return {"made_for": stated, "made_for_by": entry_name}
     return {"made_for": shown}

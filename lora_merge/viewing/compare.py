@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 SCHEMA: Final = schema("compare")
 
+BY_CHANCE: Final = 0.01
+"""Share of common directions from which on a report says that independent changes have some, too."""
+
 MOST_SHAPES: Final = 12
 """Tensors of other shapes that have a row each; of more, the first have their names in one row."""
 
@@ -210,7 +213,8 @@ def compare_summary(result: Mapping[str, Any]) -> Iterator[Fact]:
 def _model_rows(result: Mapping[str, Any]) -> Iterator[Fact]:
     rounded = sum(result["rounded"].values())
     kinds = {"equal": result["equal"], "equal but for rounding": rounded, "changed": result["different"]}
-    yield line("tensors", f"{result['compared']}: {listed(f'{n} {kind}' for kind, n in kinds.items() if n)}")
+    shares = listed(f"{n} {kind}" for kind, n in kinds.items() if n)
+    yield line("tensors", f"{result['compared']}: {shares}" if shares else "no tensor is in both")
     for both, count in result["dtypes"].items():
         yield line("dtypes", f"{both}: {plural(count, 'tensor')}")
     if result["different"]:
@@ -228,7 +232,9 @@ def _difference(d: Mapping[str, Any]) -> str:
 def _adapter_rows(result: Mapping[str, Any]) -> Iterator[Fact]:
     yield line("modules", f"{result['common']} in both")
     if result["common"]:
-        yield line("change", _similarity(result["total"]))
+        independent = result["verdict"]["kind"] == "independent" and (result["total"]["overlap"] or 0) >= BY_CHANCE
+        chance = " (independent changes share some by chance, more at high ranks)" * independent
+        yield line("change", _similarity(result["total"]) + chance)
         if result["fight"]:
             yield line("opposed", opposed_blocks(result))
     if whole := result.get("whole"):

@@ -195,7 +195,7 @@ def adapter_similarity(a: Index, b: Index, base: Path | None, *, pictures: bool 
         "blocks": by_block, "modules": table, "not_compared": left,
         "fight": [name for name, row in by_block.items() if row["cosine"] is not None and row["cosine"] < OPPOSED],
         **({"whole": whole} if whole.get("tensors") else {}), "identical": _identical(a, b),
-        "made_for": [made_for(file) for file in files],
+        "made_for": [made_for(file)["made_for"] for file in files],
     }  # fmt: skip
 
 

@@ -54,6 +54,10 @@ FACT_NAMES: Final = {
 }  # fmt: skip
 """Fact that is shown as it is → its name, if that is another one."""
 
+BESIDE_WEIGHTS: Final = "; as a share of the weights: inspect BASE ADAPTER --weights"
+
+FACTS_OF_MODELS: Final = frozenset(("architecture", "layout", "components", "blocks"))
+
 
 def lines(facts: Mapping[str, Any]) -> Iterator[str]:
     """Yield the facts as text, a line each; long values are cut, and JSON has everything."""
@@ -87,6 +91,8 @@ def rows(facts: Mapping[str, Any], *, pictured: bool = False, verbose: bool = Fa
 
 def summary(facts: Mapping[str, Any]) -> Iterator[Fact]:
     """Yield what a file is, its sizes, and how it was made."""
+    if what := facts.get("looks_like"):  # neither a model nor an adapter
+        facts = {"kind": what, **{name: fact for name, fact in facts.items() if name not in (*FACTS_OF_MODELS, "kind")}}
     if model := facts.get("model"):
         yield line("model", _class(model))
     for key, name in FACT_NAMES.items():
@@ -312,9 +318,9 @@ def _changed(numbers: Mapping[str, Any]) -> Iterator[Fact]:
         if numbers.get("unmeasured")
         else ""
     )
-    yield line("change", f"norm {norm}{more}")
+    yield line("change", f"norm {norm}{more or BESIDE_WEIGHTS}")
     if numbers["stable_rank"]:
-        yield line("stable rank", between(numbers["stable_rank"]))
+        yield line("stable rank", f"{between(numbers['stable_rank'])} (directions that hold the most of a change)")
     for share, rank in numbers.get("rank_for_energy", {}).items():
         yield line("energy", f"{share} is in rank {rank['median']:g} (median), {rank['max']:g} at most")
 

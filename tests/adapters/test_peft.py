@@ -231,6 +231,8 @@ def test_weight_of_another_size_and_nothing_that_fits_it_are_refused(name: str, 
     tensors = {UP: torch.randn(6, 4), DOWN: torch.randn(4, 5), f"base_model.model.a.{name}": torch.randn(8, 5)}
     with pytest.raises(FitError, match="up has 6 rows, the weight has 8"):
         lora_merge.merge_state_dict({"a.weight": torch.randn(6, 5)}, folder(tmp_path, LORA, tensors))
+    with pytest.raises(FitError, match="down reads 5 inputs, the weight of the base has 7"):
+        lora_merge.merge_state_dict({"a.weight": torch.randn(6, 7)}, {UP: tensors[UP], DOWN: tensors[DOWN]})
 
 
 def test_tokens_that_the_base_lacks_are_refused(tmp_path: Path) -> None:

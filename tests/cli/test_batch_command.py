@@ -71,7 +71,7 @@ def test_equal_outputs_are_reported_once_and_redone(run: Run, made: Path) -> Non
     assert [one["seconds"] for one in reports] == [pytest.approx(one["report"]["seconds"], abs=1e-3) for one in reports]
     code, out, _ = run("jobs.yaml")
     assert code == 0
-    assert "3 skipped: done already" in out
+    assert "3 skipped: done already, by recipes and headers" in out
     assert out.count("skipped") == 2, "that line, and the head of the table"
     content, stamp = (made / "b.safetensors").read_bytes(), (made / "b.safetensors").stat().st_mtime_ns
     assert "3 to run" in run("jobs.yaml", "--redo")[1]

@@ -98,6 +98,8 @@ def test_each_stage_is_named_and_time_left_counts_what_follows() -> None:
     assert "0:12 left" in text, "ten seconds for the other half, and some for flush and proof"
     assert "mostly reading" in text
     assert all(fact in line(display) for fact in ("512 MiB of 1.00 GiB", "51.2 MiB/s", "0:12 left", "mostly reading"))
+    display(Step("merge", "out.safetensors", 0, GIB, "start"))
+    assert "mostly" not in line(display, 160)
     display(Step("merge", "out.safetensors", GIB // 2, GIB, "read"))
     clock.now += 1
     assert "0:00" not in line(display) and "100%" not in line(display), "flush and proof are to come"

@@ -224,7 +224,7 @@ def test_text_encoder_that_a_file_lacks_is_in_a_larger_checkpoint_of_the_same_mo
         UnmatchedModules, match="for the text encoder, the base is a single network without one"
     ) as error:
         lora_merge.merge_state_dict({k: v for k, v in flux().items() if "img_in" in k}, tensors)
-    assert error.value.fix == "use a checkpoint or folder that contains all of these"
+    assert error.value.fix == "use a checkpoint or folder that contains the text encoder, too"
 
 
 def test_unknown_base_is_not_said_to_be_the_wrong_one_where_all_shapes_are_in_it(tmp_path: Path) -> None:
@@ -242,6 +242,13 @@ def test_unknown_base_is_not_said_to_be_the_wrong_one_where_all_shapes_are_in_it
     lacking = {key: value for key, value in base.items() if "linear2" not in key}
     with pytest.raises(UnmatchedModules, match=r"looks made for .*Flux.1, the base is a model unknown to lora-merge"):
         lora_merge.merge_state_dict(lacking, tensors)
+    control = {f"control_model.{key}": value for key, value in lacking.items()}
+    with pytest.raises(UnmatchedModules, match=r"looks made for .*Flux.1, the base is a ControlNet"):
+        lora_merge.merge_state_dict(control, tensors)
+    of_encoder = {f"lora_te_x.lora_{end}.weight": torch.ones(2, 2) for end in ("up", "down")}
+    with pytest.raises(UnmatchedModules, match="the base is a ControlNet") as error:
+        lora_merge.merge_state_dict(control, of_encoder)
+    assert error.value.fix.startswith("use the base the adapter was trained on")
 
 
 @pytest.mark.parametrize("text", ["spellings: {a.{i}.q: b.{j}.q}", "spellings: {a.{i}.{i}: b.{i}.q}", "spellings: [a]"])

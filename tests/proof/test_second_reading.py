@@ -37,7 +37,7 @@ from lora_merge.proof.second_reading.modules import groups
 from lora_merge.proof.second_reading.rows import BaseRows as StoredRows
 from lora_merge.proof.second_reading.rows import Networks, WeightPlace
 from lora_merge.recipes.replay import prove
-from lora_merge.report import proof_rows
+from lora_merge.report import placed, proof_rows
 from lora_merge.row_ranges import RowNumbers
 from tests.kit.adapters import kohya, unread
 from tests.kit.blocks import SPELLINGS
@@ -398,6 +398,9 @@ def test_unknown_modules_are_counted_and_named(tmp_path: Path) -> None:
     matching = report.verified["matching"]
     assert matching["alone"] == ["lora_unet_time_embed_0"]
     assert matching["modules"] == matching["proven"] + 1 == 16
+    assert placed(matching).endswith(
+        "; for 1 more, the values alone (the independent check cannot resolve their tensor names)"
+    )
     for proof in ({**report.verified, "numbers": report.numbers}, prove(out), prove(out, full=True)):
         said = [*plain_lines(proof_rows(proof, verbose=True))]
         assert said[-1] == (f"matching placement cross-checked for {matching['proven']} of {matching['modules']} modules; "

@@ -68,7 +68,7 @@ def test_address_is_recognised_with_any_strength_behind_it(text: str, address: A
 @pytest.mark.parametrize("text", [text for text, _ in FORMS])
 def test_address_in_its_own_spelling_is_the_same_address(text: str) -> None:
     address = parse(text)
-    assert address is not None and parse(str(address)) == address
+    assert address is not None and parse(str(address)) == address and str(address)[-1].isalnum()
 
 
 @pytest.mark.parametrize("text", [

@@ -247,6 +247,9 @@ def test_verdict_about_two_models(scene: Scene, tmp_path: Path) -> None:
     }
     for kind, tensors in changed.items():
         assert _verdict(scene.base, save(tensors, tmp_path / "b.safetensors"))["kind"] == kind
+    assert "tensors       no tensor is in both" in map(
+        str, compare_rows(compare(scene.base, tmp_path / "b.safetensors"))
+    )
 
 
 def test_changed_tensors_of_a_rounded_model_are_separate(tmp_path: Path) -> None:
@@ -301,6 +304,7 @@ def test_verdict_about_two_adapters(scene: Scene, tmp_path: Path) -> None:
     a, other = save(first, tmp_path / "a.safetensors"), save(kohya(sd1(), seed=8), tmp_path / "c.safetensors")
     assert _verdict(a, a)["kind"] == "equal"
     assert _verdict(a, other)["kind"] == "independent"
+    assert any("independent changes share some by chance" in row for row in map(str, compare_rows(compare(a, other))))
     assert _verdict(a, save({k: v.bfloat16() for k, v in first.items()}, out))["kind"] == "rounding"
     half = _verdict(a, save({k: v * 0.5 if "up" in k else v for k, v in first.items()}, out))
     assert (half["kind"], half["inner"], half["strength"]) == ("contains", "A", pytest.approx(0.5))
@@ -310,6 +314,9 @@ def test_verdict_about_two_adapters(scene: Scene, tmp_path: Path) -> None:
     for_llm = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": rand(2, 8),
                "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight": rand(8, 2)}  # fmt: skip
     assert _verdict(a, save(for_llm, out))["kind"] == "different models"
+    nowhere = {f"lora_unet_nowhere.lora_{end}.weight": rand(2, 2) for end in ("up", "down")}
+    stated = save(nowhere, out, metadata={"modelspec.architecture": "stable-diffusion-xl-v1-base/lora"})
+    assert "B for Stable Diffusion XL" in _verdict(a, stated)["text"]
 
 
 def test_cosine_of_zero_has_no_sign() -> None:

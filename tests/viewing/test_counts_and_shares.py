@@ -42,7 +42,9 @@ def test_count_of_one_is_in_the_singular(tmp_path: Path) -> None:
     told += [*text.splitlines(), str(lora_merge.plan(base, one)), repr(lora_merge.verify(tmp_path / "out.safetensors"))]
     assert not [line for line in told if (found := WRONG.search(line)) and "merged" not in found[0]]
     assert "1 of 1 module " in "\n".join(told)
-    assert any(re.fullmatch(r"stable rank   [0-9.]+", line) for line in told)
+    assert any(
+        re.fullmatch(r"stable rank   [0-9.]+ \(directions that hold the most of a change\)", line) for line in told
+    )
 
 
 def test_page_explains_shares_above_all(tmp_path: Path) -> None:
@@ -55,6 +57,6 @@ def test_page_explains_shares_above_all(tmp_path: Path) -> None:
     facts = inspect(base, lora_merge.Adapter(adapter, 1.0), weights=True)
     assert facts["match"]["numbers"]["all"]["retained"] > 1.1
     assert ENLARGED in content(facts)["notes"]
-    assert "(rounding is larger than the change) of it survives in the base's dtype" in "\n".join(lines(facts))
+    assert "nothing of it (lost in rounding) survives in the base's dtype" in "\n".join(lines(facts))
     ink = save({f"{KEY}.diff": torch.full((64, 64), 0.5)}, tmp_path / "b.safetensors")
     assert ENLARGED not in content(inspect(base, lora_merge.Adapter(ink, 1.0), weights=True))["notes"]

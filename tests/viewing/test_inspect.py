@@ -107,6 +107,8 @@ def test_component_of_a_pipeline_is_named_first(tmp_path: Path, keys: tuple[str,
     assert facts["verdict"]["level"] == level
     assert facts["verdict"]["text"].startswith(f"{start}, ")
     assert facts["verdict"]["text"].endswith("nothing to merge.") == (level == "warning")
+    of_models = [row for row in lines(facts) if row.startswith(("architecture", "layout", "components", "blocks"))]
+    assert bool(of_models) == (level == "good")
 
 
 def test_pair_shows_what_fits_and_what_does_not(tmp_path: Path) -> None:

@@ -110,6 +110,9 @@ ITS_BASE: Final = "give the base that it was tuned from"
 
 VAE: Final = "vae"
 
+PARTS: Final = ("te", VAE, "connectors")
+"""Components of a pipeline that are files of their own."""
+
 
 @dataclass(frozen=True)
 class Pairs:
@@ -153,9 +156,9 @@ def paired(
             pairs.append(Pair(place._replace(view=view), view, fresh=True, before=place.view))
             notes.append(said_of_rows(place, view))
         else:
-            resized.append(_expect_alike(place, view, lenient=lenient))
+            resized.append(_expect_alike(place, view, lenient=lenient, other=_other_models(base, tuned)))
     if absent:
-        raise _absent(absent, pairs)
+        raise _other_models(base, tuned) or _absent(absent, pairs)
     extra = [p for p in tuned_places.values() if _compared(p, tuned[0]) and _taken(p, chosen)]
     extra = [p for p in extra if p.view.row_slices[0].key not in twins]
     new = added(extra, here) if to.whole else []
@@ -164,7 +167,7 @@ def paired(
     alone = [p.view.row_slices[0].key for p in extra if all(p is not new_pair.place for new_pair in new)]
     if alone and not lenient:
         are = plural(len(alone), "parameter is", "parameters are")
-        raise FitError(
+        raise _other_models(base, tuned) or FitError(
             f"{are} only in the tuned checkpoint",
             listed(alone, 3),
             _fix(in_folder=len(added(extra, here)) == len(extra)),
@@ -181,13 +184,25 @@ def paired(
     return Pairs(tuple(pairs), tuple(notes), tuple(Pair(p, p.view) for p in alike), head)
 
 
-def _expect_alike(place: Place, view: WeightView, *, lenient: bool) -> str:
-    """Return the key of a weight that has another shape in the tuned checkpoint; FitError unless these are left out."""
+def _other_models(base: tuple[Index, Names], tuned: tuple[Index, Names]) -> FitError | None:
+    """Return the error for two checkpoints of different models; None unless both are known, or where one is an encoder
+    or a VAE, which may be a part of the other."""
+    (one, first), (two, other) = base, tuned
+    known = [lookup.known for lookup in (first, other) if lookup.known and lookup.known.component not in PARTS]
+    if len(known) < 2 or known[0] is known[1]:
+        return None
+    what = f"different models: {first.architecture} and {other.architecture}"
+    return FitError(what, f"{one.path} and {two.path}", ITS_BASE)
+
+
+def _expect_alike(place: Place, view: WeightView, *, lenient: bool, other: FitError | None) -> str:
+    """Return the key of a weight that has another shape in the tuned checkpoint; FitError unless these are left out.
+    `other`: the error if the checkpoints are of different models."""
     key = place.view.row_slices[0].key
     if not lenient:
         where = f"{key}: {[*place.view.shape]}, in the tuned one {[*view.shape]}"
         fix = _fix(in_folder=enlarged(place.view, view))
-        raise FitError("a weight has another shape in the tuned checkpoint", where, fix)
+        raise other or FitError("a weight has another shape in the tuned checkpoint", where, fix)
     return key
 
 

@@ -248,7 +248,7 @@ def _extracted_modules(
     skipped = [place.label for place in zeros if id(place) in extractor.skipped]
     equal = len(zeros) - len(skipped)
     same = plural(equal, "parameter is", "parameters are")
-    notes += [Note(f"{same} the same in both checkpoints, and not in the adapter")] if equal else []
+    notes += [Note(f"{same} the same in both checkpoints: no change to store")] if equal else []
     names = ", ".join(skipped[:3])
     notes += [Note(f"not written: {plural(len(skipped), 'changed vector')}: {names}")] if skipped else []
     return changed, heads, notes
@@ -260,7 +260,8 @@ def _above_noise(layers: Sequence[Layer]) -> list[Note]:
     whole = fsum(squares for squares, _ in known)
     above = 1 - fsum(squares * share**2 for squares, share in known) / (whole or 1.0)
     share = f"{100 * max(0.0, above):.4g} %"
-    return [Note(f"both checkpoints are 16-bit: {share} of the difference is larger than rounding noise")] * bool(known)
+    text = f"both checkpoints are 16-bit: {share} of the difference is a change, the rest rounding noise"
+    return [Note(text)] * bool(known)
 
 
 def _changed_nameless(extraction: Extraction, sides: tuple[Side, Side]) -> list[Note]:
