@@ -92,7 +92,7 @@ def test_closing_report_is_short_and_in_plain_words(folder: Path, monkeypatch: p
     text = " ".join(" ".join(report).split())
     if name != "batch":
         assert "verified" in text
-        assert re.search(r"\((good|fair|weak|poor)\)", text), report
+        assert re.search(r"\((good|fair|weak|poor|lost in rounding)\)", text), report
         bad = re.search(r"\((weak|poor)\)", text) or "not at all" in text
         assert report[0].startswith("! " if bad else "✓ "), report
     triggers = {"a part": "ink style", "several": "ink style, oil, thick paint"}
