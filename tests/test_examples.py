@@ -159,7 +159,7 @@ def test_picture_is_of_this_program(tmp_path: Path) -> None:
     now, drawn = (
         picture.words_of(text) for text in (picture.screen(tmp_path), picture.PICTURE.read_text(encoding="utf-8"))
     )
-    assert drawn - now <= {"sample", "safetensors", "styled", "lora-merge"}, "run python -m tests.kit.picture"
+    assert drawn - now <= {"sampled", "safetensors", "styled", "lora-merge"}, "run python -m tests.kit.picture"
     assert now - drawn <= {"byte", "every"}, "run python -m tests.kit.picture"
     assert f"]({picture.PICTURE.relative_to(ROOT).as_posix()})" in README.read_text(encoding="utf-8")
     assert "http://www.w3.org/2000/svg" in picture.PICTURE.read_text(encoding="utf-8")

@@ -39,18 +39,26 @@ def names(prefix: str = "out/") -> list[str]:
 
 
 def unfinished(server: str) -> list[str]:
-    uploads = boto3.client("s3", endpoint_url=server).list_multipart_uploads(Bucket="models").get("Uploads", [])
-    return [upload["Key"] for upload in uploads]
+    return [upload["Key"] for upload in uploads(server)]
+
+
+def uploads(server: str) -> list[Any]:
+    found = boto3.client("s3", endpoint_url=server).list_multipart_uploads(Bucket="models")
+    return list(found.get("Uploads", []))
 
 
 @pytest.fixture
-def out(bucket: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+def out(bucket: Any, server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     """The bucket, with small parts; at its end nothing that tests have uploaded is left."""
     monkeypatch.setattr(object_upload, "PART", 8 << 10)
     monkeypatch.setattr("moto.s3.models.S3_UPLOAD_PART_MIN_SIZE", 1 << 10)
     yield bucket
     for name in names():
         obstore.delete(bucket, name)
+    for upload in uploads(server):
+        boto3.client("s3", endpoint_url=server).abort_multipart_upload(
+            Bucket="models", Key=upload["Key"], UploadId=upload["UploadId"]
+        )
     assert not [*tmp_path.rglob("lora-merge-uploads/*")]
 
 
