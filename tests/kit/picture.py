@@ -26,7 +26,7 @@ from tests.kit.readme import ROOT
 
 PICTURE: Final = ROOT / "configs" / "site" / "pages" / "terminal.svg"
 COMMAND: Final = "lora-merge sd15.safetensors ink.safetensors:0.8 detail.safetensors:0.5,te=0 -o styled.safetensors"
-COLUMNS: Final = 110
+COLUMNS: Final = 100
 METADATA: Final = {"ss_base_model_version": "sd_v1", "ss_network_module": "networks.lora", "modelspec.trigger_phrase": "inkstyle", "ss_tag_frequency": '{"1_ink": {"inkstyle": 24}}'}  # fmt: skip
 
 
