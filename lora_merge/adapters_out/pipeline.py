@@ -17,6 +17,7 @@ from ..adapters.modules import AdapterFile, weight_shape
 from ..adapters.suffixes import split
 from ..change_statistics import Groups
 from ..disk.draft import Draft
+from ..disk.files import sha256
 from ..disk.hashes import RunningHashes
 from ..disk.reader import Reader
 from ..disk.uploads import upload_notes
@@ -27,7 +28,6 @@ from ..files.checkpoint import Index
 from ..models.blocks import adapter_groups
 from ..paths import input_name
 from ..planning.checkpoint_cache import CheckpointCache
-from ..planning.recipe import sha256
 from ..progress import Counting, Progress, Stage, Step, counted
 from ..text import Note
 from ..version import __version__

@@ -84,20 +84,17 @@ def _filled(fix: str, words: Sequence[str], parameters: Sequence[Any]) -> str:
         return fix
     plain, _ = split_words(words, flags(parameters))
     paths = {word: split_strength(word.partition(",")[0])[0] or word for word in plain}
-    paths = {word: path for word, path in paths.items() if exists(with_found_ending(path))}
+    files = {path: with_found_ending(path) for path in paths.values()}
+    paths = {word: path for word, path in paths.items() if exists(files[path])}
     adapters = [word for word, path in paths.items() if _is_adapter(path)]
     models = [path for word, path in paths.items() if word not in adapters]
+    whole = {path: str(expand(files[path])) for path in paths.values()}
 
     def fill(match: re.Match[str]) -> str:
         command = match[0]
-        for path in paths.values():
-            whole = str(expand(with_found_ending(path)))
-            command = command.replace(whole, path) if typed([whole]) == whole and typed([path]) == path else command
-        free = [
-            model
-            for model in models
-            if model not in command.split() and str(expand(with_found_ending(model))) not in command
-        ]
+        for path, place in whole.items():
+            command = command.replace(place, path) if typed([place]) == place and typed([path]) == path else command
+        free = [model for model in models if model not in command.split() and whole[model] not in command]
         if command.startswith("lora-merge extract BASE"):
             tuned = [model for model in models if model not in free]
             free = [model for model in free if all(_are_alike(model, other) for other in tuned)]

@@ -126,3 +126,9 @@ def failures(target: Path) -> Iterator[None]:
         yield
     except OSError as e:
         raise failure(e, target, 0) from e
+
+
+def appeared(where: str) -> UsageError:
+    """Return the error for an output that was free when the run began, and is there at its end."""
+    what = "another program created the output during the run"
+    return UsageError(what, where, "choose another -o, or wait for the other run")

@@ -147,3 +147,15 @@ def content_of_file(path: Path) -> bytes:
     """Return all bytes of a regular file; InputError as `open_regular`."""
     with open_regular(path) as f:
         return f.read()
+
+
+def sha256(path: Path, start: int = 0) -> str:
+    """Return the SHA-256 of a regular file, or of its bytes from a place on."""
+    import hashlib  # imported here: most runs of the command line hash nothing
+
+    digest = hashlib.sha256()
+    with open_regular(path) as f:
+        f.seek(start)
+        while data := f.read(1 << 24):
+            digest.update(data)
+    return digest.hexdigest()

@@ -30,7 +30,7 @@ from typing import Final
 
 from ..errors import MergeError
 from ..safe_regex import from_json
-from .files import FileState, Memory, Source, open_regular
+from .files import FileState, Memory, Source, open_regular, sha256
 from .pages import PAGE
 from .publish import put_file
 from .reader import Reader
@@ -81,7 +81,7 @@ def state(path: Path) -> str | None:
 
 
 _known: dict[Path, tuple[FileState | None, str]] = {}
-"""File → its state and digest, of those that this process has hashed."""
+"""File → its state and digest, if this process has hashed it."""
 
 
 def know(path: Path, digest: str) -> None:
@@ -91,12 +91,9 @@ def know(path: Path, digest: str) -> None:
 
 def hash_file(path: Path) -> str:
     """Return the SHA-256 of a file; it need not be computed again while the file stays as it is."""
-    before, digest = FileState.at(path), hashlib.sha256()
-    with open_regular(path) as f:
-        while data := f.read(1 << 24):
-            digest.update(data)
-    _known[path] = before, digest.hexdigest()
-    return digest.hexdigest()
+    before, digest = FileState.at(path), sha256(path)
+    _known[path] = before, digest
+    return digest
 
 
 class RememberedHashes:

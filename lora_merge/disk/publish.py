@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Final
 
 from ..addresses import UPLOADS
-from ..errors import MergeError, UsageError
+from ..errors import UsageError
 from ..process import begin_commit, kept_back, uninterrupted
 from ..progress import Progress, unwatched
-from .destination import check_kind, check_output, failures
+from .destination import appeared, check_kind, check_output, failures
 from .system import CAN_LOCK, CAN_OPEN_FOLDERS, PLAIN_FLAGS, lock_now, path_of, swap_names
 from .uploads import take_card, uploading
 
@@ -458,10 +458,10 @@ def _publish_new(part: Path, target: Path) -> None:
     try:
         _give(partial(os.link, part), part, target)  # unlike a rename, it fails where the name is taken
     except FileExistsError as e:
-        raise _appeared(target) from e
+        raise appeared(str(target)) from e
     except OSError as e:  # no links on this file system (exFAT, some networks)
         if os.path.lexists(target):
-            raise _appeared(target) from e
+            raise appeared(str(target)) from e
         _give(part.rename, part, target)
     else:
         remove(part)
@@ -475,17 +475,12 @@ def _keep_modes(old: Path, new: Path) -> None:
             path.chmod(mode)
 
 
-def _appeared(target: Path) -> MergeError:
-    what = "another program created the output during the run"
-    return UsageError(what, str(target), "choose another -o, or wait for the other run")
-
-
 def _publish_folder(part: Path, target: Path, *, overwrite: bool) -> None:
     try:
         _give(part.rename, part, target)  # it fails over anything but an empty folder
     except OSError as e:
         if not overwrite and os.path.lexists(target):
-            raise _appeared(target) from e
+            raise appeared(str(target)) from e
         raise
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from ..addresses import with_addresses
 from ..change_statistics import Measure
+from ..disk.files import sha256
 from ..disk.hashes import RunningHashes
 from ..disk.publish import named, put_file, replacing
 from ..disk.reader import Reader, changed
@@ -25,7 +26,6 @@ from ..planning.header_entries import final_headers
 from ..planning.model_card import card, card_path, has_section
 from ..planning.output_files import Card, contents
 from ..planning.plan import Plan, coverage, files
-from ..planning.recipe import sha256
 from ..process import deliver_pending
 from ..progress import Progress, Step, unwatched
 from ..proof.verify import verify

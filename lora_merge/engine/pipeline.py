@@ -78,9 +78,12 @@ class Pipeline:
         """Whether the output may share blocks with the base; False once the system has refused."""
         self.readers: list[Future[Merged]] = []  # blocks under way that read the base bytes of the current window
         self.uploads = [upload_of(part) for part in parts]
-        self.steady = [not any(summed([f.targets for f in plan.files])) for plan in plans]
-        """For each plan whether its files are final when they are written, but for their headers: no scales and sums of
-        codes follow."""
+        self.steady = [
+            upload is not None and not any(summed([f.targets for f in plan.files]))
+            for upload, plan in zip(self.uploads, plans, strict=True)
+        ]
+        """For each plan whether it is uploaded and its files, but for their headers, are final when they are written:
+        no scales and sums of codes follow."""
         self.headed: set[tuple[int, int]] = set()
         """Plan and file of those whose headers are final."""
         self.sums = [Checksums(plan) for plan in plans]
@@ -291,7 +294,7 @@ class Pipeline:
 
         The first file's has the digests of all files of the base, every other one's that of its own.
         """
-        return self.uploads[number] is not None and self.steady[number] and (file > 0 or not self.digests.hashing)
+        return self.steady[number] and (file > 0 or not self.digests.hashing)
 
     def _header(self, number: int, file: int) -> bytes:
         """Return the final header of such a file."""

@@ -92,7 +92,12 @@ def foreign(keys: Iterable[str]) -> str:
     """Return what a file without adapter tensors is; "" if its keys do not show it."""
     keys = [*keys]
     of_tokens = TEXTUAL_INVERSION if keys and not any("." in key for key in keys) else ""  # or names of encoders
-    return next((what for pattern, what in FOREIGN_KEYS for key in keys if pattern.match(key)), of_tokens)
+    return _by_keys(FOREIGN_KEYS, keys) or of_tokens
+
+
+def _by_keys(signs: Sequence[tuple[re.Pattern[str], str]], keys: Sequence[str]) -> str:
+    """Return what the first pattern that any key matches says; "" if none does."""
+    return next((what for pattern, what in signs for key in keys if pattern.match(key)), "")
 
 
 COMPONENTS: Final = tuple(
@@ -111,8 +116,7 @@ COMPONENTS: Final = tuple(
 
 def component(keys: Iterable[str]) -> str:
     """Return the component of a pipeline that a file is by its keys; "" if they do not show it."""
-    keys = [*keys]
-    return next((what for pattern, what in COMPONENTS for key in keys if pattern.match(key.lower())), "")
+    return _by_keys(COMPONENTS, [key.lower() for key in keys])
 
 
 TEXT_WIDTHS: Final = {768: "Stable Diffusion 1", 1024: "Stable Diffusion 2", 2048: "Stable Diffusion XL"}

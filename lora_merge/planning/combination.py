@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..adapters.modules import AdapterFile
-from ..disk.files import Memory
+from ..disk.files import Memory, sha256
 from ..job import Job, numbers
 from ..matching.patch import PatchPart
 from ..merge_methods import METHODS, MergeMethod
 from ..method_parameters import MethodParameters
-from .recipe import sha256
 
 
 @dataclass(frozen=True, eq=False)

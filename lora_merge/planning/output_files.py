@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from ..disk.files import content_of_file
+from ..disk.files import content_of_file, sha256
 from ..dtypes import DTYPES
 from ..files.side_files import configured, index_files
 from ..sources.outputs import present
 from .model_card import card
 from .plan import CARD, Plan
-from .recipe import parsed, sha256
+from .recipe import parsed
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 from ..adapters.network_settings import side_file
-from ..disk.files import open_regular
+from ..disk.files import open_regular, sha256
 from ..files.checkpoint import Index, configuration
 from ..files.safetensors import LEGACY_HASH, SEAL, ZERO_HASH
 from ..files.side_files import output_name
@@ -163,16 +163,6 @@ def config_hash(path: Path) -> str:
     """Return the SHA-256 of the configuration that belongs to an input; "" without a configuration."""
     file = configuration(path)
     return sha256(file) if file else ""
-
-
-def sha256(path: Path, start: int = 0) -> str:
-    """Return the SHA-256 of a regular file, or of its bytes from a place on."""
-    digest = hashlib.sha256()
-    with open_regular(path) as f:
-        f.seek(start)
-        while data := f.read(1 << 24):
-            digest.update(data)
-    return digest.hexdigest()
 
 
 def _web_ui(job: Job, base: Index, adapters: Sequence[Index], digests: Sequence[str]) -> dict[str, str]:

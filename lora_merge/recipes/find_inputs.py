@@ -13,11 +13,12 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from ..adapters.network_settings import side_file
+from ..disk.files import sha256
 from ..errors import InputError, MergeError, UsageError, VerificationFailed
 from ..files.checkpoint import configuration, open_checkpoint
 from ..paths import absolute, current_folders, of_index
 from ..planning.downloads import Announce, downloaded_paths
-from ..planning.recipe import config_hash, sha256
+from ..planning.recipe import config_hash
 from ..progress import Progress, unwatched
 from ..sources.inputs import folder_of_links, locate, record_origin
 from ..text import quoted

@@ -20,7 +20,7 @@ from ..adapters_out.commands import COMMANDS
 from ..adapters_out.job import AdapterJob
 from ..adapters_out.output_file import CONTENTS
 from ..addresses import with_addresses
-from ..disk.files import StoredTensor
+from ..disk.files import StoredTensor, sha256
 from ..disk.reader import Reader
 from ..dtypes import DTYPES, FLOATS, QUANTISED_DTYPES, Shape
 from ..errors import FitError, UsageError, VerificationFailed
@@ -35,7 +35,7 @@ from ..planning.header_entries import TITLE
 from ..planning.make_plan import plan_job
 from ..planning.output_files import contents, differing, misleading
 from ..planning.plan import Plan
-from ..planning.recipe import KEY, parsed, sha256
+from ..planning.recipe import KEY, parsed
 from ..progress import Progress, unwatched
 from ..proof.grids import ROUNDING
 from ..proof.header_changes import header_changes, notes, with_header_changes

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ..disk.destination import failures
-from ..disk.files import FileState
+from ..disk.files import FileState, sha256
 from ..disk.hashes import RememberedHashes, remember, state
 from ..disk.remote import remote
 from ..disk.uploads import is_taken, sink_of
@@ -26,7 +26,7 @@ from ..job import Job
 from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.make_plan import open_inputs
 from ..planning.output_files import Contents, differing
-from ..planning.recipe import KEY, STRENGTH_ENTRY, blanks, parsed, recipes, sha256
+from ..planning.recipe import KEY, STRENGTH_ENTRY, blanks, parsed, recipes
 from ..proof.header_changes import changed_files
 from ..safe_regex import from_json
 from ..sources.outputs import present

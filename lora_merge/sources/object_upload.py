@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from ..addresses import Address
+from ..disk.destination import appeared
 from ..errors import MergeError, UsageError, VerificationFailed
 from ..process import begin_commit, deliver_pending
 from ..progress import Progress, Step, counted
@@ -199,8 +200,7 @@ class ObjectUpload:
         try:
             # Step 2: the names, together.
             if not self._overwrite and _names_at(self.address, folder=self._copy.is_dir()):
-                raise UsageError("the output appeared while it was made", str(self.address),
-                                 "choose another -o, or wait for the other run")  # fmt: skip
+                raise appeared(str(self.address))
             begin_commit()
             for upload in uploads:
                 upload.complete()

@@ -43,8 +43,8 @@ def unfinished(server: str) -> list[str]:
 
 
 def uploads(server: str) -> list[Any]:
-    found = boto3.client("s3", endpoint_url=server).list_multipart_uploads(Bucket="models")
-    return list(found.get("Uploads", []))
+    answer = boto3.client("s3", endpoint_url=server).list_multipart_uploads(Bucket="models")
+    return list(answer.get("Uploads", []))
 
 
 @pytest.fixture
