@@ -198,7 +198,7 @@ def scene() -> Mapping[str, str]:
     jobs.write_text(f"version: 1\njobs:\n- {{base: {base}, adapters: [{lora}], output: {folder}/o.safetensors}}\n")
     vectors = folder / "vectors.safetensors"
     save({k: v + 0.5 if "norm" in k else v for k, v in sd1().items()}, vectors)
-    files = {"BASE": base, "VECTORS": vectors, "MODEL": base, "TUNED": tuned, "JOBS.yaml": jobs, "OTHER.yaml": folder / "other.yaml",
+    files = {"BASE": base, "VECTORS": vectors, "MODEL": base, "TUNED": tuned, "JOBS.yaml": jobs, "OTHER.yaml": Path(NEW, "other.yaml"),
              "DIR": folder / "demo", "OUT": folder / "out.safetensors"}  # fmt: skip
     files |= dict.fromkeys(("ADAPTER", "ADAPTER2", "A", "B", "SNAPSHOT"), lora)
     return {name: str(path) for name, path in files.items()}
