@@ -32,7 +32,7 @@ from ..errors import FitError, beyond_fp64
 from ..matching.patch import Patch
 from ..merge_methods import ADDED_VECTORS, COMBINATIONS, UNDIRECTED
 from ..models.weights import RowSlice
-from ..planning.combination import Combining
+from ..planning.combination import Combination
 from ..progress import Counting
 from ..text import Note
 from .change import (
@@ -572,7 +572,7 @@ class WeightChanges:
         self.job, self.sources, self.reader = job, sources, reader
         self._single = job.compute_dtype == "fp32"
         self._evaluators = PerThread(self.evaluator)
-        self.combining = Combining(COMBINATIONS[job.method], job.numbers, sources.adapters)
+        self.combining = Combination(COMBINATIONS[job.method], job.numbers, sources.adapters)
         self.notes: dict[Note, None] = {}
 
     def evaluator(self) -> Evaluator:

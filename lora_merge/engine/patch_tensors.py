@@ -96,7 +96,7 @@ class PatchTensors:
             later = stacked if row.prepare is None else torch.stack
             fields[slot] = parts[0].unsqueeze(0) if len(parts) == 1 else later(parts)
         # Numbers of the formula, such as its scale; equal ones stay one number where `accumulate` takes that.
-        added = first.taken is None and patch.magnitude is None and first.target.combining is None
+        added = first.taken is None and patch.magnitude is None and not first.target.combines
         alike = row.takes_one_number and added
         for name in row.scalars:
             values = [s.use.patch.numbers.get(name, 1.0) for s in slices]
@@ -205,7 +205,8 @@ class PatchTensors:
 
         def whole(piece: RowSlice) -> Tensor:
             rows, weight = self.whole(piece.key).reshape(-1, piece.cols), self.weights[piece.key]
-            before = tuple(u for u in target.others.get(piece.key, ()) if u.patch.adapter < s.use.patch.adapter)
+            every = target.combination.uses.get(piece.key, ())
+            before = tuple(u for u in every if u.patch.adapter < s.use.patch.adapter)
             earlier = target._replace(name=piece.key, weight=weight, uses=before)
             return self._changed(rows, earlier, at, lane) if before else rows
 
@@ -218,5 +219,5 @@ class PatchTensors:
             if block.slices:
                 rows = changed[block.first : block.last]
                 block_values = rows.unsqueeze(0).clone()  # as where the block is merged
-                rows.copy_(FOLD_RULES[target.method.name](block_values, self.stacks([block], at, lane))[0])
+                rows.copy_(FOLD_RULES[target.combination.method.name](block_values, self.stacks([block], at, lane))[0])
         return changed.reshape(values.shape)

@@ -142,7 +142,7 @@ class RowChanges:
     @property
     def uses(self) -> Sequence[PatchPart]:
         """All changes of the tensor where adapters act in turn; () where differences are added."""
-        return self.target.others.get(self.key, ())
+        return self.target.combination.uses.get(self.key, ())
 
 
 def together(uses: Sequence[PatchPart]) -> Sequence[PatchRows]:
@@ -200,8 +200,7 @@ def of_weight(
     target: OutputTensor, patch_rows: Sequence[PatchRows], rows: Array, change: Callable[[PatchRows, Array], Array]
 ) -> Combined:
     """Return rows of Δ of a weight by the method of its job. `change`: returns s ΔW of one part on some rows."""
-    how, by = target.combining, dict[int, list[PatchRows]]()
-    assert how is not None, "the changes of this weight become one"
+    how, by = target.combination, dict[int, list[PatchRows]]()
     for part in patch_rows:
         by.setdefault(part.patch.adapter, []).append(part)
 

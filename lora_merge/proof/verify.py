@@ -296,7 +296,7 @@ def _expect_evidence(plan: Plan, merged: Recomputation, part: Path) -> Iterator[
     name, most = max(weak.items(), key=lambda item: item[1].allowed / (item[1].change or SMALLEST_NORMAL))
     where = f"{part}: {name}, errors of {most.allowed:.3g} are allowed, the largest change is {most.change:.3g}"
     are = plural(len(weak), "merged tensor is", "merged tensors are")
-    chosen = any(t.combining is not None for f in plan.files for t in f.targets if t.name in weak)
+    chosen = any(t.combines for f in plan.files for t in f.targets if t.name in weak)
     coarse = ROUNDING[merged.judged] > ROUNDING["fp32"]
     fix = "leave out adapters whose changes cancel each other"
     if coarse or not (chosen or merged.judged == "fp64"):
