@@ -36,7 +36,7 @@ from ..proof.combination_methods import PatchRows, RowChanges, costs_all, of_wei
 from ..proof.recomputation import Recomputation
 from ..proof.reference import REFERENCE
 from ..proof.reference.floats import Array, decode
-from ..proof.reference.one_core import one_core
+from ..proof.reference.numpy_threads import one_core
 from ..proof.second_reading.comparison import compare, stored_number
 from ..proof.weights import WeightReader
 from .groups import Target, is_plain

@@ -105,8 +105,8 @@ class RememberedHashes:
 
     def digest(self, path: Path) -> str | None:
         """Return the hex digest of a file; None if it is not known, or if its signature is wrong."""
-        seen, digest = _known.get(path, (None, ""))
-        if seen is not None and seen == FileState.at(path):
+        last, digest = _known.get(path, (None, ""))
+        if last is not None and last == FileState.at(path):
             return digest
         now = state(path)
         if now is None:

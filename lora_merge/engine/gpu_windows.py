@@ -276,7 +276,7 @@ class DeviceWindows:
         with self._sharing:
             if key not in self._shared:
                 uploaded = upload(base, lane, piece)
-                if len(base) + sum(len(bytes_there) for _, bytes_there in self._shared.values()) > self._room:
+                if len(base) + sum(len(shared) for _, shared in self._shared.values()) > self._room:
                     return uploaded
                 lane.settle()
                 self._shared[key] = task.window, uploaded

@@ -27,8 +27,8 @@ from .tasks import BlockTask, FoldTask
 from .tensor_moves import HOST, DeviceStream, Placement, finite, move, numbers, one_number, stage, stage_indices, whole
 from .tensors import DeviceCache, Fetch, gathered, weight_values
 
-KEPT_WHOLE: Final = WIDENED_PER_BLOCK
-KEPT_PART: Final = BLOCK_ELEMENTS // 4
+CACHED_WHOLE: Final = WIDENED_PER_BLOCK
+CACHED_PART: Final = BLOCK_ELEMENTS // 4
 """The most numbers of a tensor, and of the part of it that a block needs, that are kept while a window is merged."""
 
 
@@ -152,11 +152,11 @@ class PatchTensors:
             whole = on_device.view(shape)
             return whole if cut is None else whole.narrow(*cut).contiguous()
         key = (info.file, info.name, shape, at)
-        if prod(shape) <= KEPT_WHOLE:  # kept once for all blocks
+        if prod(shape) <= CACHED_WHOLE:  # kept once for all blocks
             whole = self._keep(key, lane, lambda: staged(None))
             return whole if cut is None else whole.narrow(*cut).contiguous()
         count = prod(shape) if cut is None else prod(shape) // shape[cut[0]] * cut[2]
-        return self._keep((*key, cut), lane, lambda: staged(cut)) if count <= KEPT_PART else staged(cut)
+        return self._keep((*key, cut), lane, lambda: staged(cut)) if count <= CACHED_PART else staged(cut)
 
     def _rows(self, info: StoredTensor, shape: Shape, cut: tuple[int, int, int]) -> Tensor:
         """Return entries of a large tensor along one axis, `cut`; of the first one, no others are read from a file."""

@@ -54,7 +54,7 @@ from ..text import Note
 from .checkpoint_cache import CheckpointCache
 from .combination import ADDITION, Combination
 from .containers import OutputContainer, check_name, check_names, container_of, with_names_of
-from .header_entries import kept_entries
+from .header_entries import other_entries
 from .output_checksums import entry, summed
 from .plan import OutputFile, OutputTensor, Plan, neighbour, weights
 from .quantisation import quantising
@@ -327,11 +327,11 @@ def _files(matched: Matched, forms: Mapping[str, NewWeight]) -> tuple[OutputFile
     files = []
     coded = summed([*by_file.values()])
     for (path, targets), of_merge, changed in zip(by_file.items(), by_merge, coded, strict=True):
-        kept_of_base = kept_entries(container, path)
+        others = other_entries(container, path)
         of_sums = entry([0] * len(changed)) if of_merge else {}
-        header, alignment = container.header(path, targets, {**kept_of_base, **of_merge, **of_sums})
+        header, alignment = container.header(path, targets, {**others, **of_merge, **of_sums})
         name = output_name(path, base) if base.path.is_dir() else ""
-        files.append(OutputFile(name, header, _placed(targets, len(header), alignment), kept_of_base, alignment))
+        files.append(OutputFile(name, header, _placed(targets, len(header), alignment), others, alignment))
     return tuple(files)
 
 

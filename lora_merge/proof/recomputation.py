@@ -29,7 +29,7 @@ from .peft_initialisation import rebuilt_slots
 from .proof_report import Bound, Exact, Findings, coarse, measure
 from .reference import REFERENCE, FormulaInput
 from .reference.floats import Array, as_dtype, decode
-from .sampling import runs, sample, shuffled
+from .sample import runs, sample, shuffled
 from .weights import Coded, WeightReader
 
 TENSOR_STRIDE: Final = 20  # where a row costs as much as all rows, one tensor in 20 is recomputed

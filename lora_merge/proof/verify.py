@@ -39,8 +39,8 @@ from .loadable import check_folder, check_opened
 from .proof_report import REPORT_HEADERS, Findings, remedy
 from .recomputation import UNASKED, Recomputation, Written, read_exactly
 from .reference.floats import decode
-from .reference.one_core import one_core
-from .sampling import ALL_BELOW, Range, neighbours, ranges, stretch
+from .reference.numpy_threads import one_core
+from .sample import ALL_BELOW, Range, neighbours, ranges, stretch
 from .second_reading.comparison import read_again
 from .weights import Coded, coded_output
 

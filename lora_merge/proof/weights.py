@@ -20,7 +20,7 @@ from ..planning.plan import OutputTensor
 from .decoders import DECODERS, BadPart, alone
 from .grids import DECODED, Grid, joined, plain_grid
 from .reference.floats import Array, decode
-from .sampling import runs
+from .sample import runs
 
 Read: TypeAlias = Callable[[StoredTensor, int, int], bytes | bytearray]
 """(tensor, first byte, bytes) → the bytes."""

@@ -99,11 +99,11 @@ def groups(tensors: Iterable[StoredTensor]) -> list[Group]:
     by_module: dict[tuple[str, str, int | None], Group] = {}
     odd: set[str] = set()
     for info in tensors:
-        found_ending = ending(info.name)
-        if found_ending is None:
+        split_name = ending(info.name)
+        if split_name is None:
             odd.update(_above(info.name))
             continue
-        stem, role, part = found_ending
+        stem, role, part = split_name
         parameter, _, role = role.rpartition(":")
         key = (stem, parameter or "weight", part)
         group = by_module.get(key) or by_module.setdefault(key, Group(stem, parameter or "weight", part))
