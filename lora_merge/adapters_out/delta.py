@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..disk.files import StoredTensor
 from ..disk.reader import Reader
+from ..dtypes import StoredTensor
 from ..engine.coefficients import PRODUCT_METHODS, coefficients
 from ..engine.combination import combined_rows
 from ..engine.module_change import ModuleChange

@@ -15,9 +15,8 @@ from typing import Final, NamedTuple, Protocol
 import numpy as np
 
 from ..algorithms import ALGORITHMS
-from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import DTYPE_ROWS, FLOATS, ITEM_BYTES
+from ..dtypes import DTYPE_ROWS, FLOATS, ITEM_BYTES, StoredTensor
 from ..engine.coefficients import PRODUCT_METHODS, coefficients
 from ..errors import beyond_dtype, beyond_fp64, not_finite
 from ..matching.patch import Patch, PatchPart

@@ -20,9 +20,8 @@ from torch import Tensor
 from ..adapter_options import KEEP
 from ..algorithms import ALGORITHMS, dora
 from ..disk.draft import Draft, Heap
-from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import FLOATS, ITEM_BYTES
+from ..dtypes import FLOATS, ITEM_BYTES, StoredTensor
 from ..engine.devices import places
 from ..engine.row_matrix import RowMatrix
 from ..engine.tensor_moves import HOST, TORCH_DTYPES, Placement

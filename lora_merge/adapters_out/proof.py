@@ -20,9 +20,8 @@ from zlib import crc32
 import numpy as np
 
 from ..adapters.modules import SCALE_SLOTS, group
-from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import ITEM_BYTES, Shape, flat
+from ..dtypes import ITEM_BYTES, Shape, StoredTensor, flat
 from ..errors import VerificationFailed, beyond_fp64
 from ..files.checkpoint import Index, open_checkpoint
 from ..job import Adapter, Job

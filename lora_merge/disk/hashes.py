@@ -28,9 +28,10 @@ from threading import Event, Lock
 from types import TracebackType
 from typing import Final
 
+from ..dtypes import Memory, Source
 from ..errors import MergeError
-from ..safe_regex import from_json
-from .files import FileState, Memory, Source, open_regular, sha256
+from ..text import from_json
+from .files import FileState, open_regular, sha256
 from .pages import PAGE
 from .publish import put_file
 from .reader import Reader

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..algorithms import ALGORITHMS
-from ..disk.files import Source, StoredTensor
 from ..disk.reader import Reader
+from ..dtypes import Source, StoredTensor
 from ..errors import device_full
 from ..matching.patch import PatchPart
 from ..planning.plan import Plan

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ..algorithms import ALGORITHMS, dora
-from ..disk.files import Memory, StoredTensor
-from ..dtypes import Shape
+from ..dtypes import Memory, Shape, StoredTensor
 from ..matching.patch import Patch
 from ..models.weights import RowSlice, Weight, WeightView
 from ..planning.plan import OutputTensor

@@ -14,9 +14,9 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final
 
-from ..disk.files import Memory, Source, StoredTensor
 from ..disk.pages import PAGE
 from ..disk.system import has_gpu
+from ..dtypes import Memory, Source, StoredTensor
 from ..errors import ResourceError
 from ..files.encodings.base import Encoding
 from ..job import Job

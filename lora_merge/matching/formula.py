@@ -40,8 +40,7 @@ from ..adapters.peft.target_parameters import MLX_EMBEDDINGS
 from ..adapters.tensor_values import Values
 from ..algorithms import ALGORITHMS, DoesNotFit, dora
 from ..algorithms.base import LAYER_SLOT, expect
-from ..disk.files import StoredTensor
-from ..dtypes import WHOLE_DTYPES, Shape, flat, spoken
+from ..dtypes import WHOLE_DTYPES, Shape, StoredTensor, flat, spoken
 from ..errors import InputError, MergeError, ShapeMismatch, UsageError
 from ..job import SETTING
 from ..models.weights import WeightView, turned

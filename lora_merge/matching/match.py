@@ -19,8 +19,7 @@ from ..adapters.peft.rules import StoredValue
 from ..adapters.peft.target_parameters import saved_inside
 from ..adapters.suffixes import split_parameter
 from ..algorithms import ALGORITHMS
-from ..disk.files import StoredTensor
-from ..dtypes import Shape
+from ..dtypes import Shape, StoredTensor
 from ..errors import InputError, MergeError, RemoteError, ShapeMismatch
 from ..models.module_order import type_of
 from ..models.names import WAN_EXPERTS, Names

@@ -9,7 +9,8 @@ from functools import cached_property
 from typing import Final
 
 from ..adapters.modules import AdapterFile
-from ..disk.files import Memory, sha256
+from ..disk.files import sha256
+from ..dtypes import Memory
 from ..job import Job, numbers
 from ..matching.patch import PatchPart
 from ..merge_methods import METHODS, SUM, MergeMethod

@@ -15,9 +15,8 @@ from typing import Final
 from ..adapters.modules import AdapterFile
 from ..adapters.network_settings import rules_of
 from ..adapters.tensor_values import FileValues, Values
-from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import FLOATS, ITEM_BYTES, WHOLE_DTYPES, Shape, spoken
+from ..dtypes import FLOATS, ITEM_BYTES, WHOLE_DTYPES, Shape, StoredTensor, spoken
 from ..errors import FitError, InputError, ShapeMismatch, UsageError
 from ..files.checkpoint import FOLDER_CONFIGS, Index
 from ..files.encodings.base import Packing, plain

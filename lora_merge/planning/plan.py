@@ -11,9 +11,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final, NamedTuple
 
 from ..adapters.trigger_words import trigger_words
-from ..disk.files import StoredTensor
 from ..disk.uploads import sink_of
-from ..dtypes import Shape, flat, spoken
+from ..dtypes import Shape, StoredTensor, flat, spoken
 from ..facts import Fact, line
 from ..files.checkpoint import Index, configuration
 from ..files.encodings.base import Packing, plain

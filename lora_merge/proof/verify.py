@@ -17,12 +17,12 @@ from typing import Any, Final
 import numpy as np
 
 from ..change_statistics import Checked, Measure
-from ..disk.files import FileState, StoredTensor, open_regular
+from ..disk.files import FileState, open_regular
 from ..disk.pages import ReadAhead
 from ..disk.reader import Reader, read_bytes
 from ..disk.remote import remote
 from ..disk.system import RANDOM, advise
-from ..dtypes import ITEM_BYTES, spoken
+from ..dtypes import ITEM_BYTES, StoredTensor, spoken
 from ..errors import InputError, VerificationFailed
 from ..files.checkpoint import read_header
 from ..models.blocks import groups

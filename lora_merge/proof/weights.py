@@ -10,9 +10,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import FLOATS, Shape
+from ..dtypes import FLOATS, Shape, StoredTensor
 from ..errors import VerificationFailed
 from ..files.checkpoint import Index
 from ..files.encodings.base import CODES, Packing

@@ -15,9 +15,8 @@ from ..adapters.modules import AdapterFile, Module
 from ..adapters.network_settings import rules_of
 from ..adapters.tensor_values import FileValues
 from ..algorithms import ALGORITHMS, DoesNotFit
-from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import Shape
+from ..dtypes import Shape, StoredTensor
 from ..engine.change_norms import Replaced, factored, replaced, runs, values
 from ..engine.devices import place
 from ..engine.fold import StackedPatch, change, new_weights

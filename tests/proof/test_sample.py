@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lora_merge
-from lora_merge.disk.files import StoredTensor
+from lora_merge.dtypes import StoredTensor
 from lora_merge.errors import VerificationFailed
 from lora_merge.matching.patch import PatchPart
 from lora_merge.models.weights import RowSlice, Weight

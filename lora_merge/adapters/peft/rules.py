@@ -37,8 +37,7 @@ from ...models.module_order import in_order
 from ...models.prefixes import COMPONENTS, prefixed
 from ...models.weights import WeightView
 from ...row_ranges import RowNumbers
-from ...safe_regex import from_json
-from ...text import Note
+from ...text import Note, from_json
 from .config import CONVERT, ORDER_OF, RETAKE, UNKNOWN_ORDER, PeftConfig, refuse
 from .methods import MLX, PEFT_METHODS, SHARED_SLOTS_OF_ROW, PeftMethod, alpha_doubt, check_count, rank_doubt
 from .target_parameters import WRAPPER, bare, is_layer, parameters, shared_kind

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Final
 
-from ...disk.files import StoredTensor
+from ...dtypes import StoredTensor
 from .methods import LETTER, METHOD_ROWS
 
 LORA_SLOTS: Final = {"up": ("lora_up", "lora_B", "lora.up", "lora_linear_layer.up"),
