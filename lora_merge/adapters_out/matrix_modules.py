@@ -29,7 +29,7 @@ from ..engine.tensors import gathered
 from ..engine.torch_state import undisturbed
 from ..errors import FitError, beyond_fp64
 from ..matching.patch import Patch
-from ..merge_methods import ADDED_VECTORS, COMBINATIONS, UNDIRECTED
+from ..merge_methods import ADDED_VECTORS, COMBINATIONS
 from ..models.weights import RowSlice
 from ..planning.combination import Combination
 from ..progress import Counting
@@ -594,7 +594,7 @@ class WeightChanges:
         evaluator.forget()
         uses = [[u for u in target.uses if u.patch.adapter == c.adapter] for c in changes]
         seeds = [self.combining.seed(c.adapter, its) for c, its in zip(changes, uses, strict=True)]
-        if target.vector and self.job.method in UNDIRECTED:
+        if target.vector and COMBINATIONS[self.job.method].directions:
             self.notes[Note(f"{self.job.method}: {ADDED_VECTORS}")] = None
         if not changes:
             return None

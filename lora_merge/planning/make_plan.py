@@ -42,7 +42,7 @@ from ..matching.patch import Match, PatchPart
 from ..matching.tied_embeddings import check_separations
 from ..matching.trained_weights import with_trained_weights
 from ..matching.values import replace_in_turn, values_as_changes
-from ..merge_methods import ADDED_VECTORS, METHODS, UNDIRECTED
+from ..merge_methods import ADDED_VECTORS, METHODS
 from ..models.names import Names
 from ..models.part_factors import Strengths, check_effect, on_base
 from ..models.tied_weights import tied
@@ -156,7 +156,7 @@ def make_plan(matched: Matched) -> Plan:
     folders, sides, notes = _folders(matched)
     refuse_links_outside(base, sides)
     # Notes for the user.
-    if job.method in UNDIRECTED and any(len(t.shape) < 2 and t.combines for f in files for t in f.targets):
+    if METHODS[job.method].directions and any(len(t.shape) < 2 and t.combines for f in files for t in f.targets):
         notes.append(Note(f"{job.method}: {ADDED_VECTORS}"))
     if job.dtype == "keep":
         notes += activation_notes((t.name for f in files for t in f.targets if t.uses), base.packed)
