@@ -410,11 +410,11 @@ class Candidate:
 
     def fit_magnitude(self) -> None:
         """Fit DoRA's magnitude to the weight, if it has an effect."""
-        info, rules, shape = self.module.shared.get("magnitude"), self.rules, self.view.shape
+        info, shape = self.module.shared.get("magnitude"), self.view.shape
         self.magnitude = None
         if info is None:
             return
-        if rules.kind == "LORA" and rules.fields.get("use_dora") is False and not (rules.borrowed or rules.aside):
+        if self.rules.denies("magnitude"):
             self.remarks.append(DORA_OFF)
         elif self.arguments.no_magnitude:
             self.remarks.append(BYPASSED)

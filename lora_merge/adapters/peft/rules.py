@@ -110,8 +110,13 @@ class PeftRules:
     @property
     def beside_pairs(self) -> frozenset[str]:
         """The slots that every pair of LoRA factors of this configuration has besides the factors."""
-        switches = {"use_dora": "magnitude", "lora_bias": "bias"} if self.kind == "LORA" else {}
+        switches = self.method.switches
         return frozenset(slot for name, slot in switches.items() if self.fields.flag(name, default=False))
+
+    def denies(self, slot: str) -> bool:
+        """Return whether PEFT loads no tensor of a slot for these factors, as the flag for it is false."""
+        switches = {} if self.borrowed or self.aside else self.method.switches
+        return any(self.fields.get(name) is False for name, other in switches.items() if other == slot)
 
     def counting(self, modules: Sequence[str], model: str) -> PeftRules:
         """Return the rules with the modules in the order of the model's code, for methods that count layers."""
