@@ -49,10 +49,10 @@ LEFT_OUT: Final = "(slow or release or pairs or few) and not bench and not gpu a
 NO_TESTS: Final = 5  # pytest, where all are left out
 GONE: Final = 4  # pytest, where a recorded test has another name now
 AREAS: Final = {
-    "proof": "proof/verify proof/combination_methods proof/proof_report proof/grids proof/weights recipes/find_inputs recipes/read_recipe recipes/replay recipes/unmerge proof/recomputation proof/second_reading/comparison proof/sampling proof/loadable proof/header_changes files/safetensors proof/second_reading/modules proof/second_reading/rows "
+    "proof": "proof/verify proof/combination_methods proof/proof_report proof/grids proof/weights recipes/find_inputs recipes/read_recipe recipes/replay recipes/unmerge proof/recomputation proof/second_reading/comparison proof/sample proof/loadable proof/header_changes files/safetensors proof/second_reading/modules proof/second_reading/rows "
     "proof/second_reading/scales proof/second_reading/layouts proof/second_reading/claims proof/second_reading/formulas proof/second_reading/methods proof/second_reading/blocks proof/second_reading/parts "
     "proof/peft_initialisation proof/account",
-    "matching": "matching/match matching/formula matching/row_parts matching/orientation matching/tied_embeddings matching/weight_finder matching/conflicts matching/values matching/resizing "
+    "matching": "matching/match matching/formula matching/row_parts matching/orientation matching/tied_embeddings matching/weight_finder matching/conflicts matching/values matching/weight_sizes "
     "matching/missing_tensors matching/patch matching/layer_order matching/split_qkv matching/stored_base",
     "planning": "planning/checkpoint_cache planning/model_card planning/combination planning/containers planning/make_plan planning/output_files planning/plan planning/quantisation planning/recipe",
     "publishing": "disk/writer disk/locks disk/scale_spool disk/draft disk/files disk/publish planning/header_entries disk/hashes disk/destination batch/run recipes/resume",
@@ -60,7 +60,7 @@ AREAS: Final = {
 NAMED: Final = (
     ("lora_merge/proof/verify.py", "if not same.all():", "if False:"),
     ("lora_merge/proof/verify.py", "merged.findings.count(cut=_compare(target, first, count, fd, merged))", "pass"),
-    ("lora_merge/proof/sampling.py", "insort(chosen, random.choice(part))", "pass"),
+    ("lora_merge/proof/sample.py", "insort(chosen, random.choice(part))", "pass"),
     ("lora_merge/matching/match.py", "self.strengths.factor(piece.key, component), self.base", "self.strengths.factor(component, piece.key), self.base"),
     ("lora_merge/matching/match.py", "self.strengths.factor(into, component := self.names.component(into))", "self.strengths.factor(component := self.names.component(into), into)"),
     ("lora_merge/adapters/peft/methods.py", "stored = 0 if _shares(fields, module) else rank(row, shapes)", "stored = rank(row, shapes)"),

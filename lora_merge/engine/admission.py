@@ -57,7 +57,7 @@ def admit(plan: Plan, *, dry: bool = False) -> Plan:
 
 def _require_room(plan: Plan) -> None:
     """Raise ResourceError if one weight whose changes become one change takes more than the memory limit."""
-    targets = [t for f in plan.files for t in f.targets if t.combining is not None]
+    targets = [t for f in plan.files for t in f.targets if t.combines]
     largest = max((b for t in targets for b in blocks(t)), key=lambda b: b.room, default=None)
     if largest is not None and largest.room > plan.job.max_memory:
         needed = f"give --max-memory {-(-largest.room >> 20)}MiB"

@@ -21,7 +21,7 @@ from ..addresses import WEB, Address, downloads_folder, parse
 from ..disk.publish import put_file
 from ..errors import InputError, MergeError
 from ..paths import forbidden
-from ..safe_regex import from_json
+from ..text import from_json
 from .contents import Advance, SourceFiles
 
 if TYPE_CHECKING:
