@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from .. import Adapter, Facts, MergeError, Step, compare, inspect, replay, run_batch, unmerge, verify
 from ..adapters_out.report import AdapterReport, adapter_rows
-from ..batch.commands import MERGE, UNMERGE
+from ..command import MERGE
 from ..disk.pages import aligned_buffer
 from ..disk.publish import sibling
 from ..disk.writer import timed_write
@@ -173,7 +173,7 @@ def _options(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 CALLS: Final[Mapping[str, Callable[[Run], Any]]] = {
-    "inspect": _inspect, "compare": _compare, "verify": _verify, "replay": _replay, UNMERGE: _unmerge,
+    "inspect": _inspect, "compare": _compare, "verify": _verify, "replay": _replay, "unmerge": _unmerge,
 }  # fmt: skip
 """Command → the function that does it, where it is no job of a jobs file."""
 
@@ -276,5 +276,5 @@ def _pictured(run: Run) -> dict[str, Any]:
 
     (loaded,) = load([runnable(run.job)], overwrite=True)
     if isinstance(run.result, AdapterReport):
-        return pictured_adapter(run.result, loaded.inputs)
-    return pictured_merge(run.result, plan_merge(loaded.job, dry=True))
+        return pictured_adapter(run.result, loaded.job.paths)
+    return pictured_merge(run.result, plan_merge(loaded.merge, dry=True))

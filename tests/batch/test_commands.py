@@ -12,14 +12,13 @@ import torch
 
 import lora_merge
 from lora_merge.adapter_options import ADAPTER_OPTIONS
-from lora_merge.adapters_out.commands import COMMANDS
 from lora_merge.adapters_out.report import AdapterReport
-from lora_merge.batch import batch_plan
-from lora_merge.batch.commands import MERGE, TAKES, UNMERGE
 from lora_merge.batch.jobs_file import load as load_jobs
 from lora_merge.batch.run import make_batch
 from lora_merge.errors import UsageError
 from lora_merge.options import OPTIONS
+from lora_merge.planning import make_plan
+from lora_merge.recipes.commands import COMMANDS
 from tests.kit.adapters import kohya
 from tests.kit.command_line import run
 from tests.kit.files import load, save
@@ -44,8 +43,7 @@ def batch(folder: Path, *jobs: dict[str, Any], **more: Any) -> Path:
 
 
 def test_tables_fit_together() -> None:
-    assert {*TAKES} == {MERGE, UNMERGE, *COMMANDS}
-    assert {name for names in TAKES.values() for name in names} <= {*OPTIONS, *ADAPTER_OPTIONS}
+    assert {name for row in COMMANDS.values() for name in row.fields} <= {*OPTIONS, *ADAPTER_OPTIONS}
 
 
 @pytest.mark.slow
@@ -208,13 +206,13 @@ def test_plan_of_a_batch_is_what_a_dry_run_prints(files: Path) -> None:
 
 def test_former_plans_serve_other_strengths_until_a_file_changes(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[object] = []
-    plan_job = batch_plan.plan_job
+    plan_job = make_plan.plan_job
 
     def counted(*arguments: Any) -> Any:
         planned.append(arguments)
         return plan_job(*arguments)
 
-    monkeypatch.setattr(batch_plan, "plan_job", counted)
+    monkeypatch.setattr(make_plan, "plan_job", counted)
     former = lora_merge.FormerPlans()
 
     def plan(strength: float, part: float = 1) -> lora_merge.JobPlan:
