@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from typing_extensions import Unpack
 
@@ -125,7 +126,8 @@ def merge(
         >>> report.coverage["style.safetensors"]["matched"]
         264
     """
-    return run_request(Request(COMMANDS[MERGE], adapters, output, base, options), progress)
+    report: Report = run_request(Request(COMMANDS[MERGE], adapters, output, base, options), progress)
+    return report
 
 
 @public
@@ -191,7 +193,10 @@ def unmerge(
     """
     with downloads_in(options.get("cache")):
         named = {**options, "search": [expand(folder) for folder in search]}
-        return run_request(Request(COMMANDS["unmerge"], adapters, output, input_path(merged), named), progress)
+        report: Report = run_request(
+            Request(COMMANDS["unmerge"], adapters, output, input_path(merged), named), progress
+        )
+        return report
 
 
 @public
@@ -232,7 +237,9 @@ def replay(  # noqa: PLR0913  # the options of the command
     """
     with interruptible(), watched(progress) as watcher, downloads_in(cache):
         path, folders = input_path(written), [expand(folder) for folder in search]
-        return again(path, output, folders, device=device, overwrite=overwrite, progress=watcher).run(watcher)
+        repeated = again(path, output, folders, device=device, overwrite=overwrite, progress=watcher)
+        report: Report | AdapterReport = repeated.run(watcher)
+        return report
 
 
 @public
@@ -423,7 +430,7 @@ def combine(  # noqa: PLR0913  # each is an option of the command
         >>> report = lora_merge.combine(["a.safetensors", ("b.safetensors", 0.5)], "c.safetensors", rank=32)
     """
     form = {"method": method, "rank": rank, "algorithm": algorithm, "alpha": alpha}
-    return run_request(Request(COMMANDS["combine"], adapters, output, base, {**form, **options}), progress)
+    return _written("combine", adapters, output, base, {**form, **options}, progress)
 
 
 @public
@@ -457,7 +464,7 @@ def resize(
         >>> lora_merge.resize("style.safetensors", "small.safetensors", rank="fro:0.9").summary
         'ranks 4 to 32 (median 16); survives: 97.3 % of the change (fair), worst layer … 81 %'
     """
-    return run_request(Request(COMMANDS["resize"], [adapter], output, base, {"rank": rank, **options}), progress)
+    return _written("resize", [adapter], output, base, {"rank": rank, **options}, progress)
 
 
 @public
@@ -499,7 +506,7 @@ def convert(  # noqa: PLR0913  # each is an option of the command
     """
     form = {"to": to, "rank": rank, "conv_rank": conv_rank, "max_rank": max_rank, "algorithm": algorithm,
             "alpha": alpha, "rank_for": rank_for or None}  # fmt: skip
-    return run_request(Request(COMMANDS["convert"], [adapter], output, base, {**form, **options}), progress)
+    return _written("convert", [adapter], output, base, {**form, **options}, progress)
 
 
 @public
@@ -545,7 +552,7 @@ def extract(  # noqa: PLR0913  # each is an option of the command
     """
     form = {"rank": rank, "conv_rank": conv_rank, "max_rank": max_rank, "rank_for": rank_for, "algorithm": algorithm,
             "others": others, "factor": factor, "format": format, "alpha": alpha}  # fmt: skip
-    return run_request(Request(COMMANDS["extract"], [tuned], output, base, {**form, **options}), progress)
+    return _written("extract", [tuned], output, base, {**form, **options}, progress)
 
 
 @public
@@ -585,4 +592,12 @@ def average(  # noqa: PLR0913  # each is an option of the command
         >>> report = lora_merge.average(["e1.safetensors", "e2.safetensors"], "mean.safetensors", ema=0.9)
     """
     form = {"weights": weights, "ema": ema, "ema_to": ema_to, "sigma_rel": sigma_rel, "space": space, "rank": rank}
-    return run_request(Request(COMMANDS["average"], adapters, output, base, {**form, **options}), progress)
+    return _written("average", adapters, output, base, {**form, **options}, progress)
+
+
+def _written(  # noqa: PLR0913, PLR0917  # the arguments of every command
+    command: str, adapters: Any, output: str | Path | None, base: str | Path | None, options: Mapping[str, Any],
+    progress: bool | Progress,  # noqa: FBT001  # as the caller's
+) -> AdapterReport:  # fmt: skip
+    report: AdapterReport = run_request(Request(COMMANDS[command], adapters, output, base, options), progress)
+    return report

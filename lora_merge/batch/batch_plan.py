@@ -313,7 +313,7 @@ class _Surveyor:
                                      "write it into a jobs file of its own, to be run after this one")  # fmt: skip
             plan = command.plan(job.changed(overwrite=True), self.opened)
             size, effort = plan.written, int(plan.weights * command.effort)
-            done = is_adapter_done(job, self.hashes)
+            done = is_adapter_done(entry.adapter, self.hashes)
         except MergeError as e:
             return replace(blank, error=e.reword(in_jobs_file))
         replaces = min(_size(job.output), size)

@@ -14,7 +14,7 @@ from functools import cached_property
 from math import prod
 from os import PathLike
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
 
 from pydantic import ValidationError
 
@@ -39,6 +39,9 @@ from .schema import JOB_OPTIONS, AdapterEntry, Axis, Glob, JobDefaults, JobEntry
 from .schema_errors import OTHER_NAMES, REQUIRED, failure, flow, nearest, problems
 from .short_form import read_jobs
 from .templates import NoSuchName, distinct, render, render_output, render_word, split_adapter
+
+if TYPE_CHECKING:
+    from ..adapters_out.job import AdapterJob
 
 FILE_LIMIT: Final = 32 << 20  # bytes; a job written out takes 200
 JOB_LIMIT: Final = 10_000  # jobs of a file; more is a slip in a matrix
@@ -70,8 +73,12 @@ class BatchJob:
     @property
     def merge(self) -> Job:
         """The job of a command that merges."""
-        assert isinstance(self.job, Job), self.command.name
-        return self.job
+        return cast("Job", self.job)
+
+    @property
+    def adapter(self) -> AdapterJob:
+        """The job of a command that writes an adapter."""
+        return cast("AdapterJob", self.job)
 
     def at(self, places: Mapping[Path, Path]) -> BatchJob:
         """Return the job with other paths of its inputs."""

@@ -112,7 +112,7 @@ def _caught_report(entry: BatchJob, hashes: Hashes, progress: Progress, tries: i
     started = time.monotonic()
 
     def make() -> AdapterReport | None:
-        skipped = not entry.redo and is_adapter_done(entry.job, hashes)
+        skipped = not entry.redo and is_adapter_done(entry.adapter, hashes)
         return None if skipped else entry.command.run(entry.job, progress, None)
 
     result = _caught(make)

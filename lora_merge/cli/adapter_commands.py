@@ -114,7 +114,7 @@ def convert(adapter: Adapter, **options: Any) -> None:
     """Convert an adapter to the format of another program."""
     output, base, printed = _shared_values(options)
 
-    def make(_: CheckpointCache) -> AdapterJob:
+    def make(_: CheckpointCache) -> Any:
         (ref,), stated = _job_values([named_adapter(adapter)], options)
         same = all(stated.get(name) in (None, KEEP, []) for name in ("to", *CHANGING))
         if same and isinstance(ref, str):
@@ -156,7 +156,7 @@ def extract(
     """
     output, _, printed = _shared_values(options)
 
-    def make(cache: CheckpointCache) -> AdapterJob:
+    def make(cache: CheckpointCache) -> Any:
         refs, stated = _job_values([NamedAdapter(completed(tuned))], options)
         return COMMANDS["extract"].job(refs, output, completed(base), stated, cache)
 
@@ -167,7 +167,7 @@ def _carry_out(command: Row, adapters: Sequence[str], options: dict[str, Any]) -
     """Run or plan `combine`, `resize` or `average`, and print the report."""
     output, base, printed = _shared_values(options)
 
-    def make(_: CheckpointCache) -> AdapterJob:
+    def make(_: CheckpointCache) -> Any:
         if weights := options.get("weights"):
             options["weights"] = [as_number(w, "--weights", whole=False) for w in weights.split(",")]
         named, stated = _job_values(named_adapters(adapters, options.get("strength")), options)
@@ -197,7 +197,7 @@ def _job_values(adapters: Sequence[NamedAdapter], options: dict[str, Any]) -> tu
     return named, stated
 
 
-def show(command: Row, make: Callable[[CheckpointCache], AdapterJob], printed: dict[str, Any]) -> None:
+def show(command: Row, make: Callable[[CheckpointCache], Any], printed: dict[str, Any]) -> None:
     """Run or plan a job and print its report. The job is made below the display, as torch may be imported for it."""
     from ..adapters_out.job import needed_downloads
     from ..engine.torch_preload import keep_freed_memory
@@ -211,7 +211,7 @@ def show(command: Row, make: Callable[[CheckpointCache], AdapterJob], printed: d
         load_torch(command, dry=printed["dry_run"])
         # Step 2: the job, whose paths no other output may replace.
         cache = CheckpointCache()
-        job = make(cache)
+        job: AdapterJob = make(cache)
         keep_freed_memory(job.inputs.max_memory)
         for file in (report_file, pictures):
             if file is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,10 +122,11 @@ class Changes(Opened):
             MergeError: As for `combine` and `convert`.
         """
         adapters = [(adapter.path, strength) for adapter, strength in self.terms]
-        command, form = "combine", {"rank": rank, "format": format}
+        command, form = "combine", dict[str, Any](rank=rank, format=format)
         if format != KEEP and len(adapters) == 1:
             command, form = "convert", {"rank": None if rank == EXACT else rank, "to": format}
-        return run_request(Request(COMMANDS[command], adapters, path, base, {**form, **options}))
+        report: AdapterReport = run_request(Request(COMMANDS[command], adapters, path, base, {**form, **options}))
+        return report
 
     @cached_property
     def _opened(self) -> dict[str | None, Sources]:

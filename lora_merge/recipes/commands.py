@@ -193,7 +193,8 @@ def _writing(module: Callable[[], Any]) -> dict[str, Any]:
     """Return the functions of a command that writes an adapter. `module`: imports the one that plans and runs it."""
 
     def plan(job: AdapterJob, cache: CheckpointCache | None = None) -> AdapterReport:
-        return module().plan(job, cache)
+        planned: AdapterReport = module().plan(job, cache)
+        return planned
 
     def run(job: AdapterJob, progress: Progress, cache: CheckpointCache | None = None) -> AdapterReport:
         from ..adapters_out.report import judging

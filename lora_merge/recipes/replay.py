@@ -313,7 +313,8 @@ def job_again(  # noqa: PLR0913  # the options of `lora-merge replay`
             refs = [Adapter(p, s, parts) for p, (_, s, parts) in zip(paths, adapters, strict=False)]
             if "weights" in command.options:  # the strengths of the recipe
                 refs = [replace(ref, strength=1.0) for ref in refs]
-            return command.job(refs, output, paths[-1] if base else None, {**stated, **more})
+            written: AdapterJob = command.job(refs, output, paths[-1] if base else None, {**stated, **more})
+            return written
 
         inputs = [*(a for a, _, _ in adapters), *([base] if base else [])]
         job([adapter] * len(inputs))

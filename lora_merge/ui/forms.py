@@ -72,6 +72,10 @@ class CommandForm:
     """How much it reads: rows of `READING`."""
     always: tuple[str, ...] = ()
     """The ones of them that hold without being asked for."""
+    base_first: bool = False
+    """Whether its base comes first on the command line, though it may have none."""
+    named_adapters: bool = False
+    """Whether its adapters are values of an option there."""
     writes: bool = True
     by_recipe: bool = False
     """Whether the recipe of the finished file can name its inputs."""
@@ -150,7 +154,8 @@ FORMS: Final[Mapping[str, CommandForm]] = MappingProxyType({
         ),
         CommandForm(
             "inspect", "Inspect", "What files are, with their numbers.", "Base (to see how adapters fit it)",
-            inputs="Files", of=ANY, most=MANY, reading=("weights", "hashes"), always=("weights",), writes=False,
+            inputs="Files", of=ANY, most=MANY, reading=("weights", "hashes"), always=("weights",), base_first=True,
+            writes=False,
         ),
         CommandForm(
             "compare", "Compare", "How two models differ, or how alike two adapters are.",
@@ -160,7 +165,8 @@ FORMS: Final[Mapping[str, CommandForm]] = MappingProxyType({
             "verify", "Verify", "Whether a finished file is the merge that it should be.",
             "Base (for a file without a recipe)", product="Finished file", least=0, most=MANY, places=0,
             help="Only for a file without a recipe. With one, the inputs are found in the folders of this page.",
-            main=(EVERY_VALUE,), reading=(EVERY_VALUE,), writes=False, by_recipe=True,
+            main=(EVERY_VALUE,), reading=(EVERY_VALUE,), named_adapters=True, writes=False,
+            by_recipe=True,
         ),
         CommandForm(
             "unmerge", "Unmerge", "Adapters taken out of a merged checkpoint again.", "Merged checkpoint",
@@ -296,8 +302,7 @@ def _words(job: Mapping[str, Any]) -> Iterator[str]:
     form = FORMS[command]
     adapters = adapter_tables(job)
     # The inputs: a base that the command needs comes first, another one is an option.
-    first = form.base_needed or command == "inspect"
-    verified = command == "verify"
+    first, verified = form.base_needed or form.base_first, form.named_adapters
     yield command
     yield from (job[name] for name in ("product", *(["base"] if first else [])) if name in job)
     yield from (a["path"] for a in adapters if not verified)

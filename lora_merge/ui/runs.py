@@ -80,7 +80,8 @@ class Run:
     @property
     def pictured(self) -> bool:
         """Return whether its result has a page with pictures, as that of `--html`."""
-        drawn = in_jobs_file(self.job) or self.job["command"] in ("inspect", "compare")
+        form = FORMS[self.job.get("command", MERGE)]
+        drawn = in_jobs_file(self.job) or not (form.writes or form.by_recipe)
         return drawn and self.result is not None
 
     def step(self, step: Step) -> None:

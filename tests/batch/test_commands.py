@@ -158,6 +158,15 @@ def test_merge_is_taken_back_in_a_batch_as_by_the_command_itself(files: Path) ->
     assert {r.status for r in lora_merge.run_batch(jobs)} == {"skipped"}
 
 
+def test_unmerge_in_a_batch_computes_as_the_recipe_says(files: Path) -> None:
+    a, merged = files / "a.safetensors", files / "merged.safetensors"
+    lora_merge.merge(files / "base.safetensors", (a, 0.5), merged, compute_dtype="fp64")
+    job = {"command": "unmerge", "base": str(merged), "adapters": [f"{a}:0.5"], "output": "back.safetensors"}
+    (entry,), (plan,) = load_jobs(batch(files, job)), lora_merge.plan_batch(batch(files, job))
+    assert (entry.merge.compute_dtype, [ref.strength for ref in entry.job.adapters]) == ("fp64", [-0.5])
+    assert (plan.status, plan.command) == ("to run", "unmerge")
+
+
 @pytest.mark.parametrize("more", [{"method": "ties"}, {"density": 0.5}, {"rank": 2}])
 def test_unmerge_has_no_options_of_other_commands(files: Path, more: dict[str, object]) -> None:
     job = {"command": "unmerge", "base": str(files / "base.safetensors"), "output": "x.safetensors", **more}
