@@ -8,11 +8,10 @@ from threading import Event
 
 import pytest
 
-from lora_merge.sources import hub_upload, inputs
+from lora_merge.sources import hub_upload
+from tests.kit.command_line import Command
+from tests.kit.folders import llama_folder, peft_folder
 from tests.sources.server import SIGNATURE, TOKEN, Machines
-from tests.sources.test_hub import Command, llama_folder, peft_folder, published, run
-
-__all__ = ["published", "run"]
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # huggingface_hub and its own client
 
@@ -49,7 +48,6 @@ def test_merge_to_a_repository_is_one_private_commit_with_a_card(hub: Machines, 
     assert not [name for name, c in files.items() if TOKEN.encode() in c or SIGNATURE.encode() in c]
     code, _, err = run(*MERGE, "-o", TO)
     assert code == 2 and "the output exists" in err and "a.safetensors" in err
-    inputs._located.clear()
     code, _, err = run("verify", TO)
     assert code == 0, err
 
@@ -122,7 +120,6 @@ def test_folder_on_a_branch_leaves_the_others_as_they_are(hub: Machines, run: Co
     assert {*files} == {"picture.png", *(p.name for p in Path("there").iterdir())}
     for path in (p for p in Path("there").iterdir() if p.name != "README.md"):
         assert files[path.name] == path.read_bytes()
-    inputs._located.clear()
     code, _, err = run("verify", "hf://me/tiny@half", "--full")
     assert code == 0, err
     code, out, err = run("tiny", "peft:0.5", "-o", "hf://me/tiny@half")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -13,26 +12,12 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from lora_merge.planning.recipe import KEY
-from lora_merge.sources import inputs
-from tests.kit import command_line
 from tests.kit.adapters import kohya
+from tests.kit.command_line import Command
 from tests.kit.files import load_all, metadata, save
+from tests.kit.folders import llama_folder, peft_folder
 from tests.kit.models import sd1_sample
 from tests.sources.server import COMMIT, Machines
-from tests.sources.test_hub import llama_folder, peft_folder
-
-Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
-    monkeypatch.chdir(tmp_path)
-
-    def call(*words: str) -> tuple[int, str, str]:
-        inputs._located.clear()
-        return tuple(command_line.run(*words))
-
-    return call
 
 
 def test_file_is_pinned_by_its_commit_and_replayed(machines: Machines, run: Command, tmp_path: Path) -> None:

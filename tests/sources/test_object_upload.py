@@ -20,15 +20,13 @@ from lora_merge.disk import hashes
 from lora_merge.engine.pipeline import Pipeline
 from lora_merge.errors import ResourceError
 from lora_merge.sources import object_upload, sent_files
+from tests.kit.command_line import Command
 from tests.kit.files import load
+from tests.kit.folders import llama_folder, peft_folder
 from tests.sources.server import sha256
-from tests.sources.test_hub import llama_folder, peft_folder
-from tests.sources.test_objects import Command, bucket, run, server
 
 obstore = pytest.importorskip("obstore")
 boto3 = pytest.importorskip("boto3")
-
-__all__ = ["bucket", "run", "server"]
 
 MERGE = ("base.safetensors", "style.safetensors:0.5")
 
