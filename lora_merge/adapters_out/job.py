@@ -147,7 +147,7 @@ def downloaded(
         return job
     from ..planning.downloads import fetch_all, job_at
 
-    places = fetch_all(needed, (job.output.parent, size()), progress, announce)
+    places = fetch_all(needed, (job.output, size()), progress, announce)
     base = job.base and places.get(job.base, job.base)
     return replace(job, inputs=job_at(job.inputs, places), base=base)
 

@@ -247,7 +247,7 @@ class Display:
             limit = LIMITS.get(output.limit, "")
             return self._line("merge", [*facts, self._left(share, now), limit], share, width)
         if output.stage in ("make", "look"):
-            facts = [f"{done_of(output.computed, output.to_compute)} of weights", self._rate()]
+            facts = [f"{done_of(output.computed, output.to_compute)} of weights", self._rate(), self._received()]
         elif output.stage == "flush":
             facts.append("waiting for the disk")
         elif output.to_prove:

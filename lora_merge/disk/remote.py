@@ -81,6 +81,8 @@ class RemoteFile:
         """Begin to read small ranges (offset, size), which will be read one after another."""
         groups: list[tuple[int, int]] = []  # from, to
         for offset, size in sorted(ranges):
+            if self._has_chunks(offset, size):
+                continue
             if groups and offset - groups[-1][1] <= NEAR_BYTES and offset + size - groups[-1][0] <= WEIGHT_RANGE:
                 groups[-1] = groups[-1][0], max(groups[-1][1], offset + size)
             elif size <= WEIGHT_RANGE:
@@ -149,6 +151,10 @@ class RemoteFile:
             piece = self._chunk(number)[lead : lead + len(buffer) - done]
             buffer[done : done + len(piece)] = piece
             done += len(piece)
+
+    def _has_chunks(self, offset: int, size: int) -> bool:
+        numbers = range(offset // SMALL_RANGE, -(-(offset + size) // SMALL_RANGE))
+        return all(number in self._chunks for number in numbers)
 
     def _chunk(self, number: int) -> bytes | memoryview:
         with self._lock:

@@ -8,7 +8,7 @@ same bytes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -20,12 +20,22 @@ from ..addresses import HUB, Address
 from ..errors import MergeError, ResourceError, UsageError
 from ..paths import WEIGHT_SUFFIXES
 from ..process import begin_commit
-from ..progress import Progress, Step, counted
+from ..progress import Progress, Step
 from ..text import Note, listed
 from ..version import __version__
 from .hub import INSTALL, NAME, SITE, endpoint, failed, is_installed
 from .inputs import forget
-from .sent_files import GrowingFile, Sending, Source, address_of, compare, differs, files_of, size_of
+from .sent_files import (
+    GrowingFile,
+    Sending,
+    Source,
+    address_of,
+    compare,
+    differs,
+    files_of,
+    size_of,
+    stopped_by_failure,
+)
 from .web import Endpoint, ranges
 
 MAIN: Final = "main"
@@ -76,12 +86,8 @@ class HubSink:
     @contextmanager
     def begin(self, copy: Path, target: Path, *, overwrite: bool, progress: Progress) -> Iterator[HubUpload]:
         """Give the block the upload of the local copy that it writes."""
-        upload = HubUpload(copy, target, overwrite=overwrite, progress=progress)
-        with _silent():
-            try:
-                yield upload
-            finally:
-                upload.stop()
+        with _silent(), stopped_by_failure(HubUpload(copy, target, overwrite=overwrite, progress=progress)) as upload:
+            yield upload
 
 
 class HubUpload:
@@ -91,10 +97,11 @@ class HubUpload:
         self.address = address_of(target)
         self._copy, self._overwrite, self._progress, self._api = copy, overwrite, progress, _api()
         self._sending = Sending(self._send)
-        self._notes: list[Note] = []
+        self._created: list[str] = []
+        """The repository and the branch that this upload has created."""
         self._opened = False
         self._first: str | None = None
-        """The commit with which a repository or branch begins that this upload has created."""
+        """The commit with which they begin."""
 
     def ready(self, name: str, size: int, end: int) -> None:
         """Send a file of weights that is final."""
@@ -105,14 +112,26 @@ class HubUpload:
         """Create the repository and the branch if they are not there."""
         state = _state(self._api, self.address)
         if state is None:
-            self._api.create_repo(self.address.name, private=True, exist_ok=True)
-            self._notes.append(Note(f"a private repository was created: {self.address.name}"))
+            self._create(f"the new private repository {self.address.name}", self._api.create_repo, private=True,
+                         exist_ok=True)  # fmt: skip
             state = _state(self._api, self.address) or State([], None)
             self._first = state.head
         if not state.branch:
-            self._api.create_branch(self.address.name, branch=self.address.revision)
+            branch = self.address.revision
+            self._create(f"the new branch {branch} of {self.address.name}", self._api.create_branch, branch=branch)
             self._first = state.head
         self._opened = True
+
+    def _create(self, what: str, create: Callable[..., object], **named: object) -> None:
+        """Create a repository or a branch, which the error of a later failure names: also if the reply is lost."""
+        from huggingface_hub.errors import HfHubHTTPError
+
+        self._created.append(what)
+        try:
+            create(self.address.name, **named)
+        except HfHubHTTPError:  # the hub refuses it
+            self._created.pop()
+            raise
 
     def _send(self, name: str, file: GrowingFile) -> Any:
         """Send the content of a large file; return what the commit says of it."""
@@ -144,10 +163,7 @@ class HubUpload:
         files: dict[str, Source] = {_inside(address, name): path for name, path in files_of(self._copy)}
         if card is not None:
             files[CARD] = card
-        advance = counted(self._progress, "upload", str(address), sum(map(size_of, files.values())))
-        for name, source in files.items():
-            self._sending.ready(name, source, size_of(source), size_of(source))
-        operations = self._sending.results(files, advance)
+        operations = self._sending.finish(files, address, self._progress)
         try:
             # Step 2: the commit.
             state = _state(api, address) or State([], None)
@@ -163,14 +179,17 @@ class HubUpload:
             raise _failed(address, e) from None
         forget(address)
         text = f"uploaded to {address} as commit {pinned.revision}"
-        return [*self._notes, Note(f"{text}: hashes, headers and samples there are those of the local copy")]
+        notes = [Note(f"{place} was created") for place in self._created]
+        return [*notes, Note(f"{text}: hashes, headers and samples there are those of the local copy")]
 
-    def stop(self) -> None:
-        """End the upload. What the hub has by then is no file of the repository, and a later upload uses it.
+    def stop(self) -> Sequence[str]:
+        """End the upload. What the hub has by then is no file of the repository, and a later upload uses it: so what
+        was created stays, and is named.
 
         The library cannot be interrupted: nothing waits for the file that it sends.
         """
         self._sending.stop()
+        return self._created
 
 
 def _inside(address: Address, name: str) -> str:

@@ -292,7 +292,7 @@ def download_of(path: Path, opened: Iterable[Path], *, keep: bool = False) -> Do
 
 
 def require_space(downloads: Iterable[Download], output: tuple[Path, int] | None = None) -> None:
-    """Raise ResourceError if the disks have no room for what is downloaded, and for an output: its folder and size."""
+    """Raise ResourceError if the disks have no room for what is downloaded, and for an output of this size."""
     needed: dict[int, tuple[Path, int]] = {}
     for download in (d for d in downloads if d.room):
         folder = download.preview.opener.folder(download.preview.contents)

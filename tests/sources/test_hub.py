@@ -83,6 +83,35 @@ def test_cache_on_disk_is_read_without_the_library_and_without_requests(
     assert len(published.requests) == asked
 
 
+def test_folder_of_a_repository_in_the_cache_is_its_commit(published: Machines, run: Command, tmp_path: Path) -> None:
+    """Of `main`, or the only one."""
+    assert run("hf://me/sd/sd.safetensors", "hf://me/style", "-o", "a.safetensors")[0] == 0
+    asked, folder = len(published.requests), tmp_path / "hub" / "models--me--style"
+    for _ in range(2):
+        code, _, err = run("local.safetensors", f"{folder}:0.5", "-o", "b.safetensors", "--overwrite")
+        recipe = json.loads(metadata(Path("b.safetensors"))[KEY])
+        assert code == 0 and recipe["adapters"][0]["source"] == f"hf://me/style@{COMMIT}", err
+        (folder / "refs" / "main").unlink(missing_ok=True)
+    assert len(published.requests) == asked
+    (folder / "snapshots" / ("f" * 40)).mkdir()
+    code, _, err = run("local.safetensors", str(folder), "-o", "c.safetensors")
+    assert code == 3 and "give the folder with the" in err, err
+
+
+@pytest.mark.parametrize("words", [("hf://me/sd/sd.safetensors", "hf://me/style"),
+                                   ("combine", "hf://me/sd/style.safetensors", "hf://me/style")])  # fmt: skip
+def test_dry_run_asks_each_server_once(
+    published: Machines, run: Command, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    """For the files of each repository, each header, the repository of the output and the name of the user."""
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    style = save(kohya(sd1_sample(), seed=3), Path("other.safetensors"))
+    published.repositories["me/sd"]["style.safetensors"] = style.read_bytes()
+    code, _, err = run(*words, "-o", "hf://me/out/a.safetensors", "--dry-run")
+    asked = [r.path for r in published.requests]
+    assert code == 0 and sorted(asked) == sorted({*asked}) and len(asked) == 3 + 2 * 2 + 1, (asked, err)
+
+
 def test_model_that_is_not_here_is_refused_with_the_command_that_downloads_it(
     published: Machines, run: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,6 +266,7 @@ def test_input_that_was_a_folder_is_not_taken_from_a_folder_with_more(
 
 
 WRITTEN = [
+    ("merge", ["hf://me/sd/sd.safetensors", "hf://me/style:0.5"]),
     ("combine", ["hf://me/style:0.5", "twin.safetensors"]),
     ("resize", ["hf://me/style", "--rank", "2"]),
     ("convert", ["hf://me/style", "--to", "diffusers", "--base", "hf://me/sd/sd.safetensors"]),
@@ -248,7 +278,7 @@ WRITTEN = [
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("command", "words"), WRITTEN, ids=[command for command, _ in WRITTEN])
-def test_written_adapter_names_commits_and_is_written_again_from_a_mirror_or_a_file(  # noqa: PLR0917
+def test_output_names_commits_and_is_written_again_from_a_mirror_or_a_file(  # noqa: PLR0917
     published: Machines, run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, words: list[str]
 ) -> None:
     shutil.copy("style.safetensors", "twin.safetensors")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from threading import Event
 
@@ -56,6 +59,7 @@ def test_upload_that_breaks_makes_no_commit_and_is_continued(hub: Machines, run:
     hub.upload_breaks = [1000] * 40
     code, out, err = run(*MERGE, "-o", TO)
     assert code == 5 and "run again" in err and TOKEN not in out + err, err
+    assert "may be left there: the new private repository me/merged" in err
     assert commits(hub) == [] and {*hub.repositories["me/merged"]} == {".gitattributes"} and nothing_is_left(tmp_path)
     hub.upload_breaks = []
     assert run(*MERGE, "-o", TO)[0] == 0
@@ -97,6 +101,27 @@ def test_what_the_hub_has_already_is_not_sent_again(
     sent = len(hub.uploads)
     monkeypatch.setattr(hub_upload, "_api", api)
     assert run(*MERGE, "-o", TO)[0] == 0 and len(hub.uploads) == sent
+
+
+@pytest.mark.slow
+def test_upload_of_a_run_that_is_killed_is_continued(
+    hub: Machines, run: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    llama_folder(tmp_path / "tiny", 3), peft_folder(tmp_path / "peft")
+    words = ("tiny", "peft:0.5", "-o", "hf://me/tiny")
+    hub.upload_gate, end = Event(), time.monotonic() + 60
+    with subprocess.Popen(
+        [sys.executable, "-m", "lora_merge", *words], stderr=subprocess.PIPE, cwd=tmp_path
+    ) as process:
+        while not hub.uploads and process.poll() is None and time.monotonic() < end:
+            Event().wait(0.05)
+        process.kill()
+    assert len(hub.uploads) == 1 and not commits(hub)
+    hub.upload_gate.set()
+    code, _, err = run(*words)
+    assert code == 0 and len(hub.uploads) == len({*hub.uploads}) == 3 and nothing_is_left(tmp_path), err
+    assert len([name for name in hub.repositories["me/tiny"] if name.endswith(".safetensors")]) == 3
 
 
 @pytest.mark.slow

@@ -48,6 +48,19 @@ def test_folder_is_merged_as_a_local_folder(machines: Machines, run: Command, tm
     assert one.keys() == other.keys() and all((one[name] == other[name]).all() for name in other)
 
 
+@pytest.mark.parametrize("revision", ["", "@master", "@v2"])
+def test_cache_of_the_library_is_read_without_requests(
+    machines: Machines, run: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, revision: str
+) -> None:
+    """It does not say which revision it has: the usual one is taken for it."""
+    monkeypatch.setenv("LORA_MERGE_OFFLINE", "1")
+    monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path / "ms"))
+    (folder := tmp_path / "ms" / "models" / "me" / "style-1___5").mkdir(parents=True)
+    save(kohya(sd1_sample()), folder / "style.safetensors")
+    code, _, err = run("inspect", f"ms://me/style-1.5{revision}")
+    assert code == (2 if revision == "@v2" else 0) and not machines.requests, err
+
+
 def test_repository_that_is_not_there_is_an_input_error(machines: Machines, run: Command) -> None:
     code, _, err = run("inspect", "ms://me/nothing")
     assert code == 3 and "MODELSCOPE_API_TOKEN" in err

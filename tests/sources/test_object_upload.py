@@ -65,7 +65,7 @@ def test_merge_to_an_object_is_the_file_of_the_merge(out: Any, run: Command) -> 
     code, text, err = run(*MERGE, "-o", "s3://models/out/a", "--json")
     report = json.loads(text)
     assert code == 0 and report["output"] == "s3://models/out/a.safetensors", err
-    assert report["notes"][-1].endswith("the MD5 of all bytes there is that of the local copy")
+    assert report["notes"][-1].endswith("the MD5 of all bytes is that of what was sent")
     assert bytes(obstore.get(out, "out/a.safetensors").bytes()) == Path("a.safetensors").read_bytes()
     assert "secret" not in text + err
     code, _, err = run(*MERGE, "-o", "s3://models/out/a")
