@@ -171,6 +171,8 @@ class Display:
             now = self.clock()
             output = self.outputs.setdefault(step.output, OutputProgress(step.output, now))
             output.take(step, now)
+            if step.stage in ("load", "fetch"):
+                self.received_before = self.received()  # headers: what comes later is weights
             if step.done and self.working is None and step.stage not in TRANSFERS:
                 self.working = now
             self.bytes += self._bytes(step, output)

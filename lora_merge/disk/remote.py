@@ -81,8 +81,6 @@ class RemoteFile:
         """Begin to read small ranges (offset, size), which will be read one after another."""
         groups: list[tuple[int, int]] = []  # from, to
         for offset, size in sorted(ranges):
-            if self._has_chunks(offset, size):
-                continue
             if groups and offset - groups[-1][1] <= NEAR_BYTES and offset + size - groups[-1][0] <= WEIGHT_RANGE:
                 groups[-1] = groups[-1][0], max(groups[-1][1], offset + size)
             elif size <= WEIGHT_RANGE:
@@ -152,7 +150,8 @@ class RemoteFile:
             buffer[done : done + len(piece)] = piece
             done += len(piece)
 
-    def _has_chunks(self, offset: int, size: int) -> bool:
+    def came_with_header(self, offset: int, size: int) -> bool:
+        """Return whether the bytes were read and kept, as those near a header are."""
         numbers = range(offset // SMALL_RANGE, -(-(offset + size) // SMALL_RANGE))
         return all(number in self._chunks for number in numbers)
 

@@ -37,13 +37,11 @@ class Civitai(WebSource):
 
     def local(self, address: Address) -> Path | None:
         """Return the path of a file that is pinned, or named by its hash, if it is in the store."""
-        if not (address.pinned or is_offline()):
-            return None
-        for folder, known, files in self.store.folders():
-            same = known.scheme == CIVITAI == address.scheme
-            same = same and known.name == address.name and address.file in ("", known.file)
+        if address.scheme != HASH:
+            return super().local(address)
+        for folder, _, files in self.store.folders():
             for name, facts in files.items():
-                if same or (address.scheme == HASH and facts.get("sha256") == address.name):
+                if facts.get("sha256") == address.name:
                     return stored_file(folder, name, facts.get("size", -1))
         return None
 

@@ -8,13 +8,10 @@ same bytes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from importlib import import_module
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from threading import Lock
 from typing import Any, Final, NamedTuple
-from urllib.parse import quote
 
 from ..addresses import HUB, Address
 from ..errors import MergeError, ResourceError, UsageError
@@ -23,7 +20,7 @@ from ..process import begin_commit
 from ..progress import Progress, Step
 from ..text import Note, listed
 from ..version import __version__
-from .hub import INSTALL, NAME, SITE, endpoint, failed, is_installed
+from .hub import INSTALL, client, failed, is_installed, ranges_of
 from .inputs import forget
 from .sent_files import (
     GrowingFile,
@@ -36,7 +33,6 @@ from .sent_files import (
     size_of,
     stopped_by_failure,
 )
-from .web import Endpoint, ranges
 
 MAIN: Final = "main"
 CARD: Final = "README.md"
@@ -62,7 +58,7 @@ class HubSink:
         address = address_of(target)
         if not is_installed():
             raise UsageError("outputs to the hub need huggingface_hub", str(address), INSTALL)
-        api = _api()
+        api = client()
         try:
             state = _state(api, address)
             if state is None:
@@ -83,11 +79,11 @@ class HubSink:
                              "choose another repository, or a folder in it")  # fmt: skip
         return bool(taken)
 
-    @contextmanager
-    def begin(self, copy: Path, target: Path, *, overwrite: bool, progress: Progress) -> Iterator[HubUpload]:
+    def begin(
+        self, copy: Path, target: Path, *, overwrite: bool, progress: Progress
+    ) -> AbstractContextManager[HubUpload]:
         """Give the block the upload of the local copy that it writes."""
-        with _silent(), stopped_by_failure(HubUpload(copy, target, overwrite=overwrite, progress=progress)) as upload:
-            yield upload
+        return stopped_by_failure(HubUpload(copy, target, overwrite=overwrite, progress=progress))
 
 
 class HubUpload:
@@ -95,7 +91,7 @@ class HubUpload:
 
     def __init__(self, copy: Path, target: Path, *, overwrite: bool, progress: Progress) -> None:
         self.address = address_of(target)
-        self._copy, self._overwrite, self._progress, self._api = copy, overwrite, progress, _api()
+        self._copy, self._overwrite, self._progress, self._api = copy, overwrite, progress, client()
         self._sending = Sending(self._send)
         self._created: list[str] = []
         """The repository and the branch that this upload has created."""
@@ -197,12 +193,6 @@ def _inside(address: Address, name: str) -> str:
     return "/".join(part for part in (address.path, name) if part)
 
 
-def _api() -> Any:
-    from huggingface_hub import HfApi
-
-    return HfApi(endpoint=endpoint(), library_name=NAME, library_version=__version__)
-
-
 class State(NamedTuple):
     """The files of a repository and its last commit. `branch`: whether they are those of the branch of the output, and
     not those of `main`, with which a new branch begins."""
@@ -280,8 +270,6 @@ def _commit(api: Any, address: Address, operations: list[Any], head: str | None)
 def _prove(api: Any, pinned: Address, sources: dict[Source, Any]) -> None:
     """Compare the files of a commit with the local copy; VerificationFailed if any differ. `sources`: file of the local
     copy → what the commit says of it."""
-    from huggingface_hub import get_token
-
     names = [operation.path_in_repo for operation in sources.values()]
     uploaded = {f.path: f for f in api.get_paths_info(pinned.name, names, revision=pinned.revision)}
     for source, operation in sources.items():
@@ -291,8 +279,7 @@ def _prove(api: Any, pinned: Address, sources: dict[Source, Any]) -> None:
             raise differs(where, "size")
         if (info.lfs.sha256 != operation.upload_info.sha256.hex()) if info.lfs else (info.blob_id != _git_hash(source)):
             raise differs(where, "hash")
-        url = f"{endpoint() or SITE}/{pinned.name}/resolve/{pinned.revision}/{quote(name)}"
-        compare(ranges(Endpoint(where, url, get_token() or ""), size), source, where)
+        compare(ranges_of(where, size), source, where)
 
 
 def _git_hash(source: Source) -> str:
@@ -301,32 +288,6 @@ def _git_hash(source: Source) -> str:
     for data in GrowingFile(source, size, size).pieces():
         digest.update(data)
     return digest.hexdigest()
-
-
-_silent_uploads, _lock = 0, Lock()
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Let the library draw no bars of its own while there are uploads, unless the user has decided on that."""
-    from huggingface_hub import constants
-
-    global _silent_uploads
-    bars: Any = import_module("huggingface_hub.utils")
-    chosen = constants.HF_HUB_DISABLE_PROGRESS_BARS is not None
-    if chosen or (not _silent_uploads and bars.are_progress_bars_disabled()):
-        yield
-        return
-    with _lock:
-        _silent_uploads += 1
-        bars.disable_progress_bars()
-    try:
-        yield
-    finally:
-        with _lock:
-            _silent_uploads -= 1
-            if not _silent_uploads:
-                bars.enable_progress_bars()
 
 
 def _failed(address: Address, e: Exception, network: str = CONTINUED) -> MergeError:

@@ -25,7 +25,6 @@ from ..addresses import MODELSCOPE, Address
 from ..disk.hashes import hash_file
 from ..errors import InputError
 from .contents import Advance, Listed, SourceFiles, is_offline, switched_off
-from .store import stored_file
 from .web import Endpoint, WebSource, json_at, refused, unreachable
 
 SITE: Final = "https://www.modelscope.cn"
@@ -42,17 +41,10 @@ class ModelScope(WebSource):
     """ModelScope, or what this machine has of it."""
 
     def local(self, address: Address) -> Path | None:
-        """Return the path of a file that is pinned, or of anything without requests, if it is in the store; without
-        requests also of what the library of ModelScope has in its cache."""
-        if not (is_offline() or (address.pinned and address.path)):
-            return None
-        for folder, known, files in self.store.folders():
-            if (known.scheme, known.name) != (MODELSCOPE, address.name):
-                continue
-            if address.revision in (known.revision, "") and address.path in (known.path, ""):
-                facts = files.get(address.path)
-                return folder if facts is None else stored_file(folder, address.path, facts.get("size", -1))
-        return _cached(address) if is_offline() else None
+        """Return the path of a file that is pinned, or of anything without requests, also from the cache of the library
+        of ModelScope."""
+        path = super().local(address) if address.path or is_offline() else None
+        return path or (_cached(address) if is_offline() else None)
 
     def contents(self, address: Address) -> SourceFiles:
         """Return the files of a repository at a revision."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from importlib.util import find_spec
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, Final
 
 from ..addresses import Address
@@ -32,10 +32,6 @@ class Objects(StoredSource):
     """An object, or all objects below a prefix, of one bucket."""
 
     streams = True  # near an object store, to read it is as fast as a disk
-
-    def local(self, address: Address) -> Path | None:
-        """Return the path of an object of a version, or of anything if no request can be made, if it was kept."""
-        return self.store.stored(address) if address.pinned or is_offline() else None
 
     def contents(self, address: Address) -> SourceFiles:
         """Return the object, pinned by its version where the bucket keeps versions; or the objects of a folder."""

@@ -6,7 +6,7 @@ Logins, such as keys of ssh, are read by fsspec's implementation of a scheme.
 from __future__ import annotations
 
 from importlib.util import find_spec
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, Final
 
 from ..addresses import Address
@@ -24,11 +24,6 @@ class OtherSystem(StoredSource):
     """A file, or all files below a folder."""
 
     streams = True
-
-    def local(self, address: Address) -> Path | None:
-        """Return the path of what was kept, if no request can be made: only the other machine knows whether it has
-        changed."""
-        return self.store.stored(address) if is_offline() else None
 
     def contents(self, address: Address) -> SourceFiles:
         """Return the file or the files of a folder, with what shows a change of them."""

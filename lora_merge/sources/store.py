@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ..addresses import WEB, Address, downloads_folder, parse
+from ..addresses import CIVITAI, WEB, Address, downloads_folder, parse
 from ..disk.publish import put_file
 from ..disk.remote import RANGES_AT_ONCE, ReadRange
 from ..errors import MergeError
 from ..paths import forbidden
 from ..safe_regex import from_json
-from .contents import Advance, SourceFiles, write
+from .contents import Advance, SourceFiles, is_offline, write
 
 NOTE: Final = "source.json"
 LARGEST: Final = 1 << 20  # bytes of such a note
@@ -58,21 +58,28 @@ class Store:
             if path.is_dir() and (address := address_in_store(path)) is not None:
                 yield path, address, note_at(path).get("files", {})
 
-    def stored(self, address: Address) -> Path | None:
-        """Return the path of the file or folder of an object store or a URL that was downloaded before."""
+    def find(self, address: Address) -> Path | None:
+        """Return the path of the file or folder of an address that was downloaded before."""
+        address = parse(str(address)) or address  # notes have no query and no password
         for folder, known, files in self.folders():
-            if (known.scheme, known.name) == (address.scheme, address.name.rstrip("/")) and (
-                address.revision in ("", known.revision)
-            ):
-                alone = folder_of_one(known, files)
-                return stored_file(folder, alone, files[alone].get("size", -1)) if alone else folder
+            if _answers(known, address):
+                name = address.path or _only_file(known, files)
+                return stored_file(folder, name, files[name].get("size", -1)) if name in files else folder
         return None
 
 
-def folder_of_one(address: Address, files: Mapping[str, Any]) -> str:
+def _answers(known: Address, address: Address) -> bool:
+    """Return whether the files of a pinned address are those of another, which may lack what pins it."""
+    details = (known.revision, address.revision), (known.path, address.path), (known.file, address.file)
+    same = (known.scheme, known.name) == (address.scheme, address.name.rstrip("/"))
+    return same and all(word in ("", pinned) for pinned, word in details)
+
+
+def _only_file(address: Address, files: Mapping[str, Any]) -> str:
     """Return the name of the only file of an address that is that of a file; "" for a folder."""
     names = [*files]
-    return names[0] if len(names) == 1 and (address.scheme == WEB or address.name.endswith(f"/{names[0]}")) else ""
+    alone = len(names) == 1 and (address.scheme in (WEB, CIVITAI) or address.name.endswith(f"/{names[0]}"))
+    return names[0] if alone else ""
 
 
 def note_at(folder: Path) -> dict[str, Any]:
@@ -105,6 +112,11 @@ class StoredSource(ABC):
     def keeps(self) -> bool:
         """Whether files are downloaded before a run."""
         return self.store.named or not self.streams
+
+    def local(self, address: Address) -> Path | None:
+        """Return the path of what was downloaded, if the address is pinned, or no request can be made: only the source
+        knows whether it has changed."""
+        return self.store.find(address) if address.pinned or is_offline() else None
 
     @abstractmethod
     def reader(self, contents: SourceFiles, name: str) -> ReadRange:

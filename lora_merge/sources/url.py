@@ -15,11 +15,6 @@ class Url(WebSource):
 
     streams = True
 
-    def local(self, address: Address) -> Path | None:
-        """Return the path of a file that was kept, if no request can be made: only the server knows whether it has
-        changed."""
-        return self.store.stored(Address(WEB, str(address))) if is_offline() else None
-
     def contents(self, address: Address) -> SourceFiles:
         """Return the file, by a request of one byte."""
         if is_offline():

@@ -89,17 +89,17 @@ def test_connections_that_break_twice_are_tried_again(hub: Machines, run: Comman
 def test_what_the_hub_has_already_is_not_sent_again(
     hub: Machines, run: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    api = hub_upload._api
+    api = hub_upload.client
 
     def refusing() -> object:
         made = api()
         made.create_commit = lambda *_, **__: (_ for _ in ()).throw(OSError("the connection breaks"))
         return made
 
-    monkeypatch.setattr(hub_upload, "_api", refusing)
+    monkeypatch.setattr(hub_upload, "client", refusing)
     assert run(*MERGE, "-o", TO)[0] == 5
     sent = len(hub.uploads)
-    monkeypatch.setattr(hub_upload, "_api", api)
+    monkeypatch.setattr(hub_upload, "client", api)
     assert run(*MERGE, "-o", TO)[0] == 0 and len(hub.uploads) == sent
 
 
@@ -201,7 +201,7 @@ def test_card_of_an_earlier_merge_is_brought_up_to_date(hub: Machines, run: Comm
 
 @pytest.mark.slow
 def test_commit_whose_reply_is_lost_is_found(hub: Machines, run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    api = hub_upload._api
+    api = hub_upload.client
 
     def losing() -> object:
         library = api()
@@ -214,7 +214,7 @@ def test_commit_whose_reply_is_lost_is_found(hub: Machines, run: Command, monkey
         library.create_commit = lose
         return library
 
-    monkeypatch.setattr(hub_upload, "_api", losing)
+    monkeypatch.setattr(hub_upload, "client", losing)
     code, out, err = run(*MERGE, "-o", TO, "--json")
     assert code == 0 and hub.commit("me/merged") in json.loads(out)["notes"][-1], err
 
