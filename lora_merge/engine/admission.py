@@ -90,7 +90,7 @@ def downloaded(job: Job, progress: Progress, announce: Announce | None = None) -
     if not needed:
         return job
     plan = plan_merge(job)
-    return job.moved(fetch_all(needed, (plan.job.output.parent, disk_bytes(plan)), progress, announce))
+    return job.moved(fetch_all(needed, (plan.job.output, disk_bytes(plan)), progress, announce))
 
 
 def require_device(job: Job) -> None:
