@@ -70,10 +70,22 @@ def test_chosen_base_has_its_names_before_an_adapter_is_chosen(comfy: Path, open
     """The names of adapters are worked out while somebody looks for an adapter, with one that fits."""
     page, base = previews(comfy), str(comfy / "models" / TINY)
     page.files({"base": base})
-    page._ahead[base].join()
+    page._ahead[base, ""].join()
     assert opened[Path(base)] == 1 and len(opened) == 2 and page._facts.cache_info().misses == 3
     page.files({"base": base})
     assert len(page._ahead) == 1 and page._facts.cache_info().misses == 3
+
+
+def test_chosen_adapter_has_its_names_before_a_base_is_chosen(comfy: Path, opened: Counter[Path]) -> None:
+    """They are those of every base with the same tensors, whichever is chosen then."""
+    page, adapter = previews(comfy), str(comfy / "models" / A)
+    page.files({"adapters": [{"path": adapter}]})
+    page._ahead["", adapter].join()
+    tiny, tuned = (comfy / f"models/checkpoints/{name}.safetensors" for name in ("tiny", "tuned"))
+    assert opened[tiny] + opened[tuned] == 1
+    for base in (tiny, tuned):
+        assert page.files({"base": str(base), "adapters": [{"path": adapter}]})["files"][-1]["fits"]
+    assert page._former.opened.names(tiny) is page._former.opened.names(tuned)
 
 
 def test_changed_configuration_is_read_again(tmp_path: Path) -> None:
