@@ -22,7 +22,7 @@ from ..paths import exists, with_ending
 from ..planning.recipe import KEY
 from ..version import __version__
 from ..viewing.parts import parts_of, presets_of
-from .forms import FORMS, by_recipe, command_line, entry, in_jobs_file, jobs_file, runnable
+from .forms import FORMS, by_recipe, command_line, entry, in_jobs_file, jobs_file, place_of, runnable
 from .library import ADAPTER, BASE, Library
 from .runs import Queue
 
@@ -96,7 +96,7 @@ class Previews:
         return [file.path for file in sorted(files, key=lambda file: file.bytes)] or [""]
 
     def preview(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the plan of a filled form, its command and its jobs file; or its `error`."""
+        """Return the plan of a filled form, its command and its jobs file; or its `error`, and the field `at` fault."""
         result: dict[str, Any] = {}
         try:
             job = entry(values, self.library)
@@ -107,7 +107,8 @@ class Previews:
                 result |= {"plan": {**plan, **self.queue.times(plan["effort"])}}
         except MergeError as e:
             result["error"] = error_dict(e)
-        return result
+        error = result.get("error") or result.get("plan", {}).get("error")
+        return result | ({"at": place_of(error["where"], values, self.library)} if error else {})
 
     def run(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Put a filled form into the queue; MergeError if it cannot run."""
