@@ -154,6 +154,26 @@ def test_implementations_agree(method: str) -> None:
         np.testing.assert_allclose(one.numpy(), np.sum(parts, axis=0), atol=1e-11)
 
 
+@pytest.mark.parametrize("method", ["ties", "prune", "breadcrumbs", "della"])
+def test_entries_whose_choice_depends_on_rounding_are_within_the_slack(method: str) -> None:
+    """Whole numbers, of which many are equal, beside the same numbers with other last digits."""
+    rng, n = np.random.default_rng(5), MethodParameters(density=0.5, gamma=0.1, epsilon=0.2, seed=3)
+    exact = [rng.integers(-3, 4, (12, 7)).astype(np.float64) for _ in range(2)]
+    rounded = [change * (1 + rng.choice([-1e-15, 1e-15], change.shape)) for change in exact]
+    (sums, slack), (others, _) = (
+        (np.sum(parts, axis=0), bound)
+        for parts, bound in (
+            combination_methods.combined(
+                COMBINATIONS[method], [proof_rows(torch.from_numpy(change)) for change in changes], [1.0, 0.5], n,
+                ["a", "b"], rows=np.arange(12), vector=False
+            )
+            for changes in (exact, rounded)
+        )
+    )  # fmt: skip
+    assert np.abs(sums - others).max() > 0.1, "the digits decide about none"
+    assert (np.abs(sums - others) <= slack + 1e-9).all()
+
+
 ONE = st.tuples(st.sampled_from(KINDS), st.sampled_from([FUSED, *PARTS]), st.sampled_from([1.0, 0.6, -0.5, 0.0]))
 CERTAIN = sorted(m for m in METHODS if not COMBINATIONS[m].draws and m not in ("slerp", "mean"))
 
