@@ -35,6 +35,7 @@ _ROWS: Final = {
     **OPTIONS, **ADAPTER_OPTIONS,
     "method": replace(OPTIONS["method"], words=(*COMBINATIONS,), metavar="NAME", group="Options",
                       help=f"Combine by {', '.join([*COMBINATIONS][:3])}, dare …"),
+    "scale": replace(OPTIONS["scale"], help="Scale the combined change."),
     "dtype": replace(OPTIONS["dtype"], words=("keep", "fp32", "fp16", "bf16"),
                      help="Write tensors in this dtype; keep: as the inputs."),
     "compute_dtype": replace(
