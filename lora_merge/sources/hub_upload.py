@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -31,7 +30,6 @@ from .sent_files import (
     differs,
     files_of,
     size_of,
-    stopped_by_failure,
 )
 
 MAIN: Final = "main"
@@ -79,11 +77,9 @@ class HubSink:
                              "choose another repository, or a folder in it")  # fmt: skip
         return bool(taken)
 
-    def begin(
-        self, copy: Path, target: Path, *, overwrite: bool, progress: Progress
-    ) -> AbstractContextManager[HubUpload]:
-        """Give the block the upload of the local copy that it writes."""
-        return stopped_by_failure(HubUpload(copy, target, overwrite=overwrite, progress=progress))
+    def begin(self, copy: Path, target: Path, *, overwrite: bool, progress: Progress) -> HubUpload:
+        """Return the upload of a local copy."""
+        return HubUpload(copy, target, overwrite=overwrite, progress=progress)
 
 
 class HubUpload:
