@@ -160,7 +160,7 @@ NAMING = (
 """Tables that say which formula a name or a configuration means, and the proof's own."""
 
 WORDS = {("batch/schema_errors.py", "lora"), ("report.py", "full"), ("options.py", "full"), ("comfyui/loaders.py", "lora"),
-         ("files/pickle_scan.py", "set"), ("files/gguf/adapter.py", "lora"), ("files/pickles.py", "lora"), ("proof/verify.py", "full"), ("recipes/replay.py", "full"), ("adapters_out/metadata.py", "lora_bias"), ("adapters_out/commands.py", "lora"), ("adapters/network_settings.py", "lora"), ("adapters/network_settings.py", "loha"),
+         ("files/pickle_scan.py", "set"), ("files/gguf/adapter.py", "lora"), ("files/pickles.py", "lora"), ("proof/verify.py", "full"), ("recipes/replay.py", "full"), ("adapters_out/metadata.py", "lora_bias"), ("recipes/commands.py", "lora"), ("adapters/network_settings.py", "lora"), ("adapters/network_settings.py", "loha"),
          ("adapters/network_settings.py", "lokr")}  # fmt: skip
 """Strings that are spelled like an algorithm and name something else: a file, a key, a kind of proof, a value of --algorithm, Python's set."""
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Protocol
 
+from ..dtypes import Memory, Source, StoredTensor
 from ..errors import InputError
 from . import volumes
-from .files import FileState, Header, Memory, Source, StoredTensor, open_regular
+from .files import FileState, Header, open_regular
 from .pages import PAGE, ReadAhead, Unknown, address, aligned_buffer, holds
 from .remote import RemoteFile, remote
 from .system import (

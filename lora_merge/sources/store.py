@@ -23,7 +23,7 @@ from ..disk.publish import put_file
 from ..disk.remote import RANGES_AT_ONCE, ReadRange
 from ..errors import MergeError
 from ..paths import forbidden
-from ..safe_regex import from_json
+from ..text import from_json
 from .contents import Advance, SourceFiles, is_offline, write
 
 NOTE: Final = "source.json"

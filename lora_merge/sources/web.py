@@ -26,7 +26,7 @@ from urllib.parse import urljoin, urlsplit
 from ..addresses import Address, is_private
 from ..disk.remote import ReadRange
 from ..errors import InputError, MergeError, RemoteError, ResourceError
-from ..safe_regex import from_json
+from ..text import from_json
 from ..text import size as spoken_size
 from ..version import __version__
 from .contents import Advance, SourceFiles, write
