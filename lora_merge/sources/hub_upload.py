@@ -8,7 +8,9 @@ same bytes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -136,9 +138,10 @@ class HubUpload:
             operation = CommitOperationAdd(name, source if isinstance(source, bytes) else str(source))
             for left in reversed(range(TRIES)):
                 try:
-                    self._api.preupload_lfs_files(
-                        address.name, [operation], revision=address.revision or MAIN, free_memory=False
-                    )
+                    with _silent():
+                        self._api.preupload_lfs_files(
+                            address.name, [operation], revision=address.revision or MAIN, free_memory=False
+                        )
                     break
                 except Exception as e:
                     if not left or not isinstance(_failed(address, e), ResourceError):
@@ -182,6 +185,22 @@ class HubUpload:
         """
         self._sending.stop()
         return self._created
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Let the library draw no bar of its own for what the block sends, unless its user has decided on that."""
+    from huggingface_hub import constants
+
+    bars: Any = import_module("huggingface_hub.utils")
+    if constants.HF_HUB_DISABLE_PROGRESS_BARS is not None or bars.are_progress_bars_disabled():
+        yield
+        return
+    bars.disable_progress_bars()
+    try:
+        yield
+    finally:
+        bars.enable_progress_bars()
 
 
 def _inside(address: Address, name: str) -> str:
