@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ..adapters.trigger_words import trigger_words
-from ..command import AnyJob
 from ..disk.files import StoredTensor
 from ..disk.uploads import sink_of
 from ..dtypes import Shape, flat, spoken
@@ -356,7 +355,7 @@ def sources(job: Job) -> tuple[Path, ...]:
     return base, *protected(job)
 
 
-def protected(job: AnyJob) -> tuple[Path, ...]:
+def protected(job: Job) -> tuple[Path, ...]:
     """Return the paths that no output may replace: adapters, their configurations, the name table, the tokenizer."""
     adapters = [ref.path for ref in job.adapters]
     tokenizer = None if job.tokenizer in (None, *TOKENIZERS) else Path(job.tokenizer or "")
