@@ -26,9 +26,12 @@ class MergeMethod:
     name: str
     rule: str  # the formula of the new weight, or of the one change that is added to it
     in_turn: bool = False  # whether a formula reads the weight that the adapters before it have changed
-    linear: bool = False  # whether the change is Σ cᵢ τᵢ with numbers cᵢ, so that factors stay factors
+    weighs: bool = False  # whether the change is Σ cᵢ τᵢ with numbers cᵢ
+    linear: bool = False  # whether it is such a sum of which factors stay factors
+    directions: bool = False  # whether the numbers cᵢ are those of directions, which biases and norms have not
     keeps: str = ""  # how each change is thinned out first: by magnitude, at random …
     elects: bool = False  # whether only entries with the sign of the sum are kept
+    agrees: bool = False  # whether only entries are kept on whose sign enough adapters agree
     numbers: tuple[str, ...] = ()  # numbers that only this rule takes
 
     @property
@@ -46,7 +49,8 @@ class MergeMethod:
         """The names of the numbers that the rule takes."""
         further = {"largest": (), "random": ("seed",), "ranked": ("epsilon", "seed"), "middle": ("gamma",)}
         thin = ("density", *further[self.keeps]) if self.keeps else ()
-        return (*thin, *(("elect", "normalise") if self.elects else ()), *self.numbers)
+        return (*thin, *(("elect", "normalise") if self.elects else ()),
+                *(("agree",) if self.agrees else ()), *self.numbers)  # fmt: skip
 
 
 ELECTIONS: Final = ("sum", "count")
@@ -65,8 +69,8 @@ COMBINATIONS: Final[Mapping[str, MergeMethod]] = MappingProxyType(
     {
         row.name: row
         for row in (
-            MergeMethod(SUM, "W' = W + Σ sᵢ · (Fᵢ(W) − W): adapters commute", linear=True),
-            MergeMethod(MEAN, "Σ sᵢτᵢ / Σ sᵢ", linear=True),
+            MergeMethod(SUM, "W' = W + Σ sᵢ · (Fᵢ(W) − W): adapters commute", weighs=True, linear=True),
+            MergeMethod(MEAN, "Σ sᵢτᵢ / Σ sᵢ", weighs=True, linear=True),
             MergeMethod("ties", "the largest entries, of the elected sign", keeps="largest", elects=True),
             MergeMethod("dare", "random entries, divided by density", keeps="random"),
             MergeMethod("dare_ties", "dare, of the elected sign", keeps="random", elects=True),
@@ -75,18 +79,17 @@ COMBINATIONS: Final[Mapping[str, MergeMethod]] = MappingProxyType(
             MergeMethod("breadcrumbs", "neither the largest nor the smallest", keeps="middle"),
             MergeMethod("breadcrumbs_ties", "breadcrumbs, of the elected sign", keeps="middle", elects=True),
             MergeMethod("prune", "the largest entries", keeps="largest"),
-            MergeMethod("slerp", "on the arc between two", linear=True, numbers=("t",)),
-            MergeMethod("karcher", "the mean direction on the sphere, times the mean norm"),
-            MergeMethod("model_stock", "mean, scaled by the agreement of directions", linear=True),
-            MergeMethod("consensus", "entries on whose sign enough adapters agree", numbers=("agree",)),
+            MergeMethod("slerp", "on the arc between two", weighs=True, linear=True, directions=True, numbers=("t",)),
+            MergeMethod(
+                "karcher", "the mean direction on the sphere, times the mean norm", weighs=True, directions=True
+            ),
+            MergeMethod("model_stock", "mean, scaled by the agreement of directions", weighs=True, linear=True),
+            MergeMethod("consensus", "entries on whose sign enough adapters agree", agrees=True),
         )
     }
 )
 """The values of `--method` for `combine`; τᵢ = Fᵢ(W) − W. The arithmetic is in engine/combination.py; the proof has
 its own in proof/combination_methods.py."""
-
-UNDIRECTED: Final = ("slerp", "karcher")
-"""Methods on directions, which say nothing of biases and norms."""
 
 ADDED_VECTORS: Final = "biases and norms have no direction: they are added"
 """The note on the changes of biases and norms."""

@@ -1,4 +1,4 @@
-"""Formats names, lists and sizes for messages."""
+"""Texts: names, lists and sizes for messages; JSON, of which untrusted files may have few levels."""
 
 from __future__ import annotations
 
@@ -18,11 +18,27 @@ NUMBER: Final = re.compile(r"(?<![^._/])[0-9]+(?![^._/])")
 """A whole part of a name that is a number: the 12 of `layers.12.attn1`, not the 1."""
 
 
+MOST_JSON_LEVELS: Final = 100  # levels of lists and objects; functions elsewhere recurse once per level
+
 MOST_KINDS: Final = 6
 """The most kinds of names in a regular expression of a message."""
 
 MOST_NUMBERS: Final = 32
 """The most numbers in one place of it; of more all are meant."""
+
+
+def from_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text; ValueError if the text is not JSON or nested too deeply."""
+    try:
+        value = json.loads(text)
+    except RecursionError as e:  # the library's own limit: 990 levels in Python 3.11, thousands from 3.12 on
+        raise ValueError("nested too deeply") from e
+    level = [value]
+    for _ in range(MOST_JSON_LEVELS):
+        level = [item for v in level if type(v) in (dict, list) for item in (v.values() if type(v) is dict else v)]
+        if not level:
+            return value
+    raise ValueError("nested too deeply")
 
 
 def json_text(value: object, *, indent: int | None = None) -> str:

@@ -307,6 +307,14 @@ def test_public_name_of_a_class_is_that_of_one_class() -> None:
     assert {name: where for name, where in places.items() if len(where) > 1} == {}
 
 
+def test_test_modules_are_imported_by_no_module() -> None:
+    """What several of them share is in `tests/kit`, or in a conftest."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        wrong = [name for name in imports(module, path) if re.match(r"tests\.(?:\w+\.)*test_", name)]
+        assert not wrong, f"{module} imports {wrong}"
+
+
 def test_private_names_stay_in_their_module() -> None:
     for module, path in modules():
         for node in nodes(path):

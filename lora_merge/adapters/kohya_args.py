@@ -16,8 +16,7 @@ from typing import Any, Final
 from ..algorithms import Algorithm, Bounds
 from ..errors import InputError
 from ..options import shown
-from ..safe_regex import from_json
-from ..text import Note
+from ..text import Note, from_json
 
 READ_ARGUMENTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {

@@ -23,8 +23,7 @@ from ..files.checkpoint import Index
 from ..files.side_texts import SideText, side_texts
 from ..files.yaml_source import parse
 from ..options import is_finite, shown
-from ..safe_regex import from_json
-from ..text import Note, listed
+from ..text import Note, from_json, listed
 from .modules import SCALE_SLOTS, AdapterFile, Module, group, rank_of
 from .peft.rules import ADAPTER_METADATA, UNTYPED, PeftRules, by_component, rules
 

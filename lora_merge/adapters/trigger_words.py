@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ..files.checkpoint import Index
 from ..options import is_finite
-from ..safe_regex import from_json
+from ..text import from_json
 
 TRIGGERS: Final = ("modelspec.trigger_phrase", "ss_trigger_words", "trigger_word", "trigger_words", "trigger_phrase")
 """Metadata entries that may hold trigger words."""

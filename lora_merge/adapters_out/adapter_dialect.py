@@ -14,7 +14,7 @@ from ..adapter_options import KEEP
 from ..adapters.modules import AdapterFile, Module
 from ..adapters.network_settings import rules_of
 from ..adapters.suffixes import split_parameter
-from ..disk.files import StoredTensor
+from ..dtypes import StoredTensor
 from ..errors import FitError, UsageError
 from ..files.checkpoint import Index
 from ..files.folder_layouts import PEFT_PREFIX

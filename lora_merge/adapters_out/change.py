@@ -16,8 +16,8 @@ from torch import Tensor
 from ..algorithms import ALGORITHMS, DoesNotFit
 from ..algorithms.lora import LORA
 from ..algorithms.whole import FULL
-from ..disk.files import StoredTensor
 from ..disk.reader import Reader
+from ..dtypes import StoredTensor
 from ..engine.combination import total
 from ..engine.fold import StackedPatch, change
 from ..engine.module_change import ModuleChange, formula_of

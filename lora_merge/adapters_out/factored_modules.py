@@ -15,10 +15,9 @@ from typing import Final, NamedTuple, Protocol
 import numpy as np
 
 from ..algorithms import ALGORITHMS
-from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import DTYPE_ROWS, FLOATS, ITEM_BYTES
-from ..engine.coefficients import PRODUCT_METHODS, coefficients
+from ..dtypes import DTYPE_ROWS, FLOATS, ITEM_BYTES, StoredTensor
+from ..engine.coefficients import coefficients
 from ..errors import beyond_dtype, beyond_fp64, not_finite
 from ..matching.patch import Patch, PatchPart
 from ..merge_methods import COMBINATIONS, MEAN, SUM
@@ -244,8 +243,8 @@ class FactoredSums:
         kind = np.float32 if self.job.compute_dtype == "fp32" else np.float64
         groups = groupby(factors, key=lambda f: f.use.patch.adapter)
         summands = [self._summand(target, [*some], kind) for _, some in groups]
-        pairs = inner_products([(s.left, s.right) for s in summands]) if self.job.method in PRODUCT_METHODS else ()
-        weights = coefficients(self.job.method, pairs, [s.strength for s in summands], self.job.numbers)
+        weights = coefficients(self.job.method, lambda: inner_products([(s.left, s.right) for s in summands]),
+                               [s.strength for s in summands], self.job.numbers)  # fmt: skip
         left, right = stacked(
             (s.left if w == 1 else s.left * w, s.right) for s, w in zip(summands, weights, strict=True)
         )

@@ -15,8 +15,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 from ..adapter_options import KEEP
 from ..algorithms import ALGORITHMS
 from ..algorithms.whole import FULL, SET
-from ..disk.files import StoredTensor
-from ..dtypes import DTYPES, FLOATS, ITEM_BYTES, Shape
+from ..dtypes import DTYPES, FLOATS, ITEM_BYTES, Shape, StoredTensor
 from ..errors import FitError
 from ..merge_methods import COMBINATIONS
 from ..text import Note, size

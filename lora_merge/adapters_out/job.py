@@ -166,7 +166,7 @@ def downloaded(
     from ..planning.downloads import fetch_all
 
     size = job.command.plan(job, cache).written
-    return job.moved(fetch_all(needed, (job.output.parent, size), progress, announce))
+    return job.moved(fetch_all(needed, (job.output, size), progress, announce))
 
 
 FILE: Final = ".safetensors"

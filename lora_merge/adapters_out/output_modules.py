@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from ..adapter_options import KEEP
 from ..adapters.modules import BUNDLE, AdapterFile
 from ..disk.draft import Draft, Heap
-from ..disk.files import StoredTensor
+from ..dtypes import StoredTensor
 from ..errors import FitError, InputError
 from ..paths import is_folder
 from ..progress import Counting

@@ -20,9 +20,9 @@ from ..adapters_out.job import AdapterJob
 from ..adapters_out.output_file import CONTENTS
 from ..addresses import with_addresses
 from ..command import Command
-from ..disk.files import StoredTensor, sha256
+from ..disk.files import sha256
 from ..disk.reader import Reader
-from ..dtypes import DTYPES, FLOATS, QUANTISED_DTYPES, Shape
+from ..dtypes import DTYPES, FLOATS, QUANTISED_DTYPES, Shape, StoredTensor
 from ..errors import FitError, UsageError, VerificationFailed
 from ..files.checkpoint import Index, open_checkpoint
 from ..files.formats.output import FILE_FORMATS, FOLDER_FORMATS

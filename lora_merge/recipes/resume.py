@@ -28,9 +28,8 @@ from ..planning.make_plan import open_inputs
 from ..planning.output_files import Contents, differing
 from ..planning.recipe import KEY, STRENGTH_ENTRY, blanks, parsed, recipes
 from ..proof.header_changes import changed_files
-from ..safe_regex import from_json
 from ..sources.outputs import present
-from ..text import listed
+from ..text import from_json, listed
 
 if TYPE_CHECKING:
     from ..adapters_out.job import AdapterJob

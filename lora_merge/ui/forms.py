@@ -5,6 +5,7 @@ Options are rows of the tables of options; no option, default or help is written
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -36,6 +37,9 @@ PLACES: Final = ("overwrite", "strength", "strength_for")
 
 LINES: Final = ("texts", "settings", "entries", "rules")
 """Kinds of options with a value in each line."""
+
+PATHS: Final = ("path", "folder")
+"""Kinds of options with a path."""
 
 READS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({
     "verify": tuple(name for name, option in OPTIONS.items() if option.in_verify),
@@ -251,11 +255,11 @@ def adapter_tables(job: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _adapter(form: CommandForm, place: int, values: Mapping[str, Any], library: Library) -> str | dict[str, Any]:
     """Return an adapter of a job: its path alone, or a table with its strengths."""
     path, table = str(library.path(str(values["path"]))), dict[str, Any]()
-    strength = _number(values.get("strength", 1), f"strength of {form.inputs.lower()} {place}")
+    strength = _number(values.get("strength", 1), f"strength of adapter {place}")
     if form.strengths and strength != 1:
         table["strength"] = strength
     parts = {
-        str(part): str(factor) if part == BLOCK_WEIGHTS else _number(factor, f"strength for {part}")
+        str(part): str(factor) if part == BLOCK_WEIGHTS else _number(factor, f"strength for {part} of adapter {place}")
         for part, factor in (values.get("strength_for") or {}).items()
     }
     if form.parts and parts:
@@ -272,10 +276,42 @@ def _number(value: Any, where: str) -> float:
 
 def _value(row: Option, text: str, library: Library) -> Any:
     """Return the value of an option from the text of its field."""
-    if row.kind == "path" or (row.kind == "folder" and text not in TOKENIZERS):
+    if row.kind in PATHS and not (row.name == "tokenizer" and text in TOKENIZERS):
         return str(library.path(text))
     words = [line.strip() for line in text.splitlines() if line.strip()] if row.kind in LINES else [text]
     return value_of(row, words)
+
+
+# The field that an error is about.
+
+NAMED: Final = re.compile(r"--([a-z-]+)|\(([a-z_]+)\)|(?:^|\s)([a-z_]+):")
+"""An option in the `where` of an error: --seed, density 7 (density), rounding: …"""
+
+STRENGTH: Final = re.compile(r"strength(?: of| for|_for).*?(?: of adapter ([0-9]+))?")
+"""A strength in the `where` of an error, and perhaps the number of its adapter."""
+
+
+def place_of(where: str, values: Mapping[str, Any], library: Library) -> str:
+    """Return the field of a filled form that an error is about: an option, `output`, `base`, `product` or `adapters.0`;
+    "" if its `where` names none."""
+    form, adapters = FORMS.get(str(values.get("command"))), [*(values.get("adapters") or ())]
+    if form is None:
+        return ""
+    named = [name.replace("-", "_") for names in NAMED.findall(where) for name in names if name]
+    if option := next((name for name in named if name in form.options), ""):
+        return option
+    # Strengths are parts of their adapter.
+    if strength := STRENGTH.fullmatch(where):
+        parts = (n for n, a in enumerate(adapters) if any(part in where for part in a.get("strength_for") or ()))
+        return f"adapters.{int(strength[1]) - 1 if strength[1] else next(parts, 0)}"
+    # The output, which may be where an input is; else the longest path.
+    if (name := str(values.get("output") or "")) and (where == name or str(library.output / name) in where):
+        return "output"
+    paths = {"product": values.get("product"), "base": values.get("base")}
+    paths |= {f"adapters.{n}": adapter.get("path") for n, adapter in enumerate(adapters)}
+    paths |= {n: (values.get("options") or {}).get(n) for n, row in form.options.items() if row.kind in PATHS}
+    named = [place for place, path in paths.items() if path and str(path) in where]
+    return max(named, default="", key=lambda place: len(paths[place]))
 
 
 # A job as other forms of itself.

@@ -18,8 +18,8 @@ from ..adapters.peft.rules import PeftRules
 from ..adapters.suffixes import split_parameter
 from ..adapters_out.groups import rank_of_change
 from ..change_statistics import Groups
-from ..disk.files import StoredTensor
 from ..disk.reader import Reader
+from ..dtypes import StoredTensor
 from ..engine.change_norms import Replaced, runs, values
 from ..engine.module_change import NOISE_SHARE, ModuleChange
 from ..engine.tensors import Fetch, TensorCache
