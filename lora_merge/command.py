@@ -8,12 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from .options import Option
-
-if TYPE_CHECKING:
-    from .job import Adapter
 
 MERGE: Final = "merge"
 """The command that is meant where none is named."""
@@ -28,41 +25,6 @@ checkpoint, which takes the place of one adapter."""
 Torch: TypeAlias = Literal["first", "beside", "rarely"]
 """When a process that only runs the command loads torch: before anything else, beside the opening of inputs, or only
 if a layer needs it."""
-
-
-class AnyJob(Protocol):
-    """What the checked jobs of all commands have, those that merge and those that write an adapter."""
-
-    @property
-    def base(self) -> Path | None: ...
-    @property
-    def adapters(self) -> tuple[Adapter, ...]: ...
-    @property
-    def output(self) -> Path: ...
-    @property
-    def output_name(self) -> str: ...
-    @property
-    def paths(self) -> tuple[Path, ...]: ...
-    @property
-    def map(self) -> Path | None: ...
-    @property
-    def tokenizer(self) -> str | None: ...
-    @property
-    def max_memory(self) -> int: ...
-    @property
-    def max_vram(self) -> int | None: ...
-
-    def changed(self, **options: Any) -> AnyJob:
-        """Return the job with other values of options that all commands have."""
-        ...
-
-    def moved(self, places: Mapping[Path, Path]) -> AnyJob:
-        """Return the job with other paths of its inputs."""
-        ...
-
-    def without(self, option: str, part: str) -> AnyJob:
-        """Return the job without a part of the model that an option names."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)

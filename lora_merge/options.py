@@ -319,6 +319,13 @@ def pairs(value: Any, where: str) -> list[tuple[str, Any]]:
     return entries
 
 
+def without_part(parts: Any, part: str) -> Any:
+    """Return the parts of the model that an option names, or pairs of a part and a value, without one of them."""
+    if isinstance(parts, Mapping):
+        return {name: value for name, value in parts.items() if name != part}
+    return tuple(name for name in parts if part not in (name, name[0] if isinstance(name, tuple) else name))
+
+
 def checked(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return all options, with defaults for those not given; UsageError for an unknown name or a wrong value.
 

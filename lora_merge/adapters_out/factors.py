@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
 
@@ -152,8 +152,8 @@ def effect_of_product(left: Like, right: Like) -> Effect:
 
 
 def _zeros(like: Rows, rows: int, cols: int) -> Rows:
-    zeros: Rows = like.new_zeros(rows, cols) if hasattr(like, "new_zeros") else np.zeros((rows, cols), like.dtype)
-    return zeros
+    zeros = like.new_zeros(rows, cols) if hasattr(like, "new_zeros") else np.zeros((rows, cols), like.dtype)
+    return cast("Rows", zeros)
 
 
 def shortest(left: Rows, right: Rows) -> tuple[Rows, Rows]:

@@ -16,11 +16,11 @@ from ..command import Command, Request, Rows
 from ..dtypes import QUANTISED_DTYPES
 from ..errors import FitError, UsageError
 from ..files.checkpoint import FOLDER_CONFIGS, MLX_FILE
-from ..job import Adapter, Job, make_job, without_part
+from ..job import Adapter, Job, make_job
 from ..merge_methods import COMBINATIONS, SAME_COMBINATION, SUM
 from ..method_parameters import PARAMETER_NAMES, MethodParameters, numbers_of
 from ..models.part_factors import parts
-from ..options import MEANT, OPTIONS, dtype_name, pairs, shown
+from ..options import MEANT, OPTIONS, dtype_name, pairs, shown, without_part
 from ..paths import absolute, is_file, is_folder, names_folder, output_file, output_path
 from ..text import plural
 from .dialects import DIALECTS, OF_INPUT, Dialect, stated_dialect
@@ -113,31 +113,6 @@ class AdapterJob:
         return self.inputs.adapters
 
     @property
-    def output_name(self) -> str:
-        """The output as users name it."""
-        return self.inputs.output_name
-
-    @property
-    def map(self) -> Path | None:
-        """The table of names of a model that is not known."""
-        return self.inputs.map
-
-    @property
-    def tokenizer(self) -> str | None:
-        """Whose tokenizer an output folder gets."""
-        return self.inputs.tokenizer
-
-    @property
-    def max_memory(self) -> int:
-        """The limit of the host memory for weights in flight, in bytes."""
-        return self.inputs.max_memory
-
-    @property
-    def max_vram(self) -> int | None:
-        """The same for the memory of a GPU."""
-        return self.inputs.max_vram
-
-    @property
     def paths(self) -> tuple[Path, ...]:
         """The adapters, and the base if it is read."""
         return (*(a.path for a in self.adapters), *([] if self.base is None else [self.base]))
@@ -153,11 +128,13 @@ class AdapterJob:
 
     def moved(self, places: Mapping[Path, Path]) -> AdapterJob:
         """Return the job with other paths of its inputs."""
-        return replace(self, inputs=self.inputs.moved(places), base=self.base and places.get(self.base, self.base))
+        from ..planning.downloads import job_at  # imported here: `--help` has no use for it
+
+        return replace(self, inputs=job_at(self.inputs, places), base=self.base and places.get(self.base, self.base))
 
     def without(self, option: str, part: str) -> AdapterJob:
-        """Return the job without a part of the model that an option names."""
-        job = replace(self, inputs=self.inputs.without(option, part))
+        """Return the job without a part of the model that an option of its own names."""
+        job = self
         if option in ("include", "exclude"):
             job = replace(job, **{option: without_part(getattr(job, option), part)})
         elif option == "rank_for":

@@ -67,7 +67,7 @@ def survey(
     if former is not None:
         former.checkpoints(path for entry in entries for path in entry.sources)
     surveyor = _Surveyor(outputs, workers, former or FormerPlans())
-    for level, some in enumerate(_levels(entries, {e.number: outputs.maker(e.job.base) for e in entries})):
+    for level, some in enumerate(_levels(entries, {e.number: outputs.maker(e.base) for e in entries})):
         for entry in some:
             surveyor.plan(entry, level)
     surveyor.check_defaults()
@@ -133,7 +133,7 @@ class _Sources:
         self.readers: dict[Path, list[BatchJob]] = {}  # path → jobs that read it
         for s in planned:
             table = s.entry.job.map
-            for path in (*s.entry.job.paths, *([] if table is None else [table])):
+            for path in (*s.entry.inputs, *([] if table is None else [table])):
                 self.readers.setdefault(path, []).append(s.entry)
         for path in [*self.readers]:
             with suppress(MergeError, OSError):  # the failure of the jobs that read it
@@ -176,9 +176,9 @@ class _Sources:
 
     def _remade(self, reader: BatchJob, path: Path, writer: BatchJob) -> bool:
         """Return whether the writer makes the base of a job: what is there now is of an earlier run."""
-        if not reader.command.merges or path not in (reader.merge.base, of_index(reader.merge.base)):
+        if not reader.command.merges or path not in (reader.job.base, of_index(reader.job.base)):
             return False
-        return self.outputs.maker(reader.merge.base) is writer and is_ours(writer.job.output)
+        return self.outputs.maker(reader.job.base) is writer and is_ours(writer.job.output)
 
     def _entered(self) -> Iterator[str]:
         """Yield a line for each output in a model folder that another job reads."""
@@ -277,11 +277,11 @@ class _Surveyor:
         planned = self._merge(entry, level) if entry.command.merges else self._adapter(entry, level)
         if not (planned.done and entry.redo):
             return planned
-        return replace(planned, entry=replace(entry, job=entry.job.changed(overwrite=True)), done=False)
+        return replace(planned, entry=entry.changed(overwrite=True), done=False)
 
     def _merge(self, entry: BatchJob, level: int) -> PlannedJob:
         """Plan a job that merges."""
-        job, maker = entry.merge, self._running(self.outputs.maker(entry.merge.base))
+        job, maker = entry.job, self._running(self.outputs.maker(entry.job.base))
         blank = PlannedJob(entry, level, None if maker is None else maker.number)
         try:
             self.grounded[entry.number] = self._grounded(job)
@@ -304,21 +304,21 @@ class _Surveyor:
     def _adapter(self, entry: BatchJob, level: int) -> PlannedJob:
         """Plan a job that writes an adapter; it is made by itself."""
         blank = PlannedJob(entry, level, together=("by itself", entry.number))
-        command, job = entry.command, entry.job
+        command, job = entry.command, entry.checked
         try:
-            for path in job.paths:
+            for path in entry.inputs:
                 maker = self.outputs.maker(path)
                 if maker is not None and maker.number != entry.number:  # the plan says that an input is its own output
                     raise UsageError("an input is the output of another job", f"{path}, made by {maker.where}",
                                      "write it into a jobs file of its own, to be run after this one")  # fmt: skip
-            plan = command.plan(job.changed(overwrite=True), self.opened)
+            plan = command.plan(entry.changed(overwrite=True).checked, self.opened)
             size, effort = plan.written, int(plan.weights * command.effort)
-            done = is_adapter_done(entry.adapter, self.hashes)
+            done = is_adapter_done(job, self.hashes)
         except MergeError as e:
             return replace(blank, error=e.reword(in_jobs_file))
         replaces = min(_size(job.output), size)
         return replace(
-            blank, size=size, effort=effort, needs_disk=size, replaces=replaces, memory=job.max_memory, done=done
+            blank, size=size, effort=effort, needs_disk=size, replaces=replaces, memory=entry.job.max_memory, done=done
         )
 
     def _shares(self, folder: Path, base: Path) -> bool:

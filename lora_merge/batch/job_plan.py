@@ -96,6 +96,6 @@ def _plan(s: PlannedJob, disk: Mapping[str, Any] | None) -> JobPlan:
     ]
     return JobPlan(
         s.entry.number, s.entry.where, job.output_name, s.entry.command.name,
-        None if job.base is None else str(job.base), adapters,
+        None if s.entry.base is None else str(s.entry.base), adapters,
         "failed" if s.error else "done" if s.done else "to run", s.size, s.memory, s.effort, disk, s.error,
     )  # fmt: skip

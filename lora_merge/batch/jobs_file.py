@@ -14,22 +14,23 @@ from functools import cached_property
 from math import prod
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
 from ..adapter_arguments import in_jobs_file
 from ..addresses import downloads_folder, downloads_in, is_spelled_out, output_address, parse
-from ..command import MERGE, AnyJob, Command
+from ..command import MERGE, Command
 from ..errors import MergeError, UsageError
 from ..files.yaml_source import Document, Place
 from ..job import TOKENIZERS, Adapter, Job, validated
 from ..merge_methods import METHODS, SUM
 from ..method_parameters import PARAMETER_NAMES
 from ..models.parts import as_typed
-from ..options import BLOCK_WEIGHTS, number, shown
+from ..options import BLOCK_WEIGHTS, number, shown, without_part
 from ..paths import ENDINGS, exists, expand, home, is_file, of_index, with_ending
 from ..planning.checkpoint_cache import CheckpointCache
+from ..planning.downloads import job_at
 from ..planning.plan import protected
 from ..recipes.commands import COMMANDS
 from ..sources.inputs import locate
@@ -63,37 +64,53 @@ class BatchJob:
 
     number: int  # from 1, in the order of the file
     command: Command
-    job: AnyJob
+    job: Job  # of a command that writes an adapter what it shares with merging
     where: str  # "jobs.yaml:12 (jobs[3])"
     redo: bool = False  # whether it is made again where its output is there, by the same recipe
+    adapter: AdapterJob | None = None  # of such a command, with the rest
     template: str = ""  # a name for its output with every name of its matrix, such as {lora.stem}-{strength}
     usual: frozenset[tuple[str, str]] = frozenset()  # (option, part) of the defaults, which may fit other jobs only
     idle: tuple[str, ...] = ()  # those of them that are left out, as typed: they have no effect on this job
 
     @property
-    def merge(self) -> Job:
-        """The job of a command that merges."""
-        return cast("Job", self.job)
+    def checked(self) -> Any:
+        """The job as its command takes it."""
+        return self.job if self.adapter is None else replace(self.adapter, inputs=self.job)
 
     @property
-    def adapter(self) -> AdapterJob:
-        """The job of a command that writes an adapter."""
-        return cast("AdapterJob", self.job)
+    def base(self) -> Path | None:
+        """The base, if one is read."""
+        return self.job.base if self.adapter is None else self.adapter.base
 
-    def at(self, places: Mapping[Path, Path]) -> BatchJob:
-        """Return the job with other paths of its inputs."""
-        return replace(self, job=self.job.moved(places))
-
-    def without(self, option: str, part: str) -> BatchJob:
-        """Return the job without a part of its defaults that has no effect on it."""
-        job = self.job.without(option.lstrip("-").replace("-", "_"), part)
-        idle = (*self.idle, f"{option} {as_typed(part)}")
-        return replace(self, job=job, usual=self.usual - {(option, part)}, idle=idle)
+    @property
+    def inputs(self) -> tuple[Path, ...]:
+        """The base and the adapters."""
+        return (*([] if self.base is None else [self.base]), *(a.path for a in self.job.adapters))
 
     @property
     def sources(self) -> tuple[Path, ...]:
         """All paths that are read: the inputs, the configurations of adapters, the name table."""
-        return (*map(of_index, self.job.paths), *protected(self.job))
+        return (*map(of_index, self.inputs), *protected(self.job))
+
+    def changed(self, **options: Any) -> BatchJob:
+        """Return the job with other values of options that all commands have."""
+        return replace(self, job=replace(self.job, **options))
+
+    def at(self, places: Mapping[Path, Path]) -> BatchJob:
+        """Return the job with other paths of its inputs."""
+        adapter = None if self.adapter is None else self.adapter.moved(places)
+        return replace(self, job=job_at(self.job, places), adapter=adapter)
+
+    def without(self, option: str, part: str) -> BatchJob:
+        """Return the job without a part of its defaults that has no effect on it."""
+        name, changes = option.lstrip("-").replace("-", "_"), dict[str, Any]()
+        if name == "strength_for":
+            changes["adapters"] = tuple(replace(a, parts=without_part(a.parts, part)) for a in self.job.adapters)
+        elif name == "keep_precision":
+            changes[name] = without_part(self.job.keep_precision, part)
+        adapter = None if self.adapter is None else self.adapter.without(name, part)
+        return replace(self.changed(**changes), adapter=adapter, usual=self.usual - {(option, part)},
+                       idle=(*self.idle, f"{option} {as_typed(part)}"))  # fmt: skip
 
 
 def load(
@@ -181,11 +198,12 @@ class _Loader:
             place: Place = ("jobs", n)
             for values in self._combinations(place, entry, axes[n], first=many):
                 before = len(self.mistakes)
-                job = self._job(place, entry, defaults, values)
-                if job is not None and len(self.mistakes) == before:
-                    number, where = len(entries) + 1, self._where(place)
-                    entries.append(BatchJob(number, _command(entry, defaults), job, where, template=distinct(values),
-                                            usual=_usual(entry, defaults)))  # fmt: skip
+                checked = self._job(place, entry, defaults, values)
+                if checked is not None and len(self.mistakes) == before:
+                    command = _command(entry, defaults)
+                    job, adapter = (checked, None) if command.merges else (checked.inputs, checked)
+                    entries.append(BatchJob(len(entries) + 1, command, job, self._where(place), adapter=adapter,
+                                            template=distinct(values), usual=_usual(entry, defaults)))  # fmt: skip
                 if len(self.mistakes) > MOST_MISTAKES:
                     break
         if self.mistakes or (self.document is not None and self.document.mistakes):
@@ -305,7 +323,7 @@ class _Loader:
                 self._note((*place, n), "an empty row would exclude every job")
         return rows
 
-    def _job(self, place: Place, entry: JobEntry, defaults: JobDefaults, values: Mapping[str, str]) -> AnyJob | None:
+    def _job(self, place: Place, entry: JobEntry, defaults: JobDefaults, values: Mapping[str, str]) -> Any:
         """Return one combination as a job. After a mistake, which is noted, the result is None or must not be used."""
         base = entry.base or defaults.base
         adapters = (defaults.adapters if entry.adapters is None else entry.adapters) or []
@@ -342,8 +360,7 @@ class _Loader:
                 raise UsageError(
                     f"{command.name} takes one adapter", plural(len(refs), "adapter"), "write a job for each"
                 )
-            job: AnyJob = command.job(tuple(refs), output, path, {**options, "strength_for": parts}, self.opened)
-            return job
+            return command.job(tuple(refs), output, path, {**options, "strength_for": parts}, self.opened)
         return None
 
     def _options(
@@ -472,8 +489,8 @@ def with_endings(entries: Sequence[BatchJob]) -> tuple[BatchJob, ...]:
     waiting: dict[Path, list[BatchJob]] = defaultdict(list)
     ready, by_number = deque[BatchJob](), {e.number: e for e in entries}
     for e in entries:
-        if e.command.merges and not exists(e.merge.base):
-            waiting[e.merge.base].append(e)
+        if e.command.merges and not exists(e.job.base):
+            waiting[e.job.base].append(e)
         else:
             ready.append(e)
     while waiting and ready:
@@ -481,7 +498,7 @@ def with_endings(entries: Sequence[BatchJob]) -> tuple[BatchJob, ...]:
         for name in (output, output.with_suffix("")) if output.suffix in ENDINGS else (output,):
             for e in waiting.pop(name, ()):
                 file = output.suffix in ENDINGS or is_file(output)
-                job = e.job.changed(base=output, output=with_ending(e.job.output) if file else e.job.output)
-                by_number[e.number] = replace(e, job=job)
+                completed = with_ending(e.job.output) if file else e.job.output
+                by_number[e.number] = e.changed(base=output, output=completed)
                 ready.append(by_number[e.number])
     return tuple(by_number.values())

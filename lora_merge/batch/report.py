@@ -179,7 +179,7 @@ def ended(entry: BatchJob, status: Status, **more: Any) -> JobReport:
     """Return the report of a job that ended, with what the job states."""
     if entry.command.merges:
         more |= {
-            "base": entry.merge.base.name,
+            "base": entry.job.base.name,
             "adapters": tuple((a.path.name, a.strength) for a in entry.job.adapters),
         }
     return JobReport(entry.number, entry.where, entry.job.output_name, status, **more)

@@ -79,7 +79,7 @@ def _bounded(entry: BatchJob, workers: int) -> BatchJob:
     """Return the job with a worker's share of both bounds on memory: all workers may be at one GPU."""
     vram = entry.job.max_vram
     share = None if vram is None else vram // workers
-    return replace(entry, job=entry.job.changed(max_memory=entry.job.max_memory // workers, max_vram=share))
+    return entry.changed(max_memory=entry.job.max_memory // workers, max_vram=share)
 
 
 def _once(
@@ -103,8 +103,8 @@ def _once(
 
 def _needed(entry: BatchJob, opened: CheckpointCache, hashes: Hashes) -> Plan | None:
     """Return the plan for a job; None if its output is there and is not to be made again."""
-    plan: Plan = entry.command.plan(entry.merge, opened)
-    return None if not entry.redo and is_done(entry.merge, contents(plan), opened, hashes) else plan
+    plan: Plan = entry.command.plan(entry.job, opened)
+    return None if not entry.redo and is_done(entry.job, contents(plan), opened, hashes) else plan
 
 
 def _caught_report(entry: BatchJob, hashes: Hashes, progress: Progress, tries: int) -> JobReport:
@@ -112,8 +112,8 @@ def _caught_report(entry: BatchJob, hashes: Hashes, progress: Progress, tries: i
     started = time.monotonic()
 
     def make() -> AdapterReport | None:
-        skipped = not entry.redo and is_adapter_done(entry.adapter, hashes)
-        return None if skipped else entry.command.run(entry.job, progress, None)
+        skipped = not entry.redo and is_adapter_done(entry.checked, hashes)
+        return None if skipped else entry.command.run(entry.checked, progress, None)
 
     result = _caught(make)
     seconds = time.monotonic() - started

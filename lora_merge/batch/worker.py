@@ -89,7 +89,7 @@ def _on_gpu(entry: BatchJob, number: int) -> BatchJob:
 
     if not entry.command.merges:
         return entry
-    return replace(entry, job=entry.job.changed(device=nth_device(entry.merge.device, number)))
+    return entry.changed(device=nth_device(entry.job.device, number))
 
 
 def _send(reports: BinaryIO, message: Any) -> None:

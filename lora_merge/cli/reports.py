@@ -517,7 +517,7 @@ def planned_job(s: PlannedJob, total: int) -> str:
     """Return the line of a job in a dry run: what would become of it, and what it merges with which strengths."""
     fate = "cannot run" if s.error is not None else SKIPPED if s.done else f"would write {size(s.size)}"
     job, command = s.entry.job, s.entry.command
-    base = [] if job.base is None else [input_name(job.base)]
+    base = [] if s.entry.base is None else [input_name(s.entry.base)]
     what = f"{command.typed} ".lstrip()
     return f"[{s.entry.number}/{total}] {fate}  {nearest(job.output_name)}  {what}" + " + ".join([*base, *_adapters(s)])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -78,4 +79,10 @@ def downloaded_paths(
 def downloaded_job(job: Job, progress: Progress, announce: Announce | None = None) -> Job:
     """Return a job whose inputs are on this machine, see `downloaded_paths`."""
     adapters = [ref.path for ref in job.adapters]
-    return job.moved(downloaded_paths([job.base], adapters, progress=progress, announce=announce))
+    return job_at(job, downloaded_paths([job.base], adapters, progress=progress, announce=announce))
+
+
+def job_at(job: Job, places: Mapping[Path, Path]) -> Job:
+    """Return a job with other paths of its inputs."""
+    adapters = tuple(replace(ref, path=places.get(ref.path, ref.path)) for ref in job.adapters)
+    return replace(job, base=places.get(job.base, job.base), adapters=adapters)

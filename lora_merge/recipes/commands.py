@@ -279,7 +279,6 @@ def command_of(output: Path) -> Command:
 class Replay:
     """What writes an output a second time."""
 
-    command: Command
     run: Callable[[Progress], Any]
     """Writes it; returns the report."""
     plan: Plan | None
@@ -296,9 +295,9 @@ def again(written: Path, output: str | Path, search: Sequence[Path] = (), **opti
         from ..engine.merge import run
 
         plan = admit(plan_again(written, output, search, **options))
-        return Replay(command, partial(run, plan), plan)
+        return Replay(partial(run, plan), plan)
     job = job_again(command, written, output, search, **options)
-    return Replay(command, lambda progress: command.run(job, progress, None), None)
+    return Replay(lambda progress: command.run(job, progress, None), None)
 
 
 def proof_of(

@@ -277,5 +277,5 @@ def _pictured(run: Run) -> dict[str, Any]:
 
     (loaded,) = load([runnable(run.job)], overwrite=True)
     if isinstance(run.result, AdapterReport):
-        return pictured_adapter(run.result, loaded.job.paths)
-    return pictured_merge(run.result, plan_merge(loaded.merge, dry=True))
+        return pictured_adapter(run.result, loaded.checked.paths)
+    return pictured_merge(run.result, plan_merge(loaded.job, dry=True))

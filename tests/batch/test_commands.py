@@ -19,6 +19,7 @@ from lora_merge.errors import UsageError
 from lora_merge.options import OPTIONS
 from lora_merge.planning import make_plan
 from lora_merge.recipes.commands import COMMANDS
+from lora_merge.typed_options import Defaults
 from tests.kit.adapters import kohya
 from tests.kit.command_line import run
 from tests.kit.files import load, save
@@ -44,6 +45,7 @@ def batch(folder: Path, *jobs: dict[str, Any], **more: Any) -> Path:
 
 def test_tables_fit_together() -> None:
     assert {name for row in COMMANDS.values() for name in row.fields} <= {*OPTIONS, *ADAPTER_OPTIONS}
+    assert Defaults.__annotations__["command"].__forward_arg__ == f"Literal{[*COMMANDS]} | None"
 
 
 @pytest.mark.slow
@@ -163,7 +165,7 @@ def test_unmerge_in_a_batch_computes_as_the_recipe_says(files: Path) -> None:
     lora_merge.merge(files / "base.safetensors", (a, 0.5), merged, compute_dtype="fp64")
     job = {"command": "unmerge", "base": str(merged), "adapters": [f"{a}:0.5"], "output": "back.safetensors"}
     (entry,), (plan,) = load_jobs(batch(files, job)), lora_merge.plan_batch(batch(files, job))
-    assert (entry.merge.compute_dtype, [ref.strength for ref in entry.job.adapters]) == ("fp64", [-0.5])
+    assert (entry.job.compute_dtype, [ref.strength for ref in entry.job.adapters]) == ("fp64", [-0.5])
     assert (plan.status, plan.command) == ("to run", "unmerge")
 
 
