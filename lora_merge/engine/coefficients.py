@@ -75,7 +75,7 @@ def _model_stock(between: Products, strengths: Sequence[float], _: MethodParamet
     return [stock * sum(strengths) / count / count] * count
 
 
-def _karcher(between: Products, strengths: Sequence[float], _: MethodParameters) -> list[float]:
+def _karcher(between: Products, strengths: Sequence[float], __: MethodParameters) -> list[float]:
     """Return cᵢ of the Karcher mean of the directions, times the mean of the norms; a change of zeros has no direction.
 
     The mean and every tangent at it are weighted sums of the changes, so the scalar products of all pairs are enough.
