@@ -50,7 +50,7 @@ OF_BATCH: Final = ("overwrite", "card")
 _OPTION: Final = (
     r"(?<![\w-])(?:--(?P<flag>[a-z][a-z-]*)|-o)(?![\w-])"
     r"(?: (?!(?:or|and|to|is|too|out|that|makes|gives|writes|leaves|if|names|keeps|was|must|needs|has|shows|instead)\b)"
-    r"(?P<value>'[^']*'|\"[^\"]*\"|[^\s,;]*[^\s,;:.])(?: or (?P<other>[a-z][\w.]*)(?=$|[,;]))?)?"
+    r"(?P<value>'[^']*'|\"[^\"]*\"|[^\s;]*[^\s,;:.])(?: or (?P<other>[a-z][\w.]*)(?=$|[,;]))?)?"
 )
 """An option in a message, and its value where one follows; -o is the output."""
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from numbers import Real
 from os import PathLike, sep
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from .adapter_arguments import adapter_path
 from .addresses import downloads_in, with_addresses
@@ -50,6 +50,9 @@ from .paths import (
 )
 from .safe_regex import Refused, Steps
 from .text import Shown, plural
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _BLOCK: Final = r"(?:[A-Z]{1,8}|[A-Za-z]{1,8}[0-9]{1,4})"
 _RANGE: Final = rf"{_BLOCK}(?:-(?:{_BLOCK}|[0-9]{{1,4}}))?"
@@ -156,6 +159,34 @@ class Job(Shown):
     def output_name(self) -> str:
         """The output as users name it: a path, or the address that its local copy is uploaded to."""
         return with_addresses(str(self.output))
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The base and the adapters."""
+        return (self.base, *(a.path for a in self.adapters))
+
+    def changed(self, **options: Any) -> Self:
+        """Return the job with other values of options."""
+        return replace(self, **options)
+
+    def moved(self, places: Mapping[Path, Path]) -> Self:
+        """Return the job with other paths of its inputs."""
+        adapters = tuple(replace(ref, path=places.get(ref.path, ref.path)) for ref in self.adapters)
+        return replace(self, base=places.get(self.base, self.base), adapters=adapters)
+
+    def without(self, option: str, part: str) -> Self:
+        """Return the job without a part of the model that an option names."""
+        if option == "strength_for":
+            return replace(self, adapters=tuple(replace(a, parts=without_part(a.parts, part)) for a in self.adapters))
+        patterns = without_part(self.keep_precision, part) if option == "keep_precision" else self.keep_precision
+        return replace(self, keep_precision=patterns)
+
+
+def without_part(parts: Any, part: str) -> Any:
+    """Return the parts of the model that an option names, or pairs of a part and a value, without one of them."""
+    if isinstance(parts, Mapping):
+        return {name: value for name, value in parts.items() if name != part}
+    return tuple(name for name in parts if part not in (name, name[0] if isinstance(name, tuple) else name))
 
 
 @dataclass(frozen=True, repr=False)

@@ -160,7 +160,7 @@ NAMING = (
 """Tables that say which formula a name or a configuration means, and the proof's own."""
 
 WORDS = {("batch/schema_errors.py", "lora"), ("report.py", "full"), ("options.py", "full"), ("comfyui/loaders.py", "lora"),
-         ("files/pickle_scan.py", "set"), ("files/gguf/adapter.py", "lora"), ("files/pickles.py", "lora"), ("proof/verify.py", "full"), ("recipes/replay.py", "full"), ("adapters_out/metadata.py", "lora_bias"), ("adapters_out/commands.py", "lora"), ("adapters/network_settings.py", "lora"), ("adapters/network_settings.py", "loha"),
+         ("files/pickle_scan.py", "set"), ("files/gguf/adapter.py", "lora"), ("files/pickles.py", "lora"), ("proof/verify.py", "full"), ("recipes/replay.py", "full"), ("adapters_out/metadata.py", "lora_bias"), ("recipes/commands.py", "lora"), ("adapters/network_settings.py", "lora"), ("adapters/network_settings.py", "loha"),
          ("adapters/network_settings.py", "lokr")}  # fmt: skip
 """Strings that are spelled like an algorithm and name something else: a file, a key, a kind of proof, a value of --algorithm, Python's set."""
 
@@ -305,6 +305,14 @@ def test_public_name_of_a_class_is_that_of_one_class() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(module)
     assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
+def test_test_modules_are_imported_by_no_module() -> None:
+    """What several of them share is in `tests/kit`, or in a conftest."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        wrong = [name for name in imports(module, path) if re.match(r"tests\.(?:\w+\.)*test_", name)]
+        assert not wrong, f"{module} imports {wrong}"
 
 
 def test_private_names_stay_in_their_module() -> None:

@@ -21,7 +21,6 @@ from ..engine.coefficients import coefficients
 from ..errors import beyond_dtype, beyond_fp64, not_finite
 from ..matching.patch import Patch, PatchPart
 from ..merge_methods import COMBINATIONS, MEAN, SUM
-from ..models.weights import RowSlice
 from ..text import Note
 from .dialects import Dialect
 from .factors import (
@@ -33,6 +32,9 @@ from .factors import (
     decomposing,
     exact,
     inner_products,
+    placed,
+    shortest,
+    spread,
     squares_of,
     stacked,
     truncated,
@@ -255,13 +257,13 @@ class FactoredSums:
         lefts, rights = list[Array](), list[Array]()
         for use, up, down, kinds, scale in factors:
             left, right = widened(up, kinds[0], kind) * kind(scale), widened(down, kinds[1], kind)
-            left, right = _short(left, right)
+            left, right = shortest(left, right)
             left = left[use.start : use.start + use.piece.rows]
             if use.piece.transposed:
-                left, right = right.T, _across(left.T, use.piece)
+                left, right = right.T, spread(left.T, use.piece)
             if use.strength != first.strength:
                 left = left * (use.strength / first.strength)
-            lefts.append(_placed(left, use.piece.start, out))
+            lefts.append(placed(left, use.piece.start, out))
             rights.append(right.reshape(len(right), width))
         pair = (lefts[0], rights[0]) if len(factors) == 1 else (np.concatenate(lefts, 1), np.concatenate(rights))
         return Summand(first.patch.adapter, first.strength, *pair)
@@ -276,32 +278,6 @@ def has_factors(patch: Patch) -> bool:
     dtypes = {patch.module.slots[slot].dtype for slot in ("up", "down") if slot in patch.module.slots}
     plain = patch.algorithm == FACTORS and is_plain(patch) and patch.magnitude is None and not patch.reads_base
     return plain and dtypes <= FLOATS
-
-
-def _short(left: Array, right: Array) -> tuple[Array, Array]:
-    """Return factors of the same product with no more columns than the product can have ranks."""
-    out, cols = len(left), right.shape[1]
-    if left.shape[1] <= min(out, cols):
-        return left, right
-    identity, product = np.eye(min(out, cols), dtype=left.dtype), left @ right
-    return (identity, product) if out <= cols else (product, identity)
-
-
-def _across(values: Array, piece: RowSlice) -> Array:
-    """Return rows of a change of a transposed slice as wide as the stored rows, with zeros in other columns."""
-    if piece.columns is None:
-        return values
-    whole = np.zeros((len(values), piece.cols), values.dtype)
-    whole[:, piece.across] = values
-    return whole
-
-
-def _placed(rows: Array, start: int, out: int) -> Array:
-    if len(rows) == out:
-        return rows
-    whole = np.zeros((out, rows.shape[1]), rows.dtype)
-    whole[start : start + len(rows)] = rows
-    return whole
 
 
 def _norms(summands: Iterable[Summand], target: Target) -> dict[str, Norms]:

@@ -268,7 +268,8 @@ class Converter:
         self.forget()
         return [
             with_change(
-                as_table(stored, self.to, table=is_table(filled.place, filled.shares)), measured=self.job.combines
+                as_table(stored, self.to, table=is_table(filled.place, filled.shares)),
+                measured=self.job.command.combines,
             )
             for filled, stored in zip(group, modules, strict=True)
         ]
@@ -551,7 +552,9 @@ def computed(
     changed = with_biases(changed, all_modules, to, renewed if at_hand else None, put)
     whole = completed(changed, all_modules, to, here.value if at_hand else None, put)
     cache = cache_of(job, reader, sources)
-    embeddings = [] if job.combines else [entry(i.name, cache.fetch(i)) for i in bundled(sources.adapters[0], to)]
+    embeddings = (
+        [] if job.command.combines else [entry(i.name, cache.fetch(i)) for i in bundled(sources.adapters[0], to)]
+    )
     return WrittenModules(changed, whole, zeros, embeddings, notes)
 
 

@@ -453,7 +453,7 @@ def prove_conversion(claim: ConversionClaims, reader: Reader, path: Path, begin:
         expected, comparisons = Expectation(job, sources), list[Comparison]()
         for target in sources.targets:
             stated = Stated(worst, lost.get(target.key, 0.0), at_most=True)
-            if not job.combines:
+            if not job.command.combines:
                 numbers, nbytes = _cost(target, sides.outputs.get(target.key))
                 squares = partial(_converted, target, stated, sides)
                 comparisons.append(Comparison(target.key, numbers, nbytes, stated, squares))

@@ -51,9 +51,8 @@ class Batch:
     def downloads(self) -> Mapping[Path, Download]:
         """Return what has to be downloaded before the jobs run: input → its files."""
         entries = [s.entry for s in self.planned if s.runs]
-        named = [e.job.base if e.request is None else e.request.base for e in entries]
-        bases = {Path(path) for path in named if path is not None}
-        return downloads(bases, {path for e in entries for path in e.inputs} - bases, keep=True)
+        bases = {e.job.base for e in entries if e.job.base is not None}
+        return downloads(bases, {path for e in entries for path in e.job.paths} - bases, keep=True)
 
     def downloaded(self, progress: Progress) -> Batch:
         """Return the batch on inputs of this machine. Jobs whose inputs cannot be downloaded have that error.
@@ -73,7 +72,7 @@ class Batch:
                 errors[path] = e
         planned = []
         for s in self.planned:
-            error = next((errors[path] for path in s.entry.inputs if path in errors and s.runs), s.error)
+            error = next((errors[path] for path in s.entry.job.paths if path in errors and s.runs), s.error)
             planned.append(replace(s, entry=s.entry.at(places), error=error))
         return replace(self, planned=tuple(planned))
 

@@ -12,7 +12,7 @@ from ..dtypes import COMPUTE_DTYPES
 from ..errors import MergeError, ResourceError
 from ..job import Job
 from ..planning.checkpoint_cache import CheckpointCache
-from ..planning.downloads import Announce, downloads_of, fetch_all, job_at
+from ..planning.downloads import Announce, downloads_of, fetch_all
 from ..planning.make_plan import plan_job
 from ..planning.plan import Plan
 from ..progress import Progress
@@ -90,7 +90,7 @@ def downloaded(job: Job, progress: Progress, announce: Announce | None = None) -
     if not needed:
         return job
     plan = plan_merge(job)
-    return job_at(job, fetch_all(needed, (plan.job.output.parent, disk_bytes(plan)), progress, announce))
+    return job.moved(fetch_all(needed, (plan.job.output, disk_bytes(plan)), progress, announce))
 
 
 def require_device(job: Job) -> None:

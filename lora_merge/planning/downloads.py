@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
+from ..addresses import upload_address
+from ..disk.volumes import free_bytes
 from ..files.checkpoint import TRAINED_FILES, open_checkpoint
 from ..files.folder_layouts import entries
 from ..job import Job
 from ..paths import of_index
 from ..progress import Progress, counted, unwatched
 from ..sources.inputs import Download, download_of, fetch, preview_of, require_space
+from ..text import size
 
 Announce: TypeAlias = Callable[[str], object]
 """Shows what is downloaded, before the first byte."""
@@ -46,12 +48,15 @@ def fetch_all(
 ) -> dict[Path, Path]:
     """Download inputs; return input → its path on this machine. ResourceError if the disks have no room for them.
 
-    `room`: the folder of the output, and the bytes that it takes there; None if nothing is written.
+    `room`: the output, and the bytes that it takes on its disk; None if nothing is written.
     """
     require_space(needed.values(), room)
-    for download in needed.values():
-        if announce is not None and download.size:
-            announce(download.text())
+    texts = [download.text() for download in needed.values() if download.size]
+    if texts and room is not None and room[1] and upload_address(room[0]) is None:
+        texts.append(f"the output takes {size(room[1])} in {room[0].parent} ({size(free_bytes(room[0]))} free)")
+    if announce is not None:
+        for text in texts:
+            announce(text)
     places = {}
     for path, download in needed.items():
         if download.streamed:
@@ -73,10 +78,4 @@ def downloaded_paths(
 def downloaded_job(job: Job, progress: Progress, announce: Announce | None = None) -> Job:
     """Return a job whose inputs are on this machine, see `downloaded_paths`."""
     adapters = [ref.path for ref in job.adapters]
-    return job_at(job, downloaded_paths([job.base], adapters, progress=progress, announce=announce))
-
-
-def job_at(job: Job, places: Mapping[Path, Path]) -> Job:
-    """Return a job with other paths of its inputs."""
-    adapters = tuple(replace(ref, path=places.get(ref.path, ref.path)) for ref in job.adapters)
-    return replace(job, base=places.get(job.base, job.base), adapters=adapters)
+    return job.moved(downloaded_paths([job.base], adapters, progress=progress, announce=announce))

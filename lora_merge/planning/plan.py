@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final, NamedTuple
 
 from ..adapters.trigger_words import trigger_words
+from ..command import AnyJob
 from ..disk.uploads import sink_of
 from ..dtypes import Shape, StoredTensor, flat, spoken
 from ..facts import Fact, line
@@ -349,7 +350,7 @@ def sources(job: Job) -> tuple[Path, ...]:
     return base, *protected(job)
 
 
-def protected(job: Job) -> tuple[Path, ...]:
+def protected(job: AnyJob) -> tuple[Path, ...]:
     """Return the paths that no output may replace: adapters, their configurations, the name table, the tokenizer."""
     adapters = [ref.path for ref in job.adapters]
     tokenizer = None if job.tokenizer in (None, *TOKENIZERS) else Path(job.tokenizer or "")

@@ -77,7 +77,7 @@ def is_done(job: Job, contents: Contents, opened: CheckpointCache, hashes: Hashe
 
 def is_adapter_done(job: AdapterJob, hashes: Hashes) -> bool:
     """Return whether the output holds the adapter that this job would write; see `is_done`."""
-    return _is_complete(job.inputs, lambda output: _other_adapter(job.at(output), hashes))
+    return _is_complete(job.inputs, lambda output: _other_adapter(job.changed(output=output), hashes))
 
 
 def _is_complete(job: Job, other: Callable[[Path], str], names: Sequence[str] | None = None) -> bool:

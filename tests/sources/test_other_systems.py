@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lora_merge.planning.recipe import KEY
-from lora_merge.sources import inputs, other_systems
-from tests.kit import command_line
+from lora_merge.sources import other_systems
 from tests.kit.adapters import kohya
+from tests.kit.command_line import Command
 from tests.kit.files import load_all, metadata, save
+from tests.kit.folders import llama_folder, peft_folder
 from tests.kit.models import sd1_sample
-from tests.sources.test_hub import llama_folder, peft_folder
 
 fsspec = pytest.importorskip("fsspec")
 
-Command = Callable[..., tuple[int, str, str]]
 AT = "sftp://me:secretsecret@host/models"
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
-    monkeypatch.chdir(tmp_path)
-
-    def call(*words: str) -> tuple[int, str, str]:
-        inputs._located.clear()
-        return tuple(command_line.run(*words))
-
-    return call
 
 
 @pytest.fixture
