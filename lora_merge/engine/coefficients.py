@@ -14,8 +14,7 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from ..errors import UsageError
-from ..merge_methods import MEAN, SUM
-from ..method_parameters import LEAST_DIVISOR, MethodParameters
+from ..merge_methods import LEAST_DIVISOR, MEAN, SUM, MethodParameters
 
 KARCHER_STEPS: Final = 100
 """The most steps of the Karcher mean; it usually takes fewer than ten."""
