@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ..adapter_options import ADAPTER_OPTIONS, KEEP, OF_MERGE
 from ..command import MERGE, Command, Request, Rows
 from ..errors import MergeError
-from ..merge_methods import COMBINATIONS
-from ..method_parameters import PARAMETER_NAMES
+from ..merge_methods import COMBINATIONS, PARAMETER_NAMES
 from ..options import OPTIONS, Option
 
 if TYPE_CHECKING:

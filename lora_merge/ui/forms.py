@@ -17,8 +17,7 @@ from ..batch.templates import literal
 from ..command import MERGE
 from ..errors import UsageError
 from ..job import TOKENIZERS
-from ..merge_methods import COMBINATIONS, METHODS
-from ..method_parameters import PARAMETER_NAMES
+from ..merge_methods import COMBINATIONS, METHODS, PARAMETER_NAMES
 from ..option_texts import on_command_line, value_of
 from ..options import BLOCK_WEIGHTS, EVERY_VALUE, OPTIONS, READING, Option, finite, number
 from ..paths import typed

@@ -16,8 +16,7 @@ import lora_merge
 from lora_merge.engine import combination, row_blocks
 from lora_merge.engine.row_matrix import RowMatrix
 from lora_merge.errors import ResourceError, VerificationFailed
-from lora_merge.merge_methods import COMBINATIONS, DIVISORS, SUM
-from lora_merge.method_parameters import MethodParameters
+from lora_merge.merge_methods import COMBINATIONS, DIVISORS, SUM, MethodParameters
 from lora_merge.proof import combination_methods
 from lora_merge.recipes.replay import prove
 from tests.kit.adapters import kohya
