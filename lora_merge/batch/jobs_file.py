@@ -388,8 +388,8 @@ class _Loader:
                 words[name] = render_word(value, JOB_OPTIONS[name], values)
         return words
 
-    def _adapter(self, place: Place, entry: AdapterEntry, values: Mapping[str, str]) -> Adapter:
-        """Return path, strength and parts; `path:0.8` is read as on the command line."""
+    def _adapter(self, place: Place, entry: AdapterEntry, values: Mapping[str, str]) -> Adapter | Path:
+        """Return path, strength and parts, a path alone without both; `path:0.8` is read as on the command line."""
         path, tail = self.folder, None
         with self._noting((*place, "path")):
             written = render(entry.path, values)
@@ -399,6 +399,8 @@ class _Loader:
                 path = self._input(text)
                 if entry.strength is not None:
                     raise NoSuchName(f"a strength is given twice: {written!r} and {entry.strength}")
+        if entry.strength is None and tail is None and not entry.strength_for:
+            return path
         strength = entry.strength if entry.strength is not None else 1.0 if tail is None else tail
         return Adapter(
             path, self._number((*place, "strength"), strength, values),
