@@ -36,7 +36,7 @@ from ..sources.inputs import locate
 from ..text import plural, shown
 from .input_patterns import Search
 from .schema import JOB_OPTIONS, AdapterEntry, Axis, Glob, JobDefaults, JobEntry, JobsFile, stated_fields
-from .schema_errors import OTHER_NAMES, REQUIRED, failure, flow, nearest, problems
+from .schema_errors import DATA, OTHER_NAMES, REQUIRED, failure, flow, nearest, problems
 from .short_form import read_jobs
 from .templates import NoSuchName, distinct, render, render_output, render_word, split_adapter
 
@@ -130,7 +130,7 @@ def load(
         ]
         return tuple(BatchJob(n, COMMANDS[MERGE], job, f"jobs[{n - 1}]") for n, job in enumerate(jobs, 1))
     data = source if isinstance(source, Mapping) else {"version": 1, "jobs": list(source)}
-    return _Loader(_plain(data), "jobs", expand("."), asked).entries()
+    return _Loader(_plain(data), DATA, expand("."), asked).entries()
 
 
 def _plain(value: Any) -> Any:
