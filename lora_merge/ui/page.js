@@ -232,12 +232,8 @@ function values() {
       for (const [part, factor] of Object.entries(adapter.parts)) if (factor !== 1) parts[part] = factor;
       if (adapter.preset === "*") parts.lbw = adapter.order.map((block) => adapter.blocks[block] ?? 1).join(",");
       else if (adapter.preset) parts.lbw = adapter.preset;
-      for (const piece of adapter.others.split(/[,;\s]+(?=[^,;\s=]+=)/).filter((text) => text.trim())) {
-        const at = piece.lastIndexOf("=");
-        parts[(at < 0 ? piece : piece.slice(0, at)).trim()] = at < 0 ? "" : piece.slice(at + 1).trim().replace(/[,;]$/, "");
-      }
     }
-    return { path: adapter.path, strength: adapter.strength, strength_for: parts };
+    return { path: adapter.path, strength: adapter.strength, strength_for: parts, parts: state.form.parts ? adapter.others : "" };
   });
   const names = new Set(state.form.options.filter(taken).map((option) => option.name));
   const options = Object.fromEntries(Object.entries(state.options).filter(([name]) => names.has(name)));
