@@ -304,8 +304,8 @@ def place_of(where: str, values: Mapping[str, Any], library: Library) -> str:
     paths = {"product": values.get("product"), "base": values.get("base")}
     paths |= {f"adapters.{n}": adapter.get("path") for n, adapter in enumerate(adapters)}
     paths |= {n: (values.get("options") or {}).get(n) for n, row in form.options.items() if row.kind in PATHS}
-    named = [place for place, path in paths.items() if path and str(path) in where]
-    return max(named, default="", key=lambda place: len(paths[place]))
+    lengths = {place: len(str(path)) for place, path in paths.items() if path and str(path) in where}
+    return max(lengths, default="", key=lambda place: lengths[place])
 
 
 # A job as other forms of itself.
