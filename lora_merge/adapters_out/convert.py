@@ -68,12 +68,13 @@ def write(conversion: Conversion, this: AdapterRun) -> AdapterReport:
         this.name(job.output)
         inputs = [a.index for a in sources.adapters]
         rows = [tensor for _, layer in planned_modules(conversion) for tensor in layer.tensors]
-        if not job.ranked or (job.command == "combine" and job.rules.all_are(EXACT)):  # else numbers decide
+        exact = job.command.combines and not job.command.cuts and job.rules.all_are(EXACT)
+        if exact or not job.ranked:  # else numbers decide
             expect_room(job, rows)
         # Step 2: the modules are written to the draft: copied, or else computed.
         reader = this.reading(sources.indexes)
         draft = stack.enter_context(drafted(job, reader, rows, inputs, folder=to.folder))
-        factored = factored_modules(conversion, reader) if job.combines else None
+        factored = factored_modules(conversion, reader) if job.command.combines else None
         if (make := _without_torch(conversion, reader, factored)) is not None:
             writing = stored_modules(module_groups(conversion), make, draft, this.counted)
         else:
@@ -98,7 +99,7 @@ def write(conversion: Conversion, this: AdapterRun) -> AdapterReport:
         covered = coverage(job, sources, [entry.name for entry in writing.embeddings])
         facts = RunFacts(covered, dtype, notes, to.name, weights_of(job, modules))
         prove = partial(prove_conversion, ConversionClaims(job, sources, writing.changed))
-        if job.combines and to.name == KEEP:
+        if job.command.combines and to.name == KEEP:
             nbytes = sum(entry.data.nbytes for entry in entries)
             prove = partial(prove_combination, CombinationClaims(job, sources, outcome.layer_facts, nbytes))
         return outcome.finish(reader, draft, facts, prove, this)
@@ -186,7 +187,7 @@ def grouped(job: AdapterJob, sources: Sources, to: Dialect) -> Conversion:
             all_modules = [*places(sources.inputs.names, to), *(heads(sources) if to.whole else ())]
             modules = filled(sources.targets, all_modules)
         modules, all_modules = in_memory(modules, all_modules)
-    if job.combines:
+    if job.command.combines:
         modules = [module for group in components(regrouped(sources.targets, modules)) for module in group]
     else:
         order, last = {id(m): n for n, m in enumerate(sources.adapters[0].modules)}, len(sources.adapters[0].modules)

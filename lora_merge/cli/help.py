@@ -14,8 +14,10 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from ..command import MERGE
 from ..errors import UsageError
 from ..options import OPTIONS
+from ..recipes.commands import COMMANDS
 from .compat import FOREIGN_OPTIONS, advice_on
 from .corrected_line import flags, line, split_words
 from .terminal import COLOR_FLAG, DEBUG, EVERYWHERE, Color, without_global_options
@@ -36,7 +38,7 @@ BY_NAME: Final = {
 
 COMMAND_GROUPS: Final = {
     "Merge": ("merge", "batch", "ui", "comfyui", "demo"),
-    "Adapters": ("combine", "resize", "convert", "average", "extract"),
+    "Adapters": tuple(name for name, row in COMMANDS.items() if not row.merges),
     "Look": ("inspect", "parts", "compare", "architectures", "algorithms"),
     "Check": ("verify", "replay", "unmerge", "doctor", "schema"),
 }
@@ -194,9 +196,9 @@ def refused(error: Exception, commands: Mapping[str, Any] = MappingProxyType({})
     command = context.info_name if context is not None and context.parent is not None else ""
     text = error.format_message() if hasattr(error, "format_message") else str(error)
     if context is None and "requires an arg" in text:  # click does not name the command
-        command = next((word for word in sys.argv[1:2] if word in commands), "merge")
+        command = next((word for word in sys.argv[1:2] if word in commands), MERGE)
     see = f"see lora-merge help {command}".strip()
-    if command == "merge" and parameter in ("base", "adapters") and "issing" in type(error).__name__:
+    if command == MERGE and parameter in ("base", "adapters") and "issing" in type(error).__name__:
         what = "no adapter is named" if parameter == "adapters" else "no base and no adapter is named"
         return UsageError(what, typed(), f"lora-merge BASE ADAPTER:0.8; {see}")
     if name := getattr(error, "option_name", "") if text.startswith("No such") else "":

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import ClassVar, Final
 
 from ..adapters.modules import AdapterFile, group
-from ..disk.files import StoredTensor
-from ..dtypes import DTYPES, FLOATS, GGUF_TYPES, QUANTISED_DTYPES, spoken
+from ..dtypes import DTYPES, FLOATS, GGUF_TYPES, QUANTISED_DTYPES, StoredTensor, spoken
 from ..errors import FitError, InputError, UsageError
 from ..files.checkpoint import Index
 from ..files.encodings.base import Packing

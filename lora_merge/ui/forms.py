@@ -12,18 +12,17 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from ..adapter_arguments import factors_by_part
-from ..adapters_out.commands import COMMANDS
 from ..adapters_out.dialects import names as dialects
-from ..batch.commands import MERGE, TAKES, UNMERGE
 from ..batch.short_form import jobs_text
 from ..batch.templates import literal
+from ..command import MERGE
 from ..errors import UsageError
 from ..job import TOKENIZERS
-from ..merge_methods import COMBINATIONS, METHODS
-from ..method_parameters import PARAMETER_NAMES
+from ..merge_methods import COMBINATIONS, METHODS, PARAMETER_NAMES
 from ..option_texts import on_command_line, value_of
 from ..options import BLOCK_WEIGHTS, EVERY_VALUE, OPTIONS, READING, Option, finite, number
 from ..paths import typed
+from ..recipes.commands import COMMANDS
 from .library import ADAPTER, BASE, Library
 
 ANY: Final = "any"
@@ -77,15 +76,26 @@ class CommandForm:
     """How much it reads: rows of `READING`."""
     always: tuple[str, ...] = ()
     """The ones of them that hold without being asked for."""
+    base_first: bool = False
+    """Whether its base comes first on the command line, though it may have none."""
+    named_adapters: bool = False
+    """Whether its adapters are values of an option there."""
     writes: bool = True
+    by_recipe: bool = False
+    """Whether the recipe of the finished file can name its inputs."""
 
     @property
     def options(self) -> Mapping[str, Option]:
         """Return its options."""
-        rows = COMMANDS[self.command].options if self.command in COMMANDS else OPTIONS
-        names = TAKES.get(self.command) or READS.get(self.command, ())
         reading = {name: READING[name] for name in self.reading}
-        return reading | {name: rows[name] for name in names if name not in PLACES}
+        return reading | {name: row for name, row in self.rows.items() if name not in PLACES}
+
+    @property
+    def rows(self) -> Mapping[str, Option]:
+        """Return the options of the tables that it takes."""
+        if (row := COMMANDS.get(self.command)) is not None:
+            return {name: row.options[name] for name in row.fields}
+        return {name: OPTIONS[name] for name in READS.get(self.command, ())}
 
     @property
     def strengths(self) -> bool:
@@ -95,7 +105,7 @@ class CommandForm:
     @property
     def parts(self) -> bool:
         """Return whether an adapter may have strengths by part."""
-        return "strength_for" in (TAKES.get(self.command) or READS.get(self.command, ()))
+        return "strength_for" in self.rows
 
     def _ordered(self) -> list[Option]:
         """Return its options, first the ones that are shown at once."""
@@ -104,7 +114,7 @@ class CommandForm:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the form as plain data, for the page."""
-        writes_adapters = self.command in COMMANDS
+        writes_adapters = self.command in COMMANDS and not COMMANDS[self.command].merges
         methods = COMBINATIONS if writes_adapters else METHODS
         return {
             **{name: getattr(self, name) for name in self.__dataclass_fields__},
@@ -148,7 +158,8 @@ FORMS: Final[Mapping[str, CommandForm]] = MappingProxyType({
         ),
         CommandForm(
             "inspect", "Inspect", "What files are, with their numbers.", "Base (to see how adapters fit it)",
-            inputs="Files", of=ANY, most=MANY, reading=("weights", "hashes"), always=("weights",), writes=False,
+            inputs="Files", of=ANY, most=MANY, reading=("weights", "hashes"), always=("weights",), base_first=True,
+            writes=False,
         ),
         CommandForm(
             "compare", "Compare", "How two models differ, or how alike two adapters are.",
@@ -158,16 +169,17 @@ FORMS: Final[Mapping[str, CommandForm]] = MappingProxyType({
             "verify", "Verify", "Whether a finished file is the merge that it should be.",
             "Base (for a file without a recipe)", product="Finished file", least=0, most=MANY, places=0,
             help="Only for a file without a recipe. With one, the inputs are found in the folders of this page.",
-            main=(EVERY_VALUE,), reading=(EVERY_VALUE,), writes=False,
+            main=(EVERY_VALUE,), reading=(EVERY_VALUE,), named_adapters=True, writes=False,
+            by_recipe=True,
         ),
         CommandForm(
-            UNMERGE, "Unmerge", "Adapters taken out of a merged checkpoint again.", "Merged checkpoint",
-            base_needed=True, least=0, most=MANY, places=0,
+            "unmerge", "Unmerge", "Adapters taken out of a merged checkpoint again.", "Merged checkpoint",
+            base_needed=True, least=0, most=MANY, places=0, by_recipe=True,
             help="Without adapters here: the ones that its recipe names. With some: at the strengths of the merge.",
         ),
         CommandForm(
             "replay", "Replay", "A finished file written again by its recipe.", product="Finished file",
-            least=0, most=0, places=0,
+            least=0, most=0, places=0, by_recipe=True,
         ),
     )
 })  # fmt: skip
@@ -227,12 +239,12 @@ def _inputs(form: CommandForm, values: Mapping[str, Any], library: Library) -> d
 
 def by_recipe(job: Mapping[str, Any]) -> bool:
     """Return whether the inputs of a job are those of the recipe of a finished file."""
-    return job.get("command") in (UNMERGE, *READS) and not (job.get("adapters") or {"product", "base"} <= {*job})
+    return FORMS[job.get("command", MERGE)].by_recipe and not (job.get("adapters") or {"product", "base"} <= {*job})
 
 
 def in_jobs_file(job: Mapping[str, Any]) -> bool:
     """Return whether a jobs file may have a job. The others are calls of the Python API."""
-    return job.get("command", MERGE) in TAKES and not by_recipe(job)
+    return job.get("command", MERGE) in COMMANDS and not by_recipe(job)
 
 
 def adapter_tables(job: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -332,8 +344,7 @@ def _words(job: Mapping[str, Any]) -> Iterator[str]:
     form = FORMS[command]
     adapters = adapter_tables(job)
     # The inputs: a base that the command needs comes first, another one is an option.
-    first = form.base_needed or command == "inspect"
-    verified = command == "verify"
+    first, verified = form.base_needed or form.base_first, form.named_adapters
     yield command
     yield from (job[name] for name in ("product", *(["base"] if first else [])) if name in job)
     yield from (a["path"] for a in adapters if not verified)

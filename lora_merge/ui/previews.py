@@ -13,7 +13,6 @@ from shutil import disk_usage
 from typing import Any, Final, TypeAlias
 
 from .. import Facts, FormerPlans, MergeError, inspect, plan_batch
-from ..batch.commands import UNMERGE
 from ..disk.destination import check_output, files_under
 from ..errors import UsageError, error_dict
 from ..job import parse_size
@@ -31,7 +30,7 @@ KEPT: Final = 200
 
 WITHOUT_RECIPE: Final = {
     "verify": "choose its base and its adapters, too", "replay": "choose an output with its recipe",
-    UNMERGE: "choose the adapters, too",
+    "unmerge": "choose the adapters, too",
 }  # fmt: skip
 """Command → what to do with a file that has no recipe."""
 

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 import lora_merge
-from lora_merge.adapters_out.commands import COMMANDS as ROWS
 from lora_merge.errors import UsageError
+from lora_merge.recipes.commands import COMMANDS as ROWS
 from tests.kit.adapters import kohya
 from tests.kit.command_line import run
 from tests.kit.files import save

@@ -21,7 +21,7 @@ import lora_merge
 from lora_merge.adapters.modules import group
 from lora_merge.algorithms import Shape
 from lora_merge.cli.reports import plain_lines
-from lora_merge.disk.files import StoredTensor
+from lora_merge.dtypes import StoredTensor
 from lora_merge.errors import FitError, UsageError, VerificationFailed
 from lora_merge.files.checkpoint import Index
 from lora_merge.job import Adapter, Job

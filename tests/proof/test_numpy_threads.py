@@ -10,7 +10,7 @@ import pytest
 from threadpoolctl import threadpool_limits
 
 from lora_merge.proof.reference import one_core as module
-from lora_merge.proof.reference.one_core import one_core
+from lora_merge.proof.reference.numpy_threads import one_core
 
 
 def count() -> int:
