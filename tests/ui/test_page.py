@@ -152,6 +152,7 @@ def test_error_is_shown_once_at_what_is_wrong(page: Page, comfy: Path) -> None:
             )
             w.until("$('#plan').dataset.state === 'error' && $('.error')")
             assert what in w.js("return $(arguments[0]).innerText", place)
+            assert w.js("return $(arguments[0]).previousElementSibling.ariaInvalid", place) == "true"
             assert w.js("return document.querySelectorAll('.error').length") == 1
             assert w.js("return document.body.innerText.split(arguments[0]).length", what) == 2, "it is said once"
             assert w.js("return $('#run').disabled && $('.error .fix').innerText && $('.error').checkVisibility()")
