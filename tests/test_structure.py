@@ -15,6 +15,7 @@ from pathlib import Path
 
 import lora_merge
 from lora_merge.algorithms import ALGORITHMS
+from lora_merge.merge_methods import METHODS, SUM
 from tests.kit.package import HOSTS, LIBRARIES, PACKAGE, ROOT, nodes, syntax
 
 ROOMS = (
@@ -199,6 +200,20 @@ def test_facts_of_a_formula_are_fields_of_its_row() -> None:
         if names & rows:
             places.add(path.relative_to(PACKAGE).as_posix())
     assert places <= COMPARING
+
+
+def test_facts_of_a_merge_method_are_fields_of_its_row() -> None:
+    """The proof has formulas of its own, which it chooses by name. "sum" is also a rule for signs."""
+    places = {
+        path.relative_to(PACKAGE).as_posix()
+        for module, path in modules()
+        if room(module) in ("engine", "planning", "matching", "proof")
+        for compared in nodes(path)
+        if isinstance(compared, ast.Compare)
+        for node in ast.walk(compared)
+        if isinstance(node, ast.Constant) and node.value in METHODS.keys() - {SUM}
+    }
+    assert places == {"proof/combination_methods.py"}
 
 
 def test_plans_are_made_without_torch() -> None:

@@ -31,8 +31,8 @@ from ..models.inferred_base import (
 from ..models.names import Names
 from ..models.network import Component
 from ..models.weights import whole
-from ..options import shown
 from ..planning.make_plan import Inputs
+from ..text import shown
 from .dialects import CANONICAL, DIALECTS, PRODUCT_ALGORITHMS, Dialect
 from .groups import Filled, Place, places
 from .job import GIVE_BASE, WHOLE, AdapterJob

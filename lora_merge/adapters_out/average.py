@@ -17,11 +17,11 @@ from ..command import Request
 from ..errors import UsageError
 from ..files.checkpoint import open_checkpoint
 from ..job import Adapter, is_pair
-from ..options import is_finite, pairs, shown
+from ..options import pairs
 from ..paths import is_folder
 from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Progress, unwatched
-from ..text import plural
+from ..text import is_finite, plural, shown
 from .job import OF_CHANGES, OF_TENSORS, SPACES, AdapterJob, adapter_job
 from .rank_rules import SAME
 from .report import AdapterReport

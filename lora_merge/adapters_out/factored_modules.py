@@ -209,7 +209,7 @@ class FactoredSums:
     def _narrow(self, target: Target, factors: Sequence[StoredFactor], dtype: str) -> FactoredDelta | None:
         """Return the sum in fp32; None where that does not hold it, or where a number may not be finite."""
         # Step 1: Δ.
-        weights = coefficients(self.job.method, (), [f.use.strength for f in factors], self.job.numbers)
+        weights = coefficients(self.job.method, lambda: (), [f.use.strength for f in factors], self.job.numbers)
         if not all(weights):
             return None
         ranks = [len(f.down) for f in factors]

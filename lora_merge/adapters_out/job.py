@@ -17,12 +17,11 @@ from ..dtypes import QUANTISED_DTYPES
 from ..errors import FitError, UsageError
 from ..files.checkpoint import FOLDER_CONFIGS, MLX_FILE
 from ..job import Adapter, Job, make_job
-from ..merge_methods import COMBINATIONS, SAME_COMBINATION, SUM
-from ..method_parameters import PARAMETER_NAMES, MethodParameters, numbers_of
+from ..merge_methods import COMBINATIONS, PARAMETER_NAMES, SAME_COMBINATION, SUM, MethodParameters, numbers_of
 from ..models.part_factors import parts
-from ..options import MEANT, OPTIONS, dtype_name, pairs, shown, without_part
+from ..options import MEANT, OPTIONS, dtype_name, pairs, without_part
 from ..paths import absolute, is_file, is_folder, names_folder, output_file, output_path
-from ..text import plural
+from ..text import plural, shown
 from .dialects import DIALECTS, OF_INPUT, Dialect, stated_dialect
 from .rank_rules import COUNT, EXACT, NO_NOISE, NOISE, RankRules
 

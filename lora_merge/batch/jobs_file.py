@@ -24,17 +24,16 @@ from ..command import MERGE, Command
 from ..errors import MergeError, UsageError
 from ..files.yaml_source import Document, Place
 from ..job import TOKENIZERS, Adapter, Job, validated
-from ..merge_methods import METHODS, SUM
-from ..method_parameters import PARAMETER_NAMES
+from ..merge_methods import METHODS, PARAMETER_NAMES, SUM
 from ..models.parts import as_typed
-from ..options import BLOCK_WEIGHTS, number, shown, without_part
+from ..options import BLOCK_WEIGHTS, number, without_part
 from ..paths import ENDINGS, exists, expand, home, is_file, of_index, with_ending
 from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.downloads import job_at
 from ..planning.plan import protected
 from ..recipes.commands import COMMANDS
 from ..sources.inputs import locate
-from ..text import plural
+from ..text import plural, shown
 from .input_patterns import Search
 from .schema import JOB_OPTIONS, AdapterEntry, Axis, Glob, JobDefaults, JobEntry, JobsFile, stated_fields
 from .schema_errors import OTHER_NAMES, REQUIRED, failure, flow, nearest, problems

@@ -17,13 +17,14 @@ from ..disk.destination import protect
 from ..disk.locks import sweep
 from ..disk.publish import remove_stale
 from ..errors import MergeError, UsageError
-from ..options import shown, switch
+from ..options import switch
 from ..paths import expand
 from ..planning.downloads import downloads, fetch_all
 from ..planning.former_plans import FormerPlans
 from ..process import deliver_pending, interruptible
 from ..progress import ENDED, Progress, unwatched, watched
 from ..sources.inputs import Download, require_space
+from ..text import shown
 from ..typed_options import Jobs
 from .batch_plan import JOBS_TOGETHER, PlannedJob, check_space, survey
 from .executors import THIS_PROCESS, Executor, Workers

@@ -25,8 +25,9 @@ from ..adapter_arguments import right_form
 from ..adapter_options import ADAPTER_OPTIONS
 from ..errors import UsageError
 from ..job import MOST_ADAPTERS, parse_size
-from ..options import BLOCK_WEIGHTS, DEVICE, DEVICES, OPTIONS, Kind, Option, beginning, number, spelled
+from ..options import BLOCK_WEIGHTS, DEVICE, DEVICES, OPTIONS, Kind, Option, number, spelled
 from ..recipes.commands import COMMANDS
+from ..text import beginning
 
 JOB_OPTIONS: Final = {**OPTIONS, **ADAPTER_OPTIONS}
 """All options of jobs."""

@@ -251,7 +251,6 @@ def main() -> None:
     if "torch" not in sys.modules:
         sys.meta_path.insert(0, LimitCheck())
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # blocks are folded side by side; more would wait for each other
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the program has a display of its own
     try:
         with signals_first():
             width = shutil.get_terminal_size().columns

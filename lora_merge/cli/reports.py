@@ -20,7 +20,7 @@ from ..process import kept_objects
 from ..progress import unwatched
 from ..report import Report, disk_rows, merge_rows
 from ..survival import ENOUGH, GRADES
-from ..text import Lines, json_text, one_line, plural, shown, size
+from ..text import Lines, escaped, json_text, one_line, plural, size
 from ..viewing.json_schemas import schema
 from .progress_display import Display, paused, watching
 from .stdio import ReportFile
@@ -71,14 +71,14 @@ WIDEST_REPORT: Final = 200
 def echo(text: str, *, err: bool = False) -> None:
     """Print a text for people; on a terminal its lines are broken between words."""
     stream = sys.stderr if err else sys.stdout
-    put(Lines("\n".join(broken(row, columns(stream)) for row in shown(text).split("\n"))) if stream.isatty() else text,
-        err=err)  # fmt: skip
+    broken_lines = (broken(row, columns(stream)) for row in escaped(text).split("\n"))
+    put(Lines("\n".join(broken_lines)) if stream.isatty() else text, err=err)
 
 
 def put(text: str, *, err: bool = False) -> None:
     """Print a text as it is. Typer would go around a stream that is ASCII, and write ? for other letters."""
     stream = sys.stderr if err else sys.stdout
-    stream.write(f"{shown(with_addresses(text))}\n")
+    stream.write(f"{escaped(with_addresses(text))}\n")
     stream.flush()
 
 

@@ -19,8 +19,7 @@ from ..adapters_out.dialects import DIALECTS
 from ..adapters_out.report import AdapterReport, adapter_rows
 from ..batch.templates import literal
 from ..facts import aligned
-from ..merge_methods import COMBINATIONS, DIVISORS, ELECTIONS, METHODS, MergeMethod
-from ..method_parameters import MethodParameters
+from ..merge_methods import COMBINATIONS, DIVISORS, ELECTIONS, METHODS, MergeMethod, MethodParameters
 from ..options import OPTIONS
 from ..paths import exists, with_found_ending
 from ..report import Report, merge_rows

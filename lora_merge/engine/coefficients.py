@@ -14,8 +14,7 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from ..errors import UsageError
-from ..merge_methods import MEAN, SUM
-from ..method_parameters import LEAST_DIVISOR, MethodParameters
+from ..merge_methods import LEAST_DIVISOR, MEAN, SUM, MethodParameters
 
 KARCHER_STEPS: Final = 100
 """The most steps of the Karcher mean; it usually takes fewer than ten."""
@@ -75,7 +74,7 @@ def _model_stock(between: Products, strengths: Sequence[float], _: MethodParamet
     return [stock * sum(strengths) / count / count] * count
 
 
-def _karcher(between: Products, strengths: Sequence[float], _: MethodParameters) -> list[float]:
+def _karcher(between: Products, strengths: Sequence[float], __: MethodParameters) -> list[float]:
     """Return cᵢ of the Karcher mean of the directions, times the mean of the norms; a change of zeros has no direction.
 
     The mean and every tangent at it are weighted sums of the changes, so the scalar products of all pairs are enough.

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ..files.encodings.stochastic_rounding import draws
-from ..merge_methods import COMBINATIONS, SUM
-from ..method_parameters import MethodParameters
+from ..merge_methods import COMBINATIONS, SUM, MethodParameters
 from .coefficients import coefficients
 from .row_matrix import RowMatrix, largest
 from .tensor_moves import Placement, stage

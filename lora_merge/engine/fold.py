@@ -23,7 +23,7 @@ from .tensor_moves import strided
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..method_parameters import MethodParameters
+    from ..merge_methods import MethodParameters
     from .row_blocks import Block
 
 

@@ -13,8 +13,7 @@ from ..disk.files import sha256
 from ..dtypes import Memory
 from ..job import Job, numbers
 from ..matching.patch import PatchPart
-from ..merge_methods import METHODS, SUM, MergeMethod
-from ..method_parameters import MethodParameters
+from ..merge_methods import METHODS, SUM, MergeMethod, MethodParameters
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,8 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from ..matching.patch import Patch, PatchPart
-from ..merge_methods import MergeMethod
-from ..method_parameters import MethodParameters
+from ..merge_methods import MergeMethod, MethodParameters
 from ..models.weights import WeightView
 from ..planning.plan import OutputTensor
 from .reference import REFERENCE

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..adapter_options import ADAPTER_OPTIONS, KEEP, OF_MERGE
 from ..command import MERGE, Command, Request, Rows
-from ..merge_methods import COMBINATIONS
-from ..method_parameters import PARAMETER_NAMES
+from ..merge_methods import COMBINATIONS, PARAMETER_NAMES
 from ..options import OPTIONS, Option
 
 if TYPE_CHECKING:
@@ -33,6 +32,7 @@ _ROWS: Final = {
     **OPTIONS, **ADAPTER_OPTIONS,
     "method": replace(OPTIONS["method"], words=(*COMBINATIONS,), metavar="NAME", group="Options",
                       help=f"Combine by {', '.join([*COMBINATIONS][:3])}, dare …"),
+    "scale": replace(OPTIONS["scale"], help="Scale the combined change."),
     "dtype": replace(OPTIONS["dtype"], words=("keep", "fp32", "fp16", "bf16"),
                      help="Write tensors in this dtype; keep: as the inputs."),
     "compute_dtype": replace(

@@ -17,9 +17,9 @@ from ..disk.publish import NAME_LIMIT
 from ..errors import InputError, UsageError
 from ..files.checkpoint import Index
 from ..job import Adapter, Job, make_job
-from ..options import OPTIONS, shown
+from ..options import OPTIONS
 from ..planning.recipe import KEY, parsed
-from ..text import quoted
+from ..text import quoted, shown
 
 MERGE_FROM_INPUTS: Final = "merge again from its base and adapters"
 

@@ -17,7 +17,7 @@ from ..addresses import CIVITAI, HASH, Address
 from ..errors import InputError, UsageError
 from ..text import listed
 from ..text import size as spoken_size
-from .contents import Listed, SourceFiles, is_offline, switched_off
+from .contents import Listed, SourceFiles
 from .store import stored_file
 from .web import Endpoint, WebSource, facts_of, json_at
 
@@ -47,8 +47,6 @@ class Civitai(WebSource):
 
     def contents(self, address: Address) -> SourceFiles:
         """Return the file of a version that holds the weights; UsageError if there are several and none is chosen."""
-        if is_offline():
-            raise switched_off(address)
         version = self._version(address)
         files = [f for f in version.get("files", []) if isinstance(f, dict) and str(f.get("id", "")).isdigit()]
         number, model = str(version.get("id", "")), str(version.get("modelId", "") or address.model)

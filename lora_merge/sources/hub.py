@@ -23,7 +23,6 @@ from ..paths import real_path
 from ..version import __version__
 from .contents import Advance, Listed, SourceFiles, is_offline, switched_off
 from .hub_cache import commit_of, hub_folder, remember_commit, repository_folder, stored_at
-from .store import Store
 from .web import Endpoint, ranges
 
 NAME: Final = "lora-merge"
@@ -38,9 +37,6 @@ class Hub:
 
     keeps = True
 
-    def __init__(self, _: Store) -> None:
-        """Take no folder for downloads: the hub has its own."""
-
     def local(self, address: Address) -> Path | None:
         """Return the path in the cache: of a file of a commit, or of anything if no request can be made."""
         path = stored_at(address)
@@ -50,8 +46,6 @@ class Hub:
 
     def contents(self, address: Address) -> SourceFiles:
         """Return the files of a repository at the commit that a revision is now."""
-        if is_offline():
-            raise switched_off(address)
         if not is_installed():
             what = "neither a file nor a folder here, nor in the cache of the hub; downloads need huggingface_hub"
             raise UsageError(what, str(address), f"download it first: {address.download()}; or {INSTALL}")

@@ -8,8 +8,9 @@ same bytes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -31,7 +32,6 @@ from .sent_files import (
     differs,
     files_of,
     size_of,
-    stopped_by_failure,
 )
 
 MAIN: Final = "main"
@@ -79,11 +79,9 @@ class HubSink:
                              "choose another repository, or a folder in it")  # fmt: skip
         return bool(taken)
 
-    def begin(
-        self, copy: Path, target: Path, *, overwrite: bool, progress: Progress
-    ) -> AbstractContextManager[HubUpload]:
-        """Give the block the upload of the local copy that it writes."""
-        return stopped_by_failure(HubUpload(copy, target, overwrite=overwrite, progress=progress))
+    def begin(self, copy: Path, target: Path, *, overwrite: bool, progress: Progress) -> HubUpload:
+        """Return the upload of a local copy."""
+        return HubUpload(copy, target, overwrite=overwrite, progress=progress)
 
 
 class HubUpload:
@@ -140,9 +138,10 @@ class HubUpload:
             operation = CommitOperationAdd(name, source if isinstance(source, bytes) else str(source))
             for left in reversed(range(TRIES)):
                 try:
-                    self._api.preupload_lfs_files(
-                        address.name, [operation], revision=address.revision or MAIN, free_memory=False
-                    )
+                    with _silent():
+                        self._api.preupload_lfs_files(
+                            address.name, [operation], revision=address.revision or MAIN, free_memory=False
+                        )
                     break
                 except Exception as e:
                     if not left or not isinstance(_failed(address, e), ResourceError):
@@ -186,6 +185,22 @@ class HubUpload:
         """
         self._sending.stop()
         return self._created
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Let the library draw no bar of its own for what the block sends, unless its user has decided on that."""
+    from huggingface_hub import constants
+
+    bars: Any = import_module("huggingface_hub.utils")
+    if constants.HF_HUB_DISABLE_PROGRESS_BARS is not None or bars.are_progress_bars_disabled():
+        yield
+        return
+    bars.disable_progress_bars()
+    try:
+        yield
+    finally:
+        bars.enable_progress_bars()
 
 
 def _inside(address: Address, name: str) -> str:

@@ -35,7 +35,7 @@ from ..disk.volumes import existing, free_bytes
 from ..errors import InputError
 from ..paths import WEIGHT_SUFFIXES, forbidden
 from ..text import size as spoken_size
-from .contents import Advance, Opener, SourceFiles, require_room
+from .contents import Advance, Opener, SourceFiles, is_offline, require_room, switched_off
 from .hub_cache import address_in_cache
 from .store import Store, address_in_store, file_name
 
@@ -98,7 +98,7 @@ def _opener(scheme: str) -> Opener:
     if scheme == HUB:
         from .hub import Hub
 
-        return Hub(store)
+        return Hub()
     if scheme in (CIVITAI, HASH):
         from .civitai import Civitai
 
@@ -124,6 +124,8 @@ def _open(address: Address) -> Path:
     opener = _opener(address.scheme)
     if (path := opener.local(address)) is not None:
         return path
+    if is_offline():
+        raise switched_off(address)
     contents = opener.contents(address)
     return _preview(contents, opener)
 

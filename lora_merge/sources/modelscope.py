@@ -24,7 +24,7 @@ from urllib.parse import quote, urlencode
 from ..addresses import MODELSCOPE, Address
 from ..disk.hashes import hash_file
 from ..errors import InputError
-from .contents import Advance, Listed, SourceFiles, is_offline, switched_off
+from .contents import Advance, Listed, SourceFiles, is_offline
 from .web import Endpoint, WebSource, json_at, refused, unreachable
 
 SITE: Final = "https://www.modelscope.cn"
@@ -48,8 +48,6 @@ class ModelScope(WebSource):
 
     def contents(self, address: Address) -> SourceFiles:
         """Return the files of a repository at a revision."""
-        if is_offline():
-            raise switched_off(address)
         revision = address.revision or BRANCH
         query = urlencode({"Revision": revision, "Recursive": "true"})
         answer = json_at(_endpoint(address, f"repo/files?{query}"))

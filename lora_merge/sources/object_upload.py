@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
@@ -34,7 +34,6 @@ from .sent_files import (
     differs,
     files_of,
     refuse_input,
-    stopped_by_failure,
 )
 
 PART: Final = 8 << 20  # bytes of a part, of which stores take 10 000
@@ -247,11 +246,9 @@ class ObjectSink:
                              f"{address}: {listed(lost)}", "choose another -o, or move them away")  # fmt: skip
         return bool(names)
 
-    def begin(
-        self, copy: Path, target: Path, *, overwrite: bool, progress: Progress
-    ) -> AbstractContextManager[ObjectUpload]:
-        """Give the block the upload of the local copy that it writes."""
-        return stopped_by_failure(ObjectUpload(copy, target, overwrite=overwrite, progress=progress))
+    def begin(self, copy: Path, target: Path, *, overwrite: bool, progress: Progress) -> ObjectUpload:
+        """Return the upload of a local copy."""
+        return ObjectUpload(copy, target, overwrite=overwrite, progress=progress)
 
 
 def _names_at(address: Address, *, folder: bool) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any, Final
 from ..addresses import Address
 from ..disk.remote import ReadRange
 from ..errors import MergeError, RemoteError, ResourceError, UsageError
-from .contents import Listed, SourceFiles, is_offline, switched_off
+from .contents import Listed, SourceFiles
 from .store import StoredSource
 
 INSTALL: Final = "pip install fsspec"
@@ -27,8 +27,6 @@ class OtherSystem(StoredSource):
 
     def contents(self, address: Address) -> SourceFiles:
         """Return the file or the files of a folder, with what shows a change of them."""
-        if is_offline():
-            raise switched_off(address)
         system, path = _system(address)
         try:
             facts = system.info(path)

@@ -6,20 +6,17 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from threading import Condition
-from typing import IO, Final, Generic, Protocol, TypeAlias, TypeVar
+from typing import IO, Final, Generic, TypeAlias, TypeVar
 
 from ..addresses import Address, upload_address
 from ..disk.files import open_regular
 from ..disk.remote import ReadRange
-from ..disk.uploads import OutputUpload
-from ..errors import MergeError, UsageError, VerificationFailed
+from ..errors import UsageError, VerificationFailed
 from ..paths import WEIGHT_SUFFIXES
 from ..progress import STEP_SECONDS, Progress, counted
-from ..text import listed
 from .inputs import origin
 
 SAMPLES: Final = 16  # ranges of each file that are read back
@@ -29,29 +26,6 @@ PIECE: Final = 8 << 20  # bytes that are read at once
 SEED: Final = 45
 
 Sent = TypeVar("Sent")
-
-
-class StoppableUpload(OutputUpload, Protocol):
-    """An upload that can be ended before its files have their names."""
-
-    def stop(self) -> Sequence[str]:
-        """End the upload, and remove what was uploaded; return what may be left, for people."""
-
-
-Upload = TypeVar("Upload", bound=StoppableUpload)
-
-
-@contextmanager
-def stopped_by_failure(upload: Upload) -> Iterator[Upload]:
-    """Give the block an upload, which ends if the block fails; the error then names what may be left of it."""
-    try:
-        yield upload
-    except BaseException as e:
-        remains = upload.stop()
-        if isinstance(e, MergeError) and remains:  # the same error: the other jobs of a group go on
-            where, left = e.where, listed(remains)
-            e.reword(lambda text: f"{text}; may be left there: {left}" if text == where else text)
-        raise
 
 
 def refuse_input(address: Address, inputs: Sequence[Path]) -> None:

@@ -17,8 +17,7 @@ from ..batch.templates import literal
 from ..command import MERGE
 from ..errors import UsageError
 from ..job import TOKENIZERS
-from ..merge_methods import COMBINATIONS, METHODS
-from ..method_parameters import PARAMETER_NAMES
+from ..merge_methods import COMBINATIONS, METHODS, PARAMETER_NAMES
 from ..option_texts import on_command_line, value_of
 from ..options import BLOCK_WEIGHTS, EVERY_VALUE, OPTIONS, READING, Option, finite, number
 from ..paths import typed
@@ -284,10 +283,10 @@ def _value(row: Option, text: str, library: Library) -> Any:
 
 # The field that an error is about.
 
-NAMED: Final = re.compile(r"--([a-z-]+)|\(([a-z_]+)\)|(?:^|\s)([a-z_]+):")
-"""An option in the `where` of an error: --seed, density 7 (density), rounding: …"""
+NAMED: Final = re.compile(r"--([a-z-]+)|(?:^|\s)([a-z_]+):")
+"""An option in the `where` of an error: --seed, base.safetensors: dtype: nvfp4"""
 
-STRENGTH: Final = re.compile(r"strength(?: of| for|_for).*?(?: of adapter ([0-9]+))?")
+STRENGTH: Final = re.compile(r"strength(?: of| for|_for)\b.*?(?:adapter ([0-9]+))?")
 """A strength in the `where` of an error, and perhaps the number of its adapter."""
 
 
@@ -297,12 +296,13 @@ def place_of(where: str, values: Mapping[str, Any], library: Library) -> str:
     form, adapters = FORMS.get(str(values.get("command"))), [*(values.get("adapters") or ())]
     if form is None:
         return ""
-    named = [name.replace("-", "_") for names in NAMED.findall(where) for name in names if name]
+    named = [where, *(name.replace("-", "_") for names in NAMED.findall(where) for name in names if name)]
     if option := next((name for name in named if name in form.options), ""):
         return option
     # Strengths are parts of their adapter.
     if strength := STRENGTH.fullmatch(where):
-        parts = (n for n, a in enumerate(adapters) if any(part in where for part in a.get("strength_for") or ()))
+        words = {*re.split(r"[\s,:{}]+", where)}
+        parts = (n for n, a in enumerate(adapters) if words.intersection(a.get("strength_for") or ()))
         return f"adapters.{int(strength[1]) - 1 if strength[1] else next(parts, 0)}"
     # The output, which may be where an input is; else the longest path.
     if (name := str(values.get("output") or "")) and (where == name or str(library.output / name) in where):

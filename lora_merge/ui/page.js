@@ -314,7 +314,9 @@ function showPlan(preview, filled) {
     summary = `Still to choose: ${empty}.`;
     if (!filled.product && !filled.base && !filled.adapters.some((adapter) => adapter.path)) plan.append(h("p", { class: "help" }, "Choose files: what they are and what will be written is shown here."));
   } else if (error) {
-    if (!placeOf(preview.at) && !state.rows.some((file) => file.error)) plan.append(errorBox(error));
+    const place = placeOf(preview.at) || placeOf(Object.entries(chosen()).find(([, path]) => rowOf(path)?.error)?.[0]);
+    if (place) summary = `Still to correct: ${place.closest(".field, fieldset").querySelector("label, legend").textContent}.`;
+    else plan.append(errorBox(error));
   } else if (preview.plan) {
     const row = preview.plan;
     const took = row.seconds === null ? "known after the first run" : time(row.seconds);
@@ -334,16 +336,20 @@ function showPlan(preview, filled) {
 
 const placeOf = (name) => (name ? byId("fields").querySelector(`[data-place="${name}"]`) : null);
 
+const chosen = () => ({ product: state.product, base: state.base, ...Object.fromEntries(state.adapters.map((adapter, n) => [`adapters.${n}`, adapter.path])) });
+const rowOf = (path) => (path ? state.rows.find((row) => row.path === path) : null);
+
 function showRemarks() {
-  const paths = { product: state.product, base: state.base, ...Object.fromEntries(state.adapters.map((adapter, n) => [`adapters.${n}`, adapter.path])) };
+  const paths = chosen();
   for (const slot of byId("fields").querySelectorAll("[data-place]")) {
     const place = slot.dataset.place;
-    const file = paths[place] && state.rows.find((row) => row.path === paths[place]);
+    const file = rowOf(paths[place]);
     const error = file?.error || (state.error && place === state.preview.at ? state.error : null);
-    const text = error ? error.what : file?.total ? `${file.matched ?? 0} of ${file.total} modules match` : "";
-    if (slot.dataset.text === text) continue; // said once
+    const fit = file?.fits ? `fits: ${file.matched} of ${file.total} modules match` : file?.matched ? `${file.matched} of ${file.total} modules match: ${file.why}` : file?.why || "";
+    const text = error ? error.what : fit;
+    if (slot.dataset.text === text) continue; // announced once
     slot.dataset.text = text;
-    slot.replaceChildren(...(error ? [errorBox(error)] : text ? [h("p", { class: file.fits ? "good" : "warn" }, file.fits ? `fits: ${text}` : `${text}: ${file.why}`)] : []));
+    slot.replaceChildren(...(error ? [errorBox(error)] : fit ? [h("p", { class: file.fits ? "good" : file.matched ? "warn" : "bad" }, fit)] : []));
     if (error && slot.closest("details")) slot.closest("details").open = true;
   }
 }
@@ -414,7 +420,6 @@ function showRun(one) {
   row.was = one.state;
   const parts = [];
   if (one.error) parts.push(errorBox(one.error));
-  if (one.output) parts.push(h("p", { class: "help" }, one.output));
   if (one.facts.length) parts.push(h("details", { open: true }, h("summary", {}, "Report"), facts(one.facts.map(([name, value, style], n) => [n && one.facts[n - 1][0] === name ? "" : name, value, STYLES[style.split(" ").pop()]]))));
   if (one.text) parts.push(h("details", { open: true }, h("summary", {}, "Report"), h("pre", {}, one.text)));
   if (one.page) parts.push(reportFrame(one));

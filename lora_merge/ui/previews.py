@@ -37,8 +37,10 @@ WITHOUT_RECIPE: Final = {
 TRIED: Final = 3
 """Files that are looked at with a chosen one before somebody chooses one of them."""
 
-OF_JOB: Final = re.compile(r"jobs \(jobs\[0\](?:\.([^)]*))?\)(?(1)(: )|: )")
-"""The place of a mistake in a jobs file of one job: jobs (jobs[0].seed): …"""
+OF_JOB: Final = re.compile(r"jobs \(jobs\[0\](?:\.([^)]*))?\): (.*?)(?: \(([^()]*)\))?(?:; (.*))?")
+"""A mistake in a jobs file of one job, its place first or last: jobs (jobs[0]): density 7 is … (density); use …"""
+MISTAKE: Final = "in the jobs file"
+"""What the headline of mistakes has; another error has its own."""
 SCHEMA: Final = "schema jobs"
 """What a fix for a jobs file names, and a form has no use for."""
 
@@ -193,8 +195,12 @@ class Previews:
 
 
 def _of_form(e: UsageError) -> UsageError:
-    """Return an error about a job, which is the only one of its jobs file, as one about a form."""
-    if not OF_JOB.search(e.where):
+    """Return an error about a job, which is the only one of its jobs file, as one about a field: of several mistakes
+    the first."""
+    mistake = OF_JOB.fullmatch(e.where.partition("\n")[0])
+    if mistake is None:
         return e
-    fix = "correct it in the form" if SCHEMA in e.fix else e.fix
-    return UsageError(e.what.replace("jobs file", "form"), OF_JOB.sub(r"\1\2", e.where), fix)
+    place, what, inside, fix = mistake.groups()
+    if MISTAKE not in e.what:
+        return UsageError(e.what, what, e.fix)
+    return UsageError(what, place or inside or "", fix or ("correct it" if SCHEMA in e.fix else e.fix))

@@ -10,6 +10,8 @@ from pathlib import Path
 from threading import Event
 
 import pytest
+from huggingface_hub import HfApi
+from huggingface_hub.utils import are_progress_bars_disabled
 
 from lora_merge.sources import hub_upload
 from tests.kit.command_line import Command
@@ -39,7 +41,13 @@ def nothing_is_left(tmp_path: Path) -> bool:
     return not [*tmp_path.rglob("lora-merge-uploads/*")]
 
 
-def test_merge_to_a_repository_is_one_private_commit_with_a_card(hub: Machines, run: Command, tmp_path: Path) -> None:
+def test_merge_to_a_repository_is_one_private_commit_with_a_card(
+    hub: Machines, run: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    send, silent = HfApi.preupload_lfs_files, list[bool]()
+    monkeypatch.setattr(
+        HfApi, "preupload_lfs_files", lambda *a, **b: (silent.append(are_progress_bars_disabled()), send(*a, **b))
+    )
     assert run(*MERGE, "-o", "a.safetensors")[0] == 0
     code, out, err = run(*MERGE, "-o", "hf://me/merged/a", "--json")
     assert code == 0, err
@@ -48,6 +56,7 @@ def test_merge_to_a_repository_is_one_private_commit_with_a_card(hub: Machines, 
     assert files["a.safetensors"] == Path("a.safetensors").read_bytes() and b"lora-merge" in files["README.md"]
     assert commits(hub) == ["/api/models/me/merged/commit/main"] and hub.commit("me/merged") in report["notes"][-1]
     assert TOKEN not in out + err and nothing_is_left(tmp_path)
+    assert silent[0] and not are_progress_bars_disabled(), "the library draws no bars for what is sent"
     assert not [name for name, c in files.items() if TOKEN.encode() in c or SIGNATURE.encode() in c]
     code, _, err = run(*MERGE, "-o", TO)
     assert code == 2 and "the output exists" in err and "a.safetensors" in err

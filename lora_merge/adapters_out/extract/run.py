@@ -25,11 +25,10 @@ from ...errors import AdapterAsBase, FitError, InputError, MergeError, UsageErro
 from ...files.checkpoint import Index
 from ...models.names import Names
 from ...models.part_factors import Chosen
-from ...options import shown
 from ...paths import is_folder, names_folder, output_file, typed, with_ending
 from ...planning.checkpoint_cache import CheckpointCache
 from ...progress import Counting, Progress, unwatched
-from ...text import Note, listed, plural
+from ...text import Note, listed, plural, shown
 from ..delta import Storage, rounded_value
 from ..dialects import DIALECTS, Dialect, stated_dialect
 from ..form import Form, form_of_difference, memory_note, planned_difference
