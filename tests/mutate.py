@@ -219,6 +219,8 @@ def noticed(tree: Path, tests: list[str], seconds: float, log: Path, *, slow: bo
     text, code = log.read_text(errors="replace"), os.waitstatus_to_exitcode(done[1])
     if code == NO_TESTS:
         return ""
+    if code == GONE and "not found: " not in text:
+        return "the program, which cannot be imported"
     if code == GONE:
         kept = [name for name in tests if name.split("[")[0] not in text]
         return noticed(tree, kept, seconds, log) if len(kept) < len(tests) and kept else ""
