@@ -530,9 +530,7 @@ def test_second_reading_shares_no_code_with_the_planner() -> None:
         )
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom):
-                near = (node.level == 1 and node.module in own) or (
-                    node.level == 3 and node.module in ("disk.files", "dtypes")
-                )
+                near = (node.level, node.module) == (3, "dtypes") or (node.level == 1 and node.module in own)
                 assert near or (not node.level and str(node.module).partition(".")[0] in sys.stdlib_module_names), (
                     node.module
                 )
