@@ -298,7 +298,7 @@ function showPlan(preview, filled) {
   const plan = byId("plan");
   const disk = preview.plan?.disk;
   const full = disk && !disk.enough ? { what: "the disk is too full", where: `${size(disk.needed)} are written, ${size(disk.free)} are free`, fix: "delete files there, or start the page with another --output-folder" } : null;
-  const error = preview.error || preview.plan?.error || full;
+  const error = preview.error || full;
   const bare = error && state.form.places > 0 && !filled.adapters.some((adapter) => adapter.path);
   const empty = missing() || (bare ? state.form.inputs : "");
   byId("run").disabled = Boolean(empty || error);
