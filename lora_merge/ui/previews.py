@@ -136,6 +136,8 @@ class Previews:
         if by_recipe(job):
             return self._plan_by_recipe(job, overwrite=overwrite)
         if not in_jobs_file(job):
+            for path in job["adapters"] if job["command"] == "inspect" and "base" in job else ():
+                self._facts(self._state(job["base"]), self._state(path))  # fails for a model, which is no adapter
             return {}
         try:
             with self._turn:

@@ -104,6 +104,8 @@ def test_form_asks_for_what_is_missing_and_offers_only_what_it_takes(page: Page)
         w.until(READY)
         w.js("$('#run').click()")
         w.until("$('#runs > li') && $('#runs > li').getBoundingClientRect().top < innerHeight")
+        w.js("$('[data-command=average]').click()")
+        assert w.js("return $('[name=rank]').value") == "", "options are those of one form"
         assert w.errors() == []
 
 
