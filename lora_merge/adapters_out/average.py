@@ -137,7 +137,7 @@ MOVING: Final = ("ema", "ema_to", "sigma_rel")
 """The options of a moving average, which give the weights."""
 
 
-def average_job(request: Request) -> AdapterJob:
+def make_job(request: Request, _: CheckpointCache | None = None) -> AdapterJob:
     """Return the job of `average`; UsageError for an option or a value that is wrong."""
     # Step 1: what this command alone has.
     stated, rows = request.stated, request.command.options

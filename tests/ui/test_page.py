@@ -104,6 +104,8 @@ def test_form_asks_for_what_is_missing_and_offers_only_what_it_takes(page: Page)
         w.until(READY)
         w.js("$('#run').click()")
         w.until("$('#runs > li') && $('#runs > li').getBoundingClientRect().top < innerHeight")
+        w.js("$('[data-command=average]').click()")
+        assert w.js("return $('[name=rank]').value") == "", "options are those of one form"
         assert w.errors() == []
 
 
@@ -150,6 +152,7 @@ def test_error_is_shown_once_at_what_is_wrong(page: Page, comfy: Path) -> None:
             )
             w.until("$('#plan').dataset.state === 'error' && $('.error')")
             assert what in w.js("return $(arguments[0]).innerText", place)
+            assert w.js("return $(arguments[0]).previousElementSibling.ariaInvalid", place) == "true"
             assert w.js("return document.querySelectorAll('.error').length") == 1
             assert w.js("return document.body.innerText.split(arguments[0]).length", what) == 2, "it is said once"
             assert w.js("return $('#run').disabled && $('.error .fix').innerText && $('.error').checkVisibility()")

@@ -208,6 +208,9 @@ def test_several_files_are_inspected(page: Page, comfy: Path) -> None:
         assert done["state"] == "done" and all(Path(a["path"]).name in done["text"] for a in adapters)
         assert done["text"].count("20 of 20") == (2 if base else 0)
         assert run(*shlex.split(page.call("preview", **filled)["command"])[1:]).code == 0
+    filled["adapters"][1] = {"path": str(comfy / "models/checkpoints/tuned.safetensors")}
+    refused = page.call("preview", **filled)
+    assert refused["at"] == "adapters.1" and refused["error"] == page.call("run", **filled)["error"]
 
 
 def test_parts_have_the_presets_that_fit(page: Page, comfy: Path) -> None:
