@@ -7,7 +7,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from math import isfinite
-from typing import Any, Final, NewType
+from typing import TYPE_CHECKING, Any, Final, NewType
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Note = NewType("Note", str)
 """A remark for the user, no error: the text of a note or a warning in reports. The documentation has a line on each; a
@@ -206,7 +209,24 @@ def one_line(text: str) -> str:
     return text.translate(_ALL)
 
 
-class Lines(str):
+CODE: Final = re.compile(r"(?<![^\s(…])`((?:--?[a-z]|lora-merge )(?:[^`]|`(?=[^\s,;.:)?…]))*)`(?![^\s,;.:)?…])")
+"""What can be typed, in a text as it is written: options with their values, or a command of ours, in backticks."""
+
+
+class Message(str):
+    """A text of an error, without the backticks around what can be typed; the text as it is `written` has them."""
+
+    written: str
+
+    def __new__(cls, text: str) -> Self:
+        """Return the text; a message as it is."""
+        written = getattr(text, "written", text)
+        message = super().__new__(cls, CODE.sub(r"\1", written))
+        message.written = written
+        return message
+
+
+class Lines(Message):
     """Text of several lines, each of which is escaped: the line feeds between them are ours."""
 
     @classmethod

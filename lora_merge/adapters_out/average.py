@@ -83,7 +83,7 @@ def _power(sigma: float) -> float:
     """Return γ ≥ 0 with (γ + 1)^½ (γ + 2)⁻¹ (γ + 3)^-½ = σ, by bisection; the left side falls with γ."""
     if not is_finite(sigma) or not 0 < sigma <= WIDEST_SIGMA:
         raise UsageError(
-            "the width is out of range", f"--sigma-rel {shown(sigma)}", "use a number above 0, up to 0.288"
+            "the width is out of range", f"`--sigma-rel {shown(sigma)}`", "use a number above 0, up to 0.288"
         )
     low, high = 0.0, 1.0
     while _width(high) > sigma:
@@ -117,8 +117,9 @@ def average_job(request: Request, rows: Rows) -> AdapterJob:
     if values["space"] not in SPACES:
         raise UsageError(f"there is no space {shown(values['space'])!r}", "--space", f"use one of {', '.join(SPACES)}")
     if not isinstance(values[MUSUBI], bool) or (values[MUSUBI] and values["sigma_rel"] is None):
-        raise UsageError(f"{MUSUBI} counts the steps of a post-hoc EMA", f"--setting {MUSUBI}={shown(values[MUSUBI])}",
-                         f"write --setting {MUSUBI}=true, with --sigma-rel")  # fmt: skip
+        where = f"`--setting {MUSUBI}={shown(values[MUSUBI])}`"
+        raise UsageError(f"{MUSUBI} counts the steps of a post-hoc EMA", where,
+                         f"write `--setting {MUSUBI}=true`, with --sigma-rel")  # fmt: skip
     # Step 2: the weights become strengths.
     moving = {name: values[name] for name in (*MOVING, MUSUBI)}
     weights = average_weights(len(adapters), weights=values["weights"], **moving)
@@ -175,7 +176,7 @@ def _expect_plain(job: AdapterJob, stated: Mapping[str, Any], setting: Mapping[s
                         (job.alpha != "rank", "alpha"), (computed, "compute_dtype")):  # fmt: skip
         if wrong:
             raise UsageError("tensors are averaged as they are stored", f"--{name.replace('_', '-')}",
-                             f"leave it out, or average changes: --space {OF_CHANGES}")  # fmt: skip
+                             f"leave it out, or average changes: `--space {OF_CHANGES}`")  # fmt: skip
     if folder := next((a.path for a in job.adapters if is_folder(a.path)), None):
         raise UsageError("a folder keeps α in its configuration, which a file does not have", str(folder),
-                         f"average changes: --space {OF_CHANGES}")  # fmt: skip
+                         f"average changes: `--space {OF_CHANGES}`")  # fmt: skip

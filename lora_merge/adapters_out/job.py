@@ -34,9 +34,9 @@ FACTORS, WHOLE, AUTO = LORA.name, FULL.name, "auto"
 STORED_AS: Final = (FACTORS, WHOLE, AUTO)
 """The values of `--algorithm`: how a layer is stored."""
 
-IN_FULL: Final = "store whole matrices: --algorithm full"
-GIVE_RANK: Final = f"write --rank 32 or --rank energy:0.99, or {IN_FULL}"
-GIVE_BASE: Final = "give the base model of the training: --base MODEL"
+IN_FULL: Final = "store whole matrices: `--algorithm full`"
+GIVE_RANK: Final = f"write `--rank 32` or `--rank energy:0.99`, or {IN_FULL}"
+GIVE_BASE: Final = "give the base model of the training: `--base MODEL`"
 
 
 def algorithm_in(algorithm: str, to: Dialect) -> str:
@@ -177,7 +177,7 @@ def adapter_job(request: Request, rows: Rows) -> AdapterJob:
     rules = RankRules.of(rule, values.get("conv_rank"), values.get("max_rank"),
                          pairs(values.get("rank_for", ()), "--rank-for"))  # fmt: skip
     if rules.has(NOISE) and command != "extract":
-        raise UsageError(NO_NOISE, "--rank noise", "give a number or energy:x")
+        raise UsageError(NO_NOISE, "`--rank noise`", "give a number or energy:x")
     # Step 3: the inputs and the output.
     nothing = f"{sep}no base", f"{sep}no output"  # absolute, as the current folder may be gone
     job = make_job(nothing[0] if base is None else base, request.adapters, nothing[1], **of_merge)
@@ -199,7 +199,7 @@ def adapter_job(request: Request, rows: Rows) -> AdapterJob:
                          f"use one of {', '.join(known)}")  # fmt: skip
     if not COMBINATIONS[method].linear and algorithm == FACTORS and EXACT in (rules.linear.name, rules.kernels.name):
         what = f"the result of {method} is no product of two small factors, so no LoRA stores it exactly"
-        raise FitError(what, f"--method {method}", GIVE_RANK)
+        raise FitError(what, f"`--method {method}`", GIVE_RANK)
     return AdapterJob(
         command, job, base=None if base is None else job.base, rules=rules, ranked=values["rank"] is not None,
         method=method, numbers=numbers, algorithm=algorithm, alpha=_alpha(values["alpha"]), include=values["include"],
@@ -227,7 +227,7 @@ def _options(request: Request, rows: Rows) -> tuple[dict[str, Any], dict[str, An
                          f"write {missing}: 16 or energy:0.99")  # fmt: skip
     dtype = of_merge.get("dtype")
     if str(dtype) in QUANTISED_DTYPES or of_merge.get("keep_precision"):
-        raise UsageError("adapters are not quantised", f"--dtype {shown(dtype)}", "write --dtype bf16")
+        raise UsageError("adapters are not quantised", f"`--dtype {shown(dtype)}`", "write `--dtype bf16`")
     stated |= {name: parts(stated[name], f"--{name}") for name in ("include", "exclude") if name in stated}
     if "compute_dtype" in stated:
         stated["compute_dtype"] = _computed(stated["compute_dtype"])
@@ -270,7 +270,7 @@ def _stated_rules(ranks: Mapping[str, Any]) -> RankRules:
     part_rules = pairs(ranks.get("rank_for", ()), "--rank-for")
     rules = RankRules.of(ranks["rank"], ranks.get("conv_rank"), ranks.get("max_rank"), part_rules)
     if rules.has(NOISE):
-        raise UsageError(NO_NOISE, "--rank noise", "give a number or energy:x")
+        raise UsageError(NO_NOISE, "`--rank noise`", "give a number or energy:x")
     return rules
 
 
@@ -293,7 +293,7 @@ def extraction_job(request: Request, rows: Rows) -> AdapterJob:
         raise UsageError(f"{shown(factor)!r} cannot be the factor", "--factor", "use -1, or 1 and more")
     job = adapter_job(replace(request, options=stated), rows)
     if job.rules.has(SAME):
-        raise UsageError("a checkpoint has no rank to keep", "--rank same", "give a number or energy:x")
+        raise UsageError("a checkpoint has no rank to keep", "`--rank same`", "give a number or energy:x")
     changed = tuple((n, v) for n, v in sorted(of_extract.items()) if v != rows[n].default)
     name = to.name if to else AUTO_FORMAT
     job = replace(job, format=name, options=(*job.options, *changed), others=others, factor=factor)

@@ -376,7 +376,7 @@ class _Surveyor:
             window_bytes(plan)
         except ResourceError as e:
             share = f", the share of one of {self.workers} workers" if self.workers > 1 else ""
-            return ResourceError(e.what, e.where + share, e.fix)
+            return ResourceError(e.what, e.where.written + share, e.fix)
         except MergeError as e:
             return e
         return _Outline(

@@ -254,7 +254,7 @@ class _Loader:
         except NoSuchName as e:
             self._note(place, str(e))
         except MergeError as e:
-            self._note(place, in_jobs_file(f"{e.what} ({e.where}); {e.fix}"))
+            self._note(place, in_jobs_file(f"{e.what.written} ({e.where.written}); {e.fix.written}"))
 
     def _axes(self, place: Place, entry: JobEntry) -> dict[str, list[str]]:
         """Return every name of the matrix with its values, as they are written in the file."""

@@ -79,9 +79,9 @@ def failure(value: Any, name: str, lines: Sequence[str], count: int) -> UsageErr
         what = "a mergekit configuration, which merges checkpoints, not a jobs file"
         return UsageError(f"{what}: lora-merge merges adapters into a checkpoint", name, SHAPE)
     what, where = (f"{count} mistakes" if count > 1 else "a mistake"), [*lines]
-    fix = f"correct {'them' if count > 1 else 'it'}; lora-merge schema jobs prints what is allowed"
+    fix = f"correct {'them' if count > 1 else 'it'}; `lora-merge schema jobs` prints what is allowed"
     if not isinstance(value, Mapping):
-        fix = "lora-merge batch --init OTHER.yaml writes a first one"
+        fix = "`lora-merge batch --init OTHER.yaml` writes a first one"
     elif "jobs" not in fields and JobEntry.model_fields.keys() & fields:
         fix = f"the fields of a job belong below jobs: {SHAPE}"
     elif count == 1 and (head := lines[0].rpartition("; "))[2].startswith(

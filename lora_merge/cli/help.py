@@ -195,10 +195,10 @@ def refused(error: Exception, commands: Mapping[str, Any] = MappingProxyType({})
     text = error.format_message() if hasattr(error, "format_message") else str(error)
     if context is None and "requires an arg" in text:  # click does not name the command
         command = next((word for word in sys.argv[1:2] if word in commands), "merge")
-    see = f"see lora-merge help {command}".strip()
+    see = f"see `lora-merge help {command}`".strip()
     if command == "merge" and parameter in ("base", "adapters") and "issing" in type(error).__name__:
         what = "no adapter is named" if parameter == "adapters" else "no base and no adapter is named"
-        return UsageError(what, typed(), f"lora-merge BASE ADAPTER:0.8; {see}")
+        return UsageError(what, typed(), f"`lora-merge BASE ADAPTER:0.8`; {see}")
     if name := getattr(error, "option_name", "") if text.startswith("No such") else "":
         near, advice = _advice(name, context)
         return UsageError(f"there is no option {name}", typed(), advice + see).instead(name, *near[:1])

@@ -137,7 +137,7 @@ def window_room(job: Job) -> int:
     room = (job.max_memory - (pinned_bytes(job) if on_gpu(job) else 0)) // (2 * slots(job))
     if room < SMALLEST_WINDOW:
         least = (3 if on_gpu(job) else 2) * SLOTS * SMALLEST_WINDOW
-        raise ResourceError("the memory limit is too low", f"--max-memory {job.max_memory}",
+        raise ResourceError("the memory limit is too low", f"`--max-memory {job.max_memory}`",
                             f"give at least {least >> 20} MiB")  # fmt: skip
     return min(room, DEVICE_WINDOW_BYTES if slots(job) > SLOTS else WINDOW_BYTES)
 

@@ -111,7 +111,7 @@ def parse(text: str, name: str) -> Document:
         problem = getattr(e, "problem", None) or str(e).splitlines()[0]
         raise UsageError(f"not valid YAML: {problem}", f"{name}{line}", _advice(text, mark, problem)) from e
     if root is None:
-        raise UsageError("the jobs file is empty", name, "lora-merge batch --init OTHER.yaml writes a first one")
+        raise UsageError("the jobs file is empty", name, "`lora-merge batch --init OTHER.yaml` writes a first one")
     values = _Values(name)
     return Document(values.of(root), root, tuple(values.mistakes))
 

@@ -306,10 +306,8 @@ def _other_names(unmatched: Mapping[str, Shape], title: str, stored: Mapping[str
     rows = [*filter(None, (_row(modules, unmatched, stored) for modules in groups))]
     every = "" if rows else ", with a row for every such name"
     rows = rows or [f'"{innermost(name)[1]}": "{near[0]}"']
-    fix = (
-        f"if they are the same, write `spellings: {{{', '.join(rows)}}}` to names.yaml and add --map names.yaml{every}"
-    )
-    advice = f"{fix}, else write the right names, or use a base that has these layers"
+    fix = f"if they are the same, write `spellings: {{{', '.join(rows)}}}` to names.yaml and add `--map names.yaml`"
+    advice = f"{fix}{every}, else write the right names, or use a base that has these layers"
     return Misfit("name", why, advice, base=title)
 
 
@@ -393,7 +391,7 @@ def raise_problems(
                 no_place = f"{plural(len(result.unmatched), 'module')} of the adapter match nothing there"
                 why = f"the base is {_kind_of_model(_title(names))}, and {no_place}"
             why = f"{worst.what}: {why}"
-        fix = misfit.advice if misfit else worst.fix
+        fix = misfit.advice if misfit else worst.fix.written
         if not why and result.modules > len(failures) == len(unfit):
             fix = or_strength_zero(fix, (key for keys in unfit for key in keys))
         count = f"{len(same)} of {len(result.adapter.modules)} modules, such as " if len(same) > 1 else ""
@@ -417,7 +415,7 @@ def raise_problems(
         raise UnmatchedModules(
             f"the meaning of {len(result.unmatched)} of the adapter's tensors is unknown",
             f"{path}: {left}: neither a parameter of the base nor a tensor of any known method",
-            f"{advice}; or leave them out with --unmatched skip",
+            f"{advice}; or leave them out with `--unmatched skip`",
         ).instead(str(path), str(path), "--unmatched", "skip")
     if result.unmatched and unmatched == "error":
         raise _some_unmatched(result, why, where, fix, for_another=misfit.kind == "model")
@@ -429,7 +427,7 @@ def _some_unmatched(result: Match, why: str, where: str, fix: str, *, for_anothe
     what = f"{len(result.unmatched)} of {result.total} adapter modules match nothing in the base{why and ': '}{why}"
     if for_another:
         return UnmatchedModules(what, where, fix)
-    error = UnmatchedModules(what, where, f"{fix}; or leave them out with --unmatched skip")
+    error = UnmatchedModules(what, where, f"{fix}; or leave them out with `--unmatched skip`")
     return error.instead(path, path, "--unmatched", "skip")
 
 
@@ -443,7 +441,7 @@ def check_scales(patches: Iterable[Patch], path: Path, rules: PeftRules) -> None
     if scale == 0:
         zero = rules.zero_alpha
         why = f"its configuration says {zero} = 0" if zero else "the scale of all its modules is 0"
-        fix = "state the alpha of the training: --setting lora_alpha=VALUE" if zero else "correct its configuration"
+        fix = "state the alpha of the training: `--setting lora_alpha=VALUE`" if zero else "correct its configuration"
         raise NoChange(f"the adapter changes nothing: {why}", str(path), f"{fix}; {WITHOUT}")
 
 
@@ -454,6 +452,6 @@ def check_variant(result: Match, names: Names, unmatched: Unmatched) -> Note | N
     misfit = variant_doubt(names, lambda: weight_shapes(result.adapter.modules))
     if misfit and unmatched == "error":
         what = "the adapter looks made for another variant of the model"
-        fix = "use the base it was trained on, or merge all the same with --unmatched skip"
+        fix = "use the base it was trained on, or merge all the same with `--unmatched skip`"
         raise FitError(what, f"{result.adapter.path}: {misfit.text}", fix)
     return Note(misfit.text) if misfit else None

@@ -141,7 +141,7 @@ class Parts:
             fix = f"names of tensors are such as {', '.join(similar)}; "
         if order:
             fix += f"this base has {listed(sorted(known), 6)}, and the blocks {listed(order, 12)}"
-            fix += "; lora-merge parts BASE lists all"
+            fix += "; `lora-merge parts BASE` lists all"
         else:
             fix += f"its parts are {listed(sorted(known), 6)}, or re:REGEX of its names; blocks are known with --base"
         return PartWithoutEffect(what, f"{self.option} {as_typed(text)}", fix).of(self.option, text)

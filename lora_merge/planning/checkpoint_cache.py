@@ -115,6 +115,6 @@ def _unchanged(index: Index) -> bool:
 
 def _check_base(base: Index) -> None:
     if looks_like_adapter(base):
-        fix = "name the base first, adapters after it; adapters alone: lora-merge combine A B"
+        fix = "name the base first, adapters after it; adapters alone: `lora-merge combine A B`"
         raise AdapterAsBase("the base is itself an adapter", str(base.path), fix)
     base.quantised.check(base.path, "keep", [""])  # "": all tensors

@@ -126,7 +126,7 @@ class GgufOfGguf(OutputContainer):
         base, model = self.base, self.base.gguf
         fix, name = "merge into the original checkpoint", self.output.with_suffix(".safetensors").name
         if model is not None and not model.language and not base.path.is_dir():
-            fix = f"write an ordinary checkpoint: --dtype bf16 -o {typed([name])}"
+            fix = f"write an ordinary checkpoint: `--dtype bf16 -o {typed([name])}`"
         for t in targets:
             info, where = base.tensors.get(t.name), f"{base.path}: {t.stored}"
             if info is None:
@@ -161,7 +161,7 @@ class NewGguf(OutputContainer):
             if changed:
                 raise FitError("an adapter changes a network that the GGUF file lacks: a text encoder or VAE",
                                f"{info.file}: {info.name}",
-                               "leave it out with --strength-for te=0, or name the output .safetensors")  # fmt: skip
+                               "leave it out with `--strength-for te=0`, or name the output .safetensors")  # fmt: skip
             return False
         if info.dtype not in FLOATS and info.dtype not in GGML_TYPES and info.name not in self.base.packed:
             raise InputError(f"GGUF has no type for {spoken(info.dtype)}", f"{info.file}: {info.name}",
@@ -206,7 +206,7 @@ def container_of(job: Job, base: Index) -> OutputContainer:
     if not gguf:
         return SafetensorsOutput(job, base)
     if job.dtype not in GGUF_DTYPES:
-        raise UsageError("GGUF has no such type", f"--dtype {job.dtype}", f"use one of {', '.join(GGUF_DTYPES)}")
+        raise UsageError("GGUF has no such type", f"`--dtype {job.dtype}`", f"use one of {', '.join(GGUF_DTYPES)}")
     if base.gguf is not None:
         return GgufOfGguf(job, base)
     return NewGguf(job, base, _new_file(job, base))
@@ -217,15 +217,15 @@ def check_name(container: OutputContainer) -> None:
     job, base, output = container.job, container.base, container.output
     if base.gguf is not None and base.path.is_dir():
         if not container.is_gguf:
-            raise InputError("a folder of GGUF files with a diffusion model keeps its types", f"--dtype {job.dtype}",
-                             "write --dtype keep")  # fmt: skip
+            raise InputError("a folder of GGUF files with a diffusion model keeps its types", f"`--dtype {job.dtype}`",
+                             "write `--dtype keep`")  # fmt: skip
         if output.suffix.lower() == GGUF:
-            raise UsageError("the output is a folder with the parts of the base", f"-o {output}",
-                             f"write -o {typed([str(output.with_suffix(''))])}")  # fmt: skip
+            raise UsageError("the output is a folder with the parts of the base", f"`-o {output}`",
+                             f"write `-o {typed([str(output.with_suffix(''))])}`")  # fmt: skip
     if not container.fits(output):
         right, kind = output.with_suffix(container.suffix), "GGUF" if container.is_gguf else "safetensors"
         what = f"a {kind} file cannot be named {output.suffix}" if output.suffix else f"a {kind} file needs an ending"
-        other = ", or write --dtype bf16 for .safetensors" if container.is_gguf and base.gguf is not None else ""
+        other = ", or write `--dtype bf16` for .safetensors" if container.is_gguf and base.gguf is not None else ""
         error = UsageError(what, str(output), f"name it {container.suffix}{other}")
         raise error.instead(str(output), str(right))
 
@@ -259,7 +259,7 @@ def _new_file(job: Job, base: Index) -> DiffusionFile:
                          )  # fmt: skip
     if base.packed and job.dtype == "keep":
         raise UsageError("GGUF has no type for the quantised weights of the base", where,
-                         f"write --dtype bf16, {', '.join(GGUF_TYPES)}")  # fmt: skip
+                         f"write `--dtype bf16`, {', '.join(GGUF_TYPES)}")  # fmt: skip
     return file
 
 

@@ -300,7 +300,7 @@ def _expect_evidence(plan: Plan, merged: Recomputation, part: Path) -> Iterator[
     coarse = ROUNDING[merged.judged] > ROUNDING["fp32"]
     fix = "leave out adapters whose changes cancel each other"
     if coarse or not (chosen or merged.judged == "fp64"):
-        fix = f"merge again with --compute-dtype {'fp32' if coarse else 'fp64'}"
+        fix = f"merge again with `--compute-dtype {'fp32' if coarse else 'fp64'}`"
     if not (merged.asked and (coarse or chosen)):
         raise VerificationFailed(f"{are} not verifiable: the rounding bound is larger than the change", where, fix)
     yield Note(f"{are} not verifiable: the rounding bound is larger than the change ({where}); {fix}")

@@ -45,21 +45,21 @@ def refused(folder: Path, text: str, kind: type[MergeError] = UsageError) -> str
 
 
 @pytest.mark.parametrize(("told", "right"), [
-    ("or leave them out with --unmatched skip", "or leave them out with unmatched: skip"),
-    ("leave it out with --strength-for re:NAME=0", "leave it out with strength_for: {re:NAME: 0}"),
-    ("leave it out with --exclude re:REGEX, or drop it", "leave it out with exclude: [re:REGEX], or drop it"),
-    ("state it with --setting lora_alpha=VALUE", "state it with setting: {lora_alpha: VALUE}"),
-    ("give --rank, such as 32, or --algorithm full", "give rank, such as 32, or algorithm: full"),
-    ("choose another -o, or give --overwrite", "choose another output, or give --overwrite"),
+    ("or leave them out with `--unmatched skip`", "or leave them out with unmatched: skip"),
+    ("leave it out with `--strength-for re:NAME=0`", "leave it out with strength_for: {re:NAME: 0}"),
+    ("leave it out with `--exclude re:REGEX`, or drop it", "leave it out with exclude: [re:REGEX], or drop it"),
+    ("state it with `--setting lora_alpha=VALUE`", "state it with setting: {lora_alpha: VALUE}"),
+    ("give --rank, such as 32, or `--algorithm full`", "give rank, such as 32, or algorithm: full"),
+    ("choose another -o, or give `--overwrite`", "choose another output, or give --overwrite"),
     ("choose another -o", "choose another output"),
-    (r"leave that out: --exclude 're:^a\.(1|2)$'", r"leave that out: exclude: ['re:^a\.(1|2)$']"),
-    (r"or --strength-for 're:^a\.b$=0'", r"or strength_for: {'re:^a\.b$': 0}"),
-    (r'or --strength-for "re:^a\.b$=0"', r"or strength_for: {'re:^a\.b$': 0}"),
-    ("name a folder: -o a/b", "name a folder: output: a/b"),
-    ("write a folder with --format peft -o FOLDER", "write a folder with format: peft, output: FOLDER"),
-    ("write --dtype bf16 or fp32, or change --keep-precision", "write dtype: bf16 or fp32, or change keep_precision"),
+    (r"leave that out: `--exclude 're:^a\.(1|2)$'`", r"leave that out: exclude: ['re:^a\.(1|2)$']"),
+    (r"or `--strength-for 're:^a\.b$=0'`", r"or strength_for: {'re:^a\.b$': 0}"),
+    (r'or `--strength-for "re:^a\.b$=0"`', r"or strength_for: {'re:^a\.b$': 0}"),
+    ("name a folder: `-o a/b`", "name a folder: output: a/b"),
+    ("write a folder with `--format peft -o FOLDER`", "write a folder with format: peft, output: FOLDER"),
+    ("write `--dtype bf16` or `--dtype fp32`, or change --keep-precision", "write dtype: bf16 or dtype: fp32, or change keep_precision"),
     ("hf download a --local-dir b; else check", "hf download a --local-dir b; else check"),
-    ("lora-merge extract BASE TUNED --rank 8; or --rank 8", "lora-merge extract BASE TUNED --rank 8; or rank: 8"),
+    ("`lora-merge extract BASE TUNED --rank 8`; or `--rank 8`", "`lora-merge extract BASE TUNED --rank 8`; or rank: 8"),
 ])  # fmt: skip
 def test_options_in_a_message_are_those_of_a_jobs_file(told: str, right: str) -> None:
     """Commands stay as they are typed."""

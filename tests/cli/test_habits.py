@@ -616,15 +616,15 @@ def test_errors_of_python_name_keywords(run: Run) -> None:
 
 
 @pytest.mark.parametrize(("text", "right"), [
-    ("or leave them out with --unmatched skip", 'or leave them out with unmatched="skip"'),
-    ("leave it out with --strength-for re:NAME=0", 'leave it out with strength_for={"re:NAME": 0}'),
-    ("state it with --setting lora_alpha=VALUE", 'state it with setting={"lora_alpha": VALUE}'),
-    ("give --rank, such as 32, or --algorithm full", 'give rank, such as 32, or algorithm="full"'),
-    ("choose another -o, or give --overwrite", "choose another output, or give overwrite=True"),
+    ("or leave them out with `--unmatched skip`", 'or leave them out with unmatched="skip"'),
+    ("leave it out with `--strength-for re:NAME=0`", 'leave it out with strength_for={"re:NAME": 0}'),
+    ("state it with `--setting lora_alpha=VALUE`", 'state it with setting={"lora_alpha": VALUE}'),
+    ("give --rank, such as 32, or `--algorithm full`", 'give rank, such as 32, or algorithm="full"'),
+    ("choose another -o, or give `--overwrite`", "choose another output, or give overwrite=True"),
     ("--keep-precision is for a --dtype that quantises", "keep_precision is for a dtype that quantises"),
-    ("give the base model of the training: --base MODEL", "give the base model of the training: base=MODEL"),
+    ("give the base model of the training: `--base MODEL`", "give the base model of the training: base=MODEL"),
     ("--strength must be a list", "strength must be a list"), ("use --no-verify", "use verify=False"),
-    ("lora-merge extract BASE TUNED --rank 8; or --rank 8", "lora-merge extract BASE TUNED --rank 8; or rank=8"),
+    ("`lora-merge extract BASE TUNED --rank 8`; or `--rank 8`", "`lora-merge extract BASE TUNED --rank 8`; or rank=8"),
 ])  # fmt: skip
 def test_options_in_a_message_are_keywords_in_python(text: str, right: str) -> None:
     """Commands stay as they are typed."""
