@@ -18,7 +18,7 @@ from ..adapters_out.commands import COMMANDS
 from ..disk.destination import check_output, files_under
 from ..disk.volumes import CLONES, existing, file_system, ignores_case, same, share_blocks
 from ..disk.writer import Room
-from ..engine.windows import buffer_bytes, layout_key, unshared_bytes, window_bytes
+from ..engine.windows import buffer_bytes, layout_key, unshared_bytes, window_room
 from ..errors import MergeError, PartWithoutEffect, ResourceError, UsageError
 from ..files.checkpoint import configuration
 from ..job import Adapter, Job
@@ -371,9 +371,9 @@ class _Surveyor:
 
     def _planned(self, job: Job) -> _Outline | MergeError:
         try:
+            window_room(job, self.workers)
             plan = plan_job(replace(job, max_memory=job.max_memory // self.workers), self.opened)
             unshared = unshared_bytes(plan) if file_system(plan.base.path) in CLONES else plan.size
-            window_bytes(plan)
         except ResourceError as e:
             share = f", the share of one of {self.workers} workers" if self.workers > 1 else ""
             return ResourceError(e.what, e.where.written + share, e.fix)

@@ -206,7 +206,7 @@ class _Loader:
         try:
             file = JobsFile.model_validate(self.value)
         except ValidationError as e:
-            self.mistakes.update(dict.fromkeys(problems(e)))
+            self.mistakes.update(dict.fromkeys(problems(e, self.value)))
         else:
             return file.defaults, list(enumerate(file.jobs))
         top = self.value if isinstance(self.value, dict) else {}

@@ -94,9 +94,9 @@ def check_last(words: Sequence[str]) -> None:
     last = words[-1] if words else ""
     if len(words) < 2 or split(last) is not None or not last.endswith((*ENDINGS, "/")) or exists(completed(last)):
         return
-    from ..files.file_signatures import missing
+    from ..planning.checkpoint_cache import missing_input
 
-    error = missing(expand(last))
+    error = missing_input(expand(last), adapter=True)
     if not error.fix.startswith("did you mean"):
         raise InputError(
             "file not found", error.where, f"if it is the output, write `-o {typed([last])}`; else {error.fix.written}"

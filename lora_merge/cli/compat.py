@@ -12,7 +12,7 @@ from typing import Any, Final
 from ..adapter_arguments import right_form
 from ..addresses import parse
 from ..errors import UsageError
-from ..paths import ENDINGS, WINDOWS, exists, split_strength, typed, with_found_ending
+from ..paths import WINDOWS, exists, expand, split_strength, typed, with_found_ending
 from .corrected_line import flags, line
 
 PROGRAM_OPTIONS: Final = MappingProxyType(
@@ -89,13 +89,15 @@ def check_command(word: str, commands: Mapping[str, str]) -> None:
         return
     near = get_close_matches(word, commands, 1, 0.7) or [FOREIGN_COMMANDS[w] for w in (word,) if w in FOREIGN_COMMANDS]
     near = near or [name for name in commands if len(word) > 2 and name.startswith(word)]
-    stems = {path.stem: path.name for path in Path().glob("*") if path.is_dir() or path.suffix in ENDINGS}
-    files = [stems[stem] for stem in get_close_matches(word, stems, 1, 0.7)]
+    from ..planning.checkpoint_cache import missing_input
+
+    files = [Path(path).name for path in missing_input(expand(word), adapter=False).suggestion[1:]]
     fix = f"name a base, or one of the commands: {', '.join(commands)}"
     if near or files:
         suggestions = [f"lora-merge {command} … ({_first_letter_small(commands[command])})" for command in near]
         fix = "did you mean " + " or ".join([*suggestions, *files]) + "?"
-    raise UsageError("there is neither such a command nor such a file", word, fix)
+    error = UsageError("there is neither such a command nor such a file", word, fix)
+    raise error if near else error.instead(word, *files)
 
 
 def _first_letter_small(text: str) -> str:

@@ -63,14 +63,13 @@ def correct(error: BaseException, commands: Mapping[str, Any]) -> None:
         fix = _in_order(rest, known)
     else:
         parameters = commands[command].params
-        right = words
-        if len(error.suggestion) > 1:
-            right = [*_corrected(words, error.suggestion)]
-        elif change := _change(error.fix, parameters):
-            right = _with_options(words, change, parameters)
-        twice = len({*map(_whole, right)}) < len({*map(_whole, words)})  # such as the base in the place of an adapter
-        fix = f"{error.fix}{'' if error.fix.endswith('?') else ';'} write {line(right)}" if right != words else ""
-        fix = _filled(error.fix, rest, parameters) if twice or not fix else fix
+        right = [[*_corrected(words, error.suggestion)]] if len(error.suggestion) > 1 else []
+        if change := _change(error.fix, parameters, first=not right):
+            right.append(_with_options(words, change, parameters))
+        right = [new for new in right if new != words and not _names_twice(new, words)]
+        lines = {frozenset(new): line(new) for new in reversed(right)}  # the first of two that differ in the order
+        fix = f"{error.fix}{'' if error.fix.endswith('?') else ';'} write {'; or '.join(reversed(lines.values()))}"
+        fix = fix if lines else _filled(error.fix, rest, parameters)
     if fix and len(fix) < LONGEST_LINE + len(error.fix):
         error.reword(lambda text: fix if text == error.fix.written else text)
 
@@ -100,15 +99,15 @@ def _filled(fix: Message, words: Sequence[str], parameters: Sequence[Any]) -> st
     return "; ".join(way for way in ways if not (way.startswith("to ") and any(map(PLACE.search, CODE.findall(way)))))
 
 
-def _change(fix: Message, parameters: Sequence[Any]) -> list[tuple[str, str]]:
-    """Return the options of a command with which its line is right, each with its value ("" for a switch), if that is
-    the first way of a fix; a switch, such as --overwrite, may also be another way."""
+def _change(fix: Message, parameters: Sequence[Any], *, first: bool) -> list[tuple[str, str]]:
+    """Return the options of a command with which its line is right, each with its value ("" for a switch). `first`:
+    only if that is the first way of a fix; a switch, such as --overwrite, may also be another one."""
     before, *pieces = CODE.split(fix.written)
     words = words_of(pieces[0]) if pieces else []
     known, change = flags(parameters), [*zip(words[::2], words[1::2], strict=False)]
     if len(words) == 1 and known.get(words[0]):
         return [(words[0], "")]
-    return change if " or " not in before and all(known.get(flag) is False for flag, _ in change) else []
+    return change if not (first and " or " in before) and all(known.get(flag) is False for flag, _ in change) else []
 
 
 def _with_options(words: Sequence[str], stated: Sequence[tuple[str, str]], parameters: Sequence[Any]) -> list[str]:
@@ -145,8 +144,10 @@ def _corrected(words: Sequence[str], suggestion: tuple[str, ...]) -> Iterator[st
             yield word
 
 
-def _whole(word: str) -> str:
-    return with_found_ending(split_strength(word.partition(",")[0])[0])
+def _names_twice(new: Sequence[str], words: Sequence[str]) -> bool:
+    """Return whether a line names one file twice in place of two, such as the base in the place of an adapter."""
+    kinds = ({with_found_ending(split_strength(word.partition(",")[0])[0]) for word in line} for line in (new, words))
+    return len(next(kinds)) < len(next(kinds))
 
 
 def _path(word: str, wrong: str, right: str) -> str:

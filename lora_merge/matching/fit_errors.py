@@ -306,7 +306,7 @@ def _other_names(unmatched: Mapping[str, Shape], title: str, stored: Mapping[str
     rows = [*filter(None, (_row(modules, unmatched, stored) for modules in groups))]
     every = "" if rows else ", with a row for every such name"
     rows = rows or [f'"{innermost(name)[1]}": "{near[0]}"']
-    fix = f"if they are the same, write `spellings: {{{', '.join(rows)}}}` to names.yaml and add `--map names.yaml`"
+    fix = f"if they are the same, write `spellings: {{{', '.join(rows)}}}` to names.yaml and give it with --map"
     advice = f"{fix}{every}, else write the right names, or use a base that has these layers"
     return Misfit("name", why, advice, base=title)
 

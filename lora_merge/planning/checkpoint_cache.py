@@ -6,16 +6,19 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from time import monotonic
 from typing import Any, Final
 
 from ..adapters.modules import AdapterFile, group, looks_like_adapter
 from ..adapters.wrapped_model import detached
-from ..disk.files import FileState
-from ..errors import AdapterAsBase, UsageError
+from ..disk.files import FileState, unreadable
+from ..errors import AdapterAsBase, InputError, MergeError, UsageError
 from ..files.checkpoint import Index, adapter_config, open_checkpoint
+from ..files.file_signatures import foreign, missing
 from ..models.names import Names, names
-from ..paths import is_folder
+from ..paths import exists, is_folder
 
+LOOK_SECONDS: Final = 0.3  # at the files of a folder, one of which may be meant
 MOST_TENSORS: Final = 300_000  # in all kept checkpoints; about 300 MB
 
 
@@ -62,8 +65,10 @@ class CheckpointCache:
     def index(self, path: Path, *, adapter: bool = True) -> Index:
         """Return the tensors of a checkpoint by name, from its header. `adapter`: as of `open_checkpoint`."""
         key = ("index", path, adapter and is_folder(path))  # a file is one of them, whatever it is opened as
-        entry = self._get(key) or self._keep(key, open_checkpoint(path, adapter=adapter), None)
-        return entry[0]
+        entry = self._get(key)
+        if entry is None and not exists(path):
+            raise missing_input(path, adapter=adapter)
+        return (entry or self._keep(key, open_checkpoint(path, adapter=adapter), None))[0]
 
     def names(self, path: Path, table: Path | None = None) -> Names:
         """Return the names of the weights of a model. `table`: the user's name table."""
@@ -102,6 +107,26 @@ class CheckpointCache:
     def _drop(self, key: tuple[Any, ...]) -> None:
         if key in self._entries:
             self._size -= _size(key, self._entries.pop(key)[0])
+
+
+def missing_input(path: Path, *, adapter: bool) -> InputError:
+    """Return the error for a base or an adapter that is not there, with the names of files that can be one. Headers
+    are read for a moment; what is not read by then counts as both."""
+    until = monotonic() + LOOK_SECONDS
+
+    def is_other(file: Path) -> bool:
+        if monotonic() > until:
+            return False
+        try:
+            index = open_checkpoint(file, adapter=adapter)
+        except MergeError:
+            return False
+        return looks_like_adapter(index) is not adapter or bool(foreign(index.tensors))
+
+    try:
+        return missing(path, "adapter" if adapter else "model", is_other)
+    except OSError as e:  # a name that is too long, a folder that may not be searched …
+        return unreadable(path, e)
 
 
 def _size(key: tuple[Any, ...], index: Index) -> int:

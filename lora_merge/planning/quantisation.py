@@ -87,8 +87,8 @@ def quantising(job: Job, base: Index, names: Names) -> Quantising:
     """Return which weights the output stores as codes, and how; UsageError where no loader would read the output."""
     if job.dtype not in QUANTISED_DTYPES:
         if job.keep_precision:
-            raise UsageError("nothing is quantised", f"`--keep-precision {job.keep_precision[0]}`",
-                             f"leave it out, or write `--dtype {QUANTISED_DTYPES[0]}`{_others(QUANTISED_DTYPES)}")  # fmt: skip
+            fix = f"leave it out, or write `--dtype {QUANTISED_DTYPES[0]}`{_others(QUANTISED_DTYPES)}"
+            raise UsageError("nothing is quantised", f"`--keep-precision {job.keep_precision[0]}`", fix)
         return NO_QUANTISING
     form = _form(job, base)
     excepted = Parts(KEEP_PRECISION, (text for text in job.keep_precision if text != NO_DEFAULTS), names)

@@ -80,7 +80,7 @@ def test_strength_among_the_defaults_is_sent_to_the_adapter(tmp_path: Path, word
     text = f"version: 1\ndefaults: {{{word}: 0.5}}\njobs: [{{base: b, adapters: [a], output: o}}]\n"
     with pytest.raises(UsageError) as caught:
         read(tmp_path, text)
-    assert caught.value.fix == "write it after the adapter: style.safetensors:0.5"
+    assert caught.value.fix == "write it after the adapter: a:0.5"
 
 
 def test_file_of_the_contract(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from lora_merge.cli.compat import FOREIGN_COMMANDS, FOREIGN_OPTIONS
 from lora_merge.cli.main import app
 from lora_merge.disk.files import unreadable
 from lora_merge.job import make_job
-from tests.kit import command_line
+from lora_merge.planning import checkpoint_cache
+from tests.kit import command_line, gguf_files
 from tests.kit.adapters import kohya
 from tests.kit.command_line import Answer
 from tests.kit.files import load, save
@@ -653,6 +654,9 @@ def test_options_in_a_message_are_keywords_in_python(text: str, right: str) -> N
     ("resize base --rank 2", "name a LoRA or another adapter"),
     ("base:0.5 lora", "name the base first: lora-merge base lora"),
     ("base", "name an adapter; write lora-merge base ADAPTER:0.8"),
+    ("base ADAPTER:0.8", "check the path; its folder has lora.safetensors; write lora-merge base lora.safetensors:0.8"),
+    ("BASE loras/ink", "did you mean base.safetensors? write lora-merge base.safetensors loras/ink"),
+    ("base lora --max-memory 4", "write --max-memory 8MiB or more; write lora-merge base lora --max-memory 8MiB"),
     ("average lora:0.7 loras/ink:0.3", "write lora-merge average lora.safetensors loras/ink.safetensors --weights 0.7,0.3"),
     ("average -s 0.7 -s 0.3 lora loras/ink", "write lora-merge average lora loras/ink --weights 0.7,0.3"),
     ("resize lora --new_rank 16 --dynamic_method sv_fro --dynamic_param 0.9 --save_to y",
@@ -671,8 +675,34 @@ def test_fix_is_the_corrected_line(run: Run, words: str, right: str) -> None:
 
 
 def test_corrected_line_is_left_out_if_it_names_a_file_twice(run: Run) -> None:
-    """The base is the file that is most like the missing adapter: no line says to merge it into itself."""
-    assert run("base", "bose", "--dry-run")[2].endswith("fix:   did you mean base.safetensors?\n")
+    """The other adapter is the file that is most like the missing one: no line says to merge it twice."""
+    assert run("base", "lora", "lara", "--dry-run")[2].endswith("fix:   did you mean lora.safetensors, loras?\n")
+
+
+def test_files_of_the_other_role_are_not_proposed(run: Run) -> None:
+    """A base for an adapter, an adapter or an embedding for a base; what cannot be read in time counts as both."""
+    save({"emb_params": rand(4, 8)}, Path("lorax.safetensors"))
+    assert run("lorb.safetensors", "lora")[2].endswith("fix:   check the path; its folder has base.safetensors\n")
+    assert run("base", "bose")[2].endswith("fix:   check the path; its folder has lora.safetensors\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_cache, "LOOK_SECONDS", 0.0)
+        assert "base.safetensors" in run("base", "bose")[2].partition("fix:")[2]
+
+
+def test_each_of_two_ways_of_a_fix_is_a_line(run: Run) -> None:
+    """A name for the format, or a format for the name."""
+    at = "single_blocks.0.linear2"
+    gguf_files.write(
+        Path("flux.gguf"), "flux", {f"{name}.weight": (rand(32, 32).numpy(), "F16") for name in (at, "img_in")}
+    )
+    save({f"{at}.lora_A.weight": rand(2, 32), f"{at}.lora_B.weight": rand(32, 2)}, Path("style.safetensors"))
+    lines = (
+        run("flux.gguf", "style", "-o", "x.safetensors")[2]
+        .partition("; write lora-merge ")[2]
+        .split("; or lora-merge ")
+    )
+    assert lines == ["flux.gguf style -o x.gguf", "flux.gguf style -o x.safetensors --dtype bf16\n"]
+    assert [run(*line.split())[0] for line in lines] == [0, 0]
 
 
 @pytest.mark.parametrize("name", ["PEFT", "Kohya", "ComfyUI", "a1111", "AI_Toolkit", "Forge"])
