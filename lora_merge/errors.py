@@ -88,12 +88,14 @@ class MergeError(Exception):
         return f"{shown(self.what)}\n  where: {where}\n  fix:   {shown(self.fix)}"
 
 
-def _cut(text: str) -> Message:
-    kind, written = (type(text), text.written) if isinstance(text, Message) else (Message, text)
-    lines = written.split("\n") if kind is Lines else [written]
-    return kind(
-        "\n".join(line if len(line) <= LONGEST_MESSAGE_LINE else f"{line[:LONGEST_MESSAGE_LINE]}…" for line in lines)
-    )
+def _cut(text: str) -> Message | Lines:
+    if isinstance(text, Lines):
+        return Lines("\n".join(map(_cut_line, text.split("\n"))))
+    return Message(_cut_line(getattr(text, "written", text)))
+
+
+def _cut_line(line: str) -> str:
+    return line if len(line) <= LONGEST_MESSAGE_LINE else f"{line[:LONGEST_MESSAGE_LINE]}…"
 
 
 def cause(e: Exception) -> str:

@@ -226,13 +226,18 @@ class Message(str):
         return message
 
 
-class Lines(Message):
+class Lines(str):
     """Text of several lines, each of which is escaped: the line feeds between them are ours."""
 
     @classmethod
     def of(cls, lines: Iterable[str]) -> Lines:
         """Return the lines, each escaped, joined by line feeds."""
         return cls("\n".join(map(one_line, lines)))
+
+    @property
+    def written(self) -> str:
+        """The text itself, as of a `Message`."""
+        return str(self)
 
 
 def shown(text: str) -> str:

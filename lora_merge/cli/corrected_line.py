@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ..errors import AdapterAsBase, MergeError
 from ..paths import exists, expand, split_strength, typed, with_found_ending, words_of
-from ..text import CODE, Message
+from ..text import CODE, Lines, Message
 from .terminal import without_global_options
 
 LONGEST_LINE: Final = 400
@@ -74,7 +74,7 @@ def correct(error: BaseException, commands: Mapping[str, Any]) -> None:
         error.reword(lambda text: fix if text == error.fix.written else text)
 
 
-def _filled(fix: Message, words: Sequence[str], parameters: Sequence[Any]) -> str:
+def _filled(fix: Message | Lines, words: Sequence[str], parameters: Sequence[Any]) -> str:
     """Return a fix with the user's own files in the place of BASE, ADAPTER and ADAPTER2 of its commands; without the
     other purposes ("to …") for which the line has no file, or none that fits."""
     if not any(map(PLACE.search, CODE.findall(fix.written))):
@@ -99,7 +99,7 @@ def _filled(fix: Message, words: Sequence[str], parameters: Sequence[Any]) -> st
     return "; ".join(way for way in ways if not (way.startswith("to ") and any(map(PLACE.search, CODE.findall(way)))))
 
 
-def _change(fix: Message, parameters: Sequence[Any], *, first: bool) -> list[tuple[str, str]]:
+def _change(fix: Message | Lines, parameters: Sequence[Any], *, first: bool) -> list[tuple[str, str]]:
     """Return the options of a command with which its line is right, each with its value ("" for a switch). `first`:
     only if that is the first way of a fix; a switch, such as --overwrite, may also be another one."""
     before, *pieces = CODE.split(fix.written)

@@ -193,7 +193,7 @@ def _sections(
 
 def _others(dtypes: Sequence[str]) -> str:
     """Return what follows the first of some dtypes to choose from: ", nf4 or q4_0"."""
-    return "".join(f", {name}" for name in dtypes[1:-1]) + "".join(f" or {name}" for name in dtypes[1:][-1:])
+    return "".join(f"{' or' if name == dtypes[-1] else ','} {name}" for name in dtypes[1:])
 
 
 def _form(job: Job, base: Index) -> OutputFormat:
@@ -211,8 +211,7 @@ def _form(job: Job, base: Index) -> OutputFormat:
     if folder and (base.components or "_class_name" in base.config):
         table, reader = {name: FOLDER_FORMATS[name] for name in BITSANDBYTES}, "diffusers cannot read a folder"
     if job.dtype not in table:
-        usual = [*table]
-        raise UsageError(f"{reader} in {job.dtype}", where, f"write `--dtype {usual[0]}`{_others(usual)}")
+        raise UsageError(f"{reader} in {job.dtype}", where, f"write `--dtype {'` or `--dtype '.join(table)}`")
     if folder and not base.config:
         raise UsageError("a folder without config.json does not show how it is quantised", f"{base.path}: {where}",
                          "write `--dtype keep`, give the file in it, or add its config.json")  # fmt: skip

@@ -93,6 +93,11 @@ def test_options_with_values_are_written_as_code(hooks: ModuleType, texts: set[s
     assert left == set()
 
 
+def test_remarks_have_no_code(hooks: ModuleType) -> None:
+    """They are printed as they are written."""
+    assert not [text for text in hooks.notes() if CODE.search(text)]
+
+
 def test_fixes_by_hand_begin_with_a_word_that_has_a_reason(texts: set[str]) -> None:
     first = {re.split(r"[\s,;:]", text.lstrip("… ;"))[0] for text in texts if not OURS.search(text)}
     assert first == {word for words in BY_HAND.values() for word in words}

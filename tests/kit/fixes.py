@@ -88,6 +88,8 @@ TYPED: Final[Mapping[str, str]] = {
         "tests/files/test_checkpoint_to_gguf.py::test_gguf_refuses_what_it_has_no_place_for[scaled codes kept-UsageError-no type for the quantised weights]",
     "write --dtype ……":
         "tests/files/test_checkpoint_to_gguf.py::test_gguf_refuses_what_it_has_no_place_for[scaled codes kept-UsageError-no type for the quantised weights]",
+    "write --dtype …":
+        "tests/files/test_checkpoint_to_gguf.py::test_gguf_refuses_what_it_has_no_place_for[scaled codes kept-UsageError-no type for the quantised weights]",
     "write a file here with -o NAME, or name hf://owner/name, s3://bucket/key, gs://… or az://…":
         "tests/cli/test_habits.py::test_mistakes_of_beginners_are_answered[base lora -o civitai:12345-write a file here with -o NAME]",
     "write a folder for each: …--include … -o OTHER":
