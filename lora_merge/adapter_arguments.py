@@ -124,7 +124,7 @@ def _field(flag: str, value: str | None) -> str:
     if kind in PAIRS and equals:
         return f"{name}: {{{_quoted(part) if quoted else part}: {number}}}"
     value = _quoted(value[1:-1]) if quoted else value
-    return f"{name}: {f'[{value}]' if kind == 'texts' else value}"
+    return f"{name}: {f'[{value}]' if kind in LISTS else value}"
 
 
 def _quoted(text: str) -> str:

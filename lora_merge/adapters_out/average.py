@@ -12,6 +12,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any, Final
 
+from ..adapter_arguments import meant
 from ..adapter_options import KEEP, Request, Rows
 from ..errors import UsageError
 from ..files.checkpoint import open_checkpoint
@@ -20,7 +21,7 @@ from ..options import is_finite, pairs, shown
 from ..paths import is_folder
 from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Progress, unwatched
-from ..text import plural
+from ..text import listed, plural
 from .job import OF_CHANGES, OF_TENSORS, SPACES, AdapterJob, adapter_job
 from .rank_rules import SAME
 from .report import AdapterReport
@@ -98,6 +99,8 @@ def _width(power: float) -> float:
     return float((power + 1) ** 0.5 / ((power + 2) * (power + 3) ** 0.5))
 
 
+NO_STRENGTHS: Final = "snapshots have weights, not strengths"
+
 MUSUBI: Final = "musubi_t"
 """The setting that counts the steps of a post-hoc EMA as musubi-tuner does."""
 
@@ -121,6 +124,11 @@ def average_job(request: Request, rows: Rows) -> AdapterJob:
         raise UsageError(f"{MUSUBI} counts the steps of a post-hoc EMA", where,
                          f"write `--setting {MUSUBI}=true`, with --sigma-rel")  # fmt: skip
     # Step 2: the weights become strengths.
+    meanings = [meant(a) if isinstance(a, str) else None for a in adapters]
+    strengths = stated.get("strengths", stated.get("strength"))
+    if any(meanings) or isinstance(strengths, list | tuple):
+        each = strengths or [a.strength if a else 1 for a in meanings]
+        raise UsageError(NO_STRENGTHS, listed(map(str, adapters)), f"write `--weights {','.join(map(str, each))}`")
     moving = {name: values[name] for name in (*MOVING, MUSUBI)}
     weights = average_weights(len(adapters), weights=values["weights"], **moving)
     refs = [_weighted(a, w) for a, w in zip(adapters, weights, strict=True)]
@@ -162,7 +170,7 @@ def _weighted(adapter: Any, weight: float) -> Any:
     path, strength, *_ = vars(adapter).values() if isinstance(adapter, Adapter) else (
         adapter if is_pair(adapter) else (adapter, 1.0))  # fmt: skip
     if strength != 1:
-        raise UsageError("snapshots have weights, not strengths", str(path), "give --weights, one for each snapshot")
+        raise UsageError(NO_STRENGTHS, str(path), "give --weights, one for each snapshot")
     return replace(adapter, strength=weight) if isinstance(adapter, Adapter) else (path, weight)
 
 

@@ -168,6 +168,8 @@ def _unknown_field(place: Place, value: Any, adapter: str, *, suggest: bool) -> 
         return f"{sentence}; write it after the adapter: {adapter}:{strength}"
     if right := _right_name(place):
         return f"{sentence}; did you mean {right}?"
+    if model is JobsFile and word in JobEntry.model_fields:
+        return f"{word} is a field of a job; write it in each job below jobs"
     return sentence + (nearest(word, model.model_fields) if suggest else "")
 
 

@@ -162,7 +162,7 @@ ONLY: Final = {"unet": "te=0", "model": "te=0", "te": "unet=0", "clip": "unet=0"
 NEEDLESS: Final = (
     "--concat", "--shuffle", "--trust-remote-code", "--copy-tokenizer", "--lazy-unpickle", "--allow-crimes", "--v2",
     "--safe-serialization", "--merge-and-unload", "--low-cpu-memory", "--is-v2", "--v-parameterization", "--sdxl",
-    "--is-sdxl", "--flux",
+    "--is-sdxl", "--flux", "--use-safetensors",
 )  # fmt: skip
 """Options of other programs that have no value and nothing to do here."""
 
@@ -223,10 +223,13 @@ FOREIGN_OPTIONS: Final[Mapping[str, str]] = MappingProxyType(
             _OUTPUT,
         ),
         **dict.fromkeys(("--lora-weight", "--lora-weights", "--lora-strength"), _STRENGTH),
-        **dict.fromkeys(("--precision", "--save-precision", "--type"), _DTYPE),
+        **dict.fromkeys(("--precision", "--save-precision", "--save-dtype", "--type"), _DTYPE),
         **dict.fromkeys(("--out-dtype", "--outtype", "--out-type", "--output-dtype", "--torch-dtype"), _DTYPE),
         **dict.fromkeys(("--rank", "--new-rank", "--dim", "-r"), _RANK),
         **dict.fromkeys(("--lora-rank", "--lora-r", "--lora-dim", "--network-dim", "--network-rank"), _RANK),
+        **dict.fromkeys(
+            ("--lora-alpha", "--network-alpha"), "use `--setting lora_alpha=16`, the alpha of the training"
+        ),
         "--dynamic-method": _RULE,
         "--dynamic-param": _SHARE,
         "--model-org": _BEFORE,
@@ -284,6 +287,10 @@ def check_options(command: str, args: Sequence[str], parameters: Iterable[Any]) 
     parameters = [*parameters]
     known = flags(parameters)
     check_dashes(args, known)
+    for flag, part, value in zip(args, args[1:], args[2:], strict=False):
+        if flag == "--strength-for" and "=" not in part and right_form(value) and not exists(value):
+            raise UsageError("a part and its factor are one word", f"`{flag} {part} {value}`",
+                             f"write `{flag} {part}={right_form(value)}`")  # fmt: skip
     typed, args = args, [_hyphened(arg) for arg in args]
     names = {arg.partition("=")[0]: word.partition("=")[0] for arg, word in zip(args, typed, strict=True)}
     foreign = {*FOREIGN_OPTIONS, *(MERGE_ONLY if command in TRANSLATED else ())}

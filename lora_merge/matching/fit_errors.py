@@ -18,7 +18,7 @@ from ..adapters.stated_model import stated_model
 from ..dtypes import Shape, flat
 from ..errors import FitError, MergeError, NoChange, ShapeMismatch, UnmatchedModules
 from ..files.checkpoint import Index
-from ..files.file_signatures import foreign, instead
+from ..files.file_signatures import component, foreign, instead
 from ..files.folder_layouts import PEFT_PREFIX
 from ..models.adapter_architecture import architectures, described, modules_of, named_so, variants
 from ..models.architectures import Architecture
@@ -130,7 +130,7 @@ def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape],
 def _of_no_model(modules: Mapping[str, Shape], names: Names, title: str) -> Misfit:
     """Return the misfit of a base that is a file of another kind, `title`."""
     of_another = other_model(modules, None, names.weights(), title)
-    return of_another or Misfit("model", f"the base is {title}", OWN_BASE, base=title)
+    return of_another or Misfit("model", f"the base is {_kind_of_model(title)}", OWN_BASE, base=title)
 
 
 def _stated_other(adapter: Index, base: Architecture | None) -> Misfit | None:
@@ -254,16 +254,29 @@ def other_model(
 
 def _title(names: Names) -> str:
     """Return what a base is: its architecture, or a file of another kind, such as "a ControlNet"."""
-    return names.architecture if names.architecture != UNKNOWN_TITLE else foreign(names.shapes) or UNKNOWN_TITLE
+    if names.architecture != UNKNOWN_TITLE:
+        return names.architecture
+    return foreign(names.shapes) or component(names.shapes) or UNKNOWN_TITLE
+
+
+def model_title(names: Names) -> str:
+    """Return what a checkpoint is, in a sentence: "Stable Diffusion 1", "a VAE"."""
+    return _kind_of_model(_title(names))
 
 
 def _kind_of_model(model: str) -> str:
-    """Return "a transformers language model" for a kind of model, the name of a model as it is."""
+    """Return "a transformers language model" for a kind of model, "a VAE" for a component, the name of a model as it
+    is."""
     if model.startswith(("a ", "an ")):
         return model
     if model in ("", UNKNOWN_TITLE):
         return "a model unknown to lora-merge"
-    return f"a {model}" if model[:1].islower() else model
+    article = "an" if model[0] in "aeiou" else "a"
+    return f"{article} {model}" if model[0].islower() or COMPONENT.search(model) else model
+
+
+COMPONENT: Final = re.compile("encoder|VAE")
+"""Words of the title of a component, which has no name of its own."""
 
 
 def _other_size(deeper: Sequence[str], stored: Mapping[str, Shape]) -> Misfit | None:

@@ -18,6 +18,8 @@ from ..files.file_signatures import foreign, missing
 from ..models.names import Names, names
 from ..paths import exists, is_folder
 
+PLACE: Final = "ADAPTER"  # of an adapter, in a command
+
 LOOK_SECONDS: Final = 0.3  # at the files of a folder, one of which may be meant
 MOST_TENSORS: Final = 300_000  # in all kept checkpoints; about 300 MB
 
@@ -54,8 +56,12 @@ class CheckpointCache:
         if entry is None:
             parts = detached(self.index(path, adapter=False), adapter_config(path))
             if parts is None and (not path.is_dir() or "peft_type" not in adapter_config(path)):
-                error = UsageError("no adapter is named, and the model contains none", str(path), "name an adapter")
-                raise error.instead(str(path), str(path), "ADAPTER:0.8")
+                lookup = missing_input(path.with_name(PLACE), adapter=True)
+                near = next((Path(file) for file in lookup.suggestion[1:]), Path(PLACE))
+                adapter = near.name if near.parent in (Path(), Path.cwd()) else str(near)
+                fix = "name an adapter" + lookup.fix.removeprefix("check the path") * (near.name != PLACE)
+                error = UsageError("no adapter is named, and the model contains none", str(path), fix)
+                raise error.instead(str(path), str(path), f"{adapter}:0.8")
             if parts is None:
                 return self.adapter(path)
             entry = self._keep(("own", path), parts[1], group(parts[1]))

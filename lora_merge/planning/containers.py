@@ -253,8 +253,9 @@ def _new_file(job: Job, base: Index) -> DiffusionFile:
     file = diffusion_file(base.tensors)
     if file is None:
         known = ", ".join(sorted(kind.name for kind in DIFFUSION_MODELS))
+        plain = "name the output .safetensors" if job.dtype not in GGUF_TYPES else "write `--dtype bf16`"
         raise UsageError("ComfyUI-GGUF loads no model with the names of this base", where,
-                         f"name the output .safetensors; or give the model as ComfyUI has it, not as diffusers has it "
+                         f"{plain}; or give the model as ComfyUI has it, not as diffusers has it "
                          f"({known}); a language model is converted first by llama.cpp's convert_hf_to_gguf.py"
                          )  # fmt: skip
     if base.packed and job.dtype == "keep":

@@ -267,6 +267,7 @@ def test_spellings_of_a_number_are_answered_with_ours(run: Run, words: list[str]
         (["base.safetensors", "lora.safetensors", "--lbw", "1,0"], "lbw=1,0"),
         (["resize", "--hlep"], "--help"),
         (["batch", "loras"], "name a file in it"),
+        (["comfyui", "install"], "write lora-merge comfyui install PATH; see lora-merge help comfyui"),
     ],
 )
 def test_slip_is_answered_with_what_to_type(run: Run, words: list[str], fix: str) -> None:
@@ -635,6 +636,11 @@ def test_options_in_a_message_are_keywords_in_python(text: str, right: str) -> N
 @pytest.mark.parametrize(("words", "right"), [
     ("base lroa:0.8,te=0 --dry-run", "did you mean lora.safetensors, loras? write lora-merge base lora.safetensors:0.8,te=0 --dry-run"),
     ("base lora --dtype=bf61", "use bf16; write lora-merge base lora --dtype=bf16"),
+    ("base lora --dtype bf17", "use bf16; write lora-merge base lora --dtype bf16"), ("base lora --dtype 16", "use one of fp16, bf16"),
+    ("base lora --strength-for te 0", "write --strength-for te=0"), ("base lora --device tpu", "use auto, cpu, cuda, cuda:N, mps or xpu"),
+    ("resize lora 4", "write lora-merge resize lora --rank 4; see lora-merge help resize"),
+    ("base lora --save-dtype fp16", "write lora-merge base lora --dtype fp16"), ("base lora --use-safetensors", "write lora-merge base lora"),
+    ("base lora --lora-alpha 8", "use --setting lora_alpha=16, the alpha of the training"),
     ("base lora --dytpe bf16", "did you mean --dtype? see lora-merge help merge; write lora-merge base lora --dtype bf16"),
     ("base lora --roundnig=nearest", "did you mean --rounding? see lora-merge help merge; write lora-merge base lora --rounding=nearest"),
     ("resize lora --rank 0.9", "did you mean energy:0.9? write lora-merge resize lora --rank energy:0.9"),
@@ -653,7 +659,7 @@ def test_options_in_a_message_are_keywords_in_python(text: str, right: str) -> N
     ("combine base lora -o x", "name a LoRA or another adapter; to merge one into this model: lora-merge base lora"),
     ("resize base --rank 2", "name a LoRA or another adapter"),
     ("base:0.5 lora", "name the base first: lora-merge base lora"),
-    ("base", "name an adapter; write lora-merge base ADAPTER:0.8"),
+    ("base", "name an adapter; its folder has lora.safetensors; write lora-merge base lora.safetensors:0.8"),
     ("base ADAPTER:0.8", "check the path; its folder has lora.safetensors; write lora-merge base lora.safetensors:0.8"),
     ("BASE loras/ink", "did you mean base.safetensors? write lora-merge base.safetensors loras/ink"),
     ("base lora --max-memory 4", "write --max-memory 8MiB or more; write lora-merge base lora --max-memory 8MiB"),
@@ -672,6 +678,14 @@ def test_fix_is_the_corrected_line(run: Run, words: str, right: str) -> None:
     code, _, err = run(*words.split())
     assert code in (2, 3) and err.endswith(f"fix:   {right}\n")
     assert json.loads(run(*words.split(), "--json")[1].splitlines()[-1])["error"]["fix"].startswith(right[:20])
+
+
+def test_weights_of_snapshots_are_answered_at_once_in_python(run: Run) -> None:
+    """A strength in the path, and a list of strengths."""
+    for adapters, options in ((["lora:0.7", "loras/ink"], {}), (["lora", "loras/ink"], {"strengths": [0.7, 1]})):
+        with pytest.raises(lora_merge.MergeError) as e:
+            lora_merge.average(adapters, "p.safetensors", **options)  # type: ignore[arg-type]
+        assert e.value.fix == "write weights=[0.7,1]"
 
 
 def test_corrected_line_is_left_out_if_it_names_a_file_twice(run: Run) -> None:
