@@ -12,9 +12,21 @@ if not os.path.isdir(os.path.join(os.path.dirname(__file__), "algorithms")):  # 
     __path__.append(os.path.dirname(os.path.dirname(__file__)))  # noqa: PTH120
 
 if TYPE_CHECKING:
-    from .adapters_out.api import average, combine, convert, extract, resize
     from .adapters_out.report import AdapterReport
-    from .api import compare, inspect, merge, plan, replay, unmerge, verify
+    from .api import (
+        average,
+        combine,
+        compare,
+        convert,
+        extract,
+        inspect,
+        merge,
+        plan,
+        replay,
+        resize,
+        unmerge,
+        verify,
+    )
     from .batch.job_plan import JobPlan
     from .batch.report import JobReport, Reports
     from .batch.run import plan_batch, run_batch
@@ -60,11 +72,11 @@ _HOMES = {
     "Reports": "batch.report",
     "Step": "progress",
     "Facts": "facts",
-    "average": "adapters_out.api",
-    "combine": "adapters_out.api",
-    "convert": "adapters_out.api",
-    "extract": "adapters_out.api",
-    "resize": "adapters_out.api",
+    "average": "api",
+    "combine": "api",
+    "convert": "api",
+    "extract": "api",
+    "resize": "api",
     "AdapterReport": "adapters_out.report",
 }
 

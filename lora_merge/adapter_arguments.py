@@ -231,24 +231,25 @@ def meant(text: str) -> Meant | None:
         return None
     if address := split(text):
         strength, _, parts = address[1].removeprefix(":").partition(",")
-        whole = Meant(text.removesuffix(address[1]), strength or "1", _pairs(parts))
+        whole = Meant(text.removesuffix(address[1]), strength or "1", factors_by_part(parts))
         return whole if address[1] else None
     if tags := of_tags(text):
         path, strength, parts = tags[0]
-        return Meant(path, strength, _pairs(parts))
+        return Meant(path, strength, factors_by_part(parts))
     path, value = split_strength(text)
     if value is not None:
         return Meant(path, f"{value:g}")
     if match := re.fullmatch(_WITH_PARTS, with_parts(text) or text):
-        return Meant(match["path"], match["strength"] or "1", _pairs(match["parts"]))
+        return Meant(match["path"], match["strength"] or "1", factors_by_part(match["parts"]))
     reading = strange(text)
     return Meant(*reading) if reading else None
 
 
-def _pairs(parts: str) -> tuple[tuple[str, str], ...]:
-    """Return (("te", "0"), ("lbw", "1,0")) for "te=0,lbw=1,0"."""
-    pairs = (part.partition("=") for part in re.split(",(?=[^,=]+=)", parts) if part)
-    return tuple((name, value) for name, _, value in pairs)
+def factors_by_part(text: str) -> tuple[tuple[str, str], ...]:
+    """Return (("te", "0"), ("lbw", "1,0")) for "te=0, lbw=1,0"."""
+    factors = re.split(r"[,;\s]+(?=[^,;\s=]+=)", text.strip(" ,;"))
+    pairs = (factor.rpartition("=") if "=" in factor else (factor, "", "") for factor in factors if factor)
+    return tuple((part.strip(), value.strip()) for part, _, value in pairs)
 
 
 def adapter_path(path: str | Path, *, alone: bool = False) -> Path:

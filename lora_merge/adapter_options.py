@@ -1,15 +1,13 @@
-"""The options that only commands which write adapters have, see options.py for the columns; and what is asked of one.
+"""The options that only commands which write adapters have, see options.py for the columns.
 
-Each command takes them with a default of its own: adapters_out/commands.py.
+Each command takes them with a default of its own: recipes/commands.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, TypeAlias
+from typing import Final
 
 from .options import Kind, Option
 
@@ -58,28 +56,3 @@ OF_MERGE: Final = (
     "max_vram", "verify",
 )  # fmt: skip
 """The options that mean what they mean for `merge`. All others of a command are fields of its `AdapterJob`."""
-
-
-Rows: TypeAlias = Mapping[str, Option]
-"""The options of a command by name, with its defaults."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """One run of a command, as plain data that can go to another process."""
-
-    command: str
-    adapters: Any  # paths, pairs of a path and a strength, or `Adapter` objects; of `extract` the tuned checkpoint
-    output: str | Path | None
-    base: str | Path | None
-    options: Mapping[str, Any]
-
-    @property
-    def inputs(self) -> tuple[Path, ...]:
-        """The paths that are read, of `Adapter` objects."""
-        return (*(a.path for a in self.adapters), *([] if self.base is None else [Path(self.base)]))
-
-    @property
-    def stated(self) -> dict[str, Any]:
-        """The options that have a value."""
-        return {name: value for name, value in self.options.items() if value is not None}

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, ParamSpec, TypeVar, Union
 
 from .adapter_arguments import in_python
 from .errors import MergeError, UsageError, as_merge_error
-from .options import shown
+from .text import shown
 
 A_PATH: Final = "a path"
 

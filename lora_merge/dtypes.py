@@ -1,11 +1,14 @@
-"""The table of all dtypes that a checkpoint stores: names, size and range; and the type of shapes.
+"""What a header says of a stored tensor: its dtype, with the table of all dtypes, its shape and its byte range.
 
 Imports no torch and no numpy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from math import frexp, inf, nextafter, prod
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple, TypeAlias
 
@@ -15,6 +18,47 @@ Shape: TypeAlias = tuple[int, ...]
 def flat(shape: Shape) -> tuple[int, int]:
     """Return (rows, cols) of a weight: axis 0, and all other axes flattened; a vector is a column."""
     return (shape[0], prod(shape[1:])) if shape else (1, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """Bytes that no file holds in this order: of a state dict in memory, or of a transposed tensor in a pickle.
+
+    `file` is the file that the bytes come from, or a name in its place. `content` returns the same bytes at each call.
+    """
+
+    file: Path
+    content: Callable[[], memoryview]
+
+    @staticmethod
+    def of(file: Path, data: memoryview) -> Memory:
+        """Return a source for bytes that exist already."""
+        return Memory(file, lambda: data)
+
+
+Source: TypeAlias = Path | Memory
+"""The source of bytes: a local file, or memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor as a file holds it: name, dtype, shape and byte range. `offset` counts from the start of the source.
+
+    `stored` is its name inside the file if that differs from `name` (components of a pipeline, unwrapped pickles).
+    """
+
+    name: str
+    dtype: str
+    shape: Shape
+    source: Source
+    offset: int
+    nbytes: int
+    stored: str = ""
+
+    @property
+    def file(self) -> Path:
+        """Return the file of this tensor, for messages and to find its checkpoint."""
+        return self.source.file if isinstance(self.source, Memory) else self.source
 
 
 class Dtype(NamedTuple):

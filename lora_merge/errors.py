@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from .text import Lines, Message, html_table, shown
+from .text import Lines, Message, escaped, html_table
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -84,8 +84,8 @@ class MergeError(Exception):
         return html_table(type(self).__name__, rows)
 
     def __str__(self) -> str:
-        where = shown(self.where).replace("\n", "\n         ")
-        return f"{shown(self.what)}\n  where: {where}\n  fix:   {shown(self.fix)}"
+        where = escaped(self.where).replace("\n", "\n         ")
+        return f"{escaped(self.what)}\n  where: {where}\n  fix:   {escaped(self.fix)}"
 
 
 def _cut(text: str) -> Message | Lines:

@@ -16,12 +16,10 @@ from .adapter_arguments import adapter_path
 from .addresses import downloads_in, with_addresses
 from .algorithms import ALGORITHMS, COUNT
 from .errors import UsageError
-from .merge_methods import SUM
-from .method_parameters import MethodParameters, numbers_of
+from .merge_methods import SUM, MethodParameters, numbers_of
 from .options import (
     BLOCK_LIST,
     BLOCK_WEIGHTS,
-    HUGE,
     REGEX,
     OnOverflow,
     Rounding,
@@ -29,9 +27,7 @@ from .options import (
     a_list,
     checked,
     factor,
-    is_finite,
     pairs,
-    shown,
     text,
     unlike,
 )
@@ -49,7 +45,7 @@ from .paths import (
     output_path,
 )
 from .safe_regex import Refused, Steps
-from .text import Shown, plural
+from .text import HUGE, Shown, is_finite, plural, shown
 
 _BLOCK: Final = r"(?:[A-Z]{1,8}|[A-Za-z]{1,8}[0-9]{1,4})"
 _RANGE: Final = rf"{_BLOCK}(?:-(?:{_BLOCK}|[0-9]{{1,4}}))?"

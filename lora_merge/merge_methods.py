@@ -1,4 +1,4 @@
-"""The table of the values of `--method`: the rules by which several adapters change one weight.
+"""The table of the values of `--method`: the rules by which several adapters change one weight, and their numbers.
 
 The arithmetic of `sum` and `compose` is in engine/fold.py, and a second time, for the proof, in proof/recomputation.py.
 
@@ -13,10 +13,13 @@ merged into the result of another, `compose` is the rule for all formulas.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
+
+from .errors import UsageError
+from .text import is_finite, plural, shown
 
 
 @dataclass(frozen=True)
@@ -26,9 +29,12 @@ class MergeMethod:
     name: str
     rule: str  # the formula of the new weight, or of the one change that is added to it
     in_turn: bool = False  # whether a formula reads the weight that the adapters before it have changed
-    linear: bool = False  # whether the change is Σ cᵢ τᵢ with numbers cᵢ, so that factors stay factors
+    weighs: bool = False  # whether the change is Σ cᵢ τᵢ with numbers cᵢ
+    linear: bool = False  # whether it is such a sum of which factors stay factors
+    directions: bool = False  # whether the numbers cᵢ are those of directions, which biases and norms have not
     keeps: str = ""  # how each change is thinned out first: by magnitude, at random …
     elects: bool = False  # whether only entries with the sign of the sum are kept
+    agrees: bool = False  # whether only entries are kept on whose sign enough adapters agree
     numbers: tuple[str, ...] = ()  # numbers that only this rule takes
 
     @property
@@ -46,7 +52,8 @@ class MergeMethod:
         """The names of the numbers that the rule takes."""
         further = {"largest": (), "random": ("seed",), "ranked": ("epsilon", "seed"), "middle": ("gamma",)}
         thin = ("density", *further[self.keeps]) if self.keeps else ()
-        return (*thin, *(("elect", "normalise") if self.elects else ()), *self.numbers)
+        return (*thin, *(("elect", "normalise") if self.elects else ()),
+                *(("agree",) if self.agrees else ()), *self.numbers)  # fmt: skip
 
 
 ELECTIONS: Final = ("sum", "count")
@@ -65,8 +72,8 @@ COMBINATIONS: Final[Mapping[str, MergeMethod]] = MappingProxyType(
     {
         row.name: row
         for row in (
-            MergeMethod(SUM, "W' = W + Σ sᵢ · (Fᵢ(W) − W): adapters commute", linear=True),
-            MergeMethod(MEAN, "Σ sᵢτᵢ / Σ sᵢ", linear=True),
+            MergeMethod(SUM, "W' = W + Σ sᵢ · (Fᵢ(W) − W): adapters commute", weighs=True, linear=True),
+            MergeMethod(MEAN, "Σ sᵢτᵢ / Σ sᵢ", weighs=True, linear=True),
             MergeMethod("ties", "the largest entries, of the elected sign", keeps="largest", elects=True),
             MergeMethod("dare", "random entries, divided by density", keeps="random"),
             MergeMethod("dare_ties", "dare, of the elected sign", keeps="random", elects=True),
@@ -75,18 +82,17 @@ COMBINATIONS: Final[Mapping[str, MergeMethod]] = MappingProxyType(
             MergeMethod("breadcrumbs", "neither the largest nor the smallest", keeps="middle"),
             MergeMethod("breadcrumbs_ties", "breadcrumbs, of the elected sign", keeps="middle", elects=True),
             MergeMethod("prune", "the largest entries", keeps="largest"),
-            MergeMethod("slerp", "on the arc between two", linear=True, numbers=("t",)),
-            MergeMethod("karcher", "the mean direction on the sphere, times the mean norm"),
-            MergeMethod("model_stock", "mean, scaled by the agreement of directions", linear=True),
-            MergeMethod("consensus", "entries on whose sign enough adapters agree", numbers=("agree",)),
+            MergeMethod("slerp", "on the arc between two", weighs=True, linear=True, directions=True, numbers=("t",)),
+            MergeMethod(
+                "karcher", "the mean direction on the sphere, times the mean norm", weighs=True, directions=True
+            ),
+            MergeMethod("model_stock", "mean, scaled by the agreement of directions", weighs=True, linear=True),
+            MergeMethod("consensus", "entries on whose sign enough adapters agree", agrees=True),
         )
     }
 )
 """The values of `--method` for `combine`; τᵢ = Fᵢ(W) − W. The arithmetic is in engine/combination.py; the proof has
 its own in proof/combination_methods.py."""
-
-UNDIRECTED: Final = ("slerp", "karcher")
-"""Methods on directions, which say nothing of biases and norms."""
 
 ADDED_VECTORS: Final = "biases and norms have no direction: they are added"
 """The note on the changes of biases and norms."""
@@ -102,3 +108,82 @@ METHODS: Final[Mapping[str, MergeMethod]] = MappingProxyType(
 
 SAME_COMBINATION: Final = {"cat": SUM, "svd": SUM, "task_arithmetic": SUM, "linear": SUM, "magnitude_prune": "prune"}
 """Name in other programs → row of COMBINATIONS."""
+
+LEAST_DIVISOR: Final = 1e-12
+"""The smallest sum of strengths by which a mean divides."""
+
+
+@dataclass(frozen=True)
+class MethodParameters:
+    """The numbers of one method. A method ignores those that it does not take."""
+
+    density: float = 1.0
+    gamma: float = 0.0
+    epsilon: float = 0.0
+    t: float | None = None
+    elect: str = "sum"
+    normalise: str = "count"
+    agree: int | None = None
+    scale: float = 1.0
+    seed: int = 0
+
+
+PARAMETER_NAMES: Final = tuple(f.name for f in fields(MethodParameters))
+
+PARAMETER_RANGES: Final = {
+    "density": "use a number above 0, at most 1",
+    "gamma": "use a number from 0 to less than 1 − density",
+    "epsilon": "density − epsilon and density + epsilon must be between 0 and 1",
+    "t": "use a number, usually from 0 to 1",
+    "agree": "use a whole number from 1 to the number of adapters",
+    "elect": f"use {' or '.join(ELECTIONS)}",
+    "normalise": f"use {', '.join(DIVISORS)}",
+    "scale": "use a finite number",
+    "seed": "use a whole number from 0 on",
+}
+
+
+def numbers_of(method: str, options: Mapping[str, Any], strengths: Sequence[float]) -> MethodParameters:
+    """Return the numbers of a method for adapters of these strengths; None is one that is not given.
+
+    UsageError for a number that the method does not take, that is missing, or that is out of range.
+    """
+    row, stated = METHODS[method], {name: options[name] for name in PARAMETER_NAMES if options.get(name) is not None}
+    takes = {*row.takes, "seed", *(() if row.in_turn else ("scale",))}
+    plain = MethodParameters()
+    for name, value in stated.items():
+        if name not in takes and value != getattr(plain, name):
+            users = [m for m, other in METHODS.items() if name in other.takes] or ["another method"]
+            raise UsageError(f"{method} has no {name}", f"--{name}", f"leave it out, or use {' or '.join(users)}")
+    numbers = MethodParameters(**stated)
+    if wrong := next((name for name, good in _holds(numbers, len(strengths)).items() if not good), None):
+        raise UsageError(
+            f"{wrong} {shown(getattr(numbers, wrong))} is out of range", f"--{wrong}", PARAMETER_RANGES[wrong]
+        )
+    if method == "slerp" and len(strengths) != 2:
+        raise UsageError(
+            f"slerp of {plural(len(strengths), 'adapter')}", "`--method slerp`", "give two, or use karcher"
+        )
+    if method == "slerp" and numbers.t is None:
+        raise UsageError("slerp needs a place on the arc", "--t", "0 is the first adapter, 1 the second, 0.5 between")
+    if method == "model_stock" and len(strengths) < 2:
+        raise UsageError("model_stock of one adapter", "`--method model_stock`", "give two or more")
+    if method == "mean" and abs(sum(strengths)) < LEAST_DIVISOR:
+        raise UsageError("the strengths add up to 0", "`--method mean`", "use sum, or other strengths")
+    return numbers
+
+
+def _holds(n: MethodParameters, adapters: int) -> dict[str, bool]:
+    """Return name → whether the value is in its range."""
+    d, g, e = n.density, n.gamma, n.epsilon
+    return {
+        "density": is_finite(d) and 0 < d <= 1,
+        "gamma": is_finite(g) and is_finite(d) and (g == 0 or 0 <= g < 1 - d),
+        "epsilon": is_finite(e) and is_finite(d) and (e == 0 or (e > 0 and d - e > 0 and d + e < 1)),
+        "t": n.t is None or is_finite(n.t),
+        "agree": n.agree is None or (isinstance(n.agree, int) and n.agree in range(1, adapters + 1)),
+        "elect": n.elect in ELECTIONS,
+        "normalise": n.normalise in DIVISORS,
+        "scale": is_finite(n.scale),
+        "seed": isinstance(n.seed, int) and 0 <= n.seed < 2**63,
+    }  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 from .adapter_arguments import right_form
 from .errors import UsageError
 from .options import Kind, Option, number
-from .safe_regex import from_json
+from .text import from_json
 
 
 class Spelling(NamedTuple):

@@ -6,19 +6,17 @@ compares it with the lists that are written out for type checkers (`MergeOptions
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import islice
-from numbers import Real
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 from .dtypes import COMPUTE_DTYPES, DTYPE_ROWS, DTYPES, QUANTISED_DTYPES
 from .errors import UsageError
 from .merge_methods import DIVISORS, ELECTIONS, METHODS, SUM
+from .text import HUGE, is_finite, shown
 
 MEANT: Final[Mapping[str, str]] = MappingProxyType({
     **dict.fromkeys(("precision", "save_precision", "torch_dtype"), "dtype"),
@@ -207,38 +205,6 @@ COMMAND_ONLY: Final = ("quiet", "verbose", "report", "html", "plot", "json", "dr
 
 LONGEST_METADATA: Final = 2**20  # characters of one entry of the metadata; a preview picture has 200 thousand
 
-HUGE: Final = 2**63  # larger than any number of bytes or rows
-
-
-def shown(value: Any, length: int | None = 40) -> str:
-    """Return the beginning of a value for a message; Python refuses to write out numbers of thousands of digits."""
-    if isinstance(value, int) and abs(value) >= HUGE:
-        return "of too many digits"
-    try:
-        return str(value if length is None else beginning(value, length))[:length]
-    except Exception as e:  # noqa: BLE001  # of a class of the caller
-        return f"without a text ({type(e).__name__})"
-
-
-def beginning(value: Any, length: int) -> Any:
-    """Return a value as JSON has it, without what does not fit into so many letters: a list may have 100 000 items."""
-    if isinstance(value, str):
-        return value[:length]
-    if isinstance(value, list):
-        return [beginning(item, length // 3) for item in value[: length // 3 + 1]]
-    if isinstance(value, dict):
-        some = islice(value.items(), length // 3 + 1)
-        return {beginning(key, length): beginning(item, length // 3) for key, item in some}
-    return shown(value, None) if isinstance(value, int) and abs(value) >= HUGE else value
-
-
-def is_finite(value: Any) -> bool:
-    """Return whether a value is a number, but not a truth value, that is finite as a double."""
-    try:
-        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # an integer of hundreds of digits
-        return False
-
 
 def number(value: float | str) -> float:
     """Return a number, or the number that a text holds; ValueError for other text and for 1_0, Python's own 10."""
@@ -317,6 +283,13 @@ def pairs(value: Any, where: str) -> list[tuple[str, Any]]:
     if wrong is not None:
         raise unlike(wrong, where, 'a pair such as ("NAME", VALUE)')
     return entries
+
+
+def without_part(parts: Any, part: str) -> Any:
+    """Return the parts of the model that an option names, or pairs of a part and a value, without one of them."""
+    if isinstance(parts, Mapping):
+        return {name: value for name, value in parts.items() if name != part}
+    return tuple(name for name in parts if part not in (name, name[0] if isinstance(name, tuple) else name))
 
 
 def checked(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path, PureWindowsPath
 from typing import Final
 from urllib.parse import unquote
@@ -127,13 +128,29 @@ def input_path(path: str | Path) -> Path:
 
 
 def with_found_ending(path: str) -> str:
-    """Return the path, with the ending of the file that is there if it lacks one."""
+    """Return the path, with the ending of the file that is there if it lacks one; for the folder of a repository in the
+    cache of the hub that of its commit."""
+    if REPOSITORY in path and Path(path).name.startswith(REPOSITORY):
+        return _commit_folder(path)
     return next((f"{path}{ending}" for ending in ("", *ENDINGS) if exists(f"{path}{ending}")), path)
+
+
+REPOSITORY: Final = "models--"
+"""The beginning of the name of a repository's folder in the cache of huggingface_hub: `models--owner--name`."""
+
+
+def _commit_folder(repository: str) -> str:
+    """Return the folder of the commit that `main` is, or of the only one; the same path if it has neither."""
+    folders = [*Path(repository, "snapshots").glob("*")]
+    with suppress(OSError, ValueError):
+        main = Path(repository, "refs", "main").read_text(encoding="ascii")[:64].strip()
+        folders = [folder for folder in folders if folder.name == main] or folders
+    return str(folders[0]) if len(folders) == 1 else repository
 
 
 def input_name(path: Path) -> str:
     """Return the name of an input for people: of a commit in the cache of the hub that of its repository."""
-    if path.parent.name == "snapshots" and path.parents[1].name.startswith("models--"):
+    if path.parent.name == "snapshots" and path.parents[1].name.startswith(REPOSITORY):
         return path.parents[1].name.rpartition("--")[2]
     return path.name
 

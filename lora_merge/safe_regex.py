@@ -1,5 +1,5 @@
-"""Limits for untrusted files (PEFT configurations, recipes, jobs files): the depth of JSON, and the number of steps in
-which regular expressions are matched.
+"""Regular expressions of untrusted files (PEFT configurations, recipes, jobs files), matched in a bounded number of
+steps.
 
 Python's engine tries all ways to divide a text among the loops, options and alternatives of a pattern, one after the
 other: `(?:a|a)` forty-five times takes 2^45 tries. This module follows all ways at once. A set of positions in the text
@@ -20,7 +20,6 @@ Python's parser makes the tree. Python's engine runs a pattern itself if few way
 from __future__ import annotations
 
 import importlib
-import json
 import re
 import sys
 import warnings
@@ -31,7 +30,6 @@ from typing import Any, Final, TypeAlias
 
 PARSER: Any = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
 
-MOST_JSON_LEVELS: Final = 100  # levels of lists and objects; functions elsewhere recurse once per level
 LONGEST_PATTERN: Final = 100_000  # characters of a pattern; lists of all modules of a model have 50 000
 LONGEST_NAME: Final = 2000  # characters of a name that is searched; real ones have up to 150
 MOST_STEPS: Final = 1_000_000  # for all patterns of one file; one step takes two to four microseconds
@@ -44,20 +42,6 @@ LOOPS: Final = frozenset({"MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"})
 
 Node: TypeAlias = tuple[str, Any]
 """Name of an operation of Python's engine, and its arguments."""
-
-
-def from_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text; ValueError if the text is not JSON or nested too deeply."""
-    try:
-        value = json.loads(text)
-    except RecursionError as e:  # the library's own limit: 990 levels in Python 3.11, thousands from 3.12 on
-        raise ValueError("nested too deeply") from e
-    level = [value]
-    for _ in range(MOST_JSON_LEVELS):
-        level = [item for v in level if type(v) in (dict, list) for item in (v.values() if type(v) is dict else v)]
-        if not level:
-            return value
-    raise ValueError("nested too deeply")
 
 
 class Refused(ValueError):

@@ -1,12 +1,13 @@
-"""Formats names, lists and sizes for messages."""
+"""Texts for messages, and plain values: as JSON, of which untrusted files may have few levels, and in messages."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from math import isfinite
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Final, NewType
 
 if TYPE_CHECKING:
@@ -21,11 +22,29 @@ NUMBER: Final = re.compile(r"(?<![^._/])[0-9]+(?![^._/])")
 """A whole part of a name that is a number: the 12 of `layers.12.attn1`, not the 1."""
 
 
+HUGE: Final = 2**63  # larger than any number of bytes or rows
+
+MOST_JSON_LEVELS: Final = 100  # levels of lists and objects; functions elsewhere recurse once per level
+
 MOST_KINDS: Final = 6
 """The most kinds of names in a regular expression of a message."""
 
 MOST_NUMBERS: Final = 32
 """The most numbers in one place of it; of more all are meant."""
+
+
+def from_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text; ValueError if the text is not JSON or nested too deeply."""
+    try:
+        value = json.loads(text)
+    except RecursionError as e:  # the library's own limit: 990 levels in Python 3.11, thousands from 3.12 on
+        raise ValueError("nested too deeply") from e
+    level = [value]
+    for _ in range(MOST_JSON_LEVELS):
+        level = [item for v in level if type(v) in (dict, list) for item in (v.values() if type(v) is dict else v)]
+        if not level:
+            return value
+    raise ValueError("nested too deeply")
 
 
 def json_text(value: object, *, indent: int | None = None) -> str:
@@ -240,7 +259,7 @@ class Lines(str):
         return str(self)
 
 
-def shown(text: str) -> str:
+def escaped(text: str) -> str:
     """Return the text escaped to one line; `Lines` stay as they are."""
     return text if isinstance(text, Lines) else one_line(text)
 
@@ -252,3 +271,33 @@ def codes_line(codes: Mapping[str, Any]) -> str:
     anew = "all" if codes["encoded"] == coded else f"{codes['encoded']} of them"
     every = plural(coded + codes["plain"], "matrix", "matrices")
     return f"{coded} of {every} in {', '.join(counts)}, {anew} quantised anew; {codes['plain']} unquantised"
+
+
+def shown(value: Any, length: int | None = 40) -> str:
+    """Return the beginning of a value for a message; Python refuses to write out numbers of thousands of digits."""
+    if isinstance(value, int) and abs(value) >= HUGE:
+        return "of too many digits"
+    try:
+        return str(value if length is None else beginning(value, length))[:length]
+    except Exception as e:  # noqa: BLE001  # of a class of the caller
+        return f"without a text ({type(e).__name__})"
+
+
+def beginning(value: Any, length: int) -> Any:
+    """Return a value as JSON has it, without what does not fit into so many letters: a list may have 100 000 items."""
+    if isinstance(value, str):
+        return value[:length]
+    if isinstance(value, list):
+        return [beginning(item, length // 3) for item in value[: length // 3 + 1]]
+    if isinstance(value, dict):
+        some = islice(value.items(), length // 3 + 1)
+        return {beginning(key, length): beginning(item, length // 3) for key, item in some}
+    return shown(value, None) if isinstance(value, int) and abs(value) >= HUGE else value
+
+
+def is_finite(value: Any) -> bool:
+    """Return whether a value is a number, but not a truth value, that is finite as a double."""
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return False

@@ -135,7 +135,7 @@ JobAdapters: TypeAlias = Sequence[str | PathLike[str] | AdapterTable]
 class Defaults(TypedDict, total=False):
     """The fields that a jobs file has once for all jobs, or that a job has itself."""
 
-    command: Literal["merge", "unmerge", "combine", "resize", "convert", "extract", "average"] | None
+    command: Literal["merge", "unmerge", "combine", "resize", "convert", "average", "extract"] | None
     base: str | PathLike[str] | None
     adapters: JobAdapters | None
     dtype: str | None

@@ -2,6 +2,7 @@
 
     python -m tests.mutate --record                      # once, half an hour: which test runs which line
     python -m tests.mutate --count 80 --seed 1           # all areas: 80 mistakes drawn from all
+    python -m tests.mutate --count 60 --slow 150         # and the slow lane for what the fast one has not noticed
     python -m tests.mutate --count 20 lora_merge/proof/verify.py
     python -m tests.mutate --named                       # mistakes that once went unnoticed
     python -m tests.mutate --at lora_merge/proof/verify.py:184 --also tests/test_new.py  # all mistakes of one line
@@ -31,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
@@ -43,12 +45,14 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 CACHE: Final = ROOT / ".pytest_cache" / "lines"
 BY_NAME: Final = 8  # files that are run where nothing is recorded
 ENDLESS: Final = "it never ends"
+LEFT_OUT: Final = "(slow or release or pairs or few) and not bench and not gpu and not fuzz"
+NO_TESTS: Final = 5  # pytest, where all are left out
 GONE: Final = 4  # pytest, where a recorded test has another name now
 AREAS: Final = {
-    "proof": "proof/verify proof/combination_methods proof/proof_report proof/grids proof/weights recipes/find_inputs recipes/read_recipe recipes/replay recipes/unmerge proof/recomputation proof/second_reading/comparison proof/sampling proof/loadable proof/header_changes files/safetensors proof/second_reading/modules proof/second_reading/rows "
+    "proof": "proof/verify proof/combination_methods proof/proof_report proof/grids proof/weights recipes/find_inputs recipes/read_recipe recipes/replay recipes/unmerge proof/recomputation proof/second_reading/comparison proof/sample proof/loadable proof/header_changes files/safetensors proof/second_reading/modules proof/second_reading/rows "
     "proof/second_reading/scales proof/second_reading/layouts proof/second_reading/claims proof/second_reading/formulas proof/second_reading/methods proof/second_reading/blocks proof/second_reading/parts "
     "proof/peft_initialisation proof/account",
-    "matching": "matching/match matching/formula matching/row_parts matching/orientation matching/tied_embeddings matching/weight_finder matching/conflicts matching/values matching/resizing "
+    "matching": "matching/match matching/formula matching/row_parts matching/orientation matching/tied_embeddings matching/weight_finder matching/conflicts matching/values matching/weight_sizes "
     "matching/missing_tensors matching/patch matching/layer_order matching/split_qkv matching/stored_base",
     "planning": "planning/checkpoint_cache planning/model_card planning/combination planning/containers planning/make_plan planning/output_files planning/plan planning/quantisation planning/recipe",
     "publishing": "disk/writer disk/locks disk/scale_spool disk/draft disk/files disk/publish planning/header_entries disk/hashes disk/destination batch/run recipes/resume",
@@ -56,7 +60,7 @@ AREAS: Final = {
 NAMED: Final = (
     ("lora_merge/proof/verify.py", "if not same.all():", "if False:"),
     ("lora_merge/proof/verify.py", "merged.findings.count(cut=_compare(target, first, count, fd, merged))", "pass"),
-    ("lora_merge/proof/sampling.py", "insort(chosen, random.choice(part))", "pass"),
+    ("lora_merge/proof/sample.py", "insort(chosen, random.choice(part))", "pass"),
     ("lora_merge/matching/match.py", "self.strengths.factor(piece.key, component), self.base", "self.strengths.factor(component, piece.key), self.base"),
     ("lora_merge/matching/match.py", "self.strengths.factor(into, component := self.names.component(into))", "self.strengths.factor(component := self.names.component(into), into)"),
     ("lora_merge/adapters/peft/methods.py", "stored = 0 if _shares(fields, module) else rank(row, shapes)", "stored = rank(row, shapes)"),
@@ -174,8 +178,8 @@ def copied(to: Path) -> Path:
     return to
 
 
-def _run(tree: Path, tests: list[str], log: Path) -> int:
-    """In a child: run tests of a changed tree until one fails."""
+def _run(tree: Path, tests: list[str], log: Path, *, slow: bool) -> int:
+    """In a child: run tests of a changed tree until one fails; `slow`: those that the fast lane leaves out."""
     import pytest
 
     os.setsid()
@@ -188,18 +192,19 @@ def _run(tree: Path, tests: list[str], log: Path) -> int:
         del sys.modules[name]
     os.environ["PYTHONPATH"] = str(tree)
     sys.dont_write_bytecode = True
-    return int(
-        pytest.main(["-q", "-x", "--tb=no", "--assert=plain", "-p", "no:cacheprovider", f"--rootdir={tree}", *tests])
-    )
+    lane = ["-m", LEFT_OUT] if slow else []
+    os.environ |= {"LORA_MERGE_TESTS": "all"} if slow else {}
+    quiet = ["-q", "-x", "--tb=no", "--assert=plain", "-p", "no:cacheprovider", f"--rootdir={tree}"]
+    return int(pytest.main([*quiet, *lane, *tests]))
 
 
-def noticed(tree: Path, tests: list[str], seconds: float, log: Path) -> str:
+def noticed(tree: Path, tests: list[str], seconds: float, log: Path, *, slow: bool = False) -> str:
     """What noticed a change of the tree: the test that failed, or that they never end; "" if nothing did."""
     pid = os.fork()  # from here, where all that is installed has been imported
     if not pid:
         code = 70  # unless pytest says otherwise
         try:
-            code = _run(tree, tests, log)
+            code = _run(tree, tests, log, slow=slow)
         finally:
             sys.stdout.flush()
             os._exit(code)
@@ -210,8 +215,12 @@ def noticed(tree: Path, tests: list[str], seconds: float, log: Path) -> str:
     if not done[0]:
         os.killpg(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        return ENDLESS
+        return "" if slow else ENDLESS
     text, code = log.read_text(errors="replace"), os.waitstatus_to_exitcode(done[1])
+    if code == NO_TESTS:
+        return ""
+    if code == GONE and "not found: " not in text:
+        return "the program, which cannot be imported"
     if code == GONE:
         kept = [name for name in tests if name.split("[")[0] not in text]
         return noticed(tree, kept, seconds, log) if len(kept) < len(tests) and kept else ""
@@ -246,6 +255,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=80)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--limit", type=float, default=60, help="seconds of tests for each mistake")
+    parser.add_argument("--slow", type=float, default=0, help="seconds of the slow lane where the fast one saw nothing")
     parser.add_argument("--record", action="store_true", help="record which tests run which line")
     parser.add_argument("--named", action="store_true", help="the mistakes that once went unnoticed")
     parser.add_argument("--at", help="FILE:LINE: every mistake of one line")
@@ -260,7 +270,7 @@ def main() -> None:
         chosen = [named(*row) for row in NAMED]
     else:
         chosen = drawn(files(asked.modules or [*AREAS]), asked.count, asked.seed)
-    return watch(chosen, asked.limit, asked.also)
+    return watch(chosen, asked.limit, asked.also, asked.slow)
 
 
 def files(asked: list[str]) -> list[str]:
@@ -276,25 +286,31 @@ def named(path: str, old: str, new: str) -> Mistake:
     return Mistake(path, source[:at].count("\n") + 1, "by hand", at, at + len(old), new)
 
 
-def watch(chosen: list[Mistake], limit: float, also: Sequence[str] = ()) -> None:
+def watch(chosen: list[Mistake], limit: float, also: Sequence[str] = (), slow: float = 0) -> None:
     """Make each mistake, and tell whether a test notices."""
     for name in ("torch", "diffusers", "lycoris", "peft", "transformers", "safetensors", "typer"):
         import_module(name)
-    lines, missed = Lines(), 0
+    lines, missed, late = Lines(), 0, 0
     with tempfile.TemporaryDirectory() as folder:
         tree = copied(Path(folder, "tree"))
         for n, mistake in enumerate(chosen):
             source = (tree / mistake.path).read_text(encoding="utf-8")
             (tree / mistake.path).write_text(mistake.applied(source), encoding="utf-8")
-            tests, seconds = within(lines.tests(mistake.path, mistake.line), lines, limit)
+            running = lines.tests(mistake.path, mistake.line)
+            tests, seconds = within(running, lines, limit)
             by = noticed(tree, [*also, *tests], 60 + 6 * seconds, Path(folder, "log"))
             if by == ENDLESS and not lines.seconds:  # nobody knows how long whole files take here
                 by = ""
+            if slow and not by:  # the files with most of the tests that run the line come first
+                files = [name for name, _ in Counter(test.split("::")[0] for test in running).most_common()]
+                by = noticed(tree, files, slow, Path(folder, "log"), slow=True)
+                late += bool(by)
             (tree / mistake.path).write_text(source, encoding="utf-8")
             missed += not by
             print(f"{n + 1}/{len(chosen)} {mistake.path}:{mistake.line} {mistake.what}, {len(tests)} tests of "
                   f"{seconds:.0f} s: {'noticed by ' + by if by else 'NOT NOTICED'}\n{mistake.difference(source)}", flush=True)  # fmt: skip
-    print(f"{len(chosen) - missed} of {len(chosen)} noticed, {1 - missed / max(len(chosen), 1):.0%}")
+    print(f"{len(chosen) - missed} of {len(chosen)} noticed, {1 - missed / max(len(chosen), 1):.0%}; "
+          f"{late} of these by the slow lane alone")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -16,8 +16,9 @@ from lora_merge.batch.schema import Options
 from lora_merge.cli import main, verify_commands
 from lora_merge.engine.admission import plan_merge
 from lora_merge.job import Job, make_job
-from lora_merge.options import OPTIONS, Option, beginning, shown
+from lora_merge.options import OPTIONS, Option
 from lora_merge.planning.recipe import blanks, recipe
+from lora_merge.text import beginning, shown
 from lora_merge.typed_options import MergeOptions
 from tests.kit.adapters import kohya
 from tests.kit.cost import steps

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import lora_merge
 from lora_merge.algorithms import ALGORITHMS
+from lora_merge.merge_methods import METHODS, SUM
 from tests.kit.package import HOSTS, LIBRARIES, PACKAGE, ROOT, nodes, syntax
 
 ROOMS = (
@@ -160,7 +161,7 @@ NAMING = (
 """Tables that say which formula a name or a configuration means, and the proof's own."""
 
 WORDS = {("batch/schema_errors.py", "lora"), ("report.py", "full"), ("options.py", "full"), ("comfyui/loaders.py", "lora"),
-         ("files/pickle_scan.py", "set"), ("files/gguf/adapter.py", "lora"), ("files/pickles.py", "lora"), ("proof/verify.py", "full"), ("recipes/replay.py", "full"), ("adapters_out/metadata.py", "lora_bias"), ("adapters_out/commands.py", "lora"), ("adapters/network_settings.py", "lora"), ("adapters/network_settings.py", "loha"),
+         ("files/pickle_scan.py", "set"), ("files/gguf/adapter.py", "lora"), ("files/pickles.py", "lora"), ("proof/verify.py", "full"), ("recipes/replay.py", "full"), ("adapters_out/metadata.py", "lora_bias"), ("recipes/commands.py", "lora"), ("adapters/network_settings.py", "lora"), ("adapters/network_settings.py", "loha"),
          ("adapters/network_settings.py", "lokr")}  # fmt: skip
 """Strings that are spelled like an algorithm and name something else: a file, a key, a kind of proof, a value of --algorithm, Python's set."""
 
@@ -199,6 +200,20 @@ def test_facts_of_a_formula_are_fields_of_its_row() -> None:
         if names & rows:
             places.add(path.relative_to(PACKAGE).as_posix())
     assert places <= COMPARING
+
+
+def test_facts_of_a_merge_method_are_fields_of_its_row() -> None:
+    """The proof has formulas of its own, which it chooses by name. "sum" is also a rule for signs."""
+    places = {
+        path.relative_to(PACKAGE).as_posix()
+        for module, path in modules()
+        if room(module) in ("engine", "planning", "matching", "proof")
+        for compared in nodes(path)
+        if isinstance(compared, ast.Compare)
+        for node in ast.walk(compared)
+        if isinstance(node, ast.Constant) and node.value in METHODS.keys() - {SUM}
+    }
+    assert places == {"proof/combination_methods.py"}
 
 
 def test_plans_are_made_without_torch() -> None:
@@ -305,6 +320,14 @@ def test_public_name_of_a_class_is_that_of_one_class() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(module)
     assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
+def test_test_modules_are_imported_by_no_module() -> None:
+    """What several of them share is in `tests/kit`, or in a conftest."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        wrong = [name for name in imports(module, path) if re.match(r"tests\.(?:\w+\.)*test_", name)]
+        assert not wrong, f"{module} imports {wrong}"
 
 
 def test_private_names_stay_in_their_module() -> None:

@@ -16,8 +16,7 @@ from typing import Final
 
 from ..algorithms import ALGORITHMS
 from ..algorithms.whole import SET
-from ..disk.files import StoredTensor
-from ..dtypes import FLOATS, WHOLE_DTYPES, Shape, spoken
+from ..dtypes import FLOATS, WHOLE_DTYPES, Shape, StoredTensor, spoken
 from ..errors import InputError
 from ..files.checkpoint import Index
 from ..files.file_signatures import PIPELINE_PARTS, component, foreign, instead

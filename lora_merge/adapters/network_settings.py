@@ -22,9 +22,7 @@ from ..errors import FitError, InputError, MergeError, UsageError
 from ..files.checkpoint import Index
 from ..files.side_texts import SideText, side_texts
 from ..files.yaml_source import parse
-from ..options import is_finite, shown
-from ..safe_regex import from_json
-from ..text import Note, listed
+from ..text import Note, from_json, is_finite, listed, shown
 from .modules import SCALE_SLOTS, AdapterFile, Module, group, rank_of
 from .peft.rules import ADAPTER_METADATA, UNTYPED, PeftRules, by_component, rules
 

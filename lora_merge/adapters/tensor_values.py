@@ -7,9 +7,8 @@ from functools import lru_cache
 from math import ldexp, nan, prod
 from typing import Final, Protocol
 
-from ..disk.files import StoredTensor
 from ..disk.reader import Reader, read_bytes
-from ..dtypes import DTYPE_ROWS, ITEM_BYTES
+from ..dtypes import DTYPE_ROWS, ITEM_BYTES, StoredTensor
 
 COMPARED_NUMBERS: Final = 2**20
 """Numbers of either tensor that are compared at once."""

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from ..files.checkpoint import Index
-from ..options import is_finite
-from ..safe_regex import from_json
+from ..text import from_json, is_finite
 
 TRIGGERS: Final = ("modelspec.trigger_phrase", "ss_trigger_words", "trigger_word", "trigger_words", "trigger_phrase")
 """Metadata entries that may hold trigger words."""

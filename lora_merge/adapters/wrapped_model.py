@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from ..disk.files import StoredTensor
+from ..dtypes import StoredTensor
 from ..errors import InputError
 from ..files.checkpoint import Index, adapter_config, of_components
 from ..files.folder_layouts import PEFT_PREFIX

@@ -14,7 +14,7 @@ from ..adapter_options import KEEP
 from ..adapters.modules import AdapterFile, Module
 from ..adapters.network_settings import rules_of
 from ..adapters.suffixes import split_parameter
-from ..disk.files import StoredTensor
+from ..dtypes import StoredTensor
 from ..errors import FitError, UsageError
 from ..files.checkpoint import Index
 from ..files.folder_layouts import PEFT_PREFIX
@@ -31,8 +31,8 @@ from ..models.inferred_base import (
 from ..models.names import Names
 from ..models.network import Component
 from ..models.weights import whole
-from ..options import shown
 from ..planning.make_plan import Inputs
+from ..text import shown
 from .dialects import CANONICAL, DIALECTS, PRODUCT_ALGORITHMS, Dialect
 from .groups import Filled, Place, places
 from .job import GIVE_BASE, WHOLE, AdapterJob

@@ -13,15 +13,16 @@ from math import prod
 from typing import Any, Final
 
 from ..adapter_arguments import meant
-from ..adapter_options import KEEP, Request, Rows
+from ..adapter_options import KEEP
+from ..command import Request
 from ..errors import UsageError
 from ..files.checkpoint import open_checkpoint
 from ..job import Adapter, is_pair
-from ..options import is_finite, pairs, shown
+from ..options import pairs
 from ..paths import is_folder
 from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Progress, unwatched
-from ..text import listed, plural
+from ..text import is_finite, listed, plural, shown
 from .job import OF_CHANGES, OF_TENSORS, SPACES, AdapterJob, adapter_job
 from .rank_rules import SAME
 from .report import AdapterReport
@@ -108,10 +109,10 @@ MOVING: Final = ("ema", "ema_to", "sigma_rel")
 """The options of a moving average, which give the weights."""
 
 
-def average_job(request: Request, rows: Rows) -> AdapterJob:
+def make_job(request: Request, _: CheckpointCache | None = None) -> AdapterJob:
     """Return the job of `average`; UsageError for an option or a value that is wrong."""
     # Step 1: what this command alone has.
-    stated, adapters = request.stated, request.adapters
+    stated, adapters, rows = request.stated, request.adapters, request.command.options
     setting = dict(pairs(stated.pop("setting", ()), "--setting"))
     of_average = {name: stated.pop(name) for name in ("weights", *MOVING, "space", MUSUBI) if name in stated}
     if MUSUBI in setting:
@@ -133,7 +134,7 @@ def average_job(request: Request, rows: Rows) -> AdapterJob:
     weights = average_weights(len(adapters), weights=values["weights"], **moving)
     refs = [_weighted(a, w) for a, w in zip(adapters, weights, strict=True)]
     stated |= {"setting": setting} if setting else {}
-    job = adapter_job(replace(request, adapters=refs, options=stated), rows)
+    job = adapter_job(replace(request, adapters=refs, options=stated))
     if values["space"] == OF_CHANGES:
         return job
     # Step 3: tensors are averaged as they are stored, so that most options mean nothing.

@@ -20,9 +20,8 @@ from ..adapters.modules import SCALE_SLOTS
 from ..adapters.peft.rules import ADAPTER_METADATA
 from ..adapters.suffixes import split
 from ..disk.destination import check_output
-from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import FLOATS, ITEM_BYTES, spoken
+from ..dtypes import FLOATS, ITEM_BYTES, StoredTensor, spoken
 from ..errors import FitError, VerificationFailed, beyond_dtype
 from ..files.checkpoint import Index, open_checkpoint
 from ..progress import Counting, Progress, unwatched

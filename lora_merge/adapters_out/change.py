@@ -16,8 +16,8 @@ from torch import Tensor
 from ..algorithms import ALGORITHMS, DoesNotFit
 from ..algorithms.lora import LORA
 from ..algorithms.whole import FULL
-from ..disk.files import StoredTensor
 from ..disk.reader import Reader
+from ..dtypes import StoredTensor
 from ..engine.combination import total
 from ..engine.fold import StackedPatch, change
 from ..engine.module_change import ModuleChange, formula_of
@@ -28,7 +28,7 @@ from ..engine.tensors import TensorCache, gathered, weight_values
 from ..errors import UsageError, misfit
 from ..matching.patch import Patch, PatchPart
 from ..models.weights import RowSlice
-from .factors import squares_of
+from .factors import placed, shortest, spread, squares_of
 from .groups import Target, is_plain, rank_of_change
 from .job import GIVE_BASE, AdapterJob
 from .module_tensors import Norms
@@ -128,16 +128,16 @@ class Evaluator:
             else:
                 stack, base = self._staged(target, use)
                 left, right = (t[0] for t in low.factors(base, stack.tensors))
-            left, right = _short(left, right)
+            left, right = shortest(left, right)
             left = left[cut]
             if piece.transposed:
-                left, right = right.mT, _across(left.mT, piece)
+                left, right = right.mT, spread(left.mT, piece)
             return of_adapter(*_in_rows(left, right, piece.start, out, width))
         stack, base = self._staged(target, use)
         whole = change(stack, base)[0][cut]
-        whole = _across(whole.mT, piece) if piece.transposed else whole
+        whole = spread(whole.mT, piece) if piece.transposed else whole
         whole = _of_width(whole, width)
-        return of_adapter(whole=RowMatrix.of(_placed(whole, piece.start, out)))
+        return of_adapter(whole=RowMatrix.of(placed(whole, piece.start, out)))
 
     def _stored(self, patch: Patch) -> Tensor:
         """Return a whole change [rows, cols] as it is stored: its rows are widened when they are read, as all of them
@@ -187,20 +187,10 @@ class Evaluator:
         return self.tensors.whole(piece.key).reshape(-1, piece.cols)
 
 
-def _short(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Return factors of the same product with no more columns than the product can have ranks."""
-    out, cols = left.shape[0], right.shape[1:].numel()
-    if left.shape[1] <= min(out, cols):
-        return left, right
-    identity = torch.eye(min(out, cols), dtype=left.dtype, device=left.device)
-    product = left @ right.reshape(right.shape[0], cols)
-    return (identity, product) if out <= cols else (product, identity)
-
-
 def _in_rows(left: Tensor, right: Tensor, start: int, out: int, width: int) -> tuple[Tensor, Tensor]:
     """Return the factors of a change that has zeros outside its rows."""
     right = right.reshape(right.shape[0], width)
-    return (left if left.shape[0] == out else _placed(left, start, out)), right
+    return (left if left.shape[0] == out else placed(left, start, out)), right
 
 
 def in_place(stored: Tensor, start: int, out: int, at: Placement) -> RowMatrix:
@@ -216,25 +206,8 @@ def in_place(stored: Tensor, start: int, out: int, at: Placement) -> RowMatrix:
     return RowMatrix((out, stored.shape[1]), read)
 
 
-def _across(values: Tensor, piece: RowSlice) -> Tensor:
-    """Return rows of a change of a transposed slice as wide as the stored rows, with zeros in other columns."""
-    if piece.columns is None:
-        return values
-    whole = values.new_zeros(values.shape[0], piece.cols)
-    whole[:, piece.across] = values
-    return whole
-
-
 def _of_width(numbers: Tensor, width: int) -> Tensor:
     return numbers.reshape(numbers.numel() // max(width, 1), width)  # -1 is ambiguous where the width is 0
-
-
-def _placed(rows: Tensor, start: int, out: int) -> Tensor:
-    if rows.shape[0] == out:
-        return rows
-    whole = rows.new_zeros(out, rows.shape[1])
-    whole[start : start + rows.shape[0]] = rows
-    return whole
 
 
 def joined(parts: Sequence[Change]) -> Change:

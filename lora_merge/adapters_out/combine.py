@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Final
 
 from ..adapter_options import KEEP
+from ..command import Request
 from ..disk.destination import check_output
 from ..errors import FitError
 from ..models.part_factors import or_leave_out
@@ -18,7 +19,7 @@ from .convert import grouped, planned_report, write
 from .dialects import Dialect, dialect
 from .form import Conversion, form_of_module
 from .groups import layers_of_weights
-from .job import AdapterJob
+from .job import AdapterJob, adapter_job
 from .pipeline import AdapterRun, output_dtype
 from .report import AdapterReport
 from .sources import Sources, chosen_of, open_sources, ruled
@@ -26,6 +27,11 @@ from .sources import Sources, chosen_of, open_sources, ruled
 TRAINED_APART: Final = (
     "the head was trained apart from the embeddings that share its weight in this base, which a sum has no name for"
 )
+
+
+def make_job(request: Request, _: CheckpointCache | None = None) -> AdapterJob:
+    """Return the job of `combine` or `resize`; UsageError or FitError for an option or a value that is wrong."""
+    return adapter_job(request)
 
 
 def plan(job: AdapterJob, cache: CheckpointCache | None = None) -> AdapterReport:

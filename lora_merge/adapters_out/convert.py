@@ -13,24 +13,28 @@ from typing import Any
 
 from ..adapter_options import KEEP
 from ..algorithms import ALGORITHMS
+from ..command import Request
 from ..disk.destination import check_output
 from ..disk.draft import Heap
 from ..disk.reader import Reader
 from ..dtypes import spoken
 from ..engine.torch_preload import load_library
+from ..errors import UsageError
 from ..files.folder_layouts import PEFT_PREFIX
 from ..matching.formula import ALPHA_SETTING
 from ..models.blocks import network_of
 from ..models.names import Names
+from ..options import pairs
+from ..paths import is_folder, names_folder, output_file
 from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Progress, unwatched
 from ..text import Note
 from .adapter_dialect import as_named, heads, in_memory, input_dialect, input_places, without_base
-from .dialects import DIALECTS, Dialect
+from .dialects import DIALECTS, OF_INPUT, Dialect, stated_dialect
 from .factored_modules import Copies, FactoredModules, factored_modules
 from .form import Conversion, Form, facts_of, form_of_module, memory_note, planned_modules, without_data
 from .groups import Filled, components, filled, places, regrouped
-from .job import FACTORS, AdapterJob, algorithm_in, one_rank
+from .job import FACTORS, RANK_OPTIONS, AdapterJob, adapter_job, algorithm_in, algorithm_of, one_rank
 from .metadata import planned_size
 from .module_tensors import StoredModule
 from .output_file import CONTENTS, drafted, expect_room, text_of, unread
@@ -48,9 +52,38 @@ from .pipeline import (
     planned,
 )
 from .proof import CombinationClaims, ConversionClaims, prove_combination, prove_conversion
-from .rank_rules import EXACT
+from .rank_rules import EXACT, NO_NOISE, NOISE, RankRules
 from .report import AdapterReport
 from .sources import NOWHERE, Sources, chosen_of, open_sources
+
+
+def make_job(request: Request, _: CheckpointCache | None = None) -> AdapterJob:
+    """Return the job of `convert`; UsageError for an option or a value that is wrong."""
+    stated, output, rows = request.stated, request.output, request.command.options
+    form_options = {name: stated.pop(name) for name in ("to", "algorithm", *RANK_OPTIONS) if name in stated}
+    to = stated_dialect(form_options.get("to", KEEP), "--to")
+    algorithm = algorithm_of(request.command, form_options.get("algorithm", KEEP))
+    job = adapter_job(replace(request, options=stated))
+    ranks: dict[str, Any] = {option: form_options[option] for option in RANK_OPTIONS if option in form_options}
+    if ranks:
+        job = replace(job, rules=_stated_rules(ranks), ranked=True)
+    unnamed = output is None
+    if output is not None and (not is_folder(job.adapters[0].path) if to is OF_INPUT else not to.folder):
+        unnamed = names_folder(output)
+        job = job.changed(output=job.output / "named when it is opened" if unnamed else output_file(output))
+    changed = tuple((n, v) for n, v in form_options.items() if v != rows[n].default)
+    return replace(job, algorithm=algorithm, format=to.name, options=(*job.options, *changed), unnamed=unnamed)
+
+
+def _stated_rules(ranks: Mapping[str, Any]) -> RankRules:
+    """Return the rules that the options of `convert` state."""
+    if "rank" not in ranks:
+        raise UsageError("convert needs a rank for all layers", "--rank", "give --rank too, such as exact")
+    part_rules = pairs(ranks.get("rank_for", ()), "--rank-for")
+    rules = RankRules.of(ranks["rank"], ranks.get("conv_rank"), ranks.get("max_rank"), part_rules)
+    if rules.has(NOISE):
+        raise UsageError(NO_NOISE, "`--rank noise`", "give a number or energy:x")
+    return rules
 
 
 def run(job: AdapterJob, progress: Progress = unwatched, _: CheckpointCache | None = None) -> AdapterReport:
@@ -68,12 +101,13 @@ def write(conversion: Conversion, this: AdapterRun) -> AdapterReport:
         this.name(job.output)
         inputs = [a.index for a in sources.adapters]
         rows = [tensor for _, layer in planned_modules(conversion) for tensor in layer.tensors]
-        if not job.ranked or (job.command == "combine" and job.rules.all_are(EXACT)):  # else numbers decide
+        exact = job.command.combines and not job.command.cuts and job.rules.all_are(EXACT)
+        if exact or not job.ranked:  # else numbers decide
             expect_room(job, rows)
         # Step 2: the modules are written to the draft: copied, or else computed.
         reader = this.reading(sources.indexes)
         draft = stack.enter_context(drafted(job, reader, rows, inputs, folder=to.folder))
-        factored = factored_modules(conversion, reader) if job.combines else None
+        factored = factored_modules(conversion, reader) if job.command.combines else None
         if (make := _without_torch(conversion, reader, factored)) is not None:
             writing = stored_modules(module_groups(conversion), make, draft, this.counted)
         else:
@@ -98,7 +132,7 @@ def write(conversion: Conversion, this: AdapterRun) -> AdapterReport:
         covered = coverage(job, sources, [entry.name for entry in writing.embeddings])
         facts = RunFacts(covered, dtype, notes, to.name, weights_of(job, modules))
         prove = partial(prove_conversion, ConversionClaims(job, sources, writing.changed))
-        if job.combines and to.name == KEEP:
+        if job.command.combines and to.name == KEEP:
             nbytes = sum(entry.data.nbytes for entry in entries)
             prove = partial(prove_combination, CombinationClaims(job, sources, outcome.layer_facts, nbytes))
         return outcome.finish(reader, draft, facts, prove, this)
@@ -186,7 +220,7 @@ def grouped(job: AdapterJob, sources: Sources, to: Dialect) -> Conversion:
             all_modules = [*places(sources.inputs.names, to), *(heads(sources) if to.whole else ())]
             modules = filled(sources.targets, all_modules)
         modules, all_modules = in_memory(modules, all_modules)
-    if job.combines:
+    if job.command.combines:
         modules = [module for group in components(regrouped(sources.targets, modules)) for module in group]
     else:
         order, last = {id(m): n for n, m in enumerate(sources.adapters[0].modules)}, len(sources.adapters[0].modules)

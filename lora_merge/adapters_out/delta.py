@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..engine.coefficients import PRODUCT_METHODS, coefficients
+from ..dtypes import StoredTensor
+from ..engine.coefficients import coefficients
 from ..engine.combination import combined_rows
 from ..engine.module_change import ModuleChange
 from ..engine.row_matrix import RowMatrix
@@ -135,8 +135,7 @@ def combine(job: AdapterJob, target: Target, changes: Sequence[Change], seeds: S
         whole = combined_rows(job.method, [c.rows for c in changes], [c.strength for c in changes], job.numbers,
                               seeds, vector=target.vector)  # fmt: skip
         return Delta(None, None, whole.cached(), before)
-    weights = coefficients(job.method, _products(changes) if job.method in PRODUCT_METHODS else (),
-                           [c.strength for c in changes], job.numbers)  # fmt: skip
+    weights = coefficients(job.method, lambda: _products(changes), [c.strength for c in changes], job.numbers)
     factors = []
     for c, weight in zip(changes, weights, strict=True):
         left, right = c.factors

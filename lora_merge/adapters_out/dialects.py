@@ -18,7 +18,7 @@ from ..errors import UsageError
 from ..models.architectures import Architecture
 from ..models.components import ENCODER_IDS, LOOSE, UNSURE
 from ..models.network import Component
-from ..options import shown
+from ..text import shown
 
 NATIVE, COMFYUI, CANONICAL = "native", "comfyui", ""
 

@@ -15,14 +15,12 @@ from typing import Final, NamedTuple, Protocol
 import numpy as np
 
 from ..algorithms import ALGORITHMS
-from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import DTYPE_ROWS, FLOATS, ITEM_BYTES
-from ..engine.coefficients import PRODUCT_METHODS, coefficients
+from ..dtypes import DTYPE_ROWS, FLOATS, ITEM_BYTES, StoredTensor
+from ..engine.coefficients import coefficients
 from ..errors import beyond_dtype, beyond_fp64, not_finite
 from ..matching.patch import Patch, PatchPart
 from ..merge_methods import COMBINATIONS, MEAN, SUM
-from ..models.weights import RowSlice
 from ..text import Note
 from .dialects import Dialect
 from .factors import (
@@ -34,6 +32,9 @@ from .factors import (
     decomposing,
     exact,
     inner_products,
+    placed,
+    shortest,
+    spread,
     squares_of,
     stacked,
     truncated,
@@ -208,7 +209,7 @@ class FactoredSums:
     def _narrow(self, target: Target, factors: Sequence[StoredFactor], dtype: str) -> FactoredDelta | None:
         """Return the sum in fp32; None where that does not hold it, or where a number may not be finite."""
         # Step 1: Δ.
-        weights = coefficients(self.job.method, (), [f.use.strength for f in factors], self.job.numbers)
+        weights = coefficients(self.job.method, lambda: (), [f.use.strength for f in factors], self.job.numbers)
         if not all(weights):
             return None
         ranks = [len(f.down) for f in factors]
@@ -242,8 +243,8 @@ class FactoredSums:
         kind = np.float32 if self.job.compute_dtype == "fp32" else np.float64
         groups = groupby(factors, key=lambda f: f.use.patch.adapter)
         summands = [self._summand(target, [*some], kind) for _, some in groups]
-        pairs = inner_products([(s.left, s.right) for s in summands]) if self.job.method in PRODUCT_METHODS else ()
-        weights = coefficients(self.job.method, pairs, [s.strength for s in summands], self.job.numbers)
+        weights = coefficients(self.job.method, lambda: inner_products([(s.left, s.right) for s in summands]),
+                               [s.strength for s in summands], self.job.numbers)  # fmt: skip
         left, right = stacked(
             (s.left if w == 1 else s.left * w, s.right) for s, w in zip(summands, weights, strict=True)
         )
@@ -256,13 +257,13 @@ class FactoredSums:
         lefts, rights = list[Array](), list[Array]()
         for use, up, down, kinds, scale in factors:
             left, right = widened(up, kinds[0], kind) * kind(scale), widened(down, kinds[1], kind)
-            left, right = _short(left, right)
+            left, right = shortest(left, right)
             left = left[use.start : use.start + use.piece.rows]
             if use.piece.transposed:
-                left, right = right.T, _across(left.T, use.piece)
+                left, right = right.T, spread(left.T, use.piece)
             if use.strength != first.strength:
                 left = left * (use.strength / first.strength)
-            lefts.append(_placed(left, use.piece.start, out))
+            lefts.append(placed(left, use.piece.start, out))
             rights.append(right.reshape(len(right), width))
         pair = (lefts[0], rights[0]) if len(factors) == 1 else (np.concatenate(lefts, 1), np.concatenate(rights))
         return Summand(first.patch.adapter, first.strength, *pair)
@@ -277,32 +278,6 @@ def has_factors(patch: Patch) -> bool:
     dtypes = {patch.module.slots[slot].dtype for slot in ("up", "down") if slot in patch.module.slots}
     plain = patch.algorithm == FACTORS and is_plain(patch) and patch.magnitude is None and not patch.reads_base
     return plain and dtypes <= FLOATS
-
-
-def _short(left: Array, right: Array) -> tuple[Array, Array]:
-    """Return factors of the same product with no more columns than the product can have ranks."""
-    out, cols = len(left), right.shape[1]
-    if left.shape[1] <= min(out, cols):
-        return left, right
-    identity, product = np.eye(min(out, cols), dtype=left.dtype), left @ right
-    return (identity, product) if out <= cols else (product, identity)
-
-
-def _across(values: Array, piece: RowSlice) -> Array:
-    """Return rows of a change of a transposed slice as wide as the stored rows, with zeros in other columns."""
-    if piece.columns is None:
-        return values
-    whole = np.zeros((len(values), piece.cols), values.dtype)
-    whole[:, piece.across] = values
-    return whole
-
-
-def _placed(rows: Array, start: int, out: int) -> Array:
-    if len(rows) == out:
-        return rows
-    whole = np.zeros((out, rows.shape[1]), rows.dtype)
-    whole[start : start + len(rows)] = rows
-    return whole
 
 
 def _norms(summands: Iterable[Summand], target: Target) -> dict[str, Norms]:

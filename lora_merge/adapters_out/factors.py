@@ -14,12 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
 
 from ..dtypes import DTYPE_ROWS, ITEM_BYTES
 from ..errors import beyond_fp64
+from ..models.weights import RowSlice
 from .groups import Target
 from .module_tensors import Norms, Spectrum
 from .rank_rules import Rule, choose
@@ -87,6 +88,9 @@ def numeric_rank(values: Sequence[float], share: float) -> int:
 Like: TypeAlias = Any
 """An array, or a tensor of torch on the host."""
 
+Rows = TypeVar("Rows", bound=Any)
+"""An array, or a tensor of torch."""
+
 
 class Grams(NamedTuple):
     """The products of all columns of L with each other, and of all rows of R: LᵀL and R Rᵀ [R, R]."""
@@ -142,6 +146,43 @@ def effect_of_product(left: Like, right: Like) -> Effect:
     step = max(1, len(left) // max(LEAST_ROWS, PRODUCT_WORK // max(right.size, 1)))
     some = left[::step] @ right
     return Effect(len(left) * right.shape[1], some.size, None, float(np.abs(some).max(initial=0)))
+
+
+# Factors and rows of one slice of a weight, as arrays or as tensors.
+
+
+def _zeros(like: Rows, rows: int, cols: int) -> Rows:
+    zeros = like.new_zeros(rows, cols) if hasattr(like, "new_zeros") else np.zeros((rows, cols), like.dtype)
+    return cast("Rows", zeros)
+
+
+def shortest(left: Rows, right: Rows) -> tuple[Rows, Rows]:
+    """Return factors of the same product with no more columns than the product can have ranks."""
+    out, cols = left.shape[0], math.prod(right.shape[1:])
+    if left.shape[1] <= (most := min(out, cols)):
+        return left, right
+    product = left @ right.reshape(right.shape[0], cols)
+    identity, diagonal = _zeros(left, most, most), [*range(most)]
+    identity[diagonal, diagonal] = 1
+    return (identity, product) if out <= cols else (product, identity)
+
+
+def spread(values: Rows, piece: RowSlice) -> Rows:
+    """Return rows of a change of a transposed slice as wide as the stored rows, with zeros in other columns."""
+    if piece.columns is None:
+        return values
+    whole = _zeros(values, values.shape[0], piece.cols)
+    whole[:, piece.across] = values
+    return whole
+
+
+def placed(rows: Rows, start: int, out: int) -> Rows:
+    """Return rows of a weight from `start` on as all its rows, with zeros in the others."""
+    if rows.shape[0] == out:
+        return rows
+    whole = _zeros(rows, out, rows.shape[1])
+    whole[start : start + rows.shape[0]] = rows
+    return whole
 
 
 def stacked(factors: Iterable[tuple[Like, Like]]) -> tuple[Array, Array]:

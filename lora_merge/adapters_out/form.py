@@ -15,8 +15,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 from ..adapter_options import KEEP
 from ..algorithms import ALGORITHMS
 from ..algorithms.whole import FULL, SET
-from ..disk.files import StoredTensor
-from ..dtypes import DTYPES, FLOATS, ITEM_BYTES, Shape
+from ..dtypes import DTYPES, FLOATS, ITEM_BYTES, Shape, StoredTensor
 from ..errors import FitError
 from ..merge_methods import COMBINATIONS
 from ..text import Note, size
@@ -131,7 +130,7 @@ def _form_of_combined(  # noqa: PLR0913  # facts of one matrix
     # All rows of a weight's change are computed in one way.
     linear = COMBINATIONS[job.method].linear and not any(strength for t in weights for _, _, strength in t.values)
     factored = linear and not any(None in target.ranks for target in weights)
-    cut = job.command == "resize"
+    cut = job.command.cuts
     form = matrix_form(job.algorithm, rule, matrix, ranks if factored else [None], name=name, fix=GIVE_RANK, same=ranks,
                        cut=cut)  # fmt: skip
     if any(t.stacked for t in weights) and not form.whole and (cut or rule.name != EXACT):
@@ -164,7 +163,7 @@ def form_of_module(job: AdapterJob, to: Dialect, module: Filled) -> Form:
         raise FitError(f"{to.name} cannot store whole matrices", place.name,
                        "write `--rank 32`, or choose the format kohya or comfy")  # fmt: skip
     matrix, name = place.view.matrix, place.name
-    if job.combines:
+    if job.command.combines:
         (first, *others) = module.parts  # the factors of one change in several weights have equal rows
         ranks = [rank_of_change(s.patch) for s in module.shares if s.strength] if others else first.layer.ranks
         return _form_of_combined(job, rule, [part.whole for part in module.parts], matrix, ranks=ranks, name=name)

@@ -11,8 +11,7 @@ from math import prod
 from typing import Final, NamedTuple, TypeAlias
 
 from ..algorithms import ALGORITHMS
-from ..disk.files import StoredTensor
-from ..dtypes import Shape, flat
+from ..dtypes import Shape, StoredTensor, flat
 from ..errors import FitError
 from ..matching.patch import Patch, PatchPart
 from ..models.names import Names

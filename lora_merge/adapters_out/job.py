@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import sep
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ..adapter_options import ADAPTER_OPTIONS, KEEP, OF_MERGE, Request, Rows
+from ..adapter_options import ADAPTER_OPTIONS, KEEP, OF_MERGE
 from ..algorithms.lokr import LOKR
 from ..algorithms.lora import LORA
 from ..algorithms.whole import FULL
+from ..command import Command, Request, Rows
 from ..dtypes import QUANTISED_DTYPES
 from ..errors import FitError, UsageError
 from ..files.checkpoint import FOLDER_CONFIGS, MLX_FILE
 from ..job import Adapter, Job, make_job
-from ..merge_methods import COMBINATIONS, SAME_COMBINATION, SUM
-from ..method_parameters import PARAMETER_NAMES, MethodParameters, numbers_of
+from ..merge_methods import COMBINATIONS, PARAMETER_NAMES, SAME_COMBINATION, SUM, MethodParameters, numbers_of
 from ..models.part_factors import parts
-from ..options import MEANT, OPTIONS, dtype_name, pairs, shown
+from ..options import MEANT, OPTIONS, dtype_name, pairs, without_part
 from ..paths import absolute, is_file, is_folder, names_folder, output_file, output_path
-from ..text import plural
+from ..text import plural, shown
 from .dialects import DIALECTS, OF_INPUT, Dialect, stated_dialect
-from .rank_rules import COUNT, EXACT, NO_NOISE, NOISE, SAME, RankRules
+from .rank_rules import COUNT, EXACT, NO_NOISE, NOISE, RankRules
 
 if TYPE_CHECKING:
+    from ..planning.checkpoint_cache import CheckpointCache
     from ..planning.downloads import Announce
     from ..progress import Progress
     from ..sources.inputs import Download
@@ -67,7 +68,7 @@ class AdapterJob:
     checkpoint; the strengths of `average` are its weights.
     """
 
-    command: str
+    command: Command
     inputs: Job
     base: Path | None
     rules: RankRules
@@ -111,18 +112,34 @@ class AdapterJob:
         return self.inputs.adapters
 
     @property
-    def combines(self) -> bool:
-        """Whether the changes of all adapters of a weight become one change by a method."""
-        return self.command in COMBINING_COMMANDS
+    def paths(self) -> tuple[Path, ...]:
+        """The adapters, and the base if it is read."""
+        return (*(a.path for a in self.adapters), *([] if self.base is None else [self.base]))
 
     @property
     def keeps_forms(self) -> bool:
         """Whether modules keep their algorithm and their rank, as `convert` does unless options say otherwise."""
         return self.algorithm == KEEP and not self.ranked
 
-    def at(self, output: Path) -> AdapterJob:
-        """Return the job with another output."""
-        return replace(self, inputs=replace(self.inputs, output=output))
+    def changed(self, **options: Any) -> AdapterJob:
+        """Return the job with other values of options that it shares with merging."""
+        return replace(self, inputs=replace(self.inputs, **options))
+
+    def moved(self, places: Mapping[Path, Path]) -> AdapterJob:
+        """Return the job with other paths of its inputs."""
+        from ..planning.downloads import job_at  # imported here: `--help` has no use for it
+
+        return replace(self, inputs=job_at(self.inputs, places), base=self.base and places.get(self.base, self.base))
+
+    def without(self, option: str, part: str) -> AdapterJob:
+        """Return the job without a part of the model that an option of its own names."""
+        job = self
+        if option in ("include", "exclude"):
+            job = replace(job, **{option: without_part(getattr(job, option), part)})
+        elif option == "rank_for":
+            job = replace(job, rules=replace(job.rules, parts=without_part(job.rules.parts, part)))
+        options = ((name, without_part(value, part) if name == option else value) for name, value in job.options)
+        return replace(job, options=tuple((name, value) for name, value in options if value or name != option))
 
 
 def needed_downloads(job: AdapterJob) -> dict[Path, Download]:
@@ -130,41 +147,38 @@ def needed_downloads(job: AdapterJob) -> dict[Path, Download]:
     from ..planning.downloads import downloads  # imported here: `--help` has no use for it
 
     paths = [ref.path for ref in job.adapters]
-    if job.command == "extract":
+    if job.command.inputs == "checkpoints":
         return downloads([*paths, *([] if job.base is None else [job.base])], [])
     return downloads([] if job.base is None else [job.base], paths)
 
 
 def downloaded(
-    job: AdapterJob, size: Callable[[], int], progress: Progress, announce: Announce | None = None
+    job: AdapterJob, cache: CheckpointCache | None, progress: Progress, announce: Announce | None = None
 ) -> AdapterJob:
     """Return the job on inputs of this machine: what it lacks is downloaded, if the job can run by the headers.
 
-    `size`: plans the job, and returns the bytes of its output.
+    `cache`: the checkpoints that are open.
     """
     needed = needed_downloads(job)
     if not needed:
         return job
-    from ..planning.downloads import fetch_all, job_at
+    from ..planning.downloads import fetch_all
 
-    places = fetch_all(needed, (job.output.parent, size()), progress, announce)
-    base = job.base and places.get(job.base, job.base)
-    return replace(job, inputs=job_at(job.inputs, places), base=base)
+    size = job.command.plan(job, cache).written
+    return job.moved(fetch_all(needed, (job.output, size), progress, announce))
 
-
-COMBINING_COMMANDS: Final = ("combine", "resize", "average")
-"""Commands that combine changes. Their output is a file, unless the first adapter is a folder."""
 
 FILE: Final = ".safetensors"
 """The ending of an output that is a file."""
 
 
-def adapter_job(request: Request, rows: Rows) -> AdapterJob:
+def adapter_job(request: Request) -> AdapterJob:
     """Return the job of `combine` or `resize`, and of other commands what they share with these; UsageError or FitError
     for an option or a value that is wrong."""
     command, output, base = request.command, request.output, request.base
+    rows = command.options
     # Step 1: the options of the command, and those of `merge`.
-    stated, of_merge = _options(request, rows)
+    stated, of_merge = _options(request)
     # Step 2: values are parsed.
     values = {**{name: row.default for name, row in rows.items()}, **stated}
     chosen = _word(values.get("method", SUM))
@@ -176,27 +190,23 @@ def adapter_job(request: Request, rows: Rows) -> AdapterJob:
     rule = EXACT if values["rank"] is None else values["rank"]
     rules = RankRules.of(rule, values.get("conv_rank"), values.get("max_rank"),
                          pairs(values.get("rank_for", ()), "--rank-for"))  # fmt: skip
-    if rules.has(NOISE) and command != "extract":
+    if rules.has(NOISE) and command.inputs != "checkpoints":
         raise UsageError(NO_NOISE, "`--rank noise`", "give a number or energy:x")
     # Step 3: the inputs and the output.
     nothing = f"{sep}no base", f"{sep}no output"  # absolute, as the current folder may be gone
     job = make_job(nothing[0] if base is None else base, request.adapters, nothing[1], **of_merge)
     to = stated_dialect(stated.get("format", KEEP), "--format")
-    if to is OF_INPUT and command in COMBINING_COMMANDS and stays_folder(job.adapters[0].path, output):
+    if to is OF_INPUT and command.combines and stays_folder(job.adapters[0].path, output):
         to = DIALECTS["peft"]
         stated |= {"format": to.name}
-    path = _output(job, command, str(rule), output, file=command in COMBINING_COMMANDS and not to.folder)
+    path = _output(job, command, str(rule), output, file=command.combines and not to.folder)
     job = replace(job, method=method, output=path)
     # Step 4: what fits together.
-    if command in ("resize", "convert") and len(job.adapters) != 1:
-        raise UsageError(f"{command} takes one adapter", plural(len(job.adapters), "adapter"),
+    if not command.several and len(job.adapters) != 1:
+        raise UsageError(f"{command.name} takes one adapter", plural(len(job.adapters), "adapter"),
                          "save their sum first: combine, or (a + b).save(…)")  # fmt: skip
     numbers = numbers_of(method, values, [a.strength for a in job.adapters])
-    algorithm = _word(values.get("algorithm", FACTORS))
-    known = (*STORED_AS, LOKR.name) if command == "extract" else (*STORED_AS, *([KEEP] if command == "convert" else []))
-    if algorithm not in known:
-        raise UsageError(f"layers cannot be stored as {shown(algorithm)!r}", "--algorithm",
-                         f"use one of {', '.join(known)}")  # fmt: skip
+    algorithm = algorithm_of(command, values.get("algorithm", FACTORS))
     if not COMBINATIONS[method].linear and algorithm == FACTORS and EXACT in (rules.linear.name, rules.kernels.name):
         what = f"the result of {method} is no product of two small factors, so no LoRA stores it exactly"
         raise FitError(what, f"`--method {method}`", GIVE_RANK)
@@ -208,22 +218,34 @@ def adapter_job(request: Request, rows: Rows) -> AdapterJob:
     )  # fmt: skip
 
 
+def algorithm_of(command: Command, value: Any) -> str:
+    """Return how layers are stored; UsageError for a way that the command lacks."""
+    known = [*STORED_AS, *([LOKR.name] if command.inputs == "checkpoints" else [])]
+    if "algorithm" in command.options:
+        known = [*dict.fromkeys((command.options["algorithm"].default, *known))]
+    algorithm = _word(value)
+    if algorithm not in known:
+        raise UsageError(f"layers cannot be stored as {shown(algorithm)!r}", "--algorithm",
+                         f"use one of {', '.join(known)}")  # fmt: skip
+    return str(algorithm)
+
+
 def _word(value: Any) -> Any:
     """Return a word of an option as it is spelled here: dare_ties for DARE-TIES."""
     return value.lower().replace("-", "_") if isinstance(value, str) else value
 
 
-def _options(request: Request, rows: Rows) -> tuple[dict[str, Any], dict[str, Any]]:
+def _options(request: Request) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the stated options of a command with their values, and the options that it shares with `merge`."""
-    of_merge = request.stated
+    rows, of_merge = request.command.options, request.stated
     stated = {name: of_merge.pop(name) for name in rows if name in of_merge and name not in OF_MERGE}
     of_others = {"method", *PARAMETER_NAMES, *ADAPTER_OPTIONS} - MEANT.keys()
     if stray := next((name for name in of_merge if name in of_others), None):
         known = ", ".join(name for name, row in rows.items() if row.group)
-        raise UsageError(f"{request.command} has no such option", f"--{stray.replace('_', '-')}",
+        raise UsageError(f"{request.command.name} has no such option", f"--{stray.replace('_', '-')}",
                          f"leave it out, or use one of {known}")  # fmt: skip
     if missing := next((name for name, row in rows.items() if row.required and name not in stated), None):
-        raise UsageError(f"{request.command} needs a rule for the {missing}", missing,
+        raise UsageError(f"{request.command.name} needs a rule for the {missing}", missing,
                          f"write {missing}: 16 or energy:0.99")  # fmt: skip
     dtype = of_merge.get("dtype")
     if str(dtype) in QUANTISED_DTYPES or of_merge.get("keep_precision"):
@@ -242,102 +264,25 @@ def recorded(rows: Rows, values: Mapping[str, Any]) -> tuple[tuple[str, Any], ..
     return tuple((n, v) for n, v in sorted(every.items()) if n in always or v != rows[n].default)
 
 
-def conversion_job(request: Request, rows: Rows) -> AdapterJob:
-    """Return the job of `convert`; UsageError for an option or a value that is wrong."""
-    stated, output = request.stated, request.output
-    form_options = {name: stated.pop(name) for name in ("to", "algorithm", *RANK_OPTIONS) if name in stated}
-    name, algorithm = form_options.get("to", KEEP), _word(form_options.get("algorithm", KEEP))
-    to = stated_dialect(name, "--to")
-    if algorithm not in (KEEP, *STORED_AS):
-        raise UsageError(f"layers cannot be stored as {shown(algorithm)!r}", "--algorithm",
-                         f"use one of {', '.join((KEEP, *STORED_AS))}")  # fmt: skip
-    job = adapter_job(replace(request, options=stated), rows)
-    ranks: dict[str, Any] = {option: form_options[option] for option in RANK_OPTIONS if option in form_options}
-    if ranks:
-        job = replace(job, rules=_stated_rules(ranks), ranked=True)
-    unnamed = output is None
-    if output is not None and (not is_folder(job.adapters[0].path) if to is OF_INPUT else not to.folder):
-        unnamed = names_folder(output)
-        job = job.at(job.output / "named when it is opened" if unnamed else output_file(output))
-    changed = tuple((n, v) for n, v in form_options.items() if v != rows[n].default)
-    return replace(job, algorithm=algorithm, format=to.name, options=(*job.options, *changed), unnamed=unnamed)
-
-
-def _stated_rules(ranks: Mapping[str, Any]) -> RankRules:
-    """Return the rules that the options of `convert` state."""
-    if "rank" not in ranks:
-        raise UsageError("convert needs a rank for all layers", "--rank", "give --rank too, such as exact")
-    part_rules = pairs(ranks.get("rank_for", ()), "--rank-for")
-    rules = RankRules.of(ranks["rank"], ranks.get("conv_rank"), ranks.get("max_rank"), part_rules)
-    if rules.has(NOISE):
-        raise UsageError(NO_NOISE, "`--rank noise`", "give a number or energy:x")
-    return rules
-
-
-def extraction_job(request: Request, rows: Rows) -> AdapterJob:
-    """Return the job of `extract` of one adapter, the tuned checkpoint; UsageError for an option or a value that is
-    wrong."""
-    if request.base is None:
-        raise UsageError("extract needs a base", "base", "name the checkpoint before the training")
-    stated, output = request.stated, request.output
-    of_extract = {name: stated.pop(name) for name in ("others", "format", "factor") if name in stated}
-    name, others, factor = (of_extract.get(option, rows[option].default) for option in ("format", "others", "factor"))
-    to = None if str(name).lower() == AUTO_FORMAT else stated_dialect(name, "--format")
-    if to is not None and not to.any_model:
-        known = ", ".join(row.name for row in DIALECTS.values() if row.any_model)
-        raise UsageError(f"{shown(name)!r} is no format of a difference", "--format", f"use one of {known}")
-    if others not in OTHERS:
-        raise UsageError(f"biases and norms cannot be treated as {shown(others)!r}", "--others",
-                         f"use one of {', '.join(OTHERS)}")  # fmt: skip
-    if not isinstance(factor, int) or not (factor == -1 or factor > 0):
-        raise UsageError(f"{shown(factor)!r} cannot be the factor", "--factor", "use -1, or 1 and more")
-    job = adapter_job(replace(request, options=stated), rows)
-    if job.rules.has(SAME):
-        raise UsageError("a checkpoint has no rank to keep", "`--rank same`", "give a number or energy:x")
-    changed = tuple((n, v) for n, v in sorted(of_extract.items()) if v != rows[n].default)
-    name = to.name if to else AUTO_FORMAT
-    job = replace(job, format=name, options=(*job.options, *changed), others=others, factor=factor)
-    if output is None:
-        return job.at(job.output.parent / _difference_name(job, to))
-    return job if to is None else extraction_named(job, to, output)
-
-
-def extraction_named(job: AdapterJob, to: Dialect, output: str | Path) -> AdapterJob:
-    """Return the extraction in a dialect, with the output that the user names for it: in a folder, a file has the
-    default name."""
-    job = replace(job, format=to.name)
-    if to.folder:
-        return job
-    inside = names_folder(output)
-    return job.at(job.output / _difference_name(job, to) if inside else output_file(output))
-
-
-def _difference_name(job: AdapterJob, to: Dialect | None) -> str:
-    """Return the default name of an extracted adapter."""
-    pair = (job.adapters[0].path, job.base or Path())
-    name = "-minus-".join(p.name if is_folder(p) else p.stem for p in pair)
-    return name if to and to.folder else f"{name}{FILE}"
-
-
 def one_rank(job: AdapterJob, to: Dialect) -> Dialect:
     """Return a dialect, of which a folder states one rank for all modules where the rules are numbers."""
     return replace(to, one_rank=to.folder and job.rules.all_are(COUNT))
 
 
-def _output(job: Job, command: str, rule: str, named: str | Path | None, *, file: bool) -> Path:
+def _output(job: Job, command: Command, rule: str, named: str | Path | None, *, file: bool) -> Path:
     """Return the path of the output, which may be a `file`; `named`: None, or what the user names."""
     if named is None or (file and names_folder(named)):
-        ending = "" if command in COMBINING_COMMANDS and not file else FILE
+        ending = "" if command.combines and not file else FILE
         return _named(job, command, rule, absolute(Path()) if named is None else output_path(named), ending)
     return output_file(named) if file else output_path(named)
 
 
-def _named(job: Job, command: str, rule: str, folder: Path, ending: str) -> Path:
+def _named(job: Job, command: Command, rule: str, folder: Path, ending: str) -> Path:
     """Return the path of the default name in a folder."""
     stems = [a.path.name if is_folder(a.path) else a.path.stem for a in job.adapters]
-    name = f"{stems[0]}-r{rule.replace(':', '-')}" if command == "resize" else "+".join(stems)
+    name = f"{stems[0]}-r{rule.replace(':', '-')}" if command.cuts else "+".join(stems)
     if any(folder / f"{name}{ending}" == a.path for a in job.adapters):  # of one adapter
-        name += f"-{command}"
+        name += f"-{command.name}"
     return folder / f"{name}{ending}"
 
 

@@ -20,9 +20,8 @@ from torch import Tensor
 from ..adapter_options import KEEP
 from ..algorithms import ALGORITHMS, dora
 from ..disk.draft import Draft, Heap
-from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import FLOATS, ITEM_BYTES
+from ..dtypes import FLOATS, ITEM_BYTES, StoredTensor
 from ..engine.devices import places
 from ..engine.row_matrix import RowMatrix
 from ..engine.tensor_moves import HOST, TORCH_DTYPES, Placement
@@ -30,9 +29,9 @@ from ..engine.tensors import gathered
 from ..engine.torch_state import undisturbed
 from ..errors import FitError, beyond_fp64
 from ..matching.patch import Patch
-from ..merge_methods import ADDED_VECTORS, COMBINATIONS, UNDIRECTED
+from ..merge_methods import ADDED_VECTORS, COMBINATIONS
 from ..models.weights import RowSlice
-from ..planning.combination import Combining
+from ..planning.combination import Combination
 from ..progress import Counting
 from ..text import Note
 from .change import (
@@ -269,7 +268,8 @@ class Converter:
         self.forget()
         return [
             with_change(
-                as_table(stored, self.to, table=is_table(filled.place, filled.shares)), measured=self.job.combines
+                as_table(stored, self.to, table=is_table(filled.place, filled.shares)),
+                measured=self.job.command.combines,
             )
             for filled, stored in zip(group, modules, strict=True)
         ]
@@ -553,7 +553,9 @@ def computed(
     changed = with_biases(changed, all_modules, to, renewed if at_hand else None, put)
     whole = completed(changed, all_modules, to, here.value if at_hand else None, put)
     cache = cache_of(job, reader, sources)
-    embeddings = [] if job.combines else [entry(i.name, cache.fetch(i)) for i in bundled(sources.adapters[0], to)]
+    embeddings = (
+        [] if job.command.combines else [entry(i.name, cache.fetch(i)) for i in bundled(sources.adapters[0], to)]
+    )
     return WrittenModules(changed, whole, zeros, embeddings, notes)
 
 
@@ -573,7 +575,7 @@ class WeightChanges:
         self.job, self.sources, self.reader = job, sources, reader
         self._single = job.compute_dtype == "fp32"
         self._evaluators = PerThread(self.evaluator)
-        self.combining = Combining(COMBINATIONS[job.method], job.numbers, sources.adapters)
+        self.combination = Combination(COMBINATIONS[job.method], job.numbers, sources.adapters)
         self.notes: dict[Note, None] = {}
 
     def evaluator(self) -> Evaluator:
@@ -595,8 +597,8 @@ class WeightChanges:
         changes = [c for c in evaluator.changes(target) if c.strength]
         evaluator.forget()
         uses = [[u for u in target.uses if u.patch.adapter == c.adapter] for c in changes]
-        seeds = [self.combining.seed(c.adapter, its) for c, its in zip(changes, uses, strict=True)]
-        if target.vector and self.job.method in UNDIRECTED:
+        seeds = [self.combination.seed(c.adapter, its) for c, its in zip(changes, uses, strict=True)]
+        if target.vector and COMBINATIONS[self.job.method].directions:
             self.notes[Note(f"{self.job.method}: {ADDED_VECTORS}")] = None
         if not changes:
             return None

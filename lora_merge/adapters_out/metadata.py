@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Protocol
 
 from ..adapters.peft.rules import ADAPTER_METADATA
+from ..command import Command
 from ..dtypes import ITEM_BYTES, Shape
 from ..files.checkpoint import Index
 from ..files.safetensors import LEGACY_HASH, layout
@@ -81,10 +82,6 @@ def _prefixed(parts: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[tuple[str
 
 HASHES: Final = ("sshs_model_hash", "sshs_legacy_hash")
 
-ONE: Final = ("resize", "convert")
-"""Commands whose output is the same adapter in another form: it keeps all entries."""
-
-
 DTYPE_ORDER: Final = (
     *("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "I16", "U16", "F16", "BF16"),
     *("I32", "U32", "F32", "F64", "I64", "U64"),
@@ -105,9 +102,9 @@ class HashedTensor(Protocol):
         """Yield its bytes in order."""
 
 
-def has_hashes(command: str, inputs: Sequence[Index]) -> bool:
+def has_hashes(command: Command, inputs: Sequence[Index]) -> bool:
     """Return whether the metadata of an output may have these hashes."""
-    return command not in ONE or any(name in index.metadata for index in inputs for name in HASHES)
+    return command.inputs != "adapter" or any(name in index.metadata for index in inputs for name in HASHES)
 
 
 def legacy_hash(tensors: Sequence[HashedTensor], metadata: Mapping[str, str]) -> str:
@@ -256,9 +253,8 @@ class Known:
         tensors: Sequence[HashedTensor], model: str,
     ) -> None:  # fmt: skip
         self.job, self.layers, self.tensors = job, layers, tensors
-        self.inputs = (
-            [] if job.command == "extract" else [*inputs]
-        )  # a checkpoint's entries are not those of an adapter
+        self.kind = job.command.inputs  # the entries of one adapter stay, those of a checkpoint are no adapter's
+        self.inputs = [] if self.kind == "checkpoints" else [*inputs]
         self.known = TRAINED_MODELS.get(model, Trained())
         self.kernels = {
             t.name.removesuffix(end)
@@ -276,15 +272,15 @@ class Known:
         entries = self._still_true()
         dropped = sorted(names - entries.keys() - {*ANEW, "modelspec.date"})
         read = any(t.name.endswith(OF_WEBUI) for t in self.tensors)
-        several = self.job.command not in ONE and self.job.command != "average"
-        trained = (several and read) or any(name.startswith("ss_") for name in names) or not self.inputs
+        named = read and self.kind in ("adapters", "checkpoints")
+        trained = named or any(name.startswith("ss_") for name in names) or not self.inputs
         if trained:
             entries |= dict(self._network(entries))
         entries |= dict(self._spec(entries))
         entries[KEY] = json.dumps(recipe(dropped), ensure_ascii=False, separators=(",", ":"))
         if (loader := adapter_metadata({t.name: t.shape for t in self.tensors})) != "":
             entries[ADAPTER_METADATA] = loader
-        if bool(names & {*HASHES}) if self.job.command in ONE else trained and read:
+        if bool(names & {*HASHES}) if self.kind == "adapter" else trained and read:
             entries |= {HASHES[0]: digest(), HASHES[1]: legacy_hash(self.tensors, entries)}
         return {"format": "pt"} | entries
 
@@ -294,8 +290,8 @@ class Known:
             return {}
         *others, last = self.inputs
         same = {k: v for k, v in last.metadata.items()
-                if self.job.command == "average" or all(i.metadata.get(k) == v for i in others)}  # fmt: skip
-        gone = ANEW if self.job.command in ONE else (*ANEW, "modelspec.date")
+                if self.kind == "snapshots" or all(i.metadata.get(k) == v for i in others)}  # fmt: skip
+        gone = ANEW if self.kind == "adapter" else (*ANEW, "modelspec.date")
         return {name: value for name, value in same.items() if name not in gone}
 
     def _network(self, entries: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -334,7 +330,7 @@ class Known:
     def _spec(self, entries: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         """Yield the entries of ModelSpec that are written anew."""
         has_spec = any(name.startswith("modelspec.") for name in entries)
-        if self.job.command in ONE:
+        if self.kind == "adapter":
             if TITLE in entries:
                 yield TITLE, self.job.inputs.title or self.job.output.stem
             return
@@ -345,7 +341,7 @@ class Known:
         if has_spec:
             yield "modelspec.sai_model_spec", entries.get("modelspec.sai_model_spec", SPEC)
             yield TITLE, self.job.inputs.title or self.job.output.stem
-        if self.job.command in ("combine", "average"):
+        if self.job.command.several:
             yield "modelspec.merged_from", ", ".join(input_name(a.path) for a in self.job.adapters)
 
 

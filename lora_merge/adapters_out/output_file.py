@@ -68,12 +68,13 @@ def recipe(
     digest: Callable[[Path], str],
 ) -> dict[str, Any]:  # fmt: skip
     """Return how the file was made: inputs by name, size and hash, and every option that changes a byte."""
+    tuned = job.command.inputs == "checkpoints"
     shared = {n: getattr(job.inputs, n) for n in ("dtype", "unmatched")}
     shared |= {"setting": dict(job.inputs.setting)} if job.inputs.setting else {}
     value: dict[str, Any] = {
-        "version": __version__, "format": 2, "command": job.command,
-        "tuned" if job.command == "extract" else "adapters": [
-            {**facts(ref.path, index, digest), **({} if job.command == "extract" else configurations(ref.path, index)),
+        "version": __version__, "format": 2, "command": job.command.name,
+        "tuned" if tuned else "adapters": [
+            {**facts(ref.path, index, digest), **({} if tuned else configurations(ref.path, index)),
              "strength": ref.strength, "parts": [list(p) for p in ref.parts]}
             for ref, index in zip(job.adapters, inputs, strict=True)
         ],

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from ..adapter_options import KEEP
 from ..adapters.modules import BUNDLE, AdapterFile
 from ..disk.draft import Draft, Heap
-from ..disk.files import StoredTensor
+from ..dtypes import StoredTensor
 from ..errors import FitError, InputError
 from ..paths import is_folder
 from ..progress import Counting
@@ -50,7 +50,7 @@ def named(job: AdapterJob, to: Dialect) -> AdapterJob:
     path = job.adapters[0].path
     stem = path.name if is_folder(path) else path.stem
     name = f"{stem}-convert" if to.name == KEEP else f"{stem}.{to.name}"
-    return job.at(job.output.parent / (name + ("" if to.folder else FILE)))
+    return job.changed(output=job.output.parent / (name + ("" if to.folder else FILE)))
 
 
 def bundled(file: AdapterFile, to: Dialect) -> list[StoredTensor]:
@@ -103,7 +103,7 @@ class ModuleGroups(NamedTuple):
 def module_groups(conversion: Conversion) -> ModuleGroups:
     """Return the modules of a conversion; modules that share a weight are made together."""
     job, modules = conversion.job, conversion.modules
-    groups = components(modules) if job.combines else [[module] for module in modules]
+    groups = components(modules) if job.command.combines else [[module] for module in modules]
     return ModuleGroups(job, groups, _changes_nothing(job))
 
 
@@ -140,7 +140,7 @@ def stored_modules(
 
 
 def _changes_nothing(job: AdapterJob) -> InputError:
-    if job.combines:
+    if job.command.combines:
         return InputError("the result changes nothing", str(job.output), "check the adapters and their strengths")
     return InputError("the adapter changes nothing", str(job.adapters[0].path), "check its strength")
 

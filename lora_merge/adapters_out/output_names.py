@@ -16,8 +16,7 @@ from ..adapters.modules import AdapterFile, Module
 from ..adapters.stated_model import stated_model
 from ..adapters.suffixes import split_parameter
 from ..algorithms import ALGORITHMS
-from ..disk.files import StoredTensor
-from ..dtypes import Shape
+from ..dtypes import Shape, StoredTensor
 from ..errors import AmbiguousName, FitError, InputError, UsageError
 from ..files.checkpoint import Index
 from ..matching.patch import Match, PatchPart

@@ -11,7 +11,7 @@ from threading import local
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from ..process import cores
-from ..proof.reference.one_core import one_core
+from ..proof.reference.numpy_threads import one_core
 
 if TYPE_CHECKING:
     from ..engine.tensor_moves import Placement

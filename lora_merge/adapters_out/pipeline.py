@@ -191,7 +191,7 @@ def idle_alpha(job: AdapterJob, *, stored: bool) -> list[Note]:
 def high_rank(job: AdapterJob, layers: Iterable[Layer]) -> list[Note]:
     """Return the note about an exact sum of a high rank."""
     highest = max(layer.rank for layer in layers)
-    if not job.combines or job.rules.linear.name != EXACT or highest <= HIGH:
+    if not job.command.combines or job.rules.linear.name != EXACT or highest <= HIGH:
         return []
     return [Note(f"the exact sum has rank {highest}; --rank energy:0.999 keeps 99.9% of it")]
 

@@ -20,23 +20,22 @@ from zlib import crc32
 import numpy as np
 
 from ..adapters.modules import SCALE_SLOTS, group
-from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import ITEM_BYTES, Shape, flat
+from ..dtypes import ITEM_BYTES, Shape, StoredTensor, flat
 from ..errors import VerificationFailed, beyond_fp64
 from ..files.checkpoint import Index, open_checkpoint
 from ..job import Adapter, Job
 from ..matching.patch import PatchPart
 from ..merge_methods import MEAN, METHODS, SUM
 from ..models.weights import Weight
-from ..planning.combination import Combining
+from ..planning.combination import Combination
 from ..planning.plan import OutputTensor
 from ..progress import Counting
 from ..proof.combination_methods import PatchRows, RowChanges, costs_all, of_weight, together
 from ..proof.recomputation import Recomputation
 from ..proof.reference import REFERENCE
 from ..proof.reference.floats import Array, decode
-from ..proof.reference.one_core import one_core
+from ..proof.reference.numpy_threads import one_core
 from ..proof.second_reading.comparison import compare, stored_number
 from ..proof.weights import WeightReader
 from .groups import Target, is_plain
@@ -185,7 +184,7 @@ def known(target: Target) -> bool:
 def shaped(target: Target, again: Recomputation) -> OutputTensor:
     """Return the weight of a target with its uses, as a merge would write it."""
     key = target.uses[0].piece.key if target.uses else target.key
-    return OutputTensor(key, key, "F64", again.plan.weights[key], 0, 0, target.uses, METHODS[SUM])
+    return OutputTensor(key, key, "F64", again.plan.weights[key], 0, 0, target.uses)
 
 
 def added(target: Target, again: Recomputation, rows: Array, cols: int) -> Array:
@@ -279,30 +278,30 @@ class Expectation:
     sources: Sources
 
     @cached_property
-    def combining(self) -> Combining | None:
+    def combination(self) -> Combination | None:
         """The method that combines changes; None for one that adds them."""
         job = self.job
-        return None if job.method in ADDING else Combining(METHODS[job.method], job.numbers, self.sources.adapters)
+        return None if job.method in ADDING else Combination(METHODS[job.method], job.numbers, self.sources.adapters)
 
     def has(self, whole: Target) -> bool:
         """Return whether there is a second computation for a weight, within the memory.
 
         Methods that choose entries choose others where changes are computed in fp32.
         """
-        if whole.values or self.combining is None:
+        if whole.values or self.combination is None:
             return not whole.values
         fits = self.nbytes(whole) <= self.job.inputs.max_memory // 2
         return fits and not _is_column(whole) and self.job.compute_dtype != "fp32"
 
     def nbytes(self, whole: Target) -> int:
         """Return about how many bytes a comparison takes at most: a method needs all changes of a weight at once."""
-        return 8 * (4 if self.combining is None else 4 + 2 * len(whole.uses)) * prod(whole.shape)
+        return 8 * (4 if self.combination is None else 4 + 2 * len(whole.uses)) * prod(whole.shape)
 
     def squares(self, whole: Target, part: Target, again: Recomputation, stored: Changes | None) -> Squares | None:
         """Return the comparison of rows of a weight with what is stored; None where a formula has no second one."""
-        if self.combining is None:
+        if self.combination is None:
             return _of_sum(self.job, whole, part, again, stored)
-        return _of_method(self.combining, whole, part, again, stored)
+        return _of_method(self.combination, whole, part, again, stored)
 
 
 def prove_combination(claims: CombinationClaims, reader: Reader, path: Path, begin: Counting) -> Proof:
@@ -346,12 +345,12 @@ def _order(part: Target) -> Array:
 
 
 def _of_method(
-    how: Combining, whole: Target, part: Target, again: Recomputation, stored: Changes | None
+    how: Combination, whole: Target, part: Target, again: Recomputation, stored: Changes | None
 ) -> Squares | None:
     """Return the comparison of a layer whose changes a method combines; None where a formula has no second one."""
     if not known(whole):
         return None
-    tensor = shaped(whole, again)._replace(method=how.method, combining=how)
+    tensor = shaped(whole, again)._replace(combination=how)
     taking, cache = together([u for u in whole.uses if u.strength]), RowChanges(tensor, tensor.name)
     if not taking:
         return None
@@ -454,7 +453,7 @@ def prove_conversion(claim: ConversionClaims, reader: Reader, path: Path, begin:
         expected, comparisons = Expectation(job, sources), list[Comparison]()
         for target in sources.targets:
             stated = Stated(worst, lost.get(target.key, 0.0), at_most=True)
-            if not job.combines:
+            if not job.command.combines:
                 numbers, nbytes = _cost(target, sides.outputs.get(target.key))
                 squares = partial(_converted, target, stated, sides)
                 comparisons.append(Comparison(target.key, numbers, nbytes, stated, squares))

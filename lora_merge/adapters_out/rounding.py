@@ -14,9 +14,8 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import DTYPE_ROWS, ITEM_BYTES
+from ..dtypes import DTYPE_ROWS, ITEM_BYTES, StoredTensor
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,8 +13,8 @@ from ..adapters.modules import AdapterFile, Module
 from ..adapters.network_settings import rules_of
 from ..adapters.tensor_values import FileValues
 from ..algorithms import ALGORITHMS
-from ..disk.files import StoredTensor
 from ..disk.reader import Reader
+from ..dtypes import StoredTensor
 from ..errors import AmbiguousName, FitError, ShapeMismatch, UsageError
 from ..files.checkpoint import TRAINED_FILES, Index
 from ..files.file_uses import UNPLACED, adapter_folder

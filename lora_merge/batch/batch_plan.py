@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..adapter_arguments import in_jobs_file
-from ..adapter_options import Request
-from ..adapters_out.commands import COMMANDS
+from ..command import Command
 from ..disk.destination import check_output, files_under
 from ..disk.volumes import CLONES, existing, file_system, ignores_case, same, share_blocks
 from ..disk.writer import Room
@@ -25,12 +24,9 @@ from ..job import Adapter, Job
 from ..options import OPTIONS
 from ..paths import ENDINGS, is_folder, of_index
 from ..planning.former_plans import FormerPlans, input_files, is_model
-from ..planning.make_plan import plan_job
 from ..planning.output_files import Contents, contents
 from ..recipes.resume import Hashes, is_adapter_done, is_done, is_ours
-from ..recipes.unmerge import taken_back
 from ..text import Lines, plural
-from .commands import adapter_job
 from .jobs_file import BatchJob
 
 LISTED_CLASHES: Final = 20  # clashes that are listed one by one
@@ -71,7 +67,7 @@ def survey(
     if former is not None:
         former.checkpoints(path for entry in entries for path in entry.sources)
     surveyor = _Surveyor(outputs, workers, former or FormerPlans())
-    for level, some in enumerate(_levels(entries, {e.number: outputs.maker(e.job.base) for e in entries})):
+    for level, some in enumerate(_levels(entries, {e.number: outputs.maker(e.base) for e in entries})):
         for entry in some:
             surveyor.plan(entry, level)
     surveyor.check_defaults()
@@ -110,8 +106,10 @@ class _Outputs:
             what = plural(len(clashes), "output collides", "outputs collide")
             raise UsageError(f"{what} with the output of another job", _listed(clashes), fix)
 
-    def maker(self, path: Path) -> BatchJob | None:
-        """Return the job whose output an input is, or is inside of."""
+    def maker(self, path: Path | None) -> BatchJob | None:
+        """Return the job whose output an input is, or is inside of; None for another input, and for none."""
+        if path is None:
+            return None
         if path not in self._makers:
             real = os.path.realpath(path)
             names = (real, *(f"{real}{ending}" for ending in ENDINGS))
@@ -134,7 +132,8 @@ class _Sources:
         self.writers = [s.entry for s in planned if s.runs]
         self.readers: dict[Path, list[BatchJob]] = {}  # path → jobs that read it
         for s in planned:
-            for path in s.entry.inputs if s.entry.job.map is None else (*s.entry.inputs, s.entry.job.map):
+            table = s.entry.job.map
+            for path in (*s.entry.inputs, *([] if table is None else [table])):
                 self.readers.setdefault(path, []).append(s.entry)
         for path in [*self.readers]:
             with suppress(MergeError, OSError):  # the failure of the jobs that read it
@@ -177,8 +176,9 @@ class _Sources:
 
     def _remade(self, reader: BatchJob, path: Path, writer: BatchJob) -> bool:
         """Return whether the writer makes the base of a job: what is there now is of an earlier run."""
-        base = reader.request is None and path in (reader.job.base, of_index(reader.job.base))
-        return base and self.outputs.maker(reader.job.base) is writer and is_ours(writer.job.output)
+        if not reader.command.merges or path not in (reader.job.base, of_index(reader.job.base)):
+            return False
+        return self.outputs.maker(reader.job.base) is writer and is_ours(writer.job.output)
 
     def _entered(self) -> Iterator[str]:
         """Yield a line for each output in a model folder that another job reads."""
@@ -274,12 +274,10 @@ class _Surveyor:
                 raise errors[0]
 
     def _plan(self, entry: BatchJob, level: int) -> PlannedJob:
-        request = entry.request
-        planned = self._merge(entry, level) if request is None else self._adapter(entry, request, level)
+        planned = self._merge(entry, level) if entry.command.merges else self._adapter(entry, level)
         if not (planned.done and entry.redo):
             return planned
-        again = replace(entry.job, overwrite=True)
-        return replace(planned, entry=replace(entry, job=again), done=False)
+        return replace(planned, entry=entry.changed(overwrite=True), done=False)
 
     def _merge(self, entry: BatchJob, level: int) -> PlannedJob:
         """Plan a job that merges."""
@@ -287,9 +285,7 @@ class _Surveyor:
         blank = PlannedJob(entry, level, None if maker is None else maker.number)
         try:
             self.grounded[entry.number] = self._grounded(job)
-            outline = self._outline(self.grounded[entry.number])
-            if entry.back:
-                taken_back(plan_job(self.grounded[entry.number], self.opened))
+            outline = self._outline(entry.command, self.grounded[entry.number])
             done = maker is None and is_done(job, outline.contents, self.opened, self.hashes)
             check_output(  # `done` has refused what may not be replaced; another process may finish the job just now
                 job.output, outline.read, overwrite=True, folder=outline.folder, contents=outline.contents.names
@@ -300,31 +296,30 @@ class _Surveyor:
         together = (level, job.base, shared, outline.layout)
         needed = outline.unshared if self._shares(job.output.parent, job.base) else outline.size
         return replace(
-            blank, size=outline.size, effort=outline.size, needs_disk=needed,
+            blank, size=outline.size, effort=int(outline.size * entry.command.effort), needs_disk=needed,
             replaces=min(_size(job.output), needed), together=together,
             strengths=tuple(map(_applied, job.adapters, outline.strengths)), memory=outline.memory, done=done,
         )  # fmt: skip
 
-    def _adapter(self, entry: BatchJob, request: Request, level: int) -> PlannedJob:
+    def _adapter(self, entry: BatchJob, level: int) -> PlannedJob:
         """Plan a job that writes an adapter; it is made by itself."""
         blank = PlannedJob(entry, level, together=("by itself", entry.number))
+        command, job = entry.command, entry.checked
         try:
-            for path in request.inputs:
+            for path in entry.inputs:
                 maker = self.outputs.maker(path)
                 if maker is not None and maker.number != entry.number:  # the plan says that an input is its own output
                     raise UsageError("an input is the output of another job", f"{path}, made by {maker.where}",
                                      "write it into a jobs file of its own, to be run after this one")  # fmt: skip
-            command = COMMANDS[request.command]
-            plan = command.plan(adapter_job(request, replace(entry.job, overwrite=True)), self.opened)
+            plan = command.plan(entry.changed(overwrite=True).checked, self.opened)
             size, effort = plan.written, int(plan.weights * command.effort)
-            done = is_adapter_done(adapter_job(request, entry.job), self.hashes)
+            done = is_adapter_done(job, self.hashes)
         except MergeError as e:
             return replace(blank, error=e.reword(in_jobs_file))
-        replaces = min(_size(entry.job.output), size)
+        replaces = min(_size(job.output), size)
         return replace(
-            blank, size=size, effort=effort, needs_disk=size, replaces=replaces, memory=entry.job.max_memory,
-            done=done,
-        )  # fmt: skip
+            blank, size=size, effort=effort, needs_disk=size, replaces=replaces, memory=entry.job.max_memory, done=done
+        )
 
     def _shares(self, folder: Path, base: Path) -> bool:
         """Return whether outputs in a folder can share blocks with a base; asks the disk once for thousands of jobs."""
@@ -347,7 +342,7 @@ class _Surveyor:
         ground = self.grounded[maker.number]
         return replace(job, base=ground.base, dtype=ground.dtype if job.dtype == "keep" else job.dtype)
 
-    def _outline(self, job: Job) -> _Outline:
+    def _outline(self, command: Command, job: Job) -> _Outline:
         """Return the outline of a job, planned once for all jobs of a kind.
 
         Strengths 0 and 1 are kinds of their own: they may copy a tensor as a whole.
@@ -359,20 +354,20 @@ class _Surveyor:
                                  f"{path}, made by {maker.where}",
                                  "of outputs only checkpoints are read in the same batch, as a base")  # fmt: skip
         others = {o.name: o.default for o in OPTIONS.values() if not o.planned}
-        kind = replace(job, **others, output=Path(), adapters=tuple(
+        kind = command.name, replace(job, **others, output=Path(), adapters=tuple(
             a if _apart(a) else replace(a, strength=0.5) for a in job.adapters
         ))  # fmt: skip
         if kind not in self.outlines:
-            self.outlines[kind] = self._planned(job)
+            self.outlines[kind] = self._planned(command, job)
         outline: _Outline | MergeError = self.outlines[kind]
         if isinstance(outline, MergeError):
             raise outline
         return outline
 
-    def _planned(self, job: Job) -> _Outline | MergeError:
+    def _planned(self, command: Command, job: Job) -> _Outline | MergeError:
         try:
             window_room(job, self.workers)
-            plan = plan_job(replace(job, max_memory=job.max_memory // self.workers), self.opened)
+            plan = command.plan(replace(job, max_memory=job.max_memory // self.workers), self.opened)
             unshared = unshared_bytes(plan) if file_system(plan.base.path) in CLONES else plan.size
         except ResourceError as e:
             share = f", the share of one of {self.workers} workers" if self.workers > 1 else ""

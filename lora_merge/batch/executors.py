@@ -15,10 +15,10 @@ from types import MappingProxyType
 from typing import IO, Any, Final, TypeAlias
 
 from ..errors import DeviceFailed, MergeError, UsageError
-from ..options import shown
 from ..planning.checkpoint_cache import CheckpointCache
 from ..process import command
 from ..progress import Progress, Step
+from ..text import shown
 from .jobs_file import BatchJob
 from .report import JobReport, failed
 from .shared_reads import JobGroup, carry_out

@@ -11,7 +11,6 @@ from ..errors import MergeError, error_dict
 from ..facts import Fact, line
 from ..text import Shown, by_component, json_text, size
 from .batch_plan import PlannedJob, disk_rooms
-from .commands import MERGE
 
 Fate: TypeAlias = Literal["to run", "done", "failed"]
 """`done`: the output is there already, by the same recipe. `failed`: the job cannot run."""
@@ -90,13 +89,13 @@ def job_plans(planned: Sequence[PlannedJob], workers: int = 1) -> list[JobPlan]:
 
 
 def _plan(s: PlannedJob, disk: Mapping[str, Any] | None) -> JobPlan:
-    job, request = s.entry.job, s.entry.request
+    job = s.entry.job
     adapters = [
         {"path": str(a.path), "strength": a.strength, "strengths": by_component(applied or {})}
         for a, applied in zip_longest(job.adapters, s.strengths)
     ]
     return JobPlan(
-        s.entry.number, s.entry.where, job.output_name, MERGE if request is None else request.command,
-        None if request is not None and request.base is None else str(job.base), adapters,
+        s.entry.number, s.entry.where, job.output_name, s.entry.command.name,
+        None if s.entry.base is None else str(s.entry.base), adapters,
         "failed" if s.error else "done" if s.done else "to run", s.size, s.memory, s.effort, disk, s.error,
     )  # fmt: skip

@@ -14,32 +14,34 @@ from functools import cached_property
 from math import prod
 from os import PathLike
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
 from ..adapter_arguments import in_jobs_file
-from ..adapter_options import Request
 from ..addresses import downloads_folder, downloads_in, is_spelled_out, output_address, parse
+from ..command import MERGE, Command
 from ..errors import MergeError, UsageError
 from ..files.yaml_source import Document, Place
-from ..job import TOKENIZERS, Adapter, Job, make_job, validated
-from ..merge_methods import METHODS, SUM
-from ..method_parameters import PARAMETER_NAMES
+from ..job import TOKENIZERS, Adapter, Job, validated
+from ..merge_methods import METHODS, PARAMETER_NAMES, SUM
 from ..models.parts import as_typed
-from ..options import BLOCK_WEIGHTS, number, shown
+from ..options import BLOCK_WEIGHTS, number, without_part
 from ..paths import ENDINGS, exists, expand, home, is_file, of_index, with_ending
+from ..planning.checkpoint_cache import CheckpointCache
 from ..planning.downloads import job_at
 from ..planning.plan import protected
-from ..recipes.unmerge import opposite
+from ..recipes.commands import COMMANDS
 from ..sources.inputs import locate
-from ..text import plural
-from .commands import MERGE, TAKES, UNMERGE, adapter_job
+from ..text import plural, shown
 from .input_patterns import Search
 from .schema import JOB_OPTIONS, AdapterEntry, Axis, Glob, JobDefaults, JobEntry, JobsFile, stated_fields
 from .schema_errors import OTHER_NAMES, REQUIRED, failure, flow, nearest, problems
 from .short_form import read_jobs
 from .templates import NoSuchName, distinct, render, render_output, render_word, split_adapter
+
+if TYPE_CHECKING:
+    from ..adapters_out.job import AdapterJob
 
 FILE_LIMIT: Final = 32 << 20  # bytes; a job written out takes 200
 JOB_LIMIT: Final = 10_000  # jobs of a file; more is a slip in a matrix
@@ -60,45 +62,54 @@ class BatchJob:
     """One job of a batch, and where it was asked for."""
 
     number: int  # from 1, in the order of the file
-    job: Job
+    command: Command
+    job: Job  # of a command that writes an adapter what it shares with merging
     where: str  # "jobs.yaml:12 (jobs[3])"
     redo: bool = False  # whether it is made again where its output is there, by the same recipe
-    back: bool = False  # whether it takes adapters out of a merged checkpoint, at the strengths that `job` has then
+    adapter: AdapterJob | None = None  # of such a command, with the rest
     template: str = ""  # a name for its output with every name of its matrix, such as {lora.stem}-{strength}
-    request: Request | None = None  # where it writes an adapter; `job` then has what such commands share with merging
     usual: frozenset[tuple[str, str]] = frozenset()  # (option, part) of the defaults, which may fit other jobs only
     idle: tuple[str, ...] = ()  # those of them that are left out, as typed: they have no effect on this job
 
     @property
+    def checked(self) -> Any:
+        """The job as its command takes it."""
+        return self.job if self.adapter is None else replace(self.adapter, inputs=self.job)
+
+    @property
+    def base(self) -> Path | None:
+        """The base, if one is read."""
+        return self.job.base if self.adapter is None else self.adapter.base
+
+    @property
     def inputs(self) -> tuple[Path, ...]:
         """The base and the adapters."""
-        return (self.job.base, *(a.path for a in self.job.adapters)) if self.request is None else self.request.inputs
-
-    def at(self, places: Mapping[Path, Path]) -> BatchJob:
-        """Return the job with other paths of its inputs."""
-        request = self.request
-        if request is not None:
-            adapters = tuple(replace(ref, path=places.get(ref.path, ref.path)) for ref in request.adapters)
-            base = None if request.base is None else places.get(Path(request.base), Path(request.base))
-            request = replace(request, adapters=adapters, base=base)
-        return replace(self, job=job_at(self.job, places), request=request)
-
-    def without(self, option: str, part: str) -> BatchJob:
-        """Return the job without a part of its defaults that has no effect on it."""
-        name = option.lstrip("-").replace("-", "_")
-        adapters = tuple(replace(a, parts=tuple(p for p in a.parts if p[0] != part)) for a in self.job.adapters)
-        job = replace(self.job, adapters=adapters, keep_precision=_without(self.job.keep_precision, part))
-        request = self.request
-        if request is not None:
-            options = {n: _without(value, part) if n == name else value for n, value in request.options.items()}
-            request = replace(request, options=options)
-        return replace(self, job=job, request=request, usual=self.usual - {(option, part)},
-                       idle=(*self.idle, f"{option} {as_typed(part)}"))  # fmt: skip
+        return (*([] if self.base is None else [self.base]), *(a.path for a in self.job.adapters))
 
     @property
     def sources(self) -> tuple[Path, ...]:
         """All paths that are read: the inputs, the configurations of adapters, the name table."""
         return (*map(of_index, self.inputs), *protected(self.job))
+
+    def changed(self, **options: Any) -> BatchJob:
+        """Return the job with other values of options that all commands have."""
+        return replace(self, job=replace(self.job, **options))
+
+    def at(self, places: Mapping[Path, Path]) -> BatchJob:
+        """Return the job with other paths of its inputs."""
+        adapter = None if self.adapter is None else self.adapter.moved(places)
+        return replace(self, job=job_at(self.job, places), adapter=adapter)
+
+    def without(self, option: str, part: str) -> BatchJob:
+        """Return the job without a part of its defaults that has no effect on it."""
+        name, changes = option.lstrip("-").replace("-", "_"), dict[str, Any]()
+        if name == "strength_for":
+            changes["adapters"] = tuple(replace(a, parts=without_part(a.parts, part)) for a in self.job.adapters)
+        elif name == "keep_precision":
+            changes[name] = without_part(self.job.keep_precision, part)
+        adapter = None if self.adapter is None else self.adapter.without(name, part)
+        return replace(self.changed(**changes), adapter=adapter, usual=self.usual - {(option, part)},
+                       idle=(*self.idle, f"{option} {as_typed(part)}"))  # fmt: skip
 
 
 def load(
@@ -117,16 +128,9 @@ def load(
             validated(replace(j, overwrite=j.overwrite or overwrite, card=card if j.card is None else j.card))
             for j in source
         ]
-        return tuple(BatchJob(n, job, f"jobs[{n - 1}]") for n, job in enumerate(jobs, 1))
+        return tuple(BatchJob(n, COMMANDS[MERGE], job, f"jobs[{n - 1}]") for n, job in enumerate(jobs, 1))
     data = source if isinstance(source, Mapping) else {"version": 1, "jobs": list(source)}
     return _Loader(_plain(data), "jobs", expand("."), asked).entries()
-
-
-def _without(parts: Any, part: str) -> Any:
-    """Return the parts of an option, or pairs of a part and a value, without one of them."""
-    if isinstance(parts, Mapping):
-        return {name: value for name, value in parts.items() if name != part}
-    return tuple(name for name in parts if part not in (name, name[0] if isinstance(name, tuple) else name))
 
 
 def _plain(value: Any) -> Any:
@@ -148,6 +152,10 @@ def _usual(entry: JobEntry, defaults: JobDefaults) -> frozenset[tuple[str, str]]
     return frozenset((f"--{name.replace('_', '-')}", part) for name, parts in shared.items() for part in parts)
 
 
+def _command(entry: JobEntry, defaults: JobDefaults) -> Command:
+    return COMMANDS[entry.command or defaults.command or MERGE]
+
+
 class CallerOptions(NamedTuple):
     """The options that a caller gives with the jobs file."""
 
@@ -164,6 +172,7 @@ class _Loader:
         self.name, self.folder, self.asked = name, folder, asked
         self.mistakes: dict[tuple[Place, str], None] = {}  # in order, each once
         self.search = Search(folder)
+        self.opened = CheckpointCache()
         self._jobs: list[tuple[Place, JobEntry, Mapping[str, list[str]], bool]] = []  # and whether too many
         self._located: dict[tuple[str, Path | None], Path | MergeError] = {}
         self._wrong: dict[Place, set[Any]] = defaultdict(set)  # table → its fields with mistakes
@@ -188,12 +197,12 @@ class _Loader:
             place: Place = ("jobs", n)
             for values in self._combinations(place, entry, axes[n], first=many):
                 before = len(self.mistakes)
-                job = self._job(place, entry, defaults, values)
-                if job is not None and len(self.mistakes) == before:
-                    checked, request = (job, None) if isinstance(job, Job) else (adapter_job(job).inputs, job)
-                    back = (entry.command or defaults.command) == UNMERGE
-                    entries.append(BatchJob(len(entries) + 1, checked, self._where(place), back=back, request=request,
-                                          template=distinct(values), usual=_usual(entry, defaults)))  # fmt: skip
+                checked = self._job(place, entry, defaults, values)
+                if checked is not None and len(self.mistakes) == before:
+                    command = _command(entry, defaults)
+                    job, adapter = (checked, None) if command.merges else (checked.inputs, checked)
+                    entries.append(BatchJob(len(entries) + 1, command, job, self._where(place), adapter=adapter,
+                                            template=distinct(values), usual=_usual(entry, defaults)))  # fmt: skip
                 if len(self.mistakes) > MOST_MISTAKES:
                     break
         if self.mistakes or (self.document is not None and self.document.mistakes):
@@ -313,15 +322,12 @@ class _Loader:
                 self._note((*place, n), "an empty row would exclude every job")
         return rows
 
-    def _job(
-        self, place: Place, entry: JobEntry, defaults: JobDefaults, values: Mapping[str, str]
-    ) -> Job | Request | None:
+    def _job(self, place: Place, entry: JobEntry, defaults: JobDefaults, values: Mapping[str, str]) -> Any:
         """Return one combination as a job. After a mistake, which is noted, the result is None or must not be used."""
         base = entry.base or defaults.base
         adapters = (defaults.adapters if entry.adapters is None else entry.adapters) or []
-        command = entry.command or defaults.command or MERGE
-        if (base is None and command in (MERGE, UNMERGE)) or not (adapters or command == MERGE):
-            missing = "adapters" if not adapters and command != MERGE else "base"
+        command, inputs = _command(entry, defaults), {"base": base, "adapters": adapters}
+        if missing := next((name for name in command.needs if not inputs[name]), None):
             self._note((*place, missing), f"this field is required; {REQUIRED[missing]}")
             return None
         options = self._options(place, command, entry, defaults, values)
@@ -336,9 +342,9 @@ class _Loader:
         with self._noting((*place, "cache")):
             options["cache"] = None if cache is None else self._path(cache)
         options["overwrite"] = options.get("overwrite", False) or self.asked.overwrite
-        if command in (MERGE, UNMERGE) and self.asked.card is not None:
+        if "card" in command.options and self.asked.card is not None:
             options.setdefault("card", self.asked.card)
-        path, output = None, str(self.folder)
+        path, output = None if base is None else self.folder, str(self.folder)
         with downloads_in(options["cache"]):
             refs = [self._adapter((*place, "adapters", n), a, values) for n, a in enumerate(adapters)]
             with self._noting((*place, "base")):
@@ -349,22 +355,21 @@ class _Loader:
             path_of_output = f"{self._path(text)}{'/' * text.endswith('/')}"
             output = path_of_output if output_address(text) is None else text
         with self._noting(place):
-            if command in (MERGE, UNMERGE):
-                job = make_job(path or self.folder, refs, output, strength_for=parts, **options)
-                return job if command == MERGE else opposite(job)
-            request = Request(command, tuple(refs), output, path, {**options, "strength_for": parts})
-            adapter_job(request)
-            return request
+            if not command.several and len(refs) != 1:
+                raise UsageError(
+                    f"{command.name} takes one adapter", plural(len(refs), "adapter"), "write a job for each"
+                )
+            return command.job(tuple(refs), output, path, {**options, "strength_for": parts}, self.opened)
         return None
 
     def _options(
-        self, place: Place, command: str, entry: JobEntry, defaults: JobDefaults, values: Mapping[str, str]
+        self, place: Place, command: Command, entry: JobEntry, defaults: JobDefaults, values: Mapping[str, str]
     ) -> dict[str, Any]:
         """Return the options of a job, those of its command; note others that the job itself has."""
         of_job, shared = (self._worded(place, stated_fields(options), values) for options in (entry, defaults))
-        takes = TAKES[command]
+        takes = command.fields
         for name in of_job.keys() - {*takes}:
-            self._note((*place, name), f"{command} has no such option{nearest(name, takes)}")
+            self._note((*place, name), f"{command.name} has no such option{nearest(name, takes)}")
         of_method = METHODS[of_job.get("method") or shared.get("method") or SUM].takes
         idle = {*PARAMETER_NAMES} - {*of_method, "seed"} - of_job.keys()  # defaults for jobs of another method
         chosen = {name: value for name, value in (shared | of_job).items() if name in takes and name not in idle}
@@ -483,16 +488,16 @@ def with_endings(entries: Sequence[BatchJob]) -> tuple[BatchJob, ...]:
     waiting: dict[Path, list[BatchJob]] = defaultdict(list)
     ready, by_number = deque[BatchJob](), {e.number: e for e in entries}
     for e in entries:
-        if exists(e.job.base):
-            ready.append(e)
-        elif e.request is None:
+        if e.command.merges and not exists(e.job.base):
             waiting[e.job.base].append(e)
+        else:
+            ready.append(e)
     while waiting and ready:
         output = ready.popleft().job.output
         for name in (output, output.with_suffix("")) if output.suffix in ENDINGS else (output,):
             for e in waiting.pop(name, ()):
                 file = output.suffix in ENDINGS or is_file(output)
-                job = replace(e.job, base=output, output=with_ending(e.job.output) if file else e.job.output)
-                by_number[e.number] = replace(e, job=job)
+                completed = with_ending(e.job.output) if file else e.job.output
+                by_number[e.number] = e.changed(base=output, output=completed)
                 ready.append(by_number[e.number])
     return tuple(by_number.values())

@@ -9,17 +9,17 @@ from collections.abc import Collection
 from itertools import combinations
 from typing import Any, Final, TypeAlias
 
-from ..adapters_out.commands import COMMANDS
-from .commands import MERGE, TAKES, UNMERGE
+from ..command import MERGE
+from ..recipes.commands import ADAPTERS, BASE, COMMANDS
 from .schema import CommandOptions, JobsFile
 from .short_form import JOB, WHOLE_FILE_FIELDS
 
 Rule: TypeAlias = dict[str, Any]
 
-WITH_BASE: Final = frozenset({MERGE, UNMERGE, *(n for n, row in COMMANDS.items() if row.inputs == "checkpoints")})
+WITH_BASE: Final = frozenset(name for name, row in COMMANDS.items() if BASE in row.needs)
 """Commands that cannot do without a base."""
 
-WITH_ADAPTERS: Final = frozenset({*TAKES} - {MERGE})
+WITH_ADAPTERS: Final = frozenset(name for name, row in COMMANDS.items() if ADAPTERS in row.needs)
 """Commands that cannot do without adapters; a merge may take the one that is attached inside its base."""
 
 
@@ -27,7 +27,7 @@ def jobs_schema() -> Rule:
     """Return the schema. What the values decide, such as which names a template has, is left to the program."""
     full = JobsFile.model_json_schema()
     fields = {name: full[name] for name in ("type", "properties", "required", "additionalProperties")}
-    commands = {name: _command(name) for name in TAKES}
+    commands = {name: _command(name) for name in COMMANDS}
     needs = (_needs("base", WITH_BASE, MERGE), _needs("adapters", WITH_ADAPTERS, MERGE))
     job = {"allOf": [_ref("JobEntry"), _ref("Own"), _otherwise("command", _ref(MERGE)), *needs]}
     return {
@@ -35,7 +35,7 @@ def jobs_schema() -> Rule:
         "title": "Jobs of lora-merge batch", "description": "A full file, a list of jobs, or one job.",
         "$defs": {
             **full["$defs"], **commands, "Job": job, "Full": {**fields, "allOf": [*_with_defaults()]},
-            "Own": {"allOf": [{"if": _is(name), "then": _ref(name)} for name in TAKES]},
+            "Own": {"allOf": [{"if": _is(name), "then": _ref(name)} for name in COMMANDS]},
         },
         "if": {"type": "array"}, "then": {"minItems": 1, "items": _ref("Job")},
         "else": {
@@ -66,8 +66,8 @@ def _is(*commands: str) -> Rule:
 
 def _command(name: str) -> Rule:
     """Return that a job has no options but those of its command, and not more adapters than that takes."""
-    others = CommandOptions.model_fields.keys() - {*TAKES[name]}
-    rule: Rule = {"adapters": {"maxItems": 1}} if name in COMMANDS and COMMANDS[name].inputs != "adapters" else {}
+    others = CommandOptions.model_fields.keys() - {*COMMANDS[name].fields}
+    rule: Rule = {} if COMMANDS[name].several else {"adapters": {"maxItems": 1}}
     return {"properties": {option: {"type": "null"} for option in sorted(others)} | rule}
 
 
@@ -88,8 +88,8 @@ def _with_defaults() -> list[Rule]:
         return {"properties": {"jobs": {"items": {"allOf": [*rules]}}}}
 
     conditions = [jobs(_ref("Own"))]
-    for name in TAKES:
-        unnamed = defaults(_is(name)) if name != MERGE else {"not": defaults(_is(*sorted({*TAKES} - {MERGE})))}
+    for name in COMMANDS:
+        unnamed = defaults(_is(name)) if name != MERGE else {"not": defaults(_is(*sorted({*COMMANDS} - {MERGE})))}
         fields = {"base": WITH_BASE, "adapters": WITH_ADAPTERS}
         needs = [
             {"if": defaults(_has_field(f)), "else": jobs(_needs(f, commands, name))} for f, commands in fields.items()

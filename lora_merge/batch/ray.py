@@ -127,11 +127,10 @@ class _Ray:
 
     def _start(self, group: JobGroup) -> None:
         """Start a group as a task. One that needs more GPUs than any node has fails on a node with most of them."""
-        gpus = max(0 if e.request else len(named_gpus(e.job.device)) for e in group.entries)
+        gpus = max(len(named_gpus(e.job.device)) if e.command.merges else 0 for e in group.entries)
         sent = group
         if gpus <= self.gpus:
-            sent = replace(group, entries=tuple(replace(e, job=replace(e.job, device=granted(e.job.device)))
-                                               for e in group.entries))  # fmt: skip
+            sent = replace(group, entries=tuple(map(_on_granted, group.entries)))
         task = self.ray.remote(_task).options(num_cpus=1, num_gpus=min(gpus, self.gpus), max_retries=RETRIES)
         self.running[task.remote(sent, self.inbox)] = group
 
@@ -217,8 +216,15 @@ def _here(group: JobGroup, progress: Progress) -> Iterator[JobReport]:
         if missing:
             yield failed(entry, _unseen(str(missing[0]), f"missing on the node {socket.gethostname()}"))
         else:
-            present.append(replace(entry, job=replace(entry.job, output=on_this_machine(entry.job.output))))
+            present.append(entry.changed(output=on_this_machine(entry.job.output)))
     yield from carry_out(replace(group, entries=tuple(present)), CheckpointCache(), progress)
+
+
+def _on_granted(entry: BatchJob) -> BatchJob:
+    """Return a job on the GPUs that Ray gives its task."""
+    if not entry.command.merges:
+        return entry
+    return entry.changed(device=granted(entry.job.device))
 
 
 def _unseen(path: str, where: str) -> MergeError:

@@ -177,8 +177,11 @@ def failure_rows(jobs: Iterable[Mapping[str, Any]]) -> Iterator[Fact]:
 
 def ended(entry: BatchJob, status: Status, **more: Any) -> JobReport:
     """Return the report of a job that ended, with what the job states."""
-    if entry.request is None:
-        more |= {"base": entry.job.base.name, "adapters": tuple((a.path.name, a.strength) for a in entry.job.adapters)}
+    if entry.command.merges:
+        more |= {
+            "base": entry.job.base.name,
+            "adapters": tuple((a.path.name, a.strength) for a in entry.job.adapters),
+        }
     return JobReport(entry.number, entry.where, entry.job.output_name, status, **more)
 
 

@@ -17,13 +17,14 @@ from ..disk.destination import protect
 from ..disk.locks import sweep
 from ..disk.publish import remove_stale
 from ..errors import MergeError, UsageError
-from ..options import shown, switch
+from ..options import switch
 from ..paths import expand
 from ..planning.downloads import downloads, fetch_all
 from ..planning.former_plans import FormerPlans
 from ..process import deliver_pending, interruptible
 from ..progress import ENDED, Progress, unwatched, watched
 from ..sources.inputs import Download, require_space
+from ..text import shown
 from ..typed_options import Jobs
 from .batch_plan import JOBS_TOGETHER, PlannedJob, check_space, survey
 from .executors import THIS_PROCESS, Executor, Workers
@@ -51,8 +52,7 @@ class Batch:
     def downloads(self) -> Mapping[Path, Download]:
         """Return what has to be downloaded before the jobs run: input → its files."""
         entries = [s.entry for s in self.planned if s.runs]
-        named = [e.job.base if e.request is None else e.request.base for e in entries]
-        bases = {Path(path) for path in named if path is not None}
+        bases = {e.base for e in entries if e.base is not None}
         return downloads(bases, {path for e in entries for path in e.inputs} - bases, keep=True)
 
     def downloaded(self, progress: Progress) -> Batch:

@@ -25,8 +25,9 @@ from ..adapter_arguments import right_form
 from ..adapter_options import ADAPTER_OPTIONS
 from ..errors import UsageError
 from ..job import MOST_ADAPTERS, parse_size
-from ..options import BLOCK_WEIGHTS, DEVICE, DEVICES, OPTIONS, Kind, Option, beginning, number, spelled
-from .commands import TAKES
+from ..options import BLOCK_WEIGHTS, DEVICE, DEVICES, OPTIONS, Kind, Option, number, spelled
+from ..recipes.commands import COMMANDS
+from ..text import beginning
 
 JOB_OPTIONS: Final = {**OPTIONS, **ADAPTER_OPTIONS}
 """All options of jobs."""
@@ -240,7 +241,7 @@ def stated_fields(options: CommandOptions) -> dict[str, Any]:
 class JobDefaults(CommandOptions):
     """Values for every job that does not state its own; a command that has no such option ignores it."""
 
-    command: Literal[tuple(TAKES)] | None = Field(default=None, description="What the jobs do. Default: merge.")  # type: ignore[valid-type]
+    command: Literal[tuple(COMMANDS)] | None = Field(default=None, description="What the jobs do. Default: merge.")  # type: ignore[valid-type]
     base: str | None = Field(default=None, max_length=LONGEST_PATH)
     adapters: list[AdapterField] | None = Field(default=None, max_length=MOST_ADAPTERS)
 

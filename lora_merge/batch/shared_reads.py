@@ -10,23 +10,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from ..adapter_options import Request
-from ..adapters_out.commands import COMMANDS
 from ..adapters_out.report import AdapterReport
 from ..disk.locks import claimed
 from ..engine.merge import run_together
 from ..engine.windows import layout_key
 from ..planning.checkpoint_cache import CheckpointCache
-from ..planning.make_plan import plan_job
 from ..planning.output_files import contents
 from ..planning.plan import Plan
 from ..process import deliver_pending, here
 from ..progress import Progress, unwatched
 from ..recipes.resume import Hashes, is_adapter_done, is_done
-from ..recipes.unmerge import taken_back
 from ..report import Report
 from ..text import Note
-from .commands import adapter_job
 from .jobs_file import BatchJob
 from .report import JobReport, Status, ended, failed
 
@@ -84,7 +79,7 @@ def _bounded(entry: BatchJob, workers: int) -> BatchJob:
     """Return the job with a worker's share of both bounds on memory: all workers may be at one GPU."""
     vram = entry.job.max_vram
     share = None if vram is None else vram // workers
-    return replace(entry, job=replace(entry.job, max_memory=entry.job.max_memory // workers, max_vram=share))
+    return entry.changed(max_memory=entry.job.max_memory // workers, max_vram=share)
 
 
 def _once(
@@ -94,8 +89,8 @@ def _once(
     groups: dict[object, list[tuple[BatchJob, Plan]]] = {}
     hashes = Hashes()
     for e in entries:
-        if e.request is not None:
-            yield e, _caught_report(e, e.request, hashes, progress, tries)
+        if not e.command.merges:
+            yield e, _caught_report(e, hashes, progress, tries)
             continue
         plan = _caught(partial(_needed, e, opened, hashes))
         if isinstance(plan, Plan):
@@ -108,20 +103,17 @@ def _once(
 
 def _needed(entry: BatchJob, opened: CheckpointCache, hashes: Hashes) -> Plan | None:
     """Return the plan for a job; None if its output is there and is not to be made again."""
-    job, plan = entry.job, plan_job(entry.job, opened)
-    if not entry.redo and is_done(job, contents(plan), opened, hashes):
-        return None
-    return taken_back(plan) if entry.back else plan
+    plan: Plan = entry.command.plan(entry.job, opened)
+    return None if not entry.redo and is_done(entry.job, contents(plan), opened, hashes) else plan
 
 
-def _caught_report(entry: BatchJob, request: Request, hashes: Hashes, progress: Progress, tries: int) -> JobReport:
+def _caught_report(entry: BatchJob, hashes: Hashes, progress: Progress, tries: int) -> JobReport:
     """Make an adapter; return what became of it."""
     started = time.monotonic()
 
     def make() -> AdapterReport | None:
-        job = adapter_job(request, entry.job)
-        skipped = not entry.redo and is_adapter_done(job, hashes)
-        return None if skipped else COMMANDS[request.command].run(job, progress, None)
+        skipped = not entry.redo and is_adapter_done(entry.checked, hashes)
+        return None if skipped else entry.command.run(entry.checked, progress, None)
 
     result = _caught(make)
     seconds = time.monotonic() - started

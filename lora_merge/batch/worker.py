@@ -87,9 +87,9 @@ def spread(task: GroupTask) -> JobGroup:
 def _on_gpu(entry: BatchJob, number: int) -> BatchJob:
     from ..engine.devices import nth_device
 
-    if entry.request is not None:
+    if not entry.command.merges:
         return entry
-    return replace(entry, job=replace(entry.job, device=nth_device(entry.job.device, number)))
+    return entry.changed(device=nth_device(entry.job.device, number))
 
 
 def _send(reports: BinaryIO, message: Any) -> None:

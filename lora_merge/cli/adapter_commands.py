@@ -1,5 +1,5 @@
 """The commands that write adapters: combine, resize, convert, average and extract, with the options of their rows
-(adapters_out/commands.py) and the options that only the command line has."""
+(recipes/commands.py) and the options that only the command line has."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from ..adapter_options import ADAPTER_OPTIONS, KEEP
-from ..adapters_out.commands import COMMANDS
-from ..adapters_out.commands import Command as Row
+from ..command import Command as Row
 from ..errors import UsageError
 from ..option_texts import as_number
 from ..options import OPTIONS, Option
 from ..progress import unwatched
+from ..recipes.commands import COMMANDS
 from ..text import Note
 from .argument_values import NamedAdapter, named_adapter, named_adapters
 from .compat import checked_output, completed
@@ -25,7 +25,7 @@ from .corrected_line import with_words
 from .help import add
 from .options import AS_JSON, DRY_RUN, HTML, JSON_TENSORS, PLOT, QUIET, Command, read_with_adapters, with_options
 from .progress_display import watching
-from .reports import PageFiles, announcing, put, show_adapter_report
+from .reports import PageFiles, ReportOptions, announcing, show_adapter_report
 
 if TYPE_CHECKING:
     from ..adapters_out.job import AdapterJob
@@ -114,7 +114,7 @@ def convert(adapter: Adapter, **options: Any) -> None:
     """Convert an adapter to the format of another program."""
     output, base, printed = _shared_values(options)
 
-    def make(_: CheckpointCache) -> AdapterJob:
+    def make(_: CheckpointCache) -> Any:
         (ref,), stated = _job_values([named_adapter(adapter)], options)
         same = all(stated.get(name) in (None, KEEP, []) for name in ("to", *CHANGING))
         if same and isinstance(ref, str):
@@ -156,7 +156,7 @@ def extract(
     """
     output, _, printed = _shared_values(options)
 
-    def make(cache: CheckpointCache) -> AdapterJob:
+    def make(cache: CheckpointCache) -> Any:
         refs, stated = _job_values([NamedAdapter(completed(tuned))], options)
         return COMMANDS["extract"].job(refs, output, completed(base), stated, cache)
 
@@ -167,7 +167,7 @@ def _carry_out(command: Row, adapters: Sequence[str], options: dict[str, Any]) -
     """Run or plan `combine`, `resize` or `average`, and print the report."""
     output, base, printed = _shared_values(options)
 
-    def make(_: CheckpointCache) -> AdapterJob:
+    def make(_: CheckpointCache) -> Any:
         if weights := options.get("weights"):
             options["weights"] = [as_number(w, "--weights", whole=False) for w in weights.split(",")]
         named, stated = _job_values(named_adapters(adapters, options.get("strength")), options)
@@ -197,10 +197,10 @@ def _job_values(adapters: Sequence[NamedAdapter], options: dict[str, Any]) -> tu
     return named, stated
 
 
-def show(command: Row, make: Callable[[CheckpointCache], AdapterJob], printed: dict[str, Any]) -> None:
+def show(command: Row, make: Callable[[CheckpointCache], Any], printed: dict[str, Any]) -> None:
     """Run or plan a job and print its report. The job is made below the display, as torch may be imported for it."""
-    from ..adapters_out.job import downloaded, needed_downloads
-    from ..engine.torch_preload import keep_freed_memory, preload
+    from ..adapters_out.job import needed_downloads
+    from ..engine.torch_preload import keep_freed_memory
     from ..planning.checkpoint_cache import CheckpointCache
     from ..sources.outputs import announcement
     from .stdio import reporting
@@ -208,15 +208,10 @@ def show(command: Row, make: Callable[[CheckpointCache], AdapterJob], printed: d
     pictures = PageFiles(printed["html"], printed["plot"], quiet=printed["quiet"], dry_run=printed["dry_run"])
     with reporting(printed["report"]) as report_file, watching(quiet=printed["quiet"]) as display:
         # Step 1: torch, as early as the command needs it.
-        if command.torch == "first":
-            preload(wait=True)
-        elif command.torch == "rarely" or printed["dry_run"]:
-            keep_freed_memory()
-        else:
-            preload()
+        load_torch(command, dry=printed["dry_run"])
         # Step 2: the job, whose paths no other output may replace.
         cache = CheckpointCache()
-        job = make(cache)
+        job: AdapterJob = make(cache)
         keep_freed_memory(job.inputs.max_memory)
         for file in (report_file, pictures):
             if file is not None:
@@ -230,21 +225,33 @@ def show(command: Row, make: Callable[[CheckpointCache], AdapterJob], printed: d
             done = replace(done, notes=(*done.notes, *notes))
         else:
             announce = announcing(display, quiet=printed["quiet"])
-            job = downloaded(job, lambda: command.plan(job, cache).written, display or unwatched, announce)
+            job = command.fetch(job, cache, display or unwatched, announce)
             if announce is not None and (text := announcement(job.output)):
                 announce(text)
             done = command.run(job, display or unwatched, cache)
         if report_file is not None:
             report_file.replace(done.to_json(tensors=printed["json_tensors"]))
     pictures.write(lambda: _pictured(done, job) if printed["html"] is not None else asdict(done))
-    if printed["as_json"]:
-        put(done.to_json(tensors=printed["json_tensors"]))
-        return
-    show_adapter_report(done, command.done, quiet=printed["quiet"], verbose=printed["verbose"])
+    show_adapter_report(done, ReportOptions(
+        as_json=printed["as_json"], quiet=printed["quiet"], verbose=printed["verbose"], done=command.done,
+        tensors=printed["json_tensors"],
+    ))  # fmt: skip
+
+
+def load_torch(command: Row, *, dry: bool = False) -> None:
+    """Load torch as early as a command needs it. `dry`: for its plan."""
+    from ..engine.torch_preload import keep_freed_memory, preload
+
+    if command.torch == "first":
+        preload(wait=True)
+    elif command.torch == "rarely" or dry:
+        keep_freed_memory()
+    else:
+        preload()
 
 
 def _pictured(done: AdapterReport, job: AdapterJob) -> dict[str, Any]:
     """Return a report with its pictures, for a page."""
     from ..viewing.pictures import pictured_adapter
 
-    return pictured_adapter(done, [*(a.path for a in job.adapters), *([job.base] if job.base else [])])
+    return pictured_adapter(done, job.paths)

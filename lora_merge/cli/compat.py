@@ -11,8 +11,10 @@ from typing import Any, Final
 
 from ..adapter_arguments import right_form
 from ..addresses import parse
+from ..command import MERGE, Command
 from ..errors import UsageError
 from ..paths import WINDOWS, exists, expand, split_strength, typed, with_found_ending
+from ..recipes.commands import COMMANDS
 from .corrected_line import flags, line
 
 PROGRAM_OPTIONS: Final = MappingProxyType(
@@ -272,9 +274,6 @@ _ROLES: Final = {
 MERGE_ONLY: Final = ("-s", "--strength")
 """Options of ours that `average` and `extract` lack."""
 
-TRANSLATED: Final = ("merge", "combine", "resize", "convert", "average", "extract")
-"""The commands that other programs have too."""
-
 _SEVERAL: Final = ("adapters", "strengths")
 """Roles of options that have several words behind them."""
 
@@ -293,10 +292,11 @@ def check_options(command: str, args: Sequence[str], parameters: Iterable[Any]) 
                              f"write `{flag} {part}={right_form(value)}`")  # fmt: skip
     typed, args = args, [_hyphened(arg) for arg in args]
     names = {arg.partition("=")[0]: word.partition("=")[0] for arg, word in zip(args, typed, strict=True)}
-    foreign = {*FOREIGN_OPTIONS, *(MERGE_ONLY if command in TRANSLATED else ())}
+    row = COMMANDS.get(command)
+    foreign = {*FOREIGN_OPTIONS, *(MERGE_ONLY if row else ())}
     unknown = [name for name in names if name in foreign and not {name, f"{name}s"} & known.keys()]
     if unknown:
-        right = translated(args, command, parameters) if command in TRANSLATED else ""
+        right = translated(args, row, parameters) if row else ""
         advice = {name: text for name in unknown if (text := advice_on(name, known))}
         usage = _usage(command, parameters)
         advices = [usage if text in (_BASE, ADAPTER_ORDER, _BEFORE, _AFTER) else text for text in advice.values()]
@@ -318,7 +318,7 @@ def advice_fits(advice: str, known: Iterable[str]) -> bool:
 
 def _usage(command: str, parameters: Iterable[Any]) -> str:
     """Return the advice where the files of a command belong."""
-    if command == "merge":
+    if command == MERGE:
         return f"{_BASE}; {ADAPTER_ORDER}"
     files = [p.metavar or p.name.upper() for p in parameters if p.param_type_name == "argument"]
     return f"files go after the command: `lora-merge {' '.join((command, *files))}`"
@@ -330,29 +330,28 @@ def _hyphened(arg: str) -> str:
     return arg.replace(name, name.replace("_", "-"), 1) if name.startswith("--") else arg
 
 
-def translated(args: Sequence[str], command: str, parameters: Sequence[Any]) -> str:
+def translated(args: Sequence[str], command: Command, parameters: Sequence[Any]) -> str:
     """Return a command in the words of another program as it is typed here; "" where that is not certain."""
     known = flags(parameters)
     by_role, rest = _by_role(args, known)
     files, strengths = _files(by_role), [right_form(text) for text in by_role["strengths"]]
     required = sum(p.param_type_name == "argument" and p.required for p in parameters)
-    if len(files) < max(required, 2 * (command == "merge")) or not all(files) or not all(strengths):
+    if len(files) < required + command.merges or not all(files) or not all(strengths):
         return ""
-    if command == "extract" and by_role["adapters"]:  # it takes two models
+    if command.inputs == "checkpoints" and by_role["adapters"]:  # it takes two models
         return ""
-    options = _options(by_role)
-    if strengths and command == "average":
+    options, weighted = _options(by_role), "weights" in command.options
+    first = int("base" in command.needs) if "strength" in command.options else 0 if weighted else len(files)
+    if strengths and len(strengths) != len(files) - first:
+        return ""
+    if strengths and weighted:
         options["--weights"] = ",".join(strengths)
-    first = len(files) if command in ("average", "extract") else int(command == "merge")
-    strong = files[first:] if command != "average" else files
+    elif strengths:
+        files[first:] = [f"{path}:{value}" for path, value in zip(files[first:], strengths, strict=True)]
     if "?" in options.get("--rank", "") or not options.keys() <= known.keys():
         return ""
-    if strengths and len(strengths) != len(strong):
-        return ""
-    if strengths and command != "average":
-        files[first:] = [f"{path}:{value}" for path, value in zip(strong, strengths, strict=True)]
     rest += [word for option in options.items() for word in option]
-    return line([*([command] if command != "merge" else []), *files, *rest])
+    return line([*filter(None, [command.typed]), *files, *rest])
 
 
 def _by_role(args: Sequence[str], known: Mapping[str, bool]) -> tuple[dict[str, list[str]], list[str]]:

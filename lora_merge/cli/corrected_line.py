@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from ..command import MERGE
 from ..errors import AdapterAsBase, MergeError
 from ..paths import exists, expand, split_strength, typed, with_found_ending, words_of
 from ..text import CODE, Lines, Message
@@ -56,10 +57,10 @@ def correct(error: BaseException, commands: Mapping[str, Any]) -> None:
     words = without_global_options(sys.argv[1:], checked=False)
     if not isinstance(error, MergeError) or not words:
         return
-    command, rest = (words[0], words[1:]) if words[0] in commands else ("merge", words)
+    command, rest = (words[0], words[1:]) if words[0] in commands else (MERGE, words)
     as_base = isinstance(error, AdapterAsBase) or (error.what == STRENGTH_AFTER_BASE and _is_adapter_file(error.where))
-    if as_base and command == "merge":
-        known = {name: flags(commands[name].params) for name in ("merge", "combine")}
+    if as_base and command == MERGE:
+        known = {name: flags(commands[name].params) for name in (MERGE, "combine")}
         fix = _in_order(rest, known)
     else:
         parameters = commands[command].params
@@ -162,7 +163,7 @@ def _path(word: str, wrong: str, right: str) -> str:
 
 def _in_order(words: Sequence[str], known: Mapping[str, Mapping[str, bool]]) -> str:
     """Return the fix for a merge whose first word is an adapter: the model first, or `combine`."""
-    plain, options = split_words(words, known["merge"])
+    plain, options = split_words(words, known[MERGE])
     paths = {word: split_strength(word.partition(",")[0])[0] or word for word in plain[1:]}
     models = [word for word, path in paths.items() if exists(with_found_ending(path)) and not _is_adapter(path)]
     if models:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..disk.destination import failures
-from ..disk.files import StoredTensor
 from ..disk.publish import replacing
+from ..dtypes import StoredTensor
 from ..engine.tensor_moves import FILE_DTYPES, host
 from ..engine.tensors import view_bytes
 from ..errors import MergeError, UsageError, VerificationFailed

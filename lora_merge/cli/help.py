@@ -15,9 +15,11 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ..adapter_arguments import right_form
+from ..command import MERGE
 from ..errors import UsageError
 from ..options import OPTIONS
 from ..paths import exists
+from ..recipes.commands import COMMANDS
 from .compat import FOREIGN_OPTIONS, advice_on
 from .corrected_line import flags, line, split_words
 from .terminal import COLOR_FLAG, DEBUG, EVERYWHERE, Color, without_global_options
@@ -38,7 +40,7 @@ BY_NAME: Final = {
 
 COMMAND_GROUPS: Final = {
     "Merge": ("merge", "batch", "ui", "comfyui", "demo"),
-    "Adapters": ("combine", "resize", "convert", "average", "extract"),
+    "Adapters": tuple(name for name, row in COMMANDS.items() if not row.merges),
     "Look": ("inspect", "parts", "compare", "architectures", "algorithms"),
     "Check": ("verify", "replay", "unmerge", "doctor", "schema"),
 }
@@ -196,9 +198,9 @@ def refused(error: Exception, commands: Mapping[str, Any] = MappingProxyType({})
     command = " ".join(context.command_path.split()[1:]) if context is not None else ""
     text = error.format_message() if hasattr(error, "format_message") else str(error)
     if context is None and "requires an arg" in text:  # click does not name the command
-        command = next((word for word in sys.argv[1:2] if word in commands), "merge")
+        command = next((word for word in sys.argv[1:2] if word in commands), MERGE)
     see = f"see `{' '.join(['lora-merge', 'help', *command.split()[:1]])}`"
-    if command == "merge" and parameter in ("base", "adapters") and "issing" in type(error).__name__:
+    if command == MERGE and parameter in ("base", "adapters") and "issing" in type(error).__name__:
         what = "no adapter is named" if parameter == "adapters" else "no base and no adapter is named"
         return UsageError(what, typed(), f"`lora-merge BASE ADAPTER:0.8`; {see}")
     if name := getattr(error, "option_name", "") if text.startswith("No such") else "":

@@ -16,11 +16,12 @@ import typer
 from typer.core import TyperGroup
 
 from ..addresses import with_addresses
+from ..command import MERGE
 from ..errors import MergeError, UsageError, as_resource_error, error_dict, failure
-from ..options import OPTIONS
 from ..paths import exists, expand, leave_lost_folder
 from ..process import LimitCheck, on_stop, signals_first
 from ..progress import unwatched
+from ..recipes.commands import COMMANDS
 from ..text import Lines, json_text, one_line
 from . import adapter_commands, comfyui_command, inspect_commands, tables, ui_command, verify_commands
 from .argument_values import NamedAdapter, named_adapters, named_base
@@ -76,7 +77,7 @@ class Commands(TyperGroup):
         if args and args[0] not in self.commands and args[0] not in ROOT_OPTIONS:
             if not ctx.resilient_parsing:  # as while the shell completes a word
                 self._suggest(args)
-            args = ["merge", *args]
+            args = [MERGE, *args]
         if args and args[0] in self.commands and not ctx.resilient_parsing:
             command = self.commands[args[0]]
             check_options(args[0], args[1:], command.params)
@@ -152,7 +153,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 @app.command(cls=GroupedCommand, epilog=USAGE_EXAMPLES)
-@with_options(*OPTIONS.values(), before="dry_run")
+@with_options(*COMMANDS[MERGE].options.values(), before="dry_run")
 def merge(
     base: Annotated[
         str,

@@ -171,6 +171,8 @@ class Display:
             now = self.clock()
             output = self.outputs.setdefault(step.output, OutputProgress(step.output, now))
             output.take(step, now)
+            if step.stage in ("load", "fetch"):
+                self.received_before = self.received()  # headers: what comes later is weights
             if step.done and self.working is None and step.stage not in TRANSFERS:
                 self.working = now
             self.bytes += self._bytes(step, output)
@@ -247,7 +249,7 @@ class Display:
             limit = LIMITS.get(output.limit, "")
             return self._line("merge", [*facts, self._left(share, now), limit], share, width)
         if output.stage in ("make", "look"):
-            facts = [f"{done_of(output.computed, output.to_compute)} of weights", self._rate()]
+            facts = [f"{done_of(output.computed, output.to_compute)} of weights", self._rate(), self._received()]
         elif output.stage == "flush":
             facts.append("waiting for the disk")
         elif output.to_prove:

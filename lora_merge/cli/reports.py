@@ -20,7 +20,7 @@ from ..process import kept_objects
 from ..progress import unwatched
 from ..report import Report, disk_rows, merge_rows
 from ..survival import ENOUGH, GRADES
-from ..text import Lines, json_text, one_line, plural, shown, size
+from ..text import Lines, escaped, json_text, one_line, plural, size
 from ..viewing.json_schemas import schema
 from .progress_display import Display, paused, watching
 from .stdio import ReportFile
@@ -71,14 +71,14 @@ WIDEST_REPORT: Final = 200
 def echo(text: str, *, err: bool = False) -> None:
     """Print a text for people; on a terminal its lines are broken between words."""
     stream = sys.stderr if err else sys.stdout
-    put(Lines("\n".join(broken(row, columns(stream)) for row in shown(text).split("\n"))) if stream.isatty() else text,
-        err=err)  # fmt: skip
+    broken_lines = (broken(row, columns(stream)) for row in escaped(text).split("\n"))
+    put(Lines("\n".join(broken_lines)) if stream.isatty() else text, err=err)
 
 
 def put(text: str, *, err: bool = False) -> None:
     """Print a text as it is. Typer would go around a stream that is ASCII, and write ? for other letters."""
     stream = sys.stderr if err else sys.stdout
-    stream.write(f"{shown(with_addresses(text))}\n")
+    stream.write(f"{escaped(with_addresses(text))}\n")
     stream.flush()
 
 
@@ -419,18 +419,20 @@ def pictured(report: Report, plan: Plan) -> dict[str, Any]:
 # Written adapters.
 
 
-def show_adapter_report(report: AdapterReport, title: str, *, quiet: bool, verbose: bool) -> None:
-    """Print what was written or would be written; `title`: what was done, such as "resized"."""
+def show_adapter_report(report: AdapterReport, options: ReportOptions) -> None:
+    """Print what was written or would be written."""
     from ..adapters_out.report import adapter_rows
 
-    rows = [*adapter_rows(vars(report), verbose=verbose)]
-    if quiet:
+    rows = [*adapter_rows(vars(report), verbose=options.verbose)]
+    if options.as_json:
+        put(report.to_json(tensors=options.tensors))
+    elif options.quiet:
         show_remarks(rows)
     elif report.planned:
         show_rows(rows)
     else:
         rows += undo(report.output, "the inputs are as they were")
-        show_closing(title, rows, whole=verbose)
+        show_closing(options.done, rows, whole=options.verbose)
 
 
 # Batches.
@@ -514,10 +516,9 @@ def broken_jobs(planned: Batch) -> int:
 def planned_job(s: PlannedJob, total: int) -> str:
     """Return the line of a job in a dry run: what would become of it, and what it merges with which strengths."""
     fate = "cannot run" if s.error is not None else SKIPPED if s.done else f"would write {size(s.size)}"
-    job = s.entry.job
-    request = s.entry.request
-    base = [input_name(job.base)] if request is None or request.base is not None else []
-    what = "" if request is None else f"{request.command} "
+    job, command = s.entry.job, s.entry.command
+    base = [] if s.entry.base is None else [input_name(s.entry.base)]
+    what = f"{command.typed} ".lstrip()
     return f"[{s.entry.number}/{total}] {fate}  {nearest(job.output_name)}  {what}" + " + ".join([*base, *_adapters(s)])
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..batch.commands import TAKES, UNMERGE
 from ..errors import UsageError
 from ..options import EVERY_VALUE, OPTIONS, READING
 from ..paths import expand, output_path
 from ..progress import unwatched
+from ..recipes.commands import COMMANDS
 from ..report import verify_rows, without_tensors
 from ..text import json_text
+from .adapter_commands import load_torch
 from .argument_values import named_adapter
 from .compat import checked_output, completed
 from .help import add
@@ -35,7 +35,6 @@ from .reports import (
     PageFiles,
     ReportOptions,
     announcing,
-    carry_out,
     echo,
     merge_and_report,
     pictured,
@@ -90,16 +89,16 @@ def verify(
 
     Finds the inputs by their hashes, or takes the named ones.
     """
-    from ..recipes.replay import is_adapter, prove
+    from ..recipes.commands import command_of, proof_of
 
     output, base = completed(output), base and completed(base)
     options.pop("cache")  # inputs have been looked up with it
     pairs, values = read_with_adapters([named_adapter(a) for a in adapter or []], options)
     stated = {name: value for name, value in values.items() if value}
     folders = [expand(p) for p in search or []]
-    weights = None if base is None and not pairs and is_adapter(expand(output)) else PROOF
+    weights = PROOF if base is not None or pairs or command_of(expand(output)).merges else None
     with watching(quiet=as_json or quiet, weights=weights) as display:
-        proof = prove(
+        proof = proof_of(
             expand(output),
             base,
             pairs,
@@ -131,35 +130,25 @@ def replay(
 
     Finds the inputs by their hashes.
     """
-    from ..adapters_out.commands import COMMANDS
-    from ..engine.admission import admit
-    from ..engine.torch_preload import preload
-    from ..planning.plan import Plan
-    from ..recipes.replay import again, is_adapter
+    from ..recipes.commands import again, command_of
 
     path, output, folders = completed(path), str(checked_output(output)), [expand(p) for p in search or []]
     report_options = ReportOptions(as_json=as_json, quiet=quiet, done="made again", tensors=json_tensors)
     with watching(quiet=quiet) as display:
-        if not is_adapter(expand(path)):
-            preload()
+        load_torch(command_of(expand(path)))
         reported = {"progress": display or unwatched, "announce": announcing(display, quiet=quiet)}
-        written = again(expand(path), output, folders, **reported, **options)
-        if isinstance(written, Plan):
-            plan = admit(written)
+        repeated = again(expand(path), output, folders, **reported, **options)
+        if repeated.plan is not None:
             with paused(display):
-                show_plan(plan, report_options)
-            merged = carry_out(plan, display)
-        else:
-            report = COMMANDS[written.command].run(written, display or unwatched, None)
-    if isinstance(written, Plan):
-        show_merge(merged, plan, report_options)
-    elif as_json:
-        put(report.to_json(tensors=json_tensors))
+                show_plan(repeated.plan, report_options)
+        report = repeated.run(display or unwatched)
+    if repeated.plan is not None:
+        show_merge(report, repeated.plan, report_options)
     else:
-        show_adapter_report(report, "made again", quiet=quiet, verbose=False)
+        show_adapter_report(report, report_options)
 
 
-@with_options(*(row for name, row in OPTIONS.items() if name in ("strength", *TAKES[UNMERGE])), before="dry_run")
+@with_options(*COMMANDS["unmerge"].options.values(), before="dry_run")
 def unmerge(
     path: Merged,
     adapters: Annotated[
@@ -186,11 +175,10 @@ def unmerge(
     Restores the base up to one rounding step; only the base itself is exact. Without -o it names the base.
     """
     from ..engine.admission import admit
-    from ..planning.downloads import downloaded_job
     from ..recipes.replay import refuse_to_unmerge
-    from ..recipes.unmerge import plan_unmerge
     from .stdio import reporting
 
+    command = COMMANDS["unmerge"]
     path, output, pictures = (
         completed(path),
         checked_output(output),
@@ -201,14 +189,16 @@ def unmerge(
     named, stated = read_with_adapters([named_adapter(a) for a in adapters or []], options)
     overwrite = bool(stated.get("overwrite"))
     report_options = ReportOptions(
-        dry_run=dry_run, as_json=as_json, quiet=quiet, overwrite=overwrite, done="unmerged", tensors=json_tensors
+        dry_run=dry_run, as_json=as_json, quiet=quiet, overwrite=overwrite, done=command.done, tensors=json_tensors
     )
     stated |= {"overwrite": True} if dry_run else {}
 
     def planned(display: Display | None) -> Plan:
-        folders, announce = [expand(p) for p in search or []], announcing(display, quiet=quiet)
-        local = None if dry_run else partial(downloaded_job, progress=display or unwatched, announce=announce)
-        plan = admit(plan_unmerge(expand(path), named, output or "", folders, local=local, **stated), dry=dry_run)
+        folders = [expand(p) for p in search or []]
+        job = command.job(named, output or "", expand(path), {**stated, "search": folders})
+        if not dry_run:
+            job = command.fetch(job, None, display or unwatched, announcing(display, quiet=quiet))
+        plan = admit(command.plan(job, None), dry=dry_run)
         pictures.protect(plan.inputs, [plan.job.output])
         return plan
 

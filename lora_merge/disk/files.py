@@ -1,60 +1,19 @@
-"""Files of checkpoints as the other rooms see them: state, header, and the byte range of each tensor."""
+"""Files of checkpoints as the other rooms see them: opening, state and header."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO
 
-from ..dtypes import Shape
+from ..dtypes import StoredTensor
 from ..errors import InputError
 from ..text import Note
 from .remote import PlaceholderReader, remote
-
-
-@dataclass(frozen=True, eq=False)
-class Memory:
-    """Bytes that no file holds in this order: of a state dict in memory, or of a transposed tensor in a pickle.
-
-    `file` is the file that the bytes come from, or a name in its place. `content` returns the same bytes at each call.
-    """
-
-    file: Path
-    content: Callable[[], memoryview]
-
-    @staticmethod
-    def of(file: Path, data: memoryview) -> Memory:
-        """Return a source for bytes that exist already."""
-        return Memory(file, lambda: data)
-
-
-Source: TypeAlias = Path | Memory
-"""The source of bytes: a local file, or memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """One tensor as a file holds it: name, dtype, shape and byte range. `offset` counts from the start of the source.
-
-    `stored` is its name inside the file if that differs from `name` (components of a pipeline, unwrapped pickles).
-    """
-
-    name: str
-    dtype: str
-    shape: Shape
-    source: Source
-    offset: int
-    nbytes: int
-    stored: str = ""
-
-    @property
-    def file(self) -> Path:
-        """Return the file of this tensor, for messages and to find its checkpoint."""
-        return self.source.file if isinstance(self.source, Memory) else self.source
 
 
 @dataclass(frozen=True)

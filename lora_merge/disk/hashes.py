@@ -28,9 +28,10 @@ from threading import Event, Lock
 from types import TracebackType
 from typing import Final
 
+from ..dtypes import Memory, Source
 from ..errors import MergeError
-from ..safe_regex import from_json
-from .files import FileState, Memory, Source, open_regular, sha256
+from ..text import from_json
+from .files import FileState, open_regular, sha256
 from .pages import PAGE
 from .publish import put_file
 from .reader import Reader
@@ -105,8 +106,8 @@ class RememberedHashes:
 
     def digest(self, path: Path) -> str | None:
         """Return the hex digest of a file; None if it is not known, or if its signature is wrong."""
-        seen, digest = _known.get(path, (None, ""))
-        if seen is not None and seen == FileState.at(path):
+        last, digest = _known.get(path, (None, ""))
+        if last is not None and last == FileState.at(path):
             return digest
         now = state(path)
         if now is None:

@@ -11,9 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Protocol
 
+from ..dtypes import Memory, Source, StoredTensor
 from ..errors import InputError
 from . import volumes
-from .files import FileState, Header, Memory, Source, StoredTensor, open_regular
+from .files import FileState, Header, open_regular
 from .pages import PAGE, ReadAhead, Unknown, address, aligned_buffer, holds
 from .remote import RemoteFile, remote
 from .system import (
@@ -149,7 +150,12 @@ class Reader:
 
     def expect_numbers(self, tensors: Iterable[StoredTensor]) -> None:
         """Start to read those tensors ahead that hold one number: read one after another, each waits for the disk."""
-        self.expect((info, 0, info.nbytes) for info in tensors if 0 < info.nbytes <= WIDEST_NUMBER)
+        numbers = (info for info in tensors if 0 < info.nbytes <= WIDEST_NUMBER)
+        self.expect((info, 0, info.nbytes) for info in numbers if not self._came_with_header(info))
+
+    def _came_with_header(self, info: StoredTensor) -> bool:
+        file = None if isinstance(info.source, Memory) else self._files[info.source].remote
+        return file is not None and file.came_with_header(info.offset, info.nbytes)
 
     def expect_all(self, file: Path) -> None:
         """Start to read a file ahead that will be read in small pieces, in any order; not if it is over

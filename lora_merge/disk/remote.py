@@ -150,6 +150,11 @@ class RemoteFile:
             buffer[done : done + len(piece)] = piece
             done += len(piece)
 
+    def came_with_header(self, offset: int, size: int) -> bool:
+        """Return whether the bytes were read and kept, as those near a header are."""
+        numbers = range(offset // SMALL_RANGE, -(-(offset + size) // SMALL_RANGE))
+        return all(number in self._chunks for number in numbers)
+
     def _chunk(self, number: int) -> bytes | memoryview:
         with self._lock:
             if number not in self._chunks:

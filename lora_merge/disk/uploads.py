@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
 from ..addresses import UPLOADS
+from ..errors import MergeError
 from ..progress import Progress
-from ..text import Note
+from ..text import Note, listed
 
 
 class OutputUpload(Protocol):
@@ -30,6 +31,9 @@ class OutputUpload(Protocol):
     def finish(self, card: bytes | None) -> Sequence[Note]:
         """Send the rest of the finished local copy, give all files their names, and prove the upload; return notes."""
 
+    def stop(self) -> Sequence[str]:
+        """End the upload, and remove what was uploaded; return what may be left, for people."""
+
 
 class Sink(Protocol):
     """A kind of place that outputs are uploaded to."""
@@ -43,11 +47,8 @@ class Sink(Protocol):
         `contents`: the files of a folder; None: it is a file.
         """
 
-    def begin(
-        self, copy: Path, target: Path, *, overwrite: bool, progress: Progress
-    ) -> AbstractContextManager[OutputUpload]:  # fmt: skip
-        """Give the block the upload of the local copy that it writes. If the block fails, nothing of the upload is
-        left, but for what the error names."""
+    def begin(self, copy: Path, target: Path, *, overwrite: bool, progress: Progress) -> OutputUpload:
+        """Return the upload of a local copy that is being written."""
 
 
 _finders: list[Callable[[Path], Sink | None]] = []
@@ -86,19 +87,25 @@ def take_card(path: Path, content: bytes) -> bool:
 
 @contextmanager
 def uploading(copy: Path, target: Path, *, overwrite: bool, progress: Progress) -> Iterator[bool]:
-    """Upload the local copy that the block writes, with its card. Yields False for an output of this machine."""
+    """Upload the local copy that the block writes, with its card. If that fails, nothing of the upload is left, but for
+    what the error names. Yields False for an output of this machine."""
     if (sink := sink_of(target)) is None:
         yield False
         return
-    with sink.begin(copy, target, overwrite=overwrite, progress=progress) as upload:
-        _uploads[copy] = upload
-        try:
-            yield True
-        finally:
-            del _uploads[copy]
+    _uploads[copy] = upload = sink.begin(copy, target, overwrite=overwrite, progress=progress)
+    try:
+        yield True
         with _lock:
             card = _cards.pop(sink.card_of(target) or target.with_suffix(".md"), None)
         notes = upload.finish(card)
+    except BaseException as e:
+        remains = upload.stop()
+        if isinstance(e, MergeError) and remains:  # the same error: the other jobs of a group go on
+            where, left = e.where, listed(remains)
+            e.reword(lambda text: f"{text}; may be left there: {left}" if text == where else text)
+        raise
+    finally:
+        del _uploads[copy]
     with _lock:
         _notes[target] = notes
 

@@ -57,7 +57,7 @@ def admit(plan: Plan, *, dry: bool = False) -> Plan:
 
 def _require_room(plan: Plan) -> None:
     """Raise ResourceError if one weight whose changes become one change takes more than the memory limit."""
-    targets = [t for f in plan.files for t in f.targets if t.combining is not None]
+    targets = [t for f in plan.files for t in f.targets if t.combines]
     largest = max((b for t in targets for b in blocks(t)), key=lambda b: b.room, default=None)
     if largest is not None and largest.room > plan.job.max_memory:
         needed = f"give `--max-memory {-(-largest.room >> 20)}MiB`"
@@ -90,7 +90,7 @@ def downloaded(job: Job, progress: Progress, announce: Announce | None = None) -
     if not needed:
         return job
     plan = plan_merge(job)
-    return job_at(job, fetch_all(needed, (plan.job.output.parent, disk_bytes(plan)), progress, announce))
+    return job_at(job, fetch_all(needed, (plan.job.output, disk_bytes(plan)), progress, announce))
 
 
 def require_device(job: Job) -> None:

@@ -90,7 +90,7 @@ def in_units(tasks: Sequence[FoldTask], fetch: Fetch) -> Sequence[FoldTask]:
     """
     block, encoding = tasks[0].block, tasks[0].block.target.packing.encoding
     common, targets = encoding.common, [task.block.target for task in tasks]
-    reads = block.target.combining is not None or any(s.use.patch.reads_base for s in block.slices)
+    reads = block.target.combines or any(s.use.patch.reads_base for s in block.slices)
     if not common or reads or any(t.recoded or t.weight.packing.parts != t.packing.parts for t in targets):
         return tasks  # a scale that is made anew is not that of the base
     with suppress(InvalidPart):  # decoding the weight raises the error

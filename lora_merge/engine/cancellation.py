@@ -60,7 +60,7 @@ class LargestSums:
         than fp32, where changes become one, and on a device also for the change of a single adapter, which would take
         two more calls each."""
         first = blocks[0]
-        if base.dtype != torch.float32 or first.target.combining is not None or not (first.slices and base.numel()):
+        if base.dtype != torch.float32 or first.target.combines or not (first.slices and base.numel()):
             return None
         return LargestSums(base) if first.several or base.device.type == "cpu" else None
 

@@ -147,7 +147,7 @@ def factor_norms(targets: Iterable[OutputTensor], tensors: PatchTensors, lane: D
         for whole, row in zip(alike, rows, strict=False):
             if all(map(isfinite, row)):
                 known = dict(zip(norms, row, strict=True))
-                if whole.target.combining is not None:
+                if whole.target.combines:
                     del known[ALL_ADAPTERS]
                 every[whole.target.name] = known
     return every

@@ -597,6 +597,6 @@ def _each(values: Tensor, of: Callable[[int, Tensor], Tensor | None]) -> Tensor:
     """Return the numbers [n, width] that a function gives for each row; those of the row where it gives none."""
     result = torch.empty_like(values)
     for n, (old, new) in enumerate(zip(values.unbind(), result.unbind(), strict=True)):
-        values_there = of(n, old)
-        new.copy_(old if values_there is None else values_there.view(new.shape))
+        new_values = of(n, old)
+        new.copy_(old if new_values is None else new_values.view(new.shape))
     return result

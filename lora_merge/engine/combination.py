@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..files.encodings.stochastic_rounding import draws
-from ..merge_methods import COMBINATIONS, SUM, UNDIRECTED
-from ..method_parameters import MethodParameters
-from .coefficients import PRODUCT_METHODS, coefficients
+from ..merge_methods import COMBINATIONS, SUM, MethodParameters
+from .coefficients import coefficients
 from .row_matrix import RowMatrix, largest
 from .tensor_moves import Placement, stage
 
@@ -55,9 +55,8 @@ def combined_rows(  # noqa: PLR0913  # the method, its inputs and its numbers
     slerp and karcher add, and which are one row for della.
     """
     row, shape = COMBINATIONS[method], changes[0].shape
-    if row.linear or method == "karcher":
-        name = SUM if vector and method in UNDIRECTED else method
-        weights = coefficients(name, gram(changes) if name in PRODUCT_METHODS else (), strengths, n)
+    if row.weighs:
+        weights = coefficients(SUM if vector and row.directions else method, partial(gram, changes), strengths, n)
         return RowMatrix(
             shape, lambda rows: total([c.read(rows).mul_(w) for c, w in zip(changes, weights, strict=True)])
         )
@@ -68,7 +67,7 @@ def combined_rows(  # noqa: PLR0913  # the method, its inputs and its numbers
 
     def read(rows: slice) -> Tensor:
         scaled = torch.stack([c.read(rows).mul_(s) for c, s in zip(changes, strengths, strict=True)])
-        if method == "consensus":
+        if row.agrees:
             summed = _consensus(scaled, n.agree)
         else:
             summed = _elected(scaled, strengths, n) if row.elects else scaled.sum(0)

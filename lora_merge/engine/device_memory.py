@@ -110,7 +110,7 @@ def block_bytes(block: Block, at: Placement) -> int:
     stored = target.weight.packing.encoding.nbytes(block.stored[1]) + target.packing.encoding.nbytes(block.elements)
     rounded = ROUNDED if item == 8 and TORCH_DTYPES.get(target.dtype, at.dtype).itemsize <= 2 else 0
     formed = max((_formed(s, block) for s in block.slices), default=block.elements)
-    combined = len(block.slices) if target.combining is not None else 0
+    combined = len(block.slices) if target.combines else 0
     numbers = (1 + combined) * block.elements + formed
     coded = CODED if target.packed is not None or target.weight.packed is not None else 0
     return stored + (rounded + coded) * block.elements + item * (numbers + sum(2 * _factors(s) for s in block.slices))
@@ -121,7 +121,7 @@ def _formed(s: BlockPart, block: Block) -> int:
     patch = s.use.patch
     row, rows = ALGORITHMS[patch.algorithm], s.formed[1] - s.formed[0]
     plain = row.accumulate is not None and patch.magnitude is None and s.taken is None
-    if plain and block.target.combining is None and row.takes_one_number:
+    if plain and not block.target.combines and row.takes_one_number:
         return ADDED * min(block.elements, BLOCK_ELEMENTS)  # some rows at a time
     count = max(rows * patch.view.matrix[1], prod(patch.view.matrix) if s.needs_view else 0)
     return (DECOMPOSED if row.decomposes else FORMED) * count

@@ -194,7 +194,7 @@ def precise_at(at: Placement, block: Block) -> Placement:
     cancel, or if its method chooses entries by their size: in fp32 the choice would depend on rounding. The device is
     not touched."""
     rows = [ALGORITHMS[s.use.patch.algorithm] for s in block.slices]
-    exact = block.exact or block.target.combining is not None
+    exact = block.exact or block.target.combines
     return _precise(at) if exact or any(r.decomposes for r in rows) else at
 
 
@@ -347,6 +347,6 @@ def _core_seconds(target: OutputTensor) -> tuple[float, float]:
     """Return the seconds of one core for a tensor: of most formulas, and of formulas that decompose a matrix."""
     numbers = prod(target.matrix)
     rows = [ALGORITHMS[u.patch.algorithm] for u in target.uses]
-    each = COMBINED if target.combining is not None else USED
+    each = COMBINED if target.combines else USED
     sides = [min(u.patch.view.matrix) for u, row in zip(target.uses, rows, strict=True) if row.decomposes]
     return numbers * (CASTS + each * len(rows)), numbers * DECOMPOSED * sum(sides)

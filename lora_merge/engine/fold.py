@@ -23,7 +23,7 @@ from .tensor_moves import strided
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..method_parameters import MethodParameters
+    from ..merge_methods import MethodParameters
     from .row_blocks import Block
 
 
@@ -131,12 +131,12 @@ def new_weights(
     """Return the merged weights [n, rows, cols] of blocks of one kind by their method. `base` is overwritten as by
     `fold`."""
     first = blocks[0]
-    if first.target.combining is not None:
+    if first.target.combines:
         merged = _combined(blocks, base, stacks, observers)
     else:
         # What each adapter changes is asked for only where there are several: else it is the whole change.
         of_each = observers if first.several else ()
-        merged = FOLD_RULES[first.target.method.name](base, stacks, *of_each)
+        merged = FOLD_RULES[first.target.combination.method.name](base, stacks, *of_each)
     for observer in observers:
         observer.note_merged(merged)
     return merged
@@ -146,8 +146,7 @@ def _combined(
     blocks: Sequence[Block], base: Tensor, stacks: Sequence[StackedPatch], observers: Sequence[FoldObserver]
 ) -> Tensor:
     """Return W + the one change [n, rows, cols] that the changes of all adapters become (ties, dare …), in `base`."""
-    combining = blocks[0].target.combining
-    assert combining is not None, "its changes become one"
+    method = blocks[0].target.combination.method.name
     # The change of each adapter: computed whole, or some rows at a time for a block that is large.
     patches: dict[int, list[int]] = {}
     for k, s in enumerate(stacks):
@@ -158,14 +157,14 @@ def _combined(
         row_changes = [_rows_of_adapter(base, of_adapter) for of_adapter in by_adapter]
         _note_changes(observers, blocks, patches, [partial(_sampled, c) for c in row_changes])
         arguments = _combination_arguments(block, patches)
-        for rows, part in combined_rows(combining.method.name, row_changes, *arguments).blocks():
+        for rows, part in combined_rows(method, row_changes, *arguments).blocks():
             base[0, rows] += part
         return base
     changes = [_of_adapter(base, of_adapter, of_adapter[0].strength) for of_adapter in by_adapter]
     _note_changes(observers, blocks, patches, [partial(strided, c) for c in changes])
     # Block by block: each has strengths and seeds of its own.
     for n, block in enumerate(blocks):
-        base[n] += combined(combining.method.name, [c[n] for c in changes], *_combination_arguments(block, patches),
+        base[n] += combined(method, [c[n] for c in changes], *_combination_arguments(block, patches),
                             vector=len(block.target.shape) < 2)  # fmt: skip
     return base
 
@@ -175,11 +174,10 @@ def _combination_arguments(
 ) -> tuple[list[float], MethodParameters, list[str]]:
     """Return the strengths, the numbers and the seeds with which the changes of a block become one. `patches`: adapter
     → the numbers of its patches."""
-    combining = block.target.combining
-    assert combining is not None, "its changes become one"
+    combination = block.target.combination
     uses = [[block.slices[k].use for k in numbers] for numbers in patches.values()]
-    seeds = [combining.seed(adapter, of_adapter) for adapter, of_adapter in zip(patches, uses, strict=True)]
-    return [of_adapter[0].strength for of_adapter in uses], combining.numbers, seeds
+    seeds = [combination.seed(adapter, of_adapter) for adapter, of_adapter in zip(patches, uses, strict=True)]
+    return [of_adapter[0].strength for of_adapter in uses], combination.numbers, seeds
 
 
 def _note_changes(

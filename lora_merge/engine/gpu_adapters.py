@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..algorithms import ALGORITHMS
-from ..disk.files import Source, StoredTensor
 from ..disk.reader import Reader
+from ..dtypes import Source, StoredTensor
 from ..errors import device_full
 from ..matching.patch import PatchPart
 from ..planning.plan import Plan
@@ -69,8 +69,8 @@ class AdaptersOnDevice:
         the fold that needs it reads it again, and names the tensor."""
         tensors: dict[Key, Tensor] = dict(zip(self._numbers, numbers(self._numbers, lane.at).unbind(), strict=True))
         left = self._most // lane.at.dtype.itemsize
-        infos_held = [i for i in self._infos if holds(lane.at.device, TORCH_DTYPES[i.dtype])]
-        for infos in _pieces(infos_held, self._piece):
+        of_device = [i for i in self._infos if holds(lane.at.device, TORCH_DTYPES[i.dtype])]
+        for infos in _pieces(of_device, self._piece):
             sizes = [prod(i.shape) for i in infos]
             left -= sum(sizes)
             if left < 0:

@@ -139,6 +139,10 @@ class FoldedBatch(NamedTuple):
     cancelled: list[Tensor]  # for each kind that is checked, whether the terms of each block cancel
 
 
+class NotAtOnce(NamedTuple):
+    """The result for a batch that has to be folded block by block; nothing of it is written."""
+
+
 class DeviceWindows:
     """Folds windows in the threads of a pool, each of which has a lane to a device."""
 
@@ -210,13 +214,13 @@ class DeviceWindows:
             sums = self.blocks.lanes.turn(partial(self._at_once, part))
         if isinstance(sums, OutOfMemory):
             memory.note("smaller batches were used")
-        elif sums is not None:
+        elif not isinstance(sums, NotAtOnce):
             return Merged(measures=sums())
         return self.blocks.fold_here(part.tasks())
 
-    def _at_once(self, part: DeviceBatch, lane: DeviceStream) -> PendingRowSums | None:
-        """Fold blocks and write the results. None, with nothing written, if a number is too large for its dtype or an
-        adapter's value is invalid, or terms cancel: folding block by block then finds which."""
+    def _at_once(self, part: DeviceBatch, lane: DeviceStream) -> PendingRowSums | NotAtOnce:
+        """Fold blocks and write the results, unless a number is too large for its dtype, an adapter's value is invalid,
+        or terms cancel: folding block by block then finds which."""
         # Up: the base bytes, from the first block's to the last one's.
         task, apart = part.task, part.folds[0].apart
         host = task.base_bytes.views(task.window)[apart]
@@ -236,14 +240,14 @@ class DeviceWindows:
         try:
             folded = [self._merged(some, uploaded, low, lane) for some in kinds.values()]
         except DoesNotFit:
-            return None
+            return NotAtOnce()
         ends = [extremes(batch.work, lane, number) for number, batch in enumerate(folded)]
         flags = [flag for batch in folded for flag in batch.cancelled]
         cancelled = brought(torch.cat(flags), lane, "cancelled") if flags else torch.zeros(0)
         lane.settle()
         dtypes = [TORCH_DTYPES[dtype] for _, dtype in kinds]
         if cancelled.any() or not all(map(fit, ends, dtypes)):
-            return None
+            return NotAtOnce()
         # Cast the merged numbers into the bytes of the output.
         for batch, dtype in zip(folded, dtypes, strict=True):
             new: Sequence[Tensor] = rounded(batch.work, dtype).split_with_sizes(batch.sizes)
@@ -272,7 +276,7 @@ class DeviceWindows:
         with self._sharing:
             if key not in self._shared:
                 uploaded = upload(base, lane, piece)
-                if len(base) + sum(len(bytes_there) for _, bytes_there in self._shared.values()) > self._room:
+                if len(base) + sum(len(shared) for _, shared in self._shared.values()) > self._room:
                     return uploaded
                 lane.settle()
                 self._shared[key] = task.window, uploaded

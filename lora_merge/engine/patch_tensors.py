@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ..algorithms import ALGORITHMS, dora
-from ..disk.files import Memory, StoredTensor
-from ..dtypes import Shape
+from ..dtypes import Memory, Shape, StoredTensor
 from ..matching.patch import Patch
 from ..models.weights import RowSlice, Weight, WeightView
 from ..planning.plan import OutputTensor
@@ -27,8 +26,8 @@ from .tasks import BlockTask, FoldTask
 from .tensor_moves import HOST, DeviceStream, Placement, finite, move, numbers, one_number, stage, stage_indices, whole
 from .tensors import DeviceCache, Fetch, gathered, weight_values
 
-KEPT_WHOLE: Final = WIDENED_PER_BLOCK
-KEPT_PART: Final = BLOCK_ELEMENTS // 4
+CACHED_WHOLE: Final = WIDENED_PER_BLOCK
+CACHED_PART: Final = BLOCK_ELEMENTS // 4
 """The most numbers of a tensor, and of the part of it that a block needs, that are kept while a window is merged."""
 
 
@@ -96,7 +95,7 @@ class PatchTensors:
             later = stacked if row.prepare is None else torch.stack
             fields[slot] = parts[0].unsqueeze(0) if len(parts) == 1 else later(parts)
         # Numbers of the formula, such as its scale; equal ones stay one number where `accumulate` takes that.
-        added = first.taken is None and patch.magnitude is None and first.target.combining is None
+        added = first.taken is None and patch.magnitude is None and not first.target.combines
         alike = row.takes_one_number and added
         for name in row.scalars:
             values = [s.use.patch.numbers.get(name, 1.0) for s in slices]
@@ -152,11 +151,11 @@ class PatchTensors:
             whole = on_device.view(shape)
             return whole if cut is None else whole.narrow(*cut).contiguous()
         key = (info.file, info.name, shape, at)
-        if prod(shape) <= KEPT_WHOLE:  # kept once for all blocks
+        if prod(shape) <= CACHED_WHOLE:  # kept once for all blocks
             whole = self._keep(key, lane, lambda: staged(None))
             return whole if cut is None else whole.narrow(*cut).contiguous()
         count = prod(shape) if cut is None else prod(shape) // shape[cut[0]] * cut[2]
-        return self._keep((*key, cut), lane, lambda: staged(cut)) if count <= KEPT_PART else staged(cut)
+        return self._keep((*key, cut), lane, lambda: staged(cut)) if count <= CACHED_PART else staged(cut)
 
     def _rows(self, info: StoredTensor, shape: Shape, cut: tuple[int, int, int]) -> Tensor:
         """Return entries of a large tensor along one axis, `cut`; of the first one, no others are read from a file."""
@@ -205,7 +204,8 @@ class PatchTensors:
 
         def whole(piece: RowSlice) -> Tensor:
             rows, weight = self.whole(piece.key).reshape(-1, piece.cols), self.weights[piece.key]
-            before = tuple(u for u in target.others.get(piece.key, ()) if u.patch.adapter < s.use.patch.adapter)
+            every = target.combination.uses.get(piece.key, ())
+            before = tuple(u for u in every if u.patch.adapter < s.use.patch.adapter)
             earlier = target._replace(name=piece.key, weight=weight, uses=before)
             return self._changed(rows, earlier, at, lane) if before else rows
 
@@ -218,5 +218,5 @@ class PatchTensors:
             if block.slices:
                 rows = changed[block.first : block.last]
                 block_values = rows.unsqueeze(0).clone()  # as where the block is merged
-                rows.copy_(FOLD_RULES[target.method.name](block_values, self.stacks([block], at, lane))[0])
+                rows.copy_(FOLD_RULES[target.combination.method.name](block_values, self.stacks([block], at, lane))[0])
         return changed.reshape(values.shape)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..algorithms import ALGORITHMS, Loaded
-from ..disk.files import StoredTensor
+from ..dtypes import StoredTensor
 from ..matching.layer_order import basis_weights
 from ..matching.patch import Patch
 from ..models.weights import Weight, WeightView

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..disk.files import Memory
 from ..disk.scale_spool import PartBytes
+from ..dtypes import Memory
 from ..errors import InputError, TooLarge
 from ..files.encodings.arithmetic import largest
 from ..files.encodings.base import CODES, DRAW, OutOfRange, Packing

@@ -109,8 +109,7 @@ class Block:
         """A key that is equal for blocks that can be stacked into one batched call."""
         return (
             self.last - self.first, self.cols, self.target.packing.encoding,
-            self.target.weight.packing.encoding, self.target.weight.padded, self.target.method.name,
-            self.target.combining,
+            self.target.weight.packing.encoding, self.target.weight.padded, self.target.combination,
             self.by_rows, self.exact,
             tuple(
                 (s.low, s.high, s.formed[1] - s.formed[0], s.taken, s.needs_view, s.use.patch.adapter,
@@ -134,7 +133,7 @@ class Block:
     @cached_property
     def several(self) -> bool:
         """Whether several adapters change the block."""
-        return self.target.combining is not None or len({s.use.patch.adapter for s in self.slices}) > 1
+        return self.target.combines or len({s.use.patch.adapter for s in self.slices}) > 1
 
     @property
     def begins(self) -> bool:
@@ -152,14 +151,14 @@ class Block:
     def by_rows(self) -> bool:
         """Whether a CPU computes the changes of this block some rows at a time, each time that they are read, as they
         become one change and take much memory."""
-        combines = self.target.combining is not None and self.elements > BY_ROWS
+        combines = self.target.combines and self.elements > BY_ROWS
         return combines and len(self.target.shape) > 1 and all(s.by_rows for s in self.slices)
 
     @property
     def room(self) -> int:
         """The bytes that the changes of this block take at once, with temporaries, where they become one change; for
         other blocks, which are small, those of the large tensors that their formulas read whole."""
-        if self.target.combining is None:
+        if not self.target.combines:
             return WIDENED * sum(n for s in self.slices for n in s.whole if n > WIDENED_PER_BLOCK)
         if self.by_rows:
             plain = self.target.packed is None and self.target.weight.packed is None
@@ -176,7 +175,7 @@ def blocks(target: OutputTensor) -> Iterator[Block]:
     """Yield the target's rows in blocks, in order, without a gap. Rows that a formula gives together stay together; a
     weight whose changes become one change, for which all of them are needed, is one block."""
     (rows, cols), group = target.matrix, target.row_group
-    if target.combining is not None:
+    if target.combines:
         yield block(target, 0, rows)
         return
     uses = Ranges((u.piece.start, u.piece.stop, u) for u in target.uses)

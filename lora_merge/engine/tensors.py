@@ -15,9 +15,8 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from ..disk.files import Memory, Source, StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import DTYPE_ROWS, ITEM_BYTES
+from ..dtypes import DTYPE_ROWS, ITEM_BYTES, Memory, Source, StoredTensor
 from ..errors import InputError, not_finite
 from ..files.encodings.base import CODES, InvalidPart, Packing
 from ..models.weights import RowSlice, Weight, WeightView

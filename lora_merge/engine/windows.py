@@ -14,9 +14,9 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final
 
-from ..disk.files import Memory, Source, StoredTensor
 from ..disk.pages import PAGE
 from ..disk.system import has_gpu
+from ..dtypes import Memory, Source, StoredTensor
 from ..errors import UsageError
 from ..files.encodings.base import Encoding
 from ..job import Job
@@ -30,6 +30,32 @@ DEVICE_WINDOW_BYTES: Final = 64 * 2**20  # on a GPU few operations cost less tha
 DEVICE_SLOTS: Final = 7  # three are folded by the lanes of one GPU, and one waits for them
 PINNED: Final = 96 * 2**20  # bytes through which a GPU gets what it cannot read itself
 STRETCH: Final = 8 * 2**20  # untouched bytes from which on they get their own windows
+
+
+@dataclass(slots=True)  # not frozen: there is one for every tensor, and freezing doubles the time
+class CopiedBytes:
+    """Bytes [low, low + nbytes) of a tensor that every plan writes as they are."""
+
+    target: OutputTensor
+    low: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class ChangedNumbers:
+    """Elements [low, low + count) of a tensor that plans change or store in another form, with the blocks of every
+    plan; a plan without changes has no blocks.
+    """
+
+    target: OutputTensor
+    low: int
+    count: int
+    blocks: tuple[tuple[Block, ...], ...]  # per plan
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the output."""
+        return self.target.packing.encoding.nbytes(self.count)
 
 
 @dataclass(frozen=True)
@@ -113,9 +139,35 @@ class Window:
         """Whether the bytes of every plan are written as they were read."""
         return not any(c.folds or c.converts for c in self.changes)
 
-    def read(self, info: StoredTensor, skip: int, nbytes: int) -> None:
-        """Plan to read bytes of a tensor that are written as they are, or are folded in place."""
-        _append(self.direct, WindowRead(info.source, info.offset + skip, nbytes, self.size))
+    def copy(self, part: CopiedBytes) -> None:
+        """Plan to read bytes that are written as they are."""
+        self._read(part.target.source, part.low, part.nbytes)
+        self.size += part.nbytes
+
+    def change(self, part: ChangedNumbers, *, drawn: bool) -> None:
+        """Plan one read of numbers, and for every plan its folds and the conversion of unchanged blocks. `drawn`:
+        whether merged weights are rounded stochastically."""
+        target, low = part.target, part.low
+        first, count = target.weight.span(low, low + part.count)
+        reads, writes = target.weight.packing.encoding.nbytes, target.packing.encoding.nbytes
+        # The base values: in the output buffer, where they are folded in place, or apart from it.
+        apart = target.weight.padded or target.recoded
+        if apart:
+            start = self._read_apart(target.source, reads(first), reads(count))
+        else:
+            start = self.size
+            self._read(target.source, reads(first), reads(count))
+        for change, of_plan in zip(self.changes, part.blocks, strict=True):
+            for b in of_plan:
+                values = start + reads(b.stored[0] - first)
+                at = self.size + writes(b.first * b.cols - low)
+                if b.folded(drawn=drawn):
+                    change.folds.append(Fold(b, values, at, apart))
+                elif apart:
+                    change.converts.append(Convert(target, b.first * b.cols, b.elements, values, at))
+            if not of_plan and apart:
+                change.converts.append(Convert(target, low, part.count, start, self.size))
+        self.size += part.nbytes
 
     def fill_to(self, offset: int) -> None:
         """Plan zeros up to this offset of the file, between tensors that are aligned."""
@@ -124,7 +176,11 @@ class Window:
             self.direct.append(WindowRead(Memory.of(Path(), memoryview(bytearray(gap))), 0, gap, self.size))
             self.size = offset - self.start
 
-    def read_apart(self, info: StoredTensor, skip: int, nbytes: int) -> int:
+    def _read(self, info: StoredTensor, skip: int, nbytes: int) -> None:
+        """Plan to read bytes of a tensor into the output buffer."""
+        _append(self.direct, WindowRead(info.source, info.offset + skip, nbytes, self.size))
+
+    def _read_apart(self, info: StoredTensor, skip: int, nbytes: int) -> int:
         """Plan to read bytes into the input buffer; return their offset, a multiple of 64."""
         at = -(-self.input_size // 64) * 64
         _append(self.apart, WindowRead(info.source, info.offset + skip, nbytes, at))
@@ -208,12 +264,14 @@ def windows(plans: Sequence[Plan], limit: int) -> Iterator[Window]:
         window = _window(number, len(files[0].header), len(plans))
         for targets in zip(*(f.targets for f in files), strict=True):
             window.fill_to(targets[0].offset)
-            for size, part in _parts(targets, limit, drawn=drawn):
-                if window.size and (window.size + size > limit or _turns(window, part)):
+            for part in _parts(targets, limit):
+                if window.size and (window.size + part.nbytes > limit or _turns(window, part)):
                     yield window
                     window = _window(number, window.start + window.size, len(plans))
-                part.add_to(window)
-                window.size += size
+                if isinstance(part, CopiedBytes):
+                    window.copy(part)
+                else:
+                    window.change(part, drawn=drawn)
         window.fill_to(files[0].size)
         if window.size:
             yield window
@@ -227,107 +285,46 @@ def sharable(window: Window) -> bool:
     )
 
 
-def _turns(window: Window, part: _Copied | _Folded) -> bool:
+def _turns(window: Window, part: CopiedBytes | ChangedNumbers) -> bool:
     """Return whether a new window starts: long untouched ranges and changed bytes do not share one."""
     if window.untouched:
-        return window.size >= STRETCH and not part.untouched
-    return part.untouched and part.target.nbytes >= STRETCH
+        return window.size >= STRETCH and not isinstance(part, CopiedBytes)
+    return isinstance(part, CopiedBytes) and part.target.nbytes >= STRETCH
 
 
 def _window(file: int, start: int, plans: int) -> Window:
     return Window(file, start, tuple(WindowChange() for _ in range(plans)))
 
 
-def _parts(targets: Sequence[OutputTensor], limit: int, *, drawn: bool) -> Iterator[tuple[int, _Copied | _Folded]]:
-    """Yield (output bytes, part) for the parts of one tensor, the same tensor of every plan; parts fit a window.
-
-    `drawn`: whether merged weights are rounded stochastically.
-    """
+def _parts(targets: Sequence[OutputTensor], limit: int) -> Iterator[CopiedBytes | ChangedNumbers]:
+    """Yield the parts of one tensor, the same tensor of every plan; parts fit a window."""
     target = targets[0]
     if not target.nbytes:
         return  # a tensor without elements may have patches too
     if target.uses or (len(targets) > 1 and any(t.uses for t in targets)):
-        for run in _runs(targets, drawn=drawn):
-            yield target.packing.encoding.nbytes(run.count), run
+        yield from _runs(targets)
         if rest := target.padding:
-            yield rest, _Copied(target, target.nbytes - rest, rest, untouched=True)
+            yield CopiedBytes(target, target.nbytes - rest, rest)
         return
     if target.copied:
         step = max(1, limit // 4)
         for low in range(0, target.nbytes, step):
-            count = min(step, target.nbytes - low)
-            yield count, _Copied(target, low, count, untouched=True)
+            yield CopiedBytes(target, low, min(step, target.nbytes - low))
         return
-    total, whole = prod(target.matrix), target.group
+    total, whole, none = prod(target.matrix), target.group, ((),) * len(targets)
     step = max(1, target.packing.encoding.count(limit // 4) // whole) * whole
     for low in range(0, total, step):
-        count = min(step, total - low)
-        yield target.packing.encoding.nbytes(count), _Copied(target, low, count, untouched=False)
+        yield ChangedNumbers(target, low, min(step, total - low), none)
 
 
-def _runs(targets: Sequence[OutputTensor], *, drawn: bool) -> Iterator[_Folded]:
-    """Yield the shortest ranges of elements that cut no block of any plan; a plan without changes has no blocks."""
+def _runs(targets: Sequence[OutputTensor]) -> Iterator[ChangedNumbers]:
+    """Yield the shortest ranges of elements that cut no block of any plan."""
     by_plan = [list(blocks(t)) if t.uses else [] for t in targets]
     cuts = set.intersection(*({0, *(b.last * b.cols for b in some)} for some in by_plan if some))
     firsts = [[b.first * b.cols for b in some] for some in by_plan]
     for low, high in pairwise(sorted(cuts)):
         inside = (some[bisect_left(at, low) : bisect_left(at, high)] for some, at in zip(by_plan, firsts, strict=True))
-        yield _Folded(targets[0], low, high - low, tuple(map(tuple, inside)), drawn)
-
-
-@dataclass(slots=True)  # not frozen: there is one for every tensor, and freezing doubles the time
-class _Copied:
-    """Part [low, low + count) of a tensor that no plan changes, in bytes if untouched, in elements if converted."""
-
-    target: OutputTensor
-    low: int
-    count: int
-    untouched: bool
-
-    def add_to(self, window: Window) -> None:
-        source = self.target.source
-        if self.untouched:
-            window.read(source, self.low, self.count)
-            return
-        nbytes = self.target.weight.packing.encoding.nbytes
-        at = window.read_apart(source, nbytes(self.low), nbytes(self.count))
-        convert = Convert(self.target, self.low, self.count, at, window.size)
-        for change in window.changes:
-            change.converts.append(convert)
-
-
-@dataclass(frozen=True)
-class _Folded:
-    """Elements [low, low + count) of a tensor that at least one plan changes, with the blocks of every plan."""
-
-    target: OutputTensor
-    low: int
-    count: int
-    blocks: tuple[tuple[Block, ...], ...]  # per plan
-    drawn: bool  # whether merged weights are rounded stochastically
-    untouched = False
-
-    def add_to(self, window: Window) -> None:
-        """Plan one read of the elements, and for every plan its folds and the conversion of unchanged blocks."""
-        target, source, padded = self.target, self.target.source, self.target.weight.padded
-        first, count = target.weight.span(self.low, self.low + self.count)
-        reads, writes = target.weight.packing.encoding.nbytes, target.packing.encoding.nbytes
-        apart = padded or target.recoded
-        if apart:
-            start = window.read_apart(source, reads(first), reads(count))
-        else:
-            start = window.size
-            window.read(source, reads(first), reads(count))
-        for change, of_plan in zip(window.changes, self.blocks, strict=True):
-            for b in of_plan:
-                values = start + reads(b.stored[0] - first)
-                at = window.size + writes(b.first * b.cols - self.low)
-                if b.folded(drawn=self.drawn):
-                    change.folds.append(Fold(b, values, at, apart))
-                elif apart:
-                    change.converts.append(Convert(target, b.first * b.cols, b.elements, values, at))
-            if not of_plan and apart:
-                change.converts.append(Convert(target, self.low, self.count, start, window.size))
+        yield ChangedNumbers(targets[0], low, high - low, tuple(map(tuple, inside)))
 
 
 def _append(reads: list[WindowRead], new: WindowRead) -> None:

@@ -12,11 +12,11 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Final
 
-from ..disk.files import FileState, Header, StoredTensor, open_regular, unreadable
+from ..disk.files import FileState, Header, open_regular, unreadable
+from ..dtypes import StoredTensor
 from ..errors import InputError
-from ..options import shown
 from ..paths import exists, is_folder, is_index, is_split, of_index
-from ..text import Note, listed, quoted
+from ..text import Note, listed, quoted, shown
 from .encodings.base import Packing
 from .file_signatures import missing
 from .folder_layouts import (

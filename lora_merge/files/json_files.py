@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from ..disk.files import FileState, open_regular
 from ..errors import InputError
-from ..safe_regex import from_json
+from ..text import from_json
 
 JSON_LIMIT: Final = 64 << 20  # bytes; the index of a model of a million tensors is shorter
 

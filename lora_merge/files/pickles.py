@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ..disk.files import FileState, Header, Memory, StoredTensor, open_regular
+from ..disk.files import FileState, Header, open_regular
 from ..disk.reader import read_bytes
 from ..disk.remote import complete
-from ..dtypes import DTYPE_ROWS, ITEM_BITS
+from ..dtypes import DTYPE_ROWS, ITEM_BITS, Memory, StoredTensor
 from ..errors import InputError, as_resource_error
 from ..text import Note, listed, quoted
 from .file_signatures import BY_NUMBERS, CLONEOFSIMO, are_factors, foreign, instead, nested

@@ -26,9 +26,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from ..disk.files import FileState, Header, StoredTensor, open_regular
+from ..disk.files import FileState, Header, open_regular
 from ..disk.pages import PAGE
-from ..dtypes import ITEM_BITS, Shape, bytes_of
+from ..dtypes import ITEM_BITS, Shape, StoredTensor, bytes_of
 from ..errors import InputError
 from ..text import quoted
 from .file_signatures import refusal

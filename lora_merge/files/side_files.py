@@ -11,12 +11,11 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final, NoReturn, Protocol, TypeAlias
 
-from ..disk.files import StoredTensor, unreadable
-from ..dtypes import DTYPE_ROWS, Shape
+from ..disk.files import unreadable
+from ..dtypes import DTYPE_ROWS, Shape, StoredTensor
 from ..errors import InputError
 from ..paths import real_path
-from ..safe_regex import from_json
-from ..text import listed
+from ..text import from_json, listed
 from .checkpoint import Index
 from .file_uses import NO_WEIGHTS, NOT_LISTED, FileUse, Folder, duplicate, folder_reason, is_weights, lists_only
 from .folder_layouts import entries

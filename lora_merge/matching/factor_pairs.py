@@ -15,7 +15,7 @@ from typing import Final
 from ..adapters.modules import Module, two_of_a_kind
 from ..algorithms.lora import LORA
 from ..algorithms.lora_transposed import LORA_TRANSPOSED
-from ..disk.files import StoredTensor
+from ..dtypes import StoredTensor
 from ..errors import FitError, MergeError
 from ..models.names import Names
 

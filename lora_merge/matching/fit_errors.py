@@ -41,7 +41,7 @@ TEXT_ENCODER: Final = re.compile(r"te\d?")
 
 T5_EMBEDDINGS: Final = re.compile(r"(?:^|\.)shared$")
 
-OWN_BASE: Final = "use the base the adapter was trained on"
+TRAINED_BASE: Final = "use the base the adapter was trained on"
 
 GROUPED: Final = (
     "; if this is that checkpoint, the layer may be a convolution in {groups} groups: the adapter joins channels of "
@@ -130,7 +130,7 @@ def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape],
 def _of_no_model(modules: Mapping[str, Shape], names: Names, title: str) -> Misfit:
     """Return the misfit of a base that is a file of another kind, `title`."""
     of_another = other_model(modules, None, names.weights(), title)
-    return of_another or Misfit("model", f"the base is {_kind_of_model(title)}", OWN_BASE, base=title)
+    return of_another or Misfit("model", f"the base is {_kind_of_model(title)}", TRAINED_BASE, base=title)
 
 
 def _stated_other(adapter: Index, base: Architecture | None) -> Misfit | None:
@@ -144,7 +144,7 @@ def _stated_other(adapter: Index, base: Architecture | None) -> Misfit | None:
 def _for_another(kind: MisfitKind, model: str, base: str) -> Misfit:
     """Return the misfit of an adapter for another model."""
     trained = f"is for {model}" if kind == "model" else f"looks made for {_kind_of_model(model)}"
-    return Misfit(kind, f"the adapter {trained}, the base is {_kind_of_model(base)}", OWN_BASE, model, base)
+    return Misfit(kind, f"the adapter {trained}, the base is {_kind_of_model(base)}", TRAINED_BASE, model, base)
 
 
 def _for_pictures(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape]) -> str:
@@ -286,7 +286,7 @@ def _other_size(deeper: Sequence[str], stored: Mapping[str, Shape]) -> Misfit | 
     if highest <= last or last < 0:
         return None
     why = f"the adapter changes block {highest}, the base ends with block {last}: it is a smaller or pruned model"
-    return Misfit("size", why, OWN_BASE)
+    return Misfit("size", why, TRAINED_BASE)
 
 
 def _other_names(unmatched: Mapping[str, Shape], title: str, stored: Mapping[str, Shape]) -> Misfit | None:
@@ -302,7 +302,7 @@ def _other_names(unmatched: Mapping[str, Shape], title: str, stored: Mapping[str
                       "load the base as such a model, save it, and merge into that")  # fmt: skip
     if all(name.endswith("embed_tokens") for name in names) and any(T5_EMBEDDINGS.search(name) for name in stored):
         return Misfit("layer", "encoder, decoder and head of the base share one tensor, but the adapter was trained "
-                      "with separate ones", OWN_BASE)  # fmt: skip
+                      "with separate ones", TRAINED_BASE)  # fmt: skip
     if tied and all(name.endswith("lm_head") for name in names):
         return Misfit("layer", "the base has no lm_head: it uses its input embeddings (tie_word_embeddings), but the "
                       "adapter was trained with a separate lm_head", "save the base untied first")  # fmt: skip
@@ -311,7 +311,9 @@ def _other_names(unmatched: Mapping[str, Shape], title: str, stored: Mapping[str
     name, shape = next(((n, s) for n, s in unmatched.items() if s), (next(iter(unmatched)), ()))
     alike = {key: size for key, size in stored.items() if not shape or flat(size) == shape}
     if not alike:
-        return Misfit("name", f"{base}, in which no weight is {list(shape)} as {name} needs it", OWN_BASE, base=title)
+        return Misfit(
+            "name", f"{base}, in which no weight is {list(shape)} as {name} needs it", TRAINED_BASE, base=title
+        )
     near = nearest(innermost(name)[1], alike)
     of_shape, are = f"of {list(shape)} " if shape else "", "are" if len(near) > 1 else "is"
     why = f"{base}, with no such name as {name}: the nearest {of_shape}{are} {' and '.join(near)}"

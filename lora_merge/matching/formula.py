@@ -40,8 +40,7 @@ from ..adapters.peft.target_parameters import MLX_EMBEDDINGS
 from ..adapters.tensor_values import Values
 from ..algorithms import ALGORITHMS, DoesNotFit, dora
 from ..algorithms.base import LAYER_SLOT, expect
-from ..disk.files import StoredTensor
-from ..dtypes import WHOLE_DTYPES, Shape, flat, spoken
+from ..dtypes import WHOLE_DTYPES, Shape, StoredTensor, flat, spoken
 from ..errors import InputError, MergeError, ShapeMismatch, UsageError
 from ..job import SETTING
 from ..models.weights import WeightView, turned
@@ -411,11 +410,11 @@ class Candidate:
 
     def fit_magnitude(self) -> None:
         """Fit DoRA's magnitude to the weight, if it has an effect."""
-        info, rules, shape = self.module.shared.get("magnitude"), self.rules, self.view.shape
+        info, shape = self.module.shared.get("magnitude"), self.view.shape
         self.magnitude = None
         if info is None:
             return
-        if rules.kind == "LORA" and rules.fields.get("use_dora") is False and not (rules.borrowed or rules.aside):
+        if self.rules.denies("magnitude"):
             self.remarks.append(DORA_OFF)
         elif self.arguments.no_magnitude:
             self.remarks.append(BYPASSED)

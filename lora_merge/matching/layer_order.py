@@ -26,8 +26,7 @@ from ..adapters.peft.target_parameters import bare, is_layer, shared_kind
 from ..algorithms import ALGORITHMS
 from ..algorithms.base import LAYER_SLOT
 from ..algorithms.unilora import UNILORA
-from ..disk.files import StoredTensor
-from ..dtypes import flat
+from ..dtypes import StoredTensor, flat
 from ..models.module_order import in_order, tables, type_of
 from ..models.weights import WeightView
 from .formula import AdapterContext

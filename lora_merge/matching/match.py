@@ -19,8 +19,7 @@ from ..adapters.peft.rules import StoredValue
 from ..adapters.peft.target_parameters import saved_inside
 from ..adapters.suffixes import split_parameter
 from ..algorithms import ALGORITHMS
-from ..disk.files import StoredTensor
-from ..dtypes import Shape
+from ..dtypes import Shape, StoredTensor
 from ..errors import InputError, MergeError, RemoteError, ShapeMismatch
 from ..models.module_order import type_of
 from ..models.names import WAN_EXPERTS, Names
@@ -39,13 +38,13 @@ from .layer_order import related, unstored
 from .missing_tensors import Gap, gaps, incomplete
 from .orientation import BaseLayers, base_types
 from .patch import COPY, NO_LAYER, OFF, ZEROS, Match, Patch, PatchPart
-from .resizing import grown, sizes
 from .row_parts import chosen_rows
 from .split_qkv import as_trained
 from .stored_base import stored_base
 from .tied_embeddings import SAVED_TWICE, AdapterPair, separate, shared_layers
 from .values import as_rows, is_copy, is_fixed, is_zero, with_values
 from .weight_finder import WeightFinder
+from .weight_sizes import grown, sizes
 
 TUNED_BIAS: Final = Note("torchtune's forward pass of DoRA scales the bias too, its merge does not; nor does this one")
 TURNED_BIAS: Final = Note("trained in bypass mode, so its bias is changed with it; other programs leave the bias")
@@ -306,8 +305,8 @@ class ModulePlacer:
                 self.draft.uses.setdefault(into, []).append(PatchPart(patch, piece, start, strength))
             else:  # the tensor stays untouched, byte for byte
                 self.draft.leave_unused(patch.module, OFF)
-        for one in added:
-            self.draft.applied[one] += 1
+        for component_strength in added:
+            self.draft.applied[component_strength] += 1
         self.draft.count(patch.module.where, {component for component, _ in added})
 
     def _place_bias(self, module: Module, patch: Patch) -> None:

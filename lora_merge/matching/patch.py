@@ -11,8 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from ..adapters.modules import AdapterFile, Module
 from ..algorithms import ALGORITHMS, dora
-from ..disk.files import StoredTensor
-from ..dtypes import Shape
+from ..dtypes import Shape, StoredTensor
 from ..models.weights import RowSlice, WeightView
 from ..text import Note
 

@@ -16,7 +16,7 @@ from typing import Final
 
 from ..adapters.modules import Module
 from ..adapters.suffixes import split_row_part
-from ..disk.files import StoredTensor
+from ..dtypes import StoredTensor
 from ..errors import InputError, ShapeMismatch
 from ..models.fused_weights import Split, agreed
 from ..models.weights import RowSlice, WeightView, rows_of

@@ -17,7 +17,7 @@ from typing import Final
 from ..adapters.kohya_args import DYLORA, SPLIT
 from ..adapters.tensor_values import Values
 from ..algorithms import ALGORITHMS
-from ..disk.files import StoredTensor
+from ..dtypes import StoredTensor
 from ..models.fused_weights import Split, agreed
 from ..models.weights import WeightView
 from ..text import Note

@@ -19,7 +19,7 @@ from ..adapters.peft.rules import BASE_LAYER
 from ..adapters.suffixes import split_parameter
 from ..adapters.tensor_values import Values
 from ..algorithms import ALGORITHMS
-from ..disk.files import StoredTensor
+from ..dtypes import StoredTensor
 from ..errors import FitError, MergeError, ShapeMismatch
 from ..models.names import Names
 from ..models.part_factors import Strengths

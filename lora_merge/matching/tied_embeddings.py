@@ -16,8 +16,7 @@ from typing import Final
 
 from ..adapters.modules import Module
 from ..adapters.peft.methods import MLX
-from ..disk.files import StoredTensor
-from ..dtypes import Shape
+from ..dtypes import Shape, StoredTensor
 from ..errors import FitError, MergeError
 from ..job import Adapter
 from ..models.part_factors import Strengths

@@ -18,7 +18,8 @@ from typing import Final, NamedTuple
 from ..adapters.modules import AdapterFile
 from ..adapters.peft.rules import STORED_VALUES
 from ..adapters.suffixes import split_parameter
-from ..disk.files import Header, StoredTensor
+from ..disk.files import Header
+from ..dtypes import StoredTensor
 from ..errors import FitError, InputError, MergeError
 from ..files.checkpoint import TRAINED_FILES, read_header
 from ..files.file_uses import UNPLACED, Folder

@@ -12,8 +12,7 @@ from ..adapters.suffixes import split_parameter
 from ..adapters.tensor_values import Values, is_all_zeros
 from ..algorithms import ALGORITHMS
 from ..algorithms.whole import SET
-from ..disk.files import StoredTensor
-from ..dtypes import WHOLE_DTYPES, flat
+from ..dtypes import WHOLE_DTYPES, StoredTensor, flat
 from ..models.weights import WeightView, whole
 from .patch import REPLACED_AGAIN, Match, Patch, PatchPart
 

@@ -23,8 +23,7 @@ from ..adapters.peft.target_parameters import paths
 from ..adapters.suffixes import split_parameter, split_row_part
 from ..algorithms import ALGORITHMS
 from ..algorithms.base import LAYER_SLOT
-from ..disk.files import StoredTensor
-from ..dtypes import flat
+from ..dtypes import StoredTensor, flat
 from ..errors import AmbiguousName, MergeError, ShapeMismatch
 from ..job import ORDERS, ROW_ORDER
 from ..models.names import WAN_EXPERTS

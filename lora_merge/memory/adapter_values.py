@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,6 @@ from typing_extensions import Unpack
 
 from ..adapter_options import KEEP
 from ..adapters_out.change import Evaluator, cache_of
-from ..adapters_out.commands import COMMANDS
 from ..adapters_out.delta import combine as combined
 from ..adapters_out.delta import spectrum
 from ..adapters_out.factors import decomposing
@@ -22,6 +22,7 @@ from ..adapters_out.report import AdapterReport
 from ..adapters_out.sources import Sources, open_sources
 from ..addresses import downloads_in
 from ..boundary import public
+from ..command import Request
 from ..disk.reader import Reader
 from ..engine.devices import place
 from ..engine.tensor_moves import host
@@ -29,6 +30,7 @@ from ..engine.torch_state import undisturbed
 from ..errors import UsageError
 from ..job import Opened
 from ..options import factor
+from ..recipes.commands import COMMANDS, run_request
 from ..text import Shown
 from ..typed_options import AdapterReading
 from .loaded_adapter import LoadedAdapter
@@ -119,12 +121,12 @@ class Changes(Opened):
         Raises:
             MergeError: As for `combine` and `convert`.
         """
-        from ..adapters_out.api import combine, convert
-
         adapters = [(adapter.path, strength) for adapter, strength in self.terms]
-        if format == KEEP or len(adapters) > 1:
-            return combine(adapters, path, base=base, rank=rank, format=format, **options)
-        return convert(adapters[0], path, to=format, base=base, rank=None if rank == EXACT else rank, **options)
+        command, form = "combine", dict[str, Any](rank=rank, format=format)
+        if format != KEEP and len(adapters) == 1:
+            command, form = "convert", {"rank": None if rank == EXACT else rank, "to": format}
+        report: AdapterReport = run_request(Request(COMMANDS[command], adapters, path, base, {**form, **options}))
+        return report
 
     @cached_property
     def _opened(self) -> dict[str | None, Sources]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..adapters.tensor_values import FileValues
-from ..disk.files import Memory, StoredTensor
+from ..dtypes import Memory, StoredTensor
 from ..engine.tensor_moves import FILE_DTYPES, host
 from ..errors import InputError
 from ..files.checkpoint import Index

@@ -120,6 +120,14 @@ class Names:
             self.notes = (*self.notes, AVERAGED)
         self.notes = (*self.notes, *(wrapper_notes(stored) if stored else ()))
 
+    def same_as(self, other: Names) -> bool:
+        """Return whether every name means the same in another base."""
+        facts, others = (
+            (n.parts, n.shapes, [*n.shapes], n._stored, n._config, n.second, n.presets, n._renames)
+            for n in (self, other)
+        )
+        return facts == others
+
     def find(self, module: str, parameter: str = "weight") -> WeightView | None:
         """Return the rows that an adapter calls `module`; None if no rows fit, AmbiguousName if two places do.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Final
 
-from ..disk.files import StoredTensor
+from ..dtypes import StoredTensor
 from .names import Names
 
 DECODER_CLASSES: Final = ("ForCausalLM", "LMHeadModel")

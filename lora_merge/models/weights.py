@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
-from ..disk.files import StoredTensor
-from ..dtypes import Shape, flat
+from ..dtypes import Shape, StoredTensor, flat
 from ..files.encodings.base import Packing, plain
 
 

@@ -77,8 +77,17 @@ class CheckpointCache:
         return (entry or self._keep(key, open_checkpoint(path, adapter=adapter), None))[0]
 
     def names(self, path: Path, table: Path | None = None) -> Names:
-        """Return the names of the weights of a model. `table`: the user's name table."""
-        lookup: Names = self.parsed(("names", path, table), self.index(path, adapter=False), lambda i: names(i, table))
+        """Return the names of the weights of a model. `table`: the user's name table.
+
+        Bases with the same tensors share them: most checkpoints of SDXL do, and its names take longer than the header.
+        """
+
+        def read(index: Index) -> Names:
+            lookup = names(index, table)
+            kept = (entry for (kind, *_), (_, entry) in self._entries.items() if kind == "names")
+            return next((other for other in kept if lookup.same_as(other)), lookup)
+
+        lookup: Names = self.parsed(("names", path, table), self.index(path, adapter=False), read)
         return lookup
 
     def adapter(self, path: Path) -> AdapterFile:

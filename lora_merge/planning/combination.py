@@ -1,33 +1,36 @@
-"""How the changes of one weight become one change: the method of a job, its numbers, the seeds of its random draws."""
+"""How several changes of one weight meet: the method of a job, its numbers, the seeds of its random draws."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Final
 
 from ..adapters.modules import AdapterFile
-from ..disk.files import Memory, sha256
+from ..disk.files import sha256
+from ..dtypes import Memory
 from ..job import Job, numbers
 from ..matching.patch import PatchPart
-from ..merge_methods import METHODS, MergeMethod
-from ..method_parameters import MethodParameters
+from ..merge_methods import METHODS, SUM, MergeMethod, MethodParameters
 
 
 @dataclass(frozen=True, eq=False)
-class Combining:
+class Combination:
     """The method of one job with its numbers, and the adapters, of which the seeds of random draws are made."""
 
     method: MergeMethod
-    numbers: MethodParameters
-    adapters: Sequence[AdapterFile]
+    numbers: MethodParameters = field(default_factory=MethodParameters)
+    adapters: Sequence[AdapterFile] = ()
+    uses: Mapping[str, Sequence[PatchPart]] = field(default_factory=dict)
+    """Base key → all its changes, where adapters act in turn: formulas read weights that others have changed."""
 
     @staticmethod
-    def of(job: Job, adapters: Sequence[AdapterFile]) -> Combining | None:
-        """Return the way in which a job combines changes; None where it adds them, or applies them in turn."""
+    def of(job: Job, adapters: Sequence[AdapterFile], uses: Mapping[str, Sequence[PatchPart]]) -> Combination:
+        """Return the combination of a job, whose adapters make these changes of the base."""
         row = METHODS[job.method]
-        return Combining(row, numbers(job), adapters) if row.combines else None
+        return Combination(row, numbers(job), adapters, uses if row.in_turn else {})
 
     @cached_property
     def digests(self) -> tuple[str, ...]:
@@ -48,6 +51,10 @@ class Combining:
         first = min(uses, key=lambda u: (u.piece.start, u.patch.algorithm))
         module = first.patch.module
         return f"{self.digests[adapter]}/{module.name}.{module.parameter}/{first.patch.algorithm}@{first.start}"
+
+
+ADDITION: Final = Combination(METHODS[SUM])
+"""The combination of weights without changes."""
 
 
 def digest(adapter: AdapterFile) -> str:

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import ClassVar, Final
 
 from ..adapters.modules import AdapterFile, group
-from ..disk.files import StoredTensor
-from ..dtypes import DTYPES, FLOATS, GGUF_TYPES, QUANTISED_DTYPES, spoken
+from ..dtypes import DTYPES, FLOATS, GGUF_TYPES, QUANTISED_DTYPES, StoredTensor, spoken
 from ..errors import FitError, InputError, UsageError
 from ..files.checkpoint import Index
 from ..files.encodings.base import Packing
@@ -244,7 +243,7 @@ def check_names(job: Job, base: Index, adapters: Sequence[AdapterFile]) -> None:
 
 def _new_file(job: Job, base: Index) -> DiffusionFile:
     """Return the GGUF file that is made of a base; UsageError for a base of which none can be made."""
-    where = f"{base.path}: {job.output.name}, --dtype {job.dtype}"
+    where = f"{base.path}: {job.output.name}, `--dtype {job.dtype}`"
     if base.path.is_dir():
         raise UsageError("a folder cannot be converted to GGUF: a language model needs its tokenizer in it, and a "
                          "diffusion model the names of its own checkpoint", where,

@@ -7,12 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
+from ..addresses import upload_address
+from ..disk.volumes import free_bytes
 from ..files.checkpoint import TRAINED_FILES, open_checkpoint
 from ..files.folder_layouts import entries
 from ..job import Job
 from ..paths import of_index
 from ..progress import Progress, counted, unwatched
 from ..sources.inputs import Download, download_of, fetch, preview_of, require_space
+from ..text import size
 
 Announce: TypeAlias = Callable[[str], object]
 """Shows what is downloaded, before the first byte."""
@@ -46,12 +49,15 @@ def fetch_all(
 ) -> dict[Path, Path]:
     """Download inputs; return input → its path on this machine. ResourceError if the disks have no room for them.
 
-    `room`: the folder of the output, and the bytes that it takes there; None if nothing is written.
+    `room`: the output, and the bytes that it takes on its disk; None if nothing is written.
     """
     require_space(needed.values(), room)
-    for download in needed.values():
-        if announce is not None and download.size:
-            announce(download.text())
+    texts = [download.text() for download in needed.values() if download.size]
+    if texts and room is not None and room[1] and upload_address(room[0]) is None:
+        texts.append(f"the output takes {size(room[1])} in {room[0].parent} ({size(free_bytes(room[0]))} free)")
+    if announce is not None:
+        for text in texts:
+            announce(text)
     places = {}
     for path, download in needed.items():
         if download.streamed:

@@ -27,7 +27,7 @@ NEEDED: Final = frozenset(
 https://github.com/Stability-AI/ModelSpec. `config` holds the configuration of single-file LTX-Video models."""
 
 
-def kept_entries(container: OutputContainer, path: Path) -> dict[str, str]:
+def other_entries(container: OutputContainer, path: Path) -> dict[str, str]:
     """Return the entries of the output of one file of the base; UsageError for an entry that only a merge can write."""
     # Entries of the user.
     job, base = container.job, container.base

@@ -15,9 +15,8 @@ from typing import Final
 from ..adapters.modules import AdapterFile
 from ..adapters.network_settings import rules_of
 from ..adapters.tensor_values import FileValues, Values
-from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import FLOATS, ITEM_BYTES, WHOLE_DTYPES, Shape, spoken
+from ..dtypes import FLOATS, ITEM_BYTES, WHOLE_DTYPES, Shape, StoredTensor, spoken
 from ..errors import FitError, InputError, ShapeMismatch, UsageError
 from ..files.checkpoint import FOLDER_CONFIGS, Index
 from ..files.encodings.base import Packing, plain
@@ -43,7 +42,7 @@ from ..matching.patch import Match, PatchPart
 from ..matching.tied_embeddings import check_separations
 from ..matching.trained_weights import with_trained_weights
 from ..matching.values import replace_in_turn, values_as_changes
-from ..merge_methods import ADDED_VECTORS, METHODS, UNDIRECTED
+from ..merge_methods import ADDED_VECTORS, METHODS
 from ..models.names import Names
 from ..models.part_factors import Strengths, check_effect, on_base
 from ..models.tied_weights import tied
@@ -52,11 +51,11 @@ from ..paths import is_split
 from ..safe_regex import Steps
 from ..text import Note
 from .checkpoint_cache import CheckpointCache
-from .combination import Combining
+from .combination import ADDITION, Combination
 from .containers import OutputContainer, check_name, check_names, container_of, with_names_of
-from .header_entries import kept_entries
+from .header_entries import other_entries
 from .output_checksums import entry, summed
-from .plan import NO_OTHERS, OutputFile, OutputTensor, Plan, neighbour, weights
+from .plan import OutputFile, OutputTensor, Plan, neighbour, weights
 from .quantisation import quantising
 from .recipe import blanks, entries
 
@@ -157,7 +156,7 @@ def make_plan(matched: Matched) -> Plan:
     folders, sides, notes = _folders(matched)
     refuse_links_outside(base, sides)
     # Notes for the user.
-    if job.method in UNDIRECTED and any(len(t.shape) < 2 and t.combining for f in files for t in f.targets):
+    if METHODS[job.method].directions and any(len(t.shape) < 2 and t.combines for f in files for t in f.targets):
         notes.append(Note(f"{job.method}: {ADDED_VECTORS}"))
     if job.dtype == "keep":
         notes += activation_notes((t.name for f in files for t in f.targets if t.uses), base.packed)
@@ -327,11 +326,11 @@ def _files(matched: Matched, forms: Mapping[str, NewWeight]) -> tuple[OutputFile
     files = []
     coded = summed([*by_file.values()])
     for (path, targets), of_merge, changed in zip(by_file.items(), by_merge, coded, strict=True):
-        kept_of_base = kept_entries(container, path)
+        others = other_entries(container, path)
         of_sums = entry([0] * len(changed)) if of_merge else {}
-        header, alignment = container.header(path, targets, {**kept_of_base, **of_merge, **of_sums})
+        header, alignment = container.header(path, targets, {**others, **of_merge, **of_sums})
         name = output_name(path, base) if base.path.is_dir() else ""
-        files.append(OutputFile(name, header, _placed(targets, len(header), alignment), kept_of_base, alignment))
+        files.append(OutputFile(name, header, _placed(targets, len(header), alignment), others, alignment))
     return tuple(files)
 
 
@@ -342,11 +341,8 @@ def outputs(
 
     `forms`: weight → its quantised form in the output.
     """
-    combining = Combining.of(matched.inputs.job, [match.adapter for match in matched.adapters])
     groups = _outputs(matched, forms)
-    rows = _in_words(groups) if any(form.beside for form in forms.values()) else chain.from_iterable(groups)
-    for path, target in rows:
-        yield path, target._replace(combining=combining) if combining is not None and target.uses else target
+    return _in_words(groups) if any(form.beside for form in forms.values()) else chain.from_iterable(groups)
 
 
 def _in_words(groups: Iterable[Sequence[tuple[Path, OutputTensor]]]) -> Iterator[tuple[Path, OutputTensor]]:
@@ -363,7 +359,7 @@ def _in_words(groups: Iterable[Sequence[tuple[Path, OutputTensor]]]) -> Iterator
 
 
 def _outputs(matched: Matched, forms: Mapping[str, NewWeight]) -> Iterator[Sequence[tuple[Path, OutputTensor]]]:
-    """Yield as `outputs` does the tensors of each weight, without the way in which changes are combined."""
+    """Yield as `outputs` does the tensors of each weight."""
     job, base, container = matched.inputs.job, matched.inputs.base, matched.inputs.container
     adapters, before = matched.adapters, matched.weights
     # What the adapters do to each weight.
@@ -375,6 +371,7 @@ def _outputs(matched: Matched, forms: Mapping[str, NewWeight]) -> Iterator[Seque
         created.update(match.created)
         for key, more in match.uses.items():
             uses.setdefault(key, []).extend(more)
+    combination = Combination.of(job, [match.adapter for match in adapters], uses)
     dropped = base.beside if job.dtype != "keep" else frozenset()
     # Tensors of the base, with the scales that a quantised form adds.
     for key, info in base.tensors.items():
@@ -382,7 +379,7 @@ def _outputs(matched: Matched, forms: Mapping[str, NewWeight]) -> Iterator[Seque
             continue
         form, weight = forms.get(key), replaced.get(key, before[key])
         like = container.named(info) if form is None else info
-        target = _target(job, like, weight, uses, container.stored_as(info, weight, form))
+        target = _target(combination, like, weight, uses, container.stored_as(info, weight, form))
         scales = [OutputTensor(t.name, stored_name(t), t.dtype, Weight(t.shape, t), 0, t.nbytes)
                   for t in (form.beside if form else ())]  # fmt: skip
         yield [(info.file, t) for t in (target, *scales)]
@@ -395,20 +392,19 @@ def _outputs(matched: Matched, forms: Mapping[str, NewWeight]) -> Iterator[Seque
             weight = replaced.get(key, before[key])
             if container.holds(like, changed=True):
                 stored_as = container.stored_as(like, weight, None)
-                yield [(sibling.file, _target(job, container.named(like), weight, uses, stored_as))]
+                yield [(sibling.file, _target(combination, container.named(like), weight, uses, stored_as))]
 
 
 def _target(
-    job: Job, info: StoredTensor, weight: Weight, all_uses: Mapping[str, Sequence[PatchPart]],
+    combination: Combination, info: StoredTensor, weight: Weight, all_uses: Mapping[str, Sequence[PatchPart]],
     stored_as: tuple[str, Packing | None],
 ) -> OutputTensor:  # fmt: skip
-    name, method, (dtype, packed) = info.name, METHODS[job.method], stored_as
+    name, (dtype, packed) = info.name, stored_as
     uses = tuple(all_uses.get(name, ()))
     if uses and packed is None and dtype not in FLOATS:
         kind = "whole numbers" if info.dtype[0] in "IUB" else "values that cannot be merged"
         raise ShapeMismatch(f"an adapter changes a tensor of {kind}", f"{info.file}: {name} is {spoken(info.dtype)}",
                             "merge into the unquantised model, in fp32, fp16 or bf16")  # fmt: skip
-    others = all_uses if uses and method.in_turn else NO_OTHERS
     if (
         weight.shape != info.shape
         and packed is not None
@@ -421,7 +417,7 @@ def _target(
     codes = packed.codes if packed is not None else None
     nbytes = plain(dtype).encoding.nbytes(prod(weight.shape)) if codes is None else codes.nbytes
     stored = stored_name(info if codes is None else codes)
-    return OutputTensor(name, stored, dtype, weight, 0, nbytes, uses, method, others, packed)
+    return OutputTensor(name, stored, dtype, weight, 0, nbytes, uses, combination if uses else ADDITION, packed)
 
 
 def _placed(targets: Sequence[OutputTensor], data: int, alignment: int) -> tuple[OutputTensor, ...]:

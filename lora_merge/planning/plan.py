@@ -8,37 +8,28 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import lcm, prod
 from pathlib import Path, PurePosixPath
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ..adapters.trigger_words import trigger_words
-from ..disk.files import StoredTensor
 from ..disk.uploads import sink_of
-from ..dtypes import Shape, flat, spoken
+from ..dtypes import Shape, StoredTensor, flat, spoken
 from ..facts import Fact, line
 from ..files.checkpoint import Index, configuration
 from ..files.encodings.base import Packing, plain
 from ..files.file_uses import Folder
 from ..job import TOKENIZERS, Job, ResolvedJob
 from ..matching.patch import Match, PatchPart
-from ..merge_methods import METHODS, SUM, MergeMethod
 from ..models.fused_weights import together
 from ..models.names import Names
 from ..models.weights import Weight, unstored
 from ..paths import input_name
 from ..report import input_rows, output_rows
 from ..text import Shown, by_component, by_pattern
+from .combination import ADDITION, Combination
 from .quantisation import NO_QUANTISING, Quantising
-
-if TYPE_CHECKING:
-    from .combination import Combining
 
 CARD: Final = "README.md"
 """The name of the model card in a folder."""
-
-
-NO_OTHERS: Final[Mapping[str, Sequence[PatchPart]]] = MappingProxyType({})
-"""The `others` of all tensors whose adapters do not act in turn; one mapping that they share."""
 
 
 class OutputTensor(NamedTuple):
@@ -51,10 +42,8 @@ class OutputTensor(NamedTuple):
     offset: int
     nbytes: int
     uses: tuple[PatchPart, ...] = ()
-    method: MergeMethod = METHODS[SUM]
-    others: Mapping[str, Sequence[PatchPart]] = NO_OTHERS  # base key → uses, where adapters act in turn
+    combination: Combination = ADDITION  # how its changes meet
     packed: Packing | None = None  # how its numbers are stored; None: plain
-    combining: Combining | None = None  # how its changes become one; None: `method` adds or composes them
 
     @property
     def shape(self) -> Shape:
@@ -65,6 +54,11 @@ class OutputTensor(NamedTuple):
     def source(self) -> StoredTensor:
         """The stored tensor with the numbers before the changes."""
         return self.weight.stored
+
+    @property
+    def combines(self) -> bool:
+        """Whether its changes become one change, which needs all of them as a whole."""
+        return self.combination.method.combines
 
     @property
     def packing(self) -> Packing:

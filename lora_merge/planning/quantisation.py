@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Final
 
-from ..disk.files import StoredTensor
-from ..dtypes import FLOATS, GGUF_TYPES, QUANTISED_DTYPES
+from ..dtypes import FLOATS, GGUF_TYPES, QUANTISED_DTYPES, StoredTensor
 from ..errors import UsageError
 from ..files.checkpoint import Index
 from ..files.formats.base import NewWeight

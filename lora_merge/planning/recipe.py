@@ -18,9 +18,8 @@ from ..files.side_files import output_name
 from ..job import TOKENIZERS, Job
 from ..options import OPTIONS, Kind
 from ..paths import input_name
-from ..safe_regex import from_json
 from ..sources.inputs import origin
-from ..text import by_component
+from ..text import by_component, from_json
 
 KEY: Final = "lora_merge.recipe"
 FORMAT: Final = 2

@@ -15,9 +15,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import Shape
+from ..dtypes import Shape, StoredTensor
 from ..errors import VerificationFailed
 from ..files.checkpoint import Index
 from ..files.side_files import stored_name

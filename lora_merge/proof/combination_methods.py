@@ -17,8 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from ..matching.patch import Patch, PatchPart
-from ..merge_methods import MergeMethod
-from ..method_parameters import MethodParameters
+from ..merge_methods import MergeMethod, MethodParameters
 from ..models.weights import WeightView
 from ..planning.plan import OutputTensor
 from .reference import REFERENCE
@@ -142,7 +141,7 @@ class RowChanges:
     @property
     def uses(self) -> Sequence[PatchPart]:
         """All changes of the tensor where adapters act in turn; () where differences are added."""
-        return self.target.others.get(self.key, ())
+        return self.target.combination.uses.get(self.key, ())
 
 
 def together(uses: Sequence[PatchPart]) -> Sequence[PatchRows]:
@@ -200,8 +199,7 @@ def of_weight(
     target: OutputTensor, patch_rows: Sequence[PatchRows], rows: Array, change: Callable[[PatchRows, Array], Array]
 ) -> Combined:
     """Return rows of Δ of a weight by the method of its job. `change`: returns s ΔW of one part on some rows."""
-    how, by = target.combining, dict[int, list[PatchRows]]()
-    assert how is not None, "the changes of this weight become one"
+    how, by = target.combination, dict[int, list[PatchRows]]()
     for part in patch_rows:
         by.setdefault(part.patch.adapter, []).append(part)
 
@@ -227,8 +225,8 @@ def combined(  # noqa: PLR0913  # the method, its inputs and its numbers
 
     `vector`: for biases and norms, which slerp and karcher add.
     """
-    if method.linear or method.name == "karcher":
-        return _weighted(method.name, changes, strengths, n, rows, added=vector)
+    if method.weighs:
+        return _weighted(method, changes, strengths, n, rows, added=vector)
     scaled: list[Array] = []
     slack: Array = np.zeros(())
     for change, strength, seed in zip(changes, strengths, seeds, strict=True):
@@ -240,11 +238,11 @@ def combined(  # noqa: PLR0913  # the method, its inputs and its numbers
         scaled.append(strength * change.at(rows))
         slack = slack + np.where(unsure, np.abs(scaled[-1]) * max(1.0, float(factor.max(initial=1.0))), 0.0)
         scaled[-1] *= factor
-    if method.elects or method.name == "consensus":
+    if method.elects or method.agrees:
         slack = 2 * slack + _doubtful(scaled, slack > 0)
     if method.elects:
         _elect(scaled, strengths, n)
-    elif method.name == "consensus":
+    elif method.agrees:
         needed = len(scaled) if n.agree is None else n.agree
         up, down = (sum(s > 0 for s in some) for some in (scaled, [-s for s in scaled]))
         for s in scaled:
@@ -255,7 +253,7 @@ def combined(  # noqa: PLR0913  # the method, its inputs and its numbers
 
 
 def _weighted(  # noqa: PLR0913  # the method, its inputs and its numbers
-    name: str,
+    method: MergeMethod,
     changes: Sequence[ReferenceRows],
     strengths: Sequence[float],
     n: MethodParameters,
@@ -264,8 +262,8 @@ def _weighted(  # noqa: PLR0913  # the method, its inputs and its numbers
     added: bool,
 ) -> tuple[list[Array], Array]:
     """Return the parts wᵢτᵢ, and their slack."""
-    curved = name in ("slerp", "karcher")
-    weights = list(strengths) if curved and added else _weights(name, changes, strengths, n)
+    curved = method.directions
+    weights = list(strengths) if curved and added else _weights(method.name, changes, strengths, n)
     largest = max(abs(s) * t.largest for s, t in zip(strengths, changes, strict=True)) if curved else 0.0
     parts = [n.scale * w * t.at(rows) for w, t in zip(weights, changes, strict=True)]
     return parts, np.full(parts[0].shape, 1e-9 * largest * abs(n.scale))

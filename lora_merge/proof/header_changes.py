@@ -14,8 +14,7 @@ from ..files.checkpoint import Index
 from ..files.safetensors import SEAL, ZERO_HASH, intact, metadata_of, sealed, with_metadata
 from ..planning.plan import OutputFile, Plan
 from ..planning.recipe import FORMAT, KEY, OURS, entries, parsed
-from ..safe_regex import from_json
-from ..text import Note, listed, quoted
+from ..text import Note, from_json, listed, quoted
 
 TENSOR_FIELDS: Final = frozenset({"dtype", "shape", "data_offsets"})
 """Fields of a tensor that a merge writes."""

@@ -29,7 +29,7 @@ from .peft_initialisation import rebuilt_slots
 from .proof_report import Bound, Exact, Findings, coarse, measure
 from .reference import REFERENCE, FormulaInput
 from .reference.floats import Array, as_dtype, decode
-from .sampling import runs, sample, shuffled
+from .sample import runs, sample, shuffled
 from .weights import Coded, WeightReader
 
 TENSOR_STRIDE: Final = 20  # where a row costs as much as all rows, one tensor in 20 is recomputed
@@ -94,7 +94,7 @@ class Recomputation:
         return self._sampled[target.name]
 
     def _costly(self, target: OutputTensor) -> bool:
-        return target.combining is not None or any(costs_all(u) for u in target.uses)
+        return target.combines or any(costs_all(u) for u in target.uses)
 
     def check(self, target: OutputTensor, fd: Written, report: Callable[[int], object]) -> None:
         """Recompute rows of one merged tensor and compare them with the file behind `fd`.
@@ -118,7 +118,7 @@ class Recomputation:
     def confirm(self, target: OutputTensor, fd: Written) -> None:
         """Compute again what the merge recorded of some rows of a tensor, and note the tensor if it differs."""
         recorded = self.recorded.get(target.name)
-        if recorded is None or target.name in self.left_out or target.combining is not None:
+        if recorded is None or target.name in self.left_out or target.combines:
             return
         rows, cols = np.array(recorded.rows), target.matrix[1]
         (stored, grid), exact = self._output(target, fd, rows, cols), self._exact(target, rows, cols)
@@ -156,7 +156,7 @@ class Recomputation:
     def _exact(self, target: OutputTensor, rows: Array, cols: int) -> Exact:
         """Return the exact rows."""
         base = self._base(target.weight, rows, cols)
-        if target.combining is not None:
+        if target.combines:
             return self._combined(target, rows, base)
         row_changes, value, terms = RowChanges(target), base.copy(), np.abs(base)
         changes: dict[int, Array] = {}
@@ -170,7 +170,7 @@ class Recomputation:
             terms[at] = np.maximum(terms[at], np.maximum(np.abs(change), np.abs(value[at])))
             changes.setdefault(part.patch.adapter, np.zeros_like(base))[at] += change
             losses.append(REFERENCE[part.patch.algorithm].loss)
-        loss = sum(losses) if target.method.in_turn else max(losses)
+        loss = sum(losses) if target.combination.method.in_turn else max(losses)
         return Exact(base, value, terms, loss, max(row_changes.growth), changes)
 
     def _combined(self, target: OutputTensor, rows: Array, base: Array) -> Exact:
@@ -198,7 +198,7 @@ class Recomputation:
         if not np.isfinite(got).all():
             error[(got == value) | (np.isnan(got) & np.isnan(value))] = 0.0
         parts = len(self._parts(target.uses))
-        rounding = self.rounding if target.combining is None else ROUNDING["fp64"]
+        rounding = ROUNDING["fp64"] if target.combines else self.rounding
         if not target.weight.packing.encoding.plain:
             rounding = max(rounding, ROUNDING["fp32"])  # codes are decoded in fp32, whatever the sum is made in
         rounding *= max(1.0, parts / 16)

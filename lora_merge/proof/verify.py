@@ -17,12 +17,12 @@ from typing import Any, Final
 import numpy as np
 
 from ..change_statistics import Checked, Measure
-from ..disk.files import FileState, StoredTensor, open_regular
+from ..disk.files import FileState, open_regular
 from ..disk.pages import ReadAhead
 from ..disk.reader import Reader, read_bytes
 from ..disk.remote import remote
 from ..disk.system import RANDOM, advise
-from ..dtypes import ITEM_BYTES, spoken
+from ..dtypes import ITEM_BYTES, StoredTensor, spoken
 from ..errors import InputError, VerificationFailed
 from ..files.checkpoint import read_header
 from ..models.blocks import groups
@@ -39,8 +39,8 @@ from .loadable import check_folder, check_opened
 from .proof_report import REPORT_HEADERS, Findings, remedy
 from .recomputation import UNASKED, Recomputation, Written, read_exactly
 from .reference.floats import decode
-from .reference.one_core import one_core
-from .sampling import ALL_BELOW, Range, neighbours, ranges, stretch
+from .reference.numpy_threads import one_core
+from .sample import ALL_BELOW, Range, neighbours, ranges, stretch
 from .second_reading.comparison import read_again
 from .weights import Coded, coded_output
 
@@ -296,7 +296,7 @@ def _expect_evidence(plan: Plan, merged: Recomputation, part: Path) -> Iterator[
     name, most = max(weak.items(), key=lambda item: item[1].allowed / (item[1].change or SMALLEST_NORMAL))
     where = f"{part}: {name}, errors of {most.allowed:.3g} are allowed, the largest change is {most.change:.3g}"
     are = plural(len(weak), "merged tensor is", "merged tensors are")
-    chosen = any(t.combining is not None for f in plan.files for t in f.targets if t.name in weak)
+    chosen = any(t.combines for f in plan.files for t in f.targets if t.name in weak)
     coarse = ROUNDING[merged.judged] > ROUNDING["fp32"]
     fix = "leave out adapters whose changes cancel each other"
     if coarse or not (chosen or merged.judged == "fp64"):

@@ -10,9 +10,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import FLOATS, Shape
+from ..dtypes import FLOATS, Shape, StoredTensor
 from ..errors import VerificationFailed
 from ..files.checkpoint import Index
 from ..files.encodings.base import CODES, Packing
@@ -20,7 +19,7 @@ from ..planning.plan import OutputTensor
 from .decoders import DECODERS, BadPart, alone
 from .grids import DECODED, Grid, joined, plain_grid
 from .reference.floats import Array, decode
-from .sampling import runs
+from .sample import runs
 
 Read: TypeAlias = Callable[[StoredTensor, int, int], bytes | bytearray]
 """(tensor, first byte, bytes) → the bytes."""

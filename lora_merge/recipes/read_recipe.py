@@ -15,11 +15,11 @@ from ..addresses import parse
 from ..algorithms import COUNT
 from ..disk.publish import NAME_LIMIT
 from ..errors import InputError, UsageError
-from ..files.checkpoint import Index, open_checkpoint
+from ..files.checkpoint import Index
 from ..job import Adapter, Job, make_job
-from ..options import OPTIONS, shown
+from ..options import OPTIONS
 from ..planning.recipe import KEY, parsed
-from ..text import quoted
+from ..text import quoted, shown
 
 MERGE_FROM_INPUTS: Final = "merge again from its base and adapters"
 
@@ -64,12 +64,6 @@ class Recipe:
         """Return the job that the recipe describes, for inputs at `paths`; UsageError for values that are invalid."""
         adapters = [Adapter(p, s, parts) for p, (_, s, parts) in zip(paths[1:], self.adapters, strict=True)]
         return make_job(paths[0], adapters, output, **{**self.options, **options})
-
-
-def command_of(output: Path) -> str:
-    """Return the command that a file or folder says it was made by; "" for one that says nothing."""
-    command = (parsed(open_checkpoint(output).metadata.get(KEY, "")) or {}).get("command", "")
-    return command if isinstance(command, str) else ""
 
 
 def read_recipe(index: Index, instead: str = MERGE_FROM_INPUTS) -> Recipe:

@@ -16,13 +16,13 @@ from typing import Any, Final, NoReturn, TypeAlias
 
 from ..adapter_options import OF_MERGE
 from ..adapters_out.average import MOVING
-from ..adapters_out.commands import COMMANDS
 from ..adapters_out.job import AdapterJob
 from ..adapters_out.output_file import CONTENTS
 from ..addresses import with_addresses
-from ..disk.files import StoredTensor, sha256
+from ..command import Command
+from ..disk.files import sha256
 from ..disk.reader import Reader
-from ..dtypes import DTYPES, FLOATS, QUANTISED_DTYPES, Shape
+from ..dtypes import DTYPES, FLOATS, QUANTISED_DTYPES, Shape, StoredTensor
 from ..errors import FitError, UsageError, VerificationFailed
 from ..files.checkpoint import Index, open_checkpoint
 from ..files.formats.output import FILE_FORMATS, FOLDER_FORMATS
@@ -44,7 +44,7 @@ from ..proof.verify import check_header, verify
 from ..report import ADAPTER_PROOF
 from ..text import Note, listed, plural, quoted
 from .find_inputs import SEARCH, around, different, find, record
-from .read_recipe import Recipe, command_of, damaged, input_of, read_recipe, uses_of
+from .read_recipe import Recipe, damaged, input_of, read_recipe, uses_of
 
 Stated: TypeAlias = str | Path | tuple[str | Path, float | None] | Adapter
 """An adapter as the caller names it: a path, or a path and a strength, or an Adapter."""
@@ -69,10 +69,8 @@ def prove(  # noqa: PLR0913  # the options of `lora-merge verify`
     and in `search`. A strength that is not named is the recipe's, or 1. `options`, for an output without a recipe, are
     those of `merge` that its tensors do not show (strength_for, method, unmatched, on_overflow, map, setting).
     `compute_dtype` is for all outputs: the user, not the file, decides whether the rounding of sums in 16 bits is
-    allowed. VerificationFailed if it is not that merge. An adapter that a command wrote is proven by `_prove_adapter`.
+    allowed. VerificationFailed if it is not that merge. An adapter that a command wrote is proven by `prove_adapter`.
     """
-    if base is None and not adapters and is_adapter(output):
-        return _prove_adapter(output, search, progress, full=full, options=options, announce=announce)
     index = open_checkpoint(output)
     judged = checked(options)["compute_dtype"] if "compute_dtype" in options else ""
     options = {name: value for name, value in options.items() if name != "compute_dtype"}
@@ -118,16 +116,6 @@ def refuse_stated(options: Iterable[str]) -> None:
     if flags := ", ".join(f"--{name.replace('_', '-')}" for name in options):
         raise UsageError("options that the recipe states", flags,
                          "leave them out")  # fmt: skip
-
-
-def is_adapter(output: Path) -> bool:
-    """Return whether a file or folder states that it was written by a command that writes adapters."""
-    return command_of(output) in COMMANDS
-
-
-def again(written: Path, output: str | Path, search: Sequence[Path] = (), **options: Any) -> Plan | AdapterJob:
-    """Return what writes an output a second time, under another name: the plan of a merge, or the job of an adapter."""
-    return (job_again if is_adapter(written) else plan_again)(written, output, search, **options)
 
 
 def plan_again(
@@ -293,6 +281,7 @@ the file, so it does not decide where something is written or how much memory is
 
 
 def job_again(  # noqa: PLR0913  # the options of `lora-merge replay`
+    command: Command,
     adapter: Path,
     output: str | Path,
     search: Sequence[Path] = (),
@@ -303,7 +292,8 @@ def job_again(  # noqa: PLR0913  # the options of `lora-merge replay`
     announce: Announce | None = None,
     **options: Any,
 ) -> AdapterJob:
-    """Return the job that wrote an adapter; InputError for a damaged recipe, or for an input that is not found.
+    """Return the job by which a command wrote an adapter; InputError for a damaged recipe, or for an input that is not
+    found.
 
     `links`: a folder for links to inputs that have other names now, which the output states. `full`: whether its proof
     computes every layer again.
@@ -311,7 +301,6 @@ def job_again(  # noqa: PLR0913  # the options of `lora-merge replay`
     # Step 1: the values of the recipe, checked before a user adds others.
     metadata = open_checkpoint(adapter).metadata
     recipe = parsed(metadata.get(KEY, "")) or {}
-    command = COMMANDS[recipe["command"]]
     try:
         adapters = uses_of(recipe["tuned" if command.inputs == "checkpoints" else "adapters"])
         base = input_of(recipe["base"]) if "base" in recipe else None
@@ -324,7 +313,8 @@ def job_again(  # noqa: PLR0913  # the options of `lora-merge replay`
             refs = [Adapter(p, s, parts) for p, (_, s, parts) in zip(paths, adapters, strict=False)]
             if "weights" in command.options:  # the strengths of the recipe
                 refs = [replace(ref, strength=1.0) for ref in refs]
-            return command.job(refs, output, paths[-1] if base else None, {**stated, **more})
+            written: AdapterJob = command.job(refs, output, paths[-1] if base else None, {**stated, **more})
+            return written
 
         inputs = [*(a for a, _, _ in adapters), *([base] if base else [])]
         job([adapter] * len(inputs))
@@ -355,9 +345,9 @@ def _as_named(path: Path, name: str, links: Path) -> Path:
     return link
 
 
-def _prove_adapter(  # noqa: PLR0913  # the options of `lora-merge verify`
-    adapter: Path, search: Sequence[Path], progress: Progress, *, full: bool, options: Mapping[str, Any],
-    announce: Announce | None = None,
+def prove_adapter(  # noqa: PLR0913  # the options of `lora-merge verify`
+    command: Command, adapter: Path, *, search: Sequence[Path] = (), full: bool = False,
+    options: Mapping[str, Any] = MappingProxyType({}), progress: Progress = unwatched, announce: Announce | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Write an adapter again in a temporary folder, with its own proof, and compare the bytes; VerificationFailed where
     they differ.
@@ -367,10 +357,10 @@ def _prove_adapter(  # noqa: PLR0913  # the options of `lora-merge verify`
     refuse_stated(options)
     with tempfile.TemporaryDirectory() as folder:
         job = job_again(
-            adapter, Path(folder) / adapter.name, search, links=Path(folder), full=full, progress=progress,
+            command, adapter, Path(folder) / adapter.name, search, links=Path(folder), full=full, progress=progress,
             announce=announce, verify=True,
         )  # fmt: skip
-        report = COMMANDS[job.command].run(job, progress, None)
+        report = command.run(job, progress, None)
         pairs = zip(_files(Path(report.output)), _files(adapter), strict=True)
         if any(sha256(a) != sha256(b) for a, b in pairs):
             raise VerificationFailed("its inputs and its recipe give different bytes", str(adapter),

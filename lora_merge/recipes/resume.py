@@ -28,9 +28,8 @@ from ..planning.make_plan import open_inputs
 from ..planning.output_files import Contents, differing
 from ..planning.recipe import KEY, STRENGTH_ENTRY, blanks, parsed, recipes
 from ..proof.header_changes import changed_files
-from ..safe_regex import from_json
 from ..sources.outputs import present
-from ..text import listed
+from ..text import from_json, listed
 
 if TYPE_CHECKING:
     from ..adapters_out.job import AdapterJob
@@ -78,7 +77,7 @@ def is_done(job: Job, contents: Contents, opened: CheckpointCache, hashes: Hashe
 
 def is_adapter_done(job: AdapterJob, hashes: Hashes) -> bool:
     """Return whether the output holds the adapter that this job would write; see `is_done`."""
-    return _is_complete(job.inputs, lambda output: _other_adapter(job.at(output), hashes))
+    return _is_complete(job.inputs, lambda output: _other_adapter(job.changed(output=output), hashes))
 
 
 def _is_complete(job: Job, other: Callable[[Path], str], names: Sequence[str] | None = None) -> bool:

@@ -7,7 +7,8 @@ rounded and cut is read from its recipe. Where the base itself is at hand it is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -35,15 +36,13 @@ EXACT_DTYPES: Final = ("F32", "F64")
 """Dtypes of sums whose rounding and underflow are nothing against a step of a coarser dtype."""
 
 
-def plan_unmerge(
-    merged: Path, adapters: Any, output: str | Path | None, search: Sequence[Path] = (), *,
-    local: Callable[[Job], Job] | None = None, **options: Any,
-) -> Plan:  # fmt: skip
-    """Return the plan that takes adapters out of a merged checkpoint.
+def unmerge_job(
+    merged: Path, adapters: Any, output: str | Path | None, search: Sequence[Path] = (), **options: Any
+) -> Job:
+    """Return the job that takes adapters out of a merged checkpoint: a merge at the opposite strengths.
 
     `adapters`: as for `merge`, at the strengths of the merge; none: those of its recipe, searched by content. FitError
-    for changes that depend on the base, as those of DoRA: there only the original base helps. `local`: brings the
-    inputs of a job to this machine; None: a plan needs their headers alone.
+    for a merge that is no sum.
     """
     recipe = read_recipe(open_checkpoint(merged), "name its adapters") if not adapters else _recipe(merged)
     recorded: dict[str, Any] = {}
@@ -53,30 +52,8 @@ def plan_unmerge(
     if not adapters and recipe is not None:
         paths = find([a for a, _, _ in recipe.adapters], around(merged, search))
         adapters = [Adapter(p, s, parts) for p, (_, s, parts) in zip(paths, recipe.adapters, strict=True)]
-    try:
+    with _recorded_options(recorded, merged):
         job = make_job(merged, adapters, output, **options, **recorded)
-        plan = plan_job(opposite(job if local is None else local(job)), CheckpointCache())
-    except UsageError as e:
-        if any(e.where.startswith(OPTIONS[name].flag) for name in recorded):  # the user did not type it
-            raise damaged(merged, f"{e.what} ({e.where})") from e
-        raise
-    return taken_back(plan, recipe)
-
-
-def _expect_sum(recipe: Recipe, merged: Path) -> None:
-    """Raise FitError for a merge that is no sum, or that may have cut numbers."""
-    if (method := recipe.options.get("method", SUM)) != SUM:
-        raise FitError(f"the merge used `--method {method}`, which cannot be undone", str(merged), _instead(recipe))
-    if recipe.options.get("on_overflow", "error") == "saturate":
-        raise FitError(
-            "the merge may have cut values that are too large for the dtype (`--on-overflow saturate`): nothing "
-            "restores them",
-            str(merged), _instead(recipe),
-        )  # fmt: skip
-
-
-def opposite(job: Job) -> Job:
-    """Return the job with the opposite strengths; FitError for a method that is no sum."""
     if job.method != SUM:
         raise FitError(
             f"`--method {job.method}` cannot be undone",
@@ -86,10 +63,17 @@ def opposite(job: Job) -> Job:
     return replace(job, adapters=tuple(replace(a, strength=-a.strength) for a in job.adapters))
 
 
-def taken_back(plan: Plan, recipe: Recipe | None = None) -> Plan:
-    """Return the plan with a note that says what it cannot restore; FitError for changes that depend on the base, and
-    for a recipe of another merge than a sum."""
-    recipe = recipe or _recipe(plan.base.path)
+def plan_unmerge(job: Job, cache: CheckpointCache) -> Plan:
+    """Return the plan of such a job, with a note that says what it cannot restore.
+
+    FitError for changes that depend on the base, as those of DoRA (there only the original base helps), and for a
+    recipe of another merge than a sum.
+    """
+    recipe = _recipe(job.base)
+    values = {**vars(job), "setting": dict(job.setting)}
+    recorded = {} if recipe is None else {n: v for n, v in recipe.options.items() if n in SHARED_OPTIONS}
+    with _recorded_options([n for n, value in recorded.items() if value == values[n]], job.base):
+        plan = plan_job(job, cache)
     if recipe is not None:
         _expect_sum(recipe, plan.base.path)
     for match in plan.adapters:
@@ -102,6 +86,29 @@ def taken_back(plan: Plan, recipe: Recipe | None = None) -> Plan:
             )
     notes = [*_otherwise(plan, recipe)] or [_inexact(plan, recipe)]
     return replace(plan, base=replace(plan.base, notes=(*plan.base.notes, *notes)))
+
+
+@contextmanager
+def _recorded_options(recorded: Iterable[str], merged: Path) -> Iterator[None]:
+    """Raise the error for a damaged recipe in place of one for an option that it states: the user did not type it."""
+    try:
+        yield
+    except UsageError as e:
+        if any(e.where.startswith(OPTIONS[name].flag) for name in recorded):
+            raise damaged(merged, f"{e.what} ({e.where})") from e
+        raise
+
+
+def _expect_sum(recipe: Recipe, merged: Path) -> None:
+    """Raise FitError for a merge that is no sum, or that may have cut numbers."""
+    if (method := recipe.options.get("method", SUM)) != SUM:
+        raise FitError(f"the merge used `--method {method}`, which cannot be undone", str(merged), _instead(recipe))
+    if recipe.options.get("on_overflow", "error") == "saturate":
+        raise FitError(
+            "the merge may have cut values that are too large for the dtype (`--on-overflow saturate`): nothing "
+            "restores them",
+            str(merged), _instead(recipe),
+        )  # fmt: skip
 
 
 def _inexact(plan: Plan, recipe: Recipe | None) -> Note:

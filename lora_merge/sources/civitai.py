@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from ..addresses import CIVITAI, HASH, Address
-from ..disk.remote import ReadRange
 from ..errors import InputError, UsageError
 from ..text import listed
 from ..text import size as spoken_size
-from .contents import Advance, Listed, SourceFiles, is_offline, switched_off
-from .store import Store, keep, stored_file
-from .web import Endpoint, facts_of, json_at, ranges
+from .contents import Listed, SourceFiles
+from .store import stored_file
+from .web import Endpoint, WebSource, facts_of, json_at
 
 TOKENS: Final = ("CIVITAI_API_TOKEN", "CIVITAI_TOKEN", "CIVITAI_API_KEY")
 SITE: Final = "https://civitai.com"
@@ -33,30 +32,21 @@ def site() -> str:
     return os.environ.get("CIVITAI_ENDPOINT", SITE).rstrip("/")
 
 
-class Civitai:
+class Civitai(WebSource):
     """Civitai, or what this machine has of it."""
-
-    keeps = True
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
 
     def local(self, address: Address) -> Path | None:
         """Return the path of a file that is pinned, or named by its hash, if it is in the store."""
-        if not (address.pinned or is_offline()):
-            return None
-        for folder, known, files in self.store.folders():
-            same = known.scheme == CIVITAI == address.scheme
-            same = same and known.name == address.name and address.file in ("", known.file)
+        if address.scheme != HASH:
+            return super().local(address)
+        for folder, _, files in self.store.folders():
             for name, facts in files.items():
-                if same or (address.scheme == HASH and facts.get("sha256") == address.name):
+                if facts.get("sha256") == address.name:
                     return stored_file(folder, name, facts.get("size", -1))
         return None
 
     def contents(self, address: Address) -> SourceFiles:
         """Return the file of a version that holds the weights; UsageError if there are several and none is chosen."""
-        if is_offline():
-            raise switched_off(address)
         version = self._version(address)
         files = [f for f in version.get("files", []) if isinstance(f, dict) and str(f.get("id", "")).isdigit()]
         number, model = str(version.get("id", "")), str(version.get("modelId", "") or address.model)
@@ -64,7 +54,7 @@ class Civitai:
         name = Path(str(file.get("name", "")).replace("\\", "/")).name or f"{number}.safetensors"
         kind = address.kind or _kind(version)
         pinned = Address(CIVITAI, number, model=model, file=str(file["id"]), kind=kind)
-        size, etag, _ = facts_of(self._place(pinned))
+        size, etag, _ = facts_of(_download(pinned))
         digest = str((file.get("hashes") or {}).get("SHA256") or "").lower()
         if address.scheme == HASH and digest != address.name:
             raise InputError("Civitai has no file with this SHA-256", str(address), "check the hash")
@@ -89,26 +79,14 @@ class Civitai:
             raise InputError("Civitai's answer has another form than its API states", str(address), "run again later")
         return value
 
-    def _place(self, address: Address) -> Endpoint:
-        url = f"{site()}/api/download/models/{address.name}?fileId={address.file}"
-        return Endpoint(address, url, _token(), ADVICE)
+    def endpoint(self, contents: SourceFiles, name: str) -> Endpoint:
+        """Return the URL of the file."""
+        return _download(contents.address)
 
-    def reader(self, contents: SourceFiles, name: str) -> ReadRange:
-        """Return the function that reads ranges of the file."""
-        return ranges(self._place(contents.address), contents.files[name].size)
 
-    def stored(self, contents: SourceFiles, name: str) -> Path | None:
-        """Return the path of the file in the store."""
-        return stored_file(self.folder(contents), name, contents.files[name].size)
-
-    def folder(self, contents: SourceFiles) -> Path:
-        """Return the folder of the file."""
-        return self.store.entry(contents)
-
-    def fetch(self, contents: SourceFiles, names: Iterable[str], advance: Advance) -> None:
-        """Download the file, and check its SHA-256."""
-        for name in names:
-            keep(self._place(contents.address), self.folder(contents), name, contents, advance)
+def _download(address: Address) -> Endpoint:
+    url = f"{site()}/api/download/models/{address.name}?fileId={address.file}"
+    return Endpoint(address, url, _token(), ADVICE)
 
 
 def _token() -> str:

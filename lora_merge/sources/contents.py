@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol, TypeAlias
+from typing import IO, Final, Protocol, TypeAlias
 
 from ..addresses import HUB, Address
 from ..disk.remote import ReadRange
@@ -91,6 +91,15 @@ def switched_off(address: Address) -> MergeError:
     if address.scheme == HUB:
         what = "neither a file nor a folder here, nor in the cache of the hub, and downloads are switched off"
     return UsageError(what, str(address), f"download it first: {address.download()}; or unset {names}")
+
+
+def write(f: IO[bytes], data: bytes | memoryview, target: Path) -> None:
+    """Write bytes of a download; ResourceError if the disk does not take them."""
+    try:
+        f.write(data)
+    except OSError as e:
+        raise ResourceError(f"the download cannot be written: {e.strerror}", str(target),
+                            "remove files, or name a folder on another disk with --cache") from e  # fmt: skip
 
 
 def require_room(folder: Path, needed: int) -> None:

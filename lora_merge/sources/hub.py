@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -22,7 +23,6 @@ from ..paths import real_path
 from ..version import __version__
 from .contents import Advance, Listed, SourceFiles, is_offline, switched_off
 from .hub_cache import commit_of, hub_folder, remember_commit, repository_folder, stored_at
-from .store import Store
 from .web import Endpoint, ranges
 
 NAME: Final = "lora-merge"
@@ -37,9 +37,6 @@ class Hub:
 
     keeps = True
 
-    def __init__(self, _: Store) -> None:
-        """Take no folder for downloads: the hub has its own."""
-
     def local(self, address: Address) -> Path | None:
         """Return the path in the cache: of a file of a commit, or of anything if no request can be made."""
         path = stored_at(address)
@@ -49,16 +46,11 @@ class Hub:
 
     def contents(self, address: Address) -> SourceFiles:
         """Return the files of a repository at the commit that a revision is now."""
-        if is_offline():
-            raise switched_off(address)
         if not is_installed():
             what = "neither a file nor a folder here, nor in the cache of the hub; downloads need huggingface_hub"
             raise UsageError(what, str(address), f"download it first: {address.download()}; or {INSTALL}")
-        from huggingface_hub import HfApi
-
-        api = HfApi(endpoint=endpoint(), library_name=NAME, library_version=__version__)
         try:
-            info = api.model_info(address.name, revision=address.revision or None, files_metadata=True)
+            info = client().model_info(address.name, revision=address.revision or None, files_metadata=True)
         except Exception as e:  # noqa: BLE001  # the library has dozens of errors, in two versions of its HTTP client
             error = failed(address, e)
             commit = commit_of(address)
@@ -83,17 +75,11 @@ class Hub:
 
     def reader(self, contents: SourceFiles, name: str) -> ReadRange:
         """Return the function that reads ranges of a file."""
-        from huggingface_hub import get_token
-
-        address = contents.address
-        file = Address(HUB, address.name, address.revision, name)
-        url = f"{endpoint() or SITE}/{address.name}/resolve/{address.revision}/{quote(name)}"
-        return ranges(Endpoint(file, url, get_token() or "", _advice(file)), contents.files[name].size)
+        return ranges_of(replace(contents.address, path=name), contents.files[name].size)
 
     def stored(self, contents: SourceFiles, name: str) -> Path | None:
         """Return the path of a file in the cache."""
-        address = contents.address
-        path = stored_at(Address(HUB, address.name, address.revision, name))
+        path = stored_at(replace(contents.address, path=name))
         return path if path is not None and path.stat().st_size == contents.files[name].size else None
 
     def folder(self, contents: SourceFiles) -> Path:
@@ -106,6 +92,7 @@ class Hub:
 
         address = contents.address
         for name in names:
+            file = replace(address, path=name)
             try:
                 path = hf_hub_download(address.name, name, revision=address.revision, cache_dir=hub_folder(),
                                        library_name=NAME, library_version=__version__, endpoint=endpoint(),
@@ -113,9 +100,9 @@ class Hub:
             except Exception as e:  # noqa: BLE001  # as in `contents`
                 if _has_other_length(e):
                     _remove_incomplete(address, contents.files[name])
-                    raise _wrong("length", Address(HUB, address.name, address.revision, name)) from None
-                raise failed(Address(HUB, address.name, address.revision, name), e) from None
-            _check(Path(path), contents.files[name], Address(HUB, address.name, address.revision, name))
+                    raise _wrong("length", file) from None
+                raise failed(file, e) from None
+            _check(Path(path), contents.files[name], file)
         remember_commit(Address(HUB, address.name, contents.revision), address.revision)
 
 
@@ -149,6 +136,21 @@ def _remove_incomplete(address: Address, file: Listed) -> None:
     """Remove what the library has left of such a download, which it would continue."""
     for path in (repository_folder(address.name) / "blobs").glob(f"{file.sha256 or 'nothing'}*.incomplete"):
         path.unlink(missing_ok=True)
+
+
+def client() -> Any:
+    """Return the library's client."""
+    from huggingface_hub import HfApi
+
+    return HfApi(endpoint=endpoint(), library_name=NAME, library_version=__version__)
+
+
+def ranges_of(file: Address, size: int) -> ReadRange:
+    """Return the function that reads ranges of a file of a commit."""
+    from huggingface_hub import get_token
+
+    url = f"{endpoint() or SITE}/{file.name}/resolve/{file.revision}/{quote(file.path)}"
+    return ranges(Endpoint(file, url, get_token() or "", _advice(file)), size)
 
 
 def is_installed() -> bool:

@@ -8,25 +8,31 @@ same bytes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from threading import Lock
 from typing import Any, Final, NamedTuple
-from urllib.parse import quote
 
 from ..addresses import HUB, Address
 from ..errors import MergeError, ResourceError, UsageError
 from ..paths import WEIGHT_SUFFIXES
 from ..process import begin_commit
-from ..progress import Progress, Step, counted
+from ..progress import Progress, Step
 from ..text import Note, listed
 from ..version import __version__
-from .hub import INSTALL, NAME, SITE, endpoint, failed, is_installed
+from .hub import INSTALL, client, failed, is_installed, ranges_of
 from .inputs import forget
-from .sent_files import GrowingFile, Sending, Source, address_of, compare, differs, files_of, size_of
-from .web import Endpoint, ranges
+from .sent_files import (
+    GrowingFile,
+    Sending,
+    Source,
+    address_of,
+    compare,
+    differs,
+    files_of,
+    size_of,
+)
 
 MAIN: Final = "main"
 CARD: Final = "README.md"
@@ -52,7 +58,7 @@ class HubSink:
         address = address_of(target)
         if not is_installed():
             raise UsageError("outputs to the hub need huggingface_hub", str(address), INSTALL)
-        api = _api()
+        api = client()
         try:
             state = _state(api, address)
             if state is None:
@@ -73,15 +79,9 @@ class HubSink:
                              "choose another repository, or a folder in it")  # fmt: skip
         return bool(taken)
 
-    @contextmanager
-    def begin(self, copy: Path, target: Path, *, overwrite: bool, progress: Progress) -> Iterator[HubUpload]:
-        """Give the block the upload of the local copy that it writes."""
-        upload = HubUpload(copy, target, overwrite=overwrite, progress=progress)
-        with _silent():
-            try:
-                yield upload
-            finally:
-                upload.stop()
+    def begin(self, copy: Path, target: Path, *, overwrite: bool, progress: Progress) -> HubUpload:
+        """Return the upload of a local copy."""
+        return HubUpload(copy, target, overwrite=overwrite, progress=progress)
 
 
 class HubUpload:
@@ -89,12 +89,13 @@ class HubUpload:
 
     def __init__(self, copy: Path, target: Path, *, overwrite: bool, progress: Progress) -> None:
         self.address = address_of(target)
-        self._copy, self._overwrite, self._progress, self._api = copy, overwrite, progress, _api()
+        self._copy, self._overwrite, self._progress, self._api = copy, overwrite, progress, client()
         self._sending = Sending(self._send)
-        self._notes: list[Note] = []
+        self._created: list[str] = []
+        """The repository and the branch that this upload has created."""
         self._opened = False
         self._first: str | None = None
-        """The commit with which a repository or branch begins that this upload has created."""
+        """The commit with which they begin."""
 
     def ready(self, name: str, size: int, end: int) -> None:
         """Send a file of weights that is final."""
@@ -105,14 +106,26 @@ class HubUpload:
         """Create the repository and the branch if they are not there."""
         state = _state(self._api, self.address)
         if state is None:
-            self._api.create_repo(self.address.name, private=True, exist_ok=True)
-            self._notes.append(Note(f"a private repository was created: {self.address.name}"))
+            self._create(f"the new private repository {self.address.name}", self._api.create_repo, private=True,
+                         exist_ok=True)  # fmt: skip
             state = _state(self._api, self.address) or State([], None)
             self._first = state.head
         if not state.branch:
-            self._api.create_branch(self.address.name, branch=self.address.revision)
+            branch = self.address.revision
+            self._create(f"the new branch {branch} of {self.address.name}", self._api.create_branch, branch=branch)
             self._first = state.head
         self._opened = True
+
+    def _create(self, what: str, create: Callable[..., object], **named: object) -> None:
+        """Create a repository or a branch, which the error of a later failure names: also if the reply is lost."""
+        from huggingface_hub.errors import HfHubHTTPError
+
+        self._created.append(what)
+        try:
+            create(self.address.name, **named)
+        except HfHubHTTPError:  # the hub refuses it
+            self._created.pop()
+            raise
 
     def _send(self, name: str, file: GrowingFile) -> Any:
         """Send the content of a large file; return what the commit says of it."""
@@ -125,9 +138,10 @@ class HubUpload:
             operation = CommitOperationAdd(name, source if isinstance(source, bytes) else str(source))
             for left in reversed(range(TRIES)):
                 try:
-                    self._api.preupload_lfs_files(
-                        address.name, [operation], revision=address.revision or MAIN, free_memory=False
-                    )
+                    with _silent():
+                        self._api.preupload_lfs_files(
+                            address.name, [operation], revision=address.revision or MAIN, free_memory=False
+                        )
                     break
                 except Exception as e:
                     if not left or not isinstance(_failed(address, e), ResourceError):
@@ -144,10 +158,7 @@ class HubUpload:
         files: dict[str, Source] = {_inside(address, name): path for name, path in files_of(self._copy)}
         if card is not None:
             files[CARD] = card
-        advance = counted(self._progress, "upload", str(address), sum(map(size_of, files.values())))
-        for name, source in files.items():
-            self._sending.ready(name, source, size_of(source), size_of(source))
-        operations = self._sending.results(files, advance)
+        operations = self._sending.finish(files, address, self._progress)
         try:
             # Step 2: the commit.
             state = _state(api, address) or State([], None)
@@ -163,25 +174,38 @@ class HubUpload:
             raise _failed(address, e) from None
         forget(address)
         text = f"uploaded to {address} as commit {pinned.revision}"
-        return [*self._notes, Note(f"{text}: hashes, headers and samples there are those of the local copy")]
+        notes = [Note(f"{place} was created") for place in self._created]
+        return [*notes, Note(f"{text}: hashes, headers and samples there are those of the local copy")]
 
-    def stop(self) -> None:
-        """End the upload. What the hub has by then is no file of the repository, and a later upload uses it.
+    def stop(self) -> Sequence[str]:
+        """End the upload. What the hub has by then is no file of the repository, and a later upload uses it: so what
+        was created stays, and is named.
 
         The library cannot be interrupted: nothing waits for the file that it sends.
         """
         self._sending.stop()
+        return self._created
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Let the library draw no bar of its own for what the block sends, unless its user has decided on that."""
+    from huggingface_hub import constants
+
+    bars: Any = import_module("huggingface_hub.utils")
+    if constants.HF_HUB_DISABLE_PROGRESS_BARS is not None or bars.are_progress_bars_disabled():
+        yield
+        return
+    bars.disable_progress_bars()
+    try:
+        yield
+    finally:
+        bars.enable_progress_bars()
 
 
 def _inside(address: Address, name: str) -> str:
     """Return the name in the repository of a file of the output."""
     return "/".join(part for part in (address.path, name) if part)
-
-
-def _api() -> Any:
-    from huggingface_hub import HfApi
-
-    return HfApi(endpoint=endpoint(), library_name=NAME, library_version=__version__)
 
 
 class State(NamedTuple):
@@ -261,8 +285,6 @@ def _commit(api: Any, address: Address, operations: list[Any], head: str | None)
 def _prove(api: Any, pinned: Address, sources: dict[Source, Any]) -> None:
     """Compare the files of a commit with the local copy; VerificationFailed if any differ. `sources`: file of the local
     copy → what the commit says of it."""
-    from huggingface_hub import get_token
-
     names = [operation.path_in_repo for operation in sources.values()]
     uploaded = {f.path: f for f in api.get_paths_info(pinned.name, names, revision=pinned.revision)}
     for source, operation in sources.items():
@@ -272,8 +294,7 @@ def _prove(api: Any, pinned: Address, sources: dict[Source, Any]) -> None:
             raise differs(where, "size")
         if (info.lfs.sha256 != operation.upload_info.sha256.hex()) if info.lfs else (info.blob_id != _git_hash(source)):
             raise differs(where, "hash")
-        url = f"{endpoint() or SITE}/{pinned.name}/resolve/{pinned.revision}/{quote(name)}"
-        compare(ranges(Endpoint(where, url, get_token() or ""), size), source, where)
+        compare(ranges_of(where, size), source, where)
 
 
 def _git_hash(source: Source) -> str:
@@ -282,32 +303,6 @@ def _git_hash(source: Source) -> str:
     for data in GrowingFile(source, size, size).pieces():
         digest.update(data)
     return digest.hexdigest()
-
-
-_silent_uploads, _lock = 0, Lock()
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Let the library draw no bars of its own while there are uploads, unless the user has decided on that."""
-    from huggingface_hub import constants
-
-    global _silent_uploads
-    bars: Any = import_module("huggingface_hub.utils")
-    chosen = constants.HF_HUB_DISABLE_PROGRESS_BARS is not None
-    if chosen or (not _silent_uploads and bars.are_progress_bars_disabled()):
-        yield
-        return
-    with _lock:
-        _silent_uploads += 1
-        bars.disable_progress_bars()
-    try:
-        yield
-    finally:
-        with _lock:
-            _silent_uploads -= 1
-            if not _silent_uploads:
-                bars.enable_progress_bars()
 
 
 def _failed(address: Address, e: Exception, network: str = CONTINUED) -> MergeError:

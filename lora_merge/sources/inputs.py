@@ -12,10 +12,9 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Final
 
 from ..addresses import (
@@ -24,7 +23,6 @@ from ..addresses import (
     HUB,
     MODELSCOPE,
     OBJECTS,
-    OTHERS,
     WEB,
     Address,
     downloads_folder,
@@ -37,61 +35,9 @@ from ..disk.volumes import existing, free_bytes
 from ..errors import InputError
 from ..paths import WEIGHT_SUFFIXES, forbidden
 from ..text import size as spoken_size
-from .contents import Advance, Opener, SourceFiles, require_room
+from .contents import Advance, Opener, SourceFiles, is_offline, require_room, switched_off
 from .hub_cache import address_in_cache
 from .store import Store, address_in_store, file_name
-
-# The sources are imported when one is used: local files have no use for an HTTP client, which takes 60 ms.
-
-
-def _hub(store: Store) -> Opener:
-    from .hub import Hub
-
-    return Hub(store)
-
-
-def _civitai(store: Store) -> Opener:
-    from .civitai import Civitai
-
-    return Civitai(store)
-
-
-def _modelscope(store: Store) -> Opener:
-    from .modelscope import ModelScope
-
-    return ModelScope(store)
-
-
-def _objects(store: Store) -> Opener:
-    from .objects import Objects
-
-    return Objects(store)
-
-
-def _url(store: Store) -> Opener:
-    from .url import Url
-
-    return Url(store)
-
-
-def _other_system(store: Store) -> Opener:
-    from .other_systems import OtherSystem
-
-    return OtherSystem(store)
-
-
-OPENERS: Final[Mapping[str, Callable[[Store], Opener]]] = MappingProxyType(
-    {
-        HUB: _hub,
-        CIVITAI: _civitai,
-        HASH: _civitai,
-        MODELSCOPE: _modelscope,
-        WEB: _url,
-        **dict.fromkeys(OBJECTS, _objects),
-        **dict.fromkeys(OTHERS, _other_system),
-    }
-)
-"""Scheme → the source that opens its addresses."""
 
 MOST_FILES: Final = 20_000  # of one repository
 
@@ -145,10 +91,41 @@ def forget(address: Address) -> None:
             del _located[key]
 
 
+def _opener(scheme: str) -> Opener:
+    """Return the source of a scheme, which is imported here: local files have no use for an HTTP client, which takes
+    60 ms."""
+    store = Store.of_user()
+    if scheme == HUB:
+        from .hub import Hub
+
+        return Hub()
+    if scheme in (CIVITAI, HASH):
+        from .civitai import Civitai
+
+        return Civitai(store)
+    if scheme == MODELSCOPE:
+        from .modelscope import ModelScope
+
+        return ModelScope(store)
+    if scheme == WEB:
+        from .url import Url
+
+        return Url(store)
+    if scheme in OBJECTS:
+        from .objects import Objects
+
+        return Objects(store)
+    from .other_systems import OtherSystem
+
+    return OtherSystem(store)
+
+
 def _open(address: Address) -> Path:
-    opener = OPENERS[address.scheme](Store.of_user())
+    opener = _opener(address.scheme)
     if (path := opener.local(address)) is not None:
         return path
+    if is_offline():
+        raise switched_off(address)
     contents = opener.contents(address)
     return _preview(contents, opener)
 
@@ -292,7 +269,7 @@ def download_of(path: Path, opened: Iterable[Path], *, keep: bool = False) -> Do
 
 
 def require_space(downloads: Iterable[Download], output: tuple[Path, int] | None = None) -> None:
-    """Raise ResourceError if the disks have no room for what is downloaded, and for an output: its folder and size."""
+    """Raise ResourceError if the disks have no room for what is downloaded, and for an output of this size."""
     needed: dict[int, tuple[Path, int]] = {}
     for download in (d for d in downloads if d.room):
         folder = download.preview.opener.folder(download.preview.contents)

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import redirect_stderr
-from functools import partial
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
@@ -24,11 +23,9 @@ from urllib.parse import quote, urlencode
 
 from ..addresses import MODELSCOPE, Address
 from ..disk.hashes import hash_file
-from ..disk.remote import ReadRange
 from ..errors import InputError
-from .contents import Advance, Listed, SourceFiles, is_offline, switched_off
-from .store import Store, keep, stored_file
-from .web import Endpoint, json_at, ranges, refused, unreachable
+from .contents import Advance, Listed, SourceFiles, is_offline
+from .web import Endpoint, WebSource, json_at, refused, unreachable
 
 SITE: Final = "https://www.modelscope.cn"
 BRANCH: Final = "master"
@@ -40,30 +37,17 @@ def site() -> str:
     return os.environ.get("MODELSCOPE_ENDPOINT", SITE).rstrip("/")
 
 
-class ModelScope:
+class ModelScope(WebSource):
     """ModelScope, or what this machine has of it."""
 
-    keeps = True
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
-
     def local(self, address: Address) -> Path | None:
-        """Return the path of a file that is pinned, or of anything without requests, if it is in the store."""
-        if not (is_offline() or (address.pinned and address.path)):
-            return None
-        for folder, known, files in self.store.folders():
-            if (known.scheme, known.name) != (MODELSCOPE, address.name):
-                continue
-            if address.revision in (known.revision, "") and address.path in (known.path, ""):
-                facts = files.get(address.path)
-                return folder if facts is None else stored_file(folder, address.path, facts.get("size", -1))
-        return None
+        """Return the path of a file that is pinned, or of anything without requests, also from the cache of the library
+        of ModelScope."""
+        path = super().local(address) if address.path or is_offline() else None
+        return path or (_cached(address) if is_offline() else None)
 
     def contents(self, address: Address) -> SourceFiles:
         """Return the files of a repository at a revision."""
-        if is_offline():
-            raise switched_off(address)
         revision = address.revision or BRANCH
         query = urlencode({"Revision": revision, "Recursive": "true"})
         answer = json_at(_endpoint(address, f"repo/files?{query}"))
@@ -80,31 +64,22 @@ class ModelScope:
         pinned = Address(MODELSCOPE, address.name, pin, address.path)
         return SourceFiles(pinned, address.name.partition("/")[2], files, revision, folder=True)
 
-    def reader(self, contents: SourceFiles, name: str) -> ReadRange:
-        """Return the function that reads ranges of a file."""
-        return ranges(_file(contents, name), contents.files[name].size)
+    def endpoint(self, contents: SourceFiles, name: str) -> Endpoint:
+        """Return the URL of a file."""
+        query = urlencode({"Revision": contents.address.revision, "FilePath": name})
+        return _endpoint(contents.address, f"repo?{query}")
 
-    def stored(self, contents: SourceFiles, name: str) -> Path | None:
-        """Return the path of a file in the store."""
-        return stored_file(self.folder(contents), name, contents.files[name].size)
+    def state(self, contents: SourceFiles) -> str:
+        """Return hashes and sizes: the API states no commit of a branch."""
+        return " ".join(f"{name}:{f.sha256}{f.size}" for name, f in sorted(contents.files.items()))
 
-    def folder(self, contents: SourceFiles) -> Path:
-        """Return the folder of this state of the repository."""
-        return self.store.entry(
-            contents, " ".join(f"{name}:{f.sha256}{f.size}" for name, f in sorted(contents.files.items()))
-        )
-
-    def fetch(self, contents: SourceFiles, names: Iterable[str], advance: Advance) -> None:
-        """Download files, and check the SHA-256 that the API states."""
-        for name in names:
-            library = partial(self._fetch_by_library, contents, name, advance) if find_spec("modelscope") else None
-            keep(_file(contents, name), self.folder(contents), name, contents, advance, library)
-
-    def _fetch_by_library(self, contents: SourceFiles, name: str, advance: Advance, target: Path) -> str:
-        """Download a file by the library of ModelScope, which draws no bar; return its SHA-256.
+    def download(self, contents: SourceFiles, name: str, target: Path, advance: Advance) -> str:
+        """Download a file to a path, by the library of ModelScope if it is installed; return its SHA-256.
 
         InputError for other bytes than are stated.
         """
+        if find_spec("modelscope") is None:
+            return super().download(contents, name, target, advance)
         from modelscope.hub.file_download import model_file_download
 
         address, file = contents.address, contents.files[name]
@@ -116,7 +91,7 @@ class ModelScope:
                     )
             except Exception as e:  # noqa: BLE001  # its errors are those of its HTTP client, whose texts hold URLs
                 status = getattr(getattr(e, "response", None), "status_code", 0)
-                place = _file(contents, name)
+                place = self.endpoint(contents, name)
                 raise (refused(place, status) if status else unreachable(address, OSError(type(e).__name__))) from None
             digest = hash_file(path)
             if path.stat().st_size != file.size or (file.sha256 and digest != file.sha256.lower()):
@@ -128,9 +103,13 @@ class ModelScope:
         return digest
 
 
-def _file(contents: SourceFiles, name: str) -> Endpoint:
-    query = urlencode({"Revision": contents.address.revision, "FilePath": name})
-    return _endpoint(contents.address, f"repo?{query}")
+def _cached(address: Address) -> Path | None:
+    """Return the path of a file or folder in the cache of the library, which has one state of each repository and does
+    not say which: none for a revision other than the usual one."""
+    root = Path(os.environ.get("MODELSCOPE_CACHE") or "~/.cache/modelscope/hub").expanduser()
+    owner, _, name = address.name.partition("/")
+    path = root / "models" / owner / name.replace(".", "___") / address.path
+    return path if address.revision in ("", BRANCH) and path.exists() else None
 
 
 def _endpoint(address: Address, path: str) -> Endpoint:

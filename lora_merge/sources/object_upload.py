@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
@@ -20,7 +20,7 @@ from ..addresses import Address
 from ..disk.destination import appeared
 from ..errors import MergeError, UsageError, VerificationFailed
 from ..process import begin_commit, deliver_pending
-from ..progress import Progress, Step, counted
+from ..progress import Progress, Step
 from ..text import Note, listed, plural
 from .inputs import forget
 from .objects import INSTALL, kinds_of, store_of
@@ -34,7 +34,6 @@ from .sent_files import (
     differs,
     files_of,
     refuse_input,
-    size_of,
 )
 
 PART: Final = 8 << 20  # bytes of a part, of which stores take 10 000
@@ -192,11 +191,7 @@ class ObjectUpload:
         files: dict[str, Source] = {self._key_of(name): path for name, path in files_of(self._copy)}
         if card is not None:
             files[str(PurePosixPath(self._key).with_suffix(".md"))] = card
-        total = sum(map(size_of, files.values()))
-        advance = counted(self._progress, "upload", str(self.address), total)
-        for key, source in files.items():
-            self._sending.ready(key, source, size_of(source), size_of(source))
-        uploads = self._sending.results(files, advance)
+        uploads = self._sending.finish(files, self.address, self._progress)
         try:
             # Step 2: the names, together.
             if not self._overwrite and _names_at(self.address, folder=self._copy.is_dir()):
@@ -212,8 +207,10 @@ class ObjectUpload:
         except Exception as e:  # noqa: BLE001
             raise failed(self.address, e) from None
         forget(self.address)
-        how = "the MD5 of all bytes there is that" if all(hashed) else "sizes, headers and samples there are those"
-        return [Note(f"uploaded to {self.address}: {how} of the local copy")]
+        how = "sizes, headers and samples there are those of the local copy"
+        if all(hashed):
+            how += ", and the MD5 of all bytes is that of what was sent"
+        return [Note(f"uploaded to {self.address}: {how}")]
 
     def stop(self) -> Sequence[str]:
         """End the upload, and remove what was uploaded; return the names of what may be left."""
@@ -249,18 +246,9 @@ class ObjectSink:
                              f"{address}: {listed(lost)}", "choose another -o, or move them away")  # fmt: skip
         return bool(names)
 
-    @contextmanager
-    def begin(self, copy: Path, target: Path, *, overwrite: bool, progress: Progress) -> Iterator[ObjectUpload]:
-        """Give the block the upload of the local copy that it writes."""
-        upload = ObjectUpload(copy, target, overwrite=overwrite, progress=progress)
-        try:
-            yield upload
-        except BaseException as e:
-            remains = upload.stop()
-            if isinstance(e, MergeError) and remains:  # the same error: the other jobs of a group go on
-                where, left = e.where, listed(remains)
-                e.reword(lambda text: f"{text}; may be left there: {left}" if text == where else text)
-            raise
+    def begin(self, copy: Path, target: Path, *, overwrite: bool, progress: Progress) -> ObjectUpload:
+        """Return the upload of a local copy."""
+        return ObjectUpload(copy, target, overwrite=overwrite, progress=progress)
 
 
 def _names_at(address: Address, *, folder: bool) -> list[str]:

@@ -5,22 +5,18 @@ Credentials and endpoints are those of the providers' usual variables, files and
 
 from __future__ import annotations
 
-import errno
 import re
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, Final
 
 from ..addresses import Address
-from ..disk.remote import RANGES_AT_ONCE, ReadRange
+from ..disk.remote import ReadRange
 from ..errors import InputError, MergeError, RemoteError, ResourceError, UsageError
-from .contents import Advance, Listed, SourceFiles, is_offline, switched_off
-from .store import Store, arrive, stored_file
+from .contents import Listed, SourceFiles
+from .store import StoredSource
 
 INSTALL: Final = "pip install obstore"
-PIECE: Final = 16 << 20  # bytes of one range
 
 FAILURES: Final[tuple[tuple[str, type[MergeError], str, str], ...]] = (
     ("NotFoundError", RemoteError, "the store has no such object", "check the address and the region"),
@@ -32,20 +28,13 @@ FAILURES: Final[tuple[tuple[str, type[MergeError], str, str], ...]] = (
 """Errors of obstore; all others are those of a store that cannot be reached."""
 
 
-class Objects:
+class Objects(StoredSource):
     """An object, or all objects below a prefix, of one bucket."""
 
-    def __init__(self, store: Store) -> None:
-        self.store, self.keeps = store, store.named  # near an object store, to read it is as fast as a disk
-
-    def local(self, address: Address) -> Path | None:
-        """Return the path of an object of a version, or of anything if no request can be made, if it was kept."""
-        return self.store.stored(address) if address.pinned or is_offline() else None
+    streams = True  # near an object store, to read it is as fast as a disk
 
     def contents(self, address: Address) -> SourceFiles:
         """Return the object, pinned by its version where the bucket keeps versions; or the objects of a folder."""
-        if is_offline():
-            raise switched_off(address)
         if find_spec("obstore") is None:
             what = "models of object stores need obstore"
             raise UsageError(what, str(address), f"download it first: {address.download()}; or {INSTALL}")
@@ -100,31 +89,9 @@ class Objects:
 
         return read
 
-    def stored(self, contents: SourceFiles, name: str) -> Path | None:
-        """Return the path of an object in the store of this machine."""
-        return stored_file(self.folder(contents), name, contents.files[name].size)
-
-    def folder(self, contents: SourceFiles) -> Path:
-        """Return the folder of this state of the object, or of the objects."""
-        states = "" if contents.address.revision else " ".join(f"{f.size}{f.etag}" for f in contents.files.values())
-        return self.store.entry(contents, states)
-
-    def fetch(self, contents: SourceFiles, names: Iterable[str], advance: Advance) -> None:
-        """Download objects, by several ranges at a time."""
-        for name in names:
-            size, read = contents.files[name].size, self.reader(contents, name)
-            with arrive(self.folder(contents), name, contents) as write:
-                for data in _pieces(read, size):
-                    write(data)
-                    advance(len(data))
-
-
-def _pieces(read: ReadRange, size: int) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of an object in their order, read by several ranges at a time."""
-    with ThreadPoolExecutor(RANGES_AT_ONCE, thread_name_prefix="ranges") as pool:
-        for start in range(0, size, PIECE * RANGES_AT_ONCE):
-            places = range(start, min(size, start + PIECE * RANGES_AT_ONCE), PIECE)
-            yield from pool.map(lambda at: read(at, min(PIECE, size - at)), places)
+    def state(self, contents: SourceFiles) -> str:
+        """Return sizes and ETags of what has no version."""
+        return "" if contents.address.revision else " ".join(f"{f.size}{f.etag}" for f in contents.files.values())
 
 
 def _parts(address: Address) -> tuple[str, str]:
@@ -180,7 +147,5 @@ def failed(address: Address, e: Exception) -> MergeError:
     for kind, error, what, fix in FAILURES:
         if kind in kinds:
             return error(what, str(address), fix)
-    if isinstance(e, OSError) and e.errno == errno.ENOSPC:
-        return ResourceError("the download cannot be written", str(address), "remove files, and run again")
     return ResourceError("the store cannot be reached, or refuses the request", f"{address}: {type(e).__name__}",
                          "check the network, the endpoint, the region and the credentials")  # fmt: skip

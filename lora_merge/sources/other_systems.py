@@ -5,37 +5,28 @@ Logins, such as keys of ssh, are read by fsspec's implementation of a scheme.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from importlib.util import find_spec
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, Final
 
 from ..addresses import Address
-from ..disk.remote import WEIGHT_RANGE, ReadRange
+from ..disk.remote import ReadRange
 from ..errors import MergeError, RemoteError, ResourceError, UsageError
-from .contents import Advance, Listed, SourceFiles, is_offline, switched_off
-from .store import Store, arrive, stored_file
+from .contents import Listed, SourceFiles
+from .store import StoredSource
 
 INSTALL: Final = "pip install fsspec"
 CHANGES: Final = ("ETag", "etag", "mtime", "last_modified", "LastModified")
 """Facts of a file that change with its bytes, by their names in implementations of fsspec."""
 
 
-class OtherSystem:
+class OtherSystem(StoredSource):
     """A file, or all files below a folder."""
 
-    def __init__(self, store: Store) -> None:
-        self.store, self.keeps = store, store.named
-
-    def local(self, address: Address) -> Path | None:
-        """Return the path of what was kept, if no request can be made: only the other machine knows whether it has
-        changed."""
-        return self.store.stored(address) if is_offline() else None
+    streams = True
 
     def contents(self, address: Address) -> SourceFiles:
         """Return the file or the files of a folder, with what shows a change of them."""
-        if is_offline():
-            raise switched_off(address)
         system, path = _system(address)
         try:
             facts = system.info(path)
@@ -65,22 +56,9 @@ class OtherSystem:
 
         return read
 
-    def stored(self, contents: SourceFiles, name: str) -> Path | None:
-        """Return the path of a file in the store."""
-        return stored_file(self.folder(contents), name, contents.files[name].size)
-
-    def folder(self, contents: SourceFiles) -> Path:
-        """Return the folder of this state of the files."""
-        return self.store.entry(contents, " ".join(f"{file.size}{file.etag}" for file in contents.files.values()))
-
-    def fetch(self, contents: SourceFiles, names: Iterable[str], advance: Advance) -> None:
-        """Download files."""
-        for name in names:
-            read, size = self.reader(contents, name), contents.files[name].size
-            with arrive(self.folder(contents), name, contents) as write:
-                for start in range(0, size, WEIGHT_RANGE):
-                    write(data := read(start, min(WEIGHT_RANGE, size - start)))
-                    advance(len(data))
+    def state(self, contents: SourceFiles) -> str:
+        """Return sizes and what shows a change."""
+        return " ".join(f"{file.size}{file.etag}" for file in contents.files.values())
 
 
 def _system(address: Address) -> tuple[Any, str]:

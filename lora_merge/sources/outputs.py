@@ -7,14 +7,11 @@ hands it to the sink of its address, which uploads it and reads what it has uplo
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from types import MappingProxyType
-from typing import Final
 
-from ..addresses import HUB, OBJECTS, UPLOADS, Address, upload_address, upload_path
+from ..addresses import HUB, UPLOADS, Address, upload_address, upload_path
 from ..disk.publish import remove_stale
 from ..disk.uploads import Sink
 from ..disk.volumes import free_bytes
@@ -23,24 +20,6 @@ from ..text import size as spoken_size
 from .contents import is_offline, switches
 from .inputs import forget, locate
 from .store import Store
-
-
-def _hub() -> Sink:
-    from .hub_upload import HubSink
-
-    return HubSink()
-
-
-def _objects() -> Sink:
-    from .object_upload import ObjectSink
-
-    return ObjectSink()
-
-
-SINKS: Final[Mapping[str, Callable[[], Sink]]] = MappingProxyType(
-    {HUB: _hub, **dict.fromkeys(OBJECTS, _objects)}
-)  # fmt: skip
-"""Scheme → the sink that takes outputs with its addresses."""
 
 
 def stage(address: Address) -> Path:
@@ -64,7 +43,15 @@ def on_this_machine(output: Path) -> Path:
 def sink_at(path: Path) -> Sink | None:
     """Return the sink of the local copy at a path; None for an output of this machine."""
     address = upload_address(path)
-    return None if address is None else SINKS[address.scheme]()
+    if address is None:
+        return None
+    if address.scheme == HUB:
+        from .hub_upload import HubSink
+
+        return HubSink()
+    from .object_upload import ObjectSink
+
+    return ObjectSink()
 
 
 @lru_cache

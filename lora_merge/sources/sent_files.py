@@ -4,7 +4,7 @@ compared with them."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from io import BytesIO
 from pathlib import Path
@@ -16,7 +16,7 @@ from ..disk.files import open_regular
 from ..disk.remote import ReadRange
 from ..errors import UsageError, VerificationFailed
 from ..paths import WEIGHT_SUFFIXES
-from ..progress import STEP_SECONDS
+from ..progress import STEP_SECONDS, Progress, counted
 from .inputs import origin
 
 SAMPLES: Final = 16  # ranges of each file that are read back
@@ -134,10 +134,14 @@ class Sending(Generic[Sent]):
         """Take note of bytes that were sent."""
         self._sent += sent
 
-    def results(self, names: Iterable[str], advance: Callable[[int], object]) -> list[Sent]:
-        """Wait until files are sent; return the results in the order of the names."""
+    def finish(self, files: Mapping[str, Source], address: Address, progress: Progress) -> list[Sent]:
+        """Send all files whole, and wait for that; return the results in the order of the files."""
+        sizes = {name: size_of(source) for name, source in files.items()}
+        advance = counted(progress, "upload", str(address), sum(sizes.values()))
+        for name, source in files.items():
+            self.ready(name, source, sizes[name], sizes[name])
         reported, results = 0, list[Sent]()
-        for name in names:
+        for name in files:
             while True:
                 waited = wait([self._results[name]], STEP_SECONDS)
                 advance((now := self._sent) - reported)

@@ -11,24 +11,24 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from ..addresses import WEB, Address, downloads_folder, parse
+from ..addresses import CIVITAI, WEB, Address, downloads_folder, parse
 from ..disk.publish import put_file
-from ..errors import InputError, MergeError
+from ..disk.remote import RANGES_AT_ONCE, ReadRange
+from ..errors import MergeError
 from ..paths import forbidden
-from ..safe_regex import from_json
-from .contents import Advance, SourceFiles
-
-if TYPE_CHECKING:
-    from .web import Endpoint
+from ..text import from_json
+from .contents import Advance, SourceFiles, is_offline, write
 
 NOTE: Final = "source.json"
 LARGEST: Final = 1 << 20  # bytes of such a note
+PIECE: Final = 16 << 20  # bytes of one range
 
 
 @dataclass(frozen=True)
@@ -58,21 +58,28 @@ class Store:
             if path.is_dir() and (address := address_in_store(path)) is not None:
                 yield path, address, note_at(path).get("files", {})
 
-    def stored(self, address: Address) -> Path | None:
-        """Return the path of the file or folder of an object store or a URL that was downloaded before."""
+    def find(self, address: Address) -> Path | None:
+        """Return the path of the file or folder of an address that was downloaded before."""
+        address = parse(str(address)) or address  # notes have no query and no password
         for folder, known, files in self.folders():
-            if (known.scheme, known.name) == (address.scheme, address.name.rstrip("/")) and (
-                address.revision in ("", known.revision)
-            ):
-                alone = folder_of_one(known, files)
-                return stored_file(folder, alone, files[alone].get("size", -1)) if alone else folder
+            if _answers(known, address):
+                name = address.path or _only_file(known, files)
+                return stored_file(folder, name, files[name].get("size", -1)) if name in files else folder
         return None
 
 
-def folder_of_one(address: Address, files: Mapping[str, Any]) -> str:
+def _answers(known: Address, address: Address) -> bool:
+    """Return whether the files of a pinned address are those of another, which may lack what pins it."""
+    details = (known.revision, address.revision), (known.path, address.path), (known.file, address.file)
+    same = (known.scheme, known.name) == (address.scheme, address.name.rstrip("/"))
+    return same and all(word in ("", pinned) for pinned, word in details)
+
+
+def _only_file(address: Address, files: Mapping[str, Any]) -> str:
     """Return the name of the only file of an address that is that of a file; "" for a folder."""
     names = [*files]
-    return names[0] if len(names) == 1 and (address.scheme == WEB or address.name.endswith(f"/{names[0]}")) else ""
+    alone = len(names) == 1 and (address.scheme in (WEB, CIVITAI) or address.name.endswith(f"/{names[0]}"))
+    return names[0] if alone else ""
 
 
 def note_at(folder: Path) -> dict[str, Any]:
@@ -92,67 +99,80 @@ def stored_file(folder: Path, name: str, size: int) -> Path | None:
     return None
 
 
-def keep(  # noqa: PLR0913, PLR0917  # where the file is, where it goes, and who brings it
-    place: Endpoint, folder: Path, name: str, contents: SourceFiles, advance: Advance,
-    fetch: Callable[[Path], str] | None = None,
-) -> None:  # fmt: skip
-    """Download a file of an address into its folder. Two processes take turns.
+class StoredSource(ABC):
+    """A source whose files are downloaded into the store."""
 
-    `fetch`: the function of a library that downloads it to a path and returns its SHA-256; None: our own client does.
-    """
-    from filelock import FileLock
+    streams = False
+    """Whether runs read the files from the source unless the user asks for them to be kept."""
 
-    from .web import download
+    def __init__(self, store: Store) -> None:
+        self.store = store
 
-    file = contents.files[name]
-    path = folder / file_name(name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.parent / ".lock"):
-        if stored_file(folder, name, file.size) is not None:
-            return
-        if fetch is not None:
-            digest = fetch(path)
-        else:
-            digest = download(place, path, file.size, advance, sha256=file.sha256, etag=file.etag)
-        note(folder, name, contents, digest)
+    @property
+    def keeps(self) -> bool:
+        """Whether files are downloaded before a run."""
+        return self.store.named or not self.streams
 
+    def local(self, address: Address) -> Path | None:
+        """Return the path of what was downloaded, if the address is pinned, or no request can be made: only the source
+        knows whether it has changed."""
+        return self.store.find(address) if address.pinned or is_offline() else None
 
-@contextmanager
-def arrive(folder: Path, name: str, contents: SourceFiles) -> Iterator[Callable[[bytes | memoryview], object]]:
-    """Give the block a function that takes the bytes of a file in their order; at its end the file is in its folder.
+    @abstractmethod
+    def reader(self, contents: SourceFiles, name: str) -> ReadRange:
+        """Return the function that reads ranges of a file."""
 
-    InputError for another number of bytes than the source states; nothing is then left.
-    """
-    size, path = contents.files[name].size, folder / file_name(name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part, digest = path.with_name(f"{path.name}.{os.getpid()}.part"), hashlib.sha256()
-    try:
-        with part.open("wb") as f:
+    def state(self, _: SourceFiles) -> str:
+        """Return what distinguishes two states of an address; "" if the address itself does."""
+        return ""
 
-            def write(data: bytes | memoryview) -> None:
-                f.write(data)
-                digest.update(data)
+    def folder(self, contents: SourceFiles) -> Path:
+        """Return the folder for this state of an address."""
+        return self.store.entry(contents, self.state(contents))
 
-            yield write
-            f.flush()
-            os.fsync(f.fileno())
-        if part.stat().st_size != size:
-            raise InputError(
-                "the download has another length than its source states", str(contents.address), "run again"
-            )
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-    note(folder, name, contents, digest.hexdigest())
+    def stored(self, contents: SourceFiles, name: str) -> Path | None:
+        """Return the path of a file in the store; None if it has to be downloaded."""
+        return stored_file(self.folder(contents), name, contents.files[name].size)
 
+    def fetch(self, contents: SourceFiles, names: Iterable[str], advance: Advance) -> None:
+        """Download files into the store. Two processes take turns."""
+        from filelock import FileLock
 
-def note(folder: Path, name: str, contents: SourceFiles, digest: str) -> None:
-    """Write down that a file was downloaded whole."""
-    from ..disk.hashes import know  # its threads take six modules, and most commands download nothing
+        from ..disk.hashes import know  # its threads take six modules, and most commands download nothing
 
-    know(folder / file_name(name), digest)
-    files = {**note_at(folder).get("files", {}), name: {"size": contents.files[name].size, "sha256": digest}}
-    put_file(folder.parent / NOTE, json.dumps({"source": str(contents.address), "files": files}, indent=1).encode())
+        folder = self.folder(contents)
+        for name in names:
+            path, size = folder / file_name(name), contents.files[name].size
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(folder.parent / ".lock"):
+                if self.stored(contents, name) is not None:
+                    continue
+                digest = self.download(contents, name, path, advance)
+                know(path, digest)
+                files = {**note_at(folder).get("files", {}), name: {"size": size, "sha256": digest}}
+                note = {"source": str(contents.address), "files": files}
+                put_file(folder.parent / NOTE, json.dumps(note, indent=1).encode())
+
+    def download(self, contents: SourceFiles, name: str, target: Path, advance: Advance) -> str:
+        """Download a file to a path, by several ranges at a time; return its SHA-256."""
+        from concurrent.futures import ThreadPoolExecutor  # as in `disk/remote.py`
+
+        read, size = self.reader(contents, name), contents.files[name].size
+        part, digest = target.with_name(f"{target.name}.part"), hashlib.sha256()
+        try:
+            with part.open("wb") as f, ThreadPoolExecutor(RANGES_AT_ONCE, thread_name_prefix="ranges") as pool:
+                for start in range(0, size, PIECE * RANGES_AT_ONCE):
+                    places = range(start, min(size, start + PIECE * RANGES_AT_ONCE), PIECE)
+                    for data in pool.map(lambda at: read(at, min(PIECE, size - at)), places):
+                        write(f, data, target)
+                        digest.update(data)
+                        advance(len(data))
+                f.flush()
+                os.fsync(f.fileno())
+            part.replace(target)
+        finally:
+            part.unlink(missing_ok=True)
+        return digest.hexdigest()
 
 
 def file_name(name: str) -> str:

@@ -12,6 +12,7 @@ import ssl
 import time
 import urllib.error
 import urllib.request
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -25,10 +26,11 @@ from urllib.parse import urljoin, urlsplit
 from ..addresses import Address, is_private
 from ..disk.remote import ReadRange
 from ..errors import InputError, MergeError, RemoteError, ResourceError
-from ..safe_regex import from_json
+from ..text import from_json
 from ..text import size as spoken_size
 from ..version import __version__
-from .contents import Advance
+from .contents import Advance, SourceFiles, write
+from .store import StoredSource
 
 AGENT: Final = f"lora-merge/{__version__}"
 """Civitai answers 403 to the usual names of Python's clients."""
@@ -208,7 +210,7 @@ def download(  # noqa: PLR0913  # what the source states of the file
                     raise changed(place.address)
                 with suppress(OSError, http.client.HTTPException):
                     while data := response.read(min(BLOCK, size - done)):
-                        _write(f, data, target)
+                        write(f, data, target)
                         digest.update(data)
                         done += len(data)
                         advance(len(data))
@@ -244,12 +246,22 @@ def _hash(part: Path, digest: Any, advance: Advance) -> int:
     return done
 
 
-def _write(f: Any, data: bytes, target: Path) -> None:
-    try:
-        f.write(data)
-    except OSError as e:
-        raise ResourceError(f"the download cannot be written: {e.strerror}", str(target),
-                            "remove files, or name a folder on another disk with --cache") from e  # fmt: skip
+class WebSource(StoredSource):
+    """A source that has each file at a URL."""
+
+    @abstractmethod
+    def endpoint(self, contents: SourceFiles, name: str) -> Endpoint:
+        """Return the URL of a file."""
+
+    def reader(self, contents: SourceFiles, name: str) -> ReadRange:
+        """Return the function that reads ranges of a file."""
+        file = contents.files[name]
+        return ranges(self.endpoint(contents, name), file.size, file.etag)
+
+    def download(self, contents: SourceFiles, name: str, target: Path, advance: Advance) -> str:
+        """Download a file to a path, see `download`."""
+        file = contents.files[name]
+        return download(self.endpoint(contents, name), target, file.size, advance, sha256=file.sha256, etag=file.etag)
 
 
 def refused(place: Endpoint, status: int) -> MergeError:

@@ -5,23 +5,24 @@ Options are rows of the tables of options; no option, default or help is written
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
-from ..adapters_out.commands import COMMANDS
+from ..adapter_arguments import factors_by_part
 from ..adapters_out.dialects import names as dialects
-from ..batch.commands import MERGE, TAKES, UNMERGE
 from ..batch.short_form import jobs_text
 from ..batch.templates import literal
+from ..command import MERGE
 from ..errors import UsageError
 from ..job import TOKENIZERS
-from ..merge_methods import COMBINATIONS, METHODS
-from ..method_parameters import PARAMETER_NAMES
+from ..merge_methods import COMBINATIONS, METHODS, PARAMETER_NAMES
 from ..option_texts import on_command_line, value_of
 from ..options import BLOCK_WEIGHTS, EVERY_VALUE, OPTIONS, READING, Option, finite, number
 from ..paths import typed
+from ..recipes.commands import COMMANDS
 from .library import ADAPTER, BASE, Library
 
 ANY: Final = "any"
@@ -36,6 +37,9 @@ PLACES: Final = ("overwrite", "strength", "strength_for")
 
 LINES: Final = ("texts", "settings", "entries", "rules")
 """Kinds of options with a value in each line."""
+
+PATHS: Final = ("path", "folder")
+"""Kinds of options with a path."""
 
 READS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({
     "verify": tuple(name for name, option in OPTIONS.items() if option.in_verify),
@@ -72,15 +76,26 @@ class CommandForm:
     """How much it reads: rows of `READING`."""
     always: tuple[str, ...] = ()
     """The ones of them that hold without being asked for."""
+    base_first: bool = False
+    """Whether its base comes first on the command line, though it may have none."""
+    named_adapters: bool = False
+    """Whether its adapters are values of an option there."""
     writes: bool = True
+    by_recipe: bool = False
+    """Whether the recipe of the finished file can name its inputs."""
 
     @property
     def options(self) -> Mapping[str, Option]:
         """Return its options."""
-        rows = COMMANDS[self.command].options if self.command in COMMANDS else OPTIONS
-        names = TAKES.get(self.command) or READS.get(self.command, ())
         reading = {name: READING[name] for name in self.reading}
-        return reading | {name: rows[name] for name in names if name not in PLACES}
+        return reading | {name: row for name, row in self.rows.items() if name not in PLACES}
+
+    @property
+    def rows(self) -> Mapping[str, Option]:
+        """Return the options of the tables that it takes."""
+        if (row := COMMANDS.get(self.command)) is not None:
+            return {name: row.options[name] for name in row.fields}
+        return {name: OPTIONS[name] for name in READS.get(self.command, ())}
 
     @property
     def strengths(self) -> bool:
@@ -90,7 +105,7 @@ class CommandForm:
     @property
     def parts(self) -> bool:
         """Return whether an adapter may have strengths by part."""
-        return "strength_for" in (TAKES.get(self.command) or READS.get(self.command, ()))
+        return "strength_for" in self.rows
 
     def _ordered(self) -> list[Option]:
         """Return its options, first the ones that are shown at once."""
@@ -99,7 +114,7 @@ class CommandForm:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the form as plain data, for the page."""
-        writes_adapters = self.command in COMMANDS
+        writes_adapters = self.command in COMMANDS and not COMMANDS[self.command].merges
         methods = COMBINATIONS if writes_adapters else METHODS
         return {
             **{name: getattr(self, name) for name in self.__dataclass_fields__},
@@ -143,7 +158,8 @@ FORMS: Final[Mapping[str, CommandForm]] = MappingProxyType({
         ),
         CommandForm(
             "inspect", "Inspect", "What files are, with their numbers.", "Base (to see how adapters fit it)",
-            inputs="Files", of=ANY, most=MANY, reading=("weights", "hashes"), always=("weights",), writes=False,
+            inputs="Files", of=ANY, most=MANY, reading=("weights", "hashes"), always=("weights",), base_first=True,
+            writes=False,
         ),
         CommandForm(
             "compare", "Compare", "How two models differ, or how alike two adapters are.",
@@ -153,16 +169,17 @@ FORMS: Final[Mapping[str, CommandForm]] = MappingProxyType({
             "verify", "Verify", "Whether a finished file is the merge that it should be.",
             "Base (for a file without a recipe)", product="Finished file", least=0, most=MANY, places=0,
             help="Only for a file without a recipe. With one, the inputs are found in the folders of this page.",
-            main=(EVERY_VALUE,), reading=(EVERY_VALUE,), writes=False,
+            main=(EVERY_VALUE,), reading=(EVERY_VALUE,), named_adapters=True, writes=False,
+            by_recipe=True,
         ),
         CommandForm(
-            UNMERGE, "Unmerge", "Adapters taken out of a merged checkpoint again.", "Merged checkpoint",
-            base_needed=True, least=0, most=MANY, places=0,
+            "unmerge", "Unmerge", "Adapters taken out of a merged checkpoint again.", "Merged checkpoint",
+            base_needed=True, least=0, most=MANY, places=0, by_recipe=True,
             help="Without adapters here: the ones that its recipe names. With some: at the strengths of the merge.",
         ),
         CommandForm(
             "replay", "Replay", "A finished file written again by its recipe.", product="Finished file",
-            least=0, most=0, places=0,
+            least=0, most=0, places=0, by_recipe=True,
         ),
     )
 })  # fmt: skip
@@ -222,12 +239,12 @@ def _inputs(form: CommandForm, values: Mapping[str, Any], library: Library) -> d
 
 def by_recipe(job: Mapping[str, Any]) -> bool:
     """Return whether the inputs of a job are those of the recipe of a finished file."""
-    return job.get("command") in (UNMERGE, *READS) and not (job.get("adapters") or {"product", "base"} <= {*job})
+    return FORMS[job.get("command", MERGE)].by_recipe and not (job.get("adapters") or {"product", "base"} <= {*job})
 
 
 def in_jobs_file(job: Mapping[str, Any]) -> bool:
     """Return whether a jobs file may have a job. The others are calls of the Python API."""
-    return job.get("command", MERGE) in TAKES and not by_recipe(job)
+    return job.get("command", MERGE) in COMMANDS and not by_recipe(job)
 
 
 def adapter_tables(job: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -238,16 +255,21 @@ def adapter_tables(job: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _adapter(form: CommandForm, place: int, values: Mapping[str, Any], library: Library) -> str | dict[str, Any]:
     """Return an adapter of a job: its path alone, or a table with its strengths."""
     path, table = str(library.path(str(values["path"]))), dict[str, Any]()
-    strength = _number(values.get("strength", 1), f"strength of {form.inputs.lower()} {place}")
+    strength = _number(values.get("strength", 1), f"strength of adapter {place}")
     if form.strengths and strength != 1:
         table["strength"] = strength
     parts = {
-        str(part): str(factor) if part == BLOCK_WEIGHTS else _number(factor, f"strength for {part}")
-        for part, factor in (values.get("strength_for") or {}).items()
+        str(part): str(factor) if part == BLOCK_WEIGHTS else _number(factor, f"strength for {part} of adapter {place}")
+        for part, factor in _factors(values).items()
     }
     if form.parts and parts:
         table["strength_for"] = parts
     return {"path": path, **table} if table else path
+
+
+def _factors(adapter: Mapping[str, Any]) -> dict[str, Any]:
+    """Return part → factor of an adapter: those of its sliders, and those that are typed into one field."""
+    return {**(adapter.get("strength_for") or {}), **dict(factors_by_part(str(adapter.get("parts") or "")))}
 
 
 def _number(value: Any, where: str) -> float:
@@ -259,10 +281,43 @@ def _number(value: Any, where: str) -> float:
 
 def _value(row: Option, text: str, library: Library) -> Any:
     """Return the value of an option from the text of its field."""
-    if row.kind == "path" or (row.kind == "folder" and text not in TOKENIZERS):
+    if row.kind in PATHS and not (row.name == "tokenizer" and text in TOKENIZERS):
         return str(library.path(text))
     words = [line.strip() for line in text.splitlines() if line.strip()] if row.kind in LINES else [text]
     return value_of(row, words)
+
+
+# The field that an error is about.
+
+NAMED: Final = re.compile(r"--([a-z-]+)|(?:^|\s)([a-z_]+):")
+"""An option in the `where` of an error: --seed, base.safetensors: dtype: nvfp4"""
+
+STRENGTH: Final = re.compile(r"strength(?: of| for|_for)\b.*?(?:adapter ([0-9]+))?")
+"""A strength in the `where` of an error, and perhaps the number of its adapter."""
+
+
+def place_of(where: str, values: Mapping[str, Any], library: Library) -> str:
+    """Return the field of a filled form that an error is about: an option, `output`, `base`, `product` or `adapters.0`;
+    "" if its `where` names none."""
+    form, adapters = FORMS.get(str(values.get("command"))), [*(values.get("adapters") or ())]
+    if form is None:
+        return ""
+    named = [where, *(name.replace("-", "_") for names in NAMED.findall(where) for name in names if name)]
+    if option := next((name for name in named if name in form.options), ""):
+        return option
+    # Strengths are parts of their adapter.
+    if strength := STRENGTH.fullmatch(where):
+        words = {*re.split(r"[\s,:{}]+", where)}
+        parts = (n for n, adapter in enumerate(adapters) if words.intersection(_factors(adapter)))
+        return f"adapters.{int(strength[1]) - 1 if strength[1] else next(parts, 0)}"
+    # The output, which may be where an input is; else the longest path.
+    if (name := str(values.get("output") or "")) and (where == name or str(library.output / name) in where):
+        return "output"
+    paths = {"product": values.get("product"), "base": values.get("base")}
+    paths |= {f"adapters.{n}": adapter.get("path") for n, adapter in enumerate(adapters)}
+    paths |= {n: (values.get("options") or {}).get(n) for n, row in form.options.items() if row.kind in PATHS}
+    lengths = {place: len(str(path)) for place, path in paths.items() if path and str(path) in where}
+    return max(lengths, default="", key=lambda place: lengths[place])
 
 
 # A job as other forms of itself.
@@ -289,8 +344,7 @@ def _words(job: Mapping[str, Any]) -> Iterator[str]:
     form = FORMS[command]
     adapters = adapter_tables(job)
     # The inputs: a base that the command needs comes first, another one is an option.
-    first = form.base_needed or command == "inspect"
-    verified = command == "verify"
+    first, verified = form.base_needed or form.base_first, form.named_adapters
     yield command
     yield from (job[name] for name in ("product", *(["base"] if first else [])) if name in job)
     yield from (a["path"] for a in adapters if not verified)

@@ -9,7 +9,7 @@ const PART = { min: 0, max: 2, step: 0.05 };
 const STRENGTH = { min: -2, max: 2, step: 0.05 };
 
 const byId = (id) => document.getElementById(id);
-const state = { forms: {}, form: null, entries: [], output: "", pictures: false, adapters: [], base: null, product: null, aside: [], other: null, options: {}, parts: null, components: {}, files: null, preview: null, named: false };
+const state = { forms: {}, form: null, entries: [], output: "", pictures: false, adapters: [], rows: [], base: null, product: null, aside: [], other: null, options: {}, parts: null, components: {}, files: null, preview: null, named: false };
 let turn = 0; // of previews, so that a late answer is dropped
 let timer = 0;
 
@@ -50,12 +50,14 @@ function errorBox(error) {
 // Fields.
 
 let fields = 0;
-function field(name, control, help = "") {
+function field(name, control, help = "", place = "") {
   const id = `field-${(fields += 1)}`;
   control.id = id;
   if (help) control.setAttribute("aria-describedby", `${id}-help`);
-  return h("div", { class: "field" }, h("label", { class: "name", for: id }, name), control, help ? h("p", { class: "help", id: `${id}-help` }, help) : null);
+  return h("div", { class: "field" }, h("label", { class: "name", for: id }, name), control, place ? remark(place) : null, help ? h("p", { class: "help", id: `${id}-help` }, help) : null);
 }
+
+const remark = (place) => h("div", { class: "remark", "data-place": place }); // what is wrong there, or that it fits
 
 const offered = (entry, kind) => kind === "any" || entry.kinds.includes(kind);
 
@@ -87,17 +89,17 @@ function optionField(option) {
     const usual = option.default ? `default: ${option.kind === "switch" ? (option.default === "true" ? "yes" : "no") : option.default}` : "default";
     const words = option.kind === "switch" ? [["true", "yes"], ["false", "no"]] : option.words.map((word) => [word, word]);
     const rest = words.filter(([word]) => word !== option.default);
-    return field(name, h("select", { name: option.name, onchange: change }, ...[["", usual], ...rest].map(([word, text]) => h("option", { value: word, selected: word === value }, text))), option.help);
+    return field(name, h("select", { name: option.name, onchange: change }, ...[["", usual], ...rest].map(([word, text]) => h("option", { value: word, selected: word === value }, text))), option.help, option.name);
   }
   const props = { name: option.name, oninput: change, placeholder: option.default || "", autocomplete: "off", spellcheck: "false" };
   if (option.lines) {
     const area = h("textarea", { ...props, placeholder: "one a line" });
     area.value = value;
-    return field(name, area, option.help);
+    return field(name, area, option.help, option.name);
   }
   const input = h("input", { ...props, type: "text", ...(option.words.length ? { list: `words-${option.name}` } : {}), ...(["number", "whole"].includes(option.kind) ? { inputmode: "decimal" } : {}) });
   input.value = value;
-  const box = field(name, input, option.help);
+  const box = field(name, input, option.help, option.name);
   if (option.words.length) box.append(h("datalist", { id: `words-${option.name}` }, ...option.words.map((word) => h("option", { value: word }))));
   return box;
 }
@@ -116,7 +118,7 @@ function adapterBox(adapter, place) {
   const name = many ? `${singular(form)} ${place + 1}` : form.inputs;
   const choice = chooser(form.of, adapter.path, (path) => { adapter.path = path; drawParts(); changed(); }, "choose…");
   choice.setAttribute("aria-label", name);
-  const box = h("fieldset", {}, h("legend", {}, name), choice);
+  const box = h("fieldset", {}, h("legend", {}, name), choice, remark(`adapters.${place}`));
   if (form.strengths) box.append(slider("strength", adapter.strength, STRENGTH, (v) => { adapter.strength = v; changed(); }, `strength of ${name}`));
   if (form.parts) { adapter.slot = h("div", {}); adapter.name = name; box.append(adapter.slot); }
   if (many && state.adapters.length > form.places) {
@@ -173,9 +175,9 @@ function draw() {
   while (state.adapters.length < form.places) state.adapters.push(fresh());
   if (state.adapters.length > form.most) state.adapters.length = form.most;
   const boxes = [];
-  if (form.product) boxes.push(field(form.product, chooser("any", state.product, (path) => { state.product = path; changed(); }, "choose…")));
+  if (form.product) boxes.push(field(form.product, chooser("any", state.product, (path) => { state.product = path; changed(); }, "choose…"), "", "product"));
   if (form.base) {
-    boxes.push(field(form.base, chooser("base", state.base, (path) => { state.base = path; loadParts(); changed(); }, form.base_needed ? "choose…" : "none")));
+    boxes.push(field(form.base, chooser("base", state.base, (path) => { state.base = path; loadParts(); changed(); }, form.base_needed ? "choose…" : "none"), "", "base"));
   }
   boxes.push(...state.adapters.map(adapterBox));
   if (form.help) boxes.push(h("p", { class: "field help" }, form.help));
@@ -186,7 +188,7 @@ function draw() {
     const output = h("input", { type: "text", name: "output", autocomplete: "off", spellcheck: "false", oninput: (event) => { state.name = event.target.value; state.named = event.target.value !== ""; changed(); } });
     if (!state.named) state.name = suggestion();
     output.value = state.name;
-    boxes.push(field("Output name", output, `Below ${state.output}. Without an ending it gets .safetensors.`));
+    boxes.push(field("Output name", output, `Below ${state.output}. Without an ending it gets .safetensors.`, "output"));
     const overwrite = h("input", { type: "checkbox", name: "overwrite", checked: state.overwrite === true, onchange: (event) => { state.overwrite = event.target.checked; changed(); } });
     boxes.push(h("label", { class: "check" }, overwrite, state.overwriteHelp));
   }
@@ -194,6 +196,7 @@ function draw() {
   if (rest.length) boxes.push(h("details", { open: state.more === true, ontoggle: (event) => { state.more = event.target.open; } }, h("summary", {}, "More options"), h("div", { class: "grid" }, ...rest.map(optionField))));
   byId("fields").replaceChildren(...boxes);
   drawParts();
+  showRemarks();
   if (focused) (byId(focused) || byId("fields").querySelector(`[aria-label="${CSS.escape(focused)}"]`))?.focus();
   byId("about").textContent = form.about;
   byId("run").textContent = form.title;
@@ -207,9 +210,10 @@ function suggestion() {
   const first = { merge: state.base, unmerge: state.base, replay: state.product }[form.command] ?? (form.product || form.least === 0 ? "" : adapters[0]);
   if (!first) return "";
   const root = state.output.replace(/[\\/]$/, "");
-  const inside = first.startsWith(`${root}/`) || first.startsWith(`${root}\\`);
-  const folder = inside ? first.slice(root.length + 1, first.length - nameOf(first).length) : "";
-  const names = { merge: [state.base, ...adapters].map((path) => stem(path)).join("+"), combine: adapters.map(stem).join("+"), unmerge: `${stem(first)}-without`, extract: `${stem(adapters[0] || "")}-lora`, replay: `${stem(first)}-again` };
+  const lora = form.command === "extract" ? state.entries.find((entry) => entry.kinds.join() === "adapter" && entry.path.endsWith(entry.label)) : null;
+  const near = lora ? lora.path.slice(0, -lora.label.length) : first.slice(0, first.length - nameOf(first).length);
+  const folder = near.startsWith(`${root}/`) || near.startsWith(`${root}\\`) ? near.slice(root.length + 1) : "";
+  const names = { merge: [state.base, ...adapters].map((path) => stem(path)).join("+"), combine: adapters.length > 1 ? adapters.map(stem).join("+") : "", unmerge: `${stem(first)}-without`, extract: `${stem(adapters[0] || "")}-lora`, replay: `${stem(first)}-again` };
   return folder + (names[form.command] || `${stem(first)}-${form.command}${form.command.endsWith("e") ? "d" : "ed"}`).slice(0, 150);
 }
 
@@ -228,12 +232,8 @@ function values() {
       for (const [part, factor] of Object.entries(adapter.parts)) if (factor !== 1) parts[part] = factor;
       if (adapter.preset === "*") parts.lbw = adapter.order.map((block) => adapter.blocks[block] ?? 1).join(",");
       else if (adapter.preset) parts.lbw = adapter.preset;
-      for (const piece of adapter.others.split(/[,;\s]+(?=[^,;\s=]+=)/).filter((text) => text.trim())) {
-        const at = piece.lastIndexOf("=");
-        parts[(at < 0 ? piece : piece.slice(0, at)).trim()] = at < 0 ? "" : piece.slice(at + 1).trim().replace(/[,;]$/, "");
-      }
     }
-    return { path: adapter.path, strength: adapter.strength, strength_for: parts };
+    return { path: adapter.path, strength: adapter.strength, strength_for: parts, parts: state.form.parts ? adapter.others : "" };
   });
   const names = new Set(state.form.options.filter(taken).map((option) => option.name));
   const options = Object.fromEntries(Object.entries(state.options).filter(([name]) => names.has(name)));
@@ -256,7 +256,7 @@ async function look() {
   const mine = (turn += 1);
   const filled = values();
   const paths = JSON.stringify([filled.product, filled.base, filled.adapters.map((adapter) => adapter.path)]);
-  if (!filled.base && !filled.product && !filled.adapters.some((adapter) => adapter.path)) { state.preview = state.files = null; showFiles([]); showPlan({}, filled); return; }
+  if (!filled.base && !filled.product && !filled.adapters.some((adapter) => adapter.path)) { state.files = null; showFiles([]); showPlan({}, filled); return; }
   try {
     if (paths !== state.files) { // first what they are, as soon as they are chosen
       const { files } = await call("files", filled);
@@ -266,13 +266,13 @@ async function look() {
     }
     const preview = missing() ? {} : await call("preview", filled);
     if (mine !== turn) return;
-    state.preview = preview;
     showPlan(preview, filled);
   } catch (error) { if (mine === turn) lost(error); }
 }
 
 function showFiles(files) {
-  byId("files").replaceChildren(...files.map(fileCard));
+  byId("files").replaceChildren(...files.filter((file) => !file.error).map(fileCard));
+  state.rows = files;
   const before = JSON.stringify(state.components);
   state.components = Object.fromEntries(files.map((file) => [file.path, file.components || {}]));
   if (JSON.stringify(state.components) !== before) drawParts();
@@ -283,17 +283,18 @@ function facts(rows) {
 }
 
 function missing() {
-  const { product, base, base_needed: needed, inputs, least } = state.form;
+  const { product, base, base_needed: needed, inputs, least, writes } = state.form;
   if (product && !state.product) return product;
   if (needed && !state.base) return base;
   if (state.adapters.filter((adapter) => adapter.path).length < least) return inputs;
   const open = state.form.options.find((option) => option.required && taken(option) && !(state.options[option.name] || "").trim());
-  return open ? title(open) : "";
+  return open ? title(open) : writes && !(state.name || "").trim() ? "Output name" : "";
 }
 
 const title = (option) => option.name[0].toUpperCase() + option.name.slice(1).replaceAll("_", " ");
 
 function showPlan(preview, filled) {
+  state.preview = preview;
   const plan = byId("plan");
   const disk = preview.plan?.disk;
   const full = disk && !disk.enough ? { what: "the disk is too full", where: `${size(disk.needed)} are written, ${size(disk.free)} are free`, fix: "delete files there, or start the page with another --output-folder" } : null;
@@ -303,13 +304,16 @@ function showPlan(preview, filled) {
   byId("run").disabled = Boolean(empty || error);
   for (const [id, name] of [["copy-command", "command"], ["copy-jobs", "jobs"]]) byId(id).disabled = !preview[name];
   plan.dataset.state = empty ? "empty" : error ? "error" : "ready";
-  let summary = "Nothing is written.";
+  let summary = "";
+  plan.replaceChildren();
+  state.error = empty ? null : error;
   if (empty) {
     summary = `Still to choose: ${empty}.`;
-    plan.replaceChildren(h("p", { class: "help" }, "Choose files: what they are, whether they fit and what will be written is shown here."));
+    if (!filled.product && !filled.base && !filled.adapters.some((adapter) => adapter.path)) plan.append(h("p", { class: "help" }, "Choose files: what they are and what will be written is shown here."));
   } else if (error) {
-    summary = `It cannot run: ${error.what}.`;
-    plan.replaceChildren(errorBox(error));
+    const place = placeOf(preview.at) || placeOf(Object.entries(chosen()).find(([, path]) => rowOf(path)?.error)?.[0]);
+    if (place) summary = `Still to correct: ${place.closest(".field, fieldset").querySelector("label, legend").textContent}.`;
+    else plan.append(errorBox(error));
   } else if (preview.plan) {
     const row = preview.plan;
     const took = row.seconds === null ? "known after the first run" : time(row.seconds);
@@ -319,18 +323,37 @@ function showPlan(preview, filled) {
     if (!done) rows.push(["memory", `at most ${size(row.memory)} for weights`]);
     if (!done && row.disk) rows.push(["disk", `${size(row.disk.needed)} of ${size(row.disk.free)} free`]);
     if (!done) rows.push(["time", took + (row.measured || row.seconds === null ? "" : ", from the speed of the disk")]);
-    plan.replaceChildren(facts(rows));
-  } else plan.replaceChildren(h("p", { class: "help" }, "Nothing is written."));
+    plan.append(facts(rows));
+  } else plan.append(h("p", { class: "help" }, "Nothing is written."));
   byId("summary").textContent = summary;
-  byId("summary").className = error && !empty ? "warn" : "help";
+  showRemarks();
+}
+
+// What is wrong is shown once: at the field with the wrong value, else in the plan.
+
+const placeOf = (name) => (name ? byId("fields").querySelector(`[data-place="${name}"]`) : null);
+
+const chosen = () => ({ product: state.product, base: state.base, ...Object.fromEntries(state.adapters.map((adapter, n) => [`adapters.${n}`, adapter.path])) });
+const rowOf = (path) => (path ? state.rows.find((row) => row.path === path) : null);
+
+function showRemarks() {
+  const paths = chosen();
+  for (const slot of byId("fields").querySelectorAll("[data-place]")) {
+    const place = slot.dataset.place;
+    const file = rowOf(paths[place]);
+    const error = file?.error || (state.error && place === state.preview.at ? state.error : null);
+    const fit = file?.fits ? `fits: ${file.matched} of ${file.total} modules match` : file?.matched ? `${file.matched} of ${file.total} modules match: ${file.why}` : file?.why || "";
+    const text = error ? error.what : fit;
+    if (slot.dataset.text === text) continue; // announced once
+    slot.dataset.text = text;
+    slot.replaceChildren(...(error ? [errorBox(error)] : fit ? [h("p", { class: file.fits ? "good" : file.matched ? "warn" : "bad" }, fit)] : []));
+    if (error && slot.closest("details")) slot.closest("details").open = true;
+  }
 }
 
 function fileCard(file) {
   const card = h("div", { class: "card" }, h("h3", {}, nameOf(file.path)));
-  if (file.error) card.append(errorBox(file.error));
   if (file.verdict) card.append(h("p", {}, file.verdict));
-  if (file.fits === true) card.append(h("p", { class: "good" }, `fits: ${file.matched} of ${file.total} modules match`));
-  if (file.fits === false) card.append(h("p", { class: "bad" }, file.matched ? `${file.matched} of ${file.total} modules match: ${file.why}` : `does not fit: ${file.why}`));
   if (file.triggers?.length) card.append(h("p", {}, `trigger words: ${file.triggers.join(", ")}`));
   if (file.text) card.append(h("details", {}, h("summary", {}, `all about this ${file.kind === "adapter" ? "adapter" : "file"}`), h("pre", {}, file.text)));
   return card;
@@ -350,7 +373,7 @@ async function run(event) {
   event.preventDefault();
   if (byId("run").disabled) return;
   const answer = await call("run", values());
-  if (answer.error) { byId("plan").replaceChildren(errorBox(answer.error)); say(answer.error.what); return; }
+  if (answer.error) { showPlan(answer, values()); return; }
   say("added to the queue");
   state.started = answer.number;
   watch();
@@ -394,7 +417,6 @@ function showRun(one) {
   row.was = one.state;
   const parts = [];
   if (one.error) parts.push(errorBox(one.error));
-  if (one.output) parts.push(h("p", { class: "help" }, one.output));
   if (one.facts.length) parts.push(h("details", { open: true }, h("summary", {}, "Report"), facts(one.facts.map(([name, value, style], n) => [n && one.facts[n - 1][0] === name ? "" : name, value, STYLES[style.split(" ").pop()]]))));
   if (one.text) parts.push(h("details", { open: true }, h("summary", {}, "Report"), h("pre", {}, one.text)));
   if (one.page) parts.push(reportFrame(one));
@@ -422,14 +444,17 @@ async function refresh() {
 }
 
 async function take(file) {
+  const dropped = byId("dropped");
+  dropped.replaceChildren();
   say(`looking for ${file.name}`);
   let { path, error } = await call("find", { name: file.name, size: file.size });
   if (!path && !error) {
-    byId("plan").replaceChildren(h("p", { class: "help" }, `copying ${file.name} (${size(file.size)})…`));
+    dropped.replaceChildren(h("p", { class: "help" }, `copying ${file.name} (${size(file.size)})…`));
     const answer = await fetch(`api/upload?name=${encodeURIComponent(file.name)}`, { method: "POST", headers: { "Content-Type": "application/octet-stream" }, body: file });
     ({ path, error } = await answer.json());
   }
-  if (error) { byId("plan").replaceChildren(errorBox(error)); say(error.what); return; }
+  dropped.replaceChildren(...(error ? [errorBox(error)] : []));
+  if (error) return;
   await refresh();
   choose(path);
 }
@@ -472,8 +497,7 @@ function select(command) {
   const fits = (adapter) => state.entries.some((entry) => entry.path === adapter.path && offered(entry, state.form.of));
   state.adapters = every.filter(fits);
   state.aside = every.filter((adapter) => !fits(adapter));
-  state.options = Object.fromEntries(Object.entries(state.options).filter(([name]) => state.form.options.some((option) => option.name === name)));
-  if (state.options.method && !state.form.methods[state.options.method]) delete state.options.method;
+  state.options = state.form.filled ??= {}; // each form has options of its own
   draw();
 }
 

@@ -7,12 +7,12 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
+from itertools import islice, product
 from pathlib import Path
 from shutil import disk_usage
 from typing import Any, Final, TypeAlias
 
 from .. import Facts, FormerPlans, MergeError, inspect, plan_batch
-from ..batch.commands import UNMERGE
 from ..disk.destination import check_output, files_under
 from ..errors import UsageError, error_dict
 from ..job import parse_size
@@ -21,8 +21,8 @@ from ..paths import exists, with_ending
 from ..planning.recipe import KEY
 from ..version import __version__
 from ..viewing.parts import parts_of, presets_of
-from .forms import FORMS, by_recipe, command_line, entry, in_jobs_file, jobs_file, runnable
-from .library import ADAPTER, BASE, Library, LibraryFile
+from .forms import FORMS, by_recipe, command_line, entry, in_jobs_file, jobs_file, place_of, runnable
+from .library import ADAPTER, BASE, Library
 from .runs import Queue
 
 KEPT: Final = 200
@@ -30,15 +30,17 @@ KEPT: Final = 200
 
 WITHOUT_RECIPE: Final = {
     "verify": "choose its base and its adapters, too", "replay": "choose an output with its recipe",
-    UNMERGE: "choose the adapters, too",
+    "unmerge": "choose the adapters, too",
 }  # fmt: skip
 """Command → what to do with a file that has no recipe."""
 
 TRIED: Final = 3
-"""Adapters that are looked at on a base before somebody chooses one."""
+"""Files that are looked at with a chosen one before somebody chooses one of them."""
 
-OF_JOB: Final = re.compile(r"jobs \(jobs\[0\](?:\.([^)]*))?\)(?(1)(: )|: )")
-"""The place of a mistake in a jobs file of one job: jobs (jobs[0].seed): …"""
+OF_JOB: Final = re.compile(r"jobs \(jobs\[0\](?:\.([^)]*))?\): (.*?)(?: \(([^()]*)\))?(?:; (.*))?")
+"""A mistake in a jobs file of one job, its place first or last: jobs (jobs[0]): density 7 is … (density); use …"""
+MISTAKE: Final = "in the jobs file"
+"""What the headline of mistakes has; another error has its own."""
 SCHEMA: Final = "schema jobs"
 """What a fix for a jobs file names, and a form has no use for."""
 
@@ -53,7 +55,7 @@ class Previews:
         self.library, self.queue = library, queue
         self._former, self._turn = FormerPlans(), threading.Lock()
         self._facts = lru_cache(KEPT)(self._inspected)
-        self._ahead: dict[str, threading.Thread] = {}  # base → the thread that looks at adapters on it
+        self._ahead: dict[tuple[str, str], threading.Thread] = {}  # base or adapter → what looks at others with it
 
     def start(self) -> dict[str, Any]:
         """Return the forms and the library, as the page begins."""
@@ -64,35 +66,38 @@ class Previews:
         }  # fmt: skip
 
     def warm_up(self) -> None:
-        """Look at the smallest base, which loads tables and modules, and measure the disk, before somebody waits for
+        """Look at the smallest files, which loads tables and modules, and measure the disk, before somebody waits for
         it."""
-        base = next((entry.path for entry in self._smallest(BASE)), "")
-        self._look_ahead(base)
+        self._look_ahead()
         self.queue.estimate(self.library.output)
 
     def files(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the files of a form are, and whether adapters fit the base."""
-        rows, base = [*self._files(values)], str(values.get("base") or "")
-        if base and base not in self._ahead:
-            self._ahead[base] = threading.Thread(target=self._look_ahead, args=(base,), name="ahead", daemon=True)
-            self._ahead[base].start()
+        rows = [*self._files(values)]
+        base = str(values.get("base") or "")
+        chosen = base, "" if base else next((row["path"] for row in rows if row.get("kind") == "adapter"), "")
+        if any(chosen) and chosen not in self._ahead:
+            self._ahead[chosen] = threading.Thread(target=self._look_ahead, args=chosen, name="ahead", daemon=True)
+            self._ahead[chosen].start()
         return {"files": rows}
 
-    def _look_ahead(self, base: str) -> None:
-        """Look at adapters on a base until one fits: this works out the names that most adapters for it share."""
+    def _look_ahead(self, base: str = "", adapter: str = "") -> None:
+        """Look at a base with adapters, or at an adapter on bases, the smallest first, until one fits: this works out
+        the names that most adapters share, on all bases with the same tensors."""
         with suppress(OSError):  # it is reported when somebody chooses the file
-            list(self._files({"base": base}))
-            for adapter in self._smallest(ADAPTER)[:TRIED]:
-                *_, row = self._files({"base": base, "adapters": [{"path": adapter.path}]})
-                if row.get("fits"):
+            bases = [base] if base else self._smallest(BASE)
+            adapters = [adapter] if adapter else self._smallest(ADAPTER)
+            for first, second in islice(product(bases, adapters), TRIED):
+                if any(row.get("fits") for row in self._files({"base": first, "adapters": [{"path": second}]})):
                     break
 
-    def _smallest(self, kind: str) -> list[LibraryFile]:
-        """Return the files of a kind, the smallest first."""
-        return sorted((e for e in self.library.entries() if e.kinds == (kind,)), key=lambda entry: entry.bytes)
+    def _smallest(self, kind: str) -> list[str]:
+        """Return the paths of the files of a kind, the smallest first; "" if there is none."""
+        files = [entry for entry in self.library.entries() if entry.kinds == (kind,)]
+        return [file.path for file in sorted(files, key=lambda file: file.bytes)] or [""]
 
     def preview(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the plan of a filled form, its command and its jobs file; or its `error`."""
+        """Return the plan of a filled form, its command and its jobs file; or its `error`, and the field `at` fault."""
         result: dict[str, Any] = {}
         try:
             job = entry(values, self.library)
@@ -103,7 +108,8 @@ class Previews:
                 result |= {"plan": {**plan, **self.queue.times(plan["effort"])}}
         except MergeError as e:
             result["error"] = error_dict(e)
-        return result
+        error = result.get("error") or result.get("plan", {}).get("error")
+        return result | ({"at": place_of(error["where"], values, self.library)} if error else {})
 
     def run(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Put a filled form into the queue; MergeError if it cannot run."""
@@ -130,6 +136,8 @@ class Previews:
         if by_recipe(job):
             return self._plan_by_recipe(job, overwrite=overwrite)
         if not in_jobs_file(job):
+            for path in job["adapters"] if job["command"] == "inspect" and "base" in job else ():
+                self._facts(self._state(job["base"]), self._state(path))  # fails for a model, which is no adapter
             return {}
         try:
             with self._turn:
@@ -189,8 +197,12 @@ class Previews:
 
 
 def _of_form(e: UsageError) -> UsageError:
-    """Return an error about a job, which is the only one of its jobs file, as one about a form."""
-    if not OF_JOB.search(e.where):
+    """Return an error about a job, which is the only one of its jobs file, as one about a field: of several mistakes
+    the first."""
+    mistake = OF_JOB.fullmatch(e.where.partition("\n")[0])
+    if mistake is None:
         return e
-    fix = "correct it in the form" if SCHEMA in e.fix else e.fix
-    return UsageError(e.what.replace("jobs file", "form"), OF_JOB.sub(r"\1\2", e.where), fix)
+    place, what, inside, fix = mistake.groups()
+    if MISTAKE not in e.what:
+        return UsageError(e.what, what, e.fix)
+    return UsageError(what, place or inside or "", fix or ("correct it" if SCHEMA in e.fix else e.fix))

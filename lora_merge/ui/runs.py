@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from .. import Adapter, Facts, MergeError, Step, compare, inspect, replay, run_batch, unmerge, verify
 from ..adapters_out.report import AdapterReport, adapter_rows
-from ..batch.commands import MERGE, UNMERGE
+from ..command import MERGE
 from ..disk.pages import aligned_buffer
 from ..disk.publish import sibling
 from ..disk.writer import timed_write
@@ -80,7 +80,8 @@ class Run:
     @property
     def pictured(self) -> bool:
         """Return whether its result has a page with pictures, as that of `--html`."""
-        drawn = in_jobs_file(self.job) or self.job["command"] in ("inspect", "compare")
+        form = FORMS[self.job.get("command", MERGE)]
+        drawn = in_jobs_file(self.job) or not (form.writes or form.by_recipe)
         return drawn and self.result is not None
 
     def step(self, step: Step) -> None:
@@ -173,7 +174,7 @@ def _options(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 CALLS: Final[Mapping[str, Callable[[Run], Any]]] = {
-    "inspect": _inspect, "compare": _compare, "verify": _verify, "replay": _replay, UNMERGE: _unmerge,
+    "inspect": _inspect, "compare": _compare, "verify": _verify, "replay": _replay, "unmerge": _unmerge,
 }  # fmt: skip
 """Command → the function that does it, where it is no job of a jobs file."""
 
@@ -276,5 +277,5 @@ def _pictured(run: Run) -> dict[str, Any]:
 
     (loaded,) = load([runnable(run.job)], overwrite=True)
     if isinstance(run.result, AdapterReport):
-        return pictured_adapter(run.result, loaded.inputs)
+        return pictured_adapter(run.result, loaded.checked.paths)
     return pictured_merge(run.result, plan_merge(loaded.job, dry=True))

@@ -26,8 +26,7 @@ from ..matching.missing_tensors import Gap, gaps
 from ..models.blocks import adapter_groups, network_of
 from ..models.names import denoiser_of, guess
 from ..models.prefixes import PREFIXES, innermost
-from ..options import is_finite
-from ..text import by_pattern
+from ..text import by_pattern, is_finite
 from .training import training
 
 TRAINERS: Final = (

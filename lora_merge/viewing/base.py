@@ -8,8 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final
 
-from ..disk.files import StoredTensor
-from ..dtypes import spoken
+from ..dtypes import StoredTensor, spoken
 from ..errors import MergeError
 from ..files.checkpoint import Index, open_checkpoint
 from ..files.file_signatures import component, foreign, network_for

@@ -12,11 +12,10 @@ from ..dtypes import DTYPE_ROWS, spoken
 from ..errors import UsageError
 from ..facts import THOUSANDS, Fact, by_block, cut_rows, line, table
 from ..files.checkpoint import Index, open_checkpoint
-from ..options import is_finite
 from ..planning.downloads import Announce, downloaded_paths, downloads
 from ..planning.recipe import KEY, parsed
 from ..progress import Progress, counted, unwatched
-from ..text import by_reason, listed, plural, size
+from ..text import by_reason, is_finite, listed, plural, size
 from .compare_verdict import adapter_verdict, model_verdict, signed
 from .inspect import is_adapter
 from .json_schemas import schema

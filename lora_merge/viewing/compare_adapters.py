@@ -12,14 +12,14 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..adapters.modules import AdapterFile, group, rank_of
+from ..adapters.modules import AdapterFile, group
 from ..adapters.network_settings import rules_of
 from ..adapters.peft.rules import PeftRules
 from ..adapters.suffixes import split_parameter
-from ..algorithms.lora import LORA
+from ..adapters_out.groups import rank_of_change
 from ..change_statistics import Groups
-from ..disk.files import StoredTensor
 from ..disk.reader import Reader
+from ..dtypes import StoredTensor
 from ..engine.change_norms import Replaced, runs, values
 from ..engine.module_change import NOISE_SHARE, ModuleChange
 from ..engine.tensors import Fetch, TensorCache
@@ -274,10 +274,10 @@ def _spaces(delta: ModuleChange, target: OutputTensor | None) -> CommonSpaces:
     if delta.whole is None:
         return delta.spaces()
     change = delta.dense()
-    uses = target.uses if target is not None else ()
-    if not uses or any(u.patch.algorithm != LORA.name or u.patch.magnitude for u in uses):
+    ranks = [rank_of_change(use.patch) for use in target.uses] if target is not None else []
+    if not ranks or None in ranks:
         return None
-    rank = min(sum(rank_of(u.patch.module) for u in uses), *change.shape)
+    rank = min(sum(rank or 0 for rank in ranks), *change.shape)
     random = torch.Generator().manual_seed(0)
     spaces = []
     for matrix in (change, change.T):

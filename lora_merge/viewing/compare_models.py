@@ -11,9 +11,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import FLOATS, ITEM_BYTES
+from ..dtypes import FLOATS, ITEM_BYTES, StoredTensor
 from ..engine.devices import one_core, place
 from ..engine.tensor_moves import stage
 from ..engine.tensors import TensorCache, view_bytes, weight_values

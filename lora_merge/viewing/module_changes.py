@@ -15,9 +15,8 @@ from ..adapters.modules import AdapterFile, Module
 from ..adapters.network_settings import rules_of
 from ..adapters.tensor_values import FileValues
 from ..algorithms import ALGORITHMS, DoesNotFit
-from ..disk.files import StoredTensor
 from ..disk.reader import Reader
-from ..dtypes import Shape
+from ..dtypes import Shape, StoredTensor
 from ..engine.change_norms import Replaced, factored, replaced, runs, values
 from ..engine.devices import place
 from ..engine.fold import StackedPatch, change, new_weights
@@ -143,7 +142,7 @@ def _factors(target: OutputTensor, tensors: PatchTensors) -> ModuleChange | None
     """Return the change of a whole weight as two factors; None where it is not such a product."""
     (rows, cols), at = target.matrix, place("cpu", "F32")
     whole = all((u.piece.start, u.piece.stop) == (0, rows) for u in target.uses)
-    if target.combining is not None or not whole or not all(map(factored, target.uses)):
+    if target.combines or not whole or not all(map(factored, target.uses)):
         return None
     left, right = [], []
     for s in tensors.stacks([block(target, 0, rows)], at, DeviceStream(at)):
@@ -158,7 +157,7 @@ def _factors(target: OutputTensor, tensors: PatchTensors) -> ModuleChange | None
 
 def merged_blocks(target: OutputTensor, tensors: PatchTensors) -> Iterator[tuple[Block, Tensor, Tensor]]:
     """Yield each changed block of a weight with its numbers before and after the merge, both [1, rows, cols]."""
-    wide = target.combining is not None or any(ALGORITHMS[u.patch.algorithm].decomposes for u in target.uses)
+    wide = target.combines or any(ALGORITHMS[u.patch.algorithm].decomposes for u in target.uses)
     at = place("cpu", "F64" if wide else "F32")
     lane = DeviceStream(at)
     base = weight_values(target.weight, tensors.fetch).reshape(target.matrix)

@@ -10,8 +10,7 @@ from typing import Any, Final
 
 from ..adapters.trigger_words import NO_VALUES, entry, tag_counts, trigger_words
 from ..files.checkpoint import Index
-from ..options import is_finite
-from ..text import plural
+from ..text import is_finite, plural
 
 FACT_ENTRIES: Final[Mapping[str, tuple[str, ...]]] = {
     "title": ("modelspec.title", "ss_output_name", "name"),

@@ -28,7 +28,7 @@ from lora_merge.adapters.suffixes import (
     split_row_part,
 )
 from lora_merge.algorithms import ALGORITHMS
-from lora_merge.disk.files import StoredTensor
+from lora_merge.dtypes import StoredTensor
 from lora_merge.errors import InputError, MergeError
 from lora_merge.files.checkpoint import Index
 from tests.kit.cost import steps

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import lora_merge
 from lora_merge.adapters_out.combine import plan
-from lora_merge.adapters_out.commands import COMMANDS
 from lora_merge.errors import FitError, InputError, MergeError, UsageError
+from lora_merge.recipes.commands import COMMANDS
 from lora_merge.viewing.inspect import inspect
 from tests.kit.command_line import run
 from tests.kit.cost import steps

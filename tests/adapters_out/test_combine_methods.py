@@ -18,8 +18,7 @@ from lora_merge.engine import combination
 from lora_merge.engine.combination import combined, gram
 from lora_merge.engine.row_matrix import RowMatrix, largest
 from lora_merge.errors import VerificationFailed
-from lora_merge.merge_methods import COMBINATIONS
-from lora_merge.method_parameters import MethodParameters
+from lora_merge.merge_methods import COMBINATIONS, MethodParameters
 from tests.kit.adapters import kohya
 from tests.kit.combining import SHAPE, changes, run
 from tests.kit.models import sd1

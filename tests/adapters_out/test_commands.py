@@ -10,11 +10,14 @@ import torch
 
 import lora_merge
 from lora_merge.adapter_options import OF_MERGE
-from lora_merge.adapters_out.commands import COMMANDS, Command
+from lora_merge.command import Command
 from lora_merge.errors import UsageError
 from lora_merge.options import OPTIONS
+from lora_merge.recipes import commands
 from tests.kit.files import save
 from tests.kit.tensors import rand
+
+COMMANDS = {name: row for name, row in commands.COMMANDS.items() if not row.merges}
 
 VALUES: dict[str, Any] = {
     "rank": 3, "conv_rank": 2, "max_rank": 9, "rank_for": {"unet": 2}, "algorithm": "auto", "alpha": 4.0,
@@ -44,7 +47,7 @@ def recorded(command: Command, options: dict[str, Any]) -> dict[str, Any]:
     if options.get("method"):
         options = {"algorithm": "full", **options}
     rank = {"rank": 5} if command.options["rank"].required else {}
-    adapters = ["a", "b"] if command.inputs == "adapters" else ["a"]
+    adapters = ["a", "b"] if command.several else ["a"]
     return dict(command.job(adapters, "out.safetensors", "base", {**rank, **options}).options)
 
 

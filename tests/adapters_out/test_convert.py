@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
-from lora_merge.adapters_out.commands import COMMANDS
 from lora_merge.adapters_out.convert import opened, plan
 from lora_merge.adapters_out.dialects import DIALECTS
 from lora_merge.adapters_out.form import planned_modules
@@ -25,6 +24,7 @@ from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.models.components import components
 from lora_merge.models.names import Names, names
 from lora_merge.planning.checkpoint_cache import CheckpointCache
+from lora_merge.recipes.commands import COMMANDS
 from lora_merge.survival import spoken
 from tests.kit.adapters import kohya
 from tests.kit.command_line import run

@@ -15,11 +15,11 @@ from torch import Tensor
 import lora_merge
 from lora_merge.adapters_out import matrix_modules
 from lora_merge.adapters_out.combine import plan
-from lora_merge.adapters_out.commands import COMMANDS
 from lora_merge.adapters_out.delta import stored_module
 from lora_merge.adapters_out.groups import Place
 from lora_merge.adapters_out.module_tensors import StoredModule
 from lora_merge.errors import FitError, VerificationFailed
+from lora_merge.recipes.commands import COMMANDS
 from tests.kit.command_line import run
 from tests.kit.flux import flux, of_flux
 from tests.kit.tensors import Tensors, rand

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.adapters_out.commands import COMMANDS
 from lora_merge.adapters_out.convert import plan
 from lora_merge.errors import FitError, UsageError
+from lora_merge.recipes.commands import COMMANDS
 from tests.kit.tensors import Tensors
 
 transformers = pytest.importorskip("transformers")

@@ -16,8 +16,7 @@ from lora_merge.adapters_out import proof as written_proof
 from lora_merge.adapters_out.dialects import CANONICAL, DIALECTS
 from lora_merge.adapters_out.extract import extraction_proof
 from lora_merge.adapters_out.extract.extract_modules import factored
-from lora_merge.disk.files import StoredTensor
-from lora_merge.dtypes import Shape
+from lora_merge.dtypes import Shape, StoredTensor
 from lora_merge.errors import FitError, InputError, UsageError
 from lora_merge.planning.checkpoint_cache import CheckpointCache
 from lora_merge.proof.weights import WeightReader

@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 import lora_merge
 from lora_merge.adapters_out import combine as combine_module
 from lora_merge.adapters_out.combine import plan
-from lora_merge.adapters_out.commands import COMMANDS
 from lora_merge.adapters_out.job import AdapterJob
 from lora_merge.adapters_out.sources import Sources
 from lora_merge.errors import UsageError
 from lora_merge.planning.checkpoint_cache import CheckpointCache
 from lora_merge.progress import unwatched
+from lora_merge.recipes.commands import COMMANDS
 from tests.kit.command_line import run
 from tests.kit.files import metadata
 from tests.kit.flux import flux, of_flux

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import lora_merge
-from lora_merge.adapters_out.commands import COMMANDS
 from lora_merge.progress import unwatched
+from lora_merge.recipes.commands import COMMANDS
 from tests.kit.adapters import kohya
 from tests.kit.files import save
 from tests.kit.models import sd1_sample

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
-from lora_merge.adapters_out.commands import COMMANDS
 from lora_merge.adapters_out.dialects import DIALECTS
 from lora_merge.adapters_out.groups import places
 from lora_merge.models.names import names
 from lora_merge.progress import unwatched
+from lora_merge.recipes.commands import COMMANDS
 from tests.kit.files import index, metadata, save
 from tests.kit.flux import flux, of_flux
 from tests.kit.tensors import Tensors, rand

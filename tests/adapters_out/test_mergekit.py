@@ -71,7 +71,7 @@ def test_expectation_of_random_methods_is_the_sum(method: str) -> None:
     """Over 400 draws; della keeps a row's largest with the highest chance, and divides each by its own."""
     (one, two), total = changes(2), torch.zeros(SHAPE, dtype=torch.float64)
     from lora_merge.engine.combination import combined
-    from lora_merge.method_parameters import MethodParameters
+    from lora_merge.merge_methods import MethodParameters
 
     numbers = MethodParameters(density=0.6, epsilon=0.2 if method == "della" else 0.0)
     for n in range(400):

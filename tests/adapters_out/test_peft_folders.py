@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lora_merge
-from lora_merge.adapters_out.commands import COMMANDS
 from lora_merge.adapters_out.convert import opened, plan
 from lora_merge.adapters_out.form import planned_modules
 from lora_merge.errors import FitError, UsageError
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.planning.checkpoint_cache import CheckpointCache
+from lora_merge.recipes.commands import COMMANDS
 from tests.kit.tensors import Tensors, rand
 
 peft = pytest.importorskip("peft")

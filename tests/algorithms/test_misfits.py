@@ -16,7 +16,7 @@ from lora_merge.adapters.modules import Module
 from lora_merge.adapters.peft.rules import rules
 from lora_merge.adapters.suffixes import SUFFIXES
 from lora_merge.algorithms import ALGORITHMS, DoesNotFit, Shape, dora
-from lora_merge.disk.files import StoredTensor
+from lora_merge.dtypes import StoredTensor
 from lora_merge.matching.missing_tensors import gaps
 from tests.algorithms.adapter_examples import Example
 from tests.algorithms.peft_examples import ALL_EXAMPLES as EXAMPLES

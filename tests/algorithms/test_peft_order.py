@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import lora_merge
 from lora_merge.adapters.peft.rules import rules
-from lora_merge.disk.files import StoredTensor
+from lora_merge.dtypes import StoredTensor
 from lora_merge.errors import MergeError
 from lora_merge.matching.layer_order import _targets
 from lora_merge.models.module_order import in_order, tables

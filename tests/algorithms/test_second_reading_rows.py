@@ -21,7 +21,11 @@ from lora_merge.matching.patch import PatchPart
 from lora_merge.planning.checkpoint_cache import CheckpointCache
 from lora_merge.planning.make_plan import plan_job
 from lora_merge.planning.plan import OutputTensor, Plan
+from lora_merge.proof.second_reading import claims
 from lora_merge.proof.second_reading.comparison import Confirmation, read_again
+from lora_merge.proof.second_reading.formulas import FITS
+from lora_merge.proof.second_reading.layouts import Shape
+from lora_merge.proof.second_reading.modules import Group
 from tests.algorithms.row_files import write
 
 NO_OTHERS = ()
@@ -188,3 +192,27 @@ def test_configuration_means_the_same_to_plan_and_proof(row: str, tmp_path: Path
         read(plan)
         tried += 1
     assert tried
+
+
+OF_ANY_SIZE = {"fourierft", "waveft", "shira", "supertuning", "psoft", "peft_glora_bias"}
+"""Kinds whose tensors' sizes do not depend on the weight's."""
+
+
+def test_module_fits_its_weight_and_none_that_is_larger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, set[bool]] = {}
+
+    def fits(group: Group, shape: Shape) -> bool:
+        answer = right(group, shape)
+        if answer:
+            larger = tuple(4 * size + 1 for size in shape)
+            assert group.kind in OF_ANY_SIZE or not right(group, larger), (group.kind, shape, "and", larger)
+        asked.setdefault(group.kind, set()).add(answer)
+        return answer
+
+    right = claims.fits
+    monkeypatch.setattr(claims, "fits", fits)
+    for row in ALGORITHMS:
+        (folder := tmp_path / row).mkdir()
+        read(planned(write(row, folder)))
+    assert {*FITS} - {"lora_bias", "book"} == {*asked}, "kinds that no row's file has"
+    assert [kind for kind, answers in asked.items() if True not in answers] == []

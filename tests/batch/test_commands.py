@@ -12,14 +12,14 @@ import torch
 
 import lora_merge
 from lora_merge.adapter_options import ADAPTER_OPTIONS
-from lora_merge.adapters_out.commands import COMMANDS
 from lora_merge.adapters_out.report import AdapterReport
-from lora_merge.batch import batch_plan
-from lora_merge.batch.commands import MERGE, TAKES, UNMERGE
 from lora_merge.batch.jobs_file import load as load_jobs
 from lora_merge.batch.run import make_batch
 from lora_merge.errors import UsageError
 from lora_merge.options import OPTIONS
+from lora_merge.planning import make_plan
+from lora_merge.recipes.commands import COMMANDS
+from lora_merge.typed_options import Defaults
 from tests.kit.adapters import kohya
 from tests.kit.command_line import run
 from tests.kit.files import load, save
@@ -44,8 +44,8 @@ def batch(folder: Path, *jobs: dict[str, Any], **more: Any) -> Path:
 
 
 def test_tables_fit_together() -> None:
-    assert {*TAKES} == {MERGE, UNMERGE, *COMMANDS}
-    assert {name for names in TAKES.values() for name in names} <= {*OPTIONS, *ADAPTER_OPTIONS}
+    assert {name for row in COMMANDS.values() for name in row.fields} <= {*OPTIONS, *ADAPTER_OPTIONS}
+    assert Defaults.__annotations__["command"].__forward_arg__ == f"Literal{[*COMMANDS]} | None"
 
 
 @pytest.mark.slow
@@ -160,6 +160,15 @@ def test_merge_is_taken_back_in_a_batch_as_by_the_command_itself(files: Path) ->
     assert {r.status for r in lora_merge.run_batch(jobs)} == {"skipped"}
 
 
+def test_unmerge_in_a_batch_computes_as_the_recipe_says(files: Path) -> None:
+    a, merged = files / "a.safetensors", files / "merged.safetensors"
+    lora_merge.merge(files / "base.safetensors", (a, 0.5), merged, compute_dtype="fp64")
+    job = {"command": "unmerge", "base": str(merged), "adapters": [f"{a}:0.5"], "output": "back.safetensors"}
+    (entry,), (plan,) = load_jobs(batch(files, job)), lora_merge.plan_batch(batch(files, job))
+    assert (entry.job.compute_dtype, [ref.strength for ref in entry.job.adapters]) == ("fp64", [-0.5])
+    assert (plan.status, plan.command) == ("to run", "unmerge")
+
+
 @pytest.mark.parametrize("more", [{"method": "ties"}, {"density": 0.5}, {"rank": 2}])
 def test_unmerge_has_no_options_of_other_commands(files: Path, more: dict[str, object]) -> None:
     job = {"command": "unmerge", "base": str(files / "base.safetensors"), "output": "x.safetensors", **more}
@@ -208,13 +217,13 @@ def test_plan_of_a_batch_is_what_a_dry_run_prints(files: Path) -> None:
 
 def test_former_plans_serve_other_strengths_until_a_file_changes(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[object] = []
-    plan_job = batch_plan.plan_job
+    plan_job = make_plan.plan_job
 
     def counted(*arguments: Any) -> Any:
         planned.append(arguments)
         return plan_job(*arguments)
 
-    monkeypatch.setattr(batch_plan, "plan_job", counted)
+    monkeypatch.setattr(make_plan, "plan_job", counted)
     former = lora_merge.FormerPlans()
 
     def plan(strength: float, part: float = 1) -> lora_merge.JobPlan:

@@ -33,6 +33,7 @@ from lora_merge.batch.shared_reads import JobGroup, carry_out
 from lora_merge.batch.worker import GroupTask
 from lora_merge.errors import DeviceFailed, MergeError, ResourceError, UsageError
 from lora_merge.job import Adapter
+from lora_merge.planning import make_plan
 from lora_merge.planning.checkpoint_cache import CheckpointCache
 from lora_merge.progress import Step
 from tests.conftest import Nursery
@@ -490,10 +491,10 @@ def test_task_asks_for_the_gpus_of_its_list_and_names_them_as_it_sees_them(
 
 def test_workers_share_both_memory_bounds(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    plan_job = shared_reads.plan_job
-    monkeypatch.setattr(shared_reads, "plan_job", lambda job, opened: made.append(job) or plan_job(job, opened))
+    plan_job = make_plan.plan_job
     some = [j | {"max_memory": "1GiB", "max_vram": "8GiB"} for j in jobs(models, 2)]
     entries = tuple(s.entry for s in make_batch(some).planned)
+    monkeypatch.setattr(make_plan, "plan_job", lambda job, opened: made.append(job) or plan_job(job, opened))
     assert all(r.ok for r in shared_reads.carry_out(JobGroup(entries, workers=4), CheckpointCache()))
     assert [(job.max_memory, job.max_vram) for job in made] == [(2**28, 2**31)] * 2
 

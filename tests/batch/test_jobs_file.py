@@ -58,6 +58,7 @@ def refused(folder: Path, text: str, kind: type[MergeError] = UsageError) -> str
     ("name a folder: `-o a/b`", "name a folder: output: a/b"),
     ("write a folder with `--format peft -o FOLDER`", "write a folder with format: peft, output: FOLDER"),
     ("write `--dtype bf16` or `--dtype fp32`, or change --keep-precision", "write dtype: bf16 or dtype: fp32, or change keep_precision"),
+    ("`--strength-for lbw=1,2`, at x", "strength_for: {lbw: 1,2}, at x"),
     ("hf download a --local-dir b; else check", "hf download a --local-dir b; else check"),
     ("`lora-merge extract BASE TUNED --rank 8`; or `--rank 8`", "`lora-merge extract BASE TUNED --rank 8`; or rank: 8"),
 ])  # fmt: skip

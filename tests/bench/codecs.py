@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from lora_merge.disk.files import Memory, StoredTensor
+from lora_merge.dtypes import Memory, StoredTensor
 from lora_merge.engine.tensors import parts_of, view_bytes
 from lora_merge.engine.torch_preload import keep_freed_memory
 from lora_merge.files.encodings.base import CODES, Packing

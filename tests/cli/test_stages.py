@@ -78,6 +78,8 @@ def test_merge_of_a_base_elsewhere_shows_what_has_come() -> None:
     clock.now += 1
     display.take(Step("merge", "out.safetensors", 1 << 20, GIB))
     assert "3.00 MiB received" in line(display, 120)
+    display.take(Step("make", "out.safetensors", 1, 2))
+    assert "3.00 MiB received" in line(display, 120)
     arrived[0] = 1 << 20
     assert "received" not in line(display, 120)
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import lora_merge
-from lora_merge.disk.files import StoredTensor
 from lora_merge.disk.reader import Reader
+from lora_merge.dtypes import StoredTensor
 from lora_merge.engine.row_blocks import BLOCK_ELEMENTS, blocks
 from lora_merge.engine.tensors import CACHE_SHARE, RECENT_TENSORS, DeviceCache, TensorCache
 from lora_merge.files.checkpoint import open_checkpoint

@@ -13,7 +13,7 @@ import torch
 
 from lora_merge.adapters.modules import Module
 from lora_merge.algorithms import ALGORITHMS
-from lora_merge.disk.files import StoredTensor
+from lora_merge.dtypes import StoredTensor
 from lora_merge.engine import row_blocks
 from lora_merge.engine.block_folder import BlockFolder
 from lora_merge.engine.patch_tensors import PatchTensors

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 import lora_merge
 from lora_merge.algorithms import ALGORITHMS
-from lora_merge.disk.files import StoredTensor
+from lora_merge.dtypes import StoredTensor
 from lora_merge.engine.block_folder import BlockFolder
 from lora_merge.engine.devices import DeviceChoice, place, places, precise, threads, unusable
 from lora_merge.engine.fold import StackedPatch, fold

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from lora_merge.algorithms import Shape
-from lora_merge.disk.files import Memory, StoredTensor
 from lora_merge.disk.reader import read_bytes
+from lora_merge.dtypes import Memory, StoredTensor
 from lora_merge.engine.tensor_moves import TORCH_DTYPES
 from lora_merge.engine.tensors import as_bytes, parts_of
 from lora_merge.files.encodings.base import CODES, DRAW, Encoding, Packing

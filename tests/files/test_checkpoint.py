@@ -23,11 +23,11 @@ from safetensors.torch import save_file
 
 from lora_merge.disk import pages, system, volumes
 from lora_merge.disk import reader as reader_module
-from lora_merge.disk.files import FileState, Header, Memory
+from lora_merge.disk.files import FileState, Header
 from lora_merge.disk.pages import PAGE, aligned_buffer
 from lora_merge.disk.reader import Reader, read_bytes
 from lora_merge.disk.volumes import Mode
-from lora_merge.dtypes import ITEM_BITS
+from lora_merge.dtypes import ITEM_BITS, Memory
 from lora_merge.errors import InputError
 from lora_merge.files.checkpoint import Index, open_checkpoint
 from lora_merge.files.pickles import FORMAT_NAMES

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lora_merge.disk.files import StoredTensor
-from lora_merge.dtypes import ITEM_BITS, bytes_of
+from lora_merge.dtypes import ITEM_BITS, StoredTensor, bytes_of
 from lora_merge.engine import row_blocks
 from lora_merge.files.encodings import arithmetic, nearest_codes
 from lora_merge.files.encodings.base import CODES, Encoding, Packing, plain

@@ -23,7 +23,7 @@ import lora_merge
 from lora_merge.errors import InputError, MergeError
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.planning.recipe import parsed
-from lora_merge.safe_regex import from_json
+from lora_merge.text import from_json
 from tests.kit.files import blob
 
 ROOT = Path(__file__).parents[2]

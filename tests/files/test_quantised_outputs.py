@@ -11,8 +11,8 @@ import torch
 from jsonschema import validate
 
 import lora_merge
-from lora_merge.disk.files import Source
 from lora_merge.disk.reader import Reader
+from lora_merge.dtypes import Source
 from lora_merge.errors import VerificationFailed
 from lora_merge.viewing.json_schemas import schema_of
 from tests.kit.files import load, save

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lora_merge.engine.combination import combined
-from lora_merge.method_parameters import MethodParameters
+from lora_merge.merge_methods import MethodParameters
 
 SHAPE = (12, 20)
 

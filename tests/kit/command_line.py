@@ -6,9 +6,10 @@ import io
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import pytest
 
@@ -19,6 +20,9 @@ class Answer(NamedTuple):
     code: int
     out: str
     err: str
+
+
+Command: TypeAlias = Callable[..., Answer]
 
 
 def run(*arguments: object, seconds: float = 60) -> Answer:

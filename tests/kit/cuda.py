@@ -12,7 +12,7 @@ from torch import Tensor
 import lora_merge
 from lora_merge.adapters.modules import Module
 from lora_merge.algorithms import ALGORITHMS
-from lora_merge.disk.files import StoredTensor
+from lora_merge.dtypes import StoredTensor
 from lora_merge.engine import row_blocks
 from lora_merge.engine.block_folder import BlockFolder, FoldOptions
 from lora_merge.engine.devices import places

@@ -12,7 +12,7 @@ from typing import Any
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from lora_merge.disk.files import StoredTensor
+from lora_merge.dtypes import StoredTensor
 from lora_merge.files.checkpoint import Index
 from tests.kit.tensors import Tensors
 

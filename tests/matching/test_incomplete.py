@@ -9,7 +9,7 @@ import pytest
 
 import lora_merge
 from lora_merge.adapters.modules import Module
-from lora_merge.disk.files import StoredTensor
+from lora_merge.dtypes import StoredTensor
 from lora_merge.errors import InputError
 from lora_merge.matching.missing_tensors import _end_of_key
 from tests.kit.files import save

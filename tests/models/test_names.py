@@ -17,7 +17,7 @@ import pytest
 
 from lora_merge.adapters.modules import group, weight_shape, weight_shapes
 from lora_merge.algorithms import Shape
-from lora_merge.disk.files import StoredTensor
+from lora_merge.dtypes import StoredTensor
 from lora_merge.errors import AmbiguousName, InputError
 from lora_merge.files.checkpoint import Index, open_checkpoint
 from lora_merge.matching.fit_errors import explain, missing_networks, variant_doubt

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_merge.disk.files import StoredTensor
+from lora_merge.dtypes import StoredTensor
 from lora_merge.models.weights import RowSlice, Weight, WeightView, rows_of, unstored
 
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=4)

@@ -71,6 +71,8 @@ class Machines:
     """SHA-256 of what was sent to the store of large files."""
     upload_breaks: list[int] = field(default_factory=list)
     """Bytes after which the connections of the next uploads break."""
+    upload_gate: threading.Event | None = None
+    """All uploads but the first wait for it."""
     corrupt: bool = False
     """Whether what is uploaded is damaged in the store."""
     large: int = 1000
@@ -211,6 +213,8 @@ class Handler(BaseHTTPRequestHandler):
             self.connection.close()
             return
         content = self.rfile.read(length)
+        if machines.upload_gate is not None and machines.uploads and not machines.upload_gate.wait(60):
+            return
         if self.headers.get("Authorization") or SIGNATURE not in self.path:
             self.give(403)
             return

@@ -4,31 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lora_merge.planning.recipe import KEY
-from lora_merge.sources import inputs
-from tests.kit import command_line
 from tests.kit.adapters import kohya
+from tests.kit.command_line import Command
 from tests.kit.files import metadata, save
 from tests.kit.models import sd1_sample
 from tests.sources.server import SIGNATURE, TOKEN, Machines, sha256
-
-Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
-    monkeypatch.chdir(tmp_path)
-
-    def call(*words: str) -> tuple[int, str, str]:
-        inputs._located.clear()
-        return tuple(command_line.run(*words))
-
-    return call
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,75 +12,13 @@ import torch
 import lora_merge
 from lora_merge.disk.hashes import RunningHashes
 from lora_merge.planning.recipe import KEY
-from lora_merge.sources import hub, inputs
-from tests.kit import command_line
+from lora_merge.sources import hub
 from tests.kit.adapters import kohya
+from tests.kit.command_line import Command
 from tests.kit.files import load, load_all, metadata, save
+from tests.kit.folders import llama_folder, peft_folder
 from tests.kit.models import sd1_sample
-from tests.kit.tensors import rand
 from tests.sources.server import COMMIT, SIGNATURE, TOKEN, Machines, serving, sha256
-
-Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
-    monkeypatch.chdir(tmp_path)
-
-    def call(*words: str) -> tuple[int, str, str]:
-        answer = command_line.run(*words)
-        return answer.code, answer.out, answer.err
-
-    return call
-
-
-@pytest.fixture
-def published(machines: Machines, tmp_path: Path) -> Machines:
-    """A repository with a base, and one with an adapter."""
-    base, lora = (
-        save(sd1_sample(), tmp_path / "local.safetensors"),
-        save(kohya(sd1_sample()), tmp_path / "style.safetensors"),
-    )
-    machines.repositories["me/sd"] = {
-        "README.md": b"# sd", "other.safetensors": b"x" * 4000, "sd.safetensors": base.read_bytes(),
-    }  # fmt: skip
-    machines.repositories["me/style"] = {"README.md": b"# style", "style.safetensors": lora.read_bytes()}
-    return machines
-
-
-def llama_folder(folder: Path, shards: int = 2) -> dict[str, bytes]:
-    """A model of transformers in shards, next to the same weights as a pickle."""
-    folder.mkdir()
-    tensors = {
-        "model.embed_tokens.weight": rand(32, 16),
-        "lm_head.weight": rand(32, 16),
-        "model.norm.weight": torch.ones(16),
-    }
-    for n in range(2):
-        tensors |= {f"model.layers.{n}.self_attn.{name}_proj.weight": rand(16, 16, seed=n) for name in "qkvo"}
-    names = sorted(tensors)
-    parts = {f"model-0000{n + 1}-of-0000{shards}.safetensors": names[n::shards] for n in range(shards)}
-    for file, part in parts.items():
-        save({name: tensors[name] for name in part}, folder / file)
-    weight_map = {name: file for file, part in parts.items() for name in part}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
-    (folder / "tokenizer.json").write_text("{}")
-    torch.save(tensors, folder / "pytorch_model.bin")
-    return {p.name: p.read_bytes() for p in folder.iterdir()}
-
-
-def peft_folder(folder: Path) -> dict[str, bytes]:
-    """An adapter of PEFT for it."""
-    folder.mkdir()
-    tensors = {}
-    for n in range(2):
-        at = f"base_model.model.model.layers.{n}.self_attn.q_proj"
-        tensors |= {f"{at}.lora_A.weight": rand(4, 16, seed=n), f"{at}.lora_B.weight": rand(16, 4, seed=n + 5)}
-    save(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return {p.name: p.read_bytes() for p in folder.iterdir()}
 
 
 def test_downloaded_base_is_hashed_once(published: Machines, run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +34,7 @@ def test_downloaded_base_is_hashed_once(published: Machines, run: Command, monke
 def test_merge_of_repositories_is_the_merge_of_their_files(published: Machines, run: Command) -> None:
     code, _, err = run("hf://me/sd/sd.safetensors", "hf://me/style:0.8", "-o", "a.safetensors")
     assert code == 0, err
-    assert "are downloaded from hf://me/sd" in err and "free" in err
+    assert "are downloaded from hf://me/sd" in err and "the output takes" in err and err.count("free)") == 3
     code, _, err = run("local.safetensors", "style.safetensors:0.8", "-o", "b.safetensors")
     assert code == 0, err
     one, other = load(Path("a.safetensors")), load(Path("b.safetensors"))
@@ -140,11 +77,39 @@ def test_cache_on_disk_is_read_without_the_library_and_without_requests(
     assert run("hf://me/sd/sd.safetensors", "hf://me/style", "-o", "a.safetensors")[0] == 0
     asked = len(published.requests)
     monkeypatch.setattr(hub, "is_installed", lambda: False)
-    inputs._located.clear()
     code, _, err = run(f"hf://me/sd@{COMMIT}/sd.safetensors", "hf://me/style", "-o", "b.safetensors")
     assert code == 0, err
     assert Path("a.safetensors").read_bytes() == Path("b.safetensors").read_bytes()
     assert len(published.requests) == asked
+
+
+def test_folder_of_a_repository_in_the_cache_is_its_commit(published: Machines, run: Command, tmp_path: Path) -> None:
+    """Of `main`, or the only one."""
+    assert run("hf://me/sd/sd.safetensors", "hf://me/style", "-o", "a.safetensors")[0] == 0
+    asked, folder = len(published.requests), tmp_path / "hub" / "models--me--style"
+    for _ in range(2):
+        code, _, err = run("local.safetensors", f"{folder}:0.5", "-o", "b.safetensors", "--overwrite")
+        recipe = json.loads(metadata(Path("b.safetensors"))[KEY])
+        assert code == 0 and recipe["adapters"][0]["source"] == f"hf://me/style@{COMMIT}", err
+        (folder / "refs" / "main").unlink(missing_ok=True)
+    assert len(published.requests) == asked
+    (folder / "snapshots" / ("f" * 40)).mkdir()
+    code, _, err = run("local.safetensors", str(folder), "-o", "c.safetensors")
+    assert code == 3 and "give the folder with the" in err, err
+
+
+@pytest.mark.parametrize("words", [("hf://me/sd/sd.safetensors", "hf://me/style"),
+                                   ("combine", "hf://me/sd/style.safetensors", "hf://me/style")])  # fmt: skip
+def test_dry_run_asks_each_server_once(
+    published: Machines, run: Command, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    """For the files of each repository, each header, the repository of the output and the name of the user."""
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    style = save(kohya(sd1_sample(), seed=3), Path("other.safetensors"))
+    published.repositories["me/sd"]["style.safetensors"] = style.read_bytes()
+    code, _, err = run(*words, "-o", "hf://me/out/a.safetensors", "--dry-run")
+    asked = [r.path for r in published.requests]
+    assert code == 0 and sorted(asked) == sorted({*asked}) and len(asked) == 3 + 2 * 2 + 1, (asked, err)
 
 
 def test_model_that_is_not_here_is_refused_with_the_command_that_downloads_it(
@@ -198,7 +163,6 @@ def test_token_goes_to_the_hub_alone_and_into_no_text(
     published.gated.add("me/style")
     published.answers[:] = [500] * 9
     monkeypatch.setenv("HF_TOKEN", TOKEN + "x")
-    inputs._located.clear()
     texts += [*run("inspect", "hf://me/gated/sd.safetensors", "--debug", "--json")[1:]]
     assert not [text for text in texts if TOKEN in text or SIGNATURE in text]
 
@@ -217,11 +181,9 @@ def test_replay_and_verify_download_the_same_commit(published: Machines, run: Co
     for name in ("local.safetensors", "style.safetensors"):
         Path(name).unlink()
     shutil.rmtree(tmp_path / "hub")
-    inputs._located.clear()
     code, _, err = run("verify", "a.safetensors")
     assert code == 0, err
     shutil.rmtree(tmp_path / "hub")
-    inputs._located.clear()
     code, _, err = run("replay", "a.safetensors", "-o", "b.safetensors")
     assert code == 0, err
     assert Path("b.safetensors").read_bytes() == first
@@ -234,7 +196,6 @@ def test_source_with_other_bytes_than_the_recipe_fails_the_verification(
     for name in ("local.safetensors", "style.safetensors"):
         Path(name).unlink()
     shutil.rmtree(tmp_path / "hub")
-    inputs._located.clear()
     (tmp_path / "other").mkdir()
     other = save(kohya(sd1_sample(), seed=5), tmp_path / "other" / "x")
     published.repositories["me/style"]["style.safetensors"] = other.read_bytes()
@@ -264,7 +225,6 @@ def test_default_name_of_an_output_is_that_of_the_repository(published: Machines
         code, _, err = run("hf://me/tiny", "hf://me/peft")
         assert code == 0, err
         shutil.rmtree("tiny+peft")
-        inputs._located.clear()
 
 
 def test_batch_downloads_each_base_once(published: Machines, run: Command) -> None:
@@ -279,7 +239,6 @@ def test_batch_downloads_each_base_once(published: Machines, run: Command) -> No
     assert len({*whole}) == 2 == len(whole), whole
     assert Path("0.5.safetensors").exists() and Path("1.safetensors").exists()
     asked = published.bytes_sent("store")
-    inputs._located.clear()
     code, out, err = run("batch", "jobs.json")
     assert code == 0 and "skipped" in out and published.bytes_sent("store") == asked, err
 
@@ -302,12 +261,12 @@ def test_input_that_was_a_folder_is_not_taken_from_a_folder_with_more(
     """The file of the repository is here too, next to others: the folder is not what the recipe names."""
     assert run("local.safetensors", "me/style", "-o", "a.safetensors")[0] == 0
     shutil.rmtree(tmp_path / "hub")
-    inputs._located.clear()
     code, out, err = run("verify", "a.safetensors")
     assert code == 0 and "1 × style (" in out, err
 
 
 WRITTEN = [
+    ("merge", ["hf://me/sd/sd.safetensors", "hf://me/style:0.5"]),
     ("combine", ["hf://me/style:0.5", "twin.safetensors"]),
     ("resize", ["hf://me/style", "--rank", "2"]),
     ("convert", ["hf://me/style", "--to", "diffusers", "--base", "hf://me/sd/sd.safetensors"]),
@@ -319,7 +278,7 @@ WRITTEN = [
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("command", "words"), WRITTEN, ids=[command for command, _ in WRITTEN])
-def test_written_adapter_names_commits_and_is_written_again_from_a_mirror_or_a_file(  # noqa: PLR0917
+def test_output_names_commits_and_is_written_again_from_a_mirror_or_a_file(  # noqa: PLR0917
     published: Machines, run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, words: list[str]
 ) -> None:
     shutil.copy("style.safetensors", "twin.safetensors")
@@ -336,7 +295,6 @@ def test_written_adapter_names_commits_and_is_written_again_from_a_mirror_or_a_f
     # a file of that hash, without the cache and without the hub
     shutil.rmtree(tmp_path / "hub")
     asked = len(published.requests)
-    inputs._located.clear()
     code, _, err = run("verify", "a.safetensors")
     assert code == 0 and len(published.requests) == asked, err
     # a mirror
@@ -344,7 +302,6 @@ def test_written_adapter_names_commits_and_is_written_again_from_a_mirror_or_a_f
         Path(name).unlink()
     with serving(Machines(published.repositories)) as mirror:
         monkeypatch.setenv("HF_ENDPOINT", mirror.url)
-        inputs._located.clear()
         code, _, err = run("replay", "a.safetensors", "-o", "b.safetensors")
         assert code == 0 and mirror.requests and len(published.requests) == asked, err
     assert Path("b.safetensors").read_bytes() == first

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from threading import Event
 
 import pytest
+from huggingface_hub import HfApi
+from huggingface_hub.utils import are_progress_bars_disabled
 
-from lora_merge.sources import hub_upload, inputs
+from lora_merge.sources import hub_upload
+from tests.kit.command_line import Command
+from tests.kit.folders import llama_folder, peft_folder
 from tests.sources.server import SIGNATURE, TOKEN, Machines
-from tests.sources.test_hub import Command, llama_folder, peft_folder, published, run
-
-__all__ = ["published", "run"]
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # huggingface_hub and its own client
 
@@ -37,7 +41,13 @@ def nothing_is_left(tmp_path: Path) -> bool:
     return not [*tmp_path.rglob("lora-merge-uploads/*")]
 
 
-def test_merge_to_a_repository_is_one_private_commit_with_a_card(hub: Machines, run: Command, tmp_path: Path) -> None:
+def test_merge_to_a_repository_is_one_private_commit_with_a_card(
+    hub: Machines, run: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    send, silent = HfApi.preupload_lfs_files, list[bool]()
+    monkeypatch.setattr(
+        HfApi, "preupload_lfs_files", lambda *a, **b: (silent.append(are_progress_bars_disabled()), send(*a, **b))
+    )
     assert run(*MERGE, "-o", "a.safetensors")[0] == 0
     code, out, err = run(*MERGE, "-o", "hf://me/merged/a", "--json")
     assert code == 0, err
@@ -46,10 +56,10 @@ def test_merge_to_a_repository_is_one_private_commit_with_a_card(hub: Machines, 
     assert files["a.safetensors"] == Path("a.safetensors").read_bytes() and b"lora-merge" in files["README.md"]
     assert commits(hub) == ["/api/models/me/merged/commit/main"] and hub.commit("me/merged") in report["notes"][-1]
     assert TOKEN not in out + err and nothing_is_left(tmp_path)
+    assert silent[0] and not are_progress_bars_disabled(), "the library draws no bars for what is sent"
     assert not [name for name, c in files.items() if TOKEN.encode() in c or SIGNATURE.encode() in c]
     code, _, err = run(*MERGE, "-o", TO)
     assert code == 2 and "the output exists" in err and "a.safetensors" in err
-    inputs._located.clear()
     code, _, err = run("verify", TO)
     assert code == 0, err
 
@@ -58,6 +68,7 @@ def test_upload_that_breaks_makes_no_commit_and_is_continued(hub: Machines, run:
     hub.upload_breaks = [1000] * 40
     code, out, err = run(*MERGE, "-o", TO)
     assert code == 5 and "run again" in err and TOKEN not in out + err, err
+    assert "may be left there: the new private repository me/merged" in err
     assert commits(hub) == [] and {*hub.repositories["me/merged"]} == {".gitattributes"} and nothing_is_left(tmp_path)
     hub.upload_breaks = []
     assert run(*MERGE, "-o", TO)[0] == 0
@@ -87,18 +98,39 @@ def test_connections_that_break_twice_are_tried_again(hub: Machines, run: Comman
 def test_what_the_hub_has_already_is_not_sent_again(
     hub: Machines, run: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    api = hub_upload._api
+    api = hub_upload.client
 
     def refusing() -> object:
         made = api()
         made.create_commit = lambda *_, **__: (_ for _ in ()).throw(OSError("the connection breaks"))
         return made
 
-    monkeypatch.setattr(hub_upload, "_api", refusing)
+    monkeypatch.setattr(hub_upload, "client", refusing)
     assert run(*MERGE, "-o", TO)[0] == 5
     sent = len(hub.uploads)
-    monkeypatch.setattr(hub_upload, "_api", api)
+    monkeypatch.setattr(hub_upload, "client", api)
     assert run(*MERGE, "-o", TO)[0] == 0 and len(hub.uploads) == sent
+
+
+@pytest.mark.slow
+def test_upload_of_a_run_that_is_killed_is_continued(
+    hub: Machines, run: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    llama_folder(tmp_path / "tiny", 3), peft_folder(tmp_path / "peft")
+    words = ("tiny", "peft:0.5", "-o", "hf://me/tiny")
+    hub.upload_gate, end = Event(), time.monotonic() + 60
+    with subprocess.Popen(
+        [sys.executable, "-m", "lora_merge", *words], stderr=subprocess.PIPE, cwd=tmp_path
+    ) as process:
+        while not hub.uploads and process.poll() is None and time.monotonic() < end:
+            Event().wait(0.05)
+        process.kill()
+    assert len(hub.uploads) == 1 and not commits(hub)
+    hub.upload_gate.set()
+    code, _, err = run(*words)
+    assert code == 0 and len(hub.uploads) == len({*hub.uploads}) == 3 and nothing_is_left(tmp_path), err
+    assert len([name for name in hub.repositories["me/tiny"] if name.endswith(".safetensors")]) == 3
 
 
 @pytest.mark.slow
@@ -122,7 +154,6 @@ def test_folder_on_a_branch_leaves_the_others_as_they_are(hub: Machines, run: Co
     assert {*files} == {"picture.png", *(p.name for p in Path("there").iterdir())}
     for path in (p for p in Path("there").iterdir() if p.name != "README.md"):
         assert files[path.name] == path.read_bytes()
-    inputs._located.clear()
     code, _, err = run("verify", "hf://me/tiny@half", "--full")
     assert code == 0, err
     code, out, err = run("tiny", "peft:0.5", "-o", "hf://me/tiny@half")
@@ -179,7 +210,7 @@ def test_card_of_an_earlier_merge_is_brought_up_to_date(hub: Machines, run: Comm
 
 @pytest.mark.slow
 def test_commit_whose_reply_is_lost_is_found(hub: Machines, run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    api = hub_upload._api
+    api = hub_upload.client
 
     def losing() -> object:
         library = api()
@@ -192,7 +223,7 @@ def test_commit_whose_reply_is_lost_is_found(hub: Machines, run: Command, monkey
         library.create_commit = lose
         return library
 
-    monkeypatch.setattr(hub_upload, "_api", losing)
+    monkeypatch.setattr(hub_upload, "client", losing)
     code, out, err = run(*MERGE, "-o", TO, "--json")
     assert code == 0 and hub.commit("me/merged") in json.loads(out)["notes"][-1], err
 

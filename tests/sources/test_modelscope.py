@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -13,26 +12,12 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from lora_merge.planning.recipe import KEY
-from lora_merge.sources import inputs
-from tests.kit import command_line
 from tests.kit.adapters import kohya
+from tests.kit.command_line import Command
 from tests.kit.files import load_all, metadata, save
+from tests.kit.folders import llama_folder, peft_folder
 from tests.kit.models import sd1_sample
 from tests.sources.server import COMMIT, Machines
-from tests.sources.test_hub import llama_folder, peft_folder
-
-Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
-    monkeypatch.chdir(tmp_path)
-
-    def call(*words: str) -> tuple[int, str, str]:
-        inputs._located.clear()
-        return tuple(command_line.run(*words))
-
-    return call
 
 
 def test_file_is_pinned_by_its_commit_and_replayed(machines: Machines, run: Command, tmp_path: Path) -> None:
@@ -61,6 +46,19 @@ def test_folder_is_merged_as_a_local_folder(machines: Machines, run: Command, tm
     assert {p.name for p in Path("a").iterdir()} == {p.name for p in Path("b").iterdir()}
     one, other = load_all(Path("a")), load_all(Path("b"))
     assert one.keys() == other.keys() and all((one[name] == other[name]).all() for name in other)
+
+
+@pytest.mark.parametrize("revision", ["", "@master", "@v2"])
+def test_cache_of_the_library_is_read_without_requests(
+    machines: Machines, run: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, revision: str
+) -> None:
+    """It does not say which revision it has: the usual one is taken for it."""
+    monkeypatch.setenv("LORA_MERGE_OFFLINE", "1")
+    monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path / "ms"))
+    (folder := tmp_path / "ms" / "models" / "me" / "style-1___5").mkdir(parents=True)
+    save(kohya(sd1_sample()), folder / "style.safetensors")
+    code, _, err = run("inspect", f"ms://me/style-1.5{revision}")
+    assert code == (2 if revision == "@v2" else 0) and not machines.requests, err
 
 
 def test_repository_that_is_not_there_is_an_input_error(machines: Machines, run: Command) -> None:

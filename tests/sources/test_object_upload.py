@@ -20,15 +20,13 @@ from lora_merge.disk import hashes
 from lora_merge.engine.pipeline import Pipeline
 from lora_merge.errors import ResourceError
 from lora_merge.sources import object_upload, sent_files
+from tests.kit.command_line import Command
 from tests.kit.files import load
+from tests.kit.folders import llama_folder, peft_folder
 from tests.sources.server import sha256
-from tests.sources.test_hub import llama_folder, peft_folder
-from tests.sources.test_objects import Command, bucket, run, server
 
 obstore = pytest.importorskip("obstore")
 boto3 = pytest.importorskip("boto3")
-
-__all__ = ["bucket", "run", "server"]
 
 MERGE = ("base.safetensors", "style.safetensors:0.5")
 
@@ -67,7 +65,7 @@ def test_merge_to_an_object_is_the_file_of_the_merge(out: Any, run: Command) -> 
     code, text, err = run(*MERGE, "-o", "s3://models/out/a", "--json")
     report = json.loads(text)
     assert code == 0 and report["output"] == "s3://models/out/a.safetensors", err
-    assert report["notes"][-1].endswith("the MD5 of all bytes there is that of the local copy")
+    assert report["notes"][-1].endswith("the MD5 of all bytes is that of what was sent")
     assert bytes(obstore.get(out, "out/a.safetensors").bytes()) == Path("a.safetensors").read_bytes()
     assert "secret" not in text + err
     code, _, err = run(*MERGE, "-o", "s3://models/out/a")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,56 +11,15 @@ import pytest
 import torch
 
 from lora_merge.planning.recipe import KEY
-from lora_merge.sources import inputs
-from tests.kit import command_line
-from tests.kit.adapters import kohya
+from tests.kit.command_line import Command
 from tests.kit.files import load_all, metadata, save
+from tests.kit.folders import llama_folder, peft_folder
 from tests.kit.models import sd1_sample
 from tests.sources.server import sha256
-from tests.sources.test_hub import llama_folder, peft_folder
 
 obstore = pytest.importorskip("obstore")
 moto = pytest.importorskip("moto.server")
 boto3 = pytest.importorskip("boto3")
-
-Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    yield "http://{}:{}".format(*server.get_host_and_port())
-    server.stop()
-
-
-@pytest.fixture
-def bucket(server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """A bucket that keeps versions, with a base and an adapter."""
-    monkeypatch.delenv("LORA_MERGE_OFFLINE", raising=False)
-    monkeypatch.setenv("LORA_MERGE_CACHE", str(tmp_path / "store"))
-    monkeypatch.setattr(inputs, "_located", {})
-    for name, value in {"AWS_ENDPOINT_URL": server, "AWS_ALLOW_HTTP": "true", "AWS_ACCESS_KEY_ID": "AKIASECRETKEYID",
-                        "AWS_SECRET_ACCESS_KEY": "secretsecret", "AWS_REGION": "us-east-1"}.items():  # fmt: skip
-        monkeypatch.setenv(name, value)
-    client = boto3.client("s3", endpoint_url=server)
-    client.create_bucket(Bucket="models")
-    client.put_bucket_versioning(Bucket="models", VersioningConfiguration={"Status": "Enabled"})
-    store = obstore.store.S3Store("models")
-    obstore.put(store, "sd/base.safetensors", save(sd1_sample(), tmp_path / "base.safetensors").read_bytes())
-    obstore.put(store, "sd/style.safetensors", save(kohya(sd1_sample()), tmp_path / "style.safetensors").read_bytes())
-    return store
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
-    monkeypatch.chdir(tmp_path)
-
-    def call(*words: str) -> tuple[int, str, str]:
-        inputs._located.clear()
-        return tuple(command_line.run(*words))
-
-    return call
 
 
 def test_merge_of_objects_names_their_versions(bucket: Any, run: Command) -> None:

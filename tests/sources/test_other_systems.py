@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lora_merge.planning.recipe import KEY
-from lora_merge.sources import inputs, other_systems
-from tests.kit import command_line
+from lora_merge.sources import other_systems
 from tests.kit.adapters import kohya
+from tests.kit.command_line import Command
 from tests.kit.files import load_all, metadata, save
+from tests.kit.folders import llama_folder, peft_folder
 from tests.kit.models import sd1_sample
-from tests.sources.test_hub import llama_folder, peft_folder
 
 fsspec = pytest.importorskip("fsspec")
 
-Command = Callable[..., tuple[int, str, str]]
 AT = "sftp://me:secretsecret@host/models"
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
-    monkeypatch.chdir(tmp_path)
-
-    def call(*words: str) -> tuple[int, str, str]:
-        inputs._located.clear()
-        return tuple(command_line.run(*words))
-
-    return call
 
 
 @pytest.fixture
@@ -48,7 +35,9 @@ def system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     memory.store.clear()
 
 
-def test_file_is_read_without_a_copy_or_kept(system: Any, run: Command, tmp_path: Path) -> None:
+def test_file_is_read_without_a_copy_or_kept(
+    system: Any, run: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     save(sd1_sample(), tmp_path / "base.safetensors")
     system.pipe("/models/s.safetensors", save(kohya(sd1_sample()), tmp_path / "style.safetensors").read_bytes())
     code, out, err = run("base.safetensors", f"{AT}/s.safetensors:0.5", "-o", "a.safetensors", "--report", "r.json")
@@ -59,6 +48,9 @@ def test_file_is_read_without_a_copy_or_kept(system: Any, run: Command, tmp_path
     code, _, err = run("base.safetensors", f"{AT}/s.safetensors:0.5", "-o", "b.safetensors", "--cache", "here")
     assert code == 0 and Path("a.safetensors").read_bytes() == Path("b.safetensors").read_bytes(), err
     assert [p.name for p in (tmp_path / "here").rglob("*.safetensors")] == ["s.safetensors"]
+    monkeypatch.setenv("LORA_MERGE_OFFLINE", "1")
+    code, _, err = run("inspect", f"{AT}/s.safetensors", "--cache", "here")
+    assert code == 0, err
 
 
 def test_folder_is_merged_as_a_local_folder(system: Any, run: Command, tmp_path: Path) -> None:

@@ -14,28 +14,15 @@ import lora_merge
 from lora_merge.addresses import Address
 from lora_merge.errors import InputError, MergeError, ResourceError
 from lora_merge.planning.recipe import KEY
-from lora_merge.sources import contents, inputs, web
+from lora_merge.sources import contents, web
 from lora_merge.sources.web import Endpoint, download, ranges
-from tests.kit import command_line
 from tests.kit.adapters import kohya
 from tests.kit.architectures import header
+from tests.kit.command_line import Command
 from tests.kit.files import metadata, save
 from tests.kit.hollow import hollow
 from tests.kit.models import sd1_sample
 from tests.sources.server import SIGNATURE, TOKEN, Hollow, Machines, sha256
-
-Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
-    monkeypatch.chdir(tmp_path)
-
-    def call(*words: str) -> tuple[int, str, str]:
-        inputs._located.clear()
-        return tuple(command_line.run(*words))
-
-    return call
 
 
 def at(machines: Machines, name: str) -> Endpoint:

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from lora_merge import merge, run_batch
-from lora_merge.adapters_out.commands import COMMANDS
-from lora_merge.batch.commands import TAKES
 from lora_merge.errors import UsageError
 from lora_merge.option_texts import SPELLINGS
 from lora_merge.options import OPTIONS, READING
+from lora_merge.recipes.commands import COMMANDS
 from lora_merge.ui.forms import FORMS, PLACES, READS, command_line, entry, jobs_file, runnable
 from lora_merge.ui.library import Library
 from tests.kit.command_line import run
@@ -47,9 +46,10 @@ def test_form_command_and_jobs_file_write_the_same_bytes(name: str, comfy: Path,
 
 
 def test_every_command_of_a_jobs_file_has_a_form_with_its_options() -> None:
-    assert {name for name, row in FORMS.items() if row.writes} == {*TAKES, "replay"}
+    assert {name for name, row in FORMS.items() if row.writes} == {*COMMANDS, "replay"}
     for name, row in FORMS.items():
-        assert set(row.options) | {*PLACES} >= {*TAKES.get(name, ()), *READS.get(name, ())}
+        fields = COMMANDS[name].fields if name in COMMANDS else READS.get(name, ())
+        assert set(row.options) | {*PLACES} >= {*fields}
         assert set(row.main) <= set(row.options) | {"scale"}, name
         tables = {**OPTIONS, **(COMMANDS[name].options if name in COMMANDS else {}), **({} if row.writes else READING)}
         assert all(option is tables[n] for n, option in row.options.items())

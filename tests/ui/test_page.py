@@ -44,7 +44,7 @@ def test_from_an_empty_page_to_a_verified_file(page: Page, comfy: Path, tmp_path
         assert w.js("return $('#run').disabled && $('#plan').dataset.state") == "empty"
         choose(w)
         w.until(READY)
-        assert "20 of 20 modules match" in w.js("return $('#files').innerText")
+        assert w.js("return $('fieldset .remark').innerText") == "fits: 20 of 20 modules match"
         assert "LoRA, rank 4" in w.js("return $('#files').innerText")
         summary = w.js("return $('#summary').textContent")
         assert all(word in summary for word in ("Writes ", " KiB; memory", "time: "))
@@ -104,6 +104,8 @@ def test_form_asks_for_what_is_missing_and_offers_only_what_it_takes(page: Page)
         w.until(READY)
         w.js("$('#run').click()")
         w.until("$('#runs > li') && $('#runs > li').getBoundingClientRect().top < innerHeight")
+        w.js("$('[data-command=average]').click()")
+        assert w.js("return $('[name=rank]').value") == "", "options are those of one form"
         assert w.errors() == []
 
 
@@ -129,13 +131,30 @@ def test_cancel_leaves_nothing(page: Page, comfy: Path, monkeypatch: pytest.Monk
     assert sorted(comfy.rglob("*")) == before
 
 
-def test_wrong_adapter_shows_the_fix_and_cannot_run(page: Page) -> None:
+def test_error_is_shown_once_at_what_is_wrong(page: Page, comfy: Path) -> None:
+    """And what is wrong cannot run."""
+    (comfy / "models/loras/damaged.safetensors").write_bytes(b"<html>")
+    wrong = (
+        ("$('#fields .field select')", "sd3", "no module of the adapter", "fieldset .remark"),
+        ("$('fieldset select')", "damaged", "but a web page", "fieldset .remark"),
+        ("$('[name=seed]')", "x", "is not a whole number", ".remark[data-place=seed]"),
+        (f"$('{OUTPUT}')", "../x", "outside the output folder", ".remark[data-place=output]"),
+    )
     with window(page.address) as w:
-        w.open()
-        choose(w, base="sd3")
-        w.until("$('#plan').dataset.state === 'error'")
-        fix = w.js("return $('#plan .fix').textContent")
-        assert fix and w.js("return $('#run').disabled && $('#files .bad').textContent").startswith("does not fit")
+        for field, word, what, place in wrong:
+            w.open()
+            choose(w)
+            w.until(READY)
+            w.js(
+                f"const e = {field}; e.value = e.options ? [...e.options].find((o) => o.text.includes(arguments[0])).value : arguments[0];"
+                "for (const kind of ['input', 'change']) e.dispatchEvent(new Event(kind, { bubbles: true }))",
+                word,
+            )
+            w.until("$('#plan').dataset.state === 'error' && $('.error')")
+            assert what in w.js("return $(arguments[0]).innerText", place)
+            assert w.js("return document.querySelectorAll('.error').length") == 1
+            assert w.js("return document.body.innerText.split(arguments[0]).length", what) == 2, "it is said once"
+            assert w.js("return $('#run').disabled && $('.error .fix').innerText && $('.error').checkVisibility()")
         assert w.errors() == []
 
 
@@ -306,5 +325,5 @@ def test_dropped_files_are_chosen(page: Page, comfy: Path, tmp_path: Path) -> No
         w.until(READY)
         assert (comfy / "dropped/new.safetensors").read_bytes() == new.read_bytes()
         w.js(drop, "note.txt", "")
-        w.until("$('#plan .fix')?.textContent.includes('.safetensors')")
+        w.until("$('#dropped .fix')?.textContent.includes('.safetensors')")
         assert [line for line in w.errors() if " 422 " not in line] == []

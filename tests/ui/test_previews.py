@@ -17,7 +17,7 @@ from lora_merge.ui.library import Library
 from lora_merge.ui.previews import Previews
 from lora_merge.ui.runs import Queue
 from tests.kit.files import save
-from tests.kit.forms import TINY, A, form
+from tests.kit.forms import TINY, TUNED, A, form
 from tests.kit.models import sd1
 from tests.ui.__main__ import models
 
@@ -70,10 +70,42 @@ def test_chosen_base_has_its_names_before_an_adapter_is_chosen(comfy: Path, open
     """The names of adapters are worked out while somebody looks for an adapter, with one that fits."""
     page, base = previews(comfy), str(comfy / "models" / TINY)
     page.files({"base": base})
-    page._ahead[base].join()
+    page._ahead[base, ""].join()
     assert opened[Path(base)] == 1 and len(opened) == 2 and page._facts.cache_info().misses == 3
     page.files({"base": base})
     assert len(page._ahead) == 1 and page._facts.cache_info().misses == 3
+
+
+def test_chosen_adapter_has_its_names_before_a_base_is_chosen(comfy: Path, opened: Counter[Path]) -> None:
+    """They are those of every base with the same tensors, whichever is chosen then."""
+    page, adapter = previews(comfy), str(comfy / "models" / A)
+    page.files({"adapters": [{"path": adapter}]})
+    page._ahead["", adapter].join()
+    tiny, tuned = (comfy / f"models/checkpoints/{name}.safetensors" for name in ("tiny", "tuned"))
+    assert opened[tiny] + opened[tuned] == 1
+    for base in (tiny, tuned):
+        assert page.files({"base": str(base), "adapters": [{"path": adapter}]})["files"][-1]["fits"]
+    assert page._former.opened.names(tiny) is page._former.opened.names(tuned)
+
+
+def test_error_names_the_field_that_it_is_about(comfy: Path) -> None:
+    page, models = previews(comfy), comfy / "models"
+    filled = form("merge", comfy)
+    second = [filled["adapters"][0], {**filled["adapters"][1], "strength_for": {}, "parts": "unet=1; te9=0.5,"}]
+    for change, field in (
+        ({"options": {"seed": "x"}}, "seed"),
+        ({"options": {"method": "ties", "density": "7"}}, "density"),
+        ({"options": {"map": "/etc/hostname"}}, "map"),
+        ({"output": "../x"}, "output"),
+        ({"output": TINY, "base": str(models / TUNED), "overwrite": False}, None),
+        ({"output": f"models/{TINY}"}, "output"),
+        ({"base": str(models / A)}, "base"),
+        ({"base": str(models / "checkpoints/sd3.safetensors"), "adapters": filled["adapters"][:1]}, "adapters.0"),
+        ({"adapters": second}, "adapters.1"),
+        ({"adapters": [second[0], {**second[0], "strength": None}]}, "adapters.1"),
+        ({"command": "delete"}, ""),
+    ):  # fmt: skip
+        assert page.preview({**filled, "options": {}, **change}).get("at") == field, change
 
 
 def test_changed_configuration_is_read_again(tmp_path: Path) -> None:

@@ -119,10 +119,10 @@ def test_error_of_a_form_comes_before_the_run(page: Page, comfy: Path) -> None:
 
 def test_mistake_in_a_form_is_not_called_one_of_a_jobs_file(page: Page, comfy: Path) -> None:
     filled = {"command": "resize", "adapters": [{"path": str(comfy / "models" / A)}], "output": "small"}
-    for rank, where in (("", "resize needs"), ("many", "'many' is not a rule")):
+    for rank, what in (("", "resize needs"), ("many", "'many' is not a rule")):
         for call in ("preview", "run"):
             error = page.call(call, **filled, options={"rank": rank})["error"]
-            assert error["what"] == "a mistake in the form" and error["where"].startswith(where), error
+            assert error["what"].startswith(what) and error["where"] == "rank", error
             assert "schema" not in error["fix"]
 
 
@@ -208,6 +208,9 @@ def test_several_files_are_inspected(page: Page, comfy: Path) -> None:
         assert done["state"] == "done" and all(Path(a["path"]).name in done["text"] for a in adapters)
         assert done["text"].count("20 of 20") == (2 if base else 0)
         assert run(*shlex.split(page.call("preview", **filled)["command"])[1:]).code == 0
+    filled["adapters"][1] = {"path": str(comfy / "models/checkpoints/tuned.safetensors")}
+    refused = page.call("preview", **filled)
+    assert refused["at"] == "adapters.1" and refused["error"] == page.call("run", **filled)["error"]
 
 
 def test_parts_have_the_presets_that_fit(page: Page, comfy: Path) -> None:

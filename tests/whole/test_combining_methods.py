@@ -16,8 +16,7 @@ import lora_merge
 from lora_merge.engine import combination, row_blocks
 from lora_merge.engine.row_matrix import RowMatrix
 from lora_merge.errors import ResourceError, VerificationFailed
-from lora_merge.merge_methods import COMBINATIONS, DIVISORS, SUM
-from lora_merge.method_parameters import MethodParameters
+from lora_merge.merge_methods import COMBINATIONS, DIVISORS, SUM, MethodParameters
 from lora_merge.proof import combination_methods
 from lora_merge.recipes.replay import prove
 from tests.kit.adapters import kohya
@@ -152,6 +151,26 @@ def test_implementations_agree(method: str) -> None:
         )
         assert (slack <= 1e-6).all()
         np.testing.assert_allclose(one.numpy(), np.sum(parts, axis=0), atol=1e-11)
+
+
+@pytest.mark.parametrize("method", ["ties", "prune", "breadcrumbs", "della"])
+def test_entries_whose_choice_depends_on_rounding_are_within_the_slack(method: str) -> None:
+    """Whole numbers, of which many are equal, beside the same numbers with other last digits."""
+    rng, n = np.random.default_rng(5), MethodParameters(density=0.5, gamma=0.1, epsilon=0.2, seed=3)
+    exact = [rng.integers(-3, 4, (12, 7)).astype(np.float64) for _ in range(2)]
+    rounded = [change * (1 + rng.choice([-1e-15, 1e-15], change.shape)) for change in exact]
+    (sums, slack), (others, _) = (
+        (np.sum(parts, axis=0), bound)
+        for parts, bound in (
+            combination_methods.combined(
+                COMBINATIONS[method], [proof_rows(torch.from_numpy(change)) for change in changes], [1.0, 0.5], n,
+                ["a", "b"], rows=np.arange(12), vector=False
+            )
+            for changes in (exact, rounded)
+        )
+    )  # fmt: skip
+    assert np.abs(sums - others).max() > 0.1, "the digits decide about none"
+    assert (np.abs(sums - others) <= slack + 1e-9).all()
 
 
 ONE = st.tuples(st.sampled_from(KINDS), st.sampled_from([FUSED, *PARTS]), st.sampled_from([1.0, 0.6, -0.5, 0.0]))

@@ -33,8 +33,8 @@ def test_every_mistake_is_one_change_of_one_place() -> None:
 
 @pytest.mark.release
 def test_every_mistake_in_the_product_can_be_read() -> None:
-    source = (ROOT / "lora_merge/proof/sampling.py").read_text(encoding="utf-8")
-    found = [m.applied(source) for m in mistakes("lora_merge/proof/sampling.py", source)]
+    source = (ROOT / "lora_merge/proof/sample.py").read_text(encoding="utf-8")
+    found = [m.applied(source) for m in mistakes("lora_merge/proof/sample.py", source)]
     assert len({ast.dump(ast.parse(text)) for text in [source, *found]}) == len(found) + 1 > 50
 
 

@@ -16,9 +16,9 @@ from typing import Any, Final
 
 from ...algorithms import COUNT, Bounds
 from ...errors import InputError
-from ...options import beginning
 from ...row_ranges import RowNumbers
 from ...safe_regex import Refused
+from ...text import beginning
 from .module_patterns import Ends, Indexes
 
 CONVERT: Final = "merge with PEFT's own merge_and_unload(), or save the adapter converted to plain LoRA and merge that"

@@ -258,6 +258,8 @@ class PeftMethod:
     """Whether to report a configured rank that the tensors do not have."""
     doubts: Callable[[PeftConfig], Note | None] = lambda _: None
     """A remark on what a configuration makes of the method."""
+    switches: Mapping[str, str] = field(default_factory=dict)
+    """Flag of the configuration → slot that every pair of factors then has besides them."""
     counted: bool = False
     """Whether the change depends on the number of the layer in the model."""
 
@@ -329,7 +331,7 @@ PEFT_ROWS: Final = (
         {".lora_embedding_A": ("down", "lora_embedding"), ".lora_embedding_B": ("up", "lora_embedding"),
          ".lora_diag": ("values", "kasa")},
         ratio("lora_alpha", 8, stored_rank), check=refuse_lora, choose=_lora, conv1d=True,
-        doubts_rank=True,
+        doubts_rank=True, switches={"use_dora": "magnitude", "lora_bias": "bias"},
     ),
     PeftMethod("ADALORA", ("adalora",), {".lora_E": "values"}, adalora, check=refuse_lora, conv1d=True),
     PeftMethod("LOHA", ("loha",), scale=ratio("alpha", 8)),

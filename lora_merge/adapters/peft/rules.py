@@ -37,8 +37,7 @@ from ...models.module_order import in_order
 from ...models.prefixes import COMPONENTS, prefixed
 from ...models.weights import WeightView
 from ...row_ranges import RowNumbers
-from ...safe_regex import from_json
-from ...text import Note
+from ...text import Note, from_json
 from .config import CONVERT, ORDER_OF, RETAKE, UNKNOWN_ORDER, PeftConfig, refuse
 from .methods import MLX, PEFT_METHODS, SHARED_SLOTS_OF_ROW, PeftMethod, alpha_doubt, check_count, rank_doubt
 from .target_parameters import WRAPPER, bare, is_layer, parameters, shared_kind
@@ -111,8 +110,13 @@ class PeftRules:
     @property
     def beside_pairs(self) -> frozenset[str]:
         """The slots that every pair of LoRA factors of this configuration has besides the factors."""
-        switches = {"use_dora": "magnitude", "lora_bias": "bias"} if self.kind == "LORA" else {}
+        switches = self.method.switches
         return frozenset(slot for name, slot in switches.items() if self.fields.flag(name, default=False))
+
+    def denies(self, slot: str) -> bool:
+        """Return whether PEFT loads no tensor of a slot for these factors, as the flag for it is false."""
+        switches = {} if self.borrowed or self.aside else self.method.switches
+        return any(self.fields.get(name) is False for name, other in switches.items() if other == slot)
 
     def counting(self, modules: Sequence[str], model: str) -> PeftRules:
         """Return the rules with the modules in the order of the model's code, for methods that count layers."""

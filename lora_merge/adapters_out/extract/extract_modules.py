@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from ...algorithms.lokr import LOKR
-from ...disk.files import StoredTensor
 from ...disk.reader import Reader
-from ...dtypes import ITEM_BYTES
+from ...dtypes import ITEM_BYTES, StoredTensor
 from ...engine.row_matrix import RowMatrix
 from ...engine.tensor_moves import FILE_DTYPES, finite, pieces
 from ...engine.tensors import as_bytes, stored_numbers, view_bytes, weight_values

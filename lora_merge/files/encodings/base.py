@@ -14,8 +14,7 @@ from functools import cache
 from math import gcd
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypeAlias
 
-from ...disk.files import StoredTensor
-from ...dtypes import ITEM_BITS
+from ...dtypes import ITEM_BITS, StoredTensor
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from ...disk.files import StoredTensor
+from ...dtypes import StoredTensor
 from .base import CODES, DRAW, Encoding, OutOfRange, Packing, PartNumbers, WeightPart
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import inf, prod
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
-from ...disk.files import StoredTensor
+from ...dtypes import StoredTensor
 from .base import (
     ALL_ZEROS,
     CODES,

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from math import lcm, prod
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
-from ...disk.files import StoredTensor
-from ...dtypes import ITEM_BYTES, Shape
+from ...dtypes import ITEM_BYTES, Shape, StoredTensor
 from .base import CODES, SCALE_DTYPES, Encoding, Packing, PartNumbers, WeightPart, finite
 from .scaled_codes import SCALE, ZERO
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from ...disk.files import StoredTensor
+from ...dtypes import StoredTensor
 from .base import (
     ALL_ZEROS,
     CODES,

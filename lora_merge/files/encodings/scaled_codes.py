@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from math import inf, lcm, prod
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
-from ...disk.files import StoredTensor
-from ...dtypes import DTYPE_ROWS, ITEM_BYTES, flat
+from ...dtypes import DTYPE_ROWS, ITEM_BYTES, StoredTensor, flat
 from .base import ALL_ZEROS, CODES, DRAW, Encoding, InvalidPart, Packing, PartNumbers, WeightPart, end_margin
 
 if TYPE_CHECKING:

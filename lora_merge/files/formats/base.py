@@ -16,10 +16,9 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol, TypeGuard
 
-from ...disk.files import Memory, StoredTensor
 from ...disk.reader import read_bytes
-from ...dtypes import ITEM_BYTES, Shape
-from ...safe_regex import from_json
+from ...dtypes import ITEM_BYTES, Memory, Shape, StoredTensor
+from ...text import from_json
 from ..encodings.base import Packing, Tensors
 
 NOTE_LIMIT: Final = 4096  # bytes of a JSON in a tensor; writers need about fifty

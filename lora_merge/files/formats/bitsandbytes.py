@@ -11,9 +11,8 @@ from dataclasses import replace
 from math import isfinite, prod
 from typing import Any, Final
 
-from ...disk.files import StoredTensor
 from ...disk.reader import read_bytes
-from ...dtypes import DTYPE_ROWS
+from ...dtypes import DTYPE_ROWS, StoredTensor
 from ..encodings.base import Packing, WeightPart
 from ..encodings.scaled_codes import ScaledTensors, scaled
 from ..encodings.table import ABSMAX, MAP, NESTED, NESTED_MAP, TableCodes

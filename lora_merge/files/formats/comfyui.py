@@ -14,9 +14,8 @@ from math import prod
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from ...disk.files import StoredTensor
-from ...dtypes import ITEM_BYTES, Shape
-from ...safe_regex import from_json
+from ...dtypes import ITEM_BYTES, Shape, StoredTensor
+from ...text import from_json
 from ..encodings.base import ROTATION_SIZES, SCALE_DTYPES, Packing, WeightPart
 from ..encodings.codebook import BOOK, ROW_SCALE, Columns, Grouped
 from ..encodings.expert_stack import one_of, stacked

@@ -14,9 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import lcm, prod
 from typing import Any, Final, NamedTuple
 
-from ...disk.files import StoredTensor
 from ...disk.reader import read_bytes
-from ...dtypes import ITEM_BYTES
+from ...dtypes import ITEM_BYTES, StoredTensor
 from ...safe_regex import Refused, Steps, pattern
 from ..encodings.base import SCALE_DTYPES, Packing, WeightPart
 from ..encodings.fp4 import Fp4Tensors, fp4

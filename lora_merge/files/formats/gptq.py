@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ...disk.files import StoredTensor
+from ...dtypes import StoredTensor
 from ..encodings.base import CODES, SCALE_DTYPES, Packing, WeightPart
 from ..encodings.packed_ints import ORDER, WORD, TransposedInts
 from ..encodings.scaled_codes import SCALE, ZERO

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from math import prod
 from typing import Final
 
-from ...disk.files import StoredTensor
 from ...disk.reader import read_bytes
+from ...dtypes import StoredTensor
 from ..encodings.packed_ints import shared_byte_ints
 from .base import Checkpoint, WeightClaim, claimed
 

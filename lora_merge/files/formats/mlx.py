@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from ...disk.files import StoredTensor
-from ...dtypes import ITEM_BYTES
+from ...dtypes import ITEM_BYTES, StoredTensor
 from ..encodings.affine_codes import BIAS, affine
 from ..encodings.base import SCALE_DTYPES, Packing, WeightPart
 from ..encodings.fp4 import Fp4Tensors, fp4

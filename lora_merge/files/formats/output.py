@@ -11,7 +11,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from ...disk.files import StoredTensor
+from ...dtypes import StoredTensor
 from . import bitsandbytes, comfyui, compressed_tensors, transformers_fp8
 from .base import NewWeight
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from math import prod
 from typing import Final
 
-from ...disk.files import StoredTensor
+from ...dtypes import StoredTensor
 from ..encodings.packed_ints import shared_byte_ints
 from ..encodings.scaled_codes import ScaledTensors, scaled
 from .base import Checkpoint, WeightClaim, claimed

@@ -15,8 +15,7 @@ from dataclasses import replace
 from math import lcm, prod
 from typing import Any, Final, NamedTuple
 
-from ...disk.files import StoredTensor
-from ...dtypes import ITEM_BYTES, Shape
+from ...dtypes import ITEM_BYTES, Shape, StoredTensor
 from ...safe_regex import Refused, Steps
 from ..encodings.affine_codes import BIAS, affine
 from ..encodings.base import ROTATION_SIZES, SCALE_DTYPES, Encoding, Packing, WeightPart

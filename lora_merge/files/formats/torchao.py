@@ -13,10 +13,9 @@ from math import prod
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from ...disk.files import StoredTensor
 from ...disk.reader import read_bytes
-from ...dtypes import Shape
-from ...safe_regex import from_json
+from ...dtypes import Shape, StoredTensor
+from ...text import from_json
 from ..encodings.base import Packing
 from ..encodings.fp4 import Fp4Tensors, fp4
 from ..encodings.scaled_codes import ScaledTensors, scaled

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from ...disk.files import StoredTensor
+from ...dtypes import StoredTensor
 from ..encodings.scaled_codes import ScaledTensors, scaled
 from .base import Checkpoint, NewWeight, WeightClaim, claimed, codes_of, new_tensor, positive
 

@@ -14,11 +14,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from ...disk.files import StoredTensor
-from ...dtypes import ITEM_BYTES, spoken
+from ...dtypes import ITEM_BYTES, StoredTensor, spoken
 from ...errors import FitError, InputError
-from ...safe_regex import from_json
-from ...text import Note
+from ...text import Note, from_json
 from ..encodings.base import Packing, Tensors
 from ..gguf.types import COPIED_TYPES, QUANTISED_TYPES
 from . import beside

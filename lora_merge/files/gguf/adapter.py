@@ -15,8 +15,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from ...disk.files import Memory, StoredTensor
 from ...disk.reader import read_bytes
+from ...dtypes import Memory, StoredTensor
 from ...errors import InputError
 from ...text import quoted
 from ..encodings.base import CODES

@@ -14,8 +14,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
-from ...disk.files import FileState, Header, StoredTensor, open_regular
-from ...dtypes import Shape
+from ...disk.files import FileState, Header, open_regular
+from ...dtypes import Shape, StoredTensor
 from ...errors import InputError
 from ...text import quoted
 from .types import BY_NUMBER, GGML_TYPES

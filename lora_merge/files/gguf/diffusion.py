@@ -12,8 +12,7 @@ from dataclasses import replace
 from math import prod
 from typing import Final, NamedTuple
 
-from ...disk.files import StoredTensor
-from ...dtypes import Shape
+from ...dtypes import Shape, StoredTensor
 from ..encodings.base import Packing
 from .container import ARRAY, MAGIC
 from .encoding import new_encoding

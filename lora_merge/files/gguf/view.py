@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Final
 
-from ...disk.files import StoredTensor
-from ...dtypes import Shape
+from ...dtypes import Shape, StoredTensor
 from ...errors import InputError
 from ..encodings.base import Packing
 from .encoding import ggml, new_encoding, permuted, shifted

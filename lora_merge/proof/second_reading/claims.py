@@ -13,8 +13,7 @@ from functools import cached_property
 from math import prod
 from typing import Any, Final, NamedTuple
 
-from ...disk.files import StoredTensor
-from ...dtypes import FLOATS
+from ...dtypes import FLOATS, StoredTensor
 from .formulas import fits, kind_of, square_experts, variant
 from .methods import METHOD_ROWS, VECTOR, ModuleFacts
 from .modules import NUMBER_ROLES, Group, groups, shapes

@@ -16,9 +16,8 @@ from math import isclose, nan, prod
 from pathlib import Path
 from typing import Any, Final
 
-from ...disk.files import StoredTensor
 from ...disk.reader import Reader
-from ...dtypes import Shape
+from ...dtypes import Shape, StoredTensor
 from ...errors import VerificationFailed
 from ...files.checkpoint import Index
 from ...files.side_texts import side_texts

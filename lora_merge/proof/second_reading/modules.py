@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Final
 
-from ...disk.files import StoredTensor
+from ...dtypes import StoredTensor
 from .methods import LETTER, METHOD_ROWS
 
 LORA_SLOTS: Final = {"up": ("lora_up", "lora_B", "lora.up", "lora_linear_layer.up"),
@@ -99,11 +99,11 @@ def groups(tensors: Iterable[StoredTensor]) -> list[Group]:
     by_module: dict[tuple[str, str, int | None], Group] = {}
     odd: set[str] = set()
     for info in tensors:
-        found_ending = ending(info.name)
-        if found_ending is None:
+        split_name = ending(info.name)
+        if split_name is None:
             odd.update(_above(info.name))
             continue
-        stem, role, part = found_ending
+        stem, role, part = split_name
         parameter, _, role = role.rpartition(":")
         key = (stem, parameter or "weight", part)
         group = by_module.get(key) or by_module.setdefault(key, Group(stem, parameter or "weight", part))

@@ -12,7 +12,7 @@ from functools import cached_property
 from math import isfinite
 from typing import Any, Final, NamedTuple
 
-from ...disk.files import StoredTensor
+from ...dtypes import StoredTensor
 from .methods import METHOD_ROWS
 from .modules import NUMBER_ROLES, Group, shapes
 from .rows import PEFT_PREFIX

@@ -128,8 +128,8 @@ def _stages(facts: Values) -> list[dict[str, Any]]:
 
 def adapter_page(facts: Values) -> dict[str, Any]:
     """Return the content of the page of an adapter that was combined, resized, converted, averaged or extracted."""
-    from ...adapters_out.commands import COMMANDS
     from ...adapters_out.report import adapter_rows  # numpy
+    from ...recipes.commands import COMMANDS
 
     command = COMMANDS.get((facts.get("recipe") or {}).get("command", ""))
     kind = f"{command.done.capitalize()} adapter" if command else "Adapter"

@@ -9,8 +9,8 @@ import numpy  # noqa: F401  its library has to be loaded
 import pytest
 from threadpoolctl import threadpool_limits
 
-from lora_merge.proof.reference import one_core as module
-from lora_merge.proof.reference.one_core import one_core
+from lora_merge.proof.reference import numpy_threads as module
+from lora_merge.proof.reference.numpy_threads import one_core
 
 
 def count() -> int:

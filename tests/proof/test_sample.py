@@ -1,5 +1,5 @@
 """What a proof looks at by default: rows of every part that is changed, bytes from all over the rest. Run: pytest
-tests/proof/test_sampling.py"""
+tests/proof/test_sample.py"""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lora_merge
-from lora_merge.disk.files import StoredTensor
+from lora_merge.dtypes import StoredTensor
 from lora_merge.errors import VerificationFailed
 from lora_merge.matching.patch import PatchPart
 from lora_merge.models.weights import RowSlice, Weight
 from lora_merge.planning.plan import OutputTensor
-from lora_merge.proof.sampling import LEAST_ELEMENTS, SAMPLED_RANGES, SAMPLED_ROWS, ranges, runs, sample
+from lora_merge.proof.sample import LEAST_ELEMENTS, SAMPLED_RANGES, SAMPLED_ROWS, ranges, runs, sample
 from lora_merge.recipes.replay import prove
 from tests.kit.files import load, metadata, save
 from tests.kit.tensors import rand

@@ -18,8 +18,7 @@ from typing import Final
 from ..adapters.modules import AdapterFile, Module
 from ..adapters.tensor_values import Values
 from ..algorithms import COUNT
-from ..disk.files import StoredTensor
-from ..dtypes import Shape
+from ..dtypes import Shape, StoredTensor
 from ..errors import FitError, InputError, MergeError, ShapeMismatch
 from ..models.weights import WeightView, whole
 from ..text import Note

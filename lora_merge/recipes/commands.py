@@ -1,0 +1,302 @@
+"""The commands that write: one row each. The command line, jobs files, Python, replay, forms and help read it.
+
+Functions of a row import what they need when they are called: the rows are read for `--help` too.
+"""
+
+from __future__ import annotations
+
+import copyreg
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+from ..adapter_options import ADAPTER_OPTIONS, KEEP, OF_MERGE
+from ..command import MERGE, Command, Request, Rows
+from ..merge_methods import COMBINATIONS, PARAMETER_NAMES
+from ..options import OPTIONS, Option
+
+if TYPE_CHECKING:
+    from ..adapters_out.job import AdapterJob
+    from ..adapters_out.report import AdapterReport
+    from ..job import Job
+    from ..planning.checkpoint_cache import CheckpointCache
+    from ..planning.downloads import Announce
+    from ..planning.plan import Plan
+    from ..progress import Progress
+    from ..report import Report
+
+_ROWS: Final = {
+    **OPTIONS, **ADAPTER_OPTIONS,
+    "method": replace(OPTIONS["method"], words=(*COMBINATIONS,), metavar="NAME", group="Options",
+                      help=f"Combine by {', '.join([*COMBINATIONS][:3])}, dare …"),
+    "scale": replace(OPTIONS["scale"], help="Scale the combined change."),
+    "dtype": replace(OPTIONS["dtype"], words=("keep", "fp32", "fp16", "bf16"),
+                     help="Write tensors in this dtype; keep: as the inputs."),
+    "compute_dtype": replace(
+        OPTIONS["compute_dtype"], default=None, words=("fp64", "fp32"),
+        help="Compute formulas in this dtype. [default: fp64, or fp32 if that loses nothing]",
+    ),
+    "musubi_t": Option("musubi_t", "switch", default=False, recorded="given",
+                       help="Count the steps of a post-hoc EMA as musubi-tuner does.", in_batch=False, group=""),
+}  # fmt: skip
+"""The options of `merge` and of adapters, with the help that they have for these commands."""
+
+_METHOD: Final = ("method", *PARAMETER_NAMES)
+_FORM: Final = ("rank", "conv_rank", "max_rank", "rank_for", "algorithm", "alpha")
+_SHARED: Final = (
+    "include", "exclude", "dtype", "compute_dtype", "unmatched", "map", "cache", "overwrite", "device",
+    "max_memory", "max_vram", "verify",
+)  # fmt: skip
+_ADAPTERS: Final = ("strength", "strength_for", "setting")
+
+
+def _options(
+    *names: str,
+    recorded: tuple[str, ...] = (),
+    required: tuple[str, ...] = (),
+    help: Mapping[str, str] = MappingProxyType({}),
+    **defaults: Any,
+) -> Rows:
+    """Return options by name, in the order of `--help`, with defaults and help of one command.
+
+    `recorded`: the options that its recipe records even if they have the default. `required`: the ones that it needs.
+    """
+
+    def row(name: str) -> Option:
+        option = _ROWS[name]
+        changes: dict[str, Any] = {"default": defaults[name]} if name in defaults else {}
+        changes |= {"help": help[name]} if name in help else {}
+        if name not in OF_MERGE:
+            changes |= {"recorded": "always" if name in recorded else "given", "required": name in required}
+        return replace(option, **changes) if changes else option
+
+    return MappingProxyType({name: row(name) for name in (*names, *_SHARED)})
+
+
+# Merging, and taking a merge back.
+
+
+def _merge_job(request: Request, _: CheckpointCache | None) -> Job:
+    from ..job import make_job
+
+    return make_job(request.base or "", request.adapters, request.output, **request.options)
+
+
+def _unmerge_job(request: Request, _: CheckpointCache | None) -> Job:
+    from .unmerge import unmerge_job
+
+    return unmerge_job(Path(request.base or ""), request.adapters, request.output, **request.options)
+
+
+def _plan_merge(job: Job, cache: CheckpointCache) -> Plan:
+    from ..planning.make_plan import plan_job
+
+    return plan_job(job, cache)
+
+
+def _plan_unmerge(job: Job, cache: CheckpointCache) -> Plan:
+    from .unmerge import plan_unmerge
+
+    return plan_unmerge(job, cache)
+
+
+def _merging(make: Callable[[Request, Any], Job], planned: Callable[[Job, CheckpointCache], Plan]) -> dict[str, Any]:
+    """Return the functions of a command that merges. `planned`: job, open checkpoints → plan."""
+
+    def plan(job: Job, cache: CheckpointCache | None = None) -> Plan:
+        from ..planning.checkpoint_cache import CheckpointCache
+
+        return planned(job, cache or CheckpointCache())
+
+    def run(job: Job, progress: Progress, cache: CheckpointCache | None = None) -> Report:
+        from ..engine.admission import admit
+        from ..engine.merge import run
+
+        return run(admit(plan(job, cache)), progress)
+
+    def fetch(
+        job: Job, _: CheckpointCache | None, progress: Progress, announce: Announce | None = None
+    ) -> Job:  # fmt: skip
+        from ..engine.admission import downloaded
+
+        return downloaded(job, progress, announce)
+
+    return {"make": make, "plan": plan, "run": run, "fetch": fetch, "merges": True}
+
+
+# Adapters from adapters, or from two checkpoints.
+
+
+def _combine() -> Any:
+    from ..adapters_out import combine
+
+    return combine
+
+
+def _convert() -> Any:
+    from ..adapters_out import convert
+
+    return convert
+
+
+def _average() -> Any:
+    from ..adapters_out import average
+
+    return average
+
+
+def _extract() -> Any:
+    from ..engine.torch_preload import load_library
+
+    load_library()
+    from ..adapters_out.extract import run
+
+    return run
+
+
+def _writing(module: Callable[[], Any]) -> dict[str, Any]:
+    """Return the functions of a command that writes an adapter. `module`: imports the one that has them."""
+
+    def make(request: Request, cache: CheckpointCache | None) -> AdapterJob:
+        job: AdapterJob = module().make_job(request, cache)
+        return job
+
+    def plan(job: AdapterJob, cache: CheckpointCache | None = None) -> AdapterReport:
+        planned: AdapterReport = module().plan(job, cache)
+        return planned
+
+    def run(job: AdapterJob, progress: Progress, cache: CheckpointCache | None = None) -> AdapterReport:
+        from ..adapters_out.report import judging
+
+        return judging(job, module().run(job, progress, cache))
+
+    def fetch(
+        job: AdapterJob, cache: CheckpointCache | None, progress: Progress, announce: Announce | None = None
+    ) -> AdapterJob:  # fmt: skip
+        from ..adapters_out.job import downloaded
+
+        return downloaded(job, cache, progress, announce)
+
+    return {"make": make, "plan": plan, "run": run, "fetch": fetch}
+
+
+ADAPTERS, BASE = "adapters", "base"
+"""What a job may not be able to do without."""
+
+COMMANDS: Final[Mapping[str, Command]] = MappingProxyType({
+    row.name: row
+    for row in (
+        Command(
+            MERGE, "merged", "adapters", (BASE,), OPTIONS, torch="beside", effort=1.0,
+            **_merging(_merge_job, _plan_merge),
+        ),
+        Command(
+            "unmerge", "unmerged", "adapters", (ADAPTERS, BASE),
+            MappingProxyType({n: row for n, row in OPTIONS.items() if n != "method" and n not in PARAMETER_NAMES}),
+            torch="beside", effort=1.0, **_merging(_unmerge_job, _plan_unmerge),
+        ),
+        Command(
+            "combine", "combined", "adapters", (ADAPTERS,),
+            _options("rank", *_METHOD, *_FORM[1:], "format", *_ADAPTERS,
+                     rank="exact", algorithm="lora", alpha="rank", format=KEEP,
+                     help={"rank": "Set the rank: 32, same, energy:0.99 … [default: exact]"}),
+            torch="rarely", combines=True, **_writing(_combine),
+        ),
+        Command(
+            "resize", "resized", "adapter", (ADAPTERS,),
+            _options(*_FORM, "format", *_ADAPTERS, algorithm="lora", alpha=KEEP, format=KEEP, required=("rank",),
+                     help={"rank": "Set the rank: 16, energy:0.99, fro:0.9, size:50MiB …"}),
+            torch="beside", combines=True, cuts=True, **_writing(_combine),
+        ),
+        Command(
+            "convert", "converted", "adapter", (ADAPTERS,),
+            _options("to", *_FORM, *_ADAPTERS, to=KEEP, algorithm=KEEP, alpha=KEEP, recorded=("alpha",),
+                     help={"rank": "Bring every module to LoRA at this rank."}),
+            torch="rarely", **_writing(_convert),
+        ),
+        Command(
+            "average", "averaged", "snapshots", (ADAPTERS,),
+            _options("weights", "rank", "ema", "ema_to", "sigma_rel", "musubi_t", "space", "alpha", "format",
+                     *_ADAPTERS[1:], rank="same", space="delta", alpha="rank", format=KEEP, recorded=("rank",),
+                     help={"weights": "Weight the snapshots: 0.7,0.3. [default: equal]",
+                           "rank": "Set the rank. [default: same as the snapshots]"}),
+            torch="beside", combines=True, **_writing(_average),
+        ),
+        Command(
+            "extract", "extracted", "checkpoints", (ADAPTERS, BASE),
+            _options(*_FORM, "others", "factor", "format", rank=32, algorithm="lora", alpha="rank", others="diff",
+                     factor=-1, format="auto", recorded=("rank",),
+                     help={"rank": "Set the rank: 32, energy:0.99, noise … [default: 32]"}),
+            torch="first", effort=2.5, **_writing(_extract),
+        ),
+    )
+})  # fmt: skip
+"""Name → command."""
+
+
+def command_of(output: Path) -> Command:
+    """Return the command that a file or folder says it was made by; `merge` for one that names none."""
+    from ..files.checkpoint import open_checkpoint
+    from ..planning.recipe import KEY, parsed
+
+    name = (parsed(open_checkpoint(output).metadata.get(KEY, "")) or {}).get("command")
+    return COMMANDS[name if isinstance(name, str) and name in COMMANDS else MERGE]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What writes an output a second time."""
+
+    run: Callable[[Progress], Any]
+    """Writes it; returns the report."""
+    plan: Plan | None
+    """That of a merge."""
+
+
+def again(written: Path, output: str | Path, search: Sequence[Path] = (), **options: Any) -> Replay:
+    """Return what writes an output a second time, under another name, by the command of its recipe."""
+    from .replay import job_again, plan_again
+
+    command = command_of(written)
+    if command.merges:
+        from ..engine.admission import admit
+        from ..engine.merge import run
+
+        plan = admit(plan_again(written, output, search, **options))
+        return Replay(partial(run, plan), plan)
+    job = job_again(command, written, output, search, **options)
+    return Replay(lambda progress: command.run(job, progress, None), None)
+
+
+def proof_of(
+    output: Path, base: str | Path | None = None, adapters: Sequence[Any] = (), **options: Any
+) -> dict[str, Any]:
+    """Return the proof that an output is what its recipe describes, or the merge of `base` and `adapters`; see
+    `replay.prove`."""
+    from .replay import prove, prove_adapter
+
+    if base is not None or adapters or (command := command_of(output)).merges:
+        return prove(output, base, adapters, **options)
+    return prove_adapter(command, output, **options)
+
+
+def run_request(request: Request, progress: bool | Progress = False) -> Any:  # noqa: FBT001, FBT002  # as the caller's
+    """Run a command, which Ctrl-C ends without a trace; return its report."""
+    from ..planning.checkpoint_cache import CheckpointCache
+    from ..process import interruptible
+    from ..progress import watched
+
+    with interruptible(), watched(progress) as watcher:
+        command, cache = request.command, CheckpointCache()
+        job = command.fetch(command.make(request, cache), cache, watcher)
+        return command.run(job, watcher, cache)
+
+
+def _named(name: str) -> Command:
+    return COMMANDS[name]
+
+
+copyreg.pickle(Command, lambda command: (_named, (command.name,)))  # jobs go to other processes with their row
