@@ -226,5 +226,5 @@ def missing(path: Path, kind: str = "model", is_other: Callable[[Path], bool] = 
     models = [name for name in models if not is_other(path.with_name(name))]
     contents = f"its folder has {listed(models)}" if models else f"its folder has no {kind}"
     error = InputError("file not found", str(path), f"check the path; {contents}")
-    meant = models[:1] if path.name in PLACEHOLDERS else []
-    return error.instead(str(path), *(str(path.with_name(name)) for name in meant))
+    first = models[:1] if path.name in PLACEHOLDERS else []
+    return error.instead(str(path), *(str(path.with_name(name)) for name in first))
