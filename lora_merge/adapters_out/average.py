@@ -20,7 +20,7 @@ from ..command import Request
 from ..errors import UsageError
 from ..files.checkpoint import open_checkpoint
 from ..job import Adapter, Opened, adapter_list, wrong_adapter
-from ..options import finite, pairs, unlike
+from ..options import a_list, finite, pairs, unlike, values_of
 from ..paths import is_folder
 from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Progress, unwatched
@@ -47,27 +47,28 @@ def average_weights(
     if others.get("ema_to") is not None and ema is None:
         raise UsageError("--ema-to is given without --ema", "--ema-to", "give --ema too")
     if weights is not None:
-        if isinstance(weights, str | Real | Mapping) or any(isinstance(w, str) for w in weights):
-            words = (
-                weights.split(",")
-                if isinstance(weights, str)
-                else weights.values()
-                if isinstance(weights, Mapping)
-                else weights
-            )
-            stated_weights = [
-                number_of(w) if isinstance(w, str) else w for w in ([words] if isinstance(words, Real) else words)
-            ]
-            right = with_rest([*stated_weights, *[None] * (count - len(stated_weights))])
-            raise unlike(weights, "--weights", "a list of numbers", right if len(right) == count else None)
-        if len(weights) != count or not all(is_finite(w) for w in weights):
-            fix = "give one number for each"
-            if len(weights) < count and all(is_finite(w) for w in weights):
-                fix = f"write --weights {typed_weights(with_rest([*weights, *[None] * (count - len(weights))]))}"
-            raise UsageError(f"{plural(len(weights), 'weight')} for {plural(count, 'snapshot')}", "--weights", fix)
-        return [float(w) for w in weights]
+        return _stated(weights, count)
     betas = shares(count, ema=ema, sigma_rel=sigma_rel, **others)
     return [1 / max(count, 1)] * count if betas is None else _moving(betas)
+
+
+def _stated(weights: Any, count: int) -> list[float]:
+    """Return the stated weights; UsageError with what was probably meant for others than one number for each snapshot."""
+    if isinstance(weights, str):
+        values = values_of(weights)
+    elif isinstance(weights, Mapping):
+        values = [*weights.values()]
+    else:
+        values = [weights] if isinstance(weights, Real) else a_list(weights, "--weights", "a list of numbers")
+    numbers = [value if (number := number_of(value)) is None else number for value in values]
+    sound = all(map(is_finite, numbers)) and 0 < len(numbers) <= count
+    right = with_rest([*numbers, *[None] * (count - len(numbers))]) if sound else None
+    if isinstance(weights, str | Mapping | Real) or numbers != values:
+        raise unlike(weights, "--weights", "a list of numbers", right)
+    if not sound or len(numbers) < count:
+        fix = f"write `--weights {typed_weights(right)}`" if right else "give one number for each"
+        raise UsageError(f"{plural(len(numbers), 'weight')} for {plural(count, 'snapshot')}", "--weights", fix)
+    return [float(number) for number in numbers]
 
 
 def with_rest(weights: Sequence[float | None]) -> list[float]:
@@ -113,7 +114,7 @@ def _power(sigma: float) -> float:
     """Return γ ≥ 0 with (γ + 1)^½ (γ + 2)⁻¹ (γ + 3)^-½ = σ, by bisection; the left side falls with γ."""
     if not is_finite(sigma) or not 0 < sigma <= WIDEST_SIGMA:
         raise UsageError(
-            "the width is out of range", f"--sigma-rel {shown(sigma)}", "use a number above 0, up to 0.288"
+            "the width is out of range", f"`--sigma-rel {shown(sigma)}`", "use a number above 0, up to 0.288"
         )
     low, high = 0.0, 1.0
     while _width(high) > sigma:
@@ -127,6 +128,8 @@ def _power(sigma: float) -> float:
 def _width(power: float) -> float:
     return float((power + 1) ** 0.5 / ((power + 2) * (power + 3) ** 0.5))
 
+
+NO_STRENGTHS: Final = "snapshots have weights, not strengths"
 
 MUSUBI: Final = "musubi_t"
 """The setting that counts the steps of a post-hoc EMA as musubi-tuner does."""
@@ -150,8 +153,9 @@ def make_job(request: Request, _: CheckpointCache | None = None) -> AdapterJob:
     if values["space"] not in SPACES:
         raise UsageError(f"there is no space {shown(values['space'])!r}", "--space", f"use one of {', '.join(SPACES)}")
     if not isinstance(values[MUSUBI], bool) or (values[MUSUBI] and values["sigma_rel"] is None):
-        raise UsageError(f"{MUSUBI} counts the steps of a post-hoc EMA", f"--setting {MUSUBI}={shown(values[MUSUBI])}",
-                         f"write --setting {MUSUBI}=true, with --sigma-rel")  # fmt: skip
+        where = f"`--setting {MUSUBI}={shown(values[MUSUBI])}`"
+        raise UsageError(f"{MUSUBI} counts the steps of a post-hoc EMA", where,
+                         f"write `--setting {MUSUBI}=true`, with --sigma-rel")  # fmt: skip
     # Step 2: the weights become strengths.
     moving = {name: values[name] for name in (*MOVING, MUSUBI)}
     weights = average_weights(len(adapters), weights=values["weights"], **moving)
@@ -201,25 +205,19 @@ def _snapshots(adapters: Any, strengths: Any) -> list[Any]:
     snapshots, stated = [], list[float | None]()
     for item in adapter_list(adapters):
         text = meant(item) if isinstance(item, str) else None
-        path, strength = (
-            (text.path, number_of(text.strength)) if text else item if isinstance(item, tuple) else (item, None)
-        )
-        strength = (
-            item.strength
-            if isinstance(item, Adapter)
-            else number_of(strength)
-            if isinstance(strength, str)
-            else strength
-        )
-        stated.append(None if strength in (None, 1) else strength)
-        if not isinstance(path, str | PathLike | Adapter | Opened):
-            raise wrong_adapter(path)
-        snapshots.append(item if isinstance(item, Adapter) else path)
+        path, strength = item if isinstance(item, tuple) else (text.path, text.strength) if text else (item, None)
+        if isinstance(item, Adapter):
+            strength = item.strength
+        elif not isinstance(path, str | PathLike | Opened):
+            raise wrong_adapter(item)
+        number = number_of(strength) if isinstance(strength, str) else strength
+        stated.append(None if number == 1 else number)
+        snapshots.append(path)
     if is_finite(strengths) or isinstance(strengths, list | tuple):
         stated = [strengths] * len(snapshots) if is_finite(strengths) else [*strengths]
     if any(w is not None for w in stated):
-        raise UsageError("snapshots have weights, not strengths", "the list of snapshots",
-                         f"write --weights {typed_weights(with_rest(stated))} and the paths alone")  # fmt: skip
+        raise UsageError(NO_STRENGTHS, "the list of snapshots",
+                         f"write `--weights {typed_weights(with_rest(stated))}` and the paths alone")  # fmt: skip
     return snapshots
 
 
@@ -233,7 +231,7 @@ def _expect_plain(job: AdapterJob, stated: Mapping[str, Any], setting: Mapping[s
                         (job.alpha != "rank", "alpha"), (computed, "compute_dtype")):  # fmt: skip
         if wrong:
             raise UsageError("tensors are averaged as they are stored", f"--{name.replace('_', '-')}",
-                             f"leave it out, or average changes: --space {OF_CHANGES}")  # fmt: skip
+                             f"leave it out, or average changes: `--space {OF_CHANGES}`")  # fmt: skip
     if folder := next((a.path for a in job.adapters if is_folder(a.path)), None):
         raise UsageError("a folder keeps α in its configuration, which a file does not have", str(folder),
-                         f"average changes: --space {OF_CHANGES}")  # fmt: skip
+                         f"average changes: `--space {OF_CHANGES}`")  # fmt: skip
