@@ -53,7 +53,7 @@ def average_weights(
 
 
 def _stated(weights: Any, count: int) -> list[float]:
-    """Return the stated weights; UsageError with what was probably meant for others than one number for each snapshot."""
+    """Return the stated weights; UsageError, with what was probably meant, unless there is a number for each."""
     if isinstance(weights, str):
         values = values_of(weights)
     elif isinstance(weights, Mapping):
