@@ -339,7 +339,9 @@ def _adapter(value: Any, parts: tuple[tuple[str, float], ...], steps: Steps) -> 
         path, strength, named = value.path, value.strength, pairs(value.parts, "--parts")
     if not isinstance(path, str | PathLike | Opened) or number_of(strength) is not None:
         raise wrong_adapter(value)
-    path = adapter_path(path.terms[0][0].path if isinstance(path, Opened) else path)
+    if isinstance(path, Opened):
+        path = path.terms[0][0].path
+    path = adapter_path(path if isinstance(path, str) else Path(path))
     if len(named) + len(parts) > MOST_PARTS:
         raise UsageError(f"{len(named) + len(parts)} parts of one adapter", "--strength-for", f"at most {MOST_PARTS}")
     return Adapter(path, factor(strength, str(path)), (*(_part(p, f, steps) for p, f in named), *parts))
