@@ -67,7 +67,7 @@ def _dialect(name: str, job: AdapterJob, sources: Sources) -> Dialect:
     to = dialect(name)
     if to is None:
         raise FitError("the first adapter has one module for several weights of this base, in words of no dialect",
-                       str(job.adapters[0].path), "name the output's dialect, such as --format kohya")  # fmt: skip
+                       str(job.adapters[0].path), "name the output's dialect, such as `--format kohya`")  # fmt: skip
     known = sources.inputs.names.shapes if sources.inputs else {}
     head = next((t.key for t in sources.targets if known and t.key not in known), "")
     if to.folder and head:

@@ -82,7 +82,7 @@ def _stated_rules(ranks: Mapping[str, Any]) -> RankRules:
     part_rules = pairs(ranks.get("rank_for", ()), "--rank-for")
     rules = RankRules.of(ranks["rank"], ranks.get("conv_rank"), ranks.get("max_rank"), part_rules)
     if rules.has(NOISE):
-        raise UsageError(NO_NOISE, "--rank noise", "give a number or energy:x")
+        raise UsageError(NO_NOISE, "`--rank noise`", "give a number or energy:x")
     return rules
 
 

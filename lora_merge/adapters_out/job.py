@@ -35,9 +35,9 @@ FACTORS, WHOLE, AUTO = LORA.name, FULL.name, "auto"
 STORED_AS: Final = (FACTORS, WHOLE, AUTO)
 """The values of `--algorithm`: how a layer is stored."""
 
-IN_FULL: Final = "store whole matrices: --algorithm full"
-GIVE_RANK: Final = f"write --rank 32 or --rank energy:0.99, or {IN_FULL}"
-GIVE_BASE: Final = "give the base model of the training: --base MODEL"
+IN_FULL: Final = "store whole matrices: `--algorithm full`"
+GIVE_RANK: Final = f"write `--rank 32` or `--rank energy:0.99`, or {IN_FULL}"
+GIVE_BASE: Final = "give the base model of the training: `--base MODEL`"
 
 
 def algorithm_in(algorithm: str, to: Dialect) -> str:
@@ -191,7 +191,7 @@ def adapter_job(request: Request) -> AdapterJob:
     rules = RankRules.of(rule, values.get("conv_rank"), values.get("max_rank"),
                          pairs(values.get("rank_for", ()), "--rank-for"))  # fmt: skip
     if rules.has(NOISE) and command.inputs != "checkpoints":
-        raise UsageError(NO_NOISE, "--rank noise", "give a number or energy:x")
+        raise UsageError(NO_NOISE, "`--rank noise`", "give a number or energy:x")
     # Step 3: the inputs and the output.
     nothing = f"{sep}no base", f"{sep}no output"  # absolute, as the current folder may be gone
     job = make_job(nothing[0] if base is None else base, request.adapters, nothing[1], **of_merge)
@@ -209,7 +209,7 @@ def adapter_job(request: Request) -> AdapterJob:
     algorithm = algorithm_of(command, values.get("algorithm", FACTORS))
     if not COMBINATIONS[method].linear and algorithm == FACTORS and EXACT in (rules.linear.name, rules.kernels.name):
         what = f"the result of {method} is no product of two small factors, so no LoRA stores it exactly"
-        raise FitError(what, f"--method {method}", GIVE_RANK)
+        raise FitError(what, f"`--method {method}`", GIVE_RANK)
     return AdapterJob(
         command, job, base=None if base is None else job.base, rules=rules, ranked=values["rank"] is not None,
         method=method, numbers=numbers, algorithm=algorithm, alpha=_alpha(values["alpha"]), include=values["include"],
@@ -249,7 +249,7 @@ def _options(request: Request) -> tuple[dict[str, Any], dict[str, Any]]:
                          f"write {missing}: 16 or energy:0.99")  # fmt: skip
     dtype = of_merge.get("dtype")
     if str(dtype) in QUANTISED_DTYPES or of_merge.get("keep_precision"):
-        raise UsageError("adapters are not quantised", f"--dtype {shown(dtype)}", "write --dtype bf16")
+        raise UsageError("adapters are not quantised", f"`--dtype {shown(dtype)}`", "write `--dtype bf16`")
     stated |= {name: parts(stated[name], f"--{name}") for name in ("include", "exclude") if name in stated}
     if "compute_dtype" in stated:
         stated["compute_dtype"] = _computed(stated["compute_dtype"])

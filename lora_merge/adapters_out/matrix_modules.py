@@ -324,7 +324,8 @@ class Converter:
             alpha = entries if moved else None
         if alpha is None and share.strength != 1:
             raise FitError(f"the tensors of {patch.algorithm} cannot store a strength", place.name,
-                           "store whole matrices: --algorithm full, or give --algorithm lora --rank 32")  # fmt: skip
+                           "store whole matrices: `--algorithm full`, or give `--algorithm lora --rank 32`"
+                           )  # fmt: skip
         if alpha is None:
             raise FitError(f"{self.to.name} cannot hold {patch.algorithm} in this place", place.name, TO_LORA)
         tensors = {str(endings[slot]): self._stored(info) for slot, info in patch.module.slots.items()}

@@ -45,10 +45,10 @@ def compare(  # noqa: PLR0913  # two for pages and progress
     kinds = [is_adapter(index) for index in (first, second)]
     if kinds[0] != kinds[1]:
         raise UsageError("an adapter and a model cannot be compared", f"{a} and {b}",
-                         "use lora-merge inspect BASE ADAPTER; or give two adapters, or two models")  # fmt: skip
+                         "use `lora-merge inspect BASE ADAPTER`; or give two adapters, or two models")  # fmt: skip
     head = {"schema": SCHEMA, "a": str(a), "b": str(b)}
     if not all(kinds) and base is not None:
-        raise UsageError("a base is given for two models", f"--base {base}", "leave it out")
+        raise UsageError("a base is given for two models", f"`--base {base}`", "leave it out")
     bases = [] if base is None else [base]
     if downloads([a, b, *bases], []) and (all(kinds) or _share_tensors(first, second)):
         places = downloaded_paths([a, b, *bases], progress=progress, announce=announce)

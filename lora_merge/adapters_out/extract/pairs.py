@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 from ...dtypes import flat
 from ...errors import FitError
 from ...files.checkpoint import Index
+from ...matching.fit_errors import model_title
 from ...models.names import AVERAGES, Names
 from ...models.part_factors import Chosen, or_leave_out
 from ...models.parts import ABSENT
@@ -158,7 +159,7 @@ def paired(
         else:
             resized.append(_expect_alike(place, view, lenient=lenient, other=_other_models(base, tuned)))
     if absent:
-        raise _other_models(base, tuned) or _absent(absent, pairs)
+        raise _other_models(base, tuned, common=bool(pairs)) or _absent(absent, pairs)
     extra = [p for p in tuned_places.values() if _compared(p, tuned[0]) and _taken(p, chosen)]
     extra = [p for p in extra if p.view.row_slices[0].key not in twins]
     new = added(extra, here) if to.whole else []
@@ -184,14 +185,14 @@ def paired(
     return Pairs(tuple(pairs), tuple(notes), tuple(Pair(p, p.view) for p in alike), head)
 
 
-def _other_models(base: tuple[Index, Names], tuned: tuple[Index, Names]) -> FitError | None:
+def _other_models(base: tuple[Index, Names], tuned: tuple[Index, Names], *, common: bool = True) -> FitError | None:
     """Return the error for two checkpoints of different models; None unless both are known, or where one is an encoder
-    or a VAE, which may be a part of the other."""
+    or a VAE, which may be a part of the other. `common`: whether any parameter is in both."""
     (one, first), (two, other) = base, tuned
     known = [lookup.known for lookup in (first, other) if lookup.known and lookup.known.component not in PARTS]
-    if len(known) < 2 or known[0] is known[1]:
+    if common and (len(known) < 2 or known[0] is known[1]):
         return None
-    what = f"different models: {first.architecture} and {other.architecture}"
+    what = f"different models: {model_title(first)} and {model_title(other)}"
     return FitError(what, f"{one.path} and {two.path}", ITS_BASE)
 
 
@@ -209,8 +210,8 @@ def _expect_alike(place: Place, view: WeightView, *, lenient: bool, other: FitEr
 def _fix(*, in_folder: bool) -> str:
     """Return the advice on parameters that differ. `in_folder`: whether a folder of PEFT holds them: new rows of
     embeddings, and new heads."""
-    folder = "write a PEFT folder with --format peft -o FOLDER, " if in_folder else ""
-    return f"{ITS_BASE}, {folder}or leave them out: --unmatched skip"
+    folder = "write a PEFT folder with `--format peft -o FOLDER`, " if in_folder else ""
+    return f"{ITS_BASE}, {folder}or leave them out: `--unmatched skip`"
 
 
 def _nameless(side: tuple[Index, Names], places: Sequence[Place]) -> Iterator[Place]:
@@ -273,7 +274,7 @@ def _absent(absent: Sequence[Place], pairs: Sequence[Pair]) -> FitError:
     lost = {p.component for p in absent} - {p.place.component for p in pairs}
     components = sorted({p.place.component for p in pairs})
     keys = [p.view.row_slices[0].key for p in absent]
-    both = f"choose what both have: --include {' --include '.join(components)}"
+    both = f"choose what both have: `--include {' --include '.join(components)}`"
     fix = both if lost and components else or_leave_out(ITS_BASE, keys)
     are = plural(len(absent), "parameter of the base is", "parameters of the base are")
     return FitError(f"{are} not in the tuned checkpoint", listed(keys, 3), fix)

@@ -84,7 +84,7 @@ def make_job(request: Request, cache: CheckpointCache | None = None) -> AdapterJ
         raise UsageError(f"{shown(factor)!r} cannot be the factor", "--factor", "use -1, or 1 and more")
     job = adapter_job(replace(request, options=stated))
     if job.rules.has(SAME):
-        raise UsageError("a checkpoint has no rank to keep", "--rank same", "give a number or energy:x")
+        raise UsageError("a checkpoint has no rank to keep", "`--rank same`", "give a number or energy:x")
     changed = tuple((n, v) for n, v in sorted(of_extract.items()) if v != rows[n].default)
     name = to.name if to else AUTO_FORMAT
     job = replace(job, format=name, options=(*job.options, *changed), others=others, factor=factor)
@@ -157,7 +157,7 @@ def _model(job: AdapterJob, path: Path, cache: CheckpointCache) -> tuple[Index, 
     try:
         return cache.base(path, job.inputs.map)
     except AdapterAsBase as e:
-        fix = f"merge it first: lora-merge BASE {typed([str(path)])}"
+        fix = f"merge it first: `lora-merge BASE {typed([str(path)])}`"
         raise InputError("extract takes two checkpoints, and this is an adapter", e.where, fix) from e
 
 
@@ -317,7 +317,7 @@ def _changed_nameless(extraction: Extraction, sides: tuple[Side, Side]) -> list[
         return []
     what = f"{plural(len(lost), 'changed weight has', 'changed weights have')} no name in {extraction.to.name}"
     if extraction.job.inputs.unmatched == "error":
-        raise FitError(what, listed(lost, 3), "choose another --format, or drop them with --unmatched skip")
+        raise FitError(what, listed(lost, 3), "choose another --format, or drop them with `--unmatched skip`")
     return [Note(f"{what}, not written: {listed(lost, 3)}")]
 
 
@@ -336,8 +336,8 @@ def _head_apart(extraction: Extraction, sides: tuple[Side, Side]) -> tuple[Pair 
         return head, []
     what = "the head has a weight of its own in the tuned checkpoint, and that of the embeddings in the base"
     if extraction.job.inputs.unmatched == "error":
-        raise FitError(what, head.name, "write a PEFT folder with --format peft -o FOLDER, or drop it with "
-                       "--unmatched skip")  # fmt: skip
+        raise FitError(what, head.name, "write a PEFT folder with `--format peft -o FOLDER`, or drop it with "
+                       "`--unmatched skip`")  # fmt: skip
     return head, [Note(f"{what}; it is not written: {head.name}")]
 
 
