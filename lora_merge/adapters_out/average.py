@@ -216,8 +216,8 @@ def _snapshots(adapters: Any, strengths: Any) -> list[Any]:
     if is_finite(strengths) or isinstance(strengths, list | tuple):
         stated = [strengths] * len(snapshots) if is_finite(strengths) else [*strengths]
     if any(w is not None for w in stated):
-        raise UsageError(NO_STRENGTHS, "the list of snapshots",
-                         f"write `--weights {typed_weights(with_rest(stated))}` and the paths alone")  # fmt: skip
+        where = "the list of snapshots, which are paths alone"
+        raise UsageError(NO_STRENGTHS, where, f"write `--weights {typed_weights(with_rest(stated))}`")
     return snapshots
 
 

@@ -134,7 +134,6 @@ UNTYPED: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "it goes in the place of the option that is refused": (
         "give it as --rank",
-        "give --weights, one for each snapshot",
         "give its name, or print the report with --json",
     ),
 }

@@ -367,11 +367,11 @@ SLIPS = [
     ("convert('ink', 'out', to='peft', rank=1, max_rank='1')", "write max_rank=1"),
     ("extract('base', 'm', 'out', 1)", "write rank=1"),
     ("extract('base', ['m'], 'out')", 'write tuned="m"'),
-    ("average(['ink.safetensors:0.7', 'oil'], 'out')", "write weights=[0.7,0.3] and the paths alone"),
-    ("average(['ink', 'oil'], 'out', strengths=[0.7, 0.3])", "write weights=[0.7,0.3] and the paths alone"),
-    ("average([('ink', 0.7), ('oil', 0.3)], 'out')", "write weights=[0.7,0.3] and the paths alone"),
-    ("average({'ink': 0.7, 'oil': 0.3}, 'out')", "write weights=[0.7,0.3] and the paths alone"),
-    ("average(['ink', ('oil', '0.3')], 'out')", "write weights=[0.7,0.3] and the paths alone"),
+    ("average(['ink.safetensors:0.7', 'oil'], 'out')", "write weights=[0.7,0.3]"),
+    ("average(['ink', 'oil'], 'out', strengths=[0.7, 0.3])", "write weights=[0.7,0.3]"),
+    ("average([('ink', 0.7), ('oil', 0.3)], 'out')", "write weights=[0.7,0.3]"),
+    ("average({'ink': 0.7, 'oil': 0.3}, 'out')", "write weights=[0.7,0.3]"),
+    ("average(['ink', ('oil', '0.3')], 'out')", "write weights=[0.7,0.3]"),
     ("average(['ink', 'oil'], 'out', [0.7, 0.3])", "write weights=[0.7, 0.3]"),
     ("average(['ink', 'oil'], 'out', weights=0.7)", "write weights=[0.7, 0.3]"),
     ("average(['ink', 'oil'], 'out', weights=[0.7])", "write weights=[0.7,0.3]"),
@@ -447,12 +447,10 @@ def corrected(call: str, fix: str) -> str | None:
     if right := re.fullmatch(r"did you mean (\w+)\?", fix):
         wrong = next(name for name in given if name not in function.parameters)
         given[right[1]] = given.pop(wrong)
-    elif right := re.fullmatch(
-        r"write (\w+)=(.*?)(?:, and one call for each)?", fix.removesuffix(" and the paths alone")
-    ):
+    elif right := re.fullmatch(r"write (\w+)=(.*?)(?:, and one call for each)?", fix):
         given.pop("strengths", None)
         given |= {right[1]: ast.parse(right[2].replace("adapter.", "load_adapter('ink')."), mode="eval").body}
-        if fix.endswith("alone"):
+        if right[1] == "weights":  # the snapshots are paths alone
             given["adapters"] = ast.parse("['ink', 'oil']", mode="eval").body
     elif fix.startswith("write ("):
         given["adapters"] = ast.parse(f"[{fix.removeprefix('write ')}]", mode="eval").body
