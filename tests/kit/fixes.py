@@ -22,7 +22,6 @@ TYPED: Final[Mapping[str, str]] = {
         "tests/planning/test_folders.py::test_folder_of_the_tokenizer_is_not_replaced",
     "write --max-memory …MiB or more":
         "tests/cli/test_habits.py::test_fix_is_the_corrected_line[base lora --max-memory 4-write --max-memory 8MiB or more; write lora-merge base lora --max-memory 8MiB]",
-    "write --weights …": "tests/cli/test_habits.py::test_weights_of_snapshots_are_answered_at_once_in_python",
     "write --rank 32, or choose the format kohya or comfy":
         "tests/adapters_out/test_convert.py::test_whole_matrices_go_through_every_dialect_that_has_a_place_for_them",
     "give the base model of the training: --base MODEL":
@@ -134,6 +133,7 @@ UNTYPED: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "it goes in the place of the option that is refused": (
         "give it as --rank",
+        "write --weights …",
         "give its name, or print the report with --json",
     ),
 }

@@ -406,7 +406,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("base", "tuned"):
         save({"a.weight": torch.rand(8, 4)}, folder / f"{name}.safetensors")
     for name in ("ink", "oil", "style"):
-        factors = {"a.lora_A.weight": torch.rand(1, 4), "a.lora_B.weight": torch.rand(8, 1)}
+        factors = {
+            f"base_model.model.a.lora_{end}.weight": torch.rand(*shape) for end, shape in (("A", (1, 4)), ("B", (8, 1)))
+        }
         save(factors, folder / f"{name}.safetensors")
     for name in ("m", "merged"):
         lora_merge.merge(folder / "base", folder / ("ink" if name == "m" else "style"), folder / f"{name}.safetensors")
@@ -450,7 +452,7 @@ def corrected(call: str, fix: str) -> str | None:
     elif right := re.fullmatch(r"write (\w+)=(.*?)(?:, and one call for each)?", fix):
         given.pop("strengths", None)
         given |= {right[1]: ast.parse(right[2].replace("adapter.", "load_adapter('ink')."), mode="eval").body}
-        if right[1] == "weights":  # the snapshots are paths alone
+        if right[1] == "weights" and "adapters" in placed:  # the snapshots are paths alone
             given["adapters"] = ast.parse("['ink', 'oil']", mode="eval").body
     elif fix.startswith("write ("):
         given["adapters"] = ast.parse(f"[{fix.removeprefix('write ')}]", mode="eval").body
