@@ -578,7 +578,7 @@ def test_adapter_that_is_opened_alone_has_its_strength_behind_it(run: Run) -> No
 @pytest.mark.parametrize(("adapters", "options", "right"), [
     (["lora", 0.5], {}, 'give a path, or a pair such as ("a.safetensors", 0.8)'),
     ([(0.5, "lora")], {}, 'give a path, or a pair such as ("a.safetensors", 0.8)'),
-    ("lora", {"strength_for": "te=0"}, 'give a table such as {"NAME": VALUE}, or a list of pairs'),
+    ("lora", {"strength_for": "te=0"}, 'write strength_for={"te": 0}'),
     ("lora", {"precision": "fp16"}, "did you mean dtype?"), ("lora", {"out": "x"}, "did you mean output?"),
     ("lora", {"weights": [1]}, "did you mean strengths?"),
 ])  # fmt: skip
