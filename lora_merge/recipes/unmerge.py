@@ -127,7 +127,8 @@ def _inexact(plan: Plan, recipe: Recipe | None) -> Note:
         if not finer or sums not in EXACT_DTYPES:
             also = f", and of {spoken(coarsest)}" if finer else ""
             steps = f"some rounding steps of {spoken(sums)}, in which the sums were made{also}"
-    unknown = "" if recipe is not None else "; this holds for a merge that rounded to the nearest and cut nothing"
+    unknown = "; no recipe shows a merge, and this holds for a merge that rounded to the nearest and cut nothing"
+    unknown = "" if recipe is not None else unknown
     at = "measured at the largest value of each sum"
     return Note(f"the values differ from those before the merge by {steps}, {at}{unknown}")
 

@@ -125,6 +125,7 @@ SCENES: Final[dict[str, str]] = {
     "name another: lora-merge batch --init OTHER.yaml": "batch --init JOBS.yaml",
     "correct it; lora-merge schema jobs prints what is allowed": "batch WRONG.yaml",
     "write -s …": "BASE A -s 80%",
+    "write --t 0.5; 0 is the first adapter, 1 the second": "combine A B --method slerp --rank 4 -o x.safetensors",
     "if it is the output, write -o …; else …": "BASE A out/",
     "merge it first: lora-merge BASE …": "extract BASE A",
     "name the base first, adapters after it; adapters alone: lora-merge combine A B": "A A",
