@@ -298,7 +298,7 @@ function showPlan(preview, filled) {
   const plan = byId("plan");
   const disk = preview.plan?.disk;
   const full = disk && !disk.enough ? { what: "the disk is too full", where: `${size(disk.needed)} are written, ${size(disk.free)} are free`, fix: "delete files there, or start the page with another --output-folder" } : null;
-  const error = preview.error || preview.plan?.error || full;
+  const error = preview.error || full;
   const bare = error && state.form.places > 0 && !filled.adapters.some((adapter) => adapter.path);
   const empty = missing() || (bare ? state.form.inputs : "");
   byId("run").disabled = Boolean(empty || error);
@@ -343,9 +343,10 @@ function showRemarks() {
     const file = rowOf(paths[place]);
     const error = file?.error || (state.error && place === state.preview.at ? state.error : null);
     const fit = file?.fits ? `fits: ${file.matched} of ${file.total} modules match` : file?.matched ? `${file.matched} of ${file.total} modules match: ${file.why}` : file?.why || "";
-    const text = error ? error.what : fit;
-    if (slot.dataset.text === text) continue; // announced once
+    const text = error ? JSON.stringify(error) : fit;
+    if ((slot.dataset.text || "") === text) continue; // announced once
     slot.dataset.text = text;
+    slot.previousElementSibling.setAttribute("aria-invalid", String(Boolean(error)));
     slot.replaceChildren(...(error ? [errorBox(error)] : fit ? [h("p", { class: file.fits ? "good" : file.matched ? "warn" : "bad" }, fit)] : []));
     if (error && slot.closest("details")) slot.closest("details").open = true;
   }
@@ -491,6 +492,7 @@ function select(command) {
   }
   state.form = state.forms[command];
   state.named = false;
+  state.error = null;
   for (const button of byId("commands").children) button.setAttribute("aria-current", String(button.dataset.command === command));
   // Files that the lists of this form do not offer are put aside for the next one that does.
   const every = [...state.adapters, ...state.aside].filter((adapter) => adapter.path);

@@ -39,10 +39,10 @@ TRIED: Final = 3
 
 OF_JOB: Final = re.compile(r"jobs \(jobs\[0\](?:\.([^)]*))?\): (.*?)(?: \(([^()]*)\))?(?:; (.*))?")
 """A mistake in a jobs file of one job, its place first or last: jobs (jobs[0]): density 7 is … (density); use …"""
-MISTAKE: Final = "in the jobs file"
+MISTAKE: Final = "in the jobs"
 """What the headline of mistakes has; another error has its own."""
-SCHEMA: Final = "schema jobs"
-"""What a fix for a jobs file names, and a form has no use for."""
+FIELDS: Final = "lists the fields"
+"""The end of a fix for jobs, which a form has no use for."""
 
 FileStates: TypeAlias = tuple[str, float, int]
 """A path, and the latest time and the bytes of the files there."""
@@ -108,16 +108,17 @@ class Previews:
                 result |= {"plan": {**plan, **self.queue.times(plan["effort"])}}
         except MergeError as e:
             result["error"] = error_dict(e)
-        error = result.get("error") or result.get("plan", {}).get("error")
-        return result | ({"at": place_of(error["where"], values, self.library)} if error else {})
+        if error := result.get("error") or result.get("plan", {}).get("error"):
+            result |= {"error": error, "at": place_of(error["where"], values, self.library)}
+        return result
 
     def run(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Put a filled form into the queue; MergeError if it cannot run."""
-        job, overwrite = entry(values, self.library), bool(values.get("overwrite"))
-        plan = self._plan(job, overwrite=overwrite) or {"error": None, "effort": 0}
-        if plan["error"] is not None:
-            return {"error": plan["error"]}
-        return {"number": self.queue.add(job, overwrite=overwrite, effort=plan["effort"]).number}
+        """Put a filled form into the queue and return the `number` of its run; what `preview` does if it cannot run."""
+        preview, overwrite = self.preview(values), bool(values.get("overwrite"))
+        if "error" in preview:
+            return preview
+        effort = preview.get("plan", {}).get("effort", 0)
+        return {"number": self.queue.add(entry(values, self.library), overwrite=overwrite, effort=effort).number}
 
     def parts(self, path: str) -> dict[str, Any]:
         """Return parts, blocks and presets of a base."""
@@ -205,4 +206,4 @@ def _of_form(e: UsageError) -> UsageError:
     place, what, inside, fix = mistake.groups()
     if MISTAKE not in e.what:
         return UsageError(e.what, what, e.fix)
-    return UsageError(what, place or inside or "", fix or ("correct it" if SCHEMA in e.fix else e.fix))
+    return UsageError(what, place or inside or "", fix or ("correct it" if e.fix.endswith(FIELDS) else e.fix))

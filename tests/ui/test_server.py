@@ -130,13 +130,13 @@ def test_cancelled_runs_leave_nothing(page: Page, comfy: Path, monkeypatch: pyte
     """The one that works, and the one that waits."""
     from lora_merge.ui.runs import Run
 
-    step = Run.step
+    work = Run._work
 
-    def slow(run: Run, one: Any) -> None:
+    def waiting(run: Run) -> None:  # in the thread of the run, which does not wait for who takes its steps
         run.cancelled.wait(30)
-        step(run, one)
+        work(run)
 
-    monkeypatch.setattr(Run, "step", slow)
+    monkeypatch.setattr(Run, "_work", waiting)
     before = sorted(comfy.rglob("*"))
     first, second = (page.call("run", **form("merge", comfy, name))["number"] for name in ("out/x", "out/y"))
     assert page.call("cancel", number=second)["runs"][1]["state"] == "cancelled"
