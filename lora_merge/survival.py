@@ -89,7 +89,7 @@ def lost_in_rounding(share: float, adapter: str, dtypes: str, wider: str, fix: s
     """Return the warning about a share of an adapter's change that is not enough. `wider`: the option that takes a
     wider dtype; `fix`: all that can be done."""
     if share > CHANCE_SHARE:
-        return Note(f"the change of {adapter} is lost in the rounding to {dtypes}, which is larger: {wider}")
+        return Note(f"the change of {adapter} is lost: rounding to {dtypes} is larger than the change: {wider}")
     return Note(f"{lost(share)} of the change of {adapter} is lost in the rounding to {dtypes}; {fix}")
 
 

@@ -53,7 +53,8 @@ def _strength(value: Any) -> Any:
         raise ValueError("a number with hundreds of digits") from None
     except ValueError:
         right = right_form(str(value))
-        raise ValueError(f"{value!r} is not a number and holds no template{right and f'; write {right}'}") from None
+        why = f"{value!r} is not a number, nor a template such as {{strength}}"
+        raise ValueError(f"{why}; write {right}" if right else why) from None
     if not math.isfinite(strength):
         raise ValueError(f"{value} is not finite")
     return strength

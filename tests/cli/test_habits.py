@@ -611,7 +611,7 @@ def test_errors_of_python_name_keywords(run: Run) -> None:
     assert 'unmatched="skip"' in e.value.fix and "--" not in e.value.fix
     assert "--unmatched skip" in run("base", "stray", "--dry-run")[2]
     with pytest.raises(lora_merge.MergeError, match="did you mean progress"):
-        lora_merge.plan("base", "lora", progres=True)  # type: ignore[call-arg]
+        lora_merge.merge("base", "lora", "o", progres=True)  # type: ignore[call-arg]
     with pytest.raises(lora_merge.MergeError, match="strength must be a list of numbers, one per adapter, not") as e:
         lora_merge.plan("base", ["lora", "loras/ink"], strength=0.5)  # type: ignore[arg-type]
     assert e.value.fix == "write strength=[0.5, 0.5]"
@@ -678,16 +678,6 @@ def test_fix_is_the_corrected_line(run: Run, words: str, right: str) -> None:
     code, _, err = run(*words.split())
     assert code in (2, 3) and err.endswith(f"fix:   {right}\n")
     assert json.loads(run(*words.split(), "--json")[1].splitlines()[-1])["error"]["fix"].startswith(right[:20])
-
-
-def test_weights_of_snapshots_are_answered_at_once_in_python(run: Run) -> None:
-    """A strength in the path, and a list of strengths."""
-    for adapters, options, weights in (
-        (["lora:0.7", "loras/ink"], {}, "[0.7,0.3]"), (["lora", "loras/ink"], {"strengths": [0.7, 1]}, "[0.7,1]"),
-    ):  # fmt: skip
-        with pytest.raises(lora_merge.MergeError) as e:
-            lora_merge.average(adapters, "p.safetensors", **options)  # type: ignore[arg-type]
-        assert e.value.fix == f"write weights={weights}"
 
 
 def test_corrected_line_is_left_out_if_it_names_a_file_twice(run: Run) -> None:

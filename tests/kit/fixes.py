@@ -126,14 +126,13 @@ UNTYPED: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "it is a look at what else there is, or a report": (
         "read the weights too: --weights",
-        "correct them; lora-merge schema jobs prints what is allowed",
         "only outputs of lora-merge carry a recipe; …",
         "report this with lora-merge doctor's text",
         "use lora-merge compare A B, or name a base first",
     ),
+    "the command line has another, with the whole line": ("write --weights …",),
     "it goes in the place of the option that is refused": (
         "give it as --rank",
-        "write --weights …",
         "give its name, or print the report with --json",
     ),
 }
@@ -146,13 +145,13 @@ BY_HAND: Final[Mapping[str, tuple[str, ...]]] = {
         "DeepSpeed's", "the", "it", "keep", "combine", "run",
     ),
     "the user names another file, or a value, that a test of the error has as its right case": (
-        "use", "write", "lora-merge", "give", "at", "0", "name", "names", "choose", "did", "this", "under", "verify", "of", "start",
+        "use", "write", "lora-merge", "give", "at", "name", "names", "choose", "did", "this", "under", "verify", "of", "start",
     ),
     "the user corrects a file or a line": (
         "correct", "remove", "rename", "move", "put", "indent", "check", "compare", "delete", "if", "let", "density",
     ),
     "the option, value or layer is left out by hand; or it is tried and not typed": ("leave", "lower", "or"),
-    "a call in Python": ("bring", "cast", "undo", "see", "for"),
+    "a call in Python": ("`print(*lora_merge.typed_options.JobTable.__annotations__)`", "bring", "cast", "undo", "see", "for"),
     "the system's or another program's": ("raise", "change", "you", "pip", "apply", "serve"),
     "the mistake is ours": ("report",),
 }  # fmt: skip
