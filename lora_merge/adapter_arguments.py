@@ -95,7 +95,7 @@ def _keyword(flag: str, value: str | None) -> str:
     if option is None and name not in OF_PYTHON:
         return ""
     kind = option.kind if option else "path"
-    if value is None:
+    if not value:
         return f"{name}=True" if kind == "switch" else name
     plain = value[1:-1] if value[0] in "'\"" else value
     part, equals, number = plain.rpartition("=")
@@ -117,7 +117,7 @@ def _field(flag: str, value: str | None) -> str:
     if (option is None and name not in ("base", "output")) or name in OF_BATCH:
         return ""
     kind = option.kind if option else "path"
-    if value is None:
+    if not value:
         return f"{name}: true" if kind == "switch" else name
     quoted = value[0] in "'\""
     part, equals, number = (value[1:-1] if quoted else value).rpartition("=")

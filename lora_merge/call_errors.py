@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, Union
 from .adapter_options import ADAPTER_OPTIONS, DIALECT_NAMES
 from .errors import UsageError
 from .options import AN_ADAPTER, COMMAND_ONLY, MEANT, OPTIONS, SWITCHED, values_of
-from .text import described, number_of, one_line, python_code
+from .text import described, number_of, one_line, python_code, shown
 
 A_PATH: Final = "a path"
 A_STATE_DICT: Final = "a state dict"
@@ -151,7 +151,7 @@ def _right_type(function: str, parameter: inspect.Parameter, value: Any, hint: A
     """Return how to correct an argument of a wrong type; "" where nothing shows what was meant."""
     name, annotation = parameter.name, annotation_of(parameter)
     is_tensors, is_model = isinstance(value, Mapping), hasattr(value, "state_dict")
-    number = SWITCHED.get(str(value).lower()) if annotation == "bool" else number_of(value)
+    number = SWITCHED.get(shown(value).lower()) if annotation == "bool" else number_of(value)
     fix = ""
     if is_tensors and function in IN_MEMORY:
         fix = "for a state dict use merge_state_dict()"

@@ -233,7 +233,7 @@ def factor(value: Any, where: str) -> float:
 def switch(value: Any, flag: str) -> bool:
     """Return the value of an option that is on or off; UsageError for other values."""
     if not isinstance(value, bool):
-        raise unlike(value, flag, "True or False", SWITCHED.get(str(value).lower()))
+        raise unlike(value, flag, "True or False", SWITCHED.get(shown(value).lower()))
     return value
 
 

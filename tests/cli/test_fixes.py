@@ -123,7 +123,7 @@ SCENES: Final[dict[str, str]] = {
     "write --dtype …, or --on-overflow saturate to cut such values to the largest": "BASE A:1e9 -o x.safetensors",
     "write --compute-dtype …, or lower the strength": "BASE A:1e300 -o x.safetensors",
     "name another: lora-merge batch --init OTHER.yaml": "batch --init JOBS.yaml",
-    "…; lora-merge schema jobs prints what is allowed": "batch WRONG.yaml",
+    "correct it; lora-merge schema jobs prints what is allowed": "batch WRONG.yaml",
     "write -s …": "BASE A -s 80%",
     "write --weights …": "average A A --weights 0.7 -o x.safetensors",
     "write --t 0.5; 0 is the first adapter, 1 the second": "combine A B --method slerp --rank 4 -o x.safetensors",

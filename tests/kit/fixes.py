@@ -125,6 +125,7 @@ UNTYPED: Final[Mapping[str, tuple[str, ...]]] = {
         "unset it, or name a cluster of yours: --ray-address",
     ),
     "it is a look at what else there is, or a report": (
+        "correct them; lora-merge schema jobs prints what is allowed",
         "read the weights too: --weights",
         "only outputs of lora-merge carry a recipe; …",
         "report this with lora-merge doctor's text",
@@ -151,7 +152,7 @@ BY_HAND: Final[Mapping[str, tuple[str, ...]]] = {
         "correct", "remove", "rename", "move", "put", "indent", "check", "compare", "delete", "if", "let", "density",
     ),
     "the option, value or layer is left out by hand; or it is tried and not typed": ("leave", "lower", "or"),
-    "a call in Python": ("`print(*lora_merge.typed_options.JobTable.__annotations__)`", "bring", "cast", "undo", "see", "for"),
+    "a call in Python": ("bring", "cast", "undo", "see", "for"),
     "the system's or another program's": ("raise", "change", "you", "pip", "apply", "serve"),
     "the mistake is ours": ("report",),
 }  # fmt: skip
