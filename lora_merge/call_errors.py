@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, Union
 from .adapter_options import ADAPTER_OPTIONS, DIALECT_NAMES
 from .errors import UsageError
 from .options import AN_ADAPTER, COMMAND_ONLY, MEANT, OPTIONS, SWITCHED, values_of
-from .text import number_of, one_line, python_code
+from .text import described, number_of, one_line, python_code
 
 A_PATH: Final = "a path"
 A_STATE_DICT: Final = "a state dict"
@@ -73,8 +73,9 @@ def wrong_call(function: Callable[..., Any], call: Call) -> UsageError | None:
     hints = _hints(function)
     for name, value in signature.bind(*args, **kwargs).arguments.items():
         if name in hints and name in parameters and not _fits(value, hints[name]):
-            words, fix = _wrong_type(function.__name__, parameters[name], value, hints[name])
-            return UsageError(one_line(f"{name} must be {words}"), place, fix)
+            kind = VALUE_KINDS[annotation_of(parameters[name])]
+            fix = _right_type(function.__name__, parameters[name], value, hints[name]) or f"give {kind}"
+            return UsageError(f"{name} must be {kind}", f"{place}: {one_line(described(value))}", fix)
     return None
 
 
@@ -146,14 +147,12 @@ def _hints(function: Callable[..., Any]) -> Mapping[str, Any]:
         return {}
 
 
-def _wrong_type(function: str, parameter: inspect.Parameter, value: Any, hint: Any) -> tuple[str, str]:
-    """Return what an argument must be and is, and how to correct it."""
+def _right_type(function: str, parameter: inspect.Parameter, value: Any, hint: Any) -> str:
+    """Return how to correct an argument of a wrong type; "" where nothing shows what was meant."""
     name, annotation = parameter.name, annotation_of(parameter)
-    kind = VALUE_KINDS[annotation]
-    words = f"{kind}, not {type(value).__name__} {python_code(value)[:60]}"
     is_tensors, is_model = isinstance(value, Mapping), hasattr(value, "state_dict")
     number = SWITCHED.get(str(value).lower()) if annotation == "bool" else number_of(value)
-    fix = f"give {kind}"
+    fix = ""
     if is_tensors and function in IN_MEMORY:
         fix = "for a state dict use merge_state_dict()"
     elif is_model and function in IN_MEMORY:
@@ -161,7 +160,7 @@ def _wrong_type(function: str, parameter: inspect.Parameter, value: Any, hint: A
     elif (is_tensors or is_model) and ("Path" in annotation or "Adapter" in annotation):
         tensors = "model.state_dict()" if is_model else "tensors"
         fix = f'save it first: safetensors.torch.save_file({tensors}, "model.safetensors")'
-    elif kind == A_STATE_DICT and isinstance(value, str | os.PathLike):
+    elif VALUE_KINDS[annotation] == A_STATE_DICT and isinstance(value, str | os.PathLike):
         fix = "for a file use merge()"
     elif number is not None and _fits(number, hint):
         fix = f"write {name}={number}"
@@ -169,7 +168,7 @@ def _wrong_type(function: str, parameter: inspect.Parameter, value: Any, hint: A
         fix = f"write {name}={python_code(value[0])}{', and one call for each' if len(value) > 1 else ''}"
     elif annotation.startswith("Sequence") and isinstance(value, str | os.PathLike):
         fix = f"write {name}={python_code(values_of(value) if isinstance(value, str) else [value])}"
-    return words, fix
+    return fix
 
 
 def _fits(value: object, hint: Any) -> bool:

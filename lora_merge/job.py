@@ -46,7 +46,7 @@ from .paths import (
     output_path,
 )
 from .safe_regex import Refused, Steps
-from .text import HUGE, Shown, is_finite, number_of, plural, python_code, shown
+from .text import HUGE, Shown, described, is_finite, number_of, plural, python_code, shown
 
 _BLOCK: Final = r"(?:[A-Z]{1,8}|[A-Za-z]{1,8}[0-9]{1,4})"
 _RANGE: Final = rf"{_BLOCK}(?:-(?:{_BLOCK}|[0-9]{{1,4}}))?"
@@ -339,7 +339,9 @@ def _adapter(value: Any, parts: tuple[tuple[str, float], ...], steps: Steps) -> 
         path, strength, named = value.path, value.strength, pairs(value.parts, "--parts")
     if not isinstance(path, str | PathLike | Opened) or number_of(strength) is not None:
         raise wrong_adapter(value)
-    path = adapter_path(path.terms[0][0].path if isinstance(path, Opened) else path)
+    if isinstance(path, Opened):
+        path = path.terms[0][0].path
+    path = adapter_path(path if isinstance(path, str) else Path(path))
     if len(named) + len(parts) > MOST_PARTS:
         raise UsageError(f"{len(named) + len(parts)} parts of one adapter", "--strength-for", f"at most {MOST_PARTS}")
     return Adapter(path, factor(strength, str(path)), (*(_part(p, f, steps) for p, f in named), *parts))
@@ -358,7 +360,7 @@ def wrong_adapter(value: Any) -> UsageError:
         fix = "for tensors in memory use merge_state_dict() or merge_into(); to files, save them first"
     else:
         fix = f"give {AN_ADAPTER}"
-    what = f"an adapter must be {AN_ADAPTER}, not {type(pair).__name__} {python_code(pair)[:60]}"
+    what = f"an adapter must be {AN_ADAPTER}, not {described(pair)}"
     error = UsageError(what, "the list of adapters", fix)
     return error if number is not None else error.of_type()
 

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 from .dtypes import COMPUTE_DTYPES, DTYPE_ROWS, DTYPES, QUANTISED_DTYPES
 from .errors import UsageError
 from .merge_methods import DIVISORS, ELECTIONS, METHODS, SUM
-from .text import HUGE, is_finite, number_of, python_code, shown
+from .text import HUGE, described, is_finite, number_of, python_code, shown
 
 MEANT: Final[Mapping[str, str]] = MappingProxyType({
     **dict.fromkeys(("precision", "save_precision", "torch_dtype"), "dtype"),
@@ -284,7 +284,7 @@ def unlike(value: Any, where: str, kind: str, right: Any = None) -> UsageError:
     """Return the error for a value of a wrong type. `where`: the option or the parameter; `right`: the value that was
     probably meant."""
     name = where.removeprefix("--").replace("-", "_") if where.startswith("--") else where
-    what = f"{name} must be {kind}, not {type(value).__name__} {python_code(value)[:60]}"
+    what = f"{name} must be {kind}, not {described(value)}"
     if right is None:
         return UsageError(what, name, f"give {kind}").of_type()
     return UsageError(what, name, f"write {name}={python_code(right)}")

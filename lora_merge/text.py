@@ -316,6 +316,13 @@ def python_code(value: Any, levels: int = 4) -> str:
     return shown(value)
 
 
+def described(value: Any) -> str:
+    """Return the type of a value, and the value itself if it is plain: `str "0.5"`, `dict`."""
+    items = value[:MOST_ITEMS] if type(value) in (list, tuple) else [value]
+    plain = all(item is None or isinstance(item, str | int | float | PurePath) for item in items)
+    return f"{type(value).__name__}{f' {python_code(value)[:60]}' if plain else ''}"
+
+
 MOST_ITEMS: Final = 1000
 """Items of a list that messages show as it is typed; a merge takes as many adapters."""
 

@@ -20,7 +20,7 @@ from ..command import Request
 from ..errors import UsageError
 from ..files.checkpoint import open_checkpoint
 from ..job import Adapter, Opened, adapter_list, wrong_adapter
-from ..options import finite, pairs, unlike
+from ..options import a_list, finite, pairs, unlike, values_of
 from ..paths import is_folder
 from ..planning.checkpoint_cache import CheckpointCache
 from ..progress import Progress, unwatched
@@ -47,27 +47,28 @@ def average_weights(
     if others.get("ema_to") is not None and ema is None:
         raise UsageError("--ema-to is given without --ema", "--ema-to", "give --ema too")
     if weights is not None:
-        if isinstance(weights, str | Real | Mapping) or any(isinstance(w, str) for w in weights):
-            words = (
-                weights.split(",")
-                if isinstance(weights, str)
-                else weights.values()
-                if isinstance(weights, Mapping)
-                else weights
-            )
-            stated_weights = [
-                number_of(w) if isinstance(w, str) else w for w in ([words] if isinstance(words, Real) else words)
-            ]
-            right = with_rest([*stated_weights, *[None] * (count - len(stated_weights))])
-            raise unlike(weights, "--weights", "a list of numbers", right if len(right) == count else None)
-        if len(weights) != count or not all(is_finite(w) for w in weights):
-            fix = "give one number for each"
-            if len(weights) < count and all(is_finite(w) for w in weights):
-                fix = f"write `--weights {typed_weights(with_rest([*weights, *[None] * (count - len(weights))]))}`"
-            raise UsageError(f"{plural(len(weights), 'weight')} for {plural(count, 'snapshot')}", "--weights", fix)
-        return [float(w) for w in weights]
+        return _stated(weights, count)
     betas = shares(count, ema=ema, sigma_rel=sigma_rel, **others)
     return [1 / max(count, 1)] * count if betas is None else _moving(betas)
+
+
+def _stated(weights: Any, count: int) -> list[float]:
+    """Return the stated weights; UsageError, with what was probably meant, unless there is a number for each."""
+    if isinstance(weights, str):
+        values = values_of(weights)
+    elif isinstance(weights, Mapping):
+        values = [*weights.values()]
+    else:
+        values = [weights] if isinstance(weights, Real) else a_list(weights, "--weights", "a list of numbers")
+    numbers = [value if (number := number_of(value)) is None else number for value in values]
+    sound = all(map(is_finite, numbers)) and 0 < len(numbers) <= count
+    right = with_rest([*numbers, *[None] * (count - len(numbers))]) if sound else None
+    if isinstance(weights, str | Mapping | Real) or numbers != values:
+        raise unlike(weights, "--weights", "a list of numbers", right)
+    if not sound or len(numbers) < count:
+        fix = f"write `--weights {typed_weights(right)}`" if right else "give one number for each"
+        raise UsageError(f"{plural(len(numbers), 'weight')} for {plural(count, 'snapshot')}", "--weights", fix)
+    return [float(number) for number in numbers]
 
 
 def with_rest(weights: Sequence[float | None]) -> list[float]:
@@ -204,25 +205,19 @@ def _snapshots(adapters: Any, strengths: Any) -> list[Any]:
     snapshots, stated = [], list[float | None]()
     for item in adapter_list(adapters):
         text = meant(item) if isinstance(item, str) else None
-        path, strength = (
-            (text.path, number_of(text.strength)) if text else item if isinstance(item, tuple) else (item, None)
-        )
-        strength = (
-            item.strength
-            if isinstance(item, Adapter)
-            else number_of(strength)
-            if isinstance(strength, str)
-            else strength
-        )
-        stated.append(None if strength in (None, 1) else strength)
-        if not isinstance(path, str | PathLike | Adapter | Opened):
-            raise wrong_adapter(path)
-        snapshots.append(item if isinstance(item, Adapter) else path)
+        path, strength = item if isinstance(item, tuple) else (text.path, text.strength) if text else (item, None)
+        if isinstance(item, Adapter):
+            strength = item.strength
+        elif not isinstance(path, str | PathLike | Opened):
+            raise wrong_adapter(item)
+        number = number_of(strength) if isinstance(strength, str) else strength
+        stated.append(None if number == 1 else number)
+        snapshots.append(path)
     if is_finite(strengths) or isinstance(strengths, list | tuple):
         stated = [strengths] * len(snapshots) if is_finite(strengths) else [*strengths]
     if any(w is not None for w in stated):
-        raise UsageError("snapshots have weights, not strengths", "the list of snapshots",
-                         f"write `--weights {typed_weights(with_rest(stated))}` and the paths alone")  # fmt: skip
+        where = "the list of snapshots, which are paths alone"
+        raise UsageError(NO_STRENGTHS, where, f"write `--weights {typed_weights(with_rest(stated))}`")
     return snapshots
 
 

@@ -84,10 +84,10 @@ def failure(value: Any, name: str, lines: Sequence[str], count: int) -> UsageErr
         what = "a mergekit configuration, which merges checkpoints, not a jobs file"
         return UsageError(f"{what}: lora-merge merges adapters into a checkpoint", name, SHAPE)
     what, where = (f"{count} mistakes" if count > 1 else "a mistake"), [*lines]
-    correct = f"correct {'them' if count > 1 else 'it'}"
-    fix = f"{correct}; `lora-merge schema jobs` prints what is allowed"
+    fix = f"correct {'them' if count > 1 else 'it'}; `lora-merge schema jobs` prints what is allowed"
     if name == DATA:
-        fix = f"{correct}; `print(*lora_merge.typed_options.JobTable.__annotations__)` lists the fields"
+        fields_of_job = "print(*lora_merge.typed_options.JobTable.__annotations__)"
+        fix = f"correct {'them' if count > 1 else 'it'}; {fields_of_job} lists the fields"
     if not isinstance(value, Mapping):
         fix = "`lora-merge batch --init OTHER.yaml` writes a first one"
     elif "jobs" not in fields and JobEntry.model_fields.keys() & fields:

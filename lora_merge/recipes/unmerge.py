@@ -166,7 +166,8 @@ def _at_recorded_strengths(adapters: Iterable[Any], recipes: Sequence[Recipe]) -
             paths.add(path)
             inputs, _ = _named(path, recipes)
             merged = _strengths(use for recipe in recipes for use in recipe.adapters if use[0] in inputs)
-            yield from [Adapter(path, s, parts) for parts, s in merged.items() if s] or [path]
+            refs = [Adapter(path, s, parts) for parts, s in merged.items() if s]
+            yield from refs or (path,)
 
 
 def _differences(plan: Plan, recipes: Sequence[Recipe]) -> Iterator[Note]:

@@ -578,7 +578,7 @@ def test_adapter_that_is_opened_alone_has_its_strength_behind_it(run: Run) -> No
 @pytest.mark.parametrize(("adapters", "options", "right"), [
     (["lora", 0.5], {}, 'give a path, or a pair such as ("a.safetensors", 0.8)'),
     ([(0.5, "lora")], {}, 'give a path, or a pair such as ("a.safetensors", 0.8)'),
-    ("lora", {"strength_for": "te=0"}, 'give a table such as {"NAME": VALUE}, or a list of pairs'),
+    ("lora", {"strength_for": "te=0"}, 'write strength_for={"te": 0}'),
     ("lora", {"precision": "fp16"}, "did you mean dtype?"), ("lora", {"out": "x"}, "did you mean output?"),
     ("lora", {"weights": [1]}, "did you mean strengths?"),
 ])  # fmt: skip
@@ -611,7 +611,7 @@ def test_errors_of_python_name_keywords(run: Run) -> None:
     assert 'unmatched="skip"' in e.value.fix and "--" not in e.value.fix
     assert "--unmatched skip" in run("base", "stray", "--dry-run")[2]
     with pytest.raises(lora_merge.MergeError, match="did you mean progress"):
-        lora_merge.plan("base", "lora", progres=True)  # type: ignore[call-arg]
+        lora_merge.merge("base", "lora", "o", progres=True)  # type: ignore[call-arg]
     with pytest.raises(lora_merge.MergeError, match="strength must be a list of numbers, one per adapter, not") as e:
         lora_merge.plan("base", ["lora", "loras/ink"], strength=0.5)  # type: ignore[arg-type]
     assert e.value.fix == "write strength=[0.5, 0.5]"

@@ -130,7 +130,7 @@ UNTYPED: Final[Mapping[str, tuple[str, ...]]] = {
         "report this with lora-merge doctor's text",
         "use lora-merge compare A B, or name a base first",
     ),
-    "the command line has another, with the whole line": ("write --weights … and the paths alone",),
+    "the command line has another, with the whole line": ("write --weights …",),
     "it goes in the place of the option that is refused": (
         "give it as --rank",
         "give its name, or print the report with --json",

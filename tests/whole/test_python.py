@@ -367,11 +367,11 @@ SLIPS = [
     ("convert('ink', 'out', to='peft', rank=1, max_rank='1')", "write max_rank=1"),
     ("extract('base', 'm', 'out', 1)", "write rank=1"),
     ("extract('base', ['m'], 'out')", 'write tuned="m"'),
-    ("average(['ink.safetensors:0.7', 'oil'], 'out')", "write weights=[0.7,0.3] and the paths alone"),
-    ("average(['ink', 'oil'], 'out', strengths=[0.7, 0.3])", "write weights=[0.7,0.3] and the paths alone"),
-    ("average([('ink', 0.7), ('oil', 0.3)], 'out')", "write weights=[0.7,0.3] and the paths alone"),
-    ("average({'ink': 0.7, 'oil': 0.3}, 'out')", "write weights=[0.7,0.3] and the paths alone"),
-    ("average(['ink', ('oil', '0.3')], 'out')", "write weights=[0.7,0.3] and the paths alone"),
+    ("average(['ink.safetensors:0.7', 'oil'], 'out')", "write weights=[0.7,0.3]"),
+    ("average(['ink', 'oil'], 'out', strengths=[0.7, 0.3])", "write weights=[0.7,0.3]"),
+    ("average([('ink', 0.7), ('oil', 0.3)], 'out')", "write weights=[0.7,0.3]"),
+    ("average({'ink': 0.7, 'oil': 0.3}, 'out')", "write weights=[0.7,0.3]"),
+    ("average(['ink', ('oil', '0.3')], 'out')", "write weights=[0.7,0.3]"),
     ("average(['ink', 'oil'], 'out', [0.7, 0.3])", "write weights=[0.7, 0.3]"),
     ("average(['ink', 'oil'], 'out', weights=0.7)", "write weights=[0.7, 0.3]"),
     ("average(['ink', 'oil'], 'out', weights=[0.7])", "write weights=[0.7,0.3]"),
@@ -406,7 +406,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("base", "tuned"):
         save({"a.weight": torch.rand(8, 4)}, folder / f"{name}.safetensors")
     for name in ("ink", "oil", "style"):
-        factors = {"a.lora_A.weight": torch.rand(1, 4), "a.lora_B.weight": torch.rand(8, 1)}
+        factors = {
+            f"base_model.model.a.lora_{end}.weight": torch.rand(*shape) for end, shape in (("A", (1, 4)), ("B", (8, 1)))
+        }
         save(factors, folder / f"{name}.safetensors")
     for name in ("m", "merged"):
         lora_merge.merge(folder / "base", folder / ("ink" if name == "m" else "style"), folder / f"{name}.safetensors")
@@ -447,12 +449,10 @@ def corrected(call: str, fix: str) -> str | None:
     if right := re.fullmatch(r"did you mean (\w+)\?", fix):
         wrong = next(name for name in given if name not in function.parameters)
         given[right[1]] = given.pop(wrong)
-    elif right := re.fullmatch(
-        r"write (\w+)=(.*?)(?:, and one call for each)?", fix.removesuffix(" and the paths alone")
-    ):
+    elif right := re.fullmatch(r"write (\w+)=(.*?)(?:, and one call for each)?", fix):
         given.pop("strengths", None)
         given |= {right[1]: ast.parse(right[2].replace("adapter.", "load_adapter('ink')."), mode="eval").body}
-        if fix.endswith("alone"):
+        if right[1] == "weights" and "adapters" in placed:  # the snapshots are paths alone
             given["adapters"] = ast.parse("['ink', 'oil']", mode="eval").body
     elif fix.startswith("write ("):
         given["adapters"] = ast.parse(f"[{fix.removeprefix('write ')}]", mode="eval").body
