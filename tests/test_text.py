@@ -8,7 +8,7 @@ import unicodedata
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_merge.facts import percent, run_label, runs
+from lora_merge.facts import percent, run_label, runs, share_of
 from lora_merge.text import Shown, by_pattern, by_reason, counted, done_of, html_table, json_text, one_line, rate
 from tests.kit.pairs import WHOLE
 
@@ -60,7 +60,12 @@ def test_amounts_have_three_digits_and_a_unit_once() -> None:
 
 
 def test_small_share_is_not_shown_as_none() -> None:
-    assert [percent(share) for share in (0.0, 4.924e-6, 0.0143, 1.0)] == ["0.00%", "0.00049%", "1.43%", "100.00%"]
+    shares = {0.0: "0 %", 4.924e-9: "0.000000492 %", 0.0143: "1.43 %", 0.02: "2 %", 1.99: "199 %", 140.2: "140 times"}
+    assert {share: percent(share) for share in shares} == shares
+    assert [share_of(share, "the weights", 2) for share in (1.99, 1e5)] == [
+        "200 % of the weights",
+        "100000 times the weights",
+    ]
 
 
 def test_names_that_count_on_are_one_where_their_values_are_equal() -> None:

@@ -109,9 +109,9 @@ def explain(names: Names, unmatched: Sequence[str], shapes: Mapping[str, Shape],
     networks = Counter(names.network_of(m) for m in unmatched)
     labels = {part.label for part in names.parts}
     known, modules = names.known, of_the_denoiser({m: () for m in unmatched} | dict(shapes))
-    title = _title(names)
+    title = names.what
     by_shapes = known and names.parts[0].label in networks and other_model(modules, known, names.weights(), title)
-    strange = _of_no_model(modules, names, title) if unmatched and title != names.architecture else None
+    strange = _of_no_model(modules, names, title) if unmatched and not known and title != names.architecture else None
     if why := by_shapes or _stated_other(adapter, known) or strange:
         return why
     if other := _for_pictures(names, unmatched, shapes):
@@ -214,7 +214,7 @@ def _likely_reason(
     them. `modules`: the adapter's modules without their prefixes.
     """
     base, stored = part.architecture if part else None, names.weights(part)
-    title = base.title if base else (part and part.title) or _title(names)
+    title = base.title if base else (part and part.title) or names.what
     return (
         other_model(modules, base, stored, title)
         or other_variant(modules, base, stored)
@@ -250,11 +250,6 @@ def other_model(
         return None  # the base may have the same layers by other names
     ours = described(of_base, in_base) if of_base else title
     return _for_another("architecture", described(of_adapter, in_adapter), ours)
-
-
-def _title(names: Names) -> str:
-    """Return what a base is: its architecture, or a file of another kind, such as "a ControlNet"."""
-    return names.architecture if names.architecture != UNKNOWN_TITLE else foreign(names.shapes) or UNKNOWN_TITLE
 
 
 def _kind_of_model(model: str) -> str:
@@ -393,7 +388,7 @@ def raise_problems(
             why = misfit.reason if misfit else ""
             if misfit and misfit.kind == "name":
                 no_place = f"{plural(len(result.unmatched), 'module')} of the adapter match nothing there"
-                why = f"the base is {_kind_of_model(_title(names))}, and {no_place}"
+                why = f"the base is {_kind_of_model(names.what)}, and {no_place}"
             why = f"{worst.what}: {why}"
         fix = misfit.advice if misfit else worst.fix
         if not why and result.modules > len(failures) == len(unfit):
@@ -406,7 +401,7 @@ def raise_problems(
         raise UnmatchedModules(f"this file is {what}", f"{path}: {left}", instead(what))
     misfit = explain(names, list(result.unmatched), shapes, index) or NO_MODULES
     why, fix = misfit.reason, misfit.advice
-    where = f"{path}: {left}" + ("" if misfit.base else f"; the base is {_kind_of_model(_title(names))}")
+    where = f"{path}: {left}" + ("" if misfit.base else f"; the base is {_kind_of_model(names.what)}")
     if result.modules == 0:
         raise UnmatchedModules(
             f"no module of the adapter is in the base (0 of {result.total}){why and ': '}{why}",

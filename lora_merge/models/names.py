@@ -20,6 +20,7 @@ from typing import Any, Final
 from ..dtypes import Shape
 from ..errors import AmbiguousName
 from ..files.checkpoint import Index
+from ..files.file_signatures import PIPELINE_PARTS, component, foreign
 from ..text import Note
 from .adapter_architecture import architectures, described, modules_of
 from .architectures import load
@@ -119,6 +120,17 @@ class Names:
         if any(key.startswith(AVERAGES) for key in shapes):
             self.notes = (*self.notes, AVERAGED)
         self.notes = (*self.notes, *(wrapper_notes(stored) if stored else ()))
+
+    @cached_property
+    def what(self) -> str:
+        """What the file is: the title of its model, or "a VAE (AutoencoderKL)", "an upscaler (ESRGAN)"."""
+        title, part = self.architecture, PIPELINE_PARTS.get(self.parts[0].role, "") if self.parts else ""
+        if other := foreign(self.shapes):
+            return other
+        if title != UNKNOWN_TITLE and not part:
+            return title
+        what = component(self.shapes) if title == UNKNOWN_TITLE else title if part in title else f"{part} ({title})"
+        return f"{'an' if what.startswith(tuple('aeiou')) else 'a'} {what}" if what else UNKNOWN_TITLE
 
     def same_as(self, other: Names) -> bool:
         """Return whether every name means the same in another base."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..dtypes import DTYPE_ROWS, spoken
 from ..errors import UsageError
-from ..facts import THOUSANDS, Fact, by_block, cut_rows, line, table
+from ..facts import THOUSANDS, Fact, by_block, cut_rows, line, percent, share_of, table
 from ..files.checkpoint import Index, open_checkpoint
 from ..planning.downloads import Announce, downloaded_paths, downloads
 from ..planning.recipe import KEY, parsed
@@ -223,7 +223,7 @@ def _model_rows(result: Mapping[str, Any]) -> Iterator[Fact]:
 
 
 def _difference(d: Mapping[str, Any]) -> str:
-    share = f"{100 * d['relative']:.3g} % of the weights" if d["relative"] is not None else "A is 0"
+    share = share_of(d["relative"], "the weights") if d["relative"] is not None else "A is 0"
     changed = f"{size(d['changed'], *THOUSANDS)} of {size(d['of'], *THOUSANDS)} values differ"
     return f"{share}; {changed}, by at most {d['largest']:.3g}"
 
@@ -254,5 +254,5 @@ def opposed_blocks(result: Mapping[str, Any]) -> str:
 
 def _similarity(row: Mapping[str, Any]) -> str:
     cosine = f"cosine {'?' if row['cosine'] is None else signed(row['cosine'])}"
-    overlap = "" if row.get("overlap") is None else f", {100 * row['overlap']:.3g} % of the directions in common"
+    overlap = "" if row.get("overlap") is None else f", {percent(row['overlap'])} of the directions in common"
     return f"{cosine}, norm {row['a']:.3g} in A and {row['b']:.3g} in B{overlap}"

@@ -102,8 +102,7 @@ MOST_WORDS: Final = 2  # of a title
 
 
 def _model(facts: Mapping[str, Any]) -> str:
-    model = facts.get("model")
-    name = f"{model['name']}, {model['size']}" if model else facts["architecture"]
+    name = _name(facts)
     networks = [NETWORK_TITLES.get(part, part) for part in facts["components"] if part not in ("model", "transformer")]
     if name == "unknown":
         name = _unknown(facts)
@@ -123,9 +122,20 @@ ONE_COMPONENT: Final = re.compile("encoder|module|VAE")
 """Words of an architecture's title that name a component of a pipeline."""
 
 
+def _other_kind(facts: Mapping[str, Any]) -> str:
+    """Return what a file is that is neither a model nor an adapter: an embedding, a component of a pipeline."""
+    return facts.get("looks_like", "").removeprefix("an ").removeprefix("a ") or str(facts.get("component", ""))
+
+
+def _name(facts: Mapping[str, Any]) -> str:
+    """Return the name of a model: by its configuration with its size, or its architecture."""
+    model = facts.get("model")
+    return f"{model['name']}, {model['size']} parameters" if model else str(facts["architecture"])
+
+
 def _unknown(facts: Mapping[str, Any]) -> str:
     """Return what a file of no known architecture is, by its names, and for which model."""
-    what = facts.get("looks_like", "").removeprefix("an ").removeprefix("a ") or facts.get("component")
+    what = _other_kind(facts)
     made_for = f" for {facts['made_for']}" if "made_for" in facts else ""
     return f"{_capital(what)}{made_for}" if what else "Model of an unknown architecture"
 
@@ -158,11 +168,9 @@ def table_of_files(files: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ..
     """Yield a row for each file: name, what it is, rank, size, trigger words."""
     yield "file", "what", "for", "rank", "size", "trigger words"
     for facts in files:
-        adapter = facts["kind"] == "adapter"
-        kinds = counts_by_kind(facts["algorithms"]) if adapter else facts["kind"]
-        model = facts.get("model")
-        named = f"{model['name']}, {model['size']}" if model else facts.get("architecture", "")
-        named = _unknown(facts) if named == "unknown" else named
+        adapter, other = facts["kind"] == "adapter", _other_kind(facts)
+        kinds = counts_by_kind(facts["algorithms"]) if adapter else other or facts["kind"]
+        named = facts.get("made_for", "") if other else _name(facts)
         every = list(facts.get("ranks", ()))
         ranks = f"{every[0]:g}" if len(every) == 1 else f"{min(every):g} to {max(every):g}" if every else ""
         words = (facts.get("trained") or {}).get("trigger_words") or ()

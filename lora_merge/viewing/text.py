@@ -19,10 +19,10 @@ from ..facts import (
     cut,
     cut_rows,
     line,
-    percent,
     run_label,
     runs,
     section,
+    share_of,
     strengths,
     table,
 )
@@ -193,7 +193,7 @@ def match_summary(match: Mapping[str, Any]) -> Iterator[Fact]:
 def _share(n: Mapping[str, Any]) -> str:
     if n["change"] is None:
         return "too large for fp32"
-    return f"{'all' if n['ratio'] is None else percent(n['ratio'])} of the weights"
+    return "all of the weights" if n["ratio"] is None else share_of(n["ratio"], "the weights")
 
 
 def merge_origin(row: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ import torch
 
 import lora_merge
 from lora_merge.change_statistics import Measure, Measures
+from lora_merge.facts import share_of
 from lora_merge.files.checkpoint import open_checkpoint
 from lora_merge.models.blocks import groups
 from lora_merge.models.names import names
@@ -373,7 +374,7 @@ def test_pages_of_adapters_have_the_numbers_of_the_report(scene: Scene, tmp_path
         assert times == pytest.approx(report["seconds"], abs=0.02), "but for those of a moment"
         change = dict(made["summary"])["change"]
         assert ("of ‖W‖" in change) == ("ratio" in every)
-        assert f"{100 * every['ratio']:.3g}% of ‖W‖" in change if "ratio" in every else change
+        assert share_of(every["ratio"], "‖W‖") in change if "ratio" in every else change
 
 
 def test_page_says_all_that_the_text_says(scene: Scene, tmp_path: Path) -> None:

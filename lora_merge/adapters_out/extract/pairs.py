@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from ...dtypes import flat
 from ...errors import FitError
 from ...files.checkpoint import Index
-from ...models.names import AVERAGES, Names
+from ...models.names import AVERAGES, UNKNOWN_TITLE, Names
 from ...models.part_factors import Chosen, or_leave_out
 from ...models.parts import ABSENT
 from ...models.tied_weights import TiedPair, tied
@@ -156,9 +156,9 @@ def paired(
             pairs.append(Pair(place._replace(view=view), view, fresh=True, before=place.view))
             notes.append(said_of_rows(place, view))
         else:
-            resized.append(_expect_alike(place, view, lenient=lenient, other=_other_models(base, tuned)))
+            resized.append(_expect_alike(place, view, lenient=lenient, other=_other_models(base, tuned, share=True)))
     if absent:
-        raise _other_models(base, tuned) or _absent(absent, pairs)
+        raise _other_models(base, tuned, share=bool(pairs)) or _absent(absent, pairs)
     extra = [p for p in tuned_places.values() if _compared(p, tuned[0]) and _taken(p, chosen)]
     extra = [p for p in extra if p.view.row_slices[0].key not in twins]
     new = added(extra, here) if to.whole else []
@@ -167,7 +167,7 @@ def paired(
     alone = [p.view.row_slices[0].key for p in extra if all(p is not new_pair.place for new_pair in new)]
     if alone and not lenient:
         are = plural(len(alone), "parameter is", "parameters are")
-        raise _other_models(base, tuned) or FitError(
+        raise _other_models(base, tuned, share=bool(pairs)) or FitError(
             f"{are} only in the tuned checkpoint",
             listed(alone, 3),
             _fix(in_folder=len(added(extra, here)) == len(extra)),
@@ -184,15 +184,16 @@ def paired(
     return Pairs(tuple(pairs), tuple(notes), tuple(Pair(p, p.view) for p in alike), head)
 
 
-def _other_models(base: tuple[Index, Names], tuned: tuple[Index, Names]) -> FitError | None:
-    """Return the error for two checkpoints of different models; None unless both are known, or where one is an encoder
-    or a VAE, which may be a part of the other."""
+def _other_models(base: tuple[Index, Names], tuned: tuple[Index, Names], *, share: bool) -> FitError | None:
+    """Return the error for two checkpoints of different models; None where it is not known what both are, or where one
+    may be a part of the other. `share`: whether they have weights in common."""
     (one, first), (two, other) = base, tuned
-    known = [lookup.known for lookup in (first, other) if lookup.known and lookup.known.component not in PARTS]
-    if len(known) < 2 or known[0] is known[1]:
+    if first.what == other.what or UNKNOWN_TITLE in {first.what, other.what}:
         return None
-    what = f"different models: {first.architecture} and {other.architecture}"
-    return FitError(what, f"{one.path} and {two.path}", ITS_BASE)
+    if share and not all(lookup.known and lookup.known.component not in PARTS for lookup in (first, other)):
+        return None
+    what = f"different models: {first.what} and {other.what}"
+    return FitError(what, f"{one.path} and {two.path}", "give a base, and a checkpoint that was tuned from it")
 
 
 def _expect_alike(place: Place, view: WeightView, *, lenient: bool, other: FitError | None) -> str:
