@@ -572,10 +572,13 @@ def show_facts(files: Sequence[Mapping[str, Any]], unread: Mapping[str, str], *,
     if len(files) + len(unread) > 1 and not verbose and not any("match" in facts for facts in files):
         _show_files(files, unread)
         return
+    from ..viewing.file_verdict import of_all
+
+    fits = len(files) > 1 and all("match" in facts for facts in files)
     for n, facts in enumerate(files):
         if n:
             echo("")
-        show_file(facts, again=bool(n), verbose=verbose)
+        show_file(of_all(files) if fits and not n else facts, again=bool(n), verbose=verbose)
     for path, why in unread.items():
         echo(f"{path}: {why}")
 

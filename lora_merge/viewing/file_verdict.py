@@ -8,15 +8,15 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from ..algorithms import ALGORITHMS
 from ..facts import THOUSANDS, Fact, counts_by_kind, line
 from ..files.file_signatures import instead
+from ..models.names import CLASS_ENDS, stated_class
+from ..paths import input_name
 from ..text import listed, plural, size
-
-CLASS_ENDS: Final = re.compile(r"(?:For[A-Z]\w+|LMHeadModel|Model|2DModel|Transformer\w*)$")
-"""End of the name of a model's class: `LlamaForCausalLM` is Llama."""
 
 NETWORK_TITLES: Final = {
     "te": "text encoder",
@@ -31,9 +31,7 @@ BILLION: Final = 10**9
 
 def model_of(config: Mapping[str, Any], parameters: int) -> dict[str, Any]:
     """Return the model that a config.json states: class, name, size, layers, hidden size; {} if it states no class."""
-    stated = config.get("architectures")
-    name = stated[0] if isinstance(stated, list) and stated else config.get("_class_name")
-    if not isinstance(name, str) or not name:
+    if not (name := stated_class(config)):
         return {}
     inner = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else {}
     numbers = {
@@ -64,14 +62,26 @@ def verdict(facts: Mapping[str, Any]) -> dict[str, str]:
     return {"level": level, "text": what}
 
 
+def of_all(files: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the facts of a base with the first of several adapters, and with the verdict on each of them."""
+    first, *others = files
+    levels, fits = [facts["verdict"]["level"] for facts in files], [_fit(facts["match"]) for facts in others]
+    text = " ".join([first["verdict"]["text"], *fits])
+    return {**first, "verdict": {"level": max(levels, key=LEVELS.index), "text": text}}
+
+
+LEVELS: Final = ("good", "warning", "bad")
+"""Levels of verdicts, the worst last."""
+
+
 def _fit(match: Mapping[str, Any]) -> str:
-    modules = plural(match["total"], "module")
+    modules, adapter = plural(match["total"], "module"), input_name(Path(match["adapter"]))
     if match["fits"]:
-        return f"The adapter fits: all {modules} match."
+        return f"{adapter} fits: all {modules} match."
     if match["matched"]:
-        return f"The adapter fits in part: {match['matched']} of {modules} match."
-    error = match.get("error")
-    return f"The adapter does not fit: {error['what'] if error else f'no match among {modules}'}."
+        return f"{adapter} fits in part: {match['matched']} of {modules} match."
+    why = match["error"]["what"] if match.get("error") else f"no match among {modules}"
+    return f"{adapter} does not fit: {re.sub('^the adapter', 'it', why)}."
 
 
 def _adapter(facts: Mapping[str, Any]) -> str:
@@ -170,9 +180,9 @@ def table_of_files(files: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ..
     for facts in files:
         adapter, other = facts["kind"] == "adapter", _other_kind(facts)
         kinds = counts_by_kind(facts["algorithms"]) if adapter else other or facts["kind"]
-        named = facts.get("made_for", "") if other else _name(facts)
+        named = _base_of(facts) if adapter else facts.get("made_for", "") if other else _name(facts)
         every = list(facts.get("ranks", ()))
         ranks = f"{every[0]:g}" if len(every) == 1 else f"{min(every):g} to {max(every):g}" if every else ""
         words = (facts.get("trained") or {}).get("trigger_words") or ()
-        yield (facts["path"].replace("\\", "/").rpartition("/")[2], kinds, _base_of(facts) if adapter else named,
-               ranks, size(facts["bytes"]), ", ".join(words))  # fmt: skip
+        yield (facts["path"].replace("\\", "/").rpartition("/")[2], kinds, named, ranks,
+               size(facts["bytes"]), ", ".join(words))  # fmt: skip

@@ -165,12 +165,14 @@ def match_summary(match: Mapping[str, Any]) -> Iterator[Fact]:
     yield line("adapter", match["adapter"])
     yield line("strength", strengths(match.get("strengths", {})) or f"{match['strength']:g}")
     if match["matched"] is None:
-        yield line("match", f"does not fit ({plural(match['total'], 'module')})")
+        yield line("match", "it does not fit")
     else:
         by_part = f" ({counts_by_kind(match['components'])})" if match["components"] else ""
         yield line("match", f"{match['matched']} of {plural(match['total'], 'module')}{by_part}")
     if match["why"]:
-        yield line("warning", f"the adapter matches this base only in part: {match['why']}")
+        yield line(
+            "warning", f"{'the adapter matches this base only in part: ' * bool(match['matched'])}{match['why']}"
+        )
     if match["matched"] is None:
         return
     if match["effective"]:

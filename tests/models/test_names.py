@@ -21,9 +21,10 @@ from lora_merge.dtypes import StoredTensor
 from lora_merge.errors import AmbiguousName, InputError
 from lora_merge.files.checkpoint import Index, open_checkpoint
 from lora_merge.matching.fit_errors import explain, missing_networks, variant_doubt
+from lora_merge.models.adapter_architecture import architectures, described, modules_of
 from lora_merge.models.components import components
 from lora_merge.models.experts import as_matrices
-from lora_merge.models.names import denoiser_of, guess, names
+from lora_merge.models.names import denoiser_of, names, of_the_denoiser
 from lora_merge.models.prefixes import innermost
 from lora_merge.models.weights import RowSlice, WeightView, stacked, transposed, whole
 from tests.kit.cost import steps
@@ -80,6 +81,12 @@ DENOISER = (*ANY, "diffusion_model.", "model.diffusion_model.", "transformer.", 
             "base_model.model.transformer.", "lora_unet_", "lora_unet__", "lora_transformer_", "oft_unet_",
             "transformer._orig_mod.", "module.", "pipe.dit.", "pipe.unet.", "pipe.vace.")  # fmt: skip
 ENCODER = (*ANY, "lora_te_")
+
+
+def guess(modules: Mapping[str, tuple[int, ...]]) -> str:
+    """What an adapter is for, by its names and shapes."""
+    flat = modules_of(of_the_denoiser(modules))
+    return described(architectures(flat), flat)
 
 
 def called(dialect: str, module: str) -> str:

@@ -242,7 +242,7 @@ def test_report_begins_with_what_a_file_is_for(scene: Scene, tmp_path: Path) -> 
         "with kohya sd-scripts, on v1-5.safetensors, 900 steps",
     ):
         assert words in text
-    assert "The adapter fits: all 20 modules match." in next(iter(lines(inspect(scene.base, lora))))
+    assert "ink.safetensors fits: all 20 modules match." in next(iter(lines(inspect(scene.base, lora))))
     other = save(
         {"lora_unet_nowhere.lora_up.weight": rand(4, 2), "lora_unet_nowhere.lora_down.weight": rand(2, 4)},
         tmp_path / "x.safetensors",

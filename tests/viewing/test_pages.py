@@ -686,7 +686,7 @@ def test_page_begins_with_its_verdict(scene: Scene, tmp_path: Path) -> None:
         (["resize", scene.ink, "--rank", "2", "-o", out], "warning", "Written, but: "),
         (["resize", scene.ink, "--rank", "4", "-o", out], "good", "100 % of the change (good) survives"),
         (["compare", scene.ink, scene.oil], "good", "Independent"),
-        (["inspect", scene.base, scene.ink], "good", "The adapter fits"),
+        (["inspect", scene.base, scene.ink], "good", "ink.safetensors fits"),
     ):
         written = ["--overwrite"] if "-o" in words else []
         assert run(*words, "--html", page, *written).code == 0

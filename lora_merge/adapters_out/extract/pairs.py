@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 from ...dtypes import flat
 from ...errors import FitError
 from ...files.checkpoint import Index
+from ...matching.fit_errors import kind_of_model
 from ...models.names import AVERAGES, UNKNOWN_TITLE, Names
 from ...models.part_factors import Chosen, or_leave_out
 from ...models.parts import ABSENT
@@ -192,7 +193,7 @@ def _other_models(base: tuple[Index, Names], tuned: tuple[Index, Names], *, shar
         return None
     if share and not all(lookup.known and lookup.known.component not in PARTS for lookup in (first, other)):
         return None
-    what = f"different models: {first.what} and {other.what}"
+    what = f"different models: {kind_of_model(first.what)} and {kind_of_model(other.what)}"
     return FitError(what, f"{one.path} and {two.path}", "give a base, and a checkpoint that was tuned from it")
 
 
