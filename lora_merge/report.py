@@ -159,9 +159,7 @@ def merge_rows(report: Mapping[str, Any], *, verbose: bool = False) -> Iterator[
     yield line("change", f"{report['changed']} of {plural(report['tensors'], 'tensor')}{moved(report['numbers'])}")
     if report["codes"]:
         yield line("format", codes_line(report["codes"]))
-    added = (row for row in report["coverage"].values() if _strengths(row["strengths"])[-1] > 0)
-    words = dict.fromkeys(word for row in added for word in row["trigger_words"])
-    if words:
+    if words := trigger_words(report["coverage"]):
         yield line("triggers", ", ".join(words))
     yield from (line("note", note) for note in report["notes"])
     for name, row in report["coverage"].items():
@@ -223,6 +221,12 @@ def survival_rows(
         of_each, of_one = judged(least, "each adapter's change"), judged(least, f"the change of {name}")
         words = of_one if spoken(least) == NOTHING else f"at least {of_each}; lowest: {name}"
         yield Fact("survives", words, style=grade(least).style)
+
+
+def trigger_words(coverage: Mapping[str, Any]) -> list[str]:
+    """Return the trigger words of adapters that were added, not subtracted, from the coverage of a report."""
+    added = (row for row in coverage.values() if _strengths(row["strengths"])[-1] > 0)
+    return [*dict.fromkeys(word for row in added for word in row.get("trigger_words", ()))]
 
 
 def _applied(strengths: Mapping[str, Mapping[Any, int]]) -> tuple[str, str]:
@@ -364,7 +368,7 @@ def layers_recomputed(proof: Mapping[str, Any], *, verbose: bool = False) -> str
         return "every tensor is in the file; this method has no second computation to compare with"
     layers = f"{proof['recomputed']} of {plural(proof['layers'], 'layer')} recomputed in fp64"
     worst_layer = f"worst residual {proof['worst_residual']:.3g}"
-    return f"{layers}: {worst_layer if verbose else 'the share that survives is right'}"
+    return f"{layers}: {worst_layer if verbose else 'the same share survives'}"
 
 
 def cut_numbers(counts: Mapping[str, int]) -> str:
@@ -432,10 +436,10 @@ def too_large(numbers: Mapping[str, Any]) -> Iterator[str]:
 
 def placed(matching: Mapping[str, Any]) -> str:
     """Return in short for how many modules a second reading of the adapters found the plan's place and numbers."""
-    known = f"placement cross-checked for {matching['proven']} of {plural(matching['modules'], 'module')}"
+    known = f"placement confirmed for {matching['proven']} of {plural(matching['modules'], 'module')}"
     unknown, left = " and ".join(matching.get("why", {})), matching["modules"] - matching["proven"]
-    others = f"; for {left} more, the values alone (the independent check cannot resolve {unknown})"
-    return known + (others if unknown else "")
+    others = f"; the values of the other {left} are right, their placement was not checked a second time (the second "
+    return f"{known}{others}reading cannot resolve {unknown})" if unknown else known
 
 
 def unused(account: Mapping[str, Any]) -> str:
@@ -451,6 +455,6 @@ def second_reading(matching: Mapping[str, Any]) -> str:
     left, first = matching["modules"] - matching["proven"], matching["alone"][:3]
     names = ", ".join(first) + (f" and {left - len(first)} more" if left > len(first) else "")
     unknown = " and ".join(f"{what} ({count})" for what, count in matching.get("why", {}).items())
-    more = f"; of {left} the values but not the placement: {names}; the independent check cannot resolve {unknown}"
+    more = f"; of the other {left} the values alone: {names}; the second reading cannot resolve {unknown}"
     more = more if left else ""
-    return f"placement cross-checked for {matching['proven']} of {plural(matching['modules'], 'module')}{more}"
+    return f"placement confirmed for {matching['proven']} of {plural(matching['modules'], 'module')}{more}"

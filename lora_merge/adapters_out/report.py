@@ -240,7 +240,7 @@ def _advice(job: AdapterJob, report: AdapterReport, better: float) -> dict[str, 
 def _rank_words(ranks: Sequence[int] | None) -> str:
     if ranks is None:
         return "higher ranks"
-    return f"rank {ranks[1]}" if ranks[0] == ranks[1] else f"by layer ranks {ranks[0]} to {ranks[1]}"
+    return f"rank {ranks[1]}" if ranks[0] == ranks[1] else f"ranks {ranks[0]} to {ranks[1]}, depending on the layer"
 
 
 def _norms(report: Mapping[str, Any]) -> str:

@@ -44,8 +44,7 @@ def compare(  # noqa: PLR0913  # two for pages and progress
     first, second = open_checkpoint(a), open_checkpoint(b)
     kinds = [is_adapter(index) for index in (first, second)]
     if kinds[0] != kinds[1]:
-        raise UsageError("an adapter and a model cannot be compared", f"{a} and {b}",
-                         "use lora-merge inspect BASE ADAPTER; or give two adapters, or two models")  # fmt: skip
+        raise _of_two_kinds((b, second), a) if kinds[0] else _of_two_kinds((a, first), b)
     head = {"schema": SCHEMA, "a": str(a), "b": str(b)}
     if not all(kinds) and base is not None:
         raise UsageError("a base is given for two models", f"--base {base}", "leave it out")
@@ -60,6 +59,20 @@ def compare(  # noqa: PLR0913  # two for pages and progress
         return {**head, "kind": "adapters", "verdict": adapter_verdict(alike), **alike}
     apart = _checkpoints(first, second, pictures=pictures, progress=progress)
     return {**head, "kind": "checkpoints", "verdict": model_verdict(apart), **apart}
+
+
+def _of_two_kinds(other: tuple[Path, Index], adapter: Path) -> UsageError:
+    """Return the error for an adapter and a file that is none: how it fits is shown for a model alone."""
+    from ..models.names import UNKNOWN_TITLE, names
+
+    (path, index), of_two = other, "give two adapters, or two models"
+    lookup = names(index)
+    is_model = lookup.what in (lookup.architecture, UNKNOWN_TITLE)
+    what = (
+        "an adapter and a model cannot be compared" if is_model else f"an adapter and {lookup.what} cannot be compared"
+    )
+    look = "use lora-merge inspect BASE ADAPTER; or " * is_model
+    return UsageError(what, f"{adapter} and {path}", look + of_two)
 
 
 def _share_tensors(a: Index, b: Index) -> bool:
@@ -233,7 +246,8 @@ def _adapter_rows(result: Mapping[str, Any]) -> Iterator[Fact]:
     if result["common"]:
         independent = result["verdict"]["kind"] == "independent" and (result["total"]["overlap"] or 0) >= BY_CHANCE
         chance = " (independent changes share some by chance, more at high ranks)" * independent
-        yield line("change", _similarity(result["total"]) + chance)
+        scale = "; a cosine of 1 is the same change, 0 an unrelated one"
+        yield line("change", _similarity(result["total"]) + chance + scale)
         if result["fight"]:
             yield line("opposed", opposed_blocks(result))
     if whole := result.get("whole"):
@@ -255,4 +269,5 @@ def opposed_blocks(result: Mapping[str, Any]) -> str:
 def _similarity(row: Mapping[str, Any]) -> str:
     cosine = f"cosine {'?' if row['cosine'] is None else signed(row['cosine'])}"
     overlap = "" if row.get("overlap") is None else f", {percent(row['overlap'])} of the directions in common"
-    return f"{cosine}, norm {row['a']:.3g} in A and {row['b']:.3g} in B{overlap}"
+    sizes = f"A is {share_of(row['a'] / row['b'], 'B')} in size" if row["b"] else f"norm {row['a']:.3g} in A, 0 in B"
+    return f"{cosine}, {sizes}{overlap}"

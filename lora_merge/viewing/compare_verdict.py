@@ -71,7 +71,7 @@ def _different(result: Mapping[str, Any], besides: str) -> dict[str, Any]:
         adapters = listed(result["merges"]["AB".index(merged)], 3)
         text = f"{merged} is {base} with {adapters} merged, by the recipe in {merged}: {changes}"
         return {**_verdict("merged", "good", f"{text}{besides}."), "inner": base}
-    return _verdict("changed", "warning", f"B is A with changes: {changes}{besides}.")
+    return _verdict("changed", "good", f"B is A with changes: {changes}{besides}.")
 
 
 def _rounded_anew(rounded: int, compared: int) -> str:

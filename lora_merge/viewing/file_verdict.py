@@ -26,6 +26,9 @@ NETWORK_TITLES: Final = {
     "unet": "U-Net",
     "vae": "VAE",
 }
+WHOLE_MODELS: Final = ("model", "transformer")
+"""Networks that are all of a model, whose names say nothing."""
+
 BILLION: Final = 10**9
 
 
@@ -88,7 +91,7 @@ def _adapter(facts: Mapping[str, Any]) -> str:
     kinds = listed(map(_title, facts["algorithms"])) or "Adapter without modules"
     ranks = facts["ranks"]
     rank = f", rank {ranks[0]}" if len(ranks) == 1 else f", ranks {min(ranks)} to {max(ranks)}" if ranks else ""
-    parts = listed(NETWORK_TITLES.get(name, name) for name in facts["parts"])
+    parts = listed(NETWORK_TITLES.get(name, name) for name in facts["parts"] if name not in WHOLE_MODELS)
     model = _base_of(facts)
     made_for = f", for {model}" if model != "unknown" else ", for an unknown model"
     return f"{kinds}{rank}{made_for}{f' ({parts})' if parts else ''}, {size(facts['bytes'])}."
@@ -113,7 +116,7 @@ MOST_WORDS: Final = 2  # of a title
 
 def _model(facts: Mapping[str, Any]) -> str:
     name = _name(facts)
-    networks = [NETWORK_TITLES.get(part, part) for part in facts["components"] if part not in ("model", "transformer")]
+    networks = [NETWORK_TITLES.get(part, part) for part in facts["components"] if part not in WHOLE_MODELS]
     if name == "unknown":
         name = _unknown(facts)
     elif len(networks) == 1 and ONE_COMPONENT.search(name):

@@ -86,7 +86,7 @@ def test_pipes_get_plain_lines_and_no_progress(
     assert [row.split()[0] for row in out.splitlines()] == [
         "output", "input", "layers", "survives", "verified", "undo",
     ]  # fmt: skip
-    assert "recomputed in fp64: the share that survives is right" in out
+    assert "recomputed in fp64: the same share survives" in out
     assert "│" not in out
 
 

@@ -127,7 +127,7 @@ def test_advice_on_a_rank_keeps_the_share_that_it_names(files: Path, words: list
     if survival["ranks"]:
         assert [min(ranks), max(ranks)] == survival["ranks"]
         assert f"{max(ranks)}: --rank" in survival["warning"]
-        assert ("by layer ranks" in survival["warning"]) == (min(ranks) < max(ranks))
+        assert ("depending on the layer" in survival["warning"]) == (min(ranks) < max(ranks))
     elif words[0] != "extract" and "--format" not in words:
         pytest.fail("the ranks are known")
     assert ("curve" in first["numbers"]) == ("lokr" not in words)

@@ -167,7 +167,7 @@ def paired(
     notes += said_of_new(new)
     alone = [p.view.row_slices[0].key for p in extra if all(p is not new_pair.place for new_pair in new)]
     if alone and not lenient:
-        are = plural(len(alone), "parameter is", "parameters are")
+        are = plural(len(alone), "weight is", "weights are")
         raise _other_models(base, tuned, share=bool(pairs)) or FitError(
             f"{are} only in the tuned checkpoint",
             listed(alone, 3),
@@ -277,5 +277,5 @@ def _absent(absent: Sequence[Place], pairs: Sequence[Pair]) -> FitError:
     keys = [p.view.row_slices[0].key for p in absent]
     both = f"choose what both have: --include {' --include '.join(components)}"
     fix = both if lost and components else or_leave_out(ITS_BASE, keys)
-    are = plural(len(absent), "parameter of the base is", "parameters of the base are")
+    are = plural(len(absent), "weight of the base is", "weights of the base are")
     return FitError(f"{are} not in the tuned checkpoint", listed(keys, 3), fix)
