@@ -13,7 +13,12 @@ THOUSANDS: Final = (1000, ("", "K", "M", "G", "T"))
 """For `size`: things are counted in thousands."""
 
 VALUE_WIDTH: Final = 200  # characters of a value
-LONGER: Final = {"undo": 3 * VALUE_WIDTH, "warning": 5 * VALUE_WIDTH, "verdict": 5 * VALUE_WIDTH, "note": 2 * VALUE_WIDTH}
+LONGER: Final = {
+    "undo": 3 * VALUE_WIDTH,
+    "warning": 5 * VALUE_WIDTH,
+    "verdict": 5 * VALUE_WIDTH,
+    "note": 2 * VALUE_WIDTH,
+}
 """Name of a row → characters of its value, where that is more."""
 
 TEXT_SLACK: Final = 40

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import unicodedata
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_merge.facts import percent, run_label, runs, share_of
+from lora_merge.report import moved, too_large
 from lora_merge.text import Shown, by_pattern, by_reason, counted, done_of, html_table, json_text, one_line, rate
 from tests.kit.pairs import WHOLE
 
@@ -66,6 +68,19 @@ def test_small_share_is_not_shown_as_none() -> None:
         "200 % of the weights",
         "100000 times the weights",
     ]
+
+
+def test_change_as_large_as_the_weights_is_a_warning() -> None:
+    """Some rows of a change show about its size."""
+
+    def numbers(ratio: float | None, read: int) -> dict[str, Any]:
+        return {"all": {"ratio": ratio, "elements": read, "of": 10}}
+
+    assert moved(numbers(0.0193, 4)) == ", by about 1.9 % of their weights"
+    assert moved(numbers(0.02, 10)) == ", by 2 % of their weights"
+    assert not [*too_large({}), *too_large(numbers(None, 4)), *too_large(numbers(0.5, 4))]
+    (warning,) = too_large(numbers(141.2, 4))
+    assert warning.startswith("the change is about 140 times the weights")
 
 
 def test_names_that_count_on_are_one_where_their_values_are_equal() -> None:

@@ -349,7 +349,8 @@ def metadata(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     shown = {key: entries[key] for key in METADATA_KEYS if key in entries and key not in hidden}
     yield from shown.items()
     if left := len(entries.keys() - shown.keys() - hidden):
-        few = f"{len(shown)} of " * bool(shown) + plural(len(entries), "entry", "entries") + " shown" * bool(shown)
+        of = len(entries) - left
+        few = f"{of} of " * bool(of) + plural(len(entries), "entry", "entries") + " shown" * bool(of)
         yield f"{few};", f"--json lists {'all' if len(entries) > 1 else 'it'}"
 
 

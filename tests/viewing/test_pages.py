@@ -681,7 +681,7 @@ def _page(path: Path) -> Any:
 def test_page_begins_with_its_verdict(scene: Scene, tmp_path: Path) -> None:
     page, out = tmp_path / "page.html", tmp_path / "o.safetensors"
     for words, level, text in (
-        (["merge", scene.base, scene.ink, "-o", out], "good", "Merged and verified"),
+        (["merge", scene.base, scene.ink, "-o", out], "good", "% of the change (good) survives"),
         (["merge", scene.base, f"{scene.ink}:0.000001", "-o", out], "warning", "Merged, but: "),
         (["resize", scene.ink, "--rank", "2", "-o", out], "warning", "Written, but: "),
         (["resize", scene.ink, "--rank", "4", "-o", out], "good", "100 % of the change (good) survives"),
